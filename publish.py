@@ -1,0 +1,76 @@
+"""The one way an artefact gets its final name: write beside, fsync, rename.
+
+Whatever interrupts the body (an exception, Ctrl-C, a full disk), nothing under the final name
+exists; kill -9 can leave only a hidden `.NAME.XXXX.partial` directory beside it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmctl.errors import OutOfDisk, OutputExists
+
+
+def flush(path: Path) -> None:
+    """fsync one file or directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Refuse before the first byte when `num_bytes` will not fit the file system of `folder`."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if num_bytes > free:
+        raise OutOfDisk(
+            f"{folder} needs {num_bytes / 1e9:.2f} GB, {existing} has {free / 1e9:.2f} GB free",
+            fix="free disk space or choose an output directory on another file system",
+        )
+
+
+@contextmanager
+def publish(final: Path) -> Iterator[Path]:
+    """Yield a scratch directory beside `final`; it takes the final name only on success.
+
+    Raises OutputExists when `final` exists before, or appears while the body runs; OutOfDisk when
+    the body or the final fsync ran out of space.
+    """
+    final = final.absolute()
+    if final.exists():
+        raise OutputExists(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
+    try:
+        yield scratch
+        for path in [*scratch.rglob("*"), scratch]:
+            flush(path)
+        scratch.chmod(0o755)  # mkdtemp starts at 0700
+        try:
+            os.rename(scratch, final)  # atomic on one file system; refuses a non-empty target
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise OutputExists(final) from error  # another process won the race
+            raise
+        flush(final.parent)
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutOfDisk(
+                f"the file system of {final.parent} is full",
+                fix="free disk space or choose an output directory on another file system",
+            ) from error
+        raise
+    except BaseException:  # Ctrl-C included: never leave something that looks finished
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
