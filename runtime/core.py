@@ -1,0 +1,195 @@
+"""The nouns of the runtime: what a user asks for, what one step runs, what comes back.
+
+Plain data, no tensors and no policy. Field names follow the executor API of the TensorRT-LLM
+engine era in snake_case, so its users find what they know.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from llmctl.errors import BadConfig
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended; NOT_FINISHED while it runs."""
+
+    NOT_FINISHED = "not_finished"
+    END_ID = "end_id"
+    STOP_WORDS = "stop_words"
+    LENGTH = "length"
+    TIMED_OUT = "timed_out"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How the next token is drawn. top_k and top_p both unset, or temperature 0, is greedy.
+
+    top_k 0 means no limit. Penalties see the prompt and everything generated so far.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0  # end_id and stop words are not honoured before this many new tokens
+    num_return_sequences: int = 1  # sequence i samples with seed + i
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, "temperature", self.temperature, ">= 0")
+        _require(self.top_k is None or self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 = no limit)")
+        _require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        _require(0 <= self.seed < 2**64, "seed", self.seed, "an unsigned 64-bit integer")
+        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "> 0")
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, ">= 0")
+        count = self.num_return_sequences
+        _require(count >= 1, "num_return_sequences", count, ">= 1")
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when every token is the argmax of the penalised logits."""
+        no_filter = self.top_k is None and self.top_p is None and self.min_p == 0
+        return self.temperature == 0 or self.top_k == 1 or no_filter
+
+
+@dataclass(frozen=True, slots=True)
+class OutputConfig:
+    """What a result carries besides the tokens."""
+
+    return_log_probs: bool = False  # log-softmax of the raw target logits, per new token
+    exclude_input_from_output: bool = True
+    return_all_generated_tokens: bool = False  # streaming: the whole output each time
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt. Stop and bad words are token-id lists; a stop word's own tokens are kept."""
+
+    input_token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling_config: SamplingConfig = field(default_factory=SamplingConfig)
+    output_config: OutputConfig = field(default_factory=OutputConfig)
+    streaming: bool = False
+    end_id: int | None = None
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    client_id: int | None = None
+    allotted_time_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(len(self.input_token_ids) > 0, "input_token_ids", "empty", "at least one token")
+        _require(self.max_tokens > 0, "max_tokens", self.max_tokens, "> 0")
+        for name in ("stop_words", "bad_words"):
+            words = getattr(self, name)
+            _require(all(words), name, "an empty word", "token-id lists of at least one token")
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The state of one returned sequence; everything released on cancel hangs off it.
+
+    `tokens` is prompt + committed output. `kv_len` counts target KV entries that are valid, so a
+    sequence in generation satisfies kv_len == len(tokens) - 1 (the last token, the root of the
+    next round, is not in the cache yet). Fewer means context work is left: a fresh prompt, or a
+    sequence that was paused and recomputes.
+    """
+
+    sequence_id: int
+    request_id: int
+    request: Request
+    index: int  # which of num_return_sequences
+    tokens: list[int]
+    num_prompt_tokens: int
+    max_len: int  # tokens never grows past this: prompt + max_tokens, cut at max_seq_len
+    kv_len: int = 0
+    draft_kv_len: int = 0  # valid entries in the draft engine's cache (0 when there is none)
+    block_table: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NOT_FINISHED
+
+    @property
+    def seed(self) -> int:
+        """The seed of this sequence's random draws."""
+        return (self.request.sampling_config.seed + self.index) % 2**64
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Committed output tokens so far."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_context(self) -> bool:
+        """True while more than the root token waits to enter the cache."""
+        return self.kv_len < len(self.tokens) - 1 or self.num_new_tokens == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one step computes for one sequence.
+
+    Tokens tokens[start : start + num_tokens] enter the cache, then up to `draft_len` proposed
+    tokens. `needs_logits` is false only for a context chunk that is not the last.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    draft_len: int = 0  # most draft tokens that blocks and limits allow this round
+
+    @property
+    def needs_logits(self) -> bool:
+        """True when this slice reaches the end of the committed tokens."""
+        return self.start + self.num_tokens == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: context slices first, generation slices after (the packed row order)."""
+
+    context: tuple[Slice, ...] = ()
+    generation: tuple[Slice, ...] = ()
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """All slices in packed row order."""
+        return self.context + self.generation
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Tokens of one sequence. Streaming responses carry only the new ones unless asked."""
+
+    sequence_index: int
+    output_token_ids: tuple[int, ...]
+    is_sequence_final: bool
+    is_final: bool  # the last response of the whole request
+    finish_reason: FinishReason
+    log_probs: tuple[float, ...] | None = None
+    cum_log_prob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """Either a result or the error that ended the request; never both."""
+
+    request_id: int
+    client_id: int | None = None
+    result: Result | None = None
+    error: Exception | None = None
+
+    @property
+    def has_error(self) -> bool:
+        """True when the request failed or was refused."""
+        return self.error is not None
+
+
+def _require(condition: bool, name: str, found: object, wanted: str) -> None:
+    if not condition:
+        raise BadConfig(f"{name} is {found}; it must be {wanted}")
