@@ -1,0 +1,27 @@
+"""Settings shared by every test: one BLAS thread, no network, derandomised property tests."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported anywhere: two test workers share two cores, and more OpenMP threads
+# than cores makes small matrix products many times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from pathlib import Path  # noqa: E402  (the environment must be set first)
+
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("ci")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the source tree."""
+    return REPOSITORY
