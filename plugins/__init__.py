@@ -1,0 +1,1 @@
+"""Arithmetic on tensors: one folder per operator, with its spec, reference and kernels."""

@@ -1,0 +1,1 @@
+"""The CPU backend: a C++ library that runs a whole step in one call."""

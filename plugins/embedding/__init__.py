@@ -1,0 +1,1 @@
+"""Rows of the embedding table, by token id."""

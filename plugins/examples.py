@@ -1,0 +1,255 @@
+"""Random calls for the cases that specs list: what kernel tests and benchmarks run.
+
+An example owns its tensors, the step that goes with them and a paged cache already filled with the
+tokens that "were computed before". Everything follows from the case and the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from llmctl.plugins.program import OpCall, StepInputs
+from llmctl.plugins.spec import Case
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One call with its step and cache."""
+
+    call: OpCall
+    step: StepInputs
+    kv_cache: torch.Tensor
+
+    def clone(self) -> Example:
+        """The same example in fresh memory."""
+        copies: dict[int, torch.Tensor] = {}
+
+        def copy(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+            return {k: copies.setdefault(id(t), t.clone()) for k, t in tensors.items()}
+
+        call = self.call
+        fresh = OpCall(
+            call.op, call.name, copy(call.inputs), copy(call.outputs), dict(call.attributes)
+        )
+        return Example(fresh, self.step, self.kv_cache.clone())
+
+
+def make_example(op: str, case: Case, seed: int = 0) -> Example:
+    """Build the inputs of one case of `SPECS[op]`; outputs start as noise that must be replaced."""
+    generator = torch.Generator().manual_seed(seed)
+    return _MAKERS[op](case, generator)
+
+
+def make_step(
+    requests: list[tuple[int, int]], tokens_per_block: int = 32, seed: int = 0, vocab: int = 1000
+) -> tuple[StepInputs, int]:
+    """A step for (new tokens, tokens cached before) per request; also returns num_blocks.
+
+    Blocks are dealt in random order, and the cache has three blocks that no request uses.
+    """
+    random = np.random.default_rng(seed)
+    kv_len = np.array([new + old for new, old in requests], np.int32)
+    needed = [-(-int(n) // tokens_per_block) for n in kv_len]
+    num_blocks = sum(needed) + 3
+    free = random.permutation(num_blocks).astype(np.int32)
+    tables = np.full((len(requests), max(needed)), -1, np.int32)
+    positions, slots = [], []
+    for row, (new, old) in enumerate(requests):
+        blocks, free = free[: needed[row]], free[needed[row] :]
+        tables[row, : needed[row]] = blocks
+        where = np.arange(old, old + new, dtype=np.int32)
+        positions.append(where)
+        slots.append(
+            blocks[where // tokens_per_block] * tokens_per_block + where % tokens_per_block
+        )
+    cu_q = np.cumsum([0, *(new for new, _ in requests)]).astype(np.int32)
+    step = StepInputs(
+        token_ids=random.integers(0, vocab, int(cu_q[-1])).astype(np.int32),
+        position_ids=np.concatenate(positions),
+        cu_q=cu_q,
+        kv_len=kv_len,
+        block_tables=tables,
+        slot_mapping=np.concatenate(slots).astype(np.int32),
+        logit_rows=(cu_q[1:] - 1).astype(np.int32),
+    )
+    return step, num_blocks
+
+
+def parse_requests(text: str) -> list[tuple[int, int]]:
+    """ "5+31 1+0" -> [(5, 31), (1, 0)]: new tokens + tokens cached before."""
+    pairs = (part.split("+") for part in text.split())
+    return [(int(new), int(old)) for new, old in pairs]
+
+
+def random_tensor(
+    shape: tuple[int, ...], dtype: str, generator: torch.Generator, spread: float = 1.0
+) -> torch.Tensor:
+    """Normal values of the given spread, rounded to dtype."""
+    return (torch.randn(shape, generator=generator) * spread).to(getattr(torch, dtype))
+
+
+def _empty(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    kind: torch.dtype = getattr(torch, dtype)
+    size = torch.empty(0, dtype=kind).element_size()
+    return torch.full((*shape, size), 0x55, dtype=torch.uint8).view(kind).squeeze(-1)
+
+
+def _plain_step(tokens: int, vocab: int = 1000) -> StepInputs:
+    return make_step([(tokens, 0)], vocab=vocab)[0]
+
+
+def _quantized_output(
+    case: Case, shape: tuple[int, int], inputs: Tensors, spread: float = 3.0
+) -> Tensors:
+    scaling = case["scaling"]
+    out = _empty(shape, str(case["dtype"]) if scaling == "none" else "float8_e4m3fn")
+    if scaling == "static":
+        inputs["scale"] = torch.tensor([spread / 448])
+    if scaling == "per_token":
+        return {"out": out, "out_scale": _empty(shape[:1], "float32")}
+    return {"out": out}
+
+
+def _no_cache() -> torch.Tensor:
+    return torch.zeros((1, 1, 2, 1, 32, 16))
+
+
+def _embedding(case: Case, generator: torch.Generator) -> Example:
+    tokens, vocab, hidden = (int(case[k]) for k in ("tokens", "vocab", "hidden"))
+    dtype = str(case["dtype"])
+    inputs = {"weight": random_tensor((vocab, hidden), dtype, generator)}
+    call = OpCall("embedding", "embedding", inputs, {"out": _empty((tokens, hidden), dtype)}, {})
+    return Example(call, _plain_step(tokens, vocab), _no_cache())
+
+
+def _gather_rows(case: Case, generator: torch.Generator) -> Example:
+    tokens, rows, hidden = (int(case[k]) for k in ("tokens", "rows", "hidden"))
+    dtype = str(case["dtype"])
+    step = _plain_step(tokens)
+    step.logit_rows = np.sort(np.random.default_rng(0).permutation(tokens)[:rows]).astype(np.int32)
+    inputs = {"x": random_tensor((tokens, hidden), dtype, generator)}
+    call = OpCall("gather_rows", "gather", inputs, {"out": _empty((rows, hidden), dtype)}, {})
+    return Example(call, step, _no_cache())
+
+
+def _quantize(case: Case, generator: torch.Generator) -> Example:
+    shape = (int(case["tokens"]), int(case["hidden"]))
+    inputs = {"x": random_tensor(shape, str(case["dtype"]), generator)}
+    inputs["x"][-1] = 0  # a row of zeros has scale 1
+    outputs = _quantized_output(case, shape, inputs)
+    call = OpCall("quantize", "quantize", inputs, outputs, {})
+    return Example(call, _plain_step(shape[0]), _no_cache())
+
+
+def _rms_norm(case: Case, generator: torch.Generator) -> Example:
+    shape, dtype = (int(case["tokens"]), int(case["hidden"])), str(case["dtype"])
+    inputs = {
+        "x": random_tensor(shape, dtype, generator),
+        "weight": random_tensor(shape[1:], dtype, generator),
+    }
+    outputs = _quantized_output(case, shape, inputs)
+    if case["residual"]:
+        inputs["residual"] = random_tensor(shape, dtype, generator)
+        outputs["residual_out"] = inputs["residual"]  # in place, as engines do
+    call = OpCall("rms_norm", "norm", inputs, outputs, {"epsilon": 1e-5})
+    return Example(call, _plain_step(shape[0]), _no_cache())
+
+
+def _swiglu(case: Case, generator: torch.Generator) -> Example:
+    tokens, width, dtype = int(case["tokens"]), int(case["hidden"]), str(case["dtype"])
+    inputs = {"x": random_tensor((tokens, 2 * width), dtype, generator, spread=2)}
+    outputs = _quantized_output(case, (tokens, width), inputs)
+    call = OpCall("swiglu", "swiglu", inputs, outputs, {})
+    return Example(call, _plain_step(tokens), _no_cache())
+
+
+def _linear(case: Case, generator: torch.Generator) -> Example:
+    tokens, outputs, inner = (int(case[k]) for k in ("tokens", "outputs", "inner"))
+    x_dtype, weight_dtype = str(case["x_dtype"]), str(case["dtype"])
+    is_fp8 = x_dtype == "float8_e4m3fn"
+    dtype = "bfloat16" if is_fp8 else x_dtype
+    inputs = {
+        "x": random_tensor((tokens, inner), x_dtype, generator),
+        "weight": random_tensor((outputs, inner), weight_dtype, generator, inner**-0.5),
+    }
+    if weight_dtype == "float8_e4m3fn":
+        wide = random_tensor((outputs, inner), "float32", generator, 100)
+        inputs["weight"] = wide.clamp(-448, 448).to(torch.float8_e4m3fn)
+        spread = torch.rand((outputs,), generator=generator) + 0.5
+        inputs["weight_scale"] = spread * (inner**-0.5 / 100)
+    if is_fp8:
+        count = tokens if case["x_scaling"] == "per_token" else 1
+        inputs["x_scale"] = torch.rand((count,), generator=generator) + 0.5
+    if case["bias"]:
+        inputs["bias"] = random_tensor((outputs,), dtype, generator)
+    call = OpCall("linear", "linear", inputs, {"out": _empty((tokens, outputs), dtype)}, {})
+    return Example(call, _plain_step(tokens), _no_cache())
+
+
+def _head_attributes(case: Case) -> dict[str, int | float | str | bool]:
+    names = ("num_heads", "num_kv_heads", "head_size")
+    return {"layer": 1, **{name: case[name] for name in names}}
+
+
+def _filled_cache(case: Case, num_blocks: int, generator: torch.Generator) -> torch.Tensor:
+    heads, size = int(case["num_kv_heads"]), int(case["head_size"])
+    shape = (2, num_blocks, 2, heads, int(case.get("tokens_per_block", 32)), size)
+    return random_tensor(shape, str(case["kv_dtype"]), generator)
+
+
+def _kv_scales(case: Case) -> Tensors:
+    if case["kv_dtype"] != "float8_e4m3fn":
+        return {}
+    return {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.25])}
+
+
+def _rope_kv_write(case: Case, generator: torch.Generator) -> Example:
+    step, num_blocks = make_step(parse_requests(str(case["requests"])))
+    attributes, dtype = _head_attributes(case), str(case["dtype"])
+    heads, kv_heads, size = (int(attributes[k]) for k in ("num_heads", "num_kv_heads", "head_size"))
+    count, positions = step.num_tokens, int(step.kv_len.max())
+    angles = torch.rand((positions, size // 2), generator=generator) * 6.28
+    inputs = {
+        "qkv": random_tensor((count, (heads + 2 * kv_heads) * size), dtype, generator),
+        "rotary": torch.cat((angles.cos(), angles.sin()), dim=-1),
+        **_kv_scales(case),
+    }
+    if case["qk_norm"]:
+        inputs["q_norm"] = random_tensor((size,), dtype, generator)
+        inputs["k_norm"] = random_tensor((size,), dtype, generator)
+    outputs = {"q": _empty((count, heads * size), dtype)}
+    call = OpCall("rope_kv_write", "rope", inputs, outputs, {**attributes, "epsilon": 1e-6})
+    return Example(call, step, _filled_cache(case, num_blocks, generator))
+
+
+def _paged_attention(case: Case, generator: torch.Generator) -> Example:
+    per_block = int(case["tokens_per_block"])
+    step, num_blocks = make_step(parse_requests(str(case["requests"])), per_block)
+    attributes, dtype = _head_attributes(case), str(case["dtype"])
+    width = int(attributes["num_heads"]) * int(attributes["head_size"])
+    inputs = {"q": random_tensor((step.num_tokens, width), dtype, generator), **_kv_scales(case)}
+    if case["quantize_out"]:
+        inputs["out_scale"] = torch.tensor([2.0 / 448])
+    out = _empty((step.num_tokens, width), "float8_e4m3fn" if case["quantize_out"] else dtype)
+    attributes["softmax_scale"] = int(attributes["head_size"]) ** -0.5
+    attributes["window"] = case["window"]
+    call = OpCall("paged_attention", "attention", inputs, {"out": out}, attributes)
+    return Example(call, step, _filled_cache(case, num_blocks, generator))
+
+
+_MAKERS: Mapping[str, Callable[[Case, torch.Generator], Example]] = {
+    "embedding": _embedding,
+    "gather_rows": _gather_rows,
+    "quantize": _quantize,
+    "rms_norm": _rms_norm,
+    "swiglu": _swiglu,
+    "linear": _linear,
+    "rope_kv_write": _rope_kv_write,
+    "paged_attention": _paged_attention,
+}

@@ -1,0 +1,1 @@
+"""The rows of an activation that get logits."""

@@ -1,0 +1,18 @@
+"""Row gather: roles, sizes."""
+
+from __future__ import annotations
+
+from llmctl.plugins.spec import EXACT, OpSpec, Role
+
+SPEC = OpSpec(
+    name="gather_rows",
+    inputs=(Role("x", ("T",), ("N", "H")),),
+    outputs=(Role("out", ("T",), ("R", "H")),),
+    tolerance=EXACT,
+    cases=tuple(
+        {"tokens": n, "rows": r, "hidden": h, "dtype": dtype}
+        for n, r, h in ((1, 1, 16), (17, 5, 72), (33, 2, 257))
+        for dtype in ("float32", "bfloat16", "float16")
+    ),
+    timed=({"tokens": 256, "rows": 64, "hidden": 2048, "dtype": "bfloat16"},),
+)

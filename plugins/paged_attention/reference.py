@@ -1,0 +1,78 @@
+"""Causal attention over the paged cache, in float32, rounded once to the model dtype.
+
+A query at position p sees keys j <= p and, with a window W > 0, j > p - W. Checked against
+torch's scaled_dot_product_attention with an explicit mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from llmctl.plugins.program import StepInputs
+from llmctl.plugins.quantize.reference import quantize_static
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    softmax_scale: float,
+    window: int,
+) -> torch.Tensor:
+    """q [heads, Q, D] at absolute `positions` [Q]; k, v [heads, L, D] -> [heads, Q, D] float32."""
+    scores = (q @ k.transpose(-1, -2)) * softmax_scale
+    keys = torch.arange(k.shape[1], device=q.device)
+    visible = keys <= positions[:, None]
+    if window > 0:
+        visible &= keys > positions[:, None] - window
+    return torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ v
+
+
+def gather_keys(cache: torch.Tensor, blocks: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """One layer's K or V [num_blocks, heads, tokens_per_block, D] -> float32 [heads, kv_len, D]."""
+    _, num_kv_heads, _, size = cache.shape
+    pages = cache[blocks].float().transpose(0, 1)  # [heads, blocks, tokens_per_block, D]
+    return pages.reshape(num_kv_heads, -1, size)[:, :kv_len]
+
+
+def reference(
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    attributes: Mapping[str, int | float | str | bool],
+    step: StepInputs,
+    kv_cache: torch.Tensor,
+) -> None:
+    """Attend request by request; the cache already holds this step's keys and values."""
+    q, out = inputs["q"], outputs["out"]
+    size = int(attributes["head_size"])
+    num_heads, num_kv_heads = int(attributes["num_heads"]), int(attributes["num_kv_heads"])
+    cache = kv_cache[int(attributes["layer"])]
+    positions = torch.from_numpy(step.position_ids).to(q.device)
+    for request in range(step.num_requests):
+        start, stop = int(step.cu_q[request]), int(step.cu_q[request + 1])
+        kv_len = int(step.kv_len[request])
+        num_blocks = -(-kv_len // cache.shape[3])
+        blocks = torch.from_numpy(step.block_tables[request, :num_blocks]).to(q.device, torch.int64)
+        k = gather_keys(cache[:, 0], blocks, kv_len)
+        v = gather_keys(cache[:, 1], blocks, kv_len)
+        if "k_scale" in inputs:
+            k = k * inputs["k_scale"]
+        if "v_scale" in inputs:
+            v = v * inputs["v_scale"]
+        groups = num_heads // num_kv_heads
+        heads = q[start:stop].view(stop - start, num_heads, size).float().transpose(0, 1)
+        result = attention(
+            heads,
+            k.repeat_interleave(groups, dim=0),
+            v.repeat_interleave(groups, dim=0),
+            positions[start:stop],
+            float(attributes["softmax_scale"]),
+            int(attributes["window"]),
+        )
+        rows = result.transpose(0, 1).reshape(stop - start, -1).to(q.dtype)
+        out[start:stop] = (
+            quantize_static(rows, inputs["out_scale"]) if "out_scale" in inputs else rows
+        )

@@ -1,0 +1,1 @@
+"""FP8 quantization of an activation that no producer could quantize."""

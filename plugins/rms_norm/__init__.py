@@ -1,0 +1,1 @@
+"""Residual addition, RMS normalization and FP8 quantization in one pass."""

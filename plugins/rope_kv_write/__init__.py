@@ -1,0 +1,1 @@
+"""Query/key normalization, rotary embedding and the write into the paged KV cache."""

@@ -1,0 +1,1 @@
+"""SiLU(gate) * up, with optional FP8 quantization."""
