@@ -1,0 +1,262 @@
+"""Reading a Hugging Face checkpoint folder that nobody vouches for.
+
+Headers of every safetensors file are checked before any weight is touched: sizes, overlaps, names,
+paths. Nothing is unpickled and no code of the checkpoint runs. Tensors are private maps of the
+file, so reading one costs page cache and not memory until something writes to it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmctl.errors import (
+    BadTensorShape,
+    CheckpointNotFound,
+    CorruptFile,
+    MissingTensor,
+    PickleCheckpoint,
+    UnsafePath,
+)
+from llmctl.quantize.format import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    QUANT_CONFIG_FILE,
+    SINGLE_FILE,
+    TOKENIZER_FILES,
+    QuantizationInfo,
+    parse_json,
+    read_json,
+    read_quantization,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# The safetensors names -> (torch name, bytes an element).
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as its file's header describes it. dtype is the safetensors name ("BF16")."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int  # bytes from the start of the file
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """An opened checkpoint folder: every header is valid, no weight has been read."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    quantization: QuantizationInfo | None
+    _maps: dict[Path, mmap.mmap] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Check the folder and its headers.
+
+        Raises CheckpointNotFound, CorruptFile, UnsafePath, PickleCheckpoint, MissingTensor (a
+        shard the index names is absent) or UnknownQuantization.
+        """
+        config_path = path / CONFIG_FILE
+        if not config_path.is_file():
+            raise CheckpointNotFound(
+                f"{config_path} does not exist",
+                fix="give a folder in Hugging Face format (config.json and *.safetensors)",
+            )
+        config = read_json(config_path)
+        nested_path = path / QUANT_CONFIG_FILE
+        nested = read_json(nested_path) if nested_path.is_file() else None
+        quantization = read_quantization(config, nested, str(config_path))
+        return cls(path, config, _read_headers(path), quantization)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor on the CPU, in its stored dtype, mapped rather than copied where aligned.
+
+        Writing into it changes this process's private pages, never the file. Raises MissingTensor.
+        """
+        import torch
+
+        info = self.info(name)
+        dtype = getattr(torch, DTYPES[info.dtype][0])
+        if info.num_bytes == 0:
+            return torch.empty(info.shape, dtype=dtype)
+        source: Any = self._map(info.file)
+        offset = info.offset
+        if offset % DTYPES[info.dtype][1]:  # legal in the format, but torch wants alignment
+            source, offset = bytearray(source[offset : offset + info.num_bytes]), 0
+        count = math.prod(info.shape)
+        return torch.frombuffer(source, dtype=dtype, count=count, offset=offset).view(info.shape)
+
+    def info(self, name: str) -> TensorInfo:
+        """The header entry of one tensor. Raises MissingTensor."""
+        found = self.tensors.get(name)
+        if found is None:
+            raise MissingTensor(
+                f"{self.path} has no tensor {name} ({len(self.tensors)} tensors are there)",
+                fix="fetch the checkpoint again, or check that config.json belongs to it",
+            )
+        return found
+
+    def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that the named tensors exist with these shapes.
+
+        Raises MissingTensor (with every absent name) or BadTensorShape.
+        """
+        absent = [name for name in shapes if name not in self.tensors]
+        if absent:
+            shown = ", ".join(absent[:8]) + (" …" if len(absent) > 8 else "")
+            raise MissingTensor(
+                f"{self.path} lacks {len(absent)} of the {len(shapes)} tensors that config.json "
+                f"promises: {shown}",
+                fix="fetch the checkpoint again, or check that config.json belongs to it",
+            )
+        for name, wanted in shapes.items():
+            found = self.tensors[name].shape
+            if found != wanted:
+                raise BadTensorShape(
+                    f"{name} in {self.tensors[name].file} has shape {list(found)}; config.json "
+                    f"implies {list(wanted)}",
+                    fix="check that config.json belongs to these weights",
+                )
+
+    def release(self) -> None:
+        """Forget the file maps: each is unmapped when the last tensor on it is dropped."""
+        self._maps.clear()
+
+    def tokenizer_files(self) -> list[Path]:
+        """The tokenizer's files that exist in the folder."""
+        return [self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file()]
+
+    def _map(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            with path.open("rb") as file:
+                # A private map that reserves no swap: a 100 GB shard opens on a 16 GB machine.
+                self._maps[path] = mmap.mmap(
+                    file.fileno(),
+                    0,
+                    flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0),
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                )
+        return self._maps[path]
+
+
+def _read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor the folder offers, found as transformers finds it: one file, or an index."""
+    if (folder / SINGLE_FILE).is_file():
+        return read_header(folder / SINGLE_FILE)
+    if (folder / INDEX_FILE).is_file():
+        return _read_indexed(folder)
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise PickleCheckpoint(
+            f"{folder} has only pickle weights ({pickles[0]}); llmctl never unpickles",
+            fix="convert it where you trust it: save_pretrained(..., safe_serialization=True)",
+        )
+    raise CheckpointNotFound(
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}",
+        fix="give a folder in Hugging Face format (config.json and *.safetensors)",
+    )
+
+
+def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
+    index = folder / INDEX_FILE
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptFile(f"{index} has no weight_map")
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    tensors = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+            raise CorruptFile(f"{index} places {name} in {shard!r}; a .safetensors name is wanted")
+        # A link of that name inside the folder is fine (the Hugging Face cache is made of them).
+        if shard != Path(shard).name or "\\" in shard or "\0" in shard:
+            raise UnsafePath(
+                f"{index} places {name} in {shard!r}; only files of the same folder are read",
+                fix="do not use this checkpoint unless you know who wrote the index",
+            )
+        if shard not in headers:
+            if not (folder / shard).is_file():
+                raise MissingTensor(
+                    f"{index} places {name} in {shard}, which does not exist",
+                    fix="fetch the missing shard",
+                )
+            headers[shard] = read_header(folder / shard)
+        if name not in headers[shard]:
+            raise MissingTensor(f"{index} places {name} in {shard}, which does not hold it")
+        tensors[name] = headers[shard][name]
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, from its header alone. Raises CorruptFile."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_bytes > min(MAX_HEADER_BYTES, size - 8):
+            raise _corrupt(path, f"its {size} bytes cannot hold a header of {header_bytes}")
+        header = parse_json(file.read(header_bytes), f"the header of {path}")
+    start = 8 + header_bytes
+    header.pop("__metadata__", None)
+    tensors = {name: _entry(path, name, entry, start) for name, entry in header.items()}
+    end = start
+    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.num_bytes)):
+        if info.offset != end:
+            what = "overlaps" if info.offset < end else "leaves a gap after"
+            raise _corrupt(path, f"{info.name} {what} the tensor before it")
+        end += info.num_bytes
+    if end != size:
+        raise _corrupt(path, f"it has {size} bytes, its header describes {end}")
+    return tensors
+
+
+def _entry(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
+    """Check one header entry against itself: dtype, shape, and the bytes it claims."""
+    try:
+        dtype, shape = entry["dtype"], entry["shape"]
+        begin, end = entry["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise _corrupt(path, f"the entry of {name} lacks dtype, shape or offsets") from error
+    if not isinstance(shape, list):
+        raise _corrupt(path, f"{name} has shape {shape!r}")
+    numbers = [*shape, begin, end]
+    # bool is an int to Python and not a size to anyone else
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise _corrupt(path, f"{name} has shape {shape} at {begin}, {end}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _corrupt(path, f"{name} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    wanted = math.prod(shape) * DTYPES[dtype][1]
+    if end - begin != wanted:
+        raise _corrupt(path, f"{name} is {dtype} {shape}: {wanted} bytes, stored {end - begin}")
+    return TensorInfo(name, dtype, tuple(shape), path, start + begin, wanted)
+
+
+def _corrupt(path: Path, what: str) -> CorruptFile:
+    return CorruptFile(f"{path} is not a whole safetensors file: {what}", fix="fetch it again")
