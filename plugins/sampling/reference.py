@@ -1,0 +1,165 @@
+"""Sampling in numpy: the truth other backends are compared with, and what the CPU backend runs.
+
+Assumes finite float32 logits. Scores are formed in float64, which holds every float32 exactly, so
+the drawn token does not depend on vector width. Filters agree with transformers' TopK, TopP and
+MinP warpers and its repetition penalty (checked in tests/plugins/test_sampling.py); where logits
+tie at the top-p border, lower ids stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmctl.plugins.sampling.philox import uniforms
+from llmctl.plugins.sampling.spec import (
+    NOISE_SPAN,
+    SamplingParams,
+    SamplingRow,
+    has_penalties,
+)
+
+Logits = NDArray[np.float32]
+Ids = NDArray[np.int64]
+ArgmaxRows = Callable[[Logits], Ids]
+
+
+def argmax_rows(logits: Logits) -> Ids:
+    """The best id of each row [rows, vocab]; the lowest id on ties."""
+    best: Ids = logits.argmax(axis=1)
+    return best
+
+
+def sample_rows(
+    logits: Logits, rows: Sequence[SamplingRow], argmax: ArgmaxRows = argmax_rows
+) -> Ids:
+    """One token per row of `logits` [len(rows), vocab]. Rows that need no transform share a call
+    to `argmax`; `logits` is left as it was."""
+    plain = [is_plain(row) for row in rows]
+    if all(plain):
+        return argmax(logits)
+    tokens = np.empty(len(rows), np.int64)
+    if any(plain):
+        tokens[plain] = argmax(np.ascontiguousarray(logits[plain]))
+    for index, row in enumerate(rows):
+        if not plain[index]:
+            tokens[index] = sample(logits[index], row)
+    return tokens
+
+
+def is_plain(row: SamplingRow) -> bool:
+    """True when the row's token is the argmax of the raw logits."""
+    return row.params.is_greedy and not row.banned and not has_penalties(row.params)
+
+
+def sample(logits: Logits, row: SamplingRow) -> int:
+    """The token drawn from one row of logits [vocab]."""
+    penalised = penalise(logits, row)
+    if row.params.is_greedy:
+        return int(penalised.argmax())
+    ids, scores = survivors(penalised, row.params)
+    return draw(ids, scores, row)
+
+
+def draw(ids: Ids, scores: NDArray[np.float64], row: SamplingRow) -> int:
+    """Sample from softmax(scores) over `ids` (ascending) with the row's keyed noise."""
+    near = scores >= scores.max() - NOISE_SPAN  # the others cannot win, so need no noise
+    ids, scores = ids[near], scores[near]
+    noise = -np.log(-np.log(uniforms(row.seed, row.position, row.stream, ids)))
+    return int(ids[(scores + noise).argmax()])
+
+
+def draw_from_probs(probs: NDArray[np.float64], row: SamplingRow) -> int:
+    """Sample from a distribution [vocab] with the row's keyed noise."""
+    ids = np.flatnonzero(probs)
+    return draw(ids, np.log(probs[ids]), row)
+
+
+def processed_probs(logits: Logits, row: SamplingRow) -> NDArray[np.float64]:
+    """The distribution [vocab] that `sample` draws from; one-hot for a greedy row."""
+    penalised = penalise(logits, row)
+    probs = np.zeros(len(logits))
+    if row.params.is_greedy:
+        probs[penalised.argmax()] = 1.0
+        return probs
+    ids, scores = survivors(penalised, row.params)
+    probs[ids] = _softmax(scores)
+    return probs
+
+
+def penalise(logits: Logits, row: SamplingRow) -> Logits:
+    """Steps 1 and 2 of the spec: bans and penalties. Returns `logits` itself if there are none."""
+    params = row.params
+    penalised = bool(row.counts is not None and has_penalties(params))
+    if not penalised and not row.banned:
+        return logits
+    out = logits.copy()
+    out[[token for token in row.banned if token < len(out)]] = -np.inf
+    if row.counts is not None and penalised:
+        counts = row.counts[: len(out)]
+        seen = np.flatnonzero(counts)
+        values = out[seen]
+        factor = np.float32(params.repetition_penalty)
+        values = np.where(values < 0, values * factor, values / factor)
+        values -= np.float32(params.presence_penalty)
+        values -= np.float32(params.frequency_penalty) * counts[seen].astype(np.float32)
+        out[seen] = values
+    return out
+
+
+def survivors(logits: Logits, params: SamplingParams) -> tuple[Ids, NDArray[np.float64]]:
+    """Steps 3 and 4: (ids ascending, scores) of the ids that may be drawn; softmax(scores) is
+    their distribution. When everything is banned id 0 is left, as in the argmax of a greedy row."""
+    ids = np.flatnonzero(logits > -np.inf)
+    if not len(ids):
+        return np.zeros(1, np.int64), np.zeros(1)
+    wide = logits[ids].astype(np.float64)
+    with np.errstate(over="ignore"):  # a tiny temperature: everything but the best is -inf
+        scores = (wide - wide.max()) / params.temperature
+    if params.top_k and params.top_k < len(ids):
+        border = np.partition(scores, len(ids) - params.top_k)[len(ids) - params.top_k]
+        ids, scores = _keep(scores >= border, ids, scores)
+    if params.top_p is not None and params.top_p < 1:
+        ids, scores = _keep(_inside_top_p(scores, params.top_p), ids, scores)
+    if params.min_p > 0:
+        ids, scores = _keep(scores >= scores.max() + np.log(params.min_p), ids, scores)
+    return ids, scores
+
+
+def log_softmax_at(logits: Logits, tokens: Sequence[int]) -> list[float]:
+    """log p(tokens[i]) under the raw row i of `logits` [len(tokens), vocab]."""
+    wide = logits.astype(np.float64)
+    best = wide.max(axis=1)
+    total = np.log(np.exp(wide - best[:, None]).sum(axis=1))
+    chosen = wide[np.arange(len(tokens)), list(tokens)]
+    result: list[float] = (chosen - best - total).tolist()
+    return result
+
+
+def _inside_top_p(scores: NDArray[np.float64], top_p: float) -> NDArray[np.bool_]:
+    """True for the ids left when the least likely ids holding at most 1 - top_p mass are cut."""
+    probs = _softmax(scores)
+    # Ids below this share hold less than 1 - top_p together: cut them without sorting them.
+    candidates = np.flatnonzero(probs >= (1 - top_p) / len(probs))
+    # Least likely first; among equals the higher id first, so lower ids stay.
+    order = candidates[np.lexsort((-candidates, probs[candidates]))]
+    cut_mass = probs.sum() - probs[order].sum()
+    cut = cut_mass + np.cumsum(probs[order]) <= 1 - top_p
+    cut[-1] = False  # the best id always stays
+    inside = np.zeros(len(probs), np.bool_)
+    inside[order[~cut]] = True
+    return inside
+
+
+def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    exponentials = np.exp(scores - scores.max())
+    probs: NDArray[np.float64] = exponentials / exponentials.sum()
+    return probs
+
+
+def _keep(
+    mask: NDArray[np.bool_], ids: Ids, scores: NDArray[np.float64]
+) -> tuple[Ids, NDArray[np.float64]]:
+    return ids[mask], scores[mask]

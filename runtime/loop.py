@@ -1,0 +1,99 @@
+"""One step of generation. `Loop.step` is the table of contents of the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from time import perf_counter
+
+from llmctl.runtime.core import Batch
+from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.scheduler import Scheduler
+from llmctl.runtime.speculative.drafter import Drafter, Proposal
+from llmctl.runtime.stats import SpeculationStats
+from llmctl.runtime.step import Span, StepRunner, pack
+from llmctl.runtime.verify import Commit, Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did: one commit per slice of its batch, in packed order."""
+
+    batch: Batch
+    commits: list[Commit]
+    step_s: float
+    draft_s: float
+    verify_s: float
+
+
+class Loop:
+    """Drives scheduler, drafter, target and accept rule. One thread owns it.
+
+    After a step that raised, sequences and caches are in an unknown state: cancel every active
+    sequence before the next step.
+    """
+
+    def __init__(
+        self,
+        target: StepRunner,
+        scheduler: Scheduler,
+        kv_cache: KvCacheManager,
+        drafter: Drafter,
+        verifier: Verifier,
+    ) -> None:
+        self.stats = SpeculationStats()
+        self._target = target
+        self._scheduler = scheduler
+        self._kv_cache = kv_cache
+        self._drafter = drafter
+        self._verifier = verifier
+
+    def step(self) -> StepReport:
+        """Schedule, propose, verify, accept, commit. Needs scheduler.has_work."""
+        began = perf_counter()
+        batch = self._scheduler.schedule()
+        assert batch.slices, "the scheduler has work and schedules none of it"
+        self._copy_blocks()
+        draft_began = perf_counter()
+        proposals = self._drafter.propose(batch)
+        draft_ended = perf_counter()
+        step = pack(_spans(batch, proposals), self._target.tokens_per_block)
+        verify_began = perf_counter()
+        logits = self._target.run(step)
+        verify_ended = perf_counter()
+        commits = self._verifier.commit(batch, proposals, logits)
+        rounds = commits[len(batch.context) :]
+        self._drafter.commit(batch, [commit.accepted for commit in rounds])
+        self._scheduler.update(batch)
+        for commit in rounds:
+            self.stats.add_round(commit.num_drafts, min(commit.accepted, commit.num_tokens))
+        return self._report(
+            batch, commits, began, draft_ended - draft_began, verify_ended - verify_began
+        )
+
+    def _copy_blocks(self) -> None:
+        """Partly matching blocks become private copies, in every cache, in the manager's order."""
+        for source, destination, _ in self._kv_cache.pending_copies():
+            self._target.copy_block(source, destination)
+            self._drafter.copy_block(source, destination)
+
+    def _report(
+        self, batch: Batch, commits: list[Commit], began: float, draft_s: float, verify_s: float
+    ) -> StepReport:
+        step_s = perf_counter() - began
+        self.stats.draft_s += draft_s
+        self.stats.verify_s += verify_s
+        self.stats.host_s += step_s - draft_s - verify_s
+        return StepReport(batch, commits, step_s, draft_s, verify_s)
+
+
+def _spans(batch: Batch, proposals: Items[Proposal]) -> list[Span]:
+    spans = [
+        Span(item.sequence, item.start, item.start + item.num_tokens, (), item.needs_logits)
+        for item in batch.context
+    ]
+    for item, proposal in zip(batch.generation, proposals, strict=True):
+        assert len(proposal.token_ids) <= item.draft_len, "more drafts than blocks were reserved"
+        end = item.start + item.num_tokens
+        spans.append(Span(item.sequence, item.start, end, proposal.token_ids))
+    return spans

@@ -1,0 +1,84 @@
+"""Binds a sequence to the sampling rows of its next tokens: seed, position, bans, counts.
+
+Target and draft use the same rows, so a draft applies the request's own transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmctl.plugins.sampling.reference import ArgmaxRows, Logits, argmax_rows, sample
+from llmctl.plugins.sampling.spec import TARGET_STREAM, SamplingRow, has_penalties
+from llmctl.runtime.core import Sequence
+from llmctl.runtime.stop import bad_word_reach, banned_next
+
+
+class Sampler:
+    """Sampling state of all running sequences. `argmax` maps [rows, vocab] float32 to ids."""
+
+    def __init__(self, vocab_size: int, argmax: ArgmaxRows = argmax_rows) -> None:
+        self.vocab_size = vocab_size
+        self.argmax = argmax
+        self._counts: dict[int, _Counts] = {}
+
+    def is_plain(self, sequence: Sequence) -> bool:
+        """True when every token of this round is the argmax of the raw logits."""
+        request = sequence.request
+        params = request.sampling_config
+        if not params.is_greedy or request.bad_words or has_penalties(params):
+            return False
+        return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
+
+    def row(
+        self, sequence: Sequence, path: Tokens[int] = (), stream: int = TARGET_STREAM
+    ) -> SamplingRow:
+        """The row that draws the token after sequence.tokens + path."""
+        request = sequence.request
+        params = request.sampling_config
+        reach = bad_word_reach(request)
+        tail = (*sequence.tokens[len(sequence.tokens) - reach :], *path) if reach else ()
+        return SamplingRow(
+            params=params,
+            seed=sequence.seed,
+            position=len(sequence.tokens) + len(path),
+            counts=self._count(sequence, path) if has_penalties(params) else None,
+            banned=banned_next(request, tail, sequence.num_new_tokens + len(path)),
+            stream=stream,
+        )
+
+    def draw(self, logits: Logits, sequence: Sequence, path: Tokens[int] = ()) -> int:
+        """The token the sequence emits after `path`, from its row of logits [vocab]."""
+        if self.is_plain(sequence):
+            return int(self.argmax(logits[None])[0])
+        return sample(logits, self.row(sequence, path))
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence that ended."""
+        self._counts.pop(sequence.sequence_id, None)
+
+    def _count(self, sequence: Sequence, path: Tokens[int]) -> NDArray[np.int32]:
+        """Occurrences of each id in the committed tokens and the path."""
+        counts = self._counts.setdefault(sequence.sequence_id, _Counts(self.vocab_size))
+        return counts.upto(sequence.tokens, path)
+
+
+class _Counts:
+    """Token counts that follow a growing list; committed tokens are never taken back."""
+
+    __slots__ = ("_committed", "_num_counted")
+
+    def __init__(self, vocab_size: int) -> None:
+        self._committed = np.zeros(vocab_size, np.int32)
+        self._num_counted = 0
+
+    def upto(self, tokens: list[int], path: Tokens[int]) -> NDArray[np.int32]:
+        np.add.at(self._committed, tokens[self._num_counted :], 1)
+        self._num_counted = len(tokens)
+        if not path:
+            return self._committed
+        counts = self._committed.copy()
+        np.add.at(counts, list(path), 1)
+        return counts

@@ -1,0 +1,202 @@
+"""What the executor counts. Field names are those of the TensorRT-LLM executor, in snake_case.
+
+`IterationStats` and `RequestStats` histories are bounded and drained by reading, as upstream's
+`get_latest_*` are; `SpeculationStats` is cumulative and reading it changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from llmctl.runtime.core import Batch, Sequence
+from llmctl.runtime.kv_cache import KvCacheStats
+from llmctl.runtime.verify import Commit
+
+Item = TypeVar("Item")
+
+
+class RequestStage(enum.Enum):
+    """Where a request is. A request of several sequences is where its first unfinished one is."""
+
+    QUEUED = "queued"
+    CONTEXT_IN_PROGRESS = "context_in_progress"
+    GENERATION_IN_PROGRESS = "generation_in_progress"
+    GENERATION_COMPLETE = "generation_complete"
+
+
+@dataclass(frozen=True, slots=True)
+class InflightBatchingStats:
+    """The make-up of one step. avg_num_decoded_tokens_per_iter: tokens per generation sequence."""
+
+    num_scheduled_requests: int
+    num_context_requests: int
+    num_gen_requests: int
+    num_paused_requests: int
+    num_ctx_tokens: int
+    avg_num_decoded_tokens_per_iter: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpecDecodingStats:
+    """Drafting in one step. acceptance_length counts the target's own token; draft_overhead is
+    the share of the step spent drafting."""
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_requests_with_draft_tokens: int
+    acceptance_length: float
+    iter_latency_ms: float  # drafting alone
+    draft_overhead: float
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStats:
+    """One step. Times in milliseconds, `timestamp` in seconds since the epoch."""
+
+    timestamp: float
+    iter: int
+    iter_latency_ms: float
+    new_active_requests_queue_latency_ms: float  # summed over requests that started in this step
+    num_new_active_requests: int
+    num_active_requests: int
+    num_queued_requests: int
+    num_completed_requests: int
+    max_num_active_requests: int
+    max_batch_size_static: int
+    max_num_tokens_static: int
+    kv_cache_stats: KvCacheStats
+    inflight_batching_stats: InflightBatchingStats
+    spec_decoding_stats: SpecDecodingStats | None  # None in a step without drafts
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """One request after one step."""
+
+    id: int
+    stage: RequestStage
+    context_prefill_position: int  # of its first sequence
+    num_generated_tokens: int  # over all its sequences
+    avg_num_decoded_tokens_per_iter: float
+    scheduled: bool  # any of its sequences ran in this step
+    paused: bool
+    reused_tokens_per_request: int  # prompt tokens found in the KV cache
+    kv_cache_hit_rate_per_request: float  # share of prompt tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatsPerIteration:
+    """The requests known in step `iter`; those that completed in it are listed a last time."""
+
+    iter: int
+    request_stats: tuple[RequestStats, ...]
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Totals over all rounds; a round is one generation sequence in one step.
+
+    `accepted_at_position[i]` counts rounds that kept draft i (from 0), `histogram[a]` rounds that
+    kept exactly a drafts; rounds without drafts count in histogram[0].
+    """
+
+    rounds: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_at_position: list[int] = field(default_factory=list)
+    histogram: list[int] = field(default_factory=list)
+    draft_s: float = 0.0  # inside the drafter
+    verify_s: float = 0.0  # inside the target engine
+    host_s: float = 0.0  # everything else of the steps
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of all draft tokens; 0 before the first."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per round, the target's own included."""
+        return 1 + self.accepted_tokens / self.rounds if self.rounds else 0.0
+
+    def add_round(self, num_drafts: int, accepted: int) -> None:
+        """Count one generation sequence of one step."""
+        self.rounds += 1
+        self.draft_tokens += num_drafts
+        self.accepted_tokens += accepted
+        while len(self.histogram) <= num_drafts:
+            self.histogram.append(0)
+        while len(self.accepted_at_position) < num_drafts:
+            self.accepted_at_position.append(0)
+        self.histogram[accepted] += 1
+        for position in range(accepted):
+            self.accepted_at_position[position] += 1
+
+    def copy(self) -> SpeculationStats:
+        """An independent snapshot."""
+        return SpeculationStats(
+            self.rounds,
+            self.draft_tokens,
+            self.accepted_tokens,
+            list(self.accepted_at_position),
+            list(self.histogram),
+            self.draft_s,
+            self.verify_s,
+            self.host_s,
+        )
+
+
+class History(Generic[Item]):
+    """The latest `max_items` items; reading takes them out. Kept empty when max_items is 0."""
+
+    def __init__(self, max_items: int) -> None:
+        self.is_on = max_items > 0
+        self._items: deque[Item] = deque(maxlen=max_items)
+
+    def append(self, item: Item) -> None:
+        """Add the newest item; the oldest falls out of a full history."""
+        self._items.append(item)
+
+    def drain(self) -> list[Item]:
+        """All items, oldest first; the history is empty afterwards."""
+        items = list(self._items)
+        self._items.clear()
+        return items
+
+
+def inflight_batching_stats(
+    batch: Batch, commits: Items[Commit], waiting: Items[Sequence]
+) -> InflightBatchingStats:
+    """The make-up of a finished step; `waiting` are the sequences that hold no blocks."""
+    generated = commits[len(batch.context) :]
+    num_decoded = sum(commit.num_tokens for commit in generated)
+    return InflightBatchingStats(
+        num_scheduled_requests=len(commits),
+        num_context_requests=len(batch.context),
+        num_gen_requests=len(generated),
+        num_paused_requests=sum(sequence.num_new_tokens > 0 for sequence in waiting),
+        num_ctx_tokens=sum(item.num_tokens for item in batch.context),
+        avg_num_decoded_tokens_per_iter=num_decoded / len(generated) if generated else 0.0,
+    )
+
+
+def spec_decoding_stats(
+    commits: Items[Commit], draft_s: float, step_s: float
+) -> SpecDecodingStats | None:
+    """What drafting did in a finished step; None when nothing was drafted."""
+    drafted = [commit for commit in commits if commit.num_drafts]
+    if not drafted:
+        return None
+    num_accepted = sum(commit.accepted for commit in drafted)
+    return SpecDecodingStats(
+        num_draft_tokens=sum(commit.num_drafts for commit in drafted),
+        num_accepted_tokens=num_accepted,
+        num_requests_with_draft_tokens=len(drafted),
+        acceptance_length=1 + num_accepted / len(drafted),
+        iter_latency_ms=draft_s * 1e3,
+        draft_overhead=draft_s / step_s if step_s else 0.0,
+    )

@@ -1,0 +1,128 @@
+"""The life of one request inside the executor, and the responses it gives rise to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llmctl.runtime.core import FinishReason, Request, Response, Result, Sequence
+from llmctl.runtime.stats import RequestStage, RequestStats
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """A request from enqueue to its final response. The executor's thread owns it once received.
+
+    `held` are sequences not yet given to the scheduler: with block reuse they wait until the first
+    has computed the prompt they share.
+    """
+
+    request_id: int
+    request: Request
+    arrived_s: float  # monotonic
+    sequences: list[Sequence] = field(default_factory=list)
+    held: list[Sequence] = field(default_factory=list)
+    num_unfinished: int = 0
+    is_started: bool = False
+    num_reused_tokens: int = 0
+    num_iterations: int = 0  # steps in which any of its sequences ran
+    num_delivered: list[int] = field(default_factory=list)  # new tokens, by sequence
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When it times out (monotonic); None when it never does."""
+        allotted_ms = self.request.allotted_time_ms
+        return None if allotted_ms is None else self.arrived_s + allotted_ms / 1e3
+
+    def make_sequences(self, first_id: int, max_seq_len: int) -> None:
+        """One sequence per returned output, with consecutive ids from `first_id`."""
+        prompt = self.request.input_token_ids
+        max_len = min(len(prompt) + self.request.max_tokens, max_seq_len)
+        count = self.request.sampling_config.num_return_sequences
+        self.sequences = [
+            Sequence(
+                sequence_id=first_id + index,
+                request_id=self.request_id,
+                request=self.request,
+                index=index,
+                tokens=list(prompt),
+                num_prompt_tokens=len(prompt),
+                max_len=max_len,
+            )
+            for index in range(count)
+        ]
+        self.num_delivered = [0] * count
+        self.num_unfinished = count
+
+    def respond(self, sequence: Sequence) -> Response:
+        """What is new of a sequence; final when it finished, by its finish_reason.
+
+        Counts a finished sequence off. A cancelled one ends with no tokens; one that timed out
+        carries what it had generated.
+        """
+        is_over = sequence.finish_reason is not FinishReason.NOT_FINISHED
+        if is_over:
+            self.num_unfinished -= 1
+        output = self.request.output_config
+        first = sequence.num_prompt_tokens
+        skip = 0
+        if self.request.streaming and not output.return_all_generated_tokens:
+            skip = self.num_delivered[sequence.index]
+        tokens = sequence.tokens[first + skip :]
+        if not self.request.streaming and not output.exclude_input_from_output:
+            tokens = sequence.tokens[:]
+        log_probs = sequence.log_probs[skip:]
+        if sequence.finish_reason is FinishReason.CANCELLED:
+            tokens, log_probs = [], []
+        self.num_delivered[sequence.index] = sequence.num_new_tokens
+        result = Result(
+            sequence_index=sequence.index,
+            output_token_ids=tuple(tokens),
+            is_sequence_final=is_over,
+            is_final=is_over and self.num_unfinished == 0,
+            finish_reason=sequence.finish_reason,
+            log_probs=tuple(log_probs) if output.return_log_probs else None,
+            cum_log_prob=sum(sequence.log_probs) if output.return_log_probs else None,
+        )
+        return Response(self.request_id, self.request.client_id, result=result)
+
+    def refuse(self, error: Exception) -> Response:
+        """The error that ends the request."""
+        return Response(self.request_id, self.request.client_id, error=error)
+
+    def end_unfinished(self, reason: FinishReason) -> list[Response]:
+        """Final responses for every sequence still running."""
+        responses = []
+        for sequence in self.sequences:
+            if sequence.finish_reason is FinishReason.NOT_FINISHED:
+                sequence.finish_reason = reason
+                responses.append(self.respond(sequence))
+        return responses
+
+    def stats(self, was_scheduled: bool) -> RequestStats:
+        """Where the request stands after a step."""
+        lead = next(
+            (s for s in self.sequences if s.finish_reason is FinishReason.NOT_FINISHED),
+            self.sequences[0],
+        )
+        num_generated = sum(sequence.num_new_tokens for sequence in self.sequences)
+        num_prompt_tokens = lead.num_prompt_tokens
+        return RequestStats(
+            id=self.request_id,
+            stage=self._stage(lead),
+            context_prefill_position=min(lead.kv_len, num_prompt_tokens),
+            num_generated_tokens=num_generated,
+            avg_num_decoded_tokens_per_iter=num_generated / max(1, self.num_iterations),
+            scheduled=was_scheduled,
+            paused=self.num_unfinished > 0 and lead.num_new_tokens > 0 and not lead.block_table,
+            reused_tokens_per_request=self.num_reused_tokens,
+            kv_cache_hit_rate_per_request=self.num_reused_tokens / num_prompt_tokens,
+        )
+
+    def _stage(self, lead: Sequence) -> RequestStage:
+        if self.num_unfinished == 0:
+            return RequestStage.GENERATION_COMPLETE
+        if not self.is_started:
+            return RequestStage.QUEUED
+        if lead.is_context:
+            return RequestStage.CONTEXT_IN_PROGRESS
+        return RequestStage.GENERATION_IN_PROGRESS

@@ -1,0 +1,248 @@
+"""A model small enough to recompute by hand, a loop to drive it, and the plain answer.
+
+The fake engine keeps token ids where a real one keeps K and V, and computes a row's logits from
+what it reads back through the block table. So a wrong slot, a stale entry or a missing one changes
+the output, or hits a slot that was never written.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from llmctl.plugins.sampling.reference import sample
+from llmctl.plugins.sampling.spec import SamplingRow
+from llmctl.runtime.core import FinishReason, Request, Sequence
+from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.loop import Loop
+from llmctl.runtime.sampler import Sampler
+from llmctl.runtime.scheduler import Limits, Scheduler, SchedulerConfig
+from llmctl.runtime.speculative.drafter import NoDrafter
+from llmctl.runtime.verify import Verifier
+
+MASK = 2**64 - 1
+COEFFICIENTS = np.random.default_rng(0).integers(1, 2**63, 4096, dtype=np.uint64) | np.uint64(1)
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser: uint64 -> uint64, well mixed."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def share(seed: int, count: int) -> np.ndarray:
+    """`count` values in [0, 1) that follow from `seed`."""
+    lanes = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (mix(lanes ^ np.uint64(seed)) >> np.uint64(11)) / 2.0**53
+
+
+def fold(tokens: np.ndarray) -> int:
+    """A number that changes with any token and its place."""
+    products = (tokens.astype(np.uint64) + np.uint64(1)) * COEFFICIENTS[: len(tokens)]
+    return int(mix(products.sum(dtype=np.uint64)[None])[0])
+
+
+class FakeEngine:
+    """Logits follow mostly from the last two tokens and a little from all of them.
+
+    As a draft: with probability 1 - agreement, decided by the context, the logits are another
+    row's, shifted by one id. `extra_vocab` ids beyond the common ones carry the highest logits.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 23,
+        max_seq_len: int = 96,
+        max_batch_size: int = 8,
+        max_num_tokens: int = 48,
+        max_draft_len: int = 8,
+        tokens_per_block: int = 4,
+        agreement: float = 1.0,
+        extra_vocab: int = 0,
+        whole_context: float = 3.0,
+    ) -> None:
+        self.common_vocab = vocab_size
+        self.vocab_size = vocab_size + extra_vocab
+        self.max_seq_len = max_seq_len
+        self.max_batch_size = max_batch_size
+        self.max_num_tokens = max_num_tokens
+        self.max_draft_len = max_draft_len
+        self.tokens_per_block = tokens_per_block
+        self.agreement = agreement
+        self.whole_context = whole_context
+        self.num_runs = 0
+        self.num_tokens: list[int] = []
+        self.fail_at: int | None = None
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        self.cache = np.full(num_blocks * self.tokens_per_block, -1, np.int64)
+
+    def copy_block(self, source: int, destination: int) -> None:
+        blocks = self.cache.reshape(-1, self.tokens_per_block)
+        blocks[destination] = blocks[source]
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """The row of logits after `tokens` [n]."""
+        tokens = np.asarray(tokens)
+        everything = fold(tokens)
+        row = 8 * share(fold(tokens[-2:]), self.common_vocab)
+        row += self.whole_context * share(everything, self.common_vocab)
+        if share(everything ^ 0x5A5A, 1)[0] >= self.agreement:
+            row = np.roll(row, 1)
+        padding = np.full(self.vocab_size - self.common_vocab, 99.0)
+        return np.concatenate([row, padding]).astype(np.float32)
+
+    def run(self, step) -> np.ndarray:
+        self.num_runs += 1
+        self.num_tokens.append(len(step.token_ids))
+        if self.num_runs == self.fail_at:
+            raise RuntimeError("the engine broke")
+        self._check(step)
+        self.cache[step.slot_mapping] = step.token_ids
+        rows = np.empty((len(step.logit_rows), self.vocab_size), np.float32)
+        for index, row in enumerate(step.logit_rows):
+            request = int(np.searchsorted(step.cu_q, row, side="right")) - 1
+            length = int(step.position_ids[row]) + 1
+            rows[index] = self.logits(self.read(step.block_tables[request], length))
+        return rows
+
+    def read(self, table, length: int) -> np.ndarray:
+        """The first `length` cached tokens of a block table."""
+        positions = np.arange(length)
+        size = self.tokens_per_block
+        tokens = self.cache[
+            np.asarray(table, np.int64)[positions // size] * size + positions % size
+        ]
+        assert (tokens >= 0).all(), "a slot that was never written"
+        return tokens
+
+    def _check(self, step) -> None:
+        """What every backend relies on."""
+        for name in step.__slots__:
+            array = getattr(step, name)
+            assert array.dtype == np.int32 and array.flags.c_contiguous, name
+        counts = np.diff(step.cu_q)
+        assert len(step.token_ids) == step.cu_q[-1] <= self.max_num_tokens
+        assert 0 < len(counts) <= self.max_batch_size and (counts > 0).all()
+        assert len(step.kv_len) == len(step.block_tables) == len(counts)
+        assert len(set(step.slot_mapping.tolist())) == len(step.slot_mapping)
+        assert (step.token_ids >= 0).all() and (step.token_ids < self.vocab_size).all()
+        for request, (first, last) in enumerate(zip(step.cu_q, step.cu_q[1:], strict=False)):
+            positions = step.position_ids[first:last]
+            end = step.kv_len[request]
+            assert positions.tolist() == list(range(end - len(positions), end))
+            assert end <= self.max_seq_len
+            size = self.tokens_per_block
+            slots = step.block_tables[request][positions // size] * size + positions % size
+            assert slots.tolist() == step.slot_mapping[first:last].tolist()
+
+
+class Harness:
+    """Scheduler, cache and loop without the executor's thread; audits caches after every step."""
+
+    def __init__(
+        self,
+        target: FakeEngine,
+        drafter=None,
+        *,
+        draft: FakeEngine | None = None,
+        num_blocks: int = 200,
+        reuse: bool = True,
+        config: SchedulerConfig | None = None,
+        by_logits: bool = False,
+    ) -> None:
+        self.target, self.draft = target, draft
+        self.drafter = drafter or NoDrafter()
+        self.kv_cache = KvCacheManager(
+            num_blocks, target.tokens_per_block, reuse, reuse, has_draft=self.drafter.has_engine
+        )
+        self.limits = Limits(
+            target.max_batch_size,
+            target.max_num_tokens,
+            target.max_seq_len,
+            self.drafter.max_draft_len,
+        )
+        self.scheduler = Scheduler(config or SchedulerConfig(), self.kv_cache, self.limits)
+        self.sampler = Sampler(target.vocab_size)
+        target.allocate_kv_cache(num_blocks)
+        self.drafter.prepare(self.kv_cache, self.sampler, by_logits)
+        self.loop = Loop(
+            target, self.scheduler, self.kv_cache, self.drafter, Verifier(self.sampler)
+        )
+        self.num_sequences = 0
+
+    def add(self, request: Request, index: int = 0) -> Sequence:
+        self.num_sequences += 1
+        prompt = list(request.input_token_ids)
+        sequence = Sequence(
+            sequence_id=self.num_sequences,
+            request_id=self.num_sequences,
+            request=request,
+            index=index,
+            tokens=prompt,
+            num_prompt_tokens=len(prompt),
+            max_len=min(len(prompt) + request.max_tokens, self.target.max_seq_len),
+        )
+        self.scheduler.add(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        self.scheduler.cancel(sequence)
+        self.drafter.release(sequence)
+
+    def step(self):
+        report = self.loop.step()
+        self.audit()
+        return report
+
+    def run(self) -> None:
+        while self.scheduler.has_work:
+            self.step()
+
+    def audit(self) -> None:
+        """Every cache entry that counts as valid holds the committed token of its position."""
+        self.kv_cache.check_invariants()
+        for sequence in self.scheduler.active:
+            assert sequence.kv_len <= len(sequence.tokens) - 1
+            found = self.target.read(sequence.block_table, sequence.kv_len)
+            assert found.tolist() == sequence.tokens[: sequence.kv_len]
+            if self.draft is not None:
+                assert sequence.draft_kv_len <= len(sequence.tokens) - 1
+                found = self.draft.read(sequence.block_table, sequence.draft_kv_len)
+                assert found.tolist() == sequence.tokens[: sequence.draft_kv_len]
+
+
+def plain_answer(engine: FakeEngine, request: Request, index: int = 0):
+    """(new tokens, finish reason) of one token after another, with no cache and no runtime."""
+    params = request.sampling_config
+    prompt = list(request.input_token_ids)
+    new: list[int] = []
+    while True:
+        tokens = prompt + new
+        banned = [
+            word[-1]
+            for word in request.bad_words
+            if tokens[len(tokens) - len(word) + 1 :] == list(word[:-1])
+        ]
+        if request.end_id is not None and len(new) < params.min_tokens:
+            banned.append(request.end_id)
+        counts = np.bincount(tokens, minlength=engine.vocab_size).astype(np.int32)
+        row = SamplingRow(params, params.seed + index, len(tokens), counts, tuple(banned))
+        new.append(sample(engine.logits(np.array(tokens)), row))
+        if new[-1] == request.end_id:
+            return new, FinishReason.END_ID
+        if len(new) >= params.min_tokens and any(
+            tuple(new[-len(word) :]) == word for word in request.stop_words
+        ):
+            return new, FinishReason.STOP_WORDS
+        if len(new) == request.max_tokens or len(prompt) + len(new) == engine.max_seq_len:
+            return new, FinishReason.LENGTH
+
+
+@pytest.fixture(scope="session")
+def fake():
+    """The fakes as a namespace: Engine, Harness, plain_answer."""
+    return SimpleNamespace(Engine=FakeEngine, Harness=Harness, plain_answer=plain_answer)
