@@ -66,6 +66,10 @@ class MissingTensor(BadCheckpoint):
     """A tensor that the config promises is absent."""
 
 
+class UnexpectedTensor(BadCheckpoint):
+    """A tensor is present that the config does not imply; ignoring it would change the model."""
+
+
 class BadTensorShape(BadCheckpoint):
     """A tensor's shape or dtype is not what the config implies."""
 

@@ -1,0 +1,153 @@
+"""Calibration text -> full rows of token ids.
+
+Documents are tokenized, joined into one stream and cut into rows of equal length: no padding,
+because padded positions would count in the activation maxima. By default the text is the Python
+standard library's own source, which every machine has; a small varied text is enough for maxima
+(64 rows of 256 tokens already reach 0.91 of every maximum that 65,536 tokens give).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmctl.errors import BadCalibrationData, TokenizerError
+
+if TYPE_CHECKING:
+    import torch
+
+DEMO_DATASET = "demo"
+TEXT_COLUMNS = ("text", "article", "content")  # `article` is cnn_dailymail's
+DOCUMENT_CHARS = 32_768  # longer documents are cut: the tokenizer's time grows with the piece
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def read_rows(
+    dataset: str, tokenizer_file: Path, *, num_rows: int, row_length: int, vocab: int, seed: int
+) -> torch.Tensor:
+    """int64 token ids [num_rows, row_length].
+
+    dataset: "demo", or a .txt, .jsonl or .parquet file. Raises BadCalibrationData when the text
+    is unreadable or too short, TokenizerError when the tokenizer is or gives ids >= `vocab`.
+    """
+    import torch
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerError(f"{tokenizer_file} is not a tokenizer: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    wanted = num_rows * row_length
+    stream: list[int] = []
+    for document in _documents(dataset, random.Random(seed)):
+        stream += tokenizer.encode(document).ids
+        if len(stream) >= wanted:
+            break
+    if len(stream) < wanted:
+        raise BadCalibrationData(
+            f"{dataset} has {len(stream)} tokens; {num_rows} rows of {row_length} need {wanted}",
+            fix=f"--calib-size {len(stream) // row_length}" if len(stream) >= row_length else "",
+        )
+    rows = torch.tensor(stream[:wanted], dtype=torch.int64).view(num_rows, row_length)
+    largest = int(rows.max())
+    if largest >= vocab:
+        raise TokenizerError(
+            f"{tokenizer_file} gives token {largest}; the model's vocabulary has {vocab}",
+            fix="use the tokenizer that belongs to the checkpoint",
+        )
+    return rows
+
+
+def _documents(dataset: str, order: random.Random) -> Iterator[str]:
+    """The dataset's documents: shuffled, in pieces of bounded length, none empty."""
+    texts = _demo_texts(order) if dataset == DEMO_DATASET else _file_texts(Path(dataset), order)
+    for text in texts:
+        for start in range(0, len(text), DOCUMENT_CHARS):
+            yield text[start : start + DOCUMENT_CHARS]
+
+
+def _demo_texts(order: random.Random) -> Iterator[str]:
+    library = Path(sysconfig.get_path("stdlib"))
+    files = [
+        path
+        for path in sorted(library.rglob("*.py"))
+        if not SKIPPED_FOLDERS.intersection(path.relative_to(library).parts)
+    ]
+    order.shuffle(files)
+    for path in files:
+        yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def check_dataset(dataset: str) -> None:
+    """Refuse a dataset that cannot be read, before any work. Raises BadCalibrationData."""
+    if dataset == DEMO_DATASET:
+        return
+    path = Path(dataset)
+    if path.suffix not in READERS or not path.is_file():
+        what = "does not exist" if not path.exists() else "is not a file of a known kind"
+        raise BadCalibrationData(
+            f"--calib-dataset {dataset} {what}; wanted: {DEMO_DATASET!r} or a file ending in "
+            f"{', '.join(READERS)} (nothing is downloaded)",
+        )
+
+
+def _file_texts(path: Path, order: random.Random) -> list[str]:
+    check_dataset(str(path))
+    try:
+        texts = [text for text in READERS[path.suffix](path) if text]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadCalibrationData(f"{path} cannot be read: {error}") from error
+    order.shuffle(texts)
+    return texts
+
+
+def _read_txt(path: Path) -> list[str]:
+    return [path.read_text(encoding="utf-8")]
+
+
+def _read_jsonl(path: Path) -> list[str]:
+    texts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadCalibrationData(f"{path}, line {number} is not JSON: {error}") from error
+        column = _text_column(row if isinstance(row, dict) else {}, f"{path}, line {number}")
+        if not isinstance(row[column], str):
+            raise BadCalibrationData(f"{path}, line {number}: {column} is not a string")
+        texts.append(row[column])
+    return texts
+
+
+def _read_parquet(path: Path) -> list[str]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        names = pyarrow.parquet.read_schema(path).names
+        column = _text_column(dict.fromkeys(names), str(path))
+        values = pyarrow.parquet.read_table(path, columns=[column]).column(column).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise BadCalibrationData(f"{path} is not a parquet file: {error}") from error
+    if not all(isinstance(value, str | None) for value in values):
+        raise BadCalibrationData(f"{path}: the column {column} does not hold text")
+    return [value for value in values if value]
+
+
+READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+
+
+def _text_column(row: dict[str, object], where: str) -> str:
+    for column in TEXT_COLUMNS:
+        if column in row:
+            return column
+    found = ", ".join(map(str, row)) or "no fields"
+    raise BadCalibrationData(f"{where} has {found}; one of {', '.join(TEXT_COLUMNS)} is wanted")

@@ -1,0 +1,211 @@
+"""FP8 calibration and conversion of one decoder layer (or of lm_head), by ModelOpt.
+
+Max calibration measures unquantized activations, so a model decomposes exactly into its layers:
+the hidden states that leave layer i unquantized are the ones ModelOpt's whole-model calibration
+sends into layer i+1. Scales are amax / 448, one a tensor; weights are divided by their scale in
+their own dtype and rounded to float8_e4m3fn, which is bit for bit ModelOpt's export (a test
+compares every tensor). Refused: weights or activations that are not finite. Different from
+ModelOpt, whose export divides by zero there: a tensor that is all zero gets a scale that is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llmctl.errors import BadTensorValue
+from llmctl.quantize.checkpoint import Checkpoint
+from llmctl.quantize.families import HEAD, Model, build_slice, layer_prefix
+from llmctl.quantize.format import FP8_MAX
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+# Scale of an all-zero weight, whose FP8 values are zero under any scale. The smallest float16
+# subnormal: finite and nonzero in every float dtype, and never the largest of a fused group.
+ZERO_WEIGHT_SCALE = 2.0**-24
+# Scale of an activation or cache that was zero throughout calibration: what readers assume when
+# no scale is stored, and saturating only beyond 448.
+ZERO_ACTIVATION_SCALE = 1.0
+
+Tensors = Iterator[tuple[str, "torch.Tensor"]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerQuantizer:
+    """Quantizes layers of one checkpoint, one at a time. dtype and device are those of the run."""
+
+    checkpoint: Checkpoint
+    model: Model
+    dtype: torch.dtype
+    device: torch.device
+    has_fp8_kv_cache: bool
+
+    def run_layer(self, index: int, hidden: torch.Tensor, batch_size: int) -> Tensors:
+        """Calibrate layer `index` on `hidden` and yield what the checkpoint stores for it.
+
+        hidden [rows, tokens, hidden_size] enters the layer and is overwritten by what leaves it.
+        Raises BadTensorValue.
+        """
+        import torch
+
+        prefix = layer_prefix(index)
+        slice_ = build_slice(self.model.model_class, self.model.config, index)
+        self._load(slice_.model.layers[0], prefix, self.model.layer_shapes)
+
+        def calibrate(slice_: PreTrainedModel) -> None:
+            for batch in torch.split(hidden, batch_size):
+                leaving = slice_(inputs_embeds=batch.to(self.device), use_cache=False).logits
+                batch.copy_(leaving)
+
+        self._calibrate(slice_, calibrate, self._layer_config())
+        low, high = hidden.aminmax()
+        _require_finite(low, high, f"the hidden states that leave layer {index}")
+        (layer,) = slice_.model.layers
+        for name in self.model.layer_shapes:
+            module_name, _, attribute = name.rpartition(".")
+            if module_name in self.model.linear_names and attribute == "weight":
+                yield from _quantized_linear(layer.get_submodule(module_name), prefix + module_name)
+            else:
+                yield prefix + name, layer.get_submodule(module_name).get_parameter(attribute)
+        if self.has_fp8_kv_cache:
+            for key in ("k", "v"):
+                quantizer = getattr(layer.self_attn, f"{key}_bmm_quantizer")
+                name = f"{prefix}self_attn.{key}_proj.{key}_scale"
+                yield name, _activation_scale(quantizer, name)
+        _drop_weights(slice_)
+
+    def run_head(self, hidden: torch.Tensor, batch_size: int) -> Tensors:
+        """Calibrate lm_head behind the final norm and yield it quantized."""
+        import torch
+
+        slice_ = build_slice(self.model.model_class, self.model.config, None)
+        shape = self.model.outer_shapes[HEAD]
+        self._load(slice_.lm_head, "lm_head.", {"weight": shape})
+        self._load(slice_.model.norm, "model.norm.", {"weight": shape[1:]})
+
+        def calibrate(slice_: PreTrainedModel) -> None:
+            for batch in torch.split(hidden, batch_size):
+                slice_(inputs_embeds=batch.to(self.device), use_cache=False)
+
+        self._calibrate(slice_, calibrate, _head_config())
+        yield from _quantized_linear(slice_.lm_head, "lm_head")
+        _drop_weights(slice_)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One source tensor in the run's dtype, on its device; BadTensorValue if not finite."""
+        import torch
+
+        stored = self.checkpoint.read(name)
+        tensor = stored.to(device=self.device, dtype=self.dtype)
+        if tensor.numel():
+            low, high = torch.aminmax(tensor)
+            _require_finite(low, high, f"{name} in {self.checkpoint.info(name).file}")
+        return tensor
+
+    def _load(self, module: torch.nn.Module, prefix: str, shapes: Any) -> None:
+        weights = {name: self.read(prefix + name) for name in shapes}
+        module.load_state_dict(weights, strict=True, assign=True)
+
+    def _layer_config(self) -> dict[str, Any]:
+        mtq = import_modelopt()
+        config = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
+        if self.has_fp8_kv_cache:
+            config["quant_cfg"] += copy.deepcopy(mtq.FP8_KV_CFG["quant_cfg"])
+        return config  # type: ignore[no-any-return]
+
+    def _calibrate(
+        self,
+        slice_: PreTrainedModel,
+        loop: Callable[[PreTrainedModel], None],
+        config: dict[str, Any],
+    ) -> None:
+        import torch
+
+        slice_.model.rotary_emb.to(self.device)
+        with torch.inference_mode(), _quiet():
+            import_modelopt().quantize(slice_, config, loop)
+
+
+def import_modelopt() -> Any:
+    """modelopt.torch.quantization, without its remark that this transformers is untested by it.
+
+    Importing it takes seconds. Raises ImportError where the `quantize` extra is not installed.
+    """
+    with _quiet():
+        import modelopt.torch.quantization as mtq  # type: ignore[import-untyped]
+    return mtq
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """ModelOpt prints a line a call and warns about versions; stdout belongs to results."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _head_config() -> dict[str, Any]:
+    mtq = import_modelopt()
+    config = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
+    config["quant_cfg"] += [
+        {"quantizer_name": f"*lm_head*{part}_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}}
+        for part in ("weight", "input")
+    ]
+    return config  # type: ignore[no-any-return]
+
+
+def _quantized_linear(linear: Any, name: str) -> Tensors:
+    """`.weight` float8_e4m3fn [out, in], `.weight_scale` and `.input_scale` float32 []."""
+    amax = _amax(linear.weight_quantizer, name)
+    scale = amax / FP8_MAX
+    if scale == 0:  # all zero, or so small that the scale is not a float32
+        scale = scale.new_tensor(ZERO_WEIGHT_SCALE)
+    yield f"{name}.weight", quantize_weight(linear.weight.detach(), scale)
+    yield f"{name}.weight_scale", scale
+    yield f"{name}.input_scale", _activation_scale(linear.input_quantizer, name)
+
+
+def quantize_weight(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """weight / scale as float8_e4m3fn, saturating at 448. scale is a float32 scalar.
+
+    The division rounds to the weight's own dtype first, as ModelOpt's does. Casting a value above
+    464 to float8_e4m3fn is NaN or 448 depending on the device and version, hence the clamp.
+    """
+    import torch
+
+    return (weight / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def _activation_scale(quantizer: Any, name: str) -> torch.Tensor:
+    scale = _amax(quantizer, name) / FP8_MAX
+    return scale if scale > 0 else scale.new_tensor(ZERO_ACTIVATION_SCALE)
+
+
+def _amax(quantizer: Any, name: str) -> torch.Tensor:
+    """The calibrated maximum of one per-tensor quantizer, float32 []."""
+    amax = quantizer.amax
+    assert amax is not None and amax.numel() == 1, f"{name}: not one calibrated maximum"
+    amax = amax.detach().float().reshape(())
+    _require_finite(amax, amax, f"the largest activation at {name}")
+    return amax  # type: ignore[no-any-return]
+
+
+def _require_finite(low: torch.Tensor, high: torch.Tensor, what: str) -> None:
+    if not (low.isfinite() and high.isfinite()):
+        raise BadTensorValue(
+            f"{what}: NaN or infinity among the values (least {float(low)}, largest {float(high)})",
+            fix="fetch the checkpoint again; if it was cast to float16, use --dtype bfloat16",
+        )
+
+
+def _drop_weights(slice_: PreTrainedModel) -> None:
+    """Free a slice at once: ModelOpt's modules form cycles that only a full collection would."""
+    for parameter in slice_.parameters():
+        parameter.data = parameter.data.new_empty(0)

@@ -1,0 +1,215 @@
+"""Planning a quantization: no writes; every output tensor, the disk and the memory are decided.
+
+Peak memory is the imports, one layer in the source's dtype and in FP8, the hidden states of all
+calibration tokens and the activations of one batch. It does not depend on the number of layers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmctl.errors import (
+    BadConfig,
+    BadTensorShape,
+    NoDevice,
+    OutOfMemory,
+    OutputExists,
+    TokenizerError,
+    Unsupported,
+)
+from llmctl.publish import require_space
+from llmctl.quantize import calibration
+from llmctl.quantize.checkpoint import DTYPES, Checkpoint
+from llmctl.quantize.families import EMBEDDING, FINAL_NORM, HEAD, Model, layer_prefix, read_model
+from llmctl.quantize.format import KV_CACHE_DTYPES, Scheme, find_scheme
+from llmctl.quantize.memory import available_memory_bytes
+from llmctl.quantize.writer import ShardPlan, TensorPlan, plan_shards
+
+DTYPE_CODES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+IMPORT_BYTES = 620_000_000  # resident after importing torch, transformers and ModelOpt 0.47
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeOptions:
+    """What to do; the fields are the options of `llmctl quantize`. Raises BadConfig."""
+
+    model_dir: Path
+    output_dir: Path
+    qformat: str = "fp8"
+    kv_cache_dtype: str = "none"
+    calib_dataset: str = calibration.DEMO_DATASET
+    calib_size: int = 512
+    calib_max_seq_length: int = 512
+    batch_size: int = 1
+    dtype: str = "auto"
+    device: str = "auto"
+    tp_size: int = 1
+    seed: int = 1234
+    quantize_lm_head: bool = False
+    max_shard_bytes: int = 5_000_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("calib_size", "calib_max_seq_length", "batch_size", "tp_size"):
+            if getattr(self, name) < 1:
+                raise BadConfig(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.max_shard_bytes < 1:
+            raise BadConfig(f"max_shard_bytes is {self.max_shard_bytes}; it must be positive")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            known = ", ".join(KV_CACHE_DTYPES)
+            raise BadConfig(f"kv_cache_dtype is {self.kv_cache_dtype!r}; one of {known}")
+        if self.dtype not in ("auto", *DTYPE_CODES):
+            raise BadConfig(f"dtype is {self.dtype!r}; one of auto, {', '.join(DTYPE_CODES)}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise BadConfig(f"device is {self.device!r}; one of auto, cpu, cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizePlan:
+    """Everything known before the first byte is written."""
+
+    options: QuantizeOptions
+    checkpoint: Checkpoint
+    model: Model
+    scheme: Scheme
+    dtype: str
+    device: str
+    row_length: int
+    shards: list[ShardPlan]
+    peak_memory_bytes: int  # predicted, resident on the host
+
+    @property
+    def output_bytes(self) -> int:
+        """Size of the weight files."""
+        return sum(shard.num_bytes for shard in self.shards)
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors in the output."""
+        return sum(len(shard.offsets) for shard in self.shards)
+
+
+def plan_quantization(options: QuantizeOptions) -> QuantizePlan:
+    """Check the checkpoint, the tokenizer, disk and memory; decide every output tensor.
+
+    Raises the errors of Checkpoint.open and read_model, Unsupported, BadCalibrationData,
+    TokenizerError, NoDevice, OutOfDisk, OutOfMemory.
+    """
+    scheme = find_scheme(options.qformat)
+    checkpoint = Checkpoint.open(options.model_dir)
+    if checkpoint.quantization is not None:
+        found = checkpoint.quantization
+        raise Unsupported(
+            f"{options.model_dir} is quantized already ({found.method}, {found.algo})",
+            fix="start from the unquantized checkpoint, or build an engine from this one",
+        )
+    if not (options.model_dir / "tokenizer.json").is_file():
+        raise TokenizerError(
+            f"{options.model_dir} has no tokenizer.json",
+            fix="AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one",
+        )
+    calibration.check_dataset(options.calib_dataset)
+    require_modelopt()
+    device = _pick_device(options.device)
+    model = read_model(checkpoint)
+    if options.quantize_lm_head and model.is_tied:
+        raise Unsupported("--quantize-lm-head: this model's lm_head is its embedding")
+    dtype = _pick_dtype(checkpoint) if options.dtype == "auto" else options.dtype
+    limit = getattr(model.config, "max_position_embeddings", None)
+    row_length = min(options.calib_max_seq_length, limit or options.calib_max_seq_length)
+    tensors = list(_planned_tensors(model, DTYPE_CODES[dtype], options))
+    shards = plan_shards(tensors, options.max_shard_bytes)
+    peak = _predict_memory(model, DTYPES[DTYPE_CODES[dtype]][1], row_length, options)
+    plan = QuantizePlan(options, checkpoint, model, scheme, dtype, device, row_length, shards, peak)
+    if options.output_dir.exists():
+        raise OutputExists(options.output_dir)
+    require_space(options.output_dir, plan.output_bytes)
+    available = available_memory_bytes()
+    if peak > available:
+        raise OutOfMemory(
+            f"quantizing needs about {peak / 1e9:.1f} GB, {available / 1e9:.1f} GB are available",
+            fix="lower --calib-size or --batch-size",
+        )
+    return plan
+
+
+def require_modelopt() -> None:
+    """Raises NoDevice, with the command to install, unless the `quantize` extra is there."""
+    for name in ("modelopt", "requests", "transformers"):  # modelopt 0.47 imports requests
+        if importlib.util.find_spec(name) is None:
+            raise NoDevice(
+                f"`llmctl quantize` needs {name}, which is not installed",
+                fix="pip install 'llmctl[quantize]'",
+            )
+
+
+def _pick_device(asked: str) -> str:
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if asked == "cuda" and not has_cuda:
+        raise NoDevice("--device cuda: torch sees no CUDA device", fix="--device cpu")
+    return "cuda" if has_cuda and asked != "cpu" else "cpu"
+
+
+def _pick_dtype(checkpoint: Checkpoint) -> str:
+    """The dtype config.json states, else the one of the embedding."""
+    names = {code: name for name, code in DTYPE_CODES.items()}
+    stated = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    if stated in DTYPE_CODES:
+        return str(stated)
+    info = checkpoint.info(EMBEDDING)
+    if info.dtype not in names:
+        raise BadTensorShape(
+            f"{info.name} in {info.file} has dtype {info.dtype}; {', '.join(names)} are read"
+        )
+    return names[info.dtype]
+
+
+def _planned_tensors(model: Model, dtype: str, options: QuantizeOptions) -> Iterator[TensorPlan]:
+    """Every tensor of the output, in the order in which it will be written."""
+    outer = model.outer_shapes
+    linears = {f"{name}.weight" for name in model.linear_names}
+    yield TensorPlan(EMBEDDING, dtype, outer[EMBEDDING])
+    for index in range(model.num_layers):
+        prefix = layer_prefix(index)
+        for name, shape in model.layer_shapes.items():
+            yield from _planned(prefix + name, dtype, shape, name in linears)
+        if KV_CACHE_DTYPES[options.kv_cache_dtype]:
+            yield TensorPlan(f"{prefix}self_attn.k_proj.k_scale", "F32", ())
+            yield TensorPlan(f"{prefix}self_attn.v_proj.v_scale", "F32", ())
+    yield TensorPlan(FINAL_NORM, dtype, outer[FINAL_NORM])
+    if not model.is_tied:
+        yield from _planned(HEAD, dtype, outer[HEAD], options.quantize_lm_head)
+
+
+def _planned(
+    name: str, dtype: str, shape: tuple[int, ...], is_quantized: bool
+) -> Iterator[TensorPlan]:
+    if not is_quantized:
+        yield TensorPlan(name, dtype, shape)
+        return
+    yield TensorPlan(name, "F8_E4M3", shape)
+    yield TensorPlan(f"{name}_scale", "F32", ())
+    yield TensorPlan(f"{name.removesuffix('weight')}input_scale", "F32", ())
+
+
+def _predict_memory(model: Model, itemsize: int, row_length: int, options: QuantizeOptions) -> int:
+    """Resident bytes at the peak: an upper estimate, within a factor of two where measured."""
+    config, outer = model.config, model.outer_shapes
+    largest = max(math.prod(shape) for shape in model.layer_shapes.values())
+    layer = sum(math.prod(shape) for shape in model.layer_shapes.values()) * itemsize
+    # The layer, and its largest weight once divided by its scale, in the source's dtype and FP8.
+    layer_step = layer + largest * (itemsize + 1)
+    head_step = math.prod(outer[EMBEDDING]) * (2 * itemsize + 1)
+    tokens = options.calib_size * row_length
+    hidden = tokens * int(config.hidden_size) * itemsize + tokens * 8  # states and token ids
+    batch_tokens = min(options.batch_size, options.calib_size) * row_length
+    widest = 3 * int(config.intermediate_size) + 6 * int(config.hidden_size)
+    if options.quantize_lm_head:
+        widest = max(widest, int(config.vocab_size))
+    activations = batch_tokens * widest * itemsize
+    return IMPORT_BYTES + hidden + max(layer_step + activations, head_step)
