@@ -7,11 +7,15 @@ in the order of arrival and nobody overtakes.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
-from dataclasses import dataclass
 
-from llmctl.errors import BadConfig, OutOfMemory, PromptTooLong
+from llmctl.errors import BadConfig
+from llmctl.runtime.admission import (
+    CapacitySchedulerPolicy,
+    Limits,
+    SchedulerConfig,
+    refuse_unservable,
+)
 from llmctl.runtime.chunking import (
     ContextChunkingPolicy,
     equal_progress_chunks,
@@ -20,46 +24,9 @@ from llmctl.runtime.chunking import (
     least_chunk,
 )
 from llmctl.runtime.core import Batch, FinishReason, Sequence, Slice
-from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.kv_cache import KvCacheManager, PrefixMatch
 
-
-class CapacitySchedulerPolicy(enum.Enum):
-    """When a waiting sequence may start.
-
-    MAX_UTILIZATION: when its present tokens fit; the latest started are paused, to recompute
-    later, if blocks run out. GUARANTEED_NO_EVICT: when it fits to its full length. STATIC_BATCH:
-    likewise, and only when nothing is active.
-    """
-
-    MAX_UTILIZATION = "max_utilization"
-    GUARANTEED_NO_EVICT = "guaranteed_no_evict"
-    STATIC_BATCH = "static_batch"
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Policies; the defaults are the ones for serving."""
-
-    capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
-    context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
-    enable_chunked_context: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the engine (target and draft together) can take in one step."""
-
-    max_batch_size: int  # sequences
-    max_num_tokens: int  # packed tokens, drafts included
-    max_seq_len: int  # prompt + output of one sequence
-    max_draft_len: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_draft_len < 0:
-            raise BadConfig(f"max_draft_len is {self.max_draft_len}; it must be at least 0")
+__all__ = ["CapacitySchedulerPolicy", "Limits", "Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
@@ -82,7 +49,6 @@ class Scheduler:
         self._kv_cache = kv_cache
         self._chunk_unit = kv_cache.tokens_per_block if chunked else None
         self._token_budget = limits.max_num_tokens
-        self._max_active = min(limits.max_batch_size, limits.max_num_tokens)
         self._is_static = config.capacity_scheduler_policy is CapacitySchedulerPolicy.STATIC_BATCH
         self._may_pause = (
             config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -129,21 +95,11 @@ class Scheduler:
 
         Raises PromptTooLong (max_seq_len, or max_num_tokens without chunking) or OutOfMemory.
         """
-        self._refuse_if_too_long(sequence)
-        assert len(sequence.tokens) < sequence.max_len <= self.limits.max_seq_len
-        num_blocks = self._kv_cache.num_blocks_for(sequence.max_len - 1)
-        if num_blocks > self._kv_cache.num_blocks:
-            raise OutOfMemory(
-                f"a sequence of {sequence.max_len} tokens needs {num_blocks} KV blocks; "
-                f"the cache has {self._kv_cache.num_blocks} of "
-                f"{self._kv_cache.tokens_per_block} tokens",
-                fix="ask for fewer output tokens, or raise --kv_cache_free_gpu_memory_fraction",
-            )
+        refuse_unservable(sequence, self.config, self.limits, self._kv_cache)
         self._waiting.append(sequence)
 
     def schedule(self) -> Batch:
         """The next step; empty only when there is no work. Blocks are reserved for all of it."""
-        num_paused = self.num_paused
         if self._may_pause:
             self._secure_progress()
         context: list[Sequence] = []
@@ -153,8 +109,7 @@ class Scheduler:
         chunks: list[Slice] = []
         if context or self._waiting:
             budget = self._context_budget(context, generation)
-            if num_paused == self.num_paused:
-                budget = self._admit(context, generation, budget)
+            budget = self._admit(context, generation, budget)
             chunks = self._chunk(context, budget)
         num_tokens = sum(chunk.num_tokens for chunk in chunks) + len(generation)
         rounds = self._rounds(generation, self.limits.max_num_tokens - num_tokens)
@@ -193,7 +148,7 @@ class Scheduler:
         if self._is_static and self._active:
             return budget
         demand = sum(self._demand(sequence) for sequence in context)
-        while self._waiting and len(self._active) < self._max_active:
+        while self._waiting and len(self._active) < self.limits.max_batch_size:
             head = self._waiting[0]
             least = least_chunk(0, len(head.tokens), self._chunk_unit)
             if demand + least > budget and not self._is_static:
@@ -215,6 +170,8 @@ class Scheduler:
         if self._refused_at == kv_cache.version:
             return False
         match = kv_cache.lookup(head)
+        if self._awaits_shared_block(head, match):
+            return False
         promised = sum(
             max(0, self._goal_blocks(s) - len(s.block_table)) for s in self._active.values()
         )
@@ -224,6 +181,23 @@ class Scheduler:
             return False
         kv_cache.attach(head, match)
         return True
+
+    def _awaits_shared_block(self, head: Sequence, match: PrefixMatch) -> bool:
+        """True while an active sequence computes the very block that `head` would compute first.
+
+        So n returns of one prompt, or arrivals with one long prefix, compute it once.
+        """
+        size = self._kv_cache.tokens_per_block
+        end = (match.full.depth + 1) * size
+        if self._is_static or not self._kv_cache.enable_block_reuse or end >= len(head.tokens):
+            return False
+        block, prefix = head.tokens[end - size : end], head.tokens[:end]
+        return any(
+            sequence.kv_len < end
+            and sequence.tokens[end - size : end] == block
+            and sequence.tokens[:end] == prefix
+            for sequence in self._active.values()
+        )
 
     def _goal_blocks(self, sequence: Sequence) -> int:
         """Blocks to keep for a sequence before another may start.
@@ -236,26 +210,17 @@ class Scheduler:
         return self._kv_cache.num_blocks_for(num_tokens)
 
     def _secure_progress(self) -> None:
-        """Reserve each generation root and the first context chunk, oldest first.
+        """Reserve a root or least chunk for every active sequence, oldest first.
 
         Where blocks are short the latest started sequence is paused, so the oldest always runs.
         """
-        saw_context = False
         for sequence in list(self._active.values()):
             if sequence.sequence_id not in self._active:
                 break  # paused just now, like all that started after it
-            is_context = sequence.is_context
-            if is_context and saw_context:
-                continue
-            saw_context |= is_context
-            num_tokens = len(sequence.tokens)
-            if is_context:
-                start = sequence.kv_len
-                num_tokens = start + least_chunk(start, num_tokens, self._chunk_unit)
-            while not self._kv_cache.reserve(sequence, num_tokens):
+            start = sequence.kv_len
+            end = start + least_chunk(start, len(sequence.tokens), self._chunk_unit)
+            while not self._kv_cache.reserve(sequence, end):
                 latest = next(reversed(self._active.values()))
-                if latest is sequence and is_context:
-                    break  # it keeps what it has computed and waits for blocks
                 self._pause(latest)
                 if latest is sequence:
                     break
@@ -303,11 +268,10 @@ class Scheduler:
         for sequence, (start, _), size in zip(context, spans, sizes, strict=True):
             num_tokens = size
             if not self._kv_cache.reserve(sequence, start + size):
-                assert self._may_pause, "a sequence outgrew its reservation"
-                fitting = self._kv_cache.max_reservable_tokens(sequence) - start
-                num_tokens = fitting if unit is not None else 0
+                assert self._may_pause and unit is not None, "a sequence outgrew its reservation"
+                num_tokens = self._kv_cache.max_reservable_tokens(sequence) - start
                 self._kv_cache.reserve(sequence, start + num_tokens)
-            if num_tokens > 0:
+            if num_tokens:
                 chunks.append(Slice(sequence, start, num_tokens))
         return chunks
 
@@ -328,21 +292,3 @@ class Scheduler:
                 self._kv_cache.reserve(sequence, num_tokens + draft_len)
             rounds.append(Slice(sequence, num_tokens - 1, 1, draft_len))
         return rounds
-
-    def _refuse_if_too_long(self, sequence: Sequence) -> None:
-        limits = self.limits
-        num_prompt_tokens = len(sequence.tokens)
-        if num_prompt_tokens >= limits.max_seq_len:
-            raise PromptTooLong(
-                f"the prompt has {num_prompt_tokens} tokens; max_seq_len {limits.max_seq_len} "
-                f"leaves room for at most {limits.max_seq_len - 1}",
-                fix="shorten the prompt, or rebuild with a larger --max_seq_len",
-            )
-        # A paused sequence comes back with all its output as context.
-        longest = sequence.max_len - 1 if self._may_pause else num_prompt_tokens
-        if self._chunk_unit is None and longest > limits.max_num_tokens:
-            raise PromptTooLong(
-                f"a context of {longest} tokens in one step exceeds max_num_tokens "
-                f"{limits.max_num_tokens}, and enable_chunked_context is off",
-                fix="turn --enable_chunked_context on, or rebuild with a larger --max_num_tokens",
-            )

@@ -275,6 +275,79 @@ def test_a_resumed_sequence_whose_blocks_are_cached_goes_on_without_recomputing(
     assert batch.generation[0].start == len(sequence.tokens) - 1 == 8
 
 
+def test_the_root_of_a_resumed_sequence_counts_against_the_context_budget():
+    scheduler, _ = make_scheduler(
+        num_blocks=32, tokens=8, capacity_scheduler_policy=MAX_UTILIZATION
+    )
+    (sequence,) = start_generation(scheduler, 8, max_tokens=14)
+    scheduler._pause(sequence)
+    scheduler.add(make_sequence(20))
+    assert shape(scheduler.schedule()) == ((4,), (0,))  # 8 tokens - 1 root, whole blocks
+
+
+def test_an_older_prompt_pauses_a_younger_sequence_in_generation():
+    scheduler, _ = make_scheduler(
+        num_blocks=6,
+        tokens=8,
+        context_chunking_policy=EQUAL_PROGRESS,
+        capacity_scheduler_policy=MAX_UTILIZATION,
+    )
+    older, younger = make_sequence(20, max_tokens=2), make_sequence(4, max_tokens=20)
+    scheduler.add(older)
+    scheduler.add(younger)
+    while not scheduler.num_paused:
+        batch = scheduler.schedule()
+        assert batch.context[0].sequence is older, "the oldest makes progress in every step"
+        finish_step(scheduler, batch)
+    assert scheduler.waiting == (younger,)
+
+
+def test_max_utilization_starts_nobody_in_the_room_of_running_drafts():
+    scheduler, _ = make_scheduler(
+        num_blocks=6, draft_len=7, capacity_scheduler_policy=MAX_UTILIZATION
+    )
+    start_generation(scheduler, 5, max_tokens=12)  # next round: 6 + 7 tokens, 4 blocks
+    later = make_sequence(2, max_tokens=8)  # its first round: 9 tokens, 3 blocks
+    scheduler.add(later)
+    scheduler.schedule()
+    assert scheduler.waiting == (later,)
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once():
+    scheduler, cache = make_scheduler()
+    twins = [make_sequence(11, first_token=1) for _ in range(3)]
+    for twin in twins:
+        scheduler.add(twin)
+    batch = scheduler.schedule()
+    assert [part.sequence for part in batch.slices] == twins[:1]
+    finish_step(scheduler, batch)
+    assert shape(scheduler.schedule()) == ((3, 3), (0,))
+    assert cache.stats().reused_blocks == 4
+
+
+def test_nobody_waits_for_a_prefix_where_reuse_is_off():
+    cache = KvCacheManager(64, BLOCK, enable_block_reuse=False)
+    scheduler = Scheduler(SchedulerConfig(), cache, Limits(8, 64, 200))
+    for _ in range(2):
+        scheduler.add(make_sequence(11, first_token=1))
+    assert shape(scheduler.schedule()) == ((11, 11), ())
+
+
+def test_a_head_that_does_not_fit_is_looked_up_again_only_after_a_change(monkeypatch):
+    scheduler, cache = make_scheduler(num_blocks=6)
+    start_generation(scheduler, 5, max_tokens=15)
+    scheduler.add(make_sequence(9, max_tokens=4))
+    lookups = []
+    lookup = cache.lookup
+    monkeypatch.setattr(cache, "lookup", lambda head: lookups.append(head) or lookup(head))
+    finish_step(scheduler, scheduler.schedule())
+    finish_step(scheduler, scheduler.schedule())
+    assert len(lookups) == 1
+    while len(scheduler.active) == 1 and not scheduler.active[0].is_context:
+        finish_step(scheduler, scheduler.schedule())
+    assert 2 <= len(lookups) <= 5  # a lookup for each published block, and one for the release
+
+
 def test_static_batch_starts_nothing_until_everything_has_ended():
     scheduler, _ = make_scheduler(capacity_scheduler_policy=STATIC_BATCH)
     short, long = make_sequence(4, max_tokens=2), make_sequence(4, max_tokens=5)
@@ -384,7 +457,8 @@ def test_cancelling_the_head_that_did_not_fit_lets_the_next_one_start():
     big, small = make_sequence(4, max_tokens=9), make_sequence(2, max_tokens=3)
     scheduler.add(big)  # 3 blocks
     scheduler.add(small)
-    finish_step(scheduler, scheduler.schedule())
+    for _ in range(2):  # the second step publishes nothing: only the cancel changes the outlook
+        finish_step(scheduler, scheduler.schedule())
     assert len(scheduler.active) == 1
     scheduler.cancel(big)
     scheduler.schedule()

@@ -1,0 +1,254 @@
+"""Random traffic through scheduler and KV cache, against a model of what the caches contain.
+
+The model writes, for every slot, a hash of the whole token prefix that the slot's K/V depends on.
+Before a step computes anything, each sequence reads all slots it relies on and must find exactly
+its own prefix there, in the target's cache and in the draft's.
+"""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmctl.runtime.chunking import ContextChunkingPolicy
+from llmctl.runtime.core import FinishReason, Request, Sequence
+from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.scheduler import CapacitySchedulerPolicy, Limits, Scheduler, SchedulerConfig
+
+RUNNING = FinishReason.NOT_FINISHED
+VOCABULARY = 2  # so that prompts and outputs of different sequences often coincide
+
+
+def prefix_hashes(tokens):
+    """For each position, a value that depends on all tokens up to it."""
+    hashes, state = [], 0
+    for token in tokens:
+        state = hash((state, token))
+        hashes.append(state)
+    return hashes
+
+
+class Contents:
+    """What one engine's KV cache holds."""
+
+    def __init__(self, tokens_per_block):
+        self.size = tokens_per_block
+        self.slots = {}
+
+    def copy_block(self, copy):
+        for offset in range(copy.num_tokens):
+            self.slots[copy.dst_block, offset] = self.slots[copy.src_block, offset]
+
+    def write(self, sequence, tokens, start, end):
+        hashes = prefix_hashes(tokens)
+        for position in range(start, end):
+            block = sequence.block_table[position // self.size]
+            self.slots[block, position % self.size] = hashes[position]
+
+    def check(self, sequence, end):
+        for position, expected in enumerate(prefix_hashes(sequence.tokens[:end])):
+            block = sequence.block_table[position // self.size]
+            found = self.slots.get((block, position % self.size))
+            assert found == expected, f"position {position} of block {block} is another's"
+
+
+class Traffic:
+    """Drives one scheduler with random requests and random acceptance, checking every step."""
+
+    def __init__(self, generator, config, cache, limits):
+        self.random = generator
+        self.config = config
+        self.cache = cache
+        self.limits = limits
+        self.scheduler = Scheduler(config, cache, limits)
+        self.target = Contents(cache.tokens_per_block)
+        self.draft = Contents(cache.tokens_per_block)
+        self.sequences = []
+        self.started = []
+        self.budget = limits.max_num_tokens
+        self.stems = [[generator.randrange(VOCABULARY) for _ in range(60)] for _ in range(3)]
+
+    def arrive(self):
+        chance, limits, size = self.random, self.limits, self.cache.tokens_per_block
+        longest = min(limits.max_seq_len, self.cache.num_blocks * size + 1)
+        if not self.config.enable_chunked_context:
+            longest = min(longest, limits.max_num_tokens + 1)
+        num_prompt_tokens = chance.randint(1, chance.choice([longest - 1, min(6, longest - 1)]))
+        stem = chance.choice(self.stems)[: chance.randint(0, num_prompt_tokens)]
+        rest = num_prompt_tokens - len(stem)
+        tokens = stem + [chance.randrange(VOCABULARY) for _ in range(rest)]
+        longest_output = longest - num_prompt_tokens
+        max_tokens = chance.choice([longest_output, chance.randint(1, longest_output)])
+        sequence = Sequence(
+            sequence_id=len(self.sequences),
+            request_id=len(self.sequences),
+            request=Request(tuple(tokens), max_tokens=max_tokens),
+            index=0,
+            tokens=tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            max_len=num_prompt_tokens + max_tokens,
+        )
+        self.sequences.append(sequence)
+        self.scheduler.add(sequence)
+
+    def cancel_one(self):
+        running = [s for s in self.sequences if s.finish_reason is RUNNING]
+        if running:
+            sequence = self.random.choice(running)
+            self.scheduler.cancel(sequence)
+            sequence.finish_reason = FinishReason.CANCELLED
+            assert not sequence.block_table
+
+    def step(self, cancel_inside):
+        scheduler = self.scheduler
+        batch = scheduler.schedule()
+        self.cache.check_invariants()
+        assert bool(batch.slices) == scheduler.has_work, "work waits but nothing runs"
+        self.check_batch(batch)
+        self.note_starts()
+        for copy in self.cache.pending_copies():
+            self.target.copy_block(copy)
+            if self.cache.has_draft:
+                self.draft.copy_block(copy)
+        for part in batch.slices:  # all reads see the caches before anything is written
+            self.target.check(part.sequence, part.start)
+            self.draft.check(part.sequence, part.sequence.draft_kv_len)
+        outcomes = [self.run(part) for part in batch.slices]
+        if cancel_inside:
+            self.cancel_one()
+        for part, outcome in zip(batch.slices, outcomes, strict=True):
+            if part.sequence.finish_reason is RUNNING:
+                self.commit(part, *outcome)
+        scheduler.update(batch)
+        self.cache.check_invariants()
+
+    def run(self, part):
+        """Write what the engines would write; (accepted drafts, emitted tokens)."""
+        sequence, drafts = part.sequence, []
+        accepted = self.random.randint(0, part.draft_len)
+        emitted = [self.random.randrange(VOCABULARY) for _ in range(accepted + 1)]
+        if part.draft_len:
+            drafts = emitted[:accepted]
+            drafts += [-1] * (part.draft_len - accepted)  # rejected: nobody may ever find it
+        tokens = sequence.tokens + drafts
+        end = part.start + part.num_tokens + part.draft_len
+        self.refuse_shared_writes(sequence, part.start, end)
+        self.target.write(sequence, tokens, part.start, end)
+        if self.cache.has_draft and (part.draft_len or self.random.random() < 0.5):
+            # The last draft is never fed; a round without drafts may leave the draft behind.
+            draft_end = max(part.start + part.num_tokens, end - 1)
+            self.refuse_shared_writes(sequence, sequence.draft_kv_len, draft_end)
+            self.draft.write(sequence, tokens, sequence.draft_kv_len, draft_end)
+            return accepted, emitted, draft_end
+        return accepted, emitted, sequence.draft_kv_len
+
+    def refuse_shared_writes(self, writer, start, end):
+        size = self.cache.tokens_per_block
+        written = set(writer.block_table[start // size : -(-end // size)])
+        for other in self.scheduler.active:
+            assert other is writer or written.isdisjoint(other.block_table)
+
+    def commit(self, part, accepted, emitted, draft_end):
+        sequence = part.sequence
+        sequence.kv_len = part.start + part.num_tokens + accepted
+        if part.needs_logits:
+            if self.random.random() < 0.1:  # a stop inside the accepted run
+                emitted = emitted[: self.random.randint(1, len(emitted))]
+                sequence.finish_reason = FinishReason.END_ID
+            sequence.tokens += emitted
+            assert len(sequence.tokens) <= sequence.max_len
+            sequence.kv_len = min(sequence.kv_len, len(sequence.tokens) - 1)
+            if sequence.finish_reason is RUNNING and len(sequence.tokens) == sequence.max_len:
+                sequence.finish_reason = FinishReason.LENGTH
+        sequence.draft_kv_len = min(draft_end, sequence.kv_len)
+
+    def check_batch(self, batch):
+        limits, size = self.limits, self.cache.tokens_per_block
+        parts = batch.slices
+        assert len({part.sequence.sequence_id for part in parts}) == len(parts)
+        assert len(parts) <= limits.max_batch_size
+        assert sum(part.num_tokens + part.draft_len for part in parts) <= limits.max_num_tokens
+        num_context_tokens = sum(part.num_tokens for part in batch.context)
+        others = sum(1 + part.draft_len for part in batch.generation)
+        if num_context_tokens > size:
+            assert num_context_tokens + others <= self.budget
+        for part in parts:
+            sequence = part.sequence
+            held = len(sequence.block_table) * size
+            assert sequence.kv_len == part.start and part.num_tokens >= 1
+            assert part.start + part.num_tokens + part.draft_len <= held
+            assert sequence.draft_kv_len <= sequence.kv_len
+        for part in batch.context:
+            assert part.sequence.is_context and part.draft_len == 0
+            if not part.needs_logits:
+                assert self.config.enable_chunked_context
+                assert (part.start + part.num_tokens) % size == 0
+        for part in batch.generation:
+            sequence = part.sequence
+            assert sequence.kv_len == len(sequence.tokens) - 1 and part.needs_logits
+            room = sequence.max_len - len(sequence.tokens) - 1
+            assert 0 <= part.draft_len <= min(limits.max_draft_len, room)
+
+    def note_starts(self):
+        seen = set(self.started)
+        self.started += [s.sequence_id for s in self.scheduler.active if s.sequence_id not in seen]
+
+    def drain(self):
+        """Run to the end; bounded, so a starving sequence fails the test."""
+        for _ in range(3000):
+            if not self.scheduler.has_work:
+                return
+            self.step(cancel_inside=False)
+        raise AssertionError("a sequence starves")
+
+
+@st.composite
+def setups(draw):
+    size = draw(st.sampled_from([1, 2, 4, 8]))
+    policy = draw(st.sampled_from(CapacitySchedulerPolicy))
+    config = SchedulerConfig(
+        capacity_scheduler_policy=policy,
+        context_chunking_policy=draw(st.sampled_from(ContextChunkingPolicy)),
+        # A paused sequence must be able to come back in one step: `arrive` sees to it.
+        enable_chunked_context=draw(st.booleans()),
+    )
+    cache = KvCacheManager(
+        num_blocks=draw(st.integers(2, 24)),
+        tokens_per_block=size,
+        enable_block_reuse=draw(st.sampled_from([True, True, False])),
+        enable_partial_reuse=draw(st.booleans()),
+        has_draft=draw(st.booleans()),
+    )
+    limits = Limits(
+        max_batch_size=draw(st.integers(1, 6)),
+        max_num_tokens=draw(st.integers(size, 40)),
+        max_seq_len=draw(st.integers(2, 60)),
+        max_draft_len=draw(st.integers(0, 5)),
+    )
+    return config, cache, limits, draw(st.integers(0, 2**32))
+
+
+@settings(max_examples=400)
+@given(setups())
+def test_random_traffic_keeps_every_promise(setup):
+    config, cache, limits, seed = setup
+    chance = random.Random(seed)
+    traffic = Traffic(chance, config, cache, limits)
+    for _ in range(40):
+        for _ in range(chance.choice([0, 0, 1, 3])):
+            traffic.arrive()
+        if config.enable_chunked_context and chance.random() < 0.1:
+            traffic.budget = chance.randint(cache.tokens_per_block, limits.max_num_tokens)
+            traffic.scheduler.set_token_budget(traffic.budget)
+        if chance.random() < 0.1:
+            traffic.cancel_one()
+        traffic.step(cancel_inside=chance.random() < 0.05)
+    traffic.drain()
+    assert all(sequence.finish_reason is not RUNNING for sequence in traffic.sequences)
+    assert all(not sequence.block_table for sequence in traffic.sequences)
+    assert traffic.started == sorted(traffic.started), "somebody overtook"
+    assert cache.stats().used_num_blocks == 0
+    if config.capacity_scheduler_policy is not CapacitySchedulerPolicy.MAX_UTILIZATION:
+        assert traffic.scheduler.num_paused == 0
