@@ -9,6 +9,7 @@ standard library's own source, which every machine has; a small varied text is e
 from __future__ import annotations
 
 import json
+import os
 import random
 import sysconfig
 from collections.abc import Iterator
@@ -74,11 +75,10 @@ def _documents(dataset: str, order: random.Random) -> Iterator[str]:
 
 def _demo_texts(order: random.Random) -> Iterator[str]:
     library = Path(sysconfig.get_path("stdlib"))
-    files = [
-        path
-        for path in sorted(library.rglob("*.py"))
-        if not SKIPPED_FOLDERS.intersection(path.relative_to(library).parts)
-    ]
+    files: list[Path] = []
+    for folder, children, names in os.walk(library):
+        children[:] = sorted(set(children) - SKIPPED_FOLDERS)
+        files += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
     order.shuffle(files)
     for path in files:
         yield path.read_text(encoding="utf-8", errors="replace")

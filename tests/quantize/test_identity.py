@@ -1,0 +1,147 @@
+"""The layer-by-layer path writes, bit for bit, what ModelOpt's whole-model export writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llmctl.quantize.checkpoint import Checkpoint
+
+FAMILIES = ["llama", "llama-tied-7-heads", "mistral-window", "qwen2-mixed-window", "qwen3-tied"]
+
+
+def stored_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def assert_same_checkpoint(ours: Path, theirs: Path) -> None:
+    a, b = Checkpoint.open(ours), Checkpoint.open(theirs)
+    assert a.tensors.keys() == b.tensors.keys()
+    described = {n: (i.dtype, i.shape) for n, i in a.tensors.items()}
+    assert described == {n: (i.dtype, i.shape) for n, i in b.tensors.items()}
+    different = [n for n in a.tensors if stored_bytes(a.read(n)) != stored_bytes(b.read(n))]
+    assert not different
+    assert a.config == b.config
+    for name in ("hf_quant_config.json", "generation_config.json"):
+        assert json.loads((ours / name).read_text()) == json.loads((theirs / name).read_text())
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "none"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_and_config_field_equals_modelopts_export(
+    quantized: Callable[..., Path],
+    modelopt_export: Callable[..., Path],
+    family: str,
+    kv_cache_dtype: str,
+) -> None:
+    ours = quantized(family, kv_cache_dtype=kv_cache_dtype)
+    assert_same_checkpoint(ours, modelopt_export(family, kv_cache_dtype))
+    scales = [n for n in Checkpoint.open(ours).tensors if n.endswith(("k_scale", "v_scale"))]
+    assert len(scales) == (4 if kv_cache_dtype == "fp8" else 0)  # one K and one V in two layers
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.float32])
+def test_other_source_dtypes_equal_modelopts_export(
+    quantized: Callable[..., Path], modelopt_export: Callable[..., Path], stored: torch.dtype
+) -> None:
+    ours = quantized("llama", stored, kv_cache_dtype="fp8")
+    assert_same_checkpoint(ours, modelopt_export("llama", "fp8", stored))
+
+
+def test_a_cast_with_dtype_equals_modelopts_export_of_the_cast_model(
+    quantized: Callable[..., Path], modelopt_export: Callable[..., Path]
+) -> None:
+    ours = quantized("qwen3-tied", torch.float32, kv_cache_dtype="fp8", dtype="bfloat16")
+    theirs = modelopt_export("qwen3-tied", "fp8", torch.float32, torch.bfloat16)
+    assert_same_checkpoint(ours, theirs)
+
+
+def test_a_quantized_lm_head_equals_modelopts_export(
+    quantized: Callable[..., Path], modelopt_export: Callable[..., Path]
+) -> None:
+    ours = quantized("llama", kv_cache_dtype="fp8", quantize_lm_head=True)
+    assert Checkpoint.open(ours).info("lm_head.weight").dtype == "F8_E4M3"
+    assert_same_checkpoint(ours, modelopt_export("llama", "fp8", has_fp8_head=True))
+
+
+def test_shards_hold_the_same_bytes_as_one_file(
+    quantized: Callable[..., Path], modelopt_export: Callable[..., Path]
+) -> None:
+    ours = quantized("llama", kv_cache_dtype="fp8", max_shard_bytes=80_000)
+    shards = sorted(ours.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert all(shard.stat().st_size < 80_000 + 8_000 for shard in shards)  # data + header
+    assert_same_checkpoint(ours, modelopt_export("llama", "fp8"))
+    loaded: dict[str, torch.Tensor] = {}
+    for shard in shards:  # the safetensors library accepts our files
+        loaded |= load_file(shard)
+    assert loaded.keys() == Checkpoint.open(ours).tensors.keys()
+
+
+def test_results_do_not_depend_on_the_batch_size(quantized: Callable[..., Path]) -> None:
+    one = quantized("llama", kv_cache_dtype="fp8", batch_size=1)
+    assert_same_checkpoint(quantized("llama", kv_cache_dtype="fp8"), one)
+
+
+def as_compressed_tensors(source: Path, output: Path) -> None:
+    """Relabel a ModelOpt FP8 checkpoint so that compressed-tensors, another reader, runs it."""
+    shutil.copytree(source, output, ignore=shutil.ignore_patterns("hf_quant_config.json"))
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        name = name.replace("k_proj.k_scale", "k_scale").replace("v_proj.v_scale", "v_scale")
+        tensors[name] = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    number = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "symmetric": True,
+        "dynamic": False,
+    }
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": number, "input_activations": number}
+        },
+        "kv_cache_scheme": number,
+    }
+    (output / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-tied"])
+def test_another_reader_gives_the_logits_of_modelopts_fake_quantized_model(
+    quantized: Callable[..., Path],
+    modelopt_model: Callable[..., Any],
+    checkpoints: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    as_compressed_tensors(quantized(family, torch.float32, kv_cache_dtype="fp8"), tmp_path / "ct")
+    ids = torch.randint(0, 384, (4, 32), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # compressed-tensors' own deprecations
+        reader = AutoModelForCausalLM.from_pretrained(tmp_path / "ct").eval()
+        got = reader(input_ids=ids, use_cache=False).logits.float()
+        wanted = modelopt_model(family, "fp8", torch.float32)(
+            input_ids=ids, use_cache=False
+        ).logits.float()
+        plain = AutoModelForCausalLM.from_pretrained(checkpoints(family, torch.float32)).eval()
+        exact = plain(input_ids=ids, use_cache=False).logits.float()
+    quantization_error = (wanted - exact).norm() / exact.norm()
+    reader_error = (got - wanted).norm() / wanted.norm()
+    assert quantization_error > 1e-2  # the oracle does quantize
+    assert reader_error <= 1e-4  # float32 on both sides: only summation order differs
