@@ -143,7 +143,7 @@ class Scheduler:
         """Start waiting sequences while tokens and blocks last; returns the context budget left.
 
         Appends to `context` or `generation`: a resumed sequence whose blocks are all still cached
-        goes straight to generation and takes its root token from the budget.
+        goes straight to generation and takes its round from the budget.
         """
         if self._is_static and self._active:
             return budget
@@ -162,7 +162,7 @@ class Scheduler:
                 demand += self._demand(head)
             else:
                 generation.append(head)
-                budget -= 1
+                budget -= 1 + self._wanted_draft_len(head)
         return budget
 
     def _try_start(self, head: Sequence) -> bool:

@@ -275,14 +275,14 @@ def test_a_resumed_sequence_whose_blocks_are_cached_goes_on_without_recomputing(
     assert batch.generation[0].start == len(sequence.tokens) - 1 == 8
 
 
-def test_the_root_of_a_resumed_sequence_counts_against_the_context_budget():
+def test_the_round_of_a_resumed_sequence_counts_against_the_context_budget():
     scheduler, _ = make_scheduler(
-        num_blocks=32, tokens=8, capacity_scheduler_policy=MAX_UTILIZATION
+        num_blocks=32, tokens=10, draft_len=3, capacity_scheduler_policy=MAX_UTILIZATION
     )
     (sequence,) = start_generation(scheduler, 8, max_tokens=14)
     scheduler._pause(sequence)
     scheduler.add(make_sequence(20))
-    assert shape(scheduler.schedule()) == ((4,), (0,))  # 8 tokens - 1 root, whole blocks
+    assert shape(scheduler.schedule()) == ((4,), (3,))  # 10 tokens - 4 of the round, whole blocks
 
 
 def test_an_older_prompt_pauses_a_younger_sequence_in_generation():
