@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import monotonic
 
 from llmctl.runtime.core import FinishReason, Request, Response, Result, Sequence
 from llmctl.runtime.stats import RequestStage, RequestStats
@@ -28,10 +29,10 @@ class TrackedRequest:
     num_delivered: list[int] = field(default_factory=list)  # new tokens, by sequence
 
     @property
-    def deadline_s(self) -> float | None:
-        """When it times out (monotonic); None when it never does."""
+    def is_out_of_time(self) -> bool:
+        """True when the request asked for an end by now."""
         allotted_ms = self.request.allotted_time_ms
-        return None if allotted_ms is None else self.arrived_s + allotted_ms / 1e3
+        return allotted_ms is not None and monotonic() - self.arrived_s >= allotted_ms / 1e3
 
     def make_sequences(self, first_id: int, max_seq_len: int) -> None:
         """One sequence per returned output, with consecutive ids from `first_id`."""

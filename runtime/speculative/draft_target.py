@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmctl.errors import BadConfig, PairMismatch
+from llmctl.plugins.program import StepInputs
 from llmctl.plugins.sampling.reference import Logits, draw_from_probs, processed_probs
 from llmctl.plugins.sampling.spec import DRAFT_STREAM
 from llmctl.runtime.core import Batch, Sequence
@@ -116,7 +117,7 @@ class DraftTargetDrafter:
     def _feed(self, spans: list[Span]) -> None:
         """Bring the draft's cache up to date; sequences in a round get their first draft."""
         for call in self._calls(spans):
-            logits = self._draft.run(pack(call, self._draft.tokens_per_block))
+            logits = self._run(pack(call, self._draft.tokens_per_block))
             for span in call:
                 span.sequence.draft_kv_len = span.end
             ready = [self._rounds[s.sequence.sequence_id] for s in call if s.needs_logits]
@@ -156,7 +157,7 @@ class DraftTargetDrafter:
                 )
                 rows = tables[first : first + width]
                 step = pack_next(tokens, positions, rows, self._draft.tokens_per_block)
-                logits = self._draft.run(step)
+                logits = self._run(step)
                 for item in group:
                     item.num_fed += 1
                 self._choose(logits, group)
@@ -164,6 +165,12 @@ class DraftTargetDrafter:
             if len(still) < len(active):
                 active = [active[index] for index in still]
                 tables = tables[still]
+
+    def _run(self, step: StepInputs) -> Logits:
+        if self._draft.vocab_size < self._sampler.vocab_size:
+            # Padding of the target's vocabulary: any id the draft has will do for a guess.
+            np.minimum(step.token_ids, self._draft.vocab_size - 1, out=step.token_ids)
+        return self._draft.run(step)
 
     def _choose(self, logits: Logits, rounds: list[_Round]) -> None:
         """Append one draft to each round, from its row of draft logits."""

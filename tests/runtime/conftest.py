@@ -76,6 +76,7 @@ class FakeEngine:
         self.num_runs = 0
         self.num_tokens: list[int] = []
         self.fail_at: int | None = None
+        self._rows: dict[bytes, np.ndarray] = {}
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         self.cache = np.full(num_blocks * self.tokens_per_block, -1, np.int64)
@@ -86,7 +87,13 @@ class FakeEngine:
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """The row of logits after `tokens` [n]."""
-        tokens = np.asarray(tokens)
+        tokens = np.asarray(tokens, np.int64)
+        known = self._rows.get(tokens.tobytes())
+        if known is None:
+            known = self._rows[tokens.tobytes()] = self._compute(tokens)
+        return known
+
+    def _compute(self, tokens: np.ndarray) -> np.ndarray:
         everything = fold(tokens)
         row = 8 * share(fold(tokens[-2:]), self.common_vocab)
         row += self.whole_context * share(everything, self.common_vocab)
@@ -212,7 +219,8 @@ class Harness:
             if self.draft is not None:
                 assert sequence.draft_kv_len <= len(sequence.tokens) - 1
                 found = self.draft.read(sequence.block_table, sequence.draft_kv_len)
-                assert found.tolist() == sequence.tokens[: sequence.draft_kv_len]
+                committed = np.array(sequence.tokens[: sequence.draft_kv_len], np.int64)
+                assert (found == np.minimum(committed, self.draft.vocab_size - 1)).all()
 
 
 def plain_answer(engine: FakeEngine, request: Request, index: int = 0):

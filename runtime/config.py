@@ -1,0 +1,40 @@
+"""What an executor may be told, checked where it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llmctl.errors import BadConfig
+from llmctl.runtime.scheduler import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheConfig:
+    """The paged cache; `runtime.memory.plan_kv_cache` finds num_blocks from a memory budget."""
+
+    num_blocks: int
+    enable_block_reuse: bool = True
+    enable_partial_reuse: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """Everything but the engines. A history of 0 iterations is not kept."""
+
+    kv_cache: KvCacheConfig
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    acceptance: Literal["tokens", "logits"] = "tokens"  # rule for sampled requests with a draft
+    max_queue_size: int | None = None  # requests that have not started; None: no limit
+    iter_stats_max_iterations: int = 1000
+    request_stats_max_iterations: int = 0
+    check_invariants: bool = False  # recount the KV cache whenever idle (for tests)
+
+    def __post_init__(self) -> None:
+        if self.acceptance not in ("tokens", "logits"):
+            raise BadConfig(f"acceptance is {self.acceptance!r}; it must be tokens or logits")
+        if self.max_queue_size is not None and self.max_queue_size < 1:
+            raise BadConfig(f"max_queue_size is {self.max_queue_size}; it must be at least 1")
+        for name in ("iter_stats_max_iterations", "request_stats_max_iterations"):
+            if getattr(self, name) < 0:
+                raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 0")

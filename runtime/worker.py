@@ -1,0 +1,220 @@
+"""The thread behind the executor: takes requests in, steps the loop, sends responses out.
+
+Every request ends in exactly one of four ways: finished (or timed out) and cancelled requests get
+a final result, refused and failed ones an error response. A step that raises fails every active
+request with the error it raised; their sequences are dropped and the worker goes on with what is
+queued. If even that raises, the executor closes, and whatever is left fails with that error.
+"""
+
+from __future__ import annotations
+
+from llmctl.errors import BadConfig, LlmctlError, PairMismatch
+from llmctl.plugins.sampling.reference import ArgmaxRows
+from llmctl.runtime.config import ExecutorConfig
+from llmctl.runtime.core import FinishReason, Request, Response, Sequence
+from llmctl.runtime.inbox import Inbox
+from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.loop import Loop, StepReport
+from llmctl.runtime.mailbox import Mailbox
+from llmctl.runtime.recorder import Recorder
+from llmctl.runtime.sampler import Sampler
+from llmctl.runtime.scheduler import Limits, Scheduler
+from llmctl.runtime.speculative.drafter import Drafter
+from llmctl.runtime.step import StepRunner
+from llmctl.runtime.tracking import TrackedRequest
+from llmctl.runtime.verify import Verifier
+
+
+class Worker:
+    """Owns everything a step touches. `run` is the body of the executor's thread."""
+
+    def __init__(
+        self,
+        target: StepRunner,
+        drafter: Drafter,
+        config: ExecutorConfig,
+        argmax: ArgmaxRows,
+        inbox: Inbox,
+        mailbox: Mailbox,
+    ) -> None:
+        if drafter.max_draft_len > target.max_draft_len:
+            raise PairMismatch(
+                f"the drafter proposes up to {drafter.max_draft_len} tokens a round; "
+                f"the target engine was built for max_draft_len {target.max_draft_len}",
+                fix="lower the draft length, or rebuild the target with a larger --max_draft_len",
+            )
+        cache = config.kv_cache
+        self.kv_cache = KvCacheManager(
+            cache.num_blocks,
+            target.tokens_per_block,
+            cache.enable_block_reuse,
+            cache.enable_partial_reuse,
+            has_draft=drafter.has_engine,
+        )
+        limits = Limits(
+            max_batch_size=target.max_batch_size,
+            max_num_tokens=target.max_num_tokens,
+            max_seq_len=target.max_seq_len,
+            max_draft_len=drafter.max_draft_len,
+        )
+        self.scheduler = Scheduler(config.scheduler, self.kv_cache, limits)
+        self._config = config
+        self._target = target
+        self._drafter = drafter
+        self._sampler = Sampler(target.vocab_size, argmax)
+        target.allocate_kv_cache(cache.num_blocks)
+        drafter.prepare(self.kv_cache, self._sampler, config.acceptance == "logits")
+        verifier = Verifier(self._sampler)
+        self._loop = Loop(target, self.scheduler, self.kv_cache, drafter, verifier)
+        self.recorder = Recorder(config, self._loop, self.scheduler, self.kv_cache)
+        self._inbox = inbox
+        self._mailbox = mailbox
+        self._active: dict[int, TrackedRequest] = {}  # not ended, by request id
+        self._next_sequence_id = 1
+
+    def run(self) -> None:
+        """Work until the inbox is closed; then end whatever is left."""
+        try:
+            while self._receive():
+                self._expire()
+                if self.scheduler.has_work:
+                    self._step()
+            self._close(None)
+        except Exception as error:  # not even recovery worked: nobody may wait for ever
+            self._close(error)
+
+    def _receive(self) -> bool:
+        """Take in what has arrived, waiting for it when idle; False when the inbox is closed."""
+        is_idle = not self._active
+        if is_idle and self._config.check_invariants:
+            self.kv_cache.check_invariants()
+        errand = self._inbox.receive(is_idle)
+        for tracked in errand.arrived:
+            self._admit(tracked)
+        for request_id in errand.cancelled:
+            if request_id in self._active:
+                self._end(self._active[request_id], FinishReason.CANCELLED)
+        return not errand.is_closed
+
+    def _admit(self, tracked: TrackedRequest) -> None:
+        """Hand the request's sequences to the scheduler, or refuse it."""
+        self._active[tracked.request_id] = tracked
+        tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
+        self._next_sequence_id += len(tracked.sequences)
+        ready = tracked.sequences
+        if self._config.kv_cache.enable_block_reuse:
+            ready, tracked.held = ready[:1], ready[1:]
+        try:
+            check_token_ids(tracked.request, self._target.vocab_size)
+            for sequence in ready:
+                self.scheduler.add(sequence)
+        except LlmctlError as error:
+            self._fail(tracked, error)
+
+    def _expire(self) -> None:
+        """End requests whose allotted time is over."""
+        for tracked in [item for item in self._active.values() if item.is_out_of_time]:
+            self._end(tracked, FinishReason.TIMED_OUT)
+
+    def _step(self) -> None:
+        try:
+            report = self._loop.step()
+        except Exception as error:  # whatever it is, it belongs to the requests of this step
+            self.kv_cache.pending_copies()  # those not performed are for sequences that end here
+            for tracked in list(self._active.values()):
+                self._fail(tracked, error)
+            return
+        self._deliver(report)
+
+    def _deliver(self, report: StepReport) -> None:
+        """Post what the step produced, count it, and retire what it completed."""
+        started = self._start(report)
+        responses: list[Response] = []
+        for commit in report.commits:
+            sequence = commit.sequence
+            tracked = self._active[sequence.request_id]
+            is_over = sequence.finish_reason is not FinishReason.NOT_FINISHED
+            if is_over or (commit.num_tokens and tracked.request.streaming):
+                responses.append(tracked.respond(sequence))
+            if is_over:
+                self._forget(sequence)
+            if tracked.held and (is_over or commit.num_tokens):
+                held, tracked.held = tracked.held, []
+                for sibling in held:  # their prompt is in the cache now
+                    self.scheduler.add(sibling)
+        for request_id in {commit.sequence.request_id for commit in report.commits}:
+            self._active[request_id].num_iterations += 1
+        self.recorder.record(report, self._active.values(), started, self._inbox.num_queued)
+        for response in responses:
+            if response.result is not None and response.result.is_final:
+                del self._active[response.request_id]
+        if responses:
+            self._mailbox.post(responses)
+
+    def _start(self, report: StepReport) -> list[TrackedRequest]:
+        """The requests whose first slice ran in this step."""
+        started = []
+        for item in report.batch.context:
+            tracked = self._active[item.sequence.request_id]
+            if not tracked.is_started:
+                tracked.is_started = True
+                tracked.num_reused_tokens = item.start
+                started.append(tracked)
+        if started:
+            self._inbox.leave_queue(len(started))
+        return started
+
+    def _end(self, tracked: TrackedRequest, reason: FinishReason) -> None:
+        """Cancelled or timed out: a final result for every sequence still running."""
+        self._retire(tracked, tracked.end_unfinished(reason))
+
+    def _fail(self, tracked: TrackedRequest, error: Exception) -> None:
+        """Refused or failed: one error response ends the request."""
+        self._retire(tracked, [tracked.refuse(error)])
+
+    def _retire(self, tracked: TrackedRequest, responses: list[Response]) -> None:
+        # Post before releasing: if that raises, the request has had its answer.
+        del self._active[tracked.request_id]
+        self._mailbox.post(responses)
+        if not tracked.is_started:
+            self._inbox.leave_queue(1)
+        for sequence in tracked.sequences:
+            if sequence not in tracked.held:
+                self.scheduler.cancel(sequence)
+            self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._drafter.release(sequence)
+        self._sampler.release(sequence)
+
+    def _close(self, error: Exception | None) -> None:
+        """The last act: everybody who still waits gets an answer. May be called again with the
+        error that the first call raised."""
+        self._inbox.close()
+        for tracked in self._inbox.receive(is_idle=False).arrived:
+            self._active[tracked.request_id] = tracked
+            tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
+            tracked.held = tracked.sequences  # the scheduler has not seen them
+        for tracked in list(self._active.values()):
+            if error is None:
+                self._end(tracked, FinishReason.CANCELLED)
+            else:  # nothing is released: the state that raised is not to be trusted
+                del self._active[tracked.request_id]
+                self._mailbox.post([tracked.refuse(error)])
+        self._mailbox.close()
+
+
+def check_token_ids(request: Request, vocab_size: int) -> None:
+    """Raise BadConfig for the first id in a request that the engine does not have."""
+    words = (
+        ("input_token_ids", (request.input_token_ids,)),
+        ("stop_words", request.stop_words),
+        ("bad_words", request.bad_words),
+    )
+    for name, lists in words:
+        for ids in lists:
+            if min(ids) < 0 or max(ids) >= vocab_size:
+                found = next(token for token in ids if not 0 <= token < vocab_size)
+                raise BadConfig(
+                    f"{name} holds token id {found}; the engine's ids are 0 to {vocab_size - 1}"
+                )

@@ -1,0 +1,518 @@
+"""The front door: answers, endings, limits and statistics, from the outside."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmctl.errors import (
+    BadConfig,
+    ExecutorClosed,
+    OutOfMemory,
+    PairMismatch,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+)
+from llmctl.runtime.core import FinishReason, OutputConfig, Request, SamplingConfig
+from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.scheduler import CapacitySchedulerPolicy, SchedulerConfig
+from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
+from llmctl.runtime.speculative.ngram import NgramDrafter
+from llmctl.runtime.stats import RequestStage
+
+PROMPT = (3, 1, 4, 1, 5)
+WAIT_S = 30.0  # a test that waits this long has failed
+
+
+def config(num_blocks: int = 200, **rest) -> ExecutorConfig:
+    return ExecutorConfig(KvCacheConfig(num_blocks), check_invariants=True, **rest)
+
+
+@pytest.fixture
+def make(fake):
+    """Executors that are shut down, and whose cache is checked, at the end of the test."""
+    made = []
+
+    def make(target=None, drafter=None, **rest) -> Executor:
+        made.append(Executor(target or fake.Engine(), drafter, config(**rest)))
+        return made[-1]
+
+    yield make
+    for executor in made:
+        executor.shutdown()
+        executor._worker.kv_cache.check_invariants()
+
+
+@pytest.fixture
+def gated(fake):
+    """An engine whose steps wait for `gate`; `running` is set when one waits."""
+
+    class Gated(fake.Engine):
+        def __init__(self, **size) -> None:
+            super().__init__(**size)
+            self.gate, self.running = threading.Event(), threading.Event()
+
+        def run(self, step):
+            self.running.set()
+            assert self.gate.wait(WAIT_S)
+            return super().run(step)
+
+    return Gated
+
+
+def collect(executor: Executor, request_id: int):
+    """Every response of a request, up to its final one."""
+    responses = []
+    while True:
+        got = executor.await_responses(request_id, WAIT_S)
+        assert got, "no response in time"
+        responses += got
+        if got[-1].has_error or got[-1].result.is_final:
+            return responses
+
+
+def answer(executor: Executor, request: Request):
+    """The only response of a request that is not streaming."""
+    (response,) = collect(executor, executor.enqueue_request(request))
+    return response
+
+
+# ---- answers ----
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft"])
+def test_requests_from_many_threads_get_the_plain_answer(fake, make, drafter):
+    drafters = {
+        "none": None,
+        "ngram": NgramDrafter(4),
+        "draft": DraftTargetDrafter(fake.Engine(agreement=0.7), 4),
+    }
+    executor = make(drafter=drafters[drafter])
+    wrong = []
+
+    def client(number: int) -> None:
+        for turn in range(5):
+            sampling = SamplingConfig(top_k=8, seed=number) if turn % 2 else SamplingConfig()
+            request = Request((number, turn, *PROMPT), 20, sampling, client_id=number)
+            response = answer(executor, request)
+            wanted, reason = fake.plain_answer(fake.Engine(), request)
+            result = response.result
+            if (list(result.output_token_ids), result.finish_reason) != (wanted, reason):
+                wrong.append(response)
+            if response.client_id != number:
+                wrong.append(response)
+
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join(WAIT_S)
+    assert not wrong
+
+
+def test_streaming_delivers_each_token_once_and_says_when_it_is_over(fake, make):
+    executor = make(drafter=DraftTargetDrafter(fake.Engine(agreement=0.7), 3))
+    request = Request(PROMPT, 25, streaming=True)
+    results = [r.result for r in collect(executor, executor.enqueue_request(request))]
+    tokens = [token for result in results for token in result.output_token_ids]
+    assert tokens == fake.plain_answer(fake.Engine(), request)[0]
+    assert all(result.output_token_ids for result in results)
+    assert [result.is_final for result in results] == [False] * (len(results) - 1) + [True]
+    assert {result.finish_reason for result in results[:-1]} == {FinishReason.NOT_FINISHED}
+
+
+def test_streaming_may_repeat_the_whole_output_each_time(fake, make):
+    output = OutputConfig(return_all_generated_tokens=True)
+    request = Request(PROMPT, 6, output_config=output, streaming=True)
+    executor = make()
+    results = [r.result for r in collect(executor, executor.enqueue_request(request))]
+    wanted = tuple(fake.plain_answer(fake.Engine(), request)[0])
+    assert [result.output_token_ids for result in results] == [wanted[: n + 1] for n in range(6)]
+
+
+def test_the_prompt_comes_along_unless_excluded(fake, make):
+    output = OutputConfig(exclude_input_from_output=False)
+    response = answer(make(), Request(PROMPT, 4, output_config=output))
+    wanted = fake.plain_answer(fake.Engine(), Request(PROMPT, 4))[0]
+    assert response.result.output_token_ids == (*PROMPT, *wanted)
+
+
+def test_log_probs_are_those_of_the_target_with_and_without_a_draft(fake, make):
+    output = OutputConfig(return_log_probs=True)
+    request = Request(PROMPT, 20, SamplingConfig(top_k=5, temperature=2.0), output)
+    plain = answer(make(), request).result
+    drafted = answer(make(drafter=DraftTargetDrafter(fake.Engine(), 4)), request).result
+    wanted = []
+    for count, token in enumerate(plain.output_token_ids):
+        history = np.array([*PROMPT, *plain.output_token_ids[:count]])
+        logits = fake.Engine().logits(history).astype(np.float64)
+        wanted.append(logits[token] - np.log(np.exp(logits).sum()))
+    assert plain.log_probs == pytest.approx(wanted, abs=1e-9)
+    assert drafted == plain
+    assert plain.cum_log_prob == pytest.approx(sum(wanted))
+
+
+def test_n_returns_sample_with_consecutive_seeds_and_compute_the_prompt_once(fake, make):
+    target = fake.Engine()
+    executor = make(target)
+    sampling = SamplingConfig(temperature=2.0, top_k=0, seed=2**64 - 2, num_return_sequences=4)
+    request = Request(tuple(range(17)), 10, sampling)
+    results = [r.result for r in collect(executor, executor.enqueue_request(request))]
+    assert sorted(result.sequence_index for result in results) == [0, 1, 2, 3]
+    assert [result.is_final for result in results] == [False] * 3 + [True]
+    assert all(result.is_sequence_final for result in results)
+    by_index = {result.sequence_index: list(result.output_token_ids) for result in results}
+    for index in range(4):
+        seed = (2**64 - 2 + index) % 2**64
+        alone = Request(tuple(range(17)), 10, SamplingConfig(temperature=2.0, top_k=0, seed=seed))
+        assert by_index[index] == fake.plain_answer(target, alone)[0]
+    # 17 prompt tokens once, the last one again for each sibling, then 9 roots each.
+    assert sum(target.num_tokens) == 17 + 3 + 4 * 9
+
+
+def test_n_returns_without_block_reuse_give_the_same(fake):
+    sampling = SamplingConfig(temperature=2.0, top_k=0, num_return_sequences=3)
+    request = Request(PROMPT, 10, sampling)
+    found = []
+    for reuse in (True, False):
+        cache = KvCacheConfig(100, enable_block_reuse=reuse)
+        with Executor(fake.Engine(), None, ExecutorConfig(cache)) as executor:
+            responses = collect(executor, executor.enqueue_request(request))
+        found.append({r.result.sequence_index: r.result.output_token_ids for r in responses})
+    assert found[0] == found[1] and len(set(found[0].values())) > 1
+
+
+# ---- waiting ----
+
+
+def test_responses_are_awaited_by_id_by_ids_or_all(fake, make):
+    executor = make()
+    ids = executor.enqueue_requests([Request(PROMPT, 3), Request((9, 9), 3), Request((7,), 3)])
+    both = executor.await_responses(ids[:2], WAIT_S)
+    assert [[r.request_id for r in responses] for responses in both] == [[ids[0]], [ids[1]]]
+    (rest,) = executor.await_responses(timeout_s=WAIT_S)
+    assert rest.request_id == ids[2]
+
+
+def test_a_timeout_gives_an_empty_list(gated, make):
+    engine = gated()
+    executor = make(engine)
+    request_id = executor.enqueue_request(Request(PROMPT, 3))
+    assert executor.await_responses(request_id, 0.01) == []
+    assert executor.await_responses(timeout_s=0.0) == []
+    assert executor.await_responses([request_id], 0.01) == [[]]
+    assert executor.get_num_responses_ready() == 0
+    engine.gate.set()
+    collect(executor, request_id)
+
+
+def test_unknown_and_terminated_ids_give_one_error_response(make):
+    executor = make()
+    done = answer(executor, Request(PROMPT, 2)).request_id
+    for request_id in (done, 999):
+        (response,) = executor.await_responses(request_id, WAIT_S)
+        assert isinstance(response.error, RequestError)
+        assert "already processed and terminated" in str(response.error)
+
+
+def test_ready_responses_are_counted_without_taking_them(gated, make):
+    engine = gated()
+    executor = make(engine)
+    first, second = executor.enqueue_requests([Request(PROMPT, 1), Request((1, 2), 1)])
+    engine.gate.set()
+    executor.await_responses(second, WAIT_S)
+    assert executor.get_num_responses_ready(first) == executor.get_num_responses_ready() == 1
+    assert len(executor.await_responses(first, WAIT_S)) == 1
+    assert executor.get_num_responses_ready() == 0
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (Request((1,) * 96, 5), PromptTooLong, "96"),
+        (Request((1, 23), 5), BadConfig, "input_token_ids holds token id 23"),
+        (Request((1, -1), 5), BadConfig, "holds token id -1"),
+        (Request((1,), 5, stop_words=((4, 99),)), BadConfig, "stop_words holds token id 99"),
+        (Request((1,), 5, bad_words=((-3,),)), BadConfig, "bad_words holds token id -3"),
+        (Request((1,) * 50, 40), OutOfMemory, "KV blocks"),
+    ],
+    ids=["too long", "no such id", "negative id", "stop word", "bad word", "too many blocks"],
+)
+def test_a_refused_request_gets_its_named_error_and_others_go_on(make, request_, error, message):
+    executor = make(num_blocks=20)
+    good, bad = executor.enqueue_requests([Request(PROMPT, 5), request_])
+    (response,) = collect(executor, bad)
+    assert type(response.error) is error and message in str(response.error)
+    assert not collect(executor, good)[0].has_error
+
+
+def test_a_full_queue_refuses_at_the_door_all_or_nothing(gated, make):
+    engine = gated(max_batch_size=1)
+    executor = make(engine, max_queue_size=2)
+    running = executor.enqueue_request(Request(PROMPT, 3))
+    assert engine.running.wait(WAIT_S)
+    engine.gate.set()
+    collect(executor, running)  # started and ended: no longer counted
+    engine.gate.clear()
+    executor.enqueue_request(Request(PROMPT, 3))
+    with pytest.raises(QueueFull, match="max_queue_size 2"):
+        executor.enqueue_requests([Request(PROMPT, 3)] * 2)
+    executor.enqueue_request(Request(PROMPT, 3))
+    engine.gate.set()
+
+
+def test_a_drafter_the_target_was_not_built_for_is_refused(fake):
+    with pytest.raises(PairMismatch, match="max_draft_len 8"):
+        Executor(fake.Engine(), NgramDrafter(9), config())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"acceptance": "typical"},
+        {"max_queue_size": 0},
+        {"iter_stats_max_iterations": -1},
+        {"request_stats_max_iterations": -1},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_config_values_outside_their_range_are_refused(wrong):
+    with pytest.raises(BadConfig, match=next(iter(wrong))):
+        config(**wrong)
+
+
+# ---- endings ----
+
+
+def test_a_cancelled_request_ends_with_an_empty_final_result(gated, make):
+    engine = gated()
+    executor = make(engine)
+    running, queued = executor.enqueue_requests([Request(PROMPT, 60, streaming=True)] * 2)
+    assert engine.running.wait(WAIT_S)
+    executor.cancel_request(running)
+    executor.cancel_request(queued)
+    executor.cancel_request(12345)  # no such request: no effect
+    engine.gate.set()
+    for request_id in (running, queued):
+        last = collect(executor, request_id)[-1].result
+        assert last.finish_reason is FinishReason.CANCELLED
+        assert last.output_token_ids == () and last.is_final
+    assert answer(executor, Request(PROMPT, 2)).result.finish_reason is FinishReason.LENGTH
+
+
+def test_cancelling_n_returns_ends_every_sequence(gated, make):
+    engine = gated()
+    executor = make(engine)
+    sampling = SamplingConfig(num_return_sequences=3)
+    request_id = executor.enqueue_request(Request(PROMPT, 60, sampling))
+    assert engine.running.wait(WAIT_S)
+    executor.cancel_request(request_id)
+    engine.gate.set()
+    results = [r.result for r in collect(executor, request_id)]
+    assert [r.sequence_index for r in results] == [0, 1, 2]
+    assert [r.is_final for r in results] == [False, False, True]
+
+
+def test_a_request_out_of_time_keeps_what_it_has_generated(gated, make):
+    engine = gated()
+    executor = make(engine)
+    request_id = executor.enqueue_request(Request(PROMPT, 80, allotted_time_ms=20.0))
+    assert engine.running.wait(WAIT_S)
+    threading.Event().wait(0.03)  # its time passes inside the first step
+    engine.gate.set()
+    result = collect(executor, request_id)[0].result
+    assert result.finish_reason is FinishReason.TIMED_OUT
+    assert len(result.output_token_ids) == 1
+
+
+def test_a_step_that_raises_fails_each_active_request_once_and_the_executor_survives(fake, make):
+    target = fake.Engine(max_batch_size=2)
+    target.fail_at = 4
+    draft = fake.Engine(agreement=0.5)
+    executor = make(target, DraftTargetDrafter(draft, 2))
+    ids = executor.enqueue_requests([Request((n, *PROMPT), 30) for n in range(5)])
+    for request_id in ids:
+        (response,) = collect(executor, request_id)
+        assert str(response.error) == "the engine broke"
+    request = Request(PROMPT, 10)
+    wanted = fake.plain_answer(target, request)[0]
+    assert list(answer(executor, request).result.output_token_ids) == wanted
+
+
+def test_a_draft_that_raises_fails_the_requests_of_the_step(fake, make):
+    draft = fake.Engine()
+    draft.fail_at = 3
+    executor = make(drafter=DraftTargetDrafter(draft, 4))
+    assert str(answer(executor, Request(PROMPT, 10)).error) == "the engine broke"
+    assert not answer(executor, Request(PROMPT, 10)).has_error
+
+
+def test_when_recovery_raises_too_everybody_is_told_and_the_executor_closes(
+    fake, make, monkeypatch
+):
+    target = fake.Engine(max_batch_size=1)
+    target.fail_at = 2
+    executor = make(target)
+
+    def broken(sequence):
+        raise ValueError("the scheduler broke")
+
+    monkeypatch.setattr(executor._worker.scheduler, "cancel", broken)
+    ids = executor.enqueue_requests([Request(PROMPT, 9), Request((1, 2), 9)])
+    errors = [str(collect(executor, request_id)[0].error) for request_id in ids]
+    assert errors == ["the engine broke", "the scheduler broke"]
+    executor._thread.join(WAIT_S)
+    assert not executor.can_enqueue_requests()
+
+
+def test_shutdown_cancels_what_is_left_and_may_be_repeated(gated, make):
+    engine = gated(max_batch_size=1)
+    executor = make(engine)
+    ids = executor.enqueue_requests([Request(PROMPT, 60), Request((1, 2), 60)])
+    assert engine.running.wait(WAIT_S) and executor.can_enqueue_requests()
+    late = executor.enqueue_request(Request((5,), 5))  # in the inbox while the step runs
+    closing = [threading.Thread(target=executor.shutdown) for _ in range(2)]
+    for thread in closing:
+        thread.start()
+    engine.gate.set()
+    for thread in closing:
+        thread.join(WAIT_S)
+    executor.shutdown()
+    assert not executor.can_enqueue_requests()
+    for request_id in (*ids, late):
+        (response,) = executor.await_responses(request_id, WAIT_S)
+        assert response.result.finish_reason is FinishReason.CANCELLED and response.result.is_final
+    assert executor.await_responses() == []  # nothing can come any more: no waiting
+    with pytest.raises(ExecutorClosed):
+        executor.enqueue_request(Request(PROMPT, 3))
+
+
+# ---- statistics ----
+
+
+def test_iteration_stats_are_bounded_and_drained(fake, make):
+    executor = make(drafter=DraftTargetDrafter(fake.Engine(), 3), iter_stats_max_iterations=4)
+    answer(executor, Request(tuple(range(20)), 30))
+    executor.shutdown()
+    stats = executor.get_latest_iteration_stats()
+    assert [item.iter for item in stats] == list(range(stats[-1].iter - 3, stats[-1].iter + 1))
+    assert executor.get_latest_iteration_stats() == []
+    last = stats[-1]
+    assert (last.num_completed_requests, last.num_queued_requests) == (1, 0)
+    assert last.inflight_batching_stats.num_gen_requests == 1
+    full = stats[0].spec_decoding_stats
+    assert (full.num_draft_tokens, full.num_accepted_tokens) == (3, 3)
+    assert full.acceptance_length == 4.0 and 0 < full.draft_overhead < 1
+    assert last.kv_cache_stats.max_num_blocks == 200
+
+
+def test_the_first_iteration_shows_the_context_and_the_start(make):
+    executor = make()
+    answer(executor, Request(tuple(range(20)), 3))
+    executor.shutdown()
+    first, second, _ = executor.get_latest_iteration_stats()
+    assert first.num_new_active_requests == 1 and second.num_new_active_requests == 0
+    assert first.inflight_batching_stats.num_ctx_tokens == 20
+    assert first.new_active_requests_queue_latency_ms >= 0
+    assert second.spec_decoding_stats is None
+    assert second.inflight_batching_stats.avg_num_decoded_tokens_per_iter == 1.0
+
+
+def test_request_stats_follow_a_request_to_its_end(fake, make):
+    target = fake.Engine(max_num_tokens=8)
+    executor = make(target, request_stats_max_iterations=100)
+    answer(executor, Request(tuple(range(16)), 3))
+    answer(executor, Request((*range(16), 5), 3))
+    executor.shutdown()
+    history = [item.request_stats[0] for item in executor.get_latest_request_stats()]
+    assert [item.stage for item in history[:4]] == [
+        RequestStage.CONTEXT_IN_PROGRESS,
+        RequestStage.GENERATION_IN_PROGRESS,
+        RequestStage.GENERATION_IN_PROGRESS,
+        RequestStage.GENERATION_COMPLETE,
+    ]
+    assert [item.context_prefill_position for item in history[:2]] == [8, 16]
+    assert [item.num_generated_tokens for item in history[:4]] == [0, 1, 2, 3]
+    assert history[-1].reused_tokens_per_request == 16
+    assert history[-1].kv_cache_hit_rate_per_request == pytest.approx(16 / 17)
+    assert executor.get_latest_request_stats() == []
+
+
+def test_speculation_totals_add_up(fake, make):
+    executor = make(drafter=DraftTargetDrafter(fake.Engine(agreement=0.6), 3))
+    for number in range(10):
+        answer(executor, Request((number, *PROMPT), 40))
+    executor.shutdown()
+    stats = executor.get_speculation_stats()
+    assert sum(stats.histogram) == stats.rounds
+    assert sum(a * count for a, count in enumerate(stats.histogram)) == stats.accepted_tokens
+    assert sum(stats.accepted_at_position) == stats.accepted_tokens
+    assert stats.accepted_at_position == sorted(stats.accepted_at_position, reverse=True)
+    assert stats.acceptance_length == pytest.approx(10 * 39 / stats.rounds)
+    assert min(stats.draft_s, stats.verify_s, stats.host_s) > 0
+
+
+# ---- everything at once ----
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["request", "request", "request", "cancel", "wait"]),
+        st.integers(0, 2**32 - 1),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@settings(max_examples=40)
+@given(actions, st.sampled_from(["none", "ngram", "draft"]), st.booleans(), st.booleans())
+def test_every_request_ends_in_exactly_one_state_and_no_block_leaks(
+    fake, steps, name, pauses, is_patient
+):
+    drafter = {
+        "none": lambda: None,
+        "ngram": lambda: NgramDrafter(3),
+        "draft": lambda: DraftTargetDrafter(fake.Engine(agreement=0.7), 3),
+    }[name]()
+    policies = CapacitySchedulerPolicy
+    policy = policies.MAX_UTILIZATION if pauses else policies.GUARANTEED_NO_EVICT
+    settings_ = config(26, scheduler=SchedulerConfig(policy), request_stats_max_iterations=5)
+    ids: list[int] = []
+    finals: dict[int, int] = {}
+
+    def note(responses) -> None:
+        for response in responses:
+            if response.has_error or response.result.is_final:
+                finals[response.request_id] = finals.get(response.request_id, 0) + 1
+
+    with Executor(fake.Engine(max_batch_size=3), drafter, settings_) as executor:
+        for kind, number in steps:
+            generator = np.random.default_rng(number)
+            if kind == "request":
+                request = Request(
+                    tuple(generator.integers(0, 24, generator.integers(1, 100)).tolist()),
+                    int(generator.integers(1, 60)),
+                    SamplingConfig(num_return_sequences=int(generator.integers(1, 4))),
+                    streaming=bool(generator.integers(2)),
+                    allotted_time_ms=float(generator.choice([0.5, 1e6])),
+                )
+                ids.append(executor.enqueue_request(request))
+            elif kind == "cancel" and ids:
+                executor.cancel_request(ids[number % len(ids)])
+            elif kind == "wait":
+                note(executor.await_responses(timeout_s=0.002))
+        while is_patient and len(finals) < len(ids):  # otherwise shutdown cancels the rest
+            note(executor.await_responses(timeout_s=WAIT_S))
+    note(executor.await_responses())
+    assert finals == dict.fromkeys(ids, 1)
+    assert executor.await_responses() == []
+    assert executor._worker.kv_cache.stats().used_num_blocks == 0
+    executor._worker.kv_cache.check_invariants()
