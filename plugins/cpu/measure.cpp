@@ -1,0 +1,76 @@
+// Arg max for greedy sampling, and the two limits of the machine that benchmarks compare with.
+#include "rows.h"
+
+namespace llmctl {
+namespace LLMCTL_ISA {
+
+// Index of the largest value, the lowest index on ties; -1 when any value is NaN.
+static int32_t argmax_row(const float* row, int64_t columns) {
+  V best = set(-__builtin_inff());
+  Ints nan[kParts] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= columns; i += kLanes) {
+    const V value = load(row + i);
+    LLMCTL_EACH_PART nan[i] |= value.part[i] != value.part[i];
+    best = max(value, best);
+  }
+  bool has_nan = false;
+  LLMCTL_EACH_PART for (int j = 0; j < kWidth; ++j) has_nan |= nan[i][j] != 0;
+  float top = largest(best);
+  for (; i < columns; ++i) {
+    has_nan |= row[i] != row[i];
+    top = row[i] > top ? row[i] : top;
+  }
+  if (has_nan) return -1;
+  for (i = 0; i < columns && row[i] != top; ++i) {
+  }
+  return static_cast<int32_t>(i);
+}
+
+static void argmax_rows(const float* logits, int64_t rows, int64_t columns, int32_t* out,
+                        Pool& pool) {
+  auto item = [&](int64_t row, void*) { out[row] = argmax_row(logits + row * columns, columns); };
+  pool.each(rows, rows * columns < 4 * kSerialElements, item);
+}
+
+// The sum of `count` floats, read once by all threads; the time it takes is the caller's business.
+static double read_memory(const float* data, int64_t count, Pool& pool) {
+  constexpr int64_t kPiece = 1 << 16;
+  const int64_t pieces = count / kPiece;
+  std::atomic<int> odd{0};  // keeps the loads alive
+  auto item = [&](int64_t index, void*) {
+    V sums[8];
+    for (V& total : sums) total = set(0.0f);
+    const float* from = data + index * kPiece;
+    for (int64_t i = 0; i < kPiece; i += 8 * kLanes) {
+      for (int j = 0; j < 8; ++j) sums[j] = sums[j] + load(from + i + j * kLanes);
+    }
+    float total = 0;
+    for (V& part : sums) total += sum(part);
+    if (total == 12345.0f) odd.fetch_add(1);
+  };
+  pool.each(pieces, false, item);
+  return static_cast<double>(pieces * kPiece * 4) + odd.load() * 0.0;
+}
+
+// Independent multiply-add chains on every thread; returns the floating-point operations done.
+static double multiply_add(int64_t iterations, Pool& pool) {
+  constexpr int kChains = 24 / kParts;
+  const int64_t items = pool.num_threads() * 16;
+  std::atomic<int> odd{0};
+  auto item = [&](int64_t index, void*) {
+    V total[kChains];
+    for (int c = 0; c < kChains; ++c) total[c] = set(static_cast<float>(c + index));
+    const V a = set(0.999f), b = set(0.001f);
+    for (int64_t i = 0; i < iterations; ++i) {
+      for (int c = 0; c < kChains; ++c) total[c] = fma(total[c], a, b);
+    }
+    for (int c = 1; c < kChains; ++c) total[0] = total[0] + total[c];
+    if (sum(total[0]) == 12345.0f) odd.fetch_add(1);
+  };
+  pool.each(items, false, item);
+  return 2.0 * kLanes * kChains * static_cast<double>(iterations * items) + odd.load() * 0.0;
+}
+
+}  // namespace LLMCTL_ISA
+}  // namespace llmctl

@@ -1,0 +1,275 @@
+// The C functions that Python calls: programs, threads, instruction sets.
+//
+// Functions return 0, or a code of `Status`; llmctl_message() says more in the calling thread. The
+// ops were checked against their specs before they came here. A step's integers are checked here,
+// because a wrong one would read or write outside the tensors.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "abi.h"
+#include "pool.h"
+
+#define LLMCTL_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace llmctl {
+namespace {
+
+enum Status : int { kDone = 0, kBadStep = 1, kOutOfMemory = 2, kUnsupported = 3 };
+
+thread_local char g_message[256] = "";
+
+template <class... Args>
+int fail(Status status, const char* format, Args... args) {
+  std::snprintf(g_message, sizeof(g_message), format, args...);
+  return status;
+}
+
+struct Isa {
+  const char* name;
+  const Kernels* kernels;
+};
+
+// Best first.
+std::vector<Isa> available_isas() {
+  std::vector<Isa> isas;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    isas.push_back({"v4", &kernels_v4});
+  }
+  if (v3) isas.push_back({"v3", &kernels_v3});
+#endif
+  isas.push_back({"generic", &kernels_generic});
+  return isas;
+}
+
+std::atomic<const Kernels*> g_kernels{nullptr};
+
+const Kernels& kernels() {
+  const Kernels* chosen = g_kernels.load();
+  if (chosen == nullptr) {
+    chosen = available_isas().front().kernels;
+    g_kernels.store(chosen);
+  }
+  return *chosen;
+}
+
+struct Program {
+  std::vector<Op> ops;
+  float* shared = nullptr;
+  bool uses_cache = false;
+  ~Program() { std::free(shared); }
+};
+
+constexpr int64_t kMaxRowFloats = kScratchBytes / 4 - 16;  // a row of a row-wise op in scratch
+
+int check_op(const Op& op) {
+  const TensorRef* t = op.tensors;
+  switch (op.kind) {
+    case kRmsNorm:
+    case kQuantize:
+    case kSwiglu:
+      if (t[0].shape[1] > 2 * kMaxRowFloats) {
+        return fail(kUnsupported, "rows of %lld elements; the limit is %lld",
+                    (long long)t[0].shape[1], (long long)kMaxRowFloats);
+      }
+      return kDone;
+    case kRopeKvWrite:
+    case kPagedAttention:
+      if (op.integers[3] > kMaxHeadSize || op.integers[3] % 2 != 0) {
+        return fail(kUnsupported, "head_size %lld; it must be even and at most %d",
+                    (long long)op.integers[3], kMaxHeadSize);
+      }
+      return kDone;
+    default: return kDone;
+  }
+}
+
+// Every value of `values` must lie in [0, limit).
+int check_range(const char* what, const int32_t* values, int64_t count, int64_t limit) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (values[i] < 0 || values[i] >= limit) {
+      return fail(kBadStep, "%s[%lld] is %d; it must be from 0 to %lld", what, (long long)i,
+                  values[i], (long long)limit - 1);
+    }
+  }
+  return kDone;
+}
+
+// The paged cache: slots, positions and block tables, for programs that use it.
+int check_requests(const Step& step) {
+  const int64_t slots = step.num_blocks * step.tokens_per_block;
+  if (int bad = check_range("slot_mapping", step.slot_mapping, step.num_tokens, slots)) return bad;
+  if (int bad = check_range("position_ids", step.position_ids, step.num_tokens, INT32_MAX)) {
+    return bad;
+  }
+  const int64_t requests = step.num_requests;
+  if (step.cu_q[0] != 0 || step.cu_q[requests] != step.num_tokens) {
+    return fail(kBadStep, "cu_q runs from %d to %d; it must run from 0 to %d", step.cu_q[0],
+                step.cu_q[requests], step.num_tokens);
+  }
+  for (int64_t r = 0; r < requests; ++r) {
+    const int64_t blocks =
+        (step.kv_len[r] + step.tokens_per_block - 1) / step.tokens_per_block;
+    if (step.cu_q[r + 1] < step.cu_q[r] || blocks > step.max_blocks) {
+      return fail(kBadStep, "request %lld has tokens %d to %d and %d KV entries in %d blocks",
+                  (long long)r, step.cu_q[r], step.cu_q[r + 1], step.kv_len[r], step.max_blocks);
+    }
+    if (int bad = check_range("block_tables", step.block_tables + r * step.max_blocks, blocks,
+                              step.num_blocks)) {
+      return bad;
+    }
+    for (int64_t i = step.cu_q[r]; i < step.cu_q[r + 1]; ++i) {
+      const bool is_ordered = i == step.cu_q[r] || step.position_ids[i] > step.position_ids[i - 1];
+      if (!is_ordered || step.position_ids[i] >= step.kv_len[r]) {
+        return fail(kBadStep, "position_ids[%lld] is %d; positions of a request must increase "
+                    "and stay below its kv_len %d", (long long)i, step.position_ids[i],
+                    step.kv_len[r]);
+      }
+    }
+  }
+  return kDone;
+}
+
+int check_step(const Program& program, const Step& step) {
+  if (int bad = check_range("logit_rows", step.logit_rows, step.num_rows, step.num_tokens)) {
+    return bad;
+  }
+  if (program.uses_cache) {
+    if (int bad = check_requests(step)) return bad;
+  }
+  for (const Op& op : program.ops) {
+    const TensorRef* t = op.tensors;
+    int bad = kDone;
+    if (op.kind == kEmbedding) {
+      bad = check_range("token_ids", step.token_ids, step.num_tokens, t[0].shape[0]);
+    } else if (op.kind == kRopeKvWrite) {
+      bad = check_range("position_ids", step.position_ids, step.num_tokens, t[1].shape[0]);
+    }
+    if (op.kind == kRopeKvWrite || op.kind == kPagedAttention) {
+      if (op.integers[0] >= step.num_layers || op.integers[2] != step.num_kv_heads ||
+          op.integers[3] != step.head_size) {
+        bad = fail(kBadStep, "the KV cache has %d layers of %d heads of %d, the engine differs",
+                   step.num_layers, step.num_kv_heads, step.head_size);
+      }
+    }
+    const bool is_gather = op.kind == kGatherRows;
+    const int64_t capacity = t[op.kind == kEmbedding || is_gather ? 1 : 0].shape[0];
+    const int64_t needed = is_gather ? step.num_rows : rows_of(op, step);
+    if (bad == kDone && needed > capacity) {
+      bad = fail(kBadStep, "%lld rows in the step; the engine was built for at most %lld",
+                 (long long)needed, (long long)capacity);
+    }
+    if (bad != kDone) return bad;
+  }
+  return kDone;
+}
+
+}  // namespace
+
+}  // namespace llmctl
+
+using namespace llmctl;
+
+LLMCTL_EXPORT int32_t llmctl_abi_version() { return kAbiVersion; }
+LLMCTL_EXPORT const char* llmctl_source_hash() { return LLMCTL_SOURCE_HASH; }
+LLMCTL_EXPORT const char* llmctl_message() { return g_message; }
+
+LLMCTL_EXPORT void llmctl_set_num_threads(int32_t count) { Pool::instance().resize(count); }
+LLMCTL_EXPORT int32_t llmctl_num_threads() { return Pool::instance().num_threads(); }
+
+// Names of the usable variants, best first, separated by spaces.
+LLMCTL_EXPORT const char* llmctl_isas() {
+  static const std::string* names = [] {
+    auto* text = new std::string;
+    for (const Isa& isa : available_isas()) *text += (text->empty() ? "" : " ") + std::string(isa.name);
+    return text;
+  }();
+  return names->c_str();
+}
+
+LLMCTL_EXPORT int32_t llmctl_set_isa(const char* name) {
+  for (const Isa& isa : available_isas()) {
+    if (std::string(isa.name) == name) {
+      g_kernels.store(isa.kernels);
+      return kDone;
+    }
+  }
+  return fail(kUnsupported, "instruction set %s; this CPU has %s", name, llmctl_isas());
+}
+
+LLMCTL_EXPORT int32_t llmctl_program_create(const Op* ops, int64_t count, void** program) {
+  try {
+    auto* fresh = new Program;
+    *program = fresh;
+    fresh->ops.assign(ops, ops + count);
+    int64_t floats = 0;
+    for (const Op& op : fresh->ops) {
+      if (int bad = check_op(op)) {
+        delete fresh;
+        return bad;
+      }
+      fresh->uses_cache |= op.kind == kRopeKvWrite || op.kind == kPagedAttention;
+      floats = shared_floats(op) > floats ? shared_floats(op) : floats;
+    }
+    if (floats > 0) {
+      fresh->shared = static_cast<float*>(std::aligned_alloc(64, floats * sizeof(float)));
+      if (fresh->shared == nullptr) {
+        delete fresh;
+        return fail(kOutOfMemory, "%lld bytes of scratch", (long long)floats * 4);
+      }
+    }
+    return kDone;
+  } catch (const std::bad_alloc&) {
+    return fail(kOutOfMemory, "a program of %lld ops", (long long)count);
+  }
+}
+
+LLMCTL_EXPORT void llmctl_program_destroy(void* program) { delete static_cast<Program*>(program); }
+
+LLMCTL_EXPORT int32_t llmctl_run(void* program, const Step* step) {
+  const auto& self = *static_cast<const Program*>(program);
+  if (int bad = check_step(self, *step)) return bad;
+  Pool& pool = Pool::instance();
+  std::lock_guard<std::mutex> lock(pool.step_mutex());
+  Context context{pool, self.shared};
+  const Kernels& table = kernels();
+  try {
+    for (const Op& op : self.ops) {
+      if ((op.uses_rows ? step->num_rows : step->num_tokens) > 0) {
+        table.run[op.kind](op, *step, context);
+      }
+    }
+  } catch (const std::bad_alloc&) {
+    return fail(kOutOfMemory, "scratch of %d threads", pool.num_threads());
+  }
+  return kDone;
+}
+
+LLMCTL_EXPORT int32_t llmctl_argmax(const float* logits, int64_t rows, int64_t columns,
+                                    int32_t* out) {
+  Pool& pool = Pool::instance();
+  std::lock_guard<std::mutex> lock(pool.step_mutex());
+  kernels().argmax(logits, rows, columns, out, pool);
+  return kDone;
+}
+
+// Bytes read, for a buffer far larger than the caches.
+LLMCTL_EXPORT double llmctl_measure_read(const float* data, int64_t count) {
+  Pool& pool = Pool::instance();
+  std::lock_guard<std::mutex> lock(pool.step_mutex());
+  return kernels().read(data, count, pool);
+}
+
+// Floating-point operations done.
+LLMCTL_EXPORT double llmctl_measure_multiply_add(int64_t iterations) {
+  Pool& pool = Pool::instance();
+  std::lock_guard<std::mutex> lock(pool.step_mutex());
+  return kernels().multiply_add(iterations, pool);
+}

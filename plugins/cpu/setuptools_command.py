@@ -1,0 +1,25 @@
+"""The setuptools command that `pip install` runs to compile the CPU kernels."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
+
+# by path: the package is not importable while it is being built
+_COMPILE = runpy.run_path(str(Path(__file__).with_name("compile.py")))
+
+
+class BuildKernels(build_ext):
+    """`build_ext` for a library that is not a Python extension module."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile the library where setuptools expects this extension."""
+        _COMPILE["compile_library"](Path(self.get_ext_fullpath(ext.name)))
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """The library's path inside the package tree, without Python's ABI suffix."""
+        return os.path.join(*fullname.split(".")[:-1], _COMPILE["LIBRARY"])

@@ -1,0 +1,39 @@
+// One instruction-set variant: every operator's kernel, compiled once per LLMCTL_ISA.
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12's own AVX-512 header warns about its deliberately undefined registers (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+#include "../embedding/cpu.cpp"
+#include "../gather_rows/cpu.cpp"
+#include "../linear/cpu.cpp"
+#include "../paged_attention/cpu.cpp"
+#include "../quantize/cpu.cpp"
+#include "../rms_norm/cpu.cpp"
+#include "../rope_kv_write/cpu.cpp"
+#include "../swiglu/cpu.cpp"
+#include "measure.cpp"
+
+#define LLMCTL_JOIN(a, b) a##b
+#define LLMCTL_TABLE(isa) LLMCTL_JOIN(kernels_, isa)
+
+namespace llmctl {
+
+const Kernels LLMCTL_TABLE(LLMCTL_ISA) = {
+    {
+        LLMCTL_ISA::run_embedding,
+        LLMCTL_ISA::run_rms_norm,
+        LLMCTL_ISA::run_linear,
+        LLMCTL_ISA::run_rope_kv_write,
+        LLMCTL_ISA::run_paged_attention,
+        LLMCTL_ISA::run_swiglu,
+        LLMCTL_ISA::run_quantize,
+        LLMCTL_ISA::run_gather_rows,
+    },
+    LLMCTL_ISA::argmax_rows,
+    LLMCTL_ISA::read_memory,
+    LLMCTL_ISA::multiply_add,
+};
+
+}  // namespace llmctl

@@ -1,0 +1,323 @@
+// Matrix product: x [M, K] times weight [O, K], transposed.
+//
+// Every output element is one chain of 16-lane multiply-adds over k, 16 values a step, in order,
+// and one reduction tree at the end. Tile shapes, cache blocks and threads only decide when a link
+// of the chain is computed (an unfinished chain is parked in memory with all 16 lanes), so an
+// element has the same bits whatever M is.
+//
+// Few tokens: weights stream from memory once and are widened in registers. Many tokens: a block
+// of weights is widened once into scratch and meets all tokens of a group. Activations are widened
+// to float32 rows, padded with zeros to whole vectors, before either.
+#include "../cpu/rows.h"
+
+namespace llmctl {
+namespace LLMCTL_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 4, kTileTokens = 6;  // 24 accumulators of 32 registers
+constexpr int kFewRows = 4;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 2, kTileTokens = 3;  // 6 accumulators, 12 of 16 registers
+constexpr int kFewRows = 2;
+#else
+constexpr int kTileRows = 2, kTileTokens = 2;
+constexpr int kFewRows = 2;
+#endif
+constexpr int kOneTokenRows = 2 * kFewRows;  // weight rows that stream at once for one token
+constexpr int kBlockRows = 32;               // weight rows of one item
+constexpr int64_t kBlockInner = 1024;        // k values of a widened block: 128 KiB of weights
+constexpr int64_t kGroupTokens = 126;        // tokens that meet a widened block
+constexpr int64_t kFewTokens = 2 * kTileTokens;
+constexpr int64_t kSerialProducts = 1 << 17;  // M * K * O below this runs on one thread
+
+static_assert(kBlockRows % kTileRows == 0 && kBlockRows % kOneTokenRows == 0, "whole tiles");
+
+constexpr int64_t kWidenedFloats = kBlockRows * kBlockInner;
+constexpr int64_t kParkedFloats = (kGroupTokens + kTileTokens) * kBlockRows * kLanes;
+constexpr int64_t kSumFloats = (kGroupTokens + kTileTokens) * kBlockRows;
+static_assert((kWidenedFloats + kParkedFloats + kSumFloats) * 4 <= (int64_t)kScratchBytes, "fits");
+
+int64_t padded(int64_t k) { return (k + kLanes - 1) / kLanes * kLanes; }
+
+// The activations of one chunk of tokens, as float32 rows of `stride`.
+struct Rows {
+  const float* data;
+  int64_t stride;
+};
+
+template <class T>
+void widen_row(const typename T::Element* from, int64_t count, float* to) {
+  int64_t k = 0;
+  for (; k + kLanes <= count; k += kLanes) store(to + k, T::load(from + k));
+  if (k < count) store(to + k, load_some<T>(from + k, count - k));
+}
+
+// ROWS weight rows against TOKENS activation rows, weights widened on the way.
+template <class W, int ROWS, int TOKENS>
+void stream_tile(const typename W::Element* weight, int64_t inner, Rows x, float* sums) {
+  V total[ROWS][TOKENS];
+  for (int r = 0; r < ROWS; ++r) {
+    for (int t = 0; t < TOKENS; ++t) total[r][t] = set(0.0f);
+  }
+  int64_t k = 0;
+  for (; k + kLanes <= inner; k += kLanes) {
+    V value[TOKENS];
+    for (int t = 0; t < TOKENS; ++t) value[t] = load(x.data + t * x.stride + k);
+    for (int r = 0; r < ROWS; ++r) {
+      const V w = W::load(weight + r * inner + k);
+      for (int t = 0; t < TOKENS; ++t) total[r][t] = fma(w, value[t], total[r][t]);
+    }
+  }
+  if (k < inner) {
+    for (int r = 0; r < ROWS; ++r) {
+      const V w = load_some<W>(weight + r * inner + k, inner - k);
+      for (int t = 0; t < TOKENS; ++t) {
+        total[r][t] = fma(w, load(x.data + t * x.stride + k), total[r][t]);
+      }
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    for (int t = 0; t < TOKENS; ++t) sums[t * kBlockRows + r] = sum(total[r][t]);
+  }
+}
+
+template <class W, int ROWS>
+void stream_rows(const typename W::Element* weight, int64_t inner, Rows x, int tokens,
+                 float* sums) {
+  switch (tokens) {
+    case 1: return stream_tile<W, ROWS, 1>(weight, inner, x, sums);
+    case 2: return stream_tile<W, ROWS, 2>(weight, inner, x, sums);
+    case 3: return stream_tile<W, ROWS, 3>(weight, inner, x, sums);
+#if defined(__AVX512F__)
+    case 4: return stream_tile<W, ROWS, 4>(weight, inner, x, sums);
+    case 5: return stream_tile<W, ROWS, 5>(weight, inner, x, sums);
+    default: return stream_tile<W, ROWS, 6>(weight, inner, x, sums);
+#endif
+  }
+}
+
+// Up to kBlockRows weight rows against a few tokens; sums [tokens][kBlockRows].
+template <class W>
+void stream_block(const typename W::Element* weight, int rows, int64_t inner, Rows x,
+                  int64_t tokens, float* sums) {
+  const int64_t groups = (tokens + kTileTokens - 1) / kTileTokens;
+  int row = 0;
+  auto all_groups = [&](auto tile) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t first = g * tokens / groups, last = (g + 1) * tokens / groups;
+      tile(Rows{x.data + first * x.stride, x.stride}, static_cast<int>(last - first),
+           sums + first * kBlockRows + row);
+    }
+  };
+  if (tokens == 1) {
+    for (; row + kOneTokenRows <= rows; row += kOneTokenRows) {
+      stream_tile<W, kOneTokenRows, 1>(weight + row * inner, inner, x, sums + row);
+    }
+  }
+  for (; row + kFewRows <= rows; row += kFewRows) {
+    all_groups([&](Rows part, int count, float* to) {
+      stream_rows<W, kFewRows>(weight + row * inner, inner, part, count, to);
+    });
+  }
+  for (; row < rows; ++row) {
+    all_groups([&](Rows part, int count, float* to) {
+      stream_rows<W, 1>(weight + row * inner, inner, part, count, to);
+    });
+  }
+}
+
+// One tile of widened weights [kTileRows][stride] against TOKENS tokens for `steps` vectors.
+// Chains continue from and return to `parked`, unless this is the first or the last part of K.
+template <int TOKENS>
+void widened_tile(const float* weight, int64_t weight_stride, Rows x, int64_t steps, bool is_first,
+                  bool is_last, float* parked, float* sums) {
+  V total[kTileRows][TOKENS];
+  for (int r = 0; r < kTileRows; ++r) {
+    for (int t = 0; t < TOKENS; ++t) {
+      total[r][t] = is_first ? set(0.0f) : load(parked + (t * kBlockRows + r) * kLanes);
+    }
+  }
+  const float* rows[TOKENS];
+  for (int t = 0; t < TOKENS; ++t) rows[t] = x.data + t * x.stride;
+  for (int64_t k = 0; k < steps * kLanes; k += kLanes) {
+    V w[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) w[r] = load(weight + r * weight_stride + k);
+    for (int t = 0; t < TOKENS; ++t) {
+      const V value = load(rows[t] + k);
+      for (int r = 0; r < kTileRows; ++r) total[r][t] = fma(w[r], value, total[r][t]);
+    }
+  }
+  for (int r = 0; r < kTileRows; ++r) {
+    for (int t = 0; t < TOKENS; ++t) {
+      if (is_last) {
+        sums[t * kBlockRows + r] = sum(total[r][t]);
+      } else {
+        store(parked + (t * kBlockRows + r) * kLanes, total[r][t]);
+      }
+    }
+  }
+}
+
+void widened_tokens(int tokens, const float* weight, int64_t weight_stride, Rows x, int64_t steps,
+                    bool is_first, bool is_last, float* parked, float* sums) {
+#define LLMCTL_TILE(COUNT)                                                                       \
+  case COUNT:                                                                                    \
+    return widened_tile<COUNT>(weight, weight_stride, x, steps, is_first, is_last, parked, sums)
+  switch (tokens) {
+    LLMCTL_TILE(1);
+    LLMCTL_TILE(2);
+#if defined(__AVX2__)
+    LLMCTL_TILE(3);
+#endif
+#if defined(__AVX512F__)
+    LLMCTL_TILE(4);
+    LLMCTL_TILE(5);
+    LLMCTL_TILE(6);
+#endif
+    default: return;
+  }
+#undef LLMCTL_TILE
+}
+
+// Up to kBlockRows weight rows against up to kGroupTokens tokens; sums [tokens][kBlockRows].
+template <class W>
+void widened_block(const typename W::Element* weight, int rows, int64_t inner, Rows x,
+                   int64_t tokens, float* scratch, float* sums) {
+  float* widened = scratch;
+  float* parked = widened + kWidenedFloats;
+  const int tile_rows = (rows + kTileRows - 1) / kTileRows * kTileRows;
+  for (int64_t first = 0; first < inner; first += kBlockInner) {
+    const int64_t count = inner - first < kBlockInner ? inner - first : kBlockInner;
+    const int64_t stride = padded(count);
+    for (int r = 0; r < tile_rows; ++r) {
+      if (r < rows) {
+        widen_row<W>(weight + r * inner + first, count, widened + r * stride);
+      } else {
+        std::memset(widened + r * stride, 0, stride * sizeof(float));
+      }
+    }
+    for (int64_t t = 0; t < tokens; t += kTileTokens) {
+      const int part = static_cast<int>(tokens - t < kTileTokens ? tokens - t : kTileTokens);
+      const Rows tile{x.data + t * x.stride + first, x.stride};
+      for (int r = 0; r < tile_rows; r += kTileRows) {
+        const int64_t at = t * kBlockRows + r;
+        widened_tokens(part, widened + r * stride, stride, tile, stride / kLanes, first == 0,
+                       first + count == inner, parked + at * kLanes, sums + at);
+      }
+    }
+  }
+}
+
+// Scale, bias and rounding of sums [tokens][kBlockRows] for weight rows from `row`.
+struct Epilogue {
+  const Op& op;
+  float unit;  // of the weights as loaded
+  enum { kX, kWeight, kWeightScale, kXScale, kBias, kOut };
+
+  void finish(const float* sums, int64_t token, int64_t tokens, int64_t row, int rows) const {
+    const TensorRef *t = op.tensors, &x_scale = t[kXScale], &out = t[kOut];
+    const auto* weight_scale = static_cast<const float*>(t[kWeightScale].data);
+    const bool is_scaled = x_scale.data != nullptr || weight_scale != nullptr;
+    for (int64_t m = token; m < token + tokens; ++m, sums += kBlockRows) {
+      float of_row = 1.0f;
+      if (x_scale.data != nullptr) {
+        of_row = static_cast<const float*>(x_scale.data)[x_scale.shape[0] > 1 ? m : 0];
+      }
+      for (int r = 0; r < rows; r += kLanes) {
+        const int64_t left = rows - r;
+        V y = load_some<F32>(sums + r, left) * set(unit);
+        if (is_scaled) {
+          V scale = set(of_row);
+          if (weight_scale != nullptr) {
+            scale = scale * load_some<F32>(weight_scale + row + r, left);
+          }
+          y = y * scale;
+        }
+        if (t[kBias].data != nullptr) {
+          with_model_type(t[kBias].dtype, [&](auto type) {
+            using B = decltype(type);
+            const auto* bias = static_cast<const typename B::Element*>(t[kBias].data);
+            y = y + load_some<B>(bias + row + r, left);
+          });
+        }
+        with_model_type(out.dtype, [&](auto type) {
+          using T = decltype(type);
+          auto* to = static_cast<typename T::Element*>(out.data);
+          store_some<T>(to + m * out.shape[1] + row + r, y, left);
+        });
+      }
+    }
+  }
+};
+
+// float32 rows of tokens [token, token + tokens): the tensor itself where it is usable as it is.
+Rows widen_tokens(const TensorRef& x, int64_t token, int64_t tokens, bool serial,
+                  Context& context) {
+  const int64_t inner = x.shape[1], stride = padded(inner);
+  if (x.dtype == kF32 && inner == stride) {
+    return Rows{static_cast<const float*>(x.data) + token * inner, inner};
+  }
+  float* target = context.shared;
+  with_type(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto* source = static_cast<const typename T::Element*>(x.data) + token * inner;
+    auto widen = [&](int64_t m, void*) {
+      widen_row<T>(source + m * inner, inner, target + m * stride);
+    };
+    context.pool.each(tokens, serial || tokens * inner < kSerialElements, widen);
+  });
+  return Rows{target, stride};
+}
+
+template <class W>
+void multiply_chunk(const Op& op, float unit, int64_t token, int64_t tokens, Context& context) {
+  const TensorRef &x = op.tensors[0], &weight = op.tensors[1];
+  const int64_t outputs = weight.shape[0], inner = weight.shape[1];
+  const auto* weights = static_cast<const typename W::Element*>(weight.data);
+  const bool serial = tokens * outputs * inner < kSerialProducts;
+  const Rows rows = widen_tokens(x, token, tokens, serial, context);
+  const Epilogue epilogue{op, unit};
+  const int64_t blocks = (outputs + kBlockRows - 1) / kBlockRows;
+  const bool is_few = tokens <= kFewTokens;
+  const int64_t groups = is_few ? 1 : (tokens + kGroupTokens - 1) / kGroupTokens;
+  auto item = [&](int64_t index, void* scratch) {
+    const int64_t row = index / groups * kBlockRows, group = index % groups;
+    const int count = static_cast<int>(outputs - row < kBlockRows ? outputs - row : kBlockRows);
+    // groups end on whole tiles
+    const int64_t per_group =
+        ((tokens + groups - 1) / groups + kTileTokens - 1) / kTileTokens * kTileTokens;
+    const int64_t first = group * per_group;
+    const int64_t some = tokens - first < per_group ? tokens - first : per_group;
+    if (some <= 0) return;
+    const Rows part{rows.data + first * rows.stride, rows.stride};
+    auto* own = static_cast<float*>(scratch);
+    float* sums = own + kWidenedFloats + kParkedFloats;
+    if (is_few) {
+      stream_block<W>(weights + row * inner, count, inner, part, some, sums);
+    } else {
+      widened_block<W>(weights + row * inner, count, inner, part, some, own, sums);
+    }
+    epilogue.finish(sums, token + first, some, row, count);
+  };
+  context.pool.each(blocks * groups, serial, item);
+}
+
+}  // namespace
+
+static void run_linear(const Op& op, const Step& step, Context& context) {
+  const int64_t tokens = rows_of(op, step);
+  const int64_t chunks = (tokens + kLinearChunkTokens - 1) / kLinearChunkTokens;
+  for (int64_t c = 0; c < chunks; ++c) {
+    const int64_t first = c * tokens / chunks, last = (c + 1) * tokens / chunks;
+    switch (op.tensors[1].dtype) {
+      case kF32: multiply_chunk<F32>(op, 1.0f, first, last - first, context); break;
+      case kBF16: multiply_chunk<BF16>(op, 1.0f, first, last - first, context); break;
+      case kF16: multiply_chunk<F16>(op, 1.0f, first, last - first, context); break;
+      default: multiply_chunk<F8Weight>(op, F8Weight::kUnit, first, last - first, context);
+    }
+  }
+}
+
+}  // namespace LLMCTL_ISA
+}  // namespace llmctl
