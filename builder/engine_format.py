@@ -8,11 +8,29 @@ can be mapped into memory. This module is the only one of `builder` that `runtim
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmctl.builder.container import (
+    Entry,
+    corrupt,
+    encode_header,
+    layout,
+    map_container,
+    read_container_header,
+    write_container,
+)
+from llmctl.errors import CorruptEngine, EngineNotFound, RebuildNeeded
+
+if TYPE_CHECKING:
+    import torch
 
 SCHEMA_VERSION = 1
+CONFIG_FILE = "config.json"
+TOKENIZER_FOLDER = "tokenizer"
 
 Dim = int | str  # "tokens": rows of the packed step; "rows": rows that get logits
 
@@ -99,3 +117,124 @@ class EngineConfig:
     tokenizer: Mapping[str, Any]  # files, hash of their content, vocab_size
     versions: Mapping[str, str]  # llmctl, torch, python, ...
     command: str
+    files: Mapping[str, Any] = field(default_factory=dict)  # engine file -> bytes, header_sha256
+
+    def to_json(self) -> str:
+        """The document as stored: strict JSON, indented for people."""
+        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+
+
+def engine_file(rank: int) -> str:
+    """The name of one rank's engine file."""
+    return f"rank{rank}.engine"
+
+
+def plan_entries(plan: Plan) -> list[Entry]:
+    """The tensors that the plan's engine file holds."""
+    entries = []
+    for tensor in plan.tensors:
+        if tensor.kind == "weight":
+            shape = tuple(dim for dim in tensor.shape if isinstance(dim, int))
+            assert len(shape) == len(tensor.shape), f"the shape of weight {tensor.name} is symbolic"
+            entries.append(Entry(tensor.name, tensor.dtype, shape))
+    return entries
+
+
+def engine_bytes(plan: Plan) -> int:
+    """The size the engine file will have."""
+    entries = layout(plan_entries(plan))
+    return len(encode_header(entries, _metadata(plan))) + sum(e.num_bytes for e in entries)
+
+
+def write_engine(
+    folder: Path,
+    plan: Plan,
+    chunks: Callable[[str], Iterator[torch.Tensor]],
+    on_progress: Callable[[int], None],
+    rank: int = 0,
+) -> dict[str, Any]:
+    """Write one engine file; returns its record for `EngineConfig.files`.
+
+    chunks(name) yields a weight's values in order. Nothing is held but the current chunk.
+    """
+    name = engine_file(rank)
+    num_bytes, digest = write_container(
+        folder / name, plan_entries(plan), _metadata(plan), chunks, on_progress
+    )
+    return {name: {"bytes": num_bytes, "header_sha256": digest}}
+
+
+def read_engine_config(folder: Path) -> EngineConfig:
+    """config.json of an engine directory.
+
+    Raises EngineNotFound, CorruptEngine, or RebuildNeeded for another schema version.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise EngineNotFound(
+            f"{folder} is not an engine directory: it has no {CONFIG_FILE}",
+            fix=f"llmctl build --checkpoint-dir CHECKPOINT --output-dir {folder}",
+        )
+    try:
+        raw = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptEngine(
+            f"{path} is not valid JSON: {error}", fix="build the engine again"
+        ) from error
+    if not isinstance(raw, dict) or not {"version", "build_config"} <= set(raw):
+        raise EngineNotFound(
+            f"{path} is not the config of an engine (a checkpoint folder has one of that name)",
+            fix="give the directory that `llmctl build` wrote",
+        )
+    if raw["version"] != SCHEMA_VERSION:
+        raise RebuildNeeded(
+            f"{folder} has engine schema {raw['version']!r}; this llmctl reads {SCHEMA_VERSION}",
+            fix=f"remove it and build again: {raw.get('command') or 'llmctl build'}",
+        )
+    names = {f.name for f in fields(EngineConfig)}
+    if set(raw) != names:
+        odd = sorted(set(raw) ^ names)[0]
+        raise CorruptEngine(
+            f"{path} {'has an unknown' if odd in raw else 'lacks the'} field {odd!r}",
+            fix="build the engine again",
+        )
+    for name in ("pretrained_config", "build_config", "plugin_config", "tokenizer", "files"):
+        if not isinstance(raw[name], dict):
+            raise CorruptEngine(f"{path}: {name} is not an object", fix="build the engine again")
+    return EngineConfig(**raw)
+
+
+def open_engine(folder: Path, rank: int = 0) -> tuple[Plan, dict[str, torch.Tensor]]:
+    """(plan, weights by name) of one rank. Weights are views of a private map of the file.
+
+    Raises what `read_engine_config` raises, and CorruptEngine for a file that is truncated or
+    contradicts its plan or config.json.
+    """
+    config = read_engine_config(folder)
+    path = folder / engine_file(rank)
+    if not path.is_file():
+        raise EngineNotFound(f"{path} does not exist", fix="build the engine again")
+    raw, header = read_container_header(path)
+    record = config.files.get(path.name)
+    found = {"bytes": path.stat().st_size, "header_sha256": sha256(raw).hexdigest()}
+    if record != found:
+        raise corrupt(path, f"{CONFIG_FILE} describes {record}, the file is {found}")
+    try:
+        plan = Plan.from_json(header["__metadata__"]["plan"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise corrupt(path, f"it holds no readable plan: {error}") from error
+    tensors = map_container(path, header, len(raw))
+    for entry in plan_entries(plan):
+        tensor = tensors.get(entry.name)
+        if tensor is None:
+            raise corrupt(path, f"its plan needs {entry.name}, which is not there")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
+            raise corrupt(
+                path, f"{entry.name} is {dtype} {list(tensor.shape)}, its plan says {entry}"
+            )
+    return plan, tensors
+
+
+def _metadata(plan: Plan) -> dict[str, str]:
+    return {"format": "llmctl", "schema_version": str(SCHEMA_VERSION), "plan": plan.to_json()}

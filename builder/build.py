@@ -1,0 +1,278 @@
+"""Checkpoint in, engine directory out, in two halves: plan (reads headers) and run (writes).
+
+`plan_build` decides everything and checks everything that headers and scales can tell; `run_build`
+streams the weights into place. A dry run is the first half alone.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmctl.builder.config import (
+    BuildRequest,
+    choose_dtype,
+    require_backend,
+    resolve_build_config,
+)
+from llmctl.builder.engine_format import (
+    CONFIG_FILE,
+    SCHEMA_VERSION,
+    TOKENIZER_FOLDER,
+    EngineConfig,
+    KvCacheSpec,
+    Plan,
+    engine_bytes,
+    write_engine,
+)
+from llmctl.builder.models import model_config
+from llmctl.builder.models.decoder import EMBEDDING, build_network
+from llmctl.builder.models.family import ModelConfig
+from llmctl.builder.network import Network
+from llmctl.builder.passes.memory import ITEM_BYTES
+from llmctl.builder.passes.pipeline import run_passes
+from llmctl.builder.plugin_config import resolve_plugins
+from llmctl.builder.scales import (
+    check_unused,
+    checkpoint_shapes,
+    find_kv_scales,
+    find_linear_scales,
+)
+from llmctl.builder.sources import LargestScale, RowScales, Source
+from llmctl.builder.tokenizer import describe_tokenizer
+from llmctl.errors import OutputExists
+from llmctl.publish import publish, require_space
+from llmctl.quantize.checkpoint import DTYPES as STORED_DTYPES
+from llmctl.quantize.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+_PACKAGES = ("llmctl", "torch", "numpy", "safetensors")
+_CONFIG_BYTES = 1 << 20  # more than config.json of an engine takes
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """Everything decided about one engine before a weight is read."""
+
+    checkpoint: Checkpoint
+    config: EngineConfig  # `files` is filled in when they are written
+    network: Network
+    plan: Plan
+    sources: Mapping[str, Source]
+    notices: tuple[str, ...]  # adjusted limits and unread tensors, for people
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights the engine maps."""
+        return engine_bytes(self.plan)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache one token takes over all layers."""
+        cache = self.plan.kv_cache
+        entries = 2 * cache.num_layers * cache.num_kv_heads * cache.head_size
+        return entries * ITEM_BYTES[cache.dtype]
+
+    def summary(self) -> dict[str, Any]:
+        """The memory plan as numbers, for --dry-run and --json."""
+        build = self.config.build_config
+        return {
+            "architecture": self.config.pretrained_config["architecture"],
+            "backend": self.config.backend,
+            "dtype": self.network.dtype,
+            "quantization": self.config.pretrained_config["quantization"],
+            "num_ops": len(self.plan.ops),
+            "engine_bytes": self.weight_bytes,
+            "activation_bytes": self.plan.arena_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "kv_bytes_per_sequence": self.kv_bytes_per_token * build["max_seq_len"],
+            **{
+                name: build[name]
+                for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len")
+            },
+        }
+
+
+def plan_build(
+    checkpoint_dir: Path,
+    request: BuildRequest,
+    *,
+    backend: str = "auto",
+    plugins: Mapping[str, str] | None = None,
+    command: str = "",
+) -> EnginePlan:
+    """Decide an engine from the checkpoint's headers and scales; writes nothing.
+
+    Raises the checkpoint errors of `llmctl.errors`, BadConfig and Unsupported.
+    """
+    backend = require_backend(backend)
+    checkpoint = Checkpoint.open(checkpoint_dir)
+    where = str(checkpoint_dir / "config.json")
+    model = model_config(checkpoint.config, where)
+    dtype = choose_dtype(request.dtype, model, _stored_dtype(checkpoint))
+    recorded = build_network(model, dtype)
+    checkpoint.require(checkpoint_shapes(recorded))
+    linear_scales = find_linear_scales(checkpoint, recorded)
+    kv_scales = _kv_scales(checkpoint, request.kv_cache_dtype, model.num_hidden_layers)
+    cache_dtype = "float8_e4m3fn" if kv_scales is not None else dtype
+    limits, notices = resolve_build_config(request, model, cache_dtype)
+    plugin_config = resolve_plugins(plugins or {}, dtype, bool(linear_scales))
+    cache = KvCacheSpec(
+        model.num_hidden_layers,
+        model.num_key_value_heads,
+        model.head_size,
+        limits.tokens_per_block,
+        cache_dtype,
+        tuple(0 if window >= limits.max_seq_len else window for window in model.windows),
+    )
+    network, plan = run_passes(
+        recorded, model, limits, plugin_config, linear_scales, kv_scales, cache, backend
+    )
+    _check_scales(checkpoint, network)
+    used = [name for source in network.sources.values() for name in source.names]
+    unused = check_unused(checkpoint, used, model.num_hidden_layers)
+    if unused:
+        notices.append(f"not part of the model, left out: {', '.join(unused[:4])}")
+    config = EngineConfig(
+        version=SCHEMA_VERSION,
+        backend=backend,
+        pretrained_config=_pretrained_config(model, dtype, checkpoint, cache),
+        build_config=limits.to_dict(),
+        plugin_config=plugin_config,
+        source=_describe_source(checkpoint),
+        tokenizer=describe_tokenizer(checkpoint.tokenizer_files()),
+        versions=_versions(),
+        command=command,
+    )
+    return EnginePlan(checkpoint, config, network, plan, network.sources, tuple(notices))
+
+
+def run_build(
+    engine: EnginePlan, output_dir: Path, on_progress: Callable[[int], None] = lambda _: None
+) -> EngineConfig:
+    """Write the engine directory; it appears whole or not at all.
+
+    Raises OutputExists, OutOfDisk, BadTensorValue (weights are checked while they stream).
+    """
+    if output_dir.exists():  # before the space check: it is the likelier mistake
+        raise OutputExists(output_dir)
+    tokenizer_files = engine.checkpoint.tokenizer_files()
+    side_bytes = sum(path.stat().st_size for path in tokenizer_files) + _CONFIG_BYTES
+    require_space(output_dir.absolute().parent, engine.weight_bytes + side_bytes)
+
+    def chunks(name: str) -> Iterator[torch.Tensor]:
+        yield from engine.sources[name].chunks(engine.checkpoint)
+        engine.checkpoint.release()
+
+    with publish(output_dir) as scratch:
+        files = write_engine(scratch, engine.plan, chunks, on_progress)
+        (scratch / TOKENIZER_FOLDER).mkdir()
+        for path in tokenizer_files:
+            shutil.copyfile(path, scratch / TOKENIZER_FOLDER / path.name)
+        values = {name: getattr(engine.config, name) for name in EngineConfig.__dataclass_fields__}
+        config = EngineConfig(**{**values, "files": files})
+        (scratch / CONFIG_FILE).write_text(config.to_json())
+    return config
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> str:
+    info = checkpoint.tensors.get(f"{EMBEDDING}.weight")
+    return STORED_DTYPES[info.dtype][0] if info else "float32"
+
+
+def _kv_scales(
+    checkpoint: Checkpoint, requested: str, num_layers: int
+) -> list[tuple[str, str]] | None:
+    info = checkpoint.quantization
+    is_declared = info is not None and info.kv_cache_algo is not None
+    if requested == "none" or (requested == "auto" and not is_declared):
+        return None
+    return find_kv_scales(checkpoint, num_layers)
+
+
+def _check_scales(checkpoint: Checkpoint, network: Network) -> None:
+    """Read every scale once, so a bad one is named before anything is written."""
+    for source in network.sources.values():
+        if isinstance(source, LargestScale | RowScales):
+            for _ in source.chunks(checkpoint):
+                pass
+    checkpoint.release()
+
+
+def _pretrained_config(
+    model: ModelConfig, dtype: str, checkpoint: Checkpoint, cache: KvCacheSpec
+) -> dict[str, Any]:
+    """The model under TensorRT-LLM's field names, plus what its later use needs."""
+    info = checkpoint.quantization
+    return {
+        "architecture": model.family.architecture,
+        "model_type": model.family.model_type,
+        "dtype": dtype,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_size": model.head_size,
+        "hidden_act": "silu",
+        "norm_epsilon": model.norm_epsilon,
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": model.max_position_embeddings,
+        "rotary_base": model.rope.theta,
+        "rotary_scaling": {"rope_type": model.rope.rope_type, **dict(model.rope.parameters)},
+        "rotary_embedding_dim": model.head_size,
+        "logits_dtype": "float32",
+        "qk_layernorm": model.family.has_qk_norm,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "attention_windows": list(cache.windows),
+        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1, "cp_size": 1},
+        "quantization": {
+            "quant_algo": info.algo if info else None,
+            "kv_cache_quant_algo": "FP8" if cache.dtype == "float8_e4m3fn" else None,
+            "exclude_modules": list(info.exclude) if info else None,
+        },
+        "eos_token_id": checkpoint.config.get("eos_token_id"),
+        "bos_token_id": checkpoint.config.get("bos_token_id"),
+        "pad_token_id": checkpoint.config.get("pad_token_id"),
+    }
+
+
+def _describe_source(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Which checkpoint this was: sha256 of config.json and of every safetensors header + its size.
+
+    A header holds every name, dtype, shape and offset; hashing 140 GB of values would take
+    minutes and is left to whoever needs it.
+    """
+    files: dict[str, Any] = {
+        "config.json": {
+            "sha256": sha256((checkpoint.path / "config.json").read_bytes()).hexdigest()
+        }
+    }
+    for path in sorted({info.file for info in checkpoint.tensors.values()}):
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            raw = prefix + file.read(int.from_bytes(prefix, "little"))
+        files[path.name] = {
+            "header_sha256": sha256(raw).hexdigest(),
+            "bytes": path.stat().st_size,
+        }
+    return {"checkpoint": str(checkpoint.path.absolute()), "files": files}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from a source tree that was never installed
+            found[package] = "unknown"
+    return found

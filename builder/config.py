@@ -1,0 +1,236 @@
+"""The limits an engine is built for, under TensorRT-LLM's names, and the rules between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from llmctl.builder.models.family import DTYPES, ModelConfig
+from llmctl.errors import BadConfig, Unsupported
+
+BACKENDS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
+SPECULATIVE_MODES = {  # the number stored in config.json, as upstream
+    "none": 1,
+    "draft_tokens_external": 2,
+    "medusa": 4,
+    "lookahead_decoding": 8,
+    "explicit_draft_tokens": 16,
+    "eagle": 32,
+}
+KV_CACHE_DTYPES = ("auto", "fp8", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRequest:
+    """What a user asks for; None means "decide from the model"."""
+
+    dtype: str = "auto"
+    max_batch_size: int = 8  # sequences per step
+    max_seq_len: int | None = None  # prompt + output, tokens
+    max_input_len: int | None = None
+    max_num_tokens: int = 2048  # packed tokens per step: the chunk budget of prefill
+    max_beam_width: int = 1
+    max_draft_len: int = 0
+    speculative_decoding_mode: str | None = None
+    tokens_per_block: int = 32
+    kv_cache_type: str = "paged"
+    kv_cache_dtype: str = "auto"
+    logits_dtype: str = "float32"
+    gather_context_logits: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, name, value, "positive")
+        _require(self.max_draft_len >= 0, "max_draft_len", self.max_draft_len, "0 or more")
+        blocks = self.tokens_per_block
+        _require(
+            8 <= blocks <= 128 and blocks & (blocks - 1) == 0,
+            "tokens_per_block",
+            blocks,
+            "a power of two from 8 to 128",
+        )
+        _choice("dtype", self.dtype, ("auto", *DTYPES))
+        _choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _choice("logits_dtype", self.logits_dtype, ("float32", "float16"))
+        _choice("kv_cache_type", self.kv_cache_type, ("paged", "continuous", "disabled"))
+        if self.speculative_decoding_mode is not None:
+            _choice("speculative_decoding_mode", self.speculative_decoding_mode, SPECULATIVE_MODES)
+        _only("max_beam_width", self.max_beam_width, 1, "beam search is not in this version")
+        _only("kv_cache_type", self.kv_cache_type, "paged", "every kernel reads the paged cache")
+        _only("logits_dtype", self.logits_dtype, "float32", "sampling works on float32 logits")
+        _only(
+            "gather_context_logits",
+            self.gather_context_logits,
+            False,
+            "logits are computed for the last prompt token and for generated tokens",
+        )
+        if self.speculative_decoding_mode not in (None, "none", "draft_tokens_external"):
+            raise Unsupported(
+                f"--speculative-decoding-mode {self.speculative_decoding_mode} is not in this "
+                "version; available: none, draft_tokens_external",
+                fix="--speculative-decoding-mode draft_tokens_external",
+            )
+
+    @staticmethod
+    def from_mapping(values: Mapping[str, Any], where: str) -> BuildRequest:
+        """A request from a JSON object. Raises BadConfig for unknown names and wrong types."""
+        known = {f.name: f for f in fields(BuildRequest)}
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise BadConfig(f"{where}: {unknown[0]!r} is not a build option")
+        for name, value in values.items():
+            wanted = known[name].type
+            names = str(wanted).split(" | ")
+            is_right = type(value).__name__ in names or (value is None and "None" in names)
+            if not is_right:
+                raise BadConfig(f"{where}: {name} is {value!r}; it must be {wanted}")
+        return BuildRequest(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildConfig:
+    """`build_config` of config.json: the limits in force."""
+
+    max_batch_size: int
+    max_seq_len: int
+    max_input_len: int
+    max_num_tokens: int
+    max_beam_width: int
+    max_draft_len: int
+    speculative_decoding_mode: int
+    tokens_per_block: int
+    kv_cache_type: str
+    kv_cache_dtype: str
+    gather_context_logits: bool
+    gather_generation_logits: bool
+    strongly_typed: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stored."""
+        return asdict(self)
+
+    @property
+    def max_num_rows(self) -> int:
+        """Most rows of one step that get logits: a root and its drafts for every sequence."""
+        return min(self.max_batch_size * (self.max_draft_len + 1), self.max_num_tokens)
+
+
+def resolve_build_config(
+    request: BuildRequest, model: ModelConfig, kv_cache_dtype: str
+) -> tuple[BuildConfig, list[str]]:
+    """(the limits in force, a sentence for each value that was adjusted or is unusual).
+
+    The rules are upstream's: max_num_tokens is raised to hold one verification of a full batch
+    and cut to what max_batch_size sequences can have.
+    """
+    notices: list[str] = []
+    mode = _speculative_mode(request)
+    stretched = model.rope.stretched_length(model.max_position_embeddings)
+    is_dynamic = model.rope.rope_type == "dynamic"
+    max_seq_len = request.max_seq_len
+    if max_seq_len is None:
+        max_seq_len = stretched + (0 if is_dynamic else request.max_draft_len)
+    elif max_seq_len > stretched + request.max_draft_len:
+        notices.append(
+            f"max_seq_len {max_seq_len} is longer than the {stretched} tokens the model knows"
+        )
+    if is_dynamic and max_seq_len > model.max_position_embeddings:
+        raise Unsupported(
+            f"max_seq_len is {max_seq_len}, but dynamic RoPE has a fixed table only up to "
+            f"max_position_embeddings = {model.max_position_embeddings}",
+            fix=f"--max-seq-len {model.max_position_embeddings}",
+        )
+    max_input_len = request.max_input_len or max_seq_len
+    if max_input_len > max_seq_len:
+        raise BadConfig(
+            f"max_input_len is {max_input_len}, which exceeds max_seq_len {max_seq_len}",
+            fix=f"--max-seq-len {max_input_len} or more",
+        )
+    if max_input_len < max_seq_len:
+        notices.append(
+            f"max_input_len {max_input_len} does not limit prompts: they are processed in chunks, "
+            f"up to max_seq_len {max_seq_len}"
+        )
+    wanted, rows = request.max_num_tokens, request.max_batch_size * (request.max_draft_len + 1)
+    lowest, highest = max(rows, request.tokens_per_block), max_seq_len * request.max_batch_size
+    max_num_tokens = max(min(wanted, highest), lowest)
+    if max_num_tokens > wanted:
+        notices.append(
+            f"max_num_tokens raised from {wanted} to {max_num_tokens}: the most of "
+            f"max_batch_size * (max_draft_len + 1) = {rows} and one block"
+        )
+    elif max_num_tokens < wanted:
+        notices.append(
+            f"max_num_tokens lowered from {wanted} to {max_num_tokens}: "
+            "max_batch_size sequences of max_seq_len have no more"
+        )
+    config = BuildConfig(
+        max_batch_size=request.max_batch_size,
+        max_seq_len=max_seq_len,
+        max_input_len=max_seq_len,
+        max_num_tokens=max_num_tokens,
+        max_beam_width=request.max_beam_width,
+        max_draft_len=request.max_draft_len,
+        speculative_decoding_mode=SPECULATIVE_MODES[mode],
+        tokens_per_block=request.tokens_per_block,
+        kv_cache_type=request.kv_cache_type.upper(),
+        kv_cache_dtype=kv_cache_dtype,
+        gather_context_logits=False,
+        gather_generation_logits=True,  # the executor always has them, asked for or not
+    )
+    return config, notices
+
+
+def _speculative_mode(request: BuildRequest) -> str:
+    """--max-draft-len alone implies the only mode there is; the mode alone is a mistake."""
+    mode = request.speculative_decoding_mode
+    if mode is None:
+        return "draft_tokens_external" if request.max_draft_len else "none"
+    if (mode == "none") != (request.max_draft_len == 0):
+        raise BadConfig(
+            f"speculative_decoding_mode is {mode} with max_draft_len {request.max_draft_len}",
+            fix="give --max-draft-len with draft_tokens_external, neither for a draft engine",
+        )
+    return mode
+
+
+def choose_dtype(requested: str, model: ModelConfig, stored: str) -> str:
+    """The model dtype T: the one asked for, or config.json's, or that of the stored weights.
+
+    Raises Unsupported for a dtype no kernel computes in.
+    """
+    dtype = (model.dtype or stored) if requested == "auto" else requested
+    if dtype not in DTYPES:
+        raise Unsupported(
+            f"the checkpoint's dtype is {dtype}; engines compute in {', '.join(DTYPES)}",
+            fix="--dtype float32",
+        )
+    return dtype
+
+
+def require_backend(backend: str) -> str:
+    """The backend to build for; "auto" is cpu, the only one of this version. Raises Unsupported."""
+    _choice("backend", backend, ("auto", *BACKENDS))
+    if backend not in ("auto", "cpu"):
+        raise Unsupported(
+            f"--backend {backend} is not in this version, which builds cpu engines",
+            fix="--backend cpu",
+        )
+    return "cpu"
+
+
+def _require(condition: bool, name: str, found: object, wanted: str) -> None:
+    if not condition:
+        raise BadConfig(f"{name} is {found}; it must be {wanted}")
+
+
+def _choice(name: str, found: str, choices: Any) -> None:
+    _require(found in choices, name, found, f"one of {', '.join(choices)}")
+
+
+def _only(name: str, found: object, wanted: object, reason: str) -> None:
+    if found != wanted:
+        flag = name.replace("_", "-")
+        raise Unsupported(f"--{flag} {found} is refused: {reason}", fix=f"--{flag} {wanted}")

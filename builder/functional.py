@@ -1,0 +1,107 @@
+"""The operations a model definition is written in. Each records one node and returns its output.
+
+They are the mathematical steps, unfused: merging, fusing and quantizing is the passes' work.
+"""
+
+from __future__ import annotations
+
+from llmctl.builder.engine_format import Dim
+from llmctl.builder.network import Attribute, Node, Tensor, current
+from llmctl.builder.sources import Rows
+
+
+def parameter(name: str, *shape: int) -> Tensor:
+    """A checkpoint tensor in the model dtype."""
+    network = current()
+    return network.add_weight(name, Rows(((name, shape),), network.dtype))
+
+
+def embedding(weight: Tensor, *, name: str) -> Tensor:
+    """weight [V, H] -> [tokens, H]: the rows named by the step's token ids."""
+    return _record("embedding", name, {"weight": weight}, ("tokens", weight.shape[1]))
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, name: str) -> Tensor:
+    """x / rms(x) * weight over the last axis."""
+    return _record("rms_norm", name, {"x": x, "weight": weight}, x.shape, epsilon=epsilon)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, name: str, dtype: str | None = None
+) -> Tensor:
+    """x [N, K] times weight [O, K] transposed, plus bias [O]; `dtype` overrides the output's."""
+    inputs = {"x": x, "weight": weight} | ({"bias": bias} if bias else {})
+    return _record("linear", name, inputs, (x.shape[0], weight.shape[0]), dtype)
+
+
+def add(x: Tensor, residual: Tensor, *, name: str) -> Tensor:
+    """x + residual."""
+    return _record("add", name, {"x": x, "residual": residual}, x.shape)
+
+
+def silu(x: Tensor, *, name: str) -> Tensor:
+    """x * sigmoid(x)."""
+    return _record("silu", name, {"x": x}, x.shape)
+
+
+def mul(x: Tensor, y: Tensor, *, name: str) -> Tensor:
+    """x * y, element by element."""
+    return _record("mul", name, {"x": x, "y": y}, x.shape)
+
+
+def gpt_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    *,
+    name: str,
+    layer: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    window: int,
+    epsilon: float,
+) -> Tensor:
+    """Optional per-head RMSNorm of q and k, RoPE, KV cache update, causal attention.
+
+    q [tokens, num_heads * head_size]; k, v [tokens, num_kv_heads * head_size]. window: 0 is full
+    attention, otherwise the number of most recent positions a query sees, its own included.
+    """
+    inputs = {"q": q, "k": k, "v": v}
+    if q_norm and k_norm:
+        inputs |= {"q_norm": q_norm, "k_norm": k_norm}
+    return _record(
+        "gpt_attention",
+        name,
+        inputs,
+        q.shape,
+        layer=layer,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        softmax_scale=float(head_size) ** -0.5,
+        window=window,
+        epsilon=epsilon,
+    )
+
+
+def gather_rows(x: Tensor, *, name: str) -> Tensor:
+    """x [tokens, H] -> [rows, H]: the tokens whose logits are wanted."""
+    return _record("gather_rows", name, {"x": x}, ("rows", *x.shape[1:]))
+
+
+def _record(
+    op: str,
+    name: str,
+    inputs: dict[str, Tensor],
+    shape: tuple[Dim, ...],
+    dtype: str | None = None,
+    **attributes: Attribute,
+) -> Tensor:
+    network = current()
+    out = network.add_activation(f"{name}.out", dtype or network.dtype, shape)
+    roles = {role: tensor.name for role, tensor in inputs.items()}
+    network.nodes.append(Node(op, name, roles, {"out": out.name}, attributes))
+    return out

@@ -1,0 +1,138 @@
+"""The graph a model is recorded into and the passes rewrite: tensors, nodes, weight sources.
+
+A tensor is known by its name. Dimensions are integers or one of two symbols: "tokens" (rows of the
+packed step) and "rows" (rows that get logits). A weight tensor has a source, which says how its
+bytes come from the checkpoint; nothing is read while a network is built or rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+
+from llmctl.builder.engine_format import Dim
+from llmctl.builder.sources import Source
+
+Attribute = int | float | str | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A value of the network. dtype is torch's name for it."""
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.dtype}{list(self.shape)}".replace("'", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation: roles map to tensor names. `tactic` is empty until one is chosen."""
+
+    op: str
+    name: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
+    tactic: str = ""
+
+
+@dataclass(slots=True)
+class Network:
+    """A recorded model. Passes take one and return another; nodes are in execution order."""
+
+    dtype: str  # the model dtype T
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict)  # weights only
+    nodes: list[Node] = field(default_factory=list)
+    output: str = ""
+
+    def copy(self) -> Network:
+        """A network that can be rewritten without touching this one."""
+        return replace(
+            self, tensors=dict(self.tensors), sources=dict(self.sources), nodes=list(self.nodes)
+        )
+
+    def add_activation(self, name: str, dtype: str, shape: tuple[Dim, ...]) -> Tensor:
+        """Declare a value that a node will write."""
+        assert name not in self.tensors, f"two tensors are called {name}"
+        self.tensors[name] = Tensor(name, dtype, shape)
+        return self.tensors[name]
+
+    def add_weight(self, name: str, source: Source) -> Tensor:
+        """Declare a value that comes from the checkpoint; the same name twice is one weight."""
+        known = self.sources.setdefault(name, source)
+        assert known == source, f"two different weights are called {name}"
+        self.tensors[name] = Tensor(name, source.dtype, source.shape)
+        return self.tensors[name]
+
+    def producer(self, name: str) -> Node | None:
+        """The node that writes a tensor; None for weights."""
+        return next((node for node in self.nodes if name in node.outputs.values()), None)
+
+    def consumers(self, name: str) -> list[Node]:
+        """The nodes that read a tensor, in execution order."""
+        return [node for node in self.nodes if name in node.inputs.values()]
+
+    def replace_nodes(self, old: Iterable[Node], new: Iterable[Node], at: Node) -> None:
+        """Remove `old` and put `new` where `at` (one of `old`) was."""
+        gone = {id(node) for node in old}
+        assert id(at) in gone
+        rewritten: list[Node] = []
+        for node in self.nodes:
+            if node is at:
+                rewritten.extend(new)
+            elif id(node) not in gone:
+                rewritten.append(node)
+        self.nodes = rewritten
+
+    def redirect(self, old: str, new: str) -> None:
+        """Make every reader of tensor `old` read `new` instead."""
+        self.nodes = [
+            replace(n, inputs={role: new if t == old else t for role, t in n.inputs.items()})
+            if old in n.inputs.values()
+            else n
+            for n in self.nodes
+        ]
+        if self.output == old:
+            self.output = new
+
+    def prune(self) -> None:
+        """Drop tensors and sources that no node touches."""
+        used = {t for n in self.nodes for t in (*n.inputs.values(), *n.outputs.values())}
+        self.tensors = {name: t for name, t in self.tensors.items() if name in used}
+        self.sources = {name: s for name, s in self.sources.items() if name in used}
+
+    def __str__(self) -> str:
+        """One line a node: outputs = op(inputs) {attributes}."""
+        return "\n".join(self._line(node) for node in self.nodes)
+
+    def _line(self, node: Node) -> str:
+        outputs = ", ".join(str(self.tensors[name]) for name in node.outputs.values())
+        inputs = ", ".join(f"{role}={name}" for role, name in node.inputs.items())
+        attributes = " ".join(f"{key}={value}" for key, value in node.attributes.items())
+        tail = "".join(f"  {text}" for text in (attributes, node.tactic and f"[{node.tactic}]"))
+        return f"{outputs} = {node.op}({inputs}){tail.rstrip()}"
+
+
+_current: ContextVar[Network] = ContextVar("network")
+
+
+@contextmanager
+def recording(network: Network) -> Iterator[Network]:
+    """Within the block, `functional` records into `network`."""
+    token = _current.set(network)
+    try:
+        yield network
+    finally:
+        _current.reset(token)
+
+
+def current() -> Network:
+    """The network being recorded."""
+    return _current.get()

@@ -1,0 +1,60 @@
+"""Fuse neighbours into the plugin that does both: residual + RMSNorm, producer + quantize."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmctl.builder.network import Network, Node
+
+# op -> (role of the static scale, whether it can quantize per token)
+QUANTIZING_OPS = {
+    "rms_norm": ("scale", True),
+    "swiglu": ("scale", True),
+    "paged_attention": ("out_scale", False),
+}
+
+
+def fuse_residual(network: Network) -> Network:
+    """add(x, residual) then rms_norm(sum) -> rms_norm(x, residual), which also writes the sum.
+
+    The sum is written only where something else reads it.
+    """
+    fused = network.copy()
+    for add in [node for node in network.nodes if node.op == "add"]:
+        total = add.outputs["out"]
+        readers = fused.consumers(total)
+        norm = readers[0]
+        assert norm.op == "rms_norm", f"{total} is first read by {norm.op}"
+        outputs = dict(norm.outputs)
+        if len(readers) > 1:
+            outputs["residual_out"] = total
+        node = replace(norm, inputs={**norm.inputs, **_current(fused, add).inputs}, outputs=outputs)
+        fused.replace_nodes([_current(fused, add), norm], [node], at=norm)
+    fused.prune()
+    return fused
+
+
+def fuse_quantize(network: Network, ops: frozenset[str] = frozenset(QUANTIZING_OPS)) -> Network:
+    """Let `ops` write FP8 where their only reader is a quantize node they can absorb."""
+    fused = network.copy()
+    for quantize in [node for node in network.nodes if node.op == "quantize"]:
+        value = quantize.inputs["x"]
+        producer = fused.producer(value)
+        if producer is None or producer.op not in ops or len(fused.consumers(value)) != 1:
+            continue
+        role, is_per_token_able = QUANTIZING_OPS[producer.op]
+        if "scale" not in quantize.inputs and not is_per_token_able:
+            continue
+        inputs = dict(producer.inputs)
+        if "scale" in quantize.inputs:
+            inputs[role] = quantize.inputs["scale"]
+        outputs = {**producer.outputs, **quantize.outputs}
+        node = replace(producer, inputs=inputs, outputs=outputs)
+        fused.replace_nodes([producer, quantize], [node], at=producer)
+    fused.prune()
+    return fused
+
+
+def _current(network: Network, node: Node) -> Node:
+    """The node of that name as earlier rewrites left it."""
+    return next(found for found in network.nodes if found.name == node.name)

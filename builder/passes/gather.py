@@ -1,0 +1,57 @@
+"""Compute only the rows that get logits, from the last attention on.
+
+After the last attention every op works row by row, so the gather moves up to it: of a prompt
+chunk of 2,048 tokens, the last layer's output projection and MLP run for one row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmctl.builder.network import Network, Node
+
+
+def hoist_gather(network: Network) -> Network:
+    """Move the one gather_rows up to the tensors that some attention needs for all tokens."""
+    hoisted = network.copy()
+    (gather,) = [node for node in hoisted.nodes if node.op == "gather_rows"]
+    hoisted.nodes = [node for node in hoisted.nodes if node is not gather]
+    hoisted.redirect(gather.outputs["out"], gather.inputs["x"])
+
+    all_tokens = _needed_for_all_tokens(hoisted)
+    written_for_all = {t for n in hoisted.nodes if n.name in all_tokens for t in n.outputs.values()}
+    gathered: dict[str, str] = {}
+    rewritten: list[Node] = []
+    for node in hoisted.nodes:
+        if node.name in all_tokens:
+            rewritten.append(node)
+            continue
+        inputs = dict(node.inputs)
+        for role, tensor in node.inputs.items():
+            if tensor not in written_for_all:
+                continue
+            if tensor not in gathered:
+                source = hoisted.tensors[tensor]
+                name = f"{tensor.removesuffix('.out')}.gather_rows"
+                out = hoisted.add_activation(f"{name}.out", source.dtype, ("rows", source.shape[1]))
+                rewritten.append(Node("gather_rows", name, {"x": tensor}, {"out": out.name}))
+                gathered[tensor] = out.name
+            inputs[role] = gathered[tensor]
+        for tensor in node.outputs.values():
+            known = hoisted.tensors[tensor]
+            hoisted.tensors[tensor] = replace(known, shape=("rows", *known.shape[1:]))
+        rewritten.append(replace(node, inputs=inputs))
+    hoisted.nodes = rewritten
+    hoisted.prune()
+    return hoisted
+
+
+def _needed_for_all_tokens(network: Network) -> set[str]:
+    """Names of the attention nodes and of everything they are computed from."""
+    needed: set[str] = set()
+    wanted: set[str] = set()  # tensors
+    for node in reversed(network.nodes):
+        if node.op == "gpt_attention" or wanted.intersection(node.outputs.values()):
+            needed.add(node.name)
+            wanted.update(node.inputs.values())
+    return needed

@@ -1,0 +1,34 @@
+"""Network -> Plan: only plugin ops are left, every activation has its place in the arena."""
+
+from __future__ import annotations
+
+from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanOp, PlanTensor
+from llmctl.builder.network import Network
+from llmctl.builder.passes.memory import plan_memory
+from llmctl.plugins.specs import SPECS
+
+
+def lower(network: Network, cache: KvCacheSpec, max_num_tokens: int, max_num_rows: int) -> Plan:
+    """The plan of a fully rewritten network."""
+    foreign = {node.op for node in network.nodes} - set(SPECS)
+    assert not foreign, f"no plugin executes {sorted(foreign)}"
+    offsets, arena_bytes = plan_memory(network, max_num_tokens, max_num_rows)
+    tensors = [
+        PlanTensor(t.name, "weight", t.dtype, t.shape)
+        if t.name in network.sources
+        else PlanTensor(t.name, "activation", t.dtype, t.shape, offsets[t.name])
+        for t in network.tensors.values()
+    ]
+    ops = [
+        PlanOp(n.op, n.name, dict(n.inputs), dict(n.outputs), dict(n.attributes), n.tactic)
+        for n in network.nodes
+    ]
+    return Plan(
+        tensors=tuple(tensors),
+        ops=tuple(ops),
+        kv_cache=cache,
+        logits=network.output,
+        arena_bytes=arena_bytes,
+        max_num_tokens=max_num_tokens,
+        max_num_rows=max_num_rows,
+    )

@@ -1,0 +1,70 @@
+"""Place activations in one arena: tensors share bytes when their lifetimes do not meet.
+
+Largest first, each at the lowest offset where nothing alive at the same time lies. A residual sum
+takes over the bytes of the residual it was made from (rms_norm works in place), so the residual
+stream of the whole network is one buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmctl.builder.network import Network
+
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4}
+
+
+@dataclass(slots=True)
+class _Buffer:
+    names: list[str]
+    num_bytes: int
+    first: int  # index of the node that writes it first
+    last: int  # index of the last node that reads it
+
+
+def plan_memory(
+    network: Network, max_num_tokens: int, max_num_rows: int
+) -> tuple[dict[str, int], int]:
+    """(offset of every activation, bytes of the arena)."""
+    rows = {"tokens": max_num_tokens, "rows": max_num_rows}
+    placed: list[tuple[int, _Buffer]] = []
+    offsets: dict[str, int] = {}
+    for buffer in sorted(_buffers(network, rows), key=lambda b: (-b.num_bytes, b.first)):
+        meeting = sorted(
+            (offset, offset + other.num_bytes)
+            for offset, other in placed
+            if other.first <= buffer.last and buffer.first <= other.last
+        )
+        offset = 0
+        for start, end in meeting:
+            if offset + buffer.num_bytes <= start:
+                break
+            offset = max(offset, end)
+        placed.append((offset, buffer))
+        offsets.update(dict.fromkeys(buffer.names, offset))
+    return offsets, max(offset + buffer.num_bytes for offset, buffer in placed)
+
+
+def _buffers(network: Network, rows: Mapping[str, int]) -> list[_Buffer]:
+    last_read: dict[str, int] = {network.output: len(network.nodes)}
+    for index, node in enumerate(network.nodes):
+        last_read.update({t: max(index, last_read.get(t, 0)) for t in node.inputs.values()})
+    buffers: dict[str, _Buffer] = {}
+    for index, node in enumerate(network.nodes):
+        for role, name in node.outputs.items():
+            last = last_read.get(name, index)
+            residual = node.inputs.get("residual", "")
+            if role == "residual_out" and last_read[residual] == index:
+                buffers[name] = buffers[residual]
+                buffers[name].names.append(name)
+                buffers[name].last = last
+                continue
+            tensor = network.tensors[name]
+            shape = [rows[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
+            num_bytes = math.prod(shape) * ITEM_BYTES[tensor.dtype]
+            aligned = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            buffers[name] = _Buffer([name], aligned, index, last)
+    return list({id(buffer): buffer for buffer in buffers.values()}.values())

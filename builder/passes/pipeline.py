@@ -1,0 +1,50 @@
+"""The passes in their order, from the network as recorded to the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from llmctl.builder.config import BuildConfig
+from llmctl.builder.engine_format import KvCacheSpec, Plan
+from llmctl.builder.models.family import ModelConfig
+from llmctl.builder.network import Network
+from llmctl.builder.passes.attention import lower_attention
+from llmctl.builder.passes.fuse import fuse_quantize, fuse_residual
+from llmctl.builder.passes.gather import hoist_gather
+from llmctl.builder.passes.lower import lower
+from llmctl.builder.passes.merge import merge_linears
+from llmctl.builder.passes.quantize import LinearScales, quantize_linears
+from llmctl.builder.passes.tactics import choose_tactics
+from llmctl.builder.sources import RotaryTable
+
+
+def run_passes(
+    recorded: Network,
+    model: ModelConfig,
+    limits: BuildConfig,
+    plugin_config: Mapping[str, str],
+    linear_scales: Mapping[str, LinearScales],
+    kv_scales: Sequence[tuple[str, str]] | None,
+    cache: KvCacheSpec,
+    backend: str,
+) -> tuple[Network, Plan]:
+    """(the network as the backend runs it, its plan)."""
+    rotary = RotaryTable(model.rope, limits.max_seq_len, model.head_size)
+    network = merge_linears(recorded)
+    network = hoist_gather(network)
+    network = fuse_residual(network)
+    network = quantize_linears(network, linear_scales)
+    network = lower_attention(network, rotary, kv_scales)
+    network = fuse_quantize(network, _quantizing_ops(plugin_config))
+    network = choose_tactics(network, backend)
+    return network, lower(network, cache, limits.max_num_tokens, limits.max_num_rows)
+
+
+def _quantizing_ops(plugin_config: Mapping[str, str]) -> frozenset[str]:
+    """Which ops may write FP8 themselves, as the two fusion switches say."""
+    ops: set[str] = set()
+    if plugin_config["norm_quant_fusion"] == "enable":
+        ops |= {"rms_norm", "swiglu"}
+    if plugin_config["use_fp8_context_fmha"] == "enable":
+        ops.add("paged_attention")
+    return frozenset(ops)

@@ -1,0 +1,25 @@
+"""Choose the kernel of every op: "<backend>.<op>.<type>", the type being that of the main input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmctl.builder.network import Network, Node
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
+_MAIN_ROLES = ("weight", "x", "qkv", "q")  # of linear and embedding, the rest, attention
+
+
+def choose_tactics(network: Network, backend: str) -> Network:
+    """Name a kernel for each node. A norm is named by its input, not by its weight."""
+    chosen = network.copy()
+    chosen.nodes = [
+        replace(node, tactic=f"{backend}.{node.op}.{_type(network, node)}")
+        for node in network.nodes
+    ]
+    return chosen
+
+
+def _type(network: Network, node: Node) -> str:
+    role = next(role for role in _MAIN_ROLES if role in node.inputs)
+    return _SHORT[network.tensors[node.inputs[role]].dtype]

@@ -1,0 +1,181 @@
+"""The plugin options of the TensorRT-LLM engine era as one table: values, effect, limits.
+
+Each row either changes the engine or has exactly one meaning here; a value this backend cannot
+honour is refused with the reason, never ignored. Resolved values are stored in config.json under
+`plugin_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmctl.errors import BadConfig, Unsupported
+
+SWITCH = ("enable", "disable")
+MODEL_DTYPES = ("float16", "float32", "bfloat16")
+FP8_ONLY = ("fp8", "disable")
+
+
+@dataclass(frozen=True, slots=True)
+class PluginOption:
+    """One `--<name>`. `values` are all the words upstream knows, `accepted` those that work here.
+
+    "model" in `accepted` stands for the engine's own dtype. `needs_fp8` values are accepted only
+    for an FP8 checkpoint. `reason` completes "<value> is refused: ...".
+    """
+
+    name: str
+    default: str
+    accepted: tuple[str, ...]
+    effect: str
+    reason: str = ""
+    needs_fp8: tuple[str, ...] = ()
+
+
+def _no_such_part(name: str, part: str, *accepted: str) -> PluginOption:
+    return PluginOption(name, accepted[0], accepted, f"no effect: {part}", part)
+
+
+_ONE_RANK = "engines have one rank, nothing is reduced between ranks"
+_NO_LORA = "LoRA is not in this version"
+_UNFUSED_GEMM = "the cpu backend has no kernel that fuses this GEMM with SwiGLU"
+
+OPTIONS: Mapping[str, PluginOption] = {
+    option.name: option
+    for option in (
+        PluginOption(
+            "gpt_attention_plugin",
+            "auto",
+            ("auto", "model"),
+            "paged attention in the model dtype; always on",
+            "paged attention is the only attention there is, and it runs in the model dtype",
+        ),
+        PluginOption(
+            "gemm_plugin",
+            "auto",
+            ("auto", "disable", "model", "fp8"),
+            "GEMM kernels; fp8 asserts that the linears are FP8, the other values name the same "
+            "built-in kernels",
+            "GEMMs run in the model dtype, or FP8 for an FP8 checkpoint",
+            needs_fp8=("fp8",),
+        ),
+        PluginOption(
+            "low_latency_gemm_plugin",
+            "disable",
+            FP8_ONLY,
+            "fp8 asserts that the linears are FP8; the same kernels serve small and large batches",
+            "it is for FP8 linears",
+            needs_fp8=("fp8",),
+        ),
+        PluginOption(
+            "fp8_rowwise_gemm_plugin",
+            "auto",
+            ("auto", "disable", "model"),
+            "per-row weight scales are always applied per row",
+            "the output is in the model dtype",
+        ),
+        PluginOption("gemm_swiglu_plugin", "disable", ("disable",), "not available", _UNFUSED_GEMM),
+        PluginOption(
+            "low_latency_gemm_swiglu_plugin",
+            "disable",
+            ("disable",),
+            "not available",
+            _UNFUSED_GEMM,
+        ),
+        PluginOption(
+            "context_fmha",
+            "enable",
+            ("enable",),
+            "prompt attention is always fused: no score matrix is stored",
+            "there is no unfused attention to fall back to",
+        ),
+        PluginOption(
+            "use_paged_context_fmha",
+            "enable",
+            ("enable",),
+            "prompt attention always reads the paged cache",
+            "block reuse, chunked prefill and verification of drafts need it",
+        ),
+        PluginOption(
+            "use_fp8_context_fmha",
+            "auto",
+            ("auto", *SWITCH),
+            "enable lets attention write its output in FP8 for the next linear, disable quantizes "
+            "it separately (same values); auto is enable for FP8 checkpoints",
+            "the checkpoint has no FP8 linears",
+            needs_fp8=("enable",),
+        ),
+        PluginOption(
+            "norm_quant_fusion",
+            "auto",
+            ("auto", *SWITCH),
+            "enable fuses RMSNorm and SwiGLU with the FP8 quantization that follows, disable keeps "
+            "them apart (same values); auto is enable for FP8 checkpoints",
+            "the checkpoint has no FP8 linears",
+            needs_fp8=("enable",),
+        ),
+        PluginOption(
+            "remove_input_padding",
+            "enable",
+            ("enable",),
+            "batches are always packed",
+            "there is no padded form",
+        ),
+        PluginOption(
+            "use_fused_mlp",
+            "enable",
+            ("enable",),
+            "gate and up are always one GEMM",
+            "SwiGLU reads the merged gate and up",
+        ),
+        PluginOption(
+            "multiple_profiles",
+            "enable",
+            ("enable",),
+            "kernels always choose their tiles by the number of tokens in the step",
+            "there is no single-profile form",
+        ),
+        _no_such_part("reduce_fusion", _ONE_RANK, "disable"),
+        _no_such_part("user_buffer", _ONE_RANK, "disable"),
+        _no_such_part("gemm_allreduce_plugin", _ONE_RANK, "disable"),
+        _no_such_part("pp_reduce_scatter", _ONE_RANK, "disable"),
+        _no_such_part("nccl_plugin", _ONE_RANK, "auto", "disable"),
+        _no_such_part("lora_plugin", _NO_LORA, "disable"),
+        _no_such_part("dora_plugin", _NO_LORA, "disable"),
+        _no_such_part("bert_attention_plugin", "no encoder is in these models", "auto", "disable"),
+        _no_such_part("moe_plugin", "no experts are in these models", "auto", "disable"),
+        _no_such_part(
+            "mamba_conv1d_plugin", "no recurrent layer is in these models", "auto", "disable"
+        ),
+        _no_such_part("paged_state", "no recurrent layer is in these models", "enable"),
+        _no_such_part("streamingllm", "sink tokens are not in this version", "disable"),
+        _no_such_part("fuse_fp4_quant", "FP4 is not in this version", "disable"),
+    )
+}
+
+
+def resolve_plugins(given: Mapping[str, str], dtype: str, is_fp8: bool) -> dict[str, str]:
+    """The plugin_config of an engine: every option with the value in force.
+
+    Raises BadConfig for an unknown option, Unsupported for a value that cannot be honoured.
+    """
+    unknown = sorted(set(given) - set(OPTIONS))
+    if unknown:
+        raise BadConfig(f"{unknown[0]} is not a plugin option; known: {', '.join(sorted(OPTIONS))}")
+    resolved = {"dtype": dtype}
+    for option in OPTIONS.values():
+        value = given.get(option.name, option.default)
+        names = [dtype if word == "model" else word for word in option.accepted]
+        is_refused = value in option.needs_fp8 and not is_fp8
+        if value not in names or is_refused:
+            words = [n for n in names if is_fp8 or n not in option.needs_fp8]
+            reason = "the checkpoint has no FP8 linears" if is_refused else option.reason
+            raise Unsupported(
+                f"--{option.name} {value} is refused: {reason}; accepted here: {', '.join(words)}",
+                fix=f"--{option.name} {words[0]}",
+            )
+        if option.default == "auto" and SWITCH[0] in option.accepted and value == "auto":
+            value = "enable" if is_fp8 else "disable"
+        resolved[option.name] = value
+    return resolved

@@ -1,0 +1,172 @@
+"""Which linears of a checkpoint are FP8, where their scales are, and the KV cache's scales.
+
+Reads checkpoints of ModelOpt, compressed-tensors (llm-compressor) and AutoFP8. What the config
+claims and what the headers hold must agree: a weight that should be FP8 and is not, or the other
+way round, is refused, because running it would give fluent nonsense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from llmctl.builder.network import Network
+from llmctl.builder.passes.quantize import LinearScales
+from llmctl.builder.sources import Rows
+from llmctl.errors import BadTensorShape, MissingTensor, UnknownQuantization
+from llmctl.quantize.checkpoint import Checkpoint, TensorInfo
+from llmctl.quantize.format import QuantizationInfo
+
+READ_SCHEMES = (
+    "ModelOpt FP8 and FP8_PER_CHANNEL_PER_TOKEN, compressed-tensors FP8 (tensor or channel "
+    "weights, static or dynamic token activations), AutoFP8"
+)
+_FLOATS = ("F32", "BF16", "F16")
+
+# Spellings of the K and V cache scales under `...self_attn`, newest first (ModelOpt,
+# compressed-tensors, llm-compressor of 2024, AutoFP8 with one scale for both).
+_KV_SPELLINGS = (
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("k_scale", "v_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
+    ("kv_scale", "kv_scale"),
+)
+# An unread tensor with one of these endings would change what the model computes.
+_MEANINGFUL = (
+    "_scale",
+    "_scale_2",
+    "_scale_inv",
+    "_zero_point",
+    "_bias",
+    "weight_packed",
+    "g_idx",
+    "qweight",
+    "qzeros",
+)
+
+
+def find_linear_scales(checkpoint: Checkpoint, network: Network) -> dict[str, LinearScales]:
+    """The FP8 linears of the network as recorded (before merging), by module name.
+
+    Raises UnknownQuantization, MissingTensor or BadTensorShape.
+    """
+    info = checkpoint.quantization
+    if info is not None:
+        _require_known(info, checkpoint)
+    scales = {}
+    for node in network.nodes:
+        if node.op != "linear":
+            continue
+        source = network.sources[node.inputs["weight"]]
+        assert isinstance(source, Rows)
+        (weight,) = source.names
+        module = weight.removesuffix(".weight")
+        if _is_fp8(checkpoint.info(weight), info, module):
+            assert info is not None
+            scales[module] = _scales_of(checkpoint, info, module)
+    return scales
+
+
+def _require_known(info: QuantizationInfo, checkpoint: Checkpoint) -> None:
+    is_readable = info.algo is None or (
+        info.algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+        and info.activations in ("static", "dynamic")
+    )
+    if not is_readable or info.kv_cache_algo not in (None, "FP8"):
+        found = info.algo if not is_readable else f"a KV cache in {info.kv_cache_algo}"
+        activations = "" if is_readable else f" with {info.activations} activations"
+        raise UnknownQuantization(
+            f"{checkpoint.path} is quantized by {info.method} as {found}{activations}; "
+            f"this version builds {READ_SCHEMES}, with an FP8 or unquantized KV cache",
+            fix="start from the unquantized checkpoint and run `llmctl quantize`",
+        )
+
+
+def _is_fp8(weight: TensorInfo, info: QuantizationInfo | None, module: str) -> bool:
+    is_stored_fp8 = weight.dtype == "F8_E4M3"
+    is_declared_fp8 = info is not None and info.algo is not None and not info.excludes(module)
+    if is_stored_fp8 == is_declared_fp8:
+        if not is_stored_fp8 and weight.dtype not in _FLOATS:
+            raise BadTensorShape(
+                f"{weight.name} in {weight.file} is {weight.dtype}; F32, BF16, F16 or F8_E4M3 "
+                "is wanted"
+            )
+        return is_stored_fp8
+    if info is None:
+        raise UnknownQuantization(
+            f"{weight.name} in {weight.file} is {weight.dtype}, but neither config.json nor "
+            "hf_quant_config.json describes a quantization",
+            fix="fetch the config files again",
+        )
+    says = "excludes it from" if is_stored_fp8 else f"declares {info.algo} as"
+    raise BadTensorShape(
+        f"{weight.name} in {weight.file} is {weight.dtype}, but the config {says} the quantization",
+        fix="correct the list of excluded modules, or export the checkpoint again",
+    )
+
+
+def _scales_of(checkpoint: Checkpoint, info: QuantizationInfo, module: str) -> LinearScales:
+    names = [f"{module}.weight_scale"]
+    if info.activations == "static":
+        names.append(f"{module}.input_scale")
+    absent = [name for name in names if name not in checkpoint.tensors]
+    if absent:
+        reason = (
+            "it was exported without calibration" if "input" in absent[0] else "it is incomplete"
+        )
+        raise MissingTensor(
+            f"{checkpoint.path} declares {info.algo} by {info.method} but lacks {absent[0]}; "
+            f"probably {reason}",
+            fix="quantize again with calibration data, or fetch the checkpoint again",
+        )
+    return LinearScales(names[0], names[1] if len(names) > 1 else None)
+
+
+def find_kv_scales(checkpoint: Checkpoint, num_layers: int) -> list[tuple[str, str]]:
+    """The names of the K and V cache scales of every layer, in one of the known spellings.
+
+    Raises MissingTensor: a cache without scales would silently run with 1.0.
+    """
+    found = []
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}.self_attn"
+        pairs = [(f"{prefix}.{k}", f"{prefix}.{v}") for k, v in _KV_SPELLINGS]
+        pair = next((p for p in pairs if all(name in checkpoint.tensors for name in p)), None)
+        if pair is None:
+            raise MissingTensor(
+                f"{checkpoint.path} has no FP8 KV cache scales for layer {layer} "
+                f"({pairs[0][0]} or one of {len(pairs) - 1} other spellings); probably its "
+                "exporter did not calibrate the KV cache",
+                fix="build with --kv-cache-dtype none, or quantize again with calibration data",
+            )
+        found.append(pair)
+    return found
+
+
+def check_unused(checkpoint: Checkpoint, used: Iterable[str], num_layers: int) -> list[str]:
+    """Checkpoint tensors the engine does not read, known harmless ones left out.
+
+    Raises UnknownQuantization for one that would change the result (a scale or bias of a scheme
+    llmctl does not know).
+    """
+    harmless = set(used) | {"lm_head.weight"}  # a tied model may carry the copy
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}.self_attn"
+        harmless |= {f"{prefix}.{name}" for pair in _KV_SPELLINGS for name in pair}
+        harmless.add(f"{prefix}.rotary_emb.inv_freq")
+    info = checkpoint.quantization
+    unused = [name for name in checkpoint.tensors if name not in harmless]
+    for name in unused:
+        is_spare_input = name.endswith(".input_scale") and info and info.activations == "dynamic"
+        if name.endswith(_MEANINGFUL) and not is_spare_input:
+            raise UnknownQuantization(
+                f"{checkpoint.path} holds {name}, which llmctl does not know; leaving it out "
+                "would change the model's results",
+                fix=f"use a checkpoint that is one of: {READ_SCHEMES}",
+            )
+    return unused
+
+
+def checkpoint_shapes(network: Network) -> Mapping[str, tuple[int, ...]]:
+    """The shape of every checkpoint tensor that the network as recorded reads."""
+    sources = [source for source in network.sources.values() if isinstance(source, Rows)]
+    return {name: shape for source in sources for name, shape in source.parts}

@@ -1,0 +1,192 @@
+"""Tiny checkpoints of every family, and one engine run for one sequence at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.utils import logging as transformers_logging
+
+from llmctl.builder.build import plan_build, run_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_format import Plan, open_engine
+from llmctl.plugins.cpu import CpuProgram
+from llmctl.plugins.program import OpCall, Program, StepInputs
+from llmctl.plugins.reference import ReferenceProgram
+
+transformers_logging.disable_progress_bar()
+
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+PROGRAMS: dict[str, type[Any]] = {"reference": ReferenceProgram, "cpu": CpuProgram}
+
+
+@pytest.fixture(params=sorted(PROGRAMS))
+def program_name(request: pytest.FixtureRequest) -> str:
+    """Both backends that execute a plan on this machine."""
+    return str(request.param)
+
+
+def make_model(
+    family: str, seed: int = 0, dtype: str = "float32", **fields: Any
+) -> PreTrainedModel:
+    """A random model with weights of a size that makes every part of the network matter."""
+    small = {
+        "vocab_size": 131,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    torch.manual_seed(seed)
+    config = CONFIGS[family](**{**small, **fields})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    return model.to(getattr(torch, dtype))
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., Path]:
+    """save(model) -> the folder of its Hugging Face checkpoint."""
+
+    def saved(model: PreTrainedModel, name: str = "checkpoint") -> Path:
+        model.save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    return saved
+
+
+@dataclass
+class Engine:
+    """One opened engine with a KV cache large enough for one sequence."""
+
+    plan: Plan
+    program: Program
+    logits: torch.Tensor
+    kv_cache: torch.Tensor
+
+    def run(self, tokens: list[int], start: int = 0) -> torch.Tensor:
+        """Logits of every token of one step: tokens at positions start, start + 1, ..."""
+        positions = np.arange(start, start + len(tokens), dtype=np.int32)
+        per_block = self.plan.kv_cache.tokens_per_block
+        blocks = np.arange(self.kv_cache.shape[1], dtype=np.int32)[::-1].copy()
+        step = StepInputs(
+            token_ids=np.array(tokens, np.int32),
+            position_ids=positions,
+            cu_q=np.array([0, len(tokens)], np.int32),
+            kv_len=np.array([start + len(tokens)], np.int32),
+            block_tables=blocks[None, :],
+            slot_mapping=(blocks[positions // per_block] * per_block + positions % per_block),
+            logit_rows=np.arange(len(tokens), dtype=np.int32),
+        )
+        self.program.run(step, self.kv_cache)
+        return self.logits[: len(tokens)].clone()
+
+
+def open_for_test(folder: Path, program_name: str) -> Engine:
+    """The engine bound as the runtime binds it, but to the named program."""
+    plan, weights = open_engine(folder)
+    arena = torch.empty(plan.arena_bytes + 64, dtype=torch.uint8)
+    arena = arena[-arena.data_ptr() % 64 :]
+    arena.fill_(0xFF)  # NaN in every dtype: reading what nobody wrote must show
+    rows = {"tokens": plan.max_num_tokens, "rows": plan.max_num_rows}
+    tensors = dict(weights)
+    for tensor in plan.tensors:
+        if tensor.kind == "activation":
+            shape = [rows[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
+            dtype = getattr(torch, tensor.dtype)
+            num_bytes = int(np.prod(shape)) * dtype.itemsize
+            assert tensor.offset is not None
+            view = arena[tensor.offset : tensor.offset + num_bytes]
+            tensors[tensor.name] = view.view(dtype).view(shape)
+    calls = [
+        OpCall(
+            op.op,
+            op.name,
+            {role: tensors[name] for role, name in op.inputs.items()},
+            {role: tensors[name] for role, name in op.outputs.items()},
+            op.attributes,
+        )
+        for op in plan.ops
+    ]
+    cache = plan.kv_cache
+    num_blocks = -(-plan.max_num_tokens // cache.tokens_per_block)
+    shape = (cache.num_layers, num_blocks, 2, cache.num_kv_heads, cache.tokens_per_block)
+    kv_cache = torch.zeros((*shape, cache.head_size), dtype=getattr(torch, cache.dtype))
+    return Engine(plan, PROGRAMS[program_name](calls), tensors[plan.logits], kv_cache)
+
+
+@pytest.fixture
+def build_engine(tmp_path: Path) -> Callable[..., Path]:
+    """build_engine(checkpoint, **request fields) -> engine folder; logits for up to 128 tokens."""
+    count = 0
+
+    def built(checkpoint: Path, plugins: dict[str, str] | None = None, **fields: Any) -> Path:
+        nonlocal count
+        count += 1
+        request = BuildRequest(
+            **{"max_batch_size": 2, "max_num_tokens": 128, "max_draft_len": 63, **fields}
+        )
+        folder = tmp_path / f"engine{count}"
+        run_build(plan_build(checkpoint, request, plugins=plugins), folder)
+        return folder
+
+    return built
+
+
+@pytest.fixture
+def open_test_engine() -> Callable[[Path, str], Engine]:
+    """open_test_engine(folder, program name) -> Engine."""
+    return open_for_test
+
+
+@pytest.fixture
+def new_model() -> Callable[..., PreTrainedModel]:
+    """new_model(family, **config fields) -> a random Hugging Face model."""
+    return make_model
+
+
+@pytest.fixture
+def some_tokens() -> Callable[..., list[int]]:
+    """some_tokens(count, vocabulary) -> random token ids, the same every time."""
+
+    def tokens(count: int, vocab_size: int = 131) -> list[int]:
+        return np.random.default_rng(7).integers(0, vocab_size, count).tolist()
+
+    return tokens
+
+
+@pytest.fixture(autouse=True)
+def _library_warnings() -> Iterator[None]:
+    """Warnings that ModelOpt and torch raise about themselves are not ours to fix."""
+    with warnings.catch_warnings():
+        for module in ("modelopt", "torch", "transformers", "compressed_tensors"):
+            warnings.filterwarnings("ignore", module=module)
+        yield
