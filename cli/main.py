@@ -1,0 +1,212 @@
+"""The `llmctl` program: command table, exit codes, and the one place that catches everything.
+
+Only the module of the command in use is imported, and those keep heavy imports inside functions,
+so `--help` costs no more than typer. Options are accepted with hyphens or underscores: names are
+normalised by the option parser itself, values are never touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from llmctl.errors import LlmctlError, OutOfDisk, OutOfMemory, Unsupported
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
+EXIT_INTERRUPT = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
+EXIT_PIPE = 128 + signal.SIGPIPE
+
+# command: (module, function, line in `llmctl --help`)
+COMMANDS = {
+    "quantize": (
+        "llmctl.cli.quantize",
+        "quantize",
+        "Hugging Face checkpoint -> quantized checkpoint.",
+    ),
+    "build": ("llmctl.cli.build", "build", "Checkpoint -> engine directory."),
+    "run": ("llmctl.cli.run", "run", "Text in, text out, with or without a draft engine."),
+}
+
+# The base of typer's usage errors, wherever this version of typer keeps it.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised in the main thread so that every clean-up runs as it does for Ctrl-C."""
+
+
+def main() -> None:
+    """Entry point of the `llmctl` program."""
+    code = execute(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = code or EXIT_PIPE
+        _silence_stdout()
+    sys.exit(code)
+
+
+def execute(argv: Sequence[str]) -> int:
+    """Run one command line; returns the exit code and never raises."""
+    argv = list(argv) or ["--help"]
+    is_json = "--json" in argv
+    previous = _install_sigterm()
+    try:
+        return _invoke(argv)
+    except LlmctlError as error:
+        return _report(error.name, str(error), error.fix, error.exit_code, is_json)
+    except UsageError as error:
+        return _report_usage(error, argv, is_json)
+    except typer.Abort:
+        return EXIT_INTERRUPT
+    except Terminated:
+        print("llmctl: terminated", file=sys.stderr)
+        return EXIT_TERMINATED
+    except KeyboardInterrupt:
+        print("llmctl: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPT
+    except BrokenPipeError:  # the reader of our results has gone: nobody left to tell
+        _silence_stdout()
+        return EXIT_PIPE
+    except Exception as error:
+        return _report_unnamed(error, is_json)
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _invoke(argv: list[str]) -> int:
+    """Parse and run, without typer's own error printing."""
+    selected = next((word for word in argv if not word.startswith("-")), None)
+    if selected is not None and selected in COMMANDS:
+        module = importlib.import_module(COMMANDS[selected][0])
+        prepare = getattr(module, "prepare_argv", None)
+        if prepare is not None:
+            start = argv.index(selected) + 1
+            argv = argv[:start] + prepare(argv[start:])
+    command = typer.main.get_command(_app(selected))
+    try:
+        with command.make_context("llmctl", argv) as context:
+            result = command.invoke(context)
+    except typer.Exit as stop:
+        return stop.exit_code
+    return result if isinstance(result, int) else 0
+
+
+def _app(selected: str | None) -> typer.Typer:
+    """All commands by name; only the selected one is imported."""
+    app = typer.Typer(
+        name="llmctl",
+        help="Build FP8 engines from Hugging Face checkpoints; run exact speculative decoding.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # plain help: no option name is cut off, and no rich is imported
+        context_settings={
+            "token_normalize_func": lambda name: name.replace("_", "-"),
+            "help_option_names": ["-h", "--help"],
+        },
+    )
+    app.callback()(_global_options)
+    for name, (module, function, summary) in COMMANDS.items():
+        command: Callable[..., object] = _listed_only
+        if name == selected:
+            command = getattr(importlib.import_module(module), function)
+        app.command(name, short_help=summary)(command)
+    return app
+
+
+def _listed_only() -> None:
+    raise AssertionError("a command that was not selected cannot run")
+
+
+def _global_options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as installed_version
+
+        print(f"llmctl {installed_version('llmctl')}")
+        raise typer.Exit()
+
+
+# ---- endings ----
+
+
+def _report(name: str, message: str, fix: str, code: int, is_json: bool) -> int:
+    if is_json:
+        error = {"name": name, "message": message, "fix": fix, "exit_code": code}
+        print(json.dumps({"error": error}, ensure_ascii=False))
+        return code
+    print(f"error[{name}]: {message}", file=sys.stderr)
+    if fix:
+        print(f"fix: {fix}", file=sys.stderr)
+    return code
+
+
+def _report_usage(error: Exception, argv: list[str], is_json: bool) -> int:
+    """An option that cannot be parsed; known ones of other tools get their reason."""
+    option = getattr(error, "option_name", None)
+    if option is not None and "run" in argv:
+        from llmctl.cli.refused import refusal
+
+        reason = refusal(option)
+        if reason is not None:
+            name = Unsupported.__name__
+            return _report(name, f"{option} is not available: {reason}", "", EXIT_USAGE, is_json)
+    describe: Callable[[], str] = getattr(error, "format_message", lambda: str(error))
+    context = getattr(error, "ctx", None)
+    path = getattr(context, "command_path", "llmctl")
+    return _report("Usage", describe(), f"see: {path} --help", EXIT_USAGE, is_json)
+
+
+def _report_unnamed(error: Exception, is_json: bool) -> int:
+    """Exceptions of other libraries: full disk, no memory, file access, or a bug of ours."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = "free disk space or choose another file system"
+        return _report(OutOfDisk.__name__, str(error), fix, OutOfDisk.exit_code, is_json)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        message = str(error) or "the machine has too little memory"
+        return _report(OutOfMemory.__name__, message, "", OutOfMemory.exit_code, is_json)
+    if isinstance(error, OSError) and error.filename is not None:
+        return _report(type(error).__name__, str(error), "", EXIT_FAILURE, is_json)
+    handle, path = tempfile.mkstemp(prefix="llmctl-bug-", suffix=".txt")
+    with os.fdopen(handle, "w") as file:
+        file.write(f"llmctl {' '.join(sys.argv[1:])}\n\n")
+        traceback.print_exception(error, file=file)
+    message = f"{type(error).__name__}: {error} (this is a bug in llmctl; traceback in {path})"
+    return _report("Bug", message, f"report it with the contents of {path}", EXIT_BUG, is_json)
+
+
+def _install_sigterm() -> Callable[[int, FrameType | None], object] | int | None:
+    """Turn SIGTERM into an exception of the main thread; returns the handler it replaces."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    return signal.signal(signal.SIGTERM, stop)
+
+
+def _silence_stdout() -> None:
+    """Let the interpreter's last flush of a closed stdout go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Prompts from files and results to files: .txt, .csv, .npy, .jsonl.
+
+Every reader checks the whole file before anything runs and names file and line; every writer
+replaces its file in one step, so that a failure leaves no half of it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from llmctl.errors import BadConfig
+
+# Keys a .jsonl row may have beside prompt/input_ids, with the types each may take.
+_NUMBER = (int, float)
+ROW_KEYS: Mapping[str, tuple[type, ...]] = {
+    "max_tokens": (int,),
+    "output_tokens": (int,),  # the name trtllm-bench reads
+    "temperature": _NUMBER,
+    "top_k": (int,),
+    "top_p": _NUMBER,
+    "min_p": _NUMBER,
+    "seed": (int,),
+    "repetition_penalty": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "min_tokens": (int,),
+    "stop_words": (list,),
+    "bad_words": (list,),
+}
+_ROW_LABEL = "task_id"  # accepted for trtllm-bench's files; results carry the row's index anyway
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of input: text or token ids, and what the row itself sets."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file, by its suffix. Raises BadConfig for an unknown one or a bad row."""
+    readers = {".txt": _read_txt, ".csv": _read_csv, ".npy": _read_npy, ".jsonl": _read_jsonl}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise BadConfig(
+            f"--input-file is {path}; its name must end in one of {', '.join(readers)}",
+        )
+    if not path.is_file():
+        raise BadConfig(f"--input-file {path} does not exist")
+    try:
+        prompts = reader(path)
+    except UnicodeDecodeError as error:
+        raise BadConfig(f"{path} is not UTF-8 text: {error}") from error
+    if not prompts:
+        raise BadConfig(f"{path} holds no prompts")
+    return prompts
+
+
+def _read_txt(path: Path) -> list[Prompt]:
+    """One prompt a line; empty lines are skipped."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [Prompt(text=line.rstrip("\r")) for line in lines if line.strip()]
+
+
+def _read_csv(path: Path) -> list[Prompt]:
+    """One row of token ids a line."""
+    prompts = []
+    with path.open(encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.reader(file), start=1):
+            try:
+                ids = tuple(int(item) for item in row if item.strip())
+            except ValueError as error:
+                raise BadConfig(f"{path}, line {number}: {error}; token ids are wanted") from error
+            if ids:
+                prompts.append(Prompt(token_ids=ids))
+    return prompts
+
+
+def _read_npy(path: Path) -> list[Prompt]:
+    """An integer array [rows, tokens]; negative ids are padding."""
+    import numpy as np
+
+    try:
+        array = np.load(path, allow_pickle=False)
+    except ValueError as error:
+        raise BadConfig(f"{path} is not a plain .npy array: {error}") from error
+    if array.ndim == 1:
+        array = array[None]
+    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+        raise BadConfig(
+            f"{path} has shape {array.shape} and dtype {array.dtype}; integers [rows, tokens] "
+            "are wanted"
+        )
+    return [Prompt(token_ids=tuple(row[row >= 0].tolist())) for row in array]
+
+
+def _read_jsonl(path: Path) -> list[Prompt]:
+    """One JSON object a line: "prompt" or "input_ids", and ROW_KEYS."""
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if line.strip():
+            prompts.append(_parse_row(line, f"{path}, line {number}"))
+    return prompts
+
+
+def _parse_row(line: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise BadConfig(f"{where} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise BadConfig(f"{where} is {type(row).__name__}; a JSON object is wanted")
+    row.pop(_ROW_LABEL, None)
+    text, ids = row.pop("prompt", None), row.pop("input_ids", None)
+    if ids is not None:  # input_ids win when both are there, as they do in trtllm-bench
+        if not isinstance(ids, list) or not all(type(item) is int for item in ids):
+            raise BadConfig(f'{where}: "input_ids" must be a list of integers')
+        text, ids = None, tuple(ids)
+    elif not isinstance(text, str):
+        raise BadConfig(f'{where} has neither a "prompt" string nor "input_ids"')
+    _check_settings(row, where)
+    if "output_tokens" in row:
+        row["max_tokens"] = row.pop("output_tokens")
+    return Prompt(text=text, token_ids=ids, settings=row)
+
+
+def _check_settings(row: Mapping[str, Any], where: str) -> None:
+    for key, value in row.items():
+        wanted = ROW_KEYS.get(key)
+        if wanted is None:
+            raise BadConfig(f"{where} has the key {key!r}; known are: {', '.join(ROW_KEYS)}")
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise BadConfig(f"{where}: {key!r} is {value!r}, not {wanted[-1].__name__}")
+        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+            raise BadConfig(f"{where}: {key!r} must be a list of strings")
+
+
+# ---- results ----
+
+
+def write_csv(path: Path, rows: Iterable[Sequence[int]]) -> None:
+    """Token ids, one output a line; an empty line for a request that was refused."""
+    with _replacing(path, "w") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One JSON object a line."""
+    with _replacing(path, "w") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_npy(path: Path, rows: Sequence[Sequence[int]], pad_id: int) -> None:
+    """int32 [outputs, longest], padded on the right."""
+    import numpy as np
+
+    array = np.full((len(rows), max(map(len, rows), default=0)), pad_id, np.int32)
+    for index, row in enumerate(rows):
+        array[index, : len(row)] = row
+    with _replacing(path, "wb") as file:
+        np.save(file, array)
+
+
+def write_float_npy(path: Path, rows: Sequence[Sequence[float]]) -> None:
+    """float32 [outputs, longest], padded on the right with NaN."""
+    import numpy as np
+
+    array = np.full((len(rows), max(map(len, rows), default=0)), np.nan, np.float32)
+    for index, row in enumerate(rows):
+        array[index, : len(row)] = row
+    with _replacing(path, "wb") as file:
+        np.save(file, array)
+
+
+def require_writable(path: Path) -> None:
+    """Refuse an output file that cannot be written, before anything runs. Raises BadConfig."""
+    folder = path.absolute().parent
+    if not folder.is_dir() or path.is_dir() or not os.access(folder, os.W_OK):
+        raise BadConfig(f"{path} cannot be written: {folder} must be a writable folder")
+
+
+class _replacing:
+    """A file beside `path` that takes its name when the block ends without an exception."""
+
+    def __init__(self, path: Path, mode: str) -> None:
+        self._path = path.absolute()
+        self._mode = mode
+
+    def __enter__(self) -> IO[Any]:
+        handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
+        self._scratch = Path(name)
+        is_text = "b" not in self._mode
+        self._file: IO[Any] = os.fdopen(
+            handle,
+            self._mode,
+            encoding="utf-8" if is_text else None,
+            newline="" if is_text else None,
+        )
+        return self._file
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._file.close()
+        if kind is not None:
+            self._scratch.unlink()
+            return
+        self._scratch.chmod(0o644)
+        self._scratch.replace(self._path)

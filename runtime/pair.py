@@ -1,0 +1,101 @@
+"""Can these engines work together? Asked of their config.json, before any weight is read.
+
+The commonest ways a draft fails otherwise show up as a crash inside the first step, or as text
+that is right and no faster: engines swapped, a target built without room for drafts, tokenizers
+that look alike.
+"""
+
+from __future__ import annotations
+
+from llmctl.builder.engine_format import EngineConfig
+from llmctl.errors import PairMismatch
+
+DRAFT_MODE = "draft_tokens_external"
+_DRAFT_MODE_NUMBER = 2  # its value in build_config; the numbering is TensorRT-LLM's
+
+
+def check_target(target: EngineConfig, draft_len: int | None) -> int:
+    """The draft length to use: `draft_len`, or what the engine was built for when None.
+
+    Raises PairMismatch when the engine cannot verify that many drafts.
+    """
+    most = int(target.build_config["max_draft_len"])
+    wanted = draft_len if draft_len is not None else max(most, 1)
+    rebuild = (
+        "rebuild the target with: llmctl build "
+        f"--speculative_decoding_mode {DRAFT_MODE} --max_draft_len {wanted}"
+    )
+    if not _verifies_drafts(target):
+        raise PairMismatch(
+            f"the target engine was built without --speculative_decoding_mode {DRAFT_MODE}; "
+            "it cannot verify drafts",
+            fix=rebuild,
+        )
+    if wanted > most:
+        raise PairMismatch(
+            f"draft_len is {wanted}; the target engine was built for max_draft_len {most}",
+            fix=f"lower the draft length to {most}, or {rebuild}" if most else rebuild,
+        )
+    return wanted
+
+
+def check_pair(target: EngineConfig, draft: EngineConfig, draft_len: int | None) -> int:
+    """The draft length to use. Raises PairMismatch naming both values.
+
+    Allowed to differ: model family, dtype and quantization; the padded vocabulary width, as long
+    as the tokenizers have the same content; max_batch_size (the draft runs in groups); and
+    max_seq_len (beyond the draft's, generation goes on without drafts).
+    """
+    if _verifies_drafts(draft) and not _verifies_drafts(target):
+        raise PairMismatch(
+            "draft and target look swapped: the engine given as draft was built with "
+            f"--speculative_decoding_mode {DRAFT_MODE}, the one given as target was not",
+            fix="swap the values of --engine-dir and --draft-engine",
+        )
+    chosen = check_target(target, draft_len)
+    _require_equal("backend", target.backend, draft.backend)
+    _check_vocabulary(target, draft)
+    _require_equal(
+        "tokens_per_block",
+        target.build_config["tokens_per_block"],
+        draft.build_config["tokens_per_block"],
+        fix="rebuild one of them with the other's --tokens_per_block",
+    )
+    return chosen
+
+
+def _check_vocabulary(target: EngineConfig, draft: EngineConfig) -> None:
+    """Same tokenizer content; without tokenizers, at least the same width."""
+    hashes = target.tokenizer.get("hash"), draft.tokenizer.get("hash")
+    fix = "use a draft of the target's own family, built from its own tokenizer files"
+    if hashes[0] != hashes[1]:
+        raise PairMismatch(
+            f"the tokenizers differ: the target's content hash is {_short(hashes[0])}, "
+            f"the draft's {_short(hashes[1])}",
+            fix=fix,
+        )
+    widths = int(target.pretrained_config["vocab_size"]), int(draft.pretrained_config["vocab_size"])
+    num_tokens = target.tokenizer.get("vocab_size")
+    if num_tokens is None:
+        _require_equal("vocab_size", *widths, fix=fix)
+    elif min(widths) < num_tokens:
+        raise PairMismatch(
+            f"the tokenizer has {num_tokens} tokens; vocab_size is {widths[0]} in the target "
+            f"and {widths[1]} in the draft",
+            fix=fix,
+        )
+
+
+def _verifies_drafts(config: EngineConfig) -> bool:
+    return bool(config.build_config["speculative_decoding_mode"] == _DRAFT_MODE_NUMBER)
+
+
+def _short(content_hash: object) -> str:
+    return str(content_hash)[:12] if content_hash else "none (built without tokenizer files)"
+
+
+def _require_equal(name: str, target: object, draft: object, fix: str = "") -> None:
+    if target != draft:
+        raise PairMismatch(
+            f"{name} is {target!r} in the target and {draft!r} in the draft", fix=fix
+        )
