@@ -62,11 +62,12 @@ def test_tensors_outlive_the_release_of_their_maps(raw_checkpoint: Callable[...,
     assert torch.equal(tensor, TENSORS["a"])
 
 
-def test_a_misaligned_tensor_is_read(tmp_path: Path) -> None:
+def test_a_misaligned_tensor_is_read_into_aligned_memory(tmp_path: Path) -> None:
     header = {"x": entry([3], 0, 3, "U8"), "y": entry([2], 3, 11)}
     with_header(tmp_path / "model.safetensors", header, b"abc" + struct.pack("<2f", 1.5, -2.5))
     (tmp_path / "config.json").write_text("{}")
-    assert Checkpoint.open(tmp_path).read("y").tolist() == [1.5, -2.5]
+    found = Checkpoint.open(tmp_path).read("y")
+    assert found.tolist() == [1.5, -2.5] and found.data_ptr() % 4 == 0
 
 
 def test_every_truncation_is_a_corrupt_file(tmp_path: Path) -> None:

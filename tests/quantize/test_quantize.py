@@ -182,6 +182,13 @@ def test_an_option_out_of_range_is_a_bad_config(option: str, value: Any) -> None
         QuantizeOptions(Path("a"), Path("b"), **{option: value})
 
 
+def test_rows_are_no_longer_than_the_model_allows(
+    checkpoints: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    plan = plan_tiny(checkpoints(), tmp_path / "out", calib_max_seq_length=10_000)
+    assert plan.row_length == 256  # max_position_embeddings
+
+
 def test_a_tied_head_cannot_be_quantized(
     checkpoints: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
 ) -> None:
