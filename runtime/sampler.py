@@ -10,7 +10,7 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 from numpy.typing import NDArray
 
-from llmctl.plugins.sampling.reference import ArgmaxRows, Logits, argmax_rows, sample
+from llmctl.plugins.sampling.reference import ArgmaxRows, argmax_rows
 from llmctl.plugins.sampling.spec import TARGET_STREAM, SamplingRow, has_penalties
 from llmctl.runtime.core import Sequence
 from llmctl.runtime.stop import bad_word_reach, banned_next
@@ -48,12 +48,6 @@ class Sampler:
             banned=banned_next(request, tail, sequence.num_new_tokens + len(path)),
             stream=stream,
         )
-
-    def draw(self, logits: Logits, sequence: Sequence, path: Tokens[int] = ()) -> int:
-        """The token the sequence emits after `path`, from its row of logits [vocab]."""
-        if self.is_plain(sequence):
-            return int(self.argmax(logits[None])[0])
-        return sample(logits, self.row(sequence, path))
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence that ended."""

@@ -6,51 +6,90 @@ against the known-answer vectors of Random123.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)  # key increments: golden ratio, sqrt(3) - 1
-_ROUNDS = 10
-_MASK = 0xFFFFFFFF
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)  # key steps: golden ratio, sqrt(3) - 1
+_NUM_ROUNDS = 10
+_MASK = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_STEPS = np.arange(_NUM_ROUNDS, dtype=np.uint64)[:, None, None] * _WEYL
+_SMALL_DRAW = 512  # ids; below this a draw costs numpy calls, not arithmetic, so draws are joined
 
 
-def philox_words(
-    counter: tuple[NDArray[np.uint64], int, int, int], key: tuple[int, int]
-) -> tuple[NDArray[np.uint64], ...]:
-    """Four arrays of 32-bit words (held in uint64), one block per element of `counter[0]`."""
-    mask, half = np.uint64(_MASK), np.uint64(32)
-    multiplier0, multiplier1 = (np.uint64(m) for m in _MULTIPLIERS)
-    c0 = counter[0]
-    c1, c2, c3 = (np.full_like(c0, word) for word in counter[1:])
-    key0, key1 = key
-    for _ in range(_ROUNDS):
-        product0 = c0 * multiplier0  # 32 x 32 bits fit 64
-        product1 = c2 * multiplier1
-        c0 = (product1 >> half) ^ c1 ^ np.uint64(key0)
-        c2 = (product0 >> half) ^ c3 ^ np.uint64(key1)
-        c1 = product1 & mask
-        c3 = product0 & mask
-        key0, key1 = (key0 + _WEYL[0]) & _MASK, (key1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Asks for one uniform per id, keyed by (seed, position, stream, id). `ids` ascend from 0."""
+
+    seed: int
+    position: int
+    stream: int
+    ids: NDArray[np.int64]
 
 
-def uniforms(seed: int, position: int, stream: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One value in (0, 1) per id, keyed by (seed, position, stream, id). `ids` are >= 0."""
-    first, count = (int(ids[0]), len(ids)) if len(ids) else (0, 0)
-    key = (seed & _MASK, seed >> 32)
-    is_range = count > 8 and int(ids[-1]) - first == count - 1
-    blocks = (ids >> 2).astype(np.uint64)
-    if is_range:  # no block twice
-        blocks = np.arange(first // 4, (first + count - 1) // 4 + 1, dtype=np.uint64)
-    words = np.stack(philox_words((blocks, position, stream, 0), key), axis=1)
-    if is_range:
-        drawn = words.reshape(-1)[first % 4 : first % 4 + count]
-    else:
-        drawn = words[np.arange(count), ids & 3]
-    return (drawn.astype(np.float64) + 0.5) * 2.0**-32
+def philox_words(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Four 32-bit words (held in uint64) [4, n] per block: counter [4, n], key [2, n] or [2, 1]."""
+    keys = (key + _STEPS) & _MASK  # [rounds, 2, n or 1]
+    even, odd = counter[0::2], counter[1::2]  # words 0 and 2 are the factors of a round
+    for round_key in keys:
+        product = even * _MULTIPLIERS  # 32 x 32 bits fit 64
+        even = (product >> _HALF)[::-1] ^ odd
+        even ^= round_key
+        odd = (product & _MASK)[::-1]
+    return np.stack((even[0], odd[0], even[1], odd[1]))
+
+
+def uniforms(draws: Sequence[Draw]) -> list[NDArray[np.float64]]:
+    """For each draw, one value in (0, 1) per id. Word id % 4 of block id // 4 belongs to an id."""
+    small = [index for index, draw in enumerate(draws) if len(draw.ids) < _SMALL_DRAW]
+    results: list[NDArray[np.float64]] = [_EMPTY] * len(draws)
+    if small:
+        sizes = [len(draws[index].ids) for index in small]
+        joined = _fraction(_words_of_ids([draws[index] for index in small], sizes))
+        end = 0
+        for index, size in zip(small, sizes, strict=True):
+            results[index] = joined[end : end + size]
+            end += size
+    for index, draw in enumerate(draws):
+        if len(draw.ids) >= _SMALL_DRAW:
+            results[index] = _fraction(_words_of_range(draw)[draw.ids - (draw.ids[0] & ~3)])
+    return results
 
 
 def uniform(seed: int, position: int, stream: int) -> float:
     """The single value keyed by (seed, position, stream), in (0, 1)."""
-    return float(uniforms(seed, position, stream, np.zeros(1, np.int64))[0])
+    return float(uniforms([Draw(seed, position, stream, np.zeros(1, np.int64))])[0][0])
+
+
+_EMPTY = np.empty(0)
+
+
+def _words_of_ids(draws: Sequence[Draw], sizes: list[int]) -> NDArray[np.uint64]:
+    """One word per id of all draws in a row, each from its own block."""
+    ids = np.concatenate([draw.ids for draw in draws])
+    constants = [
+        (draw.position, draw.stream, 0, draw.seed & 0xFFFFFFFF, draw.seed >> 32) for draw in draws
+    ]
+    columns = np.array(constants, np.uint64).T.repeat(sizes, axis=1)  # [5, ids]
+    counter = np.concatenate(((ids >> 2).astype(np.uint64)[None], columns[:3]))
+    words = philox_words(counter, columns[3:])
+    chosen: NDArray[np.uint64] = words[ids & 3, np.arange(len(ids))]
+    return chosen
+
+
+def _words_of_range(draw: Draw) -> NDArray[np.uint64]:
+    """The words of every id from the block of the first to the block of the last."""
+    blocks = np.arange(draw.ids[0] >> 2, (draw.ids[-1] >> 2) + 1, dtype=np.uint64)
+    counter = np.empty((4, len(blocks)), np.uint64)
+    counter[0] = blocks
+    counter[1:] = np.array([[draw.position], [draw.stream], [0]], np.uint64)
+    key = np.array([[draw.seed & 0xFFFFFFFF], [draw.seed >> 32]], np.uint64)
+    return philox_words(counter, key).T.reshape(-1)
+
+
+def _fraction(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    return (words.astype(np.float64) + 0.5) * 2.0**-32

@@ -9,11 +9,12 @@ tie at the top-p border, lower ids stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmctl.plugins.sampling.philox import uniforms
+from llmctl.plugins.sampling.philox import Draw, uniforms
 from llmctl.plugins.sampling.spec import (
     NOISE_SPAN,
     SamplingParams,
@@ -23,7 +24,11 @@ from llmctl.plugins.sampling.spec import (
 
 Logits = NDArray[np.float32]
 Ids = NDArray[np.int64]
-ArgmaxRows = Callable[[Logits], Ids]
+Scores = NDArray[np.float64]
+Candidates = tuple[Ids, Scores]  # ids ascending, and log-probabilities up to a constant
+ArgmaxRows = Callable[[Logits], NDArray[np.integer[Any]]]
+
+_LOWEST = np.finfo(np.float32).min  # banned ids lie below
 
 
 def argmax_rows(logits: Logits) -> Ids:
@@ -36,16 +41,26 @@ def sample_rows(
     logits: Logits, rows: Sequence[SamplingRow], argmax: ArgmaxRows = argmax_rows
 ) -> Ids:
     """One token per row of `logits` [len(rows), vocab]. Rows that need no transform share a call
-    to `argmax`; `logits` is left as it was."""
+    to `argmax`, the others their noise; `logits` is left as it was."""
     plain = [is_plain(row) for row in rows]
     if all(plain):
-        return argmax(logits)
+        return argmax(logits).astype(np.int64)
     tokens = np.empty(len(rows), np.int64)
     if any(plain):
         tokens[plain] = argmax(np.ascontiguousarray(logits[plain]))
+    drawn: list[int] = []
+    candidates: list[Candidates] = []
     for index, row in enumerate(rows):
-        if not plain[index]:
-            tokens[index] = sample(logits[index], row)
+        if plain[index]:
+            continue
+        penalised = penalise(logits[index], row)
+        if row.params.is_greedy:
+            tokens[index] = penalised.argmax()
+        else:
+            drawn.append(index)
+            candidates.append(survivors(penalised, row.params))
+    if drawn:
+        tokens[drawn] = draw_rows(candidates, [rows[index] for index in drawn])
     return tokens
 
 
@@ -54,31 +69,27 @@ def is_plain(row: SamplingRow) -> bool:
     return row.params.is_greedy and not row.banned and not has_penalties(row.params)
 
 
-def sample(logits: Logits, row: SamplingRow) -> int:
-    """The token drawn from one row of logits [vocab]."""
-    penalised = penalise(logits, row)
-    if row.params.is_greedy:
-        return int(penalised.argmax())
-    ids, scores = survivors(penalised, row.params)
-    return draw(ids, scores, row)
+def draw_rows(candidates: Sequence[Candidates], rows: Sequence[SamplingRow]) -> list[int]:
+    """Sample from softmax(scores) over the ids of each row's candidates, with its keyed noise."""
+    near = [_within_reach(*pair) for pair in candidates]
+    draws = [
+        Draw(row.seed, row.position, row.stream, ids)
+        for (ids, _), row in zip(near, rows, strict=True)
+    ]
+    return [
+        int(ids[(scores - np.log(-np.log(values))).argmax()])
+        for (ids, scores), values in zip(near, uniforms(draws), strict=True)
+    ]
 
 
-def draw(ids: Ids, scores: NDArray[np.float64], row: SamplingRow) -> int:
-    """Sample from softmax(scores) over `ids` (ascending) with the row's keyed noise."""
-    near = scores >= scores.max() - NOISE_SPAN  # the others cannot win, so need no noise
-    ids, scores = ids[near], scores[near]
-    noise = -np.log(-np.log(uniforms(row.seed, row.position, row.stream, ids)))
-    return int(ids[(scores + noise).argmax()])
-
-
-def draw_from_probs(probs: NDArray[np.float64], row: SamplingRow) -> int:
+def draw_from_probs(probs: Scores, row: SamplingRow) -> int:
     """Sample from a distribution [vocab] with the row's keyed noise."""
     ids = np.flatnonzero(probs)
-    return draw(ids, np.log(probs[ids]), row)
+    return draw_rows([(ids, np.log(probs[ids]))], [row])[0]
 
 
-def processed_probs(logits: Logits, row: SamplingRow) -> NDArray[np.float64]:
-    """The distribution [vocab] that `sample` draws from; one-hot for a greedy row."""
+def processed_probs(logits: Logits, row: SamplingRow) -> Scores:
+    """The distribution [vocab] that a row is drawn from; one-hot for a greedy row."""
     penalised = penalise(logits, row)
     probs = np.zeros(len(logits))
     if row.params.is_greedy:
@@ -109,18 +120,18 @@ def penalise(logits: Logits, row: SamplingRow) -> Logits:
     return out
 
 
-def survivors(logits: Logits, params: SamplingParams) -> tuple[Ids, NDArray[np.float64]]:
+def survivors(logits: Logits, params: SamplingParams) -> Candidates:
     """Steps 3 and 4: (ids ascending, scores) of the ids that may be drawn; softmax(scores) is
     their distribution. When everything is banned id 0 is left, as in the argmax of a greedy row."""
-    ids = np.flatnonzero(logits > -np.inf)
+    border = np.float32(-np.inf)
+    if params.top_k and params.top_k < len(logits):  # temperature does not change the order
+        border = np.partition(logits, len(logits) - params.top_k)[len(logits) - params.top_k]
+    ids = np.flatnonzero(logits >= max(border, _LOWEST))
     if not len(ids):
         return np.zeros(1, np.int64), np.zeros(1)
     wide = logits[ids].astype(np.float64)
     with np.errstate(over="ignore"):  # a tiny temperature: everything but the best is -inf
         scores = (wide - wide.max()) / params.temperature
-    if params.top_k and params.top_k < len(ids):
-        border = np.partition(scores, len(ids) - params.top_k)[len(ids) - params.top_k]
-        ids, scores = _keep(scores >= border, ids, scores)
     if params.top_p is not None and params.top_p < 1:
         ids, scores = _keep(_inside_top_p(scores, params.top_p), ids, scores)
     if params.min_p > 0:
@@ -138,7 +149,7 @@ def log_softmax_at(logits: Logits, tokens: Sequence[int]) -> list[float]:
     return result
 
 
-def _inside_top_p(scores: NDArray[np.float64], top_p: float) -> NDArray[np.bool_]:
+def _inside_top_p(scores: Scores, top_p: float) -> NDArray[np.bool_]:
     """True for the ids left when the least likely ids holding at most 1 - top_p mass are cut."""
     probs = _softmax(scores)
     # Ids below this share hold less than 1 - top_p together: cut them without sorting them.
@@ -153,13 +164,17 @@ def _inside_top_p(scores: NDArray[np.float64], top_p: float) -> NDArray[np.bool_
     return inside
 
 
-def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+def _softmax(scores: Scores) -> Scores:
     exponentials = np.exp(scores - scores.max())
-    probs: NDArray[np.float64] = exponentials / exponentials.sum()
+    probs: Scores = exponentials / exponentials.sum()
     return probs
 
 
-def _keep(
-    mask: NDArray[np.bool_], ids: Ids, scores: NDArray[np.float64]
-) -> tuple[Ids, NDArray[np.float64]]:
+def _keep(mask: NDArray[np.bool_], ids: Ids, scores: Scores) -> Candidates:
     return ids[mask], scores[mask]
+
+
+def _within_reach(ids: Ids, scores: Scores) -> Candidates:
+    """The ids that can win; the others need no noise."""
+    near = scores >= scores.max() - NOISE_SPAN
+    return (ids, scores) if near.all() else _keep(near, ids, scores)

@@ -11,7 +11,7 @@ max(p - q, 0). The output has the target's distribution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +19,15 @@ from numpy.typing import NDArray
 Probs = NDArray[np.float64]
 
 
-def accept_tokens(
-    draft_tokens: Sequence[int], target_token: Callable[[int], int]
-) -> tuple[int, int]:
-    """Return (accepted, next_token). `target_token(i)` is the target's draw after i drafts; it is
-    asked in order and never beyond the first difference."""
-    for index, draft_token in enumerate(draft_tokens):
-        token = target_token(index)
-        if token != draft_token:
-            return index, token
-    return len(draft_tokens), target_token(len(draft_tokens))
+def accept_tokens(draft_tokens: Sequence[int], target_tokens: Sequence[int]) -> tuple[int, int]:
+    """Return (accepted, next_token): how many drafts stand, and the token that follows them.
+
+    draft_tokens [k]; target_tokens [k + 1], the i-th being the target's own draw after i drafts.
+    """
+    accepted = 0
+    while accepted < len(draft_tokens) and draft_tokens[accepted] == target_tokens[accepted]:
+        accepted += 1
+    return accepted, target_tokens[accepted]
 
 
 def accept_logits(

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from llmctl.errors import BadConfig, PairMismatch
 from llmctl.plugins.program import StepInputs
-from llmctl.plugins.sampling.reference import Logits, draw_from_probs, processed_probs
-from llmctl.plugins.sampling.spec import DRAFT_STREAM
+from llmctl.plugins.sampling.reference import Logits, processed_probs, sample_rows
+from llmctl.plugins.sampling.spec import DRAFT_STREAM, TARGET_STREAM, SamplingRow
 from llmctl.runtime.core import Batch, Sequence
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.sampler import Sampler
@@ -177,22 +177,24 @@ class DraftTargetDrafter:
         sampler = self._sampler
         if logits.shape[1] > sampler.vocab_size:  # padded vocabulary: ids the target lacks
             logits = np.ascontiguousarray(logits[:, : sampler.vocab_size])
-        plain = [sampler.is_plain(item.sequence) for item in rounds]
-        best = sampler.argmax(logits).tolist() if any(plain) else []
-        for index, item in enumerate(rounds):
-            if plain[index]:
-                item.tokens.append(best[index])
-            elif self._keep_probs and not item.sequence.request.sampling_config.is_greedy:
-                self._draw_keeping_probs(logits[index], item)
-            else:
-                item.tokens.append(sampler.draw(logits[index], item.sequence, item.tokens))
+        if all(sampler.is_plain(item.sequence) for item in rounds):
+            tokens = sampler.argmax(logits).tolist()
+        else:
+            stream = DRAFT_STREAM if self._keep_probs else TARGET_STREAM
+            rows = [sampler.row(item.sequence, item.tokens, stream) for item in rounds]
+            tokens = sample_rows(logits, rows, sampler.argmax).tolist()
+            if self._keep_probs:
+                self._store_probs(logits, rows, rounds)
+        for item, token in zip(rounds, tokens, strict=True):
+            item.tokens.append(token)
 
-    def _draw_keeping_probs(self, logits: Logits, item: _Round) -> None:
-        row = self._sampler.row(item.sequence, item.tokens, DRAFT_STREAM)
-        probs = np.zeros(self._sampler.vocab_size)
-        probs[: len(logits)] = processed_probs(logits, row)
-        item.tokens.append(draw_from_probs(probs, row))
-        item.probs.append(probs)
+    def _store_probs(self, logits: Logits, rows: list[SamplingRow], rounds: list[_Round]) -> None:
+        """Keep the distributions that sampled drafts were drawn from, over the target's ids."""
+        for index, (row, item) in enumerate(zip(rows, rounds, strict=True)):
+            if not row.params.is_greedy:
+                probs = np.zeros(self._sampler.vocab_size)
+                probs[: logits.shape[1]] = processed_probs(logits[index], row)
+                item.probs.append(probs)
 
     def _proposal(self, sequence: Sequence) -> Proposal:
         done = self._rounds.get(sequence.sequence_id)

@@ -18,12 +18,11 @@ from transformers.generation.logits_process import (
 )
 
 from llmctl.plugins.sampling import reference
-from llmctl.plugins.sampling.philox import philox_words, uniform, uniforms
+from llmctl.plugins.sampling.philox import Draw, philox_words, uniform, uniforms
 from llmctl.plugins.sampling.reference import (
     draw_from_probs,
     log_softmax_at,
     processed_probs,
-    sample,
     sample_rows,
 )
 from llmctl.plugins.sampling.spec import (
@@ -53,6 +52,10 @@ def row(params: Params, seed: int = 0, position: int = 0, **rest: object) -> Sam
     return SamplingRow(params, seed, position, **rest)  # type: ignore[arg-type]
 
 
+def sample(logits: np.ndarray, sampling_row: SamplingRow) -> int:
+    return int(sample_rows(logits[None], [sampling_row])[0])
+
+
 # ---- noise ----
 
 
@@ -73,23 +76,40 @@ def row(params: Params, seed: int = 0, position: int = 0, **rest: object) -> Sam
     ],
 )
 def test_philox_gives_the_known_answers(counter, key, words):
-    first = np.array([counter[0]], np.uint64)
-    found = philox_words((first, *counter[1:]), key)
-    assert tuple(int(word[0]) for word in found) == words
+    found = philox_words(np.array(counter, np.uint64)[:, None], np.array(key, np.uint64)[:, None])
+    assert tuple(found[:, 0].tolist()) == words
 
 
-def test_noise_of_an_id_does_not_depend_on_which_other_ids_are_asked():
-    whole = uniforms(2**63 + 5, 17, TARGET_STREAM, np.arange(101))
-    some = np.array([0, 3, 4, 50, 99])
-    assert (uniforms(2**63 + 5, 17, TARGET_STREAM, some) == whole[some]).all()
-    assert (uniforms(2**63 + 5, 17, TARGET_STREAM, np.arange(6, 60)) == whole[6:60]).all()
+def values(seed: int, position: int, ids: np.ndarray, stream: int = TARGET_STREAM):
+    return uniforms([Draw(seed, position, stream, ids)])[0]
+
+
+@pytest.mark.parametrize("count", [5, 511, 512, 3001])
+def test_noise_of_an_id_does_not_depend_on_which_other_ids_are_asked(count):
+    whole = values(2**63 + 5, 17, np.arange(count))
+    generator = np.random.default_rng(count)
+    for size in (1, 4, count // 2, count):
+        some = np.sort(generator.choice(count, size, replace=False))
+        assert (values(2**63 + 5, 17, some) == whole[some]).all()
+    one_by_one = [values(2**63 + 5, 17, np.array([i]))[0] for i in range(0, count, 97)]
+    assert one_by_one == whole[::97].tolist()
+
+
+def test_noise_of_a_draw_does_not_depend_on_the_draws_beside_it():
+    draws = [
+        Draw(seed, 3 * seed, seed % 3, np.arange(size))
+        for seed, size in enumerate((3, 700, 1, 40, 512))
+    ]
+    together = uniforms(draws)
+    for draw, found in zip(draws, together, strict=True):
+        assert (uniforms([draw])[0] == found).all()
 
 
 def test_seed_position_stream_and_id_each_change_the_noise():
     base = uniform(1, 2, ACCEPT_STREAM)
     others = [uniform(1 + 2**32, 2, ACCEPT_STREAM), uniform(2, 2, ACCEPT_STREAM)]
     others += [uniform(1, 3, ACCEPT_STREAM), uniform(1, 2, DRAFT_STREAM)]
-    others += uniforms(1, 2, ACCEPT_STREAM, np.arange(1, 9)).tolist()
+    others += values(1, 2, np.arange(1, 9), ACCEPT_STREAM).tolist()
     assert len({base, *others}) == 1 + len(others)
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llmctl.plugins.sampling.reference import sample
+from llmctl.plugins.sampling.reference import sample_rows
 from llmctl.plugins.sampling.spec import SamplingRow
 from llmctl.runtime.core import FinishReason, Request, Sequence
 from llmctl.runtime.kv_cache import KvCacheManager
@@ -239,7 +239,7 @@ def plain_answer(engine: FakeEngine, request: Request, index: int = 0):
             banned.append(request.end_id)
         counts = np.bincount(tokens, minlength=engine.vocab_size).astype(np.int32)
         row = SamplingRow(params, params.seed + index, len(tokens), counts, tuple(banned))
-        new.append(sample(engine.logits(np.array(tokens)), row))
+        new.append(int(sample_rows(engine.logits(np.array(tokens))[None], [row])[0]))
         if new[-1] == request.end_id:
             return new, FinishReason.END_ID
         if len(new) >= params.min_tokens and any(
