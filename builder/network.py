@@ -116,8 +116,8 @@ class Network:
         outputs = ", ".join(str(self.tensors[name]) for name in node.outputs.values())
         inputs = ", ".join(f"{role}={name}" for role, name in node.inputs.items())
         attributes = " ".join(f"{key}={value}" for key, value in node.attributes.items())
-        tail = "".join(f"  {text}" for text in (attributes, node.tactic and f"[{node.tactic}]"))
-        return f"{outputs} = {node.op}({inputs}){tail.rstrip()}"
+        tail = [attributes, node.tactic and f"[{node.tactic}]"]
+        return "  ".join([f"{outputs} = {node.op}({inputs})", *filter(None, tail)])
 
 
 _current: ContextVar[Network] = ContextVar("network")

@@ -1,7 +1,8 @@
 """Compute only the rows that get logits, from the last attention on.
 
 After the last attention every op works row by row, so the gather moves up to it: of a prompt
-chunk of 2,048 tokens, the last layer's output projection and MLP run for one row.
+chunk of 2,048 tokens, the last layer's output projection and MLP run for one row. Rows are
+gathered in the model dtype, so the last attention does not write FP8 itself.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ FP8 = "float8_e4m3fn"
 
 @dataclass(frozen=True, slots=True)
 class LinearScales:
-    """The scale tensors of one FP8 linear; without input_scale, tokens get their own at run time."""
+    """The scale tensors of one FP8 linear; no input_scale: each token gets its own as it runs."""
 
     weight_scale: str
     input_scale: str | None

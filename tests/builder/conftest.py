@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,12 @@ def program_name(request: pytest.FixtureRequest) -> str:
 
 
 def make_model(
-    family: str, seed: int = 0, dtype: str = "float32", **fields: Any
+    family: str, seed: int = 0, dtype: str = "float32", gain: float = 1.0, **fields: Any
 ) -> PreTrainedModel:
-    """A random model with weights of a size that makes every part of the network matter."""
+    """A random model with weights of a size that makes every part of the network matter.
+
+    gain scales the linears: with 1.0 a small error grows from layer to layer, with less it stays.
+    """
     small = {
         "vocab_size": 131,
         "hidden_size": 64,
@@ -68,7 +70,9 @@ def make_model(
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             else:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+                scale = gain if "proj" in name else 1.0
+                parameter.normal_(0, scale * parameter.shape[-1] ** -0.5)
+    model.config.architectures = [type(model).__name__]  # as from_pretrained leaves it
     return model.to(getattr(torch, dtype))
 
 
@@ -173,6 +177,12 @@ def new_model() -> Callable[..., PreTrainedModel]:
     return make_model
 
 
+@pytest.fixture(scope="module")
+def module_model() -> Callable[..., PreTrainedModel]:
+    """`new_model` for fixtures that a module shares."""
+    return make_model
+
+
 @pytest.fixture
 def some_tokens() -> Callable[..., list[int]]:
     """some_tokens(count, vocabulary) -> random token ids, the same every time."""
@@ -181,12 +191,3 @@ def some_tokens() -> Callable[..., list[int]]:
         return np.random.default_rng(7).integers(0, vocab_size, count).tolist()
 
     return tokens
-
-
-@pytest.fixture(autouse=True)
-def _library_warnings() -> Iterator[None]:
-    """Warnings that ModelOpt and torch raise about themselves are not ours to fix."""
-    with warnings.catch_warnings():
-        for module in ("modelopt", "torch", "transformers", "compressed_tensors"):
-            warnings.filterwarnings("ignore", module=module)
-        yield

@@ -1,0 +1,324 @@
+"""FP8 engines against the libraries that wrote their checkpoints: ModelOpt, compressed-tensors."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llmctl.builder.engine_format import open_engine
+
+MAX_RELATIVE_L2 = 1e-2  # acceptance limit against ModelOpt's fake-quantized model
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied 7 heads": (
+        "llama",
+        {
+            "tie_word_embeddings": True,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "hidden_size": 112,
+        },
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "mistral": ("mistral", {"sliding_window": 20}),
+}
+
+
+def relative_l2(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def calibration_rows(tokens: Callable[..., list[int]]) -> torch.Tensor:
+    return torch.tensor(tokens(256)).view(4, 64)
+
+
+def modelopt_checkpoint(
+    model: PreTrainedModel, folder: Path, preset: str, rows: torch.Tensor, kv: bool, tokens: Any
+) -> torch.Tensor:
+    """Quantize with ModelOpt, run its fake-quantized model on `tokens`, export; the logits."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing it warns about its own and torch's versions
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.export import export_hf_checkpoint
+
+        config = copy.deepcopy(getattr(mtq, preset))
+        if kv:
+            config["quant_cfg"] += copy.deepcopy(mtq.FP8_KV_CFG["quant_cfg"])
+        mtq.quantize(model, config, lambda m: [m(row[None]) for row in rows])
+        logits = model(torch.tensor([tokens])).logits[0].float()
+        export_hf_checkpoint(model, export_dir=folder)
+    return logits
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_modelopt_fp8_logits_agree_with_its_fake_quantized_model(
+    shape: str, program_name: str, new_model, build_engine, open_test_engine, some_tokens, tmp_path
+) -> None:
+    family, fields = SHAPES[shape]
+    folder, tokens = tmp_path / "fp8", some_tokens(40)
+    wanted = modelopt_checkpoint(
+        new_model(family, gain=0.5, **fields),
+        folder,
+        "FP8_DEFAULT_CFG",
+        calibration_rows(some_tokens),
+        True,
+        tokens,
+    )
+    engine = open_test_engine(build_engine(folder), program_name)
+    assert engine.plan.kv_cache.dtype == "float8_e4m3fn"
+    assert relative_l2(engine.run(tokens), wanted) < MAX_RELATIVE_L2
+
+
+def test_modelopt_per_channel_per_token_logits_agree_with_its_model(
+    program_name: str, new_model, build_engine, open_test_engine, some_tokens, tmp_path
+) -> None:
+    folder, tokens = tmp_path / "fp8", some_tokens(40)
+    rows = calibration_rows(some_tokens)
+    preset = "FP8_PER_CHANNEL_PER_TOKEN_CFG"
+    wanted = modelopt_checkpoint(new_model("llama", gain=0.5), folder, preset, rows, False, tokens)
+    engine = open_test_engine(build_engine(folder), program_name)
+    assert engine.plan.kv_cache.dtype == "float32"
+    assert relative_l2(engine.run(tokens), wanted) < MAX_RELATIVE_L2
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """Rewrite the one weight file of a checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def modelopt_source(
+    tmp_path_factory: pytest.TempPathFactory, module_model: Callable[..., PreTrainedModel]
+) -> Path:
+    """One ModelOpt FP8 checkpoint with an FP8 KV cache; tests copy it."""
+    folder = tmp_path_factory.mktemp("modelopt") / "fp8"
+    rows = torch.arange(64).view(2, 32)
+    modelopt_checkpoint(module_model("llama", gain=0.5), folder, "FP8_DEFAULT_CFG", rows, True, [1])
+    return folder
+
+
+@pytest.fixture
+def modelopt_fp8(modelopt_source: Path, tmp_path: Path) -> Path:
+    """A private copy of `modelopt_source`."""
+    return Path(shutil.copytree(modelopt_source, tmp_path / "fp8"))
+
+
+def compressed_tensors_checkpoint(
+    model: PreTrainedModel, folder: Path, preset: str, rows: torch.Tensor, kv: bool
+) -> None:
+    """Quantize and write with the compressed-tensors library; scales from observed maxima."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationStatus,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+
+    largest: dict[str, float] = {}
+
+    def observe(name: str) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
+        def hook(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            largest[name] = max(largest.get(name, 0.0), float(inputs[0].abs().max()))
+
+        return hook
+
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    hooks = [module.register_forward_pre_hook(observe(name)) for name, module in linears]
+    with torch.no_grad():
+        model(rows)
+    for handle in hooks:
+        handle.remove()
+    arguments = QuantizationArgs(
+        num_bits=8, type="float", symmetric=True, strategy="tensor", dynamic=False
+    )
+    config = QuantizationConfig(
+        config_groups={"group_0": preset_name_to_scheme(preset, ["Linear"])},
+        ignore=["lm_head"],
+        kv_cache_scheme=arguments if kv else None,
+        quantization_status=QuantizationStatus.INITIALIZED,
+    )
+    apply_quantization_config(model, config)
+    for name, module in model.named_modules():
+        if hasattr(module, "weight_scale"):
+            weight, scale = module.weight.abs(), module.weight_scale
+            amax = weight.max() if scale.numel() == 1 else weight.amax(1, keepdim=True)
+            scale.data.copy_((amax / 448).reshape(scale.shape))
+        if hasattr(module, "input_scale"):
+            module.input_scale.data.fill_(largest[name] / 448)
+        for scale_name in ("k_scale", "v_scale"):
+            if hasattr(module, scale_name):
+                getattr(module, scale_name).data.fill_(0.01)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("preset", "kv"), [("FP8", True), ("FP8", False), ("FP8_DYNAMIC", False), ("FP8_DYNAMIC", True)]
+)
+def test_compressed_tensors_logits_agree_with_its_own_run(
+    preset: str,
+    kv: bool,
+    program_name: str,
+    new_model,
+    build_engine,
+    open_test_engine,
+    some_tokens,
+    tmp_path,
+) -> None:
+    folder, tokens = tmp_path / "fp8", some_tokens(40)
+    model = new_model("llama", gain=0.5)
+    compressed_tensors_checkpoint(model, folder, preset, calibration_rows(some_tokens), kv)
+    with torch.no_grad():
+        reader = AutoModelForCausalLM.from_pretrained(folder)
+        wanted = reader(torch.tensor([tokens])).logits[0]
+    engine = open_test_engine(build_engine(folder), program_name)
+    assert engine.plan.kv_cache.dtype == ("float8_e4m3fn" if kv else "float32")
+    assert relative_l2(engine.run(tokens), wanted) < MAX_RELATIVE_L2
+
+
+@pytest.mark.parametrize(
+    ("k_name", "v_name"),
+    [
+        ("k_scale", "v_scale"),
+        ("k_proj.output_scale", "v_proj.output_scale"),
+    ],
+)
+def test_every_spelling_of_kv_scales_is_the_same_engine(
+    k_name: str, v_name: str, modelopt_fp8, build_engine, open_test_engine, some_tokens
+) -> None:
+    tokens = some_tokens(20)
+    wanted = open_test_engine(build_engine(modelopt_fp8), "reference").run(tokens)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            for old, new in (("k_proj.k_scale", k_name), ("v_proj.v_scale", v_name)):
+                if name.endswith(old):
+                    tensors[name.removesuffix(old) + new] = tensors.pop(name)
+
+    engine = open_test_engine(build_engine(edit(modelopt_fp8, rename)), "reference")
+    assert torch.equal(engine.run(tokens), wanted)
+
+
+def test_one_kv_scale_for_both_is_read(modelopt_fp8, build_engine, open_test_engine) -> None:
+    def join(tensors: dict[str, torch.Tensor]) -> None:
+        for layer in range(2):
+            prefix = f"model.layers.{layer}.self_attn"
+            k = tensors.pop(f"{prefix}.k_proj.k_scale")
+            v = tensors.pop(f"{prefix}.v_proj.v_scale")
+            tensors[f"{prefix}.kv_scale"] = torch.maximum(k, v)
+
+    engine = open_test_engine(build_engine(edit(modelopt_fp8, join)), "reference")
+    assert torch.isfinite(engine.run([1, 2, 3])).all()
+
+
+def test_a_nested_quantization_file_alone_is_enough(
+    modelopt_fp8, build_engine, open_test_engine
+) -> None:
+    wanted = open_test_engine(build_engine(modelopt_fp8), "reference").run([3, 1, 4])
+    config = json.loads((modelopt_fp8 / "config.json").read_text())
+    del config["quantization_config"]  # as ModelOpt before 0.31
+    (modelopt_fp8 / "config.json").write_text(json.dumps(config))
+    engine = open_test_engine(build_engine(modelopt_fp8), "reference")
+    assert torch.equal(engine.run([3, 1, 4]), wanted)
+
+
+def test_autofp8_static_is_the_same_engine(modelopt_fp8, build_engine, open_test_engine) -> None:
+    wanted = open_test_engine(build_engine(modelopt_fp8), "reference").run([3, 1, 4])
+    config = json.loads((modelopt_fp8 / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "ignored_layers": ["lm_head"],
+    }
+    (modelopt_fp8 / "config.json").write_text(json.dumps(config))
+    (modelopt_fp8 / "hf_quant_config.json").unlink()
+    engine = open_test_engine(build_engine(modelopt_fp8, kv_cache_dtype="fp8"), "reference")
+    assert torch.equal(engine.run([3, 1, 4]), wanted)
+
+
+def test_merged_linears_take_the_largest_input_scale(
+    modelopt_fp8, build_engine, open_test_engine
+) -> None:
+    def stretch(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.k_proj.input_scale"].mul_(3)
+
+    name = "model.layers.0.self_attn.q_proj.input_scale"
+    original = load_file(modelopt_fp8 / "model.safetensors")[name]
+    _, weights = open_engine(build_engine(edit(modelopt_fp8, stretch)))
+    found = weights["model.layers.0.self_attn.qkv_proj.input_scale"]
+    assert torch.equal(found, 3 * original.reshape(1))
+
+
+def test_merged_weights_keep_each_parts_own_scale(modelopt_fp8, build_engine) -> None:
+    stored = load_file(modelopt_fp8 / "model.safetensors")
+    _, weights = open_engine(build_engine(modelopt_fp8))
+    prefix = "model.layers.1.self_attn"
+    parts = [stored[f"{prefix}.{name}_proj.weight"] for name in "qkv"]
+    scales = [stored[f"{prefix}.{name}_proj.weight_scale"] for name in "qkv"]
+    merged = weights[f"{prefix}.qkv_proj.weight"].view(torch.uint8)
+    assert torch.equal(merged, torch.cat([part.view(torch.uint8) for part in parts]))
+    wanted = torch.cat([s.expand(len(part)) for s, part in zip(scales, parts, strict=True)])
+    assert torch.equal(weights[f"{prefix}.qkv_proj.weight_scale"], wanted)
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.0*", "re:model[.]layers[.]0[.].*"])
+def test_excluded_layers_stay_unquantized(
+    pattern: str, modelopt_fp8, build_engine, open_test_engine, new_model
+) -> None:
+    plain = new_model("llama", gain=0.5).state_dict()
+
+    def restore(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in tensors if n.startswith("model.layers.0.")]:
+            if name.endswith("proj.weight"):
+                tensors[name] = plain[name].clone()
+            elif name.endswith(("weight_scale", "input_scale")):
+                del tensors[name]
+
+    config = json.loads((modelopt_fp8 / "config.json").read_text())
+    config["quantization_config"]["ignore"].append(pattern)
+    (modelopt_fp8 / "config.json").write_text(json.dumps(config))
+    engine = open_test_engine(build_engine(edit(modelopt_fp8, restore)), "reference")
+    dtypes = {t.name: t.dtype for t in engine.plan.tensors if t.name.endswith("qkv_proj.weight")}
+    assert list(dtypes.values()) == ["float32", "float8_e4m3fn"]
+    assert torch.isfinite(engine.run([1, 2, 3])).all()
+
+
+def test_fusion_switches_change_the_plan_and_not_the_values(
+    modelopt_fp8, build_engine, open_test_engine, some_tokens, program_name
+) -> None:
+    tokens = some_tokens(20)
+    fused = open_test_engine(build_engine(modelopt_fp8), program_name)
+    # The last layer gathers the wanted rows after attention, before it quantizes them.
+    apart_ops = [op.name for op in fused.plan.ops if op.op == "quantize"]
+    assert apart_ops == ["model.layers.1.self_attn.o_proj.quantize"]
+    switches = {"norm_quant_fusion": "disable", "use_fp8_context_fmha": "disable"}
+    apart = open_test_engine(build_engine(modelopt_fp8, switches), program_name)
+    assert len([op for op in apart.plan.ops if op.op == "quantize"]) == 2 * 4
+    assert torch.equal(fused.run(tokens), apart.run(tokens))
+
+
+def test_kv_cache_dtype_none_keeps_the_cache_in_the_model_dtype(
+    modelopt_fp8, build_engine, open_test_engine
+) -> None:
+    engine = open_test_engine(build_engine(modelopt_fp8, kv_cache_dtype="none"), "reference")
+    assert engine.plan.kv_cache.dtype == "float32"
+    assert not any("k_scale" in op.inputs for op in engine.plan.ops)
