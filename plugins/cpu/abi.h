@@ -94,7 +94,7 @@ inline int64_t shared_floats(const Op& op) {
   if (op.kind != kLinear) return 0;
   const TensorRef& x = op.tensors[0];
   const int64_t tokens = x.shape[0] < kLinearChunkTokens ? x.shape[0] : kLinearChunkTokens;
-  return tokens * ((x.shape[1] + 15) / 16 * 16);
+  return tokens * ((x.shape[1] + 15) / 16 * 16 + 16);
 }
 
 }  // namespace llmctl

@@ -55,21 +55,29 @@ static double read_memory(const float* data, int64_t count, Pool& pool) {
 
 // Independent multiply-add chains on every thread; returns the floating-point operations done.
 static double multiply_add(int64_t iterations, Pool& pool) {
-  constexpr int kChains = 24 / kParts;
+  // as many chains as the widest tile of linear/cpu.cpp holds in registers
+  constexpr int kRows = kParts == 1 ? 4 : 2, kColumns = kParts == 1 ? 6 : 3;
   const int64_t items = pool.num_threads() * 16;
   std::atomic<int> odd{0};
   auto item = [&](int64_t index, void*) {
-    V total[kChains];
-    for (int c = 0; c < kChains; ++c) total[c] = set(static_cast<float>(c + index));
+    V total[kRows][kColumns];
+    for (auto& row : total) {
+      for (V& chain : row) chain = set(static_cast<float>(index));
+    }
     const V a = set(0.999f), b = set(0.001f);
     for (int64_t i = 0; i < iterations; ++i) {
-      for (int c = 0; c < kChains; ++c) total[c] = fma(total[c], a, b);
+      for (auto& row : total) {
+        for (V& chain : row) chain = fma(chain, a, b);
+      }
     }
-    for (int c = 1; c < kChains; ++c) total[0] = total[0] + total[c];
-    if (sum(total[0]) == 12345.0f) odd.fetch_add(1);
+    V all = set(0.0f);
+    for (auto& row : total) {
+      for (V& chain : row) all = all + chain;
+    }
+    if (sum(all) == 12345.0f) odd.fetch_add(1);
   };
   pool.each(items, false, item);
-  return 2.0 * kLanes * kChains * static_cast<double>(iterations * items) + odd.load() * 0.0;
+  return 2.0 * kLanes * kRows * kColumns * static_cast<double>(iterations * items) + odd.load() * 0.0;
 }
 
 }  // namespace LLMCTL_ISA

@@ -24,21 +24,24 @@ constexpr int kFewRows = 2;
 constexpr int kTileRows = 2, kTileTokens = 2;
 constexpr int kFewRows = 2;
 #endif
-constexpr int kOneTokenRows = 2 * kFewRows;  // weight rows that stream at once for one token
 constexpr int kBlockRows = 32;               // weight rows of one item
 constexpr int64_t kBlockInner = 1024;        // k values of a widened block: 128 KiB of weights
 constexpr int64_t kGroupTokens = 126;        // tokens that meet a widened block
-constexpr int64_t kFewTokens = 2 * kTileTokens;
+constexpr int64_t kFewTokens = 4 * kTileTokens;
 constexpr int64_t kSerialProducts = 1 << 17;  // M * K * O below this runs on one thread
 
-static_assert(kBlockRows % kTileRows == 0 && kBlockRows % kOneTokenRows == 0, "whole tiles");
+static_assert(kBlockRows % kTileRows == 0, "whole tiles");
 
-constexpr int64_t kWidenedFloats = kBlockRows * kBlockInner;
+constexpr int64_t kWidenedFloats = kBlockRows * (kBlockInner + kLanes);
 constexpr int64_t kParkedFloats = (kGroupTokens + kTileTokens) * kBlockRows * kLanes;
 constexpr int64_t kSumFloats = (kGroupTokens + kTileTokens) * kBlockRows;
 static_assert((kWidenedFloats + kParkedFloats + kSumFloats) * 4 <= (int64_t)kScratchBytes, "fits");
 
 int64_t padded(int64_t k) { return (k + kLanes - 1) / kLanes * kLanes; }
+
+// Floats from one widened row to the next: a vector more than the row, because rows a power of two
+// apart would compete for the same cache sets.
+int64_t stride_of(int64_t k) { return padded(k) + kLanes; }
 
 // The activations of one chunk of tokens, as float32 rows of `stride`.
 struct Rows {
@@ -53,6 +56,18 @@ void widen_row(const typename T::Element* from, int64_t count, float* to) {
   if (k < count) store(to + k, load_some<T>(from + k, count - k));
 }
 
+// One link of ROWS * TOKENS chains.
+template <class W, int ROWS, int TOKENS>
+inline void multiply_step(const typename W::Element* weight, int64_t inner, Rows x,
+                          V (&total)[ROWS][TOKENS]) {
+  V value[TOKENS];
+  for (int t = 0; t < TOKENS; ++t) value[t] = load(x.data + t * x.stride);
+  for (int r = 0; r < ROWS; ++r) {
+    const V w = W::load(weight + r * inner);
+    for (int t = 0; t < TOKENS; ++t) total[r][t] = fma(w, value[t], total[r][t]);
+  }
+}
+
 // ROWS weight rows against TOKENS activation rows, weights widened on the way.
 template <class W, int ROWS, int TOKENS>
 void stream_tile(const typename W::Element* weight, int64_t inner, Rows x, float* sums) {
@@ -60,14 +75,18 @@ void stream_tile(const typename W::Element* weight, int64_t inner, Rows x, float
   for (int r = 0; r < ROWS; ++r) {
     for (int t = 0; t < TOKENS; ++t) total[r][t] = set(0.0f);
   }
+  // One cache line of each weight row at a time; the rows of the next tile are on their way.
+  constexpr int kLineSteps = 64 / (kLanes * sizeof(typename W::Element));
   int64_t k = 0;
-  for (; k + kLanes <= inner; k += kLanes) {
-    V value[TOKENS];
-    for (int t = 0; t < TOKENS; ++t) value[t] = load(x.data + t * x.stride + k);
-    for (int r = 0; r < ROWS; ++r) {
-      const V w = W::load(weight + r * inner + k);
-      for (int t = 0; t < TOKENS; ++t) total[r][t] = fma(w, value[t], total[r][t]);
+  for (; k + kLineSteps * kLanes <= inner; k += kLineSteps * kLanes) {
+    for (int r = 0; r < ROWS; ++r) __builtin_prefetch(weight + (ROWS + r) * inner + k, 0, 3);
+    for (int step = 0; step < kLineSteps; ++step) {
+      multiply_step<W, ROWS, TOKENS>(weight + k + step * kLanes, inner,
+                                     Rows{x.data + k + step * kLanes, x.stride}, total);
     }
+  }
+  for (; k + kLanes <= inner; k += kLanes) {
+    multiply_step<W, ROWS, TOKENS>(weight + k, inner, Rows{x.data + k, x.stride}, total);
   }
   if (k < inner) {
     for (int r = 0; r < ROWS; ++r) {
@@ -110,11 +129,6 @@ void stream_block(const typename W::Element* weight, int rows, int64_t inner, Ro
            sums + first * kBlockRows + row);
     }
   };
-  if (tokens == 1) {
-    for (; row + kOneTokenRows <= rows; row += kOneTokenRows) {
-      stream_tile<W, kOneTokenRows, 1>(weight + row * inner, inner, x, sums + row);
-    }
-  }
   for (; row + kFewRows <= rows; row += kFewRows) {
     all_groups([&](Rows part, int count, float* to) {
       stream_rows<W, kFewRows>(weight + row * inner, inner, part, count, to);
@@ -189,7 +203,7 @@ void widened_block(const typename W::Element* weight, int rows, int64_t inner, R
   const int tile_rows = (rows + kTileRows - 1) / kTileRows * kTileRows;
   for (int64_t first = 0; first < inner; first += kBlockInner) {
     const int64_t count = inner - first < kBlockInner ? inner - first : kBlockInner;
-    const int64_t stride = padded(count);
+    const int64_t stride = stride_of(count), steps = padded(count) / kLanes;
     for (int r = 0; r < tile_rows; ++r) {
       if (r < rows) {
         widen_row<W>(weight + r * inner + first, count, widened + r * stride);
@@ -202,8 +216,7 @@ void widened_block(const typename W::Element* weight, int rows, int64_t inner, R
       const Rows tile{x.data + t * x.stride + first, x.stride};
       for (int r = 0; r < tile_rows; r += kTileRows) {
         const int64_t at = t * kBlockRows + r;
-        widened_tokens(part, widened + r * stride, stride, tile, stride / kLanes, first == 0,
-                       first + count == inner, parked + at * kLanes, sums + at);
+        widened_tokens(part, widened + r * stride, stride, tile, steps, first == 0, first + count == inner, parked + at * kLanes, sums + at);
       }
     }
   }
@@ -254,8 +267,8 @@ struct Epilogue {
 // float32 rows of tokens [token, token + tokens): the tensor itself where it is usable as it is.
 Rows widen_tokens(const TensorRef& x, int64_t token, int64_t tokens, bool serial,
                   Context& context) {
-  const int64_t inner = x.shape[1], stride = padded(inner);
-  if (x.dtype == kF32 && inner == stride) {
+  const int64_t inner = x.shape[1], stride = stride_of(inner);
+  if (x.dtype == kF32 && inner == padded(inner)) {
     return Rows{static_cast<const float*>(x.data) + token * inner, inner};
   }
   float* target = context.shared;
