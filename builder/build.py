@@ -43,6 +43,7 @@ from llmctl.builder.scales import (
     checkpoint_shapes,
     find_kv_scales,
     find_linear_scales,
+    require_readable,
 )
 from llmctl.builder.sources import LargestScale, RowScales, Source
 from llmctl.builder.tokenizer import describe_tokenizer
@@ -118,6 +119,7 @@ def plan_build(
     where = str(checkpoint_dir / "config.json")
     model = model_config(checkpoint.config, where)
     dtype = choose_dtype(request.dtype, model, _stored_dtype(checkpoint))
+    require_readable(checkpoint)
     recorded = build_network(model, dtype)
     checkpoint.require(checkpoint_shapes(recorded))
     linear_scales = find_linear_scales(checkpoint, recorded)

@@ -47,11 +47,10 @@ _MEANINGFUL = (
 def find_linear_scales(checkpoint: Checkpoint, network: Network) -> dict[str, LinearScales]:
     """The FP8 linears of the network as recorded (before merging), by module name.
 
-    Raises UnknownQuantization, MissingTensor or BadTensorShape.
+    Raises UnknownQuantization (FP8 weights that no config explains), MissingTensor or
+    BadTensorShape.
     """
     info = checkpoint.quantization
-    if info is not None:
-        _require_known(info, checkpoint)
     scales = {}
     for node in network.nodes:
         if node.op != "linear":
@@ -66,7 +65,14 @@ def find_linear_scales(checkpoint: Checkpoint, network: Network) -> dict[str, Li
     return scales
 
 
-def _require_known(info: QuantizationInfo, checkpoint: Checkpoint) -> None:
+def require_readable(checkpoint: Checkpoint) -> None:
+    """Refuse a quantization llmctl does not build, before its tensors are found to be odd.
+
+    Raises UnknownQuantization.
+    """
+    info = checkpoint.quantization
+    if info is None:
+        return
     is_readable = info.algo is None or (
         info.algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
         and info.activations in ("static", "dynamic")
