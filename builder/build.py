@@ -51,6 +51,7 @@ from llmctl.errors import OutputExists
 from llmctl.publish import publish, require_space
 from llmctl.quantize.checkpoint import DTYPES as STORED_DTYPES
 from llmctl.quantize.checkpoint import Checkpoint
+from llmctl.quantize.format import GENERATION_CONFIG_FILE, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -143,6 +144,9 @@ def plan_build(
     unused = check_unused(checkpoint, used, model.num_hidden_layers)
     if unused:
         notices.append(f"not part of the model, left out: {', '.join(unused[:4])}")
+    tokenizer = describe_tokenizer(checkpoint.tokenizer_files())
+    if tokenizer["hash"] is None:
+        notices.append(f"{checkpoint_dir} has no tokenizer.json; `run` will need --tokenizer-dir")
     config = EngineConfig(
         version=SCHEMA_VERSION,
         backend=backend,
@@ -150,7 +154,7 @@ def plan_build(
         build_config=limits.to_dict(),
         plugin_config=plugin_config,
         source=_describe_source(checkpoint),
-        tokenizer=describe_tokenizer(checkpoint.tokenizer_files()),
+        tokenizer=tokenizer,
         versions=_versions(),
         command=command,
     )
@@ -242,10 +246,18 @@ def _pretrained_config(
             "kv_cache_quant_algo": "FP8" if cache.dtype == "float8_e4m3fn" else None,
             "exclude_modules": list(info.exclude) if info else None,
         },
-        "eos_token_id": checkpoint.config.get("eos_token_id"),
-        "bos_token_id": checkpoint.config.get("bos_token_id"),
-        "pad_token_id": checkpoint.config.get("pad_token_id"),
+        **_special_ids(checkpoint),
     }
+
+
+def _special_ids(checkpoint: Checkpoint) -> dict[str, Any]:
+    """eos, bos and pad ids: generation_config.json decides, as it does for transformers, because
+    chat models list their end-of-turn ids only there. A value is an id, a list of ids or null.
+    """
+    path = checkpoint.path / GENERATION_CONFIG_FILE
+    generation = read_json(path) if path.is_file() else {}
+    names = ("eos_token_id", "bos_token_id", "pad_token_id")
+    return {name: generation.get(name, checkpoint.config.get(name)) for name in names}
 
 
 def _describe_source(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -163,7 +164,7 @@ def _build(
         request,
         backend=backend,
         plugins={name: value for name, value in plugins.items() if value is not None},
-        command=" ".join(["llmctl", *sys.argv[1:]]),
+        command=shlex.join(["llmctl", *sys.argv[1:]]),
     )
     for notice in engine.notices:
         log.warning("note: %s", notice)

@@ -86,6 +86,21 @@ def test_json_is_one_line_on_stdout(
     assert "lowered from 2048" in captured.err
 
 
+def test_end_ids_come_from_the_generation_config(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    output = tmp_path / "engine"
+    assert execute(["build", "--checkpoint-dir", str(checkpoint), "--output-dir", str(output)]) == 0
+    assert read_engine_config(output).pretrained_config["eos_token_id"] == [5, 7]
+
+
+def test_a_missing_tokenizer_is_reported(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    assert execute(["build", "--checkpoint-dir", str(checkpoint), "--dry-run"]) == 0
+    assert "no tokenizer.json; `run` will need --tokenizer-dir" in capsys.readouterr().err
+
+
 def test_options_win_over_the_build_config_file(checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "build.json"
     file.write_text('{"max_batch_size": 3, "max_seq_len": 50}')

@@ -316,6 +316,24 @@ def test_fusion_switches_change_the_plan_and_not_the_values(
     assert torch.equal(fused.run(tokens), apart.run(tokens))
 
 
+def test_a_quantized_lm_head_is_used(modelopt_fp8, build_engine, open_test_engine) -> None:
+    wanted = open_test_engine(build_engine(modelopt_fp8), "reference").run([3, 1, 4])
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        weight = tensors["lm_head.weight"]
+        scale = weight.abs().max() / 448
+        tensors["lm_head.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors["lm_head.weight_scale"] = scale
+        tensors["lm_head.input_scale"] = torch.tensor(4.0 / 448)
+
+    config = json.loads((modelopt_fp8 / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["model.embed_tokens"]
+    (modelopt_fp8 / "config.json").write_text(json.dumps(config))
+    engine = open_test_engine(build_engine(edit(modelopt_fp8, quantize)), "reference")
+    assert engine.plan.ops[-1].tactic == "cpu.linear.fp8"
+    assert 0 < relative_l2(engine.run([3, 1, 4]), wanted) < 0.1
+
+
 def test_kv_cache_dtype_none_keeps_the_cache_in_the_model_dtype(
     modelopt_fp8, build_engine, open_test_engine
 ) -> None:
