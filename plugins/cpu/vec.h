@@ -137,6 +137,26 @@ static inline float sum(V a) {
   return lanes[0];
 #endif
 }
+// The sums of four vectors, by the same tree.
+static inline void sum_four(V a, V b, V c, V d, float* out) {
+#if defined(__AVX512F__)
+  const auto both = [](__m512 low, __m512 high) { return _mm512_add_ps(low, high); };
+  const __m512 va = (__m512)a.part[0], vb = (__m512)b.part[0];
+  const __m512 vc = (__m512)c.part[0], vd = (__m512)d.part[0];
+  const __m512 ab = both(_mm512_shuffle_f32x4(va, vb, 0x44), _mm512_shuffle_f32x4(va, vb, 0xee));
+  const __m512 cd = both(_mm512_shuffle_f32x4(vc, vd, 0x44), _mm512_shuffle_f32x4(vc, vd, 0xee));
+  __m512 s = both(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  s = both(s, _mm512_permute_ps(s, 0x4e));
+  s = both(s, _mm512_permute_ps(s, 0xb1));
+  const __m512i first = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+  _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)));
+#else
+  out[0] = sum(a);
+  out[1] = sum(b);
+  out[2] = sum(c);
+  out[3] = sum(d);
+#endif
+}
 static inline float largest(V a) {
   float lanes[kLanes];
   store(lanes, a);

@@ -68,6 +68,18 @@ inline void multiply_step(const typename W::Element* weight, int64_t inner, Rows
   }
 }
 
+// Ends ROWS * TOKENS chains; sums [TOKENS][kBlockRows].
+template <int ROWS, int TOKENS>
+inline void write_sums(const V (&total)[ROWS][TOKENS], float* sums) {
+  for (int t = 0; t < TOKENS; ++t) {
+    if constexpr (ROWS == 4) {
+      sum_four(total[0][t], total[1][t], total[2][t], total[3][t], sums + t * kBlockRows);
+    } else {
+      for (int r = 0; r < ROWS; ++r) sums[t * kBlockRows + r] = sum(total[r][t]);
+    }
+  }
+}
+
 // ROWS weight rows against TOKENS activation rows, weights widened on the way.
 template <class W, int ROWS, int TOKENS>
 void stream_tile(const typename W::Element* weight, int64_t inner, Rows x, float* sums) {
@@ -96,9 +108,7 @@ void stream_tile(const typename W::Element* weight, int64_t inner, Rows x, float
       }
     }
   }
-  for (int r = 0; r < ROWS; ++r) {
-    for (int t = 0; t < TOKENS; ++t) sums[t * kBlockRows + r] = sum(total[r][t]);
-  }
+  write_sums(total, sums);
 }
 
 template <class W, int ROWS>
@@ -162,14 +172,12 @@ void widened_tile(const float* weight, int64_t weight_stride, Rows x, int64_t st
       for (int r = 0; r < kTileRows; ++r) total[r][t] = fma(w[r], value, total[r][t]);
     }
   }
+  if (is_last) {
+    write_sums(total, sums);
+    return;
+  }
   for (int r = 0; r < kTileRows; ++r) {
-    for (int t = 0; t < TOKENS; ++t) {
-      if (is_last) {
-        sums[t * kBlockRows + r] = sum(total[r][t]);
-      } else {
-        store(parked + (t * kBlockRows + r) * kLanes, total[r][t]);
-      }
-    }
+    for (int t = 0; t < TOKENS; ++t) store(parked + (t * kBlockRows + r) * kLanes, total[r][t]);
   }
 }
 
