@@ -55,8 +55,8 @@ def quantize(
         typer.Option("--dtype", help="Of what stays unquantized: auto (as stored) or float16, …"),
     ] = "auto",
     device: Annotated[
-        str, typer.Option("--device", help="Where calibration runs: auto, cpu or cuda.")
-    ] = "auto",
+        str, typer.Option("--device", help="Where calibration runs: cpu or cuda.")
+    ] = "cpu",
     tp_size: Annotated[
         int,
         typer.Option("--tp-size", min=1, help="Recorded; the checkpoint itself is never split."),
@@ -120,7 +120,7 @@ def _run_with_progress(plan: QuantizePlan) -> QuantizeResult:
     console.print(
         f"{plan.scheme.qformat} weights and activations, KV cache {options.kv_cache_dtype}, "
         f"{plan.dtype} otherwise; {options.calib_size} rows of {plan.row_length} tokens "
-        f"from {options.calib_dataset}, on {plan.device}",
+        f"from {options.calib_dataset}, on {options.device}",
         soft_wrap=True,
     )
     console.print(

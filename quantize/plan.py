@@ -46,7 +46,7 @@ class QuantizeOptions:
     calib_max_seq_length: int = 512
     batch_size: int = 1
     dtype: str = "auto"
-    device: str = "auto"
+    device: str = "cpu"
     tp_size: int = 1
     seed: int = 1234
     quantize_lm_head: bool = False
@@ -63,8 +63,8 @@ class QuantizeOptions:
             raise BadConfig(f"kv_cache_dtype is {self.kv_cache_dtype!r}; one of {known}")
         if self.dtype not in ("auto", *DTYPE_CODES):
             raise BadConfig(f"dtype is {self.dtype!r}; one of auto, {', '.join(DTYPE_CODES)}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise BadConfig(f"device is {self.device!r}; one of auto, cpu, cuda")
+        if self.device not in ("cpu", "cuda"):
+            raise BadConfig(f"device is {self.device!r}; one of cpu, cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,6 @@ class QuantizePlan:
     model: Model
     scheme: Scheme
     dtype: str
-    device: str
     row_length: int
     shards: list[ShardPlan]
     peak_memory_bytes: int  # predicted, resident on the host
@@ -113,7 +112,7 @@ def plan_quantization(options: QuantizeOptions) -> QuantizePlan:
         )
     calibration.check_dataset(options.calib_dataset)
     require_modelopt()
-    device = _pick_device(options.device)
+    _require_device(options.device)
     model = read_model(checkpoint)
     if options.quantize_lm_head and model.is_tied:
         raise Unsupported("--quantize-lm-head: this model's lm_head is its embedding")
@@ -123,7 +122,7 @@ def plan_quantization(options: QuantizeOptions) -> QuantizePlan:
     tensors = list(_planned_tensors(model, DTYPE_CODES[dtype], options))
     shards = plan_shards(tensors, options.max_shard_bytes)
     peak = _predict_memory(model, DTYPES[DTYPE_CODES[dtype]][1], row_length, options)
-    plan = QuantizePlan(options, checkpoint, model, scheme, dtype, device, row_length, shards, peak)
+    plan = QuantizePlan(options, checkpoint, model, scheme, dtype, row_length, shards, peak)
     if options.output_dir.exists():
         raise OutputExists(options.output_dir)
     require_space(options.output_dir, plan.output_bytes)
@@ -146,13 +145,11 @@ def require_modelopt() -> None:
             )
 
 
-def _pick_device(asked: str) -> str:
+def _require_device(device: str) -> None:
     import torch
 
-    has_cuda = torch.cuda.is_available()
-    if asked == "cuda" and not has_cuda:
+    if device == "cuda" and not torch.cuda.is_available():
         raise NoDevice("--device cuda: torch sees no CUDA device", fix="--device cpu")
-    return "cuda" if has_cuda and asked != "cpu" else "cpu"
 
 
 def _pick_dtype(checkpoint: Checkpoint) -> str:

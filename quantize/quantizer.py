@@ -98,7 +98,7 @@ def _write_tensors(
         plan.checkpoint,
         plan.model,
         getattr(torch, plan.dtype),
-        torch.device(plan.device),
+        torch.device(options.device),
         KV_CACHE_DTYPES[options.kv_cache_dtype] == "FP8",
     )
     embedding = quantizer.read(EMBEDDING)
@@ -149,7 +149,7 @@ def _write_documents(plan: QuantizePlan, scratch: Path) -> None:
         for key, value in asdict(options).items()
         if key != "output_dir"
     }
-    record |= {"dtype": plan.dtype, "device": plan.device, "calib_seq_length": plan.row_length}
+    record |= {"dtype": plan.dtype, "calib_seq_length": plan.row_length}
     versions = {name: version(name) for name in ("llmctl", "torch", "transformers")}
     document = {"quantize": record, "versions": versions}
     (scratch / RECORD_FILE).write_text(dump_json(document), encoding="utf-8")

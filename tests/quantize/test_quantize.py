@@ -164,6 +164,17 @@ def test_a_missing_extra_names_the_command_that_installs_it(
     assert caught.value.fix == "pip install 'llmctl[quantize]'"
 
 
+def test_a_cuda_device_that_is_absent_is_said_before_the_start(
+    checkpoints: Callable[..., Path],
+    plan_tiny: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(errors.NoDevice, match="no CUDA device"):
+        plan_tiny(checkpoints(), tmp_path / "out", device="cuda")
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
