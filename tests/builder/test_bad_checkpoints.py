@@ -182,11 +182,12 @@ def test_an_integer_weight(plain: Path) -> None:
 # ---- quantization ----
 
 
-def test_an_fp8_weight_holding_nan(quantized: Path) -> None:
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_an_fp8_weight_holding_nan(quantized: Path, byte: int) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
 
     def change(tensors: Tensors) -> None:
-        tensors[name].view(torch.uint8)[5, 5] = 0xFF
+        tensors[name].view(torch.uint8)[5, 5] = byte
 
     refuse(edit(quantized, change), BadTensorValue, f"{name} holds NaN")
 
