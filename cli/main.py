@@ -42,8 +42,15 @@ COMMANDS = {
     "run": ("llmctl.cli.run", "run", "Text in, text out, with or without a draft engine."),
 }
 
+Handler = Callable[[int, FrameType | None], object] | int | None
+
 # The base of typer's usage errors, wherever this version of typer keeps it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT. A class of its own: when plain KeyboardInterrupt passes through exec(), as it does
+    in an import that makes dataclasses, CPython kills itself at exit whatever exit code is set."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -65,7 +72,7 @@ def execute(argv: Sequence[str]) -> int:
     """Run one command line; returns the exit code and never raises."""
     argv = list(argv) or ["--help"]
     is_json = "--json" in argv
-    previous = _install_sigterm()
+    previous = _install_handlers()
     try:
         return _invoke(argv)
     except LlmctlError as error:
@@ -86,8 +93,8 @@ def execute(argv: Sequence[str]) -> int:
     except Exception as error:
         return _report_unnamed(error, is_json)
     finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _invoke(argv: list[str]) -> int:
@@ -121,7 +128,7 @@ def _app(selected: str | None) -> typer.Typer:
             "help_option_names": ["-h", "--help"],
         },
     )
-    app.callback()(_global_options)
+    app.callback(invoke_without_command=True)(_global_options)
     for name, (module, function, summary) in COMMANDS.items():
         command: Callable[..., object] = _listed_only
         if name == selected:
@@ -192,15 +199,25 @@ def _report_unnamed(error: Exception, is_json: bool) -> int:
     return _report("Bug", message, f"report it with the contents of {path}", EXIT_BUG, is_json)
 
 
-def _install_sigterm() -> Callable[[int, FrameType | None], object] | int | None:
-    """Turn SIGTERM into an exception of the main thread; returns the handler it replaces."""
+def _install_handlers() -> dict[signal.Signals, Handler]:
+    """Turn SIGINT and SIGTERM into exceptions of the main thread; returns what they replace.
+
+    An ignored signal (a background job of a script) stays ignored.
+    """
+    previous: dict[signal.Signals, Handler] = {}
     if threading.current_thread() is not threading.main_thread():
-        return None
+        return previous
+    for number, kind in ((signal.SIGINT, Interrupted), (signal.SIGTERM, Terminated)):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            previous[number] = signal.signal(number, _raiser(kind))
+    return previous
 
+
+def _raiser(kind: type[BaseException]) -> Callable[[int, FrameType | None], None]:
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Terminated
+        raise kind
 
-    return signal.signal(signal.SIGTERM, stop)
+    return stop
 
 
 def _silence_stdout() -> None:

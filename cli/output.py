@@ -40,7 +40,7 @@ def print_rows(rows: Sequence[Row], decoder: Decoder, file: IO[str]) -> None:
 
 
 class StreamPrinter:
-    """Reprints an output's line, with the text so far, every `interval` responses and at the end."""
+    """Reprints an output's line with the text so far, every `interval` responses and at the end."""
 
     def __init__(self, decoder: Decoder, interval: int, file: IO[str]) -> None:
         self._decoder = decoder

@@ -1,0 +1,121 @@
+"""A tiny tokenizer, random checkpoints and engines; and the program itself, in process or not."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from llmctl.cli.main import execute
+
+BOS, EOS = "<|begin|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, **config: object) -> Path:
+    """A byte-level BPE of 1,000 tokens, trained on a fixed text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(json.__file__).read_text()], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    base = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(base | config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., Path]:
+    """write_tokenizer: a folder, and fields of tokenizer_config.json."""
+    return write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def chat_template() -> str:
+    """A chat template with roles, special tokens and a generation prompt."""
+    return CHAT_TEMPLATE
+
+
+@dataclass(frozen=True)
+class Done:
+    """What one command line left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def llmctl(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Run a command line in this process."""
+
+    def run(*argv: object) -> Done:
+        capsys.readouterr()
+        code = execute([str(word) for word in argv])
+        captured = capsys.readouterr()
+        return Done(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def program() -> list[str]:
+    """The program as a process of its own."""
+    return [sys.executable, "-m", "llmctl.cli.main"]
+
+
+@dataclass(frozen=True)
+class Engines:
+    """A target that verifies up to 4 drafts, a draft, and what they were built from."""
+
+    target: Path
+    draft: Path
+    target_checkpoint: Path
+    draft_checkpoint: Path
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Engines:
+    """Two random Llamas with one tokenizer. The draft is the target with another seed."""
+    folder = tmp_path_factory.mktemp("engines")
+    tokenizer = write_tokenizer(folder / "tokenizer", chat_template=CHAT_TEMPLATE)
+    script = runpy.run_path(str(repository / "scripts" / "make_random_checkpoint.py"))
+    made = Engines(folder / "target", folder / "draft", folder / "target-hf", folder / "draft-hf")
+    pairs = ((made.target_checkpoint, made.target), (made.draft_checkpoint, made.draft))
+    for seed, (checkpoint, engine) in enumerate(pairs):
+        script["write_checkpoint"](checkpoint, "tiny", "none", tokenizer, seed)
+        limits = ["--max-seq-len", "512", "--max-batch-size", "8", "--max-num-tokens", "128"]
+        if engine == made.target:
+            limits += ["--speculative_decoding_mode", "draft_tokens_external"]
+            limits += ["--max_draft_len", "4"]
+        build = ["build", "--checkpoint-dir", str(checkpoint), "--output-dir", str(engine)]
+        assert execute([*build, *limits]) == 0
+    return made
+
+
+@pytest.fixture(scope="session")
+def run_process(program: list[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a command line as a process and wait for it."""
+
+    def run(*argv: object) -> subprocess.CompletedProcess[str]:
+        words = [*program, *map(str, argv)]
+        return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+
+    return run

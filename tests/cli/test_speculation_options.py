@@ -1,0 +1,61 @@
+"""run.py's list-in-a-string options, read strictly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmctl.cli.speculation import Speculation, parse_speculation
+from llmctl.errors import BadConfig, Unsupported
+
+DRAFT = Path("draft")
+
+
+@pytest.mark.parametrize(
+    "arguments, wanted",
+    [
+        ((None, None, None, None), None),
+        ((DRAFT, None, None, None), Speculation(None, DRAFT)),
+        ((DRAFT, None, 3, None), Speculation(3, DRAFT)),
+        ((DRAFT, "[4,[0],[0],False]", None, None), Speculation(4, DRAFT)),
+        ((DRAFT, " [4, [0], [0], False] ", 4, None), Speculation(4, DRAFT)),
+        ((DRAFT, "[4,[0],[0],True]", None, None), Speculation(4, DRAFT, acceptance="logits")),
+        ((None, None, None, "[10,2,[0]]"), Speculation(10, max_ngram=2)),
+    ],
+)
+def test_options_become_one_method(arguments, wanted):
+    assert parse_speculation(*arguments) == wanted
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((DRAFT, "[4,[0],[0]]", None, None), "form"),
+        ((DRAFT, "4", None, None), "form"),
+        ((DRAFT, "[4,[0],[0],False", None, None), "form"),
+        ((DRAFT, "__import__('os')", None, None), "form"),
+        ((DRAFT, "[0,[0],[0],False]", None, None), "draft_len"),
+        ((DRAFT, "[True,[0],[0],False]", None, None), "draft_len"),
+        ((DRAFT, "[4,[0],[0],0]", None, None), "use_logits"),
+        ((DRAFT, "[4,0,[0],False]", None, None), "devices"),
+        ((DRAFT, "[4,[0],[0],False]", 5, None), "--draft-len says 5"),
+        ((DRAFT, None, 0, None), "at least 1"),
+        ((None, "[4,[0],[0],False]", None, None), "without a draft"),
+        ((None, None, 4, None), "without a draft"),
+        ((DRAFT, None, None, "[10,2,[0]]"), "one method"),
+        ((None, None, 3, "[10,2,[0]]"), "--draft-len says 3"),
+        ((None, None, None, "[10,0,[0]]"), "max_ngram"),
+        ((None, None, None, "[10,2]"), "form"),
+    ],
+)
+def test_malformed_and_contradicting_options_are_named(arguments, words):
+    with pytest.raises(BadConfig, match=words.replace("[", r"\[")):
+        parse_speculation(*arguments)
+
+
+@pytest.mark.parametrize("devices", ["[1]", "[0,1]", "[]"])
+def test_several_devices_are_refused_with_the_form_that_works(devices):
+    with pytest.raises(Unsupported) as caught:
+        parse_speculation(DRAFT, f"[4,[0],{devices},False]", None, None)
+    assert "[0]" in caught.value.fix

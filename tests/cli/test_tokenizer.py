@@ -1,0 +1,138 @@
+"""The light tokenizer gives the ids and texts that transformers gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, processors
+from transformers import AutoTokenizer
+
+from llmctl.cli.tokenizer import Tokenizer
+from llmctl.errors import TokenizerError
+
+TEXTS = [
+    "def add(a, b):\n    return a + b\n",
+    "  leading and trailing  ",
+    "naïve café 🙂 日本語",
+    "<|begin|>explicit<|end|> tokens",
+    "don't , do . this !",
+    "",
+]
+
+
+def check_equal(folder: Path) -> None:
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        for special in (True, False):
+            ids = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, add_special_tokens=special) == ids, (text, special)
+            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.end_id == theirs.eos_token_id
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"add_bos_token": True},
+        {"add_bos_token": True, "add_eos_token": True},
+        {"add_bos_token": False, "add_eos_token": True},
+        {"add_bos_token": True, "bos_token": None},
+        {"bos_token": {"content": "<|begin|>", "lstrip": False, "__type": "AddedToken"}},
+        {"eos_token": None},
+    ],
+    ids=str,
+)
+def test_byte_level_tokenizers_agree_with_transformers(tmp_path, make_tokenizer, config):
+    check_equal(make_tokenizer(tmp_path, **config))
+
+
+def test_a_template_of_the_file_itself_is_kept(tmp_path, make_tokenizer):
+    """Llama 3 has its bos token in tokenizer.json's post-processor."""
+    folder = make_tokenizer(tmp_path)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    backend.save(str(folder / "tokenizer.json"))
+    ids = Tokenizer(folder).encode("def add(a, b): return a + b")
+    assert ids[0] == 0 and len(ids) > 3 and ids.count(0) == 1  # not cut, not padded
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert ids == theirs.encode("def add(a, b): return a + b", truncation=False, padding=False)
+
+
+def test_a_sentencepiece_style_tokenizer_agrees_with_transformers(tmp_path):
+    """Llama 2: spaces become a symbol, unknown characters become byte tokens."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    for piece in ("▁", *"abcdefghijklmnopqrstuvwxyz", "▁d", "▁de", "▁def", "ad", "add"):
+        vocab[piece] = len(vocab)
+    merges = [("▁", "d"), ("▁d", "e"), ("▁de", "f"), ("a", "d"), ("ad", "d")]
+    backend = Backend(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    check_equal(tmp_path)
+
+
+def test_a_character_in_the_making_is_held_back(tmp_path, make_tokenizer):
+    tokenizer = Tokenizer(make_tokenizer(tmp_path))
+    ids = tokenizer.encode("ok 🙂")
+    so_far = [tokenizer.decode_so_far(ids[:count]) for count in range(1, len(ids) + 1)]
+    assert so_far[-1] == "ok 🙂"
+    assert len(set(so_far)) < len(so_far)  # some token completed no character
+    assert all("ok 🙂".startswith(text) for text in so_far)
+
+
+def test_the_chat_template_is_applied_once_and_adds_no_second_bos(
+    tmp_path, make_tokenizer, chat_template
+):
+    folder = make_tokenizer(tmp_path, chat_template=chat_template, add_bos_token=True)
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_dict=False
+    )
+    ids = Tokenizer(folder).chat_prompt("hi")
+    assert ids == theirs and ids.count(0) == 1
+
+
+def test_a_chat_without_a_template_is_named(tmp_path, make_tokenizer):
+    with pytest.raises(TokenizerError, match="no chat template"):
+        Tokenizer(make_tokenizer(tmp_path)).chat_prompt("hi")
+
+
+def test_a_template_that_fails_is_named(tmp_path, make_tokenizer):
+    folder = make_tokenizer(tmp_path, chat_template="{{ raise_exception('no users here') }}")
+    with pytest.raises(TokenizerError, match="no users here"):
+        Tokenizer(folder).chat_prompt("hi")
+
+
+def test_missing_and_broken_files_are_named(tmp_path, make_tokenizer):
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
+        Tokenizer(tmp_path)
+    folder = make_tokenizer(tmp_path)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(TokenizerError, match="not valid JSON"):
+        Tokenizer(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(TokenizerError, match="is not a tokenizer"):
+        Tokenizer(folder)
