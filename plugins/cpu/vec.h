@@ -157,13 +157,28 @@ static inline void sum_four(V a, V b, V c, V d, float* out) {
   out[3] = sum(d);
 #endif
 }
+// The largest lane, by the same tree.
 static inline float largest(V a) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const __m512 whole = (__m512)a.part[0];
+  const __m256 m8 = _mm256_max_ps(_mm512_castps512_ps256(whole), _mm512_extractf32x8_ps(whole, 1));
+#else
+  const __m256 m8 = _mm256_max_ps((__m256)a.part[0], (__m256)a.part[1]);
+#endif
+  const __m128 m4 = _mm_max_ps(_mm256_castps256_ps128(m8), _mm256_extractf128_ps(m8, 1));
+  const __m128 m2 = _mm_max_ps(m4, _mm_movehl_ps(m4, m4));
+  return _mm_cvtss_f32(_mm_max_ss(m2, _mm_shuffle_ps(m2, m2, 1)));
+#else
   float lanes[kLanes];
   store(lanes, a);
   for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    for (int i = 0; i < half; ++i) {
+      lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    }
   }
   return lanes[0];
+#endif
 }
 static inline float square_root(float x) { return __builtin_sqrtf(x); }
 

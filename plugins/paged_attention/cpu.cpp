@@ -150,11 +150,15 @@ inline float soften(Row& row, float* scores, int64_t low, int64_t high) {
   const V pa = exponential(a - shift), pb = exponential(b - shift);
   store(scores, pa);
   store(scores + kLanes, pb);
-  float factor[kLanes];
-  store(factor, exponential(set(row.top - top)));
-  row.total = row.total * factor[0] + sum(pa + pb);
+  float factor = 1.0f;  // e^0, exactly
+  if (top != row.top) {
+    float lanes[kLanes];
+    store(lanes, exponential(set(row.top - top)));
+    factor = lanes[0];
+  }
+  row.total = row.total * factor + sum(pa + pb);
   row.top = top;
-  return factor[0];
+  return factor;
 }
 
 // outputs [ROWS][padded] += weights [ROWS][kTileKeys] * values, over the first `count` keys.
