@@ -179,8 +179,7 @@ class Worker:
         if not tracked.is_started:
             self._inbox.leave_queue(1)
         for sequence in tracked.sequences:
-            if sequence not in tracked.held:
-                self.scheduler.cancel(sequence)
+            self.scheduler.cancel(sequence)
             self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
@@ -194,7 +193,6 @@ class Worker:
         for tracked in self._inbox.receive(is_idle=False).arrived:
             self._active[tracked.request_id] = tracked
             tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
-            tracked.held = tracked.sequences  # the scheduler has not seen them
         for tracked in list(self._active.values()):
             if error is None:
                 self._end(tracked, FinishReason.CANCELLED)

@@ -120,13 +120,15 @@ def test_noise_bounds_are_those_of_the_extreme_words():
     assert pytest.approx(NOISE_SPAN) == noise[1] - noise[0]
 
 
-def test_skipping_ids_that_cannot_win_changes_no_token(monkeypatch):
+@pytest.mark.parametrize("scale", [0.5, 5, 20])
+def test_the_token_is_the_argmax_of_scores_plus_noise_over_all_ids(scale):
+    """Ids that cannot win are skipped; here none is."""
     generator = np.random.default_rng(0)
-    logits = (generator.standard_normal((200, 64)) * 20).astype(np.float32)
-    rows = [row(Params(), seed, seed * 3) for seed in range(200)]
-    pruned = [sample(*pair) for pair in zip(logits, rows, strict=True)]
-    monkeypatch.setattr(reference, "NOISE_SPAN", np.inf)
-    assert [sample(*pair) for pair in zip(logits, rows, strict=True)] == pruned
+    logits = (generator.standard_normal((500, 64)) * scale).astype(np.float32)
+    for seed in range(500):
+        noise = -np.log(-np.log(values(seed, seed * 3, np.arange(64))))
+        wanted = (logits[seed].astype(np.float64) + noise).argmax()
+        assert sample(logits[seed], row(Params(), seed, seed * 3)) == wanted
 
 
 # ---- filters ----

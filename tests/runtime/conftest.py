@@ -147,6 +147,17 @@ class FakeEngine:
             assert slots.tolist() == step.slot_mapping[first:last].tolist()
 
 
+class AuditedScheduler(Scheduler):
+    """Checks lengths at the moment blocks are published, finished sequences included."""
+
+    def update(self, batch) -> None:
+        for item in batch.slices:
+            committed = len(item.sequence.tokens)
+            assert item.sequence.kv_len <= committed - 1, "an entry of a token that was cut"
+            assert item.sequence.draft_kv_len <= committed - 1, "a draft entry of a cut token"
+        super().update(batch)
+
+
 class Harness:
     """Scheduler, cache and loop without the executor's thread; audits caches after every step."""
 
@@ -172,7 +183,7 @@ class Harness:
             target.max_seq_len,
             self.drafter.max_draft_len,
         )
-        self.scheduler = Scheduler(config or SchedulerConfig(), self.kv_cache, self.limits)
+        self.scheduler = AuditedScheduler(config or SchedulerConfig(), self.kv_cache, self.limits)
         self.sampler = Sampler(target.vocab_size)
         target.allocate_kv_cache(num_blocks)
         self.drafter.prepare(self.kv_cache, self.sampler, by_logits)

@@ -146,7 +146,8 @@ def test_log_probs_are_those_of_the_target_with_and_without_a_draft(fake, make):
     output = OutputConfig(return_log_probs=True)
     request = Request(PROMPT, 20, SamplingConfig(top_k=5, temperature=2.0), output)
     plain = answer(make(), request).result
-    drafted = answer(make(drafter=DraftTargetDrafter(fake.Engine(), 4)), request).result
+    drafter = DraftTargetDrafter(fake.Engine(agreement=0.5), 4)
+    drafted = answer(make(drafter=drafter), request).result
     wanted = []
     for count, token in enumerate(plain.output_token_ids):
         history = np.array([*PROMPT, *plain.output_token_ids[:count]])
@@ -267,6 +268,23 @@ def test_a_full_queue_refuses_at_the_door_all_or_nothing(gated, make):
         executor.enqueue_requests([Request(PROMPT, 3)] * 2)
     executor.enqueue_request(Request(PROMPT, 3))
     engine.gate.set()
+
+
+def test_refused_and_cancelled_requests_leave_the_queue(gated, make):
+    engine = gated(max_batch_size=1)
+    executor = make(engine, max_queue_size=1)
+    assert answer(executor, Request((99,), 3)).has_error
+    running = executor.enqueue_request(Request(PROMPT, 3))
+    assert engine.running.wait(WAIT_S)
+    engine.gate.set()
+    collect(executor, running)
+    engine.gate.clear()
+    engine.running.clear()
+    never_started = executor.enqueue_request(Request(PROMPT, 3))
+    executor.cancel_request(never_started)
+    engine.gate.set()
+    collect(executor, never_started)
+    collect(executor, executor.enqueue_request(Request(PROMPT, 3)))
 
 
 def test_a_drafter_the_target_was_not_built_for_is_refused(fake):
@@ -393,6 +411,15 @@ def test_shutdown_cancels_what_is_left_and_may_be_repeated(gated, make):
     assert executor.await_responses() == []  # nothing can come any more: no waiting
     with pytest.raises(ExecutorClosed):
         executor.enqueue_request(Request(PROMPT, 3))
+
+
+def test_nothing_is_remembered_of_sequences_that_ended(make):
+    drafter = NgramDrafter(4)
+    executor = make(drafter=drafter)
+    sampling = SamplingConfig(repetition_penalty=1.1, num_return_sequences=2)
+    collect(executor, executor.enqueue_request(Request(PROMPT, 9, sampling)))
+    executor.shutdown()
+    assert drafter._indexes == executor._worker._sampler._counts == executor._worker._active == {}
 
 
 # ---- statistics ----

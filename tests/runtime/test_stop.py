@@ -94,4 +94,6 @@ def test_whatever_offset_a_stop_has_in_an_accepted_run_the_output_ends_there(fak
         assert sequence.finish_reason is reason
         assert len(sequence.log_probs) == len(wanted)
         wanted_offsets.add(last.num_tokens)
+        stats = harness.loop.stats  # a round ends in a draft only where the stop was one
+        assert stats.accepted_tokens + stats.rounds - (len(wanted) - 1) in (0, 1)
     assert len(wanted_offsets) >= min(draft_len, 3)
