@@ -38,14 +38,16 @@ class CompilerMissing(SystemExit):
 
 def source_files() -> list[Path]:
     """Every file the library is compiled from, in a fixed order."""
-    return sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp"), *HERE.parent.glob("*/cpu.cpp")])
+    return sorted(path for suffix in ("h", "cpp") for path in HERE.parent.glob(f"*/*.{suffix}"))
 
 
 def source_hash() -> str:
     """Identifies the sources, so that a library built from others is noticed."""
     digest = hashlib.sha256()
     for path in source_files():
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(
+            f"{path.parent.name}/{path.name}".encode() + b"\0" + path.read_bytes() + b"\0"
+        )
     return digest.hexdigest()[:16]
 
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "abi.h"
+#include "elements.h"
 #include "pool.h"
-#include "vec.h"
 
 namespace llmctl {
 namespace LLMCTL_ISA {
