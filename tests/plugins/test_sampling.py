@@ -180,6 +180,11 @@ def test_top_k_keeps_ties_at_the_border_as_transformers_does():
     np.testing.assert_allclose(processed_probs(logits, row(params)), warped(logits, params))
 
 
+def test_lower_ids_stay_where_logits_tie_at_the_top_p_border():
+    found = processed_probs(np.ones(4, np.float32), row(Params(top_p=0.5)))
+    assert found.tolist() == [0.5, 0.5, 0, 0]
+
+
 def test_repetition_penalty_equals_transformers():
     generator = np.random.default_rng(3)
     logits = generator.standard_normal(50).astype(np.float32)
