@@ -1,0 +1,40 @@
+"""The demo pair, quantized and built once for all end-to-end tests, through the real program."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from e2e_support import DemoPair, PromptMaker
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> DemoPair:
+    return DemoPair(tmp_path_factory.mktemp("demo"), repository / "examples")
+
+
+@pytest.fixture(scope="session")
+def held_out_ids(repository: Path) -> list[int]:
+    """The held-out text as token ids."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(repository / "examples/demo-target/tokenizer.json"))
+    text = (repository / "examples/heldout.txt").read_text()
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.fixture(scope="session")
+def prompts(held_out_ids: list[int]) -> PromptMaker:
+    """`prompts(n)`: n prompts of 1 to 150 tokens from random places of the held-out text."""
+
+    def make(count: int) -> list[tuple[int, ...]]:
+        rng = random.Random(count)
+        made = []
+        for _ in range(count):
+            length = rng.choice((1, 2, 31, 32, 33, rng.randint(3, 150)))
+            start = rng.randrange(len(held_out_ids) - length)
+            made.append(tuple(held_out_ids[start : start + length]))
+        return made
+
+    return make

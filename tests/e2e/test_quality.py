@@ -1,0 +1,139 @@
+"""The demo pair's text and probabilities against Hugging Face transformers and its own BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from e2e_support import DRAFT_LEN, DemoPair, PromptMaker, run_all
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llmctl.plugins.program import StepInputs
+from llmctl.runtime.core import Request
+from llmctl.runtime.engine import open_executable
+
+NUM_PROMPTS, NUM_TOKENS = 24, 48
+WINDOW, NUM_WINDOWS = 512, 24  # perplexity: windows of held-out text, each from an empty cache
+CHUNK = 64  # rows of logits a step; the engines allow 16 sequences of 5 tokens
+
+
+@pytest.fixture(scope="module")
+def reference(demo: DemoPair) -> PreTrainedModel:
+    """The demo target in transformers, float32; the end token is a token like any other."""
+    path = demo.examples / "demo-target"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def greedy_reference(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=NUM_TOKENS,
+    )
+    return list(out[0, len(prompt) :].tolist())
+
+
+@torch.inference_mode()
+def gap(model: PreTrainedModel, context: list[int], a: int, b: int) -> float:
+    """How far apart transformers' logits of two candidate tokens are, after `context`."""
+    logits = model(input_ids=torch.tensor([context])).logits[0, -1]
+    return abs(float(logits[a] - logits[b]))
+
+
+@pytest.mark.parametrize(
+    # A tie is a divergence where transformers' own two logits are closer than the dtype resolves:
+    # logits are up to about 30 in size, float32 keeps 2e-6 of that, bfloat16 0.1.
+    ("engine", "tie", "most_ties"),
+    [("target-float32", 1e-4, 1), ("target-bfloat16", 0.15, 8)],
+)
+def test_greedy_text_equals_transformers(
+    demo: DemoPair,
+    prompts: PromptMaker,
+    reference: PreTrainedModel,
+    engine: str,
+    tie: float,
+    most_ties: int,
+) -> None:
+    chosen = prompts(NUM_PROMPTS)
+    with demo.executor(engine) as executor:
+        outputs = run_all(executor, [Request(prompt, NUM_TOKENS) for prompt in chosen])
+    num_ties = 0
+    for prompt, (ours,) in zip(chosen, outputs, strict=True):
+        theirs = greedy_reference(reference, prompt)
+        different = [i for i in range(NUM_TOKENS) if ours[i] != theirs[i]]
+        if different:
+            first = different[0]
+            context = [*prompt, *theirs[:first]]
+            assert gap(reference, context, ours[first], theirs[first]) < tie, (prompt, first)
+            num_ties += 1
+    assert num_ties <= most_ties
+
+
+def chunk_steps(num_tokens: int, tokens_per_block: int) -> Iterator[tuple[int, StepInputs]]:
+    """Steps that feed positions 0..num_tokens in chunks, every position getting logits."""
+    num_blocks = -(-num_tokens // tokens_per_block)
+    for start in range(0, num_tokens, CHUNK):
+        positions = np.arange(start, min(start + CHUNK, num_tokens), dtype=np.int32)
+        yield (
+            start,
+            StepInputs(
+                token_ids=positions,  # replaced by the caller
+                position_ids=positions,
+                cu_q=np.array([0, len(positions)], np.int32),
+                kv_len=np.array([positions[-1] + 1], np.int32),
+                block_tables=np.arange(num_blocks, dtype=np.int32)[None],
+                slot_mapping=positions,
+                logit_rows=np.arange(len(positions), dtype=np.int32),
+            ),
+        )
+
+
+def loss_sum(logits: NDArray[np.float32], labels: list[int]) -> float:
+    """Summed negative log-likelihood of labels[i] under row i."""
+    rows = logits[: len(labels)].astype(np.float64)
+    rows -= rows.max(axis=1, keepdims=True)
+    log_norm = np.log(np.exp(rows).sum(axis=1))
+    return float((log_norm - rows[np.arange(len(labels)), labels]).sum())
+
+
+def perplexity(demo: DemoPair, engine: str, ids: list[int]) -> float:
+    """Over NUM_WINDOWS windows spread over the text; the first token of each is not scored."""
+    executable = open_executable(demo.engine(engine))
+    executable.allocate_kv_cache(-(-WINDOW // executable.tokens_per_block))
+    total, count = 0.0, 0
+    for begin in np.linspace(0, len(ids) - WINDOW, NUM_WINDOWS).astype(int):
+        window = ids[begin : begin + WINDOW]
+        for start, step in chunk_steps(WINDOW, executable.tokens_per_block):
+            step.token_ids = np.array(window[start : start + CHUNK], np.int32)
+            labels = window[start + 1 : start + CHUNK + 1]
+            total += loss_sum(executable.run(step), labels)
+            count += len(labels)
+    return float(np.exp(total / count))
+
+
+def test_fp8_perplexity_is_within_one_percent_of_bfloat16(
+    demo: DemoPair, held_out_ids: list[int]
+) -> None:
+    bfloat16 = perplexity(demo, "target-bfloat16", held_out_ids)
+    fp8 = perplexity(demo, "target-fp8", held_out_ids)
+    print(f"held-out perplexity: bfloat16 {bfloat16:.4f}, fp8 {fp8:.4f}")
+    assert 1.5 < bfloat16 < 20  # a model that learned something, measured without leaks
+    assert abs(fp8 / bfloat16 - 1) < 0.01
+
+
+def test_the_fp8_draft_is_accepted_often_enough(demo: DemoPair, held_out_ids: list[int]) -> None:
+    starts = np.linspace(0, len(held_out_ids) - 128, 64).astype(int)
+    long = [tuple(held_out_ids[start : start + 128]) for start in starts]
+    with demo.executor("target-fp8", "draft-fp8") as executor:
+        run_all(executor, [Request(prompt, 64) for prompt in long])
+        stats = executor.get_speculation_stats()
+    print(f"acceptance {stats.acceptance_rate:.3f}, {stats.acceptance_length:.2f} tokens a round")
+    assert stats.draft_tokens <= DRAFT_LEN * stats.rounds
+    assert stats.acceptance_rate >= 0.55
