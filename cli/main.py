@@ -62,8 +62,7 @@ def main() -> None:
     code = execute(sys.argv[1:])
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        code = code or EXIT_PIPE
+    except OSError:  # whatever is wrong with it has been reported
         _silence_stdout()
     sys.exit(code)
 
@@ -74,7 +73,9 @@ def execute(argv: Sequence[str]) -> int:
     is_json = "--json" in argv
     previous = _install_handlers()
     try:
-        return _invoke(argv)
+        code = _invoke(argv)
+        sys.stdout.flush()  # a full disk or a reader that has gone shows here at the latest
+        return code
     except LlmctlError as error:
         return _report(error.name, str(error), error.fix, error.exit_code, is_json)
     except UsageError as error:

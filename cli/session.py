@@ -53,19 +53,10 @@ class SessionOptions:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        if not self.is_verifying:
-            return
-        speculation = self.engines.speculation
-        if speculation is None:
+        if self.is_verifying and self.engines.speculation is None:
             raise BadConfig(
                 "--verify-exact compares decoding with and without drafts, and there are none",
                 fix="add --draft-engine DIR or --ngram-config",
-            )
-        if speculation.acceptance == "logits" and not self.prompts.sampling.is_greedy:
-            raise BadConfig(
-                "--verify-exact needs acceptance by tokens: accepted by logits, sampled outputs "
-                "have the right distribution and other tokens",
-                fix="set use_logits to False in --draft-target-model-config",
             )
 
 
@@ -86,6 +77,8 @@ class Session:
         checked = check_engines(options.engines)
         tokenizer = self._tokenizer(checked.target)
         rows = make_rows(prompts, options.prompts, tokenizer, _model_end_ids(checked.target))
+        if options.is_verifying:
+            _require_comparable(options.engines, rows)
         engines = OpenEngines(checked)
         self._log("info", *engine_lines(engines, is_verbose=self._is_shown("verbose")))
         if options.is_profiling:
@@ -205,6 +198,18 @@ def _sequences(row: Row) -> list[SequenceOutput]:
         return row.sequences
     count = row.request.sampling_config.num_return_sequences if row.request else 1
     return [SequenceOutput() for _ in range(count)]
+
+
+def _require_comparable(engines: EngineOptions, rows: Sequence[Row]) -> None:
+    """Refuse --verify-exact where drafts may change tokens by design. Raises BadConfig."""
+    if engines.speculation is None or engines.speculation.acceptance == "tokens":
+        return
+    if any(row.request and not row.request.sampling_config.is_greedy for row in rows):
+        raise BadConfig(
+            "--verify-exact needs acceptance by tokens: accepted by logits, sampled outputs "
+            "have the right distribution and other tokens",
+            fix="set use_logits to False in --draft-target-model-config",
+        )
 
 
 def _compare(row: Row, plain: Row) -> None:

@@ -174,6 +174,15 @@ def test_a_reader_that_has_gone_is_no_error_message(program):
     assert done.returncode == 141 and done.stderr == b""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_results_that_do_not_fit_the_disk_are_a_named_failure(program):
+    with Path("/dev/full").open("w") as full:
+        words = [*program, "run", "--help"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 3
+    assert done.stderr.startswith("error[OutOfDisk]: ") and "Traceback" not in done.stderr
+
+
 def test_version_names_the_program(llmctl):
     assert re.fullmatch(r"llmctl \d+\.\d+\.\d+\S*\n", llmctl("--version").out)
 

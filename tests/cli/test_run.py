@@ -275,6 +275,15 @@ def test_verify_exact_says_how_many_tokens_are_equal(run, engines):
     assert done.code == 0 and "tokens equal plain decoding" in done.err
 
 
+def test_verify_exact_refuses_sampled_drafts_accepted_by_logits(run, engines, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"prompt": "x =", "temperature": 2.0}')
+    flags = ["--draft-engine", engines.draft, "--verify-exact"]
+    flags += ["--draft_target_model_config", "[4,[0],[0],True]"]
+    done = run(*flags, "--input_file", tmp_path / "x.jsonl")
+    assert done.code == 2 and "acceptance by tokens" in done.err
+    assert run(*flags, "--input_text", "x =").code == 0  # greedy: identical under either rule
+
+
 def test_verify_exact_fails_at_the_first_divergence(run, engines, monkeypatch):
     from llmctl.cli import session
 
