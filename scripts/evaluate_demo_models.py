@@ -4,7 +4,8 @@
     python scripts/evaluate_demo_models.py --target examples/demo-target --draft examples/demo-draft
 
 The protocol is that of the model card (`demo/evaluation.py`), on examples/heldout.txt, through
-transformers in FP32 arithmetic. Prints one JSON object.
+transformers in FP32 arithmetic, or, for a folder that `llmctl build` wrote, through the engine as
+it is. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 from demo.corpus import read_sample
+from demo.engine import engine_logits
 from demo.evaluation import (
     Logits,
     agreement,
@@ -39,7 +41,7 @@ def main() -> None:
     parser.add_argument("--num-tokens", type=int, default=128, help="generated per prompt")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(EXAMPLES / "demo-target/tokenizer.json"))
     documents = read_sample(arguments.text)
     target = read_logits(arguments.target, device)
     result: dict[str, object] = {"target": perplexity(target, tokenizer, documents, device)}
@@ -58,7 +60,10 @@ def main() -> None:
 
 
 def read_logits(folder: Path, device: torch.device) -> Logits:
-    """A Hugging Face checkpoint as a function from ids to logits, computed in FP32."""
+    """An engine, or a Hugging Face checkpoint computed in FP32, as ids -> logits."""
+    if (folder / "rank0.engine").exists():
+        engine = engine_logits(folder)
+        return lambda ids: engine(ids.cpu()).to(device)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.nn.Module.to(model, device)  # loaded models are in eval mode
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 
 import numpy as np
 import pytest
 import torch
+from demo.engine import engine_logits
+from demo.evaluation import losses
+from demo.tokenizer import BOS_ID
 from e2e_support import DRAFT_LEN, DemoPair, PromptMaker, run_all
-from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llmctl.plugins.program import StepInputs
 from llmctl.runtime.core import Request
-from llmctl.runtime.engine import open_executable
 
 NUM_PROMPTS, NUM_TOKENS = 24, 48
 WINDOW, NUM_WINDOWS = 512, 24  # perplexity: windows of held-out text, each from an empty cache
-CHUNK = 64  # rows of logits a step; the engines allow 16 sequences of 5 tokens
 
 
 @pytest.fixture(scope="module")
@@ -76,53 +75,17 @@ def test_greedy_text_equals_transformers(
     assert num_ties <= most_ties
 
 
-def chunk_steps(num_tokens: int, tokens_per_block: int) -> Iterator[tuple[int, StepInputs]]:
-    """Steps that feed positions 0..num_tokens in chunks, every position getting logits."""
-    num_blocks = -(-num_tokens // tokens_per_block)
-    for start in range(0, num_tokens, CHUNK):
-        positions = np.arange(start, min(start + CHUNK, num_tokens), dtype=np.int32)
-        yield (
-            start,
-            StepInputs(
-                token_ids=positions,  # replaced by the caller
-                position_ids=positions,
-                cu_q=np.array([0, len(positions)], np.int32),
-                kv_len=np.array([positions[-1] + 1], np.int32),
-                block_tables=np.arange(num_blocks, dtype=np.int32)[None],
-                slot_mapping=positions,
-                logit_rows=np.arange(len(positions), dtype=np.int32),
-            ),
-        )
-
-
-def loss_sum(logits: NDArray[np.float32], labels: list[int]) -> float:
-    """Summed negative log-likelihood of labels[i] under row i."""
-    rows = logits[: len(labels)].astype(np.float64)
-    rows -= rows.max(axis=1, keepdims=True)
-    log_norm = np.log(np.exp(rows).sum(axis=1))
-    return float((log_norm - rows[np.arange(len(labels)), labels]).sum())
-
-
-def perplexity(demo: DemoPair, engine: str, ids: list[int]) -> float:
-    """Over NUM_WINDOWS windows spread over the text; the first token of each is not scored."""
-    executable = open_executable(demo.engine(engine))
-    executable.allocate_kv_cache(-(-WINDOW // executable.tokens_per_block))
-    total, count = 0.0, 0
-    for begin in np.linspace(0, len(ids) - WINDOW, NUM_WINDOWS).astype(int):
-        window = ids[begin : begin + WINDOW]
-        for start, step in chunk_steps(WINDOW, executable.tokens_per_block):
-            step.token_ids = np.array(window[start : start + CHUNK], np.int32)
-            labels = window[start + 1 : start + CHUNK + 1]
-            total += loss_sum(executable.run(step), labels)
-            count += len(labels)
-    return float(np.exp(total / count))
-
-
 def test_fp8_perplexity_is_within_one_percent_of_bfloat16(
     demo: DemoPair, held_out_ids: list[int]
 ) -> None:
-    bfloat16 = perplexity(demo, "target-bfloat16", held_out_ids)
-    fp8 = perplexity(demo, "target-fp8", held_out_ids)
+    starts = np.linspace(0, len(held_out_ids) - WINDOW, NUM_WINDOWS).astype(int)
+    rows = [[BOS_ID, *held_out_ids[start : start + WINDOW]] for start in starts]
+
+    def perplexity(engine: str) -> float:
+        total, count = losses(engine_logits(demo.engine(engine)), rows, torch.device("cpu"))
+        return math.exp(total / count)
+
+    bfloat16, fp8 = perplexity("target-bfloat16"), perplexity("target-fp8")
     print(f"held-out perplexity: bfloat16 {bfloat16:.4f}, fp8 {fp8:.4f}")
     assert 1.5 < bfloat16 < 20  # a model that learned something, measured without leaks
     assert abs(fp8 / bfloat16 - 1) < 0.01
