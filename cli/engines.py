@@ -28,6 +28,7 @@ class EngineOptions:
     max_tokens: int | None = None
     enable_block_reuse: bool = True
     enable_chunked_context: bool = True
+    max_step_ms: float | None = None
     num_threads: int | None = None
 
 
@@ -95,6 +96,7 @@ class OpenEngines:
             ),
             scheduler=SchedulerConfig(enable_chunked_context=options.enable_chunked_context),
             acceptance=speculation.acceptance if speculation is not None else "tokens",
+            max_step_ms=options.max_step_ms,
         )
         return Executor(self.target, self._drafter(speculation), config, argmax=argmax_rows)
 

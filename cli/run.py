@@ -246,6 +246,13 @@ def run(
             help="Long prompts enter in chunks beside running requests.",
         ),
     ] = True,
+    max_step_ms: Annotated[
+        float | None,
+        typer.Option(
+            "--max-step-ms",
+            help="Shrink prompt chunks until a step takes no longer; default: largest chunks.",
+        ),
+    ] = None,
     num_threads: Annotated[
         int | None,
         typer.Option(
@@ -299,6 +306,7 @@ def run(
             max_tokens=max_tokens_in_paged_kv_cache,
             enable_block_reuse=kv_cache_enable_block_reuse,
             enable_chunked_context=enable_chunked_context,
+            max_step_ms=max_step_ms,
             num_threads=num_threads,
         ),
         prompts=PromptOptions(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from llmctl.errors import BadConfig, LlmctlError, PairMismatch
 from llmctl.plugins.sampling.reference import ArgmaxRows
+from llmctl.runtime.chunking import DynamicChunkTuner
 from llmctl.runtime.config import ExecutorConfig
 from llmctl.runtime.core import FinishReason, Request, Response, Sequence
 from llmctl.runtime.inbox import Inbox
@@ -58,6 +59,12 @@ class Worker:
             max_draft_len=drafter.max_draft_len,
         )
         self.scheduler = Scheduler(config.scheduler, self.kv_cache, limits)
+        self._tuner: DynamicChunkTuner | None = None
+        if config.max_step_ms is not None:
+            self._tuner = DynamicChunkTuner(
+                config.max_step_ms / 1000, target.tokens_per_block, target.max_num_tokens
+            )
+            self.scheduler.set_token_budget(self._tuner.budget)
         self._config = config
         self._target = target
         self._drafter = drafter
@@ -124,6 +131,10 @@ class Worker:
             for tracked in list(self._active.values()):
                 self._fail(tracked, error)
             return
+        if self._tuner is not None and report.batch.context:
+            num_drafts = sum(commit.num_drafts for commit in report.commits)
+            num_tokens = num_drafts + sum(item.num_tokens for item in report.batch.slices)
+            self.scheduler.set_token_budget(self._tuner.observe(num_tokens, report.step_s))
         self._deliver(report)
 
     def _deliver(self, report: StepReport) -> None:

@@ -19,7 +19,7 @@ from llmctl.errors import (
     QueueFull,
     RequestError,
 )
-from llmctl.runtime import tracking
+from llmctl.runtime import loop, tracking
 from llmctl.runtime.core import FinishReason, OutputConfig, Request, SamplingConfig
 from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.scheduler import CapacitySchedulerPolicy, SchedulerConfig
@@ -422,6 +422,34 @@ def test_nothing_is_remembered_of_sequences_that_ended(make):
     collect(executor, executor.enqueue_request(Request(PROMPT, 9, sampling)))
     executor.shutdown()
     assert drafter._indexes == executor._worker._sampler._counts == executor._worker._active == {}
+
+
+def test_a_step_time_target_shrinks_prompt_chunks_and_changes_no_token(fake, make, monkeypatch):
+    now_s = 0.0
+
+    class TimedEngine(fake.Engine):
+        def run(self, step):
+            nonlocal now_s
+            now_s += 0.0009 * len(step.token_ids)
+            return super().run(step)
+
+    monkeypatch.setattr(loop, "perf_counter", lambda: now_s)
+    request = Request(tuple(i % 20 for i in range(200)), 4)
+    free, limited = (TimedEngine(max_seq_len=256) for _ in range(2))
+    unhurried = answer(make(free), request)
+    hurried = answer(make(limited, max_step_ms=8.0), request)
+    assert hurried.result.output_token_ids == unhurried.result.output_token_ids
+    assert free.num_tokens[:4] == [48, 48, 48, 48]
+    assert limited.num_tokens[:3] == [48, 24, 12]  # a step over the target halves it at most
+    assert set(limited.num_tokens[3:-4]) == {8}  # 7.2 ms; one block more would take 10.8
+
+
+def test_a_step_time_target_needs_chunked_context(fake, make):
+    scheduler = SchedulerConfig(enable_chunked_context=False)
+    with pytest.raises(BadConfig, match="chunked context"):
+        Executor(fake.Engine(), None, config(scheduler=scheduler, max_step_ms=5.0))
+    with pytest.raises(BadConfig, match="max_step_ms is 0"):
+        Executor(fake.Engine(), None, config(max_step_ms=0.0))
 
 
 # ---- statistics ----
