@@ -55,6 +55,9 @@ make_environment() {
     environment=${VIRTUAL_ENV:-$PWD/.venv}
     python=$environment/bin/python
     "$python" -m pip --version >/dev/null 2>&1 || {
+        # Only what this script made may be made again.
+        [ -z "${VIRTUAL_ENV:-}" ] || fail PipMissing "the active environment $environment has no pip" \
+            "deactivate it, or: $python -m ensurepip"
         rm -rf "$environment"
         make_venv "$environment"
     }

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before torch is imported anywhere: two test workers share two cores, and more OpenMP threads
 # than cores makes small matrix products many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# A shell starts background jobs with SIGINT ignored, and children inherit that; the tests that
+# interrupt need it to work however they were started.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pathlib import Path  # noqa: E402  (the environment must be set first)
 
