@@ -35,10 +35,11 @@ make_venv() {
     say "making $1 with $base"
     "$base" -m venv "$1" >/dev/null 2>&1 && return
     rm -rf "$1"
-    "$base" -m venv --without-pip "$1" >/dev/null 2>&1 &&
-        "$base" -m pip --python "$1/bin/python" install --quiet pip >/dev/null 2>&1 && return
+    say "Debian's python3-venv is missing; fetching pip from PyPI"
+    "$base" -m venv --without-pip "$1" >/dev/null &&
+        "$base" scripts/bootstrap_pip.py "$1/bin/python" && return
     rm -rf "$1"
-    fail VenvMissing "$base cannot make a virtual environment: it has neither venv nor pip" \
+    fail VenvMissing "$base cannot make a virtual environment with pip in it" \
         "sudo apt-get install python3-venv"
 }
 
