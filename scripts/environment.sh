@@ -43,13 +43,26 @@ make_venv() {
         "sudo apt-get install python3-venv"
 }
 
+# pip without its remarks, unless it fails.
+quiet_pip() {
+    log=$(mktemp)
+    if "$python" -m pip "$@" >"$log" 2>&1; then
+        rm -f "$log"
+    else
+        cat "$log" >&2
+        rm -f "$log"
+        fail InstallFailed "pip $* failed, see above" "mend what pip names and run this again"
+    fi
+}
+
 # PyTorch without its CUDA libraries (gigabytes that the cpu backend never loads) where possible.
 install_torch() {
     "$python" -c 'import torch' >/dev/null 2>&1 && return
     say "installing PyTorch $torch_version for CPU (about 200 MB)"
     "$python" -m pip install --quiet --retries 1 --timeout 20 \
-        --index-url "$torch_cpu_index" "torch==$torch_version" >/dev/null 2>&1 ||
-        "$python" -m pip install --quiet "torch==$torch_version"
+        --index-url "$torch_cpu_index" "torch==$torch_version" >/dev/null 2>&1 && return
+    say "$torch_cpu_index did not answer; taking the default index (its build may be gigabytes)"
+    quiet_pip install "torch==$torch_version"
 }
 
 make_environment() {
@@ -64,5 +77,5 @@ make_environment() {
     }
     install_torch
     say "installing llmctl, compiling its kernels"
-    "$python" -m pip install --quiet --editable ".[$1]"
+    quiet_pip install --editable ".[$1]"
 }
