@@ -84,7 +84,7 @@ class OpenEngines:
 
     def executor(self, *, is_speculative: bool = True) -> Executor:
         """A running executor; only one may be alive at a time, they share the engines."""
-        from llmctl.plugins.cpu import argmax_rows
+        from llmctl.plugins.cpu import CpuSampling
         from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
         from llmctl.runtime.scheduler import SchedulerConfig
 
@@ -98,7 +98,7 @@ class OpenEngines:
             acceptance=speculation.acceptance if speculation is not None else "tokens",
             max_step_ms=options.max_step_ms,
         )
-        return Executor(self.target, self._drafter(speculation), config, argmax=argmax_rows)
+        return Executor(self.target, self._drafter(speculation), config, CpuSampling())
 
     def _drafter(self, speculation: Speculation | None) -> Drafter | None:
         if speculation is None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import overload
 
-from llmctl.plugins.sampling.reference import ArgmaxRows, argmax_rows
+from llmctl.plugins.sampling.spec import SamplingBackend
 from llmctl.runtime.config import ExecutorConfig, KvCacheConfig
 from llmctl.runtime.core import Request, Response
 from llmctl.runtime.inbox import Inbox
@@ -27,7 +27,7 @@ __all__ = ["Executor", "ExecutorConfig", "KvCacheConfig"]
 class Executor:
     """Runs requests on a target engine, with a drafter or without. Thread-safe.
 
-    `argmax` maps logits [rows, vocab] to ids; a backend may bring a faster one. Raises
+    `sampling` is the sampling of the target's backend; it draws the drafter's tokens too. Raises
     PairMismatch when drafter and target do not fit together.
     """
 
@@ -36,13 +36,13 @@ class Executor:
         target: StepRunner,
         drafter: Drafter | None,
         config: ExecutorConfig,
-        argmax: ArgmaxRows = argmax_rows,
+        sampling: SamplingBackend,
     ) -> None:
         self.config = config
         self._mailbox = Mailbox()
         self._inbox = Inbox(self._mailbox, config.max_queue_size)
         drafter = drafter if drafter is not None else NoDrafter()
-        self._worker = Worker(target, drafter, config, argmax, self._inbox, self._mailbox)
+        self._worker = Worker(target, drafter, config, sampling, self._inbox, self._mailbox)
         self._thread = threading.Thread(
             target=self._worker.run, name="llmctl-executor", daemon=True
         )

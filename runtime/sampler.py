@@ -10,18 +10,22 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 from numpy.typing import NDArray
 
-from llmctl.plugins.sampling.reference import ArgmaxRows, argmax_rows
-from llmctl.plugins.sampling.spec import TARGET_STREAM, SamplingRow, has_penalties
+from llmctl.plugins.sampling.spec import (
+    TARGET_STREAM,
+    SamplingBackend,
+    SamplingRow,
+    has_penalties,
+)
 from llmctl.runtime.core import Sequence
 from llmctl.runtime.stop import bad_word_reach, banned_next
 
 
 class Sampler:
-    """Sampling state of all running sequences. `argmax` maps [rows, vocab] float32 to ids."""
+    """Sampling state of all running sequences, and the arithmetic that draws their tokens."""
 
-    def __init__(self, vocab_size: int, argmax: ArgmaxRows = argmax_rows) -> None:
+    def __init__(self, vocab_size: int, backend: SamplingBackend) -> None:
         self.vocab_size = vocab_size
-        self.argmax = argmax
+        self.backend = backend
         self._counts: dict[int, _Counts] = {}
 
     def is_plain(self, sequence: Sequence) -> bool:

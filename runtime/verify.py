@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from llmctl.plugins.sampling.philox import uniform
-from llmctl.plugins.sampling.reference import (
-    Logits,
-    draw_from_probs,
-    log_softmax_at,
-    processed_probs,
-    sample_rows,
-)
 from llmctl.plugins.sampling.spec import ACCEPT_STREAM
 from llmctl.runtime.core import Batch, Sequence, Slice
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.speculative.accept import accept_logits, accept_tokens
 from llmctl.runtime.speculative.drafter import Proposal
 from llmctl.runtime.stop import first_stop
+
+Logits = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +61,7 @@ class Verifier:
         """
         sampler = self._sampler
         if all(sampler.is_plain(owner.item.sequence) for owner in owners):
-            return sampler.argmax(logits).tolist() if len(logits) else []
+            return sampler.backend.argmax(logits).tolist() if len(logits) else []
         tokens = np.zeros(len(logits), np.int64)
         asked = [owner for owner in owners if owner.proposal.probs is None]
         indexes = [row for owner in asked for row in range(owner.first, owner.end)]
@@ -77,7 +72,7 @@ class Verifier:
                 for row in range(first, end)
             ]
             wanted = logits if len(indexes) == len(logits) else logits[indexes]
-            tokens[indexes] = sample_rows(wanted, rows, sampler.argmax)
+            tokens[indexes] = sampler.backend.sample_rows(wanted, rows)
         return tokens.tolist()
 
     def _commit_one(self, owner: _Owner, tokens: list[int], logits: Logits) -> Commit:
@@ -95,15 +90,15 @@ class Verifier:
     def _accept_by_logits(
         self, sequence: Sequence, proposal: Proposal, rows: Logits
     ) -> tuple[int, int]:
-        drafts = proposal.token_ids
+        backend, drafts = self._sampler.backend, proposal.token_ids
         sampling_rows = [self._sampler.row(sequence, drafts[:i]) for i in range(len(rows))]
-        target_probs = np.stack(
-            [processed_probs(*pair) for pair in zip(rows, sampling_rows, strict=True)]
+        target_probs = backend.processed_probs(rows, sampling_rows)
+        uniforms = backend.uniforms(
+            [replace(row, stream=ACCEPT_STREAM) for row in sampling_rows[:-1]]
         )
-        uniforms = [uniform(row.seed, row.position, ACCEPT_STREAM) for row in sampling_rows[:-1]]
         assert proposal.probs is not None
-        accepted, probs = accept_logits(drafts, proposal.probs, target_probs, np.array(uniforms))
-        return accepted, draw_from_probs(probs, sampling_rows[accepted])
+        accepted, probs = accept_logits(drafts, proposal.probs, target_probs, uniforms)
+        return accepted, backend.draw_from_probs(probs, sampling_rows[accepted])
 
     def _extend(
         self, item: Slice, proposal: Proposal, rows: Logits, accepted: int, token: int
@@ -113,7 +108,7 @@ class Verifier:
         num_kept, sequence.finish_reason = first_stop(sequence, run)
         del run[num_kept:]
         if sequence.request.output_config.return_log_probs:
-            sequence.log_probs += log_softmax_at(rows[:num_kept], run)
+            sequence.log_probs += self._sampler.backend.log_softmax_at(rows[:num_kept], run)
         sequence.tokens += run
         valid = item.start + item.num_tokens + accepted
         sequence.kv_len = min(valid, len(sequence.tokens) - 1)

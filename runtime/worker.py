@@ -9,7 +9,7 @@ queued. If even that raises, the executor closes, and whatever is left fails wit
 from __future__ import annotations
 
 from llmctl.errors import BadConfig, LlmctlError, PairMismatch
-from llmctl.plugins.sampling.reference import ArgmaxRows
+from llmctl.plugins.sampling.spec import SamplingBackend
 from llmctl.runtime.chunking import DynamicChunkTuner
 from llmctl.runtime.config import ExecutorConfig
 from llmctl.runtime.core import FinishReason, Request, Response, Sequence
@@ -34,7 +34,7 @@ class Worker:
         target: StepRunner,
         drafter: Drafter,
         config: ExecutorConfig,
-        argmax: ArgmaxRows,
+        sampling: SamplingBackend,
         inbox: Inbox,
         mailbox: Mailbox,
     ) -> None:
@@ -68,7 +68,7 @@ class Worker:
         self._config = config
         self._target = target
         self._drafter = drafter
-        self._sampler = Sampler(target.vocab_size, argmax)
+        self._sampler = Sampler(target.vocab_size, sampling)
         target.allocate_kv_cache(cache.num_blocks)
         drafter.prepare(self.kv_cache, self._sampler, config.acceptance == "logits")
         verifier = Verifier(self._sampler)

@@ -1,17 +1,17 @@
 """The CPU backend: a C++ library that runs a whole step in one call."""
 
 from llmctl.plugins.cpu.library import (
-    argmax_rows,
     instruction_sets,
     num_threads,
     set_instruction_set,
     set_num_threads,
 )
 from llmctl.plugins.cpu.program import CpuProgram
+from llmctl.plugins.cpu.sampling import CpuSampling
 
 __all__ = [
     "CpuProgram",
-    "argmax_rows",
+    "CpuSampling",
     "instruction_sets",
     "num_threads",
     "set_instruction_set",

@@ -12,7 +12,7 @@ namespace llmctl {
 
 class Pool;
 
-constexpr int32_t kAbiVersion = 1;  // program.py holds the same number
+constexpr int32_t kAbiVersion = 2;  // library.py holds the same number
 constexpr int kMaxTensors = 8;
 constexpr int kMaxAttributes = 6;
 constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time
@@ -61,6 +61,19 @@ struct Step {
   int64_t num_blocks;
 };
 
+// How one row of logits is sampled: SamplingRow of plugins/sampling/spec.py.
+struct SamplingRow {
+  double temperature, top_p, min_p;  // top_p >= 1 and min_p 0: no filter
+  double repetition_penalty, presence_penalty, frequency_penalty;
+  uint64_t seed;
+  const int32_t* counts;  // [num_counts]; null without penalties
+  const int32_t* banned;  // [num_banned]
+  int64_t num_counts;
+  uint32_t position, stream;
+  int32_t top_k;  // 0: no filter
+  int32_t num_banned, is_greedy, reserved;
+};
+
 inline int64_t rows_of(const Op& op, const Step& step) {
   return op.uses_rows ? step.num_rows : step.num_tokens;
 }
@@ -79,6 +92,14 @@ using Kernel = void (*)(const Op&, const Step&, Context&);
 struct Kernels {
   Kernel run[kNumKinds];
   void (*argmax)(const float* logits, int64_t rows, int64_t columns, int32_t* out, Pool& pool);
+  void (*sample)(const float* logits, int64_t vocab, const SamplingRow* rows, int64_t count,
+                 int64_t* out, Pool& pool);
+  void (*probs)(const float* logits, int64_t vocab, const SamplingRow* rows, int64_t count,
+                double* out, Pool& pool);
+  int64_t (*draw)(const double* probs, int64_t vocab, const SamplingRow& row);
+  void (*uniforms)(const SamplingRow* rows, int64_t count, double* out);
+  void (*log_softmax_at)(const float* logits, int64_t vocab, const int64_t* tokens, int64_t count,
+                         double* out, Pool& pool);
   double (*read)(const float* data, int64_t count, Pool& pool);      // sums: read bandwidth
   double (*multiply_add)(int64_t iterations, Pool& pool);            // floating-point operations
 };

@@ -12,13 +12,10 @@ from ctypes import c_char_p, c_double, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from llmctl.errors import BadConfig, NoDevice, OutOfMemory, Unsupported
 
 LIBRARY_PATH = Path(__file__).with_name("libllmctl_cpu.so")
-ABI_VERSION = 1  # kAbiVersion in abi.h
+ABI_VERSION = 2  # kAbiVersion in abi.h
 MAX_TENSORS = 8
 MAX_ATTRIBUTES = 6
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3}
@@ -94,6 +91,12 @@ def library() -> ctypes.CDLL:
     loaded.llmctl_program_destroy.restype = None
     loaded.llmctl_run.argtypes = [c_void_p, c_void_p]
     loaded.llmctl_argmax.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
+    for function in (loaded.llmctl_sample, loaded.llmctl_probs, loaded.llmctl_log_softmax_at):
+        function.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p]
+    loaded.llmctl_draw.argtypes = [c_void_p, c_int64, c_void_p]
+    loaded.llmctl_draw.restype = c_int64
+    loaded.llmctl_uniforms.argtypes = [c_void_p, c_int64, c_void_p]
+    loaded.llmctl_uniforms.restype = None
     loaded.llmctl_set_num_threads.restype = None
     loaded.llmctl_measure_read.argtypes = [c_void_p, c_int64]
     loaded.llmctl_measure_read.restype = c_double
@@ -174,15 +177,3 @@ def instruction_sets() -> list[str]:
 def set_instruction_set(name: str) -> None:
     """Use another variant of the kernels; v3 and v4 give the same bits."""
     check(library().llmctl_set_isa(name.encode()))
-
-
-def argmax_rows(logits: NDArray[np.float32]) -> NDArray[np.int32]:
-    """The index of each row's largest value, the lowest on ties; -1 for a row that holds NaN.
-
-    logits: [R, V] float32, C-contiguous.
-    """
-    assert logits.dtype == np.float32 and logits.ndim == 2 and logits.flags.c_contiguous
-    found = np.empty(len(logits), np.int32)
-    rows, columns = logits.shape
-    check(library().llmctl_argmax(logits.ctypes.data, rows, columns, found.ctypes.data))
-    return found

@@ -1,37 +1,8 @@
-// Arg max for greedy sampling, and the two limits of the machine that benchmarks compare with.
+// The two limits of the machine that benchmarks compare with.
 #include "rows.h"
 
 namespace llmctl {
 namespace LLMCTL_ISA {
-
-// Index of the largest value, the lowest index on ties; -1 when any value is NaN.
-static int32_t argmax_row(const float* row, int64_t columns) {
-  V best = set(-__builtin_inff());
-  Ints nan[kParts] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= columns; i += kLanes) {
-    const V value = load(row + i);
-    LLMCTL_EACH_PART nan[i] |= value.part[i] != value.part[i];
-    best = max(value, best);
-  }
-  bool has_nan = false;
-  LLMCTL_EACH_PART for (int j = 0; j < kWidth; ++j) has_nan |= nan[i][j] != 0;
-  float top = largest(best);
-  for (; i < columns; ++i) {
-    has_nan |= row[i] != row[i];
-    top = row[i] > top ? row[i] : top;
-  }
-  if (has_nan) return -1;
-  for (i = 0; i < columns && row[i] != top; ++i) {
-  }
-  return static_cast<int32_t>(i);
-}
-
-static void argmax_rows(const float* logits, int64_t rows, int64_t columns, int32_t* out,
-                        Pool& pool) {
-  auto item = [&](int64_t row, void*) { out[row] = argmax_row(logits + row * columns, columns); };
-  pool.each(rows, rows * columns < 4 * kSerialElements, item);
-}
 
 // The sum of `count` floats, read once by all threads; the time it takes is the caller's business.
 static double read_memory(const float* data, int64_t count, Pool& pool) {

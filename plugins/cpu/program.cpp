@@ -11,14 +11,11 @@
 #include <vector>
 
 #include "abi.h"
+#include "exports.h"
 #include "pool.h"
-
-#define LLMCTL_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace llmctl {
 namespace {
-
-enum Status : int { kDone = 0, kBadStep = 1, kOutOfMemory = 2, kUnsupported = 3 };
 
 thread_local char g_message[256] = "";
 
@@ -50,15 +47,6 @@ std::vector<Isa> available_isas() {
 }
 
 std::atomic<const Kernels*> g_kernels{nullptr};
-
-const Kernels& kernels() {
-  const Kernels* chosen = g_kernels.load();
-  if (chosen == nullptr) {
-    chosen = available_isas().front().kernels;
-    g_kernels.store(chosen);
-  }
-  return *chosen;
-}
 
 struct Program {
   std::vector<Op> ops;
@@ -173,6 +161,19 @@ int check_step(const Program& program, const Step& step) {
 
 }  // namespace
 
+const Kernels& kernels() {
+  const Kernels* chosen = g_kernels.load();
+  if (chosen == nullptr) {
+    chosen = available_isas().front().kernels;
+    g_kernels.store(chosen);
+  }
+  return *chosen;
+}
+
+int fail_for_memory(const char* what, long long count) {
+  return fail(kOutOfMemory, what, count);
+}
+
 }  // namespace llmctl
 
 using namespace llmctl;
@@ -249,14 +250,6 @@ LLMCTL_EXPORT int32_t llmctl_run(void* program, const Step* step) {
   } catch (const std::bad_alloc&) {
     return fail(kOutOfMemory, "scratch of %d threads", pool.num_threads());
   }
-  return kDone;
-}
-
-LLMCTL_EXPORT int32_t llmctl_argmax(const float* logits, int64_t rows, int64_t columns,
-                                    int32_t* out) {
-  Pool& pool = Pool::instance();
-  std::lock_guard<std::mutex> lock(pool.step_mutex());
-  kernels().argmax(logits, rows, columns, out, pool);
   return kDone;
 }
 

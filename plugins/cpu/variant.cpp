@@ -12,6 +12,7 @@
 #include "../quantize/cpu.cpp"
 #include "../rms_norm/cpu.cpp"
 #include "../rope_kv_write/cpu.cpp"
+#include "../sampling/cpu.cpp"
 #include "../swiglu/cpu.cpp"
 #include "measure.cpp"
 
@@ -32,6 +33,11 @@ const Kernels LLMCTL_TABLE(LLMCTL_ISA) = {
         LLMCTL_ISA::run_gather_rows,
     },
     LLMCTL_ISA::argmax_rows,
+    LLMCTL_ISA::sample_rows,
+    LLMCTL_ISA::processed_probs,
+    LLMCTL_ISA::draw_from_probs,
+    LLMCTL_ISA::uniforms,
+    LLMCTL_ISA::log_softmax_at,
     LLMCTL_ISA::read_memory,
     LLMCTL_ISA::multiply_add,
 };

@@ -1,4 +1,4 @@
-"""Sampling in numpy: the truth other backends are compared with, and what the CPU backend runs.
+"""Sampling in numpy: the truth that other backends are compared with.
 
 Assumes finite float32 logits. Scores are formed in float64, which holds every float32 exactly, so
 the drawn token does not depend on vector width. Filters agree with transformers' TopK, TopP and
@@ -8,13 +8,12 @@ tie at the top-p border, lower ids stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmctl.plugins.sampling.philox import Draw, uniforms
+from llmctl.plugins.sampling.philox import Draw, uniform, uniforms
 from llmctl.plugins.sampling.spec import (
     NOISE_SPAN,
     SamplingParams,
@@ -26,7 +25,6 @@ Logits = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Scores = NDArray[np.float64]
 Candidates = tuple[Ids, Scores]  # ids ascending, and log-probabilities up to a constant
-ArgmaxRows = Callable[[Logits], NDArray[np.integer[Any]]]
 
 _LOWEST = np.finfo(np.float32).min  # banned ids lie below
 
@@ -37,22 +35,12 @@ def argmax_rows(logits: Logits) -> Ids:
     return best
 
 
-def sample_rows(
-    logits: Logits, rows: Sequence[SamplingRow], argmax: ArgmaxRows = argmax_rows
-) -> Ids:
-    """One token per row of `logits` [len(rows), vocab]. Rows that need no transform share a call
-    to `argmax`, the others their noise; `logits` is left as it was."""
-    plain = [is_plain(row) for row in rows]
-    if all(plain):
-        return argmax(logits).astype(np.int64)
+def sample_rows(logits: Logits, rows: Sequence[SamplingRow]) -> Ids:
+    """One token per row of `logits` [len(rows), vocab], which is left as it was."""
     tokens = np.empty(len(rows), np.int64)
-    if any(plain):
-        tokens[plain] = argmax(np.ascontiguousarray(logits[plain]))
     drawn: list[int] = []
     candidates: list[Candidates] = []
     for index, row in enumerate(rows):
-        if plain[index]:
-            continue
         penalised = penalise(logits[index], row)
         if row.params.is_greedy:
             tokens[index] = penalised.argmax()
@@ -62,11 +50,6 @@ def sample_rows(
     if drawn:
         tokens[drawn] = draw_rows(candidates, [rows[index] for index in drawn])
     return tokens
-
-
-def is_plain(row: SamplingRow) -> bool:
-    """True when the row's token is the argmax of the raw logits."""
-    return row.params.is_greedy and not row.banned and not has_penalties(row.params)
 
 
 def draw_rows(candidates: Sequence[Candidates], rows: Sequence[SamplingRow]) -> list[int]:
@@ -178,3 +161,20 @@ def _within_reach(ids: Ids, scores: Scores) -> Candidates:
     """The ids that can win; the others need no noise."""
     near = scores >= scores.max() - NOISE_SPAN
     return (ids, scores) if near.all() else _keep(near, ids, scores)
+
+
+class ReferenceSampling:
+    """The functions above as a `SamplingBackend`."""
+
+    argmax = staticmethod(argmax_rows)
+    sample_rows = staticmethod(sample_rows)
+    draw_from_probs = staticmethod(draw_from_probs)
+    log_softmax_at = staticmethod(log_softmax_at)
+
+    def processed_probs(self, logits: Logits, rows: Sequence[SamplingRow]) -> Scores:
+        """The distribution [len(rows), vocab] that each row is drawn from."""
+        return np.stack([processed_probs(*pair) for pair in zip(logits, rows, strict=True)])
+
+    def uniforms(self, rows: Sequence[SamplingRow]) -> Scores:
+        """One uniform in (0, 1) per row, keyed by its (seed, position, stream)."""
+        return np.array([uniform(row.seed, row.position, row.stream) for row in rows])

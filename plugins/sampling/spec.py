@@ -20,8 +20,9 @@ word id % 4 becomes u = (word + 0.5) / 2**32, and the noise is -log(-log(u)).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,3 +83,30 @@ def has_penalties(params: SamplingParams) -> bool:
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
     )
+
+
+class SamplingBackend(Protocol):
+    """Sampling as a backend computes it. One object serves target and draft, so that their draws
+    agree to the bit. Logits are finite or -inf, C-contiguous float32 [rows, vocab]."""
+
+    def argmax(self, logits: NDArray[np.float32]) -> NDArray[np.integer[Any]]:
+        """The best id of each row; the lowest id on ties."""
+
+    def sample_rows(
+        self, logits: NDArray[np.float32], rows: Sequence[SamplingRow]
+    ) -> NDArray[np.int64]:
+        """One token per row."""
+
+    def processed_probs(
+        self, logits: NDArray[np.float32], rows: Sequence[SamplingRow]
+    ) -> NDArray[np.float64]:
+        """The distribution [rows, vocab] that each row is drawn from; one-hot for a greedy row."""
+
+    def draw_from_probs(self, probs: NDArray[np.float64], row: SamplingRow) -> int:
+        """Sample from a distribution [vocab] with the row's keyed noise."""
+
+    def uniforms(self, rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
+        """One value in (0, 1) per row: u of id 0 under its (seed, position, stream)."""
+
+    def log_softmax_at(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> list[float]:
+        """log p(tokens[i]) under the raw row i."""

@@ -26,13 +26,14 @@ from numpy.typing import NDArray
 
 from llmctl.errors import BadConfig, PairMismatch
 from llmctl.plugins.program import StepInputs
-from llmctl.plugins.sampling.reference import Logits, processed_probs, sample_rows
 from llmctl.plugins.sampling.spec import DRAFT_STREAM, TARGET_STREAM, SamplingRow
 from llmctl.runtime.core import Batch, Sequence
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.speculative.drafter import Proposal
 from llmctl.runtime.step import Span, StepRunner, block_tables, pack, pack_next
+
+Logits = NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -178,11 +179,11 @@ class DraftTargetDrafter:
         if logits.shape[1] > sampler.vocab_size:  # padded vocabulary: ids the target lacks
             logits = np.ascontiguousarray(logits[:, : sampler.vocab_size])
         if all(sampler.is_plain(item.sequence) for item in rounds):
-            tokens = sampler.argmax(logits).tolist()
+            tokens = sampler.backend.argmax(logits).tolist()
         else:
             stream = DRAFT_STREAM if self._keep_probs else TARGET_STREAM
             rows = [sampler.row(item.sequence, item.tokens, stream) for item in rounds]
-            tokens = sample_rows(logits, rows, sampler.argmax).tolist()
+            tokens = sampler.backend.sample_rows(logits, rows).tolist()
             if self._keep_probs:
                 self._store_probs(logits, rows, rounds)
         for item, token in zip(rounds, tokens, strict=True):
@@ -190,11 +191,16 @@ class DraftTargetDrafter:
 
     def _store_probs(self, logits: Logits, rows: list[SamplingRow], rounds: list[_Round]) -> None:
         """Keep the distributions that sampled drafts were drawn from, over the target's ids."""
-        for index, (row, item) in enumerate(zip(rows, rounds, strict=True)):
-            if not row.params.is_greedy:
-                probs = np.zeros(self._sampler.vocab_size)
-                probs[: logits.shape[1]] = processed_probs(logits[index], row)
-                item.probs.append(probs)
+        sampled = [index for index, row in enumerate(rows) if not row.params.is_greedy]
+        if not sampled:
+            return
+        chosen = logits if len(sampled) == len(rows) else logits[sampled]
+        probs = self._sampler.backend.processed_probs(chosen, [rows[index] for index in sampled])
+        missing = self._sampler.vocab_size - probs.shape[1]  # ids that the draft lacks
+        if missing:
+            probs = np.pad(probs, ((0, 0), (0, missing)))
+        for index, row_probs in zip(sampled, probs, strict=True):
+            rounds[index].probs.append(row_probs)
 
     def _proposal(self, sequence: Sequence) -> Proposal:
         done = self._rounds.get(sequence.sequence_id)

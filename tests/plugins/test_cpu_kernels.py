@@ -273,6 +273,6 @@ def test_argmax_takes_the_lowest_index_on_ties_and_reports_nan():
     rows[3] = -np.inf
     rows[4, 1001] = np.nan
     rows[5, 3] = np.nan
-    assert cpu.argmax_rows(rows).tolist() == [7, 1002, 3, 0, -1, -1]
+    assert cpu.CpuSampling().argmax(rows).tolist() == [7, 1002, 3, 0, -1, -1]
     random = np.random.default_rng(0).standard_normal((5, 128256)).astype(np.float32)
-    assert cpu.argmax_rows(random).tolist() == random.argmax(1).tolist()
+    assert cpu.CpuSampling().argmax(random).tolist() == random.argmax(1).tolist()

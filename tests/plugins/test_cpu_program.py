@@ -265,9 +265,9 @@ def test_a_forked_child_computes_with_threads_of_its_own():
         from llmctl.plugins import cpu
         cpu.set_num_threads(3)
         rows = np.random.default_rng(0).standard_normal((64, 5000)).astype(np.float32)
-        assert (cpu.argmax_rows(rows) == rows.argmax(1)).all()
+        assert (cpu.CpuSampling().argmax(rows) == rows.argmax(1)).all()
         child = os.fork()
-        correct = (cpu.argmax_rows(rows) == rows.argmax(1)).all()
+        correct = (cpu.CpuSampling().argmax(rows) == rows.argmax(1)).all()
         if child == 0:
             os._exit(0 if correct and cpu.num_threads() == 3 else 1)
         assert os.waitpid(child, 0)[1] == 0 and correct

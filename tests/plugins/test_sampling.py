@@ -277,20 +277,6 @@ def test_greedy_takes_the_lowest_id_of_a_tie():
     assert sample_rows(logits, rows).tolist() == [1, 0]
 
 
-def test_an_all_greedy_batch_is_one_call_to_the_injected_argmax():
-    calls = []
-
-    def argmax(logits):
-        calls.append(logits.shape)
-        return logits.argmax(axis=1)
-
-    logits = np.random.default_rng(4).standard_normal((6, 20)).astype(np.float32)
-    sample_rows(logits, [row(Params(is_greedy=True))] * 6, argmax)
-    assert calls == [(6, 20)]
-    sample_rows(logits, [row(Params(is_greedy=bool(i % 2))) for i in range(6)], argmax)
-    assert calls == [(6, 20), (3, 20)]
-
-
 def test_log_probs_are_the_log_softmax_of_raw_logits():
     logits = (np.random.default_rng(5).standard_normal((4, 30)) * 40).astype(np.float32)
     tokens = [3, 0, 29, 7]

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llmctl.plugins.sampling.reference import sample_rows
-from llmctl.plugins.sampling.spec import SamplingRow
+from llmctl.plugins.sampling.reference import ReferenceSampling, sample_rows
+from llmctl.plugins.sampling.spec import SamplingBackend, SamplingRow
 from llmctl.runtime.core import FinishReason, Request, Sequence
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.loop import Loop
@@ -171,6 +171,7 @@ class Harness:
         reuse: bool = True,
         config: SchedulerConfig | None = None,
         by_logits: bool = False,
+        sampling: SamplingBackend | None = None,
     ) -> None:
         self.target, self.draft = target, draft
         self.drafter = drafter or NoDrafter()
@@ -184,7 +185,7 @@ class Harness:
             self.drafter.max_draft_len,
         )
         self.scheduler = AuditedScheduler(config or SchedulerConfig(), self.kv_cache, self.limits)
-        self.sampler = Sampler(target.vocab_size)
+        self.sampler = Sampler(target.vocab_size, sampling or ReferenceSampling())
         target.allocate_kv_cache(num_blocks)
         self.drafter.prepare(self.kv_cache, self.sampler, by_logits)
         self.loop = Loop(

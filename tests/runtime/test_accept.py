@@ -13,6 +13,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from llmctl.plugins.cpu import CpuSampling
+from llmctl.plugins.sampling.reference import ReferenceSampling
+from llmctl.plugins.sampling.spec import SamplingBackend
 from llmctl.runtime import verify
 from llmctl.runtime.core import Request, SamplingConfig
 from llmctl.runtime.speculative.accept import accept_logits, accept_tokens
@@ -95,12 +98,14 @@ def exact_joint(engine) -> np.ndarray:
     return joint
 
 
-def sampled_joint(fake, agreement: float, draft_len: int, by_logits: bool) -> tuple:
+def sampled_joint(
+    fake, agreement: float, draft_len: int, by_logits: bool, sampling: SamplingBackend
+) -> tuple:
     """Counts [V, V, V] over seeds, from whole runs of the loop, and the share accepted."""
     size = {"vocab_size": VOCAB, "max_batch_size": 50, "max_num_tokens": 512}
     target, draft = fake.Engine(**size), fake.Engine(**size, agreement=agreement)
     drafter = DraftTargetDrafter(draft, draft_len)
-    harness = fake.Harness(target, drafter, num_blocks=400, by_logits=by_logits)
+    harness = fake.Harness(target, drafter, num_blocks=400, by_logits=by_logits, sampling=sampling)
     sequences = [
         # A fourth token leaves room for a round of two drafts after the first.
         harness.add(Request(PROMPT, 4, SamplingConfig(seed=seed, **CONFIG)))
@@ -125,10 +130,13 @@ def deviation(counts: np.ndarray, joint: np.ndarray) -> float:
     return float((statistic - freedom) / np.sqrt(2 * freedom))
 
 
+@pytest.mark.parametrize("sampling", [ReferenceSampling(), CpuSampling()], ids=["numpy", "cpu"])
 @pytest.mark.parametrize("by_logits", [False, True], ids=["by tokens", "by logits"])
 @pytest.mark.parametrize(("agreement", "draft_len"), [(0.6, 2), (0.0, 1)])
-def test_sampled_drafts_leave_the_target_distribution(fake, agreement, draft_len, by_logits):
-    target, counts, acceptance = sampled_joint(fake, agreement, draft_len, by_logits)
+def test_sampled_drafts_leave_the_target_distribution(
+    fake, agreement, draft_len, by_logits, sampling
+):
+    target, counts, acceptance = sampled_joint(fake, agreement, draft_len, by_logits, sampling)
     assert 0.2 < acceptance < 0.97
     assert deviation(counts, exact_joint(target)) < 4
 
@@ -146,7 +154,7 @@ def typical_acceptance(draft_tokens, draft_probs, target_probs, uniforms):
 
 def test_a_lossy_rule_fails_the_same_test(fake, monkeypatch):
     monkeypatch.setattr(verify, "accept_logits", typical_acceptance)
-    target, counts, _ = sampled_joint(fake, 0.6, 2, by_logits=True)
+    target, counts, _ = sampled_joint(fake, 0.6, 2, True, ReferenceSampling())
     assert deviation(counts, exact_joint(target)) > 20
 
 

@@ -19,6 +19,7 @@ from llmctl.errors import (
     QueueFull,
     RequestError,
 )
+from llmctl.plugins.sampling.reference import ReferenceSampling
 from llmctl.runtime import loop, tracking
 from llmctl.runtime.core import FinishReason, OutputConfig, Request, SamplingConfig
 from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
@@ -41,7 +42,7 @@ def make(fake):
     made = []
 
     def make(target=None, drafter=None, **rest) -> Executor:
-        made.append(Executor(target or fake.Engine(), drafter, config(**rest)))
+        made.append(Executor(target or fake.Engine(), drafter, config(**rest), ReferenceSampling()))
         return made[-1]
 
     yield make
@@ -184,7 +185,7 @@ def test_n_returns_without_block_reuse_give_the_same(fake):
     found = []
     for reuse in (True, False):
         cache = KvCacheConfig(100, enable_block_reuse=reuse)
-        with Executor(fake.Engine(), None, ExecutorConfig(cache)) as executor:
+        with Executor(fake.Engine(), None, ExecutorConfig(cache), ReferenceSampling()) as executor:
             responses = collect(executor, executor.enqueue_request(request))
         found.append({r.result.sequence_index: r.result.output_token_ids for r in responses})
     assert found[0] == found[1] and len(set(found[0].values())) > 1
@@ -291,7 +292,7 @@ def test_refused_and_cancelled_requests_leave_the_queue(gated, make):
 
 def test_a_drafter_the_target_was_not_built_for_is_refused(fake):
     with pytest.raises(PairMismatch, match="max_draft_len 8"):
-        Executor(fake.Engine(), NgramDrafter(9), config())
+        Executor(fake.Engine(), NgramDrafter(9), config(), ReferenceSampling())
 
 
 @pytest.mark.parametrize(
@@ -447,9 +448,11 @@ def test_a_step_time_target_shrinks_prompt_chunks_and_changes_no_token(fake, mak
 def test_a_step_time_target_needs_chunked_context(fake, make):
     scheduler = SchedulerConfig(enable_chunked_context=False)
     with pytest.raises(BadConfig, match="chunked context"):
-        Executor(fake.Engine(), None, config(scheduler=scheduler, max_step_ms=5.0))
+        Executor(
+            fake.Engine(), None, config(scheduler=scheduler, max_step_ms=5.0), ReferenceSampling()
+        )
     with pytest.raises(BadConfig, match="max_step_ms is 0"):
-        Executor(fake.Engine(), None, config(max_step_ms=0.0))
+        Executor(fake.Engine(), None, config(max_step_ms=0.0), ReferenceSampling())
 
 
 # ---- statistics ----
@@ -550,7 +553,9 @@ def test_every_request_ends_in_exactly_one_state_and_no_block_leaks(
             if response.has_error or response.result.is_final:
                 finals[response.request_id] = finals.get(response.request_id, 0) + 1
 
-    with Executor(fake.Engine(max_batch_size=3), drafter, settings_) as executor:
+    with Executor(
+        fake.Engine(max_batch_size=3), drafter, settings_, ReferenceSampling()
+    ) as executor:
         for kind, number in steps:
             generator = np.random.default_rng(number)
             if kind == "request":
