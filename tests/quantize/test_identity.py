@@ -144,4 +144,8 @@ def test_another_reader_gives_the_logits_of_modelopts_fake_quantized_model(
     quantization_error = (wanted - exact).norm() / exact.norm()
     reader_error = (got - wanted).norm() / wanted.norm()
     assert quantization_error > 1e-2  # the oracle does quantize
-    assert reader_error <= 1e-4  # float32 on both sides: only summation order differs
+    # Both compute in float32, so only the order of sums differs: 1e-5 where no value sits on an
+    # FP8 rounding border, about 1e-3 for each that falls to the other side. A scale lost or
+    # misplaced is as large as the quantization error itself.
+    assert reader_error <= 5e-3
+    assert reader_error < quantization_error / 10
