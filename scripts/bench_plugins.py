@@ -6,7 +6,8 @@ Prints a Markdown table: the best of several runs, what moves or multiplies per 
 share of what this machine can do (measured first: reading a buffer far larger than the caches with
 the same threads, and independent multiply-add chains). Weights rotate through enough copies that
 none is in a cache, as in a real decode step. `--decode` times one whole step of a Llama 3.2 1B
-shape with random weights instead.
+shape with random weights instead. Sampling rows include Python's share of the call; their GB/s
+count each logit once.
 """
 
 from __future__ import annotations
@@ -23,10 +24,20 @@ from llmctl.plugins import cpu
 from llmctl.plugins.cpu.library import library
 from llmctl.plugins.examples import Example, make_example, make_step
 from llmctl.plugins.program import OpCall
+from llmctl.plugins.sampling.spec import SamplingRow
 from llmctl.plugins.spec import FP8, Case
 from llmctl.plugins.specs import SPECS
+from llmctl.runtime.core import SamplingConfig
 
 COLD_BYTES = 256 << 20  # several times the last-level cache of the machines in use
+SAMPLED = {  # how the rows of the sampling table are drawn
+    "greedy": SamplingConfig(),
+    "temperature": SamplingConfig(temperature=0.8, top_k=0),
+    "top_k=50, top_p=0.9": SamplingConfig(temperature=0.8, top_k=50, top_p=0.9),
+    "top_p=0.9": SamplingConfig(top_p=0.9),
+    "min_p=0.05": SamplingConfig(min_p=0.05, top_k=0),
+    "top_k=50, penalties": SamplingConfig(top_k=50, repetition_penalty=1.2),
+}
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,28 @@ def bench_case(op: str, case: Case, limits: Limits, seconds: float) -> str:
     )
 
 
+def bench_sampling(limits: Limits, seconds: float) -> None:
+    """Print rows for one row of logits and for five, as in a verified round."""
+    backend = cpu.CpuSampling()
+    generator = np.random.default_rng(0)
+    for vocab in (4096, 128256):
+        logits = (generator.standard_normal((5, vocab)) * 3).astype(np.float32)
+        counts = np.bincount(generator.integers(0, vocab, 500), minlength=vocab).astype(np.int32)
+        for name, params in SAMPLED.items():
+            for num_rows in (1, 5):
+                rows = [SamplingRow(params, 7, 100 + row, counts) for row in range(num_rows)]
+                drawn = logits[:num_rows]
+                calls = {"sample": backend.sample_rows, "probs": backend.processed_probs}
+                for call, function in calls.items():
+                    time_s = best_time(lambda f=function, x=drawn, r=rows: f(x, r), seconds)
+                    rate = drawn.nbytes / time_s
+                    print(
+                        f"| {call} | vocab={vocab}, rows={num_rows}, {name} | {time_s * 1e6:.1f} "
+                        f"| {rate / 1e9:.1f} | | {rate / limits.bytes_per_s:.0%} |",
+                        flush=True,
+                    )
+
+
 def decode_program(dtype: str, layers: int = 16) -> tuple[list[OpCall], torch.Tensor, int]:
     """Calls of one step of a Llama 3.2 1B shape, its cache, and the bytes of its weights."""
     hidden, inner, heads, kv_heads, size, vocab, tokens = 2048, 8192, 32, 8, 64, 128256, 16
@@ -198,7 +231,7 @@ def bench_decode(dtype: str, limits: Limits, seconds: float) -> None:
 def main() -> None:
     """Parse options, measure the limits, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--op", choices=sorted(SPECS))
+    parser.add_argument("--op", choices=[*sorted(SPECS), "sampling"])
     parser.add_argument("--threads", type=int, help="default: physical cores")
     parser.add_argument("--isa", choices=cpu.instruction_sets())
     parser.add_argument("--seconds", type=float, default=0.3, help="per case")
@@ -219,8 +252,10 @@ def main() -> None:
         for dtype in ("bfloat16", FP8):
             bench_decode(dtype, limits, options.seconds)
         return
-    for op in [options.op] if options.op else sorted(SPECS):
-        for case in SPECS[op].timed:
+    if options.op in (None, "sampling"):
+        bench_sampling(limits, options.seconds)
+    for op in sorted(SPECS) if options.op is None else [options.op]:
+        for case in SPECS[op].timed if op in SPECS else ():
             print(bench_case(op, case, limits, options.seconds), flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import addressof, c_char
 from functools import cached_property
 from struct import Struct
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ctypes import CDLL
 
 _ROW = Struct("=6d Q QQ q II 4i")  # SamplingRow of abi.h
+_first_byte = c_char.from_buffer
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
@@ -138,5 +140,7 @@ def _logits(logits: NDArray[np.float32]) -> int:
 
 
 def _address(array: NDArray[Any]) -> int:
+    if array.size and array.flags.writeable:  # five times as fast as the interface dictionary
+        return addressof(_first_byte(array))
     address: int = array.__array_interface__["data"][0]
     return address
