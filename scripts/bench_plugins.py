@@ -16,6 +16,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -140,7 +141,7 @@ def bench_sampling(limits: Limits, seconds: float) -> None:
                 drawn = logits[:num_rows]
                 calls = {"sample": backend.sample_rows, "probs": backend.processed_probs}
                 for call, function in calls.items():
-                    time_s = best_time(lambda f=function, x=drawn, r=rows: f(x, r), seconds)
+                    time_s = best_time(partial(function, drawn, rows), seconds)
                     rate = drawn.nbytes / time_s
                     print(
                         f"| {call} | vocab={vocab}, rows={num_rows}, {name} | {time_s * 1e6:.1f} "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ctypes import CDLL
 
 _ROW = Struct("=6d Q QQ q II 4i")  # SamplingRow of abi.h
-_first_byte = c_char.from_buffer
+_first_byte: Any = c_char.from_buffer  # of any buffer; numpy's stubs do not say that arrays are
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
