@@ -143,6 +143,9 @@ def read_rope(config: Mapping[str, Any], default_theta: float, where: str) -> Ro
     if partial not in (None, 1, 1.0):
         raise Unsupported(f"{where}: partial_rotary_factor is {partial}; only 1.0 is supported")
     theta = scaling.get("rope_theta", config.get("rope_theta"))
+    theta = default_theta if theta is None else theta
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
+        raise CorruptFile(f"{where}: rope_theta is {theta!r}; a positive number is wanted")
     numbers = {
         key: float(value)
         for key, value in scaling.items()
@@ -161,7 +164,7 @@ def read_rope(config: Mapping[str, Any], default_theta: float, where: str) -> Ro
         numbers = {k: v for k, v in numbers.items() if v or k not in ("beta_fast", "beta_slow")}
     return Rope(
         rope_type,
-        float(default_theta if theta is None else theta),
+        float(theta),
         tuple(sorted(numbers.items())),
         bool(scaling.get("truncate", True)),
     )

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from llmctl.builder.models.decoder import EMBEDDING
 from llmctl.builder.network import Network
 from llmctl.builder.passes.quantize import LinearScales
 from llmctl.builder.sources import Rows
-from llmctl.errors import BadTensorShape, MissingTensor, UnknownQuantization
+from llmctl.errors import BadTensorShape, MissingTensor, UnexpectedTensor, UnknownQuantization
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo
 from llmctl.quantize.format import QuantizationInfo
 
@@ -89,7 +90,10 @@ def require_readable(checkpoint: Checkpoint) -> None:
 
 def _is_fp8(weight: TensorInfo, info: QuantizationInfo | None, module: str) -> bool:
     is_stored_fp8 = weight.dtype == "F8_E4M3"
-    is_declared_fp8 = info is not None and info.algo is not None and not info.excludes(module)
+    # A tied head reads the embedding's tensor; exporters exclude it under either name.
+    names = (module, "lm_head") if module == EMBEDDING else (module,)
+    is_excluded = info is not None and any(info.excludes(name) for name in names)
+    is_declared_fp8 = info is not None and info.algo is not None and not is_excluded
     if is_stored_fp8 == is_declared_fp8:
         if not is_stored_fp8 and weight.dtype not in _FLOATS:
             raise BadTensorShape(
@@ -152,7 +156,7 @@ def check_unused(checkpoint: Checkpoint, used: Iterable[str], num_layers: int) -
     """Checkpoint tensors the engine does not read, known harmless ones left out.
 
     Raises UnknownQuantization for one that would change the result (a scale or bias of a scheme
-    llmctl does not know).
+    llmctl does not know), UnexpectedTensor for the bias of a linear that has none by its config.
     """
     harmless = set(used) | {"lm_head.weight"}  # a tied model may carry the copy
     for layer in range(num_layers):
@@ -168,6 +172,13 @@ def check_unused(checkpoint: Checkpoint, used: Iterable[str], num_layers: int) -
                 f"{checkpoint.path} holds {name}, which llmctl does not know; leaving it out "
                 "would change the model's results",
                 fix=f"use a checkpoint that is one of: {READ_SCHEMES}",
+            )
+    for name in unused:
+        if name.endswith(".bias") and name.removesuffix("bias") + "weight" in harmless:
+            raise UnexpectedTensor(
+                f"{checkpoint.path} holds {name}, a bias that its config.json does not imply; "
+                "leaving it out would change the model's results",
+                fix="check that config.json belongs to these weights",
             )
     return unused
 

@@ -23,6 +23,7 @@ from llmctl.errors import (
     OutOfDisk,
     OutputExists,
     PickleCheckpoint,
+    UnexpectedTensor,
     UnknownArchitecture,
     UnknownQuantization,
     UnsafePath,
@@ -270,6 +271,17 @@ def test_other_quantizations_are_refused_with_what_is_read(
     edit(quantized, drop("model.layers.0.mlp.up_proj.weight"))  # such formats rename tensors
     error = refuse(quantized, UnknownQuantization, text)
     assert "llmctl quantize" in error.fix
+
+
+def test_a_bias_that_the_config_does_not_imply(plain: Path) -> None:
+    change = put("model.layers.0.self_attn.q_proj.bias", torch.zeros(64))
+    refuse(edit(plain, change), UnexpectedTensor, "q_proj.bias, a bias that")
+
+
+@pytest.mark.parametrize("theta", ["zz", 0, -1.0, True, float("nan")])
+def test_a_rope_base_that_is_no_positive_number(plain: Path, theta: Any) -> None:
+    config = {"rope_theta": theta, "rope_parameters": {"rope_theta": theta}}
+    refuse(configure(plain, **config), CorruptFile, "rope_theta|NaN")
 
 
 def test_a_harmless_extra_tensor_is_reported(plain: Path) -> None:

@@ -172,11 +172,18 @@ def compressed_tensors_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("preset", "kv"), [("FP8", True), ("FP8", False), ("FP8_DYNAMIC", False), ("FP8_DYNAMIC", True)]
+    ("preset", "kv", "tied"),
+    [
+        ("FP8", True, False),
+        ("FP8", False, True),
+        ("FP8_DYNAMIC", False, False),
+        ("FP8_DYNAMIC", True, True),
+    ],
 )
 def test_compressed_tensors_logits_agree_with_its_own_run(
     preset: str,
     kv: bool,
+    tied: bool,
     program_name: str,
     new_model,
     build_engine,
@@ -185,7 +192,7 @@ def test_compressed_tensors_logits_agree_with_its_own_run(
     tmp_path,
 ) -> None:
     folder, tokens = tmp_path / "fp8", some_tokens(40)
-    model = new_model("llama", gain=0.5)
+    model = new_model("llama", gain=0.5, tie_word_embeddings=tied)
     compressed_tensors_checkpoint(model, folder, preset, calibration_rows(some_tokens), kv)
     with torch.no_grad():
         reader = AutoModelForCausalLM.from_pretrained(folder)
