@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmctl.errors import BadTensorValue
+from llmctl.errors import BadTensorShape, BadTensorValue
 from llmctl.quantize.checkpoint import Checkpoint
 from llmctl.quantize.families import HEAD, Model, build_slice, layer_prefix
 from llmctl.quantize.format import FP8_MAX
@@ -99,10 +99,19 @@ class LayerQuantizer:
         _drop_weights(slice_)
 
     def read(self, name: str) -> torch.Tensor:
-        """One source tensor in the run's dtype, on its device; BadTensorValue if not finite."""
+        """One source tensor in the run's dtype, on its device.
+
+        Raises BadTensorShape if it is stored quantized, BadTensorValue if it is not finite.
+        """
         import torch
 
         stored = self.checkpoint.read(name)
+        if not stored.is_floating_point() or stored.itemsize < 2:
+            info = self.checkpoint.info(name)
+            raise BadTensorShape(
+                f"{name} in {info.file} is {info.dtype}; an unquantized float tensor is wanted",
+                fix="start from the unquantized checkpoint",
+            )
         tensor = stored.to(device=self.device, dtype=self.dtype)
         if tensor.numel():
             low, high = torch.aminmax(tensor)

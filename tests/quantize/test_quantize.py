@@ -93,6 +93,17 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(
     assert not list(tmp_path.glob("*out*"))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_weight_stored_in_another_kind_of_number_is_refused(
+    editable: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    name = Q_PROJ + ".weight"
+    source = editable(lambda t: t.__setitem__(name, t[name].to(dtype)))
+    with pytest.raises(errors.BadTensorShape, match=f"{name} .* is (I8|F8_E4M3)"):
+        run_quantization(plan_tiny(source, tmp_path / "out"))
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_activations_that_overflow_are_refused(
     editable: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
 ) -> None:
