@@ -16,6 +16,9 @@ from pathlib import Path
 
 from llmctl.errors import OutOfDisk, OutputExists
 
+# The last one is the size limit of one file: FAT32's 4 GB, or `ulimit -f`.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def flush(path: Path) -> None:
     """fsync one file or directory."""
@@ -34,9 +37,19 @@ def require_space(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if num_bytes > free:
         raise OutOfDisk(
-            f"{folder} needs {num_bytes / 1e9:.2f} GB, {existing} has {free / 1e9:.2f} GB free",
+            f"{folder} needs {num_bytes / 1e9:.3g} GB, {existing} has {free / 1e9:.3g} GB free",
             fix="free disk space or choose an output directory on another file system",
         )
+
+
+def _remove(scratch: Path) -> None:
+    """Remove a scratch directory to the end, however often Ctrl-C is pressed meanwhile."""
+    while True:
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+            return
+        except KeyboardInterrupt:
+            continue
 
 
 @contextmanager
@@ -64,13 +77,13 @@ def publish(final: Path) -> Iterator[Path]:
             raise
         flush(final.parent)
     except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        _remove(scratch)
+        if error.errno in DISK_FULL:
             raise OutOfDisk(
-                f"the file system of {final.parent} is full",
+                f"the file system of {final.parent} is full ({error.strerror})",
                 fix="free disk space or choose an output directory on another file system",
             ) from error
         raise
     except BaseException:  # Ctrl-C included: never leave something that looks finished
-        shutil.rmtree(scratch, ignore_errors=True)
+        _remove(scratch)
         raise

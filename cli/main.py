@@ -7,14 +7,16 @@ normalised by the option parser itself, values are never touched.
 
 from __future__ import annotations
 
-import errno
 import importlib
+import io
 import json
+import math
 import os
 import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -23,6 +25,7 @@ from typing import Annotated
 import typer
 
 from llmctl.errors import LlmctlError, OutOfDisk, OutOfMemory, Unsupported
+from llmctl.publish import DISK_FULL
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -57,9 +60,21 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, raised in the main thread so that every clean-up runs as it does for Ctrl-C."""
 
 
+_SIGNALS: dict[signal.Signals, type[KeyboardInterrupt]] = {
+    signal.SIGINT: Interrupted,
+    signal.SIGTERM: Terminated,
+}
+REPEAT_S = 1.0  # a signal this soon after another one is the same impatience
+
+
 def main() -> None:
     """Entry point of the `llmctl` program."""
-    code = execute(sys.argv[1:])
+    _open_streams()
+    sys.unraisablehook = _resend_signal
+    _install_handlers()
+    code = _run(sys.argv[1:])
+    for number in _SIGNALS:  # all is done and said: a late one changes nothing
+        signal.signal(number, signal.SIG_IGN)
     try:
         sys.stdout.flush()
     except OSError:  # whatever is wrong with it has been reported
@@ -69,9 +84,18 @@ def main() -> None:
 
 def execute(argv: Sequence[str]) -> int:
     """Run one command line; returns the exit code and never raises."""
+    previous = _install_handlers()
+    try:
+        return _run(argv)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _run(argv: Sequence[str]) -> int:
+    """The command line, every ending turned into its message and exit code."""
     argv = list(argv) or ["--help"]
     is_json = "--json" in argv
-    previous = _install_handlers()
     try:
         code = _invoke(argv)
         sys.stdout.flush()  # a full disk or a reader that has gone shows here at the latest
@@ -93,9 +117,6 @@ def execute(argv: Sequence[str]) -> int:
         return EXIT_PIPE
     except Exception as error:
         return _report_unnamed(error, is_json)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _invoke(argv: list[str]) -> int:
@@ -184,7 +205,7 @@ def _report_usage(error: Exception, argv: list[str], is_json: bool) -> int:
 
 def _report_unnamed(error: Exception, is_json: bool) -> int:
     """Exceptions of other libraries: full disk, no memory, file access, or a bug of ours."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         fix = "free disk space or choose another file system"
         return _report(OutOfDisk.__name__, str(error), fix, OutOfDisk.exit_code, is_json)
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
@@ -193,7 +214,7 @@ def _report_unnamed(error: Exception, is_json: bool) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         return _report(type(error).__name__, str(error), "", EXIT_FAILURE, is_json)
     handle, path = tempfile.mkstemp(prefix="llmctl-bug-", suffix=".txt")
-    with os.fdopen(handle, "w") as file:
+    with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"llmctl {' '.join(sys.argv[1:])}\n\n")
         traceback.print_exception(error, file=file)
     message = f"{type(error).__name__}: {error} (this is a bug in llmctl; traceback in {path})"
@@ -208,17 +229,49 @@ def _install_handlers() -> dict[signal.Signals, Handler]:
     previous: dict[signal.Signals, Handler] = {}
     if threading.current_thread() is not threading.main_thread():
         return previous
-    for number, kind in ((signal.SIGINT, Interrupted), (signal.SIGTERM, Terminated)):
+    stop = _Stop()
+    for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            previous[number] = signal.signal(number, _raiser(kind))
+            previous[number] = signal.signal(number, stop)
     return previous
 
 
-def _raiser(kind: type[BaseException]) -> Callable[[int, FrameType | None], None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise kind
+class _Stop:
+    """The handler of every signal that ends the program.
 
-    return stop
+    A second signal soon after the first is ignored: it would cut the first one's clean-up short.
+    """
+
+    def __init__(self) -> None:
+        self._last_s = -math.inf
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s >= REPEAT_S:
+            self._last_s = now_s
+            raise _SIGNALS[signal.Signals(number)]
+
+
+def _resend_signal(unraisable: sys.UnraisableHookArgs) -> None:
+    """Python prints and drops what is raised inside a destructor or a weakref callback, as the
+    ones of the import system are. A signal that ended there comes again when it is over."""
+    for number, kind in _SIGNALS.items():
+        if unraisable.exc_type is kind:
+            again = threading.Timer(REPEAT_S, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+    sys.__unraisablehook__(unraisable)
+
+
+def _open_streams() -> None:
+    """Give a closed stdout or stderr somewhere to go, and keep a narrow encoding from failing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open to the end)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _silence_stdout() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,23 @@ def test_an_interrupted_body_leaves_nothing(tmp_path: Path, error: BaseException
         (scratch / "file").write_text("half")
         raise error
     assert leftovers(tmp_path) == []
+
+
+def test_ctrl_c_during_the_clean_up_does_not_cut_it_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = shutil.rmtree, []
+
+    def impatient(path: Path, **options: bool) -> None:
+        calls.append(path)
+        if len(calls) < 3:
+            raise KeyboardInterrupt
+        original(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", impatient)
+    with pytest.raises(ZeroDivisionError), publish(tmp_path / "x"):
+        raise ZeroDivisionError
+    assert len(calls) == 3 and list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -126,6 +127,7 @@ def test_an_unknown_exception_is_a_bug_with_a_saved_traceback(llmctl, command_th
     [
         (OSError(errno.ENOSPC, "No space left on device"), 3, "OutOfDisk"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 3, "OutOfDisk"),
+        (OSError(errno.EFBIG, "File too large"), 3, "OutOfDisk"),
         (MemoryError(), 3, "OutOfMemory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 3, "OutOfMemory"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "PermissionError"),
@@ -161,6 +163,65 @@ def test_a_signal_runs_clean_ups_and_its_handler_is_put_back(llmctl, monkeypatch
     before = signal.getsignal(number)
     assert llmctl("run").code == code and cleaned == [True]
     assert signal.getsignal(number) is before
+
+
+# A command that is signalled inside a destructor, or twice, the second time in its clean-up.
+_SIGNALLED = """
+import os, signal, sys, time
+from types import ModuleType
+from llmctl.cli import main
+
+class Dropped:
+    def __del__(self):
+        os.kill(os.getpid(), {number})
+        time.sleep(0)
+
+def command():
+    if {is_dropped}:
+        Dropped()
+        time.sleep(30)
+    try:
+        os.kill(os.getpid(), {number})
+        time.sleep(30)
+    finally:
+        os.kill(os.getpid(), {number})
+        time.sleep(0.1)
+        print("cleaned", flush=True)
+
+module = ModuleType("command")
+module.command = command
+sys.modules["command"] = module
+main.COMMANDS["run"] = ("command", "command", "")
+sys.argv = ["llmctl", "run"]
+main.main()
+"""
+
+
+@pytest.mark.parametrize("is_dropped", [False, True], ids=["twice", "in a destructor"])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_are_neither_lost_nor_cut_clean_ups_short(number, code, is_dropped):
+    text = _SIGNALLED.format(number=int(number), is_dropped=is_dropped)
+    words = [sys.executable, "-c", text]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout == ("" if is_dropped else "cleaned\n")
+
+
+def test_a_bug_report_takes_any_command_line(llmctl, command_that_raises, monkeypatch):
+    command_that_raises(ZeroDivisionError("oh"))
+    monkeypatch.setattr(sys, "argv", ["llmctl", "run", "a\udcff"])
+    done = llmctl("run")
+    path = Path(re.search(r"traceback in (\S+)\)", done.err)[1])
+    assert done.code == 70 and "a\\udcff" in path.read_text()
+    path.unlink()
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_closed_stream_is_no_failure(program, closed):
+    words = shlex.join([*program, "--help"]) + f" {closed}>&-"
+    done = subprocess.run(words, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""
+    assert ("Usage" in done.stdout) == (closed == 2)
 
 
 def test_a_reader_that_has_gone_is_no_error_message(program):
