@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
+from llmctl.errors import BadConfig
+
 
 def expand_lists(
     argv: Sequence[str], *, repeated: Collection[str] = (), grouped: Collection[str] = ()
@@ -16,7 +18,7 @@ def expand_lists(
     """Rewrite `--name a b` to `--name=a --name=b` (repeated) or `--name=["a", "b"]` (grouped).
 
     Names are written with hyphens. A list ends at the next word that begins with two hyphens. A
-    literal `--` ends the rewriting.
+    literal `--` ends the rewriting. Raises BadConfig for a name without a value.
     """
     result: list[str] = []
     position = 0
@@ -34,9 +36,9 @@ def expand_lists(
         while position < len(argv) and not argv[position].startswith("--"):
             values.append(argv[position])
             position += 1
-        if not values:
-            result.append(name)  # the parser says that a value is missing
-        elif name in grouped:
+        if not values:  # the parser would take the next option for the value
+            raise BadConfig(f"{name} is given without a value")
+        if name in grouped:
             result.append(f"{name}={json.dumps(values)}")
         else:
             result += [f"{name}={item}" for item in values]

@@ -72,7 +72,12 @@ def read_all(options: PromptOptions) -> list[Prompt]:
         prompts = read_prompts(options.input_file)
     else:
         prompts = [Prompt(text=text) for text in options.input_text or (SAMPLE_PROMPT,)]
+    for text in options.input_text:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise BadConfig(f"--input-text {text!r} is not UTF-8 text")
     for name, words in (("--stop-words", options.stop_words), ("--bad-words", options.bad_words)):
+        if not all(word for occurrence in words for word in occurrence):
+            raise BadConfig(f"{name} holds an empty word")
         if len(words) not in (0, 1, len(prompts)):
             raise BadConfig(
                 f"{name} is given {len(words)} times for {len(prompts)} prompts; "

@@ -15,6 +15,8 @@ import typer
 from llmctl.cli.argv import expand_lists
 from llmctl.errors import BadConfig, Unsupported
 
+DEFAULT_STREAMING_INTERVAL = 5  # run.py's
+
 
 class LogLevel(enum.StrEnum):
     """run.py's levels; each shows itself and what follows."""
@@ -73,13 +75,13 @@ def run(
         typer.Option("--streaming", help="Print the text so far as it grows."),
     ] = False,
     streaming_interval: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--streaming-interval",
             min=1,
-            help="Steps between two prints of one output.",
+            help="Steps between two prints of one output; default: 5.",
         ),
-    ] = 5,
+    ] = None,
     output_csv: Annotated[
         Path | None,
         typer.Option("--output-csv", help="Token ids, a line each."),
@@ -289,6 +291,8 @@ def run(
     if as_json and (streaming or run_profiling):
         option = "--streaming" if streaming else "--run-profiling"
         raise BadConfig(f"--json prints one object at the end; it cannot go with {option}")
+    if streaming_interval is not None and not streaming:
+        raise BadConfig("--streaming-interval is given without --streaming")
     from llmctl.cli.engines import EngineOptions
     from llmctl.cli.prompts import PromptOptions, sampling_config, word_lists
     from llmctl.cli.session import Files, Session, SessionOptions
@@ -340,7 +344,9 @@ def run(
             cum_log_probs_npy=output_cum_log_probs_npy,
         ),
         tokenizer_dir=tokenizer_dir,
-        streaming_interval=streaming_interval if streaming else None,
+        streaming_interval=(streaming_interval or DEFAULT_STREAMING_INTERVAL)
+        if streaming
+        else None,
         is_profiling=run_profiling,
         is_verifying=verify_exact,
         is_json=as_json,

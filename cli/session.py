@@ -76,6 +76,9 @@ class Session:
         prompts = read_all(options.prompts)
         checked = check_engines(options.engines)
         tokenizer = self._tokenizer(checked.target)
+        end_id, vocab_size = options.prompts.end_id, checked.target.pretrained_config["vocab_size"]
+        if end_id is not None and end_id >= vocab_size:
+            raise BadConfig(f"--end-id is {end_id}; the engine's ids are 0 to {vocab_size - 1}")
         rows = make_rows(prompts, options.prompts, tokenizer, _model_end_ids(checked.target))
         if options.is_verifying:
             _require_comparable(options.engines, rows)

@@ -76,12 +76,13 @@ def _read_csv(path: Path) -> list[Prompt]:
     prompts = []
     with path.open(encoding="utf-8", newline="") as file:
         for number, row in enumerate(csv.reader(file), start=1):
+            where = f"{path}, line {number}"
             try:
-                ids = tuple(int(item) for item in row if item.strip())
+                ids = [int(item) for item in row if item.strip()]
             except ValueError as error:
-                raise BadConfig(f"{path}, line {number}: {error}; token ids are wanted") from error
+                raise BadConfig(f"{where}: {error}; token ids are wanted") from error
             if ids:
-                prompts.append(Prompt(token_ids=ids))
+                prompts.append(Prompt(token_ids=_checked_ids(ids, where)))
     return prompts
 
 
@@ -91,7 +92,7 @@ def _read_npy(path: Path) -> list[Prompt]:
 
     try:
         array = np.load(path, allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise BadConfig(f"{path} is not a plain .npy array: {error}") from error
     if array.ndim == 1:
         array = array[None]
@@ -100,7 +101,18 @@ def _read_npy(path: Path) -> list[Prompt]:
             f"{path} has shape {array.shape} and dtype {array.dtype}; integers [rows, tokens] "
             "are wanted"
         )
-    return [Prompt(token_ids=tuple(row[row >= 0].tolist())) for row in array]
+    return [
+        Prompt(token_ids=_checked_ids(row[row >= 0].tolist(), f"{path}, row {number}"))
+        for number, row in enumerate(array)
+    ]
+
+
+def _checked_ids(ids: Sequence[int], where: str) -> tuple[int, ...]:
+    """Ids that can be token ids of some model; the engine compares with its own vocabulary."""
+    bad = next((item for item in ids if not 0 <= item < 2**31), None)
+    if bad is not None:
+        raise BadConfig(f"{where} holds {bad}; token ids are 0 to {2**31 - 1}")
+    return tuple(ids)
 
 
 def _read_jsonl(path: Path) -> list[Prompt]:
@@ -124,7 +136,7 @@ def _parse_row(line: str, where: str) -> Prompt:
     if ids is not None:  # input_ids win when both are there, as they do in trtllm-bench
         if not isinstance(ids, list) or not all(type(item) is int for item in ids):
             raise BadConfig(f'{where}: "input_ids" must be a list of integers')
-        text, ids = None, tuple(ids)
+        text, ids = None, _checked_ids(ids, where)
     elif not isinstance(text, str):
         raise BadConfig(f'{where} has neither a "prompt" string nor "input_ids"')
     _check_settings(row, where)
@@ -209,7 +221,11 @@ class _replacing:
         return self._file
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._file.close()
+        try:
+            self._file.close()  # writes what is buffered: a full disk may show only here
+        except BaseException:
+            self._scratch.unlink()
+            raise
         if kind is not None:
             self._scratch.unlink()
             return

@@ -7,6 +7,7 @@ engine era in snake_case, so its users find what they know.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from llmctl.errors import BadConfig
@@ -42,6 +43,9 @@ class SamplingConfig:
     num_return_sequences: int = 1  # sequence i samples with seed + i
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(math.isfinite(value), name, value, "finite")
         _require(self.temperature >= 0, "temperature", self.temperature, ">= 0")
         _require(self.top_k is None or self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 = no limit)")
         _require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")

@@ -15,6 +15,7 @@ from pathlib import Path
 from llmctl.errors import BadConfig, NoDevice, OutOfMemory, Unsupported
 
 LIBRARY_PATH = Path(__file__).with_name("libllmctl_cpu.so")
+MAX_THREADS = 1024  # each has a stack and 1 MiB of scratch
 ABI_VERSION = 2  # kAbiVersion in abi.h
 MAX_TENSORS = 8
 MAX_ATTRIBUTES = 6
@@ -159,8 +160,8 @@ def _quota() -> int:
 
 def set_num_threads(count: int) -> None:
     """Use `count` threads, the calling one included, for everything after."""
-    if count < 1:
-        raise BadConfig(f"the number of CPU threads is {count}; it must be at least 1")
+    if not 1 <= count <= MAX_THREADS:
+        raise BadConfig(f"the number of CPU threads is {count}; it must be 1 to {MAX_THREADS}")
     library().llmctl_set_num_threads(count)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from llmctl.cli.argv import expand_lists
 from llmctl.cli.run import prepare_argv
+from llmctl.errors import BadConfig
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,6 @@ from llmctl.cli.run import prepare_argv
         ),
         (["--input-text=--x_y"], ["--input-text=--x_y"]),
         (["--input-text", "k=v"], ["--input-text=k=v"]),
-        (["--input_text", "--json"], ["--input-text", "--json"]),
         (["--input-text="], ["--input-text="]),
         (["--", "--input_text", "a"], ["--", "--input_text", "a"]),
         (["--engine_dir", "a_b"], ["--engine_dir", "a_b"]),
@@ -29,6 +29,13 @@ from llmctl.cli.run import prepare_argv
 )
 def test_a_list_becomes_repeated_options(argv, wanted):
     assert expand_lists(argv, repeated=("--input-text",)) == wanted
+
+
+@pytest.mark.parametrize("name", ["--input_text", "--stop-words"])
+def test_a_list_without_values_never_takes_the_next_option_for_one(name):
+    for argv in ([name, "--json"], [name]):
+        with pytest.raises(BadConfig, match="without a value"):
+            prepare_argv(argv)
 
 
 def test_each_occurrence_of_a_word_list_stays_together():

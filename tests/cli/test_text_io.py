@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,8 @@ def test_jsonl_rows_carry_their_own_settings(tmp_path):
         ('{"prompt": 3}', "neither"),
         ('{"input_ids": [1, "2"]}', "list of integers"),
         ('{"input_ids": [true]}', "list of integers"),
+        ('{"input_ids": [5, -4]}', "-4; token ids"),
+        ('{"input_ids": [99999999999999999999]}', "token ids are 0 to"),
         ('{"prompt": "a", "tempreature": 1}', "tempreature"),
         ('{"prompt": "a", "top_k": 1.5}', "top_k"),
         ('{"prompt": "a", "max_tokens": true}', "max_tokens"),
@@ -77,6 +80,9 @@ def test_a_bad_jsonl_row_is_named_by_file_and_line(tmp_path, line, words):
 def test_unusable_files_are_named(tmp_path):
     cases = {
         write(tmp_path / "a.csv", "1,2\n3,x\n"): "line 2",
+        write(tmp_path / "b.csv", "1,-2\n"): "line 1 holds -2",
+        write(tmp_path / "c.csv", "99999999999999999999\n"): "token ids are 0 to",
+        write(tmp_path / "empty.npy", ""): "plain .npy",
         write(tmp_path / "a.md", "hello"): ".jsonl",
         write(tmp_path / "empty.txt", "\n"): "no prompts",
         tmp_path / "absent.txt": "does not exist",
@@ -97,6 +103,18 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path):
     with pytest.raises(ValueError):
         write_jsonl(path, [{"a": 1}, {"a": float("nan")}])
     assert path.read_text() == "old\n" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_disk_that_fills_at_the_last_flush_leaves_nothing(tmp_path, monkeypatch):
+    def opened(handle, *arguments, **options):
+        os.close(handle)
+        return open("/dev/full", *arguments, **options)
+
+    monkeypatch.setattr(os, "fdopen", opened)
+    with pytest.raises(OSError, match="No space left"):
+        write_jsonl(tmp_path / "x.jsonl", [{"a": 1}])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_log_probs_are_padded_with_nan(tmp_path):
