@@ -116,6 +116,11 @@ def _run(argv: Sequence[str]) -> int:
         _silence_stdout()
         return EXIT_PIPE
     except Exception as error:
+        stop = signal.getsignal(signal.SIGTERM)
+        if isinstance(stop, _Stop) and stop.number is not None:
+            # Native code drops exceptions during its imports; what it left half done failed later.
+            print("llmctl: interrupted", file=sys.stderr)
+            return 128 + stop.number
         return _report_unnamed(error, is_json)
 
 
@@ -244,11 +249,13 @@ class _Stop:
 
     def __init__(self) -> None:
         self._last_s = -math.inf
+        self.number: int | None = None  # of the last signal raised
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if now_s - self._last_s >= REPEAT_S:
             self._last_s = now_s
+            self.number = number
             raise _SIGNALS[signal.Signals(number)]
 
 

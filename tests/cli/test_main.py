@@ -207,6 +207,23 @@ def test_signals_are_neither_lost_nor_cut_clean_ups_short(number, code, is_dropp
     assert done.stdout == ("" if is_dropped else "cleaned\n")
 
 
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_failure_that_a_dropped_signal_caused_is_no_bug(llmctl, monkeypatch, number, code):
+    def command() -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(30)
+        except BaseException:  # as an import inside native code does
+            raise AttributeError("half imported") from None
+
+    module = ModuleType("half_imported")
+    module.command = command  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "half_imported", module)
+    monkeypatch.setitem(main.COMMANDS, "run", ("half_imported", "command", "Waits."))
+    done = llmctl("run")
+    assert done.code == code and done.err == "llmctl: interrupted\n"
+
+
 def test_a_bug_report_takes_any_command_line(llmctl, command_that_raises, monkeypatch):
     command_that_raises(ZeroDivisionError("oh"))
     monkeypatch.setattr(sys, "argv", ["llmctl", "run", "a\udcff"])
