@@ -126,6 +126,10 @@ class PromptTooLong(RequestError):
     """The prompt does not fit max_seq_len."""
 
 
+class BadLogits(RequestError):
+    """An engine computed NaN where a token should have been chosen."""
+
+
 class ExecutorClosed(RequestError):
     """The executor has been shut down."""
 

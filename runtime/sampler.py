@@ -10,6 +10,7 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 from numpy.typing import NDArray
 
+from llmctl.errors import BadLogits
 from llmctl.plugins.sampling.spec import (
     TARGET_STREAM,
     SamplingBackend,
@@ -52,6 +53,16 @@ class Sampler:
             banned=banned_next(request, tail, sequence.num_new_tokens + len(path)),
             stream=stream,
         )
+
+    def require_tokens(self, tokens: list[int], role: str) -> list[int]:
+        """The drawn tokens as they are. Raises BadLogits when a row of logits held NaN."""
+        if tokens and min(tokens) < 0:
+            raise BadLogits(
+                f"the {role} engine computed NaN logits in {sum(token < 0 for token in tokens)} of "
+                f"{len(tokens)} rows",
+                fix="build the engine again; with float16, try --dtype bfloat16 or float32",
+            )
+        return tokens
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence that ended."""

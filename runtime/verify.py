@@ -50,7 +50,7 @@ class Verifier:
         One Commit per slice, in packed order. Updates tokens, log_probs, kv_len, finish_reason.
         """
         owners = _owners(batch, proposals)
-        tokens = self._target_tokens(owners, logits)
+        tokens = self._sampler.require_tokens(self._target_tokens(owners, logits), "target")
         return [self._commit_one(owner, tokens, logits) for owner in owners]
 
     def _target_tokens(self, owners: list[_Owner], logits: Logits) -> list[int]:
@@ -92,6 +92,7 @@ class Verifier:
     ) -> tuple[int, int]:
         backend, drafts = self._sampler.backend, proposal.token_ids
         sampling_rows = [self._sampler.row(sequence, drafts[:i]) for i in range(len(rows))]
+        self._sampler.require_tokens(backend.argmax(rows).tolist(), "target")
         target_probs = backend.processed_probs(rows, sampling_rows)
         uniforms = backend.uniforms(
             [replace(row, stream=ACCEPT_STREAM) for row in sampling_rows[:-1]]

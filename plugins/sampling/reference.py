@@ -30,17 +30,19 @@ _LOWEST = np.finfo(np.float32).min  # banned ids lie below
 
 
 def argmax_rows(logits: Logits) -> Ids:
-    """The best id of each row [rows, vocab]; the lowest id on ties."""
-    best: Ids = logits.argmax(axis=1)
+    """The best id of each row [rows, vocab]; the lowest id on ties; -1 where a row holds NaN."""
+    best: Ids = np.where(np.isnan(logits).any(axis=1), -1, logits.argmax(axis=1))
     return best
 
 
 def sample_rows(logits: Logits, rows: Sequence[SamplingRow]) -> Ids:
-    """One token per row of `logits` [len(rows), vocab], which is left as it was."""
-    tokens = np.empty(len(rows), np.int64)
+    """One token per row of `logits` [len(rows), vocab], which is left as it was; -1 for NaN."""
+    tokens = np.full(len(rows), -1, np.int64)
     drawn: list[int] = []
     candidates: list[Candidates] = []
     for index, row in enumerate(rows):
+        if np.isnan(logits[index]).any():
+            continue
         penalised = penalise(logits[index], row)
         if row.params.is_greedy:
             tokens[index] = penalised.argmax()

@@ -87,7 +87,8 @@ def has_penalties(params: SamplingParams) -> bool:
 
 class SamplingBackend(Protocol):
     """Sampling as a backend computes it. One object serves target and draft, so that their draws
-    agree to the bit. Logits are finite or -inf, C-contiguous float32 [rows, vocab]."""
+    agree to the bit. Logits are C-contiguous float32 [rows, vocab], finite or -inf; a row with NaN
+    draws -1, which is nobody's token."""
 
     def argmax(self, logits: NDArray[np.float32]) -> NDArray[np.integer[Any]]:
         """The best id of each row; the lowest id on ties."""

@@ -179,11 +179,12 @@ class DraftTargetDrafter:
         if logits.shape[1] > sampler.vocab_size:  # padded vocabulary: ids the target lacks
             logits = np.ascontiguousarray(logits[:, : sampler.vocab_size])
         if all(sampler.is_plain(item.sequence) for item in rounds):
-            tokens = sampler.backend.argmax(logits).tolist()
+            tokens = sampler.require_tokens(sampler.backend.argmax(logits).tolist(), "draft")
         else:
             stream = DRAFT_STREAM if self._keep_probs else TARGET_STREAM
             rows = [sampler.row(item.sequence, item.tokens, stream) for item in rounds]
-            tokens = sampler.backend.sample_rows(logits, rows).tolist()
+            drawn = sampler.backend.sample_rows(logits, rows).tolist()
+            tokens = sampler.require_tokens(drawn, "draft")
             if self._keep_probs:
                 self._store_probs(logits, rows, rounds)
         for item, token in zip(rounds, tokens, strict=True):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from llmctl.errors import (
     BadConfig,
+    BadLogits,
     ExecutorClosed,
     OutOfMemory,
     PairMismatch,
@@ -374,6 +375,26 @@ def test_a_draft_that_raises_fails_the_requests_of_the_step(fake, make):
     executor = make(drafter=DraftTargetDrafter(draft, 4))
     assert str(answer(executor, Request(PROMPT, 10)).error) == "the engine broke"
     assert not answer(executor, Request(PROMPT, 10)).has_error
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize(
+    "sampling", [SamplingConfig(), SamplingConfig(top_k=0, seed=1)], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("acceptance", ["tokens", "logits"])
+def test_nan_logits_fail_the_request_by_name(fake, make, role, sampling, acceptance):
+    class Broken(fake.Engine):
+        def run(self, step):
+            rows = super().run(step)
+            if self.num_runs >= 3:
+                rows[:, 5] = np.nan
+            return rows
+
+    target = Broken() if role == "target" else fake.Engine()
+    draft = Broken() if role == "draft" else fake.Engine()
+    executor = make(target, DraftTargetDrafter(draft, 2), acceptance=acceptance)
+    response = answer(executor, Request(PROMPT, 20, sampling))
+    assert isinstance(response.error, BadLogits) and f"the {role} engine" in str(response.error)
 
 
 def test_when_recovery_raises_too_everybody_is_told_and_the_executor_closes(
