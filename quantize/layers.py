@@ -138,8 +138,14 @@ class LayerQuantizer:
         import torch
 
         slice_.model.rotary_emb.to(self.device)
-        with torch.inference_mode(), _quiet():
-            import_modelopt().quantize(slice_, config, loop)
+        try:
+            with torch.inference_mode(), _quiet():
+                import_modelopt().quantize(slice_, config, loop)
+        except AssertionError as error:  # how ModelOpt says that a maximum is NaN
+            raise BadTensorValue(
+                f"calibrating {self.checkpoint.path} met values that are not finite: {error}",
+                fix="check rope_scaling and the weights; the unquantized model computes NaN too",
+            ) from error
 
 
 def import_modelopt() -> Any:

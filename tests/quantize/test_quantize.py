@@ -104,6 +104,18 @@ def test_a_weight_stored_in_another_kind_of_number_is_refused(
     assert not list(tmp_path.glob("*out*"))
 
 
+def test_a_rope_that_computes_nan_is_refused(
+    editable: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    source = editable(lambda t: None)
+    config = json.loads((source / "config.json").read_text())
+    config["rope_parameters"]["factor"] = 0.0
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(errors.BadTensorValue, match="not finite"):
+        run_quantization(plan_tiny(source, tmp_path / "out", kv_cache_dtype="fp8"))
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_activations_that_overflow_are_refused(
     editable: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
 ) -> None:
