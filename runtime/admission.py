@@ -79,5 +79,6 @@ def refuse_unservable(
         raise OutOfMemory(
             f"a sequence of {sequence.max_len} tokens needs {num_blocks} KV blocks; the cache "
             f"has {kv_cache.num_blocks} of {kv_cache.tokens_per_block} tokens",
-            fix="ask for fewer output tokens, or raise --kv_cache_free_gpu_memory_fraction",
+            fix="ask for fewer output tokens, or raise --kv_cache_free_gpu_memory_fraction (and "
+            "--max_tokens_in_paged_kv_cache, if that is given)",
         )
