@@ -264,6 +264,7 @@ def _with_plugin_options(function: Callable[..., None]) -> Callable[..., None]:
         function(**values)
 
     build.__doc__ = function.__doc__
+    # inspect and typer read this attribute; mypy does not know that functions may have it
     build.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     build.__annotations__ = {p.name: p.annotation for p in parameters}
     return build

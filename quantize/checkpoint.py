@@ -194,14 +194,16 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
     headers: dict[str, dict[str, TensorInfo]] = {}
     tensors = {}
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard.endswith(".safetensors"):
-            raise CorruptFile(f"{index} places {name} in {shard!r}; a .safetensors name is wanted")
+        if not isinstance(shard, str):
+            raise CorruptFile(f"{index} places {name} in {shard!r}; a file name is wanted")
         # A link of that name inside the folder is fine (the Hugging Face cache is made of them).
         if shard != Path(shard).name or "\\" in shard or "\0" in shard:
             raise UnsafePath(
                 f"{index} places {name} in {shard!r}; only files of the same folder are read",
                 fix="do not use this checkpoint unless you know who wrote the index",
             )
+        if not shard.endswith(".safetensors"):
+            raise CorruptFile(f"{index} places {name} in {shard!r}; a .safetensors name is wanted")
         if shard not in headers:
             if not (folder / shard).is_file():
                 raise MissingTensor(

@@ -127,7 +127,7 @@ class LayerQuantizer:
         config = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
         if self.has_fp8_kv_cache:
             config["quant_cfg"] += copy.deepcopy(mtq.FP8_KV_CFG["quant_cfg"])
-        return config  # type: ignore[no-any-return]
+        return config  # type: ignore[no-any-return]  # ModelOpt has no types
 
     def _calibrate(
         self,
@@ -154,7 +154,7 @@ def import_modelopt() -> Any:
     Importing it takes seconds. Raises ImportError where the `quantize` extra is not installed.
     """
     with _quiet():
-        import modelopt.torch.quantization as mtq  # type: ignore[import-untyped]
+        import modelopt.torch.quantization as mtq  # type: ignore[import-untyped]  # no types
     return mtq
 
 
@@ -173,7 +173,7 @@ def _head_config() -> dict[str, Any]:
         {"quantizer_name": f"*lm_head*{part}_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}}
         for part in ("weight", "input")
     ]
-    return config  # type: ignore[no-any-return]
+    return config  # type: ignore[no-any-return]  # ModelOpt has no types
 
 
 def _quantized_linear(linear: Any, name: str) -> Tensors:
@@ -209,7 +209,7 @@ def _amax(quantizer: Any, name: str) -> torch.Tensor:
     assert amax is not None and amax.numel() == 1, f"{name}: not one calibrated maximum"
     amax = amax.detach().float().reshape(())
     _require_finite(amax, amax, f"the largest activation at {name}")
-    return amax  # type: ignore[no-any-return]
+    return amax  # type: ignore[no-any-return]  # ModelOpt has no types
 
 
 def _require_finite(low: torch.Tensor, high: torch.Tensor, what: str) -> None:

@@ -64,7 +64,7 @@ def row(name: str, unit: str, values: list[float], share: float | None = None) -
 
 def llmctl(*arguments: str) -> None:
     """Run the command line as a user would."""
-    subprocess.run([sys.executable, "-m", "llmctl.cli.main", *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "llmctl.cli.entry", *arguments], check=True)
 
 
 def held_out_prompts() -> list[list[int]]:

@@ -20,7 +20,7 @@ PromptMaker = Callable[[int], list[tuple[int, ...]]]
 
 
 def llmctl(*arguments: object) -> None:
-    command = [sys.executable, "-m", "llmctl.cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "llmctl.cli.entry", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -78,7 +78,7 @@ def llmctl(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
 @pytest.fixture(scope="session")
 def program() -> list[str]:
     """The program as a process of its own."""
-    return [sys.executable, "-m", "llmctl.cli.main"]
+    return [sys.executable, "-m", "llmctl.cli.entry"]
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,7 @@ def test_every_option_of_run_explains_itself(llmctl):
 
 @pytest.mark.parametrize("argv", [[], ["run"], ["build"], ["quantize"]], ids=str)
 def test_help_imports_nothing_heavy(argv):
-    words = [sys.executable, "-X", "importtime", "-m", "llmctl.cli.main", *argv, "--help"]
+    words = [sys.executable, "-X", "importtime", "-m", "llmctl.cli.entry", *argv, "--help"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     imported = {line.split("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "typer" in imported

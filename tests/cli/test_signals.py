@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,19 @@ def test_a_quantization_leaves_nothing_behind(program, engines, tmp_path, number
     found, out, err = signal_after(words, "needs about", number)
     assert found == code and "Traceback" not in err, err
     assert out == "" and list(tmp_path.iterdir()) == []
+
+
+@SIGNALS
+def test_a_signal_during_the_first_imports_ends_quietly(number, code):
+    script = (
+        "import os, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'llmctl.cli.main':\n"
+        f"            os.kill(os.getpid(), {int(number)})\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from llmctl.cli.entry import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")

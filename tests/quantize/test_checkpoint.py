@@ -160,6 +160,7 @@ def test_an_indexed_checkpoint_reads_from_its_shards(tmp_path: Path) -> None:
         "sub/model-1.safetensors",
         "..\\model-1.safetensors",
         "./model-1.safetensors",
+        "/etc/passwd",
     ],
 )
 def test_an_index_that_points_outside_its_folder_is_unsafe(tmp_path: Path, shard: str) -> None:

@@ -1,0 +1,26 @@
+"""The program's first lines. A signal that comes while the rest is being imported ends it at once,
+with the exit code a shell expects and no traceback: there is nothing to clean up yet."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+
+def main() -> None:
+    """Entry point of the `llmctl` program; see cli/main.py for what it does."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # of a background job: stays ignored
+            signal.signal(number, _leave)
+    from llmctl.cli.main import main as program
+
+    program()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()
