@@ -64,6 +64,7 @@ class OpCall:
     inputs: Mapping[str, torch.Tensor]
     outputs: Mapping[str, torch.Tensor]
     attributes: Mapping[str, int | float | str | bool]
+    tactic: str = ""  # the kernel the builder chose; its meaning is the operator's own
 
 
 class Program(Protocol):
