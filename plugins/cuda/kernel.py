@@ -1,13 +1,13 @@
-"""What an operator says about its CUDA kernels: which binaries exist, and how one step launches them.
+"""What an operator says about its CUDA kernels: which binaries exist, and how a step launches them.
 
 `plugins/<op>/kernel.py` has two functions:
 
     kernels(call, limits) -> list[KernelSpec]        at build: every binary a step may need
     launches(call, env, shape) -> list[Launch]       at run: what one step launches, in order
 
-Both are pure. `call` holds meta tensors at build and device tensors at run; a `Launch` names tensors,
-not addresses, so the same description runs on a GPU (plugins/cuda/program.py) and, where the
-kernel is Triton, in Triton's interpreter on CPU tensors.
+Both are pure. `call` holds meta tensors at build and device tensors at run; a `Launch` names
+tensors, not addresses, so the same description runs on a GPU (plugins/cuda/program.py) and, where
+the kernel is Triton, in Triton's interpreter on CPU tensors.
 """
 
 from __future__ import annotations
