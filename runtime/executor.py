@@ -16,6 +16,7 @@ from llmctl.runtime.config import ExecutorConfig, KvCacheConfig
 from llmctl.runtime.core import Request, Response
 from llmctl.runtime.inbox import Inbox
 from llmctl.runtime.mailbox import Mailbox
+from llmctl.runtime.rounds import RoundRunner
 from llmctl.runtime.speculative.drafter import Drafter, NoDrafter
 from llmctl.runtime.stats import IterationStats, RequestStatsPerIteration, SpeculationStats
 from llmctl.runtime.step import StepRunner
@@ -27,8 +28,9 @@ __all__ = ["Executor", "ExecutorConfig", "KvCacheConfig"]
 class Executor:
     """Runs requests on a target engine, with a drafter or without. Thread-safe.
 
-    `sampling` is the sampling of the target's backend; it draws the drafter's tokens too. Raises
-    PairMismatch when drafter and target do not fit together.
+    `sampling` is the sampling of the target's backend; it draws the drafter's tokens too. With a
+    `round_runner`, which must propose what `drafter` proposes, generation runs on the device
+    without waiting for the host. Raises PairMismatch when drafter and target do not fit together.
     """
 
     def __init__(
@@ -37,12 +39,15 @@ class Executor:
         drafter: Drafter | None,
         config: ExecutorConfig,
         sampling: SamplingBackend,
+        round_runner: RoundRunner | None = None,
     ) -> None:
         self.config = config
         self._mailbox = Mailbox()
         self._inbox = Inbox(self._mailbox, config.max_queue_size)
         drafter = drafter if drafter is not None else NoDrafter()
-        self._worker = Worker(target, drafter, config, sampling, self._inbox, self._mailbox)
+        self._worker = Worker(
+            target, drafter, config, sampling, self._inbox, self._mailbox, round_runner
+        )
         self._thread = threading.Thread(
             target=self._worker.run, name="llmctl-executor", daemon=True
         )

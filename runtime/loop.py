@@ -8,6 +8,7 @@ from time import perf_counter
 
 from llmctl.runtime.core import Batch
 from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.rounds import Rounds
 from llmctl.runtime.scheduler import Scheduler
 from llmctl.runtime.speculative.drafter import Drafter, Proposal
 from llmctl.runtime.stats import SpeculationStats
@@ -40,6 +41,7 @@ class Loop:
         kv_cache: KvCacheManager,
         drafter: Drafter,
         verifier: Verifier,
+        rounds: Rounds | None = None,
     ) -> None:
         self.stats = SpeculationStats()
         self._target = target
@@ -47,13 +49,33 @@ class Loop:
         self._kv_cache = kv_cache
         self._drafter = drafter
         self._verifier = verifier
+        self._rounds = rounds
 
     def step(self) -> StepReport:
-        """Schedule, propose, verify, accept, commit. Needs scheduler.has_work."""
+        """One round by the device alone where it can, else one step led by the host. Needs
+        scheduler.has_work."""
         began = perf_counter()
+        rounds = self._rounds
+        if rounds is not None and rounds.has_result:
+            return self._run_round(rounds, None, began)
         batch = self._scheduler.schedule()
         assert batch.slices, "the scheduler has work and schedules none of it"
         self._copy_blocks()
+        if rounds is not None and rounds.can_run(batch):
+            return self._run_round(rounds, batch, began)
+        return self._run_step(batch, began)
+
+    def _run_round(self, rounds: Rounds, batch: Batch | None, began: float) -> StepReport:
+        """Start with `batch`, or take the oldest round in flight; commit it."""
+        try:
+            done = rounds.advance() if batch is None else rounds.start(batch)
+        except BaseException:
+            rounds.abandon()
+            raise
+        return self._finish(done.batch, done.commits, began, done.draft_s, done.verify_s)
+
+    def _run_step(self, batch: Batch, began: float) -> StepReport:
+        """Propose, verify, accept, commit."""
         draft_began = perf_counter()
         proposals = self._drafter.propose(batch)
         draft_ended = perf_counter()
@@ -64,10 +86,7 @@ class Loop:
         commits = self._verifier.commit(batch, proposals, logits)
         rounds = commits[len(batch.context) :]
         self._drafter.commit(batch, [commit.accepted for commit in rounds])
-        self._scheduler.update(batch)
-        for commit in rounds:
-            self.stats.add_round(commit.num_drafts, min(commit.accepted, commit.num_tokens))
-        return self._report(
+        return self._finish(
             batch, commits, began, draft_ended - draft_began, verify_ended - verify_began
         )
 
@@ -77,9 +96,13 @@ class Loop:
             self._target.copy_block(source, destination)
             self._drafter.copy_block(source, destination)
 
-    def _report(
+    def _finish(
         self, batch: Batch, commits: list[Commit], began: float, draft_s: float, verify_s: float
     ) -> StepReport:
+        """Publish, release, count."""
+        self._scheduler.update(batch)
+        for commit in commits[len(batch.context) :]:
+            self.stats.add_round(commit.num_drafts, min(commit.accepted, commit.num_tokens))
         step_s = perf_counter() - began
         self.stats.draft_s += draft_s
         self.stats.verify_s += verify_s

@@ -63,6 +63,15 @@ class Scheduler:
         return tuple(self._active.values())
 
     @property
+    def num_active(self) -> int:
+        """Started sequences."""
+        return len(self._active)
+
+    def is_active(self, sequence: Sequence) -> bool:
+        """True from the start of a sequence until it is released or paused."""
+        return sequence.sequence_id in self._active
+
+    @property
     def waiting(self) -> tuple[Sequence, ...]:
         """Sequences that hold no blocks, next to start first; paused ones are at the front."""
         return tuple(self._waiting)

@@ -18,6 +18,7 @@ from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.loop import Loop, StepReport
 from llmctl.runtime.mailbox import Mailbox
 from llmctl.runtime.recorder import Recorder
+from llmctl.runtime.rounds import RoundRunner, Rounds
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.scheduler import Limits, Scheduler
 from llmctl.runtime.speculative.drafter import Drafter
@@ -37,6 +38,7 @@ class Worker:
         sampling: SamplingBackend,
         inbox: Inbox,
         mailbox: Mailbox,
+        round_runner: RoundRunner | None = None,
     ) -> None:
         if drafter.max_draft_len > target.max_draft_len:
             raise PairMismatch(
@@ -72,7 +74,10 @@ class Worker:
         target.allocate_kv_cache(cache.num_blocks)
         drafter.prepare(self.kv_cache, self._sampler, config.acceptance == "logits")
         verifier = Verifier(self._sampler)
-        self._loop = Loop(target, self.scheduler, self.kv_cache, drafter, verifier)
+        rounds = None
+        if round_runner is not None:
+            rounds = Rounds(round_runner, self.scheduler, self.kv_cache)
+        self._loop = Loop(target, self.scheduler, self.kv_cache, drafter, verifier, rounds)
         self.recorder = Recorder(config, self._loop, self.scheduler, self.kv_cache)
         self._inbox = inbox
         self._mailbox = mailbox

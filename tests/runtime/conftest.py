@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from llmctl.plugins.sampling.reference import ReferenceSampling, sample_rows
-from llmctl.plugins.sampling.spec import SamplingBackend, SamplingRow
+from llmctl.plugins.sampling.spec import SamplingBackend, SamplingRow, has_penalties
 from llmctl.runtime.core import FinishReason, Request, Sequence
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.loop import Loop
+from llmctl.runtime.rounds import RoundReport, RoundResult, Rounds
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.scheduler import Limits, Scheduler, SchedulerConfig
 from llmctl.runtime.speculative.drafter import NoDrafter
@@ -172,6 +173,7 @@ class Harness:
         config: SchedulerConfig | None = None,
         by_logits: bool = False,
         sampling: SamplingBackend | None = None,
+        on_device: bool = False,
     ) -> None:
         self.target, self.draft = target, draft
         self.drafter = drafter or NoDrafter()
@@ -188,8 +190,12 @@ class Harness:
         self.sampler = Sampler(target.vocab_size, sampling or ReferenceSampling())
         target.allocate_kv_cache(num_blocks)
         self.drafter.prepare(self.kv_cache, self.sampler, by_logits)
+        self.runner = self.rounds = None
+        if on_device:
+            self.runner = FakeRunner(target, draft, self.drafter.max_draft_len)
+            self.rounds = Rounds(self.runner, self.scheduler, self.kv_cache)
         self.loop = Loop(
-            target, self.scheduler, self.kv_cache, self.drafter, Verifier(self.sampler)
+            target, self.scheduler, self.kv_cache, self.drafter, Verifier(self.sampler), self.rounds
         )
         self.num_sequences = 0
 
@@ -233,6 +239,88 @@ class Harness:
                 found = self.draft.read(sequence.block_table, sequence.draft_kv_len)
                 committed = np.array(sequence.tokens[: sequence.draft_kv_len], np.int64)
                 assert (found == np.minimum(committed, self.draft.vocab_size - 1)).all()
+
+
+class FakeRunner:
+    """A device that runs rounds on the fake engines' caches, at once and by itself.
+
+    Beyond the blocks it was given it writes nothing and draws nonsense, as a GPU does.
+    """
+
+    def __init__(self, target: FakeEngine, draft: FakeEngine | None, draft_len: int) -> None:
+        self.target, self.draft = target, draft
+        self.draft_len = draft_len
+        self.has_draft_engine = draft is not None
+        self.max_batch_size = 4
+        self.max_tokens = min(e.max_seq_len for e in (target, draft) if e is not None)
+        self.in_flight: list[list[RoundResult]] = []
+        self.num_begun = self.num_rounds = self.most_in_flight = self.num_dropped = 0
+
+    def can_run(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        params = request.sampling_config
+        if request.bad_words or has_penalties(params) or request.output_config.return_log_probs:
+            return False
+        return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
+
+    def begin(self, sequences) -> None:
+        self.num_begun += 1
+        self.state = [
+            SimpleNamespace(
+                params=s.request.sampling_config, seed=s.seed, last=s.tokens[-2:],
+                committed=len(s.tokens), max_len=s.max_len,
+            )
+            for s in sequences
+        ]  # fmt: skip
+
+    def enqueue(self, block_tables) -> None:
+        self.num_rounds += 1
+        rounds = [
+            self._round(state, list(table))
+            for state, table in zip(self.state, block_tables, strict=True)
+        ]
+        self.in_flight.append(rounds)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+
+    def collect(self) -> RoundReport:
+        return RoundReport(self.in_flight.pop(0), 0.001, 0.002)
+
+    def abandon(self) -> None:
+        self.in_flight.clear()
+
+    def _round(self, state, table) -> RoundResult:
+        drafts: list[int] = []
+        feed = list(enumerate(state.last, state.committed - 2))
+        while self.draft is not None and len(drafts) < self.draft_len:
+            for position, token in feed:
+                self._write(self.draft, table, position, token)
+            drafts.append(self._draw(self.draft, state, table, feed[-1][0]))
+            feed = [(state.committed - 1 + len(drafts), drafts[-1])]
+        tokens = []
+        for index, token in enumerate([state.last[-1], *drafts]):
+            self._write(self.target, table, state.committed - 1 + index, token)
+            tokens.append(self._draw(self.target, state, table, state.committed - 1 + index))
+        accepted, limit = 0, min(len(drafts), state.max_len - state.committed - 1)
+        while accepted < limit and drafts[accepted] == tokens[accepted]:
+            accepted += 1
+        result = RoundResult(state.committed, tokens[: accepted + 1])
+        state.last = [*state.last, *result.tokens][-2:]
+        state.committed += accepted + 1
+        return result
+
+    def _write(self, engine, table, position, token) -> None:
+        block, offset = divmod(position, engine.tokens_per_block)
+        if block < len(table):
+            engine.cache[table[block] * engine.tokens_per_block + offset] = min(
+                token, engine.vocab_size - 1
+            )
+
+    def _draw(self, engine, state, table, position) -> int:
+        if position >= len(table) * engine.tokens_per_block:
+            return 7
+        logits = engine.logits(engine.read(table, position + 1))[None, : self.target.vocab_size]
+        row = SamplingRow(state.params, state.seed, position + 1)
+        return int(sample_rows(logits, [row])[0])
 
 
 def plain_answer(engine: FakeEngine, request: Request, index: int = 0):

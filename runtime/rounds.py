@@ -1,0 +1,202 @@
+"""Rounds that run on a device, one ahead of what the host has read.
+
+A round is: draft k tokens, verify them, accept, advance. The device keeps what that needs (last
+tokens, lengths, random state), so a round starts where the last one ended without asking the host.
+While round i + 1 runs, the host reads round i, cuts it at stops, publishes blocks and answers:
+
+    device   | round 1 | round 2 | round 3 |
+    host     begin 1,2   commit 1, enqueue 3   commit 2 ...
+
+What the host does not know yet, it bounds: blocks are reserved for the most that a round in flight
+can add. A sequence that stopped in round i has a round i + 1 in flight; its result is dropped, and
+its writes land before anything that a later owner of the blocks enqueues on the same stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from llmctl.errors import BadLogits
+from llmctl.runtime.core import Batch, Sequence, Slice
+from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.scheduler import Scheduler
+from llmctl.runtime.stop import first_stop
+from llmctl.runtime.verify import Commit
+
+MOST_IN_FLIGHT = 2
+
+
+class RoundResult(NamedTuple):
+    """What one round added to one sequence: the drafts that stand, then the target's own token."""
+
+    num_committed: int  # tokens before the round
+    tokens: list[int]  # accepted + 1
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """A finished round, one result per sequence in the order of `begin`."""
+
+    results: list[RoundResult]
+    draft_s: float  # device time of drafting
+    verify_s: float  # device time of verification and acceptance
+
+
+class RoundRunner(Protocol):
+    """A device that can run rounds by itself."""
+
+    draft_len: int  # drafts per round; 0: plain decoding
+    has_draft_engine: bool
+    max_batch_size: int  # sequences
+    max_tokens: int  # no position of a round may lie beyond this many tokens
+
+    def can_run(self, sequence: Sequence) -> bool:
+        """True when the device can draw every further token of this sequence by itself."""
+
+    def begin(self, sequences: Items[Sequence]) -> None:
+        """Make these the sequences of the next rounds, in the state the host sees now."""
+
+    def enqueue(self, block_tables: Items[Items[int]]) -> None:
+        """Start one more round behind whatever the device does. Does not wait."""
+
+    def collect(self) -> RoundReport:
+        """Wait for the oldest round in flight."""
+
+    def abandon(self) -> None:
+        """Forget all rounds in flight, after waiting for them. Never raises."""
+
+
+class RoundStep(NamedTuple):
+    """One committed round, as the loop reports it."""
+
+    batch: Batch
+    commits: list[Commit]
+    draft_s: float
+    verify_s: float
+
+
+class Rounds:
+    """Keeps the device busy with generation and the host one round behind it."""
+
+    def __init__(self, runner: RoundRunner, scheduler: Scheduler, kv_cache: KvCacheManager) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._kv_cache = kv_cache
+        self._resident: list[Sequence] = []
+        self._device_lens: list[int] = []  # committed tokens as of the last round read
+        self._num_in_flight = 0
+
+    @property
+    def has_result(self) -> bool:
+        """True while a round is in flight that somebody still wants."""
+        return self._num_in_flight > 0 and any(map(self._is_running, self._resident))
+
+    def can_run(self, batch: Batch) -> bool:
+        """True for a step of nothing but generation that the device can do by itself."""
+        runner = self._runner
+        if batch.context or not 0 < len(batch.generation) <= runner.max_batch_size:
+            return False
+        for item in batch.generation:
+            sequence = item.sequence
+            committed = len(sequence.tokens)
+            is_short = item.draft_len < min(runner.draft_len, sequence.max_len - committed - 1)
+            is_behind = runner.has_draft_engine and sequence.draft_kv_len < committed - 2
+            is_long = committed + runner.draft_len > runner.max_tokens
+            if is_short or is_behind or is_long or not runner.can_run(sequence):
+                return False
+        return True
+
+    def start(self, batch: Batch) -> RoundStep:
+        """Run a step for which `can_run` holds, and whatever may follow it unseen."""
+        self._drop_in_flight()
+        sequences = [item.sequence for item in batch.generation]
+        lens = [len(sequence.tokens) for sequence in sequences]
+        if sequences != self._resident or lens != self._device_lens:
+            self._runner.begin(sequences)
+            self._resident = sequences
+        self._enqueue()
+        return self.advance()
+
+    def advance(self) -> RoundStep:
+        """Commit the oldest round in flight, after starting the next where nothing forbids it."""
+        if self._num_in_flight < MOST_IN_FLIGHT and self._may_run_ahead():
+            self._enqueue()
+        report = self._runner.collect()
+        self._num_in_flight -= 1
+        self._device_lens = [r.num_committed + len(r.tokens) for r in report.results]
+        running = [
+            (sequence, result)
+            for sequence, result in zip(self._resident, report.results, strict=True)
+            if self._is_running(sequence)
+        ]
+        slices, commits = [], []
+        for sequence, result in running:
+            slices.append(self._slice(sequence))
+            commits.append(self._commit(sequence, result))
+        return RoundStep(Batch((), tuple(slices)), commits, report.draft_s, report.verify_s)
+
+    def abandon(self) -> None:
+        """After a failure: nothing in flight, nothing resident."""
+        self._runner.abandon()
+        self._num_in_flight = 0
+        self._resident, self._device_lens = [], []
+
+    def _is_running(self, sequence: Sequence) -> bool:
+        return self._scheduler.is_active(sequence)
+
+    def _enqueue(self) -> None:
+        self._runner.enqueue([sequence.block_table for sequence in self._resident])
+        self._num_in_flight += 1
+
+    def _drop_in_flight(self) -> None:
+        """Rounds left over by sequences that have all ended."""
+        while self._num_in_flight:
+            self._runner.collect()
+            self._num_in_flight -= 1
+            self._device_lens = []
+
+    def _may_run_ahead(self) -> bool:
+        """True when the next round can only be a round of the same sequences."""
+        scheduler = self._scheduler
+        has_room = scheduler.num_active < scheduler.limits.max_batch_size
+        if (scheduler.waiting and has_room) or scheduler.num_active != len(self._resident):
+            return False
+        most = self._runner.draft_len + 1
+        for sequence in self._resident:
+            committed = len(sequence.tokens)
+            is_last = committed + 1 >= sequence.max_len  # the round in flight ends it
+            is_long = committed + most + self._runner.draft_len > self._runner.max_tokens
+            if is_last or is_long or not self._is_running(sequence):
+                return False
+        for sequence in self._resident:
+            # The last token never enters the cache; positions without a block are not written.
+            wanted = min(len(sequence.tokens) + 2 * most, sequence.max_len - 1)
+            if not self._kv_cache.reserve(sequence, wanted):
+                return False
+        return True
+
+    def _slice(self, sequence: Sequence) -> Slice:
+        committed = len(sequence.tokens)
+        num_drafts = min(self._runner.draft_len, sequence.max_len - committed - 1)
+        return Slice(sequence, committed - 1, 1, num_drafts)
+
+    def _commit(self, sequence: Sequence, result: RoundResult) -> Commit:
+        """Append what the round brought, cut at the first stop."""
+        committed = len(sequence.tokens)
+        assert result.num_committed == committed, "host and device disagree on a length"
+        if min(result.tokens) < 0:
+            raise BadLogits(
+                "the target engine computed NaN logits",
+                fix="build the engine again; with float16, try --dtype bfloat16",
+            )
+        num_drafts = min(self._runner.draft_len, sequence.max_len - committed - 1)
+        accepted = len(result.tokens) - 1
+        num_kept, sequence.finish_reason = first_stop(sequence, result.tokens)
+        sequence.tokens += result.tokens[:num_kept]
+        most = len(sequence.tokens) - 1
+        sequence.kv_len = min(committed + accepted, most)
+        if self._runner.has_draft_engine:  # the last draft was never fed to the draft
+            sequence.draft_kv_len = min(committed + min(accepted, self._runner.draft_len - 1), most)
+        return Commit(sequence, num_kept, num_drafts, accepted)

@@ -1,0 +1,149 @@
+"""Rounds on a device, one ahead of the host: the same tokens, and never a token too many."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llmctl.errors import BadLogits
+from llmctl.runtime.core import FinishReason, Request, SamplingConfig
+from llmctl.runtime.scheduler import CapacitySchedulerPolicy, SchedulerConfig
+from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
+
+VOCAB = 23
+
+
+def random_request(generator: np.random.Generator) -> Request:
+    """Mostly requests that a device can run alone, some that it cannot."""
+    style = generator.integers(5)
+    common = {"seed": int(generator.integers(2**63)), "min_tokens": int(generator.integers(3))}
+    config = SamplingConfig(**common)
+    if style == 1:
+        config = SamplingConfig(temperature=0.7, top_k=0, **common)
+    elif style == 2:
+        config = SamplingConfig(temperature=1.3, top_k=9, top_p=0.9, **common)
+    elif style == 3:
+        config = SamplingConfig(presence_penalty=0.5, **common)
+    word = tuple(generator.integers(0, VOCAB, 2).tolist())
+    return Request(
+        input_token_ids=tuple(generator.integers(0, VOCAB, generator.integers(1, 30)).tolist()),
+        max_tokens=int(generator.integers(1, 60)),
+        sampling_config=config,
+        end_id=int(generator.integers(VOCAB)) if generator.random() < 0.3 else None,
+        stop_words=(word,) if generator.random() < 0.3 else (),
+    )
+
+
+def make_harness(fake, agreement, generator, **rest):
+    draft, drafter = None, None
+    if agreement is not None:
+        draft = fake.Engine(
+            agreement=agreement,
+            max_seq_len=int(generator.choice([96, 50])),
+            extra_vocab=int(generator.choice([0, 3])),
+        )
+        drafter = DraftTargetDrafter(draft, int(generator.integers(1, 7)))
+    return fake.Harness(fake.Engine(), drafter, draft=draft, on_device=True, **rest)
+
+
+@pytest.mark.parametrize("agreement", [None, 1.0, 0.8, 0.0])
+@pytest.mark.parametrize("schedule", range(12))
+def test_rounds_ahead_of_the_host_give_the_plain_answer(fake, agreement, schedule):
+    generator = np.random.default_rng([schedule, int(10 * (agreement or 0))])
+    is_small = schedule % 3 == 0
+    policy = CapacitySchedulerPolicy.MAX_UTILIZATION if is_small else None
+    harness = make_harness(
+        fake,
+        agreement,
+        generator,
+        num_blocks=26 if is_small else 200,
+        config=SchedulerConfig(policy) if policy else None,
+    )
+    arrivals = sorted(generator.integers(0, 120, 10).tolist())
+    sequences, cancelled, step = [], set(), 0
+    while arrivals or harness.scheduler.has_work:
+        while arrivals and arrivals[0] <= step:
+            arrivals.pop(0)
+            sequences.append(harness.add(random_request(generator)))
+        if sequences and generator.random() < 0.03:
+            victim = sequences[generator.integers(len(sequences))]
+            if victim.finish_reason is FinishReason.NOT_FINISHED:
+                harness.cancel(victim)
+                cancelled.add(victim.sequence_id)
+        if harness.scheduler.has_work:
+            harness.step()
+        step += 1
+    for sequence in sequences:
+        tokens, reason = fake.plain_answer(harness.target, sequence.request)
+        found = sequence.tokens[sequence.num_prompt_tokens :]
+        if sequence.sequence_id in cancelled:
+            assert found == tokens[: len(found)]
+            continue
+        assert found == tokens
+        assert sequence.finish_reason is reason
+    assert harness.kv_cache.stats().used_num_blocks == 0
+    assert harness.runner.num_rounds > 2
+
+
+def request(max_tokens: int = 60, **rest) -> Request:
+    return Request(input_token_ids=(3, 1, 4, 1, 5), max_tokens=max_tokens, **rest)
+
+
+def test_a_steady_generation_begins_once_and_always_has_a_round_waiting(fake):
+    harness = make_harness(fake, None, np.random.default_rng(0))
+    harness.add(request())
+    harness.run()
+    assert harness.runner.num_begun == 1 and harness.runner.most_in_flight == 2
+    assert harness.runner.num_rounds == 59  # the prompt's step gave the first token
+    assert harness.runner.in_flight == []
+
+
+def test_a_stop_in_one_round_drops_the_round_behind_it(fake):
+    plain, _ = fake.plain_answer(fake.Engine(), request())
+    harness = make_harness(fake, None, np.random.default_rng(0))
+    first = harness.add(request(end_id=plain[20]))
+    harness.run()
+    end = plain.index(plain[20])
+    assert first.tokens[5:] == plain[: end + 1]
+    assert first.finish_reason is FinishReason.END_ID
+    assert len(harness.runner.in_flight) == 1  # nobody waited for it
+    second = harness.add(request())
+    harness.run()
+    assert second.tokens[5:] == plain
+
+
+def test_a_new_request_joins_after_the_round_in_flight(fake):
+    harness = make_harness(fake, 0.8, np.random.default_rng(1))
+    harness.add(request())
+    for _ in range(4):
+        harness.step()
+    late = harness.add(request(max_tokens=5))
+    harness.step()  # the round in flight
+    report = harness.step()
+    assert [item.sequence for item in report.batch.context] == [late]
+    harness.run()
+
+
+def test_rounds_count_drafts_and_device_time(fake):
+    harness = make_harness(fake, 1.0, np.random.default_rng(2))
+    harness.add(request(max_tokens=31))
+    harness.run()
+    stats, draft_len = harness.loop.stats, harness.runner.draft_len
+    assert stats.accepted_tokens == stats.draft_tokens
+    assert stats.rounds == -(-30 // (draft_len + 1))
+    assert stats.draft_s > 0 and stats.verify_s > 0
+
+
+def test_nan_logits_on_the_device_fail_the_step_and_leave_nothing_in_flight(fake):
+    harness = make_harness(fake, None, np.random.default_rng(0))
+    sequence = harness.add(request())
+    for _ in range(3):
+        harness.step()
+    harness.runner.in_flight[0][0].tokens[:] = [-1]
+    with pytest.raises(BadLogits):
+        harness.step()
+    assert harness.runner.in_flight == []
+    harness.cancel(sequence)
+    again = harness.add(request())
+    harness.run()
+    assert again.tokens[5:] == fake.plain_answer(harness.target, request())[0]
