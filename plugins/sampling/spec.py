@@ -27,6 +27,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+# float32 [rows, vocab], finite or -inf, NaN where an engine failed: a C-contiguous numpy array, or
+# what a device's engine returns instead (`plugins.cuda.queue.DeviceLogits`) for its own sampling.
+# Both have len, shape, slices of rows and lists of row numbers.
+Logits = Any
+
 # Streams keep draws for different purposes independent at one position.
 TARGET_STREAM = 0  # the emitted token; also drafts under the accept-by-tokens rule
 DRAFT_STREAM = 1  # drafts whose distribution is kept (accept by logits)
@@ -87,20 +92,15 @@ def has_penalties(params: SamplingParams) -> bool:
 
 class SamplingBackend(Protocol):
     """Sampling as a backend computes it. One object serves target and draft, so that their draws
-    agree to the bit. Logits are C-contiguous float32 [rows, vocab], finite or -inf; a row with NaN
-    draws -1, which is nobody's token."""
+    agree to the bit. A row of logits with NaN draws -1, which is nobody's token."""
 
-    def argmax(self, logits: NDArray[np.float32]) -> NDArray[np.integer[Any]]:
+    def argmax(self, logits: Logits) -> NDArray[np.integer[Any]]:
         """The best id of each row; the lowest id on ties."""
 
-    def sample_rows(
-        self, logits: NDArray[np.float32], rows: Sequence[SamplingRow]
-    ) -> NDArray[np.int64]:
+    def sample_rows(self, logits: Logits, rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
         """One token per row."""
 
-    def processed_probs(
-        self, logits: NDArray[np.float32], rows: Sequence[SamplingRow]
-    ) -> NDArray[np.float64]:
+    def processed_probs(self, logits: Logits, rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
         """The distribution [rows, vocab] that each row is drawn from; one-hot for a greedy row."""
 
     def draw_from_probs(self, probs: NDArray[np.float64], row: SamplingRow) -> int:
@@ -109,5 +109,5 @@ class SamplingBackend(Protocol):
     def uniforms(self, rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
         """One value in (0, 1) per row: u of id 0 under its (seed, position, stream)."""
 
-    def log_softmax_at(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> list[float]:
+    def log_softmax_at(self, logits: Logits, tokens: Sequence[int]) -> list[float]:
         """log p(tokens[i]) under the raw row i."""

@@ -1,0 +1,134 @@
+"""Launches of the bookkeeping between the forward passes of a round.
+
+    draft_first(state, step, limits, batch)     the draft's step of two tokens per request
+    draft_next(state, step, limits, batch, j)   its step of draft j - 1, for 1 <= j < k
+    verify(state, step, limits, batch, k)       the target's step of k + 1 tokens per request
+    accept(state, batch, k)                     what was accepted, into the state and the ring
+
+`step` and `limits` are those of the engine that runs next; `batch` says how many requests its graph
+has room for: b < batch. reference.py has the meaning of each.
+"""
+
+from __future__ import annotations
+
+from llmctl.plugins.cuda.kernel import DeviceStep, KernelSpec, Launch, StepLimits
+from llmctl.plugins.rounds.state import RECORD_TOKENS, RoundState
+
+_SOURCE = "llmctl.plugins.rounds.triton_kernel"
+_MAX_TILE = 4096  # elements that `accept` holds at a time
+_ONE_BLOCK = (1, 1, 1)
+
+
+def kernels(max_batch_size: int, max_draft_len: int) -> list[KernelSpec]:
+    """The binaries of rounds with a state of this size."""
+    return [_feed_spec(max_batch_size, max_draft_len), _accept_spec(max_batch_size, max_draft_len)]
+
+
+def draft_first(state: RoundState, step: DeviceStep, limits: StepLimits, batch: int) -> Launch:
+    """Feed the draft the last two committed tokens of each request; logits of the second."""
+    return _feed(state, step, limits, batch, first=-1, count=2, rows=1)
+
+
+def draft_next(
+    state: RoundState, step: DeviceStep, limits: StepLimits, batch: int, index: int
+) -> Launch:
+    """Feed the draft its own token `index` - 1; logits of it. 1 <= index < draft_len."""
+    return _feed(state, step, limits, batch, first=index, count=1, rows=1)
+
+
+def verify(
+    state: RoundState, step: DeviceStep, limits: StepLimits, batch: int, draft_len: int
+) -> Launch:
+    """Feed the target the root and `draft_len` drafts; logits of all. With draft_len 0 this is
+    plain decoding."""
+    return _feed(state, step, limits, batch, first=0, count=draft_len + 1, rows=draft_len + 1)
+
+
+def accept(state: RoundState, batch: int, draft_len: int) -> Launch:
+    """Compare `state.targets` with the drafts, advance the requests and report in the ring."""
+    spec = _accept_spec(state.max_batch_size, state.max_draft_len)
+    arguments = (
+        state.root,
+        state.previous,
+        state.committed,
+        state.max_len,
+        state.drafts,
+        state.targets,
+        state.counter,
+        state.ring,
+        batch,
+        draft_len,
+        state.ring.shape[0],
+    )
+    return Launch(spec, _ONE_BLOCK, arguments)
+
+
+def _feed(
+    state: RoundState,
+    step: DeviceStep,
+    limits: StepLimits,
+    batch: int,
+    *,
+    first: int,
+    count: int,
+    rows: int,
+) -> Launch:
+    spec = _feed_spec(state.max_batch_size, state.max_draft_len)
+    arguments = (
+        state.root,
+        state.previous,
+        state.committed,
+        state.capacity,
+        state.drafts,
+        step.token_ids,
+        step.position_ids,
+        step.cu_q,
+        step.kv_len,
+        step.block_tables,
+        step.slot_mapping,
+        step.logit_rows,
+        batch,
+        first,
+        count,
+        rows,
+        limits.max_seq_len,
+        limits.tokens_per_block,
+        step.block_tables.shape[1],
+    )
+    return Launch(spec, _ONE_BLOCK, arguments)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _feed_spec(max_batch_size: int, max_draft_len: int) -> KernelSpec:
+    return KernelSpec(
+        name=f"rounds.feed.b{max_batch_size}.k{max_draft_len}",
+        source=f"{_SOURCE}:feed",
+        arguments=("*i32",) * 12 + ("i32",) * 7,
+        constants={
+            "MAX_DRAFT_LEN": max_draft_len,
+            "BLOCK_REQUESTS": _power_of_two(max_batch_size),
+            "BLOCK_TOKENS": max(2, _power_of_two(max_draft_len + 1)),  # draft_first feeds two
+            "PDL": True,
+        },
+        num_warps=4 if max_batch_size * max_draft_len <= 1024 else 16,
+    )
+
+
+def _accept_spec(max_batch_size: int, max_draft_len: int) -> KernelSpec:
+    block_record = _power_of_two(RECORD_TOKENS + max_draft_len + 1)
+    block_requests = min(_power_of_two(max_batch_size), max(1, _MAX_TILE // block_record))
+    return KernelSpec(
+        name=f"rounds.accept.b{max_batch_size}.k{max_draft_len}",
+        source=f"{_SOURCE}:accept",
+        arguments=("*i32",) * 8 + ("i32",) * 3,
+        constants={
+            "MAX_BATCH_SIZE": max_batch_size,
+            "MAX_DRAFT_LEN": max_draft_len,
+            "BLOCK_REQUESTS": block_requests,
+            "BLOCK_RECORD": block_record,
+            "PDL": True,
+        },
+    )

@@ -1,0 +1,89 @@
+"""Tensors that device sampling reads and works in: the draws' parameters and its scratch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP = 32  # ids whose largest logit is kept by the scan, so that the filter reads few groups
+CHUNK = 4096  # ids that one thread block of the scan reads
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingArrays:
+    """How each request draws, [B] each. `greedy` != 0 takes the best id and ignores the rest.
+
+    Temperatures and probabilities are float64, as the reference's are: the same request then draws
+    the same token here and there. (H100 and H200 compute float64 at half the rate of float32.)
+    """
+
+    temperature: torch.Tensor  # float64, > 0
+    top_k: torch.Tensor  # int32; 0: all ids
+    top_p: torch.Tensor  # float64; 1: off
+    min_p: torch.Tensor  # float64; 0: off
+    seed_low: torch.Tensor  # int32, the bits of the seed's low word
+    seed_high: torch.Tensor  # int32
+    stream: torch.Tensor  # int32, see spec.py
+    greedy: torch.Tensor  # int32
+
+    @classmethod
+    def allocate(cls, count: int, device: str | torch.device) -> SamplingArrays:
+        """Arrays for `count` requests that all start as greedy ones."""
+        import torch
+
+        def full(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((count,), value, dtype=dtype, device=device)
+
+        return cls(
+            temperature=full(1.0, torch.float64),
+            top_k=full(0, torch.int32),
+            top_p=full(1.0, torch.float64),
+            min_p=full(0.0, torch.float64),
+            seed_low=full(0, torch.int32),
+            seed_high=full(0, torch.int32),
+            stream=full(0, torch.int32),
+            greedy=full(1, torch.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingScratch:
+    """What sampling works in, for up to `rows` rows of one vocabulary. Launches that may run at the
+    same time need their own; launches of one stream share one."""
+
+    keys: torch.Tensor  # [rows] int64: best logit and id so far; zero between launches
+    arrivals: torch.Tensor  # [rows] int32: finished chunks of a row; zero between launches
+    tops: torch.Tensor  # [rows] float32: the row's largest logit, NaN if the row has one
+    totals: torch.Tensor  # [rows] float64: sum of exp(score)
+    chunk_values: torch.Tensor  # [rows, chunks, 3] float64: largest logit, mass, best draw
+    chunk_ids: torch.Tensor  # [rows, chunks] int32: id of the best draw
+    group_tops: torch.Tensor  # [rows, groups] float32
+    ids: torch.Tensor  # [rows, vocab rounded up to groups] int32: candidates
+    values: torch.Tensor  # [rows, vocab rounded up to groups] float32: and their logits
+    groups: torch.Tensor  # [rows, groups] int32: groups that hold candidates
+
+    @classmethod
+    def allocate(cls, rows: int, vocab: int, device: str | torch.device) -> SamplingScratch:
+        """Scratch for `rows` rows of `vocab` logits: about 9 bytes per logit."""
+        import torch
+
+        num_chunks, num_groups = -(-vocab // CHUNK), -(-vocab // GROUP)
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            keys=zeros((rows,), torch.int64),
+            arrivals=zeros((rows,), torch.int32),
+            tops=zeros((rows,), torch.float32),
+            totals=zeros((rows,), torch.float64),
+            chunk_values=zeros((rows, num_chunks, 3), torch.float64),
+            chunk_ids=zeros((rows, num_chunks), torch.int32),
+            group_tops=zeros((rows, num_groups), torch.float32),
+            ids=zeros((rows, num_groups * GROUP), torch.int32),
+            values=zeros((rows, num_groups * GROUP), torch.float32),
+            groups=zeros((rows, num_groups), torch.int32),
+        )
