@@ -115,6 +115,14 @@ class PairMismatch(LlmctlError):
     """Target and draft engines cannot work together (vocabulary, tokenizer, roles, lengths)."""
 
 
+class KernelCompileError(LlmctlError):
+    """A kernel's source does not compile, or its binary is not what its description says."""
+
+
+class DeviceFailure(LlmctlError):
+    """The CUDA driver refused a call or reported that a kernel failed."""
+
+
 # ---- requests ----
 
 

@@ -1,0 +1,256 @@
+"""Compiles kernels to cubins, without a GPU: Triton ahead of time, CUDA C++ through NVRTC.
+
+What comes out holds everything a launch needs, so that running an engine compiles nothing and
+imports neither compiler. Results are kept in a cache folder, keyed by the kernel's sources, its
+spec and the compilers' versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from llmctl.errors import KernelCompileError, NoDevice, Unsupported
+from llmctl.plugins.cuda import nvrtc
+from llmctl.plugins.cuda.cubin import read_cubin
+from llmctl.plugins.cuda.kernel import Constant, KernelSpec
+
+PLUGINS = Path(__file__).resolve().parent.parent
+CAPABILITIES = ("9.0",)
+# Triton appends pointers to two scratch areas to every kernel's parameters; no kernel of ours may
+# use them, so a launch passes null.
+TRITON_HIDDEN_ARGUMENTS = 2
+ARGUMENT_BYTES = {"i32": 4, "i64": 8, "fp32": 4, "tensor_map": 128}
+_FORMAT = 1  # of the cached files
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """One binary and how to launch it."""
+
+    name: str  # KernelSpec.name
+    entry: str  # the function within the cubin
+    cubin: bytes
+    threads: int  # a thread block
+    shared_bytes: int  # dynamic shared memory of a thread block
+    arguments: tuple[str, ...]  # KernelSpec.arguments
+    cluster: int  # thread blocks per cluster, along x
+    num_hidden_arguments: int  # null pointers to pass after the declared arguments
+    registers: int  # a thread
+    local_bytes: int  # stack a thread: 0 unless registers spill
+
+    def metadata(self) -> dict[str, Any]:
+        """Everything but the cubin, as JSON values."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "cubin"}
+        return {**values, "arguments": list(self.arguments)}
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any], cubin: bytes) -> CompiledKernel:
+        """The inverse of `metadata`."""
+        return cls(**{**metadata, "arguments": tuple(metadata["arguments"])}, cubin=cubin)
+
+
+def compile_kernel(spec: KernelSpec, capability: str = "9.0") -> CompiledKernel:
+    """Compile one spec, or take it from the cache.
+
+    Raises Unsupported for another compute capability, NoDevice where a compiler is not installed,
+    KernelCompileError where the source does not compile or does not have the spec's arguments.
+    """
+    if capability not in CAPABILITIES:
+        raise Unsupported(
+            f"there are no kernels for compute capability {capability}; "
+            f"wanted one of {', '.join(CAPABILITIES)}"
+        )
+    key = _key(spec, capability)
+    if key not in _memo:
+        path = cache_folder() / f"{key}.kernel"
+        found = _read(path)
+        if found is None:
+            found = _compile_triton(spec) if spec.is_triton else _compile_cuda(spec)
+            _write(path, found)
+        _memo[key] = found
+    return _memo[key]
+
+
+_memo: dict[str, CompiledKernel] = {}
+
+
+def _compile_triton(spec: KernelSpec) -> CompiledKernel:
+    triton = _triton()
+    function = load_function(spec)
+    runtime = [name for name in function.arg_names if name not in spec.constants]
+    unknown = set(spec.constants) - set(function.arg_names)
+    if unknown or len(runtime) != len(spec.arguments) or spec.cluster != 1 or spec.shared_bytes:
+        raise KernelCompileError(
+            f"{spec.name}: {spec.source} has run-time arguments {runtime}, the spec "
+            f"{list(spec.arguments)}; constants it does not have: {sorted(unknown)}; "
+            "Triton decides shared memory and has no clusters here"
+        )
+    signature = dict.fromkeys(function.arg_names, "constexpr")
+    signature.update(zip(runtime, spec.arguments, strict=True))
+    aligned = {
+        (function.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in zip(runtime, spec.arguments, strict=True)
+        if kind.startswith("*")
+    }
+    source = triton.compiler.ASTSource(function, signature, dict(spec.constants), aligned)
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    try:
+        built = triton.compile(source, target=target, options=options)
+    except Exception as error:  # Triton raises whatever its Python front end met
+        raise KernelCompileError(f"{spec.name} does not compile: {error}") from error
+    metadata = built.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise KernelCompileError(f"{spec.name} needs Triton's global scratch memory")
+    return _described(
+        spec,
+        metadata.name,
+        bytes(built.asm["cubin"]),
+        32 * metadata.num_warps,
+        metadata.shared,
+        TRITON_HIDDEN_ARGUMENTS,
+    )
+
+
+def _compile_cuda(spec: KernelSpec) -> CompiledKernel:
+    path = PLUGINS / spec.source
+    options = [
+        "--gpu-architecture=sm_90a",
+        "--std=c++17",
+        f"--include-path={PLUGINS}",
+        f"--include-path={path.parent}",
+        *(f"-D{name}={_macro(value)}" for name, value in sorted(spec.constants.items())),
+    ]
+    cubin = nvrtc.compile_source(path.read_text(), spec.source, options)
+    return _described(spec, spec.entry, cubin, 32 * spec.num_warps, spec.shared_bytes, 0)
+
+
+def _macro(value: Constant) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _described(
+    spec: KernelSpec, entry: str, cubin: bytes, threads: int, shared: int, hidden: int
+) -> CompiledKernel:
+    """Check the binary's parameters against the spec's and read its resources."""
+    try:
+        info = read_cubin(cubin, entry)
+    except ValueError as error:
+        raise KernelCompileError(f"{spec.name}: {error} ({spec.source})") from error
+    wanted = tuple(ARGUMENT_BYTES.get(kind, 8) for kind in spec.arguments) + (8,) * hidden
+    if info.parameters != wanted:
+        raise KernelCompileError(
+            f"{spec.name}: {entry} of {spec.source} has parameters of {list(info.parameters)} "
+            f"bytes, but the spec's {list(spec.arguments)} need {list(wanted)}"
+        )
+    if info.max_threads and info.max_threads < threads:
+        raise KernelCompileError(
+            f"{spec.name}: {entry} of {spec.source} is bounded to {info.max_threads} threads, "
+            f"but the spec's num_warps make {threads}"
+        )
+    return CompiledKernel(
+        spec.name,
+        entry,
+        cubin,
+        threads,
+        shared,
+        spec.arguments,
+        spec.cluster,
+        hidden,
+        info.registers,
+        info.local_bytes,
+    )
+
+
+def load_function(spec: KernelSpec) -> Any:
+    """The Triton function that a spec names."""
+    _triton()
+    module, _, function = spec.source.partition(":")
+    return getattr(import_module(module), function)
+
+
+@cache
+def _triton() -> Any:
+    try:
+        triton = import_module("triton")
+        import_module("triton.compiler")
+        import_module("triton.backends.compiler")
+    except ImportError as error:
+        raise NoDevice(
+            f"Triton, which compiles CUDA kernels, cannot be imported: {error}",
+            fix='pip install "triton>=3.6,<3.7"',
+        ) from error
+    return triton
+
+
+# ---- the cache ----
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: $XDG_CACHE_HOME/llmctl/kernels, else below ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "llmctl" / "kernels"
+
+
+def _key(spec: KernelSpec, capability: str) -> str:
+    if spec.is_triton:
+        # its source and that of every function and constant it uses
+        sources = [load_function(spec).cache_key]
+        compiler = f"triton {_triton().__version__}"
+    else:
+        files = included_files(PLUGINS / spec.source)
+        sources = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
+        compiler = f"nvrtc {nvrtc.version()}"
+    described = {**asdict(spec), "constants": sorted(spec.constants.items())}
+    content = json.dumps([_FORMAT, capability, compiler, sources, described], default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def included_files(path: Path) -> list[Path]:
+    """A CUDA source and every file below plugins/ that it includes, in order of first mention."""
+    found = [path]
+    for current in found:  # grows while it is walked
+        for name in _INCLUDE.findall(current.read_text()):
+            beside = [base / name for base in (current.parent, path.parent, PLUGINS)]
+            existing = [candidate.resolve() for candidate in beside if candidate.is_file()]
+            if not existing:
+                raise KernelCompileError(f'{current}: #include "{name}" is not below plugins/')
+            if existing[0] not in found:
+                found.append(existing[0])
+    return found
+
+
+def _read(path: Path) -> CompiledKernel | None:
+    """A cached kernel: one line of JSON, then the cubin. None if absent or damaged."""
+    try:
+        line, _, cubin = path.read_bytes().partition(b"\n")
+        stored = json.loads(line)
+        if hashlib.sha256(cubin).hexdigest() != stored["sha256"]:
+            return None
+        return CompiledKernel.from_metadata(stored["kernel"], cubin)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, kernel: CompiledKernel) -> None:
+    """Keep a kernel; a cache folder that cannot be written costs time, not correctness."""
+    sha256 = hashlib.sha256(kernel.cubin).hexdigest()
+    header = json.dumps({"sha256": sha256, "kernel": kernel.metadata()})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(header.encode() + b"\n" + kernel.cubin)
+        os.replace(file.name, path)
+    except OSError:
+        return

@@ -1,0 +1,125 @@
+"""The device side of a run as its host sees it: one stream, and logits that stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmctl.errors import DeviceFailure, LlmctlError, OutOfMemory
+
+
+class DeviceQueue:
+    """A device and the one stream that all work of a run goes through, target and draft alike.
+
+    On "cpu" everything is done at once; that is how the host's part is tested without a GPU.
+    """
+
+    def __init__(self, device: str | torch.device = "cuda") -> None:
+        self.device = torch.device(device)
+        is_cuda = self.device.type == "cuda"
+        self.stream = torch.cuda.Stream(self.device) if is_cuda else None
+
+    @property
+    def handle(self) -> int:
+        """The stream as the driver knows it; 0 on a cpu."""
+        return 0 if self.stream is None else int(self.stream.cuda_stream)
+
+    def scope(self) -> AbstractContextManager[object]:
+        """Inside, torch's operations go to the stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def synchronize(self) -> None:
+        """Wait until everything enqueued is done."""
+        if self.stream is not None:
+            with device_errors("waiting for the device"):
+                self.stream.synchronize()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in (pinned) host memory, after everything enqueued before."""
+        if self.stream is None:
+            return tensor.clone()
+        with device_errors("reading results"), self.scope():
+            # torch keeps freed pinned memory for the next such copy.
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            self.stream.synchronize()
+        return host
+
+    def to_device(self, array: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor on the device, in the stream's order."""
+        if self.stream is None:
+            return array.clone()
+        with device_errors("writing inputs"), self.scope():
+            return array.pin_memory().to(self.device, non_blocking=True)
+
+
+class DeviceLogits:
+    """Logits [rows, vocab] float32 in device memory, valid until the engine's next step.
+
+    Rows can be counted, sliced and picked by a list; `numpy` brings them to the host.
+    """
+
+    __slots__ = ("queue", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, queue: DeviceQueue) -> None:
+        self.tensor = tensor
+        self.queue = queue
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, vocab)."""
+        rows, vocab = self.tensor.shape
+        return rows, vocab
+
+    def __len__(self) -> int:
+        return self.tensor.shape[0]
+
+    @overload
+    def __getitem__(self, rows: slice) -> DeviceLogits: ...
+    @overload
+    def __getitem__(self, rows: Sequence[int]) -> DeviceLogits: ...
+    def __getitem__(self, rows: slice | Sequence[int]) -> DeviceLogits:
+        if isinstance(rows, slice):
+            return DeviceLogits(self.tensor[rows], self.queue)
+        index = self.queue.to_device(torch.tensor(list(rows), dtype=torch.int64))
+        with device_errors("picking rows of logits"), self.queue.scope():
+            return DeviceLogits(self.tensor.index_select(0, index), self.queue)
+
+    def columns(self, count: int) -> DeviceLogits:
+        """The first `count` ids of every row, as a copy."""
+        with device_errors("picking columns of logits"), self.queue.scope():
+            return DeviceLogits(self.tensor[:, :count].contiguous(), self.queue)
+
+    def numpy(self) -> NDArray[np.float32]:
+        """A copy on the host."""
+        found: NDArray[np.float32] = self.queue.to_host(self.tensor).numpy()
+        return found
+
+
+@contextmanager
+def device_errors(doing: str) -> Iterator[None]:
+    """Turns torch's errors of a device into DeviceFailure and OutOfMemory."""
+    try:
+        yield
+    except LlmctlError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"{doing}: the device has no memory left ({_first_line(error)})",
+            fix="lower --kv-cache-free-gpu-memory-fraction",
+        ) from error
+    except RuntimeError as error:  # torch's AcceleratorError is one
+        raise DeviceFailure(
+            f"{doing}: {_first_line(error)}",
+            fix="start again; after a failed kernel a process can use the device no more",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines: list[Any] = str(error).splitlines() or [type(error).__name__]
+    return str(lines[0])
