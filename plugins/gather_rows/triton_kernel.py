@@ -1,0 +1,31 @@
+"""Copies of rows chosen by an index array on the device."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def gather(
+    source,
+    rows,
+    out,
+    num_source_rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[i] = source[rows[i]]. An index outside the source takes the nearest row in it: padding
+    and tokens that a failed engine drew (-1) must not read foreign memory."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index)
+    row = tl.maximum(tl.minimum(row, num_source_rows - 1), 0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < WIDTH
+    values = tl.load(source + row * WIDTH + offsets, mask=mask)
+    tl.store(out + index * WIDTH + offsets, values, mask=mask)

@@ -1,0 +1,72 @@
+"""FP8 quantization of rows, and the output stage that the row-wise kernels share.
+
+Rounds as reference.py: a true division, saturation to +-448 with NaN kept, nearest even. A row's
+scale does not depend on which thread holds what, because a maximum has no order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+FP8_MAX: tl.constexpr = tl.constexpr(448.0)
+
+
+@triton.jit
+def to_fp8(values, scale):
+    """float32 values / scale as float8_e4m3fn."""
+    quotient = tl.math.div_rn(values, scale)
+    bounded = tl.clamp(quotient, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return bounded.to(tl.float8e4nv)
+
+
+@triton.jit
+def row_scale(values):
+    """max|values| / 448; 1 for zeros, NaN if there is one. Values outside the row must be 0."""
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered as the numbers; NaN on top
+    largest = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    return tl.where(largest == 0, 1.0, tl.math.div_rn(largest, FP8_MAX))
+
+
+@triton.jit
+def write_row(out, out_scale, row, offsets, mask, values, scale, PER_TOKEN: tl.constexpr):
+    """Store float32 `values` (already rounded to the model dtype) as out's elements.
+
+    out: pointer to the row's first element. FP8 is divided by `scale`, or by the row's own scale,
+    which goes to out_scale[row].
+    """
+    if PER_TOKEN:
+        own = row_scale(values)
+        tl.store(out_scale + row, own)
+        tl.store(out + offsets, to_fp8(values, own), mask=mask)
+    elif out.dtype.element_ty == tl.float8e4nv:
+        tl.store(out + offsets, to_fp8(values, scale), mask=mask)
+    else:
+        tl.store(out + offsets, values.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def quantize(
+    x,
+    scale,
+    out,
+    out_scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One thread block per row and per BLOCK columns (all columns with PER_TOKEN)."""
+    if PDL:
+        gdc_launch_dependents()
+    divisor = 1.0
+    if not PER_TOKEN:
+        divisor = tl.load(scale)
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < WIDTH
+    values = tl.load(x + row * WIDTH + offsets, mask=mask, other=0).to(tl.float32)
+    write_row(out + row * WIDTH, out_scale, row, offsets, mask, values, divisor, PER_TOKEN)
