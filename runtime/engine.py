@@ -1,19 +1,18 @@
-"""One loaded engine: the plan bound to its weights, an arena and a paged KV cache.
+"""An engine ready to run: the plan bound to its weights, an arena and a paged KV cache.
 
-Everything is bound once; a step passes the packed inputs and gets logits back. Weights stay mapped
-from the engine file, so opening costs page-table entries and no copy, and several processes share
-one copy in the page cache.
+Everything is bound once; a step passes the packed inputs and gets logits back. What differs between
+backends (where memory lies, who executes the plan) is in `runtime.cpu_engine` and
+`runtime.cuda_engine`.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import (
     EngineConfig,
@@ -22,23 +21,21 @@ from llmctl.builder.engine_format import (
     open_engine,
     read_engine_config,
 )
-from llmctl.errors import OutOfMemory, Unsupported
+from llmctl.errors import Unsupported
 from llmctl.plugins.program import OpCall, StepInputs
-
-if TYPE_CHECKING:
-    from llmctl.plugins.program import Program
-
-ARENA_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+from llmctl.plugins.sampling.spec import Logits
 
 
-class Executable:
-    """An engine ready to run. Not thread-safe: one step at a time.
+class Executable(ABC):
+    """What every backend's engine has. Not thread-safe: one step at a time.
 
     `run` takes a packed step and returns logits [rows, vocab_size] float32, valid until the next
     `run`. `allocate_kv_cache` must be called once before the first step.
     """
 
-    def __init__(self, config: EngineConfig, plan: Plan, weights: Mapping[str, torch.Tensor]):
+    weight_bytes: int
+
+    def __init__(self, config: EngineConfig, plan: Plan) -> None:
         self.config = config
         self.plan = plan
         build = config.build_config
@@ -49,107 +46,88 @@ class Executable:
         self.max_num_rows = plan.max_num_rows
         self.max_draft_len = int(build["max_draft_len"])
         self.tokens_per_block = plan.kv_cache.tokens_per_block
-        self.weight_bytes = sum(w.numel() * w.element_size() for w in weights.values())
-        self._arena = _aligned_empty(plan.arena_bytes)
-        tensors = self._bind(weights)
-        calls = [
-            OpCall(
-                op=op.op,
-                name=op.name,
-                inputs={role: tensors[name] for role, name in op.inputs.items()},
-                outputs={role: tensors[name] for role, name in op.outputs.items()},
-                attributes=op.attributes,
-            )
-            for op in plan.ops
-        ]
-        self._program = _make_program(config.backend, calls)
-        self._logits = tensors[plan.logits].numpy()
-        self._kv_cache: torch.Tensor | None = None
-
-    def _bind(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Every tensor of the plan by name: weights as mapped, activations as arena views."""
-        bound: dict[str, torch.Tensor] = {}
-        for tensor in self.plan.tensors:
-            if tensor.kind == "weight":
-                bound[tensor.name] = weights[tensor.name]
-            else:
-                bound[tensor.name] = self._activation(tensor)
-        return bound
-
-    def _activation(self, tensor: PlanTensor) -> torch.Tensor:
-        rows = {"tokens": self.plan.max_num_tokens, "rows": self.plan.max_num_rows}
-        shape = [rows[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
-        dtype: torch.dtype = getattr(torch, tensor.dtype)
-        assert tensor.offset is not None, f"{tensor.name} has no place in the arena"
-        num_bytes = dtype.itemsize * int(np.prod(shape))
-        view = self._arena[tensor.offset : tensor.offset + num_bytes]
-        return view.view(dtype).view(shape)
 
     @property
     def kv_bytes_per_block(self) -> int:
         """Bytes one block takes over all layers, K and V."""
-        cache = self.plan.kv_cache
-        dtype: torch.dtype = getattr(torch, cache.dtype)
-        entries = cache.num_layers * 2 * cache.num_kv_heads * cache.tokens_per_block
-        return entries * cache.head_size * dtype.itemsize
+        return kv_bytes_per_block(self.plan)
 
+    @abstractmethod
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the paged cache, zeroed. Pages are touched only when a block is first used."""
-        cache = self.plan.kv_cache
-        shape = (
-            cache.num_layers,
-            num_blocks,
-            2,
-            cache.num_kv_heads,
-            cache.tokens_per_block,
-            cache.head_size,
-        )
-        try:
-            self._kv_cache = torch.zeros(shape, dtype=getattr(torch, cache.dtype))
-        except RuntimeError as error:  # torch reports a failed allocation this way
-            raise OutOfMemory(
-                f"a KV cache of {num_blocks} blocks needs "
-                f"{num_blocks * self.kv_bytes_per_block / 1e9:.2f} GB, which is not there",
-                fix="lower --max-tokens-in-paged-kv-cache or --kv-cache-free-gpu-memory-fraction",
-            ) from error
+        """Make room for `num_blocks` blocks. Raises OutOfMemory."""
 
+    @abstractmethod
     def copy_block(self, source: int, destination: int) -> None:
         """Copy one block over all layers (reuse of a partly matching block)."""
-        assert self._kv_cache is not None, "allocate_kv_cache comes first"
-        self._kv_cache[:, destination].copy_(self._kv_cache[:, source])
 
-    def run(self, step: StepInputs) -> NDArray[np.float32]:
+    @abstractmethod
+    def run(self, step: StepInputs) -> Logits:
         """Execute one packed step; logits of step.logit_rows in that order."""
-        assert self._kv_cache is not None, "allocate_kv_cache comes first"
-        self._program.run(step, self._kv_cache)
-        logits: NDArray[np.float32] = self._logits[: len(step.logit_rows)]
-        return logits
 
 
 def open_executable(engine_dir: Path) -> Executable:
-    """Load an engine directory for the machine at hand.
+    """Load an engine directory of the cpu backend; `runtime.cuda_open` loads those of a GPU.
 
-    Raises EngineNotFound, CorruptEngine, RebuildNeeded (see engine_format) and Unsupported when
-    the engine's backend cannot run here.
+    Raises EngineNotFound, CorruptEngine, RebuildNeeded (see engine_format) and Unsupported for
+    another backend.
     """
     config = read_engine_config(engine_dir)
+    if config.backend != "cpu":
+        raise Unsupported(
+            f"the engine was built for backend {config.backend!r}; 'cpu' is wanted here",
+            fix="rebuild with: llmctl build --backend cpu",
+        )
+    from llmctl.runtime.cpu_engine import CpuExecutable
+
     plan, weights = open_engine(engine_dir, rank=0)
-    return Executable(config, plan, weights)
+    return CpuExecutable(config, plan, weights)
 
 
-def _make_program(backend: str, calls: list[OpCall]) -> Program:
-    if backend == "cpu":
-        from llmctl.plugins.cpu import CpuProgram
+def bind_plan(
+    plan: Plan, weights: Mapping[str, torch.Tensor], arena: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the plan by name: weights as given, activations as views of the arena
+    (uint8 [plan.arena_bytes])."""
+    return {
+        tensor.name: weights[tensor.name]
+        if tensor.kind == "weight"
+        else _activation(plan, tensor, arena)
+        for tensor in plan.tensors
+    }
 
-        return CpuProgram(calls)
-    raise Unsupported(
-        f"the engine was built for backend {backend!r}; this version runs 'cpu' engines",
-        fix="rebuild with: llmctl build --backend cpu",
-    )
+
+def make_calls(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[OpCall]:
+    """The plan's operators with their names resolved."""
+    return [
+        OpCall(
+            op=op.op,
+            name=op.name,
+            inputs={role: tensors[name] for role, name in op.inputs.items()},
+            outputs={role: tensors[name] for role, name in op.outputs.items()},
+            attributes=op.attributes,
+            tactic=op.tactic,
+        )
+        for op in plan.ops
+    ]
 
 
-def _aligned_empty(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes] whose first byte sits on an ARENA_ALIGNMENT boundary."""
-    raw = torch.empty(num_bytes + ARENA_ALIGNMENT, dtype=torch.uint8)
-    start = -raw.data_ptr() % ARENA_ALIGNMENT
-    return raw[start : start + num_bytes]
+def kv_bytes_per_block(plan: Plan) -> int:
+    """Bytes one block of the plan's cache takes over all layers, K and V."""
+    dtype: torch.dtype = getattr(torch, plan.kv_cache.dtype)
+    return math.prod(kv_cache_shape(plan, 1)) * dtype.itemsize
+
+
+def kv_cache_shape(plan: Plan, num_blocks: int) -> tuple[int, ...]:
+    """[num_layers, num_blocks, 2, num_kv_heads, tokens_per_block, head_size]."""
+    cache = plan.kv_cache
+    heads = (cache.num_kv_heads, cache.tokens_per_block, cache.head_size)
+    return (cache.num_layers, num_blocks, 2, *heads)
+
+
+def _activation(plan: Plan, tensor: PlanTensor, arena: torch.Tensor) -> torch.Tensor:
+    rows = {"tokens": plan.max_num_tokens, "rows": plan.max_num_rows}
+    shape = [rows[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    assert tensor.offset is not None, f"{tensor.name} has no place in the arena"
+    end = tensor.offset + dtype.itemsize * math.prod(shape)
+    return arena[tensor.offset : end].view(dtype).view(shape)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmctl.plugins.program import StepInputs
+from llmctl.plugins.sampling.spec import Logits
 from llmctl.runtime.core import Sequence
 
 
@@ -25,7 +26,7 @@ class StepRunner(Protocol):
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
     def copy_block(self, source: int, destination: int) -> None: ...
-    def run(self, step: StepInputs) -> NDArray[np.float32]: ...
+    def run(self, step: StepInputs) -> Logits: ...
 
 
 @dataclass(slots=True)

@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmctl.plugins.sampling.spec import ACCEPT_STREAM
+from llmctl.plugins.sampling.spec import ACCEPT_STREAM, Logits
 from llmctl.runtime.core import Batch, Sequence, Slice
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.speculative.accept import accept_logits, accept_tokens
 from llmctl.runtime.speculative.drafter import Proposal
 from llmctl.runtime.stop import first_stop
-
-Logits = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

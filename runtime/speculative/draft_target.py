@@ -26,14 +26,17 @@ from numpy.typing import NDArray
 
 from llmctl.errors import BadConfig, PairMismatch
 from llmctl.plugins.program import StepInputs
-from llmctl.plugins.sampling.spec import DRAFT_STREAM, TARGET_STREAM, SamplingRow
+from llmctl.plugins.sampling.spec import (
+    DRAFT_STREAM,
+    TARGET_STREAM,
+    Logits,
+    SamplingRow,
+)
 from llmctl.runtime.core import Batch, Sequence
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.speculative.drafter import Proposal
 from llmctl.runtime.step import Span, StepRunner, block_tables, pack, pack_next
-
-Logits = NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -177,7 +180,7 @@ class DraftTargetDrafter:
         """Append one draft to each round, from its row of draft logits."""
         sampler = self._sampler
         if logits.shape[1] > sampler.vocab_size:  # padded vocabulary: ids the target lacks
-            logits = np.ascontiguousarray(logits[:, : sampler.vocab_size])
+            logits = _narrow(logits, sampler.vocab_size)
         if all(sampler.is_plain(item.sequence) for item in rounds):
             tokens = sampler.require_tokens(sampler.backend.argmax(logits).tolist(), "draft")
         else:
@@ -208,3 +211,10 @@ class DraftTargetDrafter:
         if done is None:
             return Proposal()
         return Proposal(done.tokens, np.stack(done.probs) if done.probs else None)
+
+
+def _narrow(logits: Logits, vocab_size: int) -> Logits:
+    """The first ids of every row, wherever the rows are."""
+    if isinstance(logits, np.ndarray):
+        return np.ascontiguousarray(logits[:, :vocab_size])
+    return logits.columns(vocab_size)

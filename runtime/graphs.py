@@ -1,0 +1,170 @@
+"""Steps that repeat in shape are captured once as a CUDA graph and replayed.
+
+A step is padded up to a bucket, so few graphs serve all generation. Padding tokens write nothing
+(slot -1) and belong to no request; padding requests have no tokens. Kernels read everything that
+varies inside a bucket from device memory, so a replay needs an upload and one call.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmctl.plugins.cuda.kernel import StepLimits, StepShape
+from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
+from llmctl.plugins.program import StepInputs
+
+MIN_KV_BUCKET = 1024  # tokens; shorter contexts share its grids, whose idle blocks exit at once
+MAX_GRAPHS = 24  # kept per engine, least recently used out first; the memory plan counts on it
+
+
+def shape_of(step: StepInputs) -> StepShape:
+    """The shape of a step as it is."""
+    return StepShape(
+        num_tokens=step.num_tokens,
+        num_requests=step.num_requests,
+        num_rows=step.num_rows,
+        max_query_len=int(np.diff(step.cu_q).max()),
+        max_kv_len=int(step.kv_len.max()),
+    )
+
+
+def kv_bucket(max_kv_len: int, limits: StepLimits) -> int:
+    """The context length that grids are made for: a power of two, or the engine's limit."""
+    return min(max(MIN_KV_BUCKET, _power_of_two(max_kv_len)), limits.max_seq_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Which steps are replayed, and the shape they are padded to.
+
+    Query lengths are padded to a power of two or to that of a full verification; two tokens is
+    what a draft engine reads after all its drafts were accepted.
+    """
+
+    limits: StepLimits
+
+    @property
+    def max_query_len(self) -> int:
+        """Most tokens of one request in a replayed step."""
+        return max(self.limits.max_draft_len + 1, 2)
+
+    def fit(self, shape: StepShape) -> StepShape | None:
+        """The bucket of a step; None for one that is launched directly (prompts, mostly)."""
+        limits = self.limits
+        if shape.max_query_len > self.max_query_len or shape.num_rows < shape.num_requests:
+            return None
+        requests = min(_power_of_two(shape.num_requests), limits.max_batch_size)
+        query = shape.max_query_len
+        if query < limits.max_draft_len + 1:
+            query = min(_power_of_two(query), self.max_query_len)
+        # The last of the rows are those of the tokens, or one per request.
+        rows = requests if shape.num_rows <= requests else requests * query
+        if requests * query > limits.max_num_tokens or rows > limits.max_num_rows:
+            return None
+        return StepShape(
+            num_tokens=requests * query,
+            num_requests=requests,
+            num_rows=rows,
+            max_query_len=query,
+            max_kv_len=kv_bucket(shape.max_kv_len, limits),
+        )
+
+
+def pad(step: StepInputs, shape: StepShape) -> StepInputs:
+    """The step with padding at its end, so that it has the tokens, requests and rows of `shape`."""
+    if (step.num_tokens, step.num_requests, step.num_rows) == (
+        shape.num_tokens,
+        shape.num_requests,
+        shape.num_rows,
+    ):
+        return step
+    return StepInputs(
+        token_ids=_extend(step.token_ids, shape.num_tokens, 0),
+        position_ids=_extend(step.position_ids, shape.num_tokens, 0),
+        cu_q=_extend(step.cu_q, shape.num_requests + 1, step.num_tokens),
+        kv_len=_extend(step.kv_len, shape.num_requests, 0),
+        block_tables=_extend(step.block_tables, shape.num_requests, 0),
+        slot_mapping=_extend(step.slot_mapping, shape.num_tokens, -1),
+        logit_rows=_extend(step.logit_rows, shape.num_rows, 0),
+    )
+
+
+class Replayable(Protocol):
+    """A captured graph."""
+
+    def replay(self) -> None: ...
+
+
+class GraphCache:
+    """Graphs by shape. The first step of a shape is launched directly and captured behind that, so
+    no step waits for a capture and nothing is allocated or set up while one is under way."""
+
+    def __init__(
+        self,
+        enqueue: Callable[[StepShape], None],
+        capture: Callable[[Callable[[], None]], Replayable],
+    ) -> None:
+        self._enqueue = enqueue
+        self._capture = capture
+        self._graphs: OrderedDict[StepShape, Replayable] = OrderedDict()
+
+    def run(self, shape: StepShape) -> None:
+        """Execute a step of exactly this shape, whose inputs have been uploaded."""
+        graph = self._graphs.get(shape)
+        if graph is not None:
+            self._graphs.move_to_end(shape)
+            graph.replay()
+            return
+        self._enqueue(shape)
+        self._graphs[shape] = self._capture(lambda: self._enqueue(shape))
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all graphs: the addresses they hold are no longer valid."""
+        self._graphs.clear()
+
+
+def capture_graph(queue: DeviceQueue, record: Callable[[], None]) -> Replayable:
+    """What `record` enqueues on the queue's stream, as a graph. Nothing is executed.
+
+    Unlike torch.cuda.graph this does not wait for the device: whatever runs there runs on.
+    """
+    assert queue.stream is not None, "graphs are captured on a GPU"
+    graph = torch.cuda.CUDAGraph()
+    with device_errors("capturing a CUDA graph"), queue.scope():
+        # thread_local: other threads may use CUDA meanwhile.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            record()
+        finally:
+            graph.capture_end()
+    return _Graph(graph, queue)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    queue: DeviceQueue
+
+    def replay(self) -> None:
+        with device_errors("replaying a CUDA graph"), self.queue.scope():
+            self.graph.replay()
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _extend(array: NDArray[np.int32], count: int, value: int) -> NDArray[np.int32]:
+    """`array` with rows of `value` up to `count` rows."""
+    padded = np.full((count, *array.shape[1:]), value, np.int32)
+    padded[: len(array)] = array
+    return padded
