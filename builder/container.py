@@ -29,6 +29,7 @@ DTYPES = {  # torch name -> (safetensors name, bytes an element)
     "float16": ("F16", 2),
     "float8_e4m3fn": ("F8_E4M3", 1),
     "int32": ("I32", 4),
+    "uint8": ("U8", 1),
 }
 _TORCH_NAMES = {stored: name for name, (stored, _) in DTYPES.items()}
 

@@ -8,6 +8,7 @@ can be mapped into memory. This module is the only one of `builder` that `runtim
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmctl.builder.container import (
+    DTYPES,
     Entry,
     corrupt,
     encode_header,
@@ -28,7 +30,7 @@ from llmctl.errors import CorruptEngine, EngineNotFound, RebuildNeeded
 if TYPE_CHECKING:
     import torch
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 CONFIG_FILE = "config.json"
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -39,8 +41,9 @@ Dim = int | str  # "tokens": rows of the packed step; "rows": rows that get logi
 class PlanTensor:
     """A value of the plan. dtype is torch's name: float32, bfloat16, float16, float8_e4m3fn, int32.
 
-    Weights live in the engine file under `name`; activations live in one arena at `offset` bytes,
-    sized for max_num_tokens (and max_num_rows), and share space when their lifetimes allow.
+    Weights live in the engine file under `name`, unless the engine says how to generate them
+    (`EngineConfig.weights`) and `is_stored` is false. Activations live in one arena at `offset`
+    bytes, sized for max_num_tokens (and max_num_rows), and share space when their lifetimes allow.
     """
 
     name: str
@@ -48,6 +51,7 @@ class PlanTensor:
     dtype: str
     shape: tuple[Dim, ...]
     offset: int | None = None
+    is_stored: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,23 @@ class PlanOp:
     outputs: Mapping[str, str]
     attributes: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     tactic: str = ""  # the kernel chosen at build, e.g. "cpu.linear.fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKernel:
+    """One compiled kernel. Its cubin is the engine file's uint8 tensor `tensor`.
+
+    `metadata` is that of `plugins.cuda.compiler.CompiledKernel`: how to launch it, what it uses.
+    """
+
+    name: str
+    num_bytes: int
+    metadata: Mapping[str, Any]
+
+    @property
+    def tensor(self) -> str:
+        """The name of the cubin in the engine file."""
+        return f"kernel:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +109,8 @@ class Plan:
     arena_bytes: int
     max_num_tokens: int
     max_num_rows: int
+    kernels: tuple[PlanKernel, ...] = ()  # cuda: every binary that a step or a round may launch
+    scratch_bytes: int = 0  # cuda: what kernels ask of `LaunchEnv.scratch`, at most
 
     def to_json(self) -> str:
         """The plan as strict JSON (no NaN)."""
@@ -101,7 +124,8 @@ class Plan:
         ops = tuple(PlanOp(**op) for op in raw.pop("ops"))
         cache = raw.pop("kv_cache")
         spec = KvCacheSpec(**{**cache, "windows": tuple(cache["windows"])})
-        return Plan(tensors=tensors, ops=ops, kv_cache=spec, **raw)
+        kernels = tuple(PlanKernel(**kernel) for kernel in raw.pop("kernels"))
+        return Plan(tensors=tensors, ops=ops, kv_cache=spec, kernels=kernels, **raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +142,9 @@ class EngineConfig:
     versions: Mapping[str, str]  # llmctl, torch, python, ...
     command: str
     files: Mapping[str, Any] = field(default_factory=dict)  # engine file -> bytes, header_sha256
+    compute_capability: str | None = None  # what the kernels are compiled for; None: no kernels
+    # load_format: auto (stored in the file), or dummy or planted and what they are generated from
+    weights: Mapping[str, Any] = field(default_factory=lambda: {"load_format": "auto"})
 
     def to_json(self) -> str:
         """The document as stored: strict JSON, indented for people."""
@@ -130,14 +157,21 @@ def engine_file(rank: int) -> str:
 
 
 def plan_entries(plan: Plan) -> list[Entry]:
-    """The tensors that the plan's engine file holds."""
+    """The tensors that the plan's engine file holds: stored weights, then cubins."""
     entries = []
     for tensor in plan.tensors:
-        if tensor.kind == "weight":
+        if tensor.kind == "weight" and tensor.is_stored:
             shape = tuple(dim for dim in tensor.shape if isinstance(dim, int))
             assert len(shape) == len(tensor.shape), f"the shape of weight {tensor.name} is symbolic"
             entries.append(Entry(tensor.name, tensor.dtype, shape))
+    entries += [Entry(kernel.tensor, "uint8", (kernel.num_bytes,)) for kernel in plan.kernels]
     return entries
+
+
+def weight_bytes(plan: Plan) -> int:
+    """Bytes of all weights, stored and generated ones."""
+    weights = [t for t in plan.tensors if t.kind == "weight"]
+    return sum(math.prod(map(int, t.shape)) * DTYPES[t.dtype][1] for t in weights)
 
 
 def engine_bytes(plan: Plan) -> int:
@@ -155,7 +189,8 @@ def write_engine(
 ) -> dict[str, Any]:
     """Write one engine file; returns its record for `EngineConfig.files`.
 
-    chunks(name) yields a weight's values in order. Nothing is held but the current chunk.
+    chunks(name) yields the values of a weight or cubin in order. Nothing is held but the current
+    chunk.
     """
     name = engine_file(rank)
     num_bytes, digest = write_container(
@@ -198,14 +233,16 @@ def read_engine_config(folder: Path) -> EngineConfig:
             f"{path} {'has an unknown' if odd in raw else 'lacks the'} field {odd!r}",
             fix="build the engine again",
         )
-    for name in ("pretrained_config", "build_config", "plugin_config", "tokenizer", "files"):
+    for name in ("pretrained_config", "build_config", "plugin_config", "weights", "tokenizer", "files"):
         if not isinstance(raw[name], dict):
             raise CorruptEngine(f"{path}: {name} is not an object", fix="build the engine again")
     return EngineConfig(**raw)
 
 
 def open_engine(folder: Path, rank: int = 0) -> tuple[Plan, dict[str, torch.Tensor]]:
-    """(plan, weights by name) of one rank. Weights are views of a private map of the file.
+    """(plan, stored tensors by name: weights, and cubins by `PlanKernel.tensor`) of one rank.
+
+    Tensors are views of a private map of the file. Weights that are not stored are absent.
 
     Raises what `read_engine_config` raises, and CorruptEngine for a file that is truncated or
     contradicts its plan or config.json.
