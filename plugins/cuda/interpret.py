@@ -79,6 +79,13 @@ def _dot(self: Any, a: Any, b: Any, d: Any, precision: object, imprecise: object
     return type(d)(product.numpy() + d.data, d.dtype.scalar)
 
 
+def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z rounded once: a product of two float32 is exact in float64."""
+    assert str(z.dtype.scalar) == "fp32", f"fused multiply-add of {z.dtype.scalar}"
+    wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+    return type(z)(wide.astype(np.float32), z.dtype.scalar)
+
+
 def _refuse_bfloat16(binary_op: Any) -> Any:
     def checked(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         assert str(lhs.dtype.scalar) not in ("bf16", "fp8e4nv"), (
@@ -94,6 +101,7 @@ _DTYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -138,6 +146,7 @@ def _interpreted() -> Iterator[None]:
     JITFunction.__call__ = call
     interpreter._convert_float = _convert
     InterpreterBuilder.create_dot = _dot
+    InterpreterBuilder.create_fma = _fma
     InterpreterBuilder.binary_op = _refuse_bfloat16(InterpreterBuilder.binary_op)
     try:
         with knobs.runtime.scope():

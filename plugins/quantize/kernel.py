@@ -36,15 +36,13 @@ def scaling_of(call: OpCall) -> str:
 def plan_rows(call: OpCall, width: int, *, whole: bool) -> RowPlan:
     """Rows of `width` output columns; `whole` where one thread block must see all of them.
 
-    8 elements a thread are one 16-byte load; long rows take up to 16 warps, then more elements.
+    8 elements a thread are one 16-byte load; rows over 8192 take more elements a thread.
     """
     scaling = scaling_of(call)
     block = power_of_two(width)
     if not (whole or scaling == "per_token"):
         block = min(block, _BLOCK)
-    num_warps = min(max(block // 256, 1), 16)
-    if block > 16384:
-        num_warps = 32
+    num_warps = min(max(block // 256, 1), 32)
     return RowPlan(scaling, block, -(-width // block), num_warps)
 
 

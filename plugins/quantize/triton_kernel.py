@@ -13,11 +13,42 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 
 
+_SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-80)
+_LARGEST_SCALE: tl.constexpr = tl.constexpr(2.0**80)
+_SATURATED: tl.constexpr = tl.constexpr(2.0**20)  # far over 448
+
+
+@triton.jit
+def divide(values, scale):
+    """values / scale rounded to nearest, for a scalar scale and quotients that become FP8.
+
+    What a true division does, without its branches for each element: a reciprocal refined once,
+    then two residual corrections, which are exact while nothing leaves float32's range. Scales
+    near the ends of that range divide truly; a quotient that saturates anyway is not corrected
+    (infinities would turn into NaN), and one too small for its residual is 0 in FP8.
+    """
+    if (scale > _SMALLEST_SCALE) & (scale < _LARGEST_SCALE):
+        guess = 1.0 / scale
+        inverse = tl.fma(guess, tl.fma(-scale, guess, 1.0), guess)
+        rough = values * inverse
+        quotient = tl.fma(tl.fma(-rough, scale, values), inverse, rough)
+        quotient = tl.fma(tl.fma(-quotient, scale, values), inverse, quotient)
+        quotient = tl.where(tl.abs(rough) > _SATURATED, rough, quotient)
+    else:
+        quotient = tl.math.div_rn(values, scale)
+    return quotient
+
+
 @triton.jit
 def to_fp8(values, scale):
-    """float32 values / scale as float8_e4m3fn."""
-    quotient = tl.math.div_rn(values, scale)
-    bounded = tl.clamp(quotient, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    """float32 values / scale (a scalar) as float8_e4m3fn."""
+    return saturate(divide(values, scale))
+
+
+@triton.jit
+def saturate(values):
+    """float32 as float8_e4m3fn: +-448 beyond its range, NaN stays NaN."""
+    bounded = tl.clamp(values, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return bounded.to(tl.float8e4nv)
 
 

@@ -11,9 +11,8 @@ from llmctl.plugins.quantize.triton_kernel import write_row
 
 @triton.jit
 def inverse_rms(sum_of_squares, width, epsilon):
-    """1 / sqrt(mean + epsilon), every step rounded to nearest."""
-    mean = tl.math.div_rn(sum_of_squares, width)
-    return tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + epsilon))
+    """1 / sqrt(mean + epsilon), by the hardware's reciprocal square root."""
+    return tl.rsqrt(tl.math.div_rn(sum_of_squares, width) + epsilon)
 
 
 @triton.jit

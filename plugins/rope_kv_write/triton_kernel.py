@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmctl.plugins.quantize.triton_kernel import to_fp8
+from llmctl.plugins.quantize.triton_kernel import saturate
 from llmctl.plugins.rms_norm.triton_kernel import inverse_rms
 
 
@@ -23,7 +23,7 @@ def _normalised(half, inverse, weight, dtype: tl.constexpr):
 def _store_kv(cache, offsets, values, scale, mask):
     """Quantized with `scale` where the cache is FP8, converted otherwise."""
     if cache.dtype.element_ty == tl.float8e4nv:
-        tl.store(cache + offsets, to_fp8(values, scale), mask=mask)
+        tl.store(cache + offsets, saturate(tl.math.div_rn(values, scale)), mask=mask)
     else:
         tl.store(cache + offsets, values.to(cache.dtype.element_ty), mask=mask)
 

@@ -11,7 +11,8 @@ from kernel_support import KERNEL_DTYPES, interpret, launch_env, step_shape
 
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.interpret import run_launches
-from llmctl.plugins.examples import Example, make_example
+from llmctl.plugins.examples import Example, make_example, make_step
+from llmctl.plugins.program import OpCall
 from llmctl.plugins.spec import FP8, Case
 from llmctl.plugins.specs import SPECS
 
@@ -90,6 +91,24 @@ def test_quantization_keeps_nan_saturates_and_rounds_ties_to_even(scaling: str):
         torch.testing.assert_close(*scales, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("scale", [1.0, 3.0 / 448, 0.0123, 1e-5, 777.0, 2.0**-90, 2.0**90, 1e-40])
+def test_quotients_are_those_of_a_true_division(scale: float):
+    """Values that fill FP8's range, the midpoints between its numbers, and their neighbours."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    wide = torch.cat((codes, middles, torch.randn(20000, generator=generator) * 300)) * scale
+    x = wide.to(torch.float16 if scale == 1.0 else torch.bfloat16)
+    x = torch.cat((x, torch.nextafter(x.float(), torch.tensor(torch.inf)).to(x.dtype)))[None]
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+    call = OpCall("quantize", "q", {"x": x, "scale": torch.tensor([scale])}, {"out": out}, {})
+    example = Example(call, make_step([(1, 0)])[0], torch.zeros((1, 1, 2, 1, 32, 16)))
+    interpret(example)
+    found = out.clone()
+    run_reference(example)
+    assert torch.equal(found.view(torch.uint8), out.view(torch.uint8))
+
+
 def test_in_place_residuals_hold_the_sum():
     case = {
         "tokens": 5,
@@ -99,7 +118,11 @@ def test_in_place_residuals_hold_the_sum():
         "residual": True,
     }
     found = make_example("rms_norm", case)
-    assert found.call.outputs["residual_out"] is found.call.inputs["residual"]
+    x, residual = found.call.inputs["x"], found.call.inputs["residual"]
+    assert found.call.outputs["residual_out"] is residual
+    wanted = (x.float() + residual.float()).to(x.dtype)
+    interpret(found)
+    assert torch.equal(residual, wanted)
 
 
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it():
