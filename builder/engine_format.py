@@ -233,7 +233,8 @@ def read_engine_config(folder: Path) -> EngineConfig:
             f"{path} {'has an unknown' if odd in raw else 'lacks the'} field {odd!r}",
             fix="build the engine again",
         )
-    for name in ("pretrained_config", "build_config", "plugin_config", "weights", "tokenizer", "files"):
+    objects = ("pretrained_config", "build_config", "plugin_config", "weights", "tokenizer", "files")
+    for name in objects:
         if not isinstance(raw[name], dict):
             raise CorruptEngine(f"{path}: {name} is not an object", fix="build the engine again")
     return EngineConfig(**raw)

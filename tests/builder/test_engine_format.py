@@ -142,6 +142,7 @@ def test_a_plan_that_contradicts_its_tensors_is_refused(engine: Path) -> None:
     header = json.loads(data[8 : 8 + length])
     header["lm_head.weight"]["shape"].reverse()
     text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 64)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
     def sign(config: dict) -> None:
