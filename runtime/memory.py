@@ -1,8 +1,9 @@
-"""How many KV blocks fit: target and draft are planned together before anything is allocated."""
+"""What fits: target and draft are planned together, from numbers, before anything is allocated."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,10 +15,12 @@ DEFAULT_FREE_FRACTION = 0.5  # of the memory that is free now; a CPU shares it w
 class KvShape(Protocol):
     """What the plan needs to know of an executable."""
 
-    tokens_per_block: int
-    max_batch_size: int
-    max_seq_len: int
-
+    @property
+    def tokens_per_block(self) -> int: ...
+    @property
+    def max_batch_size(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int: ...
     @property
     def kv_bytes_per_block(self) -> int: ...  # bytes of one block over all layers
 
@@ -83,3 +86,112 @@ def plan_kv_cache(
             fix="raise --kv-cache-free-gpu-memory-fraction or --max-tokens-in-paged-kv-cache",
         )
     return KvCachePlan(num_blocks, bytes_per_block, free, limited_by)
+
+
+# ---- a GPU: everything is planned together before anything is allocated ----
+
+DEFAULT_DEVICE_FRACTION = 0.9  # of what weights, activations and graphs leave
+GRAPH_BYTES_PER_LAUNCH = 16 << 10  # of a captured graph; measured on H200, see docs/performance
+RESERVED_BYTES = 512 << 20  # loaded kernels, the driver's own, and the allocator's rounding
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Device memory that one engine takes, in bytes, and the size of its sequences."""
+
+    role: str  # "target" | "draft"
+    weight_bytes: int
+    activation_bytes: int  # the arena, logits included
+    scratch_bytes: int  # what kernels keep between each other, sampling included
+    graph_bytes: int
+    kv_bytes_per_block: int
+    tokens_per_block: int
+    max_batch_size: int
+    max_seq_len: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything but the KV cache."""
+        parts = (self.weight_bytes, self.activation_bytes, self.scratch_bytes, self.graph_bytes)
+        return sum(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """Who gets how much of a device's memory."""
+
+    engines: tuple[EngineMemory, ...]  # target, then draft if there is one
+    kv_cache: KvCachePlan
+    total_bytes: int  # of the device
+
+    @property
+    def planned_bytes(self) -> int:
+        """Everything, KV caches and reserve included."""
+        fixed = sum(engine.fixed_bytes for engine in self.engines)
+        return fixed + RESERVED_BYTES + self.kv_cache.total_bytes
+
+    def lines(self) -> list[str]:
+        """The plan as a table, in GB."""
+        kv = self.kv_cache
+        rows = [
+            ("weights", [e.weight_bytes for e in self.engines]),
+            ("activations", [e.activation_bytes for e in self.engines]),
+            ("scratch", [e.scratch_bytes for e in self.engines]),
+            ("CUDA graphs", [e.graph_bytes for e in self.engines]),
+            ("KV cache", [e.kv_bytes_per_block * kv.num_blocks for e in self.engines]),
+            ("kernels, reserve", [RESERVED_BYTES]),
+        ]
+        head = "".join(f"{engine.role:>10}" for engine in self.engines)
+        return [
+            f"{'device memory, GB':<20}{head}",
+            *(f"  {name:<18}" + "".join(f"{v / 1e9:10.3f}" for v in row) for name, row in rows),
+            f"  {'together':<18}{self.planned_bytes / 1e9:10.3f} of "
+            f"{kv.free_bytes / 1e9:.3f} free ({self.total_bytes / 1e9:.3f} on the device)",
+        ]
+
+
+def plan_device(
+    target: EngineMemory,
+    draft: EngineMemory | None,
+    *,
+    free_bytes: int,
+    total_bytes: int,
+    free_fraction: float = DEFAULT_DEVICE_FRACTION,
+    max_tokens: int | None = None,
+) -> DevicePlan:
+    """Weights, activations and graphs first; both KV caches share what `free_fraction` of the rest
+    and the other bounds of `plan_kv_cache` allow.
+
+    Raises OutOfMemory with the numbers when the engines do not fit, or leave no room for a block.
+    """
+    engines = (target,) if draft is None else (target, draft)
+    fixed = sum(engine.fixed_bytes for engine in engines) + RESERVED_BYTES
+    left = free_bytes - fixed
+    if left <= 0:
+        raise _does_not_fit(engines, fixed, free_bytes, total_bytes)
+    kv_cache = plan_kv_cache(
+        target, draft, free_fraction=free_fraction, max_tokens=max_tokens, free_bytes=left
+    )
+    return DevicePlan(engines, replace(kv_cache, free_bytes=free_bytes), total_bytes)
+
+
+def _does_not_fit(
+    engines: Sequence[EngineMemory], fixed: int, free_bytes: int, total_bytes: int
+) -> OutOfMemory:
+    parts = ", ".join(
+        f"{engine.role} {engine.weight_bytes / 1e9:.2f} GB of weights and "
+        f"{(engine.fixed_bytes - engine.weight_bytes) / 1e9:.2f} GB beside them"
+        for engine in engines
+    )
+    if sum(engine.weight_bytes for engine in engines) + RESERVED_BYTES < free_bytes:
+        fix = "rebuild with a smaller --max-num-tokens or --max-batch-size"
+    elif len(engines) > 1 and engines[0].fixed_bytes + RESERVED_BYTES < free_bytes:
+        fix = "run without --draft-engine, or with a smaller or quantized draft"
+    else:
+        fix = "quantize the checkpoint first (llmctl quantize --qformat fp8), or free the device"
+    return OutOfMemory(
+        f"the engines need {fixed / 1e9:.2f} GB before any KV cache ({parts}, "
+        f"{RESERVED_BYTES / 1e9:.2f} GB reserved); the device has {free_bytes / 1e9:.2f} GB free "
+        f"of {total_bytes / 1e9:.2f}",
+        fix=fix,
+    )

@@ -1,0 +1,131 @@
+"""Engines on a GPU: everything lies in device memory, and steps are launches on one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from llmctl.builder.engine_format import EngineConfig, Plan
+from llmctl.errors import OutOfMemory
+from llmctl.plugins.cuda.kernel import DeviceStep, Launch, StepLimits, StepShape
+from llmctl.plugins.cuda.queue import DeviceLogits, DeviceQueue, device_errors
+from llmctl.plugins.program import OpCall, StepInputs
+from llmctl.runtime.engine import Executable, bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.graphs import Buckets, GraphCache, Replayable, capture_graph, pad, shape_of
+
+
+class DeviceProgram(Protocol):
+    """What runs an engine's operators on a device; `plugins.cuda.program.CudaProgram` is one."""
+
+    step: DeviceStep
+    limits: StepLimits
+
+    def upload(self, step: StepInputs, stream: int) -> None:
+        """Enqueue the copy of a step's integers to `self.step`; the arrays may change at once."""
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Use this cache from now on."""
+
+    def enqueue(self, shape: StepShape, stream: int) -> None:
+        """Launch every call in order."""
+
+    def launch(self, launches: Sequence[Launch], stream: int) -> None:
+        """Launch kernels beside the program's own."""
+
+
+Capture = Callable[[Callable[[], None]], Replayable]
+
+
+class CudaExecutable(Executable):
+    """Runs a plan on the queue's device.
+
+    `make_program` binds the operators to the compiled kernels. Steps that repeat in shape are
+    captured by `capture` and replayed. `run` does not wait: whoever reads the logits does.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: Plan,
+        weights: Mapping[str, torch.Tensor],
+        make_program: Callable[[list[OpCall], StepLimits], DeviceProgram],
+        queue: DeviceQueue,
+        capture: Capture | None = None,
+    ) -> None:
+        super().__init__(config, plan)
+        self.queue = queue
+        self.weight_bytes = sum(w.nbytes for w in weights.values())
+        with device_errors("allocating activations"), queue.scope():
+            # Zeroed, so that rows of padding never hold what no kernel wrote.
+            arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device=queue.device)
+        queue.synchronize()
+        tensors = bind_plan(plan, weights, arena)
+        self.logits = tensors[plan.logits]  # [max_num_rows, vocab_size] float32
+        self.program = make_program(make_calls(plan, tensors), step_limits(config, plan))
+        self._buckets = Buckets(self.program.limits)
+        self._graphs = GraphCache(self._enqueue, capture or partial(capture_graph, queue))
+        self._kv_cache: torch.Tensor | None = None
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the paged cache, zeroed; the one that is there stays if it has that size.
+
+        Zeros, because a masked key still meets its value: NaN there would spread.
+        """
+        shape = kv_cache_shape(self.plan, num_blocks)
+        if self._kv_cache is not None and tuple(self._kv_cache.shape) == shape:
+            return
+        self._graphs.clear()
+        self._kv_cache = None
+        dtype: torch.dtype = getattr(torch, self.plan.kv_cache.dtype)
+        num_bytes = num_blocks * self.kv_bytes_per_block
+        try:
+            with device_errors("allocating the KV cache"), self.queue.scope():
+                raw = torch.zeros(num_bytes, dtype=torch.uint8, device=self.queue.device)
+        except OutOfMemory as error:
+            raise OutOfMemory(
+                f"a KV cache of {num_blocks} blocks needs {num_bytes / 1e9:.2f} GB of device "
+                "memory, which is not there",
+                fix="lower --max-tokens-in-paged-kv-cache or --kv-cache-free-gpu-memory-fraction",
+            ) from error
+        self._kv_cache = raw.view(dtype).view(shape)
+        self.program.bind_kv_cache(self._kv_cache)
+
+    def copy_block(self, source: int, destination: int) -> None:
+        """Copy one block over all layers, after everything enqueued before."""
+        assert self._kv_cache is not None, "allocate_kv_cache comes first"
+        with device_errors("copying a KV block"), self.queue.scope():
+            blocks = self._kv_cache.view(torch.uint8)
+            blocks[:, destination].copy_(blocks[:, source])
+
+    def run(self, step: StepInputs) -> DeviceLogits:
+        """Enqueue one packed step; logits of step.logit_rows in that order."""
+        assert self._kv_cache is not None, "allocate_kv_cache comes first"
+        shape = shape_of(step)
+        bucket = self._buckets.fit(shape)
+        if bucket is None:
+            self.program.upload(step, self.queue.handle)
+            self._enqueue(shape)
+        else:
+            self.program.upload(pad(step, bucket), self.queue.handle)
+            self._graphs.run(bucket)
+        return DeviceLogits(self.logits[: step.num_rows], self.queue)
+
+    def _enqueue(self, shape: StepShape) -> None:
+        self.program.enqueue(shape, self.queue.handle)
+
+
+def step_limits(config: EngineConfig, plan: Plan) -> StepLimits:
+    """The largest step of an engine, as its kernels were compiled for it."""
+    build = config.build_config
+    return StepLimits(
+        max_num_tokens=plan.max_num_tokens,
+        max_num_rows=plan.max_num_rows,
+        max_batch_size=int(build["max_batch_size"]),
+        max_seq_len=int(build["max_seq_len"]),
+        max_draft_len=int(build["max_draft_len"]),
+        tokens_per_block=plan.kv_cache.tokens_per_block,
+        kv_dtype=plan.kv_cache.dtype,
+    )
