@@ -13,6 +13,7 @@ therefore replaced with torch's.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -47,7 +48,10 @@ def _run(launch: Launch, function: Any) -> None:
     if "PDL" in constants:
         constants["PDL"] = False
     kernel = InterpretedFunction(function.fn)
-    kernel[launch.grid](**dict(zip(names, launch.arguments, strict=True)), **constants)
+    with warnings.catch_warnings():
+        # a loop up to a run-time argument: the interpreter makes a number of an array of one
+        warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)
+        kernel[launch.grid](**dict(zip(names, launch.arguments, strict=True)), **constants)
 
 
 def _torch_dtype(kind: Any) -> torch.dtype:

@@ -15,7 +15,7 @@ from llmctl.plugins.cuda.kernel import DeviceStep, KernelSpec, Launch, StepLimit
 from llmctl.plugins.rounds.state import RECORD_TOKENS, RoundState
 
 _SOURCE = "llmctl.plugins.rounds.triton_kernel"
-_MAX_TILE = 4096  # elements that `accept` holds at a time
+_MAX_TILE = 2048  # elements that the thread block holds of each array
 _ONE_BLOCK = (1, 1, 1)
 
 
@@ -103,17 +103,18 @@ def _power_of_two(count: int) -> int:
 
 
 def _feed_spec(max_batch_size: int, max_draft_len: int) -> KernelSpec:
+    block_requests = _power_of_two(max_batch_size)
+    block_tokens = min(_power_of_two(max_draft_len + 1), max(1, _MAX_TILE // block_requests))
     return KernelSpec(
         name=f"rounds.feed.b{max_batch_size}.k{max_draft_len}",
         source=f"{_SOURCE}:feed",
         arguments=("*i32",) * 12 + ("i32",) * 7,
         constants={
             "MAX_DRAFT_LEN": max_draft_len,
-            "BLOCK_REQUESTS": _power_of_two(max_batch_size),
-            "BLOCK_TOKENS": max(2, _power_of_two(max_draft_len + 1)),  # draft_first feeds two
+            "BLOCK_REQUESTS": block_requests,
+            "BLOCK_TOKENS": block_tokens,
             "PDL": True,
         },
-        num_warps=4 if max_batch_size * max_draft_len <= 1024 else 16,
     )
 
 

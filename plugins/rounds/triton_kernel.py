@@ -60,30 +60,35 @@ def feed(
     entries = tl.minimum(length + first + count - 1, limit)
     tl.store(kv_len + request, tl.where(is_real > 0, entries, 0), mask=in_batch)
 
-    token = tl.arange(0, BLOCK_TOKENS)[None, :]
     request = request[:, None]
-    exists = (request < batch) & (token < count)
-    real = exists & (is_real[:, None] > 0)
-    after_root = first + token
-    is_draft = after_root > 0
-    value = tl.load(
-        drafts + request * MAX_DRAFT_LEN + after_root - 1, mask=real & is_draft, other=0
-    )
-    value += tl.load(root + request + token * 0, mask=real & (after_root == 0), other=0)
-    value += tl.load(previous + request + token * 0, mask=real & (after_root < 0), other=0)
-    position = length[:, None] - 1 + after_root
-    has_slot = real & (position >= 0) & (position < limit[:, None])
-    entry = request * max_blocks + position // tokens_per_block
-    block = tl.load(block_tables + entry, mask=has_slot, other=0)
-    slot = tl.where(has_slot, block * tokens_per_block + position % tokens_per_block, -1)
-    inside = tl.maximum(tl.minimum(position, max_seq_len - 1), 0)
+    length = length[:, None]
+    limit = limit[:, None]
+    is_real = is_real[:, None] > 0
+    place = place[:, None]
+    for start in range(0, count, BLOCK_TOKENS):
+        token = start + tl.arange(0, BLOCK_TOKENS)[None, :]
+        exists = (request < batch) & (token < count)
+        real = exists & is_real
+        after_root = first + token
+        is_draft = after_root > 0
+        value = tl.load(
+            drafts + request * MAX_DRAFT_LEN + after_root - 1, mask=real & is_draft, other=0
+        )
+        value += tl.load(root + request + token * 0, mask=real & (after_root == 0), other=0)
+        value += tl.load(previous + request + token * 0, mask=real & (after_root < 0), other=0)
+        position = length - 1 + after_root
+        has_slot = real & (position >= 0) & (position < limit)
+        entry = request * max_blocks + position // tokens_per_block
+        block = tl.load(block_tables + entry, mask=has_slot, other=0)
+        slot = tl.where(has_slot, block * tokens_per_block + position % tokens_per_block, -1)
+        inside = tl.maximum(tl.minimum(position, max_seq_len - 1), 0)
 
-    index = place[:, None] * count + token
-    tl.store(token_ids + index, value, mask=exists)
-    tl.store(position_ids + index, tl.where(real, inside, 0), mask=exists)
-    tl.store(slot_mapping + index, slot, mask=exists)
-    row = request * rows + token - (count - rows)
-    tl.store(logit_rows + row, index, mask=exists & (token >= count - rows))
+        index = place * count + token
+        tl.store(token_ids + index, value, mask=exists)
+        tl.store(position_ids + index, tl.where(real, inside, 0), mask=exists)
+        tl.store(slot_mapping + index, slot, mask=exists)
+        row = request * rows + token - (count - rows)
+        tl.store(logit_rows + row, index, mask=exists & (token >= count - rows))
 
 
 @triton.jit
