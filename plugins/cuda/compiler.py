@@ -30,7 +30,7 @@ CAPABILITIES = ("9.0",)
 # use them, so a launch passes null.
 TRITON_HIDDEN_ARGUMENTS = 2
 ARGUMENT_BYTES = {"i32": 4, "i64": 8, "fp32": 4, "tensor_map": 128}
-_FORMAT = 1  # of the cached files
+_FORMAT = 2  # of the cached files
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _MAX_THREADS = 0x05  # __launch_bounds__ as (x, y, z); absent without it
-_FRAME_SIZE = 0x11  # (symbol, bytes): stack a thread needs, spills included
+_MIN_STACK_SIZE = 0x12  # (symbol, bytes): a thread's stack, with what it calls and spills
 _KPARAM_INFO = 0x17  # (index, ordinal, offset, packed size)
 _REGCOUNT = 0x2F  # (symbol, registers a thread)
 _SIZED = 0x04  # record format: a 16-bit length, then that many bytes
@@ -29,22 +29,19 @@ class CubinInfo:
 
 
 def read_cubin(cubin: bytes, entry: str) -> CubinInfo:
-    """Resources of the kernel `entry`; ValueError where the file has no such kernel.
-
-    local_bytes is the largest frame of any function in the file: a kernel that calls one spills
-    whatever it spills.
-    """
+    """Resources of the kernel `entry`; ValueError where the file has no such kernel."""
     sections = dict(_sections(cubin))
     if f".nv.info.{entry}" not in sections:
         raise ValueError(f"the cubin has no kernel {entry!r}")
     symbol = _symbols(sections).index(entry)
     registers, local_bytes = 0, 0
     for attribute, payload in _records(sections[".nv.info"]):
-        if attribute == _REGCOUNT:
-            owner, count = struct.unpack("<II", payload)
-            registers = count if owner == symbol else registers
-        elif attribute == _FRAME_SIZE:
-            local_bytes = max(local_bytes, struct.unpack("<II", payload)[1])
+        if attribute in (_REGCOUNT, _MIN_STACK_SIZE):
+            owner, value = struct.unpack("<II", payload)
+            if owner == symbol and attribute == _REGCOUNT:
+                registers = value
+            elif owner == symbol:
+                local_bytes = value
     sizes, max_threads = {}, 0
     for attribute, payload in _records(sections[f".nv.info.{entry}"]):
         if attribute == _KPARAM_INFO:

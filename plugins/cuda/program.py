@@ -1,0 +1,228 @@
+"""The CUDA backend's program: every call of a plan as kernel launches on one stream.
+
+Launches are described by `plugins/<op>/kernel.py`, packed once per step shape and then only
+enqueued. Everything that differs between steps of one shape lies in the arrays of `step`, which
+one copy from pinned memory fills; so a captured graph replays whatever was uploaded last.
+
+    program.bind_kv_cache(cache)
+    program.upload(step, stream)
+    program.enqueue(shape, stream)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmctl.errors import CorruptEngine
+from llmctl.plugins.cuda.compiler import CompiledKernel
+from llmctl.plugins.cuda.driver import cuda_driver
+from llmctl.plugins.cuda.kernel import (
+    DeviceStep,
+    KernelSpec,
+    Launch,
+    LaunchEnv,
+    StepLimits,
+    StepShape,
+    TensorMap,
+)
+from llmctl.plugins.program import OpCall, StepInputs, row_extents
+from llmctl.plugins.specs import check_call
+
+MAX_PREPARED = 64  # step shapes whose packed launches are kept, least recently used out first
+_RING = 4  # pinned copies of the step: uploads that may be in flight
+_ALIGNMENT = 64  # elements of int32, so every array starts at 256 bytes
+
+Prepared = Callable[[int], None]
+
+
+class Driver(Protocol):
+    """What a program needs of `CudaDriver`; tests put a recorder in its place."""
+
+    def make_current(self) -> None: ...
+    def load(self, kernel: CompiledKernel) -> Any: ...
+    def prepare(
+        self,
+        loaded: Any,
+        grid: Sequence[int],
+        arguments: Sequence[torch.Tensor | TensorMap | int | float],
+        use_pdl: bool,
+    ) -> Prepared: ...
+    def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None: ...
+    def make_event(self) -> Any: ...
+
+
+class CudaProgram:
+    """Runs a list of calls; their tensors, the step's arrays and scratch are in device memory.
+
+    Raises CorruptEngine for a call that breaks its spec or a kernel that is missing. Not
+    re-entrant: one thread at a time, and the stream it is given is always the same.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[OpCall],
+        binaries: Iterable[CompiledKernel],
+        limits: StepLimits,
+        device: torch.device | str = "cuda",
+        driver: Driver | None = None,
+    ) -> None:
+        for call in calls:
+            check_call(call)
+        self.limits = limits
+        self._device = torch.device(device)
+        self._driver = driver or cuda_driver(self._device.index or 0)
+        self._loaded = {kernel.name: self._driver.load(kernel) for kernel in binaries}
+        self._calls = tuple(zip(calls, row_extents(calls), strict=True))
+        self._modules = {
+            op: import_module(f"llmctl.plugins.{op}.kernel") for op in {call.op for call in calls}
+        }
+        self._inputs = _StepBuffer(limits, self._device, self._driver)
+        self.step: DeviceStep = self._inputs.step
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._envs: dict[str, LaunchEnv] = {}
+        self._prepared: OrderedDict[StepShape, tuple[list[Prepared], list[Launch]]] = OrderedDict()
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Use this cache from now on; captured graphs keep the one they were captured with."""
+        assert kv_cache.dim() == 6 and kv_cache.is_contiguous()
+        self._prepared.clear()
+        self._envs = {
+            extent: LaunchEnv(self.step, kv_cache, self.limits, extent, self.scratch)
+            for extent in ("tokens", "rows")
+        }
+
+    def upload(self, step: StepInputs, stream: int) -> None:
+        """Enqueue one copy of the step's arrays into `self.step`."""
+        self._driver.make_current()
+        self._inputs.upload(step, stream)
+
+    def enqueue(self, shape: StepShape, stream: int) -> None:
+        """Enqueue every launch of a step of this shape, also while the stream is captured.
+
+        The first time for a shape may allocate scratch, which a capture must not: launch a shape
+        once before it is captured.
+        """
+        self._driver.make_current()
+        found = self._prepared.get(shape)
+        if found is not None:
+            self._prepared.move_to_end(shape)
+            for launch in found[0]:
+                launch(stream)
+            return
+        launches, packed = self._launches(shape), []
+        for described in launches:  # the device starts while the rest is packed
+            packed.append(self._prepare(described))
+            packed[-1](stream)
+        self._prepared[shape] = packed, launches  # the descriptions own the tensors
+        if len(self._prepared) > MAX_PREPARED:
+            self._prepared.popitem(last=False)
+
+    def launch(self, launches: Sequence[Launch], stream: int) -> None:
+        """Enqueue launches that belong to no call: rounds and sampling."""
+        self._driver.make_current()
+        for launch in launches:
+            self._prepare(launch)(stream)
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor of that name, zeroed when it is first asked for (LaunchEnv.scratch)."""
+        found = self._scratch.get(name)
+        if found is None:
+            found = torch.zeros(shape, dtype=dtype, device=self._device)
+            if found.is_cuda:  # zeroed on torch's stream, used on another
+                torch.cuda.current_stream(self._device).synchronize()
+            self._scratch[name] = found
+        assert tuple(found.shape) == tuple(shape) and found.dtype == dtype, name
+        return found
+
+    def _launches(self, shape: StepShape) -> list[Launch]:
+        assert self._envs, "bind_kv_cache comes first"
+        found: list[Launch] = []
+        for call, extent in self._calls:
+            found += self._modules[call.op].launches(call, self._envs[extent], shape)
+        return found
+
+    def _prepare(self, launch: Launch) -> Prepared:
+        return self._driver.prepare(
+            self._find(launch.spec), launch.grid, launch.arguments, use_pdl=True
+        )
+
+    def _find(self, spec: KernelSpec) -> Any:
+        loaded = self._loaded.get(spec.name)
+        if loaded is None:
+            raise CorruptEngine(
+                f"the engine has no kernel {spec.name!r}", fix="build the engine again"
+            )
+        return loaded
+
+
+class _StepBuffer:
+    """The step's arrays, one after another in one device buffer, and pinned copies of it.
+
+    Block tables come last: an upload stops behind the rows that its requests use.
+    """
+
+    def __init__(self, limits: StepLimits, device: torch.device, driver: Driver) -> None:
+        max_blocks = -(-limits.max_seq_len // limits.tokens_per_block)
+        shapes: dict[str, tuple[int, ...]] = {
+            "token_ids": (limits.max_num_tokens,),
+            "position_ids": (limits.max_num_tokens,),
+            "slot_mapping": (limits.max_num_tokens,),
+            "cu_q": (limits.max_batch_size + 1,),
+            "kv_len": (limits.max_batch_size,),
+            "logit_rows": (limits.max_num_rows,),
+            "block_tables": (limits.max_batch_size, max_blocks),
+        }
+        assert set(shapes) == {field.name for field in fields(DeviceStep)}
+        self._starts: dict[str, int] = {}
+        size = 0
+        for name, shape in shapes.items():
+            self._starts[name] = size
+            size += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
+        if self._buffer.is_cuda:
+            torch.cuda.current_stream(device).synchronize()
+        self.step = DeviceStep(**{n: self._view(self._buffer, n, s) for n, s in shapes.items()})
+        pinned = torch.zeros((_RING, size), dtype=torch.int32, pin_memory=self._buffer.is_cuda)
+        self._pinned = pinned  # owns the memory that the arrays view
+        self._slots = [
+            {name: self._view(row, name, shape).numpy() for name, shape in shapes.items()}
+            for row in pinned
+        ]
+        self._events = [driver.make_event() for _ in range(_RING)]
+        self._driver = driver
+        self._next = 0
+
+    def _view(self, buffer: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        start = self._starts[name]
+        return buffer[start : start + math.prod(shape)].view(shape)
+
+    def upload(self, step: StepInputs, stream: int) -> None:
+        """Fill the next pinned copy and enqueue its transfer."""
+        slot = self._next
+        self._next = (slot + 1) % _RING
+        self._events[slot].wait()  # its last transfer: done long ago, unless the host runs ahead
+        arrays = self._slots[slot]
+        for name in ("token_ids", "position_ids", "slot_mapping", "cu_q", "kv_len", "logit_rows"):
+            _fill(arrays[name], getattr(step, name), name)
+        rows, width = step.block_tables.shape
+        table = arrays["block_tables"]
+        assert rows <= table.shape[0] and width <= table.shape[1], step.block_tables.shape
+        table[:rows, :width] = step.block_tables
+        used = self._starts["block_tables"] + rows * table.shape[1]
+        source = self._pinned[slot].data_ptr()
+        self._driver.copy_to_device(self._buffer.data_ptr(), source, 4 * used, stream)
+        self._events[slot].record(stream)
+
+
+def _fill(target: NDArray[np.int32], source: NDArray[np.int32], name: str) -> None:
+    assert len(source) <= len(target), f"{len(source)} {name}; the engine takes {len(target)}"
+    target[: len(source)] = source
