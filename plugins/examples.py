@@ -12,6 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from llmctl.plugins.packed_linear.layout import (
+    pack,
+    pair_order,
+    plain_order,
+    reorder,
+    rope_order,
+)
 from llmctl.plugins.program import OpCall, StepInputs
 from llmctl.plugins.spec import Case
 
@@ -192,6 +199,58 @@ def _linear(case: Case, generator: torch.Generator) -> Example:
     return Example(call, _plain_step(tokens), _no_cache())
 
 
+def _packed_inputs(
+    case: Case, tokens: int, order: torch.Tensor, generator: torch.Generator
+) -> tuple[Tensors, str]:
+    """Inputs that the packed products share, and the model dtype."""
+    inner, rows, dtype = int(case["inner"]), int((order >= 0).sum()), str(case["dtype"])
+    is_fp8 = dtype == "float8_e4m3fn"
+    model_dtype = str(case.get("model_dtype", "bfloat16" if is_fp8 else dtype))
+    inputs = {"x": random_tensor((tokens, inner), dtype, generator)}
+    weight = random_tensor((rows, inner), dtype, generator, inner**-0.5)
+    if is_fp8:
+        wide = random_tensor((rows, inner), "float32", generator, 100)
+        weight = wide.clamp(-448, 448).to(torch.float8_e4m3fn)
+        spread = torch.rand((rows,), generator=generator) + 0.5
+        inputs["weight_scale"] = reorder(spread * (inner**-0.5 / 100), order)
+        count = tokens if case["x_scaling"] == "per_token" else 1
+        inputs["x_scale"] = torch.rand((count,), generator=generator) + 0.5
+    inputs["weight"] = pack(reorder(weight, order))
+    if case["bias"]:
+        inputs["bias"] = reorder(random_tensor((rows,), model_dtype, generator), order)
+    return inputs, model_dtype
+
+
+def _packed_linear(case: Case, generator: torch.Generator) -> Example:
+    tokens, outputs = int(case["tokens"]), int(case["outputs"])
+    inputs, dtype = _packed_inputs(case, tokens, plain_order(outputs), generator)
+    out = _empty((tokens, outputs), "float32" if case["out"] == "float32" else dtype)
+    call = OpCall("packed_linear", "linear", inputs, {"out": out}, {})
+    return Example(call, _plain_step(tokens), _no_cache())
+
+
+def _packed_linear_swiglu(case: Case, generator: torch.Generator) -> Example:
+    tokens, width = int(case["tokens"]), int(case["hidden"])
+    inputs, dtype = _packed_inputs(case, tokens, pair_order(width), generator)
+    outputs = _quantized_output({**case, "dtype": dtype}, (tokens, width), inputs)
+    call = OpCall("packed_linear_swiglu", "gate_up", inputs, outputs, {"dtype": dtype})
+    return Example(call, _plain_step(tokens), _no_cache())
+
+
+def _packed_linear_rope_kv(case: Case, generator: torch.Generator) -> Example:
+    step, num_blocks = make_step(parse_requests(str(case["requests"])))
+    attributes = _head_attributes(case)
+    heads, kv_heads, size = (int(attributes[k]) for k in ("num_heads", "num_kv_heads", "head_size"))
+    order = rope_order(heads, kv_heads, size)
+    inputs, dtype = _packed_inputs(case, step.num_tokens, order, generator)
+    angles = torch.rand((int(step.kv_len.max()), size // 2), generator=generator) * 6.28
+    inputs["rotary"] = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    inputs.update(_kv_scales(case))
+    outputs = {"q": _empty((step.num_tokens, heads * size), dtype)}
+    call = OpCall("packed_linear_rope_kv", "qkv", inputs, outputs, attributes)
+    return Example(call, step, _filled_cache(case, num_blocks, generator))
+
+
 def _head_attributes(case: Case) -> dict[str, int | float | str | bool]:
     names = ("num_heads", "num_kv_heads", "head_size")
     return {"layer": 1, **{name: case[name] for name in names}}
@@ -250,6 +309,9 @@ _MAKERS: Mapping[str, Callable[[Case, torch.Generator], Example]] = {
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
     "linear": _linear,
+    "packed_linear": _packed_linear,
+    "packed_linear_swiglu": _packed_linear_swiglu,
+    "packed_linear_rope_kv": _packed_linear_rope_kv,
     "rope_kv_write": _rope_kv_write,
     "paged_attention": _paged_attention,
 }

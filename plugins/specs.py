@@ -9,6 +9,9 @@ from llmctl.errors import CorruptEngine
 from llmctl.plugins.embedding.spec import SPEC as EMBEDDING
 from llmctl.plugins.gather_rows.spec import SPEC as GATHER_ROWS
 from llmctl.plugins.linear.spec import SPEC as LINEAR
+from llmctl.plugins.packed_linear.spec import SPEC as PACKED_LINEAR
+from llmctl.plugins.packed_linear_rope_kv.spec import SPEC as PACKED_LINEAR_ROPE_KV
+from llmctl.plugins.packed_linear_swiglu.spec import SPEC as PACKED_LINEAR_SWIGLU
 from llmctl.plugins.paged_attention.spec import SPEC as PAGED_ATTENTION
 from llmctl.plugins.quantize.spec import SPEC as QUANTIZE
 from llmctl.plugins.rms_norm.spec import SPEC as RMS_NORM
@@ -25,6 +28,9 @@ SPECS: Mapping[str, OpSpec] = {
         EMBEDDING,
         RMS_NORM,
         LINEAR,
+        PACKED_LINEAR,
+        PACKED_LINEAR_SWIGLU,
+        PACKED_LINEAR_ROPE_KV,
         ROPE_KV_WRITE,
         PAGED_ATTENTION,
         SWIGLU,

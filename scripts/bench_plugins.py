@@ -23,6 +23,7 @@ import torch
 
 from llmctl.plugins import cpu
 from llmctl.plugins.cpu.library import library
+from llmctl.plugins.cpu.program import KINDS
 from llmctl.plugins.examples import Example, make_example, make_step
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.sampling.spec import SamplingRow
@@ -232,7 +233,7 @@ def bench_decode(dtype: str, limits: Limits, seconds: float) -> None:
 def main() -> None:
     """Parse options, measure the limits, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--op", choices=[*sorted(SPECS), "sampling"])
+    parser.add_argument("--op", choices=[*sorted(KINDS), "sampling"])
     parser.add_argument("--threads", type=int, help="default: physical cores")
     parser.add_argument("--isa", choices=cpu.instruction_sets())
     parser.add_argument("--seconds", type=float, default=0.3, help="per case")
@@ -255,7 +256,7 @@ def main() -> None:
         return
     if options.op in (None, "sampling"):
         bench_sampling(limits, options.seconds)
-    for op in sorted(SPECS) if options.op is None else [options.op]:
+    for op in sorted(KINDS) if options.op is None else [options.op]:
         for case in SPECS[op].timed if op in SPECS else ():
             print(bench_case(op, case, limits, options.seconds), flush=True)
 

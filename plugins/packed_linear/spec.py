@@ -1,0 +1,90 @@
+"""Packed matrix product: roles, sizes. `layout.py` describes the packed weight.
+
+Compared with float64, a sum over K moves by the tensor core's accumulation: its FP8 products are
+aligned to the largest before they are added, so short of that a part in 2**13 is lost per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmctl.plugins.packed_linear.layout import TILE_ROWS
+from llmctl.plugins.spec import FP8, OpSpec, Role, Tolerance
+
+# Inputs that all packed matrix products share.
+INPUTS = (
+    Role("x", ("T", FP8), ("N", "K")),
+    Role("weight", ("T", FP8), ("RT", "KT", str(TILE_ROWS), "C")),
+    Role("weight_scale", ("float32",), ("rows",), optional=True),
+    Role("x_scale", ("float32",), ("S",), optional=True),  # S: 1 or N
+    Role("bias", ("T",), ("rows",), optional=True),
+)
+FREE = frozenset({"S"})
+TOLERANCE: Mapping[str, Tolerance] = {
+    "float32": Tolerance(2e-3, 2e-3),
+    "bfloat16": Tolerance(2**-7, 4e-3),
+    "float16": Tolerance(2**-10, 4e-3),
+    FP8: Tolerance(2**-3, 2**-6),
+}
+
+
+def row_tiles(rows: int) -> int:
+    """Tiles of 64 that hold this many rows."""
+    return -(-rows // TILE_ROWS)
+
+
+def inner_chunks(dims: Mapping[str, int]) -> int:
+    """Chunks of C elements that hold K."""
+    return -(-dims["K"] // dims["C"])
+
+
+# Activations, weights; scales go with FP8 only. `inner` is a multiple of 16 bytes (bulk copies).
+_DTYPES = ("bfloat16", "float16", FP8)
+
+SPEC = OpSpec(
+    name="packed_linear",
+    inputs=INPUTS,
+    outputs=(Role("out", ("T", "float32"), ("N", "O")),),
+    derived={
+        "RT": lambda d: row_tiles(d["O"]),
+        "KT": inner_chunks,
+        "rows": lambda d: row_tiles(d["O"]) * TILE_ROWS,
+    },
+    free=FREE,
+    tolerance=TOLERANCE,
+    cases=tuple(
+        {
+            "tokens": m,
+            "outputs": o,
+            "inner": k,
+            "dtype": dtype,
+            "out": "float32" if o % 2 else "T",
+            "x_scaling": "per_token" if m % 2 == 0 else "static",
+            "bias": o % 3 == 0,
+        }
+        for m, o, k in (
+            (1, 64, 128),
+            (3, 37, 80),
+            (8, 192, 1040),
+            (11, 131, 2304),
+            (17, 200, 512),
+            (33, 70, 4096),
+            (130, 129, 544),
+        )
+        for dtype in _DTYPES
+    ),
+    timed=tuple(
+        {
+            "tokens": m,
+            "outputs": o,
+            "inner": k,
+            "dtype": dtype,
+            "out": "T",
+            "x_scaling": "static",
+            "bias": False,
+        }
+        for dtype in ("bfloat16", FP8)
+        for o, k in ((3072, 2048), (2048, 2048), (2048, 8192), (8192, 8192), (8192, 28672))
+        for m in (1, 11)
+    ),
+)

@@ -1,0 +1,1 @@
+"""Gate and up projections with SwiGLU (and FP8 quantization) in the epilogue."""

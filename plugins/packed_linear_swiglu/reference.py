@@ -1,0 +1,29 @@
+"""Gate and up projections, then SwiGLU: the references of `linear` and `swiglu`, composed.
+
+The products round to the model dtype before SwiGLU, as they do when the operators are apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from llmctl.plugins.packed_linear.layout import pair_order
+from llmctl.plugins.packed_linear.reference import product
+from llmctl.plugins.program import StepInputs
+from llmctl.plugins.quantize.reference import write_output
+from llmctl.plugins.swiglu.reference import swiglu
+
+
+def reference(
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    attributes: Mapping[str, int | float | str | bool],
+    step: StepInputs,
+    kv_cache: torch.Tensor,
+) -> None:
+    """Multiply all rows of `x`, then combine gate and up."""
+    dtype: torch.dtype = getattr(torch, str(attributes["dtype"]))
+    order = pair_order(outputs["out"].shape[1])
+    write_output(swiglu(product(inputs, order, dtype)), inputs, outputs)
