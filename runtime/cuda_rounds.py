@@ -1,0 +1,302 @@
+"""Rounds as two CUDA graphs: the draft loop, and verification with acceptance.
+
+Both read and write the request state on the device (plugins/rounds), so round after round is two
+graph launches. A round's record lands in pinned host memory and is valid once its event has passed.
+Graphs are captured when a batch size, a way of sampling or a reach of the cache is first needed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from llmctl.errors import LlmctlError
+from llmctl.plugins.cuda.kernel import Launch, StepShape
+from llmctl.plugins.cuda.queue import device_errors
+from llmctl.plugins.rounds import kernel as bookkeeping
+from llmctl.plugins.rounds.state import (
+    RECORD_COMMITTED,
+    RECORD_EMITTED,
+    RECORD_TOKENS,
+    RoundState,
+)
+from llmctl.plugins.sampling import kernel as sampling
+from llmctl.plugins.sampling.arrays import SamplingScratch
+from llmctl.plugins.sampling.spec import has_penalties
+from llmctl.runtime.core import Sequence
+from llmctl.runtime.cuda_engine import CudaExecutable
+from llmctl.runtime.graphs import Replayable, capture_graph, kv_bucket
+from llmctl.runtime.rounds import RoundReport, RoundResult
+
+RING_SLOTS = 8  # records kept; more than rounds are ever in flight
+SEED_MASK = 0xFFFFFFFF
+
+
+Events = tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a graph is captured for."""
+
+    batch: int  # requests, padding included
+    max_kv_len: int
+    is_greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    slot: int
+    num_requests: int
+    began: torch.cuda.Event
+    drafted: torch.cuda.Event
+    ended: torch.cuda.Event
+
+
+class CudaRoundRunner:
+    """Rounds of a target engine, alone or with a draft engine, on their common stream."""
+
+    def __init__(
+        self, target: CudaExecutable, draft: CudaExecutable | None, draft_len: int
+    ) -> None:
+        self.draft_len = draft_len
+        self.has_draft_engine = draft is not None
+        engines = [engine for engine in (target, draft) if engine is not None]
+        self.max_batch_size = min(engine.max_batch_size for engine in engines)
+        self.max_tokens = min(engine.max_seq_len for engine in engines)
+        self._target, self._draft = target, draft
+        self._engines = engines
+        self._queue = target.queue
+        most_drafts = target.max_draft_len
+        ring = torch.zeros(
+            (RING_SLOTS, self.max_batch_size, RECORD_TOKENS + most_drafts + 1),
+            dtype=torch.int32,
+            pin_memory=True,
+        )
+        device = self._queue.device
+        self._state = RoundState.allocate(
+            target.max_batch_size, most_drafts, device, slots=RING_SLOTS, ring=ring
+        )
+        self._ring = ring.numpy()
+        rows = max(engine.max_num_rows for engine in engines)
+        self._scratch = {
+            vocab: SamplingScratch.allocate(rows, vocab, device)
+            for vocab in {engine.vocab_size for engine in engines}
+        }
+        self._graphs: dict[tuple[str, _Shape], Replayable] = {}
+        self._num_started = 0
+        self._num_requests = 0
+        self._is_greedy = True
+        self._tables: list[list[int]] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._spare_events: list[Events] = []
+
+    def can_run(self, sequence: Sequence) -> bool:
+        """True unless a token depends on more than logits, seed and position."""
+        request = sequence.request
+        params = request.sampling_config
+        if request.bad_words or has_penalties(params) or request.output_config.return_log_probs:
+            return False
+        return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
+
+    def begin(self, sequences: Items[Sequence]) -> None:
+        """Write the requests' state; the rest of the batch is padding."""
+        state, arrays = self._state, self._state.sampling
+        self._num_requests = len(sequences)
+        self._tables = []
+        params = [sequence.request.sampling_config for sequence in sequences]
+        self._is_greedy = all(p.is_greedy for p in params)
+        seeds = [sequence.seed for sequence in sequences]
+        self._write(state.root, [sequence.tokens[-1] for sequence in sequences])
+        self._write(state.previous, [sequence.tokens[-2] for sequence in sequences])
+        self._write(state.committed, [len(sequence.tokens) for sequence in sequences], fill=True)
+        self._write(state.max_len, [sequence.max_len for sequence in sequences])
+        self._write(arrays.greedy, [int(p.is_greedy) for p in params])
+        if self._is_greedy:
+            return
+        self._write(arrays.temperature, [1.0 if p.is_greedy else p.temperature for p in params])
+        self._write(arrays.top_k, [p.top_k or 0 for p in params])
+        self._write(arrays.top_p, [1.0 if p.top_p is None else p.top_p for p in params])
+        self._write(arrays.min_p, [p.min_p for p in params])
+        self._write(arrays.seed_low, [_signed(seed & SEED_MASK) for seed in seeds])
+        self._write(arrays.seed_high, [_signed(seed >> 32) for seed in seeds])
+
+    def enqueue(self, block_tables: Items[Items[int]]) -> None:
+        """Two graph launches, after the block tables where they changed."""
+        tables = [list(table) for table in block_tables]
+        if tables != self._tables:
+            self._write_tables(tables)
+        shape = self._shape(tables)
+        events = self._take_events()
+        with device_errors("running a round"), self._queue.scope():
+            events[0].record()
+            if self._draft is not None:
+                self._run(("draft", shape), lambda: self._draft_loop(shape))
+            events[1].record()
+            self._run(("verify", shape), lambda: self._verify(shape))
+            events[2].record()
+        slot = self._num_started % RING_SLOTS
+        self._in_flight.append(_InFlight(slot, self._num_requests, *events))
+        self._num_started += 1
+
+    def collect(self) -> RoundReport:
+        """Wait for the oldest round and read its record."""
+        done = self._in_flight.popleft()
+        with device_errors("waiting for a round"):
+            done.ended.synchronize()
+            draft_ms = done.began.elapsed_time(done.drafted)
+            verify_ms = done.drafted.elapsed_time(done.ended)
+        self._spare_events.append((done.began, done.drafted, done.ended))
+        results = []
+        for row in self._ring[done.slot, : done.num_requests].tolist():
+            tokens = row[RECORD_TOKENS : RECORD_TOKENS + row[RECORD_EMITTED]]
+            results.append(RoundResult(row[RECORD_COMMITTED], tokens))
+        return RoundReport(results, draft_ms / 1e3, verify_ms / 1e3)
+
+    def abandon(self) -> None:
+        """Forget the rounds in flight."""
+        self._in_flight.clear()
+        self._num_requests = 0
+        # The failure has been reported; a device that cannot be waited for fails the next step.
+        with suppress(LlmctlError, RuntimeError):
+            self._queue.synchronize()
+            self._num_started = int(self._state.counter.item())
+
+    # ---- what a round enqueues ----
+
+    def _run(self, key: tuple[str, _Shape], record: Callable[[], None]) -> None:
+        """Replay the graph, or launch directly and capture it behind that."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        record()
+        self._graphs[key] = capture_graph(self._queue, record)
+
+    def _draft_loop(self, shape: _Shape) -> None:
+        """draft_len steps of the draft engine, each fed with the token the last one drew."""
+        draft = self._draft
+        assert draft is not None
+        program, state, batch = draft.program, self._state, shape.batch
+        for index in range(self.draft_len):
+            count = 1
+            if index == 0:
+                count = 2
+                feed = bookkeeping.draft_first(state, program.step, program.limits, batch)
+            else:
+                feed = bookkeeping.draft_next(state, program.step, program.limits, batch, index)
+            self._launch(self._target, [feed])
+            self._forward(draft, shape, count, batch)
+            self._launch(
+                draft,
+                self._draw(
+                    draft,
+                    state.drafts,
+                    shape,
+                    batch,
+                    first=index,
+                    stride=state.max_draft_len,
+                    offset=index,
+                ),
+            )
+
+    def _verify(self, shape: _Shape) -> None:
+        """One target step over the root and all drafts, then acceptance."""
+        target, state, batch = self._target, self._state, shape.batch
+        program, count = target.program, self.draft_len + 1
+        rows = batch * count
+        feed = bookkeeping.verify(state, program.step, program.limits, batch, self.draft_len)
+        self._launch(target, [feed])
+        self._forward(target, shape, count, rows)
+        self._launch(target, self._draw(target, state.targets, shape, rows, per_request=count))
+        self._launch(target, [bookkeeping.accept(state, batch, self.draft_len)])
+
+    def _forward(self, engine: CudaExecutable, shape: _Shape, count: int, rows: int) -> None:
+        step = StepShape(
+            num_tokens=shape.batch * count,
+            num_requests=shape.batch,
+            num_rows=rows,
+            max_query_len=count,
+            max_kv_len=min(shape.max_kv_len, engine.max_seq_len),
+        )
+        engine.program.enqueue(step, self._queue.handle)
+
+    def _draw(
+        self,
+        engine: CudaExecutable,
+        out: torch.Tensor,
+        shape: _Shape,
+        rows: int,
+        *,
+        per_request: int = 1,
+        first: int = 0,
+        stride: int = 1,
+        offset: int = 0,
+    ) -> list[Launch]:
+        """Tokens of the engine's logits; row r draws position committed + first + r's own place."""
+        scratch = self._scratch[engine.vocab_size]
+        logits = engine.logits
+        if shape.is_greedy:
+            return [sampling.argmax(logits, out, scratch, rows, stride=stride, offset=offset)]
+        return sampling.sample(
+            logits,
+            out,
+            scratch,
+            rows,
+            self._state.sampling,
+            self._state.committed,
+            per_request=per_request,
+            first=first,
+            stride=stride,
+            offset=offset,
+        )
+
+    def _launch(self, engine: CudaExecutable, launches: Items[Launch]) -> None:
+        engine.program.launch(launches, self._queue.handle)
+
+    # ---- host to device ----
+
+    def _shape(self, tables: list[list[int]]) -> _Shape:
+        size = self._target.tokens_per_block
+        longest = max(map(len, tables)) * size
+        batch = min(1 << (self._num_requests - 1).bit_length(), self.max_batch_size)
+        limits = self._target.program.limits
+        return _Shape(batch, kv_bucket(longest, limits), self._is_greedy)
+
+    def _write(
+        self, array: torch.Tensor, values: Items[int | float], *, fill: bool = False
+    ) -> None:
+        """The first len(values) entries; with `fill`, zeros after them."""
+        count = len(array) if fill else len(values)
+        host = torch.zeros(count, dtype=array.dtype)
+        host[: len(values)] = torch.tensor(values, dtype=array.dtype)
+        with device_errors("writing request state"), self._queue.scope():
+            array[:count].copy_(self._queue.to_device(host))
+
+    def _write_tables(self, tables: list[list[int]]) -> None:
+        width = max(map(len, tables))
+        packed = torch.zeros((len(tables), width), dtype=torch.int32)
+        for row, table in zip(packed, tables, strict=True):
+            row[: len(table)] = torch.tensor(table, dtype=torch.int32)
+        with device_errors("writing block tables"), self._queue.scope():
+            moved = self._queue.to_device(packed)
+            for engine in self._engines:
+                engine.program.step.block_tables[: len(tables), :width].copy_(moved)
+        self._write(self._state.capacity, [len(t) * self._target.tokens_per_block for t in tables])
+        self._tables = tables
+
+    def _take_events(self) -> Events:
+        if self._spare_events:
+            return self._spare_events.pop()
+        began, drafted, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        return began, drafted, ended
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of an unsigned word."""
+    return word - (1 << 32) if word >> 31 else word
