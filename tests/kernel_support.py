@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import tempfile
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import torch
+import triton
 
+from llmctl.plugins.cuda.compiler import CompiledKernel
 from llmctl.plugins.cuda.kernel import DeviceStep, LaunchEnv, StepLimits, StepShape
 from llmctl.plugins.examples import Example
 from llmctl.plugins.program import StepInputs
@@ -74,3 +79,13 @@ def interpret(example: Example) -> None:
     assert [launch.spec for launch in launches] == kernel.kernels(example.call, env.limits)
     with np.errstate(all="ignore"):  # as on the device, inf / inf is NaN without a word
         run_launches(launches)
+
+
+def disassemble(kernel: CompiledKernel) -> str:
+    """The machine code of a kernel as text, by the disassembler that comes with Triton."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(kernel.cubin)
+        command = [str(tools / "cuobjdump"), "-sass", "-fun", kernel.entry, str(path)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

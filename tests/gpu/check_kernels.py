@@ -1,0 +1,313 @@
+"""Every operator's kernels on a GPU against their references, over all cases of the specs.
+
+    python tests/gpu/check_kernels.py [--op NAME]... [--time] [--compile-only]
+
+Cases run one after another in a worker process; where one kills the device's context or hangs, a
+new worker goes on with the next case. `--time` adds the timed cases under a CUDA graph, over
+enough copies of the tensors that the L2 cache holds none of them. `--compile-only` needs no GPU.
+Ends with 1 where a case fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+from kernel_support import KERNEL_DTYPES, limits_for, step_shape  # noqa: E402
+
+from llmctl.plugins.cuda import nvrtc  # noqa: E402
+from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel  # noqa: E402
+from llmctl.plugins.examples import Example, make_example  # noqa: E402
+from llmctl.plugins.program import OpCall  # noqa: E402
+from llmctl.plugins.spec import FP8, Case  # noqa: E402
+from llmctl.plugins.specs import SPECS  # noqa: E402
+
+CASE_SECONDS = 60  # a case that takes longer hangs
+CACHE_BYTES = 256 << 20  # rotate over more than any L2 cache holds
+WARM_UP, REPEATS = 3, 15
+DIED = 3  # exit status of a worker whose device is lost
+
+
+def cases_of(op: str) -> list[tuple[Case, bool]]:
+    """(case, is timed) of the cases the backend runs: 16-bit models, stored FP8 or not."""
+    spec = SPECS[op]
+    found = [(case, False) for case in spec.cases] + [(case, True) for case in spec.timed]
+    return [(c, t) for c, t in found if c.get("x_dtype", c["dtype"]) in (*KERNEL_DTYPES, FP8)]
+
+
+def operators() -> list[str]:
+    """Operators that have kernels."""
+    return [op for op in SPECS if find_spec(f"llmctl.plugins.{op}.kernel")]
+
+
+# ---- one case ----
+
+
+def moved(example: Example, device: str) -> Example:
+    """A copy on a device; a tensor that serves as input and output stays one."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(tensors: Any) -> dict[str, torch.Tensor]:
+        return {
+            role: copies.setdefault(id(tensor), tensor.clone().to(device))
+            for role, tensor in tensors.items()
+        }
+
+    call = example.call
+    fresh = OpCall(
+        call.op, call.name, copy(call.inputs), copy(call.outputs), call.attributes, call.tactic
+    )
+    return Example(fresh, example.step, example.kv_cache.clone().to(device))
+
+
+def program_for(example: Example) -> Any:
+    """A program of the one call, its step uploaded."""
+    from llmctl.plugins.cuda.program import CudaProgram
+
+    limits = limits_for(example)
+    program = CudaProgram([example.call], compiled(example), limits)
+    program.bind_kv_cache(example.kv_cache)
+    program.upload(example.step, torch.cuda.current_stream().cuda_stream)
+    return program
+
+
+def compiled(example: Example) -> list[CompiledKernel]:
+    """Every binary of an example's call."""
+    module = import_module(f"llmctl.plugins.{example.call.op}.kernel")
+    specs = {s.name: s for s in module.kernels(example.call, limits_for(example))}
+    return [compile_kernel(spec) for spec in specs.values()]
+
+
+def check(op: str, case: Case, is_timed: bool, wants_time: bool) -> dict[str, Any]:
+    """Run a case; how far it is from the reference, in tolerances, and how long it takes."""
+    example = make_example(op, case)
+    found = moved(example, "cuda")
+    wanted = moved(example, "cuda" if is_timed else "cpu")
+    program = program_for(found)
+    program.enqueue(step_shape(example.step), torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    reference = import_module(f"llmctl.plugins.{op}.reference").reference
+    call = wanted.call
+    reference(call.inputs, call.outputs, call.attributes, wanted.step, wanted.kv_cache)
+    worst = max(
+        *(error(op, found.call.outputs[role], call.outputs[role]) for role in call.outputs),
+        error(op, found.kv_cache, wanted.kv_cache),
+    )
+    result: dict[str, Any] = {"error": worst, "ok": worst <= 1}
+    if is_timed and wants_time:
+        result["bytes"] = bytes_moved(found)
+        result["us"] = measure(example)
+    return result
+
+
+def error(op: str, found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference as a multiple of the operator's tolerance; inf where NaN differs."""
+    tolerance = SPECS[op].tolerance[str(wanted.dtype).removeprefix("torch.")]
+    x, y = found.cpu().float(), wanted.cpu().float()
+    if not torch.equal(x.isnan(), y.isnan()):
+        return float("inf")
+    x, y = x.nan_to_num(0), y.nan_to_num(0)
+    difference = torch.where(x == y, torch.zeros_like(x), (x - y).abs())
+    allowed = tolerance.atol + tolerance.rtol * y.abs()
+    return float((difference / allowed.clamp(min=1e-30)).max())
+
+
+def bytes_moved(example: Example) -> int:
+    """The fewest bytes of device memory that the call must read and write."""
+    call, step = example.call, example.step
+    total = 0
+    for role, tensor in [*call.inputs.items(), *call.outputs.items()]:
+        used = tensor.nbytes
+        if role == "weight" and call.op == "embedding":
+            used = step.num_tokens * tensor[0].nbytes
+        elif role == "x" and call.op == "gather_rows":
+            used = step.num_rows * tensor[0].nbytes
+        elif role == "rotary":
+            used = min(step.num_tokens, len(tensor)) * tensor[0].nbytes
+        total += used
+    heads_bytes = example.kv_cache[0, 0, :, :, 0].nbytes  # K and V of one token in one layer
+    if call.op == "paged_attention":
+        total += int(step.kv_len.sum()) * heads_bytes
+    elif call.op in ("rope_kv_write", "packed_linear_rope_kv"):
+        total += step.num_tokens * heads_bytes
+    return total
+
+
+def measure(example: Example) -> dict[str, float]:
+    """Microseconds a call, in a graph of calls on different copies of the tensors."""
+    copies = max(2, min(64, -(-CACHE_BYTES // max(1, bytes_moved(example)))))
+    programs = [program_for(moved(example, "cuda")) for _ in range(copies)]
+    shape = step_shape(example.step)
+
+    def record() -> None:
+        for program in programs:
+            program.enqueue(shape, torch.cuda.current_stream().cuda_stream)
+
+    record()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        record()
+    return {name: value / copies for name, value in replayed(graph.replay).items()}
+
+
+def replayed(run: Any) -> dict[str, float]:
+    """Minimum, median and maximum microseconds of a run."""
+    times = []
+    for _ in range(WARM_UP + REPEATS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(stop))
+    times = sorted(times[WARM_UP:])
+    return {"min": times[0], "median": times[len(times) // 2], "max": times[-1]}
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that a plain kernel reads from device memory."""
+    from llmctl.plugins.cuda.driver import cuda_driver
+
+    source = Path(__file__).with_name("read.cu").read_text()
+    cubin = nvrtc.compile_source(source, "read.cu", ["--gpu-architecture=sm_90a"])
+    arguments = ("*u8", "*fp32", "i64")
+    kernel = CompiledKernel("read", "read_all", cubin, 512, 0, arguments, 1, 0, 0, 0)
+    driver = cuda_driver()
+    buffer = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device="cuda")
+    out = torch.zeros(4, device="cuda")
+    chunks = buffer.numel() // 16
+    launch = driver.prepare(driver.load(kernel), (132 * 4, 1, 1), (buffer, out, chunks), False)
+    stream = torch.cuda.current_stream().cuda_stream
+    return buffer.numel() / (replayed(lambda: launch(stream))["median"] * 1e-6)
+
+
+# ---- the worker and its keeper ----
+
+
+def work(todo: list[tuple[str, Case, bool]], first: int, wants_time: bool) -> int:
+    """Check cases from number `first` on, one line of JSON each."""
+    from llmctl.errors import DeviceFailure
+
+    for index in range(first, len(todo)):
+        op, case, is_timed = todo[index]
+        is_lost = False
+        try:
+            result = check(op, case, is_timed, wants_time)
+        except Exception as problem:  # whatever a kernel's code may raise: the next case goes on
+            is_lost = isinstance(problem, DeviceFailure | RuntimeError)
+            text = str(problem).strip() or repr(problem)
+            result = {"ok": False, "problem": f"{type(problem).__name__}: {text[:300]}"}
+        print(json.dumps({"index": index, **result}), flush=True)
+        if is_lost:
+            os._exit(DIED)  # no clean-up works on a lost device
+    print(json.dumps({"read": read_bandwidth() if wants_time else 0}), flush=True)
+    return 0
+
+
+def supervise(todo: list[tuple[str, Case, bool]], arguments: list[str]) -> list[dict[str, Any]]:
+    """Results of all cases, whatever happens to the workers; the last has the bandwidth."""
+    results: list[dict[str, Any]] = []
+    while len(results) <= len(todo):
+        command = [sys.executable, __file__, *arguments, "--first", str(len(results))]
+        worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=_read_lines, args=(worker.stdout, lines), daemon=True).start()
+        while True:
+            try:
+                line = lines.get(timeout=CASE_SECONDS)
+            except queue.Empty:
+                worker.kill()
+                results.append({"ok": False, "problem": f"no result within {CASE_SECONDS} s"})
+                break
+            if not line:
+                status = worker.wait()
+                if status not in (0, DIED):
+                    results.append({"ok": False, "problem": f"the worker ended with {status}"})
+                break
+            results.append(json.loads(line))
+        worker.wait()
+    return results
+
+
+def _read_lines(stream: Any, lines: queue.Queue[str]) -> None:
+    for line in stream:
+        if line.startswith("{"):
+            lines.put(line)
+    lines.put("")
+
+
+def report(todo: list[tuple[str, Case, bool]], results: list[dict[str, Any]]) -> int:
+    """Print failures, times and a line per operator; the exit status."""
+    read = results[-1].get("read", 0)
+    failures = 0
+    for (op, case, _), result in zip(todo, results, strict=False):
+        label = " ".join(f"{k}={v}" for k, v in case.items())
+        if "us" in result:
+            us, rate = result["us"], result["bytes"] / result["us"]["median"] * 1e-6
+            print(
+                f"{op:22} {us['median']:9.2f} us ({us['min']:.2f} to {us['max']:.2f}) "
+                f"{result['bytes'] / 1e6:9.3f} MB {rate:6.3f} TB/s {rate * 1e14 / read:5.1f} %  "
+                f"{label}"
+            )
+        if not result["ok"]:
+            failures += 1
+            problem = result.get("problem", f"error is {result.get('error', 0):.3g} tolerances")
+            print(f"FAILED {op}: {label}: {problem}")
+    if read:
+        print(f"measured read bandwidth {read / 1e12:.3f} TB/s")
+    print(f"{'operator':24} cases failed  worst error (tolerances)")
+    for op in dict.fromkeys(op for op, _, _ in todo):
+        own = [r for (o, _, _), r in zip(todo, results, strict=False) if o == op]
+        worst = max((r["error"] for r in own if "error" in r), default=float("nan"))
+        print(f"{op:24} {len(own):5} {sum(not r['ok'] for r in own):6}  {worst:.3f}")
+    return 1 if failures or not results[-1].get("ok", True) else 0
+
+
+def compile_all(todo: list[tuple[str, Case, bool]]) -> int:
+    """Compile what the cases need; the number of failures as exit status."""
+    failed = 0
+    for op, case, _ in todo:
+        try:
+            compiled(make_example(op, case))
+        except Exception as problem:  # reported, and the next one is tried
+            failed += 1
+            print(f"FAILED {op} {dict(case)}: {problem}")
+    print(f"{len(todo)} cases, {failed} failed to compile")
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--op", action="append", choices=operators(), help="only this operator")
+    parser.add_argument("--time", action="store_true", help="time the spec's timed cases")
+    parser.add_argument("--compile-only", action="store_true", help="stop before the GPU")
+    parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    ops = options.op or operators()
+    todo = [(op, case, is_timed) for op in ops for case, is_timed in cases_of(op)]
+    if options.compile_only:
+        return compile_all(todo)
+    if options.first is not None:
+        return work(todo, options.first, options.time)
+    began = time.monotonic()
+    status = report(todo, supervise(todo, sys.argv[1:]))
+    print(f"{time.monotonic() - began:.0f} s on {torch.cuda.get_device_name()}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
