@@ -1,0 +1,149 @@
+"""The packed products of few tokens: binaries and launches of `decode.cu`.
+
+A variant is written compactly, as tactics store it: "n8r1c2s6k1g128l0" is a tile of 8 tokens, 1
+row tile and 2 chunks a slot, 6 slots, no split of K, 128 thread blocks (0: as many as suit the
+shape), nothing brought to L2 ahead.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmctl.plugins.cuda.kernel import Constant, KernelSpec, Launch, LaunchEnv, StepLimits
+from llmctl.plugins.packed_linear.arguments import (
+    argument_kinds,
+    argument_values,
+    type_constants,
+    type_words,
+)
+
+if TYPE_CHECKING:
+    from llmctl.plugins.program import OpCall
+
+TOKEN_TILES = (8, 16, 24, 32, 64, 128)
+SHARED_BUDGET = 112 * 1024  # two thread blocks fit a multiprocessor (227 KiB, 1 KiB each reserved)
+INTERVAL = 4  # chunks of 128 bytes that an FP8 sum takes at once: 512 elements
+_BLOCK_BYTES, _PART_BYTES = 8192, 512
+_WARPS = 5
+_PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)l(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeVariant:
+    """One way to run decode.cu."""
+
+    tokens: int  # of a tile
+    row_tiles: int  # of 64 weight rows, that share a token tile in shared memory
+    chunks: int  # of 128 bytes of K, a slot
+    stages: int  # slots
+    split: int = 1  # thread blocks of a cluster that share K
+    blocks: int = 0  # thread blocks; 0: see `grid_blocks`
+    l2_stages: int = 0  # slots' worth of weights brought to L2 before the wait
+
+    def __str__(self) -> str:
+        return (
+            f"n{self.tokens}r{self.row_tiles}c{self.chunks}s{self.stages}"
+            f"k{self.split}g{self.blocks}l{self.l2_stages}"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> DecodeVariant:
+        """The inverse of str()."""
+        match = _PATTERN.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not a decode variant")
+        return cls(*map(int, match.groups()))
+
+    def parts_bytes(self, intervals: int) -> int:
+        """Room for the parts of the rows that a block owns."""
+        if self.split == 1:
+            return 0
+        return intervals * self.row_tiles * (4 // self.split) * self.tokens // 8 * _PART_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """Weights and tokens of one slot."""
+        return self.chunks * (self.row_tiles * _BLOCK_BYTES + self.tokens * 128)
+
+    def shared_bytes(self, intervals: int) -> int:
+        """Dynamic shared memory: alignment, ring, parts, barriers."""
+        barriers = 16 * self.stages + 16
+        return 1024 + self.stages * self.stage_bytes + self.parts_bytes(intervals) + barriers
+
+    def fits(self, row_tiles: int, chunks: int, is_fp8: bool) -> bool:
+        """Whether it can run a weight of this many row tiles and chunks."""
+        intervals = -(-chunks // INTERVAL)
+        return (
+            chunks % self.chunks == 0
+            and INTERVAL % self.chunks == 0
+            and self.tokens in TOKEN_TILES
+            and (self.split == 1 or (is_fp8 and self.split in (2, 4) and intervals >= self.split))
+            and self.shared_bytes(intervals) <= SHARED_BUDGET
+        )
+
+    def with_stages(self, intervals: int) -> DecodeVariant:
+        """The same with as many slots as fit."""
+        room = SHARED_BUDGET - 1024 - 16 - self.parts_bytes(intervals)
+        stages = room // (self.stage_bytes + 16)
+        return DecodeVariant(
+            self.tokens,
+            self.row_tiles,
+            self.chunks,
+            stages,
+            self.split,
+            self.blocks,
+            self.l2_stages,
+        )
+
+
+def grid_blocks(variant: DecodeVariant, row_tiles: int, num_sms: int) -> int:
+    """Thread blocks along x: with equal shares of the row tiles, as far as they divide."""
+    if variant.split > 1:  # a cluster takes one group of row tiles
+        return -(-row_tiles // variant.row_tiles) * variant.split
+    if variant.blocks:
+        return min(variant.blocks, row_tiles)
+    if row_tiles <= 2 * num_sms:  # two to a multiprocessor
+        return -(-row_tiles // variant.row_tiles)
+    each = -(-row_tiles // num_sms)
+    return -(-row_tiles // each)
+
+
+def decode_spec(call: OpCall, variant: DecodeVariant, limits: StepLimits) -> KernelSpec:
+    """The binary of one call and variant; calls of equal dtypes and features share it."""
+    chunks = call.inputs["weight"].shape[1]
+    intervals = -(-chunks // INTERVAL) if variant.split > 1 else 0
+    constants: dict[str, Constant] = {
+        **type_constants(call, limits),
+        "TOKENS": variant.tokens,
+        "ROW_TILES": variant.row_tiles,
+        "CHUNKS": variant.chunks,
+        "STAGES": variant.stages,
+        "SPLIT": variant.split,
+        "MAX_INTERVALS": intervals,
+        "L2_STAGES": variant.l2_stages,
+    }
+    shape = f"n{variant.tokens}r{variant.row_tiles}c{variant.chunks}s{variant.stages}"
+    words = [call.op, "few", shape]
+    words += [f"k{variant.split}i{intervals}"] * (variant.split > 1)
+    words += [f"l{variant.l2_stages}"] * (variant.l2_stages > 0)
+    words += type_words(call, limits)
+    return KernelSpec(
+        name=".".join(words),
+        source="packed_linear/decode.cu",
+        arguments=argument_kinds(call, limits),
+        constants=constants,
+        entry="decode",
+        num_warps=_WARPS,
+        shared_bytes=variant.shared_bytes(intervals),
+        cluster=variant.split,
+    )
+
+
+def decode_launch(call: OpCall, env: LaunchEnv, tokens: int, variant: DecodeVariant) -> Launch:
+    """Multiply the first `tokens` rows of `x`."""
+    row_tiles = call.inputs["weight"].shape[0]
+    grid = (grid_blocks(variant, row_tiles, env.limits.num_sms), -(-tokens // variant.tokens), 1)
+    arguments = argument_values(call, env, tokens, variant.tokens)
+    return Launch(decode_spec(call, variant, env.limits), grid, arguments)

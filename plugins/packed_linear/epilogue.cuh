@@ -1,0 +1,203 @@
+// What happens to sums before they leave a packed product: scales, bias, one rounding to the model
+// type, and then SwiGLU (EPILOGUE 1) or the rotary embedding and the KV write (EPILOGUE 2).
+//
+// Macros: EPILOGUE 0 | 1 | 2, MODEL_TYPE (BF16 | FP16), OUT_TYPE (MODEL_TYPE, E4M3 or FP32), and
+// for EPILOGUE 2 KV_TYPE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE. Every kernel ends through here, so
+// that equal sums give equal bits. Products are not contracted with additions: the reference
+// rounds each.
+#pragma once
+
+#include "packed_linear/hopper.cuh"
+
+// Optional inputs are null pointers where they are absent.
+struct Epilogue {
+  OUT_TYPE::Storage* out;                // [tokens, width]
+  const float* weight_scale;             // [packed rows] or null
+  const float* x_scale;                  // [1] or [tokens] or null
+  const MODEL_TYPE::Storage* bias;       // [packed rows] or null
+  int x_scale_stride;                    // 0: one scale for all tokens
+  int tokens;                            // of this step
+  int width;                             // columns of out
+#if EPILOGUE == 1
+  const float* scale;                    // [1] or null: out is FP8, divided by it
+#elif EPILOGUE == 2
+  const float* rotary;                   // [positions, HEAD_SIZE]: cosines, then sines
+  const int* positions;                  // [tokens]
+  const int* slots;                      // [tokens]; -1: store no key and value
+  KV_TYPE::Storage* kv_cache;            // [blocks, 2, NUM_KV_HEADS, tokens_per_block, HEAD_SIZE]
+  const float* k_scale;                  // [1] or null
+  const float* v_scale;
+  int tokens_per_block;
+#endif
+};
+
+// The kernel parameters that fill an Epilogue, in the order of `epilogue_arguments` (kernel.py).
+#define EPILOGUE_PARAMETERS_ALL                                                              \
+  OUT_TYPE::Storage *out, const float *weight_scale, const float *x_scale,                   \
+      const MODEL_TYPE::Storage *bias, int x_scale_stride, int tokens, int width
+#define EPILOGUE_VALUES_ALL out, weight_scale, x_scale, bias, x_scale_stride, tokens, width
+#if EPILOGUE == 0
+#define EPILOGUE_PARAMETERS EPILOGUE_PARAMETERS_ALL
+#define EPILOGUE_VALUES EPILOGUE_VALUES_ALL
+#elif EPILOGUE == 1
+#define EPILOGUE_PARAMETERS EPILOGUE_PARAMETERS_ALL, const float *scale
+#define EPILOGUE_VALUES EPILOGUE_VALUES_ALL, scale
+#else
+#define EPILOGUE_PARAMETERS                                                                  \
+  EPILOGUE_PARAMETERS_ALL, const float *rotary, const int *positions, const int *slots,      \
+      KV_TYPE::Storage *kv_cache, const float *k_scale, const float *v_scale,                \
+      int tokens_per_block
+#define EPILOGUE_VALUES \
+  EPILOGUE_VALUES_ALL, rotary, positions, slots, kv_cache, k_scale, v_scale, tokens_per_block
+#endif
+
+// A warp holds 16 rows; a thread rows lane / 4 and lane / 4 + 8 of them, and per eight tokens the
+// two tokens 2 (lane % 4) and the next. Constants of the rows may be read before the wait.
+struct RowConstants {
+  float scale[2], bias[2];
+};
+
+DEVICE RowConstants load_rows(const Epilogue& e, int group) {  // group: of 16 packed rows
+  const int row = 16 * group + (threadIdx.x & 31) / 4;
+  RowConstants rows;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    rows.scale[half] = e.weight_scale ? __ldg(e.weight_scale + row + 8 * half) : 1.0f;
+    rows.bias[half] = e.bias ? MODEL_TYPE::unpack(__ldg(e.bias + row + 8 * half)) : 0.0f;
+  }
+  return rows;
+}
+
+DEVICE float load_x_scale(const Epilogue& e, int token) {
+  return e.x_scale && token < e.tokens ? e.x_scale[token * e.x_scale_stride] : 1.0f;
+}
+
+// The value of the unfused product: float32, not yet rounded.
+DEVICE float finish(const Epilogue& e, const RowConstants& rows, int half, float x_scale,
+                    float sum) {
+  const float y = __fmul_rn(sum, __fmul_rn(x_scale, rows.scale[half]));
+  return e.bias ? __fadd_rn(y, rows.bias[half]) : y;
+}
+
+#if EPILOGUE == 0
+
+struct TokenConstants {
+  float x_scale;
+};
+
+DEVICE TokenConstants load_token(const Epilogue& e, int group, int token) {
+  return {load_x_scale(e, token)};
+}
+
+DEVICE void store_pair(const Epilogue& e, const RowConstants& rows, const TokenConstants& t,
+                       int group, int token, float first, float second) {
+  if (token >= e.tokens) return;
+  const int row = 16 * group + (threadIdx.x & 31) / 4;
+  OUT_TYPE::Storage* out = e.out + (long long)token * e.width;
+  if (row < e.width) out[row] = OUT_TYPE::pack(finish(e, rows, 0, t.x_scale, first));
+  if (row + 8 < e.width) out[row + 8] = OUT_TYPE::pack(finish(e, rows, 1, t.x_scale, second));
+}
+
+#elif EPILOGUE == 1
+
+struct TokenConstants {
+  float x_scale, scale;
+};
+
+DEVICE TokenConstants load_token(const Epilogue& e, int group, int token) {
+  return {load_x_scale(e, token), e.scale ? __ldg(e.scale) : 1.0f};
+}
+
+// From the sums of a gate row and its up row, of the model type.
+DEVICE float swiglu(const Epilogue& e, const RowConstants& rows, float x_scale, float gate_sum,
+                    float up_sum) {
+  const float gate = round_to<MODEL_TYPE>(finish(e, rows, 0, x_scale, gate_sum));
+  const float up = round_to<MODEL_TYPE>(finish(e, rows, 1, x_scale, up_sum));
+  const float activated = round_to<MODEL_TYPE>(__fdiv_rn(gate, 1.0f + expf(-gate)));
+  return round_to<MODEL_TYPE>(__fmul_rn(activated, up));
+}
+
+DEVICE void store_pair(const Epilogue& e, const RowConstants& rows, const TokenConstants& t,
+                       int group, int token, float first, float second) {
+  const int column = 8 * group + (threadIdx.x & 31) / 4;
+  if (token >= e.tokens || column >= e.width) return;
+  float y = swiglu(e, rows, t.x_scale, first, second);
+  if (e.scale) y = __fdiv_rn(y, t.scale);
+  e.out[(long long)token * e.width + column] = OUT_TYPE::pack(y);
+}
+
+#else
+
+struct TokenConstants {
+  float x_scale, cos, sin;
+  int slot;
+};
+
+// For this thread's row of a query or key head.
+DEVICE void load_rotation(const Epilogue& e, int group, int position, TokenConstants& t) {
+  const int dim = 8 * (group % (HEAD_SIZE / 16)) + (threadIdx.x & 31) / 4;
+  const float* factors = e.rotary + (long long)position * HEAD_SIZE + dim;
+  t.cos = round_to<MODEL_TYPE>(__ldg(factors));
+  t.sin = round_to<MODEL_TYPE>(__ldg(factors + HEAD_SIZE / 2));
+}
+
+DEVICE TokenConstants load_token(const Epilogue& e, int group, int token) {
+  if (token >= e.tokens) return {1.0f, 1.0f, 0.0f, -1};
+  TokenConstants t = {load_x_scale(e, token), 1.0f, 0.0f, e.slots[token]};
+  if (16 * group < (NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE) {
+    load_rotation(e, group, e.positions[token], t);
+  }
+  return t;
+}
+
+// Dimensions d and d + HEAD_SIZE / 2 of the model type; the results are not yet rounded.
+DEVICE void rotate(const TokenConstants& t, float& left, float& right) {
+  const float a = left, b = right;
+  left = __fsub_rn(round_to<MODEL_TYPE>(__fmul_rn(a, t.cos)),
+                   round_to<MODEL_TYPE>(__fmul_rn(b, t.sin)));
+  right = __fadd_rn(round_to<MODEL_TYPE>(__fmul_rn(b, t.cos)),
+                    round_to<MODEL_TYPE>(__fmul_rn(a, t.sin)));
+}
+
+DEVICE KV_TYPE::Storage to_cache(float x, const float* scale) {
+  return KV_TYPE::pack(scale ? __fdiv_rn(x, __ldg(scale)) : x);
+}
+
+// Keys (kv 0) and values (kv 1) at `slot`; dim is within the head.
+DEVICE KV_TYPE::Storage* cache_row(const Epilogue& e, int slot, int kv, int head) {
+  const int block = slot / e.tokens_per_block, offset = slot % e.tokens_per_block;
+  const long long row =
+      (((long long)block * 2 + kv) * NUM_KV_HEADS + head) * e.tokens_per_block + offset;
+  return e.kv_cache + row * HEAD_SIZE;
+}
+
+DEVICE void store_pair(const Epilogue& e, const RowConstants& rows, const TokenConstants& t,
+                       int group, int token, float first, float second) {
+  constexpr int GROUPS = HEAD_SIZE / 16;  // of a head
+  const int head = group / GROUPS, lane_row = (threadIdx.x & 31) / 4;
+  if (token >= e.tokens || head >= NUM_HEADS + 2 * NUM_KV_HEADS) return;
+  const float a = round_to<MODEL_TYPE>(finish(e, rows, 0, t.x_scale, first));
+  const float b = round_to<MODEL_TYPE>(finish(e, rows, 1, t.x_scale, second));
+  if (head >= NUM_HEADS + NUM_KV_HEADS) {
+    if (t.slot < 0) return;
+    KV_TYPE::Storage* v = cache_row(e, t.slot, 1, head - NUM_HEADS - NUM_KV_HEADS);
+    const int dim = 16 * (group % GROUPS) + lane_row;
+    v[dim] = to_cache(a, e.v_scale);
+    v[dim + 8] = to_cache(b, e.v_scale);
+    return;
+  }
+  const int dim = 8 * (group % GROUPS) + lane_row;
+  float left = a, right = b;
+  rotate(t, left, right);
+  if (head < NUM_HEADS) {
+    OUT_TYPE::Storage* q = e.out + (long long)token * e.width + head * HEAD_SIZE;
+    q[dim] = OUT_TYPE::pack(left);
+    q[dim + HEAD_SIZE / 2] = OUT_TYPE::pack(right);
+  } else if (t.slot >= 0) {
+    KV_TYPE::Storage* k = cache_row(e, t.slot, 0, head - NUM_HEADS);
+    k[dim] = to_cache(round_to<MODEL_TYPE>(left), e.k_scale);
+    k[dim + HEAD_SIZE / 2] = to_cache(round_to<MODEL_TYPE>(right), e.k_scale);
+  }
+}
+
+#endif
