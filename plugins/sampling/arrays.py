@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 GROUP = 32  # ids whose largest logit is kept by the scan, so that the filter reads few groups
 CHUNK = 4096  # ids that one thread block of the scan reads
+MAX_SLOTS = 32  # rows whose filters are applied at a time: 66 MB for 128,256 ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +57,26 @@ class SamplingScratch:
 
     keys: torch.Tensor  # [rows] int64: best logit and id so far; zero between launches
     arrivals: torch.Tensor  # [rows] int32: finished chunks of a row; zero between launches
-    tops: torch.Tensor  # [rows] float32: the row's largest logit, NaN if the row has one
-    totals: torch.Tensor  # [rows] float64: sum of exp(score)
-    chunk_values: torch.Tensor  # [rows, chunks, 3] float64: largest logit, mass, best draw
+    chunk_keys: torch.Tensor  # [rows, chunks] int64: best logit and id
+    chunk_values: torch.Tensor  # [rows, chunks] float64: best draw, or the sum of exp(score)
     chunk_ids: torch.Tensor  # [rows, chunks] int32: id of the best draw
     group_tops: torch.Tensor  # [rows, groups] float32
-    ids: torch.Tensor  # [rows, vocab rounded up to groups] int32: candidates
-    values: torch.Tensor  # [rows, vocab rounded up to groups] float32: and their logits
-    groups: torch.Tensor  # [rows, groups] int32: groups that hold candidates
+    # Candidates that filters choose from; `slots` rows are filtered at a time.
+    groups: torch.Tensor  # [slots, groups] int32: groups that hold candidates
+    ids: torch.Tensor  # [slots, vocab rounded up to groups] int32
+    values: torch.Tensor  # [slots, the same] float32: their logits
+    masses: torch.Tensor  # [slots, the same] int64: exp(score) in units of the kernel's
 
     @classmethod
-    def allocate(cls, rows: int, vocab: int, device: str | torch.device) -> SamplingScratch:
-        """Scratch for `rows` rows of `vocab` logits: about 9 bytes per logit."""
+    def allocate(
+        cls, rows: int, vocab: int, device: str | torch.device, *, slots: int = MAX_SLOTS
+    ) -> SamplingScratch:
+        """Scratch for `rows` rows of `vocab` logits: 16 bytes a logit for each of up to `slots`
+        rows, and a quarter of a byte for the others."""
         import torch
 
         num_chunks, num_groups = -(-vocab // CHUNK), -(-vocab // GROUP)
+        slots = min(slots, rows)
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -78,12 +84,12 @@ class SamplingScratch:
         return cls(
             keys=zeros((rows,), torch.int64),
             arrivals=zeros((rows,), torch.int32),
-            tops=zeros((rows,), torch.float32),
-            totals=zeros((rows,), torch.float64),
-            chunk_values=zeros((rows, num_chunks, 3), torch.float64),
+            chunk_keys=zeros((rows, num_chunks), torch.int64),
+            chunk_values=zeros((rows, num_chunks), torch.float64),
             chunk_ids=zeros((rows, num_chunks), torch.int32),
             group_tops=zeros((rows, num_groups), torch.float32),
-            ids=zeros((rows, num_groups * GROUP), torch.int32),
-            values=zeros((rows, num_groups * GROUP), torch.float32),
-            groups=zeros((rows, num_groups), torch.int32),
+            groups=zeros((slots, num_groups), torch.int32),
+            ids=zeros((slots, num_groups * GROUP), torch.int32),
+            values=zeros((slots, num_groups * GROUP), torch.float32),
+            masses=zeros((slots, num_groups * GROUP), torch.int64),
         )

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     import torch
 
 _SOURCE = "llmctl.plugins.sampling.triton_kernel"
+_TILE = 1024  # ids that a thread block works on at a time, in float64
+_REQUEST = ("*fp64", "*i32", "*fp64", "*fp64", *("*i32",) * 5)
+_SCANNED = ("*i64", "*fp64", "*i32", "*fp32")
 
 
 def kernels(vocab: int) -> list[KernelSpec]:
     """The binaries for rows of `vocab` logits."""
-    return [_argmax_spec(vocab), _scan_spec(vocab), _filter_spec(vocab)]
+    return [_argmax_spec(vocab), _scan_spec(vocab), _finish_spec(vocab)]
 
 
 def argmax(
@@ -67,35 +70,22 @@ def sample(
         arrays.greedy,
         positions,
     )
-    where = (per_request, first, stride, offset)
-    scanned = (
-        scratch.keys,
-        scratch.arrivals,
-        scratch.tops,
-        scratch.totals,
-        scratch.chunk_values,
-        scratch.chunk_ids,
-        scratch.group_tops,
-    )
-    filtered = (
-        scratch.tops,
-        scratch.totals,
-        scratch.group_tops,
-        scratch.groups,
-        scratch.ids,
-        scratch.values,
-    )
+    scanned = (scratch.chunk_keys, scratch.chunk_values, scratch.chunk_ids, scratch.group_tops)
+    candidates = (scratch.groups, scratch.ids, scratch.values, scratch.masses)
     scan = Launch(
         _scan_spec(vocab),
         (-(-vocab // CHUNK), rows, 1),
-        (logits, out, *request, *scanned, *where),
+        (logits, *request, *scanned, per_request, first),
     )
-    select = Launch(_filter_spec(vocab), (rows, 1, 1), (logits, out, *request, *filtered, *where))
-    return [scan, select]
-
-
-_REQUEST = ("*fp64", "*i32", "*fp64", "*fp64", *("*i32",) * 6)
-_WHERE = ("i32",) * 4
+    finish = Launch(
+        _finish_spec(vocab),
+        (min(rows, len(scratch.ids)), 1, 1),
+        (
+            *(logits, out, *request, *scanned, *candidates),
+            *(per_request, first, stride, offset, rows),
+        ),
+    )
+    return [scan, finish]
 
 
 def _argmax_spec(vocab: int) -> KernelSpec:
@@ -111,24 +101,33 @@ def _scan_spec(vocab: int) -> KernelSpec:
     return KernelSpec(
         name=f"sampling.scan.v{vocab}",
         source=f"{_SOURCE}:scan",
-        arguments=(
-            *("*fp32", "*i32", *_REQUEST),
-            *("*i64", "*i32", "*fp32", "*fp64", "*fp64", "*i32", "*fp32"),
-            *_WHERE,
-        ),
-        constants={"VOCAB": vocab, "CHUNK": CHUNK, "GROUP": GROUP, "PDL": True},
+        arguments=("*fp32", *_REQUEST, *_SCANNED, "i32", "i32"),
+        constants={"VOCAB": vocab, "CHUNK": CHUNK, "GROUP": GROUP, "TILE": _TILE, "PDL": True},
+        num_warps=8,
     )
 
 
-def _filter_spec(vocab: int) -> KernelSpec:
+def _finish_spec(vocab: int) -> KernelSpec:
+    def power_of_two(count: int) -> int:
+        return 1 << max(0, count - 1).bit_length()
+
     return KernelSpec(
-        name=f"sampling.filter.v{vocab}",
-        source=f"{_SOURCE}:filter_and_draw",
+        name=f"sampling.finish.v{vocab}",
+        source=f"{_SOURCE}:finish",
         arguments=(
-            *("*fp32", "*i32", *_REQUEST),
-            *("*fp32", "*fp64", "*fp32", "*i32", "*i32", "*fp32"),
-            *_WHERE,
+            *("*fp32", "*i32", *_REQUEST, *_SCANNED, "*i32", "*i32", "*fp32", "*i64"),
+            *("i32",) * 5,
         ),
-        constants={"VOCAB": vocab, "GROUP": GROUP, "PDL": True},
-        num_warps=8,
+        constants={
+            "VOCAB": vocab,
+            "CHUNK": CHUNK,
+            "GROUP": GROUP,
+            "BLOCK_CHUNKS": power_of_two(-(-vocab // CHUNK)),
+            "BLOCK_GROUPS": power_of_two(-(-vocab // GROUP)),
+            "TILE": _TILE,
+            # exp(score) <= 1 as an integer: the sum over a vocabulary stays below 2 ** 62
+            "MASS_UNIT": 2.0 ** (62 - vocab.bit_length()),
+            "PDL": True,
+        },
+        num_warps=16,
     )
