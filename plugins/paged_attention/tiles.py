@@ -1,0 +1,19 @@
+"""Where attention cuts a context: part of the arithmetic, the same for every kernel and step.
+
+A tile is KEYS keys. A unit is UNIT tiles in the first 16 units, and then an eighth of the largest
+power of two (in tiles) below it: 8 units per doubling of the context.
+"""
+
+from __future__ import annotations
+
+KEYS = 64
+UNIT = 2  # a power of two
+
+
+def count_units(num_keys: int) -> int:
+    """How many units a context of so many keys has."""
+    tile, count = 0, 0
+    while tile * KEYS < num_keys:
+        tile += max((1 << tile.bit_length()) >> 4, UNIT)
+        count += 1
+    return count
