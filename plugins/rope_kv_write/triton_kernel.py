@@ -20,6 +20,14 @@ def _normalised(half, inverse, weight, dtype: tl.constexpr):
 
 
 @triton.jit
+def _rounded(product, dtype: tl.constexpr, zero):
+    """A product rounded to the model dtype, as float32. `zero` is a 0 that the compiler does not
+    know: without it, product and sum would become one fused operation that rounds once."""
+    bits = product.to(dtype).to(tl.int16, bitcast=True) | zero.to(tl.int16)
+    return bits.to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _store_kv(cache, offsets, values, scale, mask):
     """Quantized with `scale` where the cache is FP8, converted otherwise."""
     if cache.dtype.element_ty == tl.float8e4nv:
@@ -42,7 +50,7 @@ def rope_kv_write(
     cache,
     num_positions,
     num_blocks,
-    layer,
+    layer,  # >= 0
     epsilon,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -101,8 +109,9 @@ def rope_kv_write(
         x = tl.where(is_k, _normalised(first, inverse, low, dtype), x)
         y = tl.where(is_k, _normalised(second, inverse, high, dtype), y)
 
-    x_cos, x_sin = (x * cos).to(dtype).to(tl.float32), (x * sin).to(dtype).to(tl.float32)
-    y_cos, y_sin = (y * cos).to(dtype).to(tl.float32), (y * sin).to(dtype).to(tl.float32)
+    zero = layer >> 31
+    x_cos, x_sin = _rounded(x * cos, dtype, zero), _rounded(x * sin, dtype, zero)
+    y_cos, y_sin = _rounded(y * cos, dtype, zero), _rounded(y * sin, dtype, zero)
     x = tl.where(is_v, first, (x_cos - y_sin).to(dtype).to(tl.float32))
     y = tl.where(is_v, second, (y_cos + x_sin).to(dtype).to(tl.float32))
 
