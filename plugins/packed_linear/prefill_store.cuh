@@ -1,329 +1,328 @@
-// Epilogues of the kernel for many tokens: scale, bias, round, combine; then through shared memory
-// so that stores to [tokens, rows] are contiguous.
+// How a warpgroup of the kernel for many tokens stores its sums: the arithmetic of epilogue.cuh,
+// then through shared memory, so that stores to [tokens, rows] are contiguous.
 //
-// A warp's accumulators of one 64-row tile are 16 rows; a thread has rows lane / 4 and lane / 4 + 8
-// of them, and of every octet of tokens the two at 2 * (lane % 4). The staging area of a warpgroup
-// is [64 tokens][8 units of 8 values], a unit 16 bytes, at unit XOR (token mod 8).
+// A warp's sums of one 64-row tile are 16 rows; a thread has rows lane / 4 and lane / 4 + 8 of
+// them, and of every eight tokens the two at 2 (lane % 4). The staging area of a warpgroup is [64
+// tokens][8 units of 8 values of the model type]; a unit, 16 bytes, lies at unit XOR (token % 8).
 #pragma once
+
+#include "packed_linear/epilogue.cuh"
 
 constexpr int STAGED_TOKENS = 64;
 constexpr int STAGING_BYTES = STAGED_TOKENS * 128;
 
-// ---- rounding to the model dtype, two values at a time ----
+DEVICE void warpgroup_sync(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+}
 
-DEVICE uint32_t round_pair(float low, float high) {
-    uint32_t pair;
-#if MODEL == 1
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+DEVICE u32 staged(u32 staging, int token, int unit) {
+  return staging + token * 128 + ((unit ^ (token % 8)) * 16);
+}
+
+// Four 8 x 8 fragments to their transposes; each lane gives the address of one row of one.
+DEVICE void store_transposed(u32 address, const u32 (&fragment)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   address),
+               "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+               : "memory");
+}
+
+DEVICE uint4 load_unit(u32 address) {
+  uint4 unit;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(unit.x), "=r"(unit.y), "=r"(unit.z), "=r"(unit.w)
+               : "r"(address)
+               : "memory");
+  return unit;
+}
+
+// What the sums of a token need: loaded when a tile begins, kept in shared memory when it ends.
+// A thread brings tokens thread, thread + 128.
+template <int TOKENS>
+struct TokenValues {
+  static constexpr bool HAS_POSITIONS = EPILOGUE == 2;
+  static constexpr int PER_THREAD = (TOKENS + 127) / 128;
+  static constexpr int BYTES = TOKENS * 4 * (HAS_POSITIONS ? 2 : 1);
+  float x_scale[PER_THREAD];
+  int position[PER_THREAD];
+
+  DEVICE void load(const Epilogue& e, int token0) {
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+      const int at = threadIdx.x % 128 + 128 * i, token = token0 + at;
+      x_scale[i] = at < TOKENS ? load_x_scale(e, token) : 1.0f;
+#if EPILOGUE == 2
+      position[i] = at < TOKENS && token < e.tokens ? e.positions[token] : 0;
 #endif
-    return pair;
-}
-
-DEVICE float widen(uint16_t value) {
-    float wide;
-#if MODEL == 1
-    wide = __uint_as_float(uint32_t(value) << 16);
-#else
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value));
-#endif
-    return wide;
-}
-
-DEVICE float rounded(float value) { return widen(uint16_t(round_pair(value, 0.0f))); }
-
-// E4M3, to nearest even, clamped to +-448.
-DEVICE uint16_t quantize_pair(float low, float high, float scale) {
-    uint16_t pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-        : "=h"(pair)
-        : "f"(__fdiv_rn(high, scale)), "f"(__fdiv_rn(low, scale)));
-    return pair;
-}
-
-// Eight values of the model dtype -> eight of E4M3.
-DEVICE uint2 quantize_unit(uint4 unit, float scale) {
-    const auto pairs = [&](uint32_t first, uint32_t second) {
-        return uint32_t(quantize_pair(widen(uint16_t(first)), widen(uint16_t(first >> 16)), scale)) |
-               uint32_t(quantize_pair(widen(uint16_t(second)), widen(uint16_t(second >> 16)), scale))
-                   << 16;
-    };
-    return {pairs(unit.x, unit.y), pairs(unit.z, unit.w)};
-}
-
-DEVICE float swiglu(float gate, float up) {
-    return rounded(gate / (1.0f + expf(-gate))) * up;
-}
-
-// ---- the staging area ----
-
-DEVICE uint32_t staged(uint32_t staging, int token, int unit) {
-    return staging + token * 128 + ((unit ^ (token % 8)) * 16);
-}
-
-// Four 8 x 8 fragments to their transposes; each lane gives the address of one row.
-DEVICE void store_transposed(uint32_t address, const uint32_t (&fragment)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     address),
-                 "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+    }
+  }
+  DEVICE void keep(u32 values) const {
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+      const u32 at = threadIdx.x % 128 + 128 * i;
+      if (at < TOKENS) {
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(values + at * 4), "f"(x_scale[i]) : "memory");
+        if (HAS_POSITIONS) {
+          asm volatile("st.shared.u32 [%0], %1;" ::"r"(values + (TOKENS + at) * 4), "r"(position[i])
+                       : "memory");
+        }
+      }
+    }
+  }
+  // Of the token `at` of the tile and the next one.
+  static DEVICE void x_scales(u32 values, int at, float (&pair)[2]) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(pair[0]), "=f"(pair[1])
+                 : "r"(values + at * 4)
                  : "memory");
-}
-
-DEVICE uint4 load_unit(uint32_t address) {
-    uint4 unit;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(unit.x), "=r"(unit.y), "=r"(unit.z), "=r"(unit.w)
-                 : "r"(address)
+  }
+  static DEVICE void positions(u32 values, int at, int (&pair)[2]) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(pair[0]), "=r"(pair[1])
+                 : "r"(values + (TOKENS + at) * 4)
                  : "memory");
-    return unit;
-}
-
-struct Output {
-    const float* weight_scale;
-    const float* x_scale;
-    const uint16_t* bias;
-    void* out;
-    const float* scale;
-    const float* rotary;
-    const float* k_scale;
-    const float* v_scale;
-    void* kv_cache;  // of this layer
-    const int* positions;
-    const int* slots;
-    int tokens, rows;
-
-    DEVICE_MEMBER float token_scale(int token) const {
-#if ELEMENT != 0
-        return 1.0f;
-#elif PER_TOKEN
-        return token < tokens ? x_scale[token] : 1.0f;
-#else
-        return x_scale[0];
-#endif
-    }
-
-    // What the product of one row and token comes to, in float32.
-    struct Row {
-        float scale, bias;
-        DEVICE_MEMBER float operator()(float sum, float token_scale) const {
-            float y = sum;
-#if ELEMENT == 0
-            y = __fmul_rn(y, __fmul_rn(token_scale, scale));
-#endif
-#if BIAS
-            y = __fadd_rn(y, bias);
-#endif
-            return y;
-        }
-    };
-
-    DEVICE_MEMBER Row row(int index) const {
-        Row r{1.0f, 0.0f};
-        index = min(index, (rows + 63) / 64 * 64 - 1);  // scales and biases are padded to tiles
-#if ELEMENT == 0
-        r.scale = weight_scale[index];
-#endif
-#if BIAS
-        r.bias = widen(bias[index]);
-#endif
-        return r;
-    }
-
-#if EPILOGUE == EPILOGUE_FLOAT
-    DEVICE_MEMBER void store(const float (&sum)[WG_TILES][TOKENS / 2], int row_tile, int token0,
-                             uint32_t, int, int thread) const {
-        const int lane = thread % 32, warp = thread / 32;
-        float* to = static_cast<float*>(out);
-#pragma unroll
-        for (int tile = 0; tile < WG_TILES; ++tile) {
-            const int first = (row_tile + tile) * 64 + warp * 16 + lane / 4;
-            const Row low = row(first), high = row(first + 8);
-#pragma unroll
-            for (int i = 0; i < TOKENS / 4; ++i) {
-                const int token = token0 + i / 2 * 8 + lane % 4 * 2 + i % 2;
-                const int at = i / 2 * 4 + i % 2;
-                if (token < tokens) {
-                    float* line = to + size_t(token) * rows;
-                    const float scale = token_scale(token);
-                    if (first < rows) line[first] = low(sum[tile][at], scale);
-                    if (first + 8 < rows) line[first + 8] = high(sum[tile][at + 2], scale);
-                }
-            }
-        }
-    }
-#else
-    // Values of the model dtype, in packed order, as they go to the staging area: for one octet of
-    // tokens the fragment of rows 0..7 and that of rows 8..15.
-    DEVICE_MEMBER void products(const float* sum, Row low, Row high, int token, int first,
-                                uint32_t& low_pair, uint32_t& high_pair) const {
-        const float scale0 = token_scale(token), scale1 = token_scale(token + 1);
-        low_pair = round_pair(low(sum[0], scale0), low(sum[1], scale1));
-        high_pair = round_pair(high(sum[2], scale0), high(sum[3], scale1));
-#if EPILOGUE == EPILOGUE_ROPE
-        const int group = first / 16, head = group / (HEAD_SIZE / 16);
-        if (head < NUM_HEADS + NUM_KV_HEADS) {
-            const int dimension = group % (HEAD_SIZE / 16) * 8 + first % 8;
-            float a[2], b[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int position = token + i < tokens ? positions[token + i] : 0;
-                const float* factors = rotary + size_t(position) * HEAD_SIZE + dimension;
-                const float cosine = rounded(factors[0]), sine = rounded(factors[HEAD_SIZE / 2]);
-                const float x = widen(uint16_t(low_pair >> (16 * i)));
-                const float y = widen(uint16_t(high_pair >> (16 * i)));
-                a[i] = __fsub_rn(rounded(__fmul_rn(x, cosine)), rounded(__fmul_rn(y, sine)));
-                b[i] = __fadd_rn(rounded(__fmul_rn(y, cosine)), rounded(__fmul_rn(x, sine)));
-            }
-            low_pair = round_pair(a[0], a[1]);
-            high_pair = round_pair(b[0], b[1]);
-        }
-#elif EPILOGUE == EPILOGUE_SWIGLU || EPILOGUE == EPILOGUE_SWIGLU8
-        const auto combine = [](uint32_t gate, uint32_t up) {
-            return swiglu(widen(uint16_t(gate)), widen(uint16_t(up)));
-        };
-        low_pair = round_pair(combine(low_pair, high_pair), combine(low_pair >> 16, high_pair >> 16));
-#endif
-    }
-
-#if EPILOGUE == EPILOGUE_SWIGLU || EPILOGUE == EPILOGUE_SWIGLU8
-    // Both row tiles at once: a tile of 64 packed rows leaves 32 columns.
-    DEVICE_MEMBER void store(const float (&sum)[WG_TILES][TOKENS / 2], int row_tile, int token0,
-                             uint32_t staging, int group, int thread) const {
-        const int lane = thread % 32, warp = thread / 32;
-        constexpr int UNITS = 4 * WG_TILES;
-        constexpr int OCTETS = 4 / WG_TILES;  // of tokens in one store of four fragments
-        const int width = rows / 2;
-        Row low[WG_TILES], high[WG_TILES];
-#pragma unroll
-        for (int tile = 0; tile < WG_TILES; ++tile) {
-            const int first = (row_tile + tile) * 64 + warp * 16 + lane / 4;
-            low[tile] = row(first);
-            high[tile] = row(first + 8);
-        }
-#pragma unroll
-        for (int pass = 0; pass < TOKENS / STAGED_TOKENS; ++pass) {
-            const int token1 = token0 + pass * STAGED_TOKENS;
-            named_barrier(1 + group, 128);
-#pragma unroll
-            for (int step = 0; step < 8 / OCTETS; ++step) {
-                uint32_t fragment[4], unused;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int tile = i % WG_TILES, octet = step * OCTETS + i / WG_TILES;
-                    products(&sum[tile][(pass * 8 + octet) * 4], low[tile], high[tile],
-                             token1 + octet * 8 + lane % 4 * 2, 0, fragment[i], unused);
-                }
-                const int i = lane / 8, tile = i % WG_TILES;
-                const int token = (step * OCTETS + i / WG_TILES) * 8 + lane % 8;
-                store_transposed(staged(staging, token, tile * 4 + warp), fragment);
-            }
-            named_barrier(1 + group, 128);
-#pragma unroll
-            for (int i = 0; i < STAGED_TOKENS * UNITS / 128; ++i) {
-                const int token = (i * 128 + thread) / UNITS, unit = thread % UNITS;
-                const int column = row_tile * 32 + unit * 8;
-                if (token1 + token < tokens && column < width) {
-                    const uint4 values = load_unit(staged(staging, token, unit));
-                    const size_t at = size_t(token1 + token) * width + column;
-#if EPILOGUE == EPILOGUE_SWIGLU8
-                    *reinterpret_cast<uint2*>(static_cast<uint8_t*>(out) + at) =
-                        quantize_unit(values, scale[0]);
-#else
-                    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(out) + at) = values;
-#endif
-                }
-            }
-        }
-    }
-#else
-    DEVICE_MEMBER void store(const float (&sum)[WG_TILES][TOKENS / 2], int row_tile, int token0,
-                             uint32_t staging, int group, int thread) const {
-        const int lane = thread % 32, warp = thread / 32;
-#pragma unroll
-        for (int tile = 0; tile < WG_TILES; ++tile) {
-            const int first = (row_tile + tile) * 64 + warp * 16 + lane / 4;
-            const Row low = row(first), high = row(first + 8);
-#pragma unroll
-            for (int pass = 0; pass < TOKENS / STAGED_TOKENS; ++pass) {
-                const int token1 = token0 + pass * STAGED_TOKENS;
-                named_barrier(1 + group, 128);
-#pragma unroll
-                for (int step = 0; step < 4; ++step) {
-                    uint32_t fragment[4];
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const int octet = step * 2 + i;
-                        products(&sum[tile][(pass * 8 + octet) * 4], low, high,
-                                 token1 + octet * 8 + lane % 4 * 2, first, fragment[2 * i],
-                                 fragment[2 * i + 1]);
-                    }
-                    const int token = (step * 2 + lane / 16) * 8 + lane % 8;
-                    store_transposed(staged(staging, token, warp * 2 + lane / 8 % 2), fragment);
-                }
-                named_barrier(1 + group, 128);
-#pragma unroll
-                for (int i = 0; i < STAGED_TOKENS * 8 / 128; ++i) {
-                    const int token = i * 16 + thread / 8;
-                    if (token1 + token < tokens) {
-                        store_unit(staging, token, (row_tile + tile) * 8, thread % 8,
-                                   token1 + token);
-                    }
-                }
-            }
-        }
-    }
-
-#if EPILOGUE == EPILOGUE_ROPE
-    // Units of a rotated head alternate between its halves; `turn` orders a tile's units so that
-    // neighbouring threads store neighbouring dimensions.
-    DEVICE_MEMBER void store_unit(
-        uint32_t staging, int staged_token, int first_unit, int turn, int token) const {
-        constexpr int GROUPS = HEAD_SIZE / 16, ROTATED = NUM_HEADS + NUM_KV_HEADS;
-        const bool rotated_tile = first_unit / (2 * GROUPS) < ROTATED;
-        const int local = rotated_tile ? turn % 4 * 2 + turn / 4 : turn;
-        const int unit = first_unit + local, head = unit / (2 * GROUPS);
-        if (head >= ROTATED + NUM_KV_HEADS) return;
-        const int place = unit % (2 * GROUPS);
-        const int dimension = head < ROTATED ? place % 2 * (HEAD_SIZE / 2) + place / 2 * 8 : place * 8;
-        const uint4 values = load_unit(staged(staging, staged_token, local));
-        if (head < NUM_HEADS) {
-            const size_t at = (size_t(token) * NUM_HEADS + head) * HEAD_SIZE + dimension;
-            *reinterpret_cast<uint4*>(static_cast<uint16_t*>(out) + at) = values;
-            return;
-        }
-        const int slot = slots[token];
-        if (slot < 0) return;
-        const int is_value = head >= ROTATED, kv_head = head - (is_value ? ROTATED : NUM_HEADS);
-        const size_t block = size_t(slot / TOKENS_PER_BLOCK) * 2 + is_value;
-        const size_t line =
-            (block * NUM_KV_HEADS + kv_head) * TOKENS_PER_BLOCK + slot % TOKENS_PER_BLOCK;
-        const size_t at = line * HEAD_SIZE + dimension;
-#if KV_FP8
-        *reinterpret_cast<uint2*>(static_cast<uint8_t*>(kv_cache) + at) =
-            quantize_unit(values, (is_value ? v_scale : k_scale)[0]);
-#else
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(kv_cache) + at) = values;
-#endif
-    }
-#else
-    DEVICE_MEMBER void store_unit(
-        uint32_t staging, int staged_token, int first_unit, int turn, int token) const {
-        const int column = (first_unit + turn) * 8;
-        if (column >= rows) return;
-        const uint4 values = load_unit(staged(staging, staged_token, turn));
-        uint16_t* to = static_cast<uint16_t*>(out) + size_t(token) * rows + column;
-        if (rows % 8 == 0) {
-            *reinterpret_cast<uint4*>(to) = values;
-            return;
-        }
-        const uint32_t words[4] = {values.x, values.y, values.z, values.w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (column + i < rows) to[i] = uint16_t(words[i / 2] >> (16 * (i % 2)));
-        }
-    }
-#endif
-#endif
-#endif
+  }
 };
+
+// Division by a scale that is the same for many values: the quotient __fdiv_rn gives, because one
+// correction with a correctly rounded reciprocal rounds correctly (Markstein). Infinity stays.
+struct Divisor {
+  float scale, reciprocal;
+  DEVICE explicit Divisor(const float* pointer) {
+    scale = pointer ? __ldg(pointer) : 1.0f;
+    reciprocal = __frcp_rn(scale);
+  }
+  DEVICE float divide(float x) const {
+    const float quotient = __fmul_rn(x, reciprocal);
+    const float rest = __fmaf_rn(-quotient, scale, x);
+    const float better = __fmaf_rn(rest, reciprocal, quotient);
+    return fabsf(quotient) < __uint_as_float(0x7F800000) ? better : quotient;
+  }
+};
+
+// Eight values of the model type, divided, to FP8.
+DEVICE uint2 quantize_unit(uint4 unit, const Divisor& divisor) {
+  const u32 pairs[4] = {unit.x, unit.y, unit.z, unit.w};
+  u32 quantized[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float low = divisor.divide(MODEL_TYPE::unpack(u16(pairs[i])));
+    const float high = divisor.divide(MODEL_TYPE::unpack(u16(pairs[i] >> 16)));
+    quantized[i / 2] |= u32(E4M3::pack_pair(low, high)) << (16 * (i % 2));
+  }
+  return {quantized[0], quantized[1]};
+}
+
+template <class Type>
+constexpr bool is_byte = Type::bytes == 1;
+
+#if EPILOGUE == 1
+
+// Row tiles side by side: 64 packed rows leave 32 columns.
+template <int TILES, int TOKENS>
+DEVICE void store_tiles(const Epilogue& e, const float (&sum)[TILES][TOKENS / 2], int row_tile,
+                        int row_tiles, int token0, u32 staging, u32 values, int warpgroup) {
+  constexpr int UNITS = 4 * TILES;   // of a token
+  constexpr int OCTETS = 4 / TILES;  // of tokens in four fragments
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+  const Divisor divisor(e.scale);
+  RowConstants rows[TILES];
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+    rows[tile] = load_rows(e, min(row_tile + tile, row_tiles - 1) * 4 + warp);
+  }
+#pragma unroll
+  for (int pass = 0; pass < TOKENS / STAGED_TOKENS; ++pass) {
+    const int token1 = token0 + pass * STAGED_TOKENS;
+    warpgroup_sync(warpgroup);
+#pragma unroll
+    for (int step = 0; step < 8 / OCTETS; ++step) {
+      u32 fragment[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int tile = i % TILES, octet = step * OCTETS + i / TILES;
+        float y[2], x_scale[2];
+        const int at = pass * STAGED_TOKENS + octet * 8 + lane % 4 * 2;
+        TokenValues<TOKENS>::x_scales(values, at, x_scale);
+#pragma unroll
+        for (int next = 0; next < 2; ++next) {
+          const float* sums = &sum[tile][(pass * 8 + octet) * 4 + next];
+          y[next] = swiglu(e, rows[tile], x_scale[next], sums[0], sums[2]);
+        }
+        fragment[i] = MODEL_TYPE::pack_pair(y[0], y[1]);
+      }
+      const int tile = lane / 8 % TILES, octet = step * OCTETS + lane / 8 / TILES;
+      store_transposed(staged(staging, octet * 8 + lane % 8, tile * 4 + warp), fragment);
+    }
+    warpgroup_sync(warpgroup);
+#pragma unroll
+    for (int i = 0; i < STAGED_TOKENS * UNITS / 128; ++i) {
+      const int token = (i * 128 + thread) / UNITS, unit = thread % UNITS;
+      const int column = row_tile * 32 + unit * 8;
+      if (token1 + token < e.tokens && column < e.width) {
+        const uint4 values = load_unit(staged(staging, token, unit));
+        OUT_TYPE::Storage* to = e.out + (long long)(token1 + token) * e.width + column;
+        if constexpr (is_byte<OUT_TYPE>) {
+          *reinterpret_cast<uint2*>(to) = quantize_unit(values, divisor);
+        } else {
+          *reinterpret_cast<uint4*>(to) = values;
+        }
+      }
+    }
+  }
+}
+
+#else
+
+// The sums of two tokens (next to each other) and two rows (r, r + 8) as they leave, before the last
+// rounding: scaled, and rotated where the rows are of a query or key head.
+template <int TOKENS>
+DEVICE void finish_sums(const Epilogue& e, const RowConstants& rows, int group, u32 values, int at,
+                        const float* sums, float (&low)[2], float (&high)[2]) {
+  float x_scale[2];
+  TokenValues<TOKENS>::x_scales(values, at, x_scale);
+#pragma unroll
+  for (int next = 0; next < 2; ++next) {
+    low[next] = finish(e, rows, 0, x_scale[next], sums[next]);
+    high[next] = finish(e, rows, 1, x_scale[next], sums[2 + next]);
+  }
+#if EPILOGUE == 2
+  if (16 * group >= (NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE) return;
+  int position[2];
+  TokenValues<TOKENS>::positions(values, at, position);
+#pragma unroll
+  for (int next = 0; next < 2; ++next) {
+    TokenConstants t;
+    load_rotation(e, group, position[next], t);
+    low[next] = round_to<MODEL_TYPE>(low[next]);
+    high[next] = round_to<MODEL_TYPE>(high[next]);
+    rotate(t, low[next], high[next]);
+  }
+#endif
+}
+
+#if EPILOGUE == 2
+
+// Units of a rotated head alternate between its halves; `turn` orders a tile's units so that
+// neighbouring threads store neighbouring dimensions.
+DEVICE void store_unit(const Epilogue& e, u32 staging, int line, int first_unit, int turn,
+                       int token) {
+  constexpr int UNITS = HEAD_SIZE / 8, ROTATED = NUM_HEADS + NUM_KV_HEADS;
+  const int local = first_unit / UNITS < ROTATED ? turn % 4 * 2 + turn / 4 : turn;
+  const int unit = first_unit + local, head = unit / UNITS, place = unit % UNITS;
+  if (head >= ROTATED + NUM_KV_HEADS) return;
+  const int half = HEAD_SIZE / 2;
+  const int dim = head < ROTATED ? place % 2 * half + place / 2 * 8 : place * 8;
+  const uint4 values = load_unit(staged(staging, line, local));
+  if (head < NUM_HEADS) {
+    *reinterpret_cast<uint4*>(e.out + (long long)token * e.width + head * HEAD_SIZE + dim) = values;
+    return;
+  }
+  const int slot = e.slots[token];
+  if (slot < 0) return;
+  const int is_value = head >= ROTATED, kv_head = head - (is_value ? ROTATED : NUM_HEADS);
+  KV_TYPE::Storage* to = cache_row(e, slot, is_value, kv_head) + dim;
+  if constexpr (is_byte<KV_TYPE>) {
+    *reinterpret_cast<uint2*>(to) = quantize_unit(values, Divisor(is_value ? e.v_scale : e.k_scale));
+  } else {
+    *reinterpret_cast<uint4*>(to) = values;
+  }
+}
+
+#else
+
+DEVICE void store_unit(const Epilogue& e, u32 staging, int line, int first_unit, int turn,
+                       int token) {
+  const int column = (first_unit + turn) * 8;
+  if (column >= e.width) return;
+  const uint4 values = load_unit(staged(staging, line, turn));
+  OUT_TYPE::Storage* to = e.out + (long long)token * e.width + column;
+  if (e.width % 8 == 0) {  // else rows of `out` are not aligned
+    *reinterpret_cast<uint4*>(to) = values;
+    return;
+  }
+  const u32 pairs[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (column + i < e.width) to[i] = u16(pairs[i / 2] >> (16 * (i % 2)));
+  }
+}
+
+#endif
+
+// float32 needs no staging: eight rows of a token are a sector.
+template <int TILES, int TOKENS>
+DEVICE void store_floats(const Epilogue& e, const float (&sum)[TILES][TOKENS / 2], int row_tile,
+                         int row_tiles, int token0, u32 values, int warpgroup) {
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+  warpgroup_sync(warpgroup);
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+    const int group = min(row_tile + tile, row_tiles - 1) * 4 + warp;
+    const int row = (row_tile + tile) * 64 + warp * 16 + lane / 4;
+    const RowConstants rows = load_rows(e, group);
+    int width = e.width, tokens = e.tokens;
+    // else addresses and comparisons are kept from one row tile to the next
+    asm volatile("" : "+r"(width), "+r"(tokens));
+#pragma unroll
+    for (int octet = 0; octet < TOKENS / 8; ++octet) {
+      const int at = octet * 8 + lane % 4 * 2;
+      float low[2], high[2];
+      finish_sums<TOKENS>(e, rows, group, values, at, &sum[tile][octet * 4], low, high);
+#pragma unroll
+      for (int next = 0; next < 2; ++next) {
+        const int token = token0 + at + next;
+        OUT_TYPE::Storage* to = e.out + (long long)token * width + row;
+        if (token < tokens && row < width) to[0] = OUT_TYPE::pack(low[next]);
+        if (token < tokens && row + 8 < width) to[8] = OUT_TYPE::pack(high[next]);
+      }
+    }
+  }
+  warpgroup_sync(warpgroup);
+}
+
+template <int TILES, int TOKENS>
+DEVICE void store_tiles(const Epilogue& e, const float (&sum)[TILES][TOKENS / 2], int row_tile,
+                        int row_tiles, int token0, u32 staging, u32 values, int warpgroup) {
+  if constexpr (OUT_TYPE::bytes == 4) {
+    store_floats<TILES, TOKENS>(e, sum, row_tile, row_tiles, token0, values, warpgroup);
+    return;
+  }
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+    const int group = min(row_tile + tile, row_tiles - 1) * 4 + warp;
+    const RowConstants rows = load_rows(e, group);
+#pragma unroll
+    for (int pass = 0; pass < TOKENS / STAGED_TOKENS; ++pass) {
+      const int token1 = token0 + pass * STAGED_TOKENS;
+      warpgroup_sync(warpgroup);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        u32 fragment[4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int octet = step * 2 + i;
+          float low[2], high[2];
+          finish_sums<TOKENS>(e, rows, group, values,
+                              pass * STAGED_TOKENS + octet * 8 + lane % 4 * 2,
+                              &sum[tile][(pass * 8 + octet) * 4], low, high);
+          fragment[2 * i] = MODEL_TYPE::pack_pair(low[0], low[1]);
+          fragment[2 * i + 1] = MODEL_TYPE::pack_pair(high[0], high[1]);
+        }
+        const int token = (step * 2 + lane / 16) * 8 + lane % 8;
+        store_transposed(staged(staging, token, warp * 2 + lane / 8 % 2), fragment);
+      }
+      warpgroup_sync(warpgroup);
+#pragma unroll 2
+      for (int i = 0; i < STAGED_TOKENS * 8 / 128; ++i) {
+        const int line = i * 16 + thread / 8, token = token1 + line;
+        if (token < e.tokens && row_tile + tile < row_tiles) {
+          store_unit(e, staging, line, (row_tile + tile) * 8, thread % 8, token);
+        }
+      }
+    }
+  }
+}
+
+#endif

@@ -1,0 +1,134 @@
+"""The packed products of many tokens: which binaries, and how a step launches them.
+
+A variant is a tile shape. Which one is fastest depends on the number of tokens alone, as far as
+tiles of weight rows are plenty; `choose` counts waves of tiles over the multiprocessors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmctl.plugins.cuda.kernel import KernelSpec, Launch, LaunchEnv, StepLimits
+from llmctl.plugins.packed_linear.arguments import (
+    argument_kinds,
+    argument_values,
+    name_of,
+    type_constants,
+    type_words,
+)
+from llmctl.plugins.packed_linear.layout import TILE_ROWS
+
+if TYPE_CHECKING:
+    from llmctl.plugins.program import OpCall
+
+_WARPGROUPS = 2  # that multiply; a third one feeds them
+_BLOCK_BYTES = 8192
+_STAGING_BYTES = _WARPGROUPS * 8192
+_BARRIER_BYTES = 16  # full and empty, of one slot
+_TOKEN_BYTES = _WARPGROUPS * 8  # of a token: scale and position
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Tile shape and shared memory of one binary.
+
+    A tile is 128 * wg_tiles weight rows by `tokens`; `cluster` thread blocks share weights.
+    """
+
+    wg_tiles: int
+    tokens: int
+    cluster: int
+    a_stages: int  # slots of 16 KiB: one packed block per warpgroup
+    b_stages: int  # slots of one token tile of 128 bytes
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a tile."""
+        return _WARPGROUPS * TILE_ROWS * self.wg_tiles
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory."""
+        slots = self.a_stages * _WARPGROUPS * _BLOCK_BYTES + self.b_stages * self.tokens * 128
+        barriers = _BARRIER_BYTES * (self.a_stages + self.b_stages)
+        return slots + _STAGING_BYTES + _TOKEN_BYTES * self.tokens + barriers
+
+    @property
+    def name(self) -> str:
+        """Rows x tokens, and the cluster."""
+        return f"{self.rows}x{self.tokens}" + (f"c{self.cluster}" if self.cluster > 1 else "")
+
+
+WIDE = Variant(wg_tiles=2, tokens=128, cluster=2, a_stages=6, b_stages=7)
+SQUARE = Variant(wg_tiles=1, tokens=128, cluster=1, a_stages=6, b_stages=6)
+NARROW = Variant(wg_tiles=1, tokens=64, cluster=1, a_stages=8, b_stages=8)
+VARIANTS = (WIDE, SQUARE, NARROW)
+
+
+# Products a multiprocessor finishes per unit of time, relative to the widest tile (H200).
+_SPEED = {WIDE: 1.0, SQUARE: 0.95, NARROW: 0.7}
+
+
+def variants_of(call: OpCall) -> tuple[Variant, ...]:
+    """The tile shapes a call can use; float32 outputs, few as they are, have no wide tiles."""
+    out = next(iter(call.outputs.values()))
+    return VARIANTS if name_of(out) != "float32" else (SQUARE, NARROW)
+
+
+def choose(call: OpCall, num_tokens: int, num_sms: int) -> Variant:
+    """The tile shape for a step of this many tokens: waves of tiles times what a tile costs."""
+    row_tiles = call.inputs["weight"].shape[0]
+
+    def cost(variant: Variant) -> float:
+        waves = -(-_units(variant, num_tokens, row_tiles) // (num_sms // variant.cluster))
+        return waves * variant.rows * variant.tokens / _SPEED[variant]
+
+    return min(variants_of(call), key=cost)
+
+
+def _units(variant: Variant, num_tokens: int, row_tiles: int) -> int:
+    """Tiles of a step, those of a cluster counted once."""
+    row_blocks = -(-row_tiles * TILE_ROWS // variant.rows)
+    return row_blocks * -(-num_tokens // (variant.tokens * variant.cluster))
+
+
+def prefill_kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
+    """Every binary that steps of many tokens may need."""
+    return [prefill_spec(call, variant, limits) for variant in variants_of(call)]
+
+
+def prefill_spec(call: OpCall, variant: Variant, limits: StepLimits) -> KernelSpec:
+    """The binary of one call and tile shape."""
+    return KernelSpec(
+        name=".".join((call.op, "many", variant.name, *type_words(call, limits))),
+        source="packed_linear/prefill.cu",
+        arguments=argument_kinds(call, limits),
+        constants={
+            **type_constants(call, limits),
+            "WG_TILES": variant.wg_tiles,
+            "TILE_TOKENS": variant.tokens,
+            "CLUSTER": variant.cluster,
+            "A_STAGES": variant.a_stages,
+            "B_STAGES": variant.b_stages,
+        },
+        entry="prefill",
+        num_warps=4 * (_WARPGROUPS + 1),
+        shared_bytes=variant.shared_bytes,
+        cluster=variant.cluster,
+    )
+
+
+def prefill_launch(
+    call: OpCall, env: LaunchEnv, tokens: int, variant: Variant | None = None
+) -> Launch:
+    """Multiply the first `tokens` rows of `x`; without a variant, by the one `choose` names."""
+    row_tiles, num_sms = call.inputs["weight"].shape[0], env.limits.num_sms
+    if variant is None:
+        variant = choose(call, tokens, num_sms)
+    clusters = min(num_sms // variant.cluster, _units(variant, tokens, row_tiles))
+    return Launch(
+        prefill_spec(call, variant, env.limits),
+        (clusters * variant.cluster, 1, 1),
+        argument_values(call, env, tokens, variant.tokens),
+    )
