@@ -12,10 +12,11 @@
 // chain of wgmma from zero, added to the sum in float32 in ascending order; 16-bit types in one
 // chain over K. With SPLIT > 1 a cluster shares one group of row tiles, each block a run of
 // intervals. Blocks send every interval's part to the block that owns its rows, and that block adds
-// the parts in the same order. K must have a multiple of CHUNKS chunks.
+// the parts in the same order. With SPLIT == 0 blocks have equal shares of all intervals, and a tile
+// that two blocks share is summed by one after the other. K must have a multiple of CHUNKS chunks.
 //
 // Macros: INPUT_TYPE (E4M3 | BF16 | FP16), TOKENS (8 ... 128), ROW_TILES, CHUNKS, STAGES, SPLIT
-// (1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), L2_STAGES (slots brought as far as L2
+// (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), L2_STAGES (slots brought as far as L2
 // before the wait), and those of epilogue.cuh. Grid: x blocks (times SPLIT), y token tiles.
 
 #include "packed_linear/epilogue.cuh"
@@ -29,16 +30,20 @@ constexpr int INTERVAL = 4;                        // chunks of an FP8 interval
 constexpr bool IS_FP8 = INPUT_TYPE::bytes == 1;
 constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 32;
 constexpr int OCTETS = TOKENS / 8;
-constexpr int OWNED = 4 / SPLIT;  // groups of 16 rows of a tile that one block stores
+constexpr int CLUSTER = SPLIT == 0 ? 1 : SPLIT;
+constexpr int OWNED = 4 / CLUSTER;  // groups of 16 rows of a tile that one block stores
 constexpr int PART_BYTES = 512;   // 16 rows x 8 tokens of float32
-static_assert(SPLIT == 1 || IS_FP8, "only sums in intervals can be divided over blocks");
+static_assert(CLUSTER == 1 || IS_FP8, "only sums in intervals can be divided over blocks");
+static_assert(SPLIT != 0 || ROW_TILES == 1, "shared tiles are handed on one by one");
 static_assert(INTERVAL % CHUNKS == 0, "an interval ends with a slot");
 
 // What one block works on, and the slots of the ring it goes through, in order.
+#if SPLIT != 0
+
 struct Walk {
-  int tile, last_tile;   // row tiles, exclusive
-  int first, last;       // chunks, exclusive
-  int active;            // row tiles of this group
+  int tile, last_tile;  // row tiles, exclusive
+  int first, last;      // chunks, exclusive
+  int active;           // row tiles of this group
   int chunk;
   int slot;
   u32 phase;
@@ -57,13 +62,62 @@ struct Walk {
     phase = 0;
   }
   DEVICE bool done() const { return tile >= last_tile || first >= last; }
-  DEVICE void next_slot() {
-    if (++slot == STAGES) slot = 0, phase ^= 1;
-  }
   DEVICE void next_tiles() {
     tile += active;
     active = min(ROW_TILES, last_tile - tile);
     chunk = first;
+  }
+#else
+
+// Every block has the same number of intervals, so that its first and last tile may be shared with
+// its neighbours. It begins with the leading part of its last tile and leaves the sum to the next
+// block, which ends with the rest of that tile and so need not wait for it.
+struct Walk {
+  static constexpr int active = 1;
+  int tile, first, last;  // of the current piece: row tile, chunks
+  int chunk;
+  int slot;
+  u32 phase;
+  int chunks, begin_tile, begin_chunk, end_tile, end_chunk;
+  int part;  // 0: the last tile's beginning, 1: whole tiles, 2: the first tile's end, 3: nothing
+
+  DEVICE Walk(int row_tiles, int chunks_) {
+    chunks = chunks_;
+    const int intervals = (chunks + INTERVAL - 1) / INTERVAL;
+    const long long units = (long long)row_tiles * intervals, block = blockIdx.x;
+    const int begin = int(block * units / gridDim.x), end = int((block + 1) * units / gridDim.x);
+    begin_tile = begin / intervals;
+    begin_chunk = begin % intervals * INTERVAL;
+    end_tile = end / intervals;
+    end_chunk = end % intervals * INTERVAL;
+    slot = 0;
+    phase = 0;
+    part = begin_tile == end_tile ? 2 : end_chunk > 0 ? 0 : 1;
+    tile = part == 0 ? end_tile : begin_tile + (begin_chunk > 0);
+    enter();
+  }
+  DEVICE void enter() {
+    first = 0;
+    last = part == 0 ? end_chunk : chunks;
+    if (part == 1 && tile >= end_tile) part = 2;
+    if (part == 2) {
+      tile = begin_tile;
+      first = begin_chunk;
+      if (begin_tile == end_tile) last = end_chunk;
+      if (first >= last || (first == 0 && begin_tile != end_tile)) part = 3;
+    }
+    chunk = first;
+  }
+  DEVICE bool done() const { return part == 3; }
+  DEVICE void next_tiles() {
+    if (part == 1) ++tile;
+    if (part == 0) part = 1, tile = begin_tile + (begin_chunk > 0);
+    else if (part == 2) part = 3;
+    if (part != 3) enter();
+  }
+#endif
+  DEVICE void next_slot() {
+    if (++slot == STAGES) slot = 0, phase ^= 1;
   }
   DEVICE void next() {
     next_slot();
@@ -77,7 +131,7 @@ struct Shared {
   DEVICE explicit Shared(u32 base) {
     ring = (base + 1023) & ~1023u;
     parts = ring + STAGES * STAGE_BYTES;
-    full = parts + (SPLIT > 1 ? MAX_INTERVALS * ROW_TILES * OWNED * OCTETS * PART_BYTES : 0);
+    full = parts + (CLUSTER > 1 ? MAX_INTERVALS * ROW_TILES * OWNED * OCTETS * PART_BYTES : 0);
     empty = full + 8 * STAGES;
     parts_full = empty + 8 * STAGES;
   }
@@ -200,7 +254,7 @@ template <int ACTIVE>
 DEVICE void multiply(const Shared& shared, Walk& walk, float (&sum)[ACTIVE][TOKENS / 2]) {
   if constexpr (!IS_FP8) {
     for (; walk.chunk < walk.last; walk.chunk += CHUNKS, walk.next_slot()) {
-      multiply_slot<ACTIVE>(shared, walk, sum, walk.chunk == walk.first);
+      multiply_slot<ACTIVE>(shared, walk, sum, walk.chunk == 0);
     }
   } else {
     float part[ACTIVE][TOKENS / 2];
@@ -219,8 +273,49 @@ DEVICE void multiply(const Shared& shared, Walk& walk, float (&sum)[ACTIVE][TOKE
   }
 }
 
+// ---- sums handed from a block to the next ----
+
+struct Handover {
+  float4* sums;  // [blocks, TOKENS / 8, 128 threads]
+  int* ready;    // [blocks]: 1 while a sum waits for the next block
+};
+
+DEVICE void meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+
+DEVICE void hand_over(const Handover& h, const float (&sum)[TOKENS / 2]) {
+  float4* to = h.sums + blockIdx.x * OCTETS * CONSUMERS + threadIdx.x;
+#pragma unroll
+  for (int j = 0; j < OCTETS; ++j) {
+    to[j * CONSUMERS] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
+  }
+  __threadfence();
+  meet();
+  if (threadIdx.x == 0) {
+    asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(h.ready + blockIdx.x) : "memory");
+  }
+}
+
+DEVICE void take_over(const Handover& h, float (&sum)[TOKENS / 2]) {
+  int* ready = h.ready + blockIdx.x - 1;
+  if (threadIdx.x == 0) {
+    int is_ready;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(is_ready) : "l"(ready) : "memory");
+    } while (!is_ready);
+    *ready = 0;  // for the next launch; the sums stay until then
+  }
+  meet();
+  const float4* from = h.sums + (blockIdx.x - 1) * OCTETS * CONSUMERS + threadIdx.x;
+#pragma unroll
+  for (int j = 0; j < OCTETS; ++j) {
+    const float4 part = __ldcg(from + j * CONSUMERS);
+    sum[4 * j] = part.x, sum[4 * j + 1] = part.y, sum[4 * j + 2] = part.z, sum[4 * j + 3] = part.w;
+  }
+}
+
 template <int ACTIVE>
-DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e, bool& has_waited) {
+DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e, const Handover& handover,
+                           bool& has_waited) {
   constexpr bool IS_EARLY = ACTIVE * OCTETS <= 2;  // few enough constants to hold on to
   constexpr int HELD = IS_EARLY ? ACTIVE * OCTETS : 1;
   const int warp = threadIdx.x / 32;
@@ -238,7 +333,16 @@ DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e, 
     for (int i = 0; i < HELD; ++i) held[i].load_tokens(e);
   }
   float sum[ACTIVE][TOKENS / 2];
+#if SPLIT == 0
+  if (walk.first > 0) take_over(handover, sum[0]);
+#endif
   multiply<ACTIVE>(shared, walk, sum);
+#if SPLIT == 0
+  if (walk.last < walk.chunks) {
+    hand_over(handover, sum[0]);
+    return;
+  }
+#endif
 #pragma unroll
   for (int i = 0; i < ACTIVE * OCTETS; ++i) {
     Slice slice = held[IS_EARLY ? i : 0];
@@ -251,11 +355,12 @@ DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e, 
 }
 
 template <int ACTIVE>
-DEVICE void multiply_active(const Shared& shared, Walk& walk, const Epilogue& e, bool& has_waited) {
+DEVICE void multiply_active(const Shared& shared, Walk& walk, const Epilogue& e, const Handover& handover,
+                           bool& has_waited) {
   if (walk.active == ACTIVE) {
-    multiply_tiles<ACTIVE>(shared, walk, e, has_waited);
+    multiply_tiles<ACTIVE>(shared, walk, e, handover, has_waited);
   } else if constexpr (ACTIVE > 1) {
-    multiply_active<ACTIVE - 1>(shared, walk, e, has_waited);
+    multiply_active<ACTIVE - 1>(shared, walk, e, handover, has_waited);
   }
 }
 
@@ -268,7 +373,7 @@ DEVICE u32 part_offset(int interval, int tile, int quarter, int octet) {
 
 template <int ACTIVE>
 DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e, int chunks) {
-  const int warp = threadIdx.x / 32, rank = blockIdx.x % SPLIT;
+  const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER;
   const int intervals = (chunks + INTERVAL - 1) / INTERVAL;
   constexpr int SLICES = ACTIVE * OWNED * OCTETS;
   constexpr int ROUNDS = (SLICES + 3) / 4;
@@ -329,9 +434,17 @@ DEVICE void multiply_active_share(const Shared& shared, Walk& walk, const Epilog
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, TOKENS <= 64 ? 2 : 1)
+#if SPLIT == 0
+#define HANDOVER_PARAMETERS , float4 *sums, int *ready
+#define HANDOVER_VALUES sums, ready
+#else
+#define HANDOVER_PARAMETERS
+#define HANDOVER_VALUES nullptr, nullptr
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, TOKENS <= 64 && ROW_TILES * TOKENS <= 32 ? 2 : 1)
     decode(const __grid_constant__ TensorMap x, const u8* weight, int row_tiles, int chunks,
-           EPILOGUE_PARAMETERS) {
+           EPILOGUE_PARAMETERS HANDOVER_PARAMETERS) {
   extern __shared__ u8 memory[];
   const Shared shared(shared_address(memory));
   if (threadIdx.x == 0) {
@@ -339,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TOKENS <= 64 ? 2 : 1)
       barrier_init(shared.full + 8 * i, 1);
       barrier_init(shared.empty + 8 * i, CONSUMERS / 32);
     }
-    if (SPLIT > 1) {
+    if (CLUSTER > 1) {
       const Walk walk(row_tiles, chunks);
       const int intervals = (chunks + INTERVAL - 1) / INTERVAL;
       barrier_init(shared.parts_full, 1);
@@ -348,18 +461,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, TOKENS <= 64 ? 2 : 1)
     barrier_init_fence();
   }
   __syncthreads();
-  if (SPLIT > 1) cluster_arrive();
+  if (CLUSTER > 1) cluster_arrive();
   if (threadIdx.x >= CONSUMERS) {
     if (threadIdx.x == CONSUMERS) fill_ring(shared, &x, weight, row_tiles, chunks);
     __syncwarp();
-    if (SPLIT > 1) cluster_wait();
+    if (CLUSTER > 1) cluster_wait();
     return;
   }
   const Epilogue e = {EPILOGUE_VALUES};
   Walk walk(row_tiles, chunks);
-#if SPLIT == 1
+#if SPLIT <= 1
+  const Handover handover = {HANDOVER_VALUES};
   bool has_waited = false;
-  for (; !walk.done(); walk.next_tiles()) multiply_active<ROW_TILES>(shared, walk, e, has_waited);
+  for (; !walk.done(); walk.next_tiles()) multiply_active<ROW_TILES>(shared, walk, e, handover, has_waited);
   if (!has_waited) wait_for_dependencies();
 #else
   multiply_active_share<ROW_TILES>(shared, walk, e, chunks);

@@ -2,7 +2,7 @@
 
 A variant is written compactly, as tactics store it: "n8r1c2s6k1g128l0" is a tile of 8 tokens, 1
 row tile and 2 chunks a slot, 6 slots, no split of K, 128 thread blocks (0: as many as suit the
-shape), nothing brought to L2 ahead.
+shape), nothing brought to L2 ahead. k0: every block has an equal share of all intervals.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from llmctl.plugins.cuda.kernel import Constant, KernelSpec, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.packed_linear.arguments import (
     argument_kinds,
@@ -18,13 +20,16 @@ from llmctl.plugins.packed_linear.arguments import (
     type_constants,
     type_words,
 )
+from llmctl.plugins.packed_linear.layout import TILE_ROWS
 
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
 
 TOKEN_TILES = (8, 16, 24, 32, 64, 128)
-SHARED_BUDGET = 112 * 1024  # two thread blocks fit a multiprocessor (227 KiB, 1 KiB each reserved)
+SHARED_LIMIT = 227 * 1024  # of a thread block
+SHARED_HALF = 112 * 1024  # two thread blocks fit a multiprocessor (1 KiB each is reserved)
 INTERVAL = 4  # chunks of 128 bytes that an FP8 sum takes at once: 512 elements
+MAX_BLOCKS, MAX_HANDED = 264, 64  # blocks and tokens of sums that blocks hand on
 _BLOCK_BYTES, _PART_BYTES = 8192, 512
 _WARPS = 5
 _PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)l(\d+)")
@@ -38,7 +43,7 @@ class DecodeVariant:
     row_tiles: int  # of 64 weight rows, that share a token tile in shared memory
     chunks: int  # of 128 bytes of K, a slot
     stages: int  # slots
-    split: int = 1  # thread blocks of a cluster that share K
+    split: int = 1  # thread blocks of a cluster that share K; 0: equal shares of everything
     blocks: int = 0  # thread blocks; 0: see `grid_blocks`
     l2_stages: int = 0  # slots' worth of weights brought to L2 before the wait
 
@@ -58,7 +63,7 @@ class DecodeVariant:
 
     def parts_bytes(self, intervals: int) -> int:
         """Room for the parts of the rows that a block owns."""
-        if self.split == 1:
+        if self.split <= 1:
             return 0
         return intervals * self.row_tiles * (4 // self.split) * self.tokens // 8 * _PART_BYTES
 
@@ -79,13 +84,14 @@ class DecodeVariant:
             chunks % self.chunks == 0
             and INTERVAL % self.chunks == 0
             and self.tokens in TOKEN_TILES
-            and (self.split == 1 or (is_fp8 and self.split in (2, 4) and intervals >= self.split))
-            and self.shared_bytes(intervals) <= SHARED_BUDGET
+            and (self.split <= 1 or (is_fp8 and self.split in (2, 4) and intervals >= self.split))
+            and (self.split != 0 or self.row_tiles == 1)
+            and self.shared_bytes(intervals) <= SHARED_LIMIT
         )
 
-    def with_stages(self, intervals: int) -> DecodeVariant:
-        """The same with as many slots as fit."""
-        room = SHARED_BUDGET - 1024 - 16 - self.parts_bytes(intervals)
+    def with_stages(self, intervals: int, room: int) -> DecodeVariant:
+        """The same with as many slots as fit `room` bytes."""
+        room -= 1024 + 16 + self.parts_bytes(intervals)
         stages = room // (self.stage_bytes + 16)
         return DecodeVariant(
             self.tokens,
@@ -103,7 +109,9 @@ def grid_blocks(variant: DecodeVariant, row_tiles: int, num_sms: int) -> int:
     if variant.split > 1:  # a cluster takes one group of row tiles
         return -(-row_tiles // variant.row_tiles) * variant.split
     if variant.blocks:
-        return min(variant.blocks, row_tiles)
+        return variant.blocks if variant.split == 0 else min(variant.blocks, row_tiles)
+    if variant.split == 0:
+        return num_sms
     if row_tiles <= 2 * num_sms:  # two to a multiprocessor
         return -(-row_tiles // variant.row_tiles)
     each = -(-row_tiles // num_sms)
@@ -114,6 +122,7 @@ def decode_spec(call: OpCall, variant: DecodeVariant, limits: StepLimits) -> Ker
     """The binary of one call and variant; calls of equal dtypes and features share it."""
     chunks = call.inputs["weight"].shape[1]
     intervals = -(-chunks // INTERVAL) if variant.split > 1 else 0
+    handed = ("*fp32", "*i32") if variant.split == 0 else ()
     constants: dict[str, Constant] = {
         **type_constants(call, limits),
         "TOKENS": variant.tokens,
@@ -127,17 +136,18 @@ def decode_spec(call: OpCall, variant: DecodeVariant, limits: StepLimits) -> Ker
     shape = f"n{variant.tokens}r{variant.row_tiles}c{variant.chunks}s{variant.stages}"
     words = [call.op, "few", shape]
     words += [f"k{variant.split}i{intervals}"] * (variant.split > 1)
+    words += ["even"] * (variant.split == 0)
     words += [f"l{variant.l2_stages}"] * (variant.l2_stages > 0)
     words += type_words(call, limits)
     return KernelSpec(
         name=".".join(words),
         source="packed_linear/decode.cu",
-        arguments=argument_kinds(call, limits),
+        arguments=(*argument_kinds(call, limits), *handed),
         constants=constants,
         entry="decode",
         num_warps=_WARPS,
         shared_bytes=variant.shared_bytes(intervals),
-        cluster=variant.split,
+        cluster=max(variant.split, 1),
     )
 
 
@@ -146,4 +156,11 @@ def decode_launch(call: OpCall, env: LaunchEnv, tokens: int, variant: DecodeVari
     row_tiles = call.inputs["weight"].shape[0]
     grid = (grid_blocks(variant, row_tiles, env.limits.num_sms), -(-tokens // variant.tokens), 1)
     arguments = argument_values(call, env, tokens, variant.tokens)
+    if variant.split == 0:
+        assert grid[0] <= MAX_BLOCKS and grid[1] == 1 and variant.tokens <= MAX_HANDED
+        sums = env.scratch(
+            "packed_linear.sums", (MAX_BLOCKS, TILE_ROWS * MAX_HANDED), torch.float32
+        )
+        ready = env.scratch("packed_linear.ready", (MAX_BLOCKS,), torch.int32)
+        arguments = (*arguments, sums, ready)
     return Launch(decode_spec(call, variant, env.limits), grid, arguments)

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from llmctl.plugins.packed_linear.arguments import name_of
-from llmctl.plugins.packed_linear.decode import INTERVAL, DecodeVariant
+from llmctl.plugins.packed_linear.decode import INTERVAL, SHARED_HALF, DecodeVariant
 
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MANY = "many"  # the kernel for many tokens, which chooses its tile by itself
 FEW_TOKENS = (8, 16, 32, 64)  # upper ends of the entries for few tokens
 _NUM_SMS = 132
+RING_ROOM = 206 * 1024  # leaves room for small kernels beside a waiting product
 
 
 def parse_tactic(tactic: str) -> list[tuple[int, str]]:
@@ -55,15 +56,22 @@ def choose_tactic(op: str, row_tiles: int, chunks: int, dtype: str) -> str:
 
 
 def default_variant(tokens: int, row_tiles: int, chunks: int, is_fp8: bool) -> DecodeVariant:
-    """The rule: share token tiles between row tiles where a block has several, split K where rows
-    are few, fill shared memory."""
-    each = -(-row_tiles // _NUM_SMS)
-    share = 1 if each == 1 or row_tiles <= 2 * _NUM_SMS or tokens > 16 else 2
+    """The rule for sizes that nobody measured.
+
+    Few rows: K split in clusters, two blocks to a multiprocessor. Otherwise one block with a large
+    ring on each: with whole tiles where they divide nearly evenly, else with equal shares.
+    """
     intervals = -(-chunks // INTERVAL)
     split = 1
     while is_fp8 and split < 4 and row_tiles * split * 2 <= _NUM_SMS and intervals >= split * 2:
         split *= 2
-    return DecodeVariant(tokens, share, 1, 0, split).with_stages(intervals)
+    if split > 1 or row_tiles * 2 <= _NUM_SMS:
+        return DecodeVariant(tokens, 1, 1, 0, split).with_stages(intervals, SHARED_HALF)
+    each = -(-row_tiles // _NUM_SMS)
+    is_even = row_tiles >= 0.95 * each * _NUM_SMS
+    share = 2 if is_even and each > 1 and tokens <= 16 else 1
+    variant = DecodeVariant(tokens, share, 1, 0, 1 if is_even else 0)
+    return variant.with_stages(intervals, RING_ROOM)
 
 
 @cache
