@@ -20,7 +20,7 @@ from llmctl.plugins.examples import Example, make_example
 from llmctl.plugins.packed_linear.decode import DecodeVariant, decode_launch
 from llmctl.plugins.packed_linear.layout import pair_order, restore, rope_order
 from llmctl.plugins.packed_linear.prefill import (
-    VARIANTS,
+    NARROW,
     Variant,
     choose,
     prefill_launch,
@@ -155,6 +155,12 @@ def check_examples(bench: bench_gemm.Bench) -> None:
         print(f"references {op} {name}: largest error {ratio:.2f} of the tolerance", flush=True)
 
 
+def columns_of(matrix: torch.Tensor) -> torch.Tensor:
+    """The transpose in memory of its own, also where it has one column."""
+    transposed = torch.empty(matrix.shape[::-1], dtype=matrix.dtype)
+    return transposed.copy_(matrix.T)
+
+
 def check_composition(bench: bench_gemm.Bench) -> None:
     """Fused epilogues equal the references applied to the product that the kernel itself gives.
 
@@ -174,10 +180,11 @@ def check_composition(bench: bench_gemm.Bench) -> None:
             out = torch.empty(count, len(order), dtype=model, device="cuda")
             product = OpCall("packed_linear", "product", plain, {"out": out}, {})
             torch.cuda.synchronize()
-            variant = VARIANTS[seed % len(VARIANTS)]
-            bench.run(prefill_launch(product, bench.env, count, VARIANTS[-1]))
+            offered = variants_of(call)
+            variant = offered[seed % len(offered)]
+            bench.run(prefill_launch(product, bench.env, count, NARROW))
             bench.run(prefill_launch(call, bench.env, count, variant))
-            logical = restore(out.T.contiguous().cpu(), order).T.contiguous()
+            logical = restore(columns_of(out.cpu()), order).T.contiguous()
             given, wanted = example.call.inputs, example.clone()
             if is_rope:
                 rest = {k: v for k, v in given.items() if k in ("rotary", "k_scale", "v_scale")}
@@ -217,7 +224,7 @@ def check_bits(bench: bench_gemm.Bench) -> None:
         step = replace(bench.env.step, position_ids=positions, slot_mapping=slots)
         bench.env = replace(bench.env, limits=limits, step=step)
         torch.cuda.synchronize()
-        bench.run(prefill_launch(call, bench.env, 2048, VARIANTS[0]))
+        bench.run(prefill_launch(call, bench.env, 2048, NARROW))
         first = out.clone().view(torch.uint8)
         bad = []
         for variant in variants_of(call):
@@ -291,11 +298,12 @@ def time_model(
             continue
         op = "packed_linear_swiglu" if what == "swiglu" else "packed_linear"
         call = bench.call(op, rows, inner, dtype)
-        bench.compile([prefill_launch(call, bench.env, 128, variant) for variant in variants])
+        shapes = variants or variants_of(call)
+        bench.compile([prefill_launch(call, bench.env, 128, variant) for variant in shapes])
         for tokens in counts:
             flop = 2 * tokens * rows * inner
             cells = []
-            for variant in variants:
+            for variant in shapes:
                 prepared = bench.prepare(prefill_launch(call, bench.env, tokens, variant))
                 stream = bench.stream.cuda_stream
                 us = graph_us(bench.stream, [lambda p=prepared, s=stream: p(s)] * 3)
@@ -329,7 +337,7 @@ def main() -> None:
         check_composition(bench)
         check_bits(bench)
     counts = [int(count) for count in options.tokens.split(",") if count]
-    variants = [parse_variant(text) for text in options.variant] or list(VARIANTS)
+    variants = [parse_variant(text) for text in options.variant]
     bench.env = replace(bench.env, limits=StepLimits(4096, 4096, 16, 4096, 16, 32, "bfloat16"))
     for name in filter(None, options.models.split(",")):
         for dtype in options.dtypes.split(","):

@@ -18,6 +18,7 @@ from llmctl.plugins.packed_linear.arguments import (
     type_words,
 )
 from llmctl.plugins.packed_linear.layout import TILE_ROWS
+from llmctl.plugins.spec import FP8
 
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
@@ -63,17 +64,23 @@ class Variant:
 WIDE = Variant(wg_tiles=2, tokens=128, cluster=2, a_stages=6, b_stages=7)
 SQUARE = Variant(wg_tiles=1, tokens=128, cluster=1, a_stages=6, b_stages=6)
 NARROW = Variant(wg_tiles=1, tokens=64, cluster=1, a_stages=8, b_stages=8)
-VARIANTS = (WIDE, SQUARE, NARROW)
+LONG = Variant(wg_tiles=1, tokens=256, cluster=1, a_stages=4, b_stages=4)
 
 
 # Products a multiprocessor finishes per unit of time, relative to the widest tile (H200).
-_SPEED = {WIDE: 1.0, SQUARE: 0.95, NARROW: 0.7}
+_SPEED = {WIDE: 1.0, LONG: 1.0, SQUARE: 0.95, NARROW: 0.7}
 
 
 def variants_of(call: OpCall) -> tuple[Variant, ...]:
-    """The tile shapes a call can use; float32 outputs, few as they are, have no wide tiles."""
+    """The tile shapes a call can use.
+
+    A FP8 sum takes twice the registers, so 256 tokens are not held at once; float32 outputs, few as
+    they are, have no wide tiles.
+    """
+    if name_of(call.inputs["x"]) != FP8:
+        return LONG, SQUARE, NARROW
     out = next(iter(call.outputs.values()))
-    return VARIANTS if name_of(out) != "float32" else (SQUARE, NARROW)
+    return (WIDE, SQUARE, NARROW) if name_of(out) != "float32" else (SQUARE, NARROW)
 
 
 def choose(call: OpCall, num_tokens: int, num_sms: int) -> Variant:
