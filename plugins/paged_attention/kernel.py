@@ -27,14 +27,13 @@ from llmctl.plugins.program import OpCall
 HEAD_SIZES = (64, 80, 96, 128)
 SHORT = 17  # tokens: verification of 16 drafts
 _ROWS = 64  # generation: rows of a thread block, one tensor-core instruction high
-_CONTEXT_ROWS = 128
-_FEW_ROWS = 16  # rows that one pass of a merge takes where there are few
+_MERGED_ROWS = 4  # rows that one pass of a merge takes
 _PARTIAL_BYTES = 64 << 20  # partial results of split requests; what does not fit is not split
 _SOURCE = "llmctl.plugins.paged_attention.triton_kernel"
 
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
-    """The generation kernel for few and for many rows, and the context kernel."""
+    """The generation kernel and the context kernel."""
     size, group = int(call.attributes["head_size"]), _group(call)
     if size not in HEAD_SIZES or group > _ROWS:
         raise Unsupported(
@@ -43,8 +42,7 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
             fix="build with --backend cpu",
         )
     return [
-        _generation_spec(call, limits, True),
-        _generation_spec(call, limits, False),
+        _generation_spec(call, limits),
         _context_spec(call, limits),
     ]
 
@@ -71,8 +69,8 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
     groups = shape.num_requests * heads * num_blocks
     splits, entries = 1, 1
     partial, counters = _partials(call, env)
-    if groups < limits.num_sms:
-        splits = min(-(-2 * limits.num_sms // groups), count_units(shape.max_kv_len))
+    if 2 * groups <= limits.num_sms:
+        splits = min(limits.num_sms // groups, count_units(shape.max_kv_len))
         entries = partial.numel() // (groups * num_rows * (size + 2))
     states = partial[groups * entries * num_rows * size :] if splits > 1 else partial
     step = env.step
@@ -89,12 +87,12 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
         short,
     )
     grid = (splits, heads * num_blocks, shape.num_requests)
-    return Launch(_generation_spec(call, limits, num_rows <= _FEW_ROWS), grid, arguments)
+    return Launch(_generation_spec(call, limits), grid, arguments)
 
 
 def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) -> Launch:
     heads = int(call.attributes["num_kv_heads"])
-    tokens = _CONTEXT_ROWS // _group(call)
+    tokens = _context_rows(call) // _group(call)
     grid = (heads, shape.num_tokens // tokens + shape.num_requests, 1)
     arguments = (
         *_tensors(call, env),
@@ -135,6 +133,11 @@ def _tensors(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, ...]:
     )
 
 
+def _context_rows(call: OpCall) -> int:
+    """Rows of a context thread block: what measured best on an H200."""
+    return 64 if int(call.attributes["head_size"]) == 64 else 128
+
+
 def _group(call: OpCall) -> int:
     return int(call.attributes["num_heads"]) // int(call.attributes["num_kv_heads"])
 
@@ -148,14 +151,11 @@ def _logit_scale(call: OpCall) -> float:
     return float(call.attributes["softmax_scale"]) * math.log2(math.e)
 
 
-def _generation_spec(call: OpCall, limits: StepLimits, is_few: bool) -> KernelSpec:
+def _generation_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     words = _tree_tokens(call)
     names, constants = _variant(call, limits)
     return KernelSpec(
-        name=".".join(
-            ["paged_attention.generation", *names, "few" if is_few else "many"]
-            + [f"tree{words}"] * (words > 0)
-        ),
+        name=".".join(["paged_attention.generation", *names] + [f"tree{words}"] * (words > 0)),
         source=f"{_SOURCE}:generation",
         arguments=(
             *_pointers(call, limits),
@@ -166,7 +166,8 @@ def _generation_spec(call: OpCall, limits: StepLimits, is_few: bool) -> KernelSp
         constants={
             **constants,
             "ROWS": _ROWS,
-            "MERGED_ROWS": _FEW_ROWS if is_few else 2 * _FEW_ROWS,
+            "MERGED_ROWS": _MERGED_ROWS,
+            "AHEAD": int(call.attributes["head_size"]) == 64,  # larger heads leave no registers
             "TREE_TOKENS": words,
         },
         num_warps=4,
@@ -181,8 +182,8 @@ def _context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
         name=".".join(["paged_attention.context", *names, f"b{requests}"]),
         source=f"{_SOURCE}:context",
         arguments=(*_pointers(call, limits), "fp32", *["i32"] * 3),
-        constants={**constants, "ROWS": _CONTEXT_ROWS, "MAX_REQUESTS": requests},
-        num_warps=8,
+        constants={**constants, "ROWS": _context_rows(call), "MAX_REQUESTS": requests},
+        num_warps=_context_rows(call) // 16,
         num_stages=2,
     )
 

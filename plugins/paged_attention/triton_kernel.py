@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmctl.plugins.paged_attention import tiles
-from llmctl.plugins.quantize.triton_kernel import to_fp8
+from llmctl.plugins.quantize.triton_kernel import saturate
 
 KEYS: tl.constexpr = tl.constexpr(tiles.KEYS)
 UNIT: tl.constexpr = tl.constexpr(tiles.UNIT)
@@ -82,17 +82,35 @@ def keys_of(tile):
 
 
 @triton.jit
-def load_keys(cache, table, tile, limit, BLOCK_STRIDE, TOKENS_PER_BLOCK, SIZE, WIDTH):
-    """Offsets and mask of one tile's rows in the pages: [KEYS, WIDTH]."""
+def load_pages(table, tile, limit, TOKENS_PER_BLOCK: tl.constexpr):
+    """The cache block of each of a tile's keys; 0 for keys from `limit` on."""
     key = keys_of(tile)
-    inside = key < limit
-    page = tl.load(table + key // TOKENS_PER_BLOCK, mask=inside, other=0).to(tl.int64)
-    row = page * BLOCK_STRIDE + (key % TOKENS_PER_BLOCK) * SIZE
+    return tl.load(table + key // TOKENS_PER_BLOCK, mask=key < limit, other=0)
+
+
+@triton.jit
+def load_tile(
+    cache,
+    pages,
+    tile,
+    limit,
+    HEADS: tl.constexpr,
+    TOKENS_PER_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Keys and values [KEYS, WIDTH] of one head, whose first block is at `cache`."""
+    key = keys_of(tile)
+    one: tl.constexpr = HEADS * TOKENS_PER_BLOCK * SIZE  # elements of a block's keys
+    row = pages.to(tl.int64) * (2 * one) + (key % TOKENS_PER_BLOCK) * SIZE
     dims = tl.arange(0, WIDTH)
-    mask = inside[:, None]
+    mask = (key < limit)[:, None]
     if WIDTH != SIZE:
         mask = mask & (dims < SIZE)[None, :]
-    return cache + row[:, None] + dims[None, :], mask
+    pointers = cache + row[:, None] + dims[None, :]
+    k = tl.load(pointers, mask=mask, other=0.0)
+    v = tl.load(pointers + one, mask=mask, other=0.0)
+    return k, v
 
 
 @triton.jit
@@ -123,12 +141,12 @@ def merge(largest, total, acc, unit_largest, unit_total, unit_acc):
 
 
 @triton.jit
-def store_rows(pointers, mask, acc, total, value_scale, out_scale, dtype, STATIC: tl.constexpr):
+def store_rows(pointers, mask, acc, total, value_scale, quanta, dtype, STATIC: tl.constexpr):
     """Divide by the sum of weights, round to the model's type, quantize if asked."""
     factor = tl.math.div_rn(value_scale, total)
     rows = (tl.fma(acc, factor[:, None], 0.0)).to(dtype)  # + 0: no negative zeros
     if STATIC:
-        tl.store(pointers, to_fp8(rows.to(tl.float32), out_scale), mask=mask)
+        tl.store(pointers, saturate(rows.to(tl.float32) * quanta), mask=mask)
     else:
         tl.store(pointers, rows, mask=mask)
 
@@ -158,6 +176,31 @@ def sees_tree(key, position, limit, first, words, row_mask, WINDOW, WORDS: tl.co
 
 
 @triton.jit
+def load_scales(softmax_scale, k_scale, v_scale, out_scale, K_SCALE, V_SCALE, STATIC):
+    """The factor of logits, that of values, and what the output is multiplied by."""
+    scale = softmax_scale
+    if K_SCALE:
+        scale *= tl.load(k_scale)
+    value_scale = 1.0
+    if V_SCALE:
+        value_scale = tl.load(v_scale)
+    quanta = 1.0
+    if STATIC:
+        quanta = tl.math.div_rn(1.0, tl.load(out_scale))
+    return scale, value_scale, quanta
+
+
+@triton.jit
+def load_queries(pointers, mask, inner: tl.constexpr):
+    """Rows of queries; beside FP8 keys as float16, which holds them exactly up to its range."""
+    queries = tl.load(pointers, mask=mask, other=0)
+    if queries.dtype != inner:
+        wide = queries.to(tl.float32)
+        queries = tl.clamp(wide, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(inner)
+    return queries
+
+
+@triton.jit
 def generation(
     q,
     k_scale,
@@ -184,6 +227,7 @@ def generation(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
     TOKENS_PER_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE_TOKENS: tl.constexpr,
@@ -199,6 +243,10 @@ def generation(
     """
     if PDL:
         gdc_launch_dependents()
+    scale, value_scale, quanta = load_scales(
+        softmax_scale, k_scale, v_scale, out_scale, K_SCALE, V_SCALE, STATIC
+    )
+    if PDL:
         gdc_wait()
     split = tl.program_id(0)
     head = tl.program_id(1) % HEADS
@@ -211,6 +259,7 @@ def generation(
     if (count > max_tokens) | (first_token >= count) | (limit <= 0):
         return
     dtype: tl.constexpr = q.dtype.element_ty
+    inner: tl.constexpr = tl.float16 if cache.dtype.element_ty == tl.float8e4nv else dtype
     dims = tl.arange(0, WIDTH)
     row = tl.arange(0, ROWS)
     token = first_token + row // GROUP
@@ -218,36 +267,19 @@ def generation(
     offset = (start + token).to(tl.int64) * (HEADS * GROUP * SIZE)
     offset += (head * GROUP + row % GROUP) * SIZE
     position = tl.load(position_ids + start + token, mask=row_mask, other=-1)
-    queries = tl.load(
-        q + offset[:, None] + dims[None, :],
-        mask=row_mask[:, None] & (dims < SIZE)[None, :],
-        other=0,
-    )
-    scale = softmax_scale
-    if K_SCALE:
-        scale *= tl.load(k_scale)
-    value_scale = 1.0
-    if V_SCALE:
-        value_scale = tl.load(v_scale)
-    quantum = 1.0
-    if STATIC:
-        quantum = tl.load(out_scale)
-
+    stored = row_mask[:, None] & (dims < SIZE)[None, :]
+    queries = load_queries(q + offset[:, None] + dims[None, :], stored, inner)
     # Which tiles the rows can see, and which of those are this split's.
-    last_key = tl.load(position_ids + start + tl.minimum(first_token + block_tokens, count) - 1)
-    first_key = 0
+    # Positions are at least limit - count + token: bounds that need no further load.
+    first_tile = 0
+    if WINDOW > 0:
+        first_tile = tl.maximum(limit - count + first_token - WINDOW + 1, 0) // KEYS
+    end_tile = (limit + KEYS - 1) // KEYS
     if TREE_TOKENS > 0:
-        last_key = limit - 1
         WORDS: tl.constexpr = (TREE_TOKENS + 31) // 32
         words = tree_mask + (request * TREE_TOKENS + token) * WORDS
         is_tree = count <= TREE_TOKENS
         words_mask = row_mask & is_tree
-    if WINDOW > 0:
-        nearest = tl.min(tl.where(row_mask, position, 2147483647), axis=0)
-        first_key = tl.maximum(nearest - WINDOW + 1, 0)
-    first_tile = first_key // KEYS
-    end_tile = tl.minimum(last_key + 1, limit) + KEYS - 1
-    end_tile = end_tile // KEYS
     num_tiles = end_tile - first_tile
     if num_tiles <= 0:
         return
@@ -270,25 +302,32 @@ def generation(
     num_rows = block_tokens * GROUP
     acc_base = partial_acc + group * max_entries * num_rows * SIZE
     state_base = partial_state + group * max_entries * num_rows * 2
-    stored = row_mask[:, None] & (dims < SIZE)[None, :]
     stored_at = row[:, None] * SIZE + dims[None, :]
 
-    BLOCK_STRIDE: tl.constexpr = 2 * HEADS * TOKENS_PER_BLOCK * SIZE
     table = block_tables + request.to(tl.int64) * table_stride
     keys_base = cache + head.to(tl.int64) * (TOKENS_PER_BLOCK * SIZE)
-    values_shift: tl.constexpr = HEADS * TOKENS_PER_BLOCK * SIZE
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     unit_largest = largest
     unit_total = total
     unit_acc = acc
+    loaded = tl.minimum(limit, end * KEYS)
+    pages = load_pages(table, begin, loaded, TOKENS_PER_BLOCK)
+    if AHEAD:
+        next_pages = load_pages(table, begin + 1, loaded, TOKENS_PER_BLOCK)
+        k, v = load_tile(keys_base, pages, begin, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
+        pages = next_pages
     for tile in tl.range(begin, end):
-        pointers, mask = load_keys(
-            keys_base, table, tile, limit, BLOCK_STRIDE, TOKENS_PER_BLOCK, SIZE, WIDTH
-        )
-        k = tl.load(pointers, mask=mask, other=0.0)
-        v = tl.load(pointers + values_shift, mask=mask, other=0.0)
+        if AHEAD:
+            # The next tile is on its way while this one is computed, and the pages after it.
+            next_k, next_v = load_tile(
+                keys_base, pages, tile + 1, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH
+            )
+            pages = load_pages(table, tile + 2, loaded, TOKENS_PER_BLOCK)
+        else:
+            k, v = load_tile(keys_base, pages, tile, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
+            pages = load_pages(table, tile + 1, loaded, TOKENS_PER_BLOCK)
         key = keys_of(tile)
         if TREE_TOKENS > 0:
             if is_tree:
@@ -301,8 +340,8 @@ def generation(
             visible = sees(key, position, limit, WINDOW)
         unit_largest, unit_total, unit_acc = attend(
             queries,
-            k.to(dtype),
-            v.to(dtype),
+            k.to(inner),
+            v.to(inner),
             visible,
             unit_largest,
             unit_total,
@@ -310,10 +349,13 @@ def generation(
             scale,
             True,
         )
+        if AHEAD:
+            k = next_k
+            v = next_v
         if starts_unit(tile + 1) | (tile + 1 == end):
             if split > 0:
                 entry = unit_index(tile) - unit_index(first_end) + 1
-                at = entry.to(tl.int64) * num_rows
+                at = entry * num_rows
                 tl.store(acc_base + at * SIZE + stored_at, unit_acc, mask=stored)
                 tl.store(state_base + at * 2 + row, unit_largest, mask=row_mask)
                 tl.store(state_base + at * 2 + num_rows + row, unit_total, mask=row_mask)
@@ -329,7 +371,7 @@ def generation(
             acc,
             total,
             value_scale,
-            quantum,
+            quanta,
             dtype,
             STATIC,
         )
@@ -340,22 +382,33 @@ def generation(
         tl.store(state_base + num_rows + row, total, mask=row_mask)
     tl.debug_barrier()  # every thread's stores come before the release
     arrived = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu")
-    if arrived != num_splits - 1:
-        return
-    tl.store(counters + group, 0)
     num_entries = tl.where(first_end < end_tile, last_unit - unit_index(first_end) + 2, 1)
-    for first_row in tl.range(0, tl.minimum(num_rows, (count - first_token) * GROUP), MERGED_ROWS):
+    last_row = tl.minimum(num_rows, (count - first_token) * GROUP)
+    begin_row = 0
+    if PDL:
+        # All splits run at once (see `launches`): each waits for the others and merges its rows.
+        share = (last_row + num_splits - 1) // num_splits
+        begin_row = split * share
+        last_row = tl.minimum(begin_row + share, last_row)
+        while arrived < num_splits:
+            arrived = tl.atomic_add(counters + group, 0, sem="acquire", scope="gpu")
+    else:
+        # One after the other: the last to arrive merges everything.
+        if arrived != num_splits - 1:
+            return
+        tl.store(counters + group, 0)
+    for first_row in tl.range(begin_row, last_row, MERGED_ROWS):
         part = first_row + tl.arange(0, MERGED_ROWS)
         part_token = first_token + part // GROUP
-        part_mask = (part < num_rows) & (part_token < count)
+        part_mask = part < last_row
         wide_mask = part_mask[:, None] & (dims < SIZE)[None, :]
         rows_at = acc_base + part[:, None] * SIZE + dims[None, :]
         states_at = state_base + part
         m = tl.full([MERGED_ROWS], float("-inf"), tl.float32)
         s = tl.zeros([MERGED_ROWS], tl.float32)
         a = tl.zeros([MERGED_ROWS, WIDTH], tl.float32)
-        for entry in tl.range(0, num_entries, 4):
-            # Four entries are under way at once; .cg because another SM wrote them.
+        for entry in tl.range(0, num_entries, 8):
+            # Eight entries are under way at once.
             m0, s0, a0 = load_entry(
                 rows_at, states_at, entry, num_entries, part_mask, wide_mask, num_rows, SIZE
             )
@@ -368,22 +421,42 @@ def generation(
             m3, s3, a3 = load_entry(
                 rows_at, states_at, entry + 3, num_entries, part_mask, wide_mask, num_rows, SIZE
             )
+            m4, s4, a4 = load_entry(
+                rows_at, states_at, entry + 4, num_entries, part_mask, wide_mask, num_rows, SIZE
+            )
+            m5, s5, a5 = load_entry(
+                rows_at, states_at, entry + 5, num_entries, part_mask, wide_mask, num_rows, SIZE
+            )
+            m6, s6, a6 = load_entry(
+                rows_at, states_at, entry + 6, num_entries, part_mask, wide_mask, num_rows, SIZE
+            )
+            m7, s7, a7 = load_entry(
+                rows_at, states_at, entry + 7, num_entries, part_mask, wide_mask, num_rows, SIZE
+            )
             m, s, a = merge(m, s, a, m0, s0, a0)
             m, s, a = merge(m, s, a, m1, s1, a1)
             m, s, a = merge(m, s, a, m2, s2, a2)
             m, s, a = merge(m, s, a, m3, s3, a3)
+            m, s, a = merge(m, s, a, m4, s4, a4)
+            m, s, a = merge(m, s, a, m5, s5, a5)
+            m, s, a = merge(m, s, a, m6, s6, a6)
+            m, s, a = merge(m, s, a, m7, s7, a7)
         at = (start + part_token).to(tl.int64) * (HEADS * GROUP * SIZE)
         at += (head * GROUP + part % GROUP) * SIZE
         store_rows(
-            out + at[:, None] + dims[None, :], wide_mask, a, s, value_scale, quantum, dtype, STATIC
+            out + at[:, None] + dims[None, :], wide_mask, a, s, value_scale, quanta, dtype, STATIC
         )
+    if PDL:
+        tl.debug_barrier()
+        if tl.atomic_add(counters + group, 1, sem="relaxed", scope="gpu") == 2 * num_splits - 1:
+            tl.store(counters + group, 0)
 
 
 @triton.jit
 def load_entry(rows_at, states_at, entry, num_entries, part_mask, wide_mask, num_rows, SIZE):
     """One unit's state; one that leaves a merge unchanged beyond the last."""
     inside = entry < num_entries
-    at = entry.to(tl.int64) * num_rows
+    at = entry * num_rows
     acc = tl.load(rows_at + at * SIZE, mask=wide_mask & inside, other=0.0, cache_modifier=".cg")
     states = states_at + at * 2
     mask = part_mask & inside
@@ -428,6 +501,10 @@ def context(
     """
     if PDL:
         gdc_launch_dependents()
+    scale, value_scale, quanta = load_scales(
+        softmax_scale, k_scale, v_scale, out_scale, K_SCALE, V_SCALE, STATIC
+    )
+    if PDL:
         gdc_wait()
     TOKENS: tl.constexpr = ROWS // GROUP
     head = tl.program_id(0)
@@ -442,6 +519,7 @@ def context(
     if (count < min_tokens) | (first_token >= count) | (limit <= 0):
         return
     dtype: tl.constexpr = q.dtype.element_ty
+    inner: tl.constexpr = tl.float16 if cache.dtype.element_ty == tl.float8e4nv else dtype
     dims = tl.arange(0, WIDTH)
     row = tl.arange(0, ROWS)
     token = first_token + row // GROUP
@@ -450,16 +528,7 @@ def context(
     offset += (head * GROUP + row % GROUP) * SIZE
     stored = row_mask[:, None] & (dims < SIZE)[None, :]
     position = tl.load(position_ids + start + token, mask=row_mask, other=-1)
-    queries = tl.load(q + offset[:, None] + dims[None, :], mask=stored, other=0)
-    scale = softmax_scale
-    if K_SCALE:
-        scale *= tl.load(k_scale)
-    value_scale = 1.0
-    if V_SCALE:
-        value_scale = tl.load(v_scale)
-    quantum = 1.0
-    if STATIC:
-        quantum = tl.load(out_scale)
+    queries = load_queries(q + offset[:, None] + dims[None, :], stored, inner)
 
     first_key = tl.load(position_ids + start + first_token)
     last_key = tl.load(position_ids + start + tl.minimum(first_token + TOKENS, count) - 1)
@@ -471,10 +540,8 @@ def context(
         first_tile = 0
         full_tile = tl.minimum(first_key + 1, limit) // KEYS  # all rows see all keys before it
 
-    BLOCK_STRIDE: tl.constexpr = 2 * HEADS * TOKENS_PER_BLOCK * SIZE
     table = block_tables + request.to(tl.int64) * table_stride
     keys_base = cache + head.to(tl.int64) * (TOKENS_PER_BLOCK * SIZE)
-    values_shift: tl.constexpr = HEADS * TOKENS_PER_BLOCK * SIZE
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -482,15 +549,12 @@ def context(
     unit_total = total
     unit_acc = acc
     for tile in tl.range(first_tile, full_tile):
-        pointers, mask = load_keys(
-            keys_base, table, tile, limit, BLOCK_STRIDE, TOKENS_PER_BLOCK, SIZE, WIDTH
-        )
-        k = tl.load(pointers, mask=mask, other=0.0)
-        v = tl.load(pointers + values_shift, mask=mask, other=0.0)
+        pages = load_pages(table, tile, limit, TOKENS_PER_BLOCK)
+        k, v = load_tile(keys_base, pages, tile, limit, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
         unit_largest, unit_total, unit_acc = attend(
             queries,
-            k.to(dtype),
-            v.to(dtype),
+            k.to(inner),
+            v.to(inner),
             True,
             unit_largest,
             unit_total,
@@ -504,16 +568,13 @@ def context(
             unit_total = tl.zeros([ROWS], tl.float32)
             unit_acc = tl.zeros([ROWS, WIDTH], tl.float32)
     for tile in tl.range(full_tile, end_tile):
-        pointers, mask = load_keys(
-            keys_base, table, tile, limit, BLOCK_STRIDE, TOKENS_PER_BLOCK, SIZE, WIDTH
-        )
-        k = tl.load(pointers, mask=mask, other=0.0)
-        v = tl.load(pointers + values_shift, mask=mask, other=0.0)
+        pages = load_pages(table, tile, limit, TOKENS_PER_BLOCK)
+        k, v = load_tile(keys_base, pages, tile, limit, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
         visible = sees(keys_of(tile), position, limit, WINDOW)
         unit_largest, unit_total, unit_acc = attend(
             queries,
-            k.to(dtype),
-            v.to(dtype),
+            k.to(inner),
+            v.to(inner),
             visible,
             unit_largest,
             unit_total,
@@ -534,7 +595,7 @@ def context(
         acc,
         total,
         value_scale,
-        quantum,
+        quanta,
         dtype,
         STATIC,
     )
