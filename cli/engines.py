@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +13,12 @@ from llmctl.errors import Unsupported
 from llmctl.runtime.pair import check_pair, check_target
 
 if TYPE_CHECKING:
+    from llmctl.plugins.sampling.spec import SamplingBackend
+    from llmctl.runtime.cuda_open import OpenedPair
     from llmctl.runtime.engine import Executable
     from llmctl.runtime.executor import Executor
     from llmctl.runtime.memory import KvCachePlan
+    from llmctl.runtime.rounds import RoundRunner
     from llmctl.runtime.speculative.drafter import Drafter
 
 
@@ -44,47 +48,86 @@ class CheckedEngines:
 
 def check_engines(options: EngineOptions) -> CheckedEngines:
     """Read every config.json and check the pair. Raises EngineNotFound, CorruptEngine,
-    RebuildNeeded, PairMismatch, Unsupported."""
+    RebuildNeeded, PairMismatch, Unsupported; of a GPU's engines also NoDevice where there is none.
+    """
     target = read_engine_config(options.engine_dir)
     speculation = options.speculation
     if options.num_threads is not None and target.backend != "cpu":
         raise Unsupported(f"--num-threads is for cpu engines; this one is {target.backend}")
-    if speculation is None:
-        return CheckedEngines(options, target, None, 0)
-    if speculation.draft_engine is None:
-        return CheckedEngines(options, target, None, check_target(target, speculation.draft_len))
-    draft = read_engine_config(speculation.draft_engine)
-    return CheckedEngines(options, target, draft, check_pair(target, draft, speculation.draft_len))
+    draft, draft_len = None, 0
+    if speculation is not None and speculation.draft_engine is not None:
+        draft = read_engine_config(speculation.draft_engine)
+        draft_len = check_pair(target, draft, speculation.draft_len)
+    elif speculation is not None:
+        draft_len = check_target(target, speculation.draft_len)
+    if target.backend == "cuda":
+        from llmctl.runtime.device import require_device
+
+        require_device(target)
+    return CheckedEngines(options, target, draft, draft_len)
 
 
 class OpenEngines:
-    """Loaded engines and their common KV cache plan; makes executors."""
+    """Loaded engines and their common KV cache plan; makes executors.
 
-    def __init__(self, checked: CheckedEngines) -> None:
+    `log` gets lines for people while loading: on a GPU the memory plan, then the loading speed.
+    """
+
+    def __init__(
+        self, checked: CheckedEngines, log: Callable[[list[str]], None] = lambda lines: None
+    ) -> None:
+        options = checked.options
+        speculation = options.speculation
+        self.checked = checked
+        self.target: Executable
+        self.draft: Executable | None = None
+        self.kv_plan: KvCachePlan
+        self._on_device: OpenedPair | None = None
+        draft_dir = speculation.draft_engine if speculation is not None else None
+        if checked.target.backend == "cuda":
+            self._open_on_device(options, draft_dir, log)
+        else:
+            self._open_on_cpu(options, draft_dir)
+
+    def _open_on_cpu(self, options: EngineOptions, draft_dir: Path | None) -> None:
         from llmctl.runtime.engine import open_executable
         from llmctl.runtime.memory import DEFAULT_FREE_FRACTION, plan_kv_cache
 
-        options = checked.options
         if options.num_threads is not None:
             from llmctl.plugins.cpu import set_num_threads
 
             set_num_threads(options.num_threads)
-        self.checked = checked
-        self.target: Executable = open_executable(options.engine_dir)
-        self.draft: Executable | None = None
-        if options.speculation is not None and options.speculation.draft_engine is not None:
-            self.draft = open_executable(options.speculation.draft_engine)
+        self.target = open_executable(options.engine_dir)
+        if draft_dir is not None:
+            self.draft = open_executable(draft_dir)
         fraction = options.free_fraction
-        self.kv_plan: KvCachePlan = plan_kv_cache(
+        self.kv_plan = plan_kv_cache(
             self.target,
             self.draft,
             free_fraction=DEFAULT_FREE_FRACTION if fraction is None else fraction,
             max_tokens=options.max_tokens,
         )
 
+    def _open_on_device(
+        self, options: EngineOptions, draft_dir: Path | None, log: Callable[[list[str]], None]
+    ) -> None:
+        from llmctl.runtime.cuda_open import plan_pair
+
+        planned = plan_pair(
+            options.engine_dir,
+            draft_dir,
+            free_fraction=options.free_fraction,
+            max_tokens=options.max_tokens,
+        )
+        log([f"device: {planned.device_name}", *planned.memory.lines()])
+        opened = planned.load()
+        log([f"loaded {role}: {report}" for role, report in opened.loads])
+        self.target, self.draft = opened.target, opened.draft
+        self.kv_plan = planned.memory.kv_cache
+        self._on_device = opened
+
     def executor(self, *, is_speculative: bool = True) -> Executor:
         """A running executor; only one may be alive at a time, they share the engines."""
-        from llmctl.plugins.cpu import CpuSampling
         from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
         from llmctl.runtime.scheduler import SchedulerConfig
 
@@ -98,7 +141,35 @@ class OpenEngines:
             acceptance=speculation.acceptance if speculation is not None else "tokens",
             max_step_ms=options.max_step_ms,
         )
-        return Executor(self.target, self._drafter(speculation), config, CpuSampling())
+        return Executor(
+            self.target,
+            self._drafter(speculation),
+            config,
+            self._sampling(),
+            self._round_runner(speculation),
+        )
+
+    def _sampling(self) -> SamplingBackend:
+        """The sampling of the engines' backend."""
+        if self._on_device is not None:
+            return self._on_device.sampling
+        from llmctl.plugins.cpu import CpuSampling
+
+        return CpuSampling()
+
+    def _round_runner(self, speculation: Speculation | None) -> RoundRunner | None:
+        """What runs generation on the device by itself: plain decoding and draft engines whose
+        drafts are accepted by tokens. Everything else is led by the host."""
+        opened = self._on_device
+        if opened is None:
+            return None
+        from llmctl.runtime.cuda_rounds import CudaRoundRunner
+
+        if speculation is None:
+            return CudaRoundRunner(opened.target, None, 0)
+        if opened.draft is None or speculation.acceptance != "tokens":
+            return None
+        return CudaRoundRunner(opened.target, opened.draft, self.checked.draft_len)
 
     def _drafter(self, speculation: Speculation | None) -> Drafter | None:
         if speculation is None:

@@ -229,8 +229,8 @@ def run(
         float | None,
         typer.Option(
             "--kv-cache-free-gpu-memory-fraction",
-            help="Upper bound of both KV caches, as a share of free memory (RAM for cpu engines; "
-            "default 0.5 there).",
+            help="Upper bound of both KV caches, as a share of the memory that weights and "
+            "activations leave free; default 0.9 on a GPU, 0.5 of RAM for cpu engines.",
         ),
     ] = None,
     max_tokens_in_paged_kv_cache: Annotated[

@@ -82,7 +82,7 @@ class Session:
         rows = make_rows(prompts, options.prompts, tokenizer, _model_end_ids(checked.target))
         if options.is_verifying:
             _require_comparable(options.engines, rows)
-        engines = OpenEngines(checked)
+        engines = OpenEngines(checked, lambda lines: self._log("info", *lines))
         self._log("info", *engine_lines(engines, is_verbose=self._is_shown("verbose")))
         if options.is_profiling:
             self._profile(engines, rows)

@@ -8,6 +8,7 @@ in this process's memory as a whole.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from time import perf_counter
 
 import torch
 
+from llmctl.builder.engine_format import Plan, PlanTensor
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 
@@ -39,6 +41,10 @@ class LoadReport:
         """Decimal gigabytes a second."""
         return self.num_bytes / 1e9 / self.seconds if self.seconds else 0.0
 
+    def __str__(self) -> str:
+        size, speed = self.num_bytes / 1e9, self.gigabytes_per_s
+        return f"{size:.3f} GB in {self.seconds:.2f} s, {speed:.1f} GB/s"
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
@@ -49,32 +55,55 @@ class _Piece:
     offset: int
 
 
-def weights_bytes(sizes: Mapping[str, int]) -> int:
-    """Device memory that weights of these sizes take, each on an aligned address."""
-    return sum(map(_aligned, sizes.values()))
+def allocated_bytes(plan: Plan) -> int:
+    """Device memory that the weights of a plan take, each on an aligned address."""
+    return sum(_aligned(num_bytes) for num_bytes in _sizes(plan).values())
 
 
 def load_weights(
-    path: Path, mapped: Mapping[str, torch.Tensor], queue: DeviceQueue
+    path: Path, plan: Plan, mapped: Mapping[str, torch.Tensor], queue: DeviceQueue
 ) -> tuple[dict[str, torch.Tensor], LoadReport]:
-    """The tensors of an engine file, given as views of its map, copied to the queue's device.
+    """All weights of the plan on the queue's device, in one allocation.
 
-    All share one allocation. Raises OutOfMemory, DeviceFailure, CorruptEngine (the file shrank).
+    Those that the engine file `path` stores, `mapped` views of its map, are copied; the others are
+    left for whoever generates them. Raises OutOfMemory, DeviceFailure, CorruptEngine (the file
+    shrank).
     """
     began = perf_counter()
-    sizes = {name: tensor.nbytes for name, tensor in mapped.items()}
     with device_errors("allocating the weights"), queue.scope():
-        memory = torch.empty(weights_bytes(sizes), dtype=torch.uint8, device=queue.device)
+        memory = torch.empty(allocated_bytes(plan), dtype=torch.uint8, device=queue.device)
     queue.synchronize()  # the copies run on other streams
+    sizes = _sizes(plan)
     weights, pieces, offset = {}, [], 0
-    for name, tensor in mapped.items():
-        begin = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
-        pieces.append(_Piece(begin, begin + sizes[name], offset))
-        data = memory[offset : offset + sizes[name]]
-        weights[name] = data.view(tensor.dtype).view(tensor.shape)
-        offset += _aligned(sizes[name])
+    for tensor in plan.tensors:
+        if tensor.kind != "weight":
+            continue
+        num_bytes = sizes[tensor.name]
+        if tensor.is_stored:
+            source = mapped[tensor.name]
+            begin = source.data_ptr() - source.untyped_storage().data_ptr()
+            pieces.append(_Piece(begin, begin + num_bytes, offset))
+        dtype: torch.dtype = getattr(torch, tensor.dtype)
+        data = memory[offset : offset + num_bytes]
+        weights[tensor.name] = data.view(dtype).view(_shape(tensor))
+        offset += _aligned(num_bytes)
     _Copy(path, memory, pieces).run()
-    return weights, LoadReport(sum(sizes.values()), perf_counter() - began)
+    num_copied = sum(piece.end - piece.begin for piece in pieces)
+    return weights, LoadReport(num_copied, perf_counter() - began)
+
+
+def _sizes(plan: Plan) -> dict[str, int]:
+    """Bytes of each weight."""
+    return {
+        tensor.name: math.prod(_shape(tensor)) * getattr(torch, tensor.dtype).itemsize
+        for tensor in plan.tensors
+        if tensor.kind == "weight"
+    }
+
+
+def _shape(tensor: PlanTensor) -> tuple[int, ...]:
+    assert all(isinstance(dim, int) for dim in tensor.shape), tensor.name
+    return tuple(int(dim) for dim in tensor.shape)
 
 
 class _Copy:

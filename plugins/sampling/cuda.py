@@ -35,11 +35,10 @@ def draws_on_device(row: SamplingRow) -> bool:
     return not row.banned and not has_penalties(row.params) and row.stream == TARGET_STREAM
 
 
-def scratch_bytes(vocab_size: int) -> int:
-    """Device memory that sampling over `vocab_size` ids takes."""
-    scratch = SamplingScratch.allocate(MAX_ROWS, vocab_size, "meta")
-    tensors = [getattr(scratch, name) for name in scratch.__slots__]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def scratch_bytes(rows: int, vocab_size: int) -> int:
+    """Device memory that drawing from `rows` rows of `vocab_size` ids takes."""
+    scratch = SamplingScratch.allocate(rows, vocab_size, "meta")
+    return sum(getattr(scratch, name).nbytes for name in scratch.__slots__)
 
 
 class CudaSampling:

@@ -1,0 +1,184 @@
+"""Opening engines on a GPU: device and memory are checked first, weights are read second.
+
+pair = plan_pair(target_dir, draft_dir)     reads headers, allocates nothing
+pair.memory.lines()                         the plan, for people
+opened = pair.load()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llmctl.builder.engine_format import (
+    EngineConfig,
+    Plan,
+    engine_file,
+    open_engine,
+    read_engine_config,
+)
+from llmctl.plugins.cuda.compiler import CompiledKernel
+from llmctl.plugins.cuda.kernel import Launch, StepLimits
+from llmctl.plugins.cuda.program import CudaProgram
+from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
+from llmctl.plugins.program import OpCall
+from llmctl.plugins.sampling.cuda import MAX_ROWS, CudaSampling, scratch_bytes
+from llmctl.runtime.cuda_engine import CudaExecutable
+from llmctl.runtime.device import require_device
+from llmctl.runtime.engine import kv_bytes_per_block
+from llmctl.runtime.graphs import MAX_GRAPHS
+from llmctl.runtime.loading import LoadReport, allocated_bytes, load_weights
+from llmctl.runtime.memory import (
+    DEFAULT_DEVICE_FRACTION,
+    GRAPH_BYTES_PER_LAUNCH,
+    DevicePlan,
+    EngineMemory,
+    plan_device,
+)
+
+Launcher = Callable[[Sequence[Launch]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPair:
+    """Loaded engines on one stream, and the sampling that serves both."""
+
+    target: CudaExecutable
+    draft: CudaExecutable | None
+    sampling: CudaSampling
+    loads: tuple[tuple[str, LoadReport], ...]  # by role
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPair:
+    """Engines that fit the device; their weights are still on disk."""
+
+    target: EngineFile
+    draft: EngineFile | None
+    memory: DevicePlan
+    device_name: str
+
+    def load(self) -> OpenedPair:
+        """Read the weights. Raises OutOfMemory, DeviceFailure, CorruptEngine."""
+        queue = DeviceQueue("cuda")
+        target, load = self.target.load(queue)
+        loads = [("target", load)]
+        draft = None
+        if self.draft is not None:
+            draft, load = self.draft.load(queue)
+            loads.append(("draft", load))
+        sampling = CudaSampling(queue, _launcher(target, draft))
+        return OpenedPair(target, draft, sampling, tuple(loads))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFile:
+    """One engine as it lies on disk, mapped."""
+
+    folder: Path
+    config: EngineConfig
+    plan: Plan
+    tensors: Mapping[str, torch.Tensor]  # stored weights and cubins
+
+    @classmethod
+    def open(cls, folder: Path) -> EngineFile:
+        """Reads config.json and the header. Raises what `open_engine` raises."""
+        plan, tensors = open_engine(folder)
+        return cls(folder, read_engine_config(folder), plan, tensors)
+
+    def memory(self, role: str, sampling: int = 0) -> EngineMemory:
+        """What the engine takes on a device, with `sampling` bytes for drawing tokens."""
+        build = self.config.build_config
+        return EngineMemory(
+            role=role,
+            weight_bytes=allocated_bytes(self.plan),
+            activation_bytes=self.plan.arena_bytes,
+            scratch_bytes=self.plan.scratch_bytes + sampling,
+            graph_bytes=MAX_GRAPHS * len(self.plan.ops) * GRAPH_BYTES_PER_LAUNCH,
+            kv_bytes_per_block=kv_bytes_per_block(self.plan),
+            tokens_per_block=self.plan.kv_cache.tokens_per_block,
+            max_batch_size=int(build["max_batch_size"]),
+            max_seq_len=int(build["max_seq_len"]),
+        )
+
+    def load(self, queue: DeviceQueue) -> tuple[CudaExecutable, LoadReport]:
+        """The engine with its weights, read or generated, on the queue's device."""
+        weights, report = load_weights(self.folder / engine_file(0), self.plan, self.tensors, queue)
+        if any(not t.is_stored for t in self.plan.tensors):
+            from llmctl.runtime.generated import generate_weights
+
+            with device_errors("generating weights"), queue.scope():
+                generate_weights(self.config, self.plan, weights)
+            queue.synchronize()
+        binaries = [
+            CompiledKernel.from_metadata(k.metadata, self.tensors[k.tensor].numpy().tobytes())
+            for k in self.plan.kernels
+        ]
+
+        def make_program(calls: list[OpCall], limits: StepLimits) -> CudaProgram:
+            return CudaProgram(calls, binaries, limits, queue.device)
+
+        return CudaExecutable(self.config, self.plan, weights, make_program, queue), report
+
+
+def plan_pair(
+    target_dir: Path,
+    draft_dir: Path | None = None,
+    *,
+    free_fraction: float | None = None,
+    max_tokens: int | None = None,
+) -> PlannedPair:
+    """Find a place for both engines on the device that is there.
+
+    Raises what `open_engine` raises, NoDevice, RebuildNeeded (another compute capability) and
+    OutOfMemory.
+    """
+    target = EngineFile.open(target_dir)
+    draft = EngineFile.open(draft_dir) if draft_dir is not None else None
+    files = [file for file in (target, draft) if file is not None]
+    for file in files:
+        require_device(file.config)
+    sampling = sampling_bytes([file.plan for file in files])
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    memory = plan_device(
+        target.memory("target", sampling),
+        draft.memory("draft") if draft is not None else None,
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+        free_fraction=DEFAULT_DEVICE_FRACTION if free_fraction is None else free_fraction,
+        max_tokens=max_tokens,
+    )
+    return PlannedPair(target, draft, memory, torch.cuda.get_device_name())
+
+
+def sampling_bytes(plans: Sequence[Plan]) -> int:
+    """Device memory of sampling for all engines: rows drawn for the host's steps, and those of a
+    whole round. Engines of one vocabulary share it."""
+    rows = max(plan.max_num_rows for plan in plans)
+    return sum(
+        scratch_bytes(count, vocab)
+        for vocab in set(map(_vocab, plans))
+        for count in (MAX_ROWS, rows)
+    )
+
+
+def _vocab(plan: Plan) -> int:
+    """Width of the logits."""
+    (width,) = [tensor.shape[-1] for tensor in plan.tensors if tensor.name == plan.logits]
+    return int(width)
+
+
+def _launcher(target: CudaExecutable, draft: CudaExecutable | None) -> Launcher:
+    """Launches sampling kernels out of the engine that has them for the logits' vocabulary."""
+
+    def launch(launches: Sequence[Launch]) -> None:
+        logits = launches[0].arguments[0]
+        assert isinstance(logits, torch.Tensor)
+        is_target = draft is None or logits.shape[1] == target.vocab_size
+        engine = target if is_target or draft is None else draft
+        engine.program.launch(launches, engine.queue.handle)
+
+    return launch
