@@ -15,7 +15,7 @@
 // the parts in the same order. With SPLIT == 0 blocks have equal shares of all intervals, and a tile
 // that two blocks share is summed by one after the other. K must have a multiple of CHUNKS chunks.
 //
-// Macros: INPUT_TYPE (E4M3 | BF16 | FP16), TOKENS (8 ... 128), ROW_TILES, CHUNKS, STAGES, SPLIT
+// Macros: INPUT_TYPE (E4M3 | BF16 | FP16), TOKENS (8 ... 64), ROW_TILES, CHUNKS, STAGES, SPLIT
 // (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), L2_STAGES (slots brought as far as L2
 // before the wait), and those of epilogue.cuh. Grid: x blocks (times SPLIT), y token tiles.
 
@@ -140,9 +140,9 @@ struct Shared {
 // ---- the copying warp ----
 
 DEVICE void copy_weights(const Shared& shared, const Walk& walk, const u8* weight, int chunks,
-                         u64 policy) {
+                         u32 x_bytes, u64 policy) {
   const u32 full = shared.full + 8 * walk.slot;
-  barrier_expect(full, walk.active * (CHUNKS * BLOCK_BYTES) + CHUNKS * X_BYTES);
+  barrier_expect(full, walk.active * (CHUNKS * BLOCK_BYTES) + CHUNKS * x_bytes);
   const u8* from = weight + ((long long)walk.tile * chunks + walk.chunk) * BLOCK_BYTES;
   const u32 to = shared.ring + walk.slot * STAGE_BYTES;
 #pragma unroll
@@ -164,13 +164,14 @@ DEVICE void copy_tokens(const Shared& shared, const Walk& walk, const TensorMap*
 }
 
 DEVICE void fill_ring(const Shared& shared, const TensorMap* x, const u8* weight, int row_tiles,
-                      int chunks) {
+                      int chunks, int tokens) {
+  const u32 x_bytes = min(tokens, TOKENS) * 128;  // of a box: rows that no token needs stay behind
   const u64 once = evict_first_policy(), often = evict_last_policy();
   prefetch_map(x);
   Walk walk(row_tiles, chunks), behind = walk;
   int ahead = 0;
   for (; ahead < STAGES && !walk.done(); ++ahead, walk.next()) {
-    copy_weights(shared, walk, weight, chunks, once);
+    copy_weights(shared, walk, weight, chunks, x_bytes, once);
   }
   launch_dependents();
   if (L2_STAGES > 0) {
@@ -187,7 +188,7 @@ DEVICE void fill_ring(const Shared& shared, const TensorMap* x, const u8* weight
   for (; ahead > 0; --ahead, behind.next()) copy_tokens(shared, behind, x, often);
   for (; !walk.done(); walk.next()) {
     barrier_wait(shared.empty + 8 * walk.slot, walk.phase ^ 1);
-    copy_weights(shared, walk, weight, chunks, once);
+    copy_weights(shared, walk, weight, chunks, x_bytes, once);
     copy_tokens(shared, walk, x, often);
   }
 }
@@ -215,14 +216,10 @@ struct Slice {
   }
 };
 
-DEVICE bool ends_interval(const Walk& walk) {
-  return walk.chunk + CHUNKS >= walk.last || (walk.chunk + CHUNKS) % INTERVAL == 0;
-}
-
-// One slot's products into `part`; the slot is free when this returns.
+// Starts one slot's products into `part`, after those started before.
 template <int ACTIVE>
-DEVICE void multiply_slot(const Shared& shared, const Walk& walk, float (&part)[ACTIVE][TOKENS / 2],
-                          bool is_first) {
+DEVICE void start_slot(const Shared& shared, const Walk& walk, float (&part)[ACTIVE][TOKENS / 2],
+                       bool is_first) {
   barrier_wait(shared.full + 8 * walk.slot, walk.phase);
   // From lane 0, so that the compiler knows descriptors to be uniform in the warp.
   const u32 stage = __shfl_sync(~0u, shared.ring + walk.slot * STAGE_BYTES, 0);
@@ -243,33 +240,89 @@ DEVICE void multiply_slot(const Shared& shared, const Walk& walk, float (&part)[
     }
   }
   product_commit();
+}
+
+DEVICE void free_slot(const Shared& shared, int slot) {
+  if (slot >= 0 && threadIdx.x % 32 == 0) barrier_arrive(shared.empty + 8 * slot);
+}
+
+template <int ACTIVE>
+DEVICE void finish_products(float (&part)[ACTIVE][TOKENS / 2]) {
   product_wait<0>();
 #pragma unroll
   for (int r = 0; r < ACTIVE; ++r) keep_order(part[r]);
-  if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty + 8 * walk.slot);
+}
+
+// One interval into `part`. While its first slot is multiplied, `use` takes the interval before,
+// which is in `before` (first chunk `chunk_before`, negative if there is none).
+template <int ACTIVE, class Use>
+DEVICE void multiply_interval(const Shared& shared, Walk& walk, float (&part)[ACTIVE][TOKENS / 2],
+                              float (&before)[ACTIVE][TOKENS / 2], int& chunk_before, int& busy,
+                              const Use& use) {
+  const int begin = walk.chunk, end = min(begin + INTERVAL, walk.last);
+#pragma unroll
+  for (int i = 0; i < INTERVAL / CHUNKS; ++i) {
+    if (i > 0 && walk.chunk >= end) break;
+    start_slot<ACTIVE>(shared, walk, part, i == 0);
+    product_wait<1>();
+    free_slot(shared, busy);
+    busy = walk.slot;
+    if (i == 0 && chunk_before >= 0) {
+#pragma unroll
+      for (int r = 0; r < ACTIVE; ++r) keep_order(before[r]);
+      use(before, chunk_before);
+    }
+    walk.chunk += CHUNKS;
+    walk.next_slot();
+  }
+  chunk_before = begin;
+}
+
+// All of the block's intervals of ACTIVE row tiles, in order; use(part, first chunk) takes each.
+template <int ACTIVE, class Use>
+DEVICE void multiply_intervals(const Shared& shared, Walk& walk, const Use& use) {
+  float even[ACTIVE][TOKENS / 2], odd[ACTIVE][TOKENS / 2];
+  int before = -1, busy = -1;
+  while (true) {
+    multiply_interval<ACTIVE>(shared, walk, even, odd, before, busy, use);
+    if (walk.chunk >= walk.last) {
+      finish_products(even);
+      use(even, before);
+      break;
+    }
+    multiply_interval<ACTIVE>(shared, walk, odd, even, before, busy, use);
+    if (walk.chunk >= walk.last) {
+      finish_products(odd);
+      use(odd, before);
+      break;
+    }
+  }
+  free_slot(shared, busy);
 }
 
 // The sums of ACTIVE row tiles over the block's chunks.
 template <int ACTIVE>
 DEVICE void multiply(const Shared& shared, Walk& walk, float (&sum)[ACTIVE][TOKENS / 2]) {
   if constexpr (!IS_FP8) {
+    int busy = -1;
     for (; walk.chunk < walk.last; walk.chunk += CHUNKS, walk.next_slot()) {
-      multiply_slot<ACTIVE>(shared, walk, sum, walk.chunk == 0);
+      start_slot<ACTIVE>(shared, walk, sum, walk.chunk == 0);
+      product_wait<1>();
+      free_slot(shared, busy);
+      busy = walk.slot;
     }
+    finish_products(sum);
+    free_slot(shared, busy);
   } else {
-    float part[ACTIVE][TOKENS / 2];
-    for (; walk.chunk < walk.last; walk.chunk += CHUNKS, walk.next_slot()) {
-      multiply_slot<ACTIVE>(shared, walk, part, walk.chunk % INTERVAL == 0);
-      if (!ends_interval(walk)) continue;
-      const bool is_first = walk.chunk < INTERVAL;
+    multiply_intervals<ACTIVE>(shared, walk, [&](float (&part)[ACTIVE][TOKENS / 2], int chunk) {
 #pragma unroll
       for (int r = 0; r < ACTIVE; ++r) {
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) {
-          sum[r][i] = is_first ? part[r][i] : __fadd_rn(sum[r][i], part[r][i]);
+          sum[r][i] = chunk == 0 ? part[r][i] : __fadd_rn(sum[r][i], part[r][i]);
         }
       }
-    }
+    });
   }
 }
 
@@ -390,17 +443,14 @@ DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e, 
   const u32 parts = remote_address(shared.parts, owner);
   const u32 parts_full = remote_address(shared.parts_full, owner);
   cluster_wait();  // every block of the cluster has its barriers
-  float part[ACTIVE][TOKENS / 2];
-  for (; walk.chunk < walk.last; walk.chunk += CHUNKS, walk.next_slot()) {
-    multiply_slot<ACTIVE>(shared, walk, part, walk.chunk % INTERVAL == 0);
-    if (!ends_interval(walk)) continue;
+  multiply_intervals<ACTIVE>(shared, walk, [&](float (&part)[ACTIVE][TOKENS / 2], int chunk) {
 #pragma unroll
     for (int i = 0; i < ACTIVE * OCTETS; ++i) {
       const float* p = &part[i / OCTETS][4 * (i % OCTETS)];
-      store_remote(parts + part_offset(walk.chunk / INTERVAL, i / OCTETS, warp % OWNED, i % OCTETS),
+      store_remote(parts + part_offset(chunk / INTERVAL, i / OCTETS, warp % OWNED, i % OCTETS),
                    parts_full, p[0], p[1], p[2], p[3]);
     }
-  }
+  });
   barrier_wait_cluster(shared.parts_full, 0);
 #pragma unroll
   for (int round = 0; round < ROUNDS; ++round) {
@@ -463,7 +513,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TOKENS <= 64 && ROW_TILES 
   __syncthreads();
   if (CLUSTER > 1) cluster_arrive();
   if (threadIdx.x >= CONSUMERS) {
-    if (threadIdx.x == CONSUMERS) fill_ring(shared, &x, weight, row_tiles, chunks);
+    if (threadIdx.x == CONSUMERS) fill_ring(shared, &x, weight, row_tiles, chunks, tokens);
     __syncwarp();
     if (CLUSTER > 1) cluster_wait();
     return;

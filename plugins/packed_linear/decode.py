@@ -8,7 +8,7 @@ shape), nothing brought to L2 ahead. k0: every block has an equal share of all i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,12 +25,13 @@ from llmctl.plugins.packed_linear.layout import TILE_ROWS
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
 
-TOKEN_TILES = (8, 16, 24, 32, 64, 128)
+TOKEN_TILES = (8, 16, 24, 32, 64)
 SHARED_LIMIT = 227 * 1024  # of a thread block
 SHARED_HALF = 112 * 1024  # two thread blocks fit a multiprocessor (1 KiB each is reserved)
 INTERVAL = 4  # chunks of 128 bytes that an FP8 sum takes at once: 512 elements
 MAX_BLOCKS, MAX_HANDED = 264, 64  # blocks and tokens of sums that blocks hand on
-_BLOCK_BYTES, _PART_BYTES = 8192, 512
+BLOCK_BYTES = 8192  # 64 rows of 128 bytes
+_PART_BYTES = 512  # 16 rows x 8 tokens of float32
 _WARPS = 5
 _PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)l(\d+)")
 
@@ -70,7 +71,7 @@ class DecodeVariant:
     @property
     def stage_bytes(self) -> int:
         """Weights and tokens of one slot."""
-        return self.chunks * (self.row_tiles * _BLOCK_BYTES + self.tokens * 128)
+        return self.chunks * (self.row_tiles * BLOCK_BYTES + self.tokens * 128)
 
     def shared_bytes(self, intervals: int) -> int:
         """Dynamic shared memory: alignment, ring, parts, barriers."""
@@ -92,16 +93,7 @@ class DecodeVariant:
     def with_stages(self, intervals: int, room: int) -> DecodeVariant:
         """The same with as many slots as fit `room` bytes."""
         room -= 1024 + 16 + self.parts_bytes(intervals)
-        stages = room // (self.stage_bytes + 16)
-        return DecodeVariant(
-            self.tokens,
-            self.row_tiles,
-            self.chunks,
-            stages,
-            self.split,
-            self.blocks,
-            self.l2_stages,
-        )
+        return replace(self, stages=room // (self.stage_bytes + 16))
 
 
 def grid_blocks(variant: DecodeVariant, row_tiles: int, num_sms: int) -> int:
@@ -155,7 +147,7 @@ def decode_launch(call: OpCall, env: LaunchEnv, tokens: int, variant: DecodeVari
     """Multiply the first `tokens` rows of `x`."""
     row_tiles = call.inputs["weight"].shape[0]
     grid = (grid_blocks(variant, row_tiles, env.limits.num_sms), -(-tokens // variant.tokens), 1)
-    arguments = argument_values(call, env, tokens, variant.tokens)
+    arguments = argument_values(call, env, tokens, min(tokens, variant.tokens))
     if variant.split == 0:
         assert grid[0] <= MAX_BLOCKS and grid[1] == 1 and variant.tokens <= MAX_HANDED
         sums = env.scratch(

@@ -138,8 +138,8 @@ DEVICE void store_pair(const Epilogue& e, const RowConstants& rows, const TokenC
 #else
 
 struct TokenConstants {
-  float x_scale, cos, sin;
-  int slot;
+  float x_scale, cos, sin, kv_scale;
+  KV_TYPE::Storage* row;  // of the cache; null: store no key or value
 };
 
 // For this thread's row of a query or key head.
@@ -148,15 +148,6 @@ DEVICE void load_rotation(const Epilogue& e, int group, int position, TokenConst
   const float* factors = e.rotary + (long long)position * HEAD_SIZE + dim;
   t.cos = round_to<MODEL_TYPE>(__ldg(factors));
   t.sin = round_to<MODEL_TYPE>(__ldg(factors + HEAD_SIZE / 2));
-}
-
-DEVICE TokenConstants load_token(const Epilogue& e, int group, int token) {
-  if (token >= e.tokens) return {1.0f, 1.0f, 0.0f, -1};
-  TokenConstants t = {load_x_scale(e, token), 1.0f, 0.0f, e.slots[token]};
-  if (16 * group < (NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE) {
-    load_rotation(e, group, e.positions[token], t);
-  }
-  return t;
 }
 
 // Dimensions d and d + HEAD_SIZE / 2 of the model type; the results are not yet rounded.
@@ -168,10 +159,6 @@ DEVICE void rotate(const TokenConstants& t, float& left, float& right) {
                     round_to<MODEL_TYPE>(__fmul_rn(a, t.sin)));
 }
 
-DEVICE KV_TYPE::Storage to_cache(float x, const float* scale) {
-  return KV_TYPE::pack(scale ? __fdiv_rn(x, __ldg(scale)) : x);
-}
-
 // Keys (kv 0) and values (kv 1) at `slot`; dim is within the head.
 DEVICE KV_TYPE::Storage* cache_row(const Epilogue& e, int slot, int kv, int head) {
   const int block = slot / e.tokens_per_block, offset = slot % e.tokens_per_block;
@@ -180,32 +167,44 @@ DEVICE KV_TYPE::Storage* cache_row(const Epilogue& e, int slot, int kv, int head
   return e.kv_cache + row * HEAD_SIZE;
 }
 
+DEVICE TokenConstants load_token(const Epilogue& e, int group, int token) {
+  TokenConstants t = {1.0f, 1.0f, 0.0f, 1.0f, nullptr};
+  if (token >= e.tokens) return t;
+  t.x_scale = load_x_scale(e, token);
+  const int head = group / (HEAD_SIZE / 16);
+  const bool is_value = head >= NUM_HEADS + NUM_KV_HEADS;
+  if (!is_value) load_rotation(e, group, e.positions[token], t);
+  if (head >= NUM_HEADS && head < NUM_HEADS + 2 * NUM_KV_HEADS) {
+    const int slot = e.slots[token], kv_head = (head - NUM_HEADS) % NUM_KV_HEADS;
+    const float* scale = is_value ? e.v_scale : e.k_scale;
+    if (scale) t.kv_scale = __ldg(scale);
+    if (slot >= 0) t.row = cache_row(e, slot, is_value, kv_head);
+  }
+  return t;
+}
+
 DEVICE void store_pair(const Epilogue& e, const RowConstants& rows, const TokenConstants& t,
                        int group, int token, float first, float second) {
   constexpr int GROUPS = HEAD_SIZE / 16;  // of a head
   const int head = group / GROUPS, lane_row = (threadIdx.x & 31) / 4;
-  if (token >= e.tokens || head >= NUM_HEADS + 2 * NUM_KV_HEADS) return;
-  const float a = round_to<MODEL_TYPE>(finish(e, rows, 0, t.x_scale, first));
-  const float b = round_to<MODEL_TYPE>(finish(e, rows, 1, t.x_scale, second));
-  if (head >= NUM_HEADS + NUM_KV_HEADS) {
-    if (t.slot < 0) return;
-    KV_TYPE::Storage* v = cache_row(e, t.slot, 1, head - NUM_HEADS - NUM_KV_HEADS);
-    const int dim = 16 * (group % GROUPS) + lane_row;
-    v[dim] = to_cache(a, e.v_scale);
-    v[dim + 8] = to_cache(b, e.v_scale);
-    return;
+  if (token >= e.tokens) return;
+  float left = round_to<MODEL_TYPE>(finish(e, rows, 0, t.x_scale, first));
+  float right = round_to<MODEL_TYPE>(finish(e, rows, 1, t.x_scale, second));
+  const bool is_value = head >= NUM_HEADS + NUM_KV_HEADS;
+  const int dim = (is_value ? 16 : 8) * (group % GROUPS) + lane_row;
+  const int apart = is_value ? 8 : HEAD_SIZE / 2;
+  if (!is_value) {
+    rotate(t, left, right);
+    left = round_to<MODEL_TYPE>(left);
+    right = round_to<MODEL_TYPE>(right);
   }
-  const int dim = 8 * (group % GROUPS) + lane_row;
-  float left = a, right = b;
-  rotate(t, left, right);
   if (head < NUM_HEADS) {
-    OUT_TYPE::Storage* q = e.out + (long long)token * e.width + head * HEAD_SIZE;
-    q[dim] = OUT_TYPE::pack(left);
-    q[dim + HEAD_SIZE / 2] = OUT_TYPE::pack(right);
-  } else if (t.slot >= 0) {
-    KV_TYPE::Storage* k = cache_row(e, t.slot, 0, head - NUM_HEADS);
-    k[dim] = to_cache(round_to<MODEL_TYPE>(left), e.k_scale);
-    k[dim + HEAD_SIZE / 2] = to_cache(round_to<MODEL_TYPE>(right), e.k_scale);
+    OUT_TYPE::Storage* q = e.out + (long long)token * e.width + head * HEAD_SIZE + dim;
+    q[0] = OUT_TYPE::pack(left);
+    q[apart] = OUT_TYPE::pack(right);
+  } else if (t.row) {  // a scale of 1 changes nothing
+    t.row[dim] = KV_TYPE::pack(__fdiv_rn(left, t.kv_scale));
+    t.row[dim + apart] = KV_TYPE::pack(__fdiv_rn(right, t.kv_scale));
   }
 }
 

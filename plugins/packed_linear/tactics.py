@@ -9,12 +9,13 @@ in it from a rule. All variants give the same bits, so a tactic decides time alo
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from llmctl.plugins.packed_linear.arguments import name_of
-from llmctl.plugins.packed_linear.decode import INTERVAL, SHARED_HALF, DecodeVariant
+from llmctl.plugins.packed_linear.decode import BLOCK_BYTES, INTERVAL, SHARED_HALF, DecodeVariant
 
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 MANY = "many"  # the kernel for many tokens, which chooses its tile by itself
 FEW_TOKENS = (8, 16, 32, 64)  # upper ends of the entries for few tokens
 _NUM_SMS = 132
+_SMALL_WEIGHT = 24 << 20  # bytes that a few microseconds read
 RING_ROOM = 206 * 1024  # leaves room for small kernels beside a waiting product
 
 
@@ -58,20 +60,34 @@ def choose_tactic(op: str, row_tiles: int, chunks: int, dtype: str) -> str:
 def default_variant(tokens: int, row_tiles: int, chunks: int, is_fp8: bool) -> DecodeVariant:
     """The rule for sizes that nobody measured.
 
-    Few rows: K split in clusters, two blocks to a multiprocessor. Otherwise one block with a large
-    ring on each: with whole tiles where they divide nearly evenly, else with equal shares.
+    Small weights with few rows: K split in clusters, two blocks to a multiprocessor, so that the
+    next product can fill its ring. Otherwise one block with a large ring on each: whole row tiles
+    where these divide nearly evenly over the multiprocessors, else equal shares.
     """
     intervals = -(-chunks // INTERVAL)
     split = 1
     while is_fp8 and split < 4 and row_tiles * split * 2 <= _NUM_SMS and intervals >= split * 2:
         split *= 2
-    if split > 1 or row_tiles * 2 <= _NUM_SMS:
-        return DecodeVariant(tokens, 1, 1, 0, split).with_stages(intervals, SHARED_HALF)
+    if split > 1 and row_tiles * chunks * BLOCK_BYTES <= _SMALL_WEIGHT:
+        return _filled(DecodeVariant(tokens, 1, 1, 0, split), intervals, SHARED_HALF)
     each = -(-row_tiles // _NUM_SMS)
-    is_even = row_tiles >= 0.95 * each * _NUM_SMS
+    is_even = each == 1 or row_tiles >= 0.95 * each * _NUM_SMS
     share = 2 if is_even and each > 1 and tokens <= 16 else 1
-    variant = DecodeVariant(tokens, share, 1, 0, 1 if is_even else 0)
-    return variant.with_stages(intervals, RING_ROOM)
+    split = 0 if not is_even else min(split, 2)
+    for wide in (4, 2, 1):
+        variant = _filled(DecodeVariant(tokens, share, wide, 0, split), intervals, RING_ROOM)
+        if chunks % wide == 0 and (variant.stages >= 3 or wide == 1):
+            break
+    return variant
+
+
+def _filled(variant: DecodeVariant, intervals: int, room: int) -> DecodeVariant:
+    """With as many slots as fit, but no more than one run over K needs if K is split."""
+    filled = variant.with_stages(intervals, room)
+    if variant.split < 2:
+        return filled
+    needed = -(-intervals // variant.split) * INTERVAL // variant.chunks
+    return replace(filled, stages=min(filled.stages, needed))
 
 
 @cache
