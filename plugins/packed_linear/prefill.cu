@@ -21,6 +21,7 @@ constexpr bool IS_FP8 = INPUT_TYPE::bytes == 1;
 constexpr int CHUNK = 128 / INPUT_TYPE::bytes;  // elements
 constexpr int INTERVAL = IS_FP8 ? 4 : 1;        // chunks between which row tiles alternate
 constexpr int WARPGROUPS = 2;
+constexpr int LAST = WG_TILES - 1;  // row tile of a warpgroup
 constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
 constexpr int A_BYTES = WARPGROUPS * BLOCK_BYTES;
 constexpr int B_BYTES = TILE_TOKENS * 128;
@@ -90,6 +91,11 @@ struct Work {
     row_block = rest / width;
     token = ((start + rest % width) * CLUSTER + rank) * TILE_TOKENS;
   }
+  DEVICE int token(int unit) const {
+    int row_block, first_token;
+    at(unit, row_block, first_token);
+    return first_token;
+  }
 };
 
 DEVICE void load_weights(const Shared& shared, const Work& work, const u8* weight) {
@@ -155,8 +161,8 @@ DEVICE void load_tokens(const Shared& shared, const Work& work, const TensorMap*
 struct Consumer {
   const Shared& shared;
   int warpgroup;
-  Ring<A_STAGES> a;
-  Ring<B_STAGES> b;
+  Ring<A_STAGES> a, a_done;  // next to multiply, next to release
+  Ring<B_STAGES> b, b_done;
 
   DEVICE void release_a(int slot) const {
     const u32 empty = shared.a_empty + 8 * slot, lane = threadIdx.x % 32;
@@ -182,49 +188,42 @@ struct Consumer {
     product_commit();
   }
 
-  DEVICE void intervals(float (&sum)[WG_TILES][TILE_TOKENS / 2], int chunks) {
-    float part[TILE_TOKENS / 2];
-#pragma unroll
-    for (int tile = 0; tile < WG_TILES; ++tile) {
-#pragma unroll
-      for (int i = 0; i < TILE_TOKENS / 2; ++i) sum[tile][i] = -0.0f;  // adding it changes no number
-    }
-#pragma unroll 1
-    for (int start = 0; start < chunks; start += INTERVAL) {
-      const int count = min(INTERVAL, chunks - start);
-      const Ring<B_STAGES> b_start = b;
-#pragma unroll
-      for (int tile = 0; tile < WG_TILES; ++tile) {
-        const bool is_last = tile == WG_TILES - 1;
-        int a_before = 0, b_before = 0;
-        b = b_start;
-#pragma unroll 1
-        for (int chunk = 0; chunk < count; ++chunk) {
-          if (tile == 0) barrier_wait(shared.b_full + 8 * b.slot, b.parity);
-          barrier_wait(shared.a_full + 8 * a.slot, a.parity);
-          multiply(part, b.slot, chunk == 0);
-          if (chunk > 0) {
-            product_wait<1>();
-            release_a(a_before);
-            if (is_last) release_b(b_before);
-          }
-          a_before = a.slot;
-          b_before = b.slot;
-          a.advance();
-          b.advance();
-        }
-        product_wait<0>();
-        keep_order(part);
-        release_a(a_before);
-        if (is_last) release_b(b_before);
-#pragma unroll
-        for (int i = 0; i < TILE_TOKENS / 2; ++i) sum[tile][i] = __fadd_rn(sum[tile][i], part[i]);
-      }
+  DEVICE void release(bool is_last) {
+    release_a(a_done.slot);
+    a_done.advance();
+    if (is_last) {
+      release_b(b_done.slot);
+      b_done.advance();
     }
   }
 
-  DEVICE void one_chain(float (&sum)[WG_TILES][TILE_TOKENS / 2], int chunks) {
-    int a_before = 0, b_before = 0;
+  // Begins part = 64 rows x TILE_TOKENS tokens x `count` chunks. The first row tile waits for the
+  // tokens, the last one releases them. Slots are released one product later, or, to `hold`, in
+  // `end`: then all products run on while the caller does something else.
+  DEVICE void begin(float (&part)[TILE_TOKENS / 2], int count, int tile, bool hold) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < count; ++chunk) {
+      if (tile == 0) barrier_wait(shared.b_full + 8 * b.slot, b.parity);
+      barrier_wait(shared.a_full + 8 * a.slot, a.parity);
+      multiply(part, b.slot, chunk == 0);
+      if (chunk > 0 && !hold) {
+        product_wait<1>();
+        release(tile == LAST);
+      }
+      a.advance();
+      b.advance();
+    }
+  }
+  DEVICE void end(float (&part)[TILE_TOKENS / 2], int count, int tile, bool hold) {
+    product_wait<0>();
+    keep_order(part);
+    const int left = hold ? count : 1;
+#pragma unroll 1
+    for (int i = 0; i < left; ++i) release(tile == LAST);
+  }
+
+  // All chunks in one chain per row tile.
+  DEVICE void chains(float (&sum)[WG_TILES][TILE_TOKENS / 2], int chunks) {
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       barrier_wait(shared.b_full + 8 * b.slot, b.parity);
@@ -234,22 +233,103 @@ struct Consumer {
         multiply(sum[tile], b.slot, chunk == 0);
         if (chunk > 0 || tile > 0) {
           product_wait<1>();
-          release_a(a_before);
-          if (tile == 0) release_b(b_before);
-        }
-        a_before = a.slot;
+          release(tile == 0);  // of the product before, which was the last of its chunk if this is
+        }                      // the first of the next
         a.advance();
       }
-      b_before = b.slot;
       b.advance();
     }
     product_wait<0>();
 #pragma unroll
     for (int tile = 0; tile < WG_TILES; ++tile) keep_order(sum[tile]);
-    release_a(a_before);
-    release_b(b_before);
+    release(true);
   }
 };
+
+// Stores one row tile of a unit.
+struct Store {
+  const Epilogue& epilogue;
+  const Shared& shared;
+  const Work& work;
+  int warpgroup;
+
+  DEVICE void keep(const TokenValues<TILE_TOKENS>& token_values) const {
+    token_values.keep(values());
+  }
+  DEVICE u32 values() const {
+    return shared.values + warpgroup * TokenValues<TILE_TOKENS>::BYTES;
+  }
+  DEVICE void operator()(const float (&sum)[TILE_TOKENS / 2], int unit, int tile) const {
+    int row_block, token;
+    work.at(unit, row_block, token);
+    store_tile<TILE_TOKENS>(epilogue, sum, (row_block * WARPGROUPS + warpgroup) * WG_TILES + tile,
+                            work.row_tiles, token, shared.staging + warpgroup * STAGING_BYTES,
+                            values(), warpgroup);
+  }
+};
+
+DEVICE void clear(float (&sum)[TILE_TOKENS / 2]) {  // to what changes no number when added
+#pragma unroll
+  for (int i = 0; i < TILE_TOKENS / 2; ++i) sum[i] = -0.0f;
+}
+
+DEVICE void add(float (&sum)[TILE_TOKENS / 2], const float (&part)[TILE_TOKENS / 2]) {
+#pragma unroll
+  for (int i = 0; i < TILE_TOKENS / 2; ++i) sum[i] = __fadd_rn(sum[i], part[i]);
+}
+
+// Sums are stored while other products run: those of the first of two row tiles during the last
+// interval of the second, those of the last row tile during the first interval of the next unit.
+DEVICE void consume_intervals(Consumer& consumer, const Work& work, const Store& store) {
+  float sum[WG_TILES][TILE_TOKENS / 2], part[TILE_TOKENS / 2];
+#pragma unroll
+  for (int tile = 0; tile < WG_TILES; ++tile) clear(sum[tile]);
+  int before = -1;
+#pragma unroll 1
+  for (int unit = work.first(); unit < work.units(); unit += work.stride()) {
+    TokenValues<TILE_TOKENS> token_values;
+    token_values.load(store.epilogue, work.token(unit));
+#pragma unroll 1
+    for (int start = 0; start < work.chunks; start += INTERVAL) {
+      const int count = min(INTERVAL, work.chunks - start);
+      const bool is_first = start == 0, is_last = start + INTERVAL >= work.chunks;
+      const Ring<B_STAGES> b_start = consumer.b;
+      const bool store_before = is_first && before >= 0;
+      consumer.begin(part, count, 0, store_before);
+      if (store_before) {
+        store(sum[LAST], before, LAST);
+        clear(sum[LAST]);
+      }
+      if (is_first) store.keep(token_values);
+      consumer.end(part, count, 0, store_before);
+      add(sum[0], part);
+      if (WG_TILES == 1) continue;
+      consumer.b = b_start;
+      consumer.begin(part, count, LAST, is_last);
+      if (is_last) {
+        store(sum[0], unit, 0);
+        clear(sum[0]);
+      }
+      consumer.end(part, count, LAST, is_last);
+      add(sum[LAST], part);
+    }
+    before = unit;
+  }
+  if (before >= 0) store(sum[LAST], before, LAST);
+}
+
+DEVICE void consume_chains(Consumer& consumer, const Work& work, const Store& store) {
+#pragma unroll 1
+  for (int unit = work.first(); unit < work.units(); unit += work.stride()) {
+    TokenValues<TILE_TOKENS> token_values;
+    token_values.load(store.epilogue, work.token(unit));
+    float sum[WG_TILES][TILE_TOKENS / 2];
+    consumer.chains(sum, work.chunks);
+    store.keep(token_values);
+#pragma unroll
+    for (int tile = 0; tile < WG_TILES; ++tile) store(sum[tile], unit, tile);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     prefill(const __grid_constant__ TensorMap x, const u8* __restrict__ weight, int row_tiles,
@@ -285,26 +365,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int warpgroup = warp / 4;
     const Epilogue epilogue{EPILOGUE_VALUES};
-    Consumer consumer{shared, warpgroup, {}, {}};
+    Consumer consumer{shared, warpgroup, {}, {}, {}, {}};
+    const Store store{epilogue, shared, work, warpgroup};
     wait_for_dependencies();
-#pragma unroll 1
-    for (int unit = work.first(); unit < work.units(); unit += work.stride()) {
-      int row_block, token;
-      work.at(unit, row_block, token);
-      TokenValues<TILE_TOKENS> token_values;
-      token_values.load(epilogue, token);
-      float sum[WG_TILES][TILE_TOKENS / 2];
-      if constexpr (IS_FP8) {
-        consumer.intervals(sum, chunks);
-      } else {
-        consumer.one_chain(sum, chunks);
-      }
-      const int row_tile = (row_block * WARPGROUPS + warpgroup) * WG_TILES;
-      const u32 values = shared.values + warpgroup * TokenValues<TILE_TOKENS>::BYTES;
-      token_values.keep(values);
-      store_tiles<WG_TILES, TILE_TOKENS>(epilogue, sum, row_tile, row_tiles, token,
-                                         shared.staging + warpgroup * STAGING_BYTES, values,
-                                         warpgroup);
+    if constexpr (IS_FP8) {
+      consume_intervals(consumer, work, store);
+    } else {
+      consume_chains(consumer, work, store);
     }
   }
   if (CLUSTER > 1) cluster_sync();  // a neighbour may still write here

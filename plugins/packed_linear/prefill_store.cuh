@@ -118,41 +118,35 @@ constexpr bool is_byte = Type::bytes == 1;
 
 #if EPILOGUE == 1
 
-// Row tiles side by side: 64 packed rows leave 32 columns.
-template <int TILES, int TOKENS>
-DEVICE void store_tiles(const Epilogue& e, const float (&sum)[TILES][TOKENS / 2], int row_tile,
-                        int row_tiles, int token0, u32 staging, u32 values, int warpgroup) {
-  constexpr int UNITS = 4 * TILES;   // of a token
-  constexpr int OCTETS = 4 / TILES;  // of tokens in four fragments
+// 64 packed rows leave 32 columns.
+template <int TOKENS>
+DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int row_tile,
+                       int row_tiles, int token0, u32 staging, u32 values, int warpgroup) {
+  constexpr int UNITS = 4;  // of a token
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
   const Divisor divisor(e.scale);
-  RowConstants rows[TILES];
-#pragma unroll
-  for (int tile = 0; tile < TILES; ++tile) {
-    rows[tile] = load_rows(e, min(row_tile + tile, row_tiles - 1) * 4 + warp);
-  }
+  const RowConstants rows = load_rows(e, min(row_tile, row_tiles - 1) * 4 + warp);
 #pragma unroll
   for (int pass = 0; pass < TOKENS / STAGED_TOKENS; ++pass) {
     const int token1 = token0 + pass * STAGED_TOKENS;
     warpgroup_sync(warpgroup);
 #pragma unroll
-    for (int step = 0; step < 8 / OCTETS; ++step) {
+    for (int step = 0; step < 2; ++step) {
       u32 fragment[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int tile = i % TILES, octet = step * OCTETS + i / TILES;
+        const int octet = step * 4 + i;
         float y[2], x_scale[2];
         const int at = pass * STAGED_TOKENS + octet * 8 + lane % 4 * 2;
         TokenValues<TOKENS>::x_scales(values, at, x_scale);
 #pragma unroll
         for (int next = 0; next < 2; ++next) {
-          const float* sums = &sum[tile][(pass * 8 + octet) * 4 + next];
-          y[next] = swiglu(e, rows[tile], x_scale[next], sums[0], sums[2]);
+          const float* sums = &sum[(pass * 8 + octet) * 4 + next];
+          y[next] = swiglu(e, rows, x_scale[next], sums[0], sums[2]);
         }
         fragment[i] = MODEL_TYPE::pack_pair(y[0], y[1]);
       }
-      const int tile = lane / 8 % TILES, octet = step * OCTETS + lane / 8 / TILES;
-      store_transposed(staged(staging, octet * 8 + lane % 8, tile * 4 + warp), fragment);
+      store_transposed(staged(staging, step * 32 + lane, warp), fragment);
     }
     warpgroup_sync(warpgroup);
 #pragma unroll
@@ -160,12 +154,12 @@ DEVICE void store_tiles(const Epilogue& e, const float (&sum)[TILES][TOKENS / 2]
       const int token = (i * 128 + thread) / UNITS, unit = thread % UNITS;
       const int column = row_tile * 32 + unit * 8;
       if (token1 + token < e.tokens && column < e.width) {
-        const uint4 values = load_unit(staged(staging, token, unit));
+        const uint4 loaded = load_unit(staged(staging, token, unit));
         OUT_TYPE::Storage* to = e.out + (long long)(token1 + token) * e.width + column;
         if constexpr (is_byte<OUT_TYPE>) {
-          *reinterpret_cast<uint2*>(to) = quantize_unit(values, divisor);
+          *reinterpret_cast<uint2*>(to) = quantize_unit(loaded, divisor);
         } else {
-          *reinterpret_cast<uint4*>(to) = values;
+          *reinterpret_cast<uint4*>(to) = loaded;
         }
       }
     }
@@ -199,6 +193,16 @@ DEVICE void finish_sums(const Epilogue& e, const RowConstants& rows, int group, 
     rotate(t, low[next], high[next]);
   }
 #endif
+}
+
+DEVICE void store_floats(const Epilogue& e, int row, int token, const float (&low)[2],
+                         const float (&high)[2]) {
+#pragma unroll
+  for (int next = 0; next < 2; ++next) {
+    OUT_TYPE::Storage* to = e.out + (long long)(token + next) * e.width + row;
+    if (token + next < e.tokens && row < e.width) to[0] = OUT_TYPE::pack(low[next]);
+    if (token + next < e.tokens && row + 8 < e.width) to[8] = OUT_TYPE::pack(high[next]);
+  }
 }
 
 #if EPILOGUE == 2
@@ -250,75 +254,44 @@ DEVICE void store_unit(const Epilogue& e, u32 staging, int line, int first_unit,
 
 #endif
 
-// float32 needs no staging: eight rows of a token are a sector.
-template <int TILES, int TOKENS>
-DEVICE void store_floats(const Epilogue& e, const float (&sum)[TILES][TOKENS / 2], int row_tile,
-                         int row_tiles, int token0, u32 values, int warpgroup) {
+template <int TOKENS>
+DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int row_tile,
+                       int row_tiles, int token0, u32 staging, u32 values, int warpgroup) {
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
-  warpgroup_sync(warpgroup);
+  const int group = min(row_tile, row_tiles - 1) * 4 + warp;
+  const RowConstants rows = load_rows(e, group);
 #pragma unroll
-  for (int tile = 0; tile < TILES; ++tile) {
-    const int group = min(row_tile + tile, row_tiles - 1) * 4 + warp;
-    const int row = (row_tile + tile) * 64 + warp * 16 + lane / 4;
-    const RowConstants rows = load_rows(e, group);
-    int width = e.width, tokens = e.tokens;
-    // else addresses and comparisons are kept from one row tile to the next
-    asm volatile("" : "+r"(width), "+r"(tokens));
+  for (int pass = 0; pass < TOKENS / STAGED_TOKENS; ++pass) {
+    const int token1 = token0 + pass * STAGED_TOKENS;
+    warpgroup_sync(warpgroup);
 #pragma unroll
-    for (int octet = 0; octet < TOKENS / 8; ++octet) {
-      const int at = octet * 8 + lane % 4 * 2;
-      float low[2], high[2];
-      finish_sums<TOKENS>(e, rows, group, values, at, &sum[tile][octet * 4], low, high);
+    for (int step = 0; step < 4; ++step) {
+      u32 fragment[4];
 #pragma unroll
-      for (int next = 0; next < 2; ++next) {
-        const int token = token0 + at + next;
-        OUT_TYPE::Storage* to = e.out + (long long)token * width + row;
-        if (token < tokens && row < width) to[0] = OUT_TYPE::pack(low[next]);
-        if (token < tokens && row + 8 < width) to[8] = OUT_TYPE::pack(high[next]);
-      }
-    }
-  }
-  warpgroup_sync(warpgroup);
-}
-
-template <int TILES, int TOKENS>
-DEVICE void store_tiles(const Epilogue& e, const float (&sum)[TILES][TOKENS / 2], int row_tile,
-                        int row_tiles, int token0, u32 staging, u32 values, int warpgroup) {
-  if constexpr (OUT_TYPE::bytes == 4) {
-    store_floats<TILES, TOKENS>(e, sum, row_tile, row_tiles, token0, values, warpgroup);
-    return;
-  }
-  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
-#pragma unroll
-  for (int tile = 0; tile < TILES; ++tile) {
-    const int group = min(row_tile + tile, row_tiles - 1) * 4 + warp;
-    const RowConstants rows = load_rows(e, group);
-#pragma unroll
-    for (int pass = 0; pass < TOKENS / STAGED_TOKENS; ++pass) {
-      const int token1 = token0 + pass * STAGED_TOKENS;
-      warpgroup_sync(warpgroup);
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        u32 fragment[4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int octet = step * 2 + i;
-          float low[2], high[2];
-          finish_sums<TOKENS>(e, rows, group, values,
-                              pass * STAGED_TOKENS + octet * 8 + lane % 4 * 2,
-                              &sum[tile][(pass * 8 + octet) * 4], low, high);
+      for (int i = 0; i < 2; ++i) {
+        const int octet = step * 2 + i, at = octet * 8 + lane % 4 * 2;
+        float low[2], high[2];
+        finish_sums<TOKENS>(e, rows, group, values, pass * STAGED_TOKENS + at,
+                            &sum[(pass * 8 + octet) * 4], low, high);
+        if constexpr (OUT_TYPE::bytes == 4) {  // eight rows of float32 are a sector as they are
+          store_floats(e, row_tile * 64 + warp * 16 + lane / 4, token1 + at, low, high);
+        } else {
           fragment[2 * i] = MODEL_TYPE::pack_pair(low[0], low[1]);
           fragment[2 * i + 1] = MODEL_TYPE::pack_pair(high[0], high[1]);
         }
+      }
+      if constexpr (OUT_TYPE::bytes != 4) {
         const int token = (step * 2 + lane / 16) * 8 + lane % 8;
         store_transposed(staged(staging, token, warp * 2 + lane / 8 % 2), fragment);
       }
-      warpgroup_sync(warpgroup);
-#pragma unroll 2
+    }
+    warpgroup_sync(warpgroup);
+    if constexpr (OUT_TYPE::bytes != 4) {
+#pragma unroll
       for (int i = 0; i < STAGED_TOKENS * 8 / 128; ++i) {
         const int line = i * 16 + thread / 8, token = token1 + line;
-        if (token < e.tokens && row_tile + tile < row_tiles) {
-          store_unit(e, staging, line, (row_tile + tile) * 8, thread % 8, token);
+        if (token < e.tokens && row_tile < row_tiles) {
+          store_unit(e, staging, line, row_tile * 8, thread % 8, token);
         }
       }
     }
