@@ -27,8 +27,10 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     arguments = (
         qkv,
         rotary,
-        *(call.inputs.get(role, qkv) for role in ("q_norm", "k_norm")),
-        *(call.inputs.get(role, rotary) for role in ("k_scale", "v_scale")),
+        call.inputs.get("q_norm", qkv),
+        call.inputs.get("k_norm", qkv),
+        call.inputs.get("k_scale", rotary),
+        call.inputs.get("v_scale", rotary),
         env.step.position_ids,
         env.step.slot_mapping,
         call.outputs["q"],

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 GROUP = 32  # ids whose largest logit is kept by the scan, so that the filter reads few groups
-CHUNK = 4096  # ids that one thread block of the scan reads
+CHUNK = 2048  # ids that one thread block of the scan reads
 MAX_SLOTS = 32  # rows whose filters are applied at a time: 66 MB for 128,256 ids
 
 

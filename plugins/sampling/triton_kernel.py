@@ -236,10 +236,15 @@ def _kth_candidate(values, count, wanted, low, high, TILE: tl.constexpr):
 @triton.jit
 def _mass_order(values, masses, count, wanted, low, high, TILE: tl.constexpr):
     """The largest order such that the candidates at or above it hold the mass `wanted`; `low` if
-    all together hold less."""
+    all together hold less. Many candidates become few on the way: those that no longer decide are
+    removed from both lists."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
+        is_many = count > 2 * TILE
         middle = high - (high - low) // 2
+        if is_many:  # halves of the range of values split logits more evenly than those of orders
+            between = 0.5 * _value(low.to(tl.int32)) + 0.5 * _value(high.to(tl.int32))
+            middle = tl.minimum(tl.maximum(_order(between).to(tl.int64), low + 1), high)
         above = tl.zeros([TILE], tl.int64)
         for start in range(0, count, TILE):
             place = start + tl.arange(0, TILE)
@@ -249,6 +254,24 @@ def _mass_order(values, masses, count, wanted, low, high, TILE: tl.constexpr):
         is_enough = tl.sum(above, axis=0) >= wanted
         low = tl.where(is_enough, middle, low)
         high = tl.where(is_enough, high, middle - 1)
+        if is_many:
+            kept = tl.full([], 0, tl.int32)
+            over = tl.zeros([TILE], tl.int64)
+            for start in range(0, count, TILE):
+                place = start + tl.arange(0, TILE)
+                found = tl.load(values + place, mask=place < count, other=float("-inf"))
+                mass = tl.load(masses + place, mask=place < count, other=0)
+                order = _order(found)
+                over += tl.where(order > high.to(tl.int32), mass, 0)
+                stays = (place < count) & (order > low.to(tl.int32)) & (order <= high.to(tl.int32))
+                to = kept + tl.cumsum(stays.to(tl.int32), axis=0) - 1
+                tl.debug_barrier()  # what is overwritten below has been read
+                tl.store(values + to, found, mask=stays)
+                tl.store(masses + to, mass, mask=stays)
+                kept += tl.sum(stays.to(tl.int32), axis=0)
+            tl.debug_barrier()
+            wanted -= tl.sum(over, axis=0)
+            count = kept
     return low.to(tl.int32)
 
 
@@ -364,11 +387,13 @@ def _filtered(
         last = _mass_order(values, masses, count, wanted, border, _order(top), TILE)
         share = tl.exp(_scores(_value(last), top, factor))
         above = tl.zeros([TILE], tl.int64)
-        for start in range(0, count, TILE):
+        for start in range(0, count, TILE):  # the search has used up the lists: logits by id
             place = start + tl.arange(0, TILE)
-            found = tl.load(values + place, mask=place < count, other=float("-inf"))
-            mass = tl.load(masses + place, mask=place < count, other=0)
-            above += tl.where(tl.exp(_scores(found, top, factor)) > share, mass, 0)
+            token = tl.load(ids + place, mask=place < count, other=0)
+            found = tl.load(source + token, mask=place < count, other=float("-inf"))
+            exponential = tl.exp(_scores(found, top, factor))
+            mass = (exponential * MASS_UNIT + 0.5).to(tl.int64)
+            above += tl.where((exponential > share) & (_order(found) >= border), mass, 0)
         each = tl.maximum((share * MASS_UNIT + 0.5).to(tl.int64), 1)
         ties = (wanted - tl.sum(above, axis=0) + each - 1) // each
         num_ties = tl.minimum(tl.maximum(ties, 1), VOCAB).to(tl.int32)
@@ -378,8 +403,8 @@ def _filtered(
     ties_before = tl.full([], 0, tl.int32)
     for start in range(0, count, TILE):
         place = start + tl.arange(0, TILE)
-        found = tl.load(values + place, mask=place < count, other=float("-inf"))
         token = tl.load(ids + place, mask=place < count, other=0)
+        found = tl.load(source + token, mask=place < count, other=float("-inf"))
         scores = _scores(found, top, factor)
         stays = (place < count) & (_order(found) >= border) & (scores >= least)
         if has_top_p:
