@@ -47,10 +47,14 @@ class Example:
         return Example(fresh, self.step, self.kv_cache.clone())
 
 
-def make_example(op: str, case: Case, seed: int = 0) -> Example:
-    """Build the inputs of one case of `SPECS[op]`; outputs start as noise that must be replaced."""
-    generator = torch.Generator().manual_seed(seed)
-    return _MAKERS[op](case, generator)
+def make_example(op: str, case: Case, seed: int = 0, device: str = "cpu") -> Example:
+    """Build the inputs of one case of `SPECS[op]`; outputs start as noise that must be replaced.
+
+    The values depend on the device's own random generator.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.device(device):
+        return _MAKERS[op](case, generator)
 
 
 def make_step(

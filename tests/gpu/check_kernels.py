@@ -38,6 +38,7 @@ from llmctl.plugins.spec import FP8, Case  # noqa: E402
 from llmctl.plugins.specs import SPECS  # noqa: E402
 
 CASE_SECONDS = 60  # a case that takes longer hangs
+BUDGET_SECONDS = 180  # for all cases; what is not reached then fails
 CACHE_BYTES = 256 << 20  # rotate over more than any L2 cache holds
 WARM_UP, REPEATS = 3, 15
 FEW = 0.01  # share of elements
@@ -66,7 +67,7 @@ def moved(example: Example, device: str) -> Example:
 
     def copy(tensors: Any) -> dict[str, torch.Tensor]:
         return {
-            role: copies.setdefault(id(tensor), tensor.clone().to(device))
+            role: copies.setdefault(id(tensor), tensor.to(device, copy=True))
             for role, tensor in tensors.items()
         }
 
@@ -74,7 +75,7 @@ def moved(example: Example, device: str) -> Example:
     fresh = OpCall(
         call.op, call.name, copy(call.inputs), copy(call.outputs), call.attributes, call.tactic
     )
-    return Example(fresh, example.step, example.kv_cache.clone().to(device))
+    return Example(fresh, example.step, example.kv_cache.to(device, copy=True))
 
 
 def program_for(example: Example) -> Any:
@@ -97,7 +98,8 @@ def compiled(example: Example) -> list[CompiledKernel]:
 
 def check(op: str, case: Case, is_timed: bool, wants_time: bool) -> dict[str, Any]:
     """Run a case; how far it is from the reference, in tolerances, and how long it takes."""
-    example = make_example(op, case)
+    # Large ones are made, and their references computed, where that is fast.
+    example = make_example(op, case, device="cuda" if is_timed else "cpu")
     found = moved(example, "cuda")
     wanted = moved(example, "cuda" if is_timed else "cpu")
     program = program_for(found)
@@ -234,29 +236,43 @@ def work(todo: list[tuple[str, Case, bool]], first: int, wants_time: bool) -> in
     return 0
 
 
-def supervise(todo: list[tuple[str, Case, bool]], arguments: list[str]) -> list[dict[str, Any]]:
+def supervise(
+    todo: list[tuple[str, Case, bool]], arguments: list[str], budget: float
+) -> list[dict[str, Any]]:
     """Results of all cases, whatever happens to the workers; the last has the bandwidth."""
     results: list[dict[str, Any]] = []
-    while len(results) <= len(todo):
+    deadline = time.monotonic() + budget
+    while len(results) <= len(todo) and time.monotonic() < deadline:
         command = [sys.executable, __file__, *arguments, "--first", str(len(results))]
         worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=_read_lines, args=(worker.stdout, lines), daemon=True).start()
-        while True:
-            try:
-                line = lines.get(timeout=CASE_SECONDS)
-            except queue.Empty:
-                worker.kill()
+        results += _follow(worker, lines, deadline)
+    missing = len(todo) + 1 - len(results)
+    return results + [{"ok": False, "problem": f"not reached in {budget:.0f} s"}] * missing
+
+
+def _follow(
+    worker: subprocess.Popen[str], lines: queue.Queue[str], deadline: float
+) -> list[dict[str, Any]]:
+    """What a worker reports until it ends; where it dies or hangs, its case is the last."""
+    results: list[dict[str, Any]] = []
+    while True:
+        seconds = max(0.0, min(CASE_SECONDS, deadline - time.monotonic()))
+        try:
+            line = lines.get(timeout=seconds)
+        except queue.Empty:
+            worker.kill()
+            worker.wait()
+            if time.monotonic() < deadline:
                 results.append({"ok": False, "problem": f"no result within {CASE_SECONDS} s"})
-                break
-            if not line:
-                status = worker.wait()
-                if status not in (0, DIED):
-                    results.append({"ok": False, "problem": f"the worker ended with {status}"})
-                break
-            results.append(json.loads(line))
-        worker.wait()
-    return results
+            return results
+        if not line:
+            status = worker.wait()
+            if status not in (0, DIED):
+                results.append({"ok": False, "problem": f"the worker ended with {status}"})
+            return results
+        results.append(json.loads(line))
 
 
 def _read_lines(stream: Any, lines: queue.Queue[str]) -> None:
@@ -323,6 +339,7 @@ def main() -> int:
     parser.add_argument("--op", action="append", choices=operators(), help="only this operator")
     parser.add_argument("--time", action="store_true", help="time the spec's timed cases")
     parser.add_argument("--compile-only", action="store_true", help="stop before the GPU")
+    parser.add_argument("--seconds", type=float, default=BUDGET_SECONDS, help="for all cases")
     parser.add_argument("--json", type=Path, help="write every case's result there, one a line")
     parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -333,7 +350,7 @@ def main() -> int:
     if options.first is not None:
         return work(todo, options.first, options.time)
     began = time.monotonic()
-    results = supervise(todo, sys.argv[1:])
+    results = supervise(todo, sys.argv[1:], options.seconds)
     if options.json:
         rows = [
             {"op": op, **case, **result}
