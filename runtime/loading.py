@@ -22,7 +22,7 @@ import torch
 
 from llmctl.builder.engine_format import Plan, PlanTensor
 from llmctl.errors import CorruptEngine
-from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
+from llmctl.plugins.cuda.queue import DeviceQueue, device_errors, new_event, new_stream
 
 WEIGHT_ALIGNMENT = 256  # bytes: what cudaMalloc gives, and two L2 cache lines
 CHUNK_BYTES = 16 << 20  # long enough for the bus to reach its full rate
@@ -137,9 +137,9 @@ class _Copy:
                     self._read(file, chunk, buffer)
                     self._send(chunk, buffer)
                 return
-            stream = torch.cuda.Stream(self._memory.device)
+            stream = new_stream(self._memory.device)
             ring = [
-                (torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+                (torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True), new_event())
                 for _ in range(2)
             ]
             turn = 0
@@ -161,7 +161,7 @@ class _Copy:
     def _read(self, file: int, chunk: list[_Piece], buffer: torch.Tensor) -> None:
         """The chunk's whole range of the file, gaps between its pieces included."""
         begin, end = chunk[0].begin, chunk[-1].end
-        view = memoryview(buffer.numpy())
+        view = buffer.numpy().data
         while begin < end:
             got = os.preadv(file, [view[begin - chunk[0].begin : end - chunk[0].begin]], begin)
             if got == 0:

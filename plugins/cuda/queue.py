@@ -22,7 +22,7 @@ class DeviceQueue:
     def __init__(self, device: str | torch.device = "cuda") -> None:
         self.device = torch.device(device)
         is_cuda = self.device.type == "cuda"
-        self.stream = torch.cuda.Stream(self.device) if is_cuda else None
+        self.stream = new_stream(self.device) if is_cuda else None
 
     @property
     def handle(self) -> int:
@@ -99,6 +99,16 @@ class DeviceLogits:
         """A copy on the host."""
         found: NDArray[np.float32] = self.queue.to_host(self.tensor).numpy()
         return found
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that no other waits for."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not type it
+
+
+def new_event(*, enable_timing: bool = False) -> torch.cuda.Event:
+    """A mark to record on a stream and to wait for."""
+    return torch.cuda.Event(enable_timing=enable_timing)  # type: ignore[no-untyped-call]  # as above
 
 
 @contextmanager
