@@ -24,6 +24,7 @@ from llmctl.errors import BadConfig
 
 if TYPE_CHECKING:
     from llmctl.builder.build import EnginePlan
+    from llmctl.builder.generated import LoadFormat
 
 LOG_LEVELS = {  # trtllm-build's names -> Python's levels
     "internal_error": logging.CRITICAL,
@@ -63,8 +64,41 @@ def _build(
         Path, typer.Option("--output-dir", help="Engine directory to create.")
     ] = Path("engine_outputs"),
     backend: Annotated[
-        str, typer.Option("--backend", help="What runs the engine: auto or cpu.")
+        str,
+        typer.Option(
+            "--backend", help="What runs the engine: cpu, cuda, or auto (cuda where a GPU is)."
+        ),
     ] = "auto",
+    compute_capability: Annotated[
+        str | None,
+        typer.Option(
+            "--compute-capability",
+            help="The GPU that a cuda engine is compiled for; none need be here. (default: 9.0)",
+        ),
+    ] = None,
+    load_format: Annotated[
+        str,
+        typer.Option(
+            "--load-format",
+            help="auto: the checkpoint's weights. dummy, planted: only its config files are read; "
+            "`run` makes random weights, or ones whose text is known, on the device.",
+        ),
+    ] = "auto",
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="Of dummy and planted weights. (default: 0)"),
+    ] = None,
+    planted_role: Annotated[
+        str | None,
+        typer.Option("--planted-role", help="target, or draft of a target of that seed."),
+    ] = None,
+    planted_acceptance: Annotated[
+        float | None,
+        typer.Option(
+            "--planted-acceptance",
+            help="Probability that a planted draft's token is the target's. (default: 0.873)",
+        ),
+    ] = None,
     build_config: Annotated[
         Path | None,
         typer.Option("--build-config", help="JSON file of these limits; options win over it."),
@@ -157,14 +191,18 @@ def _build(
     from llmctl.builder.build import plan_build, run_build
 
     request = _request(build_config, given)
+    weights = _load_format(load_format, seed, planted_role, planted_acceptance)
     if workers > 1:
         log.info("workers %d: an engine has one rank, so one works", workers)
     engine = plan_build(
         checkpoint_dir,
         request,
         backend=backend,
+        compute_capability=compute_capability,
+        load_format=weights,
         plugins={name: value for name, value in plugins.items() if value is not None},
         command=shlex.join(["llmctl", *sys.argv[1:]]),
+        on_kernel=lambda name, done, total: log.info("kernel %d of %d: %s", done + 1, total, name),
     )
     for notice in engine.notices:
         log.warning("note: %s", notice)
@@ -201,6 +239,20 @@ def _request(path: Path | None, given: dict[str, Any]) -> Any:
     return BuildRequest.from_mapping(values, str(path or "command line"))
 
 
+def _load_format(
+    name: str, seed: int | None, role: str | None, acceptance: float | None
+) -> LoadFormat:
+    """Raises BadConfig for options of another load format."""
+    from llmctl.builder.generated import LoadFormat
+
+    if name == "auto" and seed is not None:
+        raise BadConfig("--seed is for --load-format dummy and planted")
+    if name != "planted" and (role is not None or acceptance is not None):
+        raise BadConfig("--planted-role and --planted-acceptance are for --load-format planted")
+    given = {"seed": seed, "role": role, "acceptance": acceptance}
+    return LoadFormat(name, **{key: value for key, value in given.items() if value is not None})
+
+
 def _run_with_progress(engine: EnginePlan, output_dir: Path) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
@@ -209,7 +261,7 @@ def _run_with_progress(engine: EnginePlan, output_dir: Path) -> None:
 
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("weights", total=engine.weight_bytes)
+        task = bar.add_task("weights", total=engine.file_bytes)
         run_build(engine, output_dir, lambda num_bytes: bar.advance(task, num_bytes))
 
 
@@ -220,14 +272,28 @@ def _memory_plan(summary: dict[str, Any]) -> str:
         "model": f"{summary['architecture']}, {summary['dtype']}, backend {summary['backend']}",
         "quantization": f"weights {quantization['quant_algo'] or 'none'}, "
         f"KV cache {quantization['kv_cache_quant_algo'] or summary['dtype']}",
-        "weights": _gigabytes(summary["engine_bytes"]),
+        "weights": _gigabytes(summary["weight_bytes"])
+        + ("" if summary["load_format"] == "auto" else f", {summary['load_format']}, not stored"),
+        "engine file": _gigabytes(summary["engine_bytes"]),
         "activations": f"{_gigabytes(summary['activation_bytes'])} "
         f"for {summary['max_num_tokens']} tokens a step",
+        **_kernels(summary),
         "KV cache": f"{summary['kv_bytes_per_token']} bytes a token, "
         f"{_gigabytes(summary['kv_bytes_per_sequence'])} a sequence of {summary['max_seq_len']}",
         "limits": f"{summary['max_batch_size']} sequences, {summary['max_draft_len']} draft tokens",
     }
     return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
+
+
+def _kernels(summary: dict[str, Any]) -> dict[str, str]:
+    """What only engines for a GPU have."""
+    if summary["compute_capability"] is None:
+        return {}
+    return {
+        "kernels": f"{summary['num_kernels']} for compute capability "
+        f"{summary['compute_capability']}, {_gigabytes(summary['kernel_bytes'])}",
+        "scratch": _gigabytes(summary["scratch_bytes"]),
+    }
 
 
 def _gigabytes(num_bytes: int) -> str:

@@ -1,4 +1,8 @@
-"""Choose the kernel of every op: "<backend>.<op>.<type>", the type being that of the main input."""
+"""Choose the kernel of every op: "<backend>.<op>.<type>", the type being that of the main input.
+
+A packed product on a GPU has several kernels and a table of which is fastest for how many tokens:
+its tactic is the row of that table.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,18 @@ _MAIN_ROLES = ("weight", "x", "qkv", "q")  # of linear and embedding, the rest, 
 def choose_tactics(network: Network, backend: str) -> Network:
     """Name a kernel for each node. A norm is named by its input, not by its weight."""
     chosen = network.copy()
-    chosen.nodes = [
-        replace(node, tactic=f"{backend}.{node.op}.{_type(network, node)}")
-        for node in network.nodes
-    ]
+    chosen.nodes = [replace(node, tactic=_tactic(network, node, backend)) for node in network.nodes]
     return chosen
+
+
+def _tactic(network: Network, node: Node, backend: str) -> str:
+    if not node.op.startswith("packed_linear"):
+        return f"{backend}.{node.op}.{_type(network, node)}"
+    from llmctl.plugins.packed_linear.tactics import choose_tactic
+
+    row_tiles, chunks = network.tensors[node.inputs["weight"]].shape[:2]
+    assert isinstance(row_tiles, int) and isinstance(chunks, int)
+    return choose_tactic(node.op, row_tiles, chunks, network.tensors[node.inputs["x"]].dtype)
 
 
 def _type(network: Network, node: Node) -> str:

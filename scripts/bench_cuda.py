@@ -1,0 +1,352 @@
+"""Speed of the CUDA backend on generated weights: one command, one table.
+
+    python scripts/bench_cuda.py --engines DIR [--rows decode,pair] [--rounds 5] [--output DIR]
+
+DIR holds engines built with `llmctl build --backend cuda --load-format planted`: targets 70b and 8b
+(max_draft_len 10) and drafts 1b-draft, 3b-draft, 8b-draft (scripts/build_bench_engines). Rows, each
+with minimum, median and maximum over the rounds:
+
+  read           what a plain read of device memory reaches: the limit that shares refer to
+  decode-*       ms a step without a draft at 1,000 tokens of context: as seen by a client, on the
+                 device alone, and what the device waits for the host
+  speed-*        tok/s without a draft, 500 in and 512 out, prefill included
+  prefill-*      2,048 tokens: ms, and the share of 1,979 TFLOP/s
+  pair-*         tok/s of a pair, draft length 10, 500 in and 1,024 out, prefill included; the
+                 acceptance length; ms of a draft step in the loop, of a verification, and of a
+                 round in which the device waits for the host
+
+Every output is compared with the text that planted weights must give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
+from llmctl.cli.speculation import Speculation
+from llmctl.runtime.core import Request
+from llmctl.runtime.executor import Executor
+
+CONTEXT, PROMPT, OUTPUT, DRAFT_LEN = 1000, 500, 1024, 10
+PEAK_TFLOPS = 1979.0  # FP8 dense, H100 SXM and H200 datasheets
+PUBLISHED = {"1b": 191.74, "3b": 151.53, "8b": 134.38}  # TensorRT-LLM 0.15, one H200, tok/s
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured quantity over the rounds."""
+
+    name: str
+    value: float  # median
+    unit: str
+    minimum: float
+    maximum: float
+    share_of_limit: float | None = None
+    note: str = ""
+
+
+def row(
+    name: str, unit: str, values: list[float], limit: float | None = None, note: str = ""
+) -> Row:
+    """`limit` is the best value that the measured read bandwidth allows, in the same unit."""
+    middle = median(values)
+    share = None
+    if limit is not None:  # times have a floor, rates a ceiling
+        share = limit / middle if unit.startswith("ms") else middle / limit
+    return Row(name, middle, unit, min(values), max(values), share, note)
+
+
+def read_bandwidth(num_bytes: int = 8 << 30, rounds: int = 10) -> list[float]:
+    """TB/s of summing a large array: a read of everything and a write of next to nothing."""
+    data = torch.randint(-(2**31), 2**31 - 1, (num_bytes // 4,), dtype=torch.int32, device="cuda")
+    wide = data.view(torch.float32)
+    rates = []
+    for _ in range(rounds):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        torch.amax(wide.view(8192, -1), dim=1)
+        ended.record()
+        ended.synchronize()
+        rates.append(num_bytes / began.elapsed_time(ended) / 1e9)
+    return rates[2:]
+
+
+@dataclass
+class Timed:
+    """One request: tokens, and when they came (seconds since it was enqueued)."""
+
+    tokens: list[int]
+    arrivals: list[tuple[float, int]]  # (time, tokens so far)
+    rounds: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    host_s: float = 0.0
+    accepted: int = 0
+
+    @property
+    def total_s(self) -> float:
+        return self.arrivals[-1][0]
+
+    @property
+    def decode_s_per_token(self) -> float:
+        """Over the second half, where the pipeline is steady."""
+        half = self.arrivals[len(self.arrivals) // 2]
+        last = self.arrivals[-1]
+        return (last[0] - half[0]) / (last[1] - half[1])
+
+
+def generate(executor: Executor, prompt: list[int], max_tokens: int) -> Timed:
+    """One streamed request, with what the loop counted meanwhile."""
+    before = executor.get_speculation_stats()
+    began = perf_counter()
+    request = Request(input_token_ids=tuple(prompt), max_tokens=max_tokens, streaming=True)
+    request_id = executor.enqueue_request(request)
+    done = Timed([], [])
+    is_final = False
+    while not is_final:
+        for response in executor.await_responses(request_id):
+            if response.error is not None:
+                raise response.error
+            assert response.result is not None
+            done.tokens += response.result.output_token_ids
+            done.arrivals.append((perf_counter() - began, len(done.tokens)))
+            is_final = response.result.is_final
+    after = executor.get_speculation_stats()
+    done.rounds = after.rounds - before.rounds
+    done.accepted = after.accepted_tokens - before.accepted_tokens
+    done.draft_s = after.draft_s - before.draft_s
+    done.verify_s = after.verify_s - before.verify_s
+    done.host_s = after.host_s - before.host_s
+    return done
+
+
+class Bench:
+    """Engines by name, opened once and closed as soon as a row needs the memory."""
+
+    def __init__(self, engines: Path, rounds: int, bandwidth: float) -> None:
+        self.engines = engines
+        self.rounds = rounds
+        self.bandwidth = bandwidth  # bytes/s
+        self.rows: list[Row] = []
+        self._random = np.random.default_rng(0)
+
+    def add(self, *rows: Row) -> None:
+        """Record and print at once."""
+        for item in rows:
+            self.rows.append(item)
+            print(format_row(item), flush=True)
+
+    @contextmanager
+    def open(self, target: str, draft: str | None = None) -> Iterator[OpenEngines]:
+        """A target, alone or with a draft."""
+        speculation = None
+        if draft is not None:
+            speculation = Speculation(draft_len=DRAFT_LEN, draft_engine=self.engines / draft)
+        options = EngineOptions(
+            self.engines / target, speculation, max_tokens=8192, enable_block_reuse=False
+        )
+        began = perf_counter()
+        opened = OpenEngines(check_engines(options))
+        print(f"# opened {target} {draft or ''} in {perf_counter() - began:.1f} s", flush=True)
+        yield opened
+        del opened
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def prompt(self, opened: OpenEngines, count: int) -> list[int]:
+        """Random ordinary ids."""
+        first, stop = opened.checked.target.weights["ordinary_tokens"]
+        return [int(token) for token in self._random.integers(first, stop, count)]
+
+    def expect(self, opened: OpenEngines, prompt: list[int], tokens: list[int]) -> None:
+        """Raise when the output is not what the planted weights say."""
+        from llmctl.runtime.generated import planted_text
+
+        wanted = planted_text(opened.checked.target.weights, prompt[-1], len(tokens))
+        if tokens != wanted:
+            place = next(i for i, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b)
+            sys.exit(f"wrong text at token {place}: {tokens[place]}, wanted {wanted[place]}")
+
+
+def format_row(item: Row) -> str:
+    """One line of the table."""
+    share = "" if item.share_of_limit is None else f"{item.share_of_limit:7.1%} of the limit"
+    return (
+        f"{item.name:28} {item.value:10.3f} {item.unit:8} "
+        f"[{item.minimum:.3f} .. {item.maximum:.3f}] {share} {item.note}"
+    )
+
+
+def read_bytes(opened: OpenEngines, context: int) -> int:
+    """Bytes that a target step must read: weights but the embedding's, and the context's KV."""
+    target = opened.target
+    weights = sum(
+        tensor.num_bytes
+        for tensor in target.plan.tensors
+        if tensor.kind == "weight" and not tensor.name.startswith(("model.embed_tokens", "rotary"))
+    )
+    return weights + context * target.kv_bytes_per_block // target.tokens_per_block
+
+
+def num_parameters(opened: OpenEngines) -> int:
+    """Weights of all linear layers but the head, which runs for one token of a prompt."""
+    config = opened.target.config.pretrained_config
+    hidden, size = config["hidden_size"], config["head_size"]
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    attention = hidden * size * (2 * heads[0] + 2 * heads[1])
+    return config["num_hidden_layers"] * (attention + 3 * hidden * config["intermediate_size"])
+
+
+def requests(
+    bench: Bench, opened: OpenEngines, prompt_len: int, output: int, *, is_speculative: bool
+) -> list[Timed]:
+    """One request after another, each checked; the first, which captures graphs, is not counted."""
+    runs = []
+    with opened.executor(is_speculative=is_speculative) as executor:
+        for _ in range(bench.rounds + 1):
+            prompt = bench.prompt(opened, prompt_len)
+            runs.append(generate(executor, prompt, output))
+            bench.expect(opened, prompt, runs[-1].tokens)
+    return runs[1:]
+
+
+def decode(bench: Bench, opened: OpenEngines, name: str) -> None:
+    """Plain decoding with CONTEXT tokens of context, and rounds of one token on the device."""
+    runs = requests(bench, opened, CONTEXT, 128, is_speculative=False)
+    step_ms = [run.decode_s_per_token * 1e3 for run in runs]
+    device_ms = [1e3 * run.verify_s / run.rounds for run in runs]
+    host_ms = [s - d for s, d in zip(step_ms, device_ms, strict=True)]
+    floor_ms = read_bytes(opened, CONTEXT) / bench.bandwidth * 1e3
+    bench.add(
+        row(f"decode-{name}", "ms/step", step_ms, floor_ms, f"{1e3 / median(step_ms):.1f} tok/s"),
+        row(f"decode-{name}-device", "ms/step", device_ms, floor_ms),
+        row(f"decode-{name}-host", "ms/step", host_ms),
+    )
+
+
+def speed(bench: Bench, opened: OpenEngines, name: str, output: int) -> None:
+    """tok/s of plain generation, prefill included."""
+    runs = requests(bench, opened, PROMPT, output, is_speculative=False)
+    rates = [output / run.total_s for run in runs]
+    limit = bench.bandwidth / read_bytes(opened, PROMPT + output // 2)
+    bench.add(row(f"speed-{name}", "tok/s", rates, limit))
+
+
+def pair(bench: Bench, opened: OpenEngines, name: str) -> None:
+    """A pair: whole requests, and what a round is made of."""
+    runs = requests(bench, opened, PROMPT, OUTPUT, is_speculative=True)
+    rates = [OUTPUT / run.total_s for run in runs]
+    lengths = [1 + run.accepted / run.rounds for run in runs]
+    draft_ms = [1e3 * run.draft_s / run.rounds / DRAFT_LEN for run in runs]
+    verify_ms = [1e3 * run.verify_s / run.rounds for run in runs]
+    round_ms = [1e3 * (r.total_s - r.arrivals[0][0]) / (len(r.arrivals) - 1) for r in runs]
+    device_ms = [1e3 * (run.draft_s + run.verify_s) / run.rounds for run in runs]
+    host_ms = [r - d for r, d in zip(round_ms, device_ms, strict=True)]
+    first_ms = [1e3 * run.arrivals[0][0] for run in runs]
+    published = PUBLISHED.get(name.rpartition("+")[2], 0)
+    note = f"{median(rates) / published:.2f}x the published {published}" if published else ""
+    bench.add(
+        row(f"pair-{name}", "tok/s", rates, note=note),
+        row(f"pair-{name}-acceptance-length", "tokens", lengths),
+        row(f"pair-{name}-draft-step", "ms", draft_ms),
+        row(f"pair-{name}-verify", "ms", verify_ms),
+        row(f"pair-{name}-round", "ms", round_ms),
+        row(f"pair-{name}-host", "ms", host_ms),
+        row(f"pair-{name}-first-token", "ms", first_ms),
+    )
+
+
+def prefill(bench: Bench, opened: OpenEngines, name: str, count: int) -> None:
+    """Time to the first token of one prompt, as a share of the FP8 peak."""
+    runs = requests(bench, opened, count, 1, is_speculative=False)
+    times_ms = [1e3 * run.total_s for run in runs]
+    flops = 2 * num_parameters(opened) * count
+    peak_ms = flops / PEAK_TFLOPS / 1e9
+    note = f"{peak_ms / median(times_ms):.1%} of {PEAK_TFLOPS:.0f} TFLOP/s"
+    bench.add(row(f"prefill-{name}-{count}", "ms", times_ms, peak_ms, note))
+
+
+def run_rows(bench: Bench, wanted: list[str], targets: list[str]) -> None:
+    """Open engines, measure, close."""
+    for name in targets:
+        target, _, draft = name.partition("+")
+        with bench.open(target, f"{draft}-draft" if draft else None) as opened:
+            if not draft and "decode" in wanted:
+                decode(bench, opened, target)
+            if not draft and "speed" in wanted:
+                speed(bench, opened, target, 512)
+            if not draft and "prefill" in wanted:
+                prefill(bench, opened, target, 2048)
+            if draft and "pair" in wanted:
+                pair(bench, opened, name)
+
+
+def provenance() -> dict[str, Any]:
+    """What every stored row carries."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    import triton
+
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "versions": {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name(),
+        },
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit,
+    }
+
+
+def main() -> None:
+    """Parse, measure, store."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--engines", type=Path, required=True)
+    parser.add_argument("--targets", default="70b,70b+1b,70b+3b,70b+8b,8b")
+    parser.add_argument("--rows", default="decode,speed,prefill,pair")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="folder; appends to <device>.jsonl there")
+    arguments = parser.parse_args()
+    reads = read_bandwidth()
+    torch.cuda.empty_cache()
+    bench = Bench(arguments.engines, arguments.rounds, median(reads) * 1e12)
+    bench.add(row("read", "TB/s", reads))
+    try:
+        run_rows(bench, arguments.rows.split(","), arguments.targets.split(","))
+    finally:
+        if arguments.output is not None:
+            store(bench.rows, arguments.output)
+
+
+def store(rows: list[Row], folder: Path) -> None:
+    """One JSON object a line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    device = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
+    common = provenance()
+    with (folder / f"{device}.jsonl").open("a") as file:
+        for item in rows:
+            file.write(json.dumps(asdict(item) | common) + "\n")
+
+
+if __name__ == "__main__":
+    main()
