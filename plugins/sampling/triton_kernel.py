@@ -180,8 +180,8 @@ def scan(
                 position = tl.load(positions + request) + first + row % per_request
                 low, high = tl.load(seed_low + request), tl.load(seed_high + request)
                 which = tl.load(stream + request)
-                best = tl.full([], float("-inf"), tl.float64)
-                best_id = tl.full([], 0x7FFFFFFF, tl.int32)
+                best = tl.full([TILE], float("-inf"), tl.float64)
+                best_id = tl.full([TILE], 0x7FFFFFFF, tl.int32)
                 for start in range(begin, begin + CHUNK, TILE):
                     here = start + tl.arange(0, TILE)
                     near = tl.load(source + here, mask=here < VOCAB, other=float("-inf"))
@@ -189,11 +189,12 @@ def scan(
                     w0, w1, w2, w3 = _words(blocks, position, which, low, high)
                     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
                     noise = _noise(tl.reshape(words, [TILE]))
-                    drawn, drawn_id = _best_draw(_scores(near, top, factor) + noise, here)
-                    best_id = tl.where(drawn > best, drawn_id, best_id)
+                    drawn = _scores(near, top, factor) + noise
+                    best_id = tl.where(drawn > best, here, best_id)
                     best = tl.maximum(drawn, best)
-                tl.store(chunk_values + place, best)
-                tl.store(chunk_ids + place, best_id)
+                best_drawn, drawn_id = _best_draw(best, best_id)
+                tl.store(chunk_values + place, best_drawn)
+                tl.store(chunk_ids + place, drawn_id)
             elif has_top_p & (not has_top_k):
                 mass = tl.full([], 0.0, tl.float64)
                 for start in range(begin, begin + CHUNK, TILE):
@@ -370,6 +371,7 @@ def _filtered(
     # Ids above `share` stay, and of those at `share` the first `num_ties`.
     share = tl.full([], -1.0, tl.float64)
     num_ties = tl.full([], 0, tl.int32)
+    num_equal = tl.full([], 0, tl.int32)
     if has_top_p:
         sums = tl.zeros([TILE], tl.int64)
         for start in range(0, count, TILE):
@@ -387,19 +389,23 @@ def _filtered(
         last = _mass_order(values, masses, count, wanted, border, _order(top), TILE)
         share = tl.exp(_scores(_value(last), top, factor))
         above = tl.zeros([TILE], tl.int64)
+        equal = tl.zeros([TILE], tl.int32)
         for start in range(0, count, TILE):  # the search has used up the lists: logits by id
             place = start + tl.arange(0, TILE)
             token = tl.load(ids + place, mask=place < count, other=0)
             found = tl.load(source + token, mask=place < count, other=float("-inf"))
             exponential = tl.exp(_scores(found, top, factor))
             mass = (exponential * MASS_UNIT + 0.5).to(tl.int64)
-            above += tl.where((exponential > share) & (_order(found) >= border), mass, 0)
+            inside = (place < count) & (_order(found) >= border)
+            above += tl.where((exponential > share) & inside, mass, 0)
+            equal += ((exponential == share) & inside).to(tl.int32)
+        num_equal = tl.sum(equal, axis=0)
         each = tl.maximum((share * MASS_UNIT + 0.5).to(tl.int64), 1)
         ties = (wanted - tl.sum(above, axis=0) + each - 1) // each
         num_ties = tl.minimum(tl.maximum(ties, 1), VOCAB).to(tl.int32)
 
-    best = tl.full([], float("-inf"), tl.float64)
-    best_id = tl.full([], 0x7FFFFFFF, tl.int32)
+    best = tl.full([TILE], float("-inf"), tl.float64)
+    best_id = tl.full([TILE], 0x7FFFFFFF, tl.int32)
     ties_before = tl.full([], 0, tl.int32)
     for start in range(0, count, TILE):
         place = start + tl.arange(0, TILE)
@@ -409,19 +415,21 @@ def _filtered(
         stays = (place < count) & (_order(found) >= border) & (scores >= least)
         if has_top_p:
             exponential = tl.exp(scores)
-            ties = ((exponential == share) & (place < count) & (_order(found) >= border)).to(
-                tl.int32
-            )
-            rank = ties_before + tl.cumsum(ties, axis=0)
-            stays = stays & ((exponential > share) | ((ties > 0) & (rank <= num_ties)))
-            ties_before += tl.sum(ties, axis=0)
+            stays = stays & (exponential >= share)
+            if num_equal > num_ties:  # rare: several at the border, and not all of them stay
+                at_border = (_order(found) >= border) & (exponential == share) & (place < count)
+                ties = at_border.to(tl.int32)
+                rank = ties_before + tl.cumsum(ties, axis=0)
+                stays = stays & ((exponential > share) | (rank <= num_ties))
+                ties_before += tl.sum(ties, axis=0)
         w0, w1, w2, w3 = _words(token >> 2, position, stream, seed_low, seed_high)
         is_odd, is_high = (token & 1) > 0, (token & 2) > 0
         word = tl.where(is_high, tl.where(is_odd, w3, w2), tl.where(is_odd, w1, w0))
-        drawn, drawn_id = _best_draw(tl.where(stays, scores + _noise(word), float("-inf")), token)
-        best_id = tl.where(drawn > best, drawn_id, best_id)
+        drawn = tl.where(stays, scores + _noise(word), float("-inf"))
+        best_id = tl.where(drawn > best, token, best_id)
         best = tl.maximum(drawn, best)
-    return best_id
+    drawn, drawn_id = _best_draw(best, best_id)
+    return drawn_id
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from llmctl.plugins.sampling.arrays import SamplingScratch
 from llmctl.plugins.sampling.reference import argmax_rows, processed_probs, sample_rows
 from llmctl.plugins.sampling.spec import SamplingRow
 
-VOCABS = [1, 2, 17, 300, 1031]
+VOCABS = [1, 2, 17, 300]
 
 
 @pytest.fixture
@@ -61,6 +61,10 @@ def test_tokens_equal_the_reference(vocab: int, small_chunks: None):
     compare(vocab, CASES)
 
 
+def test_tokens_equal_the_reference_where_many_candidates_are_narrowed(small_chunks: None):
+    compare(1031, CASES[3::5])
+
+
 def test_tokens_equal_the_reference_with_the_chunks_of_a_real_vocabulary():
     compare(9001, CASES[::5])
 
@@ -86,7 +90,7 @@ def compare(vocab: int, cases: Sequence[Params]) -> None:
 @pytest.mark.parametrize(
     ("params", "count"),
     [
-        (Params(), 2000),
+        (Params(), 1000),
         (Params(temperature=4.0, top_k=20), 60),
         (Params(top_p=0.9, min_p=0.01), 60),
     ],
@@ -104,9 +108,9 @@ def test_many_draws_from_one_row_equal_the_reference(
 
 
 def test_draws_follow_the_distribution(small_chunks: None):
-    """2,000 draws: no gap between frequency and probability exceeds 4 sigma."""
+    """1,000 draws: no gap between frequency and probability exceeds 4 sigma."""
     logits = (np.random.default_rng(1).standard_normal(23) * 1.5).astype(np.float32)
-    rows = [SamplingRow(Params(temperature=1.3), 7, position) for position in range(2000)]
+    rows = [SamplingRow(Params(temperature=1.3), 7, position) for position in range(1000)]
     found = np.array(draw(np.repeat(logits[None], len(rows), axis=0), rows))
     wanted = processed_probs(logits, rows[0])
     counts = np.bincount(found, minlength=23) / len(rows)
