@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import queue
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,9 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 from kernel_support import KERNEL_DTYPES, limits_for, step_shape  # noqa: E402
 
-from llmctl.errors import DeviceFailure, Unsupported  # noqa: E402
+from llmctl.errors import DeviceFailure, LlmctlError, Unsupported  # noqa: E402
 from llmctl.plugins.cuda import nvrtc  # noqa: E402
 from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel  # noqa: E402
+from llmctl.plugins.cuda.kernel import KernelSpec  # noqa: E402
 from llmctl.plugins.examples import Example, make_example  # noqa: E402
 from llmctl.plugins.program import OpCall  # noqa: E402
 from llmctl.plugins.spec import FP8, Case  # noqa: E402
@@ -41,6 +45,7 @@ CASE_SECONDS = 60  # a case that takes longer hangs
 BUDGET_SECONDS = 180  # for all cases; what is not reached then fails
 CACHE_BYTES = 256 << 20  # rotate over more than any L2 cache holds
 WARM_UP, REPEATS = 3, 15
+LARGE = 2048  # input features of a matrix that takes long to make
 FEW = 0.01  # share of elements
 SHOWN_FAILURES = 4  # of an operator
 DIED = 3  # exit status of a worker whose device is lost
@@ -91,9 +96,14 @@ def program_for(example: Example) -> Any:
 
 def compiled(example: Example) -> list[CompiledKernel]:
     """Every binary of an example's call."""
+    return [compile_kernel(spec) for spec in {s.name: s for s in specs_of(example)}.values()]
+
+
+def specs_of(example: Example) -> list[KernelSpec]:
+    """What the operator says it needs for the example's call."""
     module = import_module(f"llmctl.plugins.{example.call.op}.kernel")
-    specs = {s.name: s for s in module.kernels(example.call, limits_for(example))}
-    return [compile_kernel(spec) for spec in specs.values()]
+    specs: list[KernelSpec] = module.kernels(example.call, limits_for(example))
+    return specs
 
 
 def check(op: str, case: Case, is_timed: bool, wants_time: bool) -> dict[str, Any]:
@@ -217,33 +227,34 @@ def read_bandwidth() -> float:
 
 
 def work(todo: list[tuple[str, Case, bool]], first: int, wants_time: bool) -> int:
-    """Check cases from number `first` on, one line of JSON each."""
-    for index in range(first, len(todo)):
+    """Check cases from number `first` on, one line of JSON each; -1 is the read bandwidth."""
+    if first < 0:
+        print(json.dumps({"read": read_bandwidth() if wants_time else 0}), flush=True)
+    for index in range(max(first, 0), len(todo)):
         op, case, is_timed = todo[index]
         is_lost = False
         try:
             result = check(op, case, is_timed, wants_time)
         except Exception as problem:  # whatever a kernel's code may raise: the next case goes on
-            is_lost = isinstance(problem, DeviceFailure | RuntimeError)
             text = str(problem).strip() or repr(problem)
+            is_lost = isinstance(problem, DeviceFailure) or "CUDA error" in text
             result = {"ok": False, "problem": f"{type(problem).__name__}: {text[:300]}"}
             if isinstance(problem, Unsupported):  # a case of the spec that other backends run
                 result = {"ok": True, "refused": text}
         print(json.dumps({"index": index, **result}), flush=True)
         if is_lost:
             os._exit(DIED)  # no clean-up works on a lost device
-    print(json.dumps({"read": read_bandwidth() if wants_time else 0}), flush=True)
     return 0
 
 
 def supervise(
     todo: list[tuple[str, Case, bool]], arguments: list[str], budget: float
 ) -> list[dict[str, Any]]:
-    """Results of all cases, whatever happens to the workers; the last has the bandwidth."""
+    """The bandwidth, then results of all cases, whatever happens to the workers."""
     results: list[dict[str, Any]] = []
     deadline = time.monotonic() + budget
     while len(results) <= len(todo) and time.monotonic() < deadline:
-        command = [sys.executable, __file__, *arguments, "--first", str(len(results))]
+        command = [sys.executable, __file__, *arguments, "--first", str(len(results) - 1)]
         worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=_read_lines, args=(worker.stdout, lines), daemon=True).start()
@@ -282,12 +293,11 @@ def _read_lines(stream: Any, lines: queue.Queue[str]) -> None:
     lines.put("")
 
 
-def report(todo: list[tuple[str, Case, bool]], results: list[dict[str, Any]]) -> int:
+def report(todo: list[tuple[str, Case, bool]], results: list[dict[str, Any]], read: float) -> int:
     """Print times, the first failures and a line per operator; the exit status."""
-    read = results[-1].get("read", 0)
     lines = []
     for op in dict.fromkeys(op for op, _, _ in todo):
-        own = [(c, r) for (o, c, _), r in zip(todo, results, strict=False) if o == op]
+        own = [(c, r) for (o, c, _), r in zip(todo, results, strict=True) if o == op]
         for case, result in own:
             if "us" in result:
                 print(_timing(op, case, result, read))
@@ -320,18 +330,32 @@ def _timing(op: str, case: Case, result: dict[str, Any], read: float) -> str:
 
 
 def compile_all(todo: list[tuple[str, Case, bool]]) -> int:
-    """Compile what the cases need; the number of failures as exit status."""
-    failed = 0
+    """Compile in all processes what the cases need, into the cache; the number of failures.
+
+    Cases with large matrices are left out: they take longer to make than to compile.
+    """
+    specs: dict[str, KernelSpec] = {}
     for op, case, _ in todo:
-        try:
-            compiled(make_example(op, case))
-        except Unsupported:
-            continue
-        except Exception as problem:  # reported, and the next one is tried
-            failed += 1
-            print(f"FAILED {op} {dict(case)}: {problem}")
-    print(f"{len(todo)} cases, {failed} failed to compile")
-    return 1 if failed else 0
+        if int(case.get("inner", 0)) <= LARGE:
+            example = make_example(op, case)
+            with suppress(Unsupported):
+                specs.update({spec.name: spec for spec in specs_of(example)})
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        problems = [text for text in pool.map(_compile, specs.values()) if text]
+    for text in problems:
+        print(f"FAILED {text}")
+    print(f"{len(specs)} kernels, {len(problems)} failed to compile")
+    return len(problems)
+
+
+def _compile(spec: KernelSpec) -> str:
+    """What went wrong, if anything."""
+    try:
+        compile_kernel(spec)
+    except LlmctlError as problem:
+        return f"{spec.name}: {problem}"
+    return ""
 
 
 def main() -> int:
@@ -345,19 +369,20 @@ def main() -> int:
     options = parser.parse_args()
     ops = options.op or operators()
     todo = [(op, case, is_timed) for op in ops for case, is_timed in cases_of(op)]
-    if options.compile_only:
-        return compile_all(todo)
     if options.first is not None:
         return work(todo, options.first, options.time)
     began = time.monotonic()
-    results = supervise(todo, sys.argv[1:], options.seconds)
+    failed = compile_all(todo)
+    if options.compile_only:
+        return 1 if failed else 0
+    bandwidth, *results = supervise(todo, sys.argv[1:], options.seconds)
     if options.json:
         rows = [
             {"op": op, **case, **result}
-            for (op, case, _), result in zip(todo, results, strict=False)
+            for (op, case, _), result in zip(todo, results, strict=True)
         ]
         options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    status = report(todo, results)
+    status = report(todo, results, bandwidth.get("read", float("nan")))
     print(f"{time.monotonic() - began:.0f} s on {torch.cuda.get_device_name()}")
     return status
 
