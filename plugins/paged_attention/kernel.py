@@ -51,7 +51,7 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     """Attend for every token of the step's requests; the cache already holds their keys."""
     if shape.num_tokens == 0 or shape.num_requests == 0:
         return []
-    short = max(SHORT, _tree_tokens(call))
+    short = _tree_tokens(call) or SHORT  # longer than a tree: a context chunk
     if shape.max_query_len <= short:
         return [_generation(call, env, shape, short)]
     if shape.num_requests == 1 and not _tree_tokens(call):
@@ -69,8 +69,9 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
     groups = shape.num_requests * heads * num_blocks
     splits, entries = 1, 1
     partial, counters = _partials(call, env)
-    if 2 * groups <= limits.num_sms:
-        splits = min(limits.num_sms // groups, count_units(shape.max_kv_len))
+    if groups <= limits.num_sms:
+        # Splits wait for each other, so all must run at once: two thread blocks fit an SM.
+        splits = min(2 * limits.num_sms // groups, count_units(shape.max_kv_len))
         entries = partial.numel() // (groups * num_rows * (size + 2))
     states = partial[groups * entries * num_rows * size :] if splits > 1 else partial
     step = env.step

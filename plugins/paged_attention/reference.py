@@ -2,6 +2,9 @@
 
 A query at position p sees keys j <= p and, with a window W > 0, j > p - W. Checked against
 torch's scaled_dot_product_attention with an explicit mask.
+
+With `tree_mask` [B, T, ceil(T/32)], a request of up to T tokens is a tree: its token i sees the
+context before the step, and token j of the step where bit j % 32 of word j // 32 of row i is set.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ def attention(
     positions: torch.Tensor,
     softmax_scale: float,
     window: int,
+    tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [heads, Q, D] at absolute `positions` [Q]; k, v [heads, L, D] -> [heads, Q, D] float32."""
     scores = (q @ k.transpose(-1, -2)) * softmax_scale
@@ -28,6 +32,10 @@ def attention(
     visible = keys <= positions[:, None]
     if window > 0:
         visible &= keys > positions[:, None] - window
+    if tree is not None:  # [Q, Q] bool: the step's own tokens
+        first = k.shape[1] - len(tree)
+        visible[:, :first] = True if window == 0 else keys[:first] > positions[:, None] - window
+        visible[:, first:] = tree
     return torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ v
 
 
@@ -36,6 +44,12 @@ def gather_keys(cache: torch.Tensor, blocks: torch.Tensor, kv_len: int) -> torch
     _, num_kv_heads, _, size = cache.shape
     pages = cache[blocks].float().transpose(0, 1)  # [heads, blocks, tokens_per_block, D]
     return pages.reshape(num_kv_heads, -1, size)[:, :kv_len]
+
+
+def tree_bits(words: torch.Tensor, count: int) -> torch.Tensor:
+    """int32 [T, ceil(T/32)] -> bool [count, count]: what a tree's tokens see of each other."""
+    bits = torch.arange(count, device=words.device)
+    return (words[:count, bits // 32] >> (bits % 32)) & 1 == 1
 
 
 def reference(
@@ -63,6 +77,9 @@ def reference(
         if "v_scale" in inputs:
             v = v * inputs["v_scale"]
         groups = num_heads // num_kv_heads
+        tree = None
+        if "tree_mask" in inputs and stop - start <= inputs["tree_mask"].shape[1]:
+            tree = tree_bits(inputs["tree_mask"][request], stop - start)
         heads = q[start:stop].view(stop - start, num_heads, size).float().transpose(0, 1)
         result = attention(
             heads,
@@ -71,6 +88,7 @@ def reference(
             positions[start:stop],
             float(attributes["softmax_scale"]),
             int(attributes["window"]),
+            tree,
         )
         rows = result.transpose(0, 1).reshape(stop - start, -1).to(q.dtype)
         out[start:stop] = (

@@ -7,7 +7,7 @@ power of two (in tiles) below it: 8 units per doubling of the context.
 from __future__ import annotations
 
 KEYS = 64
-UNIT = 2  # a power of two
+UNIT = 1  # a power of two
 
 
 def count_units(num_keys: int) -> int:

@@ -1,18 +1,20 @@
 """Paged attention on tensor cores, with one order of arithmetic for every row.
 
 A query's bits must not depend on what shares its step, so the keys are cut at fixed absolute
-positions. A tile is KEYS keys; the tiles of a unit go through one online softmax, and the results
-of units are merged from left to right. Units are one tile long for the first 16 tiles and then an
-eighth of the largest power of two below them (16 tiles of 1, 8 of 2, 8 of 4, ...), so a context of
-any length has few units, and none is longer than an eighth of what precedes it.
+positions (tiles.py). The tiles of a unit go through one online softmax, and the results of units
+are merged from left to right. Units grow with the context (16 of one tile, 8 of two, 8 of four),
+so there are few of them, and none is longer than an eighth of what precedes it.
 
 Whoever computes a unit gets the same bits: the same tensor-core instruction over the same keys in
 the same order, sums over keys within one warp's registers and then its lanes. Tiles that a row
 does not see leave its state as it is, bit for bit, so they may be skipped or not.
 
-`generation` splits a request's units over thread blocks, and the one that arrives last merges
-them. `context` gives each block of query tokens a thread block. Rows are query tokens times the
+`generation` splits a request's units over thread blocks, which then merge them, each for some of
+the rows. `context` gives each block of query tokens a thread block. Rows are query tokens times the
 query heads of one KV head. 64 rows and 4 warps, or 128 and 8: each row's keys lie in one warp.
+
+FP8 keys and values are read as float16, which holds them exactly, and so are the queries beside
+them; 16-bit ones as they are. Sums and states are float32, weights are rounded to the values' type.
 """
 
 from __future__ import annotations
@@ -278,8 +280,6 @@ def generation(
     if TREE_TOKENS > 0:
         WORDS: tl.constexpr = (TREE_TOKENS + 31) // 32
         words = tree_mask + (request * TREE_TOKENS + token) * WORDS
-        is_tree = count <= TREE_TOKENS
-        words_mask = row_mask & is_tree
     num_tiles = end_tile - first_tile
     if num_tiles <= 0:
         return
@@ -330,12 +330,7 @@ def generation(
             pages = load_pages(table, tile + 1, loaded, TOKENS_PER_BLOCK)
         key = keys_of(tile)
         if TREE_TOKENS > 0:
-            if is_tree:
-                visible = sees_tree(
-                    key, position, limit, limit - count, words, words_mask, WINDOW, WORDS
-                )
-            else:
-                visible = sees(key, position, limit, WINDOW)
+            visible = sees_tree(key, position, limit, limit - count, words, row_mask, WINDOW, WORDS)
         else:
             visible = sees(key, position, limit, WINDOW)
         unit_largest, unit_total, unit_acc = attend(

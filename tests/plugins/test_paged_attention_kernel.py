@@ -1,0 +1,164 @@
+"""Paged attention kernels: interpreted against the reference, cut in many ways, and compiled."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from attention_support import FP8, World, mismatches, same_bits
+from kernel_support import KERNEL_DTYPES, disassemble, launch_env, step_shape
+
+from llmctl.errors import Unsupported
+from llmctl.plugins.cuda.compiler import compile_kernel
+from llmctl.plugins.cuda.interpret import run_launches
+from llmctl.plugins.cuda.kernel import Launch
+from llmctl.plugins.examples import Example, make_example
+from llmctl.plugins.paged_attention import kernel
+from llmctl.plugins.paged_attention.reference import reference
+from llmctl.plugins.paged_attention.spec import SPEC
+from llmctl.plugins.paged_attention.tiles import KEYS, count_units
+
+CASES = [
+    case
+    for case in SPEC.cases
+    if case["dtype"] in KERNEL_DTYPES and case["head_size"] in kernel.HEAD_SIZES
+]
+
+
+def label(case: object) -> str:
+    return ".".join(map(str, case.values())) if isinstance(case, dict) else str(case)
+
+
+def execute(launches: list[Launch]) -> None:
+    with np.errstate(all="ignore"):  # rows of no request may divide by zero
+        run_launches(launches)
+
+
+def run_reference(example: Example) -> torch.Tensor:
+    call = example.call
+    reference(call.inputs, call.outputs, call.attributes, example.step, example.kv_cache)
+    return call.outputs["out"].float()
+
+
+def error_bound(example: Example) -> torch.Tensor:
+    """What rounding each weight to the values' type may change: half an ulp of every product."""
+    largest = example.clone()
+    inputs, values = largest.call.inputs, largest.kv_cache[:, :, 1]
+    values.copy_(values.float().abs().to(values.dtype))
+    inputs.pop("out_scale", None)
+    largest.call.outputs["out"] = torch.empty_like(inputs["q"])  # type: ignore[index]
+    is_bfloat16 = example.kv_cache.dtype == torch.bfloat16
+    return run_reference(largest) * (2.0**-8 if is_bfloat16 else 2.0**-10)
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_kernels_compute_what_the_reference_does(case):
+    found = make_example("paged_attention", case)
+    wanted = run_reference(found.clone())
+    bound = error_bound(found)
+    if "out_scale" in found.call.inputs:
+        bound = bound / found.call.inputs["out_scale"]
+    execute(kernel.launches(found.call, launch_env(found), step_shape(found.step)))
+    out = found.call.outputs["out"]
+    rounding = SPEC.tolerance[str(out.dtype).removeprefix("torch.")]
+    excess = (out.float() - wanted).abs() - (bound + rounding.atol + rounding.rtol * wanted.abs())
+    assert excess.max() <= 0  # and NaN is not
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        {"kv_dtype": FP8, "quantize_out": True, "lengths": (1300, 90)},
+        {"lengths": (200, 150), "size": 128, "heads": 7, "kv_heads": 1, "tokens_per_block": 8},
+        {"lengths": (333, 90), "size": 80, "window": 70, "tokens_per_block": 128},
+    ],
+    ids=label,
+)
+def test_a_rows_bits_do_not_depend_on_how_steps_are_cut(world):
+    """Alone, split, in a chunk, in a draft, in a batch, with padding, under any bound."""
+    world = {"heads": 4, "kv_heads": 2, "size": 64, **world}
+    assert mismatches(World(**world), execute) == []
+
+
+def test_a_tree_sees_its_branches_and_the_context():
+    """Two branches of one root: each must get the bits that it gets as a plain draft."""
+    length, tokens = 150, 6
+    plain = World(4, 2, 64, (length,), kv_dtype=FP8)
+    #          0
+    #        1   3      token 2 follows 1, tokens 4 and 5 follow 3
+    ancestors = [{0}, {0, 1}, {0, 1, 2}, {0, 3}, {0, 3, 4}, {0, 3, 5}]
+    mask = torch.zeros((1, 33, 2), dtype=torch.int32)
+    for token, seen in enumerate(ancestors):
+        mask[0, token, 0] = sum(1 << other for other in seen)
+    world = replace(plain, tree_mask=mask, scratch={})
+    part = [(0, length - tokens, tokens)]
+    found = world.run(part, execute)[0]
+    step, call = world.step(part), world.call(part)
+    reference(call.inputs, call.outputs, call.attributes, step, world.cache)
+    torch.testing.assert_close(found, call.outputs["out"], rtol=2**-7, atol=2**-9)
+    chain = plain.run(part, execute)[0]
+    assert same_bits(found[:3], chain[:3])  # the first branch is a plain draft
+    assert not same_bits(found[3], chain[3])
+
+
+def test_a_tree_wider_than_a_word_matches_the_reference():
+    length, tokens = 120, 40
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.randint(-(2**31), 2**31, (1, tokens, 2), generator=generator).int()
+    mask[0, :, 0] |= 1
+    world = World(4, 2, 64, (length,), tree_mask=mask)
+    part = [(0, length - tokens, tokens)]
+    found = world.run(part, execute)[0]
+    step, call = world.step(part), world.call(part)
+    reference(call.inputs, call.outputs, call.attributes, step, world.cache)
+    torch.testing.assert_close(found, call.outputs["out"], rtol=2**-7, atol=2**-6)
+
+
+def test_units_are_few_and_short():
+    assert [count_units(n * KEYS) for n in (0, 1, 16, 17, 18, 32)] == [0, 1, 16, 17, 17, 24]
+    assert count_units(1 << 17) <= 16 + 8 * 7
+
+
+def test_splits_are_counted_so_that_all_run_at_once():
+    """They wait for each other: two thread blocks must fit an SM, and no more may be launched."""
+    for batch in (1, 3, 16, 64):
+        for tokens in (1, 11, 17):
+            world = World(64, 8, 128, (64,), kv_dtype=FP8)
+            parts = [(0, 64 - tokens, tokens)] * batch
+            step = world.step(parts)
+            shape = world.shape(step, max_kv_len=1 << 17)
+            (launch,) = kernel.launches(world.call(parts), world.env(step), shape)
+            splits, heads, requests = launch.grid
+            assert splits == 1 or splits * heads * requests <= 2 * world.limits().num_sms
+
+
+@pytest.mark.parametrize("size", kernel.HEAD_SIZES)
+@pytest.mark.parametrize("kv", ["bfloat16", "float16", "fp8", "fp8 of float16"])
+def test_kernels_compile_to_tensor_core_groups_without_spills(size, kv):
+    dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
+    kv_dtype = FP8 if kv.startswith("fp8") else dtype
+    world = World(8, 1, size, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
+    for spec in kernel.kernels(world.call([(0, 0, 1)]), world.limits()):
+        binary = compile_kernel(spec)
+        code = disassemble(binary)
+        assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
+        assert "HGMMA" in code and not re.search(r"\bHMMA", code), spec.name
+        if "generation" in spec.name:  # two must fit an SM
+            assert 2 * binary.threads * (-(-binary.registers // 8) * 8) <= 1 << 16
+            assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
+
+
+@pytest.mark.parametrize("extra", [{"window": 4096}, {"tree_mask": torch.zeros((4, 17, 1)).int()}])
+def test_windows_and_trees_compile_without_spills(extra):
+    world = World(8, 1, 128, (64,), kv_dtype=FP8, **extra)
+    for spec in kernel.kernels(world.call([(0, 0, 1)]), world.limits()):
+        assert compile_kernel(spec).local_bytes == 0, spec.name
+
+
+def test_head_sizes_without_a_kernel_are_named():
+    world = World(2, 1, 18, (64,))
+    with pytest.raises(Unsupported, match=r"head size 18 .* wanted head size 64, 80, 96, 128"):
+        kernel.kernels(world.call([(0, 0, 1)]), world.limits())
