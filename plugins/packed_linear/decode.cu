@@ -210,6 +210,10 @@ struct Slice {
     tokens[0] = load_token(e, group, token);
     tokens[1] = load_token(e, group, token + 1);
   }
+  DEVICE void complete_tokens(const Epilogue& e) {
+    complete_token(e, group, tokens[0]);
+    complete_token(e, group, tokens[1]);
+  }
   DEVICE void store(const Epilogue& e, const float* sum) const {
     store_pair(e, rows, tokens[0], group, token, sum[0], sum[2]);
     store_pair(e, rows, tokens[1], group, token + 1, sum[1], sum[3]);
@@ -254,16 +258,17 @@ DEVICE void finish_products(float (&part)[ACTIVE][TOKENS / 2]) {
 }
 
 // One interval into `part`. While its first slot is multiplied, `use` takes the interval before,
-// which is in `before` (first chunk `chunk_before`, negative if there is none).
-template <int ACTIVE, class Use>
+// which is in `before` (first chunk `chunk_before`, negative if there is none: then `meanwhile`).
+template <int ACTIVE, class Use, class Meanwhile>
 DEVICE void multiply_interval(const Shared& shared, Walk& walk, float (&part)[ACTIVE][TOKENS / 2],
                               float (&before)[ACTIVE][TOKENS / 2], int& chunk_before, int& busy,
-                              const Use& use) {
+                              const Use& use, const Meanwhile& meanwhile) {
   const int begin = walk.chunk, end = min(begin + INTERVAL, walk.last);
 #pragma unroll
   for (int i = 0; i < INTERVAL / CHUNKS; ++i) {
     if (i > 0 && walk.chunk >= end) break;
     start_slot<ACTIVE>(shared, walk, part, i == 0);
+    if (i == 0 && chunk_before < 0) meanwhile();
     product_wait<1>();
     free_slot(shared, busy);
     busy = walk.slot;
@@ -279,18 +284,21 @@ DEVICE void multiply_interval(const Shared& shared, Walk& walk, float (&part)[AC
 }
 
 // All of the block's intervals of ACTIVE row tiles, in order; use(part, first chunk) takes each.
-template <int ACTIVE, class Use>
-DEVICE void multiply_intervals(const Shared& shared, Walk& walk, const Use& use) {
+template <int ACTIVE, class Use, class Meanwhile>
+DEVICE void multiply_intervals(const Shared& shared, Walk& walk, const Use& use,
+                               const Meanwhile& meanwhile) {
   float even[ACTIVE][TOKENS / 2], odd[ACTIVE][TOKENS / 2];
   int before = -1, busy = -1;
   while (true) {
-    multiply_interval<ACTIVE>(shared, walk, even, odd, before, busy, use);
+    multiply_interval<ACTIVE>(shared, walk, even, odd, before, busy, use,
+                              meanwhile);
     if (walk.chunk >= walk.last) {
       finish_products(even);
       use(even, before);
       break;
     }
-    multiply_interval<ACTIVE>(shared, walk, odd, even, before, busy, use);
+    multiply_interval<ACTIVE>(shared, walk, odd, even, before, busy, use,
+                              meanwhile);
     if (walk.chunk >= walk.last) {
       finish_products(odd);
       use(odd, before);
@@ -301,12 +309,14 @@ DEVICE void multiply_intervals(const Shared& shared, Walk& walk, const Use& use)
 }
 
 // The sums of ACTIVE row tiles over the block's chunks.
-template <int ACTIVE>
-DEVICE void multiply(const Shared& shared, Walk& walk, float (&sum)[ACTIVE][TOKENS / 2]) {
+template <int ACTIVE, class Meanwhile>
+DEVICE void multiply(const Shared& shared, Walk& walk, float (&sum)[ACTIVE][TOKENS / 2],
+                     const Meanwhile& meanwhile) {
   if constexpr (!IS_FP8) {
     int busy = -1;
     for (; walk.chunk < walk.last; walk.chunk += CHUNKS, walk.next_slot()) {
       start_slot<ACTIVE>(shared, walk, sum, walk.chunk == 0);
+      if (busy < 0) meanwhile();
       product_wait<1>();
       free_slot(shared, busy);
       busy = walk.slot;
@@ -314,7 +324,7 @@ DEVICE void multiply(const Shared& shared, Walk& walk, float (&sum)[ACTIVE][TOKE
     finish_products(sum);
     free_slot(shared, busy);
   } else {
-    multiply_intervals<ACTIVE>(shared, walk, [&](float (&part)[ACTIVE][TOKENS / 2], int chunk) {
+    const auto add = [&](float (&part)[ACTIVE][TOKENS / 2], int chunk) {
 #pragma unroll
       for (int r = 0; r < ACTIVE; ++r) {
 #pragma unroll
@@ -322,7 +332,8 @@ DEVICE void multiply(const Shared& shared, Walk& walk, float (&sum)[ACTIVE][TOKE
           sum[r][i] = chunk == 0 ? part[r][i] : __fadd_rn(sum[r][i], part[r][i]);
         }
       }
-    });
+    };
+    multiply_intervals<ACTIVE>(shared, walk, add, meanwhile);
   }
 }
 
@@ -389,7 +400,12 @@ DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e, 
 #if SPLIT == 0
   if (walk.first > 0) take_over(handover, sum[0]);
 #endif
-  multiply<ACTIVE>(shared, walk, sum);
+  multiply<ACTIVE>(shared, walk, sum, [&] {
+    if (IS_EARLY) {
+#pragma unroll
+      for (int i = 0; i < HELD; ++i) held[i].complete_tokens(e);
+    }
+  });
 #if SPLIT == 0
   if (walk.last < walk.chunks) {
     hand_over(handover, sum[0]);
@@ -402,6 +418,7 @@ DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e, 
     if (!IS_EARLY) {
       slice.load_rows(e, walk.tile + i / OCTETS, warp, i % OCTETS);
       slice.load_tokens(e);
+      slice.complete_tokens(e);
     }
     slice.store(e, &sum[i / OCTETS][4 * (i % OCTETS)]);
   }
@@ -443,13 +460,16 @@ DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e, 
   const u32 parts = remote_address(shared.parts, owner);
   const u32 parts_full = remote_address(shared.parts_full, owner);
   cluster_wait();  // every block of the cluster has its barriers
-  multiply_intervals<ACTIVE>(shared, walk, [&](float (&part)[ACTIVE][TOKENS / 2], int chunk) {
+  const auto send = [&](float (&part)[ACTIVE][TOKENS / 2], int chunk) {
 #pragma unroll
     for (int i = 0; i < ACTIVE * OCTETS; ++i) {
       const float* p = &part[i / OCTETS][4 * (i % OCTETS)];
       store_remote(parts + part_offset(chunk / INTERVAL, i / OCTETS, warp % OWNED, i % OCTETS),
                    parts_full, p[0], p[1], p[2], p[3]);
     }
+  };
+  multiply_intervals<ACTIVE>(shared, walk, send, [&] {
+    if (holds) held.complete_tokens(e);
   });
   barrier_wait_cluster(shared.parts_full, 0);
 #pragma unroll
@@ -470,6 +490,7 @@ DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e, 
     if (round > 0) {
       held.load_rows(e, walk.tile + tile, rank * OWNED + quarter, octet);
       held.load_tokens(e);
+      held.complete_tokens(e);
     }
     held.store(e, sum);
   }
@@ -492,7 +513,7 @@ DEVICE void multiply_active_share(const Shared& shared, Walk& walk, const Epilog
 #define HANDOVER_VALUES nullptr, nullptr
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, TOKENS <= 64 && ROW_TILES * TOKENS <= 32 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES * TOKENS <= 16 ? 2 : 1)
     decode(const __grid_constant__ TensorMap x, const u8* weight, int row_tiles, int chunks,
            EPILOGUE_PARAMETERS HANDOVER_PARAMETERS) {
   extern __shared__ u8 memory[];

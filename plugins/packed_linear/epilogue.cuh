@@ -52,7 +52,8 @@ struct Epilogue {
 #endif
 
 // A warp holds 16 rows; a thread rows lane / 4 and lane / 4 + 8 of them, and per eight tokens the
-// two tokens 2 (lane % 4) and the next. Constants of the rows may be read before the wait.
+// two tokens 2 (lane % 4) and the next. Constants of the rows may be read before the wait; those of
+// tokens come in two steps, the second to be taken when the first have arrived.
 struct RowConstants {
   float scale[2], bias[2];
 };
@@ -88,6 +89,8 @@ struct TokenConstants {
 DEVICE TokenConstants load_token(const Epilogue& e, int group, int token) {
   return {load_x_scale(e, token)};
 }
+
+DEVICE void complete_token(const Epilogue&, int, TokenConstants&) {}
 
 DEVICE void store_pair(const Epilogue& e, const RowConstants& rows, const TokenConstants& t,
                        int group, int token, float first, float second) {
@@ -126,6 +129,8 @@ DEVICE float swiglu(const Epilogue& e, const RowConstants& rows, float x_scale, 
   return round_to<MODEL_TYPE>(__fmul_rn(activated, up));
 }
 
+DEVICE void complete_token(const Epilogue&, int, TokenConstants&) {}
+
 DEVICE void store_pair(const Epilogue& e, const RowConstants& rows, const TokenConstants& t,
                        int group, int token, float first, float second) {
   const int column = 8 * group + (threadIdx.x & 31) / 4;
@@ -140,12 +145,21 @@ DEVICE void store_pair(const Epilogue& e, const RowConstants& rows, const TokenC
 struct TokenConstants {
   float x_scale, cos, sin, kv_scale;
   KV_TYPE::Storage* row;  // of the cache; null: store no key or value
+  int position, slot;
 };
 
-// For this thread's row of a query or key head.
-DEVICE void load_rotation(const Epilogue& e, int group, int position, TokenConstants& t) {
+DEVICE bool is_value(int group) {
+  return group >= (NUM_HEADS + NUM_KV_HEADS) * (HEAD_SIZE / 16);
+}
+
+// The cosine for this thread's row of a query or key head; the sine is HEAD_SIZE / 2 further.
+DEVICE const float* rotation(const Epilogue& e, int group, int position) {
   const int dim = 8 * (group % (HEAD_SIZE / 16)) + (threadIdx.x & 31) / 4;
-  const float* factors = e.rotary + (long long)position * HEAD_SIZE + dim;
+  return e.rotary + (long long)position * HEAD_SIZE + dim;
+}
+
+DEVICE void load_rotation(const Epilogue& e, int group, int position, TokenConstants& t) {
+  const float* factors = rotation(e, group, position);
   t.cos = round_to<MODEL_TYPE>(__ldg(factors));
   t.sin = round_to<MODEL_TYPE>(__ldg(factors + HEAD_SIZE / 2));
 }
@@ -168,19 +182,27 @@ DEVICE KV_TYPE::Storage* cache_row(const Epilogue& e, int slot, int kv, int head
 }
 
 DEVICE TokenConstants load_token(const Epilogue& e, int group, int token) {
-  TokenConstants t = {1.0f, 1.0f, 0.0f, 1.0f, nullptr};
+  TokenConstants t = {1.0f, 1.0f, 0.0f, 1.0f, nullptr, 0, -1};
   if (token >= e.tokens) return t;
   t.x_scale = load_x_scale(e, token);
-  const int head = group / (HEAD_SIZE / 16);
-  const bool is_value = head >= NUM_HEADS + NUM_KV_HEADS;
-  if (!is_value) load_rotation(e, group, e.positions[token], t);
-  if (head >= NUM_HEADS && head < NUM_HEADS + 2 * NUM_KV_HEADS) {
-    const int slot = e.slots[token], kv_head = (head - NUM_HEADS) % NUM_KV_HEADS;
-    const float* scale = is_value ? e.v_scale : e.k_scale;
-    if (scale) t.kv_scale = __ldg(scale);
-    if (slot >= 0) t.row = cache_row(e, slot, is_value, kv_head);
-  }
+  t.position = e.positions[token];
+  t.slot = e.slots[token];
+  const float* scale = is_value(group) ? e.v_scale : e.k_scale;
+  if (scale) t.kv_scale = __ldg(scale);
   return t;
+}
+
+// What depends on what load_token read. Rotations are as they are in memory.
+DEVICE void complete_token(const Epilogue& e, int group, TokenConstants& t) {
+  const int head = group / (HEAD_SIZE / 16);
+  if (!is_value(group)) {
+    const float* factors = rotation(e, group, t.position);
+    t.cos = __ldg(factors);
+    t.sin = __ldg(factors + HEAD_SIZE / 2);
+  }
+  if (t.slot >= 0 && head >= NUM_HEADS && head < NUM_HEADS + 2 * NUM_KV_HEADS) {
+    t.row = cache_row(e, t.slot, is_value(group), (head - NUM_HEADS) % NUM_KV_HEADS);
+  }
 }
 
 DEVICE void store_pair(const Epilogue& e, const RowConstants& rows, const TokenConstants& t,
@@ -190,11 +212,14 @@ DEVICE void store_pair(const Epilogue& e, const RowConstants& rows, const TokenC
   if (token >= e.tokens) return;
   float left = round_to<MODEL_TYPE>(finish(e, rows, 0, t.x_scale, first));
   float right = round_to<MODEL_TYPE>(finish(e, rows, 1, t.x_scale, second));
-  const bool is_value = head >= NUM_HEADS + NUM_KV_HEADS;
-  const int dim = (is_value ? 16 : 8) * (group % GROUPS) + lane_row;
-  const int apart = is_value ? 8 : HEAD_SIZE / 2;
-  if (!is_value) {
-    rotate(t, left, right);
+  const bool is_plain = is_value(group);
+  const int dim = (is_plain ? 16 : 8) * (group % GROUPS) + lane_row;
+  const int apart = is_plain ? 8 : HEAD_SIZE / 2;
+  if (!is_plain) {
+    TokenConstants rounded = t;
+    rounded.cos = round_to<MODEL_TYPE>(t.cos);
+    rounded.sin = round_to<MODEL_TYPE>(t.sin);
+    rotate(rounded, left, right);
     left = round_to<MODEL_TYPE>(left);
     right = round_to<MODEL_TYPE>(right);
   }

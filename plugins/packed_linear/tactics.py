@@ -8,6 +8,7 @@ in it from a rule. All variants give the same bits, so a tactic decides time alo
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from functools import cache
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 MANY = "many"  # the kernel for many tokens, which chooses its tile by itself
 FEW_TOKENS = (8, 16, 32, 64)  # upper ends of the entries for few tokens
 _NUM_SMS = 132
+_FEWEST_STAGES = 3  # that keep enough reads in flight
 _SMALL_WEIGHT = 24 << 20  # bytes that a few microseconds read
 RING_ROOM = 206 * 1024  # leaves room for small kernels beside a waiting product
 
@@ -65,18 +67,19 @@ def default_variant(tokens: int, row_tiles: int, chunks: int, is_fp8: bool) -> D
     where these divide nearly evenly over the multiprocessors, else equal shares.
     """
     intervals = -(-chunks // INTERVAL)
-    split = 1
-    while is_fp8 and split < 4 and row_tiles * split * 2 <= _NUM_SMS and intervals >= split * 2:
-        split *= 2
-    if split > 1 and row_tiles * chunks * BLOCK_BYTES <= _SMALL_WEIGHT:
-        return _filled(DecodeVariant(tokens, 1, 1, 0, split), intervals, SHARED_HALF)
+    splits = [k for k in (4, 2) if is_fp8 and row_tiles * k <= _NUM_SMS and intervals >= k]
+    if row_tiles * chunks * BLOCK_BYTES <= _SMALL_WEIGHT:
+        for split in splits:
+            variant = _filled(DecodeVariant(tokens, 1, 1, 0, split), intervals, SHARED_HALF)
+            if variant.stages >= _FEWEST_STAGES:
+                return variant
     each = -(-row_tiles // _NUM_SMS)
     is_even = each == 1 or row_tiles >= 0.95 * each * _NUM_SMS
     share = 2 if is_even and each > 1 and tokens <= 16 else 1
-    split = 0 if not is_even else min(split, 2)
-    for wide in (4, 2, 1):
+    ways = [2, 1] if 2 in splits else [1] if is_even else [0]
+    for split, wide in itertools.product(ways, (4, 2, 1)):
         variant = _filled(DecodeVariant(tokens, share, wide, 0, split), intervals, RING_ROOM)
-        if chunks % wide == 0 and (variant.stages >= 3 or wide == 1):
+        if chunks % wide == 0 and variant.stages >= min(_FEWEST_STAGES, chunks):
             break
     return variant
 
@@ -87,7 +90,7 @@ def _filled(variant: DecodeVariant, intervals: int, room: int) -> DecodeVariant:
     if variant.split < 2:
         return filled
     needed = -(-intervals // variant.split) * INTERVAL // variant.chunks
-    return replace(filled, stages=min(filled.stages, needed))
+    return replace(filled, stages=min(filled.stages, max(needed, _FEWEST_STAGES)))
 
 
 @cache

@@ -1,0 +1,207 @@
+"""The CUDA kernels for few tokens without a GPU: what they compile to, and which are chosen."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmctl.plugins.cuda.compiler import compile_kernel
+from llmctl.plugins.cuda.kernel import DeviceStep, LaunchEnv, StepLimits, StepShape, TensorMap
+from llmctl.plugins.packed_linear.decode import (
+    SHARED_HALF,
+    DecodeVariant,
+    decode_launch,
+    decode_spec,
+    grid_blocks,
+)
+from llmctl.plugins.packed_linear.kernel import kernels, launches
+from llmctl.plugins.packed_linear.layout import packed_shape
+from llmctl.plugins.packed_linear.tactics import (
+    _table,
+    choose_tactic,
+    default_variant,
+    parse_tactic,
+)
+from llmctl.plugins.program import OpCall
+
+FP8 = torch.float8_e4m3fn
+LIMITS = StepLimits(256, 64, 8, 4096, 10, 32, "float8_e4m3fn")
+HEADS = {"layer": 0, "num_heads": 8, "num_kv_heads": 2, "head_size": 64}
+VARIANTS = (
+    "n8r1c4s5k1g0l0",
+    "n8r2c4s3k1g0l0",
+    "n16r1c4s5k0g0l0",
+    "n16r2c2s5k1g0l2",
+    "n24r1c2s8k1g0l0",
+    "n32r1c2s8k1g0l0",
+    "n64r1c2s6k0g0l0",
+    "n8r1c1s11k4g0l0",
+    "n16r1c2s4k2g0l0",
+)
+
+
+def make_call(op: str, dtype: torch.dtype, rows: int = 768, inner: int = 2048, out=None) -> OpCall:
+    """A call on meta tensors."""
+    model = torch.bfloat16 if dtype == FP8 else dtype
+    shape = packed_shape(rows, inner, dtype.itemsize)
+    with torch.device("meta"):
+        inputs = {"x": torch.empty(256, inner, dtype=dtype), "weight": torch.empty(shape).to(dtype)}
+        if dtype == FP8:
+            inputs["weight_scale"] = torch.empty(shape[0] * 64)
+            inputs["x_scale"] = torch.empty(1)
+        attributes: dict = {}
+        outputs = {"out": torch.empty(256, rows, dtype=out or model)}
+        if op == "packed_linear_swiglu":
+            outputs = {"out": torch.empty(256, rows // 2, dtype=out or dtype)}
+            attributes = {"dtype": str(model).removeprefix("torch.")}
+            if dtype == FP8:
+                inputs["scale"] = torch.empty(1)
+        if op == "packed_linear_rope_kv":
+            outputs = {"q": torch.empty(256, 512, dtype=model)}
+            inputs["rotary"] = torch.empty(4096, 64)
+            attributes = HEADS
+    return OpCall(op, op, inputs, outputs, attributes)
+
+
+def make_env(kv_dtype: torch.dtype = FP8) -> LaunchEnv:
+    ints = torch.empty(256, dtype=torch.int32, device="meta")
+    step = DeviceStep(ints, ints, ints, ints, ints, ints, ints)
+    cache = torch.empty(1, 4, 2, 2, 32, 64, dtype=kv_dtype, device="meta")
+
+    def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    return LaunchEnv(step, cache, LIMITS, "tokens", scratch)
+
+
+def sass(cubin: bytes, folder: Path) -> str:
+    """The machine code, by Triton's or the toolkit's disassembler."""
+    found = find_spec("triton")
+    beside = Path(found.origin).parent / "backends/nvidia/bin/cuobjdump" if found else None
+    tool = str(beside) if beside and beside.exists() else shutil.which("cuobjdump")
+    if tool is None:
+        pytest.skip("no cuobjdump here")
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    done = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
+@pytest.mark.parametrize("op", ["packed_linear", "packed_linear_swiglu", "packed_linear_rope_kv"])
+def test_every_variant_compiles_to_warpgroup_products_without_spills(op, dtype, tmp_path):
+    call = make_call(op, dtype)
+    wanted = "QGMMA" if dtype == FP8 else "HGMMA"
+    for text in VARIANTS if op == "packed_linear" else VARIANTS[:3]:
+        variant = DecodeVariant.parse(text)
+        if not variant.fits(*call.inputs["weight"].shape[:2], dtype == FP8):
+            assert variant.split > 1  # only FP8 sums can be divided over a cluster
+            continue
+        spec = decode_spec(call, variant, LIMITS)
+        kernel = compile_kernel(spec)
+        assert kernel.local_bytes == 0, spec.name
+        products = re.findall(r"\b[QH]GMMA\.64x(\d+)x", code := sass(kernel.cubin, tmp_path))
+        assert products and set(products) == {str(variant.tokens)}, spec.name
+        assert wanted in code and "HMMA." not in code.replace("HGMMA.", ""), spec.name
+        assert "UBLKCP" in code and "UTMALDG" in code, spec.name
+        blocks = 2 if variant.shared_bytes(16) <= SHARED_HALF else 1
+        assert kernel.registers * 160 * blocks <= 65536
+
+
+def test_a_variant_is_the_text_it_prints():
+    for text in VARIANTS:
+        assert str(DecodeVariant.parse(text)) == text
+    with pytest.raises(ValueError):
+        DecodeVariant.parse("n8r1")
+
+
+def test_variants_that_a_weight_cannot_have_are_told_apart():
+    def fits(text: str, tiles: int = 8, chunks: int = 16, is_fp8: bool = True) -> bool:
+        return DecodeVariant.parse(text).fits(tiles, chunks, is_fp8)
+
+    assert fits("n8r1c4s5k4g0l0")
+    assert not fits("n8r1c4s5k4g0l0", is_fp8=False)  # a 16-bit sum is one chain
+    assert not fits("n8r1c4s5k1g0l0", chunks=18)  # a slot would pass the end of K
+    assert not fits("n8r1c1s5k4g0l0", chunks=8)  # two intervals for four blocks
+    assert not fits("n8r2c1s5k0g0l0")  # shared tiles are handed on one by one
+    assert not fits("n8r1c4s7k1g0l0")  # more shared memory than there is
+    assert not fits("n12r1c1s5k1g0l0")
+
+
+@pytest.mark.parametrize("is_fp8", [True, False])
+def test_the_rule_gives_variants_that_fit_and_the_table_too(is_fp8):
+    for tiles in (1, 7, 32, 48, 64, 96, 128, 160, 256, 448, 896, 2004):
+        for chunks in (1, 2, 16, 18, 32, 64, 112, 224):
+            for tokens in (8, 16, 32, 64):
+                variant = default_variant(tokens, tiles, chunks, is_fp8)
+                assert variant.stages >= min(3, chunks)
+                assert variant.fits(tiles, chunks, is_fp8), (tiles, chunks, variant)
+    for key, entries in _table().items():
+        tiles, chunks = map(int, key.split()[1].split("x"))
+        for most, text in entries.items():
+            variant = DecodeVariant.parse(text)
+            assert variant.fits(tiles, chunks, True) and variant.tokens >= int(most)
+
+
+def test_rows_are_shared_evenly_between_blocks():
+    whole = DecodeVariant.parse("n8r1c1s12k1g0l0")
+    assert grid_blocks(whole, 896, 132) == 128  # seven tiles each
+    assert grid_blocks(whole, 128, 132) == 128
+    assert grid_blocks(DecodeVariant.parse("n8r1c1s12k0g0l0"), 160, 132) == 132
+    assert grid_blocks(DecodeVariant.parse("n8r2c1s12k4g0l0"), 33, 132) == 68  # 17 clusters
+
+
+def test_a_step_launches_the_entry_of_its_tokens():
+    call = make_call("packed_linear", FP8)
+    env = make_env()
+    specs = {spec.name for spec in kernels(call, LIMITS)}
+    for tokens in (1, 8, 9, 16, 17, 64, 65, 256):
+        (launch,) = launches(call, env, StepShape(tokens, 1, 1, tokens, tokens))
+        assert launch.spec.name in specs
+        few = [int(n) for n in re.findall(r"\.few\.n(\d+)", launch.spec.name)]
+        assert few == [n for n in (8, 16, 32, 64) if n >= tokens][:1]
+        x_map = launch.arguments[0]
+        assert isinstance(x_map, TensorMap)
+        if few:  # rows that the step has not are not even read
+            assert x_map.box_rows == tokens
+        assert len(launch.arguments) == len(launch.spec.arguments)
+
+
+def test_a_stored_tactic_is_obeyed():
+    call = make_call("packed_linear", FP8)
+    call = OpCall(call.op, call.name, call.inputs, call.outputs, {}, "4:n8r2c1s3k1g0l0;*:many")
+    first, *rest = kernels(call, LIMITS)
+    assert ".n8r2c1s3." in first.name and rest and all(".many." in spec.name for spec in rest)
+    (launch,) = launches(call, make_env(), StepShape(4, 1, 1, 4, 4))
+    assert launch.spec == first
+
+
+def test_equal_calls_of_different_sizes_share_a_binary():
+    variant = DecodeVariant.parse("n8r1c4s5k0g0l0")
+    small, large = make_call("packed_linear", FP8), make_call("packed_linear", FP8, 64, 8192)
+    assert decode_spec(small, variant, LIMITS) == decode_spec(large, variant, LIMITS)
+    split = DecodeVariant.parse("n8r1c1s4k2g0l0")
+    names = {decode_spec(call, split, LIMITS).name for call in (small, large)}
+    assert len(names) == 2  # room for the parts depends on K
+
+
+def test_sums_are_handed_on_through_scratch_only_where_tiles_are_shared():
+    call, env = make_call("packed_linear", FP8), make_env()
+    even = decode_launch(call, env, 3, DecodeVariant.parse("n8r1c4s5k0g0l0"))
+    whole = decode_launch(call, env, 3, DecodeVariant.parse("n8r1c4s5k1g0l0"))
+    assert even.spec.arguments == (*whole.spec.arguments, "*fp32", "*i32")
+    assert even.spec.name != whole.spec.name
+
+
+def test_tactics_cover_any_number_of_tokens():
+    entries = parse_tactic(choose_tactic("packed_linear", 128, 64, "float8_e4m3fn"))
+    assert [most for most, _ in entries] == [8, 16, 32, 64, 1 << 31]
+    assert entries[-1][1] == "many"
+    table = choose_tactic("packed_linear_swiglu", 256, 16, "float8_e4m3fn")
+    assert parse_tactic(table)[0][1] == "n8r2c1s12k1g0l0"
