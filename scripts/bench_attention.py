@@ -78,7 +78,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.compile:
         for world in [checked(i, "cpu") for i in range(len(CHECKED))] + [
-            tiny(timed(*row[:2])) for row in (*GENERATION, *CONTEXT)
+            timed(*row[:2]) for row in (*GENERATION, *CONTEXT)
         ]:
             for spec in kernel.kernels(world.call([(0, 0, 1)]), world.limits()):
                 _binaries[spec.name] = compile_kernel(spec)
@@ -108,11 +108,6 @@ def timed(model: str, is_fp8: bool) -> World:
     heads, kv_heads, size = MODELS[model]
     kv_dtype = FP8 if is_fp8 else torch.bfloat16
     return World(heads, kv_heads, size, (64,), kv_dtype=kv_dtype, quantize_out=is_fp8)
-
-
-def tiny(world: World) -> World:
-    """Unchanged; names what compiling needs."""
-    return world
 
 
 def loaded(launch: Launch) -> object:
