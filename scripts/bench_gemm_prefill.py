@@ -299,6 +299,34 @@ def time_model(
         torch.cuda.empty_cache()
 
 
+def time_layer(bench: bench_gemm.Bench, name: str, counts: list[int]) -> None:
+    """A row per number of tokens: a layer's FP8 products one after the other, and the library's."""
+    shapes = [shape for shape in SHAPES[name] if shape[0] != "gate"]
+    calls = [
+        bench.call("packed_linear_swiglu" if what == "swiglu" else "packed_linear", rows, inner)
+        for what, rows, inner in shapes
+    ]
+    for tokens in counts:
+        bench.compile([prefill_launch(call, bench.env, tokens) for call in calls])
+        prepared = [bench.prepare(prefill_launch(call, bench.env, tokens)) for call in calls]
+        stream = bench.stream.cuda_stream
+        us = 4 * graph_us(bench.stream, [lambda p=p, s=stream: p(s) for p in prepared] * 3)
+        pairs = [
+            (call.inputs["x"][:tokens], call.inputs["weight"].view(-1)[: rows * inner])
+            for call, (_, rows, inner) in zip(calls, shapes, strict=True)
+        ]
+        one = torch.ones((), device="cuda")
+
+        def multiply(x: torch.Tensor, weight: torch.Tensor, one: torch.Tensor = one) -> None:
+            weight = weight.view(-1, x.shape[1])
+            torch._scaled_mm(x, weight.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        library = 4 * graph_us(bench.stream, [lambda p=p: multiply(*p) for p in pairs] * 3)
+        flop = sum(2 * tokens * rows * inner for _, rows, inner in shapes)
+        rates = f"{flop / us / 1e6:.0f} TFLOP/s | torch {library:.1f} us {flop / library / 1e6:.0f}"
+        print(f"{name} fp8 layer M={tokens}: {us:.1f} us {rates}", flush=True)
+
+
 def parse_variant(text: str) -> Variant:
     """Variant of "row tiles a warpgroup,tokens,cluster,a stages,b stages"."""
     return Variant(*map(int, text.split(",")))
@@ -323,6 +351,8 @@ def main() -> None:
     variants = [parse_variant(text) for text in options.variant]
     bench.env = replace(bench.env, limits=StepLimits(4096, 4096, 16, 4096, 16, 32, "bfloat16"))
     for name in filter(None, options.models.split(",")):
+        if "fp8" in options.dtypes:
+            time_layer(bench, name, counts)
         for dtype in options.dtypes.split(","):
             time_model(bench, name, dtype, counts, variants)
 

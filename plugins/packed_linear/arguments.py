@@ -74,6 +74,7 @@ def argument_values(
     def optional(*roles: str) -> list[torch.Tensor | TensorMap | int | float]:
         return [call.inputs.get(role, 0) for role in roles]
 
+    values: list[torch.Tensor | TensorMap | int | float]
     values = [TensorMap(x, tile_tokens, columns), weight, row_tiles, chunks, out]
     values += optional("weight_scale", "x_scale", "bias")
     x_scale = call.inputs.get("x_scale")
