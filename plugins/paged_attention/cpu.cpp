@@ -67,7 +67,7 @@ struct Attention {
   const Step& step;
   Shape shape;
   float key_scale, value_scale;
-  enum { kQ, kKScale, kVScale, kOutScale, kOut };
+  enum { kQ, kKScale, kVScale, kOutScale, kTreeMask, kOut };  // the spec's roles in order
 
   Attention(const Op& op, const Step& step)
       : op(op), step(step), key_scale(1.0f), value_scale(1.0f) {

@@ -75,7 +75,7 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
         entries = partial.numel() // (groups * num_rows * (size + 2))
     states = partial[groups * entries * num_rows * size :] if splits > 1 else partial
     step = env.step
-    arguments = (
+    arguments: tuple[torch.Tensor | int | float, ...] = (
         *_tensors(call, env),
         call.inputs.get("tree_mask", step.cu_q),
         partial,
@@ -95,7 +95,7 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
     heads = int(call.attributes["num_kv_heads"])
     tokens = _context_rows(call) // _group(call)
     grid = (heads, shape.num_tokens // tokens + shape.num_requests, 1)
-    arguments = (
+    arguments: tuple[torch.Tensor | int | float, ...] = (
         *_tensors(call, env),
         _logit_scale(call),
         env.step.block_tables.stride(0),
