@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.config import (
     BuildRequest,
+    choose_backend,
+    choose_capability,
     choose_dtype,
-    require_backend,
+    has_supported_gpu,
+    require_cuda_model,
     resolve_build_config,
 )
 from llmctl.builder.engine_format import (
@@ -29,13 +32,23 @@ from llmctl.builder.engine_format import (
     KvCacheSpec,
     Plan,
     engine_bytes,
+    kv_bytes_per_token,
+    weight_bytes,
     write_engine,
+)
+from llmctl.builder.generated import LoadFormat, declare_tensors, mark_generated, open_config
+from llmctl.builder.kernels import (
+    OnKernel,
+    compile_kernels,
+    kernel_specs,
+    plan_kernel,
+    scratch_bytes,
+    step_limits,
 )
 from llmctl.builder.models import model_config
 from llmctl.builder.models.decoder import EMBEDDING, build_network
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
-from llmctl.builder.passes.memory import ITEM_BYTES
 from llmctl.builder.passes.pipeline import run_passes
 from llmctl.builder.plugin_config import resolve_plugins
 from llmctl.builder.scales import (
@@ -56,8 +69,11 @@ from llmctl.quantize.format import GENERATION_CONFIG_FILE, read_json
 if TYPE_CHECKING:
     import torch
 
+    from llmctl.plugins.cuda.compiler import CompiledKernel
+
 _PACKAGES = ("llmctl", "torch", "numpy", "safetensors")
 _CONFIG_BYTES = 1 << 20  # more than config.json of an engine takes
+STORED = LoadFormat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +85,18 @@ class EnginePlan:
     network: Network
     plan: Plan
     sources: Mapping[str, Source]
+    kernels: tuple[CompiledKernel, ...]  # cuda only
     notices: tuple[str, ...]  # adjusted limits and unread tensors, for people
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights the engine maps."""
+    def file_bytes(self) -> int:
+        """Bytes of the engine file."""
         return engine_bytes(self.plan)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache one token takes over all layers."""
-        cache = self.plan.kv_cache
-        entries = 2 * cache.num_layers * cache.num_kv_heads * cache.head_size
-        return entries * ITEM_BYTES[cache.dtype]
+        return kv_bytes_per_token(self.plan)
 
     def summary(self) -> dict[str, Any]:
         """The memory plan as numbers, for --dry-run and --json."""
@@ -92,8 +107,14 @@ class EnginePlan:
             "dtype": self.network.dtype,
             "quantization": self.config.pretrained_config["quantization"],
             "num_ops": len(self.plan.ops),
-            "engine_bytes": self.weight_bytes,
+            "compute_capability": self.config.compute_capability,
+            "load_format": self.config.weights["load_format"],
+            "engine_bytes": self.file_bytes,
+            "weight_bytes": weight_bytes(self.plan),
             "activation_bytes": self.plan.arena_bytes,
+            "scratch_bytes": self.plan.scratch_bytes,
+            "num_kernels": len(self.plan.kernels),
+            "kernel_bytes": sum(kernel.num_bytes for kernel in self.plan.kernels),
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "kv_bytes_per_sequence": self.kv_bytes_per_token * build["max_seq_len"],
             **{
@@ -108,26 +129,37 @@ def plan_build(
     request: BuildRequest,
     *,
     backend: str = "auto",
+    compute_capability: str | None = None,
+    load_format: LoadFormat = STORED,
     plugins: Mapping[str, str] | None = None,
     command: str = "",
+    on_kernel: OnKernel = lambda *_: None,
 ) -> EnginePlan:
     """Decide an engine from the checkpoint's headers and scales; writes nothing.
 
-    Raises the checkpoint errors of `llmctl.errors`, BadConfig and Unsupported.
+    Compiles the kernels of a cuda engine, as their size belongs to the plan; `on_kernel` hears of
+    each. Raises the checkpoint errors of `llmctl.errors`, BadConfig, Unsupported, and NoDevice or
+    KernelCompileError where a kernel cannot be compiled.
     """
-    backend = require_backend(backend)
-    checkpoint = Checkpoint.open(checkpoint_dir)
+    backend = choose_backend(backend, has_supported_gpu)
+    capability = choose_capability(compute_capability, backend)
+    is_generated = load_format.is_generated
+    checkpoint = open_config(checkpoint_dir) if is_generated else Checkpoint.open(checkpoint_dir)
     where = str(checkpoint_dir / "config.json")
     model = model_config(checkpoint.config, where)
     dtype = choose_dtype(request.dtype, model, _stored_dtype(checkpoint))
+    if backend == "cuda":
+        require_cuda_model(model, dtype)
     require_readable(checkpoint)
     recorded = build_network(model, dtype)
+    if is_generated:
+        declare_tensors(checkpoint, recorded, model.num_hidden_layers)
     checkpoint.require(checkpoint_shapes(recorded))
     linear_scales = find_linear_scales(checkpoint, recorded)
     kv_scales = _kv_scales(checkpoint, request.kv_cache_dtype, model.num_hidden_layers)
     cache_dtype = "float8_e4m3fn" if kv_scales is not None else dtype
     limits, notices = resolve_build_config(request, model, cache_dtype)
-    plugin_config = resolve_plugins(plugins or {}, dtype, bool(linear_scales))
+    plugin_config = resolve_plugins(plugins or {}, dtype, bool(linear_scales), backend)
     cache = KvCacheSpec(
         model.num_hidden_layers,
         model.num_key_value_heads,
@@ -139,7 +171,19 @@ def plan_build(
     network, plan = run_passes(
         recorded, model, limits, plugin_config, linear_scales, kv_scales, cache, backend
     )
-    _check_scales(checkpoint, network)
+    if is_generated:
+        plan = mark_generated(plan, network.sources)
+    else:
+        _check_scales(checkpoint, network)
+    kernels: list[CompiledKernel] = []
+    if capability is not None:
+        sizes = step_limits(plan, limits)
+        kernels = compile_kernels(kernel_specs(plan, sizes), capability, on_kernel)
+        plan = replace(
+            plan,
+            kernels=tuple(map(plan_kernel, kernels)),
+            scratch_bytes=scratch_bytes(plan, sizes),
+        )
     used = [name for source in network.sources.values() for name in source.names]
     unused = check_unused(checkpoint, used, model.num_hidden_layers)
     if unused:
@@ -157,8 +201,12 @@ def plan_build(
         tokenizer=tokenizer,
         versions=_versions(),
         command=command,
+        compute_capability=capability,
+        weights=load_format.to_dict(model, checkpoint.config),
     )
-    return EnginePlan(checkpoint, config, network, plan, network.sources, tuple(notices))
+    return EnginePlan(
+        checkpoint, config, network, plan, network.sources, tuple(kernels), tuple(notices)
+    )
 
 
 def run_build(
@@ -168,13 +216,21 @@ def run_build(
 
     Raises OutputExists, OutOfDisk, BadTensorValue (weights are checked while they stream).
     """
+    import torch
+
     if output_dir.exists():  # before the space check: it is the likelier mistake
         raise OutputExists(output_dir)
     tokenizer_files = engine.checkpoint.tokenizer_files()
     side_bytes = sum(path.stat().st_size for path in tokenizer_files) + _CONFIG_BYTES
-    require_space(output_dir.absolute().parent, engine.weight_bytes + side_bytes)
+    require_space(output_dir.absolute().parent, engine.file_bytes + side_bytes)
+
+    cubins = {kernel.tensor: kernel.name for kernel in engine.plan.kernels}
+    binaries = {kernel.name: kernel.cubin for kernel in engine.kernels}
 
     def chunks(name: str) -> Iterator[torch.Tensor]:
+        if name in cubins:
+            yield torch.frombuffer(bytearray(binaries[cubins[name]]), dtype=torch.uint8)
+            return
         yield from engine.sources[name].chunks(engine.checkpoint)
         engine.checkpoint.release()
 
@@ -183,15 +239,16 @@ def run_build(
         (scratch / TOKENIZER_FOLDER).mkdir()
         for path in tokenizer_files:
             shutil.copyfile(path, scratch / TOKENIZER_FOLDER / path.name)
-        values = {name: getattr(engine.config, name) for name in EngineConfig.__dataclass_fields__}
-        config = EngineConfig(**{**values, "files": files})
+        config = replace(engine.config, files=files)
         (scratch / CONFIG_FILE).write_text(config.to_json())
     return config
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> str:
     info = checkpoint.tensors.get(f"{EMBEDDING}.weight")
-    return STORED_DTYPES[info.dtype][0] if info else "float32"
+    if info is None:  # also where nothing is stored
+        return "bfloat16" if not checkpoint.tensors else "float32"
+    return STORED_DTYPES[info.dtype][0]
 
 
 def _kv_scales(
@@ -271,7 +328,8 @@ def _describe_source(checkpoint: Checkpoint) -> dict[str, Any]:
             "sha256": sha256((checkpoint.path / "config.json").read_bytes()).hexdigest()
         }
     }
-    for path in sorted({info.file for info in checkpoint.tensors.values()}):
+    stored = {info.file for info in checkpoint.tensors.values() if info.file.name != "config.json"}
+    for path in sorted(stored):
         with path.open("rb") as file:
             prefix = file.read(8)
             raw = prefix + file.read(int.from_bytes(prefix, "little"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -10,6 +10,8 @@ from llmctl.builder.models.family import DTYPES, ModelConfig
 from llmctl.errors import BadConfig, Unsupported
 
 BACKENDS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
+READY_BACKENDS = ("cpu", "cuda")
+COMPUTE_CAPABILITY = "9.0"  # H100, H200: the only one there are kernels for
 SPECULATIVE_MODES = {  # the number stored in config.json, as upstream
     "none": 1,
     "draft_tokens_external": 2,
@@ -19,6 +21,8 @@ SPECULATIVE_MODES = {  # the number stored in config.json, as upstream
     "eagle": 32,
 }
 KV_CACHE_DTYPES = ("auto", "fp8", "none")
+CUDA_HEAD_SIZES = (64, 80, 96, 128)
+CUDA_ROW_MULTIPLE = 16  # elements: TMA and bulk copies move multiples of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,15 +214,73 @@ def choose_dtype(requested: str, model: ModelConfig, stored: str) -> str:
     return dtype
 
 
-def require_backend(backend: str) -> str:
-    """The backend to build for; "auto" is cpu, the only one of this version. Raises Unsupported."""
+def choose_backend(backend: str, has_gpu: Callable[[], bool]) -> str:
+    """The backend to build for; "auto" is cuda where there is a GPU for it, else cpu.
+
+    Raises BadConfig for an unknown name and Unsupported for one of another version.
+    """
     _choice("backend", backend, ("auto", *BACKENDS))
-    if backend not in ("auto", "cpu"):
+    if backend == "auto":
+        return "cuda" if has_gpu() else "cpu"
+    if backend not in READY_BACKENDS:
         raise Unsupported(
-            f"--backend {backend} is not in this version, which builds cpu engines",
+            f"--backend {backend} is not in this version; available: {', '.join(READY_BACKENDS)}",
+            fix="--backend cuda",
+        )
+    return backend
+
+
+def has_supported_gpu() -> bool:
+    """Whether torch sees a GPU of COMPUTE_CAPABILITY."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}.{minor}" == COMPUTE_CAPABILITY
+
+
+def choose_capability(requested: str | None, backend: str) -> str | None:
+    """The compute capability to compile kernels for; None for a backend that compiles none.
+
+    Raises BadConfig where it has no effect and Unsupported for one without kernels.
+    """
+    if backend != "cuda":
+        if requested is not None:
+            raise BadConfig(
+                f"--compute-capability {requested} has no effect on {backend} engines",
+                fix="--backend cuda",
+            )
+        return None
+    if requested not in (None, COMPUTE_CAPABILITY):
+        raise Unsupported(
+            f"--compute-capability {requested}: kernels use wgmma (sm_90a), which only "
+            f"{COMPUTE_CAPABILITY} has",
+            fix=f"--compute-capability {COMPUTE_CAPABILITY}",
+        )
+    return COMPUTE_CAPABILITY
+
+
+def require_cuda_model(model: ModelConfig, dtype: str) -> None:
+    """Raise Unsupported for a model that the CUDA kernels cannot compute."""
+    if dtype == "float32":
+        raise Unsupported(
+            "the cuda backend computes in bfloat16 or float16, and the model's dtype is float32",
+            fix="--dtype bfloat16",
+        )
+    if model.head_size not in CUDA_HEAD_SIZES:
+        raise Unsupported(
+            f"the model's head size is {model.head_size}; the cuda backend has attention for "
+            f"{', '.join(map(str, CUDA_HEAD_SIZES))}",
             fix="--backend cpu",
         )
-    return "cpu"
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(model, name) % CUDA_ROW_MULTIPLE:
+            raise Unsupported(
+                f"the model's {name} is {getattr(model, name)}; the cuda backend wants a multiple "
+                f"of {CUDA_ROW_MULTIPLE}, so that rows of FP8 can be copied in bulk",
+                fix="--backend cpu",
+            )
 
 
 def _require(condition: bool, name: str, found: object, wanted: str) -> None:

@@ -174,6 +174,13 @@ def weight_bytes(plan: Plan) -> int:
     return sum(math.prod(map(int, t.shape)) * DTYPES[t.dtype][1] for t in weights)
 
 
+def kv_bytes_per_token(plan: Plan) -> int:
+    """Bytes of KV cache one token takes over all layers."""
+    cache = plan.kv_cache
+    entries = 2 * cache.num_layers * cache.num_kv_heads * cache.head_size
+    return entries * DTYPES[cache.dtype][1]
+
+
 def engine_bytes(plan: Plan) -> int:
     """The size the engine file will have."""
     entries = layout(plan_entries(plan))
@@ -233,11 +240,19 @@ def read_engine_config(folder: Path) -> EngineConfig:
             f"{path} {'has an unknown' if odd in raw else 'lacks the'} field {odd!r}",
             fix="build the engine again",
         )
-    objects = ("pretrained_config", "build_config", "plugin_config", "weights", "tokenizer", "files")
-    for name in objects:
+    for name in (f.name for f in fields(EngineConfig) if str(f.type).startswith("Mapping")):
         if not isinstance(raw[name], dict):
             raise CorruptEngine(f"{path}: {name} is not an object", fix="build the engine again")
     return EngineConfig(**raw)
+
+
+def read_plan(folder: Path, rank: int = 0) -> Plan:
+    """The plan of one rank, from the header of its engine file; no tensor is touched.
+
+    Raises what `read_engine_config` raises, and CorruptEngine for a file that is truncated or
+    contradicts config.json.
+    """
+    return _read_header(folder, rank)[0]
 
 
 def open_engine(folder: Path, rank: int = 0) -> tuple[Plan, dict[str, torch.Tensor]]:
@@ -245,9 +260,25 @@ def open_engine(folder: Path, rank: int = 0) -> tuple[Plan, dict[str, torch.Tens
 
     Tensors are views of a private map of the file. Weights that are not stored are absent.
 
-    Raises what `read_engine_config` raises, and CorruptEngine for a file that is truncated or
-    contradicts its plan or config.json.
+    Raises what `read_plan` raises, and CorruptEngine for a file that contradicts its plan.
     """
+    plan, header, data_start = _read_header(folder, rank)
+    path = folder / engine_file(rank)
+    tensors = map_container(path, header, data_start)
+    for entry in plan_entries(plan):
+        tensor = tensors.get(entry.name)
+        if tensor is None:
+            raise corrupt(path, f"its plan needs {entry.name}, which is not there")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
+            raise corrupt(
+                path, f"{entry.name} is {dtype} {list(tensor.shape)}, its plan says {entry}"
+            )
+    return plan, tensors
+
+
+def _read_header(folder: Path, rank: int) -> tuple[Plan, dict[str, Any], int]:
+    """(plan, the header's entries, where the data starts in bytes)."""
     config = read_engine_config(folder)
     path = folder / engine_file(rank)
     if not path.is_file():
@@ -261,17 +292,7 @@ def open_engine(folder: Path, rank: int = 0) -> tuple[Plan, dict[str, torch.Tens
         plan = Plan.from_json(header["__metadata__"]["plan"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise corrupt(path, f"it holds no readable plan: {error}") from error
-    tensors = map_container(path, header, len(raw))
-    for entry in plan_entries(plan):
-        tensor = tensors.get(entry.name)
-        if tensor is None:
-            raise corrupt(path, f"its plan needs {entry.name}, which is not there")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if (dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
-            raise corrupt(
-                path, f"{entry.name} is {dtype} {list(tensor.shape)}, its plan says {entry}"
-            )
-    return plan, tensors
+    return plan, header, len(raw)
 
 
 def _metadata(plan: Plan) -> dict[str, str]:

@@ -22,7 +22,8 @@ class PluginOption:
     """One `--<name>`. `values` are all the words upstream knows, `accepted` those that work here.
 
     "model" in `accepted` stands for the engine's own dtype. `needs_fp8` values are accepted only
-    for an FP8 checkpoint. `reason` completes "<value> is refused: ...".
+    for an FP8 checkpoint, `cuda_only` values by the cuda backend. `reason` completes "<value> is
+    refused: ...".
     """
 
     name: str
@@ -31,6 +32,7 @@ class PluginOption:
     effect: str
     reason: str = ""
     needs_fp8: tuple[str, ...] = ()
+    cuda_only: tuple[str, ...] = ()
 
 
 def _no_such_part(name: str, part: str, *accepted: str) -> PluginOption:
@@ -39,7 +41,7 @@ def _no_such_part(name: str, part: str, *accepted: str) -> PluginOption:
 
 _ONE_RANK = "engines have one rank, nothing is reduced between ranks"
 _NO_LORA = "LoRA is not in this version"
-_UNFUSED_GEMM = "the cpu backend has no kernel that fuses this GEMM with SwiGLU"
+_CPU_UNFUSED = "the cpu backend has no kernel that fuses this GEMM with SwiGLU"
 
 OPTIONS: Mapping[str, PluginOption] = {
     option.name: option
@@ -75,13 +77,25 @@ OPTIONS: Mapping[str, PluginOption] = {
             "per-row weight scales are always applied per row",
             "the output is in the model dtype",
         ),
-        PluginOption("gemm_swiglu_plugin", "disable", ("disable",), "not available", _UNFUSED_GEMM),
+        PluginOption(
+            "gemm_swiglu_plugin",
+            "auto",
+            ("auto", *FP8_ONLY),
+            "cuda backend: auto computes SwiGLU in the epilogue of its GEMM, fp8 also asserts that "
+            "the linears are FP8, disable keeps them apart (same values)",
+            "it is for FP8 linears",
+            needs_fp8=("fp8",),
+            cuda_only=("fp8",),
+        ),
         PluginOption(
             "low_latency_gemm_swiglu_plugin",
             "disable",
-            ("disable",),
-            "not available",
-            _UNFUSED_GEMM,
+            FP8_ONLY,
+            "cuda backend: fp8 asserts that the linears are FP8; gemm_swiglu_plugin serves small "
+            "batches too",
+            "it is for FP8 linears",
+            needs_fp8=("fp8",),
+            cuda_only=("fp8",),
         ),
         PluginOption(
             "context_fmha",
@@ -155,7 +169,9 @@ OPTIONS: Mapping[str, PluginOption] = {
 }
 
 
-def resolve_plugins(given: Mapping[str, str], dtype: str, is_fp8: bool) -> dict[str, str]:
+def resolve_plugins(
+    given: Mapping[str, str], dtype: str, is_fp8: bool, backend: str
+) -> dict[str, str]:
     """The plugin_config of an engine: every option with the value in force.
 
     Raises BadConfig for an unknown option, Unsupported for a value that cannot be honoured.
@@ -167,10 +183,13 @@ def resolve_plugins(given: Mapping[str, str], dtype: str, is_fp8: bool) -> dict[
     for option in OPTIONS.values():
         value = given.get(option.name, option.default)
         names = [dtype if word == "model" else word for word in option.accepted]
+        foreign = () if backend == "cuda" else option.cuda_only
+        names = [name for name in names if name not in foreign]
         is_refused = value in option.needs_fp8 and not is_fp8
         if value not in names or is_refused:
             words = [n for n in names if is_fp8 or n not in option.needs_fp8]
             reason = "the checkpoint has no FP8 linears" if is_refused else option.reason
+            reason = _CPU_UNFUSED if value in foreign else reason
             raise Unsupported(
                 f"--{option.name} {value} is refused: {reason}; accepted here: {', '.join(words)}",
                 fix=f"--{option.name} {words[0]}",

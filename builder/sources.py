@@ -71,10 +71,10 @@ class Rows:
             step = max(1, CHUNK_BYTES // row_bytes)
             for start in range(0, shape[0], step):
                 chunk = stored[start : start + step]
-                _require_finite(name, chunk, "holds NaN or infinity")
+                require_finite(name, chunk, "holds NaN or infinity")
                 if chunk.dtype != dtype:
                     chunk = chunk.to(dtype)
-                    _require_finite(name, chunk, f"has values that do not fit {self.dtype}")
+                    require_finite(name, chunk, f"has values that do not fit {self.dtype}")
                 yield chunk.contiguous()
 
 
@@ -179,7 +179,8 @@ def read_scale(checkpoint: TensorReader, name: str, rows: int) -> torch.Tensor:
     return scale
 
 
-def _require_finite(name: str, chunk: torch.Tensor, what: str) -> None:
+def require_finite(name: str, chunk: torch.Tensor, what: str) -> None:
+    """Raise BadTensorValue ("<name> <what>") where a chunk of any float dtype is not finite."""
     import torch
 
     # One pass for the extremes: 20 times faster than asking every element (isfinite).

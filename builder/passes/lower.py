@@ -8,11 +8,13 @@ from llmctl.builder.passes.memory import plan_memory
 from llmctl.plugins.specs import SPECS
 
 
-def lower(network: Network, cache: KvCacheSpec, max_num_tokens: int, max_num_rows: int) -> Plan:
+def lower(
+    network: Network, cache: KvCacheSpec, max_num_tokens: int, max_num_rows: int, alignment: int
+) -> Plan:
     """The plan of a fully rewritten network."""
     foreign = {node.op for node in network.nodes} - set(SPECS)
     assert not foreign, f"no plugin executes {sorted(foreign)}"
-    offsets, arena_bytes = plan_memory(network, max_num_tokens, max_num_rows)
+    offsets, arena_bytes = plan_memory(network, max_num_tokens, max_num_rows, alignment)
     tensors = [
         PlanTensor(t.name, "weight", t.dtype, t.shape)
         if t.name in network.sources

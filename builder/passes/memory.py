@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from llmctl.builder.network import Network
 
-ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+# Bytes. cpu: a cache line, and the widest vector register. cuda: a cache line and a row of the
+# swizzle; TMA asks for 16.
+ALIGNMENT = {"cpu": 64, "cuda": 128}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4}
 
 
@@ -26,13 +28,13 @@ class _Buffer:
 
 
 def plan_memory(
-    network: Network, max_num_tokens: int, max_num_rows: int
+    network: Network, max_num_tokens: int, max_num_rows: int, alignment: int
 ) -> tuple[dict[str, int], int]:
-    """(offset of every activation, bytes of the arena)."""
+    """(offset of every activation, a multiple of `alignment`; bytes of the arena)."""
     rows = {"tokens": max_num_tokens, "rows": max_num_rows}
     placed: list[tuple[int, _Buffer]] = []
     offsets: dict[str, int] = {}
-    for buffer in sorted(_buffers(network, rows), key=lambda b: (-b.num_bytes, b.first)):
+    for buffer in sorted(_buffers(network, rows, alignment), key=lambda b: (-b.num_bytes, b.first)):
         meeting = sorted(
             (offset, offset + other.num_bytes)
             for offset, other in placed
@@ -48,7 +50,7 @@ def plan_memory(
     return offsets, max(offset + buffer.num_bytes for offset, buffer in placed)
 
 
-def _buffers(network: Network, rows: Mapping[str, int]) -> list[_Buffer]:
+def _buffers(network: Network, rows: Mapping[str, int], alignment: int) -> list[_Buffer]:
     last_read: dict[str, int] = {network.output: len(network.nodes)}
     for index, node in enumerate(network.nodes):
         last_read.update({t: max(index, last_read.get(t, 0)) for t in node.inputs.values()})
@@ -65,6 +67,6 @@ def _buffers(network: Network, rows: Mapping[str, int]) -> list[_Buffer]:
             tensor = network.tensors[name]
             shape = [rows[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
             num_bytes = math.prod(shape) * ITEM_BYTES[tensor.dtype]
-            aligned = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            aligned = -(-num_bytes // alignment) * alignment
             buffers[name] = _Buffer([name], aligned, index, last)
     return list({id(buffer): buffer for buffer in buffers.values()}.values())

@@ -12,7 +12,9 @@ from llmctl.builder.passes.attention import lower_attention
 from llmctl.builder.passes.fuse import fuse_quantize, fuse_residual
 from llmctl.builder.passes.gather import hoist_gather
 from llmctl.builder.passes.lower import lower
+from llmctl.builder.passes.memory import ALIGNMENT
 from llmctl.builder.passes.merge import merge_linears
+from llmctl.builder.passes.pack import pack_linears
 from llmctl.builder.passes.quantize import LinearScales, quantize_linears
 from llmctl.builder.passes.tactics import choose_tactics
 from llmctl.builder.sources import RotaryTable
@@ -36,8 +38,12 @@ def run_passes(
     network = quantize_linears(network, linear_scales)
     network = lower_attention(network, rotary, kv_scales)
     network = fuse_quantize(network, _quantizing_ops(plugin_config))
+    if backend == "cuda":
+        is_fused = plugin_config["gemm_swiglu_plugin"] != "disable"
+        network = pack_linears(network, fuse_swiglu=is_fused)
     network = choose_tactics(network, backend)
-    return network, lower(network, cache, limits.max_num_tokens, limits.max_num_rows)
+    sizes = (limits.max_num_tokens, limits.max_num_rows, ALIGNMENT[backend])
+    return network, lower(network, cache, *sizes)
 
 
 def _quantizing_ops(plugin_config: Mapping[str, str]) -> frozenset[str]:

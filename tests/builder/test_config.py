@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from llmctl.builder.config import BuildRequest, choose_dtype, resolve_build_config
+from llmctl.builder.config import (
+    READY_BACKENDS,
+    BuildRequest,
+    choose_backend,
+    choose_capability,
+    choose_dtype,
+    require_cuda_model,
+    resolve_build_config,
+)
 from llmctl.builder.models import model_config
 from llmctl.builder.plugin_config import OPTIONS, resolve_plugins
 from llmctl.errors import BadConfig, CorruptFile, UnknownArchitecture, Unsupported
@@ -180,38 +188,88 @@ def test_dtype_auto_is_what_the_checkpoint_says() -> None:
 # ---- plugins ----
 
 
-def test_every_default_is_accepted_for_every_checkpoint() -> None:
+@pytest.mark.parametrize("backend", READY_BACKENDS)
+def test_every_default_is_accepted_for_every_checkpoint(backend: str) -> None:
     for is_fp8 in (False, True):
-        resolved = resolve_plugins({}, "bfloat16", is_fp8)
+        resolved = resolve_plugins({}, "bfloat16", is_fp8, backend)
         assert set(resolved) == {"dtype", *OPTIONS}
         wanted = "enable" if is_fp8 else "disable"
         assert resolved["use_fp8_context_fmha"] == resolved["norm_quant_fusion"] == wanted
 
 
+@pytest.mark.parametrize("backend", READY_BACKENDS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_accepted_value_is_stored_and_every_other_refused(name: str) -> None:
+def test_every_accepted_value_is_stored_and_every_other_refused(name: str, backend: str) -> None:
     option = OPTIONS[name]
     for word in option.accepted:
         value = "bfloat16" if word == "model" else word
-        stored = resolve_plugins({name: value}, "bfloat16", True)[name]
+        if backend == "cpu" and value in option.cuda_only:
+            with pytest.raises(Unsupported, match=f"{value} is refused: the cpu backend has no"):
+                resolve_plugins({name: value}, "bfloat16", True, backend)
+            continue
+        stored = resolve_plugins({name: value}, "bfloat16", True, backend)[name]
         assert stored == value or value == "auto"
     for value in ("nvfp4", "int32", "bogus"):
         with pytest.raises(Unsupported, match=f"--{name} {value} is refused: .+accepted here"):
-            resolve_plugins({name: value}, "bfloat16", True)
+            resolve_plugins({name: value}, "bfloat16", True, backend)
 
 
 @pytest.mark.parametrize("name", [n for n, option in OPTIONS.items() if option.needs_fp8])
 def test_fp8_values_need_an_fp8_checkpoint(name: str) -> None:
     value = OPTIONS[name].needs_fp8[0]
     with pytest.raises(Unsupported, match="no FP8 linears"):
-        resolve_plugins({name: value}, "bfloat16", False)
+        resolve_plugins({name: value}, "bfloat16", False, "cuda")
 
 
 def test_another_dtype_than_the_models_is_refused() -> None:
     with pytest.raises(Unsupported, match="accepted here: auto, bfloat16"):
-        resolve_plugins({"gpt_attention_plugin": "float16"}, "bfloat16", False)
+        resolve_plugins({"gpt_attention_plugin": "float16"}, "bfloat16", False, "cpu")
 
 
 def test_an_unknown_plugin_is_refused() -> None:
     with pytest.raises(BadConfig, match="bogus_plugin"):
-        resolve_plugins({"bogus_plugin": "auto"}, "bfloat16", False)
+        resolve_plugins({"bogus_plugin": "auto"}, "bfloat16", False, "cpu")
+
+
+# ---- backends ----
+
+
+def test_auto_is_cuda_where_there_is_a_gpu_for_it() -> None:
+    assert choose_backend("auto", lambda: True) == "cuda"
+    assert choose_backend("auto", lambda: False) == "cpu"
+    for name in READY_BACKENDS:
+        assert choose_backend(name, _nobody_asks) == name
+
+
+def _nobody_asks() -> bool:
+    raise AssertionError("a named backend does not depend on this machine")
+
+
+def test_kernels_are_compiled_for_the_one_capability_there_are_kernels_for() -> None:
+    assert choose_capability(None, "cpu") is None
+    assert choose_capability(None, "cuda") == choose_capability("9.0", "cuda") == "9.0"
+    with pytest.raises(Unsupported, match=r"compute-capability 8\.9: kernels use wgmma"):
+        choose_capability("8.9", "cuda")
+    with pytest.raises(BadConfig, match="no effect on cpu engines"):
+        choose_capability("9.0", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype", "text"),
+    [
+        ({"head_dim": 128}, "float32", "the model's dtype is float32"),
+        ({"head_dim": 72}, "bfloat16", "head size is 72; the cuda backend has attention for 64"),
+        ({"head_dim": 64, "hidden_size": 72}, "bfloat16", "hidden_size is 72"),
+        ({"head_dim": 64, "intermediate_size": 40}, "float16", "intermediate_size is 40"),
+    ],
+)
+def test_a_model_that_no_cuda_kernel_computes_is_refused(
+    fields: dict[str, Any], dtype: str, text: str
+) -> None:
+    with pytest.raises(Unsupported, match=text):
+        require_cuda_model(model_config({**LLAMA, **fields}, "config.json"), dtype)
+
+
+def test_every_head_size_with_attention_is_accepted() -> None:
+    for size in (64, 80, 96, 128):
+        require_cuda_model(model_config({**LLAMA, "head_dim": size}, "config.json"), "bfloat16")

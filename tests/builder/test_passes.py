@@ -190,13 +190,14 @@ def test_the_printed_network_is_one_line_a_node() -> None:
     tokens=st.integers(1, 300),
     rows=st.integers(1, 40),
     scaling=st.sampled_from(["none", "static", "dynamic"]),
+    alignment=st.sampled_from([64, 128]),
 )
 def test_tensors_that_live_together_never_share_bytes(
-    layers: int, tokens: int, rows: int, scaling: str
+    layers: int, tokens: int, rows: int, scaling: str, alignment: int
 ) -> None:
     scales = {} if scaling == "none" else all_scales(scaling == "static", layers)
     network = finish(record(num_hidden_layers=layers), scales)
-    offsets, arena_bytes = plan_memory(network, tokens, rows)
+    offsets, arena_bytes = plan_memory(network, tokens, rows, alignment)
 
     def place(name: str) -> tuple[int, int]:
         size = {"tokens": tokens, "rows": rows}
@@ -212,7 +213,7 @@ def test_tensors_that_live_together_never_share_bytes(
             assert name in network.sources or name in holder, f"{name} was overwritten"
         for role, name in node.outputs.items():
             start, stop = place(name)
-            assert start % 64 == 0 and stop <= arena_bytes
+            assert start % alignment == 0 and stop <= arena_bytes
             for other, (first, last) in list(holder.items()):
                 if start < last and first < stop:
                     is_in_place = role == "residual_out" and other == node.inputs["residual"]
@@ -224,12 +225,12 @@ def test_tensors_that_live_together_never_share_bytes(
 
 
 def test_a_deep_network_needs_no_more_memory_than_a_shallow_one() -> None:
-    sizes = [plan_memory(finish(record(num_hidden_layers=n)), 512, 8)[1] for n in (3, 12)]
+    sizes = [plan_memory(finish(record(num_hidden_layers=n)), 512, 8, 64)[1] for n in (3, 12)]
     assert sizes[0] == sizes[1]
 
 
 def test_the_plan_survives_json() -> None:
     cache = KvCacheSpec(3, 2, 8, 32, "bfloat16", (0, 0, 0))
-    plan = lower(choose_tactics(finish(record(), all_scales()), "cpu"), cache, 64, 8)
+    plan = lower(choose_tactics(finish(record(), all_scales()), "cpu"), cache, 64, 8, 64)
     assert Plan.from_json(plan.to_json()) == plan
     assert json.loads(plan.to_json())["logits"] == "lm_head.out"

@@ -1,0 +1,146 @@
+"""Engines without a checkpoint's weights: --load-format dummy and planted.
+
+A folder with config.json (and hf_quant_config.json) is treated as if it held every tensor that the
+config implies, in the layout ModelOpt writes. The engine then stores how `runtime/generated` makes
+the weights instead of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmctl.builder.engine_format import Plan
+from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
+from llmctl.builder.models.family import ModelConfig
+from llmctl.builder.network import Network
+from llmctl.builder.sources import RotaryTable, Rows, Source
+from llmctl.errors import BadConfig, CheckpointNotFound, Unsupported
+from llmctl.quantize.checkpoint import DTYPES, Checkpoint, TensorInfo
+from llmctl.quantize.format import CONFIG_FILE, QUANT_CONFIG_FILE, read_json, read_quantization
+
+LOAD_FORMATS = ("auto", "dummy", "planted")
+ROLES = ("target", "draft")
+STANDARD_ACCEPTANCE = 0.873  # 6.1 tokens a round of 10 drafts, what NVIDIA's article measured
+_STORED_NAMES = {name: stored for stored, (name, _) in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFormat:
+    """Where weights come from: "auto" is the checkpoint; the other fields are for the others.
+
+    planted: a target whose greedy text is known, and drafts of which each token is right with
+    probability `acceptance`, wherever target and draft have the same seed and vocabulary.
+    """
+
+    name: str = "auto"
+    seed: int = 0
+    role: str = "target"
+    acceptance: float = STANDARD_ACCEPTANCE
+
+    def __post_init__(self) -> None:
+        _choice("load-format", self.name, LOAD_FORMATS)
+        _choice("planted-role", self.role, ROLES)
+        if not 0 <= self.acceptance <= 1:
+            raise BadConfig(f"--planted-acceptance is {self.acceptance}; it must be in [0, 1]")
+        if not 0 <= self.seed < 1 << 63:
+            raise BadConfig(f"--seed is {self.seed}; it must be from 0 to 2**63 - 1")
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether no weight is read."""
+        return self.name != "auto"
+
+    def to_dict(self, model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
+        """`weights` of the engine's config.json. Raises Unsupported for what cannot be planted."""
+        if self.name == "auto":
+            return {"load_format": "auto"}
+        if self.name == "dummy":
+            return {"load_format": "dummy", "seed": self.seed}
+        if model.tie_word_embeddings:
+            raise Unsupported(
+                "a planted model cannot have its head tied to the embedding",
+                fix='set "tie_word_embeddings": false in config.json',
+            )
+        first, stop = ordinary_tokens(config, model.vocab_size)
+        return {
+            "load_format": "planted",
+            "seed": self.seed,
+            "role": self.role,
+            "acceptance": self.acceptance,
+            "ordinary_tokens": [first, stop],
+        }
+
+
+def ordinary_tokens(config: dict[str, Any], vocab_size: int) -> tuple[int, int]:
+    """The longest range [first, stop) of ids without the bos, eos and pad ids of config.json."""
+    special = {-1, vocab_size}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(name)
+        special |= {i for i in (value if isinstance(value, list) else [value]) if i is not None}
+    ids = sorted(i for i in special if -1 <= i <= vocab_size)
+    gaps = zip(ids, ids[1:], strict=False)
+    before, after = max(gaps, key=lambda gap: (gap[1] - gap[0], -gap[0]))
+    return before + 1, after
+
+
+def open_config(folder: Path) -> Checkpoint:
+    """A checkpoint of which only the config documents are read; it has no tensors yet.
+
+    Raises CheckpointNotFound, CorruptFile, UnknownQuantization.
+    """
+    path, nested_path = folder / CONFIG_FILE, folder / QUANT_CONFIG_FILE
+    if not path.is_file():
+        raise CheckpointNotFound(f"{path} does not exist", fix="give a folder with config.json")
+    config = read_json(path)
+    nested = read_json(nested_path) if nested_path.is_file() else None
+    return Checkpoint(folder, config, {}, read_quantization(config, nested, str(path)))
+
+
+def declare_tensors(checkpoint: Checkpoint, network: Network, num_layers: int) -> None:
+    """Give the checkpoint every tensor that the network as recorded and its quantization imply."""
+    shapes = {
+        name: shape
+        for source in network.sources.values()
+        if isinstance(source, Rows)
+        for name, shape in source.parts
+    }
+    dtypes = dict.fromkeys(shapes, _STORED_NAMES[network.dtype])
+    info = checkpoint.quantization
+    for node in network.nodes:
+        weight = node.inputs.get("weight", "")
+        module = LM_HEAD if weight == f"{EMBEDDING}.weight" else weight.removesuffix(".weight")
+        if node.op != "linear" or info is None or info.algo is None or info.excludes(module):
+            continue
+        dtypes[weight] = "F8_E4M3"
+        is_channel = info.weight_strategy == "channel"
+        shapes[f"{weight}_scale"] = (shapes[weight][0], 1) if is_channel else ()
+        if info.activations == "static":
+            shapes[f"{module}.input_scale"] = ()
+    if info is not None and info.kv_cache_algo is not None:
+        for layer in range(num_layers):
+            prefix = f"model.layers.{layer}.self_attn"
+            shapes |= {f"{prefix}.k_proj.k_scale": (), f"{prefix}.v_proj.v_scale": ()}
+    nowhere = checkpoint.path / CONFIG_FILE
+    checkpoint.tensors = {
+        name: TensorInfo(name, dtypes.get(name, "F32"), shape, nowhere, 0, 0)
+        for name, shape in shapes.items()
+    }
+
+
+def mark_generated(plan: Plan, sources: dict[str, Source]) -> Plan:
+    """The plan with every weight generated but the rotary table, which is the model's own."""
+    tensors = tuple(
+        replace(t, is_stored=False)
+        if t.kind == "weight" and not isinstance(sources[t.name], RotaryTable)
+        else t
+        for t in plan.tensors
+    )
+    return replace(plan, tensors=tensors)
+
+
+def _choice(flag: str, found: str, choices: Iterable[str]) -> None:
+    if found not in choices:
+        raise BadConfig(f"--{flag} is {found}; it must be one of {', '.join(choices)}")

@@ -1,0 +1,187 @@
+"""The binaries of a cuda engine: which ones its steps and rounds need, compiled without a GPU.
+
+Every operator names its kernels from the plan alone (`plugins/<op>/kernel.py`), on meta tensors, so
+this costs milliseconds for a model of any size: its layers share kernels. Compiling takes about a
+second a kernel and happens once a machine; `plugins/cuda/compiler.py` keeps what it compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from llmctl.builder.config import BuildConfig
+from llmctl.builder.engine_format import Plan, PlanKernel, PlanOp
+from llmctl.plugins.cuda.kernel import (
+    DeviceStep,
+    KernelSpec,
+    Launch,
+    LaunchEnv,
+    StepLimits,
+    StepShape,
+)
+from llmctl.plugins.program import Extent, OpCall
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmctl.plugins.cuda.compiler import CompiledKernel
+
+OnKernel = Callable[[str, int, int], None]  # (name, kernels done, kernels in all)
+
+
+def step_limits(plan: Plan, build: BuildConfig) -> StepLimits:
+    """The largest step of an engine."""
+    return StepLimits(
+        max_num_tokens=plan.max_num_tokens,
+        max_num_rows=plan.max_num_rows,
+        max_batch_size=build.max_batch_size,
+        max_seq_len=build.max_seq_len,
+        max_draft_len=build.max_draft_len,
+        tokens_per_block=plan.kv_cache.tokens_per_block,
+        kv_dtype=plan.kv_cache.dtype,
+    )
+
+
+def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
+    """Every binary that steps and rounds of this engine may launch, by name, each once."""
+    from llmctl.plugins.rounds import kernel as rounds
+    from llmctl.plugins.sampling import kernel as sampling
+
+    (vocab_size,) = [t.shape[1] for t in plan.tensors if t.name == plan.logits]
+    assert isinstance(vocab_size, int)
+    found = [
+        *sampling.kernels(vocab_size),
+        *rounds.kernels(limits.max_batch_size, limits.max_draft_len),
+    ]
+    for call, _ in distinct_calls(plan):
+        found += _module(call.op).kernels(call, limits)
+    specs: dict[str, KernelSpec] = {}
+    for spec in found:
+        assert specs.setdefault(spec.name, spec) == spec, f"two kernels are called {spec.name}"
+    return [specs[name] for name in sorted(specs)]
+
+
+def compile_kernels(
+    specs: Iterable[KernelSpec], capability: str, on_kernel: OnKernel = lambda *_: None
+) -> list[CompiledKernel]:
+    """Compile every spec that is not in the cache of this machine.
+
+    Raises NoDevice where a compiler is missing, KernelCompileError.
+    """
+    from llmctl.plugins.cuda.compiler import compile_kernel
+
+    specs = list(specs)
+    compiled = []
+    for index, spec in enumerate(specs):
+        on_kernel(spec.name, index, len(specs))
+        compiled.append(compile_kernel(spec, capability))
+    return compiled
+
+
+def plan_kernel(kernel: CompiledKernel) -> PlanKernel:
+    """A compiled kernel as the plan describes it."""
+    return PlanKernel(kernel.name, len(kernel.cubin), kernel.metadata())
+
+
+def scratch_bytes(plan: Plan, limits: StepLimits) -> int:
+    """Device memory that kernels ask for beside their tensors, over the largest steps."""
+    sizes: dict[str, int] = {}
+
+    def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        sizes[name] = max(sizes.get(name, 0), math.prod(shape) * dtype.itemsize)
+        return _meta(shape, dtype)
+
+    for shape in largest_shapes(limits):
+        plan_launches(plan, limits, shape, scratch)
+    return sum(sizes.values())
+
+
+def largest_shapes(limits: StepLimits) -> list[StepShape]:
+    """A step of one long prompt chunk, and one that verifies a full batch."""
+    batch, rows = limits.max_batch_size, limits.max_num_rows
+    return [
+        StepShape(limits.max_num_tokens, 1, 1, limits.max_num_tokens, limits.max_seq_len),
+        StepShape(rows, batch, rows, limits.max_draft_len + 1, limits.max_seq_len),
+    ]
+
+
+def plan_launches(
+    plan: Plan,
+    limits: StepLimits,
+    shape: StepShape,
+    scratch: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor],
+) -> list[Launch]:
+    """What a step launches, on meta tensors; calls that differ only in their weights once."""
+    step, kv_cache = _meta_step(limits), _meta_cache(plan, limits)
+    launches: list[Launch] = []
+    for call, extent in distinct_calls(plan):
+        env = LaunchEnv(step, kv_cache, limits, extent, scratch)
+        launches += _module(call.op).launches(call, env, shape)
+    return launches
+
+
+def distinct_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
+    """The plan's calls on meta tensors, and whether they work on tokens or on rows.
+
+    Calls that differ only in their name and layer are one: the layers of a model share kernels.
+    """
+    import torch
+
+    rows = {"tokens": plan.max_num_tokens, "rows": plan.max_num_rows}
+    shapes = {
+        t.name: tuple(rows[dim] if isinstance(dim, str) else dim for dim in t.shape)
+        for t in plan.tensors
+    }
+    dtypes = {t.name: t.dtype for t in plan.tensors}
+    symbols = {t.name: t.shape[0] for t in plan.tensors}
+
+    def tensors(names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        return {r: _meta(shapes[n], getattr(torch, dtypes[n])) for r, n in names.items()}
+
+    def signature(op: PlanOp, extent: Extent) -> Any:
+        roles = [*op.inputs.items(), *op.outputs.items()]
+        attributes = {k: v for k, v in op.attributes.items() if k != "layer"}
+        described = [(role, shapes[name], dtypes[name]) for role, name in roles]
+        return (op.op, op.tactic, extent, tuple(described), tuple(sorted(attributes.items())))
+
+    calls: dict[Any, tuple[OpCall, Extent]] = {}
+    for op in plan.ops:
+        is_rows = any(symbols[name] == "rows" for name in op.outputs.values())
+        extent: Extent = "rows" if is_rows else "tokens"
+        key = signature(op, extent)
+        if key not in calls:
+            inputs, outputs = tensors(op.inputs), tensors(op.outputs)
+            call = OpCall(op.op, op.name, inputs, outputs, op.attributes, op.tactic)
+            calls[key] = call, extent
+    return list(calls.values())
+
+
+def _module(op: str) -> Any:
+    return import_module(f"llmctl.plugins.{op}.kernel")
+
+
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _meta_step(limits: StepLimits) -> DeviceStep:
+    import torch
+
+    blocks = -(-limits.max_seq_len // limits.tokens_per_block)
+    tokens, rows, batch = limits.max_num_tokens, limits.max_num_rows, limits.max_batch_size
+    shapes = [(tokens,), (tokens,), (batch + 1,), (batch,), (batch, blocks), (tokens,), (rows,)]
+    return DeviceStep(*(_meta(shape, torch.int32) for shape in shapes))
+
+
+def _meta_cache(plan: Plan, limits: StepLimits) -> torch.Tensor:
+    import torch
+
+    cache = plan.kv_cache
+    blocks = limits.max_batch_size * -(-limits.max_seq_len // cache.tokens_per_block)
+    heads = (cache.num_kv_heads, cache.tokens_per_block, cache.head_size)
+    return _meta((cache.num_layers, blocks, 2, *heads), getattr(torch, cache.dtype))

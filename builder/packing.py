@@ -1,0 +1,140 @@
+"""Sources in packed form: the rows of a linear reordered, tiled and swizzled for the tensor core.
+
+`plugins/packed_linear/layout.py` defines the layout. Rows are gathered tile by tile from the
+checkpoint's tensors, so writing an engine holds a few tiles of one weight and never all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from llmctl.builder.sources import CHUNK_BYTES, Rows, RowScales, TensorReader, require_finite
+from llmctl.plugins.spec import FP8
+
+if TYPE_CHECKING:
+    import torch
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, FP8: 1}  # what tensor cores multiply here
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """Which logical row lies where: "plain" (rows), "pair" (width) for gate and up, "rope"
+    (num_heads, num_kv_heads, head_size) for q, k and v."""
+
+    kind: Literal["plain", "pair", "rope"]
+    sizes: tuple[int, ...]
+
+    def indices(self) -> torch.Tensor:
+        """int64, a multiple of 64 long: packed row i holds logical row [i]; -1 is padding."""
+        from llmctl.plugins.packed_linear import layout
+
+        if self.kind == "pair":
+            return layout.pair_order(*self.sizes)
+        if self.kind == "rope":
+            return layout.rope_order(*self.sizes)
+        return layout.plain_order(*self.sizes)
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows with the padding."""
+        if self.kind == "rope":
+            heads, kv_heads, size = self.sizes
+            rows = (heads + 2 * kv_heads) * size
+        else:
+            rows = self.sizes[0] * (2 if self.kind == "pair" else 1)
+        return -(-rows // 64) * 64
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """A weight [rows, K] as [RT, KT, 64, C]."""
+
+    rows: Rows
+    order: RowOrder
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.rows.names
+
+    @property
+    def dtype(self) -> str:
+        return self.rows.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        from llmctl.plugins.packed_linear.layout import packed_shape
+
+        return packed_shape(*self.rows.shape, ITEM_BYTES[self.dtype])
+
+    def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
+        """Whole row tiles, about CHUNK_BYTES at a time."""
+        from llmctl.plugins.packed_linear.layout import TILE_ROWS, pack
+
+        order = self.order.indices()
+        step = TILE_ROWS * max(
+            1, CHUNK_BYTES // math.prod((*self.shape[1:], ITEM_BYTES[self.dtype]))
+        )
+        parts = [checkpoint.read(name) for name in self.names]
+        for start in range(0, len(order), step):
+            yield pack(self._gather(parts, order[start : start + step]))
+
+    def _gather(self, parts: list[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
+        """The logical rows `wanted`, converted and checked; zeros for -1."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        gathered = torch.zeros((len(wanted), self.rows.shape[1]), dtype=dtype)
+        first = 0
+        for name, stored in zip(self.names, parts, strict=True):
+            here = ((wanted >= first) & (wanted < first + len(stored))).nonzero().flatten()
+            if len(here):
+                chunk = _take(stored, wanted[here] - first)
+                require_finite(name, chunk, "holds NaN or infinity")
+                if chunk.dtype != dtype:
+                    chunk = chunk.to(dtype)
+                    require_finite(name, chunk, f"has values that do not fit {self.dtype}")
+                _bytes(gathered)[here] = _bytes(chunk)
+            first += len(stored)
+        return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class PackedVector:
+    """A bias or the weight scales of a packed linear, in the order of its rows; padding is 0."""
+
+    vector: Rows | RowScales
+    order: RowOrder
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.vector.names
+
+    @property
+    def dtype(self) -> str:
+        return self.vector.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.order.padded_rows,)
+
+    def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
+        import torch
+
+        from llmctl.plugins.packed_linear.layout import reorder
+
+        yield reorder(torch.cat(list(self.vector.chunks(checkpoint))), self.order.indices())
+
+
+def _take(stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return _bytes(stored)[rows].view(stored.dtype)
+
+
+def _bytes(matrix: torch.Tensor) -> torch.Tensor:
+    """[rows, bytes of a row]: torch moves bytes of every dtype alike, FP8 included."""
+    import torch
+
+    return matrix.view(torch.uint8)

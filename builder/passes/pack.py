@@ -1,0 +1,98 @@
+"""For the cuda backend: every linear becomes a packed one, fused with what follows it.
+
+A linear before SwiGLU or before RoPE and the KV write computes that in its epilogue. For it the
+rows of gate and up, or the dimensions that rotate together, are interleaved (see
+`plugins/packed_linear/layout.py`), which costs nothing as weights are packed at build anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmctl.builder.network import Network, Node
+from llmctl.builder.packing import PackedRows, PackedVector, RowOrder
+from llmctl.builder.sources import Rows, RowScales
+
+# What must divide evenly for the interleaved orders (layout.py): 8 rows of either half.
+_PAIR_WIDTH, _ROPE_HEAD = 8, 16
+
+
+def pack_linears(network: Network, *, fuse_swiglu: bool = True) -> Network:
+    """Replace every linear by packed_linear, packed_linear_swiglu or packed_linear_rope_kv."""
+    packed = network.copy()
+    for linear in [node for node in network.nodes if node.op == "linear"]:
+        out = linear.outputs["out"]
+        readers = packed.consumers(out)
+        reader = readers[0] if len(readers) == 1 else None
+        if reader is not None and _can_fuse_rope(reader):
+            _fuse_rope(packed, linear, reader)
+        elif reader is not None and fuse_swiglu and _can_fuse_swiglu(packed, reader):
+            _fuse_swiglu(packed, linear, reader)
+        else:
+            width = packed.tensors[out].shape[1]
+            assert isinstance(width, int)
+            inputs = _pack_inputs(packed, linear, RowOrder("plain", (width,)))
+            node = replace(linear, op="packed_linear", inputs=inputs)
+            packed.replace_nodes([linear], [node], at=linear)
+    packed.prune()
+    return packed
+
+
+def _can_fuse_rope(reader: Node) -> bool:
+    if reader.op != "rope_kv_write" or "q_norm" in reader.inputs:
+        return False
+    return int(reader.attributes["head_size"]) % _ROPE_HEAD == 0
+
+
+def _fuse_rope(network: Network, linear: Node, write: Node) -> None:
+    names = ("num_heads", "num_kv_heads", "head_size")
+    order = RowOrder("rope", tuple(int(write.attributes[name]) for name in names))
+    rest = {role: tensor for role, tensor in write.inputs.items() if role != "qkv"}
+    node = Node(
+        "packed_linear_rope_kv",
+        linear.name,
+        {**_pack_inputs(network, linear, order), **rest},
+        write.outputs,
+        {name: write.attributes[name] for name in ("layer", *names)},
+    )
+    network.replace_nodes([linear, write], [node], at=linear)
+
+
+def _can_fuse_swiglu(network: Network, reader: Node) -> bool:
+    """SwiGLU that scales each token needs whole rows, which no tile of the product has."""
+    if reader.op != "swiglu" or "out_scale" in reader.outputs:
+        return False
+    return int(network.tensors[reader.outputs["out"]].shape[1]) % _PAIR_WIDTH == 0
+
+
+def _fuse_swiglu(network: Network, linear: Node, swiglu: Node) -> None:
+    width = int(network.tensors[swiglu.outputs["out"]].shape[1])
+    inputs = _pack_inputs(network, linear, RowOrder("pair", (width,)))
+    if "scale" in swiglu.inputs:
+        inputs["scale"] = swiglu.inputs["scale"]
+    attributes = {"dtype": network.dtype}
+    node = Node("packed_linear_swiglu", linear.name, inputs, swiglu.outputs, attributes)
+    network.replace_nodes([linear, swiglu], [node], at=linear)
+
+
+def _pack_inputs(network: Network, linear: Node, order: RowOrder) -> dict[str, str]:
+    """The linear's inputs with weight, weight scale and bias packed.
+
+    A weight that something else reads too (a tied embedding) gets a packed copy beside it.
+    """
+    inputs = dict(linear.inputs)
+    for role in ("weight", "weight_scale", "bias"):
+        if role not in inputs:
+            continue
+        source = network.sources[inputs[role]]
+        if len(network.consumers(inputs[role])) == 1:
+            del network.sources[inputs[role]]
+        if role == "weight":
+            assert isinstance(source, Rows)
+            packed = PackedRows(source, order)
+            inputs[role] = network.add_weight(f"{linear.name}.{role}", packed).name
+        else:
+            assert isinstance(source, Rows | RowScales)
+            vector = PackedVector(source, order)
+            inputs[role] = network.add_weight(f"{linear.name}.{role}", vector).name
+    return inputs
