@@ -43,6 +43,11 @@ COMMANDS = {
     ),
     "build": ("llmctl.cli.build", "build", "Checkpoint -> engine directory."),
     "run": ("llmctl.cli.run", "run", "Text in, text out, with or without a draft engine."),
+    "inspect": (
+        "llmctl.cli.inspect",
+        "inspect",
+        "What an engine holds: config, operators, kernels, memory.",
+    ),
 }
 
 Handler = Callable[[int, FrameType | None], object] | int | None

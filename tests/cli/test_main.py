@@ -273,7 +273,7 @@ def test_options_without_a_command_are_a_usage_error(llmctl):
 def test_help_lists_the_commands(llmctl):
     done = llmctl("--help")
     assert done.code == 0 and done.err == ""
-    assert re.findall(r"^  (quantize|build|run) ", done.out, re.M) == list(main.COMMANDS)
+    assert re.findall(r"^  (quantize|build|run|inspect) ", done.out, re.M) == list(main.COMMANDS)
     assert llmctl().out == done.out
 
 
