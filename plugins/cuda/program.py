@@ -147,7 +147,9 @@ class CudaProgram:
         assert self._envs, "bind_kv_cache comes first"
         found: list[Launch] = []
         for call, extent in self._calls:
-            found += self._modules[call.op].launches(call, self._envs[extent], shape)
+            env = self._envs[extent]
+            if env.count(shape):  # a prompt's chunk before the last has no rows of logits
+                found += self._modules[call.op].launches(call, env, shape)
         return found
 
     def _prepare(self, launch: Launch) -> Prepared:
