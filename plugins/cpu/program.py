@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from llmctl.errors import Unsupported
 from llmctl.plugins.cpu.library import DTYPES, Op, Step, TensorRef, check, library
 from llmctl.plugins.program import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.specs import SPECS, check_call
@@ -93,6 +94,11 @@ def _address(array: NDArray[np.int32]) -> int:
 
 def _pack(call: OpCall, extent: Extent) -> Op:
     spec = SPECS[call.op]
+    if "tree_mask" in call.inputs:
+        raise Unsupported(
+            f"{call.op} {call.name!r} has a tree mask; the cpu kernels verify linear drafts only",
+            fix="build for --backend cuda",
+        )
     op = Op(kind=KINDS.index(call.op), uses_rows=extent == "rows")
     for index, role in enumerate((*spec.inputs, *spec.outputs)):
         tensor = call.inputs.get(role.name, call.outputs.get(role.name))
