@@ -152,14 +152,19 @@ def build_engine(tmp_path: Path) -> Callable[..., Path]:
     """build_engine(checkpoint, **request fields) -> engine folder; logits for up to 128 tokens."""
     count = 0
 
-    def built(checkpoint: Path, plugins: dict[str, str] | None = None, **fields: Any) -> Path:
+    def built(
+        checkpoint: Path,
+        plugins: dict[str, str] | None = None,
+        backend: str = "cpu",
+        **fields: Any,
+    ) -> Path:
         nonlocal count
         count += 1
         request = BuildRequest(
             **{"max_batch_size": 2, "max_num_tokens": 128, "max_draft_len": 63, **fields}
         )
         folder = tmp_path / f"engine{count}"
-        run_build(plan_build(checkpoint, request, plugins=plugins), folder)
+        run_build(plan_build(checkpoint, request, backend=backend, plugins=plugins), folder)
         return folder
 
     return built
