@@ -79,15 +79,16 @@ class CudaRoundRunner:
             pin_memory=True,
         )
         device = self._queue.device
-        self._state = RoundState.allocate(
-            target.max_batch_size, most_drafts, device, slots=RING_SLOTS, ring=ring
-        )
         self._ring = ring.numpy()
         rows = max(engine.max_num_rows for engine in engines)
-        self._scratch = {
-            vocab: SamplingScratch.allocate(rows, vocab, device)
-            for vocab in {engine.vocab_size for engine in engines}
-        }
+        with device_errors("allocating request state"), self._queue.scope():
+            self._state = RoundState.allocate(
+                target.max_batch_size, most_drafts, device, slots=RING_SLOTS, ring=ring
+            )
+            self._scratch = {
+                vocab: SamplingScratch.allocate(rows, vocab, device)
+                for vocab in {engine.vocab_size for engine in engines}
+            }
         self._graphs: dict[tuple[str, _Shape], Replayable] = {}
         self._num_started = 0
         self._num_requests = 0

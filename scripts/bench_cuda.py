@@ -23,11 +23,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -152,9 +151,10 @@ class Bench:
             self.rows.append(item)
             print(format_row(item), flush=True)
 
-    @contextmanager
-    def open(self, target: str, draft: str | None = None) -> Iterator[OpenEngines]:
-        """A target, alone or with a draft."""
+    def open(self, target: str, draft: str | None = None) -> OpenEngines:
+        """A target, alone or with a draft. Whatever was open before must have been let go."""
+        gc.collect()
+        torch.cuda.empty_cache()
         speculation = None
         if draft is not None:
             speculation = Speculation(draft_len=DRAFT_LEN, draft_engine=self.engines / draft)
@@ -164,10 +164,7 @@ class Bench:
         began = perf_counter()
         opened = OpenEngines(check_engines(options))
         print(f"# opened {target} {draft or ''} in {perf_counter() - began:.1f} s", flush=True)
-        yield opened
-        del opened
-        gc.collect()
-        torch.cuda.empty_cache()
+        return opened
 
     def prompt(self, opened: OpenEngines, count: int) -> list[int]:
         """Random ordinary ids."""
@@ -197,7 +194,7 @@ def read_bytes(opened: OpenEngines, context: int) -> int:
     """Bytes that a target step must read: weights but the embedding's, and the context's KV."""
     target = opened.target
     weights = sum(
-        tensor.num_bytes
+        math.prod(map(int, tensor.shape)) * getattr(torch, tensor.dtype).itemsize
         for tensor in target.plan.tensors
         if tensor.kind == "weight" and not tensor.name.startswith(("model.embed_tokens", "rotary"))
     )
@@ -286,15 +283,16 @@ def run_rows(bench: Bench, wanted: list[str], targets: list[str]) -> None:
     """Open engines, measure, close."""
     for name in targets:
         target, _, draft = name.partition("+")
-        with bench.open(target, f"{draft}-draft" if draft else None) as opened:
-            if not draft and "decode" in wanted:
-                decode(bench, opened, target)
-            if not draft and "speed" in wanted:
-                speed(bench, opened, target, 512)
-            if not draft and "prefill" in wanted:
-                prefill(bench, opened, target, 2048)
-            if draft and "pair" in wanted:
-                pair(bench, opened, name)
+        opened = bench.open(target, f"{draft}-draft" if draft else None)
+        if not draft and "decode" in wanted:
+            decode(bench, opened, target)
+        if not draft and "speed" in wanted:
+            speed(bench, opened, target, 512)
+        if not draft and "prefill" in wanted:
+            prefill(bench, opened, target, 2048)
+        if draft and "pair" in wanted:
+            pair(bench, opened, name)
+        del opened
 
 
 def provenance() -> dict[str, Any]:
