@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from llmctl.builder.sources import CHUNK_BYTES, Rows, RowScales, TensorReader, require_finite
+from llmctl.builder.sources import Rows, RowScales, TensorReader, require_finite
 from llmctl.plugins.spec import FP8
 
 if TYPE_CHECKING:
     import torch
 
+# Below what malloc maps anew each time (32 MiB): fresh pages cost several times the packing itself.
+CHUNK_BYTES = 4 << 20
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, FP8: 1}  # what tensor cores multiply here
 
 
@@ -92,12 +94,12 @@ class PackedRows:
         for name, stored in zip(self.names, parts, strict=True):
             here = ((wanted >= first) & (wanted < first + len(stored))).nonzero().flatten()
             if len(here):
-                chunk = _take(stored, wanted[here] - first)
+                chunk = _words(stored).index_select(0, wanted[here] - first).view(stored.dtype)
                 require_finite(name, chunk, "holds NaN or infinity")
                 if chunk.dtype != dtype:
                     chunk = chunk.to(dtype)
                     require_finite(name, chunk, f"has values that do not fit {self.dtype}")
-                _bytes(gathered)[here] = _bytes(chunk)
+                _words(gathered).index_copy_(0, here, _words(chunk))
             first += len(stored)
         return gathered
 
@@ -129,12 +131,11 @@ class PackedVector:
         yield reorder(torch.cat(list(self.vector.chunks(checkpoint))), self.order.indices())
 
 
-def _take(stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return _bytes(stored)[rows].view(stored.dtype)
-
-
-def _bytes(matrix: torch.Tensor) -> torch.Tensor:
-    """[rows, bytes of a row]: torch moves bytes of every dtype alike, FP8 included."""
+def _words(matrix: torch.Tensor) -> torch.Tensor:
+    """[rows, ...] as the widest integers that divide its rows: torch moves these, and FP8 as such
+    it does not."""
     import torch
 
-    return matrix.view(torch.uint8)
+    is_even = matrix.shape[1] * matrix.itemsize % 8 == 0
+    is_aligned = matrix.storage_offset() * matrix.itemsize % 8 == 0
+    return matrix.view(torch.int64 if is_even and is_aligned else torch.uint8)

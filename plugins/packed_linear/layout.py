@@ -16,6 +16,7 @@ import torch
 TILE_ROWS = 64
 CHUNK_BYTES = 128
 _PIECES = 8  # 16-byte pieces of a chunk
+PIECE = torch.complex128  # the dtype of 16 bytes; pieces are only ever moved
 _GROUP = 16  # rows of one warp in a tile
 
 
@@ -29,28 +30,32 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     """weight [rows, K] in packed row order -> [RT, KT, 64, C] of the same dtype and device."""
     rows, inner = weight.shape
     tiles, chunks, _, columns = packed_shape(rows, inner, weight.element_size())
-    source = weight.contiguous().view(torch.uint8)
-    padded = source.new_zeros((tiles * TILE_ROWS, chunks * CHUNK_BYTES))
-    padded[:rows, : source.shape[1]] = source
-    blocks = padded.view(tiles, TILE_ROWS, chunks, _PIECES, CHUNK_BYTES // _PIECES).transpose(1, 2)
-    packed = _swizzle(blocks).reshape(tiles, chunks, TILE_ROWS, CHUNK_BYTES)
-    return packed.view(weight.dtype).view(tiles, chunks, TILE_ROWS, columns)
+    padded = weight.contiguous().view(torch.uint8)
+    shape = (tiles * TILE_ROWS, chunks * CHUNK_BYTES)
+    if padded.shape != shape or padded.storage_offset() % PIECE.itemsize:
+        source, padded = padded, padded.new_zeros(shape)
+        padded[:rows, : source.shape[1]] = source
+    blocks = padded.view(PIECE).view(tiles, TILE_ROWS, chunks, _PIECES).transpose(1, 2)
+    packed = _swizzle(blocks).view(weight.dtype)
+    return packed.view(tiles, chunks, TILE_ROWS, columns)
 
 
 def unpack(packed: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
     """packed [RT, KT, 64, C] -> weight [rows, inner] in packed row order."""
     tiles, chunks, _, columns = packed.shape
     raw = packed.contiguous().view(torch.uint8)
-    blocks = raw.view(tiles, chunks, TILE_ROWS, _PIECES, CHUNK_BYTES // _PIECES)
-    padded = _swizzle(blocks).transpose(1, 2).reshape(tiles * TILE_ROWS, chunks * CHUNK_BYTES)
+    if raw.storage_offset() % PIECE.itemsize:
+        raw = raw.clone()
+    blocks = raw.view(PIECE).view(tiles, chunks, TILE_ROWS, _PIECES)
+    padded = _swizzle(blocks).transpose(1, 2).reshape(tiles * TILE_ROWS, chunks * _PIECES)
     return padded.view(packed.dtype)[:rows, :inner].contiguous()
 
 
 def _swizzle(blocks: torch.Tensor) -> torch.Tensor:
-    """Exchange the pieces of [..., 64, 8, 16]; it is its own inverse."""
+    """Exchange the pieces of [..., 64, 8]; it is its own inverse. The result is contiguous."""
     rows = torch.arange(TILE_ROWS, device=blocks.device)[:, None]
     pieces = torch.arange(_PIECES, device=blocks.device)[None, :] ^ (rows % _PIECES)
-    return blocks[..., rows, pieces, :]
+    return blocks[..., rows, pieces].contiguous()
 
 
 def plain_order(rows: int) -> torch.Tensor:

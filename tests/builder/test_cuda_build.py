@@ -232,20 +232,23 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def test_a_weight_larger_than_a_chunk_is_packed_piece_by_piece(monkeypatch) -> None:
-    weights = {"a": torch.randn(150, 200).bfloat16(), "b": torch.randn(100, 200).bfloat16()}
+@pytest.mark.parametrize("inner", [200, 201])  # rows of whole 8-byte words, and others
+def test_a_weight_larger_than_a_chunk_is_packed_piece_by_piece(inner: int, monkeypatch) -> None:
+    whole = torch.randn(251, inner).bfloat16()
+    weights = {"a": whole[1:151], "b": whole[151:]}  # with an odd offset in memory
 
     class Reader:
         def read(self, name: str) -> torch.Tensor:
             return weights[name]
 
-    rows = sources.Rows((("a", (150, 200)), ("b", (100, 200))), "bfloat16")
+    rows = sources.Rows((("a", (150, inner)), ("b", (100, inner))), "bfloat16")
     source = PackedRows(rows, RowOrder("plain", (250,)))
-    (whole,) = source.chunks(Reader())
-    monkeypatch.setattr("llmctl.builder.packing.CHUNK_BYTES", 3 * 64 * 512)
-    pieces = list(source.chunks(Reader()))
-    assert len(pieces) == 2 and torch.equal(torch.cat(pieces), whole)
-    assert tuple(whole.shape) == source.shape
+    wanted = layout.pack(layout.reorder(whole[1:], layout.plain_order(250)))
+    for chunk_bytes, count in ((1 << 20, 1), (3 * 64 * 512, 2), (1, 4)):
+        monkeypatch.setattr("llmctl.builder.packing.CHUNK_BYTES", chunk_bytes)
+        pieces = list(source.chunks(Reader()))
+        assert len(pieces) == count and torch.equal(torch.cat(pieces), wanted)
+        assert tuple(wanted.shape) == source.shape
 
 
 # ---- what comes out ----
