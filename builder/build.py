@@ -6,12 +6,9 @@ streams the weights into place. A dry run is the first half alone.
 
 from __future__ import annotations
 
-import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +44,10 @@ from llmctl.builder.kernels import (
 )
 from llmctl.builder.models import model_config
 from llmctl.builder.models.decoder import EMBEDDING, build_network
-from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
 from llmctl.builder.passes.pipeline import run_passes
 from llmctl.builder.plugin_config import resolve_plugins
+from llmctl.builder.provenance import describe_source, pretrained_config, versions
 from llmctl.builder.scales import (
     check_unused,
     checkpoint_shapes,
@@ -64,14 +61,12 @@ from llmctl.errors import OutputExists
 from llmctl.publish import publish, require_space
 from llmctl.quantize.checkpoint import DTYPES as STORED_DTYPES
 from llmctl.quantize.checkpoint import Checkpoint
-from llmctl.quantize.format import GENERATION_CONFIG_FILE, read_json
 
 if TYPE_CHECKING:
     import torch
 
     from llmctl.plugins.cuda.compiler import CompiledKernel
 
-_PACKAGES = ("llmctl", "torch", "numpy", "safetensors")
 _CONFIG_BYTES = 1 << 20  # more than config.json of an engine takes
 STORED = LoadFormat()
 
@@ -194,12 +189,12 @@ def plan_build(
     config = EngineConfig(
         version=SCHEMA_VERSION,
         backend=backend,
-        pretrained_config=_pretrained_config(model, dtype, checkpoint, cache),
+        pretrained_config=pretrained_config(model, dtype, checkpoint, cache),
         build_config=limits.to_dict(),
         plugin_config=plugin_config,
-        source=_describe_source(checkpoint),
+        source=describe_source(checkpoint),
         tokenizer=tokenizer,
-        versions=_versions(),
+        versions=versions(),
         command=command,
         compute_capability=capability,
         weights=load_format.to_dict(model, checkpoint.config),
@@ -268,83 +263,3 @@ def _check_scales(checkpoint: Checkpoint, network: Network) -> None:
             for _ in source.chunks(checkpoint):
                 pass
     checkpoint.release()
-
-
-def _pretrained_config(
-    model: ModelConfig, dtype: str, checkpoint: Checkpoint, cache: KvCacheSpec
-) -> dict[str, Any]:
-    """The model under TensorRT-LLM's field names, plus what its later use needs."""
-    info = checkpoint.quantization
-    return {
-        "architecture": model.family.architecture,
-        "model_type": model.family.model_type,
-        "dtype": dtype,
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
-        "num_hidden_layers": model.num_hidden_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads,
-        "head_size": model.head_size,
-        "hidden_act": "silu",
-        "norm_epsilon": model.norm_epsilon,
-        "position_embedding_type": "rope_gpt_neox",
-        "max_position_embeddings": model.max_position_embeddings,
-        "rotary_base": model.rope.theta,
-        "rotary_scaling": {"rope_type": model.rope.rope_type, **dict(model.rope.parameters)},
-        "rotary_embedding_dim": model.head_size,
-        "logits_dtype": "float32",
-        "qk_layernorm": model.family.has_qk_norm,
-        "tie_word_embeddings": model.tie_word_embeddings,
-        "attention_windows": list(cache.windows),
-        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1, "cp_size": 1},
-        "quantization": {
-            "quant_algo": info.algo if info else None,
-            "kv_cache_quant_algo": "FP8" if cache.dtype == "float8_e4m3fn" else None,
-            "exclude_modules": list(info.exclude) if info else None,
-        },
-        **_special_ids(checkpoint),
-    }
-
-
-def _special_ids(checkpoint: Checkpoint) -> dict[str, Any]:
-    """eos, bos and pad ids: generation_config.json decides, as it does for transformers, because
-    chat models list their end-of-turn ids only there. A value is an id, a list of ids or null.
-    """
-    path = checkpoint.path / GENERATION_CONFIG_FILE
-    generation = read_json(path) if path.is_file() else {}
-    names = ("eos_token_id", "bos_token_id", "pad_token_id")
-    return {name: generation.get(name, checkpoint.config.get(name)) for name in names}
-
-
-def _describe_source(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Which checkpoint this was: sha256 of config.json and of every safetensors header + its size.
-
-    A header holds every name, dtype, shape and offset; hashing 140 GB of values would take
-    minutes and is left to whoever needs it.
-    """
-    files: dict[str, Any] = {
-        "config.json": {
-            "sha256": sha256((checkpoint.path / "config.json").read_bytes()).hexdigest()
-        }
-    }
-    stored = {info.file for info in checkpoint.tensors.values() if info.file.name != "config.json"}
-    for path in sorted(stored):
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            raw = prefix + file.read(int.from_bytes(prefix, "little"))
-        files[path.name] = {
-            "header_sha256": sha256(raw).hexdigest(),
-            "bytes": path.stat().st_size,
-        }
-    return {"checkpoint": str(checkpoint.path.absolute()), "files": files}
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from a source tree that was never installed
-            found[package] = "unknown"
-    return found

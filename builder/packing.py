@@ -70,7 +70,8 @@ class PackedRows:
     def shape(self) -> tuple[int, ...]:
         from llmctl.plugins.packed_linear.layout import packed_shape
 
-        return packed_shape(*self.rows.shape, ITEM_BYTES[self.dtype])
+        rows, inner = self.rows.shape
+        return packed_shape(rows, inner, ITEM_BYTES[self.dtype])
 
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
         """Whole row tiles, about CHUNK_BYTES at a time."""

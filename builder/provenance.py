@@ -1,0 +1,96 @@
+"""What an engine's config.json says about its origin: the model, its files, the software."""
+
+from __future__ import annotations
+
+import platform
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from llmctl.builder.engine_format import KvCacheSpec
+from llmctl.builder.models.family import ModelConfig
+from llmctl.quantize.checkpoint import Checkpoint
+from llmctl.quantize.format import CONFIG_FILE, GENERATION_CONFIG_FILE, read_json
+
+_PACKAGES = ("llmctl", "torch", "numpy", "safetensors")
+
+
+def pretrained_config(
+    model: ModelConfig, dtype: str, checkpoint: Checkpoint, cache: KvCacheSpec
+) -> dict[str, Any]:
+    """The model under TensorRT-LLM's field names, plus what its later use needs."""
+    info = checkpoint.quantization
+    return {
+        "architecture": model.family.architecture,
+        "model_type": model.family.model_type,
+        "dtype": dtype,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_size": model.head_size,
+        "hidden_act": "silu",
+        "norm_epsilon": model.norm_epsilon,
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": model.max_position_embeddings,
+        "rotary_base": model.rope.theta,
+        "rotary_scaling": {"rope_type": model.rope.rope_type, **dict(model.rope.parameters)},
+        "rotary_embedding_dim": model.head_size,
+        "logits_dtype": "float32",
+        "qk_layernorm": model.family.has_qk_norm,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "attention_windows": list(cache.windows),
+        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1, "cp_size": 1},
+        "quantization": {
+            "quant_algo": info.algo if info else None,
+            "kv_cache_quant_algo": "FP8" if cache.dtype == "float8_e4m3fn" else None,
+            "exclude_modules": list(info.exclude) if info else None,
+        },
+        **_special_ids(checkpoint),
+    }
+
+
+def _special_ids(checkpoint: Checkpoint) -> dict[str, Any]:
+    """eos, bos and pad ids: generation_config.json decides, as it does for transformers, because
+    chat models list their end-of-turn ids only there. A value is an id, a list of ids or null.
+    """
+    path = checkpoint.path / GENERATION_CONFIG_FILE
+    generation = read_json(path) if path.is_file() else {}
+    names = ("eos_token_id", "bos_token_id", "pad_token_id")
+    return {name: generation.get(name, checkpoint.config.get(name)) for name in names}
+
+
+def describe_source(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Which checkpoint this was: sha256 of config.json and of every safetensors header + its size.
+
+    A header holds every name, dtype, shape and offset; hashing 140 GB of values would take
+    minutes and is left to whoever needs it.
+    """
+    files: dict[str, Any] = {
+        "config.json": {
+            "sha256": sha256((checkpoint.path / "config.json").read_bytes()).hexdigest()
+        }
+    }
+    stored = {info.file for info in checkpoint.tensors.values() if info.file.name != CONFIG_FILE}
+    for path in sorted(stored):
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            raw = prefix + file.read(int.from_bytes(prefix, "little"))
+        files[path.name] = {
+            "header_sha256": sha256(raw).hexdigest(),
+            "bytes": path.stat().st_size,
+        }
+    return {"checkpoint": str(checkpoint.path.absolute()), "files": files}
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages an engine's bytes depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from a source tree that was never installed
+            found[package] = "unknown"
+    return found
