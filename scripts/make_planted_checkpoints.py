@@ -1,0 +1,304 @@
+"""Write Hugging Face checkpoints whose text is known, to measure speed and exactness with.
+
+    python scripts/make_planted_checkpoints.py OUTPUT_DIR --target 70b --draft 1b --acceptance 0.873
+    python scripts/make_planted_checkpoints.py OUTPUT_DIR --target 70b --draft 1b --config-only
+
+writes OUTPUT_DIR/target and OUTPUT_DIR/draft: shapes of Llama 3, random layers, in FP8 as ModelOpt
+writes it, or BF16. Every engine reads them. The greedy text is a walk along one cycle through all
+ordinary tokens; a draft's token is the target's with the given probability, independently
+(`runtime/generated.py` says how, and defines both walks). `"planted"` in config.json tells which:
+
+    planted_text(config["planted"], last_token_of_the_prompt, num_tokens)
+
+--config-only writes the config files alone, for `llmctl build --load-format planted` or `dummy`,
+which makes the same kind of weights on the device and needs no disk for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from llmctl.builder.generated import ROLES, STANDARD_ACCEPTANCE, LoadFormat, ordinary_tokens
+from llmctl.publish import publish, require_space
+from llmctl.quantize.format import (
+    CONFIG_FILE,
+    QUANT_CONFIG_FILE,
+    find_scheme,
+    quantization_documents,
+)
+from llmctl.runtime.generated import CHUNK, FP8_SPREAD, INERT, SCALE, next_tokens
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+FP8_MAX = 448.0
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Llama. rope_factor is that of its published config.json."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    rope_factor: float
+    vocab: int = 128256
+    bos: int = 128000
+    eos: tuple[int, ...] = (128001, 128008, 128009)
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """[out, in] of every linear of one layer."""
+        queries, values = self.heads * self.head_size, self.kv_heads * self.head_size
+        return {
+            "self_attn.q_proj": (queries, self.hidden),
+            "self_attn.k_proj": (values, self.hidden),
+            "self_attn.v_proj": (values, self.hidden),
+            "self_attn.o_proj": (self.hidden, queries),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }
+
+
+SHAPES = {
+    # 256 places tell 4,096 random codes apart: the closest two agree in about 65 more than half
+    "tiny": Shape(256, 512, 2, 4, 2, 64, 8.0, vocab=4096, bos=0, eos=(1,)),
+    "1b": Shape(2048, 8192, 16, 32, 8, 64, 32.0),  # Llama 3.2
+    "3b": Shape(3072, 8192, 28, 24, 8, 128, 32.0),  # Llama 3.2
+    "8b": Shape(4096, 14336, 32, 32, 8, 128, 8.0),  # Llama 3.1
+    "70b": Shape(8192, 28672, 80, 64, 8, 128, 8.0),  # Llama 3.3
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to write. `fp8_head` makes the output projection FP8 too (codes are exact in FP8)."""
+
+    shape: str
+    role: str = "target"
+    acceptance: float = STANDARD_ACCEPTANCE
+    seed: int = 0
+    is_fp8: bool = True
+    fp8_head: bool = False
+
+    def __post_init__(self) -> None:
+        LoadFormat("planted", self.seed, self.role, self.acceptance)  # refuses what is out of range
+
+    def is_quantized(self, module: str) -> bool:
+        """Whether this linear is FP8."""
+        return self.is_fp8 and (module != HEAD or self.fp8_head)
+
+    def documents(self) -> dict[str, dict[str, Any]]:
+        """config.json, and hf_quant_config.json of an FP8 checkpoint."""
+        config = config_json(SHAPES[self.shape])
+        first, stop = ordinary_tokens(config, config["vocab_size"])
+        config["planted"] = {
+            "seed": self.seed,
+            "role": self.role,
+            "acceptance": self.acceptance,
+            "ordinary_tokens": [first, stop],
+        }
+        if not self.is_fp8:
+            return {CONFIG_FILE: config}
+        exclude = [] if self.fp8_head else [HEAD]
+        nested, flat = quantization_documents(find_scheme("fp8"), "FP8", exclude, "planted")
+        return {CONFIG_FILE: config | {"quantization_config": flat}, QUANT_CONFIG_FILE: nested}
+
+
+def config_json(shape: Shape) -> dict[str, Any]:
+    """config.json of a Llama 3 of this shape, its head apart from the embedding."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": shape.rope_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": shape.bos,
+        "eos_token_id": list(shape.eos),
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_checkpoint(
+    folder: Path,
+    recipe: Recipe,
+    *,
+    config_only: bool = False,
+    tokenizer_dir: Path | None = None,
+    on_shard: Callable[[str], None] = lambda _: None,
+) -> None:
+    """The folder of a planted checkpoint; it appears whole or not at all.
+
+    Raises OutputExists and OutOfDisk.
+    """
+    if not config_only:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        require_space(folder.absolute().parent, num_bytes(recipe))
+    with publish(folder) as scratch:
+        for name, document in recipe.documents().items():
+            (scratch / name).write_text(json.dumps(document, indent=2) + "\n")
+        if config_only:
+            return
+        if tokenizer_dir is not None:
+            for name in TOKENIZER_FILES:
+                shutil.copy(tokenizer_dir / name, scratch / name)
+        _write_weights(scratch, recipe, on_shard)
+
+
+def num_bytes(recipe: Recipe) -> int:
+    """Bytes of all weights, scales and headers left out."""
+    shape = SHAPES[recipe.shape]
+    layer = sum(rows * columns for rows, columns in shape.linears().values())
+    table = shape.vocab * shape.hidden
+    head = table * (1 if recipe.is_quantized(HEAD) else 2)
+    return shape.layers * layer * (1 if recipe.is_fp8 else 2) + 2 * table + head
+
+
+def _write_weights(folder: Path, recipe: Recipe, on_shard: Callable[[str], None]) -> None:
+    """A shard for each layer and one for the rest, and their index."""
+    shape = SHAPES[recipe.shape]
+    generator = torch.Generator().manual_seed(recipe.seed)
+    weight_map: dict[str, str] = {}
+
+    def write_shard(name: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, name))
+        on_shard(name)
+
+    for index in range(shape.layers):
+        write_shard(f"layer-{index:03d}.safetensors", _layer(recipe, index, generator))
+    write_shard("outer.safetensors", _outer(recipe, generator))
+    index_json = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_json))
+
+
+def _layer(recipe: Recipe, index: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Tensors of one layer: random, but too quiet at its two outputs to move a code."""
+    shape, prefix = SHAPES[recipe.shape], f"model.layers.{index}."
+    ones = torch.ones(shape.hidden, dtype=torch.bfloat16)
+    tensors = {
+        f"{prefix}input_layernorm.weight": ones,
+        f"{prefix}post_attention_layernorm.weight": ones.clone(),
+    }
+    for name, (rows, columns) in shape.linears().items():
+        spread = columns**-0.5 * (INERT if name.endswith(("o_proj", "down_proj")) else 1)
+        module = f"{prefix}{name}"
+        tensors[f"{module}.weight"] = _random((rows, columns), spread, recipe.is_fp8, generator)
+        if recipe.is_fp8:
+            tensors |= _scales(module, spread / FP8_SPREAD)
+    if recipe.is_fp8:
+        for name in "kv":
+            tensors[f"{prefix}self_attn.{name}_proj.{name}_scale"] = torch.tensor(SCALE)
+    return tensors
+
+
+def _outer(recipe: Recipe, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """The embedding: a code of signs for each token. The head's row of a token: the code of the
+    token that it follows, zeros where it follows none."""
+    shape = SHAPES[recipe.shape]
+    codes = torch.empty((shape.vocab, shape.hidden), dtype=torch.bfloat16)
+    for rows in codes.split(max(1, CHUNK // shape.hidden)):
+        rows.copy_(torch.randint(0, 2, rows.shape, generator=generator) * 2 - 1)
+    follows = next_tokens(recipe.documents()[CONFIG_FILE]["planted"])
+    tokens = np.flatnonzero(follows >= 0)
+    head = torch.zeros_like(codes)
+    head[torch.from_numpy(follows[tokens])] = codes[torch.from_numpy(tokens)]
+    tensors = {
+        "model.embed_tokens.weight": codes,
+        "model.norm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16),
+        f"{HEAD}.weight": head,
+    }
+    if recipe.is_quantized(HEAD):
+        tensors[f"{HEAD}.weight"] = head.to(torch.float8_e4m3fn)
+        tensors |= _scales(HEAD, 1.0)
+    return tensors
+
+
+def _scales(module: str, weight_scale: float) -> dict[str, torch.Tensor]:
+    return {
+        f"{module}.weight_scale": torch.tensor(weight_scale),
+        f"{module}.input_scale": torch.tensor(SCALE),
+    }
+
+
+def _random(
+    dims: tuple[int, int], spread: float, is_fp8: bool, generator: torch.Generator
+) -> torch.Tensor:
+    """Normal values: BF16 of this spread, or FP8 of FP8_SPREAD for a scale to bring there."""
+    weight = torch.empty(dims, dtype=torch.float8_e4m3fn if is_fp8 else torch.bfloat16)
+    for rows in weight.split(max(1, CHUNK // dims[1])):
+        values = torch.randn(rows.shape, generator=generator)
+        rows.copy_((values * FP8_SPREAD).clamp_(-FP8_MAX, FP8_MAX) if is_fp8 else values * spread)
+    return weight
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--target", choices=SHAPES, help="shape of OUTPUT_DIR/target")
+    parser.add_argument("--draft", choices=SHAPES, help="shape of OUTPUT_DIR/draft")
+    parser.add_argument("--acceptance", type=float, default=STANDARD_ACCEPTANCE)
+    parser.add_argument("--quantization", choices=["fp8", "none"], default="fp8")
+    parser.add_argument("--fp8-head", action="store_true", help="the output projection in FP8 too")
+    parser.add_argument("--seed", type=int, default=0, help="the same for a target and its draft")
+    parser.add_argument("--config-only", action="store_true", help="no weights, no tokenizer")
+    parser.add_argument("--tokenizer-dir", type=Path, default=REPOSITORY / "examples/demo-target")
+    arguments = parser.parse_args()
+    shapes = {"target": arguments.target, "draft": arguments.draft}
+    if not any(shapes.values()):
+        parser.error("nothing to write: give --target, --draft or both")
+    for role in ROLES:
+        if shapes[role] is None:
+            continue
+        recipe = Recipe(
+            shapes[role],
+            role,
+            arguments.acceptance,
+            arguments.seed,
+            arguments.quantization == "fp8",
+            arguments.fp8_head,
+        )
+        write_checkpoint(
+            arguments.output_dir / role,
+            recipe,
+            config_only=arguments.config_only,
+            tokenizer_dir=arguments.tokenizer_dir,
+            on_shard=lambda name, role=role: print(f"{role}/{name}", flush=True),
+        )
+
+
+if __name__ == "__main__":
+    main()
