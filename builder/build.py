@@ -57,7 +57,7 @@ from llmctl.builder.scales import (
 )
 from llmctl.builder.sources import LargestScale, RowScales, Source
 from llmctl.builder.tokenizer import describe_tokenizer
-from llmctl.errors import OutputExists
+from llmctl.errors import OutputExists, Unsupported
 from llmctl.publish import publish, require_space
 from llmctl.quantize.checkpoint import DTYPES as STORED_DTYPES
 from llmctl.quantize.checkpoint import Checkpoint
@@ -139,6 +139,12 @@ def plan_build(
     backend = choose_backend(backend, has_supported_gpu)
     capability = choose_capability(compute_capability, backend)
     is_generated = load_format.is_generated
+    if is_generated and backend != "cuda":
+        raise Unsupported(
+            f"--load-format {load_format.name}: weights are generated on a GPU, and the backend is "
+            f"{backend}",
+            fix="--backend cuda, or a checkpoint of scripts/make_planted_checkpoints.py",
+        )
     checkpoint = open_config(checkpoint_dir) if is_generated else Checkpoint.open(checkpoint_dir)
     where = str(checkpoint_dir / "config.json")
     model = model_config(checkpoint.config, where)

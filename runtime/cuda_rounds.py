@@ -74,7 +74,7 @@ class CudaRoundRunner:
         self._queue = target.queue
         most_drafts = target.max_draft_len
         ring = torch.zeros(
-            (RING_SLOTS, self.max_batch_size, RECORD_TOKENS + most_drafts + 1),
+            (RING_SLOTS, target.max_batch_size, RECORD_TOKENS + most_drafts + 1),
             dtype=torch.int32,
             pin_memory=True,
         )
