@@ -43,6 +43,7 @@ from llmctl.runtime.core import Request
 from llmctl.runtime.executor import Executor
 
 CONTEXT, PROMPT, OUTPUT, DRAFT_LEN = 1000, 500, 1024, 10
+TARGETS = "70b,70b+1b,70b+1b-head8,70b+3b,70b+3b-head8,70b+8b,70b+8b-head8,8b"
 PEAK_TFLOPS = 1979.0  # FP8 dense, H100 SXM and H200 datasheets
 PUBLISHED = {"1b": 191.74, "3b": 151.53, "8b": 134.38}  # TensorRT-LLM 0.15, one H200, tok/s
 
@@ -256,7 +257,7 @@ def pair(bench: Bench, opened: OpenEngines, name: str) -> None:
     device_ms = [1e3 * (run.draft_s + run.verify_s) / run.rounds for run in runs]
     host_ms = [r - d for r, d in zip(round_ms, device_ms, strict=True)]
     first_ms = [1e3 * run.arrivals[0][0] for run in runs]
-    published = PUBLISHED.get(name.rpartition("+")[2], 0)
+    published = PUBLISHED.get(name.rpartition("+")[2].partition("-")[0], 0)
     note = f"{median(rates) / published:.2f}x the published {published}" if published else ""
     bench.add(
         row(f"pair-{name}", "tok/s", rates, note=note),
@@ -320,10 +321,10 @@ def main() -> None:
     """Parse, measure, store."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--engines", type=Path, required=True)
-    parser.add_argument("--targets", default="70b,70b+1b,70b+3b,70b+8b,8b")
+    parser.add_argument("--targets", default=TARGETS)
     parser.add_argument("--rows", default="decode,speed,prefill,pair")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="folder; appends to <device>.jsonl there")
+    parser.add_argument("--output", type=Path, help="folder for <device>.jsonl and <device>.md")
     arguments = parser.parse_args()
     reads = read_bandwidth()
     torch.cuda.empty_cache()
@@ -337,13 +338,25 @@ def main() -> None:
 
 
 def store(rows: list[Row], folder: Path) -> None:
-    """One JSON object a line."""
+    """<device>.jsonl with one JSON object a line, and <device>.md for people."""
     folder.mkdir(parents=True, exist_ok=True)
     device = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
     common = provenance()
-    with (folder / f"{device}.jsonl").open("a") as file:
-        for item in rows:
-            file.write(json.dumps(asdict(item) | common) + "\n")
+    lines = [json.dumps(asdict(item) | common) + "\n" for item in rows]
+    (folder / f"{device}.jsonl").write_text("".join(lines))
+    versions = ", ".join(f"{name} {value}" for name, value in common["versions"].items())
+    text = [
+        f"# CUDA backend, {common['versions']['device']}\n",
+        f"`{common['command']}` · {versions} · {common['date']} · commit {common['commit']}\n",
+        "Limits are the bytes a step must read over the measured read bandwidth, or the FP8 peak.\n",
+        "| what | unit | median | minimum | maximum | share of limit | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for item in rows:
+        share = "" if item.share_of_limit is None else f"{item.share_of_limit:.1%}"
+        numbers = f"{item.value:.4g} | {item.minimum:.4g} | {item.maximum:.4g}"
+        text.append(f"| {item.name} | {item.unit} | {numbers} | {share} | {item.note} |")
+    (folder / f"{device}.md").write_text("\n".join(text) + "\n")
 
 
 if __name__ == "__main__":
