@@ -348,7 +348,7 @@ def store(rows: list[Row], folder: Path) -> None:
     text = [
         f"# CUDA backend, {common['versions']['device']}\n",
         f"`{common['command']}` · {versions} · {common['date']} · commit {common['commit']}\n",
-        "Limits are the bytes a step must read over the measured read bandwidth, or the FP8 peak.\n",
+        "Limits: the bytes a step must read over the measured read bandwidth, or the FP8 peak.\n",
         "| what | unit | median | minimum | maximum | share of limit | |",
         "|---|---|---|---|---|---|---|",
     ]
