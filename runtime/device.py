@@ -6,10 +6,12 @@ import torch
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import NoDevice, RebuildNeeded
+from llmctl.plugins.cuda.kernel import NUM_SMS
 
 
 def require_device(config: EngineConfig) -> None:
-    """Raises NoDevice without a GPU, RebuildNeeded with one the kernels are not compiled for."""
+    """Raises NoDevice without a GPU, RebuildNeeded with one the kernels are not compiled for or
+    that cannot run as many thread blocks at once as they rely on."""
     wanted = config.compute_capability
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
@@ -27,4 +29,12 @@ def require_device(config: EngineConfig) -> None:
             f"the engine's kernels are for compute capability {wanted}; "
             f"{torch.cuda.get_device_name()} has {found}",
             fix="run it on an H100 or H200, or rebuild with: llmctl build --backend cpu",
+        )
+    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    if num_sms < NUM_SMS:
+        raise RebuildNeeded(
+            f"the engine's kernels need {NUM_SMS} multiprocessors, whose thread blocks wait for "
+            f"each other; {torch.cuda.get_device_name()} has {num_sms}",
+            fix="run it on a whole H100 SXM or H200 (not a MIG slice), or rebuild with: "
+            "llmctl build --backend cpu",
         )

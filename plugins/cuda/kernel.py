@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llmctl.plugins.program import Extent
 
 Constant = int | float | str | bool
+NUM_SMS = 132  # multiprocessors of an H100 SXM and an H200; thread blocks that wait count on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class StepLimits:
     max_draft_len: int
     tokens_per_block: int
     kv_dtype: str  # torch name
-    num_sms: int = 132  # H100 SXM and H200
+    num_sms: int = NUM_SMS
 
 
 @dataclass(frozen=True, slots=True)

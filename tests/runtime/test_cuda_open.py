@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,13 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What torch says of a GPU; tests change it."""
     found: dict[str, object] = {"capability": (9, 0), "memory": (70 * 10**9, 80 * 10**9)}
+    found["sms"] = 132
+
+    def properties(device: int) -> SimpleNamespace:
+        return SimpleNamespace(multi_processor_count=found["sms"])
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
@@ -94,6 +102,20 @@ def test_another_compute_capability_needs_another_build(
     gpu["capability"] = (8, 0)
     with pytest.raises(RebuildNeeded, match=r"for compute capability 9\.0; NVIDIA A100 has 8\.0"):
         check_engines(EngineOptions(write(tmp_path / "engine")))
+
+
+def test_a_card_with_too_few_multiprocessors_is_refused_with_both_counts(
+    tmp_path: Path, gpu: dict[str, object]
+) -> None:
+    options = EngineOptions(write(tmp_path / "engine"))
+    gpu["sms"] = 114  # an H100 PCIe
+    with pytest.raises(RebuildNeeded, match="need 132 multiprocessors.* has 114") as refused:
+        check_engines(options)
+    assert "MIG" in refused.value.fix and "--backend cpu" in refused.value.fix
+    with pytest.raises(RebuildNeeded, match="has 114"):
+        plan_pair(options.engine_dir)
+    gpu["sms"] = 132
+    check_engines(options)
 
 
 def test_threads_are_refused_for_engines_of_a_gpu(tmp_path: Path, gpu: dict[str, object]) -> None:
