@@ -249,8 +249,13 @@ def _load_format(
         raise BadConfig("--seed is for --load-format dummy and planted")
     if name != "planted" and (role is not None or acceptance is not None):
         raise BadConfig("--planted-role and --planted-acceptance are for --load-format planted")
-    given = {"seed": seed, "role": role, "acceptance": acceptance}
-    return LoadFormat(name, **{key: value for key, value in given.items() if value is not None})
+    default = LoadFormat()
+    return LoadFormat(
+        name,
+        default.seed if seed is None else seed,
+        default.role if role is None else role,
+        default.acceptance if acceptance is None else acceptance,
+    )
 
 
 def _run_with_progress(engine: EnginePlan, output_dir: Path) -> None:

@@ -159,7 +159,7 @@ def _tensor(tensor: PlanTensor) -> dict[str, Any]:
 
 
 def _num_bytes(weight: PlanTensor) -> int:
-    from llmctl.builder.engine_format import DTYPES
+    from llmctl.builder.container import DTYPES
 
     return math.prod(map(int, weight.shape)) * DTYPES[weight.dtype][1]
 

@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 
 from llmctl.errors import LlmctlError
 from llmctl.plugins.cuda.kernel import Launch, StepShape
-from llmctl.plugins.cuda.queue import device_errors
+from llmctl.plugins.cuda.queue import device_errors, new_event
 from llmctl.plugins.rounds import kernel as bookkeeping
 from llmctl.plugins.rounds.state import (
     RECORD_COMMITTED,
@@ -29,15 +30,15 @@ from llmctl.plugins.sampling import kernel as sampling
 from llmctl.plugins.sampling.arrays import SamplingScratch
 from llmctl.plugins.sampling.spec import has_penalties
 from llmctl.runtime.core import Sequence
-from llmctl.runtime.cuda_engine import CudaExecutable
-from llmctl.runtime.graphs import Replayable, capture_graph, kv_bucket
+from llmctl.runtime.cuda_engine import Capture, CudaExecutable
+from llmctl.runtime.graphs import MAX_GRAPHS, GraphCache, capture_graph, kv_bucket
 from llmctl.runtime.rounds import RoundReport, RoundResult
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
 SEED_MASK = 0xFFFFFFFF
+LAUNCHES_A_STEP = 4  # beside the operators: feeding it, drawing from its logits, acceptance
 
-
-Events = tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]
+Events = tuple[Event, Event, Event]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,20 @@ class _Shape:
 class _InFlight:
     slot: int
     num_requests: int
-    began: torch.cuda.Event
-    drafted: torch.cuda.Event
-    ended: torch.cuda.Event
+    began: Event
+    drafted: Event
+    ended: Event
 
 
 class CudaRoundRunner:
     """Rounds of a target engine, alone or with a draft engine, on their common stream."""
 
     def __init__(
-        self, target: CudaExecutable, draft: CudaExecutable | None, draft_len: int
+        self,
+        target: CudaExecutable,
+        draft: CudaExecutable | None,
+        draft_len: int,
+        capture: Capture | None = None,
     ) -> None:
         self.draft_len = draft_len
         self.has_draft_engine = draft is not None
@@ -76,7 +81,7 @@ class CudaRoundRunner:
         ring = torch.zeros(
             (RING_SLOTS, target.max_batch_size, RECORD_TOKENS + most_drafts + 1),
             dtype=torch.int32,
-            pin_memory=True,
+            pin_memory=self._queue.stream is not None,
         )
         device = self._queue.device
         self._ring = ring.numpy()
@@ -89,7 +94,9 @@ class CudaRoundRunner:
                 vocab: SamplingScratch.allocate(rows, vocab, device)
                 for vocab in {engine.vocab_size for engine in engines}
             }
-        self._graphs: dict[tuple[str, _Shape], Replayable] = {}
+        self._graphs: GraphCache[tuple[str, _Shape]] = GraphCache(
+            capture or partial(capture_graph, self._queue)
+        )
         self._num_started = 0
         self._num_requests = 0
         self._is_greedy = True
@@ -137,9 +144,9 @@ class CudaRoundRunner:
         with device_errors("running a round"), self._queue.scope():
             events[0].record()
             if self._draft is not None:
-                self._run(("draft", shape), lambda: self._draft_loop(shape))
+                self._graphs.run(("draft", shape), lambda: self._draft_loop(shape))
             events[1].record()
-            self._run(("verify", shape), lambda: self._verify(shape))
+            self._graphs.run(("verify", shape), lambda: self._verify(shape))
             events[2].record()
         slot = self._num_started % RING_SLOTS
         self._in_flight.append(_InFlight(slot, self._num_requests, *events))
@@ -169,15 +176,6 @@ class CudaRoundRunner:
             self._num_started = int(self._state.counter.item())
 
     # ---- what a round enqueues ----
-
-    def _run(self, key: tuple[str, _Shape], record: Callable[[], None]) -> None:
-        """Replay the graph, or launch directly and capture it behind that."""
-        graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
-            return
-        record()
-        self._graphs[key] = capture_graph(self._queue, record)
 
     def _draft_loop(self, shape: _Shape) -> None:
         """draft_len steps of the draft engine, each fed with the token the last one drew."""
@@ -294,8 +292,24 @@ class CudaRoundRunner:
     def _take_events(self) -> Events:
         if self._spare_events:
             return self._spare_events.pop()
-        began, drafted, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        began, drafted, ended = (new_event(enable_timing=True) for _ in range(3))
         return began, drafted, ended
+
+
+def state_bytes(max_batch_size: int, max_draft_len: int) -> int:
+    """Device memory of the requests' state; the ring of records lies in host memory."""
+    state = RoundState.allocate(max_batch_size, max_draft_len, "meta")
+    arrays = [getattr(state, f.name) for f in fields(state) if f.name not in ("ring", "sampling")]
+    arrays += [getattr(state.sampling, name) for name in state.sampling.__slots__]
+    return sum(array.nbytes for array in arrays)
+
+
+def graph_launches(num_ops: int, num_steps: int, has_draft: bool) -> int:
+    """Launches in all graphs that a runner keeps of one engine, at most: `num_steps` steps of
+    `num_ops` operators a graph. Every round runs one graph of each engine, so with a draft engine
+    each has half of them."""
+    graphs = MAX_GRAPHS // 2 if has_draft else MAX_GRAPHS
+    return graphs * num_steps * (num_ops + LAUNCHES_A_STEP)
 
 
 def _signed(word: int) -> int:

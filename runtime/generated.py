@@ -161,7 +161,8 @@ def _plant(
 
 def _row_chunks(matrix: torch.Tensor) -> Iterator[torch.Tensor]:
     step = max(1, CHUNK // math.prod(matrix.shape[1:]))
-    yield from matrix.split(step)
+    for start in range(0, len(matrix), step):
+        yield matrix[start : start + step]
 
 
 def _ordinary(weights: Mapping[str, object]) -> tuple[int, int, int]:
