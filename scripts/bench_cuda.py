@@ -2,9 +2,8 @@
 
     python scripts/bench_cuda.py --engines DIR [--rows decode,pair] [--rounds 5] [--output DIR]
 
-DIR holds engines built with `llmctl build --backend cuda --load-format planted`: targets 70b and 8b
-(max_draft_len 10) and drafts 1b-draft, 3b-draft, 8b-draft (scripts/build_bench_engines). Rows, each
-with minimum, median and maximum over the rounds:
+DIR is what scripts/build_bench_engines built: engines of planted weights. Rows, each with minimum,
+median and maximum over the rounds:
 
   read           what a plain read of device memory reaches: the limit that shares refer to
   decode-*       ms a step without a draft at 1,000 tokens of context: as seen by a client, on the
@@ -43,7 +42,7 @@ from llmctl.runtime.core import Request
 from llmctl.runtime.executor import Executor
 
 CONTEXT, PROMPT, OUTPUT, DRAFT_LEN = 1000, 500, 1024, 10
-TARGETS = "70b,70b+1b,70b+1b-head8,70b+3b,70b+3b-head8,70b+8b,70b+8b-head8,8b"
+TARGETS = "70b,8b,3b,1b,70b+1b,70b+1b-head8,70b+3b,70b+3b-head8,70b+8b,70b+8b-head8"
 PEAK_TFLOPS = 1979.0  # FP8 dense, H100 SXM and H200 datasheets
 PUBLISHED = {"1b": 191.74, "3b": 151.53, "8b": 134.38}  # TensorRT-LLM 0.15, one H200, tok/s
 
@@ -163,7 +162,7 @@ class Bench:
             self.engines / target, speculation, max_tokens=8192, enable_block_reuse=False
         )
         began = perf_counter()
-        opened = OpenEngines(check_engines(options))
+        opened = OpenEngines(check_engines(options), log=lambda lines: print("\n".join(lines)))
         print(f"# opened {target} {draft or ''} in {perf_counter() - began:.1f} s", flush=True)
         return opened
 
@@ -293,6 +292,8 @@ def run_rows(bench: Bench, wanted: list[str], targets: list[str]) -> None:
             prefill(bench, opened, target, 2048)
         if draft and "pair" in wanted:
             pair(bench, opened, name)
+        free, total = torch.cuda.mem_get_info()
+        print(f"# {(total - free) / 1e9:.2f} GB of device memory in use")
         del opened
 
 
