@@ -66,7 +66,7 @@ class CudaExecutable(Executable):
         self.logits = tensors[plan.logits]  # [max_num_rows, vocab_size] float32
         self.program = make_program(make_calls(plan, tensors), step_limits(config, plan))
         self._buckets = Buckets(self.program.limits)
-        self._graphs = GraphCache(self._enqueue, capture or partial(capture_graph, queue))
+        self._graphs: GraphCache[StepShape] = GraphCache(capture or partial(capture_graph, queue))
         self._kv_cache: torch.Tensor | None = None
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -110,7 +110,7 @@ class CudaExecutable(Executable):
             self._enqueue(shape)
         else:
             self.program.upload(pad(step, bucket), self.queue.handle)
-            self._graphs.run(bucket)
+            self._graphs.run(bucket, lambda: self._enqueue(bucket))
         return DeviceLogits(self.logits[: step.num_rows], self.queue)
 
     def _enqueue(self, shape: StepShape) -> None:

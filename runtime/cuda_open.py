@@ -27,6 +27,7 @@ from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.sampling.cuda import MAX_ROWS, CudaSampling, scratch_bytes
 from llmctl.runtime.cuda_engine import CudaExecutable
+from llmctl.runtime.cuda_rounds import graph_launches, state_bytes
 from llmctl.runtime.device import require_device
 from llmctl.runtime.engine import kv_bytes_per_block
 from llmctl.runtime.graphs import MAX_GRAPHS
@@ -89,15 +90,20 @@ class EngineFile:
         plan, tensors = open_engine(folder)
         return cls(folder, read_engine_config(folder), plan, tensors)
 
-    def memory(self, role: str, sampling: int = 0) -> EngineMemory:
-        """What the engine takes on a device, with `sampling` bytes for drawing tokens."""
+    def memory(
+        self, role: str, sampling: int = 0, *, round_steps: int = 1, has_draft: bool = False
+    ) -> EngineMemory:
+        """What the engine takes on a device, with `sampling` bytes for drawing tokens and for
+        rounds. Graphs are those of its own steps and of rounds, each of `round_steps` steps."""
         build = self.config.build_config
+        launches = MAX_GRAPHS * len(self.plan.ops)
+        launches += graph_launches(len(self.plan.ops), round_steps, has_draft)
         return EngineMemory(
             role=role,
             weight_bytes=allocated_bytes(self.plan),
             activation_bytes=self.plan.arena_bytes,
             scratch_bytes=self.plan.scratch_bytes + sampling,
-            graph_bytes=MAX_GRAPHS * len(self.plan.ops) * GRAPH_BYTES_PER_LAUNCH,
+            graph_bytes=launches * GRAPH_BYTES_PER_LAUNCH,
             kv_bytes_per_block=kv_bytes_per_block(self.plan),
             tokens_per_block=self.plan.kv_cache.tokens_per_block,
             max_batch_size=int(build["max_batch_size"]),
@@ -141,11 +147,14 @@ def plan_pair(
     files = [file for file in (target, draft) if file is not None]
     for file in files:
         require_device(file.config)
+    limits = target.config.build_config
+    draft_len = int(limits["max_draft_len"])
     sampling = sampling_bytes([file.plan for file in files])
+    sampling += state_bytes(int(limits["max_batch_size"]), draft_len)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     memory = plan_device(
-        target.memory("target", sampling),
-        draft.memory("draft") if draft is not None else None,
+        target.memory("target", sampling, has_draft=draft is not None),
+        draft.memory("draft", round_steps=draft_len, has_draft=True) if draft else None,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         free_fraction=DEFAULT_DEVICE_FRACTION if free_fraction is None else free_fraction,

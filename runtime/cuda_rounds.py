@@ -18,7 +18,7 @@ import torch
 
 from llmctl.errors import LlmctlError
 from llmctl.plugins.cuda.kernel import Launch, StepShape
-from llmctl.plugins.cuda.queue import device_errors, new_event
+from llmctl.plugins.cuda.queue import Event, device_errors
 from llmctl.plugins.rounds import kernel as bookkeeping
 from llmctl.plugins.rounds.state import (
     RECORD_COMMITTED,
@@ -292,7 +292,7 @@ class CudaRoundRunner:
     def _take_events(self) -> Events:
         if self._spare_events:
             return self._spare_events.pop()
-        began, drafted, ended = (new_event(enable_timing=True) for _ in range(3))
+        began, drafted, ended = (self._queue.make_event() for _ in range(3))
         return began, drafted, ended
 
 

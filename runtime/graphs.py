@@ -8,9 +8,9 @@ varies inside a bucket from device memory, so a replay needs an upload and one c
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.program import StepInputs
 
 MIN_KV_BUCKET = 1024  # tokens; shorter contexts share its grids, whose idle blocks exit at once
-MAX_GRAPHS = 24  # kept per engine, least recently used out first; the memory plan counts on it
+MAX_GRAPHS = 24  # kept by a cache, least recently used out first; the memory plan counts on it
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def shape_of(step: StepInputs) -> StepShape:
@@ -102,30 +104,29 @@ class Replayable(Protocol):
     def replay(self) -> None: ...
 
 
-class GraphCache:
-    """Graphs by shape. The first step of a shape is launched directly and captured behind that, so
-    no step waits for a capture and nothing is allocated or set up while one is under way."""
+class GraphCache(Generic[Key]):
+    """Graphs by what they were captured for. The first time a key is run its work is launched
+    directly and captured behind that, so no step waits for a capture and nothing is allocated or
+    set up while one is under way. A graph that goes out while the device runs it ends first."""
 
-    def __init__(
-        self,
-        enqueue: Callable[[StepShape], None],
-        capture: Callable[[Callable[[], None]], Replayable],
-    ) -> None:
-        self._enqueue = enqueue
+    def __init__(self, capture: Callable[[Callable[[], None]], Replayable]) -> None:
         self._capture = capture
-        self._graphs: OrderedDict[StepShape, Replayable] = OrderedDict()
+        self._graphs: OrderedDict[Key, Replayable] = OrderedDict()
 
-    def run(self, shape: StepShape) -> None:
-        """Execute a step of exactly this shape, whose inputs have been uploaded."""
-        graph = self._graphs.get(shape)
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: Key, record: Callable[[], None]) -> None:
+        """Do what `record` enqueues, which is the same for every run of this key."""
+        graph = self._graphs.get(key)
         if graph is not None:
-            self._graphs.move_to_end(shape)
+            self._graphs.move_to_end(key)
             graph.replay()
             return
-        self._enqueue(shape)
-        self._graphs[shape] = self._capture(lambda: self._enqueue(shape))
-        if len(self._graphs) > MAX_GRAPHS:
+        record()
+        if len(self._graphs) >= MAX_GRAPHS:  # out before in: never more than the plan counts
             self._graphs.popitem(last=False)
+        self._graphs[key] = self._capture(record)
 
     def clear(self) -> None:
         """Forget all graphs: the addresses they hold are no longer valid."""

@@ -4,13 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, overload
+from time import perf_counter
+from typing import Any, Protocol, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from llmctl.errors import DeviceFailure, LlmctlError, OutOfMemory
+
+
+class Event(Protocol):
+    """What is used of torch.cuda.Event."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
+class HostEvent:
+    """The event of a queue on the cpu."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def record(self) -> None:
+        """Here and now."""
+        self.time_s = perf_counter()
+
+    def synchronize(self) -> None:
+        """Everything recorded is done."""
+
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        """Milliseconds from this event to another."""
+        return 1e3 * (end_event.time_s - self.time_s)
 
 
 class DeviceQueue:
@@ -32,6 +59,10 @@ class DeviceQueue:
     def scope(self) -> AbstractContextManager[object]:
         """Inside, torch's operations go to the stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def make_event(self) -> Event:
+        """A mark to record within `scope`, to wait for and to take times between."""
+        return HostEvent() if self.stream is None else new_event(enable_timing=True)
 
     def synchronize(self) -> None:
         """Wait until everything enqueued is done."""

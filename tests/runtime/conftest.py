@@ -174,6 +174,7 @@ class Harness:
         by_logits: bool = False,
         sampling: SamplingBackend | None = None,
         on_device: bool = False,
+        runner=None,
     ) -> None:
         self.target, self.draft = target, draft
         self.drafter = drafter or NoDrafter()
@@ -190,9 +191,10 @@ class Harness:
         self.sampler = Sampler(target.vocab_size, sampling or ReferenceSampling())
         target.allocate_kv_cache(num_blocks)
         self.drafter.prepare(self.kv_cache, self.sampler, by_logits)
-        self.runner = self.rounds = None
+        self.runner, self.rounds = runner, None
         if on_device:
             self.runner = FakeRunner(target, draft, self.drafter.max_draft_len)
+        if self.runner is not None:
             self.rounds = Rounds(self.runner, self.scheduler, self.kv_cache)
         self.loop = Loop(
             target, self.scheduler, self.kv_cache, self.drafter, Verifier(self.sampler), self.rounds
@@ -352,5 +354,7 @@ def plain_answer(engine: FakeEngine, request: Request, index: int = 0):
 
 @pytest.fixture(scope="session")
 def fake():
-    """The fakes as a namespace: Engine, Harness, plain_answer."""
-    return SimpleNamespace(Engine=FakeEngine, Harness=Harness, plain_answer=plain_answer)
+    """The fakes as a namespace: Engine, Harness, Runner, plain_answer."""
+    return SimpleNamespace(
+        Engine=FakeEngine, Harness=Harness, Runner=FakeRunner, plain_answer=plain_answer
+    )
