@@ -1,0 +1,327 @@
+"""The runner of device rounds on a device made of fakes: its tokens, its graphs, its failures.
+
+The bookkeeping kernels are their references; forward passes are the fake engine's, from what lies
+in the step's arrays.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from cuda_support import FakeCapture, FakeGraph, launch_sampling
+
+from llmctl.errors import DeviceFailure, OutOfMemory
+from llmctl.plugins.cuda.kernel import DeviceStep, StepLimits
+from llmctl.plugins.cuda.queue import DeviceQueue, HostEvent
+from llmctl.plugins.rounds import reference
+from llmctl.plugins.rounds.state import RoundState
+from llmctl.plugins.sampling.reference import ReferenceSampling
+from llmctl.runtime import graphs
+from llmctl.runtime.core import FinishReason, Request, SamplingConfig
+from llmctl.runtime.cuda_rounds import CudaRoundRunner, graph_launches, state_bytes
+from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
+
+DRAFT_LEN = 3
+BROKEN = "CUDA error: an illegal memory access was encountered"
+
+
+class Program:
+    """A fake engine behind the interface of a program; `fail` is raised by the next launch."""
+
+    def __init__(self, engine) -> None:
+        self.engine = engine
+        self.limits = StepLimits(
+            max_num_tokens=engine.max_num_tokens,
+            max_num_rows=engine.max_num_rows,
+            max_batch_size=engine.max_batch_size,
+            max_seq_len=engine.max_seq_len,
+            max_draft_len=engine.max_draft_len,
+            tokens_per_block=engine.tokens_per_block,
+            kv_dtype="bfloat16",
+        )
+
+        def stale(*shape: int) -> torch.Tensor:
+            return torch.full(shape, 10**6, dtype=torch.int32)
+
+        limits = self.limits
+        blocks = -(-limits.max_seq_len // limits.tokens_per_block)
+        self.step = DeviceStep(
+            token_ids=stale(limits.max_num_tokens),
+            position_ids=stale(limits.max_num_tokens),
+            cu_q=stale(limits.max_batch_size + 1),
+            kv_len=stale(limits.max_batch_size),
+            block_tables=stale(limits.max_batch_size, blocks),
+            slot_mapping=stale(limits.max_num_tokens),
+            logit_rows=stale(limits.max_num_rows),
+        )
+        self.num_launches = 0
+        self.fail: Exception | None = None
+
+    def enqueue(self, shape, stream: int) -> None:
+        """Every row's logits follow from the tokens cached before it, as far as blocks go."""
+        self.num_launches += 1
+        step, engine = self.step, self.engine
+        cu_q = step.cu_q[: shape.num_requests + 1].numpy()
+        slots = step.slot_mapping[: cu_q[-1]].numpy()
+        tokens = np.minimum(step.token_ids[: cu_q[-1]].numpy(), engine.vocab_size - 1)
+        engine.cache[slots[slots >= 0]] = tokens[slots >= 0]
+        for index, row in enumerate(step.logit_rows[: shape.num_rows].tolist()):
+            engine.logits[index] = 0.0
+            if row >= cu_q[-1] or slots[row] < 0:
+                continue
+            request = int(np.searchsorted(cu_q, row, side="right")) - 1
+            table = step.block_tables[request].numpy()
+            found = engine.logits_after(engine.read(table, int(step.position_ids[row]) + 1))
+            engine.logits[index] = torch.from_numpy(found)
+
+    def launch(self, launches, stream: int) -> None:
+        if self.fail is not None:
+            raise self.fail
+        self.num_launches += len(launches)
+        for launch in launches:
+            if callable(launch):
+                launch()
+            else:
+                launch_sampling(launch)
+
+
+@pytest.fixture
+def make_engine(fake, monkeypatch):
+    """A fake engine that also has what a runner asks of a CudaExecutable."""
+
+    names = ("draft_first", "draft_next", "verify", "accept")
+    by_reference = {name: partial(partial, getattr(reference, name)) for name in names}
+    monkeypatch.setattr("llmctl.runtime.cuda_rounds.bookkeeping", SimpleNamespace(**by_reference))
+
+    class DeviceEngine(fake.Engine):
+        def __init__(self, queue: DeviceQueue, **rest) -> None:
+            super().__init__(max_draft_len=DRAFT_LEN, **rest)
+            self.logits_after = super().logits
+            self.queue = queue
+            self.max_num_rows = self.max_batch_size * (DRAFT_LEN + 1)
+            self.logits = torch.zeros(self.max_num_rows, self.vocab_size)
+            self.program = Program(self)
+
+        def run(self, step) -> np.ndarray:
+            logits, self.logits = self.logits, self.logits_after
+            try:
+                return super().run(step)
+            finally:
+                self.logits = logits
+
+    return DeviceEngine
+
+
+class Capture(FakeCapture):
+    """Counts launches of each graph; keeps none alive."""
+
+    def __init__(self, programs) -> None:
+        super().__init__()
+        self.programs = programs
+        self.num_captured = 0
+        self.alive: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
+        self.launches: weakref.WeakKeyDictionary[FakeGraph, int] = weakref.WeakKeyDictionary()
+
+    def __call__(self, record) -> FakeGraph:
+        before = sum(program.num_launches for program in self.programs)
+        graph = Hashed(record)
+        self.num_captured += 1
+        self.alive.add(graph)
+        saved = [program.launch for program in self.programs]
+        for program in self.programs:  # nothing is executed while capturing
+            program.launch = _count(program)
+            program.enqueue = _count_one(program)
+        record()
+        for program, launch in zip(self.programs, saved, strict=True):
+            del program.enqueue
+            program.launch = launch
+        self.launches[graph] = sum(p.num_launches for p in self.programs) - before
+        return graph
+
+
+class Hashed(FakeGraph):
+    """A graph that weak collections can hold."""
+
+    __hash__ = object.__hash__
+
+
+def _count(program: Program):
+    def launch(launches, stream: int) -> None:
+        program.num_launches += len(launches)
+
+    return launch
+
+
+def _count_one(program: Program):
+    def enqueue(shape, stream: int) -> None:
+        program.num_launches += 1
+
+    return enqueue
+
+
+class Device:
+    """Target, draft, drafter and the runner, on one queue."""
+
+    def __init__(self, make_engine, with_draft: bool = True) -> None:
+        self.queue = DeviceQueue("cpu")
+        self.target = make_engine(self.queue)
+        self.draft = make_engine(self.queue, agreement=0.8) if with_draft else None
+        self.drafter = DraftTargetDrafter(self.draft, DRAFT_LEN) if self.draft else None
+        engines = [self.target] + ([self.draft] if self.draft else [])
+        self.capture = Capture([engine.program for engine in engines])
+        draft_len = DRAFT_LEN if with_draft else 0
+        self.runner = CudaRoundRunner(self.target, self.draft, draft_len, self.capture)
+
+    @contextmanager
+    def executor(self) -> Iterator[Executor]:
+        config = ExecutorConfig(KvCacheConfig(num_blocks=200), check_invariants=True)
+        sampling = ReferenceSampling()
+        with Executor(self.target, self.drafter, config, sampling, self.runner) as executor:
+            yield executor
+
+
+@pytest.fixture(params=[True, False], ids=["draft", "plain"])
+def device(request, make_engine) -> Device:
+    return Device(make_engine, request.param)
+
+
+def make_request(index: int = 0, max_tokens: int = 12, **rest) -> Request:
+    prompt = tuple((7 * index + i * i) % 23 for i in range(3 + index))
+    params = [
+        SamplingConfig(),
+        SamplingConfig(temperature=0.9, top_k=0, seed=2**63 + index),
+        SamplingConfig(temperature=1.3, top_k=9, top_p=0.9, min_p=0.01, seed=index),
+    ][index % 3]
+    return Request(prompt, max_tokens, params, **rest)
+
+
+def test_rounds_give_the_plain_answer_beside_any_batch_mates(fake, device):
+    harness = fake.Harness(device.target, device.drafter, draft=device.draft, runner=device.runner)
+    requests = [make_request(i, 4 + 5 * i) for i in range(5)]
+    sequences = [harness.add(request) for request in requests[:3]]
+    for _ in range(3):
+        harness.step()
+    sequences += [harness.add(request) for request in requests[3:]]
+    harness.run()
+    for request, sequence in zip(requests, sequences, strict=True):
+        wanted, reason = fake.plain_answer(fake.Engine(), request)
+        assert sequence.tokens[sequence.num_prompt_tokens :] == wanted
+        assert sequence.finish_reason is reason is FinishReason.LENGTH
+    assert harness.kv_cache.stats().used_num_blocks == 0
+    assert device.capture.num_captured > 2
+
+
+def test_graphs_are_few_and_no_larger_than_the_memory_plan_says(fake, device, monkeypatch):
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 4)
+    monkeypatch.setattr("llmctl.runtime.cuda_rounds.MAX_GRAPHS", 4)
+    harness = fake.Harness(device.target, device.drafter, draft=device.draft, runner=device.runner)
+    # batches of up to 1, 2, 4 and 8 requests, all greedy or mixed
+    for indices in ((0,), (1,), (0, 3), (1, 3), (0, 3, 6, 9), (1, 2, 3, 4), range(8), (0,)):
+        for index in indices:
+            harness.add(make_request(index))
+        harness.run()
+        gc.collect()
+        assert len(device.capture.alive) <= 4
+        has_draft = device.draft is not None
+        planned = graph_launches(1, 1, has_draft)  # the fakes' forward pass is one launch
+        if has_draft:
+            planned += graph_launches(1, DRAFT_LEN, True)
+        assert sum(device.capture.launches.values()) <= planned
+    assert device.capture.num_captured > 4
+
+
+def test_the_memory_plan_counts_the_requests_state():
+    state = RoundState.allocate(8, 10, "cpu")
+    tensors = [state.root, state.previous, state.committed, state.max_len, state.capacity]
+    tensors += [state.drafts, state.targets, state.counter]
+    tensors += [getattr(state.sampling, name) for name in state.sampling.__slots__]
+    assert state_bytes(8, 10) == sum(t.numel() * t.element_size() for t in tensors)
+
+
+def first_error(executor: Executor, request: Request) -> Exception:
+    """The error that ends a request, whatever it had produced before."""
+    number = executor.enqueue_request(request)
+    while True:
+        for response in executor.await_responses(number, timeout_s=60):
+            if response.error is not None:
+                return response.error
+            assert response.result is not None and not response.result.is_final
+
+
+@pytest.mark.parametrize(
+    ("raised", "wanted"),
+    [
+        (DeviceFailure("the driver refused a launch", fix="start again"), DeviceFailure),
+        (RuntimeError(BROKEN), DeviceFailure),
+        (torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory),
+    ],
+    ids=["driver", "torch", "memory"],
+)
+def test_a_launch_that_fails_ends_its_requests_by_name_and_no_others(fake, device, raised, wanted):
+    with device.executor() as executor:
+        device.target.program.fail = raised
+        error = first_error(executor, make_request(streaming=True))
+        assert isinstance(error, wanted) and error.fix and str(raised).splitlines()[0] in str(error)
+        device.target.program.fail = None
+        number = executor.enqueue_request(make_request())
+        (response,) = executor.await_responses(number, timeout_s=60)
+        tokens = tuple(fake.plain_answer(fake.Engine(), make_request())[0])
+        assert response.result is not None and response.result.output_token_ids == tokens
+        assert executor.get_latest_iteration_stats()[-1].kv_cache_stats.used_num_blocks == 0
+
+
+class LostEvent(HostEvent):
+    """What every wait says after a kernel failed."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError(f"{BROKEN}\nCUDA kernel errors might be asynchronously reported")
+
+
+def test_a_lost_device_ends_all_requests_by_name_and_the_executor_closes(device, monkeypatch):
+    with device.executor() as executor:
+        monkeypatch.setattr(device.queue, "make_event", LostEvent)
+        numbers = executor.enqueue_requests([make_request(i, streaming=True) for i in range(3)])
+        waiting = set(numbers)
+        while waiting:
+            for response in executor.await_responses(timeout_s=60):
+                if response.error is None:
+                    continue
+                assert isinstance(response.error, DeviceFailure)
+                assert BROKEN in str(response.error) and "\n" not in str(response.error)
+                waiting.remove(response.request_id)
+
+        def lost() -> None:
+            raise DeviceFailure(BROKEN)
+
+        monkeypatch.setattr(device.queue, "synchronize", lost)  # not even that works any more
+        assert isinstance(first_error(executor, make_request(streaming=True)), DeviceFailure)
+    assert not executor.can_enqueue_requests()
+
+
+def test_a_round_that_fails_while_another_is_in_flight_drops_both(fake, device):
+    harness = fake.Harness(device.target, device.drafter, draft=device.draft, runner=device.runner)
+    sequence = harness.add(make_request(max_tokens=30))
+    for _ in range(3):
+        harness.step()
+    device.target.program.fail = RuntimeError(BROKEN)
+    # Replays do not launch one by one: the next shape does.
+    harness.add(make_request(1))
+    with pytest.raises(DeviceFailure, match="illegal memory access"):
+        harness.run()
+    assert not harness.rounds.has_result
+    device.target.program.fail = None
+    for victim in list(harness.scheduler.active):
+        harness.cancel(victim)
+    assert harness.kv_cache.stats().used_num_blocks == 0
+    again = harness.add(make_request(max_tokens=30))
+    harness.run()
+    assert again.tokens == sequence.tokens[:3] + fake.plain_answer(fake.Engine(), again.request)[0]
