@@ -8,7 +8,6 @@ Graphs are captured when a batch size, a way of sampling or a reach of the cache
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass, fields
