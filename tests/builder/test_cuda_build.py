@@ -443,6 +443,7 @@ def test_weight_only_fp8_is_refused(checkpoints, tmp_path) -> None:
         (["--seed", "3"], "--seed is for --load-format dummy and planted"),
         (["--load-format", "planted", "--planted-acceptance", "1.5"], "--planted-acceptance is"),
         (["--load-format", "random"], "--load-format is random"),
+        (["--backend", "cpu", "--load-format", "dummy"], "weights are generated on a GPU"),
     ],
 )
 def test_what_cannot_be_built_is_refused_by_name(

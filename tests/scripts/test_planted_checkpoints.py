@@ -102,7 +102,10 @@ def test_the_planted_text_visits_every_ordinary_token_before_one_comes_again(tmp
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("is_fp8", [True, False])
-def test_config_files_alone_are_enough_for_a_generated_engine(shape, is_fp8, tmp_path) -> None:
+def test_config_files_alone_are_enough_for_a_generated_engine(
+    shape, is_fp8, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("llmctl.builder.build.compile_kernels", lambda *_: [])
     recipe = Recipe(shape, "draft", 0.5, seed=9, is_fp8=is_fp8)
     write_checkpoint(tmp_path / "draft", recipe, config_only=True)
     found = {path.name for path in (tmp_path / "draft").iterdir()}
@@ -110,7 +113,7 @@ def test_config_files_alone_are_enough_for_a_generated_engine(shape, is_fp8, tmp
     engine = plan_build(
         tmp_path / "draft",
         BuildRequest(max_seq_len=1024, max_num_tokens=64),
-        backend="cpu",
+        backend="cuda",
         load_format=LoadFormat("planted", 9, "draft", 0.5),
     )
     weights = dict(engine.config.weights)
