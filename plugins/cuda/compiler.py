@@ -82,6 +82,11 @@ def compile_kernel(spec: KernelSpec, capability: str = "9.0") -> CompiledKernel:
     return _memo[key]
 
 
+def is_cached(spec: KernelSpec, capability: str = "9.0") -> bool:
+    """Whether `compile_kernel` would find the spec in the cache folder."""
+    return _read(cache_folder() / f"{_key(spec, capability)}.kernel") is not None
+
+
 _memo: dict[str, CompiledKernel] = {}
 
 

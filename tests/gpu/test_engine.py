@@ -1,12 +1,10 @@
 """The demo pair on a GPU: the same tokens alone, batched and with drafts, and the cpu's logits.
 
-FP8 checkpoints are made here with plain scales, so that nothing but the demo models is needed.
+FP8 checkpoints have plain scales (gpu_support.py), so nothing but the demo models is needed.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from e2e_support import DRAFT_LEN, Outputs, llmctl, run_all
-from safetensors.torch import load_file, save_file
+from gpu_support import quantize
 
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.speculation import Speculation
@@ -33,33 +30,6 @@ SAMPLING = (
     SamplingConfig(temperature=0.9, top_k=0, seed=6, min_tokens=4),
     SamplingConfig(),
 )
-INPUT_SCALE = 32 / 448  # activations of the demo models stay below 32
-KV_SCALE = 16 / 448
-
-
-def quantize(source: Path, folder: Path) -> Path:
-    """An FP8 checkpoint in ModelOpt's layout: per-tensor scales, FP8 KV cache."""
-    shutil.copytree(source, folder)
-    tensors = load_file(source / "model.safetensors")
-    for name, weight in list(tensors.items()):
-        if not name.endswith("_proj.weight"):
-            continue
-        module = name.removesuffix(".weight")
-        scale = weight.float().abs().max() / 448
-        tensors[name] = (weight.float() / scale).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale"] = scale
-        tensors[f"{module}.input_scale"] = torch.tensor(INPUT_SCALE)
-        if module.endswith(("k_proj", "v_proj")):
-            tensors[f"{module}.{module[-6]}_scale"] = torch.tensor(KV_SCALE)
-    save_file(tensors, folder / "model.safetensors")
-    quantization = {
-        "quant_algo": "FP8",
-        "kv_cache_quant_algo": "FP8",
-        "exclude_modules": ["lm_head", "model.embed_tokens"],
-    }
-    document = {"producer": {"name": "modelopt"}, "quantization": quantization}
-    (folder / "hf_quant_config.json").write_text(json.dumps(document))
-    return folder
 
 
 @dataclass
