@@ -13,7 +13,9 @@ from dataclasses import replace as changed
 import torch
 
 from llmctl.plugins.cuda.kernel import DeviceStep, Launch, LaunchEnv, StepLimits, StepShape
+from llmctl.plugins.examples import Example
 from llmctl.plugins.paged_attention import kernel
+from llmctl.plugins.paged_attention.reference import reference
 from llmctl.plugins.program import OpCall, StepInputs
 
 FP8 = torch.float8_e4m3fn
@@ -172,6 +174,20 @@ class World:
         if padding[0]:
             assert (out[-padding[0] :].view(torch.uint8) == 0x55).all(), "padding was written"
         return list(out[: step.num_tokens].split([count for _, _, count in parts]))
+
+
+def weight_rounding(example: Example) -> torch.Tensor:
+    """How far rounding the weights to the values' type may move each output element, in float32:
+    half an ulp of every product."""
+    largest = example.clone()
+    inputs, values = largest.call.inputs, largest.kv_cache[:, :, 1]
+    values.copy_(values.float().abs().to(values.dtype))
+    scale = inputs.pop("out_scale", None)  # type: ignore[attr-defined]
+    out = torch.empty_like(inputs["q"])
+    reference(inputs, {"out": out}, largest.call.attributes, largest.step, largest.kv_cache)
+    is_bfloat16 = example.kv_cache.dtype == torch.bfloat16
+    bound = out.float() * (2.0**-8 if is_bfloat16 else 2.0**-10)
+    return bound if scale is None else bound / scale
 
 
 def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from llmctl.runtime.core import FinishReason, OutputConfig, Request, Response, S
 from llmctl.runtime.executor import Executor
 
 WAIT_S = 30.0  # a device that says nothing for so long hangs
-MAX_GAP_S = 0.004  # between arrivals
+MAX_GAP_S = (0.002, 0.02)  # between arrivals: a burst first, then one by one
 PromptMaker = Callable[[int, int], tuple[int, ...]]  # (start, length) of a text's ids
 
 
@@ -79,7 +79,7 @@ def random_requests(
         requests.append(
             Request(
                 ids,
-                int(generator.integers(1, 70)),
+                int(generator.integers(1, 120)),
                 random_config(generator, rare),
                 OutputConfig(return_log_probs=has_log_probs),
                 streaming=bool(generator.random() < 0.5),
@@ -120,12 +120,13 @@ def run_under_load(
             last = time.monotonic()
         assert time.monotonic() - last < WAIT_S, "no response"
 
-    for request in requests:
+    for index, request in enumerate(requests):
         number = executor.enqueue_request(request)
         outcomes[number] = Outcome()
         if generator.random() < 0.5:  # else it arrives together with the next
-            receive(float(generator.uniform(0, MAX_GAP_S)))
-        if generator.random() < 0.08:
+            most = MAX_GAP_S[index > len(requests) // 2]
+            receive(float(generator.uniform(0, most)))
+        if generator.random() < 0.06:
             executor.cancel_request(int(generator.choice(list(outcomes))))
     while not all(outcome.is_final for outcome in outcomes.values()):
         receive(1.0)

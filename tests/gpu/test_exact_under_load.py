@@ -29,10 +29,10 @@ from llmctl.runtime.speculative.ngram import NgramDrafter
 from llmctl.runtime.stats import IterationStats
 
 PAIRS = ("demo-bfloat16", "demo-fp8", "planted-fp8")
-NUM_REQUESTS = 60
+NUM_REQUESTS = 150
 MAX_NUM_TOKENS = 128  # so that prompts are read in up to four chunks
 NUM_BLOCKS = 512
-FEW_BLOCKS = 34  # of 32 tokens: two of the longest sequences
+FEW_BLOCKS = 26  # of 32 tokens: one and a half of the longest sequences
 LIMITS = ("--max-batch-size", 16, "--max-seq-len", 1024)
 
 

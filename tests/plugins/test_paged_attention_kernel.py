@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from attention_support import FP8, World, mismatches, same_bits
+from attention_support import FP8, World, mismatches, same_bits, weight_rounding
 from kernel_support import KERNEL_DTYPES, disassemble, launch_env, step_shape
 
 from llmctl.errors import Unsupported
@@ -43,24 +43,11 @@ def run_reference(example: Example) -> torch.Tensor:
     return call.outputs["out"].float()
 
 
-def error_bound(example: Example) -> torch.Tensor:
-    """What rounding each weight to the values' type may change: half an ulp of every product."""
-    largest = example.clone()
-    inputs, values = largest.call.inputs, largest.kv_cache[:, :, 1]
-    values.copy_(values.float().abs().to(values.dtype))
-    inputs.pop("out_scale", None)
-    largest.call.outputs["out"] = torch.empty_like(inputs["q"])  # type: ignore[index]
-    is_bfloat16 = example.kv_cache.dtype == torch.bfloat16
-    return run_reference(largest) * (2.0**-8 if is_bfloat16 else 2.0**-10)
-
-
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_kernels_compute_what_the_reference_does(case):
     found = make_example("paged_attention", case)
     wanted = run_reference(found.clone())
-    bound = error_bound(found)
-    if "out_scale" in found.call.inputs:
-        bound = bound / found.call.inputs["out_scale"]
+    bound = weight_rounding(found)
     execute(kernel.launches(found.call, launch_env(found), step_shape(found.step)))
     out = found.call.outputs["out"]
     rounding = SPEC.tolerance[str(out.dtype).removeprefix("torch.")]
