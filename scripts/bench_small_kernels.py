@@ -130,7 +130,10 @@ def time_sampling(vocab: int) -> None:
         for what, preferences in PREFERENCES.items():
             for rows in ROWS:
                 made = arrays(rows, **preferences)
-                launches = sampling.sample(logits, out, scratch, rows, made, positions)
+                is_wide = "top_k" not in preferences and bool({"top_p", "min_p"} & set(preferences))
+                launches = sampling.sample(
+                    logits, out, scratch, rows, made, positions, has_wide=is_wide
+                )
                 report(f"sample {name}, {what}", rows, launches)
 
 

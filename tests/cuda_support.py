@@ -122,7 +122,7 @@ def open_on_fake_device(engine_dir: Path, queue: DeviceQueue) -> tuple[CudaExecu
 
 
 def launch_sampling(launch: Launch) -> None:
-    """Argmax and draws with the CPU's code; of the two launches of a draw the second does it."""
+    """Argmax and draws with the CPU's code; of the launches of a draw the last does it."""
     logits, out = launch.arguments[:2]
     assert isinstance(logits, torch.Tensor) and isinstance(out, torch.Tensor)
     assert logits.data_ptr() % 16 == 0, "kernels take pointers to be aligned"
@@ -136,7 +136,7 @@ def launch_sampling(launch: Launch) -> None:
         drawn = [_row(launch, row, per_request, first) for row in range(rows)]
         found = CpuSampling().sample_rows(logits[:rows].numpy(), drawn)
     else:
-        assert name.startswith("sampling.scan"), name
+        assert name.startswith(("sampling.scan", "sampling.weigh", "sampling.sift")), name
         return
     for row, token in enumerate(found.tolist()):
         out.view(-1)[row * stride + offset] = token

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 GROUP = 32  # ids whose largest logit is kept by the scan, so that the filter reads few groups
 CHUNK = 2048  # ids that one thread block of the scan reads
+LISTED = 16  # ids of a chunk that may lie at the border of a filter, if chunks work together
+BUCKETS = 4096  # of exp(score): two ids of one bucket differ by 2% or less (triton_wide.py)
 MAX_SLOTS = 32  # rows whose filters are applied at a time: 66 MB for 128,256 ids
 
 
@@ -58,9 +60,18 @@ class SamplingScratch:
     keys: torch.Tensor  # [rows] int64: best logit and id so far; zero between launches
     arrivals: torch.Tensor  # [rows] int32: finished chunks of a row; zero between launches
     chunk_keys: torch.Tensor  # [rows, chunks] int64: best logit and id
-    chunk_values: torch.Tensor  # [rows, chunks] float64: best draw, or the sum of exp(score)
+    chunk_values: torch.Tensor  # [rows, chunks] float64: best draw, or about the sum of exp(score)
     chunk_ids: torch.Tensor  # [rows, chunks] int32: id of the best draw
     group_tops: torch.Tensor  # [rows, groups] float32
+    settled: torch.Tensor  # [rows] int32: the token is stored already; zero between launches
+    # Filters that all chunks of a row work on (triton_wide.py).
+    histogram: torch.Tensor  # [rows, BUCKETS] int64: mass by exp(score); zero between launches
+    totals: torch.Tensor  # [rows] int64: mass of a row; zero between launches
+    borders: torch.Tensor  # [rows, 4] float32: scores around the border, the best logit
+    marks: torch.Tensor  # [rows, 4] int64: mass wanted of the border's bucket, the bucket, a shift
+    num_listed: torch.Tensor  # [rows, chunks] int32
+    listed_ids: torch.Tensor  # [rows, chunks, LISTED] int32: ids near the border
+    listed_values: torch.Tensor  # [rows, chunks, LISTED] float32: their logits
     # Candidates that filters choose from; `slots` rows are filtered at a time.
     groups: torch.Tensor  # [slots, groups] int32: groups that hold candidates
     ids: torch.Tensor  # [slots, vocab rounded up to groups] int32
@@ -72,7 +83,7 @@ class SamplingScratch:
         cls, rows: int, vocab: int, device: str | torch.device, *, slots: int = MAX_SLOTS
     ) -> SamplingScratch:
         """Scratch for `rows` rows of `vocab` logits: 16 bytes a logit for each of up to `slots`
-        rows, and a quarter of a byte for the others."""
+        rows, and half a byte for the others."""
         import torch
 
         num_chunks, num_groups = -(-vocab // CHUNK), -(-vocab // GROUP)
@@ -88,6 +99,14 @@ class SamplingScratch:
             chunk_values=zeros((rows, num_chunks), torch.float64),
             chunk_ids=zeros((rows, num_chunks), torch.int32),
             group_tops=zeros((rows, num_groups), torch.float32),
+            settled=zeros((rows,), torch.int32),
+            histogram=zeros((rows, BUCKETS), torch.int64),
+            totals=zeros((rows,), torch.int64),
+            borders=zeros((rows, 4), torch.float32),
+            marks=zeros((rows, 4), torch.int64),
+            num_listed=zeros((rows, num_chunks), torch.int32),
+            listed_ids=zeros((rows, num_chunks, LISTED), torch.int32),
+            listed_values=zeros((rows, num_chunks, LISTED), torch.float32),
             groups=zeros((slots, num_groups), torch.int32),
             ids=zeros((slots, num_groups * GROUP), torch.int32),
             values=zeros((slots, num_groups * GROUP), torch.float32),

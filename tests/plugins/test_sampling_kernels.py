@@ -29,8 +29,15 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_TILE", 256)
 
 
-def draw(logits: np.ndarray, rows: Sequence[SamplingRow], slots: int = 32) -> list[int]:
+def draw(
+    logits: np.ndarray,
+    rows: Sequence[SamplingRow],
+    slots: int = 32,
+    has_wide: bool | None = None,
+) -> list[int]:
     """Tokens of the kernels; what surrounds them in `out` must stay."""
+    if has_wide is None:
+        has_wide = any(kernel.is_wide(row.params, logits.shape[1]) for row in rows)
     count, vocab = logits.shape
     scratch = SamplingScratch.allocate(count, vocab, "cpu", slots=slots)
     out = torch.full((count * 2 + 3,), -9, dtype=torch.int32)
@@ -38,9 +45,14 @@ def draw(logits: np.ndarray, rows: Sequence[SamplingRow], slots: int = 32) -> li
     with np.errstate(all="ignore"):
         run_launches(
             kernel.sample(
-                torch.from_numpy(logits), out, scratch, count, arrays, positions, stride=2, offset=3
+                *(torch.from_numpy(logits), out, scratch, count, arrays, positions),
+                stride=2,
+                offset=3,
+                has_wide=has_wide,
             )
         )
+    for zero in (scratch.arrivals, scratch.settled, scratch.histogram, scratch.totals):
+        assert not zero.any()  # as the next launch must find them
     assert (out[:3] == -9).all()
     assert (out[4::2] == -9).all()
     return out[3::2].tolist()
@@ -122,6 +134,20 @@ def test_rows_that_share_scratch_do_not_disturb_each_other(small_chunks: None):
     logits = np.concatenate([make_logits(300, seed) for seed in range(3)])
     rows = make_rows(Params(temperature=2.0, top_k=40, top_p=0.95), len(logits), 5)
     assert draw(logits, rows, slots=2) == draw(logits, rows) == sample_rows(logits, rows).tolist()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [Params(top_p=0.613), Params(temperature=1e30, top_p=0.613), Params(min_p=0.2)],
+    ids=str,
+)
+def test_wide_filters_draw_the_same_by_all_chunks_and_by_one_thread_block(
+    params: Params, small_chunks: None
+):
+    logits = make_logits(300, 2)[1:4]
+    rows = make_rows(params, len(logits), 6)
+    wanted = sample_rows(logits, rows).tolist()
+    assert draw(logits, rows, has_wide=True) == draw(logits, rows, has_wide=False) == wanted
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 4096, 8193])
