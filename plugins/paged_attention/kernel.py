@@ -29,6 +29,7 @@ SHORT = 17  # tokens: verification of 16 drafts
 _ROWS = 64  # generation: rows of a thread block, one tensor-core instruction high
 _MERGED_ROWS = 4  # rows that one pass of a merge takes
 _PARTIAL_BYTES = 64 << 20  # partial results of split requests; what does not fit is not split
+_MIN_REQUESTS = 64  # context: with fewer the compiler takes more registers than there are
 _SOURCE = "llmctl.plugins.paged_attention.triton_kernel"
 
 
@@ -178,7 +179,7 @@ def _generation_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
 
 def _context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     names, constants = _variant(call, limits)
-    requests = 1 << (limits.max_batch_size - 1).bit_length()
+    requests = max(_MIN_REQUESTS, 1 << (limits.max_batch_size - 1).bit_length())
     return KernelSpec(
         name=".".join(["paged_attention.context", *names, f"b{requests}"]),
         source=f"{_SOURCE}:context",
