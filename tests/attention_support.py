@@ -139,7 +139,10 @@ class World:
             return self.scratch[name]
 
         arrays = {name: array(name) for name in DeviceStep.__dataclass_fields__}
-        return LaunchEnv(DeviceStep(**arrays), self.cache, self.limits(), "tokens", scratch, False)
+        is_cuda = self.device != "cpu"  # else interpreted
+        return LaunchEnv(
+            DeviceStep(**arrays), self.cache, self.limits(), "tokens", scratch, is_cuda
+        )
 
     def shape(self, step: StepInputs, **bounds: int) -> StepShape:
         """The step's extents; `bounds` replace some, as captured graphs do."""

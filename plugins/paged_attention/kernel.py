@@ -3,6 +3,7 @@
 Generation and verification (up to SHORT tokens a request, or a whole token tree) split the keys
 over thread blocks; longer requests, the context chunks, do not. A step that may hold both launches
 both kernels, and each passes over the other's requests: what a row gets is the same in either.
+Where few thread blocks have to be fast together, generation.cu takes the short requests.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from llmctl.plugins.cuda.kernel import (
     StepLimits,
     StepShape,
 )
+from llmctl.plugins.paged_attention.generation import (
+    choose_cut,
+    covers,
+    generation_launch,
+    generation_specs,
+)
 from llmctl.plugins.paged_attention.tiles import count_units
 from llmctl.plugins.program import OpCall
 
@@ -34,7 +41,7 @@ _SOURCE = "llmctl.plugins.paged_attention.triton_kernel"
 
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
-    """The generation kernel and the context kernel."""
+    """The generation kernels and the context kernel."""
     size, group = int(call.attributes["head_size"]), _group(call)
     if size not in HEAD_SIZES or group > _ROWS:
         raise Unsupported(
@@ -45,6 +52,7 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     return [
         _generation_spec(call, limits),
         _context_spec(call, limits),
+        *(generation_specs(call, limits) if covers(call, limits) else []),
     ]
 
 
@@ -62,6 +70,9 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
 
 def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch:
     limits = env.limits
+    few = _few(call, env, shape, short)
+    if few is not None:
+        return few
     heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
     most = min(shape.max_query_len, short)
     num_blocks = -(-most // (_ROWS // _group(call)))
@@ -90,6 +101,19 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
     )
     grid = (splits, heads * num_blocks, shape.num_requests)
     return Launch(_generation_spec(call, limits), grid, arguments)
+
+
+def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch | None:
+    """generation.cu's launch; None where it cannot serve, or not as well (or not interpreted)."""
+    if not env.use_pdl or not covers(call, env.limits):
+        return None
+    most = min(shape.max_query_len, short)
+    cut = choose_cut(call, shape.num_requests, most, shape.max_kv_len)
+    if cut is None:
+        return None
+    partial, _ = _partials(call, env)
+    tensors, scale = _tensors(call, env), _logit_scale(call)
+    return generation_launch(call, env, cut, shape.num_requests, tensors, partial, scale, short)
 
 
 def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) -> Launch:

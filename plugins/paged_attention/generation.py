@@ -1,0 +1,153 @@
+"""The kernel for few tokens and short waits: binaries and launches of `generation.cu`.
+
+It gives the bits of the Triton kernels, so a step may use either. It covers head sizes 64 and 128
+without windows and trees, and is used where few thread blocks have to be fast together; many
+requests keep the GPU busy anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmctl.plugins.cuda.dtypes import pointer, short_name
+from llmctl.plugins.cuda.kernel import Constant, KernelSpec, Launch, LaunchEnv, StepLimits
+from llmctl.plugins.paged_attention.tiles import KEYS, UNIT, count_units
+from llmctl.plugins.spec import FP8
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmctl.plugins.program import OpCall
+
+CLUSTERS = (8, 16)  # thread blocks that share a block of query tokens
+ROWS = 64  # of a thread block
+# Room for the units that a thread block merges: 16 of 48 rows of head size 128, in clusters of 16.
+# With the operands of that head size it leaves 152 KiB of a multiprocessor to a packed product.
+PARTS_BYTES = 26112
+_TYPES = {"bfloat16": "BF16", "float16": "FP16", FP8: "E4M3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a step is divided: thread blocks of one cluster, tokens of a block of rows."""
+
+    cluster: int
+    num_blocks: int  # of rows, per request
+    block_tokens: int
+
+
+def covers(call: OpCall, limits: StepLimits) -> bool:
+    """Whether the kernel can compute this call."""
+    page = limits.tokens_per_block
+    return (
+        int(call.attributes["head_size"]) in (64, 128)
+        and int(call.attributes["window"]) == 0
+        and "tree_mask" not in call.inputs
+        and page & (page - 1) == 0
+    )
+
+
+def generation_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
+    """Every binary that `choose_cut` may ask for."""
+    return [generation_spec(call, limits, cluster) for cluster in CLUSTERS]
+
+
+def choose_cut(call: OpCall, num_requests: int, max_tokens: int, max_kv_len: int) -> Cut | None:
+    """How to run such a step; None if another kernel serves it better."""
+    heads = int(call.attributes["num_kv_heads"])
+    group = int(call.attributes["num_heads"]) // heads
+    num_blocks = -(-max_tokens // (ROWS // group))
+    # Clusters of 16 find room on few groups of SMs: one more than those that run at once costs
+    # as much as all. Measured on an H200: 8 with two thread blocks to an SM, 16 with three.
+    groups = num_requests * heads * num_blocks
+    if count_units(max_kv_len) <= 8 and groups <= 16:
+        cluster = 8
+    elif groups <= 8 * (_blocks_per_sm(int(call.attributes["head_size"])) - 1):
+        cluster = 16
+    else:
+        return None
+    return Cut(cluster, num_blocks, -(-max_tokens // num_blocks))
+
+
+def _blocks_per_sm(size: int) -> int:
+    """What registers allow: head size 128 holds 64 sums a thread."""
+    return 3 if size == 64 else 2
+
+
+def generation_launch(
+    call: OpCall,
+    env: LaunchEnv,
+    cut: Cut,
+    num_requests: int,
+    tensors: tuple[torch.Tensor, ...],
+    partial: torch.Tensor,
+    logit_scale: float,
+    max_tokens: int,
+) -> Launch | None:
+    """Attend for requests of up to max_tokens tokens; None where `partial` is too small."""
+    heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
+    group = int(call.attributes["num_heads"]) // heads
+    chunks = cut.block_tokens * group * (size // 64)
+    stride = count_units(env.limits.max_seq_len) * chunks * (64 + 2)
+    stride += -stride % 4
+    grid = (cut.cluster, heads * cut.num_blocks, num_requests)
+    if grid[1] * grid[2] * stride > partial.numel():
+        return None
+    arguments: tuple[torch.Tensor | int | float, ...] = (
+        *tensors,
+        partial,
+        logit_scale,
+        env.step.block_tables.stride(0),
+        cut.block_tokens,
+        max_tokens,
+        stride,
+    )
+    return Launch(generation_spec(call, env.limits, cut.cluster), grid, arguments)
+
+
+def generation_spec(call: OpCall, limits: StepLimits, cluster: int) -> KernelSpec:
+    """One binary."""
+    size, heads = int(call.attributes["head_size"]), int(call.attributes["num_kv_heads"])
+    group = int(call.attributes["num_heads"]) // heads
+    q, out = _name(call.inputs["q"]), _name(call.outputs["out"])
+    scaled = [role for role in ("k_scale", "v_scale", "out_scale") if role in call.inputs]
+    words = [short_name(q), f"kv_{short_name(limits.kv_dtype)}", f"h{heads}x{group}", f"d{size}"]
+    words += [f"page{limits.tokens_per_block}", *scaled, f"k{cluster}"]
+    constants: dict[str, Constant] = {
+        "MODEL_TYPE": _TYPES[q],
+        "KV_TYPE": _TYPES[limits.kv_dtype],
+        "OUT_TYPE": _TYPES[out],
+        "HEADS": heads,
+        "GROUP": group,
+        "SIZE": size,
+        "TOKENS_PER_BLOCK": limits.tokens_per_block,
+        "CLUSTER": cluster,
+        "PARTS_BYTES": PARTS_BYTES,
+        "UNIT": UNIT,
+        "MIN_BLOCKS": _blocks_per_sm(size),
+        "K_SCALE": "k_scale" in scaled,
+        "V_SCALE": "v_scale" in scaled,
+        "STATIC": "out_scale" in scaled,
+    }
+    return KernelSpec(
+        name=".".join(["paged_attention.few", *words]),
+        source="paged_attention/generation.cu",
+        arguments=(
+            pointer(q),
+            *["*fp32"] * 3,
+            pointer(out),
+            pointer(limits.kv_dtype),
+            *["*i32"] * 4,
+            *("*fp32", "fp32", "i32", "i32", "i32", "i64"),
+        ),
+        constants=constants,
+        entry="generation",
+        num_warps=4,
+        shared_bytes=3 * KEYS * size * 2 + PARTS_BYTES + 16,
+        cluster=cluster,
+    )
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,104 @@
+"""The CUDA C++ generation kernel: what it compiles to, and which steps it serves."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_support import FP8, World
+from kernel_support import disassemble
+
+from llmctl.plugins.cuda.compiler import compile_kernel
+from llmctl.plugins.cuda.kernel import Launch
+from llmctl.plugins.paged_attention import generation, kernel
+from llmctl.plugins.paged_attention.tiles import count_units
+
+MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (64,), "kv_dtype": FP8}
+
+
+def launched(world: World, requests: int, tokens: int, max_kv_len: int) -> Launch:
+    """What a step of short requests launches on a GPU."""
+    parts = [(0, 64 - tokens, tokens)] * requests
+    step = world.step(parts)
+    env = replace(world.env(step), use_pdl=True)
+    (launch,) = kernel.launches(world.call(parts), env, world.shape(step, max_kv_len=max_kv_len))
+    return launch
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("kv", ["bfloat16", "float16", "fp8", "fp8 of float16"])
+def test_it_compiles_to_tensor_core_groups_without_spills(size, kv):
+    dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
+    kv_dtype = FP8 if kv.startswith("fp8") else dtype
+    world = World(32, 8, size, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
+    for spec in generation.generation_specs(world.call([(0, 0, 1)]), world.limits()):
+        binary = compile_kernel(spec)
+        code = disassemble(binary)
+        assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
+        assert "HGMMA" in code and not re.search(r"\bHMMA", code), spec.name
+        assert "STAS" in code, spec.name  # units travel between shared memories
+        blocks = int(spec.constants["MIN_BLOCKS"])
+        assert blocks * binary.threads * (-(-binary.registers // 8) * 8) <= 1 << 16
+        assert blocks * (binary.shared_bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("tokens_per_block", [8, 16, 64, 128])
+def test_it_compiles_for_every_page_size(tokens_per_block):
+    world = World(8, 2, 128, (64,), kv_dtype=FP8, tokens_per_block=tokens_per_block)
+    for spec in generation.generation_specs(world.call([(0, 0, 1)]), world.limits()):
+        assert compile_kernel(spec).local_bytes == 0
+
+
+def test_it_serves_few_requests_and_leaves_many_to_triton():
+    world = World(**MODEL)
+    assert launched(world, 1, 1, 1024).spec.entry == "generation"
+    assert launched(world, 1, 8, 1 << 16).spec.entry == "generation"
+    assert launched(world, 2, 1, 512).spec.cluster == 8
+    assert launched(world, 2, 1, 1024).spec.is_triton
+    assert launched(world, 64, 1, 512).spec.is_triton
+
+
+def test_each_launch_is_of_a_binary_that_was_built():
+    for sizes in ({"size": 64}, {"size": 128}):
+        world = World(**{**MODEL, **sizes})
+        built = kernel.kernels(world.call([(0, 0, 1)]), world.limits())
+        for requests in (1, 2, 3):
+            for tokens in (1, 5, 17):
+                for keys in (64, 512, 4096):
+                    assert launched(world, requests, tokens, keys).spec in built
+
+
+def test_a_block_of_rows_fits_a_tensor_core_instruction_and_covers_every_token():
+    for heads, kv_heads in ((64, 8), (32, 8), (7, 1), (8, 8)):
+        world = World(heads, kv_heads, 64, (64,), kv_dtype=FP8)
+        for tokens in range(1, kernel.SHORT + 1):
+            cut = generation.choose_cut(world.call([(0, 0, 1)]), 1, tokens, 64)
+            if cut is not None:
+                assert cut.block_tokens * (heads // kv_heads) <= generation.ROWS
+                assert cut.block_tokens * cut.num_blocks >= tokens
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"window": 100},
+        {"size": 96},
+        {"tokens_per_block": 24},
+        {"tree_mask": torch.zeros((4, 17, 1)).int()},
+    ],
+)
+def test_what_it_does_not_cover_stays_with_triton(other):
+    world = World(**{**MODEL, **other})
+    call, limits = world.call([(0, 0, 1)]), world.limits()
+    assert not generation.covers(call, limits)
+    if "tokens_per_block" not in other:  # Triton divides at compile time
+        assert all(spec.is_triton for spec in kernel.kernels(call, limits))
+    assert launched(world, 1, 1, 64).spec.is_triton
+
+
+def test_short_contexts_take_the_smaller_cluster():
+    assert count_units(512) == 8
+    assert launched(World(**MODEL), 1, 1, 512).spec.cluster == 8
+    assert launched(World(**MODEL), 1, 1, 513).spec.cluster == 16
