@@ -7,7 +7,7 @@ operators from plain ones. So equal logits mean that packing, row orders and fus
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen2 fp8": ("qwen2", {"hidden_size": 128, "num_attention_heads": 2}, "static"),
     "llama fp8 rows, tokens": ("llama", {**SMALL, "head_dim": 64}, "dynamic"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One folder of compiled kernels for all tests here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -43,11 +44,22 @@ def test_a_kernels_name_says_which_binary_it_is(op):
     assert by_name
 
 
+def representatives(specs: list[KernelSpec]) -> list[KernelSpec]:
+    """One of the kernels that differ in nothing but sizes that loops and addresses depend on:
+    numbers of heads, tokens per block, requests. The kernels' own tests compile the
+    sizes of real models."""
+    chosen = {_SIZES.sub("", spec.name): spec for spec in specs}
+    return list(chosen.values())
+
+
+_SIZES = re.compile(r"\.(h\d+x\d+|page\d+|b\d+)(?=\.|$)")
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_compile_without_spills_and_keep_to_programmatic_launches(op):
     """Every launch may start before the one ahead of it has ended: a kernel that does not wait for
     it reads what is not yet written."""
-    for spec in {spec.name: spec for spec in specs_of(op)}.values():
+    for spec in representatives(specs_of(op)):
         kernel = compile_kernel(spec)
         assert kernel.local_bytes == 0, f"{spec.name} spills {kernel.local_bytes} bytes"
         sass = disassemble(kernel)
