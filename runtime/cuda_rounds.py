@@ -35,7 +35,7 @@ from llmctl.runtime.rounds import RoundReport, RoundResult
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
 SEED_MASK = 0xFFFFFFFF
-LAUNCHES_A_STEP = 4  # beside the operators: feeding it, drawing from its logits, acceptance
+LAUNCHES_A_STEP = 6  # beside the operators: feeding it, drawing from its logits, acceptance
 
 Events = tuple[Event, Event, Event]
 
