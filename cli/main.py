@@ -281,7 +281,8 @@ def _open_streams() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open to the end)
+            # It stands in for the stream until the process ends, so nothing may close it.
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 

@@ -100,6 +100,7 @@ def describe(binary: CompiledKernel) -> tuple[dict[str, object], bytes]:
 
 def checked(index: int, device: str = "cuda") -> World:
     """One world of the correctness table."""
+    # the table's values have the fields' types, which a dict of mixed values cannot say
     return World(**{**SMALL, **CHECKED[index]}, device=device)  # type: ignore[arg-type]
 
 

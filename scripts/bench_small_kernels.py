@@ -107,7 +107,7 @@ def norm(rows: int, hidden: int) -> list[Launch]:
 
 
 def no_scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    raise NotImplementedError
+    raise AssertionError(f"row-wise kernels need no scratch; {name} {shape} {dtype} was asked for")
 
 
 def arrays(rows: int, **preferences: float) -> SamplingArrays:
