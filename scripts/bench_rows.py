@@ -1,0 +1,147 @@
+"""Measured rows of a benchmark: printed at once, stored at once, merged with what is there.
+
+`<device>.jsonl` holds one JSON object a line (name, value, unit, minimum, maximum, share_of_limit,
+note, command, versions, date, commit); `<device>.md` is the same for people. A row that is measured
+again takes the place of the older one, so a long table can be measured in several calls.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured quantity over the rounds."""
+
+    name: str
+    value: float  # median
+    unit: str
+    minimum: float
+    maximum: float
+    share_of_limit: float | None = None
+    note: str = ""
+
+
+def row(
+    name: str, unit: str, values: list[float], limit: float | None = None, note: str = ""
+) -> Row:
+    """`limit` is the best value that the measured read bandwidth allows, in the same unit."""
+    middle = median(values)
+    share = None
+    if limit is not None:  # times have a floor, rates a ceiling
+        share = limit / middle if unit.startswith("ms") else middle / limit
+    return Row(name, middle, unit, min(values), max(values), share, note)
+
+
+def format_row(item: Row) -> str:
+    """One line of the printed table."""
+    share = "" if item.share_of_limit is None else f"{item.share_of_limit:7.1%} of the limit"
+    return (
+        f"{item.name:34} {item.value:10.3f} {item.unit:8} "
+        f"[{item.minimum:.3f} .. {item.maximum:.3f}] {share} {item.note}"
+    )
+
+
+def read_bandwidth(num_bytes: int = 8 << 30, rounds: int = 10) -> list[float]:
+    """TB/s of reducing a large array: a read of everything and a write of next to nothing."""
+    data = torch.randint(-(2**31), 2**31 - 1, (num_bytes // 4,), dtype=torch.int32, device="cuda")
+    wide = data.view(torch.float32)
+    rates = []
+    for _ in range(rounds):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        torch.amax(wide.view(8192, -1), dim=1)
+        ended.record()
+        ended.synchronize()
+        rates.append(num_bytes / began.elapsed_time(ended) / 1e9)
+    return rates[2:]
+
+
+def provenance() -> dict[str, Any]:
+    """What every stored row carries."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    import triton
+
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "versions": {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name(),
+        },
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit,
+    }
+
+
+class Table:
+    """Rows of one device, kept in a folder (None: only printed)."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._common = provenance()
+        self._folder = folder
+        device = self._common["versions"]["device"]
+        self._stem = "h200" if "H200" in device else "h100" if "H100" in device else "gpu"
+        self._rows: dict[str, dict[str, Any]] = {}
+        stored = None if folder is None else folder / f"{self._stem}.jsonl"
+        if stored is not None and stored.exists():
+            rows = map(json.loads, stored.read_text().splitlines())
+            self._rows = {item["name"]: item for item in rows}
+
+    def add(self, *rows: Row) -> None:
+        """Print rows, and store them before anything else is measured."""
+        for item in rows:
+            print(format_row(item), flush=True)
+            self._rows[item.name] = asdict(item) | self._common
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps(item) + "\n" for item in self._rows.values()]
+            replace(self._folder / f"{self._stem}.jsonl", "".join(lines))
+            replace(self._folder / f"{self._stem}.md", markdown(list(self._rows.values())))
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file whole: whoever is killed meanwhile leaves the old one."""
+    scratch = path.with_name(f".{path.name}.partial")
+    scratch.write_text(text)
+    scratch.replace(path)
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The table for people; commands, versions and commits that rows share are named once."""
+    runs: dict[tuple[str, ...], list[str]] = {}
+    for item in rows:
+        versions = ", ".join(f"{name} {value}" for name, value in item["versions"].items())
+        key = (item["command"], versions, item["date"], item["commit"])
+        runs.setdefault(key, []).append(item["name"])
+    text = [f"# CUDA backend, {rows[0]['versions']['device']}\n"]
+    for number, (command, versions, date, commit) in enumerate(runs, 1):
+        text.append(f"{number}. `{command}` · {versions} · {date} · commit {commit}")
+    text += [
+        "\nLimits: the bytes a step must read over the read bandwidth measured in the same run, or"
+        " the FP8 peak.\n",
+        "| what | unit | median | minimum | maximum | share of limit | run | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    numbers = {name: n for n, names in enumerate(runs.values(), 1) for name in names}
+    for item in rows:
+        share = "" if item["share_of_limit"] is None else f"{item['share_of_limit']:.1%}"
+        values = " | ".join(f"{item[key]:.4g}" for key in ("value", "minimum", "maximum"))
+        run, note = numbers[item["name"]], item["note"]
+        text.append(f"| {item['name']} | {item['unit']} | {values} | {share} | {run} | {note} |")
+    return "\n".join(text) + "\n"
