@@ -7,49 +7,28 @@ refused with the reason. Heavy imports happen inside the command, so `--help` st
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmctl.builder.plugin_config import OPTIONS
-from llmctl.errors import BadConfig
+from llmctl.cli.build_memory import gigabytes, memory_plan
+from llmctl.cli.build_options import (
+    LIMITS,
+    LOG_LEVELS,
+    build_request,
+    make_load_format,
+    make_logger,
+    with_plugin_options,
+)
 
 if TYPE_CHECKING:
     from llmctl.builder.build import EnginePlan
-    from llmctl.builder.generated import LoadFormat
-
-LOG_LEVELS = {  # trtllm-build's names -> Python's levels
-    "internal_error": logging.CRITICAL,
-    "error": logging.ERROR,
-    "warning": logging.WARNING,
-    "info": logging.INFO,
-    "verbose": logging.DEBUG,
-    "debug": logging.DEBUG,
-    "trace": logging.DEBUG,
-}
-_LIMITS = (  # options that are fields of BuildRequest
-    "dtype",
-    "max_batch_size",
-    "max_seq_len",
-    "max_input_len",
-    "max_num_tokens",
-    "max_beam_width",
-    "max_draft_len",
-    "speculative_decoding_mode",
-    "tokens_per_block",
-    "kv_cache_type",
-    "kv_cache_dtype",
-    "logits_dtype",
-    "gather_context_logits",
-)
 
 
 def _build(
@@ -185,13 +164,13 @@ def _build(
     **plugins: str | None,
 ) -> None:
     """Build an engine directory from a checkpoint."""
-    given = {name: value for name, value in locals().items() if name in _LIMITS}
+    given = {name: value for name, value in locals().items() if name in LIMITS}
     start = time.monotonic()
-    log = _logger(log_level)
+    log = make_logger(log_level)
     from llmctl.builder.build import plan_build, run_build
 
-    request = _request(build_config, given)
-    weights = _load_format(load_format, seed, planted_role, planted_acceptance)
+    request = build_request(build_config, given)
+    weights = make_load_format(load_format, seed, planted_role, planted_acceptance)
     if workers > 1:
         log.info("workers %d: an engine has one rank, so one works", workers)
     engine = plan_build(
@@ -219,43 +198,10 @@ def _build(
     if as_json:
         typer.echo(json.dumps(summary | {"seconds_s": time.monotonic() - start}))
     elif dry_run:
-        typer.echo(_memory_plan(summary))
+        typer.echo(memory_plan(summary))
     else:
         elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - start))
-        typer.echo(f"{output_dir}: {_gigabytes(summary['engine_bytes'])} in {elapsed}")
-
-
-def _request(path: Path | None, given: dict[str, Any]) -> Any:
-    """The limits of the file, with the options given on the command line over them."""
-    from llmctl.builder.config import BuildRequest
-    from llmctl.quantize.format import read_json
-
-    values: dict[str, Any] = {}
-    if path is not None:
-        if not path.is_file():
-            raise BadConfig(f"--build-config {path} does not exist")
-        values = read_json(path)
-    values |= {name: value for name, value in given.items() if value is not None}
-    return BuildRequest.from_mapping(values, str(path or "command line"))
-
-
-def _load_format(
-    name: str, seed: int | None, role: str | None, acceptance: float | None
-) -> LoadFormat:
-    """Raises BadConfig for options of another load format."""
-    from llmctl.builder.generated import LoadFormat
-
-    if name == "auto" and seed is not None:
-        raise BadConfig("--seed is for --load-format dummy and planted")
-    if name != "planted" and (role is not None or acceptance is not None):
-        raise BadConfig("--planted-role and --planted-acceptance are for --load-format planted")
-    default = LoadFormat()
-    return LoadFormat(
-        name,
-        default.seed if seed is None else seed,
-        default.role if role is None else role,
-        default.acceptance if acceptance is None else acceptance,
-    )
+        typer.echo(f"{output_dir}: {gigabytes(summary['engine_bytes'])} in {elapsed}")
 
 
 def _run_with_progress(engine: EnginePlan, output_dir: Path) -> None:
@@ -270,75 +216,4 @@ def _run_with_progress(engine: EnginePlan, output_dir: Path) -> None:
         run_build(engine, output_dir, lambda num_bytes: bar.advance(task, num_bytes))
 
 
-def _memory_plan(summary: dict[str, Any]) -> str:
-    """The memory an engine will take, for people."""
-    quantization = summary["quantization"]
-    rows = {
-        "model": f"{summary['architecture']}, {summary['dtype']}, backend {summary['backend']}",
-        "quantization": f"weights {quantization['quant_algo'] or 'none'}, "
-        f"KV cache {quantization['kv_cache_quant_algo'] or summary['dtype']}",
-        "weights": _gigabytes(summary["weight_bytes"])
-        + ("" if summary["load_format"] == "auto" else f", {summary['load_format']}, not stored"),
-        "engine file": _gigabytes(summary["engine_bytes"]),
-        "activations": f"{_gigabytes(summary['activation_bytes'])} "
-        f"for {summary['max_num_tokens']} tokens a step",
-        **_kernels(summary),
-        "KV cache": f"{summary['kv_bytes_per_token']} bytes a token, "
-        f"{_gigabytes(summary['kv_bytes_per_sequence'])} a sequence of {summary['max_seq_len']}",
-        "limits": f"{summary['max_batch_size']} sequences, {summary['max_draft_len']} draft tokens",
-    }
-    return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
-
-
-def _kernels(summary: dict[str, Any]) -> dict[str, str]:
-    """What only engines for a GPU have."""
-    if summary["compute_capability"] is None:
-        return {}
-    return {
-        "kernels": f"{summary['num_kernels']} for compute capability "
-        f"{summary['compute_capability']}, {_gigabytes(summary['kernel_bytes'])}",
-        "scratch": _gigabytes(summary["scratch_bytes"]),
-    }
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
-
-
-def _logger(level: str) -> logging.Logger:
-    """A logger to stderr. Raises BadConfig for an unknown level."""
-    if level not in LOG_LEVELS:
-        raise BadConfig(f"--log-level is {level!r}; it must be one of {', '.join(LOG_LEVELS)}")
-    logger = logging.Logger("llmctl.build", LOG_LEVELS[level])
-    logger.addHandler(logging.StreamHandler(sys.stderr))
-    return logger
-
-
-def _with_plugin_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Replace `**plugins` by one option for each row of the plugin table, for the parser."""
-    signature = inspect.signature(function, eval_str=True)
-    parameters = list(signature.parameters.values())[:-1]
-    for option in OPTIONS.values():
-        values = "|".join("model dtype" if v == "model" else v for v in option.accepted)
-        text = f"{values}: {option.effect}. (default: {option.default})"
-        flag = f"--{option.name.replace('_', '-')}"
-        annotation = Annotated[
-            str | None, typer.Option(flag, help=text, rich_help_panel="Plugins and features")
-        ]
-        parameters.append(
-            inspect.Parameter(
-                option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-            )
-        )
-
-    def build(**values: Any) -> None:
-        function(**values)
-
-    build.__doc__ = function.__doc__
-    # inspect and typer read this attribute; mypy does not know that functions may have it
-    build.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    build.__annotations__ = {p.name: p.annotation for p in parameters}
-    return build
-
-
-build = _with_plugin_options(_build)
+build = with_plugin_options(_build)

@@ -44,7 +44,7 @@ COMMANDS = {
     "build": ("llmctl.cli.build", "build", "Checkpoint -> engine directory."),
     "run": ("llmctl.cli.run", "run", "Text in, text out, with or without a draft engine."),
     "inspect": (
-        "llmctl.cli.inspect",
+        "llmctl.cli.inspect.command",
         "inspect",
         "What an engine holds: config, operators, kernels, memory.",
     ),

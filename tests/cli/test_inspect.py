@@ -12,7 +12,7 @@ from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine, read_engine_config
 from llmctl.builder.generated import LoadFormat
-from llmctl.cli.inspect import _layers
+from llmctl.cli.inspect.engine import _layers
 from llmctl.runtime.engine import kv_bytes_per_block
 
 

@@ -1,0 +1,113 @@
+"""The options of `llmctl build` as what the builder takes: limits, weights, plugins, a logger."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmctl.builder.plugin_config import OPTIONS
+from llmctl.errors import BadConfig
+
+if TYPE_CHECKING:
+    from llmctl.builder.config import BuildRequest
+    from llmctl.builder.generated import LoadFormat
+
+LOG_LEVELS = {  # trtllm-build's names -> Python's levels
+    "internal_error": logging.CRITICAL,
+    "error": logging.ERROR,
+    "warning": logging.WARNING,
+    "info": logging.INFO,
+    "verbose": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "trace": logging.DEBUG,
+}
+LIMITS = (  # options that are fields of BuildRequest
+    "dtype",
+    "max_batch_size",
+    "max_seq_len",
+    "max_input_len",
+    "max_num_tokens",
+    "max_beam_width",
+    "max_draft_len",
+    "speculative_decoding_mode",
+    "tokens_per_block",
+    "kv_cache_type",
+    "kv_cache_dtype",
+    "logits_dtype",
+    "gather_context_logits",
+)
+
+
+def build_request(path: Path | None, given: dict[str, Any]) -> BuildRequest:
+    """The limits of the file, with the options given on the command line over them."""
+    from llmctl.builder.config import BuildRequest
+    from llmctl.quantize.format import read_json
+
+    values: dict[str, Any] = {}
+    if path is not None:
+        if not path.is_file():
+            raise BadConfig(f"--build-config {path} does not exist")
+        values = read_json(path)
+    values |= {name: value for name, value in given.items() if value is not None}
+    return BuildRequest.from_mapping(values, str(path or "command line"))
+
+
+def make_load_format(
+    name: str, seed: int | None, role: str | None, acceptance: float | None
+) -> LoadFormat:
+    """Raises BadConfig for options of another load format."""
+    from llmctl.builder.generated import LoadFormat
+
+    if name == "auto" and seed is not None:
+        raise BadConfig("--seed is for --load-format dummy and planted")
+    if name != "planted" and (role is not None or acceptance is not None):
+        raise BadConfig("--planted-role and --planted-acceptance are for --load-format planted")
+    default = LoadFormat()
+    return LoadFormat(
+        name,
+        default.seed if seed is None else seed,
+        default.role if role is None else role,
+        default.acceptance if acceptance is None else acceptance,
+    )
+
+
+def make_logger(level: str) -> logging.Logger:
+    """A logger to stderr. Raises BadConfig for an unknown level."""
+    if level not in LOG_LEVELS:
+        raise BadConfig(f"--log-level is {level!r}; it must be one of {', '.join(LOG_LEVELS)}")
+    logger = logging.Logger("llmctl.build", LOG_LEVELS[level])
+    logger.addHandler(logging.StreamHandler(sys.stderr))
+    return logger
+
+
+def with_plugin_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Replace `**plugins` by one option for each row of the plugin table, for the parser."""
+    signature = inspect.signature(function, eval_str=True)
+    parameters = list(signature.parameters.values())[:-1]
+    for option in OPTIONS.values():
+        values = "|".join("model dtype" if v == "model" else v for v in option.accepted)
+        text = f"{values}: {option.effect}. (default: {option.default})"
+        flag = f"--{option.name.replace('_', '-')}"
+        annotation = Annotated[
+            str | None, typer.Option(flag, help=text, rich_help_panel="Plugins and features")
+        ]
+        parameters.append(
+            inspect.Parameter(
+                option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+            )
+        )
+
+    def build(**values: Any) -> None:
+        function(**values)
+
+    build.__doc__ = function.__doc__
+    # inspect and typer read this attribute; mypy does not know that functions may have it
+    build.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    build.__annotations__ = {p.name: p.annotation for p in parameters}
+    return build

@@ -1,0 +1,29 @@
+"""Plain tables and sizes for people; nothing is cut off and nothing needs a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+Rows = Sequence[tuple[str, ...]]
+
+
+def table(rows: Rows, right: Iterable[int] = ()) -> Iterator[str]:
+    """Rows indented by two, columns as wide as their widest cell; `right` ones flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_right = set(right)
+    for row in rows:
+        cells = (
+            cell.rjust(width) if index in is_right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def size(count: int) -> str:
+    """A size for people, in powers of ten."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return (
+                f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count // size} {unit}"
+            )
+    return f"{count} B"
