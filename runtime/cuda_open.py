@@ -27,7 +27,7 @@ from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.sampling.cuda import MAX_ROWS, CudaSampling, scratch_bytes
 from llmctl.runtime.cuda_engine import CudaExecutable
-from llmctl.runtime.cuda_rounds import graph_launches, state_bytes
+from llmctl.runtime.cuda_rounds import graph_launches
 from llmctl.runtime.device import require_device
 from llmctl.runtime.engine import kv_bytes_per_block
 from llmctl.runtime.graphs import MAX_GRAPHS
@@ -39,6 +39,7 @@ from llmctl.runtime.memory import (
     EngineMemory,
     plan_device,
 )
+from llmctl.runtime.round_state import state_bytes
 
 Launcher = Callable[[Sequence[Launch]], None]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Items
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -31,10 +31,10 @@ from llmctl.plugins.sampling.spec import has_penalties
 from llmctl.runtime.core import Sequence
 from llmctl.runtime.cuda_engine import Capture, CudaExecutable
 from llmctl.runtime.graphs import MAX_GRAPHS, GraphCache, capture_graph, kv_bucket
+from llmctl.runtime.round_state import RoundUpload
 from llmctl.runtime.rounds import RoundReport, RoundResult
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
-SEED_MASK = 0xFFFFFFFF
 LAUNCHES_A_STEP = 6  # beside the operators: feeding it, drawing from its logits, acceptance
 
 Events = tuple[Event, Event, Event]
@@ -74,7 +74,6 @@ class CudaRoundRunner:
         self.max_batch_size = min(engine.max_batch_size for engine in engines)
         self.max_tokens = min(engine.max_seq_len for engine in engines)
         self._target, self._draft = target, draft
-        self._engines = engines
         self._queue = target.queue
         most_drafts = target.max_draft_len
         ring = torch.zeros(
@@ -89,6 +88,7 @@ class CudaRoundRunner:
             self._state = RoundState.allocate(
                 target.max_batch_size, most_drafts, device, slots=RING_SLOTS, ring=ring
             )
+            self._upload = RoundUpload(self._state, engines, self._queue)
             self._scratch = {
                 vocab: SamplingScratch.allocate(rows, vocab, device)
                 for vocab in {engine.vocab_size for engine in engines}
@@ -113,31 +113,16 @@ class CudaRoundRunner:
 
     def begin(self, sequences: Items[Sequence]) -> None:
         """Write the requests' state; the rest of the batch is padding."""
-        state, arrays = self._state, self._state.sampling
         self._num_requests = len(sequences)
         self._tables = []
-        params = [sequence.request.sampling_config for sequence in sequences]
-        self._is_greedy = all(p.is_greedy for p in params)
-        seeds = [sequence.seed for sequence in sequences]
-        self._write(state.root, [sequence.tokens[-1] for sequence in sequences])
-        self._write(state.previous, [sequence.tokens[-2] for sequence in sequences])
-        self._write(state.committed, [len(sequence.tokens) for sequence in sequences], fill=True)
-        self._write(state.max_len, [sequence.max_len for sequence in sequences])
-        self._write(arrays.greedy, [int(p.is_greedy) for p in params])
-        if self._is_greedy:
-            return
-        self._write(arrays.temperature, [1.0 if p.is_greedy else p.temperature for p in params])
-        self._write(arrays.top_k, [p.top_k or 0 for p in params])
-        self._write(arrays.top_p, [1.0 if p.top_p is None else p.top_p for p in params])
-        self._write(arrays.min_p, [p.min_p for p in params])
-        self._write(arrays.seed_low, [_signed(seed & SEED_MASK) for seed in seeds])
-        self._write(arrays.seed_high, [_signed(seed >> 32) for seed in seeds])
+        self._is_greedy = self._upload.write_sequences(sequences)
 
     def enqueue(self, block_tables: Items[Items[int]]) -> None:
         """Two graph launches, after the block tables where they changed."""
         tables = [list(table) for table in block_tables]
         if tables != self._tables:
-            self._write_tables(tables)
+            self._upload.write_tables(tables)
+            self._tables = tables
         shape = self._shape(tables)
         events = self._take_events()
         with device_errors("running a round"), self._queue.scope():
@@ -257,36 +242,12 @@ class CudaRoundRunner:
     def _launch(self, engine: CudaExecutable, launches: Items[Launch]) -> None:
         engine.program.launch(launches, self._queue.handle)
 
-    # ---- host to device ----
-
     def _shape(self, tables: list[list[int]]) -> _Shape:
         size = self._target.tokens_per_block
         longest = max(map(len, tables)) * size
         batch = min(1 << (self._num_requests - 1).bit_length(), self.max_batch_size)
         limits = self._target.program.limits
         return _Shape(batch, kv_bucket(longest, limits), self._is_greedy)
-
-    def _write(
-        self, array: torch.Tensor, values: Items[int | float], *, fill: bool = False
-    ) -> None:
-        """The first len(values) entries; with `fill`, zeros after them."""
-        count = len(array) if fill else len(values)
-        host = torch.zeros(count, dtype=array.dtype)
-        host[: len(values)] = torch.tensor(values, dtype=array.dtype)
-        with device_errors("writing request state"), self._queue.scope():
-            array[:count].copy_(self._queue.to_device(host))
-
-    def _write_tables(self, tables: list[list[int]]) -> None:
-        width = max(map(len, tables))
-        packed = torch.zeros((len(tables), width), dtype=torch.int32)
-        for row, table in zip(packed, tables, strict=True):
-            row[: len(table)] = torch.tensor(table, dtype=torch.int32)
-        with device_errors("writing block tables"), self._queue.scope():
-            moved = self._queue.to_device(packed)
-            for engine in self._engines:
-                engine.program.step.block_tables[: len(tables), :width].copy_(moved)
-        self._write(self._state.capacity, [len(t) * self._target.tokens_per_block for t in tables])
-        self._tables = tables
 
     def _take_events(self) -> Events:
         if self._spare_events:
@@ -295,22 +256,9 @@ class CudaRoundRunner:
         return began, drafted, ended
 
 
-def state_bytes(max_batch_size: int, max_draft_len: int) -> int:
-    """Device memory of the requests' state; the ring of records lies in host memory."""
-    state = RoundState.allocate(max_batch_size, max_draft_len, "meta")
-    arrays = [getattr(state, f.name) for f in fields(state) if f.name not in ("ring", "sampling")]
-    arrays += [getattr(state.sampling, name) for name in state.sampling.__slots__]
-    return sum(array.nbytes for array in arrays)
-
-
 def graph_launches(num_ops: int, num_steps: int, has_draft: bool) -> int:
     """Launches in all graphs that a runner keeps of one engine, at most: `num_steps` steps of
     `num_ops` operators a graph. Every round runs one graph of each engine, so with a draft engine
     each has half of them."""
     graphs = MAX_GRAPHS // 2 if has_draft else MAX_GRAPHS
     return graphs * num_steps * (num_ops + LAUNCHES_A_STEP)
-
-
-def _signed(word: int) -> int:
-    """The int32 with the bits of an unsigned word."""
-    return word - (1 << 32) if word >> 31 else word

@@ -26,8 +26,9 @@ from llmctl.plugins.rounds.state import RoundState
 from llmctl.plugins.sampling.reference import ReferenceSampling
 from llmctl.runtime import graphs
 from llmctl.runtime.core import FinishReason, Request, SamplingConfig
-from llmctl.runtime.cuda_rounds import CudaRoundRunner, graph_launches, state_bytes
+from llmctl.runtime.cuda_rounds import CudaRoundRunner, graph_launches
 from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.round_state import state_bytes
 from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
 
 DRAFT_LEN = 3

@@ -1,0 +1,89 @@
+"""The request state of rounds, from the host to the device.
+
+Written when the sequences of a round change (`write_sequences`) and when their blocks do
+(`write_tables`), on the stream of the rounds, so it lands behind those in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import fields
+
+import torch
+
+from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
+from llmctl.plugins.rounds.state import RoundState
+from llmctl.runtime.core import Sequence
+from llmctl.runtime.cuda_engine import CudaExecutable
+
+_WORD = 0xFFFFFFFF
+
+
+class RoundUpload:
+    """Writes one RoundState and the block tables of the engines that share it."""
+
+    def __init__(
+        self, state: RoundState, engines: Items[CudaExecutable], queue: DeviceQueue
+    ) -> None:
+        self._state = state
+        self._engines = engines
+        self._queue = queue
+        self._tokens_per_block = engines[0].tokens_per_block
+
+    def write_sequences(self, sequences: Items[Sequence]) -> bool:
+        """Where each request stands and how it is drawn; the rest of the batch becomes padding.
+
+        Returns whether all are greedy; the arrays of sampling are then left as they are.
+        """
+        state, arrays = self._state, self._state.sampling
+        params = [sequence.request.sampling_config for sequence in sequences]
+        self._write(state.root, [sequence.tokens[-1] for sequence in sequences])
+        self._write(state.previous, [sequence.tokens[-2] for sequence in sequences])
+        self._write(state.committed, [len(sequence.tokens) for sequence in sequences], fill=True)
+        self._write(state.max_len, [sequence.max_len for sequence in sequences])
+        self._write(arrays.greedy, [int(p.is_greedy) for p in params])
+        if all(p.is_greedy for p in params):
+            return True
+        seeds = [sequence.seed for sequence in sequences]
+        self._write(arrays.temperature, [1.0 if p.is_greedy else p.temperature for p in params])
+        self._write(arrays.top_k, [p.top_k or 0 for p in params])
+        self._write(arrays.top_p, [1.0 if p.top_p is None else p.top_p for p in params])
+        self._write(arrays.min_p, [p.min_p for p in params])
+        self._write(arrays.seed_low, [_signed(seed & _WORD) for seed in seeds])
+        self._write(arrays.seed_high, [_signed(seed >> 32) for seed in seeds])
+        return False
+
+    def write_tables(self, tables: Items[Items[int]]) -> None:
+        """Blocks of each request, and how many tokens they hold."""
+        width = max(map(len, tables))
+        packed = torch.zeros((len(tables), width), dtype=torch.int32)
+        for row, table in zip(packed, tables, strict=True):
+            row[: len(table)] = torch.tensor(table, dtype=torch.int32)
+        with device_errors("writing block tables"), self._queue.scope():
+            moved = self._queue.to_device(packed)
+            for engine in self._engines:
+                engine.program.step.block_tables[: len(tables), :width].copy_(moved)
+        self._write(self._state.capacity, [len(t) * self._tokens_per_block for t in tables])
+
+    def _write(
+        self, array: torch.Tensor, values: Items[int | float], *, fill: bool = False
+    ) -> None:
+        """The first len(values) entries; with `fill`, zeros after them."""
+        count = len(array) if fill else len(values)
+        host = torch.zeros(count, dtype=array.dtype)
+        host[: len(values)] = torch.tensor(values, dtype=array.dtype)
+        with device_errors("writing request state"), self._queue.scope():
+            array[:count].copy_(self._queue.to_device(host))
+
+
+def state_bytes(max_batch_size: int, max_draft_len: int) -> int:
+    """Device memory of the requests' state; the ring of records lies in host memory."""
+    state = RoundState.allocate(max_batch_size, max_draft_len, "meta")
+    arrays = [getattr(state, f.name) for f in fields(state) if f.name not in ("ring", "sampling")]
+    arrays += [getattr(state.sampling, name) for name in state.sampling.__slots__]
+    return sum(array.nbytes for array in arrays)
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of an unsigned word."""
+    return word - (1 << 32) if word >> 31 else word
