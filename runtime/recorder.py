@@ -16,6 +16,7 @@ from llmctl.runtime.stats import (
     RequestStatsPerIteration,
     SpeculationStats,
     inflight_batching_stats,
+    round_stats,
     spec_decoding_stats,
 )
 from llmctl.runtime.tracking import TrackedRequest
@@ -111,4 +112,7 @@ class Recorder:
                 report.batch, report.commits, self._scheduler.waiting
             ),
             spec_decoding_stats=spec_decoding_stats(report.commits, report.draft_s, report.step_s),
+            draft_latency_ms=report.draft_s * 1e3,
+            verify_latency_ms=report.verify_s * 1e3,
+            rounds=round_stats(report.batch, report.commits),
         )

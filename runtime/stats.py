@@ -10,7 +10,7 @@ import enum
 from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from llmctl.runtime.core import Batch, Sequence
 from llmctl.runtime.kv_cache import KvCacheStats
@@ -53,9 +53,21 @@ class SpecDecodingStats:
     draft_overhead: float
 
 
+class RoundStats(NamedTuple):
+    """One generation sequence in one step; num_tokens are those it emitted, its stop included."""
+
+    request_id: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class IterationStats:
-    """One step. Times in milliseconds, `timestamp` in seconds since the epoch."""
+    """One step. Times in milliseconds, `timestamp` (of its end) in seconds since the epoch.
+
+    draft_latency_ms and verify_latency_ms are device time where the device runs by itself.
+    """
 
     timestamp: float
     iter: int
@@ -71,6 +83,9 @@ class IterationStats:
     kv_cache_stats: KvCacheStats
     inflight_batching_stats: InflightBatchingStats
     spec_decoding_stats: SpecDecodingStats | None  # None in a step without drafts
+    draft_latency_ms: float
+    verify_latency_ms: float
+    rounds: tuple[RoundStats, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +196,19 @@ def inflight_batching_stats(
         num_paused_requests=sum(sequence.num_new_tokens > 0 for sequence in waiting),
         num_ctx_tokens=sum(item.num_tokens for item in batch.context),
         avg_num_decoded_tokens_per_iter=num_decoded / len(generated) if generated else 0.0,
+    )
+
+
+def round_stats(batch: Batch, commits: Items[Commit]) -> tuple[RoundStats, ...]:
+    """What a finished step did for each of its generation sequences, in packed order."""
+    return tuple(
+        RoundStats(
+            commit.sequence.request_id,
+            commit.num_drafts,
+            min(commit.accepted, commit.num_tokens),  # those behind a stop do not count
+            commit.num_tokens,
+        )
+        for commit in commits[len(batch.context) :]
     )
 
 

@@ -495,6 +495,20 @@ def test_iteration_stats_are_bounded_and_drained(fake, make):
     assert last.kv_cache_stats.max_num_blocks == 200
 
 
+def test_the_rounds_of_the_iterations_add_up_to_the_totals(fake, make):
+    executor = make(drafter=DraftTargetDrafter(fake.Engine(agreement=0.6), 3))
+    tokens = answer(executor, Request(PROMPT, 40)).result.output_token_ids
+    executor.shutdown()
+    total, steps = executor.get_speculation_stats(), executor.get_latest_iteration_stats()
+    rounds = [item for step in steps for item in step.rounds]
+    assert len(rounds) == total.rounds
+    assert sum(item.num_draft_tokens for item in rounds) == total.draft_tokens
+    assert sum(item.num_accepted_tokens for item in rounds) == total.accepted_tokens
+    assert 1 + sum(item.num_tokens for item in rounds) == len(tokens)  # 1: out of the prompt
+    assert sum(step.draft_latency_ms for step in steps) == pytest.approx(1e3 * total.draft_s)
+    assert sum(step.verify_latency_ms for step in steps) == pytest.approx(1e3 * total.verify_s)
+
+
 def test_the_first_iteration_shows_the_context_and_the_start(make):
     executor = make()
     answer(executor, Request(tuple(range(20)), 3))
