@@ -81,13 +81,19 @@ static bool sample_row(const float* logits, int64_t vocab, const SamplingRow& pa
   if (vocab > kDrawIds && !is_filtered && row == logits) return true;
   const LogitScores scores{row, static_cast<double>(row[*out]), params.temperature};
   const NoiseKey key = key_of(params);
-  Best best(*out, scores.score(*out), key);
   if (is_filtered) {
     const int64_t count = survivors(row, vocab, row[*out], params, own);
-    draw_list(own.ids.room(0), own.scores.room(0), count, key, best);
-  } else {
-    draw_range(scores, 0, vocab, key, best);
+    if (count == 0) return false;  // everything is banned
+    const int32_t* ids = own.ids.room(0);
+    const double* kept = own.scores.room(0);
+    // Not from the best logit: at temperatures that make logits equal, top-p may have cut it.
+    Best best(ids[0], kept[0], key);
+    draw_list(ids, kept, count, key, best);
+    *out = best.id;
+    return false;
   }
+  Best best(*out, scores.score(*out), key);
+  draw_range(scores, 0, vocab, key, best);
   *out = best.id;
   return false;
 }

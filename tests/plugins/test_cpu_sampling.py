@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import sampling_support
+from sampling_support import Params
 
 from llmctl.plugins import cpu
 from llmctl.plugins.sampling.philox import Draw, uniforms
@@ -17,44 +19,10 @@ KERNEL, REFERENCE = cpu.CpuSampling(), ReferenceSampling()
 MASS_TOLERANCE = 1e-12  # a mass this close to the top-p border may fall on either side
 
 
-@dataclass(frozen=True)
-class Params:
-    temperature: float = 1.0
-    top_k: int | None = 0
-    top_p: float | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    is_greedy: bool = False
-
-
 CASES = [
-    Params(),
-    Params(temperature=0.7),
-    Params(temperature=1e-8),
-    Params(temperature=1e-300),
-    Params(temperature=1e30),
-    Params(temperature=math.inf),
-    Params(top_k=1),
-    Params(top_k=5),
-    Params(temperature=1.9, top_k=50),
-    Params(top_k=1000),
-    Params(top_p=0.01),
-    Params(temperature=0.6, top_p=0.5),
-    Params(top_p=0.9),
-    Params(temperature=5.0, top_p=0.95),
-    Params(top_p=0.999),
-    Params(temperature=1e300, top_p=0.7),
-    Params(top_p=1.0),
-    Params(min_p=0.1),
-    Params(min_p=1.0),
-    Params(temperature=1e30, min_p=0.3),
-    Params(temperature=0.6, top_k=20, top_p=0.95, min_p=0.02),
-    Params(temperature=3.0, top_k=50, top_p=0.5),
+    *sampling_support.CASES,
     Params(temperature=0.8, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25),
     Params(top_k=40, top_p=0.9, repetition_penalty=0.7),
-    Params(is_greedy=True),
     Params(is_greedy=True, repetition_penalty=1.3, frequency_penalty=-0.2),
 ]
 VOCABS = [1, 2, 17, 64, 300, 4093, 40000]  # the last is drawn in pieces
@@ -122,7 +90,7 @@ def test_tokens_and_probabilities_equal_the_reference(isa, vocab):
                 assert tokens[index] == token, (params, index)
                 np.testing.assert_allclose(probs[index], wanted[index], rtol=1e-13, atol=1e-300)
     assert compared == len(CASES) * 8 * 3
-    assert ties < 0.1 * compared
+    assert ties < 0.15 * compared  # rows without a slope are often cut at a tie
 
 
 def test_long_vocabularies_equal_the_reference_too():
