@@ -229,6 +229,35 @@ class Harness:
         while self.scheduler.has_work:
             self.step()
 
+    def run_arriving(self, generator: np.random.Generator, requests, horizon: int) -> None:
+        """Run requests that arrive over `horizon` steps, cancelling a few, and compare every
+        output with the plain answer; a cancelled one with its beginning."""
+        arrivals = sorted(generator.integers(0, horizon, len(requests)).tolist())
+        waiting = list(zip(arrivals, requests, strict=True))
+        sequences, cancelled, step = [], set(), 0
+        while waiting or self.scheduler.has_work:
+            while waiting and waiting[0][0] <= step:
+                sequences.append(self.add(waiting.pop(0)[1]))
+            if sequences and generator.random() < 0.03:
+                victim = sequences[generator.integers(len(sequences))]
+                if victim.finish_reason is FinishReason.NOT_FINISHED:
+                    self.cancel(victim)
+                    cancelled.add(victim.sequence_id)
+            if self.scheduler.has_work:
+                self.step()
+            step += 1
+        for sequence in sequences:
+            tokens, reason = plain_answer(self.target, sequence.request)
+            found = sequence.tokens[sequence.num_prompt_tokens :]
+            if sequence.sequence_id in cancelled:
+                assert found == tokens[: len(found)]
+                continue
+            assert found == tokens
+            assert sequence.finish_reason is reason
+            if sequence.request.output_config.return_log_probs:
+                assert len(sequence.log_probs) == len(tokens)
+        assert self.kv_cache.stats().used_num_blocks == 0
+
     def audit(self) -> None:
         """Every cache entry that counts as valid holds the committed token of its position."""
         self.kv_cache.check_invariants()

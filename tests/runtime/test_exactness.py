@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmctl.runtime.chunking import ContextChunkingPolicy
-from llmctl.runtime.core import FinishReason, OutputConfig, Request, SamplingConfig
+from llmctl.runtime.core import OutputConfig, Request, SamplingConfig
 from llmctl.runtime.scheduler import CapacitySchedulerPolicy, SchedulerConfig
 from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
 from llmctl.runtime.speculative.ngram import NgramDrafter
@@ -86,31 +86,8 @@ def test_any_schedule_with_any_drafter_gives_the_plain_answer(fake, name, schedu
     generator = np.random.default_rng([schedule, len(name)])
     harness = random_harness(fake, name, generator)
     pool = [generator.integers(0, VOCAB, n).tolist() for n in (5, 13, 24)]
-    arrivals = sorted(generator.integers(0, 60, 12).tolist())
-    sequences, cancelled, step = [], set(), 0
-    while arrivals or harness.scheduler.has_work:
-        while arrivals and arrivals[0] <= step:
-            arrivals.pop(0)
-            sequences.append(harness.add(random_request(generator, pool)))
-        if sequences and generator.random() < 0.03:
-            victim = sequences[generator.integers(len(sequences))]
-            if victim.finish_reason is FinishReason.NOT_FINISHED:
-                harness.cancel(victim)
-                cancelled.add(victim.sequence_id)
-        if harness.scheduler.has_work:
-            harness.step()
-        step += 1
-    for sequence in sequences:
-        tokens, reason = fake.plain_answer(harness.target, sequence.request)
-        found = sequence.tokens[sequence.num_prompt_tokens :]
-        if sequence.sequence_id in cancelled:
-            assert found == tokens[: len(found)]
-            continue
-        assert found == tokens
-        assert sequence.finish_reason is reason
-        if sequence.request.output_config.return_log_probs:
-            assert len(sequence.log_probs) == len(tokens)
-    assert harness.kv_cache.stats().used_num_blocks == 0
+    requests = [random_request(generator, pool) for _ in range(12)]
+    harness.run_arriving(generator, requests, horizon=60)
 
 
 def test_the_random_schedules_reach_pauses_reuse_and_acceptance(fake):

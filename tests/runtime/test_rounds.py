@@ -59,29 +59,8 @@ def test_rounds_ahead_of_the_host_give_the_plain_answer(fake, agreement, schedul
         num_blocks=26 if is_small else 200,
         config=SchedulerConfig(policy) if policy else None,
     )
-    arrivals = sorted(generator.integers(0, 120, 10).tolist())
-    sequences, cancelled, step = [], set(), 0
-    while arrivals or harness.scheduler.has_work:
-        while arrivals and arrivals[0] <= step:
-            arrivals.pop(0)
-            sequences.append(harness.add(random_request(generator)))
-        if sequences and generator.random() < 0.03:
-            victim = sequences[generator.integers(len(sequences))]
-            if victim.finish_reason is FinishReason.NOT_FINISHED:
-                harness.cancel(victim)
-                cancelled.add(victim.sequence_id)
-        if harness.scheduler.has_work:
-            harness.step()
-        step += 1
-    for sequence in sequences:
-        tokens, reason = fake.plain_answer(harness.target, sequence.request)
-        found = sequence.tokens[sequence.num_prompt_tokens :]
-        if sequence.sequence_id in cancelled:
-            assert found == tokens[: len(found)]
-            continue
-        assert found == tokens
-        assert sequence.finish_reason is reason
-    assert harness.kv_cache.stats().used_num_blocks == 0
+    requests = [random_request(generator) for _ in range(10)]
+    harness.run_arriving(generator, requests, horizon=120)
     assert harness.runner.num_rounds > 2
 
 
