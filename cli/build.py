@@ -53,6 +53,7 @@ def _build(
         typer.Option(
             "--compute-capability",
             help="The GPU that a cuda engine is compiled for; none need be here. (default: 9.0)",
+            hidden=True,
         ),
     ] = None,
     load_format: Annotated[
@@ -61,21 +62,25 @@ def _build(
             "--load-format",
             help="auto: the checkpoint's weights. dummy, planted: only its config files are read; "
             "`run` makes random weights, or ones whose text is known, on the device.",
+            hidden=True,
         ),
     ] = "auto",
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="Of dummy and planted weights. (default: 0)"),
+        typer.Option("--seed", help="Of dummy and planted weights. (default: 0)", hidden=True),
     ] = None,
     planted_role: Annotated[
         str | None,
-        typer.Option("--planted-role", help="target, or draft of a target of that seed."),
+        typer.Option(
+            "--planted-role", help="target, or draft of a target of that seed.", hidden=True
+        ),
     ] = None,
     planted_acceptance: Annotated[
         float | None,
         typer.Option(
             "--planted-acceptance",
             help="Probability that a planted draft's token is the target's. (default: 0.873)",
+            hidden=True,
         ),
     ] = None,
     build_config: Annotated[
@@ -103,6 +108,7 @@ def _build(
         typer.Option(
             "--max-input-len",
             help="Checked against max_seq_len; longer prompts still run, in chunks.",
+            hidden=True,
         ),
     ] = None,
     max_num_tokens: Annotated[
@@ -111,7 +117,9 @@ def _build(
             "--max-num-tokens", help="Tokens per step; sizes the activations. (default: 2048)"
         ),
     ] = None,
-    max_beam_width: Annotated[int | None, typer.Option("--max-beam-width", help="1.")] = None,
+    max_beam_width: Annotated[
+        int | None, typer.Option("--max-beam-width", help="1.", hidden=True)
+    ] = None,
     max_draft_len: Annotated[
         int | None,
         typer.Option(
@@ -129,7 +137,9 @@ def _build(
         int | None,
         typer.Option("--tokens-per-block", help="Tokens per KV cache block. (default: 32)"),
     ] = None,
-    kv_cache_type: Annotated[str | None, typer.Option("--kv-cache-type", help="paged.")] = None,
+    kv_cache_type: Annotated[
+        str | None, typer.Option("--kv-cache-type", help="paged.", hidden=True)
+    ] = None,
     kv_cache_dtype: Annotated[
         str | None,
         typer.Option(
@@ -137,23 +147,33 @@ def _build(
             help="auto (as the checkpoint says), fp8 (needs its scales) or none. (default: auto)",
         ),
     ] = None,
-    logits_dtype: Annotated[str | None, typer.Option("--logits-dtype", help="float32.")] = None,
+    logits_dtype: Annotated[
+        str | None, typer.Option("--logits-dtype", help="float32.", hidden=True)
+    ] = None,
     gather_context_logits: Annotated[
-        bool | None, typer.Option("--gather-context-logits", help="Refused: not available.")
+        bool | None,
+        typer.Option("--gather-context-logits", help="Refused: not available.", hidden=True),
     ] = None,
     gather_generation_logits: Annotated[
         bool,
-        typer.Option("--gather-generation-logits", help="Always on: every engine has them."),
+        typer.Option(
+            "--gather-generation-logits", help="Always on: every engine has them.", hidden=True
+        ),
     ] = True,
     workers: Annotated[
-        int, typer.Option("--workers", min=1, help="Ranks built at once; an engine has one rank.")
+        int,
+        typer.Option(
+            "--workers", min=1, help="Ranks built at once; an engine has one rank.", hidden=True
+        ),
     ] = 1,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the memory plan; write nothing.")
     ] = False,
     visualize_network: Annotated[
         Path | None,
-        typer.Option("--visualize-network", help="Also write the network as text to this file."),
+        typer.Option(
+            "--visualize-network", help="Also write the network as text to this file.", hidden=True
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one JSON line.")
@@ -163,7 +183,13 @@ def _build(
     ] = "info",
     **plugins: str | None,
 ) -> None:
-    """Build an engine directory from a checkpoint."""
+    """Build an engine directory from a checkpoint.
+
+    Examples:
+      llmctl build --checkpoint-dir out/target-fp8 --max-draft-len 4 --output-dir out/target
+      llmctl build --checkpoint-dir out/draft-fp8 --output-dir out/draft --json
+      llmctl build --checkpoint-dir out/target-fp8 --backend cuda --dry-run
+    """
     given = {name: value for name, value in locals().items() if name in LIMITS}
     start = time.monotonic()
     log = make_logger(log_level)

@@ -95,7 +95,8 @@ def with_plugin_options(function: Callable[..., None]) -> Callable[..., None]:
         text = f"{values}: {option.effect}. (default: {option.default})"
         flag = f"--{option.name.replace('_', '-')}"
         annotation = Annotated[
-            str | None, typer.Option(flag, help=text, rich_help_panel="Plugins and features")
+            str | None,
+            typer.Option(flag, help=text, rich_help_panel="Plugins and features", hidden=True),
         ]
         parameters.append(
             inspect.Parameter(

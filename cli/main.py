@@ -1,13 +1,11 @@
-"""The `llmctl` program: command table, exit codes, and the one place that catches everything.
+"""The `llmctl` program: exit codes, signals, and the one place that catches everything.
 
-Only the module of the command in use is imported, and those keep heavy imports inside functions,
-so `--help` costs no more than typer. Options are accepted with hyphens or underscores: names are
-normalised by the option parser itself, values are never touched.
+`cli/app.py` is the table of commands. Their modules keep heavy imports inside functions, so
+`--help` costs no more than typer.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import math
@@ -20,10 +18,10 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Annotated
 
 import typer
 
+from llmctl.cli.app import make_context
 from llmctl.errors import LlmctlError, OutOfDisk, OutOfMemory, Unsupported
 from llmctl.publish import DISK_FULL
 
@@ -33,22 +31,6 @@ EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_INTERRUPT = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_PIPE = 128 + signal.SIGPIPE
-
-# command: (module, function, line in `llmctl --help`)
-COMMANDS = {
-    "quantize": (
-        "llmctl.cli.quantize",
-        "quantize",
-        "Hugging Face checkpoint -> quantized checkpoint.",
-    ),
-    "build": ("llmctl.cli.build", "build", "Checkpoint -> engine directory."),
-    "run": ("llmctl.cli.run", "run", "Text in, text out, with or without a draft engine."),
-    "inspect": (
-        "llmctl.cli.inspect.command",
-        "inspect",
-        "What an engine holds: config, operators, kernels, memory.",
-    ),
-}
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 
@@ -131,56 +113,13 @@ def _run(argv: Sequence[str]) -> int:
 
 def _invoke(argv: list[str]) -> int:
     """Parse and run, without typer's own error printing."""
-    selected = next((word for word in argv if not word.startswith("-")), None)
-    if selected is not None and selected in COMMANDS:
-        module = importlib.import_module(COMMANDS[selected][0])
-        prepare = getattr(module, "prepare_argv", None)
-        if prepare is not None:
-            start = argv.index(selected) + 1
-            argv = argv[:start] + prepare(argv[start:])
-    command = typer.main.get_command(_app(selected))
     try:
-        with command.make_context("llmctl", argv) as context:
+        command, context = make_context(argv)
+        with context:
             result = command.invoke(context)
     except typer.Exit as stop:
         return stop.exit_code
     return result if isinstance(result, int) else 0
-
-
-def _app(selected: str | None) -> typer.Typer:
-    """All commands by name; only the selected one is imported."""
-    app = typer.Typer(
-        name="llmctl",
-        help="Build FP8 engines from Hugging Face checkpoints; run exact speculative decoding.",
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # plain help: no option name is cut off, and no rich is imported
-        context_settings={
-            "token_normalize_func": lambda name: name.replace("_", "-"),
-            "help_option_names": ["-h", "--help"],
-        },
-    )
-    app.callback(invoke_without_command=True)(_global_options)
-    for name, (module, function, summary) in COMMANDS.items():
-        command: Callable[..., object] = _listed_only
-        if name == selected:
-            command = getattr(importlib.import_module(module), function)
-        app.command(name, short_help=summary)(command)
-    return app
-
-
-def _listed_only() -> None:
-    raise AssertionError("a command that was not selected cannot run")
-
-
-def _global_options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
-    if version:
-        from importlib.metadata import version as installed_version
-
-        print(f"llmctl {installed_version('llmctl')}")
-        raise typer.Exit()
 
 
 # ---- endings ----

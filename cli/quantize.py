@@ -75,7 +75,12 @@ def quantize(
         bool, typer.Option("--json", help="Print the result as one JSON line.")
     ] = False,
 ) -> None:
-    """Quantize a checkpoint to FP8 with ModelOpt, one layer in memory at a time."""
+    """Quantize a checkpoint to FP8 with ModelOpt, one layer in memory at a time.
+
+    Examples:
+      llmctl quantize --model-dir examples/demo-target --kv-cache-dtype fp8 --calib-size 32 \\
+        --output-dir out/target-fp8
+    """
     if export_format != "hf":
         raise Unsupported(f"--export-format {export_format}: only hf is written")
     from llmctl.quantize.plan import QuantizeOptions, plan_quantization

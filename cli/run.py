@@ -1,288 +1,78 @@
 """`llmctl run`: engines and prompts in, text out.
 
-Options are those of TensorRT-LLM's run.py; those that do not apply are refused by name
-(cli/refused.py). Heavy imports happen after every option has been checked.
+Options are those of TensorRT-LLM's run.py (cli/run_options.py); those that do not apply are refused
+by name (cli/refused.py). Heavy imports happen after every option has been checked.
 """
 
 from __future__ import annotations
 
-import enum
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
+from llmctl.cli import run_options as option
 from llmctl.cli.argv import expand_lists
+from llmctl.cli.run_options import LogLevel
 from llmctl.errors import BadConfig, Unsupported
 
 DEFAULT_STREAMING_INTERVAL = 5  # run.py's
-
-
-class LogLevel(enum.StrEnum):
-    """run.py's levels; each shows itself and what follows."""
-
-    verbose = "verbose"
-    info = "info"
-    warning = "warning"
-    error = "error"
-    internal_error = "internal_error"
+GROUPED_LISTS = ("--stop-words", "--bad-words")  # each occurrence is a list of its own
 
 
 def prepare_argv(argv: list[str]) -> list[str]:
     """run.py's list options in the form the parser knows."""
-    return expand_lists(argv, repeated=("--input-text",), grouped=("--stop-words", "--bad-words"))
+    return expand_lists(argv, repeated=("--input-text",), grouped=GROUPED_LISTS)
 
 
 def run(
-    engine_dir: Annotated[
-        Path,
-        typer.Option("--engine-dir", help="The (target) engine."),
-    ],
-    max_output_len: Annotated[
-        int,
-        typer.Option("--max-output-len", min=1, help="New tokens."),
-    ],
-    input_text: Annotated[
-        list[str] | None,
-        typer.Option("--input-text", help='Prompts, one or several: "a" "b".'),
-    ] = None,
-    input_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--input-file",
-            help=".txt (a prompt a line), .csv or .npy (token ids), .jsonl (objects with prompt or "
-            "input_ids, and settings of their own).",
-        ),
-    ] = None,
-    max_input_length: Annotated[
-        int | None,
-        typer.Option(
-            "--max-input-length",
-            min=1,
-            help="Keep only the last N prompt tokens. Without it nothing is cut; a prompt that "
-            "does not fit is refused.",
-        ),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat",
-            help="Prompts become user messages in the tokenizer's chat template.",
-        ),
-    ] = False,
-    streaming: Annotated[
-        bool,
-        typer.Option("--streaming", help="Print the text so far as it grows."),
-    ] = False,
-    streaming_interval: Annotated[
-        int | None,
-        typer.Option(
-            "--streaming-interval",
-            min=1,
-            help="Steps between two prints of one output; default: 5.",
-        ),
-    ] = None,
-    output_csv: Annotated[
-        Path | None,
-        typer.Option("--output-csv", help="Token ids, a line each."),
-    ] = None,
-    output_npy: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-npy",
-            help="Token ids, int32 [outputs, longest], padded with the end id.",
-        ),
-    ] = None,
-    output_jsonl: Annotated[
-        Path | None,
-        typer.Option("--output-jsonl", help="One object an output."),
-    ] = None,
-    output_log_probs_npy: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-log-probs-npy",
-            help="Log-probability of every output token, float32, padded with NaN.",
-        ),
-    ] = None,
-    output_cum_log_probs_npy: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-cum-log-probs-npy",
-            help="Sum of each output's log-probabilities, float32 [outputs, 1].",
-        ),
-    ] = None,
-    tokenizer_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--tokenizer-dir",
-            help="Folder with tokenizer.json; default: the one stored in the engine.",
-        ),
-    ] = None,
-    no_add_special_tokens: Annotated[
-        bool,
-        typer.Option("--no-add-special-tokens", help="No bos token, no template."),
-    ] = False,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature",
-            help="Greedy unless one of temperature, top-k, top-p, min-p is given; 0 is greedy.",
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option("--top-k", help="Most likely tokens kept; 0: all."),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", help="Probability mass kept; 0: not used."),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            "--min-p",
-            help="Least probability kept, as a share of the most likely token's.",
-        ),
-    ] = None,
-    repetition_penalty: Annotated[float, typer.Option("--repetition-penalty")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option("--presence-penalty")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option("--frequency-penalty")] = 0.0,
-    random_seed: Annotated[int, typer.Option("--random-seed", min=0)] = 0,
-    num_return_sequences: Annotated[
-        int,
-        typer.Option(
-            "--num-return-sequences",
-            min=1,
-            help="Outputs per prompt; output i uses seed + i.",
-        ),
-    ] = 1,
-    num_beams: Annotated[int, typer.Option("--num-beams", min=1, help="Only 1.")] = 1,
-    end_id: Annotated[
-        int | None,
-        typer.Option(
-            "--end-id",
-            min=-1,
-            help="Token that ends an output; default: the tokenizer's and the model's; -1: none.",
-        ),
-    ] = None,
-    stop_words: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stop-words",
-            help='Words that end an output: "a" "b". Once for all prompts, or once each.',
-        ),
-    ] = None,
-    bad_words: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--bad-words",
-            help="Words that never appear; given like --stop-words.",
-        ),
-    ] = None,
-    draft_engine: Annotated[
-        Path | None,
-        typer.Option(
-            "--draft-engine",
-            "--draft-engine-dir",
-            help="Engine of the draft model.",
-        ),
-    ] = None,
-    draft_len: Annotated[
-        int | None,
-        typer.Option(
-            "--draft-len",
-            help="Draft tokens a round; default: the max_draft_len of the target engine.",
-        ),
-    ] = None,
-    draft_target_model_config: Annotated[
-        str | None,
-        typer.Option(
-            "--draft-target-model-config",
-            help='"[draft_len,[draft devices],[target devices],use_logits]", as in '
-            '"[4,[0],[0],False]".',
-        ),
-    ] = None,
-    ngram_config: Annotated[
-        str | None,
-        typer.Option(
-            "--ngram-config",
-            "--prompt-lookup-config",
-            help='Draft from the text itself: "[draft_len,max_ngram,[devices]]", as in '
-            '"[10,2,[0]]".',
-        ),
-    ] = None,
-    verify_exact: Annotated[
-        bool,
-        typer.Option(
-            "--verify-exact",
-            help="Also run every prompt alone without drafts; fail where the outputs differ.",
-        ),
-    ] = False,
-    kv_cache_enable_block_reuse: Annotated[
-        bool,
-        typer.Option(
-            "--kv-cache-enable-block-reuse/--no-kv-cache-enable-block-reuse",
-            help="Keep KV blocks of shared prefixes.",
-        ),
-    ] = True,
-    kv_cache_free_gpu_memory_fraction: Annotated[
-        float | None,
-        typer.Option(
-            "--kv-cache-free-gpu-memory-fraction",
-            help="Upper bound of both KV caches, as a share of the memory that weights and "
-            "activations leave free; default 0.9 on a GPU, 0.5 of RAM for cpu engines.",
-        ),
-    ] = None,
-    max_tokens_in_paged_kv_cache: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens-in-paged-kv-cache",
-            min=1,
-            help="Upper bound of the KV cache in tokens; the smaller bound counts.",
-        ),
-    ] = None,
-    enable_chunked_context: Annotated[
-        bool,
-        typer.Option(
-            "--enable-chunked-context/--no-enable-chunked-context",
-            help="Long prompts enter in chunks beside running requests.",
-        ),
-    ] = True,
-    max_step_ms: Annotated[
-        float | None,
-        typer.Option(
-            "--max-step-ms",
-            help="Shrink prompt chunks until a step takes no longer; default: largest chunks.",
-        ),
-    ] = None,
-    num_threads: Annotated[
-        int | None,
-        typer.Option(
-            "--num-threads",
-            min=1,
-            help="CPU threads; default: one per core.",
-        ),
-    ] = None,
-    run_profiling: Annotated[
-        bool,
-        typer.Option(
-            "--run-profiling",
-            help="10 warm-up and 10 timed runs of the batch; prints their mean latency.",
-        ),
-    ] = False,
-    log_level: Annotated[LogLevel, typer.Option("--log-level")] = LogLevel.info,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print one JSON object with outputs and statistics.",
-        ),
-    ] = False,
+    engine_dir: option.EngineDir,
+    max_output_len: option.MaxOutputLen,
+    input_text: option.InputText = None,
+    input_file: option.InputFile = None,
+    max_input_length: option.MaxInputLength = None,
+    chat: option.Chat = False,
+    draft_engine: option.DraftEngine = None,
+    draft_len: option.DraftLen = None,
+    draft_target_model_config: option.DraftTargetModelConfig = None,
+    ngram_config: option.NgramConfig = None,
+    verify_exact: option.VerifyExact = False,
+    temperature: option.Temperature = None,
+    top_k: option.TopK = None,
+    top_p: option.TopP = None,
+    min_p: option.MinP = None,
+    repetition_penalty: option.RepetitionPenalty = 1.0,
+    presence_penalty: option.PresencePenalty = 0.0,
+    frequency_penalty: option.FrequencyPenalty = 0.0,
+    random_seed: option.RandomSeed = 0,
+    num_return_sequences: option.NumReturnSequences = 1,
+    num_beams: option.NumBeams = 1,
+    end_id: option.EndId = None,
+    stop_words: option.StopWords = None,
+    bad_words: option.BadWords = None,
+    kv_cache_enable_block_reuse: option.EnableBlockReuse = True,
+    kv_cache_free_gpu_memory_fraction: option.FreeMemoryFraction = None,
+    max_tokens_in_paged_kv_cache: option.MaxTokens = None,
+    enable_chunked_context: option.EnableChunkedContext = True,
+    max_step_ms: option.MaxStepMs = None,
+    num_threads: option.NumThreads = None,
+    tokenizer_dir: option.TokenizerDir = None,
+    no_add_special_tokens: option.NoAddSpecialTokens = False,
+    streaming: option.Streaming = False,
+    streaming_interval: option.StreamingInterval = None,
+    output_csv: option.OutputCsv = None,
+    output_npy: option.OutputNpy = None,
+    output_jsonl: option.OutputJsonl = None,
+    output_log_probs_npy: option.OutputLogProbsNpy = None,
+    output_cum_log_probs_npy: option.OutputCumLogProbsNpy = None,
+    run_profiling: option.RunProfiling = False,
+    log_level: option.LogLevelOption = LogLevel.info,
+    as_json: option.Json = False,
 ) -> int:
     """Generate text with an engine, alone or with a draft engine.
 
     Outputs go to stdout, everything else to stderr. With a draft the outputs are identical to
     those without.
+
+    Examples:
+      llmctl run --engine-dir out/target --max-output-len 64 --input-text 'def read_lines(path):'
+      llmctl run --engine-dir out/target --draft-engine out/draft --draft-len 4 --verify-exact \\
+        --max-output-len 64 --input-text 'import os' 'class Stack:' --json
     """
     if num_beams != 1:
         raise Unsupported(

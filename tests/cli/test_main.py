@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 from llmctl import errors
-from llmctl.cli import main
+from llmctl.cli import app, main
 from llmctl.errors import LlmctlError, OutputExists
 
 ERROR_CLASSES = sorted(
@@ -42,7 +42,7 @@ def command_that_raises(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseExcept
         module = ModuleType("failing_command")
         module.command = command  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "failing_command", module)
-        monkeypatch.setitem(main.COMMANDS, "run", ("failing_command", "command", "Fails."))
+        monkeypatch.setitem(app.COMMANDS, "run", ("failing_command", "command", "Fails."))
 
     return install
 
@@ -107,7 +107,7 @@ def test_options_of_run_py_that_do_not_apply_are_refused_with_a_reason(llmctl, o
 def test_no_option_is_both_refused_and_defined(llmctl):
     from llmctl.cli.refused import _REASONS
 
-    defined = set(re.findall(r"--([a-z-]+)", llmctl("run", "--help").out))
+    defined = set(re.findall(r"--([a-z-]+)", llmctl("run", "--help-all").out))
     assert defined and not defined & set(_REASONS)
 
 
@@ -159,7 +159,7 @@ def test_a_signal_runs_clean_ups_and_its_handler_is_put_back(llmctl, monkeypatch
     module = ModuleType("slow_command")
     module.command = command  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "slow_command", module)
-    monkeypatch.setitem(main.COMMANDS, "run", ("slow_command", "command", "Waits."))
+    monkeypatch.setitem(app.COMMANDS, "run", ("slow_command", "command", "Waits."))
     before = signal.getsignal(number)
     assert llmctl("run").code == code and cleaned == [True]
     assert signal.getsignal(number) is before
@@ -169,7 +169,7 @@ def test_a_signal_runs_clean_ups_and_its_handler_is_put_back(llmctl, monkeypatch
 _SIGNALLED = """
 import os, signal, sys, time
 from types import ModuleType
-from llmctl.cli import main
+from llmctl.cli import app, main
 
 class Dropped:
     def __del__(self):
@@ -191,7 +191,7 @@ def command():
 module = ModuleType("command")
 module.command = command
 sys.modules["command"] = module
-main.COMMANDS["run"] = ("command", "command", "")
+app.COMMANDS["run"] = ("command", "command", "")
 sys.argv = ["llmctl", "run"]
 main.main()
 """
@@ -219,7 +219,7 @@ def test_a_failure_that_a_dropped_signal_caused_is_no_bug(llmctl, monkeypatch, n
     module = ModuleType("half_imported")
     module.command = command  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "half_imported", module)
-    monkeypatch.setitem(main.COMMANDS, "run", ("half_imported", "command", "Waits."))
+    monkeypatch.setitem(app.COMMANDS, "run", ("half_imported", "command", "Waits."))
     done = llmctl("run")
     assert done.code == code and done.err == "llmctl: interrupted\n"
 
@@ -273,12 +273,13 @@ def test_options_without_a_command_are_a_usage_error(llmctl):
 def test_help_lists_the_commands(llmctl):
     done = llmctl("--help")
     assert done.code == 0 and done.err == ""
-    assert re.findall(r"^  (quantize|build|run|inspect) ", done.out, re.M) == list(main.COMMANDS)
+    listed = done.out.partition("Commands:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^  ([a-z]+) ", listed, re.M) == list(app.COMMANDS)
     assert llmctl().out == done.out
 
 
 def test_every_option_of_run_explains_itself(llmctl):
-    text = llmctl("run", "--help").out
+    text = llmctl("run", "--help-all").out
     for name in ("--engine-dir", "--draft-engine", "--verify-exact", "--ngram-config"):
         assert name in text  # never cut off by the width of the terminal
 
