@@ -161,13 +161,13 @@ def _check_settings(row: Mapping[str, Any], where: str) -> None:
 
 def write_csv(path: Path, rows: Iterable[Sequence[int]]) -> None:
     """Token ids, one output a line; an empty line for a request that was refused."""
-    with _replacing(path, "w") as file:
+    with replacing(path, "w") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object a line."""
-    with _replacing(path, "w") as file:
+    with replacing(path, "w") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -179,7 +179,7 @@ def write_npy(path: Path, rows: Sequence[Sequence[int]], pad_id: int) -> None:
     array = np.full((len(rows), max(map(len, rows), default=0)), pad_id, np.int32)
     for index, row in enumerate(rows):
         array[index, : len(row)] = row
-    with _replacing(path, "wb") as file:
+    with replacing(path, "wb") as file:
         np.save(file, array)
 
 
@@ -190,7 +190,7 @@ def write_float_npy(path: Path, rows: Sequence[Sequence[float]]) -> None:
     array = np.full((len(rows), max(map(len, rows), default=0)), np.nan, np.float32)
     for index, row in enumerate(rows):
         array[index, : len(row)] = row
-    with _replacing(path, "wb") as file:
+    with replacing(path, "wb") as file:
         np.save(file, array)
 
 
@@ -201,7 +201,7 @@ def require_writable(path: Path) -> None:
         raise BadConfig(f"{path} cannot be written: {folder} must be a writable folder")
 
 
-class _replacing:
+class replacing:
     """A file beside `path` that takes its name when the block ends without an exception."""
 
     def __init__(self, path: Path, mode: str) -> None:

@@ -55,6 +55,16 @@ class Tokenizer:
         pad = self._special_id("pad_token")
         return self.end_id if pad is None else pad
 
+    @property
+    def ordinary_ids(self) -> list[int]:
+        """Every id but those of special tokens, ascending."""
+        special = {
+            index
+            for index, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        return sorted(set(self._backend.get_vocab().values()) - special)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of one text."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
