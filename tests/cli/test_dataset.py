@@ -1,0 +1,191 @@
+"""`llmctl dataset`: rows for the benchmark, from distributions and from text."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from llmctl.cli.dataset.lengths import NormalLengths, UniformLengths
+from llmctl.cli.dataset.rows import open_tokenizer
+from llmctl.errors import BadConfig, TokenizerError
+
+NORMAL = "token-norm-dist --input-mean 20 --input-stdev 4 --output-mean 9 --output-stdev 2"
+UNIFORM = "token-unif-dist --input-min 3 --input-max 6 --output-min 1 --output-max 2"
+# What follows the program's name in NVIDIA's article on Llama 3.3 70B.
+ARTICLE = (
+    "--stdout token-norm-dist --num-requests 1000 --input-mean 500 --input-stdev 0 "
+    "--output-mean 200 --output-stdev 0"
+)
+
+
+@pytest.fixture
+def demo(repository):
+    return repository / "examples" / "demo-target"
+
+
+@pytest.fixture
+def make(llmctl, demo):
+    """Rows of a command line."""
+
+    def call(words: str, *argv, tokenizer=demo):
+        done = llmctl("dataset", f"--tokenizer={tokenizer}", *shlex.split(words), *argv)
+        assert done.code == 0, done
+        return [json.loads(line) for line in done.out.splitlines()]
+
+    return call
+
+
+def test_the_articles_command_runs_as_printed(make):
+    rows = make(ARTICLE)
+    assert len(rows) == 1000
+    assert all(list(row) == ["task_id", "input_ids", "output_tokens"] for row in rows)
+    assert [row["task_id"] for row in rows] == list(range(1000))
+    assert {len(row["input_ids"]) for row in rows} == {500}
+    assert {row["output_tokens"] for row in rows} == {200}
+
+
+def test_random_prompts_hold_every_ordinary_token_and_no_special_one(make, demo):
+    full = AutoTokenizer.from_pretrained(demo)
+    seen = {token for row in make(ARTICLE) for token in row["input_ids"]}
+    assert seen == set(range(len(full))) - set(full.all_special_ids)
+
+
+def test_a_seed_makes_the_same_rows_and_another_seed_others(make):
+    words = f"{NORMAL} --num-requests 5"
+    assert make(words) == make(f"--random-seed 420 {words}")
+    assert make(words) != make(f"--random-seed 421 {words}")
+
+
+def test_normal_lengths_are_rounded_up_and_at_least_one():
+    generator = np.random.default_rng(0)
+    drawn = [NormalLengths(3, 2).draw(generator) for _ in range(4000)]
+    assert min(drawn) == 1 and np.mean(drawn) == pytest.approx(3.5, abs=0.15)
+    assert NormalLengths(2.2, 0).draw(generator) == 3
+
+
+def test_uniform_lengths_include_both_ends_alike():
+    generator = np.random.default_rng(0)
+    counts = Counter(UniformLengths(3, 6).draw(generator) for _ in range(4000))
+    assert sorted(counts) == [3, 4, 5, 6] and min(counts.values()) > 900
+
+
+def test_uniform_rows_stay_within_their_bounds(make):
+    rows = make(f"{UNIFORM} --num-requests 40")
+    assert {len(row["input_ids"]) for row in rows} == {3, 4, 5, 6}
+    assert {row["output_tokens"] for row in rows} == {1, 2}
+
+
+def test_a_file_gets_the_lines_that_stdout_would_and_stderr_a_summary(llmctl, make, demo, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    words = ["dataset", "--tokenizer", demo, "--output", path]
+    done = llmctl(*words, *shlex.split(NORMAL), "--num_requests", 4)
+    assert done.code == 0 and done.out == ""
+    assert done.err.startswith("4 requests: input tokens ")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == make(
+        f"{NORMAL} --num-requests 4"
+    )
+
+
+def test_an_engines_own_tokenizer_will_do(make, engines):
+    rows = make(f"{UNIFORM} --num-requests 30", tokenizer=engines.target)
+    assert max(max(row["input_ids"]) for row in rows) < 1000
+
+
+def test_a_models_name_is_looked_up_on_the_hub(monkeypatch, demo):
+    def snapshot_download(name, allow_patterns):
+        assert (name, allow_patterns[0]) == ("some/model", "tokenizer.json")
+        return str(demo)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert len(open_tokenizer("some/model").ordinary_ids) == 4093
+
+
+def test_a_name_the_hub_cannot_give_is_a_named_error(llmctl):
+    done = llmctl("dataset", "--tokenizer", "some/model", *shlex.split(ARTICLE))
+    assert done.code == TokenizerError.exit_code and "error[TokenizerError]" in done.err
+    assert "some/model is no folder" in done.err and "fix: name a folder" in done.err
+
+
+# ---- text ----
+
+
+def test_rows_of_text_are_prompts_in_the_files_order(make, demo, tmp_path):
+    full = AutoTokenizer.from_pretrained(demo)
+    path = tmp_path / "lines.txt"
+    path.write_text("def add(a, b):\n\nclass Bar:\n")
+    rows = make(f"text --input-file {path} --output-len-dist 5,0")
+    assert [row["input_ids"] for row in rows] == [
+        full("def add(a, b):").input_ids,
+        full("class Bar:").input_ids,
+    ]
+    assert [row["output_tokens"] for row in rows] == [5, 5]
+
+
+def test_outputs_are_as_long_as_the_golden_text_and_long_prompts_are_skipped(make, demo, tmp_path):
+    full = AutoTokenizer.from_pretrained(demo)
+    path = tmp_path / "rows.jsonl"
+    records = [{"question": "x = " * 50, "answer": "y"}, {"question": "x =", "answer": "f(1)\n"}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    keys = "--dataset-input-key question --dataset-output-key answer --dataset-prompt #"
+    (row,) = make(f"text --dataset-name {path} {keys} --max-input-len 20")
+    assert row["input_ids"] == full("# x =").input_ids
+    assert row["output_tokens"] == len(full("f(1)\n", add_special_tokens=False).input_ids)
+
+
+def test_windows_are_pieces_of_the_text(make, demo, repository):
+    path = repository / "examples" / "heldout.txt"
+    full = AutoTokenizer.from_pretrained(demo)
+    stream = full(path.read_text(), add_special_tokens=False).input_ids
+    text = " ".join(map(str, stream))
+    rows = make(f"text --input-file {path} --num-requests 6 --input-len-dist 64,8 "
+                "--output-len-dist 16,0")  # fmt: skip
+    assert len({tuple(row["input_ids"]) for row in rows}) == 6
+    assert all(" ".join(map(str, row["input_ids"])) in text for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{NORMAL} --num-requests 0", "num-requests"),
+        ("--stdout --output x.jsonl " + UNIFORM + " --num-requests 1", "--stdout and --output"),
+        (NORMAL.replace("mean 20", "mean -1") + " --num-requests 1", "mean length is -1.0"),
+        (NORMAL.replace("stdev 4", "stdev -4") + " --num-requests 1", "standard deviation is -4.0"),
+        (UNIFORM.replace("max 6", "max 2") + " --num-requests 1", "lengths from 3 to 2"),
+        ("text --input-file none.txt --output-len-dist 5,0", "none.txt does not exist"),
+        ("text --input-file none.txt", "exactly one is wanted"),
+        ("text --input-file none.txt --output-len-dist 5", "the form mean,stdev"),
+        ("text --input-file none.txt --output-len-dist 5,0 --input-len-dist 5,0", "--num-requests"),
+    ],
+)
+def test_impossible_rows_are_refused_by_name(llmctl, demo, words, said):
+    done = llmctl("dataset", "--tokenizer", demo, *shlex.split(words))
+    assert done.code == BadConfig.exit_code and said in done.err and done.out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.jsonl", '{"prompt": "a"}', "no string 'text'; its keys are prompt"),
+        ("x.jsonl", "[1]", "line 1 is list"),
+        ("x.jsonl", "{", "line 1 is not JSON"),
+        ("x.txt", "\n\n", "holds no text"),
+        ("x.csv", "1", "must end in .txt or .jsonl"),
+    ],
+)
+def test_a_bad_text_file_is_named_with_its_line(llmctl, demo, tmp_path, name, content, said):
+    path = Path(tmp_path / name)
+    path.write_text(content)
+    done = llmctl("dataset", "--tokenizer", demo, "text", "--input-file", path,
+                  "--output-len-dist", "4,0")  # fmt: skip
+    assert done.code == BadConfig.exit_code and said in done.err
+
+
+def test_a_missing_tokenizer_is_said(llmctl):
+    done = llmctl("dataset", *shlex.split(NORMAL), "--num-requests", 1)
+    assert done.code == BadConfig.exit_code and "--tokenizer is missing" in done.err
