@@ -25,7 +25,12 @@ from llmctl.plugins.cuda.cubin import read_cubin
 from llmctl.plugins.cuda.kernel import Constant, KernelSpec
 
 PLUGINS = Path(__file__).resolve().parent.parent
-CAPABILITIES = ("9.0",)
+CAPABILITIES = ("8.6", "8.9", "9.0", "12.0")
+HOPPER = "9.0"  # CUDA C++ kernels are for it alone; so is programmatic dependent launch here
+FP8_CAPABILITY = 8.9  # the first that converts E4M3
+# Most shared memory of a thread block, bytes (CUDA programming guide, technical specifications).
+MAX_SHARED_BYTES = {"9.0": 227 << 10}
+DEFAULT_MAX_SHARED_BYTES = 99 << 10
 # Triton appends pointers to two scratch areas to every kernel's parameters; no kernel of ours may
 # use them, so a launch passes null.
 TRITON_HIDDEN_ARGUMENTS = 2
@@ -60,7 +65,21 @@ class CompiledKernel:
         return cls(**{**metadata, "arguments": tuple(metadata["arguments"])}, cubin=cubin)
 
 
-def compile_kernel(spec: KernelSpec, capability: str = "9.0") -> CompiledKernel:
+def runs_on(spec: KernelSpec, capability: str) -> bool:
+    """Whether there is a binary of this spec for a compute capability: CUDA C++ is Hopper's, and
+    E4M3 is not known before Ada."""
+    if not spec.is_triton:
+        return capability == HOPPER
+    return float(capability) >= FP8_CAPABILITY or "*fp8e4nv" not in spec.arguments
+
+
+def uses_pdl(capability: str) -> bool:
+    """Whether kernels of a compute capability wait for their predecessor themselves; the launch
+    must ask for it where they do, and must not where they do not."""
+    return capability == HOPPER
+
+
+def compile_kernel(spec: KernelSpec, capability: str = HOPPER) -> CompiledKernel:
     """Compile one spec, or take it from the cache.
 
     Raises Unsupported for another compute capability, NoDevice where a compiler is not installed,
@@ -71,18 +90,20 @@ def compile_kernel(spec: KernelSpec, capability: str = "9.0") -> CompiledKernel:
             f"there are no kernels for compute capability {capability}; "
             f"wanted one of {', '.join(CAPABILITIES)}"
         )
+    if not runs_on(spec, capability):
+        raise Unsupported(f"{spec.name} cannot be compiled for compute capability {capability}")
     key = _key(spec, capability)
     if key not in _memo:
         path = cache_folder() / f"{key}.kernel"
         found = _read(path)
         if found is None:
-            found = _compile_triton(spec) if spec.is_triton else _compile_cuda(spec)
+            found = _compile_triton(spec, capability) if spec.is_triton else _compile_cuda(spec)
             _write(path, found)
         _memo[key] = found
     return _memo[key]
 
 
-def is_cached(spec: KernelSpec, capability: str = "9.0") -> bool:
+def is_cached(spec: KernelSpec, capability: str = HOPPER) -> bool:
     """Whether `compile_kernel` would find the spec in the cache folder."""
     return _read(cache_folder() / f"{_key(spec, capability)}.kernel") is not None
 
@@ -90,7 +111,7 @@ def is_cached(spec: KernelSpec, capability: str = "9.0") -> bool:
 _memo: dict[str, CompiledKernel] = {}
 
 
-def _compile_triton(spec: KernelSpec) -> CompiledKernel:
+def _compile_triton(spec: KernelSpec, capability: str) -> CompiledKernel:
     triton = _triton()
     function = load_function(spec)
     runtime = [name for name in function.arg_names if name not in spec.constants]
@@ -108,8 +129,11 @@ def _compile_triton(spec: KernelSpec) -> CompiledKernel:
         for name, kind in zip(runtime, spec.arguments, strict=True)
         if kind.startswith("*")
     }
-    source = triton.compiler.ASTSource(function, signature, dict(spec.constants), aligned)
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    constants = dict(spec.constants)
+    if constants.get("PDL") and not uses_pdl(capability):
+        constants["PDL"] = False
+    source = triton.compiler.ASTSource(function, signature, constants, aligned)
+    target = triton.backends.compiler.GPUTarget("cuda", int(capability.replace(".", "")), 32)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
     try:
         built = triton.compile(source, target=target, options=options)
@@ -118,6 +142,12 @@ def _compile_triton(spec: KernelSpec) -> CompiledKernel:
     metadata = built.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise KernelCompileError(f"{spec.name} needs Triton's global scratch memory")
+    room = MAX_SHARED_BYTES.get(capability, DEFAULT_MAX_SHARED_BYTES)
+    if metadata.shared > room:
+        raise KernelCompileError(
+            f"{spec.name} needs {metadata.shared} bytes of shared memory; "
+            f"compute capability {capability} has {room} for a thread block"
+        )
     return _described(
         spec,
         metadata.name,

@@ -108,7 +108,7 @@ class LaunchEnv:
     scratch: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
     """scratch(name, shape, dtype): zeroed once when first asked for, then the same tensor for every
     call that asks for that name; whoever uses it leaves counters at zero again."""
-    use_pdl: bool = True  # false in the interpreter
+    use_pdl: bool = True  # false in the interpreter and on other GPUs than Hopper's
 
     def count(self, shape: StepShape) -> int:
         """Leading extent of the call's activations in this step."""

@@ -74,9 +74,11 @@ class CudaProgram:
         limits: StepLimits,
         device: torch.device | str = "cuda",
         driver: Driver | None = None,
+        use_pdl: bool = True,
     ) -> None:
         for call in calls:
             check_call(call)
+        self._use_pdl = use_pdl  # as the binaries were compiled: `plugins.cuda.compiler.uses_pdl`
         self.limits = limits
         self._device = torch.device(device)
         self._driver = driver or cuda_driver(self._device.index or 0)
@@ -96,7 +98,7 @@ class CudaProgram:
         assert kv_cache.dim() == 6 and kv_cache.is_contiguous()
         self._prepared.clear()
         self._envs = {
-            extent: LaunchEnv(self.step, kv_cache, self.limits, extent, self.scratch)
+            extent: LaunchEnv(self.step, kv_cache, self.limits, extent, self.scratch, self._use_pdl)
             for extent in ("tokens", "rows")
         }
 
@@ -154,7 +156,7 @@ class CudaProgram:
 
     def _prepare(self, launch: Launch) -> Prepared:
         return self._driver.prepare(
-            self._find(launch.spec), launch.grid, launch.arguments, use_pdl=True
+            self._find(launch.spec), launch.grid, launch.arguments, self._use_pdl
         )
 
     def _find(self, spec: KernelSpec) -> Any:

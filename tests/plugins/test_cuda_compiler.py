@@ -12,7 +12,13 @@ from kernel_support import disassemble
 
 from llmctl.errors import KernelCompileError, NoDevice, Unsupported
 from llmctl.plugins.cuda import compiler, nvrtc
-from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel, included_files
+from llmctl.plugins.cuda.compiler import (
+    CompiledKernel,
+    compile_kernel,
+    included_files,
+    runs_on,
+    uses_pdl,
+)
 from llmctl.plugins.cuda.cubin import read_cubin
 
 
@@ -86,6 +92,22 @@ def test_a_spec_that_its_source_does_not_fit_is_refused(spec, message):
 def test_another_compute_capability_is_refused():
     with pytest.raises(Unsupported, match="capability 8.0"):
         compile_kernel(NORM, "8.0")
+
+
+@pytest.mark.parametrize("capability", ["8.9", "12.0"])
+def test_triton_kernels_are_compiled_for_other_gpus_without_dependent_launch(capability):
+    assert not uses_pdl(capability) and uses_pdl("9.0")
+    kernel = compile_kernel(NORM, capability)
+    assert kernel.cubin != compile_kernel(NORM).cubin
+    assert "ACQBULK" in disassemble(compile_kernel(NORM))  # waits for its predecessor
+    assert "ACQBULK" not in disassemble(kernel)
+
+
+@pytest.mark.parametrize(("spec", "capability"), [(NORM, "8.6"), (ADD_ROWS, "8.9")])
+def test_fp8_before_ada_and_cuda_cpp_beside_hopper_are_refused(spec, capability):
+    assert not runs_on(spec, capability) and runs_on(spec, "9.0")
+    with pytest.raises(Unsupported, match=f"{spec.name} cannot be compiled for .* {capability}"):
+        compile_kernel(spec, capability)
 
 
 @pytest.mark.parametrize("spec", [NORM, ADD_ROWS], ids=["triton", "cuda"])
