@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmctl.builder.binaries import Binaries, choose_target, find_package, make_binaries
 from llmctl.builder.config import (
+    BuildConfig,
     BuildRequest,
     choose_backend,
-    choose_capability,
     choose_dtype,
     has_supported_gpu,
-    require_cuda_model,
+    require_cache_type,
+    require_gpu_model,
     resolve_build_config,
 )
 from llmctl.builder.engine_format import (
@@ -34,14 +36,7 @@ from llmctl.builder.engine_format import (
     write_engine,
 )
 from llmctl.builder.generated import LoadFormat, declare_tensors, mark_generated, open_config
-from llmctl.builder.kernels import (
-    OnKernel,
-    compile_kernels,
-    kernel_specs,
-    plan_kernel,
-    scratch_bytes,
-    step_limits,
-)
+from llmctl.builder.kernels import OnKernel
 from llmctl.builder.models import model_config
 from llmctl.builder.models.decoder import EMBEDDING, build_network
 from llmctl.builder.network import Network
@@ -56,6 +51,7 @@ from llmctl.builder.scales import (
     require_readable,
 )
 from llmctl.builder.sources import LargestScale, RowScales, Source
+from llmctl.builder.tensorrt.pieces import Piece
 from llmctl.builder.tokenizer import describe_tokenizer
 from llmctl.errors import OutputExists, Unsupported
 from llmctl.publish import publish, require_space
@@ -64,8 +60,6 @@ from llmctl.quantize.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import torch
-
-    from llmctl.plugins.cuda.compiler import CompiledKernel
 
 _CONFIG_BYTES = 1 << 20  # more than config.json of an engine takes
 STORED = LoadFormat()
@@ -80,7 +74,9 @@ class EnginePlan:
     network: Network
     plan: Plan
     sources: Mapping[str, Source]
-    kernels: tuple[CompiledKernel, ...]  # cuda only
+    limits: BuildConfig
+    pieces: tuple[Piece, ...]  # tensorrt only
+    binaries: Binaries  # by their tensors' names: kernels of cuda, plans of TensorRT
     notices: tuple[str, ...]  # adjusted limits and unread tensors, for people
 
     @property
@@ -110,6 +106,8 @@ class EnginePlan:
             "scratch_bytes": self.plan.scratch_bytes,
             "num_kernels": len(self.plan.kernels),
             "kernel_bytes": sum(kernel.num_bytes for kernel in self.plan.kernels),
+            "num_trt_pieces": len(self.plan.trt_pieces),
+            "trt_bytes": sum(piece.num_bytes for piece in self.plan.trt_pieces),
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "kv_bytes_per_sequence": self.kv_bytes_per_token * build["max_seq_len"],
             **{
@@ -129,15 +127,18 @@ def plan_build(
     plugins: Mapping[str, str] | None = None,
     command: str = "",
     on_kernel: OnKernel = lambda *_: None,
+    with_binaries: bool = True,
 ) -> EnginePlan:
     """Decide an engine from the checkpoint's headers and scales; writes nothing.
 
-    Compiles the kernels of a cuda engine, as their size belongs to the plan; `on_kernel` hears of
-    each. Raises the checkpoint errors of `llmctl.errors`, BadConfig, Unsupported, and NoDevice or
-    KernelCompileError where a kernel cannot be compiled.
+    Compiles kernels and TensorRT's plans, as their size belongs to the plan; `on_kernel` hears of
+    each. Without binaries the result can be looked at, not written. Raises the checkpoint errors
+    of `llmctl.errors`, BadConfig, Unsupported, and NoDevice or KernelCompileError where a kernel
+    or plan cannot be compiled.
     """
     backend = choose_backend(backend, has_supported_gpu)
-    capability = choose_capability(compute_capability, backend)
+    require_cache_type(request.kv_cache_type, backend)
+    package = find_package(backend)
     is_generated = load_format.is_generated
     if is_generated and backend != "cuda":
         raise Unsupported(
@@ -149,8 +150,8 @@ def plan_build(
     where = str(checkpoint_dir / "config.json")
     model = model_config(checkpoint.config, where)
     dtype = choose_dtype(request.dtype, model, _stored_dtype(checkpoint))
-    if backend == "cuda":
-        require_cuda_model(model, dtype)
+    if backend != "cpu":
+        require_gpu_model(model, dtype, backend)
     require_readable(checkpoint)
     recorded = build_network(model, dtype)
     if is_generated:
@@ -159,8 +160,12 @@ def plan_build(
     linear_scales = find_linear_scales(checkpoint, recorded)
     kv_scales = _kv_scales(checkpoint, request.kv_cache_dtype, model.num_hidden_layers)
     cache_dtype = "float8_e4m3fn" if kv_scales is not None else dtype
+    is_fp8 = bool(linear_scales) or cache_dtype == "float8_e4m3fn"
+    target = choose_target(backend, package, compute_capability, is_fp8)
     limits, notices = resolve_build_config(request, model, cache_dtype)
-    plugin_config = resolve_plugins(plugins or {}, dtype, bool(linear_scales), backend)
+    plugin_config = resolve_plugins(
+        plugins or {}, dtype, bool(linear_scales), backend, request.kv_cache_type
+    )
     cache = KvCacheSpec(
         model.num_hidden_layers,
         model.num_key_value_heads,
@@ -169,22 +174,16 @@ def plan_build(
         cache_dtype,
         tuple(0 if window >= limits.max_seq_len else window for window in model.windows),
     )
-    network, plan = run_passes(
+    network, plan, pieces = run_passes(
         recorded, model, limits, plugin_config, linear_scales, kv_scales, cache, backend
     )
     if is_generated:
         plan = mark_generated(plan, network.sources)
     else:
         _check_scales(checkpoint, network)
-    kernels: list[CompiledKernel] = []
-    if capability is not None:
-        sizes = step_limits(plan, limits)
-        kernels = compile_kernels(kernel_specs(plan, sizes), capability, on_kernel)
-        plan = replace(
-            plan,
-            kernels=tuple(map(plan_kernel, kernels)),
-            scratch_bytes=scratch_bytes(plan, sizes),
-        )
+    binaries: Binaries = {}
+    if with_binaries:
+        plan, binaries = make_binaries(plan, pieces, limits, plugin_config, target, on_kernel)
     used = [name for source in network.sources.values() for name in source.names]
     unused = check_unused(checkpoint, used, model.num_hidden_layers)
     if unused:
@@ -200,13 +199,21 @@ def plan_build(
         plugin_config=plugin_config,
         source=describe_source(checkpoint),
         tokenizer=tokenizer,
-        versions=versions(),
+        versions=versions() | target.versions,
         command=command,
-        compute_capability=capability,
+        compute_capability=target.compute_capability,
         weights=load_format.to_dict(model, checkpoint.config),
     )
     return EnginePlan(
-        checkpoint, config, network, plan, network.sources, tuple(kernels), tuple(notices)
+        checkpoint=checkpoint,
+        config=config,
+        network=network,
+        plan=plan,
+        sources=network.sources,
+        limits=limits,
+        pieces=pieces,
+        binaries=binaries,
+        notices=tuple(notices),
     )
 
 
@@ -225,12 +232,9 @@ def run_build(
     side_bytes = sum(path.stat().st_size for path in tokenizer_files) + _CONFIG_BYTES
     require_space(output_dir.absolute().parent, engine.file_bytes + side_bytes)
 
-    cubins = {kernel.tensor: kernel.name for kernel in engine.plan.kernels}
-    binaries = {kernel.name: kernel.cubin for kernel in engine.kernels}
-
     def chunks(name: str) -> Iterator[torch.Tensor]:
-        if name in cubins:
-            yield torch.frombuffer(bytearray(binaries[cubins[name]]), dtype=torch.uint8)
+        if name in engine.binaries:
+            yield torch.frombuffer(bytearray(engine.binaries[name]), dtype=torch.uint8)
             return
         yield from engine.sources[name].chunks(engine.checkpoint)
         engine.checkpoint.release()

@@ -9,8 +9,8 @@ from typing import Any
 from llmctl.builder.models.family import DTYPES, ModelConfig
 from llmctl.errors import BadConfig, Unsupported
 
-BACKENDS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
-READY_BACKENDS = ("cpu", "cuda")
+TENSORRT_BACKENDS = ("tensorrt", "tensorrt-rtx")
+BACKENDS = ("cpu", "cuda", *TENSORRT_BACKENDS)
 COMPUTE_CAPABILITY = "9.0"  # H100, H200: the only one there are kernels for
 SPECULATIVE_MODES = {  # the number stored in config.json, as upstream
     "none": 1,
@@ -62,7 +62,6 @@ class BuildRequest:
         if self.speculative_decoding_mode is not None:
             _choice("speculative_decoding_mode", self.speculative_decoding_mode, SPECULATIVE_MODES)
         _only("max_beam_width", self.max_beam_width, 1, "beam search is not in this version")
-        _only("kv_cache_type", self.kv_cache_type, "paged", "every kernel reads the paged cache")
         _only("logits_dtype", self.logits_dtype, "float32", "sampling works on float32 logits")
         _only(
             "gather_context_logits",
@@ -217,16 +216,11 @@ def choose_dtype(requested: str, model: ModelConfig, stored: str) -> str:
 def choose_backend(backend: str, has_gpu: Callable[[], bool]) -> str:
     """The backend to build for; "auto" is cuda where there is a GPU for it, else cpu.
 
-    Raises BadConfig for an unknown name and Unsupported for one of another version.
+    Raises BadConfig for an unknown name.
     """
     _choice("backend", backend, ("auto", *BACKENDS))
     if backend == "auto":
         return "cuda" if has_gpu() else "cpu"
-    if backend not in READY_BACKENDS:
-        raise Unsupported(
-            f"--backend {backend} is not in this version; available: {', '.join(READY_BACKENDS)}",
-            fix="--backend cuda",
-        )
     return backend
 
 
@@ -240,10 +234,26 @@ def has_supported_gpu() -> bool:
     return f"{major}.{minor}" == COMPUTE_CAPABILITY
 
 
+def require_cache_type(cache_type: str, backend: str) -> None:
+    """Raise Unsupported for a layout of the KV cache that the backend's attention cannot read."""
+    if cache_type == "continuous" and backend not in TENSORRT_BACKENDS:
+        raise Unsupported(
+            f"--kv-cache-type continuous is refused: every kernel of the {backend} backend reads "
+            "the paged cache",
+            fix="--kv-cache-type paged, or --backend tensorrt-rtx",
+        )
+    if cache_type == "disabled":
+        raise Unsupported(
+            "--kv-cache-type disabled is refused: every token would compute the whole prompt again",
+            fix="--kv-cache-type paged",
+        )
+
+
 def choose_capability(requested: str | None, backend: str) -> str | None:
     """The compute capability to compile kernels for; None for a backend that compiles none.
 
-    Raises BadConfig where it has no effect and Unsupported for one without kernels.
+    Raises BadConfig where it has no effect and Unsupported for one without kernels. TensorRT's
+    targets are chosen by `tensorrt.package.choose_targets`.
     """
     if backend != "cuda":
         if requested is not None:
@@ -261,24 +271,25 @@ def choose_capability(requested: str | None, backend: str) -> str | None:
     return COMPUTE_CAPABILITY
 
 
-def require_cuda_model(model: ModelConfig, dtype: str) -> None:
+def require_gpu_model(model: ModelConfig, dtype: str, backend: str) -> None:
     """Raise Unsupported for a model that the CUDA kernels cannot compute."""
     if dtype == "float32":
         raise Unsupported(
-            "the cuda backend computes in bfloat16 or float16, and the model's dtype is float32",
+            f"the {backend} backend computes in bfloat16 or float16, and the model's dtype is "
+            "float32",
             fix="--dtype bfloat16",
         )
     if model.head_size not in CUDA_HEAD_SIZES:
         raise Unsupported(
-            f"the model's head size is {model.head_size}; the cuda backend has attention for "
+            f"the model's head size is {model.head_size}; the {backend} backend has attention for "
             f"{', '.join(map(str, CUDA_HEAD_SIZES))}",
             fix="--backend cpu",
         )
     for name in ("hidden_size", "intermediate_size"):
         if getattr(model, name) % CUDA_ROW_MULTIPLE:
             raise Unsupported(
-                f"the model's {name} is {getattr(model, name)}; the cuda backend wants a multiple "
-                f"of {CUDA_ROW_MULTIPLE}, so that rows of FP8 can be copied in bulk",
+                f"the model's {name} is {getattr(model, name)}; the {backend} backend wants a "
+                f"multiple of {CUDA_ROW_MULTIPLE}, so that rows of FP8 can be copied in bulk",
                 fix="--backend cpu",
             )
 

@@ -34,7 +34,9 @@ SCHEMA_VERSION = 2
 CONFIG_FILE = "config.json"
 TOKENIZER_FOLDER = "tokenizer"
 
-Dim = int | str  # "tokens": rows of the packed step; "rows": rows that get logits
+# "tokens": rows of the packed step; "rows": rows that get logits
+Dim = int | str
+TENSORRT_OP = "tensorrt"  # an operator of a plan that runs one of its `trt_pieces`
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +73,40 @@ class PlanKernel:
     """One compiled kernel. Its cubin is the engine file's uint8 tensor `tensor`.
 
     `metadata` is that of `plugins.cuda.compiler.CompiledKernel`: how to launch it, what it uses.
+    `capability` says for which GPU, where an engine serves several.
     """
 
     name: str
     num_bytes: int
     metadata: Mapping[str, Any]
+    capability: str = ""
 
     @property
     def tensor(self) -> str:
         """The name of the cubin in the engine file."""
-        return f"kernel:{self.name}"
+        return f"kernel:{self.capability}:{self.name}" if self.capability else f"kernel:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class TrtPiece:
+    """One plan of TensorRT. Its bytes are the engine file's uint8 tensor `tensor`.
+
+    bindings: {name, is_input, dtype, shape, alias} of each; an alias names the input whose memory
+    an output shares. profiles: {name, sizes: {dimension: [least, tuned for, most]}, layers,
+    activation_bytes, scratch_bytes} of each optimization profile, as the builder reported them.
+    """
+
+    name: str
+    num_bytes: int
+    package: str  # the import name of the package that built it
+    version: str
+    bindings: tuple[Mapping[str, Any], ...]
+    profiles: tuple[Mapping[str, Any], ...]
+
+    @property
+    def tensor(self) -> str:
+        """The name of the plan in the engine file."""
+        return f"plan:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +137,7 @@ class Plan:
     max_num_rows: int
     kernels: tuple[PlanKernel, ...] = ()  # cuda: every binary that a step or a round may launch
     scratch_bytes: int = 0  # cuda: what kernels ask of `LaunchEnv.scratch`, at most
+    trt_pieces: tuple[TrtPiece, ...] = ()  # tensorrt: what its operators "tensorrt" run
 
     def to_json(self) -> str:
         """The plan as strict JSON (no NaN)."""
@@ -125,7 +152,11 @@ class Plan:
         cache = raw.pop("kv_cache")
         spec = KvCacheSpec(**{**cache, "windows": tuple(cache["windows"])})
         kernels = tuple(PlanKernel(**kernel) for kernel in raw.pop("kernels"))
-        return Plan(tensors=tensors, ops=ops, kv_cache=spec, kernels=kernels, **raw)
+        pieces = tuple(
+            TrtPiece(**{**p, "bindings": tuple(p["bindings"]), "profiles": tuple(p["profiles"])})
+            for p in raw.pop("trt_pieces", ())  # absent: an engine of before there were any
+        )
+        return Plan(tensors, ops, spec, kernels=kernels, trt_pieces=pieces, **raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +173,8 @@ class EngineConfig:
     versions: Mapping[str, str]  # llmctl, torch, python, ...
     command: str
     files: Mapping[str, Any] = field(default_factory=dict)  # engine file -> bytes, header_sha256
-    compute_capability: str | None = None  # what the kernels are compiled for; None: no kernels
+    # what kernels and plans are compiled for, commas between several; None: nothing is
+    compute_capability: str | None = None
     # load_format: auto (stored in the file), or dummy or planted and what they are generated from
     weights: Mapping[str, Any] = field(default_factory=lambda: {"load_format": "auto"})
 
@@ -157,14 +189,15 @@ def engine_file(rank: int) -> str:
 
 
 def plan_entries(plan: Plan) -> list[Entry]:
-    """The tensors that the plan's engine file holds: stored weights, then cubins."""
+    """The tensors that the plan's engine file holds: stored weights, cubins, TensorRT's plans."""
     entries = []
     for tensor in plan.tensors:
         if tensor.kind == "weight" and tensor.is_stored:
             shape = tuple(dim for dim in tensor.shape if isinstance(dim, int))
             assert len(shape) == len(tensor.shape), f"the shape of weight {tensor.name} is symbolic"
             entries.append(Entry(tensor.name, tensor.dtype, shape))
-    entries += [Entry(kernel.tensor, "uint8", (kernel.num_bytes,)) for kernel in plan.kernels]
+    binaries = (*plan.kernels, *plan.trt_pieces)
+    entries += [Entry(binary.tensor, "uint8", (binary.num_bytes,)) for binary in binaries]
     return entries
 
 
@@ -196,8 +229,8 @@ def write_engine(
 ) -> dict[str, Any]:
     """Write one engine file; returns its record for `EngineConfig.files`.
 
-    chunks(name) yields the values of a weight or cubin in order. Nothing is held but the current
-    chunk.
+    chunks(name) yields the values of a weight, cubin or plan in order. Nothing is held but the
+    current chunk.
     """
     name = engine_file(rank)
     num_bytes, digest = write_container(

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.config import BuildConfig
-from llmctl.builder.engine_format import Plan, PlanKernel, PlanOp
+from llmctl.builder.engine_format import TENSORRT_OP, Plan, PlanKernel, PlanOp
 from llmctl.plugins.cuda.kernel import (
     DeviceStep,
     KernelSpec,
@@ -81,9 +81,9 @@ def compile_kernels(
     return compiled
 
 
-def plan_kernel(kernel: CompiledKernel) -> PlanKernel:
+def plan_kernel(kernel: CompiledKernel, capability: str = "") -> PlanKernel:
     """A compiled kernel as the plan describes it."""
-    return PlanKernel(kernel.name, len(kernel.cubin), kernel.metadata())
+    return PlanKernel(kernel.name, len(kernel.cubin), kernel.metadata(), capability)
 
 
 def scratch_bytes(plan: Plan, limits: StepLimits) -> int:
@@ -149,6 +149,8 @@ def distinct_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
 
     calls: dict[Any, tuple[OpCall, Extent]] = {}
     for op in plan.ops:
+        if op.op == TENSORRT_OP:  # launches what TensorRT compiled
+            continue
         is_rows = any(symbols[name] == "rows" for name in op.outputs.values())
         extent: Extent = "rows" if is_rows else "tokens"
         key = signature(op, extent)

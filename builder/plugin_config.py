@@ -169,8 +169,17 @@ OPTIONS: Mapping[str, PluginOption] = {
 }
 
 
+def options_for(backend: str, cache_type: str) -> Mapping[str, PluginOption]:
+    """The table as it holds for a backend and a form of the KV cache."""
+    if not backend.startswith("tensorrt"):
+        return OPTIONS
+    from llmctl.builder.tensorrt.plugin_options import tensorrt_options
+
+    return {**OPTIONS, **tensorrt_options(backend, cache_type)}
+
+
 def resolve_plugins(
-    given: Mapping[str, str], dtype: str, is_fp8: bool, backend: str
+    given: Mapping[str, str], dtype: str, is_fp8: bool, backend: str, cache_type: str = "paged"
 ) -> dict[str, str]:
     """The plugin_config of an engine: every option with the value in force.
 
@@ -180,7 +189,7 @@ def resolve_plugins(
     if unknown:
         raise BadConfig(f"{unknown[0]} is not a plugin option; known: {', '.join(sorted(OPTIONS))}")
     resolved = {"dtype": dtype}
-    for option in OPTIONS.values():
+    for option in options_for(backend, cache_type).values():
         value = given.get(option.name, option.default)
         names = [dtype if word == "model" else word for word in option.accepted]
         foreign = () if backend == "cuda" else option.cuda_only

@@ -30,10 +30,18 @@ def _kernels(summary: dict[str, Any]) -> dict[str, str]:
     if summary["compute_capability"] is None:
         return {}
     return {
+        **_plans(summary),
         "kernels": f"{summary['num_kernels']} for compute capability "
         f"{summary['compute_capability']}, {gigabytes(summary['kernel_bytes'])}",
         "scratch": gigabytes(summary["scratch_bytes"]),
     }
+
+
+def _plans(summary: dict[str, Any]) -> dict[str, str]:
+    """What only TensorRT engines have."""
+    if not summary["num_trt_pieces"]:
+        return {}
+    return {"plans": f"{summary['num_trt_pieces']} pieces, {gigabytes(summary['trt_bytes'])}"}
 
 
 def gigabytes(num_bytes: int) -> str:

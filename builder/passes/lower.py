@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanOp, PlanTensor
+from llmctl.builder.engine_format import TENSORRT_OP, KvCacheSpec, Plan, PlanOp, PlanTensor
 from llmctl.builder.network import Network
 from llmctl.builder.passes.memory import plan_memory
 from llmctl.plugins.specs import SPECS
@@ -12,7 +12,7 @@ def lower(
     network: Network, cache: KvCacheSpec, max_num_tokens: int, max_num_rows: int, alignment: int
 ) -> Plan:
     """The plan of a fully rewritten network."""
-    foreign = {node.op for node in network.nodes} - set(SPECS)
+    foreign = {node.op for node in network.nodes} - set(SPECS) - {TENSORRT_OP}
     assert not foreign, f"no plugin executes {sorted(foreign)}"
     offsets, arena_bytes = plan_memory(network, max_num_tokens, max_num_rows, alignment)
     tensors = [

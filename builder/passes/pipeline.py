@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from llmctl.builder.config import BuildConfig
+from llmctl.builder.config import TENSORRT_BACKENDS, BuildConfig
 from llmctl.builder.engine_format import KvCacheSpec, Plan
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
@@ -18,6 +18,8 @@ from llmctl.builder.passes.pack import pack_linears
 from llmctl.builder.passes.quantize import LinearScales, quantize_linears
 from llmctl.builder.passes.tactics import choose_tactics
 from llmctl.builder.sources import RotaryTable
+from llmctl.builder.tensorrt.pieces import Piece, cut
+from llmctl.builder.tensorrt.plugin_options import gives_gemms_to_us
 
 
 def run_passes(
@@ -29,8 +31,8 @@ def run_passes(
     kv_scales: Sequence[tuple[str, str]] | None,
     cache: KvCacheSpec,
     backend: str,
-) -> tuple[Network, Plan]:
-    """(the network as the backend runs it, its plan)."""
+) -> tuple[Network, Plan, tuple[Piece, ...]]:
+    """(the network as the backend runs it, its plan, what of it TensorRT compiles)."""
     rotary = RotaryTable(model.rope, limits.max_seq_len, model.head_size)
     network = merge_linears(recorded)
     network = hoist_gather(network)
@@ -41,9 +43,14 @@ def run_passes(
     if backend == "cuda":
         is_fused = plugin_config["gemm_swiglu_plugin"] != "disable"
         network = pack_linears(network, fuse_swiglu=is_fused)
+    pieces: tuple[Piece, ...] = ()
+    if backend in TENSORRT_BACKENDS:
+        if gives_gemms_to_us(plugin_config):
+            network = pack_linears(network)
+        network, pieces = cut(network)
     network = choose_tactics(network, backend)
     sizes = (limits.max_num_tokens, limits.max_num_rows, ALIGNMENT[backend])
-    return network, lower(network, cache, *sizes)
+    return network, lower(network, cache, *sizes), pieces
 
 
 def _quantizing_ops(plugin_config: Mapping[str, str]) -> frozenset[str]:

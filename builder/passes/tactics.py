@@ -1,13 +1,14 @@
 """Choose the kernel of every op: "<backend>.<op>.<type>", the type being that of the main input.
 
 A packed product on a GPU has several kernels and a table of which is fastest for how many tokens:
-its tactic is the row of that table.
+its tactic is the row of that table. What a TensorRT engine leaves to us are kernels of cuda.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from llmctl.builder.engine_format import TENSORRT_OP
 from llmctl.builder.network import Network, Node
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
@@ -22,7 +23,10 @@ def choose_tactics(network: Network, backend: str) -> Network:
 
 
 def _tactic(network: Network, node: Node, backend: str) -> str:
+    if node.op == TENSORRT_OP:
+        return f"{backend}.{node.attributes['piece']}"
     if not node.op.startswith("packed_linear"):
+        backend = "cuda" if backend.startswith("tensorrt") else backend
         return f"{backend}.{node.op}.{_type(network, node)}"
     from llmctl.plugins.packed_linear.tactics import choose_tactic
 

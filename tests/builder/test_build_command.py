@@ -121,7 +121,7 @@ def test_the_network_can_be_written_as_text(checkpoint: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["--backend", "tensorrt"], 2, "error[Unsupported]: --backend tensorrt"),
+        (["--kv_cache_type", "continuous"], 2, "error[Unsupported]: --kv-cache-type continuous"),
         (["--backend", "bogus"], 2, "error[BadConfig]: backend is bogus"),
         (["--max-beam-width", "4"], 2, "error[Unsupported]: --max-beam-width 4 is refused"),
         (["--context_fmha", "disable"], 2, "error[Unsupported]: --context_fmha disable"),

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 
 from llmctl.builder.config import (
-    READY_BACKENDS,
+    BACKENDS,
     BuildRequest,
     choose_backend,
     choose_capability,
     choose_dtype,
-    require_cuda_model,
+    require_cache_type,
+    require_gpu_model,
     resolve_build_config,
 )
 from llmctl.builder.models import model_config
-from llmctl.builder.plugin_config import OPTIONS, resolve_plugins
+from llmctl.builder.plugin_config import OPTIONS, options_for, resolve_plugins
 from llmctl.errors import BadConfig, CorruptFile, UnknownArchitecture, Unsupported
 
 LLAMA = {
@@ -156,7 +157,6 @@ def test_adjusted_limits_are_reported() -> None:
         ({"speculative_decoding_mode": "bogus"}, BadConfig, "bogus"),
         ({"speculative_decoding_mode": "medusa", "max_draft_len": 3}, Unsupported, "medusa"),
         ({"max_beam_width": 2}, Unsupported, "beam search"),
-        ({"kv_cache_type": "continuous"}, Unsupported, "paged cache"),
         ({"logits_dtype": "float16"}, Unsupported, "float32 logits"),
         ({"gather_context_logits": True}, Unsupported, "last prompt token"),
     ],
@@ -166,6 +166,16 @@ def test_impossible_limits_are_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         resolve(**fields)
+
+
+def test_a_cache_that_no_attention_of_the_backend_reads_is_refused() -> None:
+    for backend in ("cpu", "cuda"):
+        require_cache_type("paged", backend)
+        with pytest.raises(Unsupported, match=f"{backend} backend reads the paged cache"):
+            require_cache_type("continuous", backend)
+    require_cache_type("continuous", "tensorrt-rtx")
+    with pytest.raises(Unsupported, match="compute the whole prompt again"):
+        require_cache_type("disabled", "tensorrt-rtx")
 
 
 def test_a_build_config_file_is_strict() -> None:
@@ -188,19 +198,21 @@ def test_dtype_auto_is_what_the_checkpoint_says() -> None:
 # ---- plugins ----
 
 
-@pytest.mark.parametrize("backend", READY_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_default_is_accepted_for_every_checkpoint(backend: str) -> None:
     for is_fp8 in (False, True):
         resolved = resolve_plugins({}, "bfloat16", is_fp8, backend)
         assert set(resolved) == {"dtype", *OPTIONS}
         wanted = "enable" if is_fp8 else "disable"
         assert resolved["use_fp8_context_fmha"] == resolved["norm_quant_fusion"] == wanted
+    if backend.startswith("tensorrt"):
+        resolve_plugins({}, "bfloat16", True, backend, "continuous")
 
 
-@pytest.mark.parametrize("backend", READY_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_accepted_value_is_stored_and_every_other_refused(name: str, backend: str) -> None:
-    option = OPTIONS[name]
+    option = options_for(backend, "paged")[name]
     for word in option.accepted:
         value = "bfloat16" if word == "model" else word
         if backend == "cpu" and value in option.cuda_only:
@@ -237,7 +249,7 @@ def test_an_unknown_plugin_is_refused() -> None:
 def test_auto_is_cuda_where_there_is_a_gpu_for_it() -> None:
     assert choose_backend("auto", lambda: True) == "cuda"
     assert choose_backend("auto", lambda: False) == "cpu"
-    for name in READY_BACKENDS:
+    for name in BACKENDS:
         assert choose_backend(name, _nobody_asks) == name
 
 
@@ -267,9 +279,10 @@ def test_a_model_that_no_cuda_kernel_computes_is_refused(
     fields: dict[str, Any], dtype: str, text: str
 ) -> None:
     with pytest.raises(Unsupported, match=text):
-        require_cuda_model(model_config({**LLAMA, **fields}, "config.json"), dtype)
+        require_gpu_model(model_config({**LLAMA, **fields}, "config.json"), dtype, "cuda")
 
 
 def test_every_head_size_with_attention_is_accepted() -> None:
     for size in (64, 80, 96, 128):
-        require_cuda_model(model_config({**LLAMA, "head_dim": size}, "config.json"), "bfloat16")
+        model = model_config({**LLAMA, "head_dim": size}, "config.json")
+        require_gpu_model(model, "bfloat16", "cuda")

@@ -329,7 +329,7 @@ def test_progress_is_told_for_every_kernel(checkpoints) -> None:
         backend="cuda",
         on_kernel=lambda *step: seen.append(step),
     )
-    count = len(engine.kernels)
+    count = len(engine.plan.kernels)
     assert [(index, total) for _, index, total in seen] == [(i, count) for i in range(count)]
 
 

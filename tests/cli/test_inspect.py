@@ -68,7 +68,7 @@ def test_every_operator_belongs_to_one_group(described, engines):
 
 
 def test_layers_that_are_alike_are_shown_once(engines, tmp_path, monkeypatch):
-    monkeypatch.setattr("llmctl.builder.build.compile_kernels", lambda *_: [])
+    monkeypatch.setattr("llmctl.builder.binaries.compile_kernels", lambda *_: [])
     config = json.loads((engines.target_checkpoint / "config.json").read_text())
     config["tie_word_embeddings"] = False
     assert _groups(tmp_path, config, 6) == [[], [0], [1, 2, 3, 4], [5], []]

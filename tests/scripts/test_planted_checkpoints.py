@@ -105,7 +105,7 @@ def test_the_planted_text_visits_every_ordinary_token_before_one_comes_again(tmp
 def test_config_files_alone_are_enough_for_a_generated_engine(
     shape, is_fp8, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("llmctl.builder.build.compile_kernels", lambda *_: [])
+    monkeypatch.setattr("llmctl.builder.binaries.compile_kernels", lambda *_: [])
     recipe = Recipe(shape, "draft", 0.5, seed=9, is_fp8=is_fp8)
     write_checkpoint(tmp_path / "draft", recipe, config_only=True)
     found = {path.name for path in (tmp_path / "draft").iterdir()}

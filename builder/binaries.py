@@ -1,0 +1,88 @@
+"""What an engine holds besides weights: our kernels and TensorRT's plans, and for which GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from llmctl.builder.config import TENSORRT_BACKENDS, BuildConfig, choose_capability
+from llmctl.builder.engine_format import Plan, PlanKernel
+from llmctl.builder.kernels import (
+    OnKernel,
+    compile_kernels,
+    kernel_specs,
+    plan_kernel,
+    scratch_bytes,
+    step_limits,
+)
+from llmctl.builder.tensorrt.engine import compile_pieces
+from llmctl.builder.tensorrt.package import Package, choose_targets, open_package
+from llmctl.builder.tensorrt.pieces import Piece
+
+Binaries = dict[str, bytes]  # by the name of the engine file's tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The GPUs that an engine is compiled for, none for the cpu, and what compiles plans."""
+
+    capabilities: tuple[str, ...]
+    package: Package | None = None
+
+    @property
+    def compute_capability(self) -> str | None:
+        """As config.json has it."""
+        return ",".join(self.capabilities) or None
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The version of TensorRT, where there is one."""
+        return {self.package.name: self.package.version} if self.package else {}
+
+
+def find_package(backend: str) -> Package | None:
+    """What compiles the plans of a backend, if it has any. Raises NoDevice."""
+    return open_package(backend) if backend in TENSORRT_BACKENDS else None
+
+
+def choose_target(
+    backend: str, package: Package | None, requested: str | None, is_fp8: bool
+) -> Target:
+    """What to compile for. Raises BadConfig, Unsupported, NoDevice."""
+    if package is not None:
+        return Target(choose_targets(requested, backend, is_fp8), package)
+    capability = choose_capability(requested, backend)
+    return Target(() if capability is None else (capability,))
+
+
+def make_binaries(
+    plan: Plan,
+    pieces: Sequence[Piece],
+    limits: BuildConfig,
+    plugin_config: Mapping[str, str],
+    target: Target,
+    on_kernel: OnKernel,
+) -> tuple[Plan, Binaries]:
+    """(the plan with its kernels, TensorRT plans and scratch, their bytes).
+
+    Raises NoDevice, KernelCompileError.
+    """
+    binaries: Binaries = {}
+    if target.package is not None:
+        described, binaries = compile_pieces(
+            target.package, pieces, limits, plugin_config, target.capabilities, on_kernel
+        )
+        plan = replace(plan, trt_pieces=described)
+    kernels: list[PlanKernel] = []
+    scratch = 0
+    from llmctl.plugins.cuda.compiler import runs_on
+
+    for capability in target.capabilities:
+        sizes = step_limits(plan, limits)
+        label = capability if len(target.capabilities) > 1 else ""
+        specs = [spec for spec in kernel_specs(plan, sizes) if runs_on(spec, capability)]
+        for kernel in compile_kernels(specs, capability, on_kernel):
+            kernels.append(plan_kernel(kernel, label))
+            binaries[kernels[-1].tensor] = kernel.cubin
+        scratch = max(scratch, scratch_bytes(plan, sizes))
+    return replace(plan, kernels=tuple(kernels), scratch_bytes=scratch), binaries

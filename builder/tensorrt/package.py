@@ -1,0 +1,129 @@
+"""Which package builds, for which GPUs, and what it lacks.
+
+`tensorrt_rtx` builds for GPUs that are absent; `tensorrt` builds for the GPU that is present. Their
+API is one: what only some versions have is looked for by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from llmctl.errors import BadConfig, NoDevice, Unsupported
+
+CAPABILITIES = ("8.6", "8.9", "12.0")  # GPUs that TensorRT-RTX and our attention kernels support
+FP8_CAPABILITY = (8, 9)  # the oldest with FP8 tensor cores
+_MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+_INSTALL = {
+    "tensorrt": "pip install 'llmctl[tensorrt]'",
+    "tensorrt-rtx": "pip install 'llmctl[tensorrt-rtx]'",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """An imported TensorRT package."""
+
+    backend: str
+    trt: Any
+
+    @property
+    def name(self) -> str:
+        """Its import name."""
+        return _MODULES[self.backend]
+
+    @property
+    def version(self) -> str:
+        """Its version, e.g. 1.7.1.116."""
+        return str(self.trt.__version__)
+
+    def require(self, owner: Any, attribute: str, what: str) -> None:
+        """Raise Unsupported where `owner` (a class of the package) lacks an attribute."""
+        if not hasattr(owner, attribute):
+            raise Unsupported(
+                f"{what} needs {owner.__name__}.{attribute}, which {self.name} {self.version} "
+                "lacks",
+                fix="pip install --upgrade " + self.name.replace("_", "-"),
+            )
+
+
+def open_package(backend: str) -> Package:
+    """Import the package of a backend. Raises NoDevice with the command that installs it."""
+    name = _MODULES[backend]
+    try:
+        trt = import_module(name)
+        reason = "" if hasattr(trt, "Builder") else f"another {name} is in its place"
+    except ImportError as error:
+        reason = str(error)
+    if reason:
+        raise NoDevice(
+            f"--backend {backend} needs the package {name}, which cannot be imported: {reason}",
+            fix=_INSTALL[backend],
+        )
+    return Package(backend, trt)
+
+
+def choose_targets(requested: str | None, backend: str, is_fp8: bool) -> tuple[str, ...]:
+    """The compute capabilities to build for, from a list such as "8.9,12.0" or "SM89".
+
+    TensorRT-RTX: those asked for, or all that serve the model. TensorRT: that of this machine's
+    GPU, whose name is the only one that may be asked for. Raises BadConfig, Unsupported, NoDevice.
+    """
+    if backend == "tensorrt":
+        return (_present_gpu(requested),)
+    if requested is None:
+        return tuple(c for c in CAPABILITIES if not is_fp8 or _number(c) >= FP8_CAPABILITY)
+    targets = tuple(dict.fromkeys(_spelled(word) for word in requested.split(",")))
+    for target in targets:
+        if target not in CAPABILITIES:
+            raise Unsupported(
+                f"--compute-capability {target}: TensorRT-RTX engines are built for "
+                f"{', '.join(CAPABILITIES)}"
+                + ("; it does not support Hopper" if target == "9.0" else ""),
+                fix="--backend cuda" if target == "9.0" else "--compute-capability 8.9,12.0",
+            )
+        if is_fp8 and _number(target) < FP8_CAPABILITY:
+            raise Unsupported(
+                f"--compute-capability {target}: the engine has FP8 tensors, and GPUs before 8.9 "
+                "have no FP8 tensor cores",
+                fix="--compute-capability 8.9,12.0, or a checkpoint (and KV cache) in 16 bits",
+            )
+    return tuple(sorted(targets, key=_number))
+
+
+def _present_gpu(requested: str | None) -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NoDevice(
+            "--backend tensorrt builds for the GPU of this machine, and there is none",
+            fix="--backend tensorrt-rtx builds without a GPU (for Ampere, Ada and Blackwell RTX)",
+        )
+    major, minor = torch.cuda.get_device_capability()
+    present = f"{major}.{minor}"
+    if requested is not None and _spelled(requested) != present:
+        raise Unsupported(
+            f"--compute-capability {requested}: TensorRT builds for the GPU of this machine, "
+            f"which is {present}",
+            fix=f"--compute-capability {present}",
+        )
+    return present
+
+
+def _spelled(word: str) -> str:
+    """ "8.9" of "8.9", "SM89" or "sm_89"."""
+    text = word.strip().lower().removeprefix("sm").removeprefix("_")
+    if "." not in text:
+        text = f"{text[:-1]}.{text[-1:]}"
+    major, _, minor = text.partition(".")
+    if not (major.isdigit() and minor.isdigit()):
+        raise BadConfig(
+            f"--compute-capability has {word!r}; numbers such as 8.9 are wanted, commas between"
+        )
+    return text
+
+
+def _number(capability: str) -> tuple[int, int]:
+    major, minor = capability.split(".")
+    return int(major), int(minor)
