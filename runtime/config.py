@@ -6,16 +6,39 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY
 from llmctl.runtime.scheduler import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
 class KvCacheConfig:
-    """The paged cache; `runtime.memory.plan_kv_cache` finds num_blocks from a memory budget."""
+    """The paged cache; `runtime.memory.plan_kv_cache` finds num_blocks from a memory budget.
+
+    Evicted blocks whose priority is at least `secondary_offload_min_priority` move to
+    `num_host_blocks` places in host memory and come back when they are hit.
+    """
 
     num_blocks: int
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
+    num_host_blocks: int = 0
+    secondary_offload_min_priority: int = DEFAULT_PRIORITY
+    event_buffer_max_size: int = 0  # events kept for a reader; 0: none are made
+
+    def __post_init__(self) -> None:
+        for name in ("num_host_blocks", "event_buffer_max_size"):
+            if getattr(self, name) < 0:
+                raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if not MIN_PRIORITY <= self.secondary_offload_min_priority <= MAX_PRIORITY:
+            raise BadConfig(
+                f"secondary_offload_min_priority is {self.secondary_offload_min_priority}; it must "
+                f"be from {MIN_PRIORITY} to {MAX_PRIORITY}"
+            )
+        if self.num_host_blocks and not self.enable_block_reuse:
+            raise BadConfig(
+                "host memory keeps blocks for reuse, and enable_block_reuse is off",
+                fix="leave --kv-cache-host-memory-bytes out, or turn block reuse on",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.retention import KvCacheRetentionConfig
 
 
 class FinishReason(enum.Enum):
@@ -86,6 +87,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     client_id: int | None = None
     allotted_time_ms: float | None = None
+    kv_cache_retention_config: KvCacheRetentionConfig | None = None
 
     def __post_init__(self) -> None:
         _require(len(self.input_token_ids) > 0, "input_token_ids", "empty", "at least one token")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from llmctl.builder.engine_format import (
 from llmctl.errors import Unsupported
 from llmctl.plugins.program import OpCall, StepInputs
 from llmctl.plugins.sampling.spec import Logits
+from llmctl.runtime.kv_cache import BlockCopy, CopyKind
 
 
 class Executable(ABC):
@@ -59,6 +60,20 @@ class Executable(ABC):
     @abstractmethod
     def copy_block(self, source: int, destination: int) -> None:
         """Copy one block over all layers (reuse of a partly matching block)."""
+
+    def allocate_host_blocks(self, num_blocks: int) -> None:
+        """Make room in host memory for blocks that leave the device. Raises OutOfMemory, and
+        Unsupported where the backend cannot."""
+        raise Unsupported(
+            f"blocks in host memory are not available on backend {self.config.backend!r}",
+            fix="leave --kv-cache-host-memory-bytes out",
+        )
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Perform copies in order, before the next step."""
+        for copy in copies:
+            assert copy.kind is CopyKind.WITHIN, "allocate_host_blocks comes first"
+            self.copy_block(copy.src_block, copy.dst_block)
 
     @abstractmethod
     def run(self, step: StepInputs) -> Logits:

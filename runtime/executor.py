@@ -15,6 +15,7 @@ from llmctl.plugins.sampling.spec import SamplingBackend
 from llmctl.runtime.config import ExecutorConfig, KvCacheConfig
 from llmctl.runtime.core import Request, Response
 from llmctl.runtime.inbox import Inbox
+from llmctl.runtime.kv_cache import KvCacheEventManager
 from llmctl.runtime.mailbox import Mailbox
 from llmctl.runtime.rounds import RoundRunner
 from llmctl.runtime.speculative.drafter import Drafter, NoDrafter
@@ -103,6 +104,10 @@ class Executor:
     def get_latest_request_stats(self) -> list[RequestStatsPerIteration]:
         """Per-request counts of the steps since the last call."""
         return self._worker.recorder.drain_requests()
+
+    def get_kv_cache_event_manager(self) -> KvCacheEventManager:
+        """Where to read what the KV cache stores and removes; see `event_buffer_max_size`."""
+        return self._worker.kv_cache.events
 
     def get_speculation_stats(self) -> SpeculationStats:
         """Totals since the executor started; reading changes nothing."""

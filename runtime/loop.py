@@ -60,7 +60,7 @@ class Loop:
             return self._run_round(rounds, None, began)
         batch = self._scheduler.schedule()
         assert batch.slices, "the scheduler has work and schedules none of it"
-        self._copy_blocks()
+        copy_blocks(self._kv_cache, self._target, self._drafter)
         if rounds is not None and rounds.can_run(batch):
             return self._run_round(rounds, batch, began)
         return self._run_step(batch, began)
@@ -90,12 +90,6 @@ class Loop:
             batch, commits, began, draft_ended - draft_began, verify_ended - verify_began
         )
 
-    def _copy_blocks(self) -> None:
-        """Partly matching blocks become private copies, in every cache, in the manager's order."""
-        for source, destination, _ in self._kv_cache.pending_copies():
-            self._target.copy_block(source, destination)
-            self._drafter.copy_block(source, destination)
-
     def _finish(
         self, batch: Batch, commits: list[Commit], began: float, draft_s: float, verify_s: float
     ) -> StepReport:
@@ -108,6 +102,15 @@ class Loop:
         self.stats.verify_s += verify_s
         self.stats.host_s += step_s - draft_s - verify_s
         return StepReport(batch, commits, step_s, draft_s, verify_s)
+
+
+def copy_blocks(kv_cache: KvCacheManager, target: StepRunner, drafter: Drafter) -> None:
+    """Partly matching blocks become private copies, evicted ones go to host memory and those hit
+    there come back, in every cache, in the manager's order."""
+    copies = kv_cache.pending_copies()
+    if copies:
+        target.copy_blocks(copies)
+        drafter.copy_blocks(copies)
 
 
 def _spans(batch: Batch, proposals: Items[Proposal]) -> list[Span]:

@@ -14,6 +14,7 @@ its writes land before anything that a later owner of the blocks enqueues on the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -80,8 +81,15 @@ class RoundStep(NamedTuple):
 class Rounds:
     """Keeps the device busy with generation and the host one round behind it."""
 
-    def __init__(self, runner: RoundRunner, scheduler: Scheduler, kv_cache: KvCacheManager) -> None:
+    def __init__(
+        self,
+        runner: RoundRunner,
+        scheduler: Scheduler,
+        kv_cache: KvCacheManager,
+        copy_blocks: Callable[[], None],
+    ) -> None:
         self._runner = runner
+        self._copy_blocks = copy_blocks  # performs what is pending in every cache
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._resident: list[Sequence] = []
@@ -175,6 +183,7 @@ class Rounds:
             wanted = min(len(sequence.tokens) + 2 * most, sequence.max_len - 1)
             if not self._kv_cache.reserve(sequence, wanted):
                 return False
+        self._copy_blocks()  # blocks may have been evicted to host memory for these
         return True
 
     def _slice(self, sequence: Sequence) -> Slice:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from llmctl.plugins.program import StepInputs
 from llmctl.plugins.sampling.spec import Logits
 from llmctl.runtime.core import Sequence
+from llmctl.runtime.kv_cache import BlockCopy
 
 
 class StepRunner(Protocol):
@@ -25,7 +26,8 @@ class StepRunner(Protocol):
     tokens_per_block: int
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
-    def copy_block(self, source: int, destination: int) -> None: ...
+    def allocate_host_blocks(self, num_blocks: int) -> None: ...
+    def copy_blocks(self, copies: Items[BlockCopy]) -> None: ...
     def run(self, step: StepInputs) -> Logits: ...
 
 

@@ -8,14 +8,16 @@ queued. If even that raises, the executor closes, and whatever is left fails wit
 
 from __future__ import annotations
 
+from functools import partial
+
 from llmctl.errors import BadConfig, LlmctlError, PairMismatch
 from llmctl.plugins.sampling.spec import SamplingBackend
 from llmctl.runtime.chunking import DynamicChunkTuner
 from llmctl.runtime.config import ExecutorConfig
 from llmctl.runtime.core import FinishReason, Request, Response, Sequence
 from llmctl.runtime.inbox import Inbox
-from llmctl.runtime.kv_cache import KvCacheManager
-from llmctl.runtime.loop import Loop, StepReport
+from llmctl.runtime.kv_cache import KvCacheEventManager, KvCacheManager
+from llmctl.runtime.loop import Loop, StepReport, copy_blocks
 from llmctl.runtime.mailbox import Mailbox
 from llmctl.runtime.recorder import Recorder
 from llmctl.runtime.rounds import RoundRunner, Rounds
@@ -53,6 +55,9 @@ class Worker:
             cache.enable_block_reuse,
             cache.enable_partial_reuse,
             has_draft=drafter.has_engine,
+            num_host_blocks=cache.num_host_blocks,
+            offload_min_priority=cache.secondary_offload_min_priority,
+            events=KvCacheEventManager(cache.event_buffer_max_size),
         )
         limits = Limits(
             max_batch_size=target.max_batch_size,
@@ -72,11 +77,14 @@ class Worker:
         self._drafter = drafter
         self._sampler = Sampler(target.vocab_size, sampling)
         target.allocate_kv_cache(cache.num_blocks)
+        if cache.num_host_blocks:
+            target.allocate_host_blocks(cache.num_host_blocks)
         drafter.prepare(self.kv_cache, self._sampler, config.acceptance == "logits")
         verifier = Verifier(self._sampler)
         rounds = None
         if round_runner is not None:
-            rounds = Rounds(round_runner, self.scheduler, self.kv_cache)
+            move = partial(copy_blocks, self.kv_cache, target, drafter)
+            rounds = Rounds(round_runner, self.scheduler, self.kv_cache, move)
         self._loop = Loop(target, self.scheduler, self.kv_cache, drafter, verifier, rounds)
         self.recorder = Recorder(config, self._loop, self.scheduler, self.kv_cache)
         self._inbox = inbox
@@ -132,9 +140,9 @@ class Worker:
         try:
             report = self._loop.step()
         except Exception as error:  # whatever it is, it belongs to the requests of this step
-            self.kv_cache.pending_copies()  # those not performed are for sequences that end here
             for tracked in list(self._active.values()):
                 self._fail(tracked, error)
+            self.kv_cache.abandon_copies()
             return
         if self._tuner is not None and report.batch.context:
             num_drafts = sum(commit.num_drafts for commit in report.commits)

@@ -10,6 +10,7 @@ return the same logits for every token, so drafts under accept-by-tokens are all
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence as Items
 from time import perf_counter
 
 import numpy as np
@@ -20,7 +21,7 @@ from llmctl.plugins.program import StepInputs
 from llmctl.plugins.sampling.reference import ReferenceSampling
 from llmctl.plugins.sampling.spec import SamplingBackend
 from llmctl.runtime.core import Request, SamplingConfig, Sequence
-from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
 from llmctl.runtime.loop import Loop
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.scheduler import Limits, Scheduler, SchedulerConfig
@@ -49,7 +50,10 @@ class IdleEngine:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """There is none."""
 
-    def copy_block(self, source: int, destination: int) -> None:
+    def allocate_host_blocks(self, num_blocks: int) -> None:
+        """There are none."""
+
+    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
         """Nothing to copy."""
 
     def run(self, step: StepInputs) -> NDArray[np.float32]:

@@ -1,9 +1,25 @@
 """Paged KV cache bookkeeping: which block holds what, and who may use it. Integers only.
 
 manager.py      leases of sequences: attach, reserve, publish, release
-radix_tree.py   full blocks by content, and the order in which unused ones are evicted
+store.py        free blocks, cached ones, those in host memory, and how they change places
+radix_tree.py   full blocks by content
+eviction.py     the order in which unused ones go
+events.py       what happened, for readers outside
+moves.py        copies that must happen before the next step
+stats.py        counters
 """
 
-from llmctl.runtime.kv_cache.manager import BlockCopy, KvCacheManager, KvCacheStats, PrefixMatch
+from llmctl.runtime.kv_cache.events import KvCacheEvent, KvCacheEventManager
+from llmctl.runtime.kv_cache.manager import KvCacheManager, PrefixMatch
+from llmctl.runtime.kv_cache.moves import BlockCopy, CopyKind
+from llmctl.runtime.kv_cache.stats import KvCacheStats
 
-__all__ = ["BlockCopy", "KvCacheManager", "KvCacheStats", "PrefixMatch"]
+__all__ = [
+    "BlockCopy",
+    "CopyKind",
+    "KvCacheEvent",
+    "KvCacheEventManager",
+    "KvCacheManager",
+    "KvCacheStats",
+    "PrefixMatch",
+]

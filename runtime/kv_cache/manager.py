@@ -1,4 +1,4 @@
-"""Who holds which KV block: reuse by content, growth, publication, release, eviction.
+"""Who holds which KV block: reuse by content, growth, publication, release.
 
 Every block is in exactly one place: on the free list, private to one sequence, or in the radix
 tree (in use by the sequences on its path, or unused and waiting to be hit or evicted). Only
@@ -8,44 +8,18 @@ and, where there is a draft engine, in the draft's: blocks are allocated and reu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from time import monotonic
 from typing import NamedTuple
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.core import Sequence
-from llmctl.runtime.kv_cache.radix_tree import Node, RadixTree
-
-
-@dataclass(frozen=True, slots=True)
-class KvCacheStats:
-    """Counts in blocks. `used` are held by sequences; `free` includes cached blocks nobody uses.
-
-    reused + missed is the number of blocks that prompts would have filled without reuse; the
-    alloc counters cover the life of the cache, reused full blocks included in the total.
-    """
-
-    max_num_blocks: int
-    free_num_blocks: int
-    used_num_blocks: int
-    tokens_per_block: int
-    alloc_total_blocks: int
-    alloc_new_blocks: int
-    reused_blocks: int
-    missed_blocks: int
-
-    @property
-    def cache_hit_rate(self) -> float:
-        """Reused share of all prompt blocks so far; 0 before the first prompt."""
-        asked = self.reused_blocks + self.missed_blocks
-        return self.reused_blocks / asked if asked else 0.0
-
-
-class BlockCopy(NamedTuple):
-    """Copy block `src_block` to `dst_block`, all layers, before the step. num_tokens matter."""
-
-    src_block: int
-    dst_block: int
-    num_tokens: int
+from llmctl.runtime.kv_cache.events import KvCacheEventManager
+from llmctl.runtime.kv_cache.moves import BlockCopy
+from llmctl.runtime.kv_cache.radix_tree import Node, path_to
+from llmctl.runtime.kv_cache.stats import KvCacheStats
+from llmctl.runtime.kv_cache.store import BlockStore
+from llmctl.runtime.retention import DEFAULT_PRIORITY
 
 
 class PrefixMatch(NamedTuple):
@@ -71,7 +45,8 @@ class KvCacheManager:
     """Leases KV blocks to sequences. Not thread-safe: the loop's thread owns it.
 
     A sequence is attached once (`match_and_attach`), grows with `reserve`, publishes what it has
-    computed, and gives everything back with `release`.
+    computed, and gives everything back with `release`. Evicted blocks of at least
+    `offload_min_priority` move to `num_host_blocks` places in host memory.
     """
 
     def __init__(
@@ -81,6 +56,10 @@ class KvCacheManager:
         enable_block_reuse: bool = True,
         enable_partial_reuse: bool = True,
         has_draft: bool = False,
+        num_host_blocks: int = 0,
+        offload_min_priority: int = DEFAULT_PRIORITY,
+        events: KvCacheEventManager | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         if num_blocks < 1 or tokens_per_block < 1:
             raise BadConfig(
@@ -89,23 +68,26 @@ class KvCacheManager:
             )
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
+        self.num_host_blocks = num_host_blocks
         self.enable_block_reuse = enable_block_reuse
         self.enable_partial_reuse = enable_block_reuse and enable_partial_reuse
         self.has_draft = has_draft
         self.version = 0  # changes whenever a request that did not fit may fit now
-        self._tree = RadixTree(tokens_per_block)
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self.events = KvCacheEventManager(0) if events is None else events
+        self._store = BlockStore(
+            num_blocks, tokens_per_block, num_host_blocks, offload_min_priority, self.events, clock
+        )
         self._leases: dict[int, _Lease] = {}
-        self._copies: list[BlockCopy] = []
-        self._alloc_new_blocks = 0
         self._reused_full_blocks = 0
         self._reused_partial_blocks = 0
         self._missed_blocks = 0
+        self._reused_tokens = 0
+        self._prompt_tokens = 0
 
     @property
     def num_available_blocks(self) -> int:
         """Blocks that could be handed out now: free ones and cached ones nobody uses."""
-        return len(self._free) + len(self._tree.unused)
+        return self._store.num_available
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that num_tokens tokens fill, the last one perhaps in part."""
@@ -113,16 +95,16 @@ class KvCacheManager:
 
     def lookup(self, sequence: Sequence) -> PrefixMatch:
         """What `attach` would reuse. Changes nothing. The last token is never reused."""
-        root = self._tree.root
+        tree = self._store.tree
         if not self.enable_block_reuse:
-            return PrefixMatch(root, None, 0, 0)
+            return PrefixMatch(tree.root, None, 0, 0)
         limit = len(sequence.tokens) - 1
-        full = self._tree.longest_match(sequence.tokens, limit)
+        full = tree.longest_match(sequence.tokens, limit)
         partial, num_partial_tokens = None, 0
         if self.enable_partial_reuse:
             start = full.depth * self.tokens_per_block
             rest = sequence.tokens[start : min(start + self.tokens_per_block, limit)]
-            partial, num_partial_tokens = self._tree.partial_match(full, rest)
+            partial, num_partial_tokens = tree.partial_match(full, rest)
         node = full  # users only grow towards the root
         while node.parent is not None and node.num_users == 0:
             node = node.parent
@@ -132,30 +114,31 @@ class KvCacheManager:
         """Start a lease from a fresh `lookup`; returns the number of tokens reused.
 
         Sets the sequence's block_table, kv_len and draft_kv_len. A partial match becomes a
-        private copy: see `pending_copies`.
+        private copy, and what lies in host memory comes back: see `pending_copies`.
         """
         assert sequence.sequence_id not in self._leases and not sequence.block_table
-        size = self.tokens_per_block
-        full = match.full
+        store = self._store
+        full = self._within_reach(match.full)
         self._leases[sequence.sequence_id] = _Lease(sequence, full)
-        self._tree.use_path(full)
+        partial = match.partial if full is match.full else None
+        if partial is not None:
+            store.touch(partial)
+        store.use_path(full)
+        path = path_to(full)
+        for node in path:
+            self._retain(sequence, node)
         table = sequence.block_table
-        node = full
-        while node.parent is not None:
-            table.append(node.block_id)
-            node = node.parent
-        table.reverse()
-        num_tokens = full.depth * size
+        table.extend(node.block_id for node in path)
         num_copied = 0
-        if match.partial is not None:
-            self._tree.touch(match.partial)
-            if self.num_available_blocks:
-                num_copied = match.num_partial_tokens
-                table.append(self._copy_of(match.partial, num_copied))
+        if partial is not None and partial.is_cached and store.num_available:
+            num_copied = match.num_partial_tokens
+            table.append(store.copy_of(partial, num_copied))
+        num_tokens = full.depth * self.tokens_per_block + num_copied
         self._reused_full_blocks += full.depth
         self._reused_partial_blocks += num_copied > 0
         self._missed_blocks += self.num_blocks_for(len(sequence.tokens) - 1) - len(table)
-        num_tokens += num_copied
+        self._reused_tokens += num_tokens
+        self._prompt_tokens += len(sequence.tokens) - 1
         sequence.kv_len = num_tokens
         sequence.draft_kv_len = num_tokens if self.has_draft else 0
         return num_tokens
@@ -171,14 +154,14 @@ class KvCacheManager:
             return True
         assert sequence.sequence_id in self._leases, "reserve before attach"
         missing = self.num_blocks_for(num_tokens) - len(table)
-        if missing > self.num_available_blocks:
+        if missing > self._store.num_available:
             return False
-        table.extend(self._take_block() for _ in range(missing))
+        table.extend(self._store.take_block() for _ in range(missing))
         return True
 
     def max_reservable_tokens(self, sequence: Sequence) -> int:
         """The largest num_tokens for which `reserve` would succeed now."""
-        return (len(sequence.block_table) + self.num_available_blocks) * self.tokens_per_block
+        return (len(sequence.block_table) + self._store.num_available) * self.tokens_per_block
 
     def publish(self, sequence: Sequence) -> None:
         """Make the full blocks of committed tokens, valid in every cache, findable by others.
@@ -198,14 +181,9 @@ class KvCacheManager:
         table = sequence.block_table
         for index in range(node.depth, valid // size):
             key = tuple(sequence.tokens[index * size : (index + 1) * size])
-            known = node.children.get(key)
-            if known is None:
-                node = self._tree.add(node, key, table[index])
-            else:
-                self._free.append(table[index])
-                table[index] = known.block_id
-                self._tree.use(known)
-                node = known
+            node = self._store.publish(node, key, table[index])
+            table[index] = node.block_id
+            self._retain(sequence, node)
         lease.tail = node
         self.version += 1
 
@@ -215,8 +193,8 @@ class KvCacheManager:
         The sequence's block_table, kv_len and draft_kv_len are reset.
         """
         lease = self._leases.pop(sequence.sequence_id)
-        self._free.extend(reversed(sequence.block_table[lease.tail.depth :]))
-        self._tree.leave_path(lease.tail)
+        self._store.give_back(reversed(sequence.block_table[lease.tail.depth :]))
+        self._store.leave_path(lease.tail)
         sequence.block_table.clear()
         sequence.kv_len = 0
         sequence.draft_kv_len = 0
@@ -228,21 +206,41 @@ class KvCacheManager:
         Each is handed over once. The order matters: a source may have been given to somebody
         else since, who writes it in the step or as the target of a later copy.
         """
-        copies, self._copies = self._copies, []
+        copies, self._store.copies = self._store.copies, []
         return copies
+
+    def abandon_copies(self) -> None:
+        """After a step that raised, once nobody holds a block: copies may be missing.
+
+        Those within the device were for sequences that have ended. Contents that were to move
+        between device and host are lost, and with them all that is cached.
+        """
+        assert not self._leases
+        if self.num_host_blocks:
+            self._store.forget()
+        self._store.copies.clear()
+        self.version += 1
 
     def stats(self) -> KvCacheStats:
         """The counters now; reading them changes nothing."""
-        num_available = self.num_available_blocks
+        store = self._store
         return KvCacheStats(
             max_num_blocks=self.num_blocks,
-            free_num_blocks=num_available,
-            used_num_blocks=self.num_blocks - num_available,
+            free_num_blocks=store.num_available,
+            used_num_blocks=self.num_blocks - store.num_available,
             tokens_per_block=self.tokens_per_block,
-            alloc_total_blocks=self._alloc_new_blocks + self._reused_full_blocks,
-            alloc_new_blocks=self._alloc_new_blocks,
+            alloc_total_blocks=store.num_taken + self._reused_full_blocks,
+            alloc_new_blocks=store.num_taken,
             reused_blocks=self._reused_full_blocks + self._reused_partial_blocks,
             missed_blocks=self._missed_blocks,
+            cached_num_blocks=store.num_unused,
+            reused_tokens=self._reused_tokens,
+            prompt_tokens=self._prompt_tokens,
+            evicted_blocks=store.num_evicted,
+            host_max_num_blocks=self.num_host_blocks,
+            host_used_num_blocks=store.num_host_used,
+            offloaded_blocks=store.num_offloaded,
+            onboarded_blocks=store.num_onboarded,
         )
 
     def check_invariants(self) -> None:
@@ -251,33 +249,36 @@ class KvCacheManager:
         For tests: walks all blocks and all leases.
         """
         size = self.tokens_per_block
-        nodes = self._tree.nodes()
-        users = dict.fromkeys(nodes, 0)
+        users: dict[Node, int] = {}
         private: list[int] = []
         for lease in self._leases.values():
-            sequence, node = lease.sequence, lease.tail
-            private += sequence.block_table[node.depth :]
+            sequence, tail = lease.sequence, lease.tail
+            private += sequence.block_table[tail.depth :]
             assert sequence.kv_len <= len(sequence.block_table) * size
             assert sequence.draft_kv_len <= len(sequence.block_table) * size
-            while node.parent is not None:
-                index = node.depth - 1
+            for index, node in enumerate(path_to(tail)):
                 assert sequence.block_table[index] == node.block_id
                 assert tuple(sequence.tokens[index * size : (index + 1) * size]) == node.key
-                users[node] += 1
-                node = node.parent
-        for node, count in users.items():
-            assert node.num_users == count, f"block {node.block_id} has a wrong user count"
-            assert (node in self._tree.unused) == (count == 0)
-        assert len(self._tree.unused) == sum(count == 0 for count in users.values())
-        blocks = sorted(self._free + private + [node.block_id for node in nodes])
-        assert blocks == list(range(self.num_blocks)), "a block leaked or has two owners"
+                users[node] = users.get(node, 0) + 1
+        self._store.check_invariants(users, private)
 
-    def _take_block(self) -> int:
-        self._alloc_new_blocks += 1
-        return self._free.pop() if self._free else self._tree.evict()
+    def _within_reach(self, full: Node) -> Node:
+        """The deepest node on the path whose blocks in host memory find room on the device."""
+        path = path_to(full)
+        num_unused = sum(node.is_on_device and node.num_users == 0 for node in path)
+        num_in_host = sum(not node.is_on_device for node in path)
+        excess = num_in_host - (self._store.num_available - num_unused)
+        while excess > 0 and num_in_host > 0 and full.parent is not None:
+            full = full.parent
+            excess -= 1
+            num_in_host -= 1
+        return full
 
-    def _copy_of(self, node: Node, num_tokens: int) -> int:
-        block_id = self._take_block()
-        if block_id != node.block_id:  # else it was the last one left, and is simply taken over
-            self._copies.append(BlockCopy(node.block_id, block_id, num_tokens))
-        return block_id
+    def _retain(self, sequence: Sequence, node: Node) -> None:
+        """Tell the store what the sequence's request says of this block, if anything."""
+        config = sequence.request.kv_cache_retention_config
+        if config is not None:
+            first_token = (node.depth - 1) * self.tokens_per_block
+            retention = config.of_block(first_token, sequence.num_prompt_tokens)
+            if retention is not None:
+                self._store.retain(node, retention)

@@ -1,40 +1,80 @@
 """Prefix tree of full KV blocks, keyed by token content and chained through the parent.
 
 A node is one block whose content is known: the keys on the path from the root are exactly the
-tokens it was computed from. A sequence that uses a node uses its whole path, so a node without
-users has no descendant with users, and every unused block can be evicted sooner or later.
+tokens it was computed from. Its content lies on the device or in host memory. A sequence that uses
+a node uses its whole path, and what is used lies on the device; eviction takes leaves. So along a
+path come used blocks, then unused ones on the device, then those in host memory.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence as Row
+
+from llmctl.runtime.retention import DEFAULT_PRIORITY
+
+NOWHERE = -1
 
 
 class Node:
     """One full block in the tree. `depth` counts blocks from the root, which has depth 0."""
 
-    __slots__ = ("block_id", "children", "depth", "key", "num_users", "parent")
+    __slots__ = (
+        "block_hash",
+        "block_id",
+        "children",
+        "depth",
+        "duration_s",
+        "expires_at",
+        "host_slot",
+        "key",
+        "last_used",
+        "num_device_children",
+        "num_users",
+        "parent",
+        "priority",
+    )
 
     def __init__(self, parent: Node | None, key: tuple[int, ...], block_id: int) -> None:
         self.parent = parent
         self.key = key
-        self.block_id = block_id
+        self.block_id = block_id  # on the device, or NOWHERE
+        self.host_slot = NOWHERE  # in host memory; just one of the two is set until it is removed
+        self.block_hash: int | None = None  # names the content in events; None where they are off
         self.children: dict[tuple[int, ...], Node] = {}
+        self.num_device_children = 0
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.num_users = 0
+        self.last_used = 0  # a tick of the store's clock of uses
+        self.priority = DEFAULT_PRIORITY
+        self.duration_s: float | None = None  # how long the priority lasts once unused
+        self.expires_at: float | None = None  # when it ends; None while used or without end
+
+    @property
+    def is_on_device(self) -> bool:
+        """False when the content lies in host memory."""
+        return self.block_id != NOWHERE
+
+    @property
+    def is_cached(self) -> bool:
+        """False once the content is gone from everywhere."""
+        return self.is_on_device or self.host_slot != NOWHERE
+
+    @property
+    def is_device_leaf(self) -> bool:
+        """True for an unused block on the device that no other one there continues."""
+        return self.is_on_device and self.num_users == 0 and self.num_device_children == 0
+
+    @property
+    def is_host_leaf(self) -> bool:
+        """True for an unused block in host memory that no other one continues."""
+        return self.host_slot != NOWHERE and self.num_users == 0 and not self.children
 
 
 class RadixTree:
-    """Finds the longest known prefix of a token list; gives up its least recently used leaf.
-
-    `unused` is ordered by the time a block lost its last user, children before parents, so its
-    first entry is always a leaf.
-    """
+    """Finds the longest known prefix of a token list."""
 
     def __init__(self, tokens_per_block: int) -> None:
-        self.root = Node(None, (), -1)
-        self.unused: OrderedDict[Node, None] = OrderedDict()
+        self.root = Node(None, (), NOWHERE)
         self._tokens_per_block = tokens_per_block
 
     def longest_match(self, tokens: Row[int], limit: int) -> Node:
@@ -58,49 +98,40 @@ class RadixTree:
         return best, best_len
 
     def add(self, parent: Node, key: tuple[int, ...], block_id: int) -> Node:
-        """Insert a block under `parent`; its publisher is its first user."""
+        """Insert a block of the device under `parent`."""
         child = parent.children[key] = Node(parent, key, block_id)
-        child.num_users = 1
+        parent.num_device_children += 1
         return child
 
-    def use(self, node: Node) -> None:
-        """Count one more user of `node` alone; the caller uses the nodes above it already."""
-        if node.num_users == 0:
-            del self.unused[node]
-        node.num_users += 1
-
-    def use_path(self, node: Node) -> None:
-        """Count one more user of `node` and of everything above it."""
-        while node.parent is not None:
-            self.use(node)
-            node = node.parent
-
-    def leave_path(self, node: Node) -> None:
-        """Take one user from `node` and from everything above it, deepest first."""
-        while node.parent is not None:
-            node.num_users -= 1
-            if node.num_users == 0:
-                self.unused[node] = None
-            node = node.parent
-
-    def touch(self, node: Node) -> None:
-        """Make an unused node whose ancestors are all in use the last to be evicted."""
-        if node.num_users == 0:
-            self.unused.move_to_end(node)
-
-    def evict(self) -> int:
-        """Forget the least recently used leaf and return its block id."""
-        node, _ = self.unused.popitem(last=False)
-        assert node.parent is not None and not node.children
-        del node.parent.children[node.key]
-        return node.block_id
+    def remove(self, node: Node) -> list[Node]:
+        """Cut off `node` with everything below it; what was cut off, parents before children."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        parent.num_device_children -= node.is_on_device
+        return below(node)
 
     def nodes(self) -> list[Node]:
         """Every node but the root, parents before children."""
-        found = [self.root]
-        for node in found:
-            found.extend(node.children.values())
-        return found[1:]
+        return below(self.root)[1:]
+
+
+def below(node: Node) -> list[Node]:
+    """`node` and everything below it, parents before children."""
+    found = [node]
+    for item in found:
+        found.extend(item.children.values())
+    return found
+
+
+def path_to(node: Node) -> list[Node]:
+    """The nodes from just below the root down to `node`."""
+    path = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    path.reverse()
+    return path
 
 
 def _common_prefix_len(key: tuple[int, ...], rest: Row[int]) -> int:

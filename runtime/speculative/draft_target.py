@@ -33,7 +33,7 @@ from llmctl.plugins.sampling.spec import (
     SamplingRow,
 )
 from llmctl.runtime.core import Batch, Sequence
-from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.speculative.drafter import Proposal
 from llmctl.runtime.step import Span, StepRunner, block_tables, pack, pack_next
@@ -79,12 +79,14 @@ class DraftTargetDrafter:
                 fix="rebuild one of them with the other's --tokens_per_block",
             )
         self._draft.allocate_kv_cache(kv_cache.num_blocks)
+        if kv_cache.num_host_blocks:
+            self._draft.allocate_host_blocks(kv_cache.num_host_blocks)
         self._sampler = sampler
         self._keep_probs = keep_probs
 
-    def copy_block(self, source: int, destination: int) -> None:
-        """Copy one block of the draft's cache."""
-        self._draft.copy_block(source, destination)
+    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
+        """Copy blocks of the draft's cache, in order."""
+        self._draft.copy_blocks(copies)
 
     def propose(self, batch: Batch) -> list[Proposal]:
         """Feed what is missing, then draft step by step, all sequences together."""

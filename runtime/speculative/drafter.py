@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmctl.runtime.core import Batch, Sequence
-from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
 from llmctl.runtime.sampler import Sampler
 
 
@@ -37,8 +37,8 @@ class Drafter(Protocol):
         sampler of the target. With `keep_probs`, sampled drafts come with their distributions
         (accept by logits); a method with one-hot proposals has none to give."""
 
-    def copy_block(self, source: int, destination: int) -> None:
-        """Copy one block of the drafter's own KV cache."""
+    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
+        """Copy blocks of the drafter's own KV cache, in order."""
 
     def propose(self, batch: Batch) -> list[Proposal]:
         """One proposal per generation slice. Context slices are fed to a draft engine here."""
@@ -60,7 +60,7 @@ class NoDrafter:
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         """Nothing to prepare."""
 
-    def copy_block(self, source: int, destination: int) -> None:
+    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
         """Nothing to copy."""
 
     def propose(self, batch: Batch) -> list[Proposal]:

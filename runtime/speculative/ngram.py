@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.core import Batch, Sequence
-from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.speculative.drafter import Proposal
 
@@ -32,7 +32,7 @@ class NgramDrafter:
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         """Nothing to prepare: a copy is a one-hot proposal, accepted by tokens."""
 
-    def copy_block(self, source: int, destination: int) -> None:
+    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
         """No cache."""
 
     def propose(self, batch: Batch) -> list[Proposal]:

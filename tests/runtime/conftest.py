@@ -7,6 +7,7 @@ the output, or hits a slot that was never written.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +16,8 @@ import pytest
 from llmctl.plugins.sampling.reference import ReferenceSampling, sample_rows
 from llmctl.plugins.sampling.spec import SamplingBackend, SamplingRow, has_penalties
 from llmctl.runtime.core import FinishReason, Request, Sequence
-from llmctl.runtime.kv_cache import KvCacheManager
-from llmctl.runtime.loop import Loop
+from llmctl.runtime.kv_cache import CopyKind, KvCacheManager
+from llmctl.runtime.loop import Loop, copy_blocks
 from llmctl.runtime.rounds import RoundReport, RoundResult, Rounds
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.scheduler import Limits, Scheduler, SchedulerConfig
@@ -76,15 +77,26 @@ class FakeEngine:
         self.whole_context = whole_context
         self.num_runs = 0
         self.num_tokens: list[int] = []
+        self.num_copies = 0
         self.fail_at: int | None = None
+        self.fail_copies = False
         self._rows: dict[bytes, np.ndarray] = {}
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         self.cache = np.full(num_blocks * self.tokens_per_block, -1, np.int64)
 
-    def copy_block(self, source: int, destination: int) -> None:
-        blocks = self.cache.reshape(-1, self.tokens_per_block)
-        blocks[destination] = blocks[source]
+    def allocate_host_blocks(self, num_blocks: int) -> None:
+        self.host = np.full((num_blocks, self.tokens_per_block), -1, np.int64)
+
+    def copy_blocks(self, copies) -> None:
+        self.num_copies += len(copies)
+        if self.fail_copies:
+            raise RuntimeError("the copy broke")
+        device = self.cache.reshape(-1, self.tokens_per_block)
+        for copy in copies:
+            source = self.host if copy.kind is CopyKind.ONBOARD else device
+            destination = self.host if copy.kind is CopyKind.OFFLOAD else device
+            destination[copy.dst_block] = source[copy.src_block]
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """The row of logits after `tokens` [n]."""
@@ -169,6 +181,7 @@ class Harness:
         *,
         draft: FakeEngine | None = None,
         num_blocks: int = 200,
+        num_host_blocks: int = 0,
         reuse: bool = True,
         config: SchedulerConfig | None = None,
         by_logits: bool = False,
@@ -179,7 +192,12 @@ class Harness:
         self.target, self.draft = target, draft
         self.drafter = drafter or NoDrafter()
         self.kv_cache = KvCacheManager(
-            num_blocks, target.tokens_per_block, reuse, reuse, has_draft=self.drafter.has_engine
+            num_blocks,
+            target.tokens_per_block,
+            reuse,
+            reuse,
+            has_draft=self.drafter.has_engine,
+            num_host_blocks=num_host_blocks,
         )
         self.limits = Limits(
             target.max_batch_size,
@@ -190,12 +208,14 @@ class Harness:
         self.scheduler = AuditedScheduler(config or SchedulerConfig(), self.kv_cache, self.limits)
         self.sampler = Sampler(target.vocab_size, sampling or ReferenceSampling())
         target.allocate_kv_cache(num_blocks)
+        target.allocate_host_blocks(num_host_blocks)
         self.drafter.prepare(self.kv_cache, self.sampler, by_logits)
         self.runner, self.rounds = runner, None
         if on_device:
             self.runner = FakeRunner(target, draft, self.drafter.max_draft_len)
         if self.runner is not None:
-            self.rounds = Rounds(self.runner, self.scheduler, self.kv_cache)
+            move = partial(copy_blocks, self.kv_cache, target, self.drafter)
+            self.rounds = Rounds(self.runner, self.scheduler, self.kv_cache, move)
         self.loop = Loop(
             target, self.scheduler, self.kv_cache, self.drafter, Verifier(self.sampler), self.rounds
         )

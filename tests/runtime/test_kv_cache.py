@@ -6,50 +6,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from kv_support import BLOCK, advance, attached, make_sequence, run_and_release, start
 
 from llmctl.errors import BadConfig
-from llmctl.runtime.core import Request, Sequence
 from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
-
-BLOCK = 4
-
-
-def make_sequence(sequence_id, tokens):
-    return Sequence(
-        sequence_id=sequence_id,
-        request_id=sequence_id,
-        request=Request(tuple(tokens), max_tokens=8),
-        index=0,
-        tokens=list(tokens),
-        num_prompt_tokens=len(tokens),
-        max_len=len(tokens) + 8,
-    )
-
-
-def start(cache, sequence_id, tokens):
-    """Attach, compute all tokens and commit one more, publish: a sequence after its prompt."""
-    sequence = make_sequence(sequence_id, tokens)
-    cache.match_and_attach(sequence)
-    assert cache.reserve(sequence, len(tokens))
-    advance(cache, sequence, 1000)
-    return sequence
-
-
-def advance(cache, sequence, token):
-    sequence.kv_len = len(sequence.tokens)
-    sequence.draft_kv_len = sequence.kv_len if cache.has_draft else 0
-    sequence.tokens.append(token)
-    cache.publish(sequence)
-    cache.check_invariants()
-
-
-def run_and_release(cache, sequence_id, tokens):
-    """Leave the full blocks of `tokens` in the cache; returns the block table it had."""
-    sequence = start(cache, sequence_id, tokens)
-    table = list(sequence.block_table)
-    cache.release(sequence)
-    cache.check_invariants()
-    return table
 
 
 def test_full_blocks_of_a_finished_sequence_are_reused():
@@ -194,12 +154,6 @@ def test_the_least_recently_used_leaf_is_evicted_first():
     assert cache.lookup(make_sequence(6, [2] * 9)).full.depth == 1, "the leaf goes, not the root"
 
 
-def attached(cache, sequence_id, tokens):
-    sequence = make_sequence(sequence_id, tokens)
-    cache.match_and_attach(sequence)
-    return sequence
-
-
 def test_blocks_in_use_are_never_evicted():
     cache = KvCacheManager(4, BLOCK)
     holder = start(cache, 1, range(12))
@@ -259,7 +213,7 @@ def test_an_empty_cache_is_refused(num_blocks, tokens_per_block):
 
 
 def corrupt_free_list(cache, sequence):
-    cache._free.append(sequence.block_table[-1])
+    cache._store._free.append(sequence.block_table[-1])
 
 
 def corrupt_table(cache, sequence):

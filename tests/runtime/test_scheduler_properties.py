@@ -2,19 +2,22 @@
 
 The model writes, for every slot, a hash of the whole token prefix that the slot's K/V depends on.
 Before a step computes anything, each sequence reads all slots it relies on and must find exactly
-its own prefix there, in the target's cache and in the draft's.
+its own prefix there, in the target's cache and in the draft's. After every step the same holds of
+every block in the tree, on the device and in host memory: it has committed tokens only.
 """
 
 from __future__ import annotations
 
 import random
+from itertools import count
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmctl.runtime.chunking import ContextChunkingPolicy
 from llmctl.runtime.core import FinishReason, Request, Sequence
-from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.kv_cache import CopyKind, KvCacheManager
+from llmctl.runtime.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
 from llmctl.runtime.scheduler import CapacitySchedulerPolicy, Limits, Scheduler, SchedulerConfig
 
 RUNNING = FinishReason.NOT_FINISHED
@@ -36,10 +39,13 @@ class Contents:
     def __init__(self, tokens_per_block):
         self.size = tokens_per_block
         self.slots = {}
+        self.host = {}
 
     def copy_block(self, copy):
+        source = self.host if copy.kind is CopyKind.ONBOARD else self.slots
+        destination = self.host if copy.kind is CopyKind.OFFLOAD else self.slots
         for offset in range(copy.num_tokens):
-            self.slots[copy.dst_block, offset] = self.slots[copy.src_block, offset]
+            destination[copy.dst_block, offset] = source[copy.src_block, offset]
 
     def write(self, sequence, tokens, start, end):
         hashes = prefix_hashes(tokens)
@@ -52,6 +58,15 @@ class Contents:
             block = sequence.block_table[position // self.size]
             found = self.slots.get((block, position % self.size))
             assert found == expected, f"position {position} of block {block} is another's"
+
+    def check_tree(self, tree):
+        tokens = {tree.root: ()}
+        for node in tree.nodes():
+            tokens[node] = tokens[node.parent] + node.key
+            place = node.block_id if node.is_on_device else node.host_slot
+            held = self.slots if node.is_on_device else self.host
+            found = [held.get((place, offset)) for offset in range(self.size)]
+            assert found == prefix_hashes(tokens[node])[-self.size :], "a block with a wrong token"
 
 
 class Traffic:
@@ -84,7 +99,11 @@ class Traffic:
         sequence = Sequence(
             sequence_id=len(self.sequences),
             request_id=len(self.sequences),
-            request=Request(tuple(tokens), max_tokens=max_tokens),
+            request=Request(
+                tuple(tokens),
+                max_tokens=max_tokens,
+                kv_cache_retention_config=self.retention(num_prompt_tokens),
+            ),
             index=0,
             tokens=tokens,
             num_prompt_tokens=num_prompt_tokens,
@@ -92,6 +111,15 @@ class Traffic:
         )
         self.sequences.append(sequence)
         self.scheduler.add(sequence)
+
+    def retention(self, num_prompt_tokens):
+        chance = self.random
+        if chance.random() < 0.6:
+            return None
+        first = chance.randrange(num_prompt_tokens)
+        priority, decode_priority = chance.randint(0, 100), chance.randint(0, 100)
+        prompt = TokenRangeRetentionConfig(first, None, priority, chance.choice([None, 5e3]))
+        return KvCacheRetentionConfig((prompt,), decode_priority, chance.choice([None, 5e3]))
 
     def cancel_one(self):
         running = [s for s in self.sequences if s.finish_reason is RUNNING]
@@ -123,6 +151,10 @@ class Traffic:
                 self.commit(part, *outcome)
         scheduler.update(batch)
         self.cache.check_invariants()
+        self.target.check_tree(self.cache._store.tree)
+        if self.cache.has_draft:
+            self.draft.check_tree(self.cache._store.tree)
+        assert not self.cache.pending_copies()
 
     def run(self, part):
         """Write what the engines would write; (accepted drafts, emitted tokens)."""
@@ -220,6 +252,9 @@ def setups(draw):
         enable_block_reuse=draw(st.sampled_from([True, True, False])),
         enable_partial_reuse=draw(st.booleans()),
         has_draft=draw(st.booleans()),
+        num_host_blocks=draw(st.sampled_from([0, 0, 1, 3, 20])),
+        offload_min_priority=draw(st.sampled_from([0, 35, 60])),
+        clock=count().__next__,
     )
     limits = Limits(
         max_batch_size=draw(st.integers(1, 6)),

@@ -1,0 +1,23 @@
+"""Copies of whole blocks that must happen before the next step."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class CopyKind(enum.Enum):
+    """From where to where."""
+
+    WITHIN = "within"  # device block to device block
+    OFFLOAD = "offload"  # device block to host slot
+    ONBOARD = "onboard"  # host slot to device block
+
+
+class BlockCopy(NamedTuple):
+    """Copy `src_block` to `dst_block`, all layers, before the step. num_tokens matter."""
+
+    src_block: int
+    dst_block: int
+    num_tokens: int
+    kind: CopyKind = CopyKind.WITHIN

@@ -1,0 +1,306 @@
+"""Where the blocks are: free, in the tree on the device, or in the tree in host memory.
+
+A block is taken from the free list, else from the least valuable unused leaf of the tree. With a
+host tier the content of such a leaf moves to host memory, where it gives way in turn to what is
+worth more, and moves back to the device when it is hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from time import monotonic
+
+from llmctl.runtime.kv_cache import events
+from llmctl.runtime.kv_cache.eviction import (
+    LazyHeap,
+    is_device_victim,
+    is_expiring,
+    is_host_victim,
+    worth,
+)
+from llmctl.runtime.kv_cache.moves import BlockCopy, CopyKind
+from llmctl.runtime.kv_cache.radix_tree import NOWHERE, Node, RadixTree, path_to
+from llmctl.runtime.retention import DEFAULT_PRIORITY, Retention
+
+
+class BlockStore:
+    """Blocks and the tree of what they hold. Knows nothing of sequences but how many use a node."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        num_host_blocks: int,
+        offload_min_priority: int,
+        event_manager: events.KvCacheEventManager,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.tree = RadixTree(tokens_per_block)
+        self.num_host_blocks = num_host_blocks
+        self.copies: list[BlockCopy] = []  # to perform, in this order
+        self.num_taken = self.num_evicted = self.num_offloaded = self.num_onboarded = 0
+        self.num_unused = 0  # blocks of the tree on the device without users
+        self._num_blocks = num_blocks
+        self._tokens_per_block = tokens_per_block
+        self._offload_min_priority = offload_min_priority
+        self._events = event_manager
+        self._clock = clock
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free_slots = list(range(num_host_blocks - 1, -1, -1))
+        self._victims = LazyHeap(is_device_victim, num_blocks)
+        self._host_victims = LazyHeap(is_host_victim, num_host_blocks)
+        self._expiring = LazyHeap(is_expiring, num_blocks + num_host_blocks)
+        self._tick = 0
+        levels = (num_blocks, num_host_blocks) if num_host_blocks else (num_blocks,)
+        self._events.add(events.KvCacheCreatedData(levels))
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that could be taken now: free ones and cached ones nobody uses."""
+        return len(self._free) + self.num_unused
+
+    @property
+    def num_host_used(self) -> int:
+        """Blocks in host memory."""
+        return self.num_host_blocks - len(self._free_slots)
+
+    def take_block(self) -> int:
+        """A block of the device to write; needs num_available > 0."""
+        self.num_taken += 1
+        return self._free.pop() if self._free else self._evict()
+
+    def give_back(self, block_ids: Iterable[int]) -> None:
+        """Blocks that nobody holds any more, the first to be taken again last."""
+        self._free.extend(block_ids)
+
+    def copy_of(self, node: Node, num_tokens: int) -> int:
+        """A block of its own with the first tokens of `node`; needs num_available > 0."""
+        if node.is_on_device:
+            source = node.block_id
+            block_id = self.take_block()
+            if block_id != source:  # else it was the last one left, and is simply taken over
+                self.copies.append(BlockCopy(source, block_id, num_tokens))
+            return block_id
+        node.num_users += 1  # not to be evicted while a block is found
+        block_id = self.take_block()
+        node.num_users -= 1
+        self.touch(node)
+        self.copies.append(BlockCopy(node.host_slot, block_id, num_tokens, CopyKind.ONBOARD))
+        self.num_onboarded += 1
+        return block_id
+
+    # ---- users ----
+
+    def use(self, node: Node) -> None:
+        """Count one more user of `node` alone; the caller uses the nodes above it already."""
+        if node.num_users == 0:
+            node.expires_at = None
+            self.num_unused -= node.is_on_device
+        node.num_users += 1
+
+    def use_path(self, node: Node) -> None:
+        """Count one more user of `node` and of everything above it, all brought to the device.
+
+        Needs as many available blocks as there are nodes in host memory on the path.
+        """
+        path = path_to(node)
+        for item in path:
+            self.use(item)
+        for item in path:
+            if not item.is_on_device:
+                self._onboard(item)
+
+    def leave_path(self, node: Node) -> None:
+        """Take one user from `node` and from everything above it, deepest first."""
+        while node.parent is not None:
+            node.num_users -= 1
+            if node.num_users == 0:
+                self.num_unused += 1
+                if node.duration_s is not None:
+                    node.expires_at = self._clock() + node.duration_s
+                    self._expiring.push((node.expires_at, 0), node)
+                self.touch(node)
+            node = node.parent
+
+    def touch(self, node: Node) -> None:
+        """Make an unused node the most recently used of its priority; no effect on a used one."""
+        self._tick += 1
+        node.last_used = self._tick
+        self._enlist(node)
+
+    def publish(self, parent: Node, key: tuple[int, ...], block_id: int) -> Node:
+        """Make a block of a sequence that uses `parent` findable; its publisher uses the result.
+
+        Where the content is known already, the block found first stays (see `Node.block_id`) and
+        `block_id` is free again; what lay in host memory only is replaced by `block_id`.
+        """
+        node = parent.children.get(key)
+        if node is None:
+            node = self.tree.add(parent, key, block_id)
+            node.num_users = 1
+            self._announce(node)
+            return node
+        self.use(node)
+        if node.is_on_device:
+            self._free.append(block_id)
+        else:
+            self._free_slots.append(node.host_slot)
+            self._settle(node, block_id)
+        return node
+
+    def retain(self, node: Node, retention: Retention) -> None:
+        """Set priority and duration of a node in use."""
+        assert node.num_users, "only what is used is given another priority"
+        self._set_priority(node, retention.priority)
+        milliseconds = retention.duration_ms
+        node.duration_s = None if milliseconds is None else milliseconds / 1e3
+
+    def forget(self) -> None:
+        """Drop every cached content and every copy not yet performed. Nobody may use a node."""
+        for node in list(self.tree.root.children.values()):
+            self._drop(node)
+        self.copies.clear()
+
+    # ---- leaving the device, and coming back ----
+
+    def _evict(self) -> int:
+        """Give up the least valuable leaf on the device: to host memory, or for good."""
+        self._expire()
+        found = self._victims.peek()
+        assert found is not None, "a block is taken where none is available"
+        node = found[1]
+        block_id, parent = node.block_id, node.parent
+        assert parent is not None
+        slot = self._slot_for(node)
+        self.num_evicted += 1
+        if slot is None:
+            self._drop(node)
+            freed = self._free.pop()
+            assert freed == block_id, "a leaf of the device has nothing on the device below it"
+        else:
+            self.copies.append(BlockCopy(block_id, slot, self._tokens_per_block, CopyKind.OFFLOAD))
+            self.num_offloaded += 1
+            self.num_unused -= 1
+            node.block_id, node.host_slot = NOWHERE, slot
+            parent.num_device_children -= 1
+            self._enlist(node)
+            self._announce_level(node, events.DEVICE_LEVEL, events.HOST_LEVEL)
+        self._enlist(parent)
+        return block_id
+
+    def _slot_for(self, node: Node) -> int | None:
+        """A place in host memory for a leaf of the device; None where it is not worth one.
+
+        What is continued by blocks in host memory is worth as much as they are.
+        """
+        is_needed = bool(node.children)
+        if node.priority < self._offload_min_priority and not is_needed:
+            return None
+        if not self._free_slots:
+            found = self._host_victims.peek()
+            if found is None or (found[1].priority > node.priority and not is_needed):
+                return None
+            parent = found[1].parent
+            self._drop(found[1])
+            assert parent is not None
+            self._enlist(parent)
+        return self._free_slots.pop()
+
+    def _onboard(self, node: Node) -> None:
+        """Bring a node in use back to the device; its parent is there already."""
+        block_id = self.take_block()
+        self.copies.append(
+            BlockCopy(node.host_slot, block_id, self._tokens_per_block, CopyKind.ONBOARD)
+        )
+        self.num_onboarded += 1
+        self._free_slots.append(node.host_slot)
+        self._settle(node, block_id)
+
+    def _settle(self, node: Node, block_id: int) -> None:
+        """A node of host memory lies in `block_id` from now on."""
+        node.block_id, node.host_slot = block_id, NOWHERE
+        assert node.parent is not None
+        node.parent.num_device_children += 1
+        self._announce_level(node, events.HOST_LEVEL, events.DEVICE_LEVEL)
+
+    def _drop(self, node: Node) -> None:
+        """Forget an unused node and everything below it."""
+        gone = self.tree.remove(node)
+        hashes = []
+        for item in reversed(gone):
+            assert item.num_users == 0
+            if item.is_on_device:
+                self._free.append(item.block_id)
+                self.num_unused -= 1
+            else:
+                self._free_slots.append(item.host_slot)
+            item.block_id = item.host_slot = NOWHERE
+            item.expires_at = None
+            if item.block_hash is not None:
+                hashes.append(item.block_hash)
+        if hashes:
+            self._events.add(events.KvCacheRemovedData(tuple(hashes)))
+
+    def _enlist(self, node: Node) -> None:
+        """Enter a node among those to evict, if it may be."""
+        if node.is_device_leaf:
+            self._victims.push(worth(node), node)
+        elif node.is_host_leaf:
+            self._host_victims.push(worth(node), node)
+
+    def _expire(self) -> None:
+        """Let priorities whose time is over fall back to the default."""
+        while (found := self._expiring.peek()) is not None and found[0][0] <= self._clock():
+            node = found[1]
+            node.expires_at = node.duration_s = None
+            self._set_priority(node, DEFAULT_PRIORITY)
+            self._enlist(node)
+
+    def check_invariants(self, users: Mapping[Node, int], private: list[int]) -> None:
+        """Recount everything, given how many sequences use each node and the blocks that belong
+        to one sequence alone; AssertionError on the first contradiction."""
+        nodes = self.tree.nodes()
+        assert set(users) <= set(nodes), "a sequence uses a node that is not in the tree"
+        on_device = [node for node in nodes if node.is_on_device]
+        slots = [node.host_slot for node in nodes if not node.is_on_device]
+        for node in nodes:
+            assert node.parent is not None
+            assert node.num_users == users.get(node, 0), f"block {node.block_id}: wrong user count"
+            assert node.is_on_device != (node.host_slot != NOWHERE)
+            assert node.is_on_device or not node.num_users, "a block in use lies in host memory"
+            assert node.parent.is_on_device or node.depth == 1 or not node.is_on_device
+            assert node.num_users <= node.parent.num_users or node.depth == 1
+            count = sum(child.is_on_device for child in node.children.values())
+            assert node.num_device_children == count
+            heap = self._victims if node.is_on_device else self._host_victims
+            if node.is_device_leaf or node.is_host_leaf:
+                assert heap.has(worth(node), node), "a leaf that cannot be evicted"
+        assert self.num_unused == sum(node.num_users == 0 for node in on_device)
+        blocks = sorted(self._free + private + [node.block_id for node in on_device])
+        assert blocks == list(range(len(blocks))), "a block leaked or has two owners"
+        assert sorted(self._free_slots + slots) == list(range(self.num_host_blocks))
+        assert len(blocks) == self._num_blocks
+
+    # ---- events ----
+
+    def _set_priority(self, node: Node, priority: int) -> None:
+        old, node.priority = node.priority, priority
+        if node.block_hash is not None and old != priority:
+            change = events.Change(old, priority)
+            self._events.add(events.KvCacheUpdatedData(node.block_hash, priority=change))
+
+    def _announce(self, node: Node) -> None:
+        if not self._events.is_on:
+            return
+        parent = node.parent
+        assert parent is not None
+        node.block_hash = events.block_hash(parent.block_hash, node.key)
+        block = events.KvCacheStoredBlockData(
+            node.block_hash, node.key, events.DEVICE_LEVEL, node.priority
+        )
+        self._events.add(events.KvCacheStoredData(parent.block_hash, (block,)))
+
+    def _announce_level(self, node: Node, old: int, new: int) -> None:
+        if node.block_hash is not None:
+            change = events.Change(old, new)
+            self._events.add(events.KvCacheUpdatedData(node.block_hash, cache_level=change))

@@ -1,0 +1,212 @@
+"""The host tier: evicted blocks move to host memory, come back when hit, and change no output."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kv_support import (
+    BLOCK,
+    attached,
+    fill,
+    keep,
+    make_sequence,
+    num_cached,
+    run_and_release,
+    start,
+)
+
+from llmctl.errors import BadConfig
+from llmctl.plugins.sampling.reference import ReferenceSampling
+from llmctl.runtime.config import KvCacheConfig
+from llmctl.runtime.core import Request, SamplingConfig
+from llmctl.runtime.executor import Executor, ExecutorConfig
+from llmctl.runtime.kv_cache import BlockCopy, CopyKind, KvCacheManager
+from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
+
+OFFLOAD, ONBOARD, WITHIN = CopyKind.OFFLOAD, CopyKind.ONBOARD, CopyKind.WITHIN
+
+
+def test_an_evicted_block_moves_to_host_memory_and_comes_back_when_hit():
+    cache = KvCacheManager(2, BLOCK, num_host_blocks=4)
+    first, second = run_and_release(cache, 1, range(8))
+    fill(cache, 2, 1)
+    assert num_cached(cache, range(8)) == (1, 1)
+    assert cache.pending_copies() == [BlockCopy(second, 0, BLOCK, OFFLOAD)]
+    again = make_sequence(3, range(9))
+    assert cache.match_and_attach(again) == 8
+    assert again.block_table[0] == first
+    assert cache.pending_copies() == [BlockCopy(0, again.block_table[1], BLOCK, ONBOARD)]
+    cache.check_invariants()
+    stats = cache.stats()
+    assert (stats.offloaded_blocks, stats.onboarded_blocks, stats.evicted_blocks) == (1, 1, 1)
+    assert (stats.host_max_num_blocks, stats.host_used_num_blocks) == (4, 0)
+
+
+def test_a_partly_equal_block_is_copied_straight_from_host_memory_and_stays_there():
+    cache = KvCacheManager(2, BLOCK, num_host_blocks=4)
+    run_and_release(cache, 1, [1, 2, 3, 4])
+    fill(cache, 2, 2)
+    cache.pending_copies()
+    other = make_sequence(3, [1, 2, 9, 9])
+    assert cache.match_and_attach(other) == 2
+    assert cache.pending_copies() == [BlockCopy(0, other.block_table[0], 2, ONBOARD)]
+    assert num_cached(cache, [1, 2, 3, 4]) == (0, 1)
+    cache.check_invariants()
+
+
+def test_bringing_one_back_may_send_another_away_and_the_order_of_copies_tells_so():
+    cache = KvCacheManager(1, BLOCK, num_host_blocks=2)
+    run_and_release(cache, 1, [1] * BLOCK)
+    run_and_release(cache, 2, [2] * BLOCK)
+    cache.pending_copies()
+    attached(cache, 3, [1] * BLOCK + [5])
+    assert cache.pending_copies() == [
+        BlockCopy(0, 1, BLOCK, OFFLOAD),  # the twos make room first
+        BlockCopy(0, 0, BLOCK, ONBOARD),
+    ]
+    cache.check_invariants()
+
+
+def test_host_memory_gives_up_the_least_valuable_first():
+    cache = KvCacheManager(1, BLOCK, num_host_blocks=2)
+    for number, priority in ((1, 50), (2, 90), (3, 40), (4, 70)):
+        run_and_release(cache, number, [number] * BLOCK, keep(priority))
+    # The threes were worth less than what was there; the ones gave way to nobody.
+    assert [sum(num_cached(cache, [n] * BLOCK)) for n in (1, 2, 3, 4)] == [1, 1, 0, 1]
+
+
+def test_blocks_below_the_least_priority_are_dropped_instead():
+    cache = KvCacheManager(1, BLOCK, num_host_blocks=4, offload_min_priority=35)
+    run_and_release(cache, 1, [1] * BLOCK, keep(34))
+    run_and_release(cache, 2, [2] * BLOCK, keep(35))
+    fill(cache, 3, 1)
+    assert [num_cached(cache, [n] * BLOCK) for n in (1, 2)] == [(0, 0), (0, 1)]
+
+
+def test_what_continues_a_block_in_host_memory_keeps_it_from_being_dropped():
+    cache = KvCacheManager(2, BLOCK, num_host_blocks=4, offload_min_priority=35)
+    run_and_release(cache, 1, [1] * 2 * BLOCK, keep(0, end=BLOCK))
+    fill(cache, 2, 2)
+    assert num_cached(cache, [1] * 2 * BLOCK) == (0, 2)
+
+
+def test_a_path_too_long_for_the_device_comes_back_in_part():
+    cache = KvCacheManager(4, BLOCK, num_host_blocks=8)
+    run_and_release(cache, 1, range(16))
+    fill(cache, 2, 4)
+    holder = attached(cache, 3, [50])
+    assert cache.reserve(holder, 2 * BLOCK)
+    assert num_cached(cache, range(16)) == (0, 4)
+    assert attached(cache, 4, range(17)).kv_len == 8
+    cache.check_invariants()
+
+
+def test_a_block_computed_again_replaces_its_copy_in_host_memory():
+    cache = KvCacheManager(4, BLOCK, num_host_blocks=8)
+    run_and_release(cache, 1, range(8))
+    fill(cache, 2, 4)
+    holder = attached(cache, 3, [50])
+    assert cache.reserve(holder, 2 * BLOCK + 1)
+    late = attached(cache, 4, range(9))
+    assert late.kv_len == BLOCK, "only one block was left for it"
+    cache.release(holder)
+    assert cache.reserve(late, 9)
+    late.tokens.append(9)
+    late.kv_len = 9
+    cache.publish(late)
+    cache.check_invariants()
+    assert num_cached(cache, range(8)) == (2, 0)
+    assert cache.stats().host_used_num_blocks == 0
+
+
+def test_after_a_failure_nothing_is_found_whose_copy_may_be_missing():
+    cache = KvCacheManager(2, BLOCK, num_host_blocks=4)
+    run_and_release(cache, 1, range(8))
+    fill(cache, 2, 1)
+    cache.abandon_copies()
+    assert cache.pending_copies() == [] and num_cached(cache, range(8)) == (0, 0)
+    cache.check_invariants()
+
+
+def test_without_a_host_tier_a_failure_leaves_what_is_cached():
+    cache = KvCacheManager(4, BLOCK)
+    run_and_release(cache, 1, range(8))
+    cache.release(start(cache, 2, range(9)))
+    cache.abandon_copies()
+    assert num_cached(cache, range(8)) == (2, 0)
+
+
+def requests(count):
+    """Prompts that return to one of a few stems again and again."""
+    generator = np.random.default_rng(5)
+    stems = [generator.integers(0, 23, 24).tolist() for _ in range(6)]
+    made = []
+    for index in range(count):
+        tail = generator.integers(0, 23, generator.integers(1, 12)).tolist()
+        prompt = stems[generator.integers(6)][: generator.integers(6, 25)] + tail
+        params = SamplingConfig(temperature=0.8, top_k=0, seed=index)
+        made.append(Request(tuple(prompt), int(generator.integers(1, 20)), params))
+    return made
+
+
+@pytest.mark.parametrize("agreement", [None, 0.8])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_output_with_a_host_tier_is_the_plain_answer(fake, agreement, on_device):
+    draft, drafter = None, None
+    if agreement is not None:
+        draft = fake.Engine(agreement=agreement)
+        drafter = DraftTargetDrafter(draft, 4)
+    harness = fake.Harness(
+        fake.Engine(), drafter, draft=draft, num_blocks=40, num_host_blocks=30, on_device=on_device
+    )
+    wanted = requests(80)
+    for first in range(0, 80, 5):
+        group = wanted[first : first + 5]
+        sequences = [harness.add(request) for request in group]
+        harness.run()
+        for request, sequence in zip(group, sequences, strict=True):
+            found = sequence.tokens[sequence.num_prompt_tokens :]
+            assert found == fake.plain_answer(harness.target, request)[0]
+    stats = harness.kv_cache.stats()
+    assert stats.offloaded_blocks > 50 and stats.onboarded_blocks > 20
+
+
+def test_a_host_tier_answers_what_the_device_has_forgotten(fake):
+    hits = {}
+    for num_host_blocks in (0, 60):
+        harness = fake.Harness(fake.Engine(), num_blocks=14, num_host_blocks=num_host_blocks)
+        for request in requests(60):
+            harness.add(request)
+            harness.run()
+        hits[num_host_blocks] = harness.kv_cache.stats().token_hit_rate
+    assert hits[60] > 2 * hits[0]
+
+
+def test_a_copy_that_fails_fails_its_requests_and_leaves_the_executor_right(fake):
+    target = fake.Engine()
+    config = ExecutorConfig(KvCacheConfig(14, num_host_blocks=30), check_invariants=True)
+    with Executor(target, None, config, ReferenceSampling()) as executor:
+        num_failed = 0
+        for index, request in enumerate(requests(60)):
+            target.fail_copies = index % 3 == 0
+            (response,) = executor.await_responses(executor.enqueue_request(request), 30.0)
+            num_failed += response.has_error
+            if response.result is not None:
+                wanted = fake.plain_answer(target, request)[0]
+                assert list(response.result.output_token_ids) == wanted
+        assert 0 < num_failed <= 20
+    executor._worker.kv_cache.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_host_blocks": -1}, "num_host_blocks is -1"),
+        ({"event_buffer_max_size": -1}, "event_buffer_max_size is -1"),
+        ({"secondary_offload_min_priority": 101}, "secondary_offload_min_priority is 101"),
+        ({"num_host_blocks": 1, "enable_block_reuse": False}, "enable_block_reuse is off"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(options, words):
+    with pytest.raises(BadConfig, match=words):
+        KvCacheConfig(4, **options)
