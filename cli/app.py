@@ -27,6 +27,11 @@ COMMANDS = {
     ),
     "build": ("llmctl.cli.build", "build", "Checkpoint -> engine directory."),
     "run": ("llmctl.cli.run", "run", "Text in, text out, with or without a draft engine."),
+    "bench": (
+        "llmctl.cli.bench.command",
+        "bench",
+        "Latency and throughput of an engine, and what its draft changes.",
+    ),
     "dataset": (
         "llmctl.cli.dataset.command",
         "dataset",

@@ -82,6 +82,7 @@ class OpenEngines:
         self.target: Executable
         self.draft: Executable | None = None
         self.kv_plan: KvCachePlan
+        self.device_name: str | None = None  # of a GPU
         self._on_device: OpenedPair | None = None
         draft_dir = speculation.draft_engine if speculation is not None else None
         if checked.target.backend == "cuda":
@@ -119,6 +120,7 @@ class OpenEngines:
             free_fraction=options.free_fraction,
             max_tokens=options.max_tokens,
         )
+        self.device_name = planned.device_name
         log([f"device: {planned.device_name}", *planned.memory.lines()])
         opened = planned.load()
         log([f"loaded {role}: {report}" for role, report in opened.loads])
@@ -126,8 +128,17 @@ class OpenEngines:
         self.kv_plan = planned.memory.kv_cache
         self._on_device = opened
 
-    def executor(self, *, is_speculative: bool = True) -> Executor:
-        """A running executor; only one may be alive at a time, they share the engines."""
+    def executor(
+        self,
+        *,
+        is_speculative: bool = True,
+        draft_len: int | None = None,
+        num_iterations_kept: int = 1000,
+    ) -> Executor:
+        """A running executor; only one may be alive at a time, they share the engines.
+
+        draft_len: drafts a round, if not the ones checked; no more than the target verifies.
+        """
         from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
         from llmctl.runtime.scheduler import SchedulerConfig
 
@@ -140,13 +151,15 @@ class OpenEngines:
             scheduler=SchedulerConfig(enable_chunked_context=options.enable_chunked_context),
             acceptance=speculation.acceptance if speculation is not None else "tokens",
             max_step_ms=options.max_step_ms,
+            iter_stats_max_iterations=num_iterations_kept,
         )
+        count = self.checked.draft_len if draft_len is None else draft_len
         return Executor(
             self.target,
-            self._drafter(speculation),
+            self._drafter(speculation, count),
             config,
             self._sampling(),
-            self._round_runner(speculation),
+            self._round_runner(speculation, count),
         )
 
     def _sampling(self) -> SamplingBackend:
@@ -157,7 +170,7 @@ class OpenEngines:
 
         return CpuSampling()
 
-    def _round_runner(self, speculation: Speculation | None) -> RoundRunner | None:
+    def _round_runner(self, speculation: Speculation | None, draft_len: int) -> RoundRunner | None:
         """What runs generation on the device by itself: plain decoding and draft engines whose
         drafts are accepted by tokens. Everything else is led by the host."""
         opened = self._on_device
@@ -169,12 +182,11 @@ class OpenEngines:
             return CudaRoundRunner(opened.target, None, 0)
         if opened.draft is None or speculation.acceptance != "tokens":
             return None
-        return CudaRoundRunner(opened.target, opened.draft, self.checked.draft_len)
+        return CudaRoundRunner(opened.target, opened.draft, draft_len)
 
-    def _drafter(self, speculation: Speculation | None) -> Drafter | None:
+    def _drafter(self, speculation: Speculation | None, draft_len: int) -> Drafter | None:
         if speculation is None:
             return None
-        draft_len = self.checked.draft_len
         if self.draft is None:
             from llmctl.runtime.speculative.ngram import NgramDrafter
 

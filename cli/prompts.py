@@ -145,7 +145,7 @@ def _request(
     return Request(
         input_token_ids=ids,
         max_tokens=settings.pop("max_tokens", options.max_output_len),
-        sampling_config=_row_sampling(options.sampling, settings),
+        sampling_config=row_sampling(options.sampling, settings),
         output_config=OutputConfig(return_log_probs=options.needs_log_probs),
         streaming=True,  # the time to the first token is part of every report
         end_id=end_id,
@@ -154,7 +154,7 @@ def _request(
     )
 
 
-def _row_sampling(base: SamplingConfig, settings: Mapping[str, Any]) -> SamplingConfig:
+def row_sampling(base: SamplingConfig, settings: Mapping[str, Any]) -> SamplingConfig:
     """The row's own fields over the command line's, greedy by the same rule."""
     changed = dict(settings)
     if changed.keys() & {"temperature", "top_p", "min_p"} and base.top_k is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from llmctl.cli.generate import Row
 
 if TYPE_CHECKING:
+    from llmctl.builder.engine_format import EngineConfig
     from llmctl.cli.engines import OpenEngines
     from llmctl.runtime.engine import Executable
     from llmctl.runtime.stats import SpeculationStats
@@ -144,11 +145,16 @@ def engine_lines(engines: OpenEngines, *, is_verbose: bool) -> list[str]:
     return lines
 
 
+def architecture(config: EngineConfig) -> str:
+    """The model's class name in the checkpoint."""
+    pretrained = config.pretrained_config
+    found = (pretrained.get("architectures") or [pretrained.get("architecture", "?")])[0]
+    return str(found)
+
+
 def _engine_line(role: str, engine: Executable) -> str:
-    pretrained = engine.config.pretrained_config
-    architecture = (pretrained.get("architectures") or [pretrained.get("architecture", "?")])[0]
     line = (
-        f"{role}: {architecture}, {engine.weight_bytes / 1e6:.1f} MB of weights, "
+        f"{role}: {architecture(engine.config)}, {engine.weight_bytes / 1e6:.1f} MB of weights, "
         f"backend {engine.config.backend}"
     )
     if engine.config.backend == "cpu":

@@ -46,16 +46,17 @@ class Prompt:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file, by its suffix. Raises BadConfig for an unknown one or a bad row."""
+def read_prompts(path: Path, option: str = "--input-file") -> list[Prompt]:
+    """The prompts of the file that `option` names, by its suffix. Raises BadConfig for an unknown
+    one or a bad row."""
     readers = {".txt": _read_txt, ".csv": _read_csv, ".npy": _read_npy, ".jsonl": _read_jsonl}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise BadConfig(
-            f"--input-file is {path}; its name must end in one of {', '.join(readers)}",
+            f"{option} is {path}; its name must end in one of {', '.join(readers)}",
         )
     if not path.is_file():
-        raise BadConfig(f"--input-file {path} does not exist")
+        raise BadConfig(f"{option} {path} does not exist")
     try:
         prompts = reader(path)
     except UnicodeDecodeError as error:

@@ -1,0 +1,221 @@
+"""`llmctl bench latency` and `throughput`: how fast an engine is, and what a draft changes.
+
+Options are those of trtllm-bench where it has them. Results: a table on stderr, one JSON line on
+stdout, files on request.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+from llmctl.cli import run_options as option
+from llmctl.errors import BadConfig
+
+bench = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure an engine: latency of one request at a time, or throughput of many.\n\n"
+    "Examples:\n"
+    "  llmctl bench latency --engine-dir out/target --draft-engine out/draft --baseline\n"
+    "  llmctl bench throughput --engine-dir out/target --dataset dataset.jsonl --concurrency 8",
+)
+
+Dataset = Annotated[
+    Path | None, Option("--dataset", help="Requests by `llmctl dataset`; default: random prompts.")
+]
+NumRequests = Annotated[
+    int, Option("--num-requests", min=0, help="Rows to use; 0: all, or 10 random prompts.")
+]
+TargetInputLen = Annotated[
+    int | None, Option("--target-input-len", min=1, help="Length of random prompts; default 128.")
+]
+TargetOutputLen = Annotated[
+    int | None,
+    Option("--target-output-len", min=1, help="Output tokens where rows say none; default 128."),
+]
+Warmup = Annotated[int, Option("--warmup", min=0, help="Requests run before measuring.")]
+Iterations = Annotated[int, Option("--iterations", min=1, help="Measured runs of the whole load.")]
+Baseline = Annotated[
+    bool, Option("--baseline", help="Run the load without drafts too; print the paired ratio.")
+]
+EosId = Annotated[
+    int,
+    Option("--eos-id", min=-1, help="Token that ends an output; -1: full length.", hidden=True),
+]
+FreeMemoryFraction = Annotated[
+    float | None,
+    Option(
+        "--kv-cache-free-gpu-mem-fraction",
+        "--kv-cache-free-gpu-memory-fraction",
+        help="Both KV caches' share of the memory left free; default 0.9 on a GPU, 0.5 of RAM.",
+        hidden=True,
+    ),
+]
+EnableBlockReuse = Annotated[
+    bool,
+    Option(
+        "--kv-cache-enable-block-reuse/--no-kv-cache-enable-block-reuse",
+        help="Let prompts seen before come from the KV cache.",
+        hidden=True,
+    ),
+]
+Raw = Annotated[Path | None, Option("--raw", help="Every request and step, a JSON line each.")]
+ReportJson = Annotated[
+    Path | None, Option("--report-json", help="The JSON line of stdout, in a file.", hidden=True)
+]
+Json = Annotated[bool, Option("--json", help="Only the JSON line: no tables, no progress.")]
+
+
+@bench.command("latency", short_help="One request at a time.")
+def latency(
+    engine_dir: option.EngineDir,
+    draft_engine: option.DraftEngine = None,
+    draft_len: option.DraftLen = None,
+    draft_target_model_config: option.DraftTargetModelConfig = None,
+    ngram_config: option.NgramConfig = None,
+    baseline: Baseline = False,
+    dataset: Dataset = None,
+    num_requests: NumRequests = 0,
+    target_input_len: TargetInputLen = None,
+    target_output_len: TargetOutputLen = None,
+    warmup: Warmup = 2,
+    iterations: Iterations = 1,
+    concurrency: Annotated[
+        int, Option("--concurrency", min=1, help="Requests in flight.", hidden=True)
+    ] = 1,
+    temperature: option.Temperature = None,
+    top_k: option.TopK = None,
+    top_p: option.TopP = None,
+    random_seed: option.RandomSeed = 0,
+    eos_id: EosId = -1,
+    kv_cache_free_gpu_mem_fraction: FreeMemoryFraction = None,
+    kv_cache_enable_block_reuse: EnableBlockReuse = False,
+    enable_chunked_context: option.EnableChunkedContext = True,
+    num_threads: option.NumThreads = None,
+    raw: Raw = None,
+    report_json: ReportJson = None,
+    as_json: Json = False,
+) -> int:
+    """Measure requests one at a time, with or without drafts.
+
+    The table goes to stderr, one JSON line to stdout. Exit code 130 after Ctrl-C, with a report of
+    what had finished.
+
+    Examples:
+      llmctl bench latency --engine-dir out/target --draft-engine out/draft --baseline
+      llmctl bench latency --engine-dir out/target --target-input-len 64 --iterations 5
+    """
+    given = dict(locals())
+    return _run("latency", concurrency=concurrency, request_rate=None, given=given)
+
+
+@bench.command("throughput", short_help="Many requests at once.")
+def throughput(
+    engine_dir: option.EngineDir,
+    draft_engine: option.DraftEngine = None,
+    draft_len: option.DraftLen = None,
+    draft_target_model_config: option.DraftTargetModelConfig = None,
+    ngram_config: option.NgramConfig = None,
+    baseline: Baseline = False,
+    dataset: Dataset = None,
+    num_requests: NumRequests = 0,
+    target_input_len: TargetInputLen = None,
+    target_output_len: TargetOutputLen = None,
+    concurrency: Annotated[
+        int, Option("--concurrency", min=-1, help="Most requests in flight; -1: all at once.")
+    ] = -1,
+    request_rate: Annotated[
+        float | None,
+        Option("--request-rate", help="Requests a second, Poisson arrivals; default: no waiting."),
+    ] = None,
+    streaming: Annotated[
+        bool, Option("--streaming", help="Always on: first tokens are timed.", hidden=True)
+    ] = True,
+    warmup: Warmup = 2,
+    iterations: Iterations = 1,
+    temperature: option.Temperature = None,
+    top_k: option.TopK = None,
+    top_p: option.TopP = None,
+    random_seed: option.RandomSeed = 0,
+    eos_id: EosId = -1,
+    kv_cache_free_gpu_mem_fraction: FreeMemoryFraction = None,
+    kv_cache_enable_block_reuse: EnableBlockReuse = False,
+    enable_chunked_context: option.EnableChunkedContext = True,
+    num_threads: option.NumThreads = None,
+    raw: Raw = None,
+    report_json: ReportJson = None,
+    as_json: Json = False,
+) -> int:
+    """Measure many requests at once: all in flight, a bounded number, or Poisson arrivals.
+
+    The table goes to stderr, one JSON line to stdout. Exit code 130 after Ctrl-C, with a report of
+    what had finished.
+
+    Examples:
+      llmctl bench throughput --engine-dir out/target --num-requests 100
+      llmctl bench throughput --engine-dir out/target --dataset dataset.jsonl --request-rate 20
+    """
+    given = dict(locals())
+    if concurrency == 0:
+        raise BadConfig("--concurrency is 0; it must be at least 1, or -1 for all at once")
+    if request_rate is not None and not request_rate > 0:
+        raise BadConfig(f"--request-rate is {request_rate}; it must be above 0")
+    bound = None if concurrency == -1 else concurrency
+    return _run("throughput", concurrency=bound, request_rate=request_rate, given=given)
+
+
+def _run(
+    command: str, *, concurrency: int | None, request_rate: float | None, given: dict[str, Any]
+) -> int:
+    """From options to exit code; heavy imports happen here."""
+    from llmctl.cli.bench.driver import Pace
+    from llmctl.cli.bench.load import LoadOptions
+    from llmctl.cli.bench.publish import publish_results
+    from llmctl.cli.bench.session import BenchOptions, Files, Session
+    from llmctl.cli.engines import EngineOptions
+    from llmctl.cli.prompts import sampling_config
+    from llmctl.cli.speculation import parse_speculation
+
+    speculation = parse_speculation(
+        given["draft_engine"],
+        given["draft_target_model_config"],
+        given["draft_len"],
+        given["ngram_config"],
+    )
+    seed = given["random_seed"]
+    options = BenchOptions(
+        command=command,
+        engines=EngineOptions(
+            engine_dir=given["engine_dir"],
+            speculation=speculation,
+            free_fraction=given["kv_cache_free_gpu_mem_fraction"],
+            enable_block_reuse=given["kv_cache_enable_block_reuse"],
+            enable_chunked_context=given["enable_chunked_context"],
+            num_threads=given["num_threads"],
+        ),
+        load=LoadOptions(
+            dataset=given["dataset"],
+            num_requests=given["num_requests"],
+            input_len=given["target_input_len"],
+            output_len=given["target_output_len"],
+            eos_id=given["eos_id"],
+            sampling=sampling_config(
+                temperature=given["temperature"],
+                top_k=given["top_k"],
+                top_p=given["top_p"],
+                min_p=None,
+                seed=seed,
+            ),
+        ),
+        pace=Pace(concurrency, request_rate, seed),
+        warmup=given["warmup"],
+        iterations=given["iterations"],
+        has_baseline=given["baseline"],
+        files=Files(raw=given["raw"], report_json=given["report_json"]),
+        is_json=given["as_json"],
+    )
+    return publish_results(Session(options).measure())

@@ -1,0 +1,134 @@
+"""The least time that a step can take on this machine, by what it must read from memory.
+
+A step of nothing but generation reads the target's weights and the KV cache of its requests once,
+and the draft's as often as it drafts. The floor is those bytes over a read bandwidth measured in
+the same run; its share of the measured time says how much is left to gain. Large batches can be
+bound by arithmetic instead, which this limit does not know.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from llmctl.builder.container import DTYPES
+from llmctl.cli.bench.records import StepRecord
+
+if TYPE_CHECKING:
+    from llmctl.builder.engine_format import Plan
+    from llmctl.runtime.engine import Executable
+
+MOST_BYTES = 1 << 30  # of a buffer that is read to measure; far larger than a GPU's caches
+LEAST_BYTES = 1 << 20
+NUM_READS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What steps read, in bytes. Without a draft engine its figures are 0."""
+
+    target_weights: int
+    draft_weights: int
+    target_kv_per_block: int
+    draft_kv_per_block: int
+
+    @classmethod
+    def of(cls, target: Executable, draft: Executable | None) -> Reads:
+        """The figures of loaded engines."""
+        return cls(
+            weight_reads(target.plan),
+            weight_reads(draft.plan) if draft is not None else 0,
+            target.kv_bytes_per_block,
+            draft.kv_bytes_per_block if draft is not None else 0,
+        )
+
+    def step_bytes(self, step: StepRecord) -> int:
+        """Bytes of a step of nothing but generation; its requests' whole KV blocks count."""
+        num_drafts = max((item.draft_tokens for item in step.rounds), default=0)
+        target = self.target_weights + step.kv_used_blocks * self.target_kv_per_block
+        draft = self.draft_weights + step.kv_used_blocks * self.draft_kv_per_block
+        return target + num_drafts * draft
+
+
+def processor_name() -> str:
+    """The CPU's model name as Linux reports it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def weight_reads(plan: Plan) -> int:
+    """Weight bytes that a pass over one token reads: all but the tables it looks rows up in."""
+    used = {name for op in plan.ops if op.op != "embedding" for name in op.inputs.values()}
+    return sum(
+        math.prod(map(int, tensor.shape)) * DTYPES[tensor.dtype][1]
+        for tensor in plan.tensors
+        if tensor.kind == "weight" and tensor.name in used and "rotary" not in tensor.name
+    )
+
+
+def measure_bandwidth(backend: str, num_bytes: int) -> float | None:
+    """Bytes a second, the median of several reads of a buffer; None where memory is short.
+
+    On a CPU the buffer has the size of what a step reads (`num_bytes`), so that small models are
+    held against the caches that they fit. A GPU reads 1 GiB, which none of its caches holds.
+    """
+    if backend == "cuda":
+        return _measure_gpu()
+    import numpy as np
+
+    from llmctl.plugins.cpu.library import library
+
+    count = min(max(num_bytes, LEAST_BYTES), MOST_BYTES) // 4
+    buffer = np.ones(count, np.float32)
+    rates = []
+    for _ in range(NUM_READS):
+        began = perf_counter()
+        done = library().llmctl_measure_read(buffer.ctypes.data, len(buffer))
+        rates.append(done / (perf_counter() - began))
+    return median(rates[1:])
+
+
+def _measure_gpu() -> float | None:
+    import torch
+
+    if torch.cuda.mem_get_info()[0] < 2 * MOST_BYTES:
+        return None
+    data = torch.ones(MOST_BYTES // 4, dtype=torch.float32, device="cuda").view(8192, -1)
+    rates = []
+    for _ in range(NUM_READS):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        torch.amax(data, dim=1)
+        ended.record()
+        ended.synchronize()
+        rates.append(data.nbytes / (began.elapsed_time(ended) / 1e3))
+    del data
+    torch.cuda.empty_cache()
+    return median(rates[1:])
+
+
+def limit_json(
+    reads: Reads, bandwidth: float | None, steps: Sequence[StepRecord]
+) -> dict[str, Any] | None:
+    """The limit over all steps of nothing but generation; None without them or a bandwidth."""
+    steps = [step for step in steps if step.rounds and not step.context_requests]
+    if bandwidth is None or not steps:
+        return None
+    floors_ms = [reads.step_bytes(step) / bandwidth * 1e3 for step in steps]
+    # A step that the device ran ahead of the host takes what the device took.
+    times_ms = [max(step.step_ms, step.draft_ms + step.verify_ms) for step in steps]
+    return {
+        "read_bandwidth_gb_s": bandwidth / 1e9,
+        "read_per_step_mb": sum(map(reads.step_bytes, steps)) / len(steps) / 1e6,
+        "floor_per_step_ms": sum(floors_ms) / len(steps),
+        "measured_per_step_ms": sum(times_ms) / len(steps),
+        "share_of_limit": sum(floors_ms) / sum(times_ms),
+    }

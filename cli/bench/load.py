@@ -1,0 +1,152 @@
+"""The requests of a benchmark: a dataset's rows, or random prompts of one length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llmctl.builder.engine_format import TOKENIZER_FOLDER, EngineConfig
+from llmctl.builder.tokenizer import TOKENIZER_FILE
+from llmctl.cli.prompts import row_sampling
+from llmctl.cli.text_io import Prompt, read_prompts
+from llmctl.errors import BadConfig, PromptTooLong
+from llmctl.runtime.core import Request, SamplingConfig
+
+if TYPE_CHECKING:
+    from llmctl.cli.tokenizer import Tokenizer
+
+DEFAULT_INPUT_LEN = 128
+DEFAULT_OUTPUT_LEN = 128
+DEFAULT_NUM_REQUESTS = 10  # without a dataset
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Which requests. num_requests 0: the whole dataset, or DEFAULT_NUM_REQUESTS random prompts.
+
+    eos_id -1: every output has exactly the tokens it asked for.
+    """
+
+    dataset: Path | None = None
+    num_requests: int = 0
+    input_len: int | None = None
+    output_len: int | None = None
+    eos_id: int = -1
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def __post_init__(self) -> None:
+        if self.dataset is not None and self.input_len is not None:
+            raise BadConfig(
+                "--dataset and --target-input-len are both given; the dataset has its own prompts"
+            )
+
+
+def read_load(options: LoadOptions) -> list[Prompt]:
+    """The dataset's rows; nothing without a dataset. Raises BadConfig."""
+    if options.dataset is None:
+        return []
+    if options.dataset.suffix.lower() != ".jsonl":
+        raise BadConfig(
+            f"--dataset is {options.dataset}; a .jsonl file of requests is wanted",
+            fix="make one with: llmctl dataset --tokenizer ENGINE_DIR --output FILE.jsonl ...",
+        )
+    prompts = read_prompts(options.dataset, "--dataset")
+    if options.num_requests > len(prompts):
+        raise BadConfig(
+            f"--num-requests is {options.num_requests}; {options.dataset} has {len(prompts)} rows"
+        )
+    return prompts[: options.num_requests or None]
+
+
+def make_requests(
+    options: LoadOptions, prompts: Sequence[Prompt], engine_dir: Path, config: EngineConfig
+) -> list[Request]:
+    """The requests, all of which fit the engine. Raises BadConfig or PromptTooLong, naming the row.
+
+    Responses are streamed, or there would be no time of a first token.
+    """
+    if options.dataset is None:
+        prompts = _random_prompts(options, engine_dir, config)
+    tokenizer: Tokenizer | None = None
+    if any(prompt.token_ids is None for prompt in prompts):
+        from llmctl.cli.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer(engine_dir / TOKENIZER_FOLDER)
+    requests = []
+    for index, prompt in enumerate(prompts):
+        ids = prompt.token_ids
+        if ids is None:
+            assert tokenizer is not None
+            ids = tuple(tokenizer.encode(prompt.text or ""))
+        settings = dict(prompt.settings)
+        for name in ("stop_words", "bad_words"):
+            if name in settings:
+                raise BadConfig(f"row {index} of {options.dataset} has {name}; a benchmark has not")
+        num_tokens = settings.pop("max_tokens", options.output_len)
+        if num_tokens is None:
+            raise BadConfig(
+                f"row {index} of {options.dataset} has no output_tokens",
+                fix="add it, or give --target-output-len for all rows",
+            )
+        request = Request(
+            input_token_ids=ids,
+            max_tokens=num_tokens,
+            sampling_config=row_sampling(options.sampling, settings),
+            streaming=True,
+            end_id=options.eos_id if options.eos_id >= 0 else None,
+        )
+        _require_fit(request, index, config)
+        requests.append(request)
+    return requests
+
+
+def _require_fit(request: Request, index: int, config: EngineConfig) -> None:
+    """Long rows are refused before anything runs, as trtllm-bench does: cut, they would change
+    what is measured."""
+    room = int(config.build_config["max_seq_len"])
+    count = len(request.input_token_ids)
+    if count + request.max_tokens > room:
+        raise PromptTooLong(
+            f"row {index} has {count} prompt tokens and asks for {request.max_tokens}; the "
+            f"engine's max_seq_len is {room}",
+            fix="use shorter rows, or rebuild the engine with a larger --max-seq-len",
+        )
+    vocab = int(config.pretrained_config["vocab_size"])
+    largest = max(request.input_token_ids)
+    if largest >= vocab:
+        raise BadConfig(
+            f"row {index} has token id {largest}; the engine's ids are 0 to {vocab - 1}",
+            fix="make the dataset with --tokenizer ENGINE_DIR",
+        )
+
+
+def _random_prompts(options: LoadOptions, engine_dir: Path, config: EngineConfig) -> list[Prompt]:
+    generator = np.random.default_rng(options.sampling.seed)
+    ordinary = np.array(_ordinary_ids(engine_dir, config), np.int64)
+    length = options.input_len or DEFAULT_INPUT_LEN
+    settings = {"max_tokens": options.output_len or DEFAULT_OUTPUT_LEN}
+    return [
+        Prompt(
+            token_ids=tuple(ordinary[generator.integers(0, len(ordinary), length)].tolist()),
+            settings=settings,
+        )
+        for _ in range(options.num_requests or DEFAULT_NUM_REQUESTS)
+    ]
+
+
+def _ordinary_ids(engine_dir: Path, config: EngineConfig) -> Sequence[int]:
+    """Ids of ordinary tokens, as far as the engine can tell."""
+    planted: list[int] | None = config.weights.get("ordinary_tokens")
+    if planted is not None:
+        return range(*planted)
+    vocab = int(config.pretrained_config["vocab_size"])
+    folder = engine_dir / TOKENIZER_FOLDER
+    if not (folder / TOKENIZER_FILE).is_file():
+        return range(vocab)
+    from llmctl.cli.tokenizer import Tokenizer
+
+    return [item for item in Tokenizer(folder).ordinary_ids if item < vocab]

@@ -1,0 +1,34 @@
+"""Where a benchmark's results go: files, the table on stderr, the line on stdout, the exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from llmctl.cli.bench.report import raw_lines, report_json
+from llmctl.cli.bench.session import Measured
+from llmctl.cli.bench.table import make_console, print_report
+from llmctl.cli.text_io import replacing
+
+
+def publish_results(measured: Measured) -> int:
+    """Write and print everything; the exit code: 0, 1 when a request failed, 130 or 143 after a
+    signal."""
+    from llmctl.cli.main import EXIT_FAILURE, EXIT_INTERRUPT, EXIT_TERMINATED, Terminated
+
+    report = report_json(measured)
+    line = json.dumps(report, ensure_ascii=False, allow_nan=False)
+    files = measured.options.files
+    if files.raw is not None:
+        with replacing(files.raw, "w") as file:
+            file.writelines(f"{item}\n" for item in raw_lines(measured))
+    if files.report_json is not None:
+        with replacing(files.report_json, "w") as file:
+            file.write(line + "\n")
+    if not measured.options.is_json:
+        print_report(report, make_console())
+    print(line, flush=True)
+    if measured.interrupt is not None:
+        print("llmctl: interrupted", file=sys.stderr)
+        return EXIT_TERMINATED if issubclass(measured.interrupt, Terminated) else EXIT_INTERRUPT
+    return EXIT_FAILURE if report["request_info"]["num_failed"] else 0

@@ -1,0 +1,147 @@
+"""Raw data of a benchmark: what was asked, when answers came, what every step did.
+
+Every figure of a report follows from these (cli/bench/metrics.py). Times are seconds since the
+first request of their iteration was submitted, on one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from time import perf_counter, time
+from typing import Any, NamedTuple
+
+from llmctl.runtime.stats import IterationStats
+
+
+class Arrival(NamedTuple):
+    """A response that carried tokens."""
+
+    at_s: float
+    num_tokens: int
+
+
+class Round(NamedTuple):
+    """One request in one step of generation."""
+
+    request: int  # index of the request
+    draft_tokens: int
+    accepted_tokens: int
+    tokens: int  # the target's own included
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request. `due_s` is when it should have been submitted; error is a class name."""
+
+    index: int
+    iteration: int
+    input_tokens: int
+    asked_tokens: int
+    due_s: float
+    submit_s: float | None = None
+    arrivals: list[Arrival] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    is_done: bool = False
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of --raw."""
+        return {"kind": "request", **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of the executor. draft_ms and verify_ms are device time on a GPU."""
+
+    iteration: int
+    end_s: float
+    step_ms: float
+    draft_ms: float
+    verify_ms: float
+    context_requests: int
+    context_tokens: int
+    active_requests: int
+    queued_requests: int
+    kv_used_blocks: int
+    kv_max_blocks: int
+    rounds: tuple[Round, ...]
+
+    @property
+    def host_ms(self) -> float:
+        """What is left of the step. Below zero where the device ran ahead of the host."""
+        return self.step_ms - self.draft_ms - self.verify_ms
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the target computed: prompt chunks, roots and drafts."""
+        return self.context_tokens + sum(1 + item.draft_tokens for item in self.rounds)
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of --raw."""
+        return {"kind": "step", **asdict(self)}
+
+
+class Clock:
+    """Seconds since it was made, and the same for times since the epoch."""
+
+    def __init__(self) -> None:
+        self._began_s = perf_counter()
+        self._epoch_s = time()
+
+    def now_s(self) -> float:
+        """Seconds so far."""
+        return perf_counter() - self._began_s
+
+    def at_s(self, timestamp: float) -> float:
+        """The moment of a time since the epoch."""
+        return timestamp - self._epoch_s
+
+
+@dataclass(slots=True)
+class Recording:
+    """Everything one way of running a load left behind; `is_partial` when it was interrupted."""
+
+    requests: list[RequestRecord] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    num_iterations: int = 0
+    is_partial: bool = False
+
+    def add_steps(
+        self, stats: Sequence[IterationStats], clock: Clock, indexes: dict[int, int]
+    ) -> None:
+        """Append steps; `indexes` gives the index of the request with an executor's id."""
+        self.steps += [_step(item, self.num_iterations - 1, clock, indexes) for item in stats]
+
+    @property
+    def done(self) -> list[RequestRecord]:
+        """Requests that ended well."""
+        return [item for item in self.requests if item.is_done]
+
+
+def _step(
+    item: IterationStats, iteration: int, clock: Clock, indexes: dict[int, int]
+) -> StepRecord:
+    cache, batch = item.kv_cache_stats, item.inflight_batching_stats
+    return StepRecord(
+        iteration=iteration,
+        end_s=clock.at_s(item.timestamp),
+        step_ms=item.iter_latency_ms,
+        draft_ms=item.draft_latency_ms,
+        verify_ms=item.verify_latency_ms,
+        context_requests=batch.num_context_requests,
+        context_tokens=batch.num_ctx_tokens,
+        active_requests=item.num_active_requests,
+        queued_requests=item.num_queued_requests,
+        kv_used_blocks=cache.used_num_blocks,
+        kv_max_blocks=cache.max_num_blocks,
+        rounds=tuple(
+            Round(
+                indexes[done.request_id],
+                done.num_draft_tokens,
+                done.num_accepted_tokens,
+                done.num_tokens,
+            )
+            for done in item.rounds
+        ),
+    )

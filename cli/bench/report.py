@@ -1,0 +1,103 @@
+"""From what was measured to the one JSON object that a benchmark prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from llmctl.cli.bench.hardware import limit_json
+from llmctl.cli.bench.metrics import compute, e2e_ms
+from llmctl.cli.bench.records import Recording
+from llmctl.cli.bench.session import BenchOptions, Measured, Way
+
+SCHEMA_VERSION = 1
+
+
+def report_json(measured: Measured) -> dict[str, Any]:
+    """Every figure; the main way's at the top."""
+    options = measured.options
+    main = measured.ways[0]
+    report: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "command": options.command,
+        "is_partial": measured.is_partial,
+        "engine": measured.engine_facts,
+        "load": _load_json(options, len(measured.requests)),
+        **_figures(measured, main),
+    }
+    if options.has_baseline:
+        plain = measured.ways[1]
+        report["baseline"] = {
+            **_figures(measured, plain),
+            "speedup": paired(main.recording, plain.recording),
+        }
+    return report
+
+
+def _figures(measured: Measured, way: Way) -> dict[str, Any]:
+    num_gpus = 1 if measured.checked.target.backend == "cuda" else 0
+    return {
+        **compute(way.recording, num_gpus),
+        "hardware_limit": limit_json(measured.reads, measured.bandwidth, way.recording.steps),
+    }
+
+
+def _load_json(options: BenchOptions, num_requests: int) -> dict[str, Any]:
+    load, sampling = options.load, options.load.sampling
+    return {
+        "dataset": str(load.dataset) if load.dataset else None,
+        "num_requests": num_requests,
+        "warmup_requests": options.warmup,
+        "iterations": options.iterations,
+        "concurrency": options.pace.concurrency,
+        "request_rate_req_s": options.pace.request_rate,
+        "eos_id": load.eos_id,
+        "is_greedy": sampling.is_greedy,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "random_seed": sampling.seed,
+        "kv_cache_block_reuse": options.engines.enable_block_reuse,
+        "chunked_context": options.engines.enable_chunked_context,
+    }
+
+
+def paired(drafted: Recording, plain: Recording) -> dict[str, Any] | None:
+    """How much faster the same requests end with drafts: ratios of each request's end to end time,
+    of each iteration's total, and how many outputs are the same tokens. None without a pair."""
+    others = {(item.iteration, item.index): item for item in plain.done}
+    pairs = [
+        (item, others[item.iteration, item.index])
+        for item in drafted.done
+        if (item.iteration, item.index) in others
+    ]
+    if not pairs:
+        return None
+    ratios = sorted(e2e_ms(b) / e2e_ms(a) for a, b in pairs)
+    totals = []
+    for number in sorted({a.iteration for a, _ in pairs}):
+        ends = [
+            tuple(max(x.arrivals[-1].at_s for x in side) for side in zip(*group, strict=True))
+            for group in [[pair for pair in pairs if pair[0].iteration == number]]
+        ]
+        totals += [b / a for a, b in ends]
+    return {
+        "num_pairs": len(pairs),
+        "total_time_ratio": median(totals),
+        "total_time_ratios": totals,
+        "request_e2e_ratio": {
+            "median": median(ratios),
+            "minimum": ratios[0],
+            "maximum": ratios[-1],
+        },
+        "num_same_outputs": sum(a.output_ids == b.output_ids for a, b in pairs),
+    }
+
+
+def raw_lines(measured: Measured) -> Iterator[str]:
+    """Every request and step of every way, a JSON object a line."""
+    for way in measured.ways:
+        for record in (*way.recording.requests, *way.recording.steps):
+            yield json.dumps({"draft_len": way.draft_len, **record.to_json()}, allow_nan=False)

@@ -1,0 +1,222 @@
+"""One `llmctl bench` from checked options to a report: warm up, run, measure, survive Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmctl.cli.bench.driver import Driver, Pace
+from llmctl.cli.bench.hardware import Reads, measure_bandwidth, processor_name
+from llmctl.cli.bench.load import LoadOptions, make_requests, read_load
+from llmctl.cli.bench.progress import Progress
+from llmctl.cli.bench.records import Recording
+from llmctl.cli.engines import CheckedEngines, EngineOptions, OpenEngines, check_engines
+from llmctl.cli.report import architecture
+from llmctl.cli.text_io import require_writable
+from llmctl.errors import BadConfig
+
+if TYPE_CHECKING:
+    from llmctl.runtime.core import Request
+
+STEPS_KEPT = 100_000  # of the executor's history; the driver reads it at every response
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where results go besides stdout."""
+
+    raw: Path | None = None
+    report: Path | None = None
+    report_json: Path | None = None
+    trace: Path | None = None
+
+    def __iter__(self) -> Iterator[Path]:
+        found = (self.raw, self.report, self.report_json, self.trace)
+        return (path for path in found if path is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """Everything the command line said. sweep: draft lengths, empty for none."""
+
+    command: str  # "latency" | "throughput"
+    engines: EngineOptions
+    load: LoadOptions
+    pace: Pace = Pace()
+    warmup: int = 2
+    iterations: int = 1
+    has_baseline: bool = False
+    sweep: tuple[int, ...] = ()
+    files: Files = Files()
+    is_json: bool = False
+
+    def __post_init__(self) -> None:
+        for name, is_asked in (
+            ("--baseline", self.has_baseline),
+            ("--sweep-draft-len", self.sweep),
+        ):
+            if is_asked and self.engines.speculation is None:
+                raise BadConfig(
+                    f"{name} compares with and without drafts, and there are none",
+                    fix="add --draft-engine DIR or --ngram-config",
+                )
+        if self.has_baseline and self.sweep:
+            raise BadConfig("--sweep-draft-len measures the baseline too; leave out --baseline")
+
+
+@dataclass(slots=True)
+class Way:
+    """One way of running the load, and what came of it. draft_len 0: without drafts."""
+
+    draft_len: int
+    recording: Recording = field(default_factory=Recording)
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a session found: the ways in the order asked for, the first being the main one."""
+
+    options: BenchOptions
+    checked: CheckedEngines
+    requests: list[Request]
+    ways: list[Way]
+    reads: Reads
+    bandwidth: float | None
+    engine_facts: dict[str, Any]
+    interrupt: type[BaseException] | None = None  # what ended the session early
+
+    @property
+    def is_partial(self) -> bool:
+        """True when not every request was run to its end."""
+        return self.interrupt is not None
+
+
+class Session:
+    """Checks everything that needs no weights, loads, runs."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self._options = options
+
+    def measure(self) -> Measured:
+        """Run every way. Ctrl-C during the runs ends them; what there is by then counts."""
+        options = self._options
+        for path in options.files:
+            require_writable(path)
+        prompts = read_load(options.load)
+        checked = check_engines(options.engines)
+        engine_dir = options.engines.engine_dir
+        requests = make_requests(options.load, prompts, engine_dir, checked.target)
+        ways = self._ways(checked)
+        bandwidth = None
+        if checked.target.backend == "cuda":  # engines take what memory there is
+            bandwidth = measure_bandwidth("cuda", 0)
+        engines = OpenEngines(checked, self._log)
+        reads = Reads.of(engines.target, engines.draft)
+        if checked.target.backend == "cpu":
+            bandwidth = measure_bandwidth("cpu", reads.target_weights)
+        facts = _engine_facts(engines)
+        measured = Measured(options, checked, requests, ways, reads, bandwidth, facts)
+        total = len(requests) * options.iterations * len(ways)
+        try:
+            with Progress(total, is_quiet=options.is_json) as progress:
+                self._run(engines, requests, ways, progress)
+        except KeyboardInterrupt as stop:  # Ctrl-C, and SIGTERM by cli/main.py
+            measured.interrupt = type(stop)
+        return measured
+
+    def _ways(self, checked: CheckedEngines) -> list[Way]:
+        options = self._options
+        if options.sweep:
+            return [Way(length) for length in (0, *options.sweep)]
+        ways = [Way(checked.draft_len)]
+        return [*ways, Way(0)] if options.has_baseline else ways
+
+    def _run(
+        self,
+        engines: OpenEngines,
+        requests: Sequence[Request],
+        ways: Sequence[Way],
+        progress: Progress,
+    ) -> None:
+        """All iterations; ways take turns, so that a slow spell of the machine hits them alike."""
+        options = self._options
+        if len(ways) == 1:
+            with self._driver(engines, requests, ways[0], progress) as driver:
+                for _ in range(options.iterations):
+                    self._iterate(driver, requests, ways[0])
+            return
+        for _ in range(options.iterations):
+            for way in ways:
+                with self._driver(engines, requests, way, progress) as driver:
+                    self._iterate(driver, requests, way)
+
+    def _iterate(self, driver: Driver, requests: Sequence[Request], way: Way) -> None:
+        way.recording.is_partial = True
+        driver.run(requests, self._options.pace, way.recording)
+        way.recording.is_partial = False
+
+    @contextmanager
+    def _driver(
+        self, engines: OpenEngines, requests: Sequence[Request], way: Way, progress: Progress
+    ) -> Iterator[Driver]:
+        """A driver of an executor that has run its warm-up."""
+        count = self._options.warmup
+        with engines.executor(
+            is_speculative=way.draft_len > 0,
+            draft_len=way.draft_len,
+            num_iterations_kept=STEPS_KEPT,
+        ) as executor:
+            if count:
+                progress.say("warming up")
+                warm = [requests[index % len(requests)] for index in range(count)]
+                pace = Pace(concurrency=self._options.pace.concurrency)
+                Driver(executor).run(warm, pace, Recording())
+            progress.say(_name(way, self._options))
+            yield Driver(executor, progress)
+
+    def _log(self, lines: list[str]) -> None:
+        if not self._options.is_json:
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _name(way: Way, options: BenchOptions) -> str:
+    if options.engines.speculation is None:
+        return "requests"
+    return f"draft length {way.draft_len}" if way.draft_len else "without drafts"
+
+
+def _engine_facts(engines: OpenEngines) -> dict[str, Any]:
+    """What a reader of a report must know of the engines."""
+    from importlib.metadata import version
+
+    config = engines.checked.target
+    speculation = engines.checked.options.speculation
+    quantization = config.pretrained_config.get("quantization") or {}
+    return {
+        "model": architecture(config),
+        "engine_dir": str(engines.checked.options.engine_dir),
+        "draft_engine_dir": str(speculation.draft_engine)
+        if speculation and speculation.draft_engine
+        else None,
+        "draft_method": None
+        if speculation is None
+        else ("draft engine" if speculation.draft_engine else "n-gram"),
+        "draft_len": engines.checked.draft_len,
+        "backend": config.backend,
+        "device": engines.device_name or processor_name(),
+        "dtype": config.pretrained_config.get("dtype"),
+        "quantization": quantization.get("quant_algo"),
+        "kv_cache_dtype": quantization.get("kv_cache_quant_algo"),
+        "load_format": config.weights["load_format"],
+        "max_batch_size": engines.target.max_batch_size,
+        "max_num_tokens": engines.target.max_num_tokens,
+        "max_sequence_length_tokens": engines.target.max_seq_len,
+        "weight_mb": engines.target.weight_bytes / 1e6,
+        "kv_blocks": engines.kv_plan.num_blocks,
+        "kv_mb": engines.kv_plan.total_bytes / 1e6,
+        "version": version("llmctl"),
+    }

@@ -1,0 +1,152 @@
+"""The report for people, on stderr. Every figure stands beside its unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 110  # columns where there is no terminal
+COLUMNS = ("p50", "p90", "p95", "p99", "minimum", "maximum", "average")
+SPREADS = (  # (section, key, label, unit)
+    ("streaming_metrics", "ttft_ms", "time to first token (TTFT)", "ms"),
+    ("streaming_metrics", "itl_ms", "inter-token latency (ITL)", "ms"),
+    ("streaming_metrics", "tpot_ms", "time per output token (TPOT)", "ms"),
+    ("streaming_metrics", "e2e_ms", "end to end", "ms"),
+    ("streaming_metrics", "gen_tok_s", "generation speed of a request", "tok/s"),
+    ("round_times", "draft_ms", "draft, a step", "ms"),
+    ("round_times", "verify_ms", "verify, a step", "ms"),
+    ("round_times", "host_ms", "host, a step", "ms"),
+    ("steps", "step_tokens", "step size", "tokens"),
+)
+RATES = (  # (key of "performance", label, unit)
+    ("request_throughput_req_s", "requests finished", "req/s"),
+    ("system_output_throughput_tok_s", "output, system", "tok/s"),
+    ("output_throughput_per_user_tok_s", "output, per user", "tok/s"),
+    ("output_throughput_per_gpu_tok_s", "output, per GPU", "tok/s"),
+    ("system_total_throughput_tok_s", "input and output, system", "tok/s"),
+    ("total_latency_ms", "total time", "ms"),
+    ("avg_concurrent_requests", "requests in flight, mean", "requests"),
+    ("issue_rate_req_s", "requests submitted", "req/s"),
+)
+
+
+def print_report(report: Mapping[str, Any], console: Console) -> None:
+    """Tables and notes of one report."""
+    for line in banner(report):
+        console.print(line, style="bold red", highlight=False)
+    console.print(heading(report), highlight=False)
+    console.print(_figures(report))
+    console.print(_spreads(report))
+    for line in notes(report):
+        console.print(line, highlight=False)
+
+
+def make_console() -> Console:
+    """On stderr, as wide as the terminal or wide enough for the tables."""
+    console = Console(stderr=True)
+    return console if console.is_terminal else Console(stderr=True, width=WIDTH)
+
+
+def banner(report: Mapping[str, Any]) -> Iterator[str]:
+    """What makes these figures less than they seem."""
+    info = report["request_info"]
+    if report["is_partial"]:
+        yield f"PARTIAL: interrupted; {info['num_finished']} requests had finished"
+    if info["num_failed"]:
+        yield f"{info['num_failed']} of {info['num_requests']} requests FAILED"
+
+
+def heading(report: Mapping[str, Any]) -> str:
+    """What was measured, on what."""
+    engine, load, info = report["engine"], report["load"], report["request_info"]
+    draft = f", {engine['draft_method']} of {engine['draft_len']}" if engine["draft_len"] else ""
+    in_flight = load["concurrency"] or "all"
+    return (
+        f"{report['command']}: {engine['model']} on {engine['device']} ({engine['backend']}{draft})"
+        f"; {info['num_finished']} of {info['num_requests']} requests finished, "
+        f"{in_flight} in flight, {info['num_iterations']} iterations"
+    )
+
+
+def number(value: float | None) -> str:
+    """Four digits or so; a dash for what was not measured."""
+    if value is None:
+        return "–"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def figures(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(label, value, unit) of the figures that have no spread."""
+    info, performance = report["request_info"], report["performance"]
+    yield "input a request, mean", number(info["avg_input_length_tokens"]), "tokens"
+    yield "output a request, mean", number(info["avg_output_length_tokens"]), "tokens"
+    is_paced = report["load"]["request_rate_req_s"] is not None
+    for key, label, unit in RATES:
+        if performance.get(key) is not None and (is_paced or key != "issue_rate_req_s"):
+            yield label, number(performance[key]), unit
+    decoding = report["decoding_stats"]
+    if decoding is not None:
+        yield "acceptance length", number(decoding["acceptance_length"]), "tokens/round"
+        yield "acceptance rate", number(100 * decoding["acceptance_rate"]), "% of drafts"
+        shares = " ".join(f"{100 * share:.0f}" for share in decoding["acceptance_at_position"])
+        yield "kept at position 1, 2, ...", shares, "% of rounds"
+    cache = report["kv_cache"]
+    if cache is not None:
+        yield "KV cache used, peak", number(100 * cache["peak_used_share"]), "% of blocks"
+        yield "KV cache used, mean", number(100 * cache["mean_used_share"]), "% of blocks"
+    limit = report["hardware_limit"]
+    if limit is not None:
+        yield "memory-read limit", number(limit["floor_per_step_ms"]), "ms/step"
+        yield "share of that limit", number(100 * limit["share_of_limit"]), "%"
+
+
+def notes(report: Mapping[str, Any]) -> Iterator[str]:
+    """Lines below the tables."""
+    baseline = report.get("baseline")
+    if baseline is not None and baseline["speedup"] is not None:
+        speedup = baseline["speedup"]
+        ratio = speedup["request_e2e_ratio"]
+        without = baseline["performance"]["system_output_throughput_tok_s"]
+        yield (
+            f"with drafts {speedup['total_time_ratio']:.2f} x as fast as without "
+            f"({number(without)} tok/s); request by request {ratio['median']:.2f} x, "
+            f"{ratio['minimum']:.2f} to {ratio['maximum']:.2f}; "
+            f"{speedup['num_same_outputs']} of {speedup['num_pairs']} outputs are the same tokens"
+        )
+    if report["load"]["kv_cache_block_reuse"]:
+        yield "prompts seen before came from the KV cache (block reuse is on)"
+
+
+def _figures(report: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column("unit")
+    for row in figures(report):
+        table.add_row(*row)
+    return table
+
+
+def _spreads(report: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("unit")
+    for name in COLUMNS:
+        table.add_column(name.replace("imum", "").replace("average", "mean"), justify="right")
+    for label, unit, spread in spreads(report):
+        table.add_row(label, unit, *(number(spread[name]) for name in COLUMNS))
+    return table
+
+
+def spreads(report: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, float]]]:
+    """(label, unit, percentiles) of everything that has them."""
+    for section, key, label, unit in SPREADS:
+        spread = report[section][key]
+        is_idle = key == "draft_ms" and report["decoding_stats"] is None
+        if spread is not None and not is_idle:
+            yield label, unit, spread
