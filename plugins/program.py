@@ -77,11 +77,14 @@ class Program(Protocol):
         """
 
 
-def row_extents(calls: Sequence[OpCall]) -> list[Extent]:
+def row_extents(
+    calls: Sequence[OpCall], stated: Mapping[str, Mapping[str, Extent]] | None = None
+) -> list[Extent]:
     """For each call, whether it computes the step's tokens or only the rows that get logits.
 
     Buffers are told apart by their address, because activations share one arena: what counts is
-    the last call that wrote there.
+    the last call that wrote there. `stated` has the extents of the outputs by role, for the calls
+    (by name) that say so themselves.
     """
     written: dict[int, Extent] = {}
     extents: list[Extent] = []
@@ -92,6 +95,7 @@ def row_extents(calls: Sequence[OpCall]) -> list[Extent]:
         elif "x" in call.inputs:
             extent = written.get(call.inputs["x"].data_ptr(), "tokens")
         extents.append(extent)
-        for tensor in call.outputs.values():
-            written[tensor.data_ptr()] = extent
+        own = (stated or {}).get(call.name, {})
+        for role, tensor in call.outputs.items():
+            written[tensor.data_ptr()] = own.get(role, extent)
     return extents

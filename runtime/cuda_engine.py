@@ -14,7 +14,15 @@ from llmctl.plugins.cuda.kernel import DeviceStep, Launch, StepLimits, StepShape
 from llmctl.plugins.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.program import OpCall, StepInputs
 from llmctl.runtime.engine import Executable, bind_plan, kv_cache_shape, make_calls
-from llmctl.runtime.graphs import Buckets, GraphCache, Replayable, capture_graph, pad, shape_of
+from llmctl.runtime.graphs import (
+    Buckets,
+    GraphCache,
+    Replayable,
+    capture_graph,
+    capture_when,
+    pad,
+    shape_of,
+)
 
 
 class DeviceProgram(Protocol):
@@ -43,7 +51,8 @@ class CudaExecutable(Executable):
     """Runs a plan on the queue's device.
 
     `make_program` binds the operators to the compiled kernels. Steps that repeat in shape are
-    captured by `capture` and replayed. `run` does not wait: whoever reads the logits does.
+    captured by `capture`, once `is_capturable`, and replayed. `run` does not wait: whoever reads
+    the logits does.
     """
 
     def __init__(
@@ -54,9 +63,11 @@ class CudaExecutable(Executable):
         make_program: Callable[[list[OpCall], StepLimits], DeviceProgram],
         queue: DeviceQueue,
         capture: Capture | None = None,
+        is_capturable: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__(config, plan)
         self.queue = queue
+        self.is_capturable = is_capturable
         self.weight_bytes = sum(w.nbytes for w in weights.values())
         with device_errors("allocating activations"), queue.scope():
             # Zeroed, so that rows of padding never hold what no kernel wrote.
@@ -66,7 +77,10 @@ class CudaExecutable(Executable):
         self.logits = tensors[plan.logits]  # [max_num_rows, vocab_size] float32
         self.program = make_program(make_calls(plan, tensors), step_limits(config, plan))
         self._buckets = Buckets(self.program.limits)
-        self._graphs: GraphCache[StepShape] = GraphCache(capture or partial(capture_graph, queue))
+        capture = capture or partial(capture_graph, queue)
+        self._graphs: GraphCache[StepShape] = GraphCache(
+            partial(capture_when, is_capturable, capture)
+        )
         self._kv_cache: torch.Tensor | None = None
 
     def allocate_kv_cache(self, num_blocks: int) -> None:

@@ -30,7 +30,13 @@ from llmctl.plugins.sampling.arrays import SamplingScratch
 from llmctl.plugins.sampling.spec import has_penalties
 from llmctl.runtime.core import Sequence
 from llmctl.runtime.cuda_engine import Capture, CudaExecutable
-from llmctl.runtime.graphs import MAX_GRAPHS, GraphCache, capture_graph, kv_bucket
+from llmctl.runtime.graphs import (
+    MAX_GRAPHS,
+    GraphCache,
+    capture_graph,
+    capture_when,
+    kv_bucket,
+)
 from llmctl.runtime.round_state import RoundUpload
 from llmctl.runtime.rounds import RoundReport, RoundResult
 
@@ -94,7 +100,11 @@ class CudaRoundRunner:
                 for vocab in {engine.vocab_size for engine in engines}
             }
         self._graphs: GraphCache[tuple[str, _Shape]] = GraphCache(
-            capture or partial(capture_graph, self._queue)
+            partial(
+                capture_when,
+                lambda: all(engine.is_capturable() for engine in engines),
+                capture or partial(capture_graph, self._queue),
+            )
         )
         self._num_started = 0
         self._num_requests = 0

@@ -150,6 +150,38 @@ def capture_graph(queue: DeviceQueue, record: Callable[[], None]) -> Replayable:
     return _Graph(graph, queue)
 
 
+def capture_when(
+    is_ready: Callable[[], bool],
+    capture: Callable[[Callable[[], None]], Replayable],
+    record: Callable[[], None],
+) -> Replayable:
+    """A graph of `record`, captured as soon as `is_ready`; until then a replay enqueues again."""
+    return capture(record) if is_ready() else _Deferred(is_ready, capture, record)
+
+
+class _Deferred:
+    """What is not captured yet."""
+
+    def __init__(
+        self,
+        is_ready: Callable[[], bool],
+        capture: Callable[[Callable[[], None]], Replayable],
+        record: Callable[[], None],
+    ) -> None:
+        self._is_ready = is_ready
+        self._capture = capture
+        self._record = record
+        self._graph: Replayable | None = None
+
+    def replay(self) -> None:
+        if self._graph is None and self._is_ready():
+            self._graph = self._capture(self._record)
+        if self._graph is None:
+            self._record()
+        else:
+            self._graph.replay()
+
+
 @dataclass(frozen=True, slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ from llmctl.plugins.cuda.kernel import (
     StepShape,
     TensorMap,
 )
-from llmctl.plugins.program import OpCall, StepInputs, row_extents
+from llmctl.plugins.program import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.specs import check_call
 
 MAX_PREPARED = 64  # step shapes whose packed launches are kept, least recently used out first
@@ -60,6 +60,16 @@ class Driver(Protocol):
     def make_event(self) -> Any: ...
 
 
+class Executor(Protocol):
+    """Runs the calls of an operator that is not made of our kernels (TensorRT's plans)."""
+
+    def extents(self, call: OpCall) -> Mapping[str, Extent]:
+        """Whether each output, by role, has the step's tokens or its rows."""
+
+    def prepare(self, call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Prepared]:
+        """What a step of this shape enqueues for the call, in order; nothing is enqueued yet."""
+
+
 class CudaProgram:
     """Runs a list of calls; their tensors, the step's arrays and scratch are in device memory.
 
@@ -75,18 +85,23 @@ class CudaProgram:
         device: torch.device | str = "cuda",
         driver: Driver | None = None,
         use_pdl: bool = True,
+        executors: Mapping[str, Executor] | None = None,
     ) -> None:
+        self._executors = dict(executors or {})  # by operator
+        stated = {}
         for call in calls:
-            check_call(call)
+            if call.op in self._executors:
+                stated[call.name] = self._executors[call.op].extents(call)
+            else:
+                check_call(call)
         self._use_pdl = use_pdl  # as the binaries were compiled: `plugins.cuda.compiler.uses_pdl`
         self.limits = limits
         self._device = torch.device(device)
         self._driver = driver or cuda_driver(self._device.index or 0)
         self._loaded = {kernel.name: self._driver.load(kernel) for kernel in binaries}
-        self._calls = tuple(zip(calls, row_extents(calls), strict=True))
-        self._modules = {
-            op: import_module(f"llmctl.plugins.{op}.kernel") for op in {call.op for call in calls}
-        }
+        self._calls = tuple(zip(calls, row_extents(calls, stated), strict=True))
+        own = {call.op for call in calls} - set(self._executors)
+        self._modules = {op: import_module(f"llmctl.plugins.{op}.kernel") for op in own}
         self._inputs = _StepBuffer(limits, self._device, self._driver)
         self.step: DeviceStep = self._inputs.step
         self._scratch: dict[str, torch.Tensor] = {}
@@ -120,10 +135,14 @@ class CudaProgram:
             for launch in found[0]:
                 launch(stream)
             return
-        launches, packed = self._launches(shape), []
-        for described in launches:  # the device starts while the rest is packed
-            packed.append(self._prepare(described))
-            packed[-1](stream)
+        launches: list[Launch] = []
+        packed: list[Prepared] = []
+        for work in self._work(shape):  # the device starts while the rest is packed
+            if isinstance(work, Launch):
+                launches.append(work)
+                work = self._prepare(work)
+            packed.append(work)
+            work(stream)
         self._prepared[shape] = packed, launches  # the descriptions own the tensors
         if len(self._prepared) > MAX_PREPARED:
             self._prepared.popitem(last=False)
@@ -145,14 +164,14 @@ class CudaProgram:
         assert tuple(found.shape) == tuple(shape) and found.dtype == dtype, name
         return found
 
-    def _launches(self, shape: StepShape) -> list[Launch]:
+    def _work(self, shape: StepShape) -> Iterator[Launch | Prepared]:
         assert self._envs, "bind_kv_cache comes first"
-        found: list[Launch] = []
         for call, extent in self._calls:
             env = self._envs[extent]
-            if env.count(shape):  # a prompt's chunk before the last has no rows of logits
-                found += self._modules[call.op].launches(call, env, shape)
-        return found
+            if call.op in self._executors:
+                yield from self._executors[call.op].prepare(call, env, shape)
+            elif env.count(shape):  # a prompt's chunk before the last has no rows of logits
+                yield from self._modules[call.op].launches(call, env, shape)
 
     def _prepare(self, launch: Launch) -> Prepared:
         return self._driver.prepare(

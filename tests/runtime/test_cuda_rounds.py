@@ -111,6 +111,7 @@ def make_engine(fake, monkeypatch):
             self.max_num_rows = self.max_batch_size * (DRAFT_LEN + 1)
             self.logits = torch.zeros(self.max_num_rows, self.vocab_size)
             self.program = Program(self)
+            self.is_capturable = lambda: True
 
         def run(self, step) -> np.ndarray:
             logits, self.logits = self.logits, self.logits_after

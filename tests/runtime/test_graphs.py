@@ -154,3 +154,24 @@ def test_the_graph_not_used_for_longest_goes_first(monkeypatch: pytest.MonkeyPat
         log.run(shape(1, query))
     assert log.words[-3:] == ["replay 1", "enqueue 2", "capture 2"]
     assert len(log.cache) == 2
+
+
+def test_what_cannot_be_captured_yet_is_enqueued_until_it_can() -> None:
+    done: list[str] = []
+    ready = False
+
+    class Graph:
+        def replay(self) -> None:
+            done.append("replayed")
+
+    def capture(record: object) -> Graph:
+        done.append("captured")
+        return Graph()
+
+    held = graphs.capture_when(lambda: ready, capture, lambda: done.append("enqueued"))
+    held.replay()
+    held.replay()
+    ready = True
+    held.replay()
+    held.replay()
+    assert done == ["enqueued", "enqueued", "captured", "replayed", "replayed"]
