@@ -1,26 +1,108 @@
-"""`llmctl inspect`: what an engine directory holds."""
+"""`llmctl inspect`: what an engine directory or a checkpoint folder holds."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from llmctl.errors import BadConfig, EngineNotFound
+
+GRAPH_SUFFIXES = (".html", ".dot")
+
 
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR", help="An engine directory or a checkpoint folder.")
+    ],
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            help="Predict times for this GPU: h200, h100, ... (default: the one here, else h200)",
+        ),
+    ] = None,
+    read_bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            "--read-bandwidth",
+            min=0.001,
+            metavar="GB/S",
+            help="Predict times for a memory that reads so many GB/s, of a CPU for example.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            "--tokens", min=1, help="Tokens of the step: 1 decodes, draft_len + 1 verifies."
+        ),
+    ] = 1,
+    context_len: Annotated[
+        int, typer.Option("--context-len", min=0, help="Tokens in the KV cache before the step.")
+    ] = 1000,
+    graph: Annotated[
+        Path | None,
+        typer.Option(
+            "--graph", help="Also draw the engine's operators: a page (.html) or Graphviz (.dot)."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything as one JSON object.")
     ] = False,
 ) -> None:
-    """Show what an engine was built from and for, its operators, kernels and memory."""
-    from llmctl.cli.inspect.engine import describe_engine
-    from llmctl.cli.inspect.engine_text import engine_text
+    """Show what an engine or a checkpoint holds; no weight is read.
 
-    described = describe_engine(path)
-    if as_json:
-        typer.echo(json.dumps(described, ensure_ascii=False, allow_nan=False))
+    Engines: origin, limits, memory, and the operators of a step by layer with what each fuses,
+    reads and is predicted to take: bytes read / (bandwidth x the share of it that steps of that
+    size were measured to get). Checkpoints: tensors, dtypes, quantization and its scales.
+
+    Examples:
+      llmctl inspect out/target --read-bandwidth 20 --graph out/target.html
+      llmctl inspect out/target-fp8
+      llmctl inspect out/target --json
+    """
+    if graph is not None and graph.suffix not in GRAPH_SUFFIXES:
+        raise BadConfig(f"--graph {graph}: its name must end in {' or '.join(GRAPH_SUFFIXES)}")
+    if not path.is_dir():
+        raise EngineNotFound(
+            f"{path} is not a directory", fix="give an engine directory or a checkpoint folder"
+        )
+    if _is_checkpoint(path):
+        if graph is not None:
+            raise BadConfig(f"--graph draws engines, and {path} is a checkpoint")
+        described, lines = _checkpoint(path)
     else:
-        typer.echo("\n".join(engine_text(described)))
+        from llmctl.cli.inspect.cost import Step
+        from llmctl.cli.inspect.engine import describe_engine
+        from llmctl.cli.inspect.engine_text import engine_text
+
+        described = describe_engine(path, Step(tokens, context_len), gpu, read_bandwidth)
+        if graph is not None:
+            _draw(graph, described)
+        lines = list(engine_text(described))
+    typer.echo(
+        json.dumps(described, ensure_ascii=False, allow_nan=False) if as_json else "\n".join(lines)
+    )
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """A folder with weights in safetensors files; an engine keeps its own under another name."""
+    return any(folder.glob("*.safetensors"))
+
+
+def _checkpoint(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    from llmctl.cli.inspect.checkpoint import describe_checkpoint
+    from llmctl.cli.inspect.checkpoint_text import checkpoint_text
+
+    described = describe_checkpoint(folder)
+    return described, list(checkpoint_text(described))
+
+
+def _draw(path: Path, engine: dict[str, Any]) -> None:
+    if path.suffix == ".dot":
+        from llmctl.cli.inspect.dot import draw
+    else:
+        from llmctl.cli.inspect.page import draw
+    path.write_text(draw(engine), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`llmctl inspect`: what an engine directory holds, from its config and header; no weight is read.
+"""`llmctl inspect` of an engine: its config and the header of its file; no weight is read.
 
 The plan is shown as the operators of one layer for all layers that are alike, so an engine of 80
 layers fits a screen.
@@ -12,33 +12,54 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from llmctl.errors import EngineNotFound, Unsupported
-
-if TYPE_CHECKING:
-    from llmctl.builder.engine_format import EngineConfig, Plan, PlanOp, PlanTensor
+from llmctl.builder.container import DTYPES
+from llmctl.builder.engine_format import (
+    EngineConfig,
+    Plan,
+    PlanOp,
+    PlanTensor,
+    kv_bytes_per_token,
+    read_engine_config,
+    read_plan,
+    weight_bytes,
+)
+from llmctl.cli.gpus import (
+    CPU_STEP_SHARE,
+    Gpu,
+    effective_read_bytes_s,
+    find_gpu,
+    present_gpu,
+    step_share,
+)
+from llmctl.cli.inspect.cost import DECODE, Step, fused, op_bytes, step_bytes
+from llmctl.errors import BadConfig
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+DEFAULT_GPU = "h200"  # predicted for where a cuda engine is inspected without a GPU
 
 
-def describe_engine(folder: Path) -> dict[str, Any]:
-    """The object that `--json` prints.
+def describe_engine(
+    folder: Path, step: Step = DECODE, gpu: str | None = None, read_gb_s: float | None = None
+) -> dict[str, Any]:
+    """The object that `--json` prints. gpu, or read_gb_s in GB/s: what times are predicted for.
 
-    Raises EngineNotFound, CorruptEngine, RebuildNeeded, and Unsupported for a checkpoint folder.
+    Raises EngineNotFound, CorruptEngine, RebuildNeeded; BadConfig for an unknown GPU, or one for an
+    engine that runs on none.
     """
-    from llmctl.builder.engine_format import read_engine_config, read_plan
-
-    _refuse_checkpoint(folder)
     config, plan = read_engine_config(folder), read_plan(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     fields = asdict(config)
     del fields["files"]  # sizes on disk are shown instead; `read_plan` has compared the two
+    step = Step(step.tokens, min(step.context_len, int(config.build_config["max_seq_len"])))
+    predicted = predict_step(config, plan, step, gpu, read_gb_s)
     return {
         "path": str(folder),
         "config": fields,
         "memory": _memory(config, plan),
-        "layers": list(_layers(plan)),
+        "step": predicted,
+        "layers": list(describe_layers(plan, step, predicted["read_bytes_s"])),
         "kernels": [
             {"name": kernel.name, "num_bytes": kernel.num_bytes, **_resources(kernel.metadata)}
             for kernel in plan.kernels
@@ -49,21 +70,47 @@ def describe_engine(folder: Path) -> dict[str, Any]:
     }
 
 
-def _refuse_checkpoint(folder: Path) -> None:
-    """A folder with weights in safetensors files is a checkpoint. Raises Unsupported."""
-    if not folder.is_dir():
-        raise EngineNotFound(f"{folder} is not a directory", fix="give an engine directory")
-    weights = sorted(folder.glob("*.safetensors"))
-    if weights:
-        raise Unsupported(
-            f"{folder} is a checkpoint (it has {weights[0].name}); inspect reads engines",
-            fix=f"llmctl build --dry-run --checkpoint-dir {folder}",
-        )
+def predict_step(
+    config: EngineConfig, plan: Plan, step: Step, gpu: str | None, read_gb_s: float | None
+) -> dict[str, Any]:
+    """What one step reads and how long that takes; None for times where nothing is known of the
+    memory (cpu engines, unless read_gb_s is given). The model is that of cli/gpus.py."""
+    read = step_bytes(plan, step)
+    name, bytes_s = _reading(config, read, gpu, read_gb_s)
+    return {
+        "tokens": step.tokens,
+        "context_len": step.context_len,
+        "read_bytes": read,
+        "memory": name,
+        "read_bytes_s": bytes_s,
+        "predicted_ms": None if bytes_s is None else 1e3 * read / bytes_s,
+    }
+
+
+def _reading(
+    config: EngineConfig, read: int, gpu: str | None, read_gb_s: float | None
+) -> tuple[str | None, float | None]:
+    """(whose memory, bytes a second that a step of `read` bytes gets)."""
+    is_cpu = config.backend == "cpu"
+    if read_gb_s is not None:
+        if gpu is not None:
+            raise BadConfig("--gpu and --read-bandwidth are both given; one of them is wanted")
+        share = CPU_STEP_SHARE if is_cpu else step_share(read)
+        return f"{read_gb_s:g} GB/s", read_gb_s * 1e9 * share
+    if is_cpu:
+        if gpu is not None:
+            raise BadConfig(
+                f"--gpu {gpu}: this engine runs on the cpu",
+                fix="give what its memory reads: --read-bandwidth GB/S",
+            )
+        return None, None
+    found: Gpu | None = find_gpu(gpu) if gpu is not None else present_gpu()
+    if found is None:
+        found = find_gpu(DEFAULT_GPU)
+    return found.name, effective_read_bytes_s(found, read)
 
 
 def _memory(config: EngineConfig, plan: Plan) -> dict[str, int]:
-    from llmctl.builder.engine_format import kv_bytes_per_token, weight_bytes
-
     per_token, build = kv_bytes_per_token(plan), config.build_config
     return {
         "weight_bytes": weight_bytes(plan),
@@ -84,16 +131,58 @@ def _resources(metadata: Mapping[str, Any]) -> dict[str, Any]:
 # ---- the plan, layer by layer ----
 
 
-def _layers(plan: Plan) -> Iterator[dict[str, Any]]:
+def describe_layers(
+    plan: Plan, step: Step = DECODE, read_bytes_s: float | None = None
+) -> Iterator[dict[str, Any]]:
     """Groups of layers whose operators are alike, in order of their first; [] is outside layers."""
     tensors = {tensor.name: tensor for tensor in plan.tensors}
+    producers = {tensor: op.name for op in plan.ops for tensor in op.outputs.values()}
     groups: dict[str, dict[str, Any]] = {}
     for layer, ops in _split(plan.ops):
-        rows = [_describe(op, tensors) for op in ops]
+        rows = [
+            _describe(op, layer, tensors)
+            | _cost(op, tensors, plan, step, read_bytes_s)
+            | {"producers": _producers(op, producers, layer)}
+            for op in ops
+        ]
         key = json.dumps(rows)
         group = groups.setdefault(key, {"layers": [], "ops": rows})
         group["layers"] += [] if layer is None else [layer]
     yield from groups.values()
+
+
+def _producers(op: PlanOp, producers: Mapping[str, str], layer: int | None) -> dict[str, str]:
+    """role -> the operator that wrote it, by a name that is equal in layers that are alike."""
+    return {
+        role: _relative(producers[tensor], layer)
+        for role, tensor in op.inputs.items()
+        if tensor in producers
+    }
+
+
+def _relative(name: str, layer: int | None) -> str:
+    """A name with its layer as N, or as N-1 where it belongs to the one before `layer`."""
+    found = _LAYER.search(name)
+    if found is None:
+        return name
+    is_before = layer is not None and int(found[1]) == layer - 1
+    return _LAYER.sub(".layers.N-1." if is_before else ".layers.N.", name)
+
+
+def _cost(
+    op: PlanOp,
+    tensors: Mapping[str, PlanTensor],
+    plan: Plan,
+    step: Step,
+    read_bytes_s: float | None,
+) -> dict[str, Any]:
+    moved = op_bytes(op, tensors, plan.kv_cache, step)
+    return {
+        "fuses": fused(op),
+        "read_bytes": moved.read,
+        "written_bytes": moved.written,
+        "predicted_us": None if read_bytes_s is None else 1e6 * moved.read / read_bytes_s,
+    }
 
 
 def _split(ops: Sequence[PlanOp]) -> Iterator[tuple[int | None, list[PlanOp]]]:
@@ -115,14 +204,18 @@ def _split(ops: Sequence[PlanOp]) -> Iterator[tuple[int | None, list[PlanOp]]]:
     yield current, part
 
 
-def _describe(op: PlanOp, tensors: Mapping[str, PlanTensor]) -> dict[str, Any]:
+def _describe(op: PlanOp, layer: int | None, tensors: Mapping[str, PlanTensor]) -> dict[str, Any]:
     """One operator as JSON values, equal for operators that differ only in their layer."""
-    weights = [tensors[name] for name in op.inputs.values() if tensors[name].kind == "weight"]
+    read = [tensors[name] for name in op.inputs.values() if name in tensors]
+    weights = [tensor for tensor in read if tensor.kind == "weight"]
     return {
         "op": op.op,
-        "name": _LAYER.sub(".layers.N.", op.name),
+        "name": _relative(op.name, layer),
         "tactic": op.tactic,
-        "inputs": {role: _tensor(tensors[name]) for role, name in op.inputs.items()},
+        "inputs": {
+            role: _tensor(tensors[name]) if name in tensors else {"kind": "step"}
+            for role, name in op.inputs.items()
+        },
         "outputs": {role: _tensor(tensors[name]) for role, name in op.outputs.items()},
         "attributes": {name: value for name, value in op.attributes.items() if name != "layer"},
         "weight_bytes": sum(map(_num_bytes, weights)),  # of all it reads, shared ones included
@@ -134,6 +227,4 @@ def _tensor(tensor: PlanTensor) -> dict[str, Any]:
 
 
 def _num_bytes(weight: PlanTensor) -> int:
-    from llmctl.builder.container import DTYPES
-
     return math.prod(map(int, weight.shape)) * DTYPES[weight.dtype][1]

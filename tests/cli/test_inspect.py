@@ -12,7 +12,7 @@ from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine, read_engine_config
 from llmctl.builder.generated import LoadFormat
-from llmctl.cli.inspect.engine import _layers
+from llmctl.cli.inspect.engine import describe_layers
 from llmctl.runtime.engine import kv_bytes_per_block
 
 
@@ -68,7 +68,7 @@ def test_every_operator_belongs_to_one_group(described, engines):
 
 
 def test_layers_that_are_alike_are_shown_once(engines, tmp_path, monkeypatch):
-    monkeypatch.setattr("llmctl.builder.binaries.compile_kernels", lambda *_: [])
+    monkeypatch.setattr("llmctl.builder.build.compile_kernels", lambda *_: [])
     config = json.loads((engines.target_checkpoint / "config.json").read_text())
     config["tie_word_embeddings"] = False
     assert _groups(tmp_path, config, 6) == [[], [0], [1, 2, 3, 4], [5], []]
@@ -81,7 +81,7 @@ def _groups(folder: Path, config: dict[str, Any], count: int) -> list[list[int]]
     engine = plan_build(
         folder, BuildRequest(max_seq_len=64), backend="cuda", load_format=LoadFormat("dummy")
     )
-    return [group["layers"] for group in _layers(engine.plan)]
+    return [group["layers"] for group in describe_layers(engine.plan)]
 
 
 def test_the_table_names_what_matters(llmctl, engines):
@@ -94,20 +94,14 @@ def test_the_table_names_what_matters(llmctl, engines):
     assert "quantization weights none, KV cache bfloat16" in lines
     assert "KV cache 1024 bytes a token, 524 kB a sequence of 512" in lines
     assert f"source {engines.target_checkpoint}" in lines
-    head = "linear 2.1 MB x:bf16[rows,256] weight:bf16[4096,256] -> out:fp32[rows,4096]"
+    head = "linear 2.1 MB 2.1 MB - lm_head x:bf16[rows,256] -> out:fp32[rows,4096]"
     assert f"{head} cpu.linear.bf16" in lines
     assert any(line.startswith("rank0.engine ") for line in lines)
 
 
 def test_the_command_is_listed_and_names_its_argument(llmctl):
     assert "inspect" in llmctl("--help").out
-    assert "ENGINE_DIR" in llmctl("inspect", "--help").out
-
-
-def test_a_checkpoint_folder_is_refused_by_name(llmctl, engines):
-    done = llmctl("inspect", engines.target_checkpoint)
-    assert done.code == 2 and done.out == ""
-    assert "error[Unsupported]" in done.err and "is a checkpoint" in done.err
+    assert "DIR" in llmctl("inspect", "--help").out
 
 
 def test_a_folder_that_is_no_engine_is_refused(llmctl, tmp_path):
@@ -115,6 +109,75 @@ def test_a_folder_that_is_no_engine_is_refused(llmctl, tmp_path):
         done = llmctl("inspect", path, "--json")
         assert done.code == 1
         assert json.loads(done.out)["error"]["name"] == "EngineNotFound"
+
+
+def test_a_step_reads_each_weight_once_and_of_tables_one_row(described, engines, llmctl):
+    plan, tensors = open_engine(engines.target)
+    step = described["step"]
+    assert (step["tokens"], step["context_len"]) == (1, 512)  # no more fit the engine
+    total = sum(
+        max(len(g["layers"]), 1) * op["read_bytes"] for g in described["layers"] for op in g["ops"]
+    )
+    assert step["read_bytes"] == total
+    ops = [op for group in described["layers"] for op in group["ops"]]
+    (embedding,) = [op for op in ops if op["op"] == "embedding"]
+    assert embedding["read_bytes"] == 2 * 256 and embedding["weight_bytes"] == 2 * 4096 * 256
+    attention = next(op for op in ops if op["op"] == "paged_attention")
+    head = plan.kv_cache.num_kv_heads * plan.kv_cache.head_size
+    assert attention["read_bytes"] == 2 * head * 2 * 512 + 2 * 256  # K and V, then the query
+    wide = json.loads(llmctl("inspect", engines.target, "--tokens", 5, "--json").out)
+    table = next(op for g in wide["layers"] for op in g["ops"] if op["op"] == "embedding")
+    assert table["read_bytes"] == 5 * embedding["read_bytes"]
+
+
+def test_operators_say_what_they_fuse_and_whose_output_they_read(described):
+    (layer,) = [group["ops"] for group in described["layers"] if group["layers"] == [1]]
+    does = {op["name"].rpartition(".")[2]: op["fuses"] for op in layer}
+    assert does["qkv_proj"] == ["q_proj", "k_proj", "v_proj"]
+    assert does["gate_up_proj"] == ["gate_proj", "up_proj"]
+    assert does["input_layernorm"] == ["add", "rms_norm"]
+    first = layer[0]["producers"]
+    assert first["x"] == "model.layers.N-1.mlp.down_proj"
+    assert first["residual"] == "model.layers.N-1.post_attention_layernorm"
+
+
+def test_predictions_are_bytes_over_the_measured_share_of_the_bandwidth(described, engines, llmctl):
+    assert described["step"]["predicted_ms"] is None  # nothing is known of this machine's memory
+    given = json.loads(llmctl("inspect", engines.target, "--read-bandwidth", 20, "--json").out)
+    step = given["step"]
+    assert step["read_bytes_s"] == pytest.approx(20e9 * 0.83)
+    assert step["predicted_ms"] == pytest.approx(1e3 * step["read_bytes"] / step["read_bytes_s"])
+    parts = [
+        max(len(g["layers"]), 1) * op["predicted_us"] for g in given["layers"] for op in g["ops"]
+    ]
+    assert sum(parts) == pytest.approx(1e3 * step["predicted_ms"])
+    refused = llmctl("inspect", engines.target, "--gpu", "h200")
+    assert refused.code == 2 and "--read-bandwidth" in refused.err
+
+
+@pytest.mark.parametrize("name", ["graph.html", "graph.dot"])
+def test_the_graph_shows_every_operator_and_needs_nothing_else(
+    described, engines, llmctl, tmp_path, name
+):
+    path = tmp_path / name
+    assert llmctl("inspect", engines.target, "--graph", path).code == 0
+    text = path.read_text()
+    for group in described["layers"]:
+        for op in group["ops"]:
+            assert op["op"] in text
+    joiner = " + " if name.endswith("dot") else '</span><span class="chip">'
+    assert joiner.join(["gate_proj", "up_proj"]) in text
+    drawn = text.count(" -> ") if name.endswith("dot") else text.count('marker-end="url(#end)"><t')
+    assert drawn == sum(
+        len(op["producers"]) for group in described["layers"] for op in group["ops"]
+    )
+    assert "http" not in text and "<script" not in text
+
+
+def test_a_graph_of_another_kind_is_refused(llmctl, engines, tmp_path):
+    assert llmctl("inspect", engines.target, "--graph", tmp_path / "graph.pdf").code == 2
+    done = llmctl("inspect", engines.target_checkpoint, "--graph", tmp_path / "graph.dot")
+    assert done.code == 2 and "is a checkpoint" in done.err
 
 
 def test_a_truncated_engine_is_refused(llmctl, engines, tmp_path):

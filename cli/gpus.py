@@ -1,0 +1,108 @@
+"""GPUs by name: memory and read bandwidth, and how much of the bandwidth a decoding step gets.
+
+    predicted step time = bytes read / (bandwidth of the GPU x READ_SHARE x step_share(bytes read))
+
+The bandwidth and the memory of a GPU are its datasheet's. READ_SHARE is what a copy-free read of
+large buffers reaches of that; step_share is what a decoding step of batch 1 reaches of the read.
+Both were measured, see docs/performance/h200.md and h100.md. Steps of small models reach less
+because launches and waits do not shrink with them; below the smallest measured model the share is
+that model's, which promises too much.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from llmctl.errors import BadConfig
+
+READ_SHARE = 4.447 / 4.8  # H200: `read` in docs/performance/h200.md over the datasheet; H100: 0.929
+# (bytes a step reads, share of the read bandwidth): decode-1b, -3b, -8b, -70b of h200.md
+STEP_SHARES = ((1.517e9, 0.589), (3.665e9, 0.631), (8.10e9, 0.790), (70.7e9, 0.956))
+CPU_STEP_SHARE = 0.83  # of the read bandwidth, docs/performance/cpu.md: 80 to 87 %
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU. read_bytes_s: datasheet bandwidth, None where it is not known."""
+
+    name: str
+    compute_capability: str
+    memory_bytes: int
+    read_bytes_s: float | None
+
+
+# NVIDIA's datasheets; GB are powers of ten there, and drivers report a little more.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("h200", "9.0", 141 * GB, 4.8e12),
+        Gpu("h200-nvl", "9.0", 141 * GB, 4.8e12),
+        Gpu("h100", "9.0", 80 * GB, 3.35e12),
+        Gpu("h100-nvl", "9.0", 94 * GB, 3.9e12),
+        Gpu("h100-pcie", "9.0", 80 * GB, 2.0e12),
+        Gpu("gh200", "9.0", 96 * GB, 4.0e12),
+        Gpu("b200", "10.0", 180 * GB, 7.7e12),
+        Gpu("a100", "8.0", 80 * GB, 2.039e12),
+        Gpu("a100-40gb", "8.0", 40 * GB, 1.555e12),
+        Gpu("l40s", "8.9", 48 * GB, 0.864e12),
+        Gpu("l4", "8.9", 24 * GB, 0.3e12),
+        Gpu("a10", "8.6", 24 * GB, 0.6e12),
+        Gpu("rtx-4090", "8.9", 24 * GB, 1.008e12),
+        Gpu("rtx-5090", "12.0", 32 * GB, 1.792e12),
+        Gpu("rtx-pro-6000", "12.0", 96 * GB, 1.792e12),
+    )
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of that name ("h200", "H100 NVL"). Raises BadConfig, listing the names."""
+    gpu = GPUS.get(name.lower().replace(" ", "-").replace("_", "-"))
+    if gpu is None:
+        raise BadConfig(f"--gpu {name} is not known; known: {', '.join(GPUS)}")
+    return gpu
+
+
+def present_gpu() -> Gpu | None:
+    """The first GPU of this machine, with the memory that its driver reports; None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    return describe_device(found.name, found.total_memory, f"{found.major}.{found.minor}")
+
+
+def describe_device(name: str, memory_bytes: int, capability: str) -> Gpu:
+    """A GPU as its driver names it ("NVIDIA H100 80GB HBM3"): in the table, by the longest name
+    whose parts all occur in it, or one of unknown bandwidth."""
+    words = name.lower().replace("-", " ").split()
+    fitting = [
+        gpu
+        for gpu in GPUS.values()
+        if gpu.compute_capability == capability and set(gpu.name.split("-")) <= set(words)
+    ]
+    if not fitting:
+        return Gpu(name, capability, memory_bytes, None)
+    return replace(max(fitting, key=lambda gpu: len(gpu.name)), memory_bytes=memory_bytes)
+
+
+def step_share(read_bytes: float) -> float:
+    """The share of the read bandwidth that a decoding step reaches, between the measured models
+    along the logarithm of the bytes it reads."""
+    sizes = [size for size, _ in STEP_SHARES]
+    size = min(max(read_bytes, sizes[0]), sizes[-1])
+    for (low, low_share), (high, high_share) in pairwise(STEP_SHARES):
+        if size <= high:
+            part = math.log(size / low) / math.log(high / low)
+            return low_share + part * (high_share - low_share)
+    raise AssertionError("the last size is in no range")
+
+
+def effective_read_bytes_s(gpu: Gpu, step_bytes: float) -> float | None:
+    """Bytes a second that a step reading `step_bytes` is predicted to get; None if not known."""
+    if gpu.read_bytes_s is None:
+        return None
+    return gpu.read_bytes_s * READ_SHARE * step_share(step_bytes)

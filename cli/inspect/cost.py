@@ -1,0 +1,111 @@
+"""What the operators of one step read and write, and how long that is predicted to take.
+
+A step has `tokens` tokens of one sequence (1: plain decoding; draft_len + 1: a verification) whose
+KV cache holds `context_len` tokens. At these sizes time is reading: an operator's prediction is its
+bytes read over the bandwidth that a whole step reaches (cli/gpus.py says how that was measured), so
+the operators' times add up to the step's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmctl.builder.container import DTYPES
+from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanOp, PlanTensor
+
+# Weights of which a step reads one row a token: the embedding table and the rotary table.
+_LOOKED_UP = {("embedding", "weight"), ("rope_kv_write", "rotary")}
+_LOOKED_UP |= {("packed_linear_rope_kv", "rotary")}
+_WRITES_KV = ("rope_kv_write", "packed_linear_rope_kv")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The step that is predicted."""
+
+    tokens: int = 1
+    context_len: int = 1000
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What the symbolic dimensions of a plan stand for; every token gets logits."""
+        return {"tokens": self.tokens, "rows": self.tokens}
+
+
+DECODE = Step()
+
+
+@dataclass(frozen=True, slots=True)
+class OpBytes:
+    """Bytes that one operator moves in one step."""
+
+    weights: int  # read
+    activations: int  # read
+    kv_cache: int  # read
+    written: int  # activations and KV cache
+
+    @property
+    def read(self) -> int:
+        """Everything that is read."""
+        return self.weights + self.activations + self.kv_cache
+
+
+def op_bytes(
+    op: PlanOp, tensors: Mapping[str, PlanTensor], cache: KvCacheSpec, step: Step
+) -> OpBytes:
+    """The bytes of one operator."""
+    sizes = step.sizes
+    weights = activations = kv_cache = 0
+    for role, name in op.inputs.items():
+        if name not in tensors:  # a TensorRT piece binds arrays of the step, too
+            continue
+        tensor = tensors[name]
+        is_looked_up = "token_ids" in op.inputs and role.endswith("embed_tokens.weight")
+        if (op.op, role) in _LOOKED_UP or is_looked_up:
+            weights += step.tokens * _num_bytes(tensor, sizes) // int(tensor.shape[0])
+        elif tensor.kind == "weight":
+            weights += _num_bytes(tensor, sizes)
+        else:
+            activations += _num_bytes(tensor, sizes)
+    written = sum(_num_bytes(tensors[name], sizes) for name in op.outputs.values())
+    token_bytes = 2 * cache.num_kv_heads * cache.head_size * DTYPES[cache.dtype][1]
+    if op.op == "paged_attention":
+        window = int(op.attributes.get("window", 0)) or step.context_len
+        kv_cache = token_bytes * min(step.context_len, window)
+    if op.op in _WRITES_KV:
+        written += token_bytes * step.tokens
+    return OpBytes(weights, activations, kv_cache, written)
+
+
+def step_bytes(plan: Plan, step: Step) -> int:
+    """Bytes that all operators of a step read."""
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
+    return sum(op_bytes(op, tensors, plan.kv_cache, step).read for op in plan.ops)
+
+
+def fused(op: PlanOp) -> list[str]:
+    """The operations of the model that an operator does at once, in order."""
+    module = op.name.rpartition(".")[2]
+    merged = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }.get(module, [module])
+    quantize = ["quantize"] if "scale" in op.inputs or "out_scale" in op.outputs else []
+    norms = ["q_norm", "k_norm"] if "q_norm" in op.inputs else []
+    return {
+        "linear": merged,
+        "packed_linear": merged,
+        "packed_linear_swiglu": [*merged, "silu", "mul", *quantize],
+        "packed_linear_rope_kv": [*merged, "rope", "kv_write"],
+        "rope_kv_write": [*norms, "rope", "kv_write"],
+        "swiglu": ["silu", "mul", *quantize],
+        "rms_norm": [*(["add"] if "residual" in op.inputs else []), "rms_norm", *quantize],
+        "paged_attention": ["attention", *(["quantize"] if "out_scale" in op.inputs else [])],
+    }.get(op.op, [op.op])
+
+
+def _num_bytes(tensor: PlanTensor, sizes: Mapping[str, int]) -> int:
+    dims = [sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
+    return math.prod(dims) * DTYPES[tensor.dtype][1]

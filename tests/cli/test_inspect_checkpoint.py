@@ -1,0 +1,99 @@
+"""`llmctl inspect` tells what a checkpoint folder holds, quantized ones with their scales."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+LAYERS = 3
+
+
+@pytest.fixture
+def quantized(tmp_path: Path) -> Path:
+    """An FP8 checkpoint of one linear a layer, whose scales are known."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": LAYERS,
+        "hidden_size": 8,
+        "vocab_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "kv_cache_quant_algo": "FP8",
+            "ignore": ["lm_head"],
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {"model.embed_tokens.weight": torch.zeros(16, 8, dtype=torch.bfloat16)}
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}.mlp.up_proj"
+        tensors[f"{name}.weight"] = torch.zeros(32, 8, dtype=torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale"] = torch.tensor(0.5 + layer)
+        tensors[f"{name}.input_scale"] = torch.tensor(math.nan if layer == 1 else 2.0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_tensors_of_all_layers_are_one_row(llmctl, quantized):
+    found = json.loads(llmctl("inspect", quantized, "--json").out)
+    assert found["num_tensors"] == 1 + 3 * LAYERS
+    assert found["bytes"] == 16 * 8 * 2 + LAYERS * (32 * 8 + 4 + 4)
+    (weight,) = [row for row in found["tensors"] if row["name"].endswith("up_proj.weight")]
+    assert weight == {
+        "name": "model.layers.N.mlp.up_proj.weight",
+        "dtype": "float8_e4m3fn",
+        "shape": [32, 8],
+        "count": LAYERS,
+        "layers": [0, 1, 2],
+        "bytes": LAYERS * 32 * 8,
+    }
+    assert found["dtypes"]["float8_e4m3fn"] == {"tensors": LAYERS, "bytes": LAYERS * 256}
+
+
+def test_the_scheme_is_that_of_the_config(llmctl, quantized):
+    assert json.loads(llmctl("inspect", quantized, "--json").out)["quantization"] == {
+        "method": "modelopt",
+        "algo": "FP8",
+        "kv_cache_algo": "FP8",
+        "weight_scales": "tensor",
+        "activation_scales": "static",
+        "exclude": ["lm_head"],
+    }
+
+
+def test_scales_show_their_range_where_it_ends_and_values_that_are_no_numbers(llmctl, quantized):
+    scales = json.loads(llmctl("inspect", quantized, "--json").out)["scales"]
+    inputs, weights = sorted(scales, key=lambda row: row["name"])
+    assert (weights["smallest"], weights["largest"]) == (0.5, 2.5)
+    assert weights["largest_in"] == "model.layers.2.mlp.up_proj.weight_scale"
+    assert (inputs["smallest"], inputs["largest"], inputs["non_finite"]) == (2.0, 2.0, 1)
+    assert (inputs["count"], inputs["values_each"]) == (LAYERS, 1)
+
+
+def test_the_table_names_what_matters(llmctl, quantized):
+    lines = [" ".join(line.split()) for line in llmctl("inspect", quantized).out.splitlines()]
+    assert "model LlamaForCausalLM, 3 layers, hidden 8, vocabulary 16" in lines
+    assert "model.layers.N.mlp.up_proj.weight fp8 32x8 0-2 768 B" in lines
+    assert "model.layers.N.mlp.up_proj.weight_scale 3 x 1 0.5 2.5" in lines
+    assert "model.layers.N.mlp.up_proj.input_scale 3 x 1 2 2 1 not finite" in lines
+
+
+def test_a_plain_checkpoint_has_no_scales(llmctl, engines):
+    found = json.loads(llmctl("inspect", engines.target_checkpoint, "--json").out)
+    assert found["quantization"] is None and found["scales"] == []
+    assert found["model"]["architectures"] == ["LlamaForCausalLM"]
+    assert "scales" not in llmctl("inspect", engines.target_checkpoint).out
+
+
+def test_a_broken_checkpoint_is_refused_by_name(llmctl, quantized):
+    path = quantized / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    done = llmctl("inspect", quantized)
+    assert done.code == 1 and "error[CorruptFile]" in done.err
