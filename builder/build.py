@@ -140,11 +140,16 @@ def plan_build(
     require_cache_type(request.kv_cache_type, backend)
     package = find_package(backend)
     is_generated = load_format.is_generated
-    if is_generated and backend != "cuda":
+    if is_generated and backend == "cpu":
         raise Unsupported(
             f"--load-format {load_format.name}: weights are generated on a GPU, and the backend is "
             f"{backend}",
             fix="--backend cuda, or a checkpoint of scripts/make_planted_checkpoints.py",
+        )
+    if load_format.name == "planted" and package is not None:
+        raise Unsupported(
+            f"--load-format planted: the {backend} backend has no generator of planted weights",
+            fix="--load-format dummy, or a checkpoint of scripts/make_planted_checkpoints.py",
         )
     checkpoint = open_config(checkpoint_dir) if is_generated else Checkpoint.open(checkpoint_dir)
     where = str(checkpoint_dir / "config.json")

@@ -20,6 +20,7 @@ from llmctl.builder.passes.tactics import choose_tactics
 from llmctl.builder.sources import RotaryTable
 from llmctl.builder.tensorrt.pieces import Piece, cut
 from llmctl.builder.tensorrt.plugin_options import gives_gemms_to_us
+from llmctl.builder.tensorrt.whole import make_whole
 
 
 def run_passes(
@@ -47,7 +48,10 @@ def run_passes(
     if backend in TENSORRT_BACKENDS:
         if gives_gemms_to_us(plugin_config):
             network = pack_linears(network)
-        network, pieces = cut(network)
+        if limits.kv_cache_type == "CONTINUOUS":
+            network, pieces = make_whole(network, cache, limits)
+        else:
+            network, pieces = cut(network)
     network = choose_tactics(network, backend)
     sizes = (limits.max_num_tokens, limits.max_num_rows, ALIGNMENT[backend])
     return network, lower(network, cache, *sizes), pieces

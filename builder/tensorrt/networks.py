@@ -11,10 +11,11 @@ from importlib import import_module
 from typing import Any
 
 from llmctl.builder.config import BuildConfig
-from llmctl.builder.engine_format import Dim
 from llmctl.builder.network import Tensor
 from llmctl.builder.tensorrt.logger import shared_logger
 from llmctl.builder.tensorrt.pieces import Binding, Piece
+from llmctl.builder.tensorrt.whole import TREE, WHOLE
+from llmctl.plugins.rounds.tensorrt import accept_chain, accept_tree, choose_tokens
 from llmctl.plugins.tensorrt.layers import ITensor, Layers, Wanted
 
 Range = tuple[int, int, int]  # least, the one to tune for, most
@@ -73,18 +74,45 @@ def _build(
             shape = [dim if isinstance(dim, int) else -1 for dim in binding.shape]
             values[binding.name] = layers.input(binding.name, binding.dtype, shape)
     layers.step.update({name: values[name] for name in piece.step})
+    if piece.name in (WHOLE, TREE):
+        layers.scope = "step"
+        for name in ("token_ids", "logit_rows"):  # the operators' are packed
+            layers.step[name] = layers.shuffle(values[name], (-1,))
     for node in piece.nodes:
         layers.scope = node.name
         add = import_module(f"llmctl.plugins.{node.op}.tensorrt").add_layers
         inputs = {role: values[name] for role, name in node.inputs.items()}
-        wanted = {role: _wanted(piece.tensors[name]) for role, name in node.outputs.items()}
+        wanted = {
+            role: _wanted(piece.tensors[name])
+            for role, name in node.outputs.items()
+            if name in piece.tensors  # caches are not among them
+        }
         made = add(layers, inputs, wanted, node.attributes)
         values |= {node.outputs[role]: tensor for role, tensor in made.items()}
+    values |= {binding: values[tensor] for binding, tensor in piece.outputs.items()}
+    if piece.name in (WHOLE, TREE):
+        layers.step["logit_rows"] = values["logit_rows"]
+        values |= _accept(layers, values["logits"])
     for binding in piece.bindings:
         if not binding.is_input:
             layers.output(values[binding.name], binding.name)
-    profiles = step_profiles(limits, plugin_config["multiple_profiles"] == "enable")
+    if piece.name in (WHOLE, TREE):
+        profiles = whole_profiles(limits, is_tree=piece.name == TREE)
+    else:
+        profiles = step_profiles(limits, plugin_config["multiple_profiles"] == "enable")
     return PieceNetwork(piece.name, network, layers, builder, piece.bindings, profiles)
+
+
+def _accept(net: Layers, logits: ITensor) -> dict[str, ITensor]:
+    """What a plan of the whole model decides by itself."""
+    net.scope = "accept"
+    tokens = choose_tokens(net, logits)
+    found = {"tokens": tokens}
+    if "drafts" in net.step:
+        found |= accept_chain(net, tokens)
+    if "ancestors" in net.step:
+        found |= accept_tree(net, tokens)
+    return found
 
 
 def _wanted(tensor: Tensor) -> Wanted:
@@ -114,6 +142,21 @@ def step_profiles(limits: BuildConfig, has_several: bool) -> tuple[Profile, ...]
     return (generation, context) if few < tokens else (generation,)
 
 
-def dims(bindings: Iterable[Binding]) -> set[Dim]:
-    """The dimensions that steps decide."""
-    return {dim for binding in bindings for dim in binding.shape if isinstance(dim, str)}
+def whole_profiles(limits: BuildConfig, is_tree: bool) -> tuple[Profile, ...]:
+    """Padded steps: a chunk of one prompt, one token of each sequence, a verification of each."""
+    batch = (1, limits.max_batch_size, limits.max_batch_size)
+    chunk = min(limits.max_num_tokens, limits.max_seq_len)
+    one, most = (1, 1, 1), limits.max_draft_len + 1
+    several = (2, most, most)
+    verify = _padded("verify", batch, several, several)
+    if is_tree:
+        return (verify,)
+    context = _padded("context", one, (1, chunk, chunk), one)
+    generation = _padded("generation", batch, one, one)
+    return (context, generation, *([verify] if limits.max_draft_len else []))
+
+
+def _padded(name: str, batch: Range, length: Range, rows: Range) -> Profile:
+    least, tuned, most = rows
+    drafts = (least - 1, tuned - 1, most - 1)
+    return Profile(name, {"batch": batch, "length": length, "rows": rows, "drafts": drafts})

@@ -51,8 +51,8 @@ class Piece:
     tensors: Mapping[str, Tensor]
     bindings: tuple[Binding, ...]
     step: tuple[str, ...] = ()  # bindings that are arrays of the step
+    outputs: Mapping[str, str] = field(default_factory=dict)  # binding -> tensor of another name
     num_ranks: int = 1
-    options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
 
 def cut(network: Network) -> tuple[Network, tuple[Piece, ...]]:
@@ -119,7 +119,7 @@ def _piece(network: Network, nodes: Sequence[Node]) -> tuple[Piece, Mapping[str,
     bindings, step = [], []
     for tensor in read:
         known = network.tensors[tensor]
-        shape = _as_row(known.shape)
+        shape = as_row(known.shape)
         bindings.append(Binding(names[tensor], True, known.dtype, shape))
     for op in dict.fromkeys(node.op for node in nodes):
         if op in _STEP_ARRAYS:
@@ -179,7 +179,8 @@ def _is_residual(network: Network, tensor: str) -> bool:
     )
 
 
-def _as_row(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+def as_row(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """The shape that a vector has in TensorRT; other shapes stay."""
     return (1, *shape) if len(shape) == 1 and isinstance(shape[0], int) else shape
 
 

@@ -22,7 +22,7 @@ _SWIGLU = "SwiGLU is fused where GEMMs are ours: --gemm_plugin"
 def tensorrt_options(backend: str, cache_type: str) -> Mapping[str, PluginOption]:
     """The options that differ for this backend and form of the KV cache."""
     rows = _continuous() if cache_type == "continuous" else _paged(backend)
-    return {row.name: row for row in (*_common(), *rows)}
+    return {row.name: row for row in (*_common(), *rows)}  # a form's own row wins
 
 
 def gives_gemms_to_us(plugin_config: Mapping[str, str]) -> bool:
@@ -102,4 +102,11 @@ def _continuous() -> tuple[PluginOption, ...]:
         off("use_paged_context_fmha", "disable", "the cache is not paged"),
         off("use_fp8_context_fmha", "disable", "TensorRT's attention writes the model dtype"),
         off("remove_input_padding", "disable", "batches are padded in a continuous cache"),
+        PluginOption(
+            "multiple_profiles",
+            "enable",
+            ("enable",),
+            "always on: prompts, generation and verification have kernels of their own",
+            "a padded batch of prompts and of single tokens have nothing in common",
+        ),
     )

@@ -12,15 +12,16 @@ typed, so every rounding of the reference is a cast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmctl.plugins.spec import FP8, FP8_MAX, MODEL_DTYPES
 
+T = TypeVar("T")
 ITensor = Any  # of either package; neither has types
 # Smaller than the scale of any row that is not all zeros; a row of zeros stays zeros.
 _SMALLEST_SCALE = 1e-30
@@ -61,6 +62,7 @@ class Layers:
         self.scope = ""  # the node whose layers are added: what layers are named after
         self._shared: dict[Any, ITensor] = {}
         self._names: dict[str, int] = {}
+        self._made: dict[str, Any] = {}
 
     # ---- inputs, outputs, constants ----
 
@@ -215,7 +217,38 @@ class Layers:
         """Rows of `table` by index."""
         return self._first(self._named(self.network.add_gather(table, indices, axis), "gather"))
 
+    def gather_batched(self, table: ITensor, indices: ITensor, batch_dims: int = 1) -> ITensor:
+        """table[b, indices[b, i]] for every b of the first `batch_dims` dimensions."""
+        index = self.shuffle(indices, (0,) * len(indices.shape) + (1,))
+        layer = self.network.add_gather_v2(table, index, self.trt.GatherMode.ND)
+        layer.num_elementwise_dims = batch_dims
+        return self._first(self._named(layer, "gather"))
+
+    def argmax(self, x: ITensor) -> tuple[ITensor, ITensor]:
+        """(largest value, its index: int32) of every row of x [N, K], as [N, 1]."""
+        layer = self.network.add_topk(x, self.trt.TopKOperation.MAX, 1, 1 << 1)
+        self._named(layer, "argmax")
+        return layer.get_output(0), layer.get_output(1)
+
+    def running_sum(self, x: ITensor, axis: int) -> ITensor:
+        """Sums of x from the start of an axis to each element, itself included."""
+        kind = self.trt.CumulativeOperation.SUM
+        at = self.constant(np.int32(axis), np.int32)
+        layer = self.network.add_cumulative(x, at, kind, False, False)
+        return self._first(self._named(layer, "running_sum"))
+
+    def select(self, condition: ITensor, x: ITensor, y: ITensor) -> ITensor:
+        """x where the condition holds, y elsewhere."""
+        return self._first(self._named(self.network.add_select(condition, x, y), "select"))
+
     # ---- what everything is made with ----
+
+    def once(self, key: str, make: Callable[[], T]) -> T:
+        """What `make` returns the first time that it is asked for under this key."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
     def name(self, layer: Any, what: str) -> Any:
         """Name a layer that an operator added itself; returns its first output."""
