@@ -20,7 +20,6 @@ from llmctl.builder.engine_format import (
     open_engine,
     read_engine_config,
 )
-from llmctl.plugins.cuda.compiler import CompiledKernel
 from llmctl.plugins.cuda.kernel import Launch, StepLimits
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
@@ -40,6 +39,14 @@ from llmctl.runtime.memory import (
     plan_device,
 )
 from llmctl.runtime.round_state import state_bytes
+from llmctl.runtime.tensorrt_device import BACKENDS as TENSORRT_BACKENDS
+from llmctl.runtime.tensorrt_device import present_capability, require_tensorrt
+from llmctl.runtime.tensorrt_open import (
+    kernels_a_step,
+    load_binaries,
+    open_tensorrt,
+    plan_scratch_bytes,
+)
 
 Launcher = Callable[[Sequence[Launch]], None]
 
@@ -97,13 +104,13 @@ class EngineFile:
         """What the engine takes on a device, with `sampling` bytes for drawing tokens and for
         rounds. Graphs are those of its own steps and of rounds, each of `round_steps` steps."""
         build = self.config.build_config
-        launches = MAX_GRAPHS * len(self.plan.ops)
-        launches += graph_launches(len(self.plan.ops), round_steps, has_draft)
+        kernels = kernels_a_step(self.plan)
+        launches = MAX_GRAPHS * kernels + graph_launches(kernels, round_steps, has_draft)
         return EngineMemory(
             role=role,
             weight_bytes=allocated_bytes(self.plan),
             activation_bytes=self.plan.arena_bytes,
-            scratch_bytes=self.plan.scratch_bytes + sampling,
+            scratch_bytes=self.plan.scratch_bytes + plan_scratch_bytes(self.plan) + sampling,
             graph_bytes=launches * GRAPH_BYTES_PER_LAUNCH,
             kv_bytes_per_block=kv_bytes_per_block(self.plan),
             tokens_per_block=self.plan.kv_cache.tokens_per_block,
@@ -113,6 +120,30 @@ class EngineFile:
 
     def load(self, queue: DeviceQueue) -> tuple[CudaExecutable, LoadReport]:
         """The engine with its weights, read or generated, on the queue's device."""
+        if self.config.backend in TENSORRT_BACKENDS:
+            return self._load_tensorrt(queue)
+        weights, report = self._load_weights(queue)
+        binaries = load_binaries(self.plan, self.tensors, str(self.config.compute_capability))
+
+        def make_program(calls: list[OpCall], limits: StepLimits) -> CudaProgram:
+            return CudaProgram(calls, binaries, limits, queue.device)
+
+        return CudaExecutable(self.config, self.plan, weights, make_program, queue), report
+
+    def _load_tensorrt(self, queue: DeviceQueue) -> tuple[CudaExecutable, LoadReport]:
+        reports: list[LoadReport] = []
+
+        def load() -> Mapping[str, torch.Tensor]:
+            weights, report = self._load_weights(queue)
+            reports.append(report)
+            return weights
+
+        trt = require_tensorrt(self.config)
+        parts = (self.config, self.plan, self.tensors, queue, trt)
+        engine = open_tensorrt(*parts, present_capability(), load)
+        return engine, reports[0]
+
+    def _load_weights(self, queue: DeviceQueue) -> tuple[dict[str, torch.Tensor], LoadReport]:
         weights, report = load_weights(self.folder / engine_file(0), self.plan, self.tensors, queue)
         if any(not t.is_stored for t in self.plan.tensors):
             from llmctl.runtime.generated import generate_weights
@@ -120,15 +151,7 @@ class EngineFile:
             with device_errors("generating weights"), queue.scope():
                 generate_weights(self.config, self.plan, weights)
             queue.synchronize()
-        binaries = [
-            CompiledKernel.from_metadata(k.metadata, self.tensors[k.tensor].numpy().tobytes())
-            for k in self.plan.kernels
-        ]
-
-        def make_program(calls: list[OpCall], limits: StepLimits) -> CudaProgram:
-            return CudaProgram(calls, binaries, limits, queue.device)
-
-        return CudaExecutable(self.config, self.plan, weights, make_program, queue), report
+        return weights, report
 
 
 def plan_pair(

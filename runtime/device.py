@@ -7,11 +7,17 @@ import torch
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import NoDevice, RebuildNeeded
 from llmctl.plugins.cuda.kernel import NUM_SMS
+from llmctl.runtime.tensorrt_device import BACKENDS as TENSORRT_BACKENDS
+from llmctl.runtime.tensorrt_device import require_tensorrt
 
 
 def require_device(config: EngineConfig) -> None:
     """Raises NoDevice without a GPU, RebuildNeeded with one the kernels are not compiled for or
-    that cannot run as many thread blocks at once as they rely on."""
+    that cannot run as many thread blocks at once as they rely on; for TensorRT's engines what
+    `require_tensorrt` raises."""
+    if config.backend in TENSORRT_BACKENDS:
+        require_tensorrt(config)
+        return
     wanted = config.compute_capability
     if not torch.cuda.is_available():
         if torch.version.cuda is None:

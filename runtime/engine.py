@@ -112,18 +112,23 @@ def bind_plan(
 
 
 def make_calls(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[OpCall]:
-    """The plan's operators with their names resolved."""
+    """The plan's operators with their names resolved; arrays of the step (`step.`) are the
+    program's own."""
     return [
         OpCall(
             op=op.op,
             name=op.name,
-            inputs={role: tensors[name] for role, name in op.inputs.items()},
+            inputs={r: tensors[name] for r, name in op.inputs.items() if not _is_step(name)},
             outputs={role: tensors[name] for role, name in op.outputs.items()},
             attributes=op.attributes,
             tactic=op.tactic,
         )
         for op in plan.ops
     ]
+
+
+def _is_step(name: str) -> bool:
+    return name.startswith("step.")
 
 
 def kv_bytes_per_block(plan: Plan) -> int:

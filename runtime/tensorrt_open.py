@@ -1,0 +1,109 @@
+"""Opens a TensorRT engine: its plans, our kernels between them, and the executable of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from llmctl.builder.engine_format import TENSORRT_OP, EngineConfig, Plan
+from llmctl.plugins.cuda.compiler import CompiledKernel, uses_pdl
+from llmctl.plugins.cuda.kernel import NUM_SMS, StepLimits
+from llmctl.plugins.cuda.program import CudaProgram
+from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
+from llmctl.plugins.program import OpCall
+from llmctl.plugins.tensorrt.execution import PieceExecutor, PlanSet
+from llmctl.runtime.cuda_engine import CudaExecutable
+
+
+def is_linear(config: EngineConfig) -> bool:
+    """Whether each sequence has one slot of the cache, inside the plan (--kv_cache_type
+    continuous), instead of pages that our attention reads."""
+    return str(config.build_config["kv_cache_type"]).upper() == "CONTINUOUS"
+
+
+def open_plans(
+    plan: Plan, stored: Mapping[str, torch.Tensor], trt: Any, queue: DeviceQueue
+) -> PlanSet:
+    """Every plan of the engine, with scratch memory on the queue's device.
+
+    Raises RebuildNeeded, CorruptEngine, OutOfMemory.
+    """
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        with device_errors("allocating TensorRT's scratch memory"), queue.scope():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=queue.device)
+
+    data = {piece.name: stored[piece.tensor].numpy().tobytes() for piece in plan.trt_pieces}
+    return PlanSet(trt, plan.trt_pieces, data, allocate, queue.handle)
+
+
+def open_tensorrt(
+    config: EngineConfig,
+    plan: Plan,
+    stored: Mapping[str, torch.Tensor],
+    queue: DeviceQueue,
+    trt: Any,
+    capability: str,
+    load: Callable[[], Mapping[str, torch.Tensor]],
+) -> CudaExecutable:
+    """The executable of an engine on the queue's device.
+
+    `stored` has the engine file's plans and cubins, `trt` is the package, `capability` that of the
+    device, `load` brings the weights there; it is called last, so that what TensorRT refuses is
+    refused before. Raises what `open_plans` raises.
+    """
+    plans = open_plans(plan, stored, trt, queue)
+
+    def make_program(calls: list[OpCall], limits: StepLimits) -> CudaProgram:
+        return CudaProgram(
+            calls,
+            load_binaries(plan, stored, capability),
+            replace(limits, num_sms=_num_sms(queue.device)),
+            queue.device,
+            use_pdl=uses_pdl(capability),
+            executors={TENSORRT_OP: PieceExecutor(plans)},
+        )
+
+    return CudaExecutable(
+        config,
+        plan,
+        load(),
+        make_program,
+        queue,
+        is_capturable=lambda: plans.is_capturable(queue.handle),
+    )
+
+
+def kernels_a_step(plan: Plan) -> int:
+    """Kernels that a step launches at most, those within TensorRT's plans included."""
+    inside = {
+        piece.name: max(len(profile["layers"]) for profile in piece.profiles)
+        for piece in plan.trt_pieces
+    }
+    return sum(inside.get(str(op.attributes.get("piece")), 1) for op in plan.ops)
+
+
+def plan_scratch_bytes(plan: Plan) -> int:
+    """Scratch memory of TensorRT's plans, as their builder reported it; they share it."""
+    profiles = [profile for piece in plan.trt_pieces for profile in piece.profiles]
+    return max((p["activation_bytes"] + p["scratch_bytes"] for p in profiles), default=0)
+
+
+def load_binaries(
+    plan: Plan, stored: Mapping[str, torch.Tensor], capability: str
+) -> list[CompiledKernel]:
+    """Our kernels for a device of this compute capability."""
+    return [
+        CompiledKernel.from_metadata(kernel.metadata, stored[kernel.tensor].numpy().tobytes())
+        for kernel in plan.kernels
+        if kernel.capability in ("", capability)
+    ]
+
+
+def _num_sms(device: torch.device) -> int:
+    """Multiprocessors that thread blocks which wait for each other may count on; no more than the
+    scratch memory was planned for."""
+    return min(NUM_SMS, torch.cuda.get_device_properties(device).multi_processor_count)
