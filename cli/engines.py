@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from llmctl.runtime.memory import KvCachePlan
     from llmctl.runtime.rounds import RoundRunner
     from llmctl.runtime.speculative.drafter import Drafter
+    from llmctl.runtime.synthetic import SyntheticAcceptance
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def check_engines(options: EngineOptions) -> CheckedEngines:
         draft_len = check_pair(target, draft, speculation.draft_len)
     elif speculation is not None:
         draft_len = check_target(target, speculation.draft_len)
-    if target.backend == "cuda":
+    if target.backend != "cpu":
         from llmctl.runtime.device import require_device
 
         require_device(target)
@@ -85,7 +86,7 @@ class OpenEngines:
         self.device_name: str | None = None  # of a GPU
         self._on_device: OpenedPair | None = None
         draft_dir = speculation.draft_engine if speculation is not None else None
-        if checked.target.backend == "cuda":
+        if checked.target.backend != "cpu":
             self._open_on_device(options, draft_dir, log)
         else:
             self._open_on_cpu(options, draft_dir)
@@ -133,11 +134,13 @@ class OpenEngines:
         *,
         is_speculative: bool = True,
         draft_len: int | None = None,
+        acceptance: SyntheticAcceptance | None = None,
         num_iterations_kept: int = 1000,
     ) -> Executor:
         """A running executor; only one may be alive at a time, they share the engines.
 
         draft_len: drafts a round, if not the ones checked; no more than the target verifies.
+        acceptance: drafts stand by lot; for benchmarks.
         """
         from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
         from llmctl.runtime.scheduler import SchedulerConfig
@@ -156,10 +159,10 @@ class OpenEngines:
         count = self.checked.draft_len if draft_len is None else draft_len
         return Executor(
             self.target,
-            self._drafter(speculation, count),
+            self._drafter(speculation, count, acceptance),
             config,
             self._sampling(),
-            self._round_runner(speculation, count),
+            self._round_runner(speculation, count, acceptance),
         )
 
     def _sampling(self) -> SamplingBackend:
@@ -170,7 +173,12 @@ class OpenEngines:
 
         return CpuSampling()
 
-    def _round_runner(self, speculation: Speculation | None, draft_len: int) -> RoundRunner | None:
+    def _round_runner(
+        self,
+        speculation: Speculation | None,
+        draft_len: int,
+        acceptance: SyntheticAcceptance | None,
+    ) -> RoundRunner | None:
         """What runs generation on the device by itself: plain decoding and draft engines whose
         drafts are accepted by tokens. Everything else is led by the host."""
         opened = self._on_device
@@ -182,15 +190,27 @@ class OpenEngines:
             return CudaRoundRunner(opened.target, None, 0)
         if opened.draft is None or speculation.acceptance != "tokens":
             return None
-        return CudaRoundRunner(opened.target, opened.draft, draft_len)
+        return CudaRoundRunner(opened.target, opened.draft, draft_len, acceptance=acceptance)
 
-    def _drafter(self, speculation: Speculation | None, draft_len: int) -> Drafter | None:
+    def _drafter(
+        self,
+        speculation: Speculation | None,
+        draft_len: int,
+        acceptance: SyntheticAcceptance | None,
+    ) -> Drafter | None:
         if speculation is None:
             return None
+        drafter: Drafter
         if self.draft is None:
             from llmctl.runtime.speculative.ngram import NgramDrafter
 
-            return NgramDrafter(draft_len, speculation.max_ngram)
-        from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
+            drafter = NgramDrafter(draft_len, speculation.max_ngram)
+        else:
+            from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
 
-        return DraftTargetDrafter(self.draft, draft_len)
+            drafter = DraftTargetDrafter(self.draft, draft_len)
+        if acceptance is None:
+            return drafter
+        from llmctl.runtime.synthetic import SyntheticDrafter
+
+        return SyntheticDrafter(drafter, acceptance)

@@ -39,6 +39,7 @@ from llmctl.runtime.graphs import (
 )
 from llmctl.runtime.round_state import RoundUpload
 from llmctl.runtime.rounds import RoundReport, RoundResult
+from llmctl.runtime.synthetic import DeviceLots, SyntheticAcceptance
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
 LAUNCHES_A_STEP = 6  # beside the operators: feeding it, drawing from its logits, acceptance
@@ -73,6 +74,7 @@ class CudaRoundRunner:
         draft: CudaExecutable | None,
         draft_len: int,
         capture: Capture | None = None,
+        acceptance: SyntheticAcceptance | None = None,
     ) -> None:
         self.draft_len = draft_len
         self.has_draft_engine = draft is not None
@@ -99,6 +101,7 @@ class CudaRoundRunner:
                 vocab: SamplingScratch.allocate(rows, vocab, device)
                 for vocab in {engine.vocab_size for engine in engines}
             }
+            self._lots = DeviceLots(acceptance, device) if acceptance is not None else None
         self._graphs: GraphCache[tuple[str, _Shape]] = GraphCache(
             partial(
                 capture_when,
@@ -207,6 +210,8 @@ class CudaRoundRunner:
         self._launch(target, [feed])
         self._forward(target, shape, count, rows)
         self._launch(target, self._draw(target, state.targets, shape, rows, per_request=count))
+        if self._lots is not None:
+            self._lots.force(state, batch, self.draft_len)
         self._launch(target, [bookkeeping.accept(state, batch, self.draft_len)])
 
     def _forward(self, engine: CudaExecutable, shape: _Shape, count: int, rows: int) -> None:

@@ -78,7 +78,9 @@ class Verifier:
             item.sequence.kv_len = item.start + item.num_tokens
             return Commit(item.sequence, 0)
         rows = logits[first:end]
-        if proposal.probs is None:
+        if proposal.num_forced is not None:
+            accepted, token = proposal.num_forced, tokens[first + proposal.num_forced]
+        elif proposal.probs is None:
             accepted, token = accept_tokens(proposal.token_ids, tokens[first:end])
         else:
             accepted, token = self._accept_by_logits(item.sequence, proposal, rows)

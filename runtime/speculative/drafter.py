@@ -19,11 +19,13 @@ class Proposal:
     """Drafts for one generation slice, in order; no more than its draft_len, possibly none.
 
     `probs` [len(token_ids), target vocab] are the distributions the drafts were really drawn from;
-    None says the drafts are to be accepted by tokens.
+    None says the drafts are to be accepted by tokens. `num_forced` drafts stand whatever the target
+    says; None outside of benchmarks (runtime/synthetic.py).
     """
 
     token_ids: list[int] = field(default_factory=list)
     probs: NDArray[np.float64] | None = None
+    num_forced: int | None = None
 
 
 class Drafter(Protocol):
