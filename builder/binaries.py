@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmctl.builder.config import TENSORRT_BACKENDS, BuildConfig, choose_capability
+from llmctl.builder.backends import TENSORRT_BACKENDS, choose_capability
+from llmctl.builder.config import BuildConfig
 from llmctl.builder.engine_format import Plan, PlanKernel
 from llmctl.builder.kernels import (
     OnKernel,

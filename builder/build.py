@@ -9,20 +9,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmctl.builder.binaries import Binaries, choose_target, find_package, make_binaries
-from llmctl.builder.config import (
-    BuildConfig,
-    BuildRequest,
+from llmctl.builder.backends import (
     choose_backend,
-    choose_dtype,
     has_supported_gpu,
     require_cache_type,
     require_gpu_model,
-    resolve_build_config,
+    require_ranks,
 )
+from llmctl.builder.binaries import Binaries, choose_target, find_package, make_binaries
+from llmctl.builder.config import BuildConfig, BuildRequest, choose_dtype, resolve_build_config
 from llmctl.builder.engine_format import (
     CONFIG_FILE,
     SCHEMA_VERSION,
@@ -50,6 +49,7 @@ from llmctl.builder.scales import (
     find_linear_scales,
     require_readable,
 )
+from llmctl.builder.sharding import Shard, local_model, reduce_partial_sums
 from llmctl.builder.sources import LargestScale, RowScales, Source
 from llmctl.builder.tensorrt.pieces import Piece
 from llmctl.builder.tokenizer import describe_tokenizer
@@ -138,6 +138,7 @@ def plan_build(
     """
     backend = choose_backend(backend, has_supported_gpu)
     require_cache_type(request.kv_cache_type, backend)
+    require_ranks(request.tp_size, backend)
     package = find_package(backend)
     is_generated = load_format.is_generated
     if is_generated and backend == "cpu":
@@ -154,9 +155,10 @@ def plan_build(
     checkpoint = open_config(checkpoint_dir) if is_generated else Checkpoint.open(checkpoint_dir)
     where = str(checkpoint_dir / "config.json")
     model = model_config(checkpoint.config, where)
+    local = local_model(model, request.tp_size)
     dtype = choose_dtype(request.dtype, model, _stored_dtype(checkpoint))
     if backend != "cpu":
-        require_gpu_model(model, dtype, backend)
+        require_gpu_model(local, dtype, backend)
     require_readable(checkpoint)
     recorded = build_network(model, dtype)
     if is_generated:
@@ -173,19 +175,21 @@ def plan_build(
     )
     cache = KvCacheSpec(
         model.num_hidden_layers,
-        model.num_key_value_heads,
+        local.num_key_value_heads,
         model.head_size,
         limits.tokens_per_block,
         cache_dtype,
         tuple(0 if window >= limits.max_seq_len else window for window in model.windows),
     )
+    if limits.tp_size > 1:
+        recorded = reduce_partial_sums(build_network(local, dtype))
     network, plan, pieces = run_passes(
         recorded, model, limits, plugin_config, linear_scales, kv_scales, cache, backend
     )
     if is_generated:
         plan = mark_generated(plan, network.sources)
     else:
-        _check_scales(checkpoint, network)
+        _check_scales(checkpoint, network, limits.tp_size)
     binaries: Binaries = {}
     if with_binaries:
         plan, binaries = make_binaries(plan, pieces, limits, plugin_config, target, on_kernel)
@@ -199,7 +203,7 @@ def plan_build(
     config = EngineConfig(
         version=SCHEMA_VERSION,
         backend=backend,
-        pretrained_config=pretrained_config(model, dtype, checkpoint, cache),
+        pretrained_config=pretrained_config(model, dtype, checkpoint, cache, limits.tp_size),
         build_config=limits.to_dict(),
         plugin_config=plugin_config,
         source=describe_source(checkpoint),
@@ -235,17 +239,22 @@ def run_build(
         raise OutputExists(output_dir)
     tokenizer_files = engine.checkpoint.tokenizer_files()
     side_bytes = sum(path.stat().st_size for path in tokenizer_files) + _CONFIG_BYTES
-    require_space(output_dir.absolute().parent, engine.file_bytes + side_bytes)
+    num_ranks = engine.limits.tp_size
+    require_space(output_dir.absolute().parent, engine.file_bytes * num_ranks + side_bytes)
 
-    def chunks(name: str) -> Iterator[torch.Tensor]:
+    def chunks(name: str, rank: int) -> Iterator[torch.Tensor]:
         if name in engine.binaries:
             yield torch.frombuffer(bytearray(engine.binaries[name]), dtype=torch.uint8)
             return
-        yield from engine.sources[name].chunks(engine.checkpoint)
+        yield from engine.sources[name].chunks(Shard(engine.checkpoint, rank, num_ranks))
         engine.checkpoint.release()
 
     with publish(output_dir) as scratch:
-        files = write_engine(scratch, engine.plan, chunks, on_progress)
+        files: dict[str, Any] = {}
+        for rank in range(num_ranks):
+            files |= write_engine(
+                scratch, engine.plan, partial(chunks, rank=rank), on_progress, rank
+            )
         (scratch / TOKENIZER_FOLDER).mkdir()
         for path in tokenizer_files:
             shutil.copyfile(path, scratch / TOKENIZER_FOLDER / path.name)
@@ -271,10 +280,11 @@ def _kv_scales(
     return find_kv_scales(checkpoint, num_layers)
 
 
-def _check_scales(checkpoint: Checkpoint, network: Network) -> None:
+def _check_scales(checkpoint: Checkpoint, network: Network, num_ranks: int) -> None:
     """Read every scale once, so a bad one is named before anything is written."""
     for source in network.sources.values():
         if isinstance(source, LargestScale | RowScales):
-            for _ in source.chunks(checkpoint):
-                pass
+            for rank in range(num_ranks):
+                for _ in source.chunks(Shard(checkpoint, rank, num_ranks)):
+                    pass
     checkpoint.release()

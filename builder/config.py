@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from llmctl.builder.models.family import DTYPES, ModelConfig
 from llmctl.errors import BadConfig, Unsupported
 
-TENSORRT_BACKENDS = ("tensorrt", "tensorrt-rtx")
-BACKENDS = ("cpu", "cuda", *TENSORRT_BACKENDS)
-COMPUTE_CAPABILITY = "9.0"  # H100, H200: the only one there are kernels for
 SPECULATIVE_MODES = {  # the number stored in config.json, as upstream
     "none": 1,
     "draft_tokens_external": 2,
@@ -21,8 +18,6 @@ SPECULATIVE_MODES = {  # the number stored in config.json, as upstream
     "eagle": 32,
 }
 KV_CACHE_DTYPES = ("auto", "fp8", "none")
-CUDA_HEAD_SIZES = (64, 80, 96, 128)
-CUDA_ROW_MULTIPLE = 16  # elements: TMA and bulk copies move multiples of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +37,11 @@ class BuildRequest:
     kv_cache_dtype: str = "auto"
     logits_dtype: str = "float32"
     gather_context_logits: bool = False
+    tp_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len"):
+        sizes = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "tp_size")
+        for name in sizes:
             value = getattr(self, name)
             _require(value is None or value > 0, name, value, "positive")
         _require(self.max_draft_len >= 0, "max_draft_len", self.max_draft_len, "0 or more")
@@ -109,6 +106,7 @@ class BuildConfig:
     gather_context_logits: bool
     gather_generation_logits: bool
     strongly_typed: bool = True
+    tp_size: int = 1  # ranks, with an engine file each
 
     def to_dict(self) -> dict[str, Any]:
         """As stored."""
@@ -182,6 +180,7 @@ def resolve_build_config(
         kv_cache_dtype=kv_cache_dtype,
         gather_context_logits=False,
         gather_generation_logits=True,  # the executor always has them, asked for or not
+        tp_size=request.tp_size,
     )
     return config, notices
 
@@ -211,87 +210,6 @@ def choose_dtype(requested: str, model: ModelConfig, stored: str) -> str:
             fix="--dtype float32",
         )
     return dtype
-
-
-def choose_backend(backend: str, has_gpu: Callable[[], bool]) -> str:
-    """The backend to build for; "auto" is cuda where there is a GPU for it, else cpu.
-
-    Raises BadConfig for an unknown name.
-    """
-    _choice("backend", backend, ("auto", *BACKENDS))
-    if backend == "auto":
-        return "cuda" if has_gpu() else "cpu"
-    return backend
-
-
-def has_supported_gpu() -> bool:
-    """Whether torch sees a GPU of COMPUTE_CAPABILITY."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return False
-    major, minor = torch.cuda.get_device_capability()
-    return f"{major}.{minor}" == COMPUTE_CAPABILITY
-
-
-def require_cache_type(cache_type: str, backend: str) -> None:
-    """Raise Unsupported for a layout of the KV cache that the backend's attention cannot read."""
-    if cache_type == "continuous" and backend not in TENSORRT_BACKENDS:
-        raise Unsupported(
-            f"--kv-cache-type continuous is refused: every kernel of the {backend} backend reads "
-            "the paged cache",
-            fix="--kv-cache-type paged, or --backend tensorrt-rtx",
-        )
-    if cache_type == "disabled":
-        raise Unsupported(
-            "--kv-cache-type disabled is refused: every token would compute the whole prompt again",
-            fix="--kv-cache-type paged",
-        )
-
-
-def choose_capability(requested: str | None, backend: str) -> str | None:
-    """The compute capability to compile kernels for; None for a backend that compiles none.
-
-    Raises BadConfig where it has no effect and Unsupported for one without kernels. TensorRT's
-    targets are chosen by `tensorrt.package.choose_targets`.
-    """
-    if backend != "cuda":
-        if requested is not None:
-            raise BadConfig(
-                f"--compute-capability {requested} has no effect on {backend} engines",
-                fix="--backend cuda",
-            )
-        return None
-    if requested not in (None, COMPUTE_CAPABILITY):
-        raise Unsupported(
-            f"--compute-capability {requested}: kernels use wgmma (sm_90a), which only "
-            f"{COMPUTE_CAPABILITY} has",
-            fix=f"--compute-capability {COMPUTE_CAPABILITY}",
-        )
-    return COMPUTE_CAPABILITY
-
-
-def require_gpu_model(model: ModelConfig, dtype: str, backend: str) -> None:
-    """Raise Unsupported for a model that the CUDA kernels cannot compute."""
-    if dtype == "float32":
-        raise Unsupported(
-            f"the {backend} backend computes in bfloat16 or float16, and the model's dtype is "
-            "float32",
-            fix="--dtype bfloat16",
-        )
-    if model.head_size not in CUDA_HEAD_SIZES:
-        raise Unsupported(
-            f"the model's head size is {model.head_size}; the {backend} backend has attention for "
-            f"{', '.join(map(str, CUDA_HEAD_SIZES))}",
-            fix="--backend cpu",
-        )
-    for name in ("hidden_size", "intermediate_size"):
-        if getattr(model, name) % CUDA_ROW_MULTIPLE:
-            raise Unsupported(
-                f"the model's {name} is {getattr(model, name)}; the {backend} backend wants a "
-                f"multiple of {CUDA_ROW_MULTIPLE}, so that rows of FP8 can be copied in bulk",
-                fix="--backend cpu",
-            )
 
 
 def _require(condition: bool, name: str, found: object, wanted: str) -> None:

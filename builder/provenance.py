@@ -16,7 +16,7 @@ _PACKAGES = ("llmctl", "torch", "numpy", "safetensors")
 
 
 def pretrained_config(
-    model: ModelConfig, dtype: str, checkpoint: Checkpoint, cache: KvCacheSpec
+    model: ModelConfig, dtype: str, checkpoint: Checkpoint, cache: KvCacheSpec, tp_size: int
 ) -> dict[str, Any]:
     """The model under TensorRT-LLM's field names, plus what its later use needs."""
     info = checkpoint.quantization
@@ -42,7 +42,7 @@ def pretrained_config(
         "qk_layernorm": model.family.has_qk_norm,
         "tie_word_embeddings": model.tie_word_embeddings,
         "attention_windows": list(cache.windows),
-        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1, "cp_size": 1},
+        "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1, "cp_size": 1},
         "quantization": {
             "quant_algo": info.algo if info else None,
             "kv_cache_quant_algo": "FP8" if cache.dtype == "float8_e4m3fn" else None,

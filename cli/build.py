@@ -45,14 +45,17 @@ def _build(
     backend: Annotated[
         str,
         typer.Option(
-            "--backend", help="What runs the engine: cpu, cuda, or auto (cuda where a GPU is)."
+            "--backend",
+            help="What runs the engine: cpu, cuda, tensorrt, tensorrt-rtx, or auto (cuda where a "
+            "GPU is, else cpu).",
         ),
     ] = "auto",
     compute_capability: Annotated[
         str | None,
         typer.Option(
             "--compute-capability",
-            help="The GPU that a cuda engine is compiled for; none need be here. (default: 9.0)",
+            help="The GPUs that an engine is compiled for; none need be here. cuda: 9.0. "
+            "tensorrt-rtx: a list of 8.6, 8.9, 12.0. (default: all that serve the model)",
             hidden=True,
         ),
     ] = None,
@@ -138,7 +141,8 @@ def _build(
         typer.Option("--tokens-per-block", help="Tokens per KV cache block. (default: 32)"),
     ] = None,
     kv_cache_type: Annotated[
-        str | None, typer.Option("--kv-cache-type", help="paged.", hidden=True)
+        str | None,
+        typer.Option("--kv-cache-type", help="paged; continuous: one TensorRT plan.", hidden=True),
     ] = None,
     kv_cache_dtype: Annotated[
         str | None,
@@ -160,10 +164,18 @@ def _build(
             "--gather-generation-logits", help="Always on: every engine has them.", hidden=True
         ),
     ] = True,
+    tp_size: Annotated[
+        int | None,
+        typer.Option(
+            "--tp-size",
+            help="TensorRT: ranks that each hold a share of the weights. (default: 1)",
+            hidden=True,
+        ),
+    ] = None,
     workers: Annotated[
         int,
         typer.Option(
-            "--workers", min=1, help="Ranks built at once; an engine has one rank.", hidden=True
+            "--workers", min=1, help="Ranks built at once; they are written in turn.", hidden=True
         ),
     ] = 1,
     dry_run: Annotated[
@@ -198,7 +210,7 @@ def _build(
     request = build_request(build_config, given)
     weights = make_load_format(load_format, seed, planted_role, planted_acceptance)
     if workers > 1:
-        log.info("workers %d: an engine has one rank, so one works", workers)
+        log.info("workers %d: ranks are written one after the other, so one works", workers)
     engine = plan_build(
         checkpoint_dir,
         request,
@@ -238,7 +250,7 @@ def _run_with_progress(engine: EnginePlan, output_dir: Path) -> None:
 
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("weights", total=engine.file_bytes)
+        task = bar.add_task("weights", total=engine.file_bytes * engine.limits.tp_size)
         run_build(engine, output_dir, lambda num_bytes: bar.advance(task, num_bytes))
 
 

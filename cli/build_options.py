@@ -41,6 +41,7 @@ LIMITS = (  # options that are fields of BuildRequest
     "kv_cache_dtype",
     "logits_dtype",
     "gather_context_logits",
+    "tp_size",
 )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from llmctl.builder.config import TENSORRT_BACKENDS, BuildConfig
+from llmctl.builder.backends import TENSORRT_BACKENDS
+from llmctl.builder.config import BuildConfig
 from llmctl.builder.engine_format import KvCacheSpec, Plan
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
@@ -51,7 +52,7 @@ def run_passes(
         if limits.kv_cache_type == "CONTINUOUS":
             network, pieces = make_whole(network, cache, limits)
         else:
-            network, pieces = cut(network)
+            network, pieces = cut(network, limits.tp_size)
     network = choose_tactics(network, backend)
     sizes = (limits.max_num_tokens, limits.max_num_rows, ALIGNMENT[backend])
     return network, lower(network, cache, *sizes), pieces

@@ -41,6 +41,8 @@ def compile_network(package: Package, piece: PieceNetwork, targets: Sequence[str
             capability = getattr(trt.ComputeCapability, f"SM{target.replace('.', '')}")
             if not config.set_compute_capability(capability, index):
                 raise _failed(package, piece, f"it refuses compute capability {target}", logger)
+    if hasattr(trt.PreviewFeature, "MULTIDEVICE_RUNTIME_10_16"):  # 10.16 hides collectives there
+        config.set_preview_feature(trt.PreviewFeature.MULTIDEVICE_RUNTIME_10_16, True)
     for profile in piece.profiles:
         described = piece.builder.create_optimization_profile()
         for binding in piece.bindings:

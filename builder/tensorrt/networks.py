@@ -13,6 +13,7 @@ from typing import Any
 from llmctl.builder.config import BuildConfig
 from llmctl.builder.network import Tensor
 from llmctl.builder.tensorrt.logger import shared_logger
+from llmctl.builder.tensorrt.package import require
 from llmctl.builder.tensorrt.pieces import Binding, Piece
 from llmctl.builder.tensorrt.whole import TREE, WHOLE
 from llmctl.plugins.rounds.tensorrt import accept_chain, accept_tree, choose_tokens
@@ -67,6 +68,10 @@ def _build(
     builder = trt.Builder(shared_logger(trt))
     network = builder.create_network(_creation_flags(trt))
     network.name = piece.name
+    if piece.num_ranks > 1:
+        require(trt, network, "add_dist_collective", "--tp-size")
+    if piece.name in (WHOLE, TREE):
+        require(trt, network, "add_attention_v2", "--kv-cache-type continuous")
     layers = Layers(trt, network, piece.num_ranks)
     values: dict[str, ITensor] = {}
     for binding in piece.bindings:

@@ -38,14 +38,15 @@ class Package:
         """Its version, e.g. 1.7.1.116."""
         return str(self.trt.__version__)
 
-    def require(self, owner: Any, attribute: str, what: str) -> None:
-        """Raise Unsupported where `owner` (a class of the package) lacks an attribute."""
-        if not hasattr(owner, attribute):
-            raise Unsupported(
-                f"{what} needs {owner.__name__}.{attribute}, which {self.name} {self.version} "
-                "lacks",
-                fix="pip install --upgrade " + self.name.replace("_", "-"),
-            )
+
+def require(trt: Any, owner: Any, attribute: str, what: str) -> None:
+    """Raise Unsupported where an object of the package lacks an attribute that `what` needs."""
+    if not hasattr(owner, attribute):
+        raise Unsupported(
+            f"{what} needs {type(owner).__name__}.{attribute}, which {trt.__name__} "
+            f"{trt.__version__} lacks",
+            fix=f"pip install --upgrade {trt.__name__.replace('_', '-')}",
+        )
 
 
 def open_package(backend: str) -> Package:

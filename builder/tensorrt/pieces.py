@@ -55,7 +55,7 @@ class Piece:
     num_ranks: int = 1
 
 
-def cut(network: Network) -> tuple[Network, tuple[Piece, ...]]:
+def cut(network: Network, num_ranks: int) -> tuple[Network, tuple[Piece, ...]]:
     """(the network with each run of other nodes as one node, the distinct pieces in order)."""
     runs = _runs(network)
     found: dict[str, Piece] = {}  # by what they compute
@@ -64,7 +64,7 @@ def cut(network: Network) -> tuple[Network, tuple[Piece, ...]]:
         if nodes[0].op in OUTSIDE:
             uses.append((None, nodes, {}))
             continue
-        piece, names = _piece(network, nodes)
+        piece, names = _piece(network, nodes, num_ranks)
         uses.append((found.setdefault(repr(piece), piece), nodes, names))
     named = _name(list(found.values()), [piece for piece, _, _ in uses if piece is not None])
     rewritten: list[Node] = []
@@ -89,7 +89,9 @@ def _runs(network: Network) -> list[list[Node]]:
     return runs
 
 
-def _piece(network: Network, nodes: Sequence[Node]) -> tuple[Piece, Mapping[str, str]]:
+def _piece(
+    network: Network, nodes: Sequence[Node], num_ranks: int
+) -> tuple[Piece, Mapping[str, str]]:
     """(the piece without a name, binding -> tensor of this use)."""
     first = _first_layer(nodes)
 
@@ -142,7 +144,8 @@ def _piece(network: Network, nodes: Sequence[Node]) -> tuple[Piece, Mapping[str,
         names[t]: replace(network.tensors[t], name=names[t]) for t in dict.fromkeys((*read, *made))
     }
     mapping = {names[t]: t for t in (*read, *left)} | {array: STEP + array for array in step}
-    return Piece("", renamed, tensors, tuple(bindings), tuple(step)), mapping
+    piece = Piece("", renamed, tensors, tuple(bindings), tuple(step), num_ranks=num_ranks)
+    return piece, mapping
 
 
 def _first_layer(nodes: Sequence[Node]) -> int:

@@ -72,6 +72,7 @@ def _piece(network: Network, cache: KvCacheSpec, limits: BuildConfig, is_tree: b
         (*weights, *inputs, *step, *outputs),
         tuple(binding.name for binding in step),
         outputs={"logits": network.output},
+        num_ranks=limits.tp_size,
     )
 
 
