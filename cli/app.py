@@ -27,11 +27,6 @@ COMMANDS = {
     ),
     "build": ("llmctl.cli.build", "build", "Checkpoint -> engine directory."),
     "run": ("llmctl.cli.run", "run", "Text in, text out, with or without a draft engine."),
-    "bench": (
-        "llmctl.cli.bench.command",
-        "bench",
-        "Latency and throughput of an engine, and what its draft changes.",
-    ),
     "dataset": (
         "llmctl.cli.dataset.command",
         "dataset",
@@ -41,6 +36,11 @@ COMMANDS = {
         "llmctl.cli.inspect.command",
         "inspect",
         "What an engine or a checkpoint holds, and what a step of it costs.",
+    ),
+    "completion": (
+        "llmctl.cli.completion",
+        "completion",
+        "Completion of commands and options for a shell.",
     ),
 }
 EXAMPLES = "\n".join(

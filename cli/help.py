@@ -24,6 +24,7 @@ _KINDS = {  # what the parser calls a value -> what is shown
     "float": "X",
     "path": "PATH",
     "str": "TEXT",
+    "list[str]": "TEXT...",
 }
 
 
@@ -55,7 +56,7 @@ def _lines(command: Any, context: Any, columns: int, has_hidden: bool) -> Iterat
             continue
         is_option = param.param_type_name == "option"
         title = getattr(param, "rich_help_panel", None) or ("Options" if is_option else "Arguments")
-        sections.setdefault(title, []).append(_record(param, context))
+        sections.setdefault(title, []).append(record(param, context))
     children = getattr(command, "commands", {})
     if children:
         sections["Commands"] = [
@@ -71,7 +72,7 @@ def _lines(command: Any, context: Any, columns: int, has_hidden: bool) -> Iterat
         yield from ("", f"{hidden} more options: {context.command_path} --help-all")
 
 
-def _record(param: Any, context: Any) -> tuple[str, str]:
+def record(param: Any, context: Any) -> tuple[str, str]:
     """(names and kind of value, help) of a parameter, hidden or not."""
     was_hidden = getattr(param, "hidden", False)
     if was_hidden:
@@ -79,7 +80,10 @@ def _record(param: Any, context: Any) -> tuple[str, str]:
     names, words = param.get_help_record(context)
     if was_hidden:
         param.hidden = True
-    names = re.sub(r"<([^>]*)>", lambda kind: _KINDS.get(kind[1], kind[1].upper()), names)
+    names = re.sub(r"<([^>]*)>", lambda kind: _KINDS.get(kind[1], kind[1]), names)
+    first, _, kind = names.partition(" ")
+    if first == kind:  # an argument that is called what it may be
+        names = first
     extra = re.search(r" *\[([^]]*)\]$", words)
     if extra is not None:  # a lower bound explains itself when it is broken
         shown = "; ".join(part for part in extra[1].split("; ") if not part.startswith("x>="))

@@ -1,0 +1,132 @@
+"""`--config FILE`: options of any command from a YAML file, checked as on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmctl.cli.app import COMMANDS, make_command, make_context
+
+
+@pytest.fixture
+def parsed(tmp_path: Path):
+    """The parameters that a command gets from a file's text and from words after it."""
+
+    def parse(command: str, text: str, *words: str) -> dict[str, Any]:
+        path = tmp_path / "options.yaml"
+        path.write_text(text)
+        line = [*command.split(), "--config", str(path), *words]
+        group, context = make_context(line)
+        with context:
+            while getattr(group, "commands", None):
+                name, group, rest = group.resolve_command(
+                    context, [*context._protected_args, *context.args]
+                )
+                context = group.make_context(name, rest, parent=context)
+        return context.params
+
+    return parse
+
+
+def test_options_of_the_command_line_win_over_those_of_the_file(parsed):
+    text = "engine-dir: here\nmax_output_len: 7\ninput_text: [from, file]\nchat: true\n"
+    of_file = parsed("run", text)
+    assert (of_file["engine_dir"], of_file["max_output_len"]) == (Path("here"), 7)
+    assert of_file["input_text"] == ["from", "file"] and of_file["chat"] is True
+    both = parsed("run", text, "--max-output-len", "9", "--input-text", "given")
+    assert (both["max_output_len"], both["input_text"]) == (9, ["given"])
+    assert both["engine_dir"] == Path("here")
+
+
+def test_a_flag_can_be_turned_off_and_one_that_is_on_in_the_file_too(parsed):
+    text = "engine-dir: x\nmax-output-len: 1\nenable_chunked_context: false\n"
+    assert parsed("run", text)["enable_chunked_context"] is False
+    assert parsed("run", text, "--enable-chunked-context")["enable_chunked_context"] is True
+
+
+def test_lists_of_words_are_one_list_for_all_prompts_or_one_for_each(parsed):
+    base = "engine-dir: x\nmax-output-len: 1\n"
+    assert parsed("run", base + "stop_words: [a, --b]")["stop_words"] == ['["a", "--b"]']
+    each = parsed("run", base + "stop_words: [[a], [b, c]]")["stop_words"]
+    assert each == ['["a"]', '["b", "c"]']
+    assert each == parsed("run", base, "--stop_words", "a", "--stop_words", "b", "c")["stop_words"]
+
+
+def test_arguments_and_every_name_of_an_option_are_keys(parsed):
+    assert parsed("inspect", "path: engine\njson: true\n")["path"] == Path("engine")
+    base = "engine-dir: x\nmax-output-len: 1\n"
+    assert parsed("run", base + "draft_engine_dir: d")["draft_engine"] == Path("d")
+
+
+def test_words_that_yaml_takes_for_numbers_reach_options_that_take_text(parsed):
+    params = parsed("build", "checkpoint-dir: 2024\ncompute_capability: 9.0\n")
+    assert (params["checkpoint_dir"], params["compute_capability"]) == (Path("2024"), "9.0")
+
+
+@pytest.mark.parametrize(
+    "key, nearest",
+    [
+        ("max_batch", "max-batch-size"),
+        ("checkpoint-directory", "checkpoint-dir"),
+        ("config", "build-config"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_option(llmctl, tmp_path, key, nearest):
+    path = tmp_path / "options.yaml"
+    path.write_text(f"checkpoint-dir: x\n{key}: 1\n")
+    done = llmctl("build", "--config", path)
+    assert done.code == 2 and f"{path}: {key!r} is not an option of `build`" in done.err
+    assert f"the nearest option is {nearest}" in done.err
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("max_batch_size: many", "--max-batch-size"),
+        ("max_batch_size: 1.5", "--max-batch-size"),
+        ("max_batch_size: [1]", "one value is wanted"),
+        ("max_batch_size:", "is nothing"),
+        ("dry_run: 1", "must be true or false"),
+        ("max_batch_size: 1\nmax-batch-size: 2", "a second time"),
+        ("[a, b]", "YAML list"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_name(llmctl, tmp_path, text, words):
+    path = tmp_path / "options.yaml"
+    path.write_text(text)
+    done = llmctl("build", "--checkpoint-dir", "x", "--config", path)
+    assert done.code == 2 and words in done.err and done.out == ""
+
+
+def test_a_file_that_is_absent_is_named(llmctl, tmp_path):
+    done = llmctl("build", "--config", tmp_path / "none.yaml")
+    assert done.code == 1 and "none.yaml" in done.err
+
+
+def test_a_file_builds_what_the_same_options_build(llmctl, engines, tmp_path):
+    path = tmp_path / "build.yaml"
+    path.write_text(
+        f"checkpoint_dir: {engines.draft_checkpoint}\noutput_dir: {tmp_path / 'made'}\n"
+        "max_seq_len: 512\nmax_batch_size: 3\nmax_num_tokens: 128\nlog_level: error\n"
+    )
+    assert llmctl("build", "--config", path, "--max-batch-size", 8).code == 0
+    made, known = (
+        json.loads((p / "config.json").read_text()) for p in (tmp_path / "made", engines.draft)
+    )
+    assert made["build_config"] == known["build_config"]
+    assert made["files"] == known["files"]
+
+
+def test_every_command_takes_a_file():
+    def leaves(command: Any) -> list[Any]:
+        children = getattr(command, "commands", {}).values()
+        return [leaf for child in children for leaf in leaves(child)] or [command]
+
+    found = leaves(make_command(COMMANDS))
+    assert len(found) >= len(COMMANDS)
+    for leaf in found:
+        assert any("--config" in param.opts for param in leaf.params), leaf.name
