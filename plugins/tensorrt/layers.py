@@ -162,9 +162,10 @@ class Layers:
         wide = self.cast(y, "float32")
         if "out_scale" in outputs:
             largest = self.reduce(self.unary(wide, "ABS"), "MAX", 1)
-            scale = self.elementwise(
-                self.scale(largest, 1.0 / FP8_MAX), self._scalar(_SMALLEST_SCALE, 2), "MAX"
-            )
+            # Divided, not multiplied by 1 / 448: a scale that is one bit off moves values over
+            # borders between FP8 numbers.
+            scale = self.elementwise(largest, self._scalar(FP8_MAX, 2), "DIV")
+            scale = self.elementwise(scale, self._scalar(_SMALLEST_SCALE, 2), "MAX")
             quantized = self.quantize(self.elementwise(wide, scale, "DIV"))
             return {"out": quantized, "out_scale": scale}
         return {"out": self.quantize(self.elementwise(wide, inputs["scale"], "DIV"))}
