@@ -42,6 +42,17 @@ Iterations = Annotated[int, Option("--iterations", min=1, help="Measured runs of
 Baseline = Annotated[
     bool, Option("--baseline", help="Run the load without drafts too; print the paired ratio.")
 ]
+SweepDraftLen = Annotated[
+    str | None,
+    Option("--sweep-draft-len", help='"1..16" or "1,2,4": speed by draft length; recommends one.'),
+]
+SyntheticAcceptanceOption = Annotated[
+    str | None,
+    Option(
+        "--synthetic-acceptance",
+        help="Drafts stand by lot: mean tokens a round, or rates by position, as vLLM has them.",
+    ),
+]
 EosId = Annotated[
     int,
     Option("--eos-id", min=-1, help="Token that ends an output; -1: full length.", hidden=True),
@@ -78,6 +89,8 @@ def latency(
     draft_target_model_config: option.DraftTargetModelConfig = None,
     ngram_config: option.NgramConfig = None,
     baseline: Baseline = False,
+    sweep_draft_len: SweepDraftLen = None,
+    synthetic_acceptance: SyntheticAcceptanceOption = None,
     dataset: Dataset = None,
     num_requests: NumRequests = 0,
     target_input_len: TargetInputLen = None,
@@ -121,6 +134,8 @@ def throughput(
     draft_target_model_config: option.DraftTargetModelConfig = None,
     ngram_config: option.NgramConfig = None,
     baseline: Baseline = False,
+    sweep_draft_len: SweepDraftLen = None,
+    synthetic_acceptance: SyntheticAcceptanceOption = None,
     dataset: Dataset = None,
     num_requests: NumRequests = 0,
     target_input_len: TargetInputLen = None,
@@ -176,14 +191,19 @@ def _run(
     from llmctl.cli.bench.load import LoadOptions
     from llmctl.cli.bench.publish import publish_results
     from llmctl.cli.bench.session import BenchOptions, Files, Session
+    from llmctl.cli.bench.sweep import parse_sweep
     from llmctl.cli.engines import EngineOptions
     from llmctl.cli.prompts import sampling_config
     from llmctl.cli.speculation import parse_speculation
 
+    sweep = parse_sweep(given["sweep_draft_len"]) if given["sweep_draft_len"] else ()
+    if sweep and given["draft_len"] is not None:
+        raise BadConfig("--sweep-draft-len and --draft-len are both given")
+    draft_len = max(sweep) if sweep and given["draft_engine"] else given["draft_len"]
     speculation = parse_speculation(
         given["draft_engine"],
         given["draft_target_model_config"],
-        given["draft_len"],
+        draft_len,
         given["ngram_config"],
     )
     seed = given["random_seed"]
@@ -215,6 +235,8 @@ def _run(
         warmup=given["warmup"],
         iterations=given["iterations"],
         has_baseline=given["baseline"],
+        sweep=sweep,
+        synthetic_acceptance=given["synthetic_acceptance"],
         files=Files(raw=given["raw"], report_json=given["report_json"]),
         is_json=given["as_json"],
     )

@@ -18,7 +18,9 @@ from rich.progress import Progress as Bar
 
 from llmctl.cli.bench.records import RequestRecord
 
-LINES = 10  # printed where there is no terminal
+LINES = 10  # of a long run, where there is no terminal
+LONG_RUN = 100  # requests
+SILENCE_S = 5.0  # after which a shorter run says something too
 
 
 class Progress:
@@ -28,7 +30,7 @@ class Progress:
         self._total = total
         self._done = 0
         self._tokens = 0
-        self._began_s = perf_counter()
+        self._began_s = self._said_s = perf_counter()
         console = Console(stderr=True)
         self._is_quiet = is_quiet
         self._bar: Bar | None = None
@@ -79,5 +81,10 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def _is_milestone(self) -> bool:
-        """True at every tenth of a long run."""
-        return self._total >= LINES and self._done % (self._total // LINES) == 0
+        """True at every tenth of a long run, and after a silence."""
+        now_s = perf_counter()
+        is_tenth = self._total >= LONG_RUN and self._done % (self._total // LINES) == 0
+        if not is_tenth and now_s - self._said_s < SILENCE_S:
+            return False
+        self._said_s = now_s
+        return True

@@ -100,12 +100,11 @@ class Clock:
 
 @dataclass(slots=True)
 class Recording:
-    """Everything one way of running a load left behind; `is_partial` when it was interrupted."""
+    """Everything one way of running a load left behind."""
 
     requests: list[RequestRecord] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     num_iterations: int = 0
-    is_partial: bool = False
 
     def add_steps(
         self, stats: Sequence[IterationStats], clock: Clock, indexes: dict[int, int]

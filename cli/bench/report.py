@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
@@ -11,19 +11,28 @@ from llmctl.cli.bench.hardware import limit_json
 from llmctl.cli.bench.metrics import compute, e2e_ms
 from llmctl.cli.bench.records import Recording
 from llmctl.cli.bench.session import BenchOptions, Measured, Way
+from llmctl.cli.bench.sweep import measure_point, sweep_json
 
 SCHEMA_VERSION = 1
 
 
 def report_json(measured: Measured) -> dict[str, Any]:
-    """Every figure; the main way's at the top."""
+    """Every figure; at the top the main way's, of a sweep the recommended length's."""
     options = measured.options
+    sweep = None
     main = measured.ways[0]
+    if options.sweep:
+        points = [measure_point(way.draft_len, way.recording) for way in measured.ways]
+        sweep = sweep_json([point for point in points if point is not None])
+        if sweep is not None:
+            chosen = sweep["recommended_draft_len"]
+            main = next(way for way in measured.ways if way.draft_len == chosen)
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "command": options.command,
         "is_partial": measured.is_partial,
-        "engine": measured.engine_facts,
+        "synthetic_acceptance": measured.lot.to_json() if measured.lot is not None else None,
+        "engine": measured.engine_facts | {"draft_len": main.draft_len},
         "load": _load_json(options, len(measured.requests)),
         **_figures(measured, main),
     }
@@ -33,7 +42,15 @@ def report_json(measured: Measured) -> dict[str, Any]:
             **_figures(measured, plain),
             "speedup": paired(main.recording, plain.recording),
         }
+    if options.sweep:
+        report["sweep"] = sweep
     return report
+
+
+def main_way(measured: Measured, report: Mapping[str, Any]) -> Way:
+    """The way whose figures stand at the top of the report."""
+    length = report["engine"]["draft_len"]
+    return next(way for way in measured.ways if way.draft_len == length)
 
 
 def _figures(measured: Measured, way: Way) -> dict[str, Any]:
@@ -99,5 +116,9 @@ def paired(drafted: Recording, plain: Recording) -> dict[str, Any] | None:
 def raw_lines(measured: Measured) -> Iterator[str]:
     """Every request and step of every way, a JSON object a line."""
     for way in measured.ways:
+        mark = {
+            "draft_len": way.draft_len,
+            "is_synthetic_acceptance": measured.lot is not None and way.draft_len > 0,
+        }
         for record in (*way.recording.requests, *way.recording.steps):
-            yield json.dumps({"draft_len": way.draft_len, **record.to_json()}, allow_nan=False)
+            yield json.dumps(mark | record.to_json(), allow_nan=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from llmctl.cli.bench.hardware import Reads, measure_bandwidth, processor_name
 from llmctl.cli.bench.load import LoadOptions, make_requests, read_load
 from llmctl.cli.bench.progress import Progress
 from llmctl.cli.bench.records import Recording
+from llmctl.cli.bench.synthetic import Lot, parse_lot
 from llmctl.cli.engines import CheckedEngines, EngineOptions, OpenEngines, check_engines
 from llmctl.cli.report import architecture
 from llmctl.cli.text_io import require_writable
@@ -51,21 +52,27 @@ class BenchOptions:
     iterations: int = 1
     has_baseline: bool = False
     sweep: tuple[int, ...] = ()
+    synthetic_acceptance: str | None = None  # as given; it means something to a draft length
     files: Files = Files()
     is_json: bool = False
 
     def __post_init__(self) -> None:
+        speculation = self.engines.speculation
         for name, is_asked in (
             ("--baseline", self.has_baseline),
             ("--sweep-draft-len", self.sweep),
+            ("--synthetic-acceptance", self.synthetic_acceptance is not None),
         ):
-            if is_asked and self.engines.speculation is None:
+            if is_asked and speculation is None:
                 raise BadConfig(
-                    f"{name} compares with and without drafts, and there are none",
+                    f"{name} is about drafts, and there are none",
                     fix="add --draft-engine DIR or --ngram-config",
                 )
         if self.has_baseline and self.sweep:
             raise BadConfig("--sweep-draft-len measures the baseline too; leave out --baseline")
+        is_synthetic = self.synthetic_acceptance is not None
+        if is_synthetic and speculation is not None and speculation.acceptance != "tokens":
+            raise BadConfig("--synthetic-acceptance takes the place of acceptance by logits")
 
 
 @dataclass(slots=True)
@@ -87,6 +94,7 @@ class Measured:
     reads: Reads
     bandwidth: float | None
     engine_facts: dict[str, Any]
+    lot: Lot | None = None  # of drafts that stand whatever the target says
     interrupt: type[BaseException] | None = None  # what ended the session early
 
     @property
@@ -111,6 +119,7 @@ class Session:
         engine_dir = options.engines.engine_dir
         requests = make_requests(options.load, prompts, engine_dir, checked.target)
         ways = self._ways(checked)
+        lot = self._lot(checked)
         bandwidth = None
         if checked.target.backend == "cuda":  # engines take what memory there is
             bandwidth = measure_bandwidth("cuda", 0)
@@ -119,11 +128,11 @@ class Session:
         if checked.target.backend == "cpu":
             bandwidth = measure_bandwidth("cpu", reads.target_weights)
         facts = _engine_facts(engines)
-        measured = Measured(options, checked, requests, ways, reads, bandwidth, facts)
+        measured = Measured(options, checked, requests, ways, reads, bandwidth, facts, lot)
         total = len(requests) * options.iterations * len(ways)
         try:
             with Progress(total, is_quiet=options.is_json) as progress:
-                self._run(engines, requests, ways, progress)
+                self._run(engines, measured, progress)
         except KeyboardInterrupt as stop:  # Ctrl-C, and SIGTERM by cli/main.py
             measured.interrupt = type(stop)
         return measured
@@ -135,39 +144,40 @@ class Session:
         ways = [Way(checked.draft_len)]
         return [*ways, Way(0)] if options.has_baseline else ways
 
-    def _run(
-        self,
-        engines: OpenEngines,
-        requests: Sequence[Request],
-        ways: Sequence[Way],
-        progress: Progress,
-    ) -> None:
-        """All iterations; ways take turns, so that a slow spell of the machine hits them alike."""
+    def _lot(self, checked: CheckedEngines) -> Lot | None:
         options = self._options
-        if len(ways) == 1:
-            with self._driver(engines, requests, ways[0], progress) as driver:
-                for _ in range(options.iterations):
-                    self._iterate(driver, requests, ways[0])
-            return
-        for _ in range(options.iterations):
-            for way in ways:
-                with self._driver(engines, requests, way, progress) as driver:
-                    self._iterate(driver, requests, way)
+        if options.synthetic_acceptance is None:
+            return None
+        return parse_lot(
+            options.synthetic_acceptance,
+            checked.draft_len,
+            is_sweep=bool(options.sweep),
+            seed=options.load.sampling.seed,
+        )
 
-    def _iterate(self, driver: Driver, requests: Sequence[Request], way: Way) -> None:
-        way.recording.is_partial = True
-        driver.run(requests, self._options.pace, way.recording)
-        way.recording.is_partial = False
+    def _run(self, engines: OpenEngines, measured: Measured, progress: Progress) -> None:
+        """All iterations; ways take turns, so that a slow spell of the machine hits them alike."""
+        iterations, ways = self._options.iterations, measured.ways
+        if len(ways) == 1:
+            with self._driver(engines, measured, ways[0], progress) as driver:
+                for _ in range(iterations):
+                    driver.run(measured.requests, self._options.pace, ways[0].recording)
+            return
+        for _ in range(iterations):
+            for way in ways:
+                with self._driver(engines, measured, way, progress) as driver:
+                    driver.run(measured.requests, self._options.pace, way.recording)
 
     @contextmanager
     def _driver(
-        self, engines: OpenEngines, requests: Sequence[Request], way: Way, progress: Progress
+        self, engines: OpenEngines, measured: Measured, way: Way, progress: Progress
     ) -> Iterator[Driver]:
         """A driver of an executor that has run its warm-up."""
-        count = self._options.warmup
+        count, requests, lot = self._options.warmup, measured.requests, measured.lot
         with engines.executor(
             is_speculative=way.draft_len > 0,
             draft_len=way.draft_len,
+            acceptance=lot.acceptance(way.draft_len) if lot and way.draft_len else None,
             num_iterations_kept=STEPS_KEPT,
         ) as executor:
             if count:

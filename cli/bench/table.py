@@ -40,6 +40,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(heading(report), highlight=False)
     console.print(_figures(report))
     console.print(_spreads(report))
+    if report.get("sweep") is not None:
+        console.print(_sweep(report["sweep"]))
     for line in notes(report):
         console.print(line, highlight=False)
 
@@ -53,6 +55,10 @@ def make_console() -> Console:
 def banner(report: Mapping[str, Any]) -> Iterator[str]:
     """What makes these figures less than they seem."""
     info = report["request_info"]
+    synthetic = report["synthetic_acceptance"]
+    if synthetic is not None:
+        given = synthetic["acceptance_length"] or synthetic["acceptance_rates"]
+        yield f"{synthetic['note']} ({given})"
     if report["is_partial"]:
         yield f"PARTIAL: interrupted; {info['num_finished']} requests had finished"
     if info["num_failed"]:
@@ -112,14 +118,52 @@ def notes(report: Mapping[str, Any]) -> Iterator[str]:
         speedup = baseline["speedup"]
         ratio = speedup["request_e2e_ratio"]
         without = baseline["performance"]["system_output_throughput_tok_s"]
+        same = (
+            f"{speedup['num_same_outputs']} of {speedup['num_pairs']} outputs are the same tokens"
+        )
+        if report["synthetic_acceptance"] is not None:
+            same = "outputs were not compared"
         yield (
             f"with drafts {speedup['total_time_ratio']:.2f} x as fast as without "
             f"({number(without)} tok/s); request by request {ratio['median']:.2f} x, "
-            f"{ratio['minimum']:.2f} to {ratio['maximum']:.2f}; "
-            f"{speedup['num_same_outputs']} of {speedup['num_pairs']} outputs are the same tokens"
+            f"{ratio['minimum']:.2f} to {ratio['maximum']:.2f}; {same}"
         )
+    if report.get("sweep") is not None:
+        yield advice(report["sweep"])
     if report["load"]["kv_cache_block_reuse"]:
         yield "prompts seen before came from the KV cache (block reuse is on)"
+
+
+def advice(sweep: Mapping[str, Any]) -> str:
+    """The answer to "which draft length?"."""
+    speeds = {row["draft_len"]: row["decode_tok_s"] for row in sweep["rows"]}
+    chosen, plain = sweep["recommended_draft_len"], speeds.get(0)
+    if chosen == 0:
+        return "recommended: no drafts; no draft length is faster"
+    compared = f", {speeds[chosen] / plain:.2f} x without drafts" if plain else ""
+    return (
+        f"recommended: --draft-len {chosen} ({number(speeds[chosen])} tok/s per user{compared}); "
+        f"the cost model says {sweep['model_recommends_draft_len']}"
+    )
+
+
+def _sweep(sweep: Mapping[str, Any]) -> Table:
+    ends = " and ".join(map(str, sweep["calibrated_on_draft_lens"]))
+    table = Table(box=None, pad_edge=False, caption=f"the cost model knows lengths {ends} only")
+    heads = ("draft length", "speed, tok/s", "model, tok/s", "off by, %", "tokens/round")
+    for head in (*heads, "round, ms", "draft, ms", "verify, ms"):
+        table.add_column(head, justify="right")
+    for row in sweep["rows"]:
+        is_chosen = row["draft_len"] == sweep["recommended_draft_len"]
+        cells = (
+            f"{'> ' if is_chosen else ''}{row['draft_len']}",
+            number(row["decode_tok_s"]),
+            number(row["predicted_tok_s"]),
+            f"{100 * row['prediction_error_share']:+.1f}",
+            *(number(row[k]) for k in ("acceptance_length", "round_ms", "draft_ms", "verify_ms")),
+        )
+        table.add_row(*cells, style="bold" if is_chosen else None)
+    return table
 
 
 def _figures(report: Mapping[str, Any]) -> Table:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -119,3 +120,22 @@ def run_process(program: list[str]) -> Callable[..., subprocess.CompletedProcess
         return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
 
     return run
+
+
+@pytest.fixture
+def bench(llmctl, engines):
+    """A benchmark of the target engine: the JSON object it prints, and all it left behind."""
+
+    def call(command: str, *argv: object, code: int = 0) -> tuple[dict[str, Any], Done]:
+        done = llmctl("bench", command, "--engine-dir", engines.target, *argv)
+        assert done.code == code, done
+        assert done.out.count("\n") == 1, "stdout is one line"
+        return json.loads(done.out), done
+
+    return call
+
+
+@pytest.fixture
+def drafted(engines) -> list[object]:
+    """Options that make the draft engine draft 3 tokens a round."""
+    return ["--draft-engine", engines.draft, "--draft-len", 3]

@@ -11,33 +11,11 @@ import time
 
 import numpy as np
 import pytest
+from bench_support import raw
 
 from llmctl.errors import BadConfig, PromptTooLong
 
 SHORT = ["--target-input-len", 12, "--target-output-len", 9]
-
-
-@pytest.fixture
-def bench(llmctl, engines):
-    """A benchmark's result: exit code, streams and the JSON object."""
-
-    def call(command, *argv, code=0):
-        done = llmctl("bench", command, "--engine-dir", engines.target, *argv)
-        assert done.code == code, done
-        assert done.out.count("\n") == 1, "stdout is one line"
-        return json.loads(done.out), done
-
-    return call
-
-
-@pytest.fixture
-def drafted(engines):
-    return ["--draft-engine", engines.draft, "--draft-len", 3]
-
-
-def raw(path):
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [[item for item in lines if item["kind"] == kind] for kind in ("request", "step")]
 
 
 def spread(values):
@@ -239,7 +217,7 @@ def test_json_leaves_stderr_alone_and_the_file_repeats_the_line(bench, tmp_path)
     ("argv", "error", "said"),
     [
         (["--target-input-len", 500, "--target-output-len", 20], PromptTooLong, "500 prompt"),
-        (["--baseline"], BadConfig, "--baseline compares with and without drafts"),
+        (["--baseline"], BadConfig, "--baseline is about drafts"),
         (["--num-requests", 3, "--dataset", "DATA"], BadConfig, "has 1 rows"),
         (["--dataset", "DATA", "--target-input-len", 3], BadConfig, "has its own prompts"),
         (["--dataset", "data.txt"], BadConfig, "a .jsonl file of requests is wanted"),

@@ -1,0 +1,124 @@
+"""Which draft length? Measured speed by length, and what a cost model says beside it.
+
+The model is  speed(k) = E(k) / (k * t_draft + t_verify(k) + t_rest(k))  with E(k) = 1 + the sum of
+the acceptance rates of positions 1 to k. It knows the shortest and the longest length measured:
+rates and t_draft are the longest's, t_verify and t_rest run straight from one to the other. All
+lengths between are predictions; where they miss, time or acceptance does not grow as evenly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmctl.cli.bench.records import Recording
+from llmctl.errors import BadConfig
+
+MOST_LENGTHS = 64
+CLOSE = 0.99  # lengths this close to the fastest are as good; the shortest of them is recommended
+
+
+def parse_sweep(text: str) -> tuple[int, ...]:
+    """ "1..16" or "1,2,4,8": draft lengths, ascending. Raises BadConfig."""
+    span = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text)
+    if span is not None:
+        least, most = int(span[1]), int(span[2])
+        lengths = set(range(least, min(most, least + MOST_LENGTHS) + 1))
+    elif re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", text):
+        lengths = set(map(int, text.split(",")))
+    else:
+        lengths = set()
+    if not lengths or min(lengths) < 1 or len(lengths) > MOST_LENGTHS:
+        raise BadConfig(
+            f"--sweep-draft-len is {text!r}; draft lengths such as 1..16 or 1,2,4,8 are wanted, "
+            f"{MOST_LENGTHS} at most"
+        )
+    return tuple(sorted(lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One draft length as measured. Times are means over steps of nothing but generation."""
+
+    draft_len: int
+    decode_tok_s: float  # per user: output tokens after the first / time after the first
+    round_ms: float  # between responses of a request
+    draft_ms: float
+    verify_ms: float
+    acceptance_length: float
+    rates: tuple[float, ...]  # share of rounds that kept draft i
+
+    @property
+    def rest_ms(self) -> float:
+        """What of a round is neither drafting nor verification."""
+        return self.round_ms - self.draft_ms - self.verify_ms
+
+
+def measure_point(draft_len: int, recording: Recording) -> Point | None:
+    """A length's figures; None where no request has had a round."""
+    done = [item for item in recording.done if len(item.arrivals) > 1]
+    steps = [s for s in recording.steps if s.rounds and not s.context_requests]
+    if not done or not steps:
+        return None
+    spans_s = sum(item.arrivals[-1].at_s - item.arrivals[0].at_s for item in done)
+    tokens = sum(len(item.output_ids) - item.arrivals[0].num_tokens for item in done)
+    gaps = sum(len(item.arrivals) - 1 for item in done)
+    rounds = [item for step in recording.steps for item in step.rounds]
+    rates = []
+    for position in range(draft_len):
+        asked = [item for item in rounds if item.draft_tokens > position]
+        kept = sum(item.accepted_tokens > position for item in asked)
+        rates.append(kept / len(asked) if asked else 0.0)
+    return Point(
+        draft_len=draft_len,
+        decode_tok_s=tokens / spans_s,
+        round_ms=spans_s * 1e3 / gaps,
+        draft_ms=sum(s.draft_ms for s in steps) / len(steps),
+        verify_ms=sum(s.verify_ms for s in steps) / len(steps),
+        acceptance_length=1 + sum(item.accepted_tokens for item in rounds) / len(rounds),
+        rates=tuple(rates),
+    )
+
+
+def predict(points: Sequence[Point], draft_len: int) -> float:
+    """tok/s at a length, by the model; `points` are sorted by length and at least two."""
+    shortest, longest = points[0], points[-1]
+    share = (draft_len - shortest.draft_len) / (longest.draft_len - shortest.draft_len)
+    verify_ms = shortest.verify_ms + share * (longest.verify_ms - shortest.verify_ms)
+    rest_ms = shortest.rest_ms + share * (longest.rest_ms - shortest.rest_ms)
+    draft_ms = draft_len * longest.draft_ms / longest.draft_len
+    tokens = 1 + sum(longest.rates[:draft_len])
+    return tokens * 1e3 / (draft_ms + verify_ms + rest_ms)
+
+
+def recommend(points: Sequence[Point]) -> int:
+    """The shortest length within CLOSE of the fastest; 0 is not to draft at all."""
+    fastest = max(point.decode_tok_s for point in points)
+    return min(p.draft_len for p in points if p.decode_tok_s >= CLOSE * fastest)
+
+
+def sweep_json(points: Sequence[Point]) -> dict[str, Any] | None:
+    """The sweep's part of the report; None before two lengths were measured."""
+    points = sorted(points, key=lambda point: point.draft_len)
+    if len(points) < 2:
+        return None
+    rows = []
+    for point in points:
+        predicted = predict(points, point.draft_len)
+        row = asdict(point) | {
+            "predicted_tok_s": predicted,
+            "prediction_error_share": predicted / point.decode_tok_s - 1,
+        }
+        del row["rates"]
+        rows.append(row)
+    chosen = recommend(points)
+    return {
+        "calibrated_on_draft_lens": [points[0].draft_len, points[-1].draft_len],
+        "draft_step_ms": points[-1].draft_ms / points[-1].draft_len,
+        "acceptance_at_position": list(points[-1].rates),
+        "rows": rows,
+        "recommended_draft_len": chosen,
+        "model_recommends_draft_len": max(rows, key=lambda r: r["predicted_tok_s"])["draft_len"],
+    }

@@ -1,0 +1,94 @@
+"""`llmctl bench`: drafts that stand by lot, and which number of drafts is best."""
+
+from __future__ import annotations
+
+import pytest
+from bench_support import raw
+
+
+def test_synthetic_acceptance_has_the_length_asked_for_and_is_marked_everywhere(
+    bench, drafted, tmp_path
+):
+    path = tmp_path / "raw.jsonl"
+    report, done = bench("throughput", *drafted, "--synthetic-acceptance", 2.4, "--raw", path,
+                         "--target-input-len", 12, "--target-output-len", 300)  # fmt: skip
+    decoding = report["decoding_stats"]
+    assert decoding["acceptance_length"] == pytest.approx(2.4, abs=0.05)
+    first, second, third = decoding["acceptance_at_position"]
+    assert (first, third) == (1, 0) and second == pytest.approx(0.4, abs=0.05)
+    assert report["synthetic_acceptance"]["acceptance_length"] == 2.4
+    assert "SYNTHETIC ACCEPTANCE" in done.err
+    assert all(item["is_synthetic_acceptance"] for kind in raw(path) for item in kind)
+
+
+def test_synthetic_rates_are_those_of_the_positions(bench, drafted):
+    report, _ = bench("throughput", *drafted, "--synthetic-acceptance", "[0.8, 0.5, 0.5]",
+                      "--target-input-len", 12, "--target-output-len", 400)  # fmt: skip
+    found = report["decoding_stats"]["acceptance_at_position"]
+    assert found == pytest.approx([0.8, 0.5, 0.5], abs=0.06)
+
+
+def test_a_sweep_measures_every_length_beside_the_model_and_recommends_the_fastest(bench, engines):
+    rates = "[0.9, 0.8, 0.1, 0.1]"
+    report, done = bench("latency", "--draft-engine", engines.draft, "--sweep-draft-len", "1..4",
+                         "--synthetic-acceptance", rates, "--target-output-len", 120,
+                         "--num-requests", 3, "--iterations", 2)  # fmt: skip
+    sweep = report["sweep"]
+    rows = {row["draft_len"]: row for row in sweep["rows"]}
+    assert list(rows) == [0, 1, 2, 3, 4]
+    assert sweep["calibrated_on_draft_lens"] == [0, 4]
+    for length, row in rows.items():
+        wanted = 1 + sum([0.9, 0.8, 0.1, 0.1][:length])
+        assert row["acceptance_length"] == pytest.approx(wanted, abs=0.2)
+        assert row["decode_tok_s"] == pytest.approx(
+            1e3 * row["acceptance_length"] / row["round_ms"], rel=0.1
+        )
+    speeds = {length: row["decode_tok_s"] for length, row in rows.items()}
+    chosen = sweep["recommended_draft_len"]
+    assert speeds[chosen] >= 0.99 * max(speeds.values())
+    assert report["engine"]["draft_len"] == chosen
+    assert "recommended:" in done.err and "model, tok/s" in done.err
+
+
+def test_the_cost_model_is_that_of_its_formula():
+    from llmctl.cli.bench.sweep import Point, predict, recommend
+
+    def point(length, rates, verify_ms, rest_ms, draft_ms):
+        round_ms = draft_ms + verify_ms + rest_ms
+        tokens = 1 + sum(rates)
+        return Point(length, tokens * 1e3 / round_ms, round_ms, draft_ms, verify_ms, tokens, rates)
+
+    points = [point(0, (), 17.3, 0.6, 0.0), point(10, tuple(0.8**i for i in range(1, 11)), 17.8,
+              0.6, 6.0)]  # fmt: skip
+    for length, wanted in ((0, 55.9), (5, 174.5), (9, 188.0), (10, 187.4)):
+        assert predict(points, length) == pytest.approx(wanted, abs=0.1)
+    assert recommend(points) == 10
+
+
+def test_not_drafting_is_recommended_where_drafts_do_not_pay(bench, engines):
+    report, done = bench("latency", "--draft-engine", engines.draft, "--sweep-draft-len", "4",
+                         "--synthetic-acceptance", "[0, 0, 0, 0]", "--num-requests", 3)  # fmt: skip
+    assert report["sweep"]["recommended_draft_len"] == 0
+    assert "recommended: no drafts" in done.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "said"),
+    [
+        (["--sweep-draft-len", "0..3"], "BadConfig", "1..16 or 1,2,4,8"),
+        (["--sweep-draft-len", "many"], "BadConfig", "1..16 or 1,2,4,8"),
+        (["--sweep-draft-len", "1..5"], "PairMismatch", "max_draft_len 4"),
+        (["--sweep-draft-len", "1..3", "--draft-len", 2], "BadConfig", "both given"),
+        (["--sweep-draft-len", "1..3", "--baseline"], "BadConfig", "leave out --baseline"),
+        (["--sweep-draft-len", "1..3", "--synthetic-acceptance", 2], "BadConfig", "3 rates"),
+        (["--synthetic-acceptance", 5.5], "BadConfig", "must be in [1, 5]"),
+        (["--synthetic-acceptance", "[0.5]"], "BadConfig", "a list of 4 rates"),
+        (["--synthetic-acceptance", "[0.5,0.6,0,0]"], "BadConfig", "none above the one before"),
+        (["--draft-target-model-config", "[3,[0],[0],True]", "--synthetic-acceptance", 2],
+         "BadConfig", "acceptance by logits"),
+    ],
+)  # fmt: skip
+def test_impossible_sweeps_and_lots_are_refused_by_name(llmctl, engines, argv, error, said):
+    done = llmctl("bench", "latency", "--engine-dir", engines.target,
+                  "--draft-engine", engines.draft, *argv)  # fmt: skip
+    assert done.code and f"error[{error}]" in done.err and said in done.err and done.out == ""
