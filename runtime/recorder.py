@@ -109,7 +109,7 @@ class Recorder:
             max_num_tokens_static=limits.max_num_tokens,
             kv_cache_stats=self._kv_cache.stats(),
             inflight_batching_stats=inflight_batching_stats(
-                report.batch, report.commits, self._scheduler.waiting
+                report.batch, report.commits, self._scheduler.num_waiting_paused
             ),
             spec_decoding_stats=spec_decoding_stats(report.commits, report.draft_s, report.step_s),
             draft_latency_ms=report.draft_s * 1e3,

@@ -169,7 +169,7 @@ class Rounds:
         """True when the next round can only be a round of the same sequences."""
         scheduler = self._scheduler
         has_room = scheduler.num_active < scheduler.limits.max_batch_size
-        if (scheduler.waiting and has_room) or scheduler.num_active != len(self._resident):
+        if (scheduler.num_waiting and has_room) or scheduler.num_active != len(self._resident):
             return False
         most = self._runner.draft_len + 1
         for sequence in self._resident:

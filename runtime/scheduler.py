@@ -1,13 +1,11 @@
 """Which sequences run in the next step, how much of each, and in which blocks. Integers only.
 
 One `schedule()` accounts for generation first (one root token each), then context chunks, then
-draft tokens; drafts shrink before context starves and before anybody is paused. Sequences start
-in the order of arrival and nobody overtakes.
+draft tokens; drafts shrink before context starves and before anybody is paused. Who may start is
+for `runtime.capacity` to say, and who is next for `runtime.waiting`.
 """
 
 from __future__ import annotations
-
-from collections import deque
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.admission import (
@@ -16,6 +14,7 @@ from llmctl.runtime.admission import (
     SchedulerConfig,
     refuse_unservable,
 )
+from llmctl.runtime.capacity import Capacity
 from llmctl.runtime.chunking import (
     ContextChunkingPolicy,
     equal_progress_chunks,
@@ -24,7 +23,8 @@ from llmctl.runtime.chunking import (
     least_chunk,
 )
 from llmctl.runtime.core import Batch, FinishReason, Sequence, Slice
-from llmctl.runtime.kv_cache import KvCacheManager, PrefixMatch
+from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.waiting import WaitingQueue
 
 __all__ = ["CapacitySchedulerPolicy", "Limits", "Scheduler", "SchedulerConfig"]
 
@@ -49,13 +49,9 @@ class Scheduler:
         self._kv_cache = kv_cache
         self._chunk_unit = kv_cache.tokens_per_block if chunked else None
         self._token_budget = limits.max_num_tokens
-        self._is_static = config.capacity_scheduler_policy is CapacitySchedulerPolicy.STATIC_BATCH
-        self._may_pause = (
-            config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
-        )
+        self._capacity = Capacity(config, kv_cache, limits)
         self._active: dict[int, Sequence] = {}  # in the order of their start
-        self._waiting: deque[Sequence] = deque()
-        self._refused_at = -1  # the cache version at which the head of the queue did not fit
+        self._waiting = WaitingQueue()
 
     @property
     def active(self) -> tuple[Sequence, ...]:
@@ -75,6 +71,16 @@ class Scheduler:
     def waiting(self) -> tuple[Sequence, ...]:
         """Sequences that hold no blocks, next to start first; paused ones are at the front."""
         return tuple(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_waiting_paused(self) -> int:
+        """Of those, the ones that have run before."""
+        return self._waiting.num_paused
 
     @property
     def has_work(self) -> bool:
@@ -105,11 +111,11 @@ class Scheduler:
         Raises PromptTooLong (max_seq_len, or max_num_tokens without chunking) or OutOfMemory.
         """
         refuse_unservable(sequence, self.config, self.limits, self._kv_cache)
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
 
     def schedule(self) -> Batch:
         """The next step; empty only when there is no work. Blocks are reserved for all of it."""
-        if self._may_pause:
+        if self._capacity.may_pause:
             self._secure_progress()
         context: list[Sequence] = []
         generation: list[Sequence] = []
@@ -143,8 +149,7 @@ class Scheduler:
         if self._active.pop(sequence.sequence_id, None) is not None:
             self._kv_cache.release(sequence)
             return
-        self._waiting = deque(s for s in self._waiting if s.sequence_id != sequence.sequence_id)
-        self._refused_at = -1
+        self._waiting.discard(sequence)
 
     # ---- starting and pausing ----
 
@@ -154,17 +159,18 @@ class Scheduler:
         Appends to `context` or `generation`: a resumed sequence whose blocks are all still cached
         goes straight to generation and takes its round from the budget.
         """
-        if self._is_static and self._active:
+        capacity = self._capacity
+        if capacity.is_static and self._active:
             return budget
         demand = sum(self._demand(sequence) for sequence in context)
         while self._waiting and len(self._active) < self.limits.max_batch_size:
-            head = self._waiting[0]
+            head = self._waiting.head()
             least = least_chunk(0, len(head.tokens), self._chunk_unit)
-            if demand + least > budget and not self._is_static:
+            if demand + least > budget and not capacity.is_static:
                 break
-            if not self._try_start(head):
+            if not capacity.try_start(head, self._active.values()):
                 break
-            self._waiting.popleft()
+            self._waiting.take(head)
             self._active[head.sequence_id] = head
             if head.is_context:
                 context.append(head)
@@ -174,77 +180,34 @@ class Scheduler:
                 budget -= 1 + self._wanted_draft_len(head)
         return budget
 
-    def _try_start(self, head: Sequence) -> bool:
-        kv_cache = self._kv_cache
-        if self._refused_at == kv_cache.version:
-            return False
-        match = kv_cache.lookup(head)
-        if self._awaits_shared_block(head, match):
-            return False
-        promised = sum(
-            max(0, self._goal_blocks(s) - len(s.block_table)) for s in self._active.values()
-        )
-        wanted = self._goal_blocks(head) - match.num_blocks_in_use
-        if wanted > kv_cache.num_available_blocks - promised:
-            self._refused_at = kv_cache.version
-            return False
-        kv_cache.attach(head, match)
-        return True
-
-    def _awaits_shared_block(self, head: Sequence, match: PrefixMatch) -> bool:
-        """True while an active sequence computes the very block that `head` would compute first.
-
-        So n returns of one prompt, or arrivals with one long prefix, compute it once.
-        """
-        size = self._kv_cache.tokens_per_block
-        end = (match.full.depth + 1) * size
-        if self._is_static or not self._kv_cache.enable_block_reuse or end >= len(head.tokens):
-            return False
-        block, prefix = head.tokens[end - size : end], head.tokens[:end]
-        return any(
-            sequence.kv_len < end
-            and sequence.tokens[end - size : end] == block
-            and sequence.tokens[:end] == prefix
-            for sequence in self._active.values()
-        )
-
-    def _goal_blocks(self, sequence: Sequence) -> int:
-        """Blocks to keep for a sequence before another may start.
-
-        To its end; if pausing is allowed, to the end of its next round.
-        """
-        num_tokens = sequence.max_len - 1  # the last token never enters the cache
-        if self._may_pause:
-            num_tokens = min(num_tokens, len(sequence.tokens) + self.limits.max_draft_len)
-        return self._kv_cache.num_blocks_for(num_tokens)
-
     def _secure_progress(self) -> None:
-        """Reserve a root or least chunk for every active sequence, oldest first.
+        """Reserve a root or least chunk for every active sequence, the strongest claim first.
 
-        Where blocks are short the latest started sequence is paused, so the oldest always runs.
+        Where blocks are short the weakest is paused, so the strongest always runs.
         """
-        for sequence in list(self._active.values()):
+        ranked = self._capacity.by_claim(self._active.values())
+        for sequence in list(ranked):
             if sequence.sequence_id not in self._active:
-                break  # paused just now, like all that started after it
+                break  # paused just now, like all of a weaker claim
             start = sequence.kv_len
             end = start + least_chunk(start, len(sequence.tokens), self._chunk_unit)
             while not self._kv_cache.reserve(sequence, end):
-                latest = next(reversed(self._active.values()))
-                self._pause(latest)
-                if latest is sequence:
+                weakest = ranked.pop()
+                self._pause(weakest)
+                if weakest is sequence:
                     break
 
     def _pause(self, sequence: Sequence) -> None:
         del self._active[sequence.sequence_id]
         self._kv_cache.release(sequence)
-        self._waiting.appendleft(sequence)
+        self._waiting.add_paused(sequence)
         self.num_paused += 1
 
     # ---- sizing ----
 
     def _context_budget(self, context: list[Sequence], generation: list[Sequence]) -> int:
         """Tokens for context after generation roots and drafts; drafts yield if it starves."""
-        first = context[0] if context else self._waiting[0]
+        first = context[0] if context else self._waiting.head()
         least = least_chunk(first.kv_len, len(first.tokens), self._chunk_unit)
         num_drafts = sum(self._wanted_draft_len(sequence) for sequence in generation)
         free = self.limits.max_num_tokens - len(generation)
@@ -277,7 +240,7 @@ class Scheduler:
         for sequence, (start, _), size in zip(context, spans, sizes, strict=True):
             num_tokens = size
             if not self._kv_cache.reserve(sequence, start + size):
-                assert self._may_pause and unit is not None, "a sequence outgrew its reservation"
+                assert self._capacity.may_pause and unit is not None, "a sequence outgrew its reservation"
                 num_tokens = self._kv_cache.max_reservable_tokens(sequence) - start
                 self._kv_cache.reserve(sequence, start + num_tokens)
             if num_tokens:
@@ -296,7 +259,7 @@ class Scheduler:
         for sequence, draft_len in zip(generation, draft_lens, strict=True):
             num_tokens = len(sequence.tokens)
             if not self._kv_cache.reserve(sequence, num_tokens + draft_len):
-                assert self._may_pause, "a sequence outgrew its reservation"
+                assert self._capacity.may_pause, "a sequence outgrew its reservation"
                 draft_len = self._kv_cache.max_reservable_tokens(sequence) - num_tokens
                 self._kv_cache.reserve(sequence, num_tokens + draft_len)
             rounds.append(Slice(sequence, num_tokens - 1, 1, draft_len))

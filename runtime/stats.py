@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from llmctl.runtime.core import Batch, Sequence
+from llmctl.runtime.core import Batch
 from llmctl.runtime.kv_cache import KvCacheStats
 from llmctl.runtime.verify import Commit
 
@@ -184,16 +184,16 @@ class History(Generic[Item]):
 
 
 def inflight_batching_stats(
-    batch: Batch, commits: Items[Commit], waiting: Items[Sequence]
+    batch: Batch, commits: Items[Commit], num_paused: int
 ) -> InflightBatchingStats:
-    """The make-up of a finished step; `waiting` are the sequences that hold no blocks."""
+    """The make-up of a finished step; `num_paused` sequences wait to resume."""
     generated = commits[len(batch.context) :]
     num_decoded = sum(commit.num_tokens for commit in generated)
     return InflightBatchingStats(
         num_scheduled_requests=len(commits),
         num_context_requests=len(batch.context),
         num_gen_requests=len(generated),
-        num_paused_requests=sum(sequence.num_new_tokens > 0 for sequence in waiting),
+        num_paused_requests=num_paused,
         num_ctx_tokens=sum(item.num_tokens for item in batch.context),
         avg_num_decoded_tokens_per_iter=num_decoded / len(generated) if generated else 0.0,
     )
