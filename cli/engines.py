@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from llmctl.builder.engine_format import EngineConfig, read_engine_config
 from llmctl.cli.speculation import Speculation
 from llmctl.errors import Unsupported
+from llmctl.runtime.admission import CapacitySchedulerPolicy, SchedulerConfig
+from llmctl.runtime.chunking import ContextChunkingPolicy
 from llmctl.runtime.pair import check_pair, check_target
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ class EngineOptions:
     max_tokens: int | None = None
     enable_block_reuse: bool = True
     enable_chunked_context: bool = True
+    scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
     max_step_ms: float | None = None
     num_threads: int | None = None
 
@@ -143,7 +147,6 @@ class OpenEngines:
         acceptance: drafts stand by lot; for benchmarks.
         """
         from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
-        from llmctl.runtime.scheduler import SchedulerConfig
 
         options = self.checked.options
         speculation = options.speculation if is_speculative else None
@@ -151,7 +154,11 @@ class OpenEngines:
             kv_cache=KvCacheConfig(
                 num_blocks=self.kv_plan.num_blocks, enable_block_reuse=options.enable_block_reuse
             ),
-            scheduler=SchedulerConfig(enable_chunked_context=options.enable_chunked_context),
+            scheduler=SchedulerConfig(
+                options.scheduler_policy,
+                options.context_chunking_policy,
+                options.enable_chunked_context,
+            ),
             acceptance=speculation.acceptance if speculation is not None else "tokens",
             max_step_ms=options.max_step_ms,
             iter_stats_max_iterations=num_iterations_kept,

@@ -142,6 +142,7 @@ def _request(
         end_words = [(item,) for item in others]
     stop = _words(settings.pop("stop_words", None), options.stop_words, index, tokenizer)
     bad = _words(settings.pop("bad_words", None), options.bad_words, index, tokenizer)
+    priority = settings.pop("priority", 0.5)
     return Request(
         input_token_ids=ids,
         max_tokens=settings.pop("max_tokens", options.max_output_len),
@@ -151,6 +152,7 @@ def _request(
         end_id=end_id,
         stop_words=(*stop, *end_words),
         bad_words=bad,
+        priority=priority,
     )
 
 

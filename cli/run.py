@@ -10,6 +10,8 @@ from llmctl.cli import run_options as option
 from llmctl.cli.argv import expand_lists
 from llmctl.cli.run_options import LogLevel
 from llmctl.errors import BadConfig, Unsupported
+from llmctl.runtime.admission import CapacitySchedulerPolicy
+from llmctl.runtime.chunking import ContextChunkingPolicy
 
 DEFAULT_STREAMING_INTERVAL = 5  # run.py's
 GROUPED_LISTS = ("--stop-words", "--bad-words")  # each occurrence is a list of its own
@@ -49,6 +51,10 @@ def run(
     kv_cache_free_gpu_memory_fraction: option.FreeMemoryFraction = None,
     max_tokens_in_paged_kv_cache: option.MaxTokens = None,
     enable_chunked_context: option.EnableChunkedContext = True,
+    scheduler_policy: option.SchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+    context_chunking_policy: option.ContextChunking = (
+        ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
+    ),
     max_step_ms: option.MaxStepMs = None,
     num_threads: option.NumThreads = None,
     tokenizer_dir: option.TokenizerDir = None,
@@ -100,6 +106,8 @@ def run(
             max_tokens=max_tokens_in_paged_kv_cache,
             enable_block_reuse=kv_cache_enable_block_reuse,
             enable_chunked_context=enable_chunked_context,
+            scheduler_policy=scheduler_policy,
+            context_chunking_policy=context_chunking_policy,
             max_step_ms=max_step_ms,
             num_threads=num_threads,
         ),

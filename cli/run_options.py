@@ -12,6 +12,9 @@ from typing import Annotated
 
 from typer import Option
 
+from llmctl.runtime.admission import CapacitySchedulerPolicy
+from llmctl.runtime.chunking import ContextChunkingPolicy
+
 
 class LogLevel(enum.StrEnum):
     """run.py's levels; each shows itself and what follows."""
@@ -202,6 +205,23 @@ EnableChunkedContext = Annotated[
         "--enable-chunked-context/--no-enable-chunked-context",
         help="Long prompts enter in chunks beside running requests.",
         show_default="on",
+        hidden=True,
+    ),
+]
+SchedulerPolicy = Annotated[
+    CapacitySchedulerPolicy,
+    Option(
+        "--scheduler-policy",
+        help="Start requests when they fit to their end; when they fit now, pausing some where the "
+        "KV cache runs out; or batch after batch.",
+        hidden=True,
+    ),
+]
+ContextChunking = Annotated[
+    ContextChunkingPolicy,
+    Option(
+        "--context-chunking-policy",
+        help="Prompts that do not fit a step enter one after the other, or side by side.",
         hidden=True,
     ),
 ]

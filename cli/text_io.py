@@ -33,6 +33,7 @@ ROW_KEYS: Mapping[str, tuple[type, ...]] = {
     "min_tokens": (int,),
     "stop_words": (list,),
     "bad_words": (list,),
+    "priority": _NUMBER,
 }
 _ROW_LABEL = "task_id"  # accepted for trtllm-bench's files; results carry the row's index anyway
 

@@ -1,10 +1,10 @@
 """When a waiting sequence may start, what is kept for those that run, and who gives way.
 
-    GUARANTEED_NO_EVICT   starts what fits to its full length beside everybody else's; nobody pauses
-    STATIC_BATCH          likewise, and only when nothing runs
-    MAX_UTILIZATION       starts what fits to the end of its next round; when blocks run out, the
-                          lowest priority pauses first and of those the latest started. What it has
-                          computed stays cached until somebody needs the room.
+GUARANTEED_NO_EVICT   starts what fits to its full length beside everybody else's; nobody pauses
+STATIC_BATCH          likewise, and only when nothing runs
+MAX_UTILIZATION       starts what fits to the end of its next round; when blocks run out, the
+                      lowest priority pauses first and of those the latest started. What it has
+                      computed stays cached until somebody needs the room.
 """
 
 from __future__ import annotations

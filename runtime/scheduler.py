@@ -240,7 +240,9 @@ class Scheduler:
         for sequence, (start, _), size in zip(context, spans, sizes, strict=True):
             num_tokens = size
             if not self._kv_cache.reserve(sequence, start + size):
-                assert self._capacity.may_pause and unit is not None, "a sequence outgrew its reservation"
+                assert self._capacity.may_pause and unit is not None, (
+                    "a sequence outgrew its reservation"
+                )
                 num_tokens = self._kv_cache.max_reservable_tokens(sequence) - start
                 self._kv_cache.reserve(sequence, start + num_tokens)
             if num_tokens:

@@ -248,6 +248,8 @@ def test_memory_and_scheduling_options_change_no_token(outputs):
         ["--max_tokens_in_paged_kv_cache", "128"],
         ["--no-enable-chunked-context"],
         ["--enable_chunked_context", "--num_threads", "1"],
+        ["--scheduler_policy", "max_utilization", "--max_tokens_in_paged_kv_cache", "128"],
+        ["--scheduler-policy", "static_batch", "--context-chunking-policy", "equal_progress"],
     ):
         assert ids(outputs(*TWO, *flags)) == plain, flags
 
