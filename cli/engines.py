@@ -33,6 +33,7 @@ class EngineOptions:
     speculation: Speculation | None = None
     free_fraction: float | None = None
     max_tokens: int | None = None
+    host_memory_bytes: int | None = None
     enable_block_reuse: bool = True
     enable_chunked_context: bool = True
     scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
@@ -147,12 +148,15 @@ class OpenEngines:
         acceptance: drafts stand by lot; for benchmarks.
         """
         from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
+        from llmctl.runtime.memory import host_blocks
 
         options = self.checked.options
         speculation = options.speculation if is_speculative else None
         config = ExecutorConfig(
             kv_cache=KvCacheConfig(
-                num_blocks=self.kv_plan.num_blocks, enable_block_reuse=options.enable_block_reuse
+                num_blocks=self.kv_plan.num_blocks,
+                enable_block_reuse=options.enable_block_reuse,
+                num_host_blocks=host_blocks(self.kv_plan, options.host_memory_bytes),
             ),
             scheduler=SchedulerConfig(
                 options.scheduler_policy,

@@ -50,6 +50,7 @@ def run(
     kv_cache_enable_block_reuse: option.EnableBlockReuse = True,
     kv_cache_free_gpu_memory_fraction: option.FreeMemoryFraction = None,
     max_tokens_in_paged_kv_cache: option.MaxTokens = None,
+    kv_cache_host_memory_bytes: option.HostMemoryBytes = None,
     enable_chunked_context: option.EnableChunkedContext = True,
     scheduler_policy: option.SchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
     context_chunking_policy: option.ContextChunking = (
@@ -104,6 +105,7 @@ def run(
             speculation=speculation,
             free_fraction=kv_cache_free_gpu_memory_fraction,
             max_tokens=max_tokens_in_paged_kv_cache,
+            host_memory_bytes=kv_cache_host_memory_bytes,
             enable_block_reuse=kv_cache_enable_block_reuse,
             enable_chunked_context=enable_chunked_context,
             scheduler_policy=scheduler_policy,

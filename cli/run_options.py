@@ -199,6 +199,15 @@ MaxTokens = Annotated[
         hidden=True,
     ),
 ]
+HostMemoryBytes = Annotated[
+    int | None,
+    Option(
+        "--kv-cache-host-memory-bytes",
+        min=1,
+        help="Host memory for evicted KV blocks, which come back when they are hit; default: none.",
+        hidden=True,
+    ),
+]
 EnableChunkedContext = Annotated[
     bool,
     Option(

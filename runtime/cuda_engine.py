@@ -23,6 +23,8 @@ from llmctl.runtime.graphs import (
     pad,
     shape_of,
 )
+from llmctl.runtime.host_blocks import HostBlocks
+from llmctl.runtime.kv_cache import BlockCopy, CopyKind
 
 
 class DeviceProgram(Protocol):
@@ -82,6 +84,7 @@ class CudaExecutable(Executable):
             partial(capture_when, is_capturable, capture)
         )
         self._kv_cache: torch.Tensor | None = None
+        self._host_blocks: HostBlocks | None = None
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate the paged cache, zeroed; the one that is there stays if it has that size.
@@ -113,6 +116,26 @@ class CudaExecutable(Executable):
         with device_errors("copying a KV block"), self.queue.scope():
             blocks = self._kv_cache.view(torch.uint8)
             blocks[:, destination].copy_(blocks[:, source])
+
+    def allocate_host_blocks(self, num_blocks: int) -> None:
+        """Pinned host memory for blocks that leave the device; stays if it has that size."""
+        if self._host_blocks is not None and self._host_blocks.num_blocks == num_blocks:
+            return  # pinning takes a while
+        layers = self.plan.kv_cache.num_layers
+        self._host_blocks = None
+        self._host_blocks = HostBlocks(
+            self.queue, num_blocks, layers, self.kv_bytes_per_block // layers
+        )
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Perform copies in order, after everything enqueued before; does not wait."""
+        if all(copy.kind is CopyKind.WITHIN for copy in copies):
+            super().copy_blocks(copies)
+            return
+        assert self._kv_cache is not None and self._host_blocks is not None
+        layers, num_blocks = self._kv_cache.shape[:2]
+        blocks = self._kv_cache.view(torch.uint8).view(layers, num_blocks, -1)
+        self._host_blocks.copy(blocks, copies)
 
     def run(self, step: StepInputs) -> DeviceLogits:
         """Enqueue one packed step; logits of step.logit_rows in that order."""

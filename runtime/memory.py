@@ -88,6 +88,29 @@ def plan_kv_cache(
     return KvCachePlan(num_blocks, bytes_per_block, free, limited_by)
 
 
+def host_blocks(plan: KvCachePlan, num_bytes: int | None) -> int:
+    """Blocks of both caches that `num_bytes` of host memory hold; 0 for None.
+
+    Raises BadConfig when that is not one block, OutOfMemory when the memory is not there.
+    """
+    if num_bytes is None:
+        return 0
+    num_blocks = num_bytes // plan.bytes_per_block
+    if num_blocks < 1:
+        raise BadConfig(
+            f"--kv-cache-host-memory-bytes is {num_bytes}; one KV block takes "
+            f"{plan.bytes_per_block} bytes"
+        )
+    free = free_memory_bytes()
+    if num_bytes > free:
+        raise OutOfMemory(
+            f"--kv-cache-host-memory-bytes asks for {num_bytes / 1e9:.2f} GB; {free / 1e9:.2f} GB "
+            "of host memory are free",
+            fix="lower --kv-cache-host-memory-bytes",
+        )
+    return num_blocks
+
+
 # ---- a GPU: everything is planned together before anything is allocated ----
 
 DEFAULT_DEVICE_FRACTION = 0.9  # of what weights, activations and graphs leave

@@ -7,6 +7,7 @@ eviction.py     the order in which unused ones go
 events.py       what happened, for readers outside
 moves.py        copies that must happen before the next step
 stats.py        counters
+audit.py        a recount, for tests
 """
 
 from llmctl.runtime.kv_cache.events import KvCacheEvent, KvCacheEventManager

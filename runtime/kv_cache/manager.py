@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.core import Sequence
+from llmctl.runtime.kv_cache.audit import check_store
 from llmctl.runtime.kv_cache.events import KvCacheEventManager
 from llmctl.runtime.kv_cache.moves import BlockCopy
 from llmctl.runtime.kv_cache.radix_tree import Node, path_to
@@ -260,7 +261,7 @@ class KvCacheManager:
                 assert sequence.block_table[index] == node.block_id
                 assert tuple(sequence.tokens[index * size : (index + 1) * size]) == node.key
                 users[node] = users.get(node, 0) + 1
-        self._store.check_invariants(users, private)
+        check_store(self._store, users, private)
 
     def _within_reach(self, full: Node) -> Node:
         """The deepest node on the path whose blocks in host memory find room on the device."""

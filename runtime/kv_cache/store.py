@@ -7,7 +7,7 @@ worth more, and moves back to the device when it is hit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from time import monotonic
 
 from llmctl.runtime.kv_cache import events
@@ -40,15 +40,15 @@ class BlockStore:
         self.copies: list[BlockCopy] = []  # to perform, in this order
         self.num_taken = self.num_evicted = self.num_offloaded = self.num_onboarded = 0
         self.num_unused = 0  # blocks of the tree on the device without users
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
         self._tokens_per_block = tokens_per_block
         self._offload_min_priority = offload_min_priority
         self._events = event_manager
         self._clock = clock
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._free_slots = list(range(num_host_blocks - 1, -1, -1))
-        self._victims = LazyHeap(is_device_victim, num_blocks)
-        self._host_victims = LazyHeap(is_host_victim, num_host_blocks)
+        self.free = list(range(num_blocks - 1, -1, -1))
+        self.free_slots = list(range(num_host_blocks - 1, -1, -1))
+        self.victims = LazyHeap(is_device_victim, num_blocks)
+        self.host_victims = LazyHeap(is_host_victim, num_host_blocks)
         self._expiring = LazyHeap(is_expiring, num_blocks + num_host_blocks)
         self._tick = 0
         levels = (num_blocks, num_host_blocks) if num_host_blocks else (num_blocks,)
@@ -57,21 +57,21 @@ class BlockStore:
     @property
     def num_available(self) -> int:
         """Blocks that could be taken now: free ones and cached ones nobody uses."""
-        return len(self._free) + self.num_unused
+        return len(self.free) + self.num_unused
 
     @property
     def num_host_used(self) -> int:
         """Blocks in host memory."""
-        return self.num_host_blocks - len(self._free_slots)
+        return self.num_host_blocks - len(self.free_slots)
 
     def take_block(self) -> int:
         """A block of the device to write; needs num_available > 0."""
         self.num_taken += 1
-        return self._free.pop() if self._free else self._evict()
+        return self.free.pop() if self.free else self._evict()
 
     def give_back(self, block_ids: Iterable[int]) -> None:
         """Blocks that nobody holds any more, the first to be taken again last."""
-        self._free.extend(block_ids)
+        self.free.extend(block_ids)
 
     def copy_of(self, node: Node, num_tokens: int) -> int:
         """A block of its own with the first tokens of `node`; needs num_available > 0."""
@@ -142,9 +142,9 @@ class BlockStore:
             return node
         self.use(node)
         if node.is_on_device:
-            self._free.append(block_id)
+            self.free.append(block_id)
         else:
-            self._free_slots.append(node.host_slot)
+            self.free_slots.append(node.host_slot)
             self._settle(node, block_id)
         return node
 
@@ -166,7 +166,7 @@ class BlockStore:
     def _evict(self) -> int:
         """Give up the least valuable leaf on the device: to host memory, or for good."""
         self._expire()
-        found = self._victims.peek()
+        found = self.victims.peek()
         assert found is not None, "a block is taken where none is available"
         node = found[1]
         block_id, parent = node.block_id, node.parent
@@ -175,7 +175,7 @@ class BlockStore:
         self.num_evicted += 1
         if slot is None:
             self._drop(node)
-            freed = self._free.pop()
+            freed = self.free.pop()
             assert freed == block_id, "a leaf of the device has nothing on the device below it"
         else:
             self.copies.append(BlockCopy(block_id, slot, self._tokens_per_block, CopyKind.OFFLOAD))
@@ -196,15 +196,15 @@ class BlockStore:
         is_needed = bool(node.children)
         if node.priority < self._offload_min_priority and not is_needed:
             return None
-        if not self._free_slots:
-            found = self._host_victims.peek()
+        if not self.free_slots:
+            found = self.host_victims.peek()
             if found is None or (found[1].priority > node.priority and not is_needed):
                 return None
             parent = found[1].parent
             self._drop(found[1])
             assert parent is not None
             self._enlist(parent)
-        return self._free_slots.pop()
+        return self.free_slots.pop()
 
     def _onboard(self, node: Node) -> None:
         """Bring a node in use back to the device; its parent is there already."""
@@ -213,7 +213,7 @@ class BlockStore:
             BlockCopy(node.host_slot, block_id, self._tokens_per_block, CopyKind.ONBOARD)
         )
         self.num_onboarded += 1
-        self._free_slots.append(node.host_slot)
+        self.free_slots.append(node.host_slot)
         self._settle(node, block_id)
 
     def _settle(self, node: Node, block_id: int) -> None:
@@ -230,10 +230,10 @@ class BlockStore:
         for item in reversed(gone):
             assert item.num_users == 0
             if item.is_on_device:
-                self._free.append(item.block_id)
+                self.free.append(item.block_id)
                 self.num_unused -= 1
             else:
-                self._free_slots.append(item.host_slot)
+                self.free_slots.append(item.host_slot)
             item.block_id = item.host_slot = NOWHERE
             item.expires_at = None
             if item.block_hash is not None:
@@ -244,9 +244,9 @@ class BlockStore:
     def _enlist(self, node: Node) -> None:
         """Enter a node among those to evict, if it may be."""
         if node.is_device_leaf:
-            self._victims.push(worth(node), node)
+            self.victims.push(worth(node), node)
         elif node.is_host_leaf:
-            self._host_victims.push(worth(node), node)
+            self.host_victims.push(worth(node), node)
 
     def _expire(self) -> None:
         """Let priorities whose time is over fall back to the default."""
@@ -255,31 +255,6 @@ class BlockStore:
             node.expires_at = node.duration_s = None
             self._set_priority(node, DEFAULT_PRIORITY)
             self._enlist(node)
-
-    def check_invariants(self, users: Mapping[Node, int], private: list[int]) -> None:
-        """Recount everything, given how many sequences use each node and the blocks that belong
-        to one sequence alone; AssertionError on the first contradiction."""
-        nodes = self.tree.nodes()
-        assert set(users) <= set(nodes), "a sequence uses a node that is not in the tree"
-        on_device = [node for node in nodes if node.is_on_device]
-        slots = [node.host_slot for node in nodes if not node.is_on_device]
-        for node in nodes:
-            assert node.parent is not None
-            assert node.num_users == users.get(node, 0), f"block {node.block_id}: wrong user count"
-            assert node.is_on_device != (node.host_slot != NOWHERE)
-            assert node.is_on_device or not node.num_users, "a block in use lies in host memory"
-            assert node.parent.is_on_device or node.depth == 1 or not node.is_on_device
-            assert node.num_users <= node.parent.num_users or node.depth == 1
-            count = sum(child.is_on_device for child in node.children.values())
-            assert node.num_device_children == count
-            heap = self._victims if node.is_on_device else self._host_victims
-            if node.is_device_leaf or node.is_host_leaf:
-                assert heap.has(worth(node), node), "a leaf that cannot be evicted"
-        assert self.num_unused == sum(node.num_users == 0 for node in on_device)
-        blocks = sorted(self._free + private + [node.block_id for node in on_device])
-        assert blocks == list(range(len(blocks))), "a block leaked or has two owners"
-        assert sorted(self._free_slots + slots) == list(range(self.num_host_blocks))
-        assert len(blocks) == self._num_blocks
 
     # ---- events ----
 

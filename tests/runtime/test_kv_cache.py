@@ -213,7 +213,7 @@ def test_an_empty_cache_is_refused(num_blocks, tokens_per_block):
 
 
 def corrupt_free_list(cache, sequence):
-    cache._store._free.append(sequence.block_table[-1])
+    cache._store.free.append(sequence.block_table[-1])
 
 
 def corrupt_table(cache, sequence):

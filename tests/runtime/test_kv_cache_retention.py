@@ -167,4 +167,4 @@ def test_hits_without_evictions_keep_the_bookkeeping_small():
     for number in range(500):
         run_and_release(cache, number, [1] * 9, keep(80, duration_ms=1e9))
     store = cache._store
-    assert max(len(store._victims), len(store._expiring)) <= 2 * 8 + 64
+    assert max(len(store.victims), len(store._expiring)) <= 2 * 8 + 64
