@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmctl.cli.build_memory import gigabytes, memory_plan
 from llmctl.cli.build_options import (
     LIMITS,
     LOG_LEVELS,
@@ -26,6 +25,8 @@ from llmctl.cli.build_options import (
     make_logger,
     with_plugin_options,
 )
+from llmctl.cli.table import size
+from llmctl.errors import BadConfig, OutOfMemory
 
 if TYPE_CHECKING:
     from llmctl.builder.build import EnginePlan
@@ -179,7 +180,27 @@ def _build(
         ),
     ] = 1,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the memory plan; write nothing.")
+        bool, typer.Option("--dry-run", help="Print what fits in memory; write nothing.")
+    ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            help="For --dry-run: h200, h100, l40s, rtx-4090, ... (default: the one here, or h200)",
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-memory", min=0.1, metavar="GB", help="For --dry-run: memory of the GPU."
+        ),
+    ] = None,
+    cache_key: Annotated[
+        bool,
+        typer.Option(
+            "--cache-key",
+            help="Print what equal engines share, a hash of all that goes in; write nothing.",
+        ),
     ] = False,
     visualize_network: Annotated[
         Path | None,
@@ -200,46 +221,81 @@ def _build(
     Examples:
       llmctl build --checkpoint-dir out/target-fp8 --max-draft-len 4 --output-dir out/target
       llmctl build --checkpoint-dir out/draft-fp8 --output-dir out/draft --json
-      llmctl build --checkpoint-dir out/target-fp8 --backend cuda --dry-run
+      llmctl build --checkpoint-dir out/target-fp8 --gpu h200 --dry-run
     """
     given = {name: value for name, value in locals().items() if name in LIMITS}
     start = time.monotonic()
     log = make_logger(log_level)
+    if (gpu is not None or gpu_memory is not None) and not dry_run:
+        raise BadConfig("--gpu and --gpu-memory are for --dry-run")
     from llmctl.builder.build import plan_build, run_build
+    from llmctl.cli.dry_run import backend_for, needs_binaries
 
     request = build_request(build_config, given)
     weights = make_load_format(load_format, seed, planted_role, planted_acceptance)
     if workers > 1:
         log.info("workers %d: ranks are written one after the other, so one works", workers)
+    chosen = backend_for(backend, gpu)
     engine = plan_build(
         checkpoint_dir,
         request,
-        backend=backend,
+        backend=chosen,
         compute_capability=compute_capability,
         load_format=weights,
         plugins={name: value for name, value in plugins.items() if value is not None},
         command=shlex.join(["llmctl", *sys.argv[1:]]),
         on_kernel=lambda name, done, total: log.info("kernel %d of %d: %s", done + 1, total, name),
+        with_binaries=not cache_key and (not dry_run or needs_binaries(chosen)),
     )
+    if cache_key:
+        _print_key(engine, as_json)
+        return
     for notice in engine.notices:
         log.warning("note: %s", notice)
     if backend == "auto":
         log.info("backend: %s", engine.config.backend)
     if visualize_network is not None:
         visualize_network.write_text(f"{engine.network}\n")
-    if not dry_run:
-        if log.isEnabledFor(logging.INFO):
-            _run_with_progress(engine, output_dir)
-        else:
-            run_build(engine, output_dir)
-    summary = engine.summary() | {"output_dir": None if dry_run else str(output_dir)}
+    if dry_run:
+        _print_plan(engine, output_dir, gpu, gpu_memory, as_json)
+        return
+    if log.isEnabledFor(logging.INFO):
+        _run_with_progress(engine, output_dir)
+    else:
+        run_build(engine, output_dir)
+    summary = engine.summary() | {"output_dir": str(output_dir)}
     if as_json:
         typer.echo(json.dumps(summary | {"seconds_s": time.monotonic() - start}))
-    elif dry_run:
-        typer.echo(memory_plan(summary))
     else:
         elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - start))
-        typer.echo(f"{output_dir}: {gigabytes(summary['engine_bytes'])} in {elapsed}")
+        typer.echo(f"{output_dir}: {size(summary['engine_bytes'])} in {elapsed}")
+
+
+def _print_key(engine: EnginePlan, as_json: bool) -> None:
+    from llmctl.builder.cache_key import cache_key
+
+    key = cache_key(engine)
+    typer.echo(json.dumps({"cache_key": key}) if as_json else key)
+
+
+def _print_plan(
+    engine: EnginePlan, output_dir: Path, gpu: str | None, gpu_memory: float | None, as_json: bool
+) -> None:
+    """Exits with 3 when memory or disk are too small."""
+    from llmctl.cli.dry_run import choose_memory, plan_memory
+    from llmctl.cli.dry_run_text import engine_lines, memory_lines
+
+    memory = plan_memory(engine, choose_memory(engine.config.backend, gpu, gpu_memory), output_dir)
+    summary = engine.summary()
+    if not engine.binaries:  # nothing is known of what was not compiled
+        for name in ("scratch_bytes", "num_kernels", "kernel_bytes"):
+            del summary[name]
+    if as_json:
+        typer.echo(json.dumps(summary | {"output_dir": None, "memory": memory}))
+    else:
+        typer.echo("\n".join([*engine_lines(summary), "", *memory_lines(memory, summary)]))
+    if not (memory["fits"] and memory["disk"]["fits"]):
+        raise typer.Exit(OutOfMemory.exit_code)
 
 
 def _run_with_progress(engine: EnginePlan, output_dir: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_dry_run_prints_the_memory_plan_and_writes_nothing(
     arguments = ["build", "--checkpoint-dir", str(checkpoint), "--dry-run"]
     assert execute([*arguments, "--output-dir", str(tmp_path / "engine")]) == 0
     out = capsys.readouterr().out
-    for word in ("weights", "activations", "KV cache", "bytes a token", "8 sequences"):
+    for word in ("weights", "activations", "KV cache", "bytes", "8 sequences", "batch 8", "disk: "):
         assert word in out
     assert sorted(tmp_path.iterdir()) == before
 

@@ -44,11 +44,14 @@ def test_help_fits_one_screen(llmctl, path):
 
 @pytest.mark.parametrize("path", [path for path in PATHS if path], ids=NAMES[1:])
 def test_help_all_shows_every_option_and_help_says_how_many_more(llmctl, path):
-    short, whole = llmctl(*path, "--help"), llmctl(*path, "--help-all")
-    assert whole.code == 0 and whole.err == ""
+    short = llmctl(*path, "--help")
     command: Any = make_command(COMMANDS)
     for name in path:
         command = command.commands[name]
+    if hasattr(command, "commands") and not _options(short.out) - {"-h, --help"}:
+        return  # a group without options of its own
+    whole = llmctl(*path, "--help-all")
+    assert whole.code == 0 and whole.err == ""
     named = [p for p in command.params if p.param_type_name == "option"]
     assert len(_options(whole.out)) == len(named) + 1  # and --help itself
     assert _options(short.out) <= _options(whole.out)
