@@ -74,6 +74,10 @@ EnableBlockReuse = Annotated[
         hidden=True,
     ),
 ]
+Report = Annotated[
+    Path | None, Option("--report", help="HTML page of tables and charts; needs no network.")
+]
+Trace = Annotated[Path | None, Option("--trace", help="Trace for ui.perfetto.dev, JSON.")]
 Raw = Annotated[Path | None, Option("--raw", help="Every request and step, a JSON line each.")]
 ReportJson = Annotated[
     Path | None, Option("--report-json", help="The JSON line of stdout, in a file.", hidden=True)
@@ -109,6 +113,8 @@ def latency(
     kv_cache_enable_block_reuse: EnableBlockReuse = False,
     enable_chunked_context: option.EnableChunkedContext = True,
     num_threads: option.NumThreads = None,
+    report: Report = None,
+    trace: Trace = None,
     raw: Raw = None,
     report_json: ReportJson = None,
     as_json: Json = False,
@@ -161,6 +167,8 @@ def throughput(
     kv_cache_enable_block_reuse: EnableBlockReuse = False,
     enable_chunked_context: option.EnableChunkedContext = True,
     num_threads: option.NumThreads = None,
+    report: Report = None,
+    trace: Trace = None,
     raw: Raw = None,
     report_json: ReportJson = None,
     as_json: Json = False,
@@ -237,7 +245,7 @@ def _run(
         has_baseline=given["baseline"],
         sweep=sweep,
         synthetic_acceptance=given["synthetic_acceptance"],
-        files=Files(raw=given["raw"], report_json=given["report_json"]),
+        files=Files(given["raw"], given["report"], given["report_json"], given["trace"]),
         is_json=given["as_json"],
     )
     return publish_results(Session(options).measure())

@@ -25,6 +25,16 @@ def publish_results(measured: Measured) -> int:
     if files.report_json is not None:
         with replacing(files.report_json, "w") as file:
             file.write(line + "\n")
+    if files.report is not None:
+        from llmctl.cli.bench.page import page
+
+        with replacing(files.report, "w") as file:
+            file.write(page(measured, report))
+    if files.trace is not None:
+        from llmctl.cli.bench.trace import trace_json
+
+        with replacing(files.trace, "w") as file:
+            json.dump(trace_json(measured), file)
     if not measured.options.is_json:
         print_report(report, make_console())
     print(line, flush=True)
