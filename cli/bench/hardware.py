@@ -93,7 +93,7 @@ def measure_bandwidth(backend: str, num_bytes: int) -> float | None:
         began = perf_counter()
         done = library().llmctl_measure_read(buffer.ctypes.data, len(buffer))
         rates.append(done / (perf_counter() - began))
-    return median(rates[1:])
+    return float(median(rates[1:]))
 
 
 def _measure_gpu() -> float | None:
@@ -104,7 +104,8 @@ def _measure_gpu() -> float | None:
     data = torch.ones(MOST_BYTES // 4, dtype=torch.float32, device="cuda").view(8192, -1)
     rates = []
     for _ in range(NUM_READS):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
         began.record()
         torch.amax(data, dim=1)
         ended.record()
@@ -112,7 +113,7 @@ def _measure_gpu() -> float | None:
         rates.append(data.nbytes / (began.elapsed_time(ended) / 1e3))
     del data
     torch.cuda.empty_cache()
-    return median(rates[1:])
+    return float(median(rates[1:]))
 
 
 def limit_json(

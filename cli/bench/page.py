@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any
 
@@ -62,7 +62,7 @@ def page(measured: Measured, report: Mapping[str, Any]) -> str:
     )
 
 
-def _section(title: str, parts: Sequence[str], *, wide: bool = False) -> str:
+def _section(title: str, parts: Iterable[str], *, wide: bool = False) -> str:
     css = "charts wide" if wide else "charts"
     figures_ = "".join(f"<figure>{part}</figure>" for part in parts)
     return f'<section><h2>{escape(title)}</h2><div class="{css}">{figures_}</div></section>'

@@ -120,5 +120,6 @@ def raw_lines(measured: Measured) -> Iterator[str]:
             "draft_len": way.draft_len,
             "is_synthetic_acceptance": measured.lot is not None and way.draft_len > 0,
         }
-        for record in (*way.recording.requests, *way.recording.steps):
-            yield json.dumps(mark | record.to_json(), allow_nan=False)
+        records = [item.to_json() for item in way.recording.requests]
+        records += [item.to_json() for item in way.recording.steps]
+        yield from (json.dumps(mark | record, allow_nan=False) for record in records)

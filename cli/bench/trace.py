@@ -25,7 +25,7 @@ def trace_json(measured: Measured) -> dict[str, Any]:
         for number, way in enumerate(measured.ways, start=1)
         for event in _way_events(number, f"draft length {way.draft_len}", way.recording)
     ]
-    other = {"is_partial": measured.is_partial}
+    other: dict[str, Any] = {"is_partial": measured.is_partial}
     if measured.lot is not None:
         other["synthetic_acceptance"] = NOTICE
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
