@@ -17,6 +17,7 @@ from evaluator.walk import evaluate_together
 from llmctl.builder.build import EnginePlan, plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import TENSORRT_OP, Plan
+from llmctl.builder.sharding import Shard
 from llmctl.builder.tensorrt.networks import PieceNetwork, build_networks
 from llmctl.builder.tensorrt.package import open_package
 from llmctl.plugins.program import OpCall, StepInputs
@@ -63,12 +64,10 @@ def networks_of(engine: EnginePlan) -> dict[str, PieceNetwork]:
     return build_networks(engine.pieces, engine.limits, engine.config.plugin_config, trt)
 
 
-def weights_of(engine: EnginePlan) -> dict[str, torch.Tensor]:
-    """What the engine file would store."""
-    return {
-        name: torch.cat(list(source.chunks(engine.checkpoint)))
-        for name, source in engine.sources.items()
-    }
+def weights_of(engine: EnginePlan, rank: int = 0) -> dict[str, torch.Tensor]:
+    """What the engine file of a rank would store."""
+    shard = Shard(engine.checkpoint, rank, engine.limits.tp_size)
+    return {name: torch.cat(list(s.chunks(shard))) for name, s in engine.sources.items()}
 
 
 @dataclass
@@ -79,6 +78,7 @@ class Bound:
     tensors: dict[str, torch.Tensor]
     kv_cache: torch.Tensor
     run: Callable[[StepInputs, torch.Tensor], None]
+    calls: list[OpCall]
 
     def logits(self, step: StepInputs) -> np.ndarray:
         """Run one step: [rows, vocab] float32."""
@@ -86,15 +86,18 @@ class Bound:
         return self.tensors[self.plan.logits][: step.num_rows].numpy().copy()
 
 
-def bind(engine: EnginePlan, make_program: Callable[[list[OpCall], EnginePlan], Any]) -> Bound:
+def bind(
+    engine: EnginePlan, make_program: Callable[[list[OpCall], EnginePlan], Any], rank: int = 0
+) -> Bound:
     """Bind an engine to an arena in which everything is NaN: reading what nobody wrote shows."""
     plan = engine.plan
     arena = torch.full((plan.arena_bytes + 256,), 0xFF, dtype=torch.uint8)
     arena = arena[-arena.data_ptr() % 256 :]
-    tensors = bind_plan(plan, weights_of(engine), arena)
+    tensors = bind_plan(plan, weights_of(engine, rank), arena)
     dtype = getattr(torch, plan.kv_cache.dtype)
     cache = torch.zeros(kv_cache_shape(plan, NUM_BLOCKS), dtype=dtype)
-    return Bound(plan, tensors, cache, make_program(make_calls(plan, tensors), engine).run)
+    calls = make_calls(plan, tensors)
+    return Bound(plan, tensors, cache, make_program(calls, engine).run, calls)
 
 
 def bind_reference(checkpoint: Path, **options: Any) -> Bound:
@@ -163,30 +166,38 @@ class EvaluatedPiece:
             target[: len(array)] = array
 
 
-class RankPrograms:
-    """The ranks of a tensor-parallel engine in lockstep, each with a cache of its own."""
+class Ranks:
+    """A tensor-parallel engine: every rank with its weights, activations and cache, in lockstep."""
 
-    def __init__(
-        self, calls: list[list[OpCall]], networks: list[Mapping[str, PieceNetwork]]
-    ) -> None:
-        self._calls = calls
-        self._pieces = [{n: EvaluatedPiece(p) for n, p in rank.items()} for rank in networks]
+    def __init__(self, checkpoint: Path, num_ranks: int, **options: Any) -> None:
+        engine = plan_engine(checkpoint, "tensorrt-rtx", tp_size=num_ranks, **options)
+        self._networks = [networks_of(engine) for _ in range(num_ranks)]
+        self.ranks = [
+            bind(engine, lambda calls, _: EvaluatedProgram(calls, {}), rank)
+            for rank in range(num_ranks)
+        ]
+        self._pieces = [
+            {name: EvaluatedPiece(piece) for name, piece in networks.items()}
+            for networks in self._networks
+        ]
 
-    def run(self, step: StepInputs, caches: list[torch.Tensor]) -> None:
-        """Every operator on every rank before the next one."""
-        for calls in zip(*self._calls, strict=True):
+    def logits(self, step: StepInputs) -> list[np.ndarray]:
+        """Every operator on every rank before the next one; the logits of each."""
+        for calls in zip(*(rank.calls for rank in self.ranks), strict=True):
             if calls[0].op != TENSORRT_OP:
-                for call, cache in zip(calls, caches, strict=True):
-                    ReferenceProgram([call]).run(step, cache)
+                for call, rank in zip(calls, self.ranks, strict=True):
+                    ReferenceProgram([call]).run(step, rank.kv_cache)
                 continue
             name = str(calls[0].attributes["piece"])
-            pieces = [rank[name] for rank in self._pieces]
+            pieces = [pieces[name] for pieces in self._pieces]
             feeds = [p.feeds(call, step) for p, call in zip(pieces, calls, strict=True)]
             if feeds[0] is None:
                 continue
             found = evaluate_together([p.evaluator for p in pieces], feeds)
             for piece, call, values in zip(pieces, calls, found, strict=True):
                 piece.store(values, call)
+        shown = [rank.tensors[rank.plan.logits][: step.num_rows] for rank in self.ranks]
+        return [logits.numpy().copy() for logits in shown]
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,9 @@ class Request:
         """The same request in a later step, with `keep` of the tokens that were read."""
         kept = len(self.tokens) if keep is None else keep
         return replace(self, done=self.done + kept, tokens=tokens, num_rows=num_rows)
+
+
+Steps = list[tuple[str, list[Request]]]  # named, in the order in which they are run
 
 
 def make_step(requests: list[Request], tokens_per_block: int = 16) -> StepInputs:

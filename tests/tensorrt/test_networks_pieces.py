@@ -12,38 +12,11 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, FORMS, VOCAB, write_checkpoint
-from evaluated import Bound, Request, bind_evaluated, bind_reference, make_step
+from evaluated import Bound, Steps, bind_evaluated, bind_reference, make_step
 
 # Largest |difference| of logits over largest |logit|. Measured over all families and steps:
 # bfloat16 1.8e-2, float16 1.9e-3, fp8 3.7e-3, fp8 per token 2.9e-3.
 TOLERANCE = {"bfloat16": 3e-2, "float16": 4e-3, "fp8": 6e-3, "fp8 per token": 6e-3}
-
-Steps = list[tuple[str, list[Request]]]
-
-
-@pytest.fixture
-def steps() -> Steps:
-    """Prompts, chunks, generation and verification, alone and together, with empty groups."""
-    rng = np.random.default_rng(2)
-
-    def ids(count: int) -> list[int]:
-        return rng.integers(0, VOCAB, count).tolist()
-
-    a = Request((3, 17, 5, 9, 11, 2), 0, ids(21), 1)
-    b = Request((7, 1, 20), 0, ids(6), 0)
-    found = [("prompts, one without logits", [a, b])]
-    a, b = a.then(ids(1), 1), b.then(ids(5), 1)
-    found.append(("a chunk and generation", [b, a]))
-    a, b = a.then(ids(5), 5), b.then(ids(5), 5)
-    found.append(("verification", [a, b]))
-    a, b = a.then(ids(1), 1, keep=2), b.then(ids(1), 1, keep=5)
-    c = Request((4, 6), 0, ids(1), 1)
-    found.append(("a prompt of one token and generation", [c, a, b]))
-    c = c.then(ids(8), 0)
-    found.append(("no rows of logits", [c]))
-    c, a = c.then(ids(2), 1), a.then(ids(3), 3)
-    found.append(("a chunk and fewer drafts", [c, a]))
-    return found
 
 
 def compare(found: Bound, wanted: Bound, steps: Steps) -> Iterator[tuple[str, float]]:

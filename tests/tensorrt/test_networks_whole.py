@@ -80,12 +80,6 @@ def test_the_whole_plan_agrees_with_the_reference_backend(family, form, tmp_path
     assert max(errors.values()) <= TOLERANCE[form], errors
 
 
-@pytest.fixture
-def float32_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks, which no kernel would run, with float32 between FP8 products."""
-    monkeypatch.setattr("llmctl.builder.build.require_gpu_model", lambda *_: None)
-
-
 @pytest.mark.parametrize("form", [form for form in FORMS if form.startswith("fp8")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp8_plans_with_float32_between_agree_closely(
