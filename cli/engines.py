@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from llmctl.builder.engine_format import EngineConfig, read_engine_config
 from llmctl.cli.speculation import Speculation
@@ -38,7 +38,7 @@ class EngineOptions:
     enable_chunked_context: bool = True
     scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
-    max_step_ms: float | None = None
+    max_step_ms: float | Literal["auto"] | None = None
     num_threads: int | None = None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from llmctl.cli import run_options as option
 from llmctl.cli.argv import expand_lists
-from llmctl.cli.run_options import LogLevel
+from llmctl.cli.run_options import LogLevel, step_target
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.runtime.admission import CapacitySchedulerPolicy
 from llmctl.runtime.chunking import ContextChunkingPolicy
@@ -110,7 +110,7 @@ def run(
             enable_chunked_context=enable_chunked_context,
             scheduler_policy=scheduler_policy,
             context_chunking_policy=context_chunking_policy,
-            max_step_ms=max_step_ms,
+            max_step_ms=step_target(max_step_ms),
             num_threads=num_threads,
         ),
         prompts=PromptOptions(

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Option
 
+from llmctl.errors import BadConfig
 from llmctl.runtime.admission import CapacitySchedulerPolicy
 from llmctl.runtime.chunking import ContextChunkingPolicy
+
+
+def step_target(text: str | None) -> float | Literal["auto"] | None:
+    """The value of --max-step-ms. Raises BadConfig."""
+    if text is None or text == "auto":
+        return None if text is None else "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise BadConfig(f"--max-step-ms is {text!r}; it must be a time or auto") from None
 
 
 class LogLevel(enum.StrEnum):
@@ -235,10 +246,12 @@ ContextChunking = Annotated[
     ),
 ]
 MaxStepMs = Annotated[
-    float | None,
+    str | None,
     Option(
         "--max-step-ms",
-        help="Shrink prompt chunks until a step takes no longer; default: largest chunks.",
+        metavar="MS|auto",
+        help="Shrink prompt chunks until a step takes no longer, or (auto) as far as throughput "
+        "does not suffer; default: largest chunks.",
         hidden=True,
     ),
 ]

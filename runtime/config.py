@@ -48,7 +48,8 @@ class ExecutorConfig:
     kv_cache: KvCacheConfig
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     acceptance: Literal["tokens", "logits"] = "tokens"  # rule for sampled requests with a draft
-    max_step_ms: float | None = None  # context chunks shrink to keep steps within it
+    # Context chunks shrink to keep steps within this time, or ("auto") as far as costs nothing.
+    max_step_ms: float | Literal["auto"] | None = None
     max_queue_size: int | None = None  # requests that have not started; None: no limit
     iter_stats_max_iterations: int = 1000
     request_stats_max_iterations: int = 0

@@ -12,7 +12,6 @@ from functools import partial
 
 from llmctl.errors import BadConfig, LlmctlError, PairMismatch
 from llmctl.plugins.sampling.spec import SamplingBackend
-from llmctl.runtime.chunking import DynamicChunkTuner
 from llmctl.runtime.config import ExecutorConfig
 from llmctl.runtime.core import FinishReason, Request, Response, Sequence
 from llmctl.runtime.inbox import Inbox
@@ -26,6 +25,7 @@ from llmctl.runtime.scheduler import Limits, Scheduler
 from llmctl.runtime.speculative.drafter import Drafter
 from llmctl.runtime.step import StepRunner
 from llmctl.runtime.tracking import TrackedRequest
+from llmctl.runtime.tuning import ChunkTuner, make_tuner
 from llmctl.runtime.verify import Verifier
 
 
@@ -66,10 +66,10 @@ class Worker:
             max_draft_len=drafter.max_draft_len,
         )
         self.scheduler = Scheduler(config.scheduler, self.kv_cache, limits)
-        self._tuner: DynamicChunkTuner | None = None
+        self._tuner: ChunkTuner | None = None
         if config.max_step_ms is not None:
-            self._tuner = DynamicChunkTuner(
-                config.max_step_ms / 1000, target.tokens_per_block, target.max_num_tokens
+            self._tuner = make_tuner(
+                config.max_step_ms, target.tokens_per_block, target.max_num_tokens
             )
             self.scheduler.set_token_budget(self._tuner.budget)
         self._config = config

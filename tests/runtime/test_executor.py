@@ -462,8 +462,24 @@ def test_a_step_time_target_shrinks_prompt_chunks_and_changes_no_token(fake, mak
     hurried = answer(make(limited, max_step_ms=8.0), request)
     assert hurried.result.output_token_ids == unhurried.result.output_token_ids
     assert free.num_tokens[:4] == [48, 48, 48, 48]
-    assert limited.num_tokens[:3] == [48, 24, 12]  # a step over the target halves it at most
-    assert set(limited.num_tokens[3:-4]) == {8}  # 7.2 ms; one block more would take 10.8
+    assert limited.num_tokens[:3] == [4, 8, 8]  # 7.2 ms; one block more would take 10.8
+    assert set(limited.num_tokens[1:-4]) == {8}
+
+
+def test_the_knee_of_step_times_is_found_while_prompts_are_computed(fake, make, monkeypatch):
+    now_s = 0.0
+
+    class TimedEngine(fake.Engine):
+        def run(self, step):
+            nonlocal now_s
+            now_s += 0.001 * len(step.token_ids)  # nothing is gained by long steps
+            return super().run(step)
+
+    monkeypatch.setattr(loop, "perf_counter", lambda: now_s)
+    target = TimedEngine(max_seq_len=1024)
+    request = Request(tuple(i % 20 for i in range(700)), 4)
+    answer(make(target, max_step_ms="auto"), request)
+    assert target.num_tokens[0] == 48 and target.num_tokens[40] == 4
 
 
 def test_a_step_time_target_needs_chunked_context(fake, make):

@@ -1,0 +1,208 @@
+"""Controllers of the prompt tokens a step takes, from measured step times.
+
+`LatencyTuner` keeps steps within a time; `KneeTuner` finds how far they can be shortened before
+throughput pays for it. Both are given every step with context work (`observe`) and answer with the
+budget of the steps to come, a whole number of blocks.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Literal, Protocol
+
+from llmctl.errors import BadConfig
+
+
+class ChunkTuner(Protocol):
+    """Adapts the token budget of steps with context work."""
+
+    budget: int  # tokens per step
+
+    def observe(self, num_tokens: int, step_s: float) -> int:
+        """Learn from a step of num_tokens tokens that took step_s seconds; the new budget."""
+
+
+def make_tuner(
+    max_step_ms: float | Literal["auto"], tokens_per_block: int, max_num_tokens: int
+) -> ChunkTuner:
+    """The controller for a time in milliseconds, or for the knee. Raises BadConfig."""
+    if max_step_ms == "auto":
+        return KneeTuner(tokens_per_block, max_num_tokens)
+    return LatencyTuner(max_step_ms / 1000, tokens_per_block, max_num_tokens)
+
+
+class StepTimeModel:
+    """step_s = fixed_s + num_tokens * token_s, and how far steps scatter about that.
+
+    A regression that forgets. A single step far off counts little; CHANGE of them in a row on the
+    same side say that the machine has changed, and the model begins anew.
+    """
+
+    FORGET = 0.97  # weight of the past, per step: about 30 steps count
+    FAR = 4.0  # spreads, of at least LEAST_SPREAD
+    LEAST_SPREAD = 0.005
+    CHANGE = 3  # steps in a row
+
+    def __init__(self) -> None:
+        self.fixed_s = self.token_s = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.knows_slope = False  # False: all steps were of one size, and fixed_s is taken for 0
+        self.spread = 0.02  # mean absolute deviation, as a share of the time
+        self.num_far = 0  # steps in a row that were far off; their side is the sign
+        self._count = self._w = self._n = self._s = self._nn = self._ns = 0.0
+
+    def predict(self, num_tokens: int) -> float:
+        """Seconds of a step."""
+        return self.fixed_s + num_tokens * self.token_s
+
+    def observe(self, num_tokens: int, step_s: float) -> None:
+        """Learn from a step."""
+        step_s = max(step_s, 1e-9)
+        if self._count:
+            expected = self.predict(num_tokens)
+            off = step_s / expected - 1
+            limit = self.FAR * max(self.spread, self.LEAST_SPREAD)
+            if abs(off) > limit and self._count > self.CHANGE:
+                side = 1 if off > 0 else -1
+                self.num_far = self.num_far + side if self.num_far * side > 0 else side
+                if abs(self.num_far) >= self.CHANGE:
+                    self._begin()
+                else:
+                    step_s = expected * (1 + limit * side)
+            else:
+                self.num_far = 0
+                if self._count > 2:  # before that the model is a guess
+                    self.spread += 0.1 * (min(abs(off), 0.25) - self.spread)
+        self._add(num_tokens, step_s)
+
+    def _add(self, num_tokens: int, step_s: float) -> None:
+        # Weighted by 1 / step_s^2, so that deviations count as shares of the time.
+        forget, weight = self.FORGET, step_s**-2
+        self._count = forget * self._count + 1
+        self._w = forget * self._w + weight
+        self._n = forget * self._n + weight * num_tokens
+        self._s = forget * self._s + weight * step_s
+        self._nn = forget * self._nn + weight * num_tokens**2
+        self._ns = forget * self._ns + weight * num_tokens * step_s
+        mean_n, mean_s = self._n / self._w, self._s / self._w
+        variance = self._nn / self._w - mean_n**2
+        if self._count == 1:
+            self.token_s = step_s / num_tokens
+        elif variance > (0.05 * mean_n) ** 2:  # else all were of one size: the slope stays
+            self.token_s = (self._ns / self._w - mean_n * mean_s) / variance
+            self.knows_slope = True
+        # Neither part is negative.
+        self.token_s = min(max(self.token_s, 0.0), mean_s / mean_n)
+        self.fixed_s = mean_s - mean_n * self.token_s
+
+
+class LatencyTuner:
+    """The largest budget whose steps stay within a time, all but a few that scatter.
+
+    Starts with one block and at most doubles what it has seen, so a long step is never a try.
+    """
+
+    MARGIN = 2.0  # spreads of the step time below the target
+
+    def __init__(self, max_step_s: float, tokens_per_block: int, max_num_tokens: int) -> None:
+        if not max_step_s > 0:
+            raise BadConfig(
+                f"max_step_ms is {max_step_s * 1000:g}; it must be greater than 0",
+                fix="leave --max-step-ms out for the largest chunks",
+            )
+        self.budget = tokens_per_block
+        self._max_step_s = max_step_s
+        self._tokens_per_block = tokens_per_block
+        self._max_num_tokens = max_num_tokens
+        self._model = StepTimeModel()
+        self._reach = 0.0  # tokens of the largest step of late
+
+    def observe(self, num_tokens: int, step_s: float) -> int:
+        """Learn from a step; the new budget."""
+        model = self._model
+        model.observe(num_tokens, step_s)
+        self._reach = max(num_tokens, 0.99 * self._reach)
+        allowed_s = self._max_step_s / (1 + self.MARGIN * model.spread) - model.fixed_s
+        block = self._tokens_per_block
+        wanted = min(2 * self._reach, self._max_num_tokens)
+        if model.token_s * wanted > allowed_s:
+            fits = allowed_s / model.token_s if model.token_s else 0.0
+            if not model.knows_slope and step_s < self._max_step_s:
+                fits = max(fits, num_tokens + block)  # the only way to learn it
+            wanted = min(wanted, fits)
+        self.budget = max(block, _floor(int(wanted + 1e-6), block))
+        return self.budget
+
+
+class KneeTuner:
+    """The shortest steps at (nearly) the best throughput: the knee of tokens/s against step time.
+
+    Measures full steps of max_num_tokens, then of half of it, and so on while tokens/s hold; keeps
+    the smallest size of at least KEEP of the best. Every REVISIT full steps it measures that size's
+    two neighbours again, so it follows a machine or a load that changes.
+    """
+
+    STEPS = 5  # full steps that measure a size
+    KEEP = 0.97
+    GIVE_UP = 0.88  # of the best tokens/s: still smaller sizes are not tried
+    REVISIT = 256
+
+    def __init__(self, tokens_per_block: int, max_num_tokens: int) -> None:
+        sizes = [max_num_tokens]
+        while (half := _floor(sizes[-1] // 2, tokens_per_block)) >= tokens_per_block:
+            sizes.append(half)
+        self._sizes = sizes
+        self._tokens_per_block = tokens_per_block
+        self._speeds: dict[int, float] = {}  # tokens/s by size
+        self._to_measure = [0]  # indexes into the sizes, next first
+        self._seen: list[float] = []
+        self._chosen = 0
+        self._num_steady = 0
+        self.budget = sizes[0]
+
+    def observe(self, num_tokens: int, step_s: float) -> int:
+        """Learn from a step, if it was full; the new budget."""
+        if self.budget - self._tokens_per_block < num_tokens <= self.budget:
+            if self._to_measure:
+                self._measure(num_tokens / max(step_s, 1e-9))
+            else:
+                self._num_steady += 1
+                if self._num_steady >= self.REVISIT:
+                    self._revisit()
+        return self.budget
+
+    def _measure(self, speed: float) -> None:
+        self._seen.append(speed)
+        if len(self._seen) < self.STEPS:
+            return
+        index = self._to_measure.pop(0)
+        self._speeds[index] = median(self._seen)
+        self._seen = []
+        is_good = self._speeds[index] >= self.GIVE_UP * max(self._speeds.values())
+        next_smaller = index + 1
+        if is_good and next_smaller < len(self._sizes) and next_smaller not in self._speeds:
+            self._to_measure.append(next_smaller)
+        if self._to_measure:
+            self.budget = self._sizes[self._to_measure[0]]
+        else:
+            self._choose()
+
+    def _choose(self) -> None:
+        least = self.KEEP * max(self._speeds.values())
+        self._chosen = max(index for index, speed in self._speeds.items() if speed >= least)
+        self.budget = self._sizes[self._chosen]
+        self._num_steady = 0
+
+    def _revisit(self) -> None:
+        """Measure the size in use and those beside it anew."""
+        near = range(max(0, self._chosen - 1), min(len(self._sizes), self._chosen + 2))
+        self._to_measure = list(near)
+        # What is known of the others was true of another time.
+        self._speeds = {}
+        self.budget = self._sizes[self._to_measure[0]]
+
+
+def _floor(num_tokens: int, tokens_per_block: int) -> int:
+    return num_tokens // tokens_per_block * tokens_per_block
