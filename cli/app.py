@@ -27,6 +27,11 @@ COMMANDS = {
     ),
     "build": ("llmctl.cli.build", "build", "Checkpoint -> engine directory."),
     "run": ("llmctl.cli.run", "run", "Text in, text out, with or without a draft engine."),
+    "bench": (
+        "llmctl.cli.bench.command",
+        "bench",
+        "Latency and throughput of an engine, and what its draft changes.",
+    ),
     "dataset": (
         "llmctl.cli.dataset.command",
         "dataset",
@@ -36,6 +41,11 @@ COMMANDS = {
         "llmctl.cli.inspect.command",
         "inspect",
         "What an engine or a checkpoint holds, and what a step of it costs.",
+    ),
+    "doctor": (
+        "llmctl.cli.doctor.command",
+        "doctor",
+        "This machine, and which backends work on it.",
     ),
     "completion": (
         "llmctl.cli.completion",

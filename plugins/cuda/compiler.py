@@ -215,6 +215,11 @@ def load_function(spec: KernelSpec) -> Any:
     return getattr(import_module(module), function)
 
 
+def triton_version() -> str:
+    """The version of the compiler of Triton's kernels. Raises NoDevice where it is missing."""
+    return str(_triton().__version__)
+
+
 @cache
 def _triton() -> Any:
     try:
@@ -242,7 +247,7 @@ def _key(spec: KernelSpec, capability: str) -> str:
     if spec.is_triton:
         # its source and that of every function and constant it uses
         sources = [load_function(spec).cache_key]
-        compiler = f"triton {_triton().__version__}"
+        compiler = f"triton {triton_version()}"
     else:
         files = included_files(PLUGINS / spec.source)
         sources = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
