@@ -36,7 +36,7 @@ class Target:
         return ",".join(self.capabilities) or None
 
     @property
-    def versions(self) -> Mapping[str, str]:
+    def versions(self) -> dict[str, str]:
         """The version of TensorRT, where there is one."""
         return {self.package.name: self.package.version} if self.package else {}
 

@@ -31,6 +31,7 @@ from llmctl.builder.engine_format import (
     Plan,
     engine_bytes,
     kv_bytes_per_token,
+    trt_memory_bytes,
     weight_bytes,
     write_engine,
 )
@@ -108,6 +109,7 @@ class EnginePlan:
             "kernel_bytes": sum(kernel.num_bytes for kernel in self.plan.kernels),
             "num_trt_pieces": len(self.plan.trt_pieces),
             "trt_bytes": sum(piece.num_bytes for piece in self.plan.trt_pieces),
+            "trt_memory_bytes": trt_memory_bytes(self.plan),
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "kv_bytes_per_sequence": self.kv_bytes_per_token * build["max_seq_len"],
             **{

@@ -1,22 +1,21 @@
 """The engine directory: config.json and rank{N}.engine, written once and read by the runtime.
 
 An engine file is one safetensors container. Its header metadata holds the plan as JSON; its
-tensors hold packed weights, rotary tables and compiled kernels. Nothing is pickled and everything
-can be mapped into memory. This module is the only one of `builder` that `runtime` imports.
+tensors hold packed weights, rotary tables, compiled kernels and plans of TensorRT. Nothing is
+pickled and everything can be mapped into memory. This module is the only one of `builder` that
+`runtime` imports.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.container import (
-    DTYPES,
     Entry,
     corrupt,
     encode_header,
@@ -25,138 +24,52 @@ from llmctl.builder.container import (
     read_container_header,
     write_container,
 )
+from llmctl.builder.plan import (
+    TENSORRT_OP,
+    Dim,
+    KvCacheSpec,
+    Plan,
+    PlanKernel,
+    PlanOp,
+    PlanTensor,
+    TrtPiece,
+    kv_bytes_per_token,
+    trt_memory_bytes,
+    weight_bytes,
+)
 from llmctl.errors import CorruptEngine, EngineNotFound, RebuildNeeded
 
 if TYPE_CHECKING:
     import torch
 
+__all__ = [
+    "CONFIG_FILE",
+    "Dim",
+    "EngineConfig",
+    "KvCacheSpec",
+    "Plan",
+    "PlanKernel",
+    "PlanOp",
+    "PlanTensor",
+    "SCHEMA_VERSION",
+    "TENSORRT_OP",
+    "TOKENIZER_FOLDER",
+    "TrtPiece",
+    "engine_bytes",
+    "engine_file",
+    "kv_bytes_per_token",
+    "open_engine",
+    "plan_entries",
+    "read_engine_config",
+    "read_plan",
+    "trt_memory_bytes",
+    "weight_bytes",
+    "write_engine",
+]
+
 SCHEMA_VERSION = 2
 CONFIG_FILE = "config.json"
 TOKENIZER_FOLDER = "tokenizer"
-
-# "tokens": rows of the packed step; "rows": rows that get logits
-Dim = int | str
-TENSORRT_OP = "tensorrt"  # an operator of a plan that runs one of its `trt_pieces`
-
-
-@dataclass(frozen=True, slots=True)
-class PlanTensor:
-    """A value of the plan. dtype is torch's name: float32, bfloat16, float16, float8_e4m3fn, int32.
-
-    Weights live in the engine file under `name`, unless the engine says how to generate them
-    (`EngineConfig.weights`) and `is_stored` is false. Activations live in one arena at `offset`
-    bytes, sized for max_num_tokens (and max_num_rows), and share space when their lifetimes allow.
-    """
-
-    name: str
-    kind: Literal["weight", "activation"]
-    dtype: str
-    shape: tuple[Dim, ...]
-    offset: int | None = None
-    is_stored: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOp:
-    """One kernel launch: `op` names a folder of `plugins/`, roles map to tensor names."""
-
-    op: str
-    name: str
-    inputs: Mapping[str, str]
-    outputs: Mapping[str, str]
-    attributes: Mapping[str, int | float | str | bool] = field(default_factory=dict)
-    tactic: str = ""  # the kernel chosen at build, e.g. "cpu.linear.fp8"
-
-
-@dataclass(frozen=True, slots=True)
-class PlanKernel:
-    """One compiled kernel. Its cubin is the engine file's uint8 tensor `tensor`.
-
-    `metadata` is that of `plugins.cuda.compiler.CompiledKernel`: how to launch it, what it uses.
-    `capability` says for which GPU, where an engine serves several.
-    """
-
-    name: str
-    num_bytes: int
-    metadata: Mapping[str, Any]
-    capability: str = ""
-
-    @property
-    def tensor(self) -> str:
-        """The name of the cubin in the engine file."""
-        return f"kernel:{self.capability}:{self.name}" if self.capability else f"kernel:{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class TrtPiece:
-    """One plan of TensorRT. Its bytes are the engine file's uint8 tensor `tensor`.
-
-    bindings: {name, is_input, dtype, shape, alias} of each; an alias names the input whose memory
-    an output shares. profiles: {name, sizes: {dimension: [least, tuned for, most]}, layers,
-    activation_bytes, scratch_bytes} of each optimization profile, as the builder reported them.
-    """
-
-    name: str
-    num_bytes: int
-    package: str  # the import name of the package that built it
-    version: str
-    bindings: tuple[Mapping[str, Any], ...]
-    profiles: tuple[Mapping[str, Any], ...]
-
-    @property
-    def tensor(self) -> str:
-        """The name of the plan in the engine file."""
-        return f"plan:{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class KvCacheSpec:
-    """The paged cache: [num_layers, num_blocks, 2, num_kv_heads, tokens_per_block, head_size].
-
-    `windows` has one entry a layer: the attention window in tokens, 0 for full attention.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    tokens_per_block: int
-    dtype: str
-    windows: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What an executable runs each step, in order. `logits` is [rows, vocab_size] float32."""
-
-    tensors: tuple[PlanTensor, ...]
-    ops: tuple[PlanOp, ...]
-    kv_cache: KvCacheSpec
-    logits: str
-    arena_bytes: int
-    max_num_tokens: int
-    max_num_rows: int
-    kernels: tuple[PlanKernel, ...] = ()  # cuda: every binary that a step or a round may launch
-    scratch_bytes: int = 0  # cuda: what kernels ask of `LaunchEnv.scratch`, at most
-    trt_pieces: tuple[TrtPiece, ...] = ()  # tensorrt: what its operators "tensorrt" run
-
-    def to_json(self) -> str:
-        """The plan as strict JSON (no NaN)."""
-        return json.dumps(asdict(self), allow_nan=False)
-
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        """Inverse of `to_json`. Raises KeyError/TypeError on foreign content."""
-        raw: dict[str, Any] = json.loads(text)
-        tensors = tuple(PlanTensor(**{**t, "shape": tuple(t["shape"])}) for t in raw.pop("tensors"))
-        ops = tuple(PlanOp(**op) for op in raw.pop("ops"))
-        cache = raw.pop("kv_cache")
-        spec = KvCacheSpec(**{**cache, "windows": tuple(cache["windows"])})
-        kernels = tuple(PlanKernel(**kernel) for kernel in raw.pop("kernels"))
-        pieces = tuple(
-            TrtPiece(**{**p, "bindings": tuple(p["bindings"]), "profiles": tuple(p["profiles"])})
-            for p in raw.pop("trt_pieces", ())  # absent: an engine of before there were any
-        )
-        return Plan(tensors, ops, spec, kernels=kernels, trt_pieces=pieces, **raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,22 +109,9 @@ def plan_entries(plan: Plan) -> list[Entry]:
             shape = tuple(dim for dim in tensor.shape if isinstance(dim, int))
             assert len(shape) == len(tensor.shape), f"the shape of weight {tensor.name} is symbolic"
             entries.append(Entry(tensor.name, tensor.dtype, shape))
-    binaries = (*plan.kernels, *plan.trt_pieces)
+    binaries: tuple[PlanKernel | TrtPiece, ...] = (*plan.kernels, *plan.trt_pieces)
     entries += [Entry(binary.tensor, "uint8", (binary.num_bytes,)) for binary in binaries]
     return entries
-
-
-def weight_bytes(plan: Plan) -> int:
-    """Bytes of all weights, stored and generated ones."""
-    weights = [t for t in plan.tensors if t.kind == "weight"]
-    return sum(math.prod(map(int, t.shape)) * DTYPES[t.dtype][1] for t in weights)
-
-
-def kv_bytes_per_token(plan: Plan) -> int:
-    """Bytes of KV cache one token takes over all layers."""
-    cache = plan.kv_cache
-    entries = 2 * cache.num_layers * cache.num_kv_heads * cache.head_size
-    return entries * DTYPES[cache.dtype][1]
 
 
 def engine_bytes(plan: Plan) -> int:

@@ -21,6 +21,12 @@ def engine_lines(summary: Mapping[str, Any]) -> Iterator[str]:
         "limits": f"{summary['max_batch_size']} sequences of {summary['max_seq_len']} tokens, "
         f"{summary['max_num_tokens']} tokens a step, {summary['max_draft_len']} draft tokens",
     }
+    if summary["num_trt_pieces"]:
+        rows["TensorRT"] = (
+            f"{summary['num_trt_pieces']} plans of {size(summary['trt_bytes'])} for compute "
+            f"capability {summary['compute_capability']}; they work in "
+            f"{size(summary['trt_memory_bytes'])} beside the memory below"
+        )
     yield from table(list(rows.items()))
 
 

@@ -1,8 +1,8 @@
 """Place activations in one arena: tensors share bytes when their lifetimes do not meet.
 
 Largest first, each at the lowest offset where nothing alive at the same time lies. A residual sum
-takes over the bytes of the residual it was made from (rms_norm works in place), so the residual
-stream of the whole network is one buffer.
+takes over the bytes of the residual it was made from where rms_norm makes it, which works in place.
+A product with a norm does not: its thread blocks all read the residual, and one writes the sum.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _buffers(network: Network, rows: Mapping[str, int], alignment: int) -> list[
         for role, name in node.outputs.items():
             last = last_read.get(name, index)
             residual = node.inputs.get("residual", "")
-            if role == "residual_out" and last_read[residual] == index:
+            if node.op == "rms_norm" and role == "residual_out" and last_read[residual] == index:
                 buffers[name] = buffers[residual]
                 buffers[name].names.append(name)
                 buffers[name].last = last

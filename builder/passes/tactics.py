@@ -32,7 +32,8 @@ def _tactic(network: Network, node: Node, backend: str) -> str:
 
     row_tiles, chunks = network.tensors[node.inputs["weight"]].shape[:2]
     assert isinstance(row_tiles, int) and isinstance(chunks, int)
-    return choose_tactic(node.op, row_tiles, chunks, network.tensors[node.inputs["x"]].dtype)
+    dtype, has_norm = network.tensors[node.inputs["weight"]].dtype, "norm_weight" in node.inputs
+    return choose_tactic(node.op, row_tiles, chunks, dtype, has_norm=has_norm)
 
 
 def _type(network: Network, node: Node) -> str:

@@ -68,8 +68,8 @@ def cut(network: Network, num_ranks: int) -> tuple[Network, tuple[Piece, ...]]:
         uses.append((found.setdefault(repr(piece), piece), nodes, names))
     named = _name(list(found.values()), [piece for piece, _, _ in uses if piece is not None])
     rewritten: list[Node] = []
-    for piece, nodes, names in uses:
-        rewritten += nodes if piece is None else [_use(named[id(piece)], nodes, names)]
+    for used, nodes, names in uses:
+        rewritten += nodes if used is None else [_use(named[id(used)], nodes, names)]
     result = network.copy()
     result.nodes = rewritten
     step = {name for node in rewritten for name in node.inputs.values() if name.startswith(STEP)}

@@ -94,6 +94,9 @@ def fused(op: PlanOp) -> list[str]:
     }.get(module, [module])
     quantize = ["quantize"] if "scale" in op.inputs or "out_scale" in op.outputs else []
     norms = ["q_norm", "k_norm"] if "q_norm" in op.inputs else []
+    add = ["add"] if "residual" in op.inputs else []
+    if "norm_weight" in op.inputs:
+        merged = [*add, "rms_norm", *(["quantize"] if "x_scale" in op.inputs else []), *merged]
     return {
         "linear": merged,
         "packed_linear": merged,
@@ -101,7 +104,7 @@ def fused(op: PlanOp) -> list[str]:
         "packed_linear_rope_kv": [*merged, "rope", "kv_write"],
         "rope_kv_write": [*norms, "rope", "kv_write"],
         "swiglu": ["silu", "mul", *quantize],
-        "rms_norm": [*(["add"] if "residual" in op.inputs else []), "rms_norm", *quantize],
+        "rms_norm": [*add, "rms_norm", *quantize],
         "paged_attention": ["attention", *(["quantize"] if "out_scale" in op.inputs else [])],
     }.get(op.op, [op.op])
 

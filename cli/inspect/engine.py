@@ -64,6 +64,7 @@ def describe_engine(
             {"name": kernel.name, "num_bytes": kernel.num_bytes, **_resources(kernel.metadata)}
             for kernel in plan.kernels
         ],
+        "trt_pieces": [asdict(piece) for piece in plan.trt_pieces],
         "files": [
             {"name": str(file.relative_to(folder)), "bytes": file.stat().st_size} for file in files
         ],

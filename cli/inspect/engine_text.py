@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from llmctl.cli.inspect.piece_text import piece_text
 from llmctl.cli.table import size, table
 
 SHORT_DTYPES = {
@@ -36,6 +37,9 @@ def engine_text(engine: Mapping[str, Any]) -> Iterator[str]:
             for kernel in engine["kernels"]
         ]
         yield from table([head, *rows], right=range(1, len(head)))
+    for piece in engine["trt_pieces"]:
+        yield ""
+        yield from piece_text(piece)
     yield from ("", "files")
     rows = [(str(file["name"]), size(file["bytes"])) for file in engine["files"]]
     yield from table(rows, right=(1,))

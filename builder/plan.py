@@ -1,0 +1,154 @@
+"""The plan of an engine: what an executable runs each step, as data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from llmctl.builder.container import DTYPES
+
+# "tokens": rows of the packed step; "rows": rows that get logits
+Dim = int | str
+TENSORRT_OP = "tensorrt"  # an operator of a plan that runs one of its `trt_pieces`
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTensor:
+    """A value of the plan. dtype is torch's name: float32, bfloat16, float16, float8_e4m3fn, int32.
+
+    Weights live in the engine file under `name`, unless the engine says how to generate them
+    (`EngineConfig.weights`) and `is_stored` is false. Activations live in one arena at `offset`
+    bytes, sized for max_num_tokens (and max_num_rows), and share space when their lifetimes allow.
+    """
+
+    name: str
+    kind: Literal["weight", "activation"]
+    dtype: str
+    shape: tuple[Dim, ...]
+    offset: int | None = None
+    is_stored: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOp:
+    """One kernel launch: `op` names a folder of `plugins/`, roles map to tensor names."""
+
+    op: str
+    name: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    attributes: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+    tactic: str = ""  # the kernel chosen at build, e.g. "cpu.linear.fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKernel:
+    """One compiled kernel. Its cubin is the engine file's uint8 tensor `tensor`.
+
+    `metadata` is that of `plugins.cuda.compiler.CompiledKernel`: how to launch it, what it uses.
+    `capability` says for which GPU, where an engine serves several.
+    """
+
+    name: str
+    num_bytes: int
+    metadata: Mapping[str, Any]
+    capability: str = ""
+
+    @property
+    def tensor(self) -> str:
+        """The name of the cubin in the engine file."""
+        return f"kernel:{self.capability}:{self.name}" if self.capability else f"kernel:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class TrtPiece:
+    """One plan of TensorRT. Its bytes are the engine file's uint8 tensor `tensor`.
+
+    bindings: {name, is_input, dtype, shape, alias} of each; an alias names the input whose memory
+    an output shares. profiles: {name, sizes: {dimension: [least, tuned for, most]}, layers,
+    activation_bytes, scratch_bytes} of each optimization profile, as the builder reported them.
+    """
+
+    name: str
+    num_bytes: int
+    package: str  # the import name of the package that built it
+    version: str
+    bindings: tuple[Mapping[str, Any], ...]
+    profiles: tuple[Mapping[str, Any], ...]
+
+    @property
+    def tensor(self) -> str:
+        """The name of the plan in the engine file."""
+        return f"plan:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheSpec:
+    """The paged cache: [num_layers, num_blocks, 2, num_kv_heads, tokens_per_block, head_size].
+
+    `windows` has one entry a layer: the attention window in tokens, 0 for full attention.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    tokens_per_block: int
+    dtype: str
+    windows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an executable runs each step, in order. `logits` is [rows, vocab_size] float32."""
+
+    tensors: tuple[PlanTensor, ...]
+    ops: tuple[PlanOp, ...]
+    kv_cache: KvCacheSpec
+    logits: str
+    arena_bytes: int
+    max_num_tokens: int
+    max_num_rows: int
+    kernels: tuple[PlanKernel, ...] = ()  # cuda: every binary that a step or a round may launch
+    scratch_bytes: int = 0  # cuda: what kernels ask of `LaunchEnv.scratch`, at most
+    trt_pieces: tuple[TrtPiece, ...] = ()  # tensorrt: what its operators "tensorrt" run
+
+    def to_json(self) -> str:
+        """The plan as strict JSON (no NaN)."""
+        return json.dumps(asdict(self), allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Inverse of `to_json`. Raises KeyError/TypeError on foreign content."""
+        raw: dict[str, Any] = json.loads(text)
+        tensors = tuple(PlanTensor(**{**t, "shape": tuple(t["shape"])}) for t in raw.pop("tensors"))
+        ops = tuple(PlanOp(**op) for op in raw.pop("ops"))
+        cache = raw.pop("kv_cache")
+        spec = KvCacheSpec(**{**cache, "windows": tuple(cache["windows"])})
+        kernels = tuple(PlanKernel(**kernel) for kernel in raw.pop("kernels"))
+        pieces = tuple(
+            TrtPiece(**{**p, "bindings": tuple(p["bindings"]), "profiles": tuple(p["profiles"])})
+            for p in raw.pop("trt_pieces", ())  # absent: an engine of before there were any
+        )
+        return Plan(tensors, ops, spec, kernels=kernels, trt_pieces=pieces, **raw)
+
+
+def weight_bytes(plan: Plan) -> int:
+    """Bytes of all weights, stored and generated ones."""
+    weights = [t for t in plan.tensors if t.kind == "weight"]
+    return sum(math.prod(map(int, t.shape)) * DTYPES[t.dtype][1] for t in weights)
+
+
+def trt_memory_bytes(plan: Plan) -> int:
+    """Device memory that TensorRT's pieces work in: they run one after another and share it."""
+    profiles = [profile for piece in plan.trt_pieces for profile in piece.profiles]
+    return max((int(profile["activation_bytes"]) for profile in profiles), default=0)
+
+
+def kv_bytes_per_token(plan: Plan) -> int:
+    """Bytes of KV cache one token takes over all layers."""
+    cache = plan.kv_cache
+    entries = 2 * cache.num_layers * cache.num_kv_heads * cache.head_size
+    return entries * DTYPES[cache.dtype][1]
