@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 FP8 = "float8_e4m3fn"
 FP8_MAX = 448.0  # largest finite E4M3 value (OCP FP8 specification, table 1)
+INT8_MAX = 127.0  # largest value of a symmetric int8
 
 Dims = Mapping[str, int]
 Case = Mapping[str, int | float | str | bool]
@@ -67,6 +68,7 @@ class OpSpec:
     inputs: tuple[Role, ...]
     outputs: tuple[Role, ...]
     attributes: Mapping[str, type] = field(default_factory=dict)
+    optional_attributes: Mapping[str, type] = field(default_factory=dict)
     derived: Mapping[str, Callable[[Dims], int]] = field(default_factory=dict)
     free: frozenset[str] = frozenset()  # symbols that need not agree between roles
     tolerance: Mapping[str, Tolerance] = field(default_factory=lambda: ROUNDING)
@@ -98,12 +100,13 @@ class OpSpec:
                     self._check_derived(call, role, tensors[role.name], dims)
 
     def _check_attributes(self, call: OpCall) -> None:
-        if set(call.attributes) != set(self.attributes):
+        known = {**self.attributes, **self.optional_attributes}
+        if not set(self.attributes) <= set(call.attributes) <= set(known):
             raise self._error(
                 call, f"has attributes {sorted(call.attributes)}, wanted {sorted(self.attributes)}"
             )
-        for key, kind in self.attributes.items():
-            value = call.attributes[key]
+        for key, value in call.attributes.items():
+            kind = known[key]
             if type(value) is not kind and not (kind is float and type(value) is int):
                 raise self._error(call, f"attribute {key} is {value!r}, wanted {kind.__name__}")
 

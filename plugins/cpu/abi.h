@@ -12,13 +12,13 @@ namespace llmctl {
 
 class Pool;
 
-constexpr int32_t kAbiVersion = 2;  // library.py holds the same number
+constexpr int32_t kAbiVersion = 3;  // library.py holds the same number
 constexpr int kMaxTensors = 8;
-constexpr int kMaxAttributes = 6;
+constexpr int kMaxAttributes = 8;
 constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time
 constexpr int kMaxHeadSize = 512;  // bounds the scratch of attention and rope
 
-enum Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF8 = 3 };
+enum Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF8 = 3, kI8 = 4 };
 
 enum Kind : int32_t {
   kEmbedding = 0,
@@ -78,7 +78,9 @@ inline int64_t rows_of(const Op& op, const Step& step) {
   return op.uses_rows ? step.num_rows : step.num_tokens;
 }
 
-constexpr int64_t dtype_bytes(int32_t dtype) { return dtype == kF32 ? 4 : dtype == kF8 ? 1 : 2; }
+constexpr int64_t dtype_bytes(int32_t dtype) {
+  return dtype == kF32 ? 4 : dtype == kF8 || dtype == kI8 ? 1 : 2;
+}
 
 // What one op may use besides its tensors: the threads and a buffer shared by them.
 struct Context {

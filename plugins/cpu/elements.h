@@ -173,6 +173,36 @@ struct F8 {
   }
 };
 
+// INT8 of cached keys and values: -127 to 127, whole numbers.
+struct I8 {
+  using Element = int8_t;
+  static inline V load(const int8_t* p) {
+    V r;
+#if defined(__AVX512F__)
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    r.part[0] = (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw));
+#elif defined(__AVX2__)
+    LLMCTL_EACH_PART {
+      const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i));
+      r.part[i] = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw));
+    }
+#else
+    LLMCTL_EACH_PART for (int j = 0; j < kWidth; ++j) r.part[i][j] = p[i * kWidth + j];
+#endif
+    return r;
+  }
+  // Nearest even, saturating; NaN gives 0.
+  static inline void store(int8_t* p, V a) {
+    a = clamp(a, -kI8Max, kI8Max);
+    const V moved = a + set(12582912.0f);  // 1.5 * 2^23: leaves units in the low bits
+    LLMCTL_EACH_PART {
+      const Ints is_number = a.part[i] == a.part[i];
+      const Ints whole = ((Ints)moved.part[i] - 0x4b400000) & is_number;
+      for (int j = 0; j < kWidth; ++j) p[i * kWidth + j] = static_cast<int8_t>(whole[j]);
+    }
+  }
+};
+
 // The first `count` (1 to 16) elements; lanes beyond are 0.
 template <class T>
 static inline V load_some(const typename T::Element* p, int64_t count) {

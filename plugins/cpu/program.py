@@ -104,11 +104,13 @@ def _pack(call: OpCall, extent: Extent) -> Op:
         tensor = call.inputs.get(role.name, call.outputs.get(role.name))
         if tensor is not None:
             op.tensors[index] = _tensor_ref(tensor)
-    for index, (name, kind) in enumerate(spec.attributes.items()):
+    attributes = {**spec.attributes, **spec.optional_attributes}
+    for index, (name, kind) in enumerate(attributes.items()):
+        value = call.attributes.get(name, 0)  # an optional attribute that is absent is 0
         if kind is float:
-            op.reals[index] = float(call.attributes[name])
+            op.reals[index] = float(value)
         else:
-            op.integers[index] = int(call.attributes[name])
+            op.integers[index] = int(value)
     return op
 
 

@@ -33,6 +33,16 @@ static inline void with_type(int32_t dtype, F&& f) {
   }
 }
 
+// The element types that keys and values are cached in.
+template <class F>
+static inline void with_cache_type(int32_t dtype, F&& f) {
+  if (dtype == kI8) {
+    f(I8{});
+    return;
+  }
+  with_type(dtype, f);
+}
+
 // f(row, scratch) for every row, several rows to an item.
 template <class F>
 static inline void each_row(Pool& pool, int64_t rows, int64_t width, F&& f) {
@@ -51,12 +61,17 @@ static inline void store_row(typename T::Element* out, const float* row, int64_t
   }
 }
 
-// FP8 of row / scale: a true division, as the references do.
-static inline void store_fp8(uint8_t* out, const float* row, int64_t width, float scale) {
+// FP8 or INT8 of row / scale: a true division, as the references do.
+template <class T>
+static inline void store_scaled(typename T::Element* out, const float* row, int64_t width,
+                                float scale) {
   const V divisor = set(scale);
   for (int64_t i = 0; i < width; i += kLanes) {
-    store_some<F8>(out + i, load_some<F32>(row + i, width - i) / divisor, width - i);
+    store_some<T>(out + i, load_some<F32>(row + i, width - i) / divisor, width - i);
   }
+}
+static inline void store_fp8(uint8_t* out, const float* row, int64_t width, float scale) {
+  store_scaled<F8>(out, row, width, scale);
 }
 
 static inline float row_scale(const float* row, int64_t width) {

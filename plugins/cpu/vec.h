@@ -26,6 +26,7 @@ constexpr int kWidth = 4;
 constexpr int kLanes = 16;
 constexpr int kParts = kLanes / kWidth;
 constexpr float kF8Max = 448.0f;
+constexpr float kI8Max = 127.0f;  // symmetric, as calibration takes it
 
 typedef float Floats __attribute__((vector_size(kWidth * 4)));
 typedef int32_t Ints __attribute__((vector_size(kWidth * 4)));

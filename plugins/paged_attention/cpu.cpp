@@ -41,8 +41,14 @@ void absorb_tile(Workspace& w, const Shape& shape, int64_t num_rows, int64_t fir
   const int64_t padded = shape.padded_size();
   for (int64_t r = 0; r < num_rows; ++r) {
     const int64_t position = w.rows[r].position;
-    const int64_t high = smaller(count, position + 1 - first);
-    const int64_t low = shape.window > 0 ? larger(0, position + 1 - shape.window - first) : 0;
+    int64_t high = smaller(count, position + 1 - first);
+    int64_t low = larger(0, shape.oldest_seen(position) - first);
+    const int64_t sinks = smaller(shape.sinks - first, high);
+    if (sinks > 0) {  // seen too, with a hole between them and the window
+      if (low >= high) high = low = sinks;
+      for (int64_t j = sinks; j < low; ++j) w.scores[r * kTileKeys + j] = -__builtin_inff();
+      low = 0;
+    }
     if (low >= high) {  // nothing visible: the row stays as it is
       w.factors[r] = 1.0f;
       std::memset(w.scores + r * kTileKeys, 0, kTileKeys * sizeof(float));
@@ -72,7 +78,8 @@ struct Attention {
   Attention(const Op& op, const Step& step)
       : op(op), step(step), key_scale(1.0f), value_scale(1.0f) {
     shape = Shape{op.integers[0], op.integers[1], op.integers[2],
-                  op.integers[3], static_cast<float>(op.reals[4]), op.integers[5]};
+                  op.integers[3], static_cast<float>(op.reals[4]), op.integers[5],
+                  op.integers[6]};
     if (op.tensors[kKScale].data) key_scale = *static_cast<float*>(op.tensors[kKScale].data);
     if (op.tensors[kVScale].data) value_scale = *static_cast<float*>(op.tensors[kVScale].data);
   }
@@ -98,12 +105,13 @@ struct Attention {
     std::memset(w.outputs, 0, num_rows * padded * sizeof(float));
 
     const int64_t oldest = w.rows[0].position, newest = w.rows[num_rows - 1].position;
-    const int64_t begin = shape.window > 0 ? larger(0, oldest + 1 - shape.window) : 0;
+    const int64_t begin = shape.oldest_seen(oldest) / kTileKeys * kTileKeys;
     const int32_t* blocks = step.block_tables + request * step.max_blocks;
     const float scale = shape.softmax_scale * key_scale;
-    for (int64_t first = begin / kTileKeys * kTileKeys; first <= newest; first += kTileKeys) {
+    for (int64_t first = shape.sinks > 0 ? 0 : begin; first <= newest; first += kTileKeys) {
+      if (first >= shape.sinks) first = larger(first, begin);  // from the sinks to the window
       const int64_t count = smaller(kTileKeys, newest + 1 - first);
-      with_type(step.kv_dtype, [&](auto type) {
+      with_cache_type(step.kv_dtype, [&](auto type) {
         w.tile.read<decltype(type)>(step, shape, blocks, kv_head, first, count);
       });
       int64_t r = 0;

@@ -1,6 +1,7 @@
 """Causal attention over the paged cache, in float32, rounded once to the model dtype.
 
-A query at position p sees keys j <= p and, with a window W > 0, j > p - W. Checked against
+A query at position p sees keys j <= p and, with a window W > 0, j > p - W. With `sink_tokens` S the
+first S keys are always seen and count towards the window: j < S or j > p - (W - S). Checked against
 torch's scaled_dot_product_attention with an explicit mask.
 
 With `tree_mask` [B, T, ceil(T/32)], a request of up to T tokens is a tree: its token i sees the
@@ -24,17 +25,20 @@ def attention(
     positions: torch.Tensor,
     softmax_scale: float,
     window: int,
+    sinks: int = 0,
     tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [heads, Q, D] at absolute `positions` [Q]; k, v [heads, L, D] -> [heads, Q, D] float32."""
     scores = (q @ k.transpose(-1, -2)) * softmax_scale
     keys = torch.arange(k.shape[1], device=q.device)
     visible = keys <= positions[:, None]
+    is_near = torch.ones_like(visible)
     if window > 0:
-        visible &= keys > positions[:, None] - window
+        is_near = (keys > positions[:, None] - (window - sinks)) | (keys < sinks)
+    visible &= is_near
     if tree is not None:  # [Q, Q] bool: the step's own tokens
         first = k.shape[1] - len(tree)
-        visible[:, :first] = True if window == 0 else keys[:first] > positions[:, None] - window
+        visible[:, :first] = is_near[:, :first]
         visible[:, first:] = tree
     return torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ v
 
@@ -88,6 +92,7 @@ def reference(
             positions[start:stop],
             float(attributes["softmax_scale"]),
             int(attributes["window"]),
+            int(attributes.get("sink_tokens", 0)),
             tree,
         )
         rows = result.transpose(0, 1).reshape(stop - start, -1).to(q.dtype)

@@ -30,6 +30,7 @@ SPEC = OpSpec(
         "softmax_scale": float,
         "window": int,
     },
+    optional_attributes={"sink_tokens": int},
     derived={"q": lambda d: d["num_heads"] * d["head_size"]},
     tolerance={
         "float32": Tolerance(1e-5, 2e-6),

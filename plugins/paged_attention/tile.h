@@ -20,7 +20,11 @@ constexpr int kOutputRows = 1;
 struct Shape {
   int64_t layer, num_heads, num_kv_heads, size;
   float softmax_scale;
-  int64_t window;
+  int64_t window, sinks;  // the first `sinks` keys are part of the window wherever it is
+  int64_t oldest_seen(int64_t position) const {  // sinks aside
+    const int64_t oldest = position + 1 - (window - sinks);
+    return window > 0 && oldest > 0 ? oldest : 0;
+  }
   int64_t heads_per_group() const { return num_heads / num_kv_heads; }
   int64_t padded_size() const { return (size + kLanes - 1) / kLanes * kLanes; }
 };

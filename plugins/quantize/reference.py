@@ -12,12 +12,19 @@ from collections.abc import Mapping
 import torch
 
 from llmctl.plugins.program import StepInputs
-from llmctl.plugins.spec import FP8_MAX
+from llmctl.plugins.spec import FP8_MAX, INT8_MAX
 
 
 def quantize_static(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x [..., K] any float dtype, scale [1] float32 -> float8_e4m3fn of the same shape."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def quantize_int8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [..., K] any float dtype, scale [1] float32 -> int8 of the same shape, NaN to 0: what a
+    quantized KV cache holds. Symmetric: -128 is not used."""
+    whole = (x.float() / scale).clamp(-INT8_MAX, INT8_MAX).round()
+    return whole.nan_to_num(0.0).to(torch.int8)
 
 
 def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

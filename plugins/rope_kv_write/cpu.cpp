@@ -42,9 +42,13 @@ static void run_rope_kv_write(const Op& op, const Step& step, Context& context) 
       const int64_t block = slot / per_block, offset = slot % per_block;
       const int64_t page = ((layer * step.num_blocks + block) * 2 + which) * num_kv_heads + kv_head;
       const int64_t at = (page * per_block + offset) * size;
+      const float unit = scale.data != nullptr ? *static_cast<const float*>(scale.data) : 1.0f;
       if (step.kv_dtype == kF8) {
-        const float unit = scale.data != nullptr ? *static_cast<const float*>(scale.data) : 1.0f;
         store_fp8(static_cast<uint8_t*>(step.kv_cache) + at, head, size, unit);
+        return;
+      }
+      if (step.kv_dtype == kI8) {
+        store_scaled<I8>(static_cast<int8_t*>(step.kv_cache) + at, head, size, unit);
         return;
       }
       with_model_type(step.kv_dtype, [&](auto cache_type) {

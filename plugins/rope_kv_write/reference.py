@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from llmctl.plugins.program import StepInputs
-from llmctl.plugins.quantize.reference import quantize_static
+from llmctl.plugins.quantize.reference import quantize_int8, quantize_static
 from llmctl.plugins.rms_norm.reference import rms_norm
 
 
@@ -52,5 +52,8 @@ def reference(
             values = quantize_static(values, inputs.get(role, one))
             # indexed assignment is not implemented for FP8, so its bytes are assigned
             cache.view(torch.uint8)[block, index, :, offset] = values.view(torch.uint8)
+        elif cache.dtype == torch.int8:
+            one = torch.ones(1, device=qkv.device)
+            cache[block, index, :, offset] = quantize_int8(values, inputs.get(role, one))
         else:
             cache[block, index, :, offset] = values.to(cache.dtype)

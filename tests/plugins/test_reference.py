@@ -73,8 +73,8 @@ def _close(dtype: str) -> dict[str, float]:
     return {"rtol": ulp, "atol": 1e-7}
 
 
-@pytest.mark.parametrize("window", [0, 5])
-def test_attention_equals_torch_scaled_dot_product_attention(window, generator):
+@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (5, 0), (7, 3)])
+def test_attention_equals_torch_scaled_dot_product_attention(window, sinks, generator):
     q = random_tensor((3, 7, 16), "float32", generator)
     k = random_tensor((3, 40, 16), "float32", generator)
     v = random_tensor((3, 40, 16), "float32", generator)
@@ -82,9 +82,9 @@ def test_attention_equals_torch_scaled_dot_product_attention(window, generator):
     keys = torch.arange(40)
     mask = keys <= positions[:, None]
     if window:
-        mask &= positions[:, None] - keys < window
+        mask &= (positions[:, None] - keys < window - sinks) | (keys < sinks)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
-    torch.testing.assert_close(attention(q, k, v, positions, 0.3, window), wanted)
+    torch.testing.assert_close(attention(q, k, v, positions, 0.3, window, sinks), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
