@@ -154,13 +154,16 @@ def resolve_build_config(
             f"max_input_len {max_input_len} does not limit prompts: they are processed in chunks, "
             f"up to max_seq_len {max_seq_len}"
         )
+    # A slot of a continuous cache is a block that a whole sequence fits in.
+    is_continuous = request.kv_cache_type == "continuous"
+    block = max_seq_len if is_continuous else request.tokens_per_block
     wanted, rows = request.max_num_tokens, request.max_batch_size * (request.max_draft_len + 1)
-    lowest, highest = max(rows, request.tokens_per_block), max_seq_len * request.max_batch_size
+    lowest, highest = max(rows, block), max_seq_len * request.max_batch_size
     max_num_tokens = max(min(wanted, highest), lowest)
     if max_num_tokens > wanted:
         notices.append(
             f"max_num_tokens raised from {wanted} to {max_num_tokens}: the most of "
-            f"max_batch_size * (max_draft_len + 1) = {rows} and one block"
+            f"max_batch_size * (max_draft_len + 1) = {rows} and one block of {block}"
         )
     elif max_num_tokens < wanted:
         notices.append(
@@ -175,7 +178,7 @@ def resolve_build_config(
         max_beam_width=request.max_beam_width,
         max_draft_len=request.max_draft_len,
         speculative_decoding_mode=SPECULATIVE_MODES[mode],
-        tokens_per_block=request.tokens_per_block,
+        tokens_per_block=block,
         kv_cache_type=request.kv_cache_type.upper(),
         kv_cache_dtype=kv_cache_dtype,
         gather_context_logits=False,

@@ -193,7 +193,7 @@ class OpenEngines:
         """What runs generation on the device by itself: plain decoding and draft engines whose
         drafts are accepted by tokens. Everything else is led by the host."""
         opened = self._on_device
-        if opened is None:
+        if opened is None or not opened.has_rounds:
             return None
         from llmctl.runtime.cuda_rounds import CudaRoundRunner
 

@@ -57,6 +57,8 @@ class CudaExecutable(Executable):
     the logits does.
     """
 
+    has_rounds = True  # its steps can be part of a round's graphs
+
     def __init__(
         self,
         config: EngineConfig,

@@ -60,6 +60,11 @@ class OpenedPair:
     sampling: CudaSampling
     loads: tuple[tuple[str, LoadReport], ...]  # by role
 
+    @property
+    def has_rounds(self) -> bool:
+        """Whether generation can run on the device by itself."""
+        return all(e.has_rounds for e in (self.target, self.draft) if e is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedPair:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from llmctl.builder.engine_format import TENSORRT_OP, EngineConfig, Plan
+from llmctl.builder.engine_format import TENSORRT_OP, EngineConfig, Plan, TrtPiece
 from llmctl.plugins.cuda.compiler import CompiledKernel, uses_pdl
 from llmctl.plugins.cuda.kernel import NUM_SMS, StepLimits
 from llmctl.plugins.cuda.program import CudaProgram
@@ -16,6 +16,7 @@ from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.tensorrt.execution import PieceExecutor, PlanSet
 from llmctl.runtime.cuda_engine import CudaExecutable
+from llmctl.runtime.linear_engine import PIECE, LinearExecutable, output_bytes
 
 
 def is_linear(config: EngineConfig) -> bool:
@@ -27,7 +28,7 @@ def is_linear(config: EngineConfig) -> bool:
 def open_plans(
     plan: Plan, stored: Mapping[str, torch.Tensor], trt: Any, queue: DeviceQueue
 ) -> PlanSet:
-    """Every plan of the engine, with scratch memory on the queue's device.
+    """Every plan that the engine's operators run, with scratch memory on the queue's device.
 
     Raises RebuildNeeded, CorruptEngine, OutOfMemory.
     """
@@ -36,8 +37,15 @@ def open_plans(
         with device_errors("allocating TensorRT's scratch memory"), queue.scope():
             return torch.empty(num_bytes, dtype=torch.uint8, device=queue.device)
 
-    data = {piece.name: stored[piece.tensor].numpy().tobytes() for piece in plan.trt_pieces}
-    return PlanSet(trt, plan.trt_pieces, data, allocate, queue.handle)
+    pieces = used_pieces(plan)
+    data = {piece.name: stored[piece.tensor].numpy().tobytes() for piece in pieces}
+    return PlanSet(trt, pieces, data, allocate, queue.handle)
+
+
+def used_pieces(plan: Plan) -> list[TrtPiece]:
+    """The plans that some operator runs; one for token trees may lie beside them."""
+    used = {op.attributes.get("piece") for op in plan.ops}
+    return [piece for piece in plan.trt_pieces if piece.name in used]
 
 
 def open_tensorrt(
@@ -67,6 +75,8 @@ def open_tensorrt(
             executors={TENSORRT_OP: PieceExecutor(plans)},
         )
 
+    if is_linear(config):
+        return LinearExecutable(config, plan, load(), make_program, queue, plans)
     return CudaExecutable(
         config,
         plan,
@@ -87,9 +97,12 @@ def kernels_a_step(plan: Plan) -> int:
 
 
 def plan_scratch_bytes(plan: Plan) -> int:
-    """Scratch memory of TensorRT's plans, as their builder reported it; they share it."""
-    profiles = [profile for piece in plan.trt_pieces for profile in piece.profiles]
-    return max((p["activation_bytes"] + p["scratch_bytes"] for p in profiles), default=0)
+    """Scratch memory of TensorRT's plans, as their builder reported it, which they share; and what
+    the plan of a whole model writes beside its cache."""
+    pieces = used_pieces(plan)
+    profiles = [profile for piece in pieces for profile in piece.profiles]
+    shared = max((p["activation_bytes"] + p["scratch_bytes"] for p in profiles), default=0)
+    return shared + sum(output_bytes(piece) for piece in pieces if piece.name == PIECE)
 
 
 def load_binaries(

@@ -10,6 +10,7 @@ has been executed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from llmctl.plugins.cuda.kernel import LaunchEnv, StepShape
     from llmctl.plugins.program import Extent, OpCall
 
+ADDRESS_ALIGNMENT = 256  # bytes, of every binding and of scratch memory (TensorRT's documentation)
 Shape = tuple[int, ...]
 _REBUILD = "build the engine again"
 
@@ -73,15 +75,18 @@ class OpenedPlan:
         return int(max([engine.device_memory_size_v2, *sizes]))
 
     def choose_profile(self, sizes: Mapping[str, int]) -> int:
-        """The first profile that holds these sizes. Raises CorruptEngine: the profiles of a plan
-        hold every step within the engine's limits."""
+        """The narrowest profile that holds these sizes. Raises CorruptEngine: the profiles of a
+        plan hold every step within the engine's limits."""
+        found: list[tuple[int, int]] = []
         for index, profile in enumerate(self.piece.profiles):
-            ranges = profile["sizes"].items()
-            if all(low <= sizes[dim] <= high for dim, (low, _, high) in ranges if dim in sizes):
-                return index
-        raise CorruptEngine(
-            f"no profile of the plan {self.piece.name} holds {dict(sizes)}", fix=_REBUILD
-        )
+            bounds = [(size, profile["sizes"][dim]) for dim, size in sizes.items()]
+            if all(low <= size <= high for size, (low, _, high) in bounds):
+                found.append((math.prod(max(1, high) for _, (_, _, high) in bounds), index))
+        if not found:
+            raise CorruptEngine(
+                f"no profile of the plan {self.piece.name} holds {dict(sizes)}", fix=_REBUILD
+            )
+        return min(found)[1]
 
     def _check_bindings(self) -> None:
         """Raise CorruptEngine where the plan's tensors are not those that the engine describes."""
@@ -151,6 +156,7 @@ class Context:
                 has_new_shape = True
         for name, address in addresses.items():
             if self._addresses.get(name) != address:
+                assert address % ADDRESS_ALIGNMENT == 0, f"{name} lies at {address:#x}"
                 accepted = self._context.set_tensor_address(name, address)
                 self._require(accepted, f"an address for {name}")
                 self._addresses[name] = address
@@ -193,8 +199,8 @@ class PlanSet:
             for name, plan in self.plans.items()
         }
         num_bytes = max(plan.scratch_bytes for plan in self.plans.values())
-        self._scratch = allocate(max(num_bytes, 256))
-        assert self._scratch.data_ptr() % 256 == 0, "TensorRT wants 256-byte alignment"
+        self._scratch = allocate(max(num_bytes, ADDRESS_ALIGNMENT))
+        assert self._scratch.data_ptr() % ADDRESS_ALIGNMENT == 0
         for contexts in self.contexts.values():
             for context in contexts:
                 context.set_scratch(self._scratch.data_ptr(), num_bytes)

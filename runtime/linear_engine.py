@@ -1,0 +1,260 @@
+"""Engines whose plan holds the KV cache too: one slot of max_seq_len positions a sequence.
+
+To the scheduler a slot is a block that a whole sequence fits in, so nothing else changes. A plan
+reads neighbouring slots as its batch; so a step becomes one run for each group of neighbours that
+read equally many tokens (a chunk of a prompt is a group of its own).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmctl.builder.engine_format import EngineConfig, Plan
+from llmctl.errors import OutOfMemory, Unsupported
+from llmctl.plugins.cuda.kernel import StepLimits
+from llmctl.plugins.cuda.queue import DeviceLogits, DeviceQueue, device_errors
+from llmctl.plugins.program import OpCall, StepInputs
+from llmctl.plugins.tensorrt.execution import ADDRESS_ALIGNMENT, PieceFormat, PlanSet
+from llmctl.runtime.cuda_engine import CudaExecutable, DeviceProgram
+from llmctl.runtime.engine import Executable, make_calls
+
+PIECE = "whole"
+_QUERY = "query_"  # outputs that are there for their layout alone
+_WORDS = ADDRESS_ALIGNMENT // 4  # int32 between the arrays of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Requests of neighbouring slots, run together. Each reads `length` tokens and gets the logits
+    of `rows`, indices among them; one row that nobody wants where none is asked for."""
+
+    first_slot: int
+    requests: tuple[int, ...]  # indices into the step, in slot order
+    length: int
+    rows: tuple[int, ...]
+    wanted: tuple[int, ...]  # rows of the step's logits, in the group's order; () if none is
+
+
+def group_requests(step: StepInputs) -> list[Group]:
+    """The step as runs of the plan, in slot order."""
+    described = []
+    for request in range(step.num_requests):
+        start, stop = int(step.cu_q[request]), int(step.cu_q[request + 1])
+        wanted = np.flatnonzero((step.logit_rows >= start) & (step.logit_rows < stop))
+        rows = tuple((step.logit_rows[wanted] - start).tolist()) or (stop - start - 1,)
+        slot = int(step.block_tables[request, 0])
+        described.append(Group(slot, (request,), stop - start, rows, tuple(wanted.tolist())))
+    groups: list[Group] = []
+    for found in sorted(described, key=lambda group: group.first_slot):
+        if groups and _can_join(groups[-1], found):
+            last = groups.pop()
+            requests, wanted_rows = (*last.requests, *found.requests), (*last.wanted, *found.wanted)
+            found = Group(last.first_slot, requests, last.length, last.rows, wanted_rows)
+        groups.append(found)
+    return groups
+
+
+def _can_join(group: Group, other: Group) -> bool:
+    is_chunk = group.length > 1 and len(group.rows) == 1
+    alike = (group.length, group.rows) == (other.length, other.rows)
+    neighbours = group.first_slot + len(group.requests) == other.first_slot
+    return alike and neighbours and not is_chunk and bool(group.wanted) == bool(other.wanted)
+
+
+def step_arrays(step: StepInputs, group: Group) -> dict[str, NDArray[np.int32]]:
+    """What the plan is fed for one group, by binding."""
+    tokens = np.concatenate(
+        [np.arange(step.cu_q[request], step.cu_q[request + 1]) for request in group.requests]
+    ).reshape(-1, group.length)
+    ids, positions = step.token_ids[tokens], step.position_ids[tokens]
+    batch = np.arange(len(group.requests), dtype=np.int32)
+    return {
+        "token_ids": ids,
+        "position_ids": positions,
+        "write_index": positions[:, 0].copy(),
+        "kv_length": positions[:, 0] + np.int32(group.length),
+        "logit_rows": batch[:, None] * np.int32(group.length) + np.array(group.rows, np.int32),
+        # Nothing: tokens are chosen by the executor, which also samples, bans and penalizes.
+        "drafts": np.full((len(batch), len(group.rows) - 1), -1, np.int32),
+    }
+
+
+class LinearExecutable(CudaExecutable):
+    """Runs the plan of a whole model. Steps are enqueued each time; they are not captured."""
+
+    has_rounds = False
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: Plan,
+        weights: Mapping[str, torch.Tensor],
+        make_program: Callable[[list[OpCall], StepLimits], DeviceProgram],
+        queue: DeviceQueue,
+        plans: PlanSet,
+    ) -> None:
+        super().__init__(config, plan, weights, make_program, queue, is_capturable=lambda: False)
+        self._plans = plans
+        self._bindings: tuple[Mapping[str, Any], ...] = tuple(plans.plans[PIECE].piece.bindings)
+        calls = make_calls(plan, {**weights, plan.logits: self.logits})
+        (call,) = [call for call in calls if call.attributes["piece"] == PIECE]
+        self._fixed = {name: tensor.data_ptr() for name, tensor in call.inputs.items()}
+        with device_errors("allocating activations"), queue.scope():
+            self._outputs = self._allocate_outputs()
+        self._caches: torch.Tensor | None = None
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Slots for `num_blocks` sequences, zeroed; those that are there stay if they suffice."""
+        if self._caches is not None and self._caches.shape[2] == num_blocks:
+            return
+        cache = self.plan.kv_cache
+        slot = (cache.num_kv_heads, cache.tokens_per_block, cache.head_size)
+        dtype: torch.dtype = getattr(torch, cache.dtype)
+        if math.prod(slot) * dtype.itemsize % ADDRESS_ALIGNMENT:
+            raise Unsupported(
+                f"a slot of {cache.tokens_per_block} positions does not end on a multiple of "
+                f"{ADDRESS_ALIGNMENT} bytes, as TensorRT wants",
+                fix="rebuild with a --max-seq-len that is a multiple of 16",
+            )
+        self._caches = None
+        num_bytes = num_blocks * self.kv_bytes_per_block
+        try:
+            with device_errors("allocating the KV cache"), self.queue.scope():
+                shape = (cache.num_layers, 2, num_blocks, *slot)
+                self._caches = torch.zeros(shape, dtype=dtype, device=self.queue.device)
+        except OutOfMemory as error:
+            raise OutOfMemory(
+                f"a KV cache of {num_blocks} slots needs {num_bytes / 1e9:.2f} GB of device "
+                "memory, which is not there",
+                fix="lower --max-tokens-in-paged-kv-cache or --kv-cache-free-gpu-memory-fraction",
+            ) from error
+
+    def copy_block(self, source: int, destination: int) -> None:
+        """Copy one slot over all layers, after everything enqueued before."""
+        assert self._caches is not None, "allocate_kv_cache comes first"
+        with device_errors("copying a KV slot"), self.queue.scope():
+            self._caches[:, :, destination].copy_(self._caches[:, :, source])
+
+    def allocate_host_blocks(self, num_blocks: int) -> None:
+        """Raises Unsupported: a slot is a whole sequence, too much to move for a shared prefix."""
+        Executable.allocate_host_blocks(self, num_blocks)
+
+    def run(self, step: StepInputs) -> DeviceLogits:
+        """Enqueue one step, group by group; logits of step.logit_rows in that order."""
+        groups = group_requests(step)
+        fed = [step_arrays(step, group) for group in groups]
+        arrays, starts = _pack(fed)
+        with device_errors("running a step"), self.queue.scope():
+            device = self.queue.to_device(torch.from_numpy(arrays))
+            for group, parts, begin in zip(groups, fed, starts, strict=True):
+                base = device.data_ptr()
+                inputs = {name: base + 4 * begin[name] for name in parts}
+                self._run_group(group, {n: a.shape for n, a in parts.items()}, inputs, step)
+        return DeviceLogits(self.logits[: step.num_rows], self.queue)
+
+    def _run_group(
+        self,
+        group: Group,
+        shapes: Mapping[str, tuple[int, ...]],
+        inputs: Mapping[str, int],
+        step: StepInputs,
+    ) -> None:
+        batch, num_rows = len(group.requests), len(group.rows)
+        sizes = {"batch": batch, "length": group.length, "rows": num_rows, "drafts": num_rows - 1}
+        addresses = {**self._fixed, **inputs, **self._cache_addresses(group.first_slot)}
+        addresses |= {name: tensor.data_ptr() for name, tensor in self._outputs.items()}
+        is_in_place = group.wanted == tuple(range(step.num_rows))
+        if is_in_place:
+            addresses["logits"] = self.logits.data_ptr()
+        known = {}
+        for binding in self._bindings:
+            if binding["is_input"] and any(isinstance(dim, str) for dim in binding["shape"]):
+                name, dims = binding["name"], binding["shape"]
+                known[name] = tuple(sizes[d] if isinstance(d, str) else d for d in dims)
+                assert name not in shapes or known[name] == tuple(shapes[name]), name
+        names = [binding["name"] for binding in self._bindings]
+        context = self._plans.choose(PIECE, sizes)
+        context.run(known, {name: addresses[name] for name in names}, self.queue.handle)
+        if group.wanted and not is_in_place:
+            rows = self.queue.to_device(torch.tensor(group.wanted, dtype=torch.int64))
+            self.logits.index_copy_(0, rows, self._outputs["logits"][: batch * num_rows])
+
+    def _cache_addresses(self, first_slot: int) -> dict[str, int]:
+        """Both caches of every layer from a slot on; an output is its input's memory."""
+        assert self._caches is not None, "allocate_kv_cache comes first"
+        found = {}
+        for layer, pair in enumerate(self._caches):
+            for kind, slots in zip("kv", pair, strict=True):
+                found[f"cache_{kind}_{layer}"] = slots[first_slot].data_ptr()
+        return found | {f"{name}_out": address for name, address in found.items()}
+
+    def _allocate_outputs(self) -> dict[str, torch.Tensor]:
+        """Room for what a run writes beside the caches."""
+        shapes = output_shapes(self._plans.plans[PIECE].piece)
+        dtypes = {b["name"]: getattr(torch, b["dtype"]) for b in self._bindings}
+        made: dict[str, torch.Tensor] = {}
+        for name, (owner, shape) in shapes.items():
+            if owner == name:
+                made[name] = torch.zeros(shape, dtype=dtypes[name], device=self.queue.device)
+            else:
+                made[name] = made[owner]
+        return made
+
+
+def output_shapes(piece: PieceFormat) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Of every output but caches: (whose memory it is, its largest shape). All layers' queries
+    share the first one's memory: each is read before the next is written."""
+    profiles = [profile["sizes"] for profile in piece.profiles]
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    owner = ""
+    for binding in piece.bindings:
+        if binding["is_input"] or binding["alias"]:
+            continue
+        name = binding["name"]
+        if name.startswith(_QUERY):
+            owner = owner or name
+        whose = owner if name.startswith(_QUERY) else name
+        found[name] = (whose, _largest(tuple(binding["shape"]), profiles))
+    return found
+
+
+def output_bytes(piece: PieceFormat) -> int:
+    """Device memory of the outputs but caches."""
+    sizes = {b["name"]: getattr(torch, b["dtype"]).itemsize for b in piece.bindings}
+    shapes = output_shapes(piece).items()
+    return sum(math.prod(shape) * sizes[n] for n, (owner, shape) in shapes if owner == n)
+
+
+def _largest(dims: tuple[int | str, ...], profiles: list[Mapping[str, Any]]) -> tuple[int, ...]:
+    """The largest shape of any profile."""
+    shapes = []
+    for sizes in profiles:
+        most = {name: int(bounds[2]) for name, bounds in sizes.items()}
+        most["logits_rows"] = most["batch"] * most["rows"]
+        shapes.append(tuple(most[dim] if isinstance(dim, str) else dim for dim in dims))
+    return max(shapes, key=math.prod)
+
+
+def _pack(
+    fed: list[dict[str, NDArray[np.int32]]],
+) -> tuple[NDArray[np.int32], list[dict[str, int]]]:
+    """(all arrays in one, each on an aligned address; where each begins, by group and name)."""
+    starts: list[dict[str, int]] = []
+    size = 0
+    for arrays in fed:
+        starts.append({})
+        for name, array in arrays.items():
+            starts[-1][name] = size
+            size += max(1, -(-array.size // _WORDS)) * _WORDS
+    packed = np.zeros(size, np.int32)
+    for arrays, begin in zip(fed, starts, strict=True):
+        for name, array in arrays.items():
+            packed[begin[name] : begin[name] + array.size] = array.reshape(-1)
+    return packed, starts

@@ -1,0 +1,134 @@
+"""A machine with an RTX GPU that is made of the CPU: plans run by the fake package, our operators by
+their references, memory and streams by the host. Everything between is llmctl's own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import fake_tensorrt
+import numpy as np
+import pytest
+import torch
+from cuda_support import FakeGraph, launch_sampling
+from fake_tensorrt import FakeModule
+
+from llmctl.plugins.cuda.kernel import LaunchEnv, StepLimits, StepShape
+from llmctl.plugins.cuda.program import CudaProgram
+from llmctl.plugins.cuda.queue import DeviceQueue
+from llmctl.plugins.program import OpCall, StepInputs
+from llmctl.plugins.reference import ReferenceProgram
+from llmctl.plugins.rounds import reference
+
+OUR_OPS = ("rope_kv_write", "paged_attention")
+GPU = "NVIDIA GeForce RTX 4090"
+FREE_BYTES, TOTAL_BYTES = 22 * 10**9, 24 * 10**9
+
+
+class HostDriver:
+    """What a program asks of the CUDA driver, at once."""
+
+    def make_current(self) -> None: ...
+
+    def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        ctypes.memmove(target, source, num_bytes)
+
+    def make_event(self) -> SimpleNamespace:
+        return SimpleNamespace(record=lambda stream: None, wait=lambda: None)
+
+
+class ReferenceExecutor:
+    """Our operators by their references, from what lies in the step's arrays when they run."""
+
+    def extents(self, call: OpCall) -> Mapping[str, Any]:
+        return {}
+
+    def prepare(
+        self, call: OpCall, env: LaunchEnv, shape: StepShape
+    ) -> list[Callable[[int], None]]:
+        program = ReferenceProgram([call])
+
+        def run(stream: int) -> None:
+            step = env.step
+            cu_q = step.cu_q[: shape.num_requests + 1].numpy()
+            kv_len = step.kv_len[: shape.num_requests].numpy()
+            tokens, requests = int(cu_q[-1]), int((kv_len > 0).sum())
+            slots = step.slot_mapping[: shape.num_tokens].numpy()
+            written = int((slots >= 0).sum())  # a round past its end writes nothing any more
+            if call.op == "rope_kv_write" and written < tokens:
+                tokens = written
+            program.run(
+                StepInputs(
+                    token_ids=step.token_ids[:tokens].numpy(),
+                    position_ids=step.position_ids[:tokens].numpy(),
+                    cu_q=cu_q[: requests + 1],
+                    kv_len=kv_len[:requests],
+                    block_tables=np.ascontiguousarray(step.block_tables[:requests].numpy()),
+                    slot_mapping=slots[:tokens],
+                    logit_rows=step.logit_rows[: shape.num_rows].numpy(),
+                ),
+                env.kv_cache,
+            )
+
+        return [run]
+
+
+class HostProgram(CudaProgram):
+    """`CudaProgram` in host memory."""
+
+    def __init__(
+        self,
+        calls: list[OpCall],
+        binaries: Sequence[Any],
+        limits: StepLimits,
+        device: torch.device,
+        use_pdl: bool,
+        executors: Mapping[str, Any],
+    ) -> None:
+        assert not use_pdl, "RTX kernels are launched plainly"
+        ours = dict.fromkeys(OUR_OPS, ReferenceExecutor())
+        super().__init__(calls, [], limits, "cpu", HostDriver(), use_pdl, {**executors, **ours})
+
+    def launch(self, launches: Sequence[Any], stream: int) -> None:
+        for launch in launches:
+            if callable(launch):
+                launch()
+            else:
+                launch_sampling(launch)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, module: FakeModule) -> list[FakeGraph]:
+    """Make llmctl find that machine; the graphs that it captures."""
+    graphs: list[FakeGraph] = []
+
+    def capture(queue: DeviceQueue, record: Callable[[], None]) -> FakeGraph:
+        graphs.append(FakeGraph(record))
+        return graphs[-1]
+
+    pretend_gpu(monkeypatch, (8, 9), GPU)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (FREE_BYTES, TOTAL_BYTES))
+    monkeypatch.setattr("llmctl.runtime.tensorrt_device.load_package", lambda backend: module)
+    monkeypatch.setattr("llmctl.runtime.tensorrt_open.CudaProgram", HostProgram)
+    monkeypatch.setattr("llmctl.runtime.tensorrt_open._num_sms", lambda device: 128)
+    monkeypatch.setattr("llmctl.runtime.cuda_open.DeviceQueue", lambda _: DeviceQueue("cpu"))
+    for place in ("cuda_engine", "cuda_rounds"):
+        monkeypatch.setattr(f"llmctl.runtime.{place}.capture_graph", capture)
+    names = ("draft_first", "draft_next", "verify", "accept")
+    by_reference = {name: partial(partial, getattr(reference, name)) for name in names}
+    monkeypatch.setattr("llmctl.runtime.cuda_rounds.bookkeeping", SimpleNamespace(**by_reference))
+    for place in ("plugins.tensorrt.execution", "runtime.linear_engine"):
+        monkeypatch.setattr(f"llmctl.{place}.ADDRESS_ALIGNMENT", 64)
+    monkeypatch.setitem(fake_tensorrt.ALIGNMENT, "bytes", 64)
+    return graphs
+
+
+def pretend_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, name: str = GPU
+) -> None:
+    """What torch says of the GPU; None: there is none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
