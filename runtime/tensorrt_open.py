@@ -14,7 +14,8 @@ from llmctl.plugins.cuda.kernel import NUM_SMS, StepLimits
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.program import OpCall
-from llmctl.plugins.tensorrt.execution import PieceExecutor, PlanSet
+from llmctl.plugins.tensorrt.execution import PlanSet
+from llmctl.plugins.tensorrt.executor import PieceExecutor
 from llmctl.runtime.cuda_engine import CudaExecutable
 from llmctl.runtime.linear_engine import PIECE, LinearExecutable, output_bytes
 

@@ -1,4 +1,4 @@
-"""Runs TensorRT plans as operators of a program: opened once, bound and enqueued step by step.
+"""TensorRT plans, opened once, bound and enqueued step by step.
 
 A plan holds kernels only: weights are bindings like activations, so the same plan serves every
 layer of a model with other addresses. Each profile of each plan has one execution context, and all
@@ -20,9 +20,6 @@ from llmctl.plugins.tensorrt.library import last_error, shared_logger
 
 if TYPE_CHECKING:
     import torch
-
-    from llmctl.plugins.cuda.kernel import LaunchEnv, StepShape
-    from llmctl.plugins.program import Extent, OpCall
 
 ADDRESS_ALIGNMENT = 256  # bytes, of every binding and of scratch memory (TensorRT's documentation)
 Shape = tuple[int, ...]
@@ -215,64 +212,6 @@ class PlanSet:
         return all(context.is_capturable(stream) for context in everyone)
 
 
-class PieceExecutor:
-    """Runs the calls of the operator "tensorrt": one piece each, with the call's tensors bound."""
-
-    def __init__(self, plans: PlanSet) -> None:
-        self._plans = plans
-
-    def extents(self, call: OpCall) -> Mapping[str, Extent]:
-        """Whether each output has the step's tokens or its rows."""
-        piece = self._plans.plans[str(call.attributes["piece"])].piece
-        return {
-            b["name"]: "rows" if b["shape"][0] == "rows" else "tokens"
-            for b in piece.bindings
-            if not b["is_input"]
-        }
-
-    def prepare(
-        self, call: OpCall, env: LaunchEnv, shape: StepShape
-    ) -> list[Callable[[int], None]]:
-        """The run of a piece, or nothing where the step has no row that the piece computes."""
-        name = str(call.attributes["piece"])
-        plan = self._plans.plans[name]
-        sizes = {"tokens": shape.num_tokens, "rows": shape.num_rows}
-        used = {dim for dims in plan.symbolic.values() for dim in dims if isinstance(dim, str)}
-        if any(sizes[dim] == 0 for dim in used):
-            return []
-        shapes = {
-            binding: tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims)
-            for binding, dims in plan.symbolic.items()
-        }
-        context = self._plans.choose(name, {dim: sizes[dim] for dim in used})
-        return [_Run(context, shapes, _addresses(plan, call, env))]
-
-
-class _Run:
-    """One piece with its bindings; called with a stream it is enqueued there."""
-
-    __slots__ = ("_addresses", "_context", "_shapes")
-
-    def __init__(
-        self, context: Context, shapes: Mapping[str, Shape], addresses: Mapping[str, int]
-    ) -> None:
-        self._context = context
-        self._shapes = shapes
-        self._addresses = addresses
-
-    def __call__(self, stream: int) -> None:
-        self._context.run(self._shapes, self._addresses, stream)
-
-
-def _addresses(plan: OpenedPlan, call: OpCall, env: LaunchEnv) -> dict[str, int]:
-    """Where each binding lies. Inputs that the call does not have are arrays of the step."""
-    tensors = {**call.inputs, **call.outputs}
-    return {
-        name: (tensors[name] if name in tensors else getattr(env.step, name)).data_ptr()
-        for name in (binding["name"] for binding in plan.piece.bindings)
-    }
-
-
 def _require_version(trt: Any, runtime: Any, piece: PieceFormat, data: bytes) -> None:
     """Plans are for the version that built them; TensorRT-RTX can say more about one."""
     if piece.version == trt.__version__:
@@ -298,9 +237,10 @@ def _create_context(trt: Any, engine: Any) -> Any:
         return engine.create_execution_context(strategy)
     config = engine.create_runtime_config()
     config.set_execution_context_allocation_strategy(strategy)
-    # Eager: a kernel that is replaced when its better one is compiled would change bits midway.
+    # None: a kernel that is replaced when a better one is compiled changes bits midway, and to
+    # compile one for every length of a prompt stops each of them.
     config.dynamic_shapes_kernel_specialization_strategy = (
-        trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        trt.DynamicShapesKernelSpecializationStrategy.NONE
     )
     config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED
     return engine.create_execution_context(config)

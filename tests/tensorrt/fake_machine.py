@@ -1,5 +1,5 @@
-"""A machine with an RTX GPU that is made of the CPU: plans run by the fake package, our operators by
-their references, memory and streams by the host. Everything between is llmctl's own."""
+"""A machine with an RTX GPU that is made of the CPU: the fake package runs plans, references run
+our operators, memory and streams are the host's. Everything between is llmctl's own."""
 
 from __future__ import annotations
 

@@ -1,0 +1,261 @@
+"""How plans are opened, bound and enqueued, and by which name each thing that can fail does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from evaluated import networks_of, plan_engine
+from fake_engines import describe
+from fake_tensorrt import (
+    SCRATCH_BYTES,
+    CudaGraphStrategy,
+    DynamicShapesKernelSpecializationStrategy,
+    ExecutionContextAllocationStrategy,
+    FakeModule,
+)
+
+from llmctl.builder.engine_format import TENSORRT_OP, TrtPiece
+from llmctl.builder.tensorrt.networks import PieceNetwork
+from llmctl.errors import CorruptEngine, DeviceFailure, OutOfMemory, RebuildNeeded
+from llmctl.plugins.cuda.kernel import StepShape
+from llmctl.plugins.program import OpCall
+from llmctl.plugins.tensorrt import library
+from llmctl.plugins.tensorrt.execution import PlanSet
+from llmctl.plugins.tensorrt.executor import PieceExecutor
+
+real = pytest.importorskip("tensorrt_rtx", reason="the networks are TensorRT's")
+STREAM = 1234
+
+
+@pytest.fixture(scope="module")
+def networks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PieceNetwork]:
+    """The pieces of a model with two layers, of profiles for few and for many tokens."""
+    folder = tmp_path_factory.mktemp("model") / "checkpoint"
+    checkpoint = write_checkpoint(folder, "llama", "fp8", num_hidden_layers=2)
+    return networks_of(plan_engine(checkpoint, "tensorrt-rtx", max_num_tokens=600, max_seq_len=640))
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
+    monkeypatch.setattr(library, "_loggers", {})
+    return FakeModule(real)
+
+
+def aligned(num_bytes: int) -> torch.Tensor:
+    raw = torch.zeros(num_bytes + 256, dtype=torch.uint8)
+    return raw[-raw.data_ptr() % 256 :][:num_bytes]
+
+
+def described(
+    module: FakeModule, networks: dict[str, PieceNetwork], version: str | None = None
+) -> tuple[list[TrtPiece], dict[str, bytes]]:
+    data = {name: module.write_plan(network) for name, network in networks.items()}
+    pieces = [describe(n, net, len(data[n]), module, version) for n, net in networks.items()]
+    return pieces, data
+
+
+def open_plans(module: FakeModule, networks: dict[str, PieceNetwork], **fields: Any) -> PlanSet:
+    pieces, data = described(module, networks)
+    return PlanSet(module, [replace(piece, **fields) for piece in pieces], data, aligned, STREAM)
+
+
+def call_of(network: PieceNetwork, layer: int = 0) -> OpCall:
+    """A call with its own memory for every binding but the step's arrays."""
+    tensors = {
+        binding.name: aligned(1 << 18)
+        for binding in network.bindings
+        if binding.name not in ("token_ids", "logit_rows")
+    }
+    outputs = {b.name: tensors.pop(b.name) for b in network.bindings if not b.is_input}
+    piece = {"piece": network.name}
+    return OpCall(TENSORRT_OP, f"layers.{layer}", tensors, outputs, piece)
+
+
+@pytest.fixture
+def env() -> SimpleNamespace:
+    arrays = {name: aligned(4096) for name in ("token_ids", "logit_rows")}
+    return SimpleNamespace(step=SimpleNamespace(**arrays))
+
+
+def shape(tokens: int, rows: int) -> StepShape:
+    return StepShape(tokens, 1, rows, tokens, tokens)
+
+
+# ---- what is told to TensorRT ----
+
+
+def test_contexts_use_one_scratch_buffer_that_is_ours(module, networks) -> None:
+    plans = open_plans(module, networks)
+    assert [context.profile for context in module.contexts] == [0, 1] * 3
+    scratch = {context.scratch for context in module.contexts}
+    assert len(scratch) == 1 and scratch.pop()[1] == 2 * SCRATCH_BYTES
+    for context in module.contexts:
+        assert context.how.strategy is ExecutionContextAllocationStrategy.USER_MANAGED
+        assert context.how.cuda_graph_strategy is CudaGraphStrategy.DISABLED
+        strategy = context.how.dynamic_shapes_kernel_specialization_strategy
+        assert strategy is DynamicShapesKernelSpecializationStrategy.NONE
+    assert plans.is_capturable(STREAM)
+    module.is_capturable = False
+    assert not plans.is_capturable(STREAM)
+
+
+def test_full_tensorrt_has_no_runtime_configuration(monkeypatch, networks) -> None:
+    monkeypatch.setattr(library, "_loggers", {})
+    module = FakeModule(real, name="tensorrt", is_rtx=False)
+    plans = open_plans(module, networks)
+    user_managed = ExecutionContextAllocationStrategy.USER_MANAGED
+    assert {context.how for context in module.contexts} == {user_managed}
+    assert plans.is_capturable(STREAM)
+
+
+def test_every_binding_gets_the_address_of_its_tensor(module, networks, env) -> None:
+    executor = PieceExecutor(open_plans(module, networks))
+    call = call_of(networks["last"])
+    module.faults.add("execute")
+    (run,) = executor.prepare(call, env, shape(7, 3))
+    with pytest.raises(DeviceFailure):
+        run(STREAM)
+    (context,) = [c for c in module.contexts if c.addresses]
+    tensors = {**call.inputs, **call.outputs, "logit_rows": env.step.logit_rows}
+    assert context.addresses == {name: t.data_ptr() for name, t in tensors.items()}
+    assert context.shapes["logit_rows"] == (3,) and context.shapes["hidden"][0] == 7
+    assert set(context.shapes) == {
+        b.name for b in networks["last"].bindings if b.is_input and isinstance(b.shape[0], str)
+    }
+
+
+def test_a_piece_used_again_is_told_only_what_differs(module, networks, env, monkeypatch) -> None:
+    monkeypatch.setattr("fake_tensorrt.Context._compute", lambda self: None)
+    executor = PieceExecutor(open_plans(module, networks))
+    first, second = call_of(networks["last"], 1), call_of(networks["last"], 2)
+    second = replace(second, outputs=first.outputs)
+    runs = [executor.prepare(call, env, shape(7, 3))[0] for call in (first, second)]
+    told: list[str] = []
+    (context,) = [c for c in module.contexts if c.engine.piece.name == "last" and c.profile == 0]
+    plain = context.set_tensor_address
+    context.set_tensor_address = lambda name, at: told.append(name) or plain(name, at)
+    for run in (runs[0], runs[0], runs[1]):
+        told.clear()
+        run(STREAM)
+    assert set(told) == set(first.inputs), "outputs and the step's array lie where they did"
+    runs[1](STREAM)
+    assert context.num_shape_changes == len(context.shapes), "shapes are given once"
+    assert [run.stream for run in module.runs] == [STREAM] * 4
+
+
+@pytest.mark.parametrize("tokens, profile", [(1, 0), (512, 0), (513, 1), (600, 1)])
+def test_the_profile_is_the_narrowest_that_holds_the_step(
+    tokens, profile, module, networks, env, monkeypatch
+) -> None:
+    monkeypatch.setattr("fake_tensorrt.Context._compute", lambda self: None)
+    executor = PieceExecutor(open_plans(module, networks))
+    (run,) = executor.prepare(call_of(networks["first"]), env, shape(tokens, 1))
+    run(STREAM)
+    assert module.runs[-1].profile == profile
+
+
+def test_a_piece_without_a_row_to_compute_is_left_out(module, networks, env) -> None:
+    executor = PieceExecutor(open_plans(module, networks))
+    assert executor.prepare(call_of(networks["last"]), env, shape(7, 0)) == []
+    assert len(executor.prepare(call_of(networks["first"]), env, shape(7, 0))) == 1
+
+
+def test_outputs_say_whether_they_have_tokens_or_rows(module, networks) -> None:
+    executor = PieceExecutor(open_plans(module, networks))
+    assert dict(executor.extents(call_of(networks["last"]))) == {"logits": "rows"}
+    assert set(executor.extents(call_of(networks["first"])).values()) == {"tokens"}
+
+
+def test_another_version_of_rtx_that_takes_the_plan_may_run_it(module, networks) -> None:
+    pieces, data = described(module, networks, version="1.6.0")
+    assert PlanSet(module, pieces, data, aligned, STREAM).plans
+
+
+# ---- what fails ----
+
+
+@pytest.mark.parametrize(
+    "fault, error, message",
+    [
+        ("deserialize", CorruptEngine, "cannot open the plan first: no deserialize today"),
+        ("names", CorruptEngine, "binding 'foreign' is not described"),
+        ("mode", CorruptEngine, "is an output"),
+        ("dtype", CorruptEngine, "wanted"),
+        ("rank", CorruptEngine, "has shape"),
+        ("location", CorruptEngine, "lies in host memory"),
+        ("context", OutOfMemory, "no execution context for the plan first: no context today"),
+        ("profile", DeviceFailure, "refuses profile 0"),
+    ],
+)
+def test_plans_that_cannot_be_opened_are_refused(fault, error, message, module, networks) -> None:
+    module.faults.add(fault)
+    with pytest.raises(error, match=message) as found:
+        open_plans(module, networks)
+    assert found.value.fix
+
+
+@pytest.mark.parametrize(
+    "fault, error, message",
+    [
+        ("shape", DeviceFailure, r"plan first: TensorRT refuses shape \(7,\) of token_ids"),
+        ("address", DeviceFailure, "refuses an address for .*: no address today"),
+        ("unspecified", CorruptEngine, "nobody gives the shape of token_ids"),
+        ("execute", DeviceFailure, "refuses to run: no execute today"),
+    ],
+)
+def test_steps_that_cannot_be_run_fail_by_name(
+    fault, error, message, module, networks, env
+) -> None:
+    executor = PieceExecutor(open_plans(module, networks))
+    module.faults.add(fault)
+    (run,) = executor.prepare(call_of(networks["first"]), env, shape(7, 0))
+    with pytest.raises(error, match=message):
+        run(STREAM)
+    assert module.runs == []
+
+
+def test_a_plan_of_another_version_is_refused_with_both(module, networks) -> None:
+    module.faults.add("version")
+    pieces, data = described(module, networks, version="1.6.0")
+    message = r"built by tensorrt_rtx 1\.6\.0; 1\.7\.1 is installed .*diagnostics 32"
+    with pytest.raises(RebuildNeeded, match=message) as found:
+        PlanSet(module, pieces, data, aligned, STREAM)
+    assert "pip install 'tensorrt-rtx==1.6.0'" in found.value.fix
+
+
+def test_full_tensorrt_takes_plans_of_its_own_version_only(monkeypatch, networks) -> None:
+    monkeypatch.setattr(library, "_loggers", {})
+    module = FakeModule(real, name="tensorrt", is_rtx=False)
+    pieces, data = described(module, networks, version="10.9.0")
+    with pytest.raises(RebuildNeeded, match="built by tensorrt 10.9.0"):
+        PlanSet(module, pieces, data, aligned, STREAM)
+
+
+def test_a_step_beyond_every_profile_is_an_engine_at_fault(module, networks, env) -> None:
+    executor = PieceExecutor(open_plans(module, networks))
+    with pytest.raises(CorruptEngine, match="no profile of the plan first holds {'tokens': 601}"):
+        executor.prepare(call_of(networks["first"]), env, shape(601, 1))
+
+
+def test_a_cache_that_would_be_copied_is_refused(module, tmp_path) -> None:
+    checkpoint = write_checkpoint(Path(tmp_path) / "c", "llama", "bfloat16")
+    engine = plan_engine(checkpoint, "tensorrt-rtx", kv_cache_type="continuous")
+    module.faults.add("alias")
+    with pytest.raises(CorruptEngine, match="'cache_k_0_out' shares None, wanted cache_k_0"):
+        open_plans(module, networks_of(engine))
+
+
+def test_a_binding_that_is_not_aligned_is_a_bug(module, networks, env) -> None:
+    executor = PieceExecutor(open_plans(module, networks))
+    call = call_of(networks["first"])
+    name = next(iter(call.outputs))
+    odd = replace(call, outputs={**call.outputs, name: call.outputs[name][64:]})
+    (run,) = executor.prepare(odd, env, shape(7, 0))
+    with pytest.raises(AssertionError, match=f"{name} lies at"):
+        run(STREAM)
