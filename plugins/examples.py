@@ -228,9 +228,22 @@ def _packed_inputs(
 def _packed_linear(case: Case, generator: torch.Generator) -> Example:
     tokens, outputs = int(case["tokens"]), int(case["outputs"])
     inputs, dtype = _packed_inputs(case, tokens, plain_order(outputs), generator)
-    out = _empty((tokens, outputs), "float32" if case["out"] == "float32" else dtype)
-    call = OpCall("packed_linear", "linear", inputs, {"out": out}, {})
+    made = {"out": _empty((tokens, outputs), "float32" if case["out"] == "float32" else dtype)}
+    attributes: dict[str, int | float | str | bool] = {}
+    if case.get("norm"):
+        made |= add_norm(inputs, dtype, generator)
+        attributes["epsilon"] = 1e-5
+    call = OpCall("packed_linear", "linear", inputs, made, attributes)
     return Example(call, _plain_step(tokens), _no_cache())
+
+
+def add_norm(inputs: Tensors, dtype: str, generator: torch.Generator) -> Tensors:
+    """Give a packed product's inputs a norm before it; the outputs that come with it."""
+    shape, normal_dtype = tuple(inputs["x"].shape), str(inputs["x"].dtype).removeprefix("torch.")
+    inputs["x"] = random_tensor(shape, dtype, generator)
+    inputs["residual"] = random_tensor(shape, dtype, generator)
+    inputs["norm_weight"] = random_tensor(shape[1:], dtype, generator)
+    return {"normal": _empty(shape, normal_dtype), "residual_out": _empty(shape, dtype)}
 
 
 def _packed_linear_swiglu(case: Case, generator: torch.Generator) -> Example:

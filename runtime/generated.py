@@ -95,7 +95,7 @@ def _fill_for(op: PlanOp, role: str, generator: torch.Generator, plan: Plan) -> 
         return lambda tensor: _constant(tensor, value)
     if role in ("scale", "x_scale", "k_scale", "v_scale", "out_scale"):
         return lambda tensor: _constant(tensor, SCALE)
-    if role in ("q_norm", "k_norm") or op.op == "rms_norm":
+    if role in ("q_norm", "k_norm", "norm_weight") or op.op == "rms_norm":
         return lambda tensor: _constant(tensor, 1.0)
     if role == "bias":
         return lambda tensor: _constant(tensor, 0.0)

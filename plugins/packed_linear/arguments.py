@@ -1,11 +1,12 @@
 """What the kernels of the packed products have in common: types, parameters and their values.
 
-The parameters are those of `EPILOGUE_PARAMETERS` (epilogue.cuh) after the operands'.
+The parameters are those of `EPILOGUE_PARAMETERS` (epilogue.cuh) after the weight's. What says
+where tokens come from goes before them, and is each kernel's own.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from llmctl.plugins.cuda.dtypes import pointer, short_name
 from llmctl.plugins.cuda.kernel import Constant, LaunchEnv, StepLimits, TensorMap
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from llmctl.plugins.program import OpCall
 
+Argument = Union["torch.Tensor", TensorMap, int, float]
 _TYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", FP8: "E4M3"}
 _EPILOGUES = {"packed_linear": 0, "packed_linear_swiglu": 1, "packed_linear_rope_kv": 2}
 _OPTIONAL = ("weight_scale", "x_scale", "bias", "scale", "k_scale", "v_scale")
@@ -24,7 +26,7 @@ _OPTIONAL = ("weight_scale", "x_scale", "bias", "scale", "k_scale", "v_scale")
 def type_constants(call: OpCall, limits: StepLimits) -> dict[str, Constant]:
     """Macros that follow from the call's dtypes and attributes."""
     constants: dict[str, Constant] = {
-        "INPUT_TYPE": _TYPES[name_of(call.inputs["x"])],
+        "INPUT_TYPE": _TYPES[name_of(call.inputs["weight"])],
         "MODEL_TYPE": _TYPES[model_dtype(call)],
         "OUT_TYPE": _TYPES[name_of(_out(call))],
         "EPILOGUE": _EPILOGUES[call.op],
@@ -38,12 +40,17 @@ def type_constants(call: OpCall, limits: StepLimits) -> dict[str, Constant]:
 
 def type_words(call: OpCall, limits: StepLimits) -> list[str]:
     """The same for the kernel's name, with the optional inputs the call has."""
-    words = [short_name(name_of(call.inputs["x"])), short_name(model_dtype(call))]
+    words = [short_name(name_of(call.inputs["weight"])), short_name(model_dtype(call))]
     words.append(short_name(_out(call).dtype))
     if call.op == "packed_linear_rope_kv":
         heads = [int(call.attributes[k]) for k in ("num_heads", "num_kv_heads", "head_size")]
         words += ["h{}.{}x{}".format(*heads), f"kv_{short_name(limits.kv_dtype)}"]
     return words + [role for role in _OPTIONAL if role in call.inputs]
+
+
+def token_map(call: OpCall, tile_tokens: int) -> TensorMap:
+    """The rows of `x` in boxes of a tile's tokens and a block's 128 bytes of K."""
+    return TensorMap(call.inputs["x"], tile_tokens, call.inputs["weight"].shape[3])
 
 
 def argument_kinds(call: OpCall, limits: StepLimits) -> tuple[str, ...]:
@@ -53,7 +60,7 @@ def argument_kinds(call: OpCall, limits: StepLimits) -> tuple[str, ...]:
         given = call.inputs
         return [pointer(given[role].dtype) if role in given else "i64" for role in roles]
 
-    kinds = ["tensor_map", pointer(call.inputs["weight"].dtype), "i32", "i32"]
+    kinds = [pointer(call.inputs["weight"].dtype), "i32", "i32"]
     kinds += [pointer(_out(call).dtype), *optional("weight_scale", "x_scale", "bias")]
     kinds += ["i32", "i32", "i32"]
     if call.op == "packed_linear_swiglu":
@@ -64,18 +71,14 @@ def argument_kinds(call: OpCall, limits: StepLimits) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def argument_values(
-    call: OpCall, env: LaunchEnv, tokens: int, tile_tokens: int
-) -> tuple[torch.Tensor | TensorMap | int | float, ...]:
-    """Arguments for the first `tokens` rows of `x`, which tiles of `tile_tokens` rows read."""
-    x, weight, out = call.inputs["x"], call.inputs["weight"], _out(call)
-    row_tiles, chunks, _, columns = weight.shape
+def argument_values(call: OpCall, env: LaunchEnv, tokens: int) -> tuple[Argument, ...]:
+    """Arguments for the first `tokens` rows."""
+    weight, out = call.inputs["weight"], _out(call)
 
-    def optional(*roles: str) -> list[torch.Tensor | TensorMap | int | float]:
+    def optional(*roles: str) -> list[Argument]:
         return [call.inputs.get(role, 0) for role in roles]
 
-    values: list[torch.Tensor | TensorMap | int | float]
-    values = [TensorMap(x, tile_tokens, columns), weight, row_tiles, chunks, out]
+    values: list[Argument] = [weight, *weight.shape[:2], out]
     values += optional("weight_scale", "x_scale", "bias")
     x_scale = call.inputs.get("x_scale")
     values += [int(x_scale is not None and len(x_scale) > 1), tokens, out.shape[1]]
@@ -102,4 +105,4 @@ def name_of(tensor: torch.Tensor) -> str:
 
 
 def _out(call: OpCall) -> torch.Tensor:
-    return next(iter(call.outputs.values()))
+    return call.outputs["q" if call.op == "packed_linear_rope_kv" else "out"]

@@ -30,8 +30,11 @@
 #define HANDOVER_VALUES nullptr, nullptr
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES * TOKENS <= 16 ? 2 : 1)
-    decode(const __grid_constant__ TensorMap x, const u8* weight, int row_tiles, int chunks,
+// Of a multiprocessor, as far as registers allow.
+constexpr int BLOCKS = ROW_TILES * TOKENS <= 16 && !(NORM && (UNITS > 3 || HIDDEN > 4096)) ? 2 : 1;
+
+extern "C" __global__ void __launch_bounds__(THREADS + HELPERS, BLOCKS)
+    decode(TOKEN_PARAMETERS, const u8* weight, int row_tiles, int chunks,
            EPILOGUE_PARAMETERS HANDOVER_PARAMETERS) {
   extern __shared__ u8 memory[];
   const Shared shared(shared_address(memory));
@@ -50,20 +53,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES * TOKENS <= 16 ?
   }
   __syncthreads();
   if (CLUSTER > 1) cluster_arrive();
+  Walk walk(row_tiles, chunks);
+#if NORM
+  const auto normalized = [&] {
+    return Tokens(delta, residual, residual_out, norm_weight, epsilon, x_scale, tokens);
+  };
+  if (threadIdx.x >= THREADS) {
+    normalized().wait(shared, walk, [] {});
+    if (CLUSTER > 1) cluster_wait();
+    return;
+  }
+#else
+  const auto normalized = [] { return Tokens(); };
+#endif
   if (threadIdx.x >= CONSUMERS) {
-    if (threadIdx.x == CONSUMERS) fill_ring(shared, &x, weight, row_tiles, chunks, tokens);
+    if (threadIdx.x == CONSUMERS) {
+#if NORM
+      fill_ring(shared, weight, row_tiles, chunks);
+#else
+      fill_ring(shared, &x, weight, row_tiles, chunks, tokens);
+#endif
+    }
     __syncwarp();
     if (CLUSTER > 1) cluster_wait();
     return;
   }
   const Epilogue e = {EPILOGUE_VALUES};
-  Walk walk(row_tiles, chunks);
+  const Tokens rows = normalized();
 #if SPLIT <= 1
   const Handover handover = {HANDOVER_VALUES};
   bool has_waited = false;
-  for (; !walk.done(); walk.next_tiles()) multiply_active<ROW_TILES>(shared, walk, e, handover, has_waited);
+  for (; !walk.done(); walk.next_tiles()) {
+    multiply_active<ROW_TILES>(shared, walk, e, handover, rows, has_waited);
+  }
   if (!has_waited) wait_for_dependencies();
 #else
-  multiply_active_share<ROW_TILES>(shared, walk, e, chunks);
+  multiply_active_share<ROW_TILES>(shared, walk, e, rows, chunks);
 #endif
 }

@@ -2,7 +2,8 @@
 
 A variant is written compactly, as tactics store it: "n8r1c2s6k1g128l0" is a tile of 8 tokens, 1
 row tile and 2 chunks a slot, 6 slots, no split of K, 128 thread blocks (0: as many as suit the
-shape), nothing brought to L2 ahead. k0: every block has an equal share of all intervals.
+shape), nothing brought to L2 ahead. k0: every block has an equal share of all intervals. With
+"+norm8" every block normalizes the tokens itself, with 8 warps.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmctl.plugins.cuda.dtypes import pointer
 from llmctl.plugins.cuda.kernel import Constant, KernelSpec, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.packed_linear.arguments import (
+    Argument,
     argument_kinds,
     argument_values,
+    token_map,
     type_constants,
     type_words,
 )
@@ -32,8 +36,10 @@ INTERVAL = 4  # chunks of 128 bytes that an FP8 sum takes at once: 512 elements
 MAX_BLOCKS, MAX_HANDED = 264, 64  # blocks and tokens of sums that blocks hand on
 BLOCK_BYTES = 8192  # 64 rows of 128 bytes
 _PART_BYTES = 512  # 16 rows x 8 tokens of float32
+NORM_PART, MAX_NORM_PARTS = 256, 32  # elements that a warp normalizes at once; of a row
+_NORM_SUMS = 2 * 4 * MAX_NORM_PARTS  # bytes; two rows in turn
 _WARPS = 5
-_PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)l(\d+)")
+_PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)l(\d+)(?:\+norm(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +53,14 @@ class DecodeVariant:
     split: int = 1  # thread blocks of a cluster that share K; 0: equal shares of everything
     blocks: int = 0  # thread blocks; 0: see `grid_blocks`
     l2_stages: int = 0  # slots' worth of weights brought to L2 before the wait
+    norm_warps: int = 0  # that normalize the tokens; 0: they come normalized
 
     def __str__(self) -> str:
         return (
             f"n{self.tokens}r{self.row_tiles}c{self.chunks}s{self.stages}"
             f"k{self.split}g{self.blocks}l{self.l2_stages}"
+            + f"+norm{self.norm_warps}"
+            * self.normalizes
         )
 
     @classmethod
@@ -60,23 +69,34 @@ class DecodeVariant:
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a decode variant")
-        return cls(*map(int, match.groups()))
+        *numbers, norm = match.groups()
+        return cls(*map(int, numbers), norm_warps=int(norm or 0))
 
-    def parts_bytes(self, intervals: int) -> int:
-        """Room for the parts of the rows that a block owns."""
+    @property
+    def normalizes(self) -> bool:
+        """Whether blocks normalize the tokens themselves."""
+        return self.norm_warps > 0
+
+    def kept_bytes(self, chunks: int) -> int:
+        """Room beside the ring: parts of the rows that a block owns, and normalized tokens."""
+        tokens = chunks * self.tokens * 128 + _NORM_SUMS if self.normalizes else 0
         if self.split <= 1:
-            return 0
-        return intervals * self.row_tiles * (4 // self.split) * self.tokens // 8 * _PART_BYTES
+            return tokens
+        intervals = -(-chunks // INTERVAL)
+        return (
+            tokens + intervals * self.row_tiles * (4 // self.split) * self.tokens // 8 * _PART_BYTES
+        )
 
     @property
     def stage_bytes(self) -> int:
         """Weights and tokens of one slot."""
-        return self.chunks * (self.row_tiles * BLOCK_BYTES + self.tokens * 128)
+        tokens = 0 if self.normalizes else self.tokens * 128
+        return self.chunks * (self.row_tiles * BLOCK_BYTES + tokens)
 
-    def shared_bytes(self, intervals: int) -> int:
-        """Dynamic shared memory: alignment, ring, parts, barriers."""
+    def shared_bytes(self, chunks: int) -> int:
+        """Dynamic shared memory: alignment, ring, what is kept beside it, barriers."""
         barriers = 16 * self.stages + 16
-        return 1024 + self.stages * self.stage_bytes + self.parts_bytes(intervals) + barriers
+        return 1024 + self.stages * self.stage_bytes + self.kept_bytes(chunks) + barriers
 
     def fits(self, row_tiles: int, chunks: int, is_fp8: bool) -> bool:
         """Whether it can run a weight of this many row tiles and chunks."""
@@ -87,12 +107,19 @@ class DecodeVariant:
             and self.tokens in TOKEN_TILES
             and (self.split <= 1 or (is_fp8 and self.split in (2, 4) and intervals >= self.split))
             and (self.split != 0 or self.row_tiles == 1)
-            and self.shared_bytes(intervals) <= SHARED_LIMIT
+            and self.shared_bytes(chunks) <= SHARED_LIMIT
+            and (not self.normalizes or self._normalizes_width(chunks * (128 if is_fp8 else 64)))
         )
 
-    def with_stages(self, intervals: int, room: int) -> DecodeVariant:
+    def _normalizes_width(self, hidden: int) -> bool:
+        parts = hidden // NORM_PART
+        is_whole = hidden % NORM_PART == 0 and parts % self.norm_warps == 0
+        has_room = parts <= MAX_NORM_PARTS and 4 <= self.norm_warps <= 16
+        return is_whole and has_room and self.tokens == 8
+
+    def with_stages(self, chunks: int, room: int) -> DecodeVariant:
         """The same with as many slots as fit `room` bytes."""
-        room -= 1024 + 16 + self.parts_bytes(intervals)
+        room -= 1024 + 16 + self.kept_bytes(chunks)
         return replace(self, stages=room // (self.stage_bytes + 16))
 
 
@@ -130,24 +157,46 @@ def decode_spec(call: OpCall, variant: DecodeVariant, limits: StepLimits) -> Ker
     words += [f"k{variant.split}i{intervals}"] * (variant.split > 1)
     words += ["even"] * (variant.split == 0)
     words += [f"l{variant.l2_stages}"] * (variant.l2_stages > 0)
+    if variant.normalizes:
+        hidden = call.inputs["x"].shape[1]
+        constants |= {"NORM": 1, "HIDDEN": hidden, "NORM_WARPS": variant.norm_warps}
+        words.append(f"norm{hidden}w{variant.norm_warps}")
     words += type_words(call, limits)
     return KernelSpec(
         name=".".join(words),
         source="packed_linear/decode.cu",
-        arguments=(*argument_kinds(call, limits), *handed),
+        arguments=(*token_kinds(call, variant), *argument_kinds(call, limits), *handed),
         constants=constants,
         entry="decode",
-        num_warps=_WARPS,
-        shared_bytes=variant.shared_bytes(intervals),
+        num_warps=_WARPS + max(variant.norm_warps - 4, 0),
+        shared_bytes=variant.shared_bytes(chunks),
         cluster=max(variant.split, 1),
     )
+
+
+def token_kinds(call: OpCall, variant: DecodeVariant) -> tuple[str, ...]:
+    """Types of the arguments that say where tokens come from."""
+    if not variant.normalizes:
+        return ("tensor_map",)
+    kind = pointer(call.inputs["x"].dtype)
+    return (kind, kind, kind if "residual_out" in call.outputs else "i64", kind, "fp32")
+
+
+def token_values(call: OpCall, variant: DecodeVariant, tokens: int) -> tuple[Argument, ...]:
+    """Those arguments for the first `tokens` rows."""
+    if not variant.normalizes:
+        return (token_map(call, min(tokens, variant.tokens)),)
+    assert tokens <= variant.tokens
+    residuals = (call.inputs["residual"], call.outputs.get("residual_out", 0))
+    epsilon = float(call.attributes["epsilon"])
+    return (call.inputs["x"], *residuals, call.inputs["norm_weight"], epsilon)
 
 
 def decode_launch(call: OpCall, env: LaunchEnv, tokens: int, variant: DecodeVariant) -> Launch:
     """Multiply the first `tokens` rows of `x`."""
     row_tiles = call.inputs["weight"].shape[0]
     grid = (grid_blocks(variant, row_tiles, env.limits.num_sms), -(-tokens // variant.tokens), 1)
-    arguments = argument_values(call, env, tokens, min(tokens, variant.tokens))
+    arguments = (*token_values(call, variant, tokens), *argument_values(call, env, tokens))
     if variant.split == 0:
         assert grid[0] <= MAX_BLOCKS and grid[1] == 1 and variant.tokens <= MAX_HANDED
         sums = env.scratch(

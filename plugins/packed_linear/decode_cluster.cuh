@@ -10,7 +10,8 @@ DEVICE u32 part_offset(int interval, int tile, int quarter, int octet) {
 }
 
 template <int ACTIVE>
-DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e, int chunks) {
+DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e, const Tokens& tokens,
+                            int chunks) {
   const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER;
   const int intervals = (chunks + INTERVAL - 1) / INTERVAL;
   constexpr int SLICES = ACTIVE * OWNED * OCTETS;
@@ -21,8 +22,9 @@ DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e, 
     held.load_rows(e, walk.tile + warp / (OWNED * OCTETS),
                    rank * OWNED + warp / OCTETS % OWNED, warp % OCTETS);
   }
-  wait_for_dependencies();
-  if (holds) held.load_tokens(e);
+  tokens.wait(shared, walk, [&] {
+    if (holds) held.load_tokens(e);
+  });
 
   const u32 owner = warp / OWNED;
   const u32 parts = remote_address(shared.parts, owner);
@@ -65,10 +67,11 @@ DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e, 
 }
 
 template <int ACTIVE>
-DEVICE void multiply_active_share(const Shared& shared, Walk& walk, const Epilogue& e, int chunks) {
+DEVICE void multiply_active_share(const Shared& shared, Walk& walk, const Epilogue& e, const Tokens& tokens,
+                            int chunks) {
   if (walk.active == ACTIVE) {
-    multiply_share<ACTIVE>(shared, walk, e, chunks);
+    multiply_share<ACTIVE>(shared, walk, e, tokens, chunks);
   } else if constexpr (ACTIVE > 1) {
-    multiply_active_share<ACTIVE - 1>(shared, walk, e, chunks);
+    multiply_active_share<ACTIVE - 1>(shared, walk, e, tokens, chunks);
   }
 }

@@ -1,7 +1,7 @@
 // Products of the kernel for few tokens: four warps multiply what the ring brings, in intervals.
 #pragma once
 
-#include "packed_linear/decode_ring.cuh"
+#include "packed_linear/decode_norm.cuh"
 
 // Rows of one group of 16 and eight tokens: what the epilogue needs besides the sums.
 struct Slice {
@@ -35,12 +35,13 @@ DEVICE void start_slot(const Shared& shared, const Walk& walk, float (&part)[ACT
   barrier_wait(shared.full + 8 * walk.slot, walk.phase);
   // From lane 0, so that the compiler knows descriptors to be uniform in the warp.
   const u32 stage = __shfl_sync(~0u, shared.ring + walk.slot * STAGE_BYTES, 0);
+  const u32 tokens = __shfl_sync(~0u, shared.tokens + walk.chunk * X_BYTES, 0);
 #pragma unroll
   for (int r = 0; r < ACTIVE; ++r) keep_order(part[r]);
   product_fence();
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
-    const u64 b = operand(stage + WEIGHT_BYTES + c * X_BYTES);
+    const u64 b = operand(NORM ? tokens + c * X_BYTES : stage + WEIGHT_BYTES + c * X_BYTES);
     const u64 a = operand(stage + c * BLOCK_BYTES);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {

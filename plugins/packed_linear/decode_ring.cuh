@@ -2,12 +2,17 @@
 // brings it: weights, and tokens unless the block normalizes them itself (decode_norm.cuh).
 #pragma once
 
+#ifndef NORM
+#define NORM 0
+#define HIDDEN 0
+#endif
+
 #include "packed_linear/epilogue.cuh"
 
 constexpr int BLOCK_BYTES = 8192;  // a packed block: 64 rows x 128 bytes
 constexpr int X_BYTES = TOKENS * 128;
 constexpr int WEIGHT_BYTES = ROW_TILES * CHUNKS * BLOCK_BYTES;
-constexpr int STAGE_BYTES = WEIGHT_BYTES + CHUNKS * X_BYTES;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + (NORM ? 0 : CHUNKS * X_BYTES);
 constexpr int ELEMENTS = 128 / INPUT_TYPE::bytes;  // of a chunk
 constexpr int INTERVAL = 4;                        // chunks of an FP8 interval
 constexpr bool IS_FP8 = INPUT_TYPE::bytes == 1;
@@ -110,10 +115,18 @@ struct Walk {
 };
 
 struct Shared {
-  u32 ring, parts, full, empty, parts_full;
+  u32 ring;
+  u32 tokens, squares;  // with NORM: all chunks of the tokens; sums that make their norms
+  u32 parts, full, empty, parts_full;
   DEVICE explicit Shared(u32 base) {
     ring = (base + 1023) & ~1023u;
-    parts = ring + STAGES * STAGE_BYTES;
+    tokens = ring + STAGES * STAGE_BYTES;
+#if NORM
+    squares = tokens + HIDDEN / ELEMENTS * X_BYTES;
+    parts = squares + 2 * 128;
+#else
+    parts = squares = tokens;
+#endif
     full = parts + (CLUSTER > 1 ? MAX_INTERVALS * ROW_TILES * OWNED * OCTETS * PART_BYTES : 0);
     empty = full + 8 * STAGES;
     parts_full = empty + 8 * STAGES;
@@ -136,6 +149,23 @@ DEVICE void copy_weights(const Shared& shared, const Walk& walk, const u8* weigh
     }
   }
 }
+
+#if NORM
+
+DEVICE void fill_ring(const Shared& shared, const u8* weight, int row_tiles, int chunks) {
+  const u64 once = evict_first_policy();
+  Walk walk(row_tiles, chunks);
+  for (int i = 0; i < STAGES && !walk.done(); ++i, walk.next()) {
+    copy_weights(shared, walk, weight, chunks, 0, once);
+  }
+  launch_dependents();
+  for (; !walk.done(); walk.next()) {
+    barrier_wait(shared.empty + 8 * walk.slot, walk.phase ^ 1);
+    copy_weights(shared, walk, weight, chunks, 0, once);
+  }
+}
+
+#else
 
 DEVICE void copy_tokens(const Shared& shared, const Walk& walk, const TensorMap* x, u64 policy) {
   const u32 to = shared.ring + walk.slot * STAGE_BYTES + WEIGHT_BYTES;
@@ -175,3 +205,5 @@ DEVICE void fill_ring(const Shared& shared, const TensorMap* x, const u8* weight
     copy_tokens(shared, walk, x, often);
   }
 }
+
+#endif

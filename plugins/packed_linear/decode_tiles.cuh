@@ -10,8 +10,6 @@ struct Handover {
   int* ready;    // [blocks]: 1 while a sum waits for the next block
 };
 
-DEVICE void meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
-
 DEVICE void hand_over(const Handover& h, const float (&sum)[TOKENS / 2]) {
   float4* to = h.sums + blockIdx.x * OCTETS * CONSUMERS + threadIdx.x;
 #pragma unroll
@@ -45,7 +43,7 @@ DEVICE void take_over(const Handover& h, float (&sum)[TOKENS / 2]) {
 
 template <int ACTIVE>
 DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e, const Handover& handover,
-                           bool& has_waited) {
+                           const Tokens& tokens, bool& has_waited) {
   constexpr bool IS_EARLY = ACTIVE * OCTETS <= 2;  // few enough constants to hold on to
   constexpr int HELD = IS_EARLY ? ACTIVE * OCTETS : 1;
   const int warp = threadIdx.x / 32;
@@ -56,12 +54,18 @@ DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e, 
       held[i].load_rows(e, walk.tile + i / OCTETS, warp, i % OCTETS);
     }
   }
-  if (!has_waited) wait_for_dependencies();
-  has_waited = true;
-  if (IS_EARLY) {
+  const auto load_tokens = [&] {
+    if (IS_EARLY) {
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) held[i].load_tokens(e);
+      for (int i = 0; i < HELD; ++i) held[i].load_tokens(e);
+    }
+  };
+  if (has_waited) {
+    load_tokens();
+  } else {
+    tokens.wait(shared, walk, load_tokens);
   }
+  has_waited = true;
   float sum[ACTIVE][TOKENS / 2];
 #if SPLIT == 0
   if (walk.first > 0) take_over(handover, sum[0]);
@@ -92,10 +96,10 @@ DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e, 
 
 template <int ACTIVE>
 DEVICE void multiply_active(const Shared& shared, Walk& walk, const Epilogue& e, const Handover& handover,
-                           bool& has_waited) {
+                           const Tokens& tokens, bool& has_waited) {
   if (walk.active == ACTIVE) {
-    multiply_tiles<ACTIVE>(shared, walk, e, handover, has_waited);
+    multiply_tiles<ACTIVE>(shared, walk, e, handover, tokens, has_waited);
   } else if constexpr (ACTIVE > 1) {
-    multiply_active<ACTIVE - 1>(shared, walk, e, handover, has_waited);
+    multiply_active<ACTIVE - 1>(shared, walk, e, handover, tokens, has_waited);
   }
 }

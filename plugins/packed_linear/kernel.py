@@ -1,4 +1,7 @@
-"""CUDA kernels of the packed products: `decode.cu` for few tokens, `prefill.cu` for many."""
+"""CUDA kernels of the packed products: `decode.cu` for few tokens, `prefill.cu` for many.
+
+A product with a norm is one launch where its variant normalizes, else two.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from llmctl.plugins.cuda.kernel import KernelSpec, Launch, LaunchEnv, StepLimits, StepShape
 from llmctl.plugins.packed_linear.decode import DecodeVariant, decode_launch, decode_spec
+from llmctl.plugins.packed_linear.norm import norm_call, product_call
 from llmctl.plugins.packed_linear.prefill import prefill_kernels, prefill_launch
 from llmctl.plugins.packed_linear.tactics import MANY, parse_tactic, tactic_of
+from llmctl.plugins.rms_norm import kernel as rms_norm
 
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
@@ -15,23 +20,33 @@ if TYPE_CHECKING:
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """The binaries of every entry of the tactic that a step can reach."""
-    specs: list[KernelSpec] = []
+    has_norm = "norm_weight" in call.inputs
+    plain = product_call(call) if has_norm else call
+    specs = rms_norm.kernels(norm_call(call), limits) if has_norm else []
     reached = 0
     for most, variant in parse_tactic(tactic_of(call)):
         if reached >= call.inputs["x"].shape[0]:
             break
         if variant == MANY:
-            specs += prefill_kernels(call, limits)
+            specs += prefill_kernels(plain, limits)
         else:
-            specs.append(decode_spec(call, DecodeVariant.parse(variant), limits))
+            parsed = DecodeVariant.parse(variant)
+            specs.append(decode_spec(call if parsed.normalizes else plain, parsed, limits))
         reached = most
     return specs
 
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
-    """One launch, of the entry for the step's tokens."""
+    """The launches of the entry for the step's tokens."""
     tokens = env.count(shape)
     variant = next(name for most, name in parse_tactic(tactic_of(call)) if tokens <= most)
-    if variant == MANY:
-        return [prefill_launch(call, env, tokens)]
-    return [decode_launch(call, env, tokens, DecodeVariant.parse(variant))]
+    parsed = None if variant == MANY else DecodeVariant.parse(variant)
+    if parsed is not None and parsed.normalizes:
+        return [decode_launch(call, env, tokens, parsed)]
+    before: list[Launch] = []
+    if "norm_weight" in call.inputs:
+        before = rms_norm.launches(norm_call(call), env, shape)
+        call = product_call(call)
+    if parsed is None:
+        return [*before, prefill_launch(call, env, tokens)]
+    return [*before, decode_launch(call, env, tokens, parsed)]

@@ -14,6 +14,7 @@ from llmctl.plugins.packed_linear.arguments import (
     argument_kinds,
     argument_values,
     name_of,
+    token_map,
     type_constants,
     type_words,
 )
@@ -77,7 +78,7 @@ def variants_of(call: OpCall) -> tuple[Variant, ...]:
     A FP8 sum takes twice the registers, so 256 tokens are not held at once; float32 outputs, few as
     they are, have no wide tiles.
     """
-    if name_of(call.inputs["x"]) != FP8:
+    if name_of(call.inputs["weight"]) != FP8:
         return LONG, SQUARE, NARROW
     out = next(iter(call.outputs.values()))
     return (WIDE, SQUARE, NARROW) if name_of(out) != "float32" else (SQUARE, NARROW)
@@ -110,7 +111,7 @@ def prefill_spec(call: OpCall, variant: Variant, limits: StepLimits) -> KernelSp
     return KernelSpec(
         name=".".join((call.op, "many", variant.name, *type_words(call, limits))),
         source="packed_linear/prefill.cu",
-        arguments=argument_kinds(call, limits),
+        arguments=("tensor_map", *argument_kinds(call, limits)),
         constants={
             **type_constants(call, limits),
             "WG_TILES": variant.wg_tiles,
@@ -137,5 +138,5 @@ def prefill_launch(
     return Launch(
         prefill_spec(call, variant, env.limits),
         (clusters * variant.cluster, 1, 1),
-        argument_values(call, env, tokens, variant.tokens),
+        (token_map(call, variant.tokens), *argument_values(call, env, tokens)),
     )

@@ -1,4 +1,4 @@
-"""Packed matrix product: unpack, then the reference of `linear`."""
+"""Packed matrix product: rms_norm where it has one, unpack, then the reference of `linear`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 
 from llmctl.plugins.linear.reference import linear
 from llmctl.plugins.packed_linear.layout import plain_order, restore, unpack
+from llmctl.plugins.packed_linear.norm import norm_roles
 from llmctl.plugins.program import StepInputs
+from llmctl.plugins.rms_norm.reference import add_and_normalize
 
 
 def product(
@@ -27,6 +29,18 @@ def product(
     return linear(x, weight, dtype, scale, x_scale, bias)
 
 
+def normalized(
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    attributes: Mapping[str, int | float | str | bool],
+) -> Mapping[str, torch.Tensor]:
+    """The inputs with `x` as the product reads it; writes `normal` and `residual_out`."""
+    if "norm_weight" not in inputs:
+        return inputs
+    add_and_normalize(*norm_roles(inputs, outputs), float(attributes["epsilon"]))
+    return {**inputs, "x": outputs["normal"][: len(inputs["x"])]}
+
+
 def reference(
     inputs: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],
@@ -34,6 +48,7 @@ def reference(
     step: StepInputs,
     kv_cache: torch.Tensor,
 ) -> None:
-    """Multiply all rows of `x`."""
+    """Multiply all rows of `x`, normalized if there is a norm."""
+    inputs = normalized(inputs, outputs, attributes)
     out = outputs["out"]
     out[: len(inputs["x"])] = product(inputs, plain_order(out.shape[1]), out.dtype)

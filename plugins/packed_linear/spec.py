@@ -19,6 +19,17 @@ INPUTS = (
     Role("x_scale", ("float32",), ("S",), optional=True),  # S: 1 or N
     Role("bias", ("T",), ("rows",), optional=True),
 )
+# With norm_weight the product first adds x and the residual and normalizes the sum, as rms_norm
+# does. FP8 is divided by x_scale. `normal` has the normalized rows, where a step needs them.
+NORM_INPUTS = (
+    Role("norm_weight", ("T",), ("K",), optional=True),
+    Role("residual", ("T",), ("N", "K"), optional=True),
+)
+NORM_OUTPUTS = (
+    Role("normal", ("T", FP8), ("N", "K"), optional=True),
+    Role("residual_out", ("T",), ("N", "K"), optional=True),
+)
+NORM_ATTRIBUTES = {"epsilon": float}
 FREE = frozenset({"S"})
 TOLERANCE: Mapping[str, Tolerance] = {
     "float32": Tolerance(3e-3, 3e-3),
@@ -43,8 +54,9 @@ _DTYPES = ("bfloat16", "float16", FP8)
 
 SPEC = OpSpec(
     name="packed_linear",
-    inputs=INPUTS,
-    outputs=(Role("out", ("T", "float32"), ("N", "O")),),
+    inputs=(*INPUTS, *NORM_INPUTS),
+    outputs=(Role("out", ("T", "float32"), ("N", "O")), *NORM_OUTPUTS),
+    optional_attributes=NORM_ATTRIBUTES,
     derived={
         "RT": lambda d: row_tiles(d["O"]),
         "KT": inner_chunks,
@@ -71,6 +83,20 @@ SPEC = OpSpec(
             (33, 70, 4096),
             (130, 129, 544),
         )
+        for dtype in _DTYPES
+    )
+    + tuple(
+        {
+            "tokens": m,
+            "outputs": 192,
+            "inner": k,
+            "dtype": dtype,
+            "out": "T",
+            "x_scaling": "static",
+            "bias": False,
+            "norm": True,
+        }
+        for m, k in ((1, 1024), (3, 272), (12, 2048))
         for dtype in _DTYPES
     ),
     timed=tuple(

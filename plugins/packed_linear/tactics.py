@@ -3,7 +3,8 @@
 A tactic is text that the builder stores with the operator: entries "up to this many tokens:variant"
 in ascending order, "*" for any number, as in "8:n8r1c1s12k1g0l0;16:n16r2c1s6k1g0l0;*:many". Entries
 come from `tactics.json`, measured on a device by scripts/bench_gemm.py, and for sizes that are not
-in it from a rule. All variants give the same bits, so a tactic decides time alone.
+in it from a rule. All variants give the same bits, so a tactic decides time alone. Variants that
+normalize are for products with a norm, which the builder makes where the table has such a variant.
 """
 
 from __future__ import annotations
@@ -43,20 +44,29 @@ def tactic_of(call: OpCall) -> str:
     if call.tactic:
         return call.tactic
     tiles, chunks = call.inputs["weight"].shape[:2]
-    return choose_tactic(call.op, tiles, chunks, name_of(call.inputs["x"]))
+    dtype, has_norm = name_of(call.inputs["weight"]), "norm_weight" in call.inputs
+    return choose_tactic(call.op, tiles, chunks, dtype, has_norm=has_norm)
 
 
-def choose_tactic(op: str, row_tiles: int, chunks: int, dtype: str) -> str:
+def choose_tactic(
+    op: str, row_tiles: int, chunks: int, dtype: str, *, has_norm: bool = False
+) -> str:
     """The tactic of a weight of [row_tiles, chunks] blocks with elements of `dtype`."""
-    measured = _table().get(f"{op} {row_tiles}x{chunks} {dtype}", {})
+    measured = _measured(op, row_tiles, chunks, dtype)
     is_fp8 = dtype == "float8_e4m3fn"
-    entries = []
-    for tokens in FEW_TOKENS:
-        variant = measured.get(str(tokens))
-        if variant is None:
-            variant = str(default_variant(tokens, row_tiles, chunks, is_fp8))
-        entries.append(f"{tokens}:{variant}")
-    return ";".join([*entries, f"*:{MANY}"])
+    chosen = {n: str(default_variant(n, row_tiles, chunks, is_fp8)) for n in FEW_TOKENS}
+    chosen |= {n: v for n, v in measured.items() if has_norm or not normalizes(v)}
+    return ";".join([*(f"{n}:{chosen[n]}" for n in sorted(chosen)), f"*:{MANY}"])
+
+
+def normalizes(variant: str) -> bool:
+    """Whether a variant of a tactic takes the norm into the product."""
+    return variant != MANY and DecodeVariant.parse(variant).normalizes
+
+
+def can_normalize(op: str, row_tiles: int, chunks: int, dtype: str) -> bool:
+    """Whether some number of tokens is faster with the norm in the product, as far as measured."""
+    return any(map(normalizes, _measured(op, row_tiles, chunks, dtype).values()))
 
 
 def default_variant(tokens: int, row_tiles: int, chunks: int, is_fp8: bool) -> DecodeVariant:
@@ -70,7 +80,7 @@ def default_variant(tokens: int, row_tiles: int, chunks: int, is_fp8: bool) -> D
     splits = [k for k in (4, 2) if is_fp8 and row_tiles * k <= _NUM_SMS and intervals >= k]
     if row_tiles * chunks * BLOCK_BYTES <= _SMALL_WEIGHT:
         for split in splits:
-            variant = _filled(DecodeVariant(tokens, 1, 1, 0, split), intervals, SHARED_HALF)
+            variant = _filled(DecodeVariant(tokens, 1, 1, 0, split), chunks, SHARED_HALF)
             if variant.stages >= _FEWEST_STAGES:
                 return variant
     each = -(-row_tiles // _NUM_SMS)
@@ -78,19 +88,25 @@ def default_variant(tokens: int, row_tiles: int, chunks: int, is_fp8: bool) -> D
     share = 2 if is_even and each > 1 and tokens <= 16 else 1
     ways = [2, 1] if 2 in splits else [1] if is_even else [0]
     for split, wide in itertools.product(ways, (4, 2, 1)):
-        variant = _filled(DecodeVariant(tokens, share, wide, 0, split), intervals, RING_ROOM)
+        variant = _filled(DecodeVariant(tokens, share, wide, 0, split), chunks, RING_ROOM)
         if chunks % wide == 0 and variant.stages >= min(_FEWEST_STAGES, chunks):
             break
     return variant
 
 
-def _filled(variant: DecodeVariant, intervals: int, room: int) -> DecodeVariant:
+def _filled(variant: DecodeVariant, chunks: int, room: int) -> DecodeVariant:
     """With as many slots as fit, but no more than one run over K needs if K is split."""
-    filled = variant.with_stages(intervals, room)
+    filled = variant.with_stages(chunks, room)
     if variant.split < 2:
         return filled
+    intervals = -(-chunks // INTERVAL)
     needed = -(-intervals // variant.split) * INTERVAL // variant.chunks
     return replace(filled, stages=min(filled.stages, max(needed, _FEWEST_STAGES)))
+
+
+def _measured(op: str, row_tiles: int, chunks: int, dtype: str) -> dict[int, str]:
+    entries = _table().get(f"{op} {row_tiles}x{chunks} {dtype}", {})
+    return {int(tokens): variant for tokens, variant in entries.items()}
 
 
 @cache

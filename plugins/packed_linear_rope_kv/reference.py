@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from llmctl.plugins.packed_linear.layout import rope_order
-from llmctl.plugins.packed_linear.reference import product
+from llmctl.plugins.packed_linear.reference import normalized, product
 from llmctl.plugins.program import StepInputs
 from llmctl.plugins.rope_kv_write.reference import reference as rope_kv_write
 
@@ -22,7 +22,10 @@ def reference(
     step: StepInputs,
     kv_cache: torch.Tensor,
 ) -> None:
-    """Multiply all rows of `x`, rotate q and k, store k and v in their slots and q in `q`."""
+    """Multiply all rows of `x`, normalized if there is a norm, rotate q and k, store k and v in
+    their slots and q in `q`.
+    """
+    inputs = normalized(inputs, outputs, attributes)
     order = rope_order(
         *(int(attributes[name]) for name in ("num_heads", "num_kv_heads", "head_size"))
     )

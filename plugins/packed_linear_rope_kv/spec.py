@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmctl.plugins.packed_linear.layout import TILE_ROWS
-from llmctl.plugins.packed_linear.spec import FREE, INPUTS, TOLERANCE, inner_chunks, row_tiles
+from llmctl.plugins.packed_linear.spec import (
+    FREE,
+    INPUTS,
+    NORM_ATTRIBUTES,
+    NORM_INPUTS,
+    NORM_OUTPUTS,
+    TOLERANCE,
+    inner_chunks,
+    row_tiles,
+)
 from llmctl.plugins.spec import FP8, OpSpec, Role
 
 
@@ -17,12 +26,14 @@ SPEC = OpSpec(
     name="packed_linear_rope_kv",
     inputs=(
         *INPUTS,
+        *NORM_INPUTS,
         Role("rotary", ("float32",), ("P", "head_size")),
         Role("k_scale", ("float32",), ("1",), optional=True),
         Role("v_scale", ("float32",), ("1",), optional=True),
     ),
-    outputs=(Role("q", ("T",), ("N", "q")),),
+    outputs=(Role("q", ("T",), ("N", "q")), *NORM_OUTPUTS),
     attributes={"layer": int, "num_heads": int, "num_kv_heads": int, "head_size": int},
+    optional_attributes=NORM_ATTRIBUTES,
     derived={
         "RT": lambda d: row_tiles(_rows(d)),
         "KT": inner_chunks,

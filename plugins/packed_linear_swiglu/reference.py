@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from llmctl.plugins.packed_linear.layout import pair_order
-from llmctl.plugins.packed_linear.reference import product
+from llmctl.plugins.packed_linear.reference import normalized, product
 from llmctl.plugins.program import StepInputs
 from llmctl.plugins.quantize.reference import write_output
 from llmctl.plugins.swiglu.reference import swiglu
@@ -23,7 +23,8 @@ def reference(
     step: StepInputs,
     kv_cache: torch.Tensor,
 ) -> None:
-    """Multiply all rows of `x`, then combine gate and up."""
+    """Multiply all rows of `x`, normalized if there is a norm, then combine gate and up."""
+    inputs = normalized(inputs, outputs, attributes)
     dtype: torch.dtype = getattr(torch, str(attributes["dtype"]))
     order = pair_order(outputs["out"].shape[1])
     write_output(swiglu(product(inputs, order, dtype)), inputs, outputs)

@@ -7,14 +7,24 @@ no tensor tells it.
 from __future__ import annotations
 
 from llmctl.plugins.packed_linear.layout import TILE_ROWS
-from llmctl.plugins.packed_linear.spec import FREE, INPUTS, TOLERANCE, inner_chunks, row_tiles
+from llmctl.plugins.packed_linear.spec import (
+    FREE,
+    INPUTS,
+    NORM_ATTRIBUTES,
+    NORM_INPUTS,
+    NORM_OUTPUTS,
+    TOLERANCE,
+    inner_chunks,
+    row_tiles,
+)
 from llmctl.plugins.spec import FP8, OpSpec, Role
 
 SPEC = OpSpec(
     name="packed_linear_swiglu",
-    inputs=(*INPUTS, Role("scale", ("float32",), ("1",), optional=True)),
-    outputs=(Role("out", ("T", FP8), ("N", "I")),),
+    inputs=(*INPUTS, *NORM_INPUTS, Role("scale", ("float32",), ("1",), optional=True)),
+    outputs=(Role("out", ("T", FP8), ("N", "I")), *NORM_OUTPUTS),
     attributes={"dtype": str},
+    optional_attributes=NORM_ATTRIBUTES,
     derived={
         "RT": lambda d: row_tiles(2 * d["I"]),
         "KT": inner_chunks,

@@ -30,10 +30,17 @@ def reference(
     kv_cache: torch.Tensor,
 ) -> None:
     """Normalize all rows of `x` (+ `residual`); `residual_out` may be `residual` itself."""
+    add_and_normalize(inputs, outputs, float(attributes["epsilon"]))
+
+
+def add_and_normalize(
+    inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor], epsilon: float
+) -> None:
+    """The same, which needs no step."""
     x = inputs["x"]
     if "residual" in inputs:
         x = (x.float() + inputs["residual"][: len(x)].float()).to(x.dtype)
     if "residual_out" in outputs:
         outputs["residual_out"][: len(x)] = x
-    y = rms_norm(x, inputs["weight"], float(attributes["epsilon"]))
+    y = rms_norm(x, inputs["weight"], epsilon)
     write_output(y, inputs, outputs)

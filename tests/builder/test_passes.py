@@ -19,6 +19,7 @@ from llmctl.builder.passes.gather import hoist_gather
 from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.memory import ITEM_BYTES, plan_memory
 from llmctl.builder.passes.merge import merge_linears
+from llmctl.builder.passes.pack import pack_linears
 from llmctl.builder.passes.quantize import LinearScales, quantize_linears
 from llmctl.builder.passes.tactics import choose_tactics
 from llmctl.builder.sources import RotaryTable
@@ -183,6 +184,41 @@ def test_the_printed_network_is_one_line_a_node() -> None:
         "embedding(weight=model.embed_tokens.weight)  [cpu.embedding.bf16]"
     )
     assert "layer=0 num_heads=4" in next(line for line in lines if "rope_kv_write(" in line)
+
+
+# A Llama 3.2 1B of two layers: its sizes have measured products that normalize.
+MEASURED = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+def test_norms_become_part_of_the_products_that_were_measured_to_be_faster_with_them() -> None:
+    network = pack_linears(finish(record(**MEASURED), all_scales(layers=2)))
+    norms = [node.name for node in network.nodes if node.op == "rms_norm"]
+    assert norms == ["model.layers.0.input_layernorm", "model.norm"]  # no residual; no such product
+    with_norm = [node for node in network.nodes if "norm_weight" in node.inputs]
+    assert [node.op for node in with_norm] == [
+        "packed_linear_swiglu",
+        "packed_linear_rope_kv",
+        "packed_linear_swiglu",
+    ]
+    for node in choose_tactics(network, "cuda").nodes:
+        assert ("+norm" in node.tactic) == ("norm_weight" in node.inputs), node.name
+    offsets, _ = plan_memory(network, 16, 4, 128)
+    for node in with_norm:  # all thread blocks read the residual while one writes the sum
+        if "residual_out" in node.outputs:
+            assert offsets[node.inputs["residual"]] != offsets[node.outputs["residual_out"]]
+
+
+def test_norms_stay_apart_where_products_cannot_take_them() -> None:
+    per_token = pack_linears(finish(record(**MEASURED), all_scales(is_static=False, layers=2)))
+    small = pack_linears(finish(record(), all_scales()))
+    for network in (per_token, small):
+        assert not any("norm_weight" in node.inputs for node in network.nodes)
 
 
 @given(

@@ -43,6 +43,7 @@ VARIANTS = (
     "n64r1c2s6k0g0l0",
     "n8r1c1s11k4g0l0",
     "n16r1c2s4k2g0l0",
+    "n8r1c2s4k2g0l0+norm8",
 )
 
 
@@ -100,6 +101,8 @@ def test_every_variant_compiles_to_warpgroup_products_without_spills(op, dtype, 
     wanted = "QGMMA" if dtype == FP8 else "HGMMA"
     for text in VARIANTS if op == "packed_linear" else VARIANTS[:3]:
         variant = DecodeVariant.parse(text)
+        if variant.normalizes:
+            continue
         if not variant.fits(*call.inputs["weight"].shape[:2], dtype == FP8):
             assert variant.split > 1  # only FP8 sums can be divided over a cluster
             continue
@@ -110,7 +113,7 @@ def test_every_variant_compiles_to_warpgroup_products_without_spills(op, dtype, 
         assert products and set(products) == {str(variant.tokens)}, spec.name
         assert wanted in code and "HMMA." not in code.replace("HGMMA.", ""), spec.name
         assert "UBLKCP" in code and "UTMALDG" in code, spec.name
-        blocks = 2 if variant.shared_bytes(16) <= SHARED_HALF else 1
+        blocks = 2 if variant.shared_bytes(64) <= SHARED_HALF else 1
         assert kernel.registers * 160 * blocks <= 65536
 
 
@@ -132,6 +135,9 @@ def test_variants_that_a_weight_cannot_have_are_told_apart():
     assert not fits("n8r2c1s5k0g0l0")  # shared tiles are handed on one by one
     assert not fits("n8r1c4s7k1g0l0")  # more shared memory than there is
     assert not fits("n12r1c1s5k1g0l0")
+    assert fits("n8r1c1s5k1g0l0+norm8")
+    assert not fits("n8r1c1s5k1g0l0+norm12")  # a row has eight parts
+    assert not fits("n16r1c1s5k1g0l0+norm8")
 
 
 @pytest.mark.parametrize("is_fp8", [True, False])
@@ -204,4 +210,48 @@ def test_tactics_cover_any_number_of_tokens():
     assert [most for most, _ in entries] == [8, 16, 32, 64, 1 << 31]
     assert entries[-1][1] == "many"
     table = choose_tactic("packed_linear_swiglu", 256, 16, "float8_e4m3fn")
-    assert parse_tactic(table)[0][1] == "n8r2c1s12k1g0l0"
+    assert parse_tactic(table)[0] == (8, _table()["packed_linear_swiglu 256x16 float8_e4m3fn"]["8"])
+
+
+def with_norm(call: OpCall) -> OpCall:
+    """The same product of tokens that it has to normalize."""
+    x = call.inputs["x"]
+    with torch.device("meta"):
+        rows, dtype = tuple(x.shape), torch.bfloat16 if x.dtype == FP8 else x.dtype
+        inputs = {**call.inputs, "x": torch.empty(rows, dtype=dtype)}
+        inputs["residual"] = torch.empty(rows, dtype=dtype)
+        inputs["norm_weight"] = torch.empty(rows[1], dtype=dtype)
+        made = {"normal": torch.empty(rows, dtype=x.dtype)}
+        made["residual_out"] = torch.empty(rows, dtype=dtype)
+    attributes = {**call.attributes, "epsilon": 1e-5}
+    return OpCall(call.op, call.name, inputs, {**call.outputs, **made}, attributes, call.tactic)
+
+
+@pytest.mark.parametrize(
+    "key", [k for k, e in _table().items() if any("norm" in v for v in e.values())]
+)
+def test_products_that_normalize_compile_without_spills_and_copy_no_tokens(key, tmp_path):
+    op, size, _ = key.split()
+    tiles, chunks = map(int, size.split("x"))
+    call = with_norm(make_call(op, FP8, 64 * tiles, 128 * chunks))
+    text = next(v for v in _table()[key].values() if "norm" in v)
+    kernel = compile_kernel(decode_spec(call, DecodeVariant.parse(text), LIMITS))
+    code = sass(kernel.cubin, tmp_path)
+    assert kernel.local_bytes == 0
+    assert "QGMMA" in code and "UBLKCP" in code and "UTMALDG" not in code
+
+
+def test_few_tokens_are_normalized_by_the_product_and_more_by_rms_norm():
+    call = with_norm(make_call("packed_linear_swiglu", FP8, 64 * 256, 2048))
+    names = {spec.name for spec in kernels(call, LIMITS)}
+    for tokens, wanted in ((1, ["few"]), (2, ["rms_norm", "few"]), (256, ["rms_norm", "many"])):
+        found = launches(call, make_env(), StepShape(tokens, 1, 1, tokens, tokens))
+        assert len(found) == len(wanted)
+        for launch, word in zip(found, wanted, strict=True):
+            assert launch.spec.name in names and word in launch.spec.name
+            assert len(launch.arguments) == len(launch.spec.arguments)
+
+
+def test_a_product_without_a_norm_takes_no_variant_that_normalizes():
+    plain = make_call("packed_linear_swiglu", FP8, 64 * 256, 2048)
+    assert not any("norm" in spec.name for spec in kernels(plain, LIMITS))

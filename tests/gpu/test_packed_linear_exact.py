@@ -1,0 +1,201 @@
+"""Packed products give one set of bits: by the product that normalizes and by rms_norm before it,
+and by the kernels for few tokens and for many, with every epilogue."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmctl.plugins.cuda.compiler import compile_kernel
+from llmctl.plugins.cuda.driver import cuda_driver
+from llmctl.plugins.cuda.kernel import DeviceStep, Launch, LaunchEnv, StepLimits, StepShape
+from llmctl.plugins.examples import Example, add_norm, make_example
+from llmctl.plugins.packed_linear.decode import DecodeVariant, decode_launch
+from llmctl.plugins.packed_linear.kernel import launches
+from llmctl.plugins.packed_linear.prefill import prefill_launch, variants_of
+from llmctl.plugins.program import OpCall
+
+FP8 = "float8_e4m3fn"
+TOKENS = 64
+EPSILON = 1e-5
+NORM_CASES = [  # dtype, operator, K, variant
+    (FP8, "packed_linear_rope_kv", 2048, "n8r1c4s2k2g0l0+norm8"),
+    (FP8, "packed_linear_swiglu", 2048, "n8r1c2s4k1g0l0+norm8"),
+    (FP8, "packed_linear_rope_kv", 3072, "n8r2c1s10k2g0l0+norm12"),
+    (FP8, "packed_linear_swiglu", 3072, "n8r1c2s5k1g0l0+norm12"),
+    (FP8, "packed_linear_swiglu", 4096, "n8r1c2s10k1g0l0+norm16"),
+    (FP8, "packed_linear", 1024, "n8r1c1s6k0g0l0+norm4"),
+    (FP8, "packed_linear", 5120, "n8r1c1s6k4g0l0+norm10"),
+    (FP8, "packed_linear", 8192, "n8r1c1s6k1g0l0+norm16"),
+    ("bfloat16", "packed_linear", 2048, "n8r1c1s6k1g0l0+norm8"),
+    ("bfloat16", "packed_linear_swiglu", 3072, "n8r1c2s4k0g0l0+norm6"),
+    ("float16", "packed_linear", 4096, "n8r1c1s6k1g0l0+norm8"),
+    ("float16", "packed_linear_rope_kv", 1024, "n8r1c1s6k1g0l0+norm4"),
+]
+PLAIN_CASES = [  # dtype, operator, K: every epilogue, a K that ends within an interval
+    (dtype, op, inner)
+    for dtype, op in (
+        (FP8, "packed_linear"),
+        (FP8, "packed_linear_swiglu"),
+        (FP8, "packed_linear_rope_kv"),
+        ("bfloat16", "packed_linear_swiglu"),
+        ("bfloat16", "packed_linear_rope_kv"),
+        ("float16", "packed_linear"),
+    )
+    for inner in (1040, 4096)
+]
+FEW = ("n8r1c1s6k1g0l0", "n16r2c1s4k1g0l0", "n64r1c1s4k0g0l0", "n8r1c1s6k2g0l0")
+
+_loaded: dict[str, object] = {}
+
+
+def execute(found: list[Launch]) -> None:
+    for launch in found:
+        name = launch.spec.name
+        if name not in _loaded:
+            _loaded[name] = cuda_driver().load(compile_kernel(launch.spec))
+        stream = torch.cuda.current_stream().cuda_stream
+        cuda_driver().prepare(_loaded[name], launch.grid, launch.arguments, True)(stream)
+    torch.cuda.synchronize()
+
+
+def make(op: str, dtype: str, inner: int, *, heads: int = 8, kv_dtype: str = FP8) -> Example:
+    """A product of TOKENS tokens on the device, 384 to 768 rows."""
+    is_fp8 = dtype == FP8
+    case = {"inner": inner, "dtype": dtype, "x_scaling": "static", "bias": False, "tokens": TOKENS}
+    case |= {"model_dtype": "bfloat16" if is_fp8 else dtype, "scaling": "none"}
+    if op == "packed_linear":
+        case |= {"outputs": 384, "out": "T"}
+    elif op == "packed_linear_swiglu":
+        case |= {"hidden": 256, "scaling": "static" if is_fp8 else "none"}
+    else:
+        case |= {"num_heads": heads, "num_kv_heads": 2, "head_size": 64, "kv_dtype": kv_dtype}
+        case["requests"] = f"{TOKENS}+40"
+    return make_example(op, case, seed=3, device="cuda")
+
+
+def environment(example: Example) -> LaunchEnv:
+    names = DeviceStep.__dataclass_fields__
+    arrays = {name: torch.from_numpy(getattr(example.step, name)).cuda() for name in names}
+    cache = example.kv_cache
+    kv_dtype = str(cache.dtype).removeprefix("torch.")
+    limits = StepLimits(TOKENS, TOKENS, 1, 128, 0, cache.shape[4], kv_dtype)
+    scratch: dict[str, torch.Tensor] = {}
+
+    def room(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return scratch.setdefault(name, torch.zeros(shape, dtype=dtype, device="cuda"))
+
+    return LaunchEnv(DeviceStep(**arrays), cache, limits, "tokens", room)
+
+
+def outcome(call: OpCall, cache: torch.Tensor, found: list[Launch]) -> list[torch.Tensor]:
+    """All that launches write, as bytes, over a known background."""
+    written = [*call.outputs.values(), cache]
+    for tensor in written:
+        tensor.view(torch.uint8).fill_(0x55)
+    torch.cuda.synchronize()
+    execute(found)
+    return [tensor.view(torch.uint8).clone() for tensor in written]
+
+
+def normed(op: str, dtype: str, inner: int) -> Example:
+    """A product with a norm, over rows of very different size."""
+    example = make(op, dtype, inner)
+    call = example.call
+    generator = torch.Generator("cuda").manual_seed(5)
+    inputs = dict(call.inputs)
+    with torch.device("cuda"):
+        model = "bfloat16" if dtype == FP8 else dtype
+        made = {**call.outputs, **add_norm(inputs, model, generator)}
+    for row, factor in enumerate((1.0, 1e-4, 100.0, 0.0, 7.0)):
+        inputs["x"][row] *= factor
+        inputs["residual"][row] *= factor
+    inputs["x"][5, 17] = float("nan")
+    inputs["x"][6, 3] = float("inf")
+    attributes = {**call.attributes, "epsilon": EPSILON}
+    return replace(example, call=OpCall(call.op, call.name, inputs, made, attributes))
+
+
+def few_variants(call: OpCall) -> list[DecodeVariant]:
+    weight = call.inputs["weight"]
+    parsed = map(DecodeVariant.parse, FEW)
+    return [v for v in parsed if v.fits(*weight.shape[:2], weight.element_size() == 1)]
+
+
+def norm_launches(dtype: str, op: str, inner: int, text: str, tokens: int) -> Iterator[Launch]:
+    """The launch that normalizes, then those that do the same with rms_norm."""
+    example = normed(op, dtype, inner)
+    env = environment(example)
+    yield decode_launch(example.call, env, tokens, DecodeVariant.parse(text))
+    yield from launches(example.call, env, StepShape(tokens, 1, tokens, tokens, 128))
+
+
+def plain_launches(dtype: str, op: str, inner: int) -> Iterator[Launch]:
+    example = make(op, dtype, inner, kv_dtype=dtype)
+    call, env = example.call, environment(example)
+    yield from (prefill_launch(call, env, TOKENS, variant) for variant in variants_of(call))
+    yield from (decode_launch(call, env, TOKENS, variant) for variant in few_variants(call))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """All kernels at once, on all cores."""
+    found = [launch for case in NORM_CASES for launch in norm_launches(*case, tokens=1)]
+    found += [launch for case in PLAIN_CASES for launch in plain_launches(*case)]
+    specs = {launch.spec.name: launch.spec for launch in found}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_kernel, specs.values()))
+
+
+@pytest.mark.parametrize(("dtype", "op", "inner", "text"), NORM_CASES)
+def test_a_product_that_normalizes_gives_the_bits_of_rms_norm_before_it(dtype, op, inner, text):
+    example = normed(op, dtype, inner)
+    call, env, variant = example.call, environment(example), DecodeVariant.parse(text)
+    assert variant.fits(*call.inputs["weight"].shape[:2], dtype == FP8)
+    normal = list(call.outputs).index("normal")
+    for tokens in (1, 2, 8):
+        shape = StepShape(tokens, 1, tokens, tokens, 128)
+        wanted = outcome(call, env.kv_cache, launches(call, env, shape))
+        found = outcome(call, env.kv_cache, [decode_launch(call, env, tokens, variant)])
+        assert (found[normal] == 0x55).all(), "nobody reads the normalized rows"
+        for role, left, right in zip((*call.outputs, "cache"), found, wanted, strict=True):
+            assert role == "normal" or torch.equal(left, right), (role, tokens)
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**-20, 0.037, 3.0, 2.0**100, 0.0, float("inf")])
+def test_any_static_scale_quantizes_as_in_rms_norm(scale):
+    example = normed("packed_linear", FP8, 8192)
+    call, env = example.call, environment(example)
+    call.inputs["x_scale"].fill_(scale)
+    call.inputs["weight_scale"].fill_(1.0)
+    wanted = outcome(call, env.kv_cache, launches(call, env, StepShape(8, 1, 8, 8, 128)))
+    variant = DecodeVariant.parse("n8r1c1s6k1g0l0+norm16")
+    found = outcome(call, env.kv_cache, [decode_launch(call, env, 8, variant)])
+    assert torch.equal(found[0], wanted[0])
+
+
+@pytest.mark.parametrize(("dtype", "op", "inner"), PLAIN_CASES)
+def test_few_and_many_tokens_give_the_same_bits(dtype, op, inner):
+    """Every epilogue of decode.cu and prefill.cu, the pages of the cache included."""
+    example = make(op, dtype, inner, kv_dtype=dtype)
+    call, env = example.call, environment(example)
+    first, *others = variants_of(call)
+    wanted = outcome(call, env.kv_cache, [prefill_launch(call, env, TOKENS, first)])
+    for other in others:
+        found = outcome(call, env.kv_cache, [prefill_launch(call, env, TOKENS, other)])
+        assert all(map(torch.equal, found, wanted)), other.name
+    for variant in few_variants(call):
+        found = outcome(call, env.kv_cache, [decode_launch(call, env, TOKENS, variant)])
+        assert all(map(torch.equal, found, wanted)), str(variant)
+    for tokens in (1, 11):  # rows of fewer tokens are those of all
+        found = outcome(
+            call, env.kv_cache, [decode_launch(call, env, tokens, few_variants(call)[0])]
+        )
+        for left, right in zip(found[:-1], wanted[:-1], strict=True):
+            assert torch.equal(left[:tokens], right[:tokens])
+            assert (left[tokens:] == 0x55).all()
