@@ -21,24 +21,21 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import numpy as np
+import peers
 import torch
 
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
-from llmctl.cli.speculation import Speculation
 from llmctl.plugins.cpu import instruction_sets, num_threads
 from llmctl.plugins.cpu.library import library
 from llmctl.runtime.core import Request
-from llmctl.runtime.executor import Executor
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TARGET, DRAFT = REPOSITORY / "examples/demo-target", REPOSITORY / "examples/demo-draft"
@@ -62,12 +59,7 @@ def row(name: str, unit: str, values: list[float], share: float | None = None) -
     return Row(name, median(values), unit, min(values), max(values), share)
 
 
-def llmctl(*arguments: str) -> None:
-    """Run the command line as a user would."""
-    subprocess.run([sys.executable, "-m", "llmctl.cli.entry", *arguments], check=True)
-
-
-def held_out_prompts() -> list[list[int]]:
+def held_out_tasks() -> list[peers.Task]:
     """NUM_PROMPTS prompts of PROMPT_TOKENS tokens, spread over the held-out text."""
     from tokenizers import Tokenizer
 
@@ -75,95 +67,42 @@ def held_out_prompts() -> list[list[int]]:
     text = (REPOSITORY / "examples/heldout.txt").read_text()
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     starts = np.linspace(0, len(ids) - PROMPT_TOKENS, NUM_PROMPTS).astype(int)
-    return [ids[start : start + PROMPT_TOKENS] for start in starts]
-
-
-def run_ours(executor: Executor, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy continuations, one request at a time."""
-    outputs = []
-    for prompt in prompts:
-        request_id = executor.enqueue_request(Request(tuple(prompt), OUTPUT_TOKENS))
-        (response,) = executor.await_responses(request_id)
-        assert response.result is not None, response.error
-        outputs.append(list(response.result.output_token_ids))
-    return outputs
-
-
-def run_transformers(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    """The same through `generate`."""
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=OUTPUT_TOKENS,
-            **options,
-        )
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
-
-
-def build_pair(folder: Path, dtype: str) -> tuple[Path, Path]:
-    """Engines of the demo pair in one dtype."""
-    common = ["--backend", "cpu", "--dtype", dtype, "--max-batch-size", "4"]
-    speculative = ["--speculative-decoding-mode", "draft_tokens_external"]
-    target, draft = folder / f"target-{dtype}", folder / f"draft-{dtype}"
-    llmctl("build", "--checkpoint-dir", str(TARGET), "--output-dir", str(target), *common,
-           *speculative, "--max-draft-len", str(DRAFT_LEN))  # fmt: skip
-    llmctl("build", "--checkpoint-dir", str(DRAFT), "--output-dir", str(draft), *common)
-    return target, draft
+    prompts = [ids[start : start + PROMPT_TOKENS] for start in starts]
+    return [peers.Task(prompt, OUTPUT_TOKENS) for prompt in prompts]
 
 
 def bench_demo(folder: Path, dtype: str, rounds: int) -> list[Row]:
     """The four systems in turn, and their ratios round by round."""
-    from transformers import AutoModelForCausalLM
-
     torch_dtype = getattr(torch, dtype)
     model, assistant = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype).eval()
-        for path in (TARGET, DRAFT)
+        peers.load_transformers(path, torch_dtype, "cpu") for path in (TARGET, DRAFT)
     )
-    model.generation_config.eos_token_id = None  # every output has OUTPUT_TOKENS tokens
-    assistant.generation_config.eos_token_id = None
-    target_dir, draft_dir = build_pair(folder, dtype)
-    speculation = Speculation(draft_len=DRAFT_LEN, draft_engine=draft_dir)
+    options = ("--backend", "cpu", "--dtype", dtype, "--max-batch-size", "4")
+    target_dir, draft_dir = peers.build_pair(TARGET, DRAFT, DRAFT_LEN, folder / dtype, *options)
     engines = [
-        OpenEngines(check_engines(EngineOptions(target_dir, enable_block_reuse=False))),
-        OpenEngines(
-            check_engines(EngineOptions(target_dir, speculation, enable_block_reuse=False))
-        ),
+        peers.open_engines(target_dir, None, 0),
+        peers.open_engines(target_dir, draft_dir, DRAFT_LEN),
     ]
-    prompts = held_out_prompts()
     with engines[0].executor() as plain, engines[1].executor() as speculative:
-        systems: dict[str, Callable[[], list[list[int]]]] = {
-            "transformers": lambda: run_transformers(model, prompts),
-            "llmctl": lambda: run_ours(plain, prompts),
-            "transformers+assistant": lambda: run_transformers(
-                model, prompts, assistant_model=assistant
-            ),
-            "llmctl+draft": lambda: run_ours(speculative, prompts),
+        systems = {
+            "transformers": peers.transformers_system(model),
+            "llmctl": peers.one_by_one(plain),
+            "transformers+assistant": peers.transformers_system(model, assistant_model=assistant),
+            "llmctl+draft": peers.one_by_one(speculative),
         }
-        speed: dict[str, list[float]] = {name: [] for name in systems}
-        outputs: dict[str, list[list[int]]] = {}
-        for index in range(rounds + 1):  # the first is warm-up
-            for name, system in systems.items():
-                began = perf_counter()
-                outputs[name] = system()
-                seconds = perf_counter() - began
-                if index:
-                    speed[name].append(NUM_PROMPTS * OUTPUT_TOKENS / seconds)
+        measured = peers.take_turns(systems, held_out_tasks(), rounds)
         stats = speculative.get_speculation_stats()
+    outputs = measured.outputs
     assert outputs["llmctl"] == outputs["llmctl+draft"], "the draft changed the output"
-    rows = [row(f"demo {dtype} {name}", "tok/s", values) for name, values in speed.items()]
-    for above, below in (
+    pairs = [
         ("llmctl", "transformers"),
         ("llmctl+draft", "transformers+assistant"),
         ("llmctl+draft", "llmctl"),
-    ):
-        ratios = [a / b for a, b in zip(speed[above], speed[below], strict=True)]
-        rows.append(row(f"demo {dtype} {above} / {below}", "ratio", ratios))
+    ]
+    rows = [
+        row(item.name, item.unit, [item.minimum, item.value, item.maximum])
+        for item in measured.rows(pairs, f"demo {dtype} ")
+    ]
     rows.append(row(f"demo {dtype} acceptance rate", "share", [stats.acceptance_rate]))
     rows.append(row(f"demo {dtype} tokens per round", "tokens", [stats.acceptance_length]))
     return rows
@@ -189,8 +128,8 @@ def bench_1b(folder: Path, quantization: str, steps: int) -> list[Row]:
         [sys.executable, script, checkpoint, "--shape", "1b", "--quantization", quantization],
         check=True,
     )
-    llmctl("build", "--checkpoint-dir", str(checkpoint), "--output-dir", str(engine),
-           "--backend", "cpu", "--max-batch-size", "1", "--max-seq-len", "512")  # fmt: skip
+    peers.llmctl("build", "--checkpoint-dir", checkpoint, "--output-dir", engine,
+                 "--backend", "cpu", "--max-batch-size", "1", "--max-seq-len", "512")  # fmt: skip
     engines = OpenEngines(check_engines(EngineOptions(engine)))
     limits = read_bandwidth()
     with engines.executor() as executor:

@@ -1,0 +1,141 @@
+"""The scripts that run one load through llmctl and a peer; vLLM is played by a fake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from types import ModuleType, SimpleNamespace
+
+import peers
+import pytest
+
+SIZE = {"--num-requests": 2, "--rounds": 1, "--draft-len": 3}
+
+
+@pytest.fixture
+def dataset(tmp_path, repository):
+    """Two requests of 20 prompt tokens and 12 output tokens."""
+    path = tmp_path / "data.jsonl"
+    command = [sys.executable, "-m", "llmctl.cli.entry", "dataset", "--tokenizer",
+               "examples/demo-target", "--output", path, "text", "--input-file",
+               "examples/heldout.txt", "--num-requests", 2, "--input-len-dist", "20,0",
+               "--output-len-dist", "12,0"]  # fmt: skip
+    subprocess.run([str(word) for word in command], check=True, cwd=repository)
+    return path
+
+
+@pytest.fixture
+def rows(repository, tmp_path, dataset):
+    """Rows by name, and what was printed, of a script on the demo pair."""
+
+    def run(script, *argv, env=None):
+        output = tmp_path / "rows.jsonl"
+        size = [str(word) for item in SIZE.items() for word in item]
+        command = [sys.executable, repository / "scripts" / script, "examples/demo-target",
+                   "--draft", "examples/demo-draft", "--dataset", dataset, "--output", output,
+                   *size, *argv]  # fmt: skip
+        done = subprocess.run(
+            [str(word) for word in command], cwd=repository, capture_output=True, text=True, env=env
+        )
+        assert done.returncode == 0, done.stderr
+        found = [json.loads(line) for line in output.read_text().splitlines()]
+        return {item["name"]: item for item in found}, done.stdout
+
+    return run
+
+
+def test_transformers_and_llmctl_write_the_same_text_and_ratios_are_of_their_speeds(rows):
+    found, printed = rows("compare_hf.py", "--dtype", "float32")
+    systems = ("transformers", "llmctl", "transformers+assistant", "llmctl+draft")
+    assert all(found[name]["unit"] == "tok/s" and found[name]["value"] > 0 for name in systems)
+    ratio = found["llmctl / transformers"]
+    assert ratio["value"] == pytest.approx(
+        found["llmctl"]["value"] / found["transformers"]["value"]
+    )
+    for name in ("llmctl / transformers", "llmctl+draft / transformers+assistant"):
+        assert found[name]["note"] == "100% of tokens alike", found[name]
+    assert "llmctl+draft / llmctl" in printed
+    assert found["llmctl"]["versions"].keys() == {"llmctl", "torch", "transformers"}
+
+
+def test_a_missing_vllm_is_said(monkeypatch):
+    import compare_vllm
+
+    def version(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(compare_vllm, "version", version)
+    monkeypatch.setattr(sys, "argv", ["compare_vllm.py", "x", "--dataset", "data.jsonl"])
+    with pytest.raises(SystemExit, match="llmctl is not installed here"):
+        compare_vllm.main()
+
+
+class FakeLlm:
+    """Counts up from the prompt's last token."""
+
+    made: list[dict] = []
+
+    def __init__(self, **options) -> None:
+        self.made.append(options)
+
+    def generate(self, prompts, params, *, use_tqdm):
+        assert not use_tqdm
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(self._count(one, param)))])
+            for one, param in zip(prompts, params, strict=True)
+        ]
+
+    def _count(self, prompt, param):
+        last = prompt["prompt_token_ids"][-1]
+        assert param.temperature == 0 and param.ignore_eos and not param.detokenize
+        return range(last, last + param.max_tokens)
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """A vLLM that is installed."""
+    module = ModuleType("vllm")
+    module.LLM = FakeLlm  # type: ignore[attr-defined]
+    module.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(FakeLlm, "made", [])
+    return module
+
+
+def test_vllm_is_given_the_same_load_draft_and_lots(
+    vllm, monkeypatch, repository, dataset, tmp_path, capsys
+):
+    import compare_vllm
+
+    output = tmp_path / "rows.jsonl"
+    monkeypatch.chdir(repository)
+    monkeypatch.setattr(compare_vllm, "version", lambda name: "0")
+    argv = ["examples/demo-target", "--draft", "examples/demo-draft", "--dataset", str(dataset),
+            "--draft-len", "3", "--rounds", "1", "--max-batch-size", "4",
+            "--synthetic-acceptance", "2.5", "--output", str(output)]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["compare_vllm.py", *argv])
+    compare_vllm.main()
+    plain, drafted = FakeLlm.made
+    assert plain["max_model_len"] == 20 + 12 + 3 + 1 and "speculative_config" not in plain
+    assert drafted["speculative_config"] == {
+        "method": "draft_model",
+        "model": "examples/demo-draft",
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.5,
+    }
+    names = [json.loads(line)["name"] for line in output.read_text().splitlines()]
+    assert len(names) == 12 and "with draft, all at once: llmctl / vllm" in names
+    assert "SYNTHETIC ACCEPTANCE" in capsys.readouterr().out
+
+
+def test_likeness_counts_tokens_before_the_first_that_differs():
+    assert peers.likeness([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == pytest.approx(4 / 6)
+
+
+def test_an_output_of_another_length_is_not_measured():
+    task = peers.Task([1, 2], 3)
+    with pytest.raises(SystemExit, match="another length"):
+        peers.take_turns({"short": lambda tasks: [[1, 2]]}, [task], 1)
