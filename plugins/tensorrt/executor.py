@@ -1,4 +1,4 @@
-"""Plans as operators of a program: what `plugins.cuda.program` calls for the operator "tensorrt"."""
+"""Plans as operators: what `plugins.cuda.program` calls for the operator "tensorrt"."""
 
 from __future__ import annotations
 
