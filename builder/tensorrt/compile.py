@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmctl.builder.tensorrt.logger import shared_logger
 from llmctl.builder.tensorrt.networks import PieceNetwork
 from llmctl.builder.tensorrt.package import Package
 from llmctl.builder.tensorrt.report import describe_engine
 from llmctl.errors import KernelCompileError
+from llmctl.plugins.tensorrt.library import shared_logger
 
 _SERIOUS = ("ERROR", "INTERNAL_ERROR")
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from llmctl.builder.config import BuildConfig
 from llmctl.builder.network import Tensor
-from llmctl.builder.tensorrt.logger import shared_logger
 from llmctl.builder.tensorrt.package import require
 from llmctl.builder.tensorrt.pieces import Binding, Piece
 from llmctl.builder.tensorrt.whole import TREE, WHOLE
 from llmctl.plugins.rounds.tensorrt import accept_chain, accept_tree, choose_tokens
 from llmctl.plugins.tensorrt.layers import ITensor, Layers, Wanted
+from llmctl.plugins.tensorrt.library import shared_logger
 
 Range = tuple[int, int, int]  # least, the one to tune for, most
 # Steps of generation and verification have up to so many tokens; longer ones hold prompt chunks.

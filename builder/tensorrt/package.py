@@ -7,18 +7,13 @@ API is one: what only some versions have is looked for by name.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from llmctl.errors import BadConfig, NoDevice, Unsupported
+from llmctl.plugins.tensorrt.library import PACKAGES, load_package
 
 CAPABILITIES = ("8.6", "8.9", "12.0")  # GPUs that TensorRT-RTX and our attention kernels support
 FP8_CAPABILITY = (8, 9)  # the oldest with FP8 tensor cores
-_MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-_INSTALL = {
-    "tensorrt": "pip install 'llmctl[tensorrt]'",
-    "tensorrt-rtx": "pip install 'llmctl[tensorrt-rtx]'",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +26,7 @@ class Package:
     @property
     def name(self) -> str:
         """Its import name."""
-        return _MODULES[self.backend]
+        return PACKAGES[self.backend]
 
     @property
     def version(self) -> str:
@@ -51,18 +46,7 @@ def require(trt: Any, owner: Any, attribute: str, what: str) -> None:
 
 def open_package(backend: str) -> Package:
     """Import the package of a backend. Raises NoDevice with the command that installs it."""
-    name = _MODULES[backend]
-    try:
-        trt = import_module(name)
-        reason = "" if hasattr(trt, "Builder") else f"another {name} is in its place"
-    except ImportError as error:
-        reason = str(error)
-    if reason:
-        raise NoDevice(
-            f"--backend {backend} needs the package {name}, which cannot be imported: {reason}",
-            fix=_INSTALL[backend],
-        )
-    return Package(backend, trt)
+    return Package(backend, load_package(backend))
 
 
 def choose_targets(requested: str | None, backend: str, is_fp8: bool) -> tuple[str, ...]:

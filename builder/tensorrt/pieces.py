@@ -93,7 +93,7 @@ def _piece(
     network: Network, nodes: Sequence[Node], num_ranks: int
 ) -> tuple[Piece, Mapping[str, str]]:
     """(the piece without a name, binding -> tensor of this use)."""
-    first = _first_layer(nodes)
+    first = _first_layer(nodes) or 0
 
     def short(name: str) -> str:
         match = _LAYER.search(name)
@@ -148,9 +148,10 @@ def _piece(
     return piece, mapping
 
 
-def _first_layer(nodes: Sequence[Node]) -> int:
+def _first_layer(nodes: Sequence[Node]) -> int | None:
+    """The lowest layer that a node belongs to."""
     own = [node for node in nodes if node.op != "gather_rows"]  # named after what they gather
-    return min((int(m[1]) for node in own if (m := _LAYER.search(node.name))), default=0)
+    return min((int(m[1]) for node in own if (m := _LAYER.search(node.name))), default=None)
 
 
 def _incoming(network: Network, tensor: str) -> str:
@@ -198,7 +199,8 @@ def _name(pieces: Sequence[Piece], order: Sequence[Piece]) -> dict[int, Piece]:
 
 def _use(piece: Piece, nodes: Sequence[Node], names: Mapping[str, str]) -> Node:
     """One run of a piece, named after the layer that it begins in."""
-    layer = "model." if piece.name == "first" else f"model.layers.{_first_layer(nodes)}."
+    first = _first_layer(nodes)
+    layer = "model." if first is None or piece.name == "first" else f"model.layers.{first}."
     inputs = {b.name: names[b.name] for b in piece.bindings if b.is_input}
     outputs = {b.name: names[b.name] for b in piece.bindings if not b.is_input}
     return Node(TENSORRT_OP, f"{layer}{piece.name}", inputs, outputs, {"piece": piece.name})

@@ -46,8 +46,8 @@ def describe_engine(
             for line in message.splitlines():
                 match = _LAYER.match(line)
                 if match:
-                    profile, layer = _layer(match)
-                    found[profile]["layers"].append(layer)
+                    index, layer = _layer(match)
+                    found[index]["layers"].append(layer)
         elif match := _MEMORY.match(message):
             (activations if match[1].startswith("Total") else scratch).append(int(match[2]))
     for profile, num_bytes in zip(found, activations, strict=False):
