@@ -127,10 +127,8 @@ def grid_blocks(variant: DecodeVariant, row_tiles: int, num_sms: int) -> int:
     """Thread blocks along x: with equal shares of the row tiles, as far as they divide."""
     if variant.split > 1:  # a cluster takes one group of row tiles
         return -(-row_tiles // variant.row_tiles) * variant.split
-    if variant.blocks:
-        return variant.blocks if variant.split == 0 else min(variant.blocks, row_tiles)
-    if variant.split == 0:
-        return num_sms
+    if variant.blocks or variant.split == 0:  # none without work: each waits for the one before it
+        return min(variant.blocks or num_sms, row_tiles)
     if row_tiles <= 2 * num_sms:  # two to a multiprocessor
         return -(-row_tiles // variant.row_tiles)
     each = -(-row_tiles // num_sms)

@@ -160,6 +160,7 @@ def test_rows_are_shared_evenly_between_blocks():
     assert grid_blocks(whole, 896, 132) == 128  # seven tiles each
     assert grid_blocks(whole, 128, 132) == 128
     assert grid_blocks(DecodeVariant.parse("n8r1c1s12k0g0l0"), 160, 132) == 132
+    assert grid_blocks(DecodeVariant.parse("n8r1c1s12k0g0l0"), 6, 132) == 6
     assert grid_blocks(DecodeVariant.parse("n8r2c1s12k4g0l0"), 33, 132) == 68  # 17 clusters
 
 
