@@ -37,6 +37,7 @@ from llmctl.builder.engine_format import (
 )
 from llmctl.builder.generated import LoadFormat, declare_tensors, mark_generated, open_config
 from llmctl.builder.kernels import OnKernel
+from llmctl.builder.kv_cache import choose_kv_cache
 from llmctl.builder.models import model_config
 from llmctl.builder.models.decoder import EMBEDDING, build_network
 from llmctl.builder.network import Network
@@ -46,7 +47,6 @@ from llmctl.builder.provenance import describe_source, pretrained_config, versio
 from llmctl.builder.scales import (
     check_unused,
     checkpoint_shapes,
-    find_kv_scales,
     find_linear_scales,
     require_readable,
 )
@@ -167,8 +167,9 @@ def plan_build(
         declare_tensors(checkpoint, recorded, model.num_hidden_layers)
     checkpoint.require(checkpoint_shapes(recorded))
     linear_scales = find_linear_scales(checkpoint, recorded)
-    kv_scales = _kv_scales(checkpoint, request.kv_cache_dtype, model.num_hidden_layers)
-    cache_dtype = "float8_e4m3fn" if kv_scales is not None else dtype
+    cache_dtype, kv_scales = choose_kv_cache(
+        checkpoint, request, model.num_hidden_layers, dtype, backend
+    )
     is_fp8 = bool(linear_scales) or cache_dtype == "float8_e4m3fn"
     target = choose_target(backend, package, compute_capability, is_fp8)
     limits, notices = resolve_build_config(request, model, cache_dtype)
@@ -270,16 +271,6 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
     if info is None:  # also where nothing is stored
         return "bfloat16" if not checkpoint.tensors else "float32"
     return STORED_DTYPES[info.dtype][0]
-
-
-def _kv_scales(
-    checkpoint: Checkpoint, requested: str, num_layers: int
-) -> list[tuple[str, str]] | None:
-    info = checkpoint.quantization
-    is_declared = info is not None and info.kv_cache_algo is not None
-    if requested == "none" or (requested == "auto" and not is_declared):
-        return None
-    return find_kv_scales(checkpoint, num_layers)
 
 
 def _check_scales(checkpoint: Checkpoint, network: Network, num_ranks: int) -> None:

@@ -17,7 +17,7 @@ SPECULATIVE_MODES = {  # the number stored in config.json, as upstream
     "explicit_draft_tokens": 16,
     "eagle": 32,
 }
-KV_CACHE_DTYPES = ("auto", "fp8", "none")
+KV_CACHE_DTYPES = ("auto", "fp8", "int8", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class BuildRequest:
     tokens_per_block: int = 32
     kv_cache_type: str = "paged"
     kv_cache_dtype: str = "auto"
+    kv_cache_unit_scales: bool = False  # FP8 without scales, on request alone
     logits_dtype: str = "float32"
     gather_context_logits: bool = False
     tp_size: int = 1

@@ -28,6 +28,7 @@ DTYPES = {  # torch name -> (safetensors name, bytes an element)
     "bfloat16": ("BF16", 2),
     "float16": ("F16", 2),
     "float8_e4m3fn": ("F8_E4M3", 1),
+    "int8": ("I8", 1),
     "int32": ("I32", 4),
     "uint8": ("U8", 1),
 }

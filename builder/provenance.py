@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from llmctl.builder.engine_format import KvCacheSpec
+from llmctl.builder.kv_cache import ALGOS as KV_ALGOS
 from llmctl.builder.models.family import ModelConfig
 from llmctl.quantize.checkpoint import Checkpoint
 from llmctl.quantize.format import CONFIG_FILE, GENERATION_CONFIG_FILE, read_json
@@ -45,7 +46,7 @@ def pretrained_config(
         "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1, "cp_size": 1},
         "quantization": {
             "quant_algo": info.algo if info else None,
-            "kv_cache_quant_algo": "FP8" if cache.dtype == "float8_e4m3fn" else None,
+            "kv_cache_quant_algo": KV_ALGOS.get(cache.dtype),
             "exclude_modules": list(info.exclude) if info else None,
         },
         **_special_ids(checkpoint),

@@ -78,12 +78,12 @@ def require_readable(checkpoint: Checkpoint) -> None:
         info.algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
         and info.activations in ("static", "dynamic")
     )
-    if not is_readable or info.kv_cache_algo not in (None, "FP8"):
+    if not is_readable or info.kv_cache_algo not in (None, "FP8", "INT8"):
         found = info.algo if not is_readable else f"a KV cache in {info.kv_cache_algo}"
         activations = "" if is_readable else f" with {info.activations} activations"
         raise UnknownQuantization(
             f"{checkpoint.path} is quantized by {info.method} as {found}{activations}; "
-            f"this version builds {READ_SCHEMES}, with an FP8 or unquantized KV cache",
+            f"this version builds {READ_SCHEMES}, with an FP8, INT8 or unquantized KV cache",
             fix="start from the unquantized checkpoint and run `llmctl quantize`",
         )
 
@@ -143,10 +143,11 @@ def find_kv_scales(checkpoint: Checkpoint, num_layers: int) -> list[tuple[str, s
         pair = next((p for p in pairs if all(name in checkpoint.tensors for name in p)), None)
         if pair is None:
             raise MissingTensor(
-                f"{checkpoint.path} has no FP8 KV cache scales for layer {layer} "
+                f"{checkpoint.path} has no KV cache scales for layer {layer} "
                 f"({pairs[0][0]} or one of {len(pairs) - 1} other spellings); probably its "
                 "exporter did not calibrate the KV cache",
-                fix="build with --kv-cache-dtype none, or quantize again with calibration data",
+                fix="build with --kv-cache-dtype none, or quantize again with calibration data; "
+                "--kv-cache-unit-scales takes 1.0 for all (FP8)",
             )
         found.append(pair)
     return found

@@ -149,7 +149,16 @@ def _build(
         str | None,
         typer.Option(
             "--kv-cache-dtype",
-            help="auto (as the checkpoint says), fp8 (needs its scales) or none. (default: auto)",
+            help="auto (as the checkpoint says), fp8 or int8 (need its scales), none. "
+            "(default: auto)",
+        ),
+    ] = None,
+    kv_cache_unit_scales: Annotated[
+        bool | None,
+        typer.Option(
+            "--kv-cache-unit-scales",
+            help="An FP8 KV cache without scales: values beyond 448 are cut.",
+            hidden=True,
         ),
     ] = None,
     logits_dtype: Annotated[

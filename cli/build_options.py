@@ -39,6 +39,7 @@ LIMITS = (  # options that are fields of BuildRequest
     "tokens_per_block",
     "kv_cache_type",
     "kv_cache_dtype",
+    "kv_cache_unit_scales",
     "logits_dtype",
     "gather_context_logits",
     "tp_size",

@@ -32,7 +32,7 @@ def quantize(
     ] = Path("exported_model"),
     qformat: Annotated[str, typer.Option("--qformat", help="Quantization scheme: fp8.")] = "fp8",
     kv_cache_dtype: Annotated[
-        str, typer.Option("--kv-cache-dtype", help="fp8, or none to keep the model's dtype.")
+        str, typer.Option("--kv-cache-dtype", help="fp8, int8, or none to keep the model's dtype.")
     ] = "none",
     calib_dataset: Annotated[
         str,

@@ -40,6 +40,7 @@ TOKENIZER_FILES = (
 )
 GENERATION_CONFIG_FILE = "generation_config.json"
 
+INT8_MAX = 127.0  # largest value of a symmetric int8
 FP8_MAX = 448.0  # largest finite float8_e4m3fn (OCP FP8 specification, table 1)
 MAX_JSON_BYTES = 64 << 20  # an index of a 1 T-parameter model is about 20 MB
 
@@ -122,7 +123,8 @@ SCHEMES = {
         Scheme("int4_awq", "W4A16_AWQ", "int4 in groups of 128", "as the model", False),
     )
 }
-KV_CACHE_DTYPES = {"fp8": "FP8", "none": None}  # --kv_cache_dtype -> kv_cache_quant_algo
+# --kv_cache_dtype -> kv_cache_quant_algo
+KV_CACHE_DTYPES: dict[str, str | None] = {"fp8": "FP8", "int8": "INT8", "none": None}
 
 
 def find_scheme(qformat: str) -> Scheme:
@@ -156,7 +158,7 @@ def quantization_documents(
         "quant_algo": scheme.quant_algo,
     }
     if kv_cache_algo:
-        flat["kv_cache_scheme"] = dict(number)
+        flat["kv_cache_scheme"] = dict(number, type="float" if kv_cache_algo == "FP8" else "int")
     return nested, flat | {"producer": producer, "quant_method": "modelopt"}
 
 
@@ -303,8 +305,8 @@ def _kv_cache_algo(scheme: Any) -> str | None:
     """`kv_cache_scheme` is absent, a name, or compressed-tensors arguments."""
     if not isinstance(scheme, dict):
         return str(scheme) if scheme else None
-    is_fp8 = scheme.get("type") == "float" and scheme.get("num_bits") == 8
-    return "FP8" if is_fp8 else f"{scheme.get('type')}{scheme.get('num_bits')}"
+    name = f"{scheme.get('type')}{scheme.get('num_bits')}"
+    return {"float8": "FP8", "int8": "INT8"}.get(name, name)
 
 
 def _object(parent: Any, key: str, where: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from llmctl.errors import BadTensorShape, BadTensorValue
 from llmctl.quantize.checkpoint import Checkpoint
 from llmctl.quantize.families import HEAD, Model, build_slice, layer_prefix
-from llmctl.quantize.format import FP8_MAX
+from llmctl.quantize.format import FP8_MAX, INT8_MAX
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,7 @@ ZERO_WEIGHT_SCALE = 2.0**-24
 # Scale of an activation or cache that was zero throughout calibration: what readers assume when
 # no scale is stored, and saturating only beyond 448.
 ZERO_ACTIVATION_SCALE = 1.0
+KV_CACHE_MAX = {"FP8": FP8_MAX, "INT8": INT8_MAX}  # by kv_cache_quant_algo
 
 Tensors = Iterator[tuple[str, "torch.Tensor"]]
 
@@ -45,7 +46,7 @@ class LayerQuantizer:
     model: Model
     dtype: torch.dtype
     device: torch.device
-    has_fp8_kv_cache: bool
+    kv_cache_algo: str | None  # FP8, INT8, or None: not quantized
 
     def run_layer(self, index: int, hidden: torch.Tensor, batch_size: int) -> Tensors:
         """Calibrate layer `index` on `hidden` and yield what the checkpoint stores for it.
@@ -74,11 +75,12 @@ class LayerQuantizer:
                 yield from _quantized_linear(layer.get_submodule(module_name), prefix + module_name)
             else:
                 yield prefix + name, layer.get_submodule(module_name).get_parameter(attribute)
-        if self.has_fp8_kv_cache:
+        if self.kv_cache_algo is not None:
+            largest = KV_CACHE_MAX[self.kv_cache_algo]
             for key in ("k", "v"):
                 quantizer = getattr(layer.self_attn, f"{key}_bmm_quantizer")
                 name = f"{prefix}self_attn.{key}_proj.{key}_scale"
-                yield name, _activation_scale(quantizer, name)
+                yield name, _activation_scale(quantizer, name, largest)
         _drop_weights(slice_)
 
     def run_head(self, hidden: torch.Tensor, batch_size: int) -> Tensors:
@@ -125,7 +127,7 @@ class LayerQuantizer:
     def _layer_config(self) -> dict[str, Any]:
         mtq = import_modelopt()
         config = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
-        if self.has_fp8_kv_cache:
+        if self.kv_cache_algo is not None:  # it measures the same maxima for INT8
             config["quant_cfg"] += copy.deepcopy(mtq.FP8_KV_CFG["quant_cfg"])
         return config  # type: ignore[no-any-return]  # ModelOpt has no types
 
@@ -198,8 +200,8 @@ def quantize_weight(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (weight / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
-def _activation_scale(quantizer: Any, name: str) -> torch.Tensor:
-    scale = _amax(quantizer, name) / FP8_MAX
+def _activation_scale(quantizer: Any, name: str, largest: float = FP8_MAX) -> torch.Tensor:
+    scale = _amax(quantizer, name) / largest
     return scale if scale > 0 else scale.new_tensor(ZERO_ACTIVATION_SCALE)
 
 

@@ -99,7 +99,7 @@ def _write_tensors(
         plan.model,
         getattr(torch, plan.dtype),
         torch.device(options.device),
-        KV_CACHE_DTYPES[options.kv_cache_dtype] == "FP8",
+        KV_CACHE_DTYPES[options.kv_cache_dtype],
     )
     embedding = quantizer.read(EMBEDDING)
     hidden = torch.nn.functional.embedding(rows.to(embedding.device), embedding).cpu()

@@ -13,6 +13,7 @@ SHORT_DTYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",
     "float8_e4m3fn": "fp8",
+    "int8": "int8",
     "int32": "int32",
 }
 _OP_HEAD = ("operator", "weights", "reads", "us", "does", "on", "tactic")

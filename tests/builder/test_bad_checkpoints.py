@@ -215,13 +215,13 @@ def test_a_missing_scale_is_named_with_the_probable_reason(quantized: Path, scal
 
 def test_a_declared_kv_cache_without_scales(quantized: Path) -> None:
     change = drop("model.layers.0.self_attn.v_proj.v_scale")
-    error = refuse(edit(quantized, change), MissingTensor, "no FP8 KV cache scales for layer 0")
+    error = refuse(edit(quantized, change), MissingTensor, "no KV cache scales for layer 0")
     assert "--kv-cache-dtype none" in error.fix
     assert build(quantized, kv_cache_dtype="none").is_dir()
 
 
 def test_an_fp8_cache_asked_of_a_plain_checkpoint(plain: Path) -> None:
-    refuse(plain, MissingTensor, "no FP8 KV cache scales", kv_cache_dtype="fp8")
+    refuse(plain, MissingTensor, "no KV cache scales", kv_cache_dtype="fp8")
 
 
 def test_fp8_weights_without_a_quantization_config(quantized: Path) -> None:

@@ -124,6 +124,16 @@ def test_activations_that_overflow_are_refused(
         run_quantization(plan_tiny(source, tmp_path / "out"))
 
 
+def test_int8_kv_scales_are_measured_as_fp8_ones_are(quantized: Callable[..., Path]) -> None:
+    fp8, int8 = (Checkpoint.open(quantized(kv_cache_dtype=name)) for name in ("fp8", "int8"))
+    assert int8.quantization is not None and int8.quantization.kv_cache_algo == "INT8"
+    for name in fp8.tensors:
+        wanted, found = fp8.read(name), int8.read(name)
+        if name.endswith(("k_scale", "v_scale")):
+            wanted, found = wanted * 448, found * 127  # both are what calibration saw
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-6, atol=0)
+
+
 # ---- refusals before any work ----
 
 
@@ -205,7 +215,7 @@ def test_a_cuda_device_that_is_absent_is_said_before_the_start(
         ("calib_max_seq_length", 0),
         ("batch_size", -1),
         ("tp_size", 0),
-        ("kv_cache_dtype", "int8"),
+        ("kv_cache_dtype", "int4"),
         ("dtype", "fp64"),
         ("device", "tpu"),
         ("max_shard_bytes", 0),
