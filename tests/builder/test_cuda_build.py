@@ -431,7 +431,6 @@ def test_weight_only_fp8_is_refused(checkpoints, tmp_path) -> None:
         (["--backend", "cpu", "--compute-capability", "9.0"], "no effect on cpu engines"),
         (["--backend", "cuda", "--dtype", "float32"], "the model's dtype is float32"),
         (["--backend", "opencl"], "backend is opencl; it must be one of"),
-        (["--backend", "tensorrt"], "--backend tensorrt is not in this version"),
         (["--seed", "3"], "--seed is for --load-format dummy and planted"),
         (["--load-format", "planted", "--planted-acceptance", "1.5"], "--planted-acceptance is"),
         (["--load-format", "random"], "--load-format is random"),
