@@ -61,7 +61,12 @@ def describe_engine(
         "step": predicted,
         "layers": list(describe_layers(plan, step, predicted["read_bytes_s"])),
         "kernels": [
-            {"name": kernel.name, "num_bytes": kernel.num_bytes, **_resources(kernel.metadata)}
+            {
+                "name": kernel.name,
+                "capability": kernel.capability,  # empty: the engine has one
+                "num_bytes": kernel.num_bytes,
+                **_resources(kernel.metadata),
+            }
             for kernel in plan.kernels
         ],
         "trt_pieces": [asdict(piece) for piece in plan.trt_pieces],

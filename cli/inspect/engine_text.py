@@ -34,7 +34,10 @@ def engine_text(engine: Mapping[str, Any]) -> Iterator[str]:
         yield from ("", f"kernels ({len(engine['kernels'])})")
         head = ("name", "registers", "threads", "shared", "local", "bytes")
         rows = [
-            (str(kernel["name"]), *(str(kernel[name]) for name in _KERNEL_COLUMNS))
+            (
+                " for ".join(filter(None, (kernel["name"], kernel["capability"]))),
+                *(str(kernel[name]) for name in _KERNEL_COLUMNS),
+            )
             for kernel in engine["kernels"]
         ]
         yield from table([head, *rows], right=range(1, len(head)))
