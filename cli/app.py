@@ -56,7 +56,7 @@ COMMANDS = {
 EXAMPLES = "\n".join(
     f"  llmctl {line}"
     for line in (
-        "quantize --model-dir examples/demo-target --kv-cache-dtype fp8 --output-dir out/fp8",
+        "quantize --model-dir examples/demo-target --calib-size 32 --output-dir out/fp8",
         "build --checkpoint-dir out/fp8 --output-dir out/engine",
         "run --engine-dir out/engine --max-output-len 32 --input-text 'def read_lines(path):'",
     )
