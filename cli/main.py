@@ -139,10 +139,11 @@ def _report(name: str, message: str, fix: str, code: int, is_json: bool) -> int:
 def _report_usage(error: Exception, argv: list[str], is_json: bool) -> int:
     """An option that cannot be parsed; known ones of other tools get their reason."""
     option = getattr(error, "option_name", None)
-    if option is not None and "run" in argv:
+    command = next((word for word in argv if not word.startswith("-")), "")
+    if option is not None:
         from llmctl.cli.refused import refusal
 
-        reason = refusal(option)
+        reason = refusal(option, command)
         if reason is not None:
             name = Unsupported.__name__
             return _report(name, f"{option} is not available: {reason}", "", EXIT_USAGE, is_json)

@@ -1,4 +1,4 @@
-"""Options of TensorRT-LLM's run.py that this program does not have, and why.
+"""Options of TensorRT-LLM's run.py and trtllm-bench that this program does not have, and why.
 
 They are refused by name: an option that is accepted and ignored changes results silently.
 """
@@ -12,7 +12,7 @@ _LORA = "LoRA adapters are not available; merge the adapter into the checkpoint 
 _TREE = "tree drafting is not available; use --draft-engine or --ngram-config"
 _COMPARE = "run does not load Hugging Face models; --engine-dir holds all it needs"
 _KERNEL = "the engine's kernels are chosen at build and every one of them is exact"
-_WINDOW = "attention windows are read from the checkpoint when the engine is built"
+_WINDOW = "an attention window that is too large is no error: it sees everything"
 _TOKENIZER = "tokenizers are read from tokenizer.json; --tokenizer-dir names its folder"
 
 _REASONS = {
@@ -40,8 +40,6 @@ _REASONS = {
     "use-py-session": "there is one runtime",
     "debug-mode": "there are no debug tensors",
     "cross-kv-cache-fraction": "encoder-decoder models are not available",
-    "max-attention-window-size": _WINDOW,
-    "sink-token-length": _WINDOW,
     "fail-fast-on-attention-window-too-large": _WINDOW,
     "multi-block-mode": _KERNEL,
     "cuda-graph-mode": _KERNEL,
@@ -61,6 +59,32 @@ _REASONS = {
 }
 
 
-def refusal(option: str) -> str | None:
-    """Why `option` (as typed) is not available; None when it is not an option of run.py."""
-    return _REASONS.get(option.lstrip("-").replace("_", "-"))
+_ENGINE = "it is part of the engine; choose it with: llmctl build"
+_PARALLEL = "tensor, pipeline and expert parallelism are not available; an engine runs on one GPU"
+
+_BENCH_REASONS = {
+    "model": "the engine names its model; give --engine-dir",
+    "model-path": "the engine holds all it needs; give --engine-dir",
+    "max-batch-size": _ENGINE,
+    "max-num-tokens": _ENGINE,
+    "max-seq-len": _ENGINE,
+    "beam-width": _BEAM,
+    "tp": _PARALLEL,
+    "pp": _PARALLEL,
+    "ep": _PARALLEL,
+    "backend": _REASONS["backend"],
+    "extra-llm-api-options": "every option has a name of its own: llmctl bench latency --help-all",
+    "max-input-len": "rows are never cut; the first that does not fit the engine is named",
+    "modality": "prompts are text or token ids",
+    "medusa-choices": _TREE,
+    "iteration-log": "--raw writes every step",
+    "request-json": "--raw writes every request",
+    "output-json": "--raw writes every request with its token ids",
+}
+
+
+def refusal(option: str, command: str) -> str | None:
+    """Why `option` (as typed) of a command is not available; None when the tool that the command
+    follows has no such option either."""
+    reasons = {"run": _REASONS, "bench": _BENCH_REASONS}.get(command, {})
+    return reasons.get(option.lstrip("-").replace("_", "-"))

@@ -284,3 +284,17 @@ def test_a_thousand_requests_show_progress_and_ctrl_c_leaves_a_partial_report(
     assert len(requests) == 1000 and sum(item["is_done"] for item in requests) == done
     ends = [item["arrivals"][-1][0] for item in requests if item["is_done"]]
     assert report["performance"]["total_latency_ms"] == pytest.approx(1e3 * max(ends), rel=1e-3)
+
+
+def test_options_of_trtllm_bench_that_do_not_apply_are_refused_with_a_reason(llmctl, engines):
+    for option, said in (("--tp", "parallelism"), ("--iteration_log", "--raw writes every step")):
+        done = llmctl("bench", "latency", "--engine_dir", engines.target, option, "x")
+        assert done.code == 2 and "error[Unsupported]" in done.err and said in done.err
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput"])
+def test_no_option_is_both_refused_and_defined(llmctl, command):
+    from llmctl.cli.refused import _BENCH_REASONS
+
+    defined = set(re.findall(r"--([a-z-]+)", llmctl("bench", command, "--help-all").out))
+    assert defined and not defined & set(_BENCH_REASONS)
