@@ -26,27 +26,15 @@ def require_tensorrt(config: EngineConfig) -> Any:
     not for, Unsupported for an engine of several ranks.
     """
     wanted = str(config.compute_capability or "").split(",")
-    package = PACKAGES[config.backend]
-    built = f"the engine was built for backend {config.backend!r} (package {package}, " + (
-        f"compute capability {' or '.join(wanted)})"
+    built = (
+        f"the engine was built for backend {config.backend!r} (package "
+        f"{PACKAGES[config.backend]}, compute capability {' or '.join(wanted)})"
     )
-    if not torch.cuda.is_available():
-        if torch.version.cuda is None:
-            found = f"this torch ({torch.__version__}) is built without CUDA"
-        else:
-            found = f"torch {torch.__version__} finds no CUDA device"
-        raise NoDevice(f"{built}; {found}", fix=_alternatives(config.backend, None))
-    name = torch.cuda.get_device_name()
-    found = "{}.{}".format(*torch.cuda.get_device_capability())
-    if config.backend == "tensorrt-rtx" and found not in RTX_CAPABILITIES:
-        raise RebuildNeeded(
-            f"{built}; TensorRT-RTX does not run on {name} (compute capability {found}): it serves "
-            f"RTX GPUs of {', '.join(RTX_CAPABILITIES)}",
-            fix=_alternatives(config.backend, found),
-        )
+    found = _require_gpu(config.backend, built)
     if found not in wanted:
         raise RebuildNeeded(
-            f"{built}; {name} has {found}", fix=_alternatives(config.backend, found)
+            f"{built}; {torch.cuda.get_device_name()} has {found}",
+            fix=_alternatives(config.backend, found),
         )
     if (ranks := int(config.build_config.get("tp_size", 1))) > 1:
         raise Unsupported(
@@ -54,6 +42,31 @@ def require_tensorrt(config: EngineConfig) -> Any:
             fix="build with --tp_size 1",
         )
     return load_package(config.backend)
+
+
+def require_machine(backend: str) -> Any:
+    """The package of a backend on a machine whose GPU it serves. Raises NoDevice, RebuildNeeded."""
+    _require_gpu(backend, f"backend {backend!r} (package {PACKAGES[backend]}) is asked for")
+    return load_package(backend)
+
+
+def _require_gpu(backend: str, asked: str) -> str:
+    """The compute capability of a GPU that the backend's package serves; `asked` begins what is
+    said where there is none."""
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            found = f"this torch ({torch.__version__}) is built without CUDA"
+        else:
+            found = f"torch {torch.__version__} finds no CUDA device"
+        raise NoDevice(f"{asked}; {found}", fix=_alternatives(backend, None))
+    found = present_capability()
+    if backend == "tensorrt-rtx" and found not in RTX_CAPABILITIES:
+        raise RebuildNeeded(
+            f"{asked}; TensorRT-RTX does not run on {torch.cuda.get_device_name()} (compute "
+            f"capability {found}): it serves RTX GPUs of {', '.join(RTX_CAPABILITIES)}",
+            fix=_alternatives(backend, found),
+        )
+    return found
 
 
 def present_capability() -> str:
