@@ -56,12 +56,13 @@ def test_a_plan_that_computes_something_else_fails_the_check(
     module, monkeypatch, tmp_path, capsys
 ) -> None:
     monkeypatch.setattr(verify_tensorrt, "CASES", FEW[:1])
+    monkeypatch.setattr(tensorrt_checks, "NUM_REQUESTS", 1)
     computed = Context._compute
 
     def compute(context: Context) -> None:
         computed(context)
         if "logits" in context.addresses:
-            memory = (ctypes.c_float * 64).from_address(context.addresses["logits"])
+            memory = (ctypes.c_float * 2048).from_address(context.addresses["logits"])
             memory[:] = [-value for value in memory]
 
     monkeypatch.setattr(Context, "_compute", compute)
