@@ -6,6 +6,9 @@ stdout, files on request.
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,39 +88,69 @@ ReportJson = Annotated[
 Json = Annotated[bool, Option("--json", help="Only the JSON line: no tables, no progress.")]
 
 
+# The options of both commands: name -> (what it is, default); without one it is required.
+_REQUIRED = inspect.Parameter.empty
+_COMMON: dict[str, tuple[Any, Any]] = {
+    "engine_dir": (option.EngineDir, _REQUIRED),
+    "draft_engine": (option.DraftEngine, None),
+    "draft_len": (option.DraftLen, None),
+    "draft_target_model_config": (option.DraftTargetModelConfig, None),
+    "ngram_config": (option.NgramConfig, None),
+    "baseline": (Baseline, False),
+    "sweep_draft_len": (SweepDraftLen, None),
+    "synthetic_acceptance": (SyntheticAcceptanceOption, None),
+    "dataset": (Dataset, None),
+    "num_requests": (NumRequests, 0),
+    "target_input_len": (TargetInputLen, None),
+    "target_output_len": (TargetOutputLen, None),
+    "warmup": (Warmup, 2),
+    "iterations": (Iterations, 1),
+    "temperature": (option.Temperature, None),
+    "top_k": (option.TopK, None),
+    "top_p": (option.TopP, None),
+    "random_seed": (option.RandomSeed, 0),
+    "eos_id": (EosId, -1),
+    "kv_cache_free_gpu_mem_fraction": (FreeMemoryFraction, None),
+    "kv_cache_enable_block_reuse": (EnableBlockReuse, False),
+    "enable_chunked_context": (option.EnableChunkedContext, True),
+    "num_threads": (option.NumThreads, None),
+    "report": (Report, None),
+    "trace": (Trace, None),
+    "raw": (Raw, None),
+    "report_json": (ReportJson, None),
+    "as_json": (Json, False),
+}
+
+
+def _with_common_options(function: Callable[..., int]) -> Callable[..., int]:
+    """Put the options of _COMMON in the place of `**given`, for the parser."""
+    signature = inspect.signature(function, eval_str=True)
+    common = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
+        for name, (annotation, default) in _COMMON.items()
+    ]
+    parameters = [*list(signature.parameters.values())[:-1], *common]
+
+    def command(**values: Any) -> int:
+        return function(**values)
+
+    command.__doc__ = function.__doc__
+    # inspect and typer read this attribute; mypy does not know that functions may have it
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
 @bench.command("latency", short_help="One request at a time.")
+@_with_common_options
 def latency(
-    engine_dir: option.EngineDir,
-    draft_engine: option.DraftEngine = None,
-    draft_len: option.DraftLen = None,
-    draft_target_model_config: option.DraftTargetModelConfig = None,
-    ngram_config: option.NgramConfig = None,
-    baseline: Baseline = False,
-    sweep_draft_len: SweepDraftLen = None,
-    synthetic_acceptance: SyntheticAcceptanceOption = None,
-    dataset: Dataset = None,
-    num_requests: NumRequests = 0,
-    target_input_len: TargetInputLen = None,
-    target_output_len: TargetOutputLen = None,
-    warmup: Warmup = 2,
-    iterations: Iterations = 1,
+    *,
     concurrency: Annotated[
         int, Option("--concurrency", min=1, help="Requests in flight.", hidden=True)
     ] = 1,
-    temperature: option.Temperature = None,
-    top_k: option.TopK = None,
-    top_p: option.TopP = None,
-    random_seed: option.RandomSeed = 0,
-    eos_id: EosId = -1,
-    kv_cache_free_gpu_mem_fraction: FreeMemoryFraction = None,
-    kv_cache_enable_block_reuse: EnableBlockReuse = False,
-    enable_chunked_context: option.EnableChunkedContext = True,
-    num_threads: option.NumThreads = None,
-    report: Report = None,
-    trace: Trace = None,
-    raw: Raw = None,
-    report_json: ReportJson = None,
-    as_json: Json = False,
+    **given: Any,
 ) -> int:
     """Measure requests one at a time, with or without drafts.
 
@@ -128,24 +161,13 @@ def latency(
       llmctl bench latency --engine-dir out/target --draft-engine out/draft --baseline
       llmctl bench latency --engine-dir out/target --target-input-len 64 --iterations 5
     """
-    given = dict(locals())
     return _run("latency", concurrency=concurrency, request_rate=None, given=given)
 
 
 @bench.command("throughput", short_help="Many requests at once.")
+@_with_common_options
 def throughput(
-    engine_dir: option.EngineDir,
-    draft_engine: option.DraftEngine = None,
-    draft_len: option.DraftLen = None,
-    draft_target_model_config: option.DraftTargetModelConfig = None,
-    ngram_config: option.NgramConfig = None,
-    baseline: Baseline = False,
-    sweep_draft_len: SweepDraftLen = None,
-    synthetic_acceptance: SyntheticAcceptanceOption = None,
-    dataset: Dataset = None,
-    num_requests: NumRequests = 0,
-    target_input_len: TargetInputLen = None,
-    target_output_len: TargetOutputLen = None,
+    *,
     concurrency: Annotated[
         int, Option("--concurrency", min=-1, help="Most requests in flight; -1: all at once.")
     ] = -1,
@@ -156,22 +178,7 @@ def throughput(
     streaming: Annotated[
         bool, Option("--streaming", help="Always on: first tokens are timed.", hidden=True)
     ] = True,
-    warmup: Warmup = 2,
-    iterations: Iterations = 1,
-    temperature: option.Temperature = None,
-    top_k: option.TopK = None,
-    top_p: option.TopP = None,
-    random_seed: option.RandomSeed = 0,
-    eos_id: EosId = -1,
-    kv_cache_free_gpu_mem_fraction: FreeMemoryFraction = None,
-    kv_cache_enable_block_reuse: EnableBlockReuse = False,
-    enable_chunked_context: option.EnableChunkedContext = True,
-    num_threads: option.NumThreads = None,
-    report: Report = None,
-    trace: Trace = None,
-    raw: Raw = None,
-    report_json: ReportJson = None,
-    as_json: Json = False,
+    **given: Any,
 ) -> int:
     """Measure many requests at once: all in flight, a bounded number, or Poisson arrivals.
 
@@ -182,10 +189,9 @@ def throughput(
       llmctl bench throughput --engine-dir out/target --num-requests 100
       llmctl bench throughput --engine-dir out/target --dataset dataset.jsonl --request-rate 20
     """
-    given = dict(locals())
     if concurrency == 0:
         raise BadConfig("--concurrency is 0; it must be at least 1, or -1 for all at once")
-    if request_rate is not None and not request_rate > 0:
+    if request_rate is not None and not 0 < request_rate < math.inf:
         raise BadConfig(f"--request-rate is {request_rate}; it must be above 0")
     bound = None if concurrency == -1 else concurrency
     return _run("throughput", concurrency=bound, request_rate=request_rate, given=given)

@@ -8,7 +8,6 @@ bound by arithmetic instead, which this limit does not know.
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from llmctl.builder.container import DTYPES
 from llmctl.cli.bench.records import StepRecord
+from llmctl.cli.inspect.cost import Step, op_bytes
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import Plan
@@ -65,13 +64,10 @@ def processor_name() -> str:
 
 
 def weight_reads(plan: Plan) -> int:
-    """Weight bytes that a pass over one token reads: all but the tables it looks rows up in."""
-    used = {name for op in plan.ops if op.op != "embedding" for name in op.inputs.values()}
-    return sum(
-        math.prod(map(int, tensor.shape)) * DTYPES[tensor.dtype][1]
-        for tensor in plan.tensors
-        if tensor.kind == "weight" and tensor.name in used and "rotary" not in tensor.name
-    )
+    """Weight bytes that a pass over one token reads."""
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
+    step = Step(tokens=1, context_len=0)
+    return sum(op_bytes(op, tensors, plan.kv_cache, step).weights for op in plan.ops)
 
 
 def measure_bandwidth(backend: str, num_bytes: int) -> float | None:

@@ -73,7 +73,8 @@ def heading(report: Mapping[str, Any]) -> str:
     return (
         f"{report['command']}: {engine['model']} on {engine['device']} ({engine['backend']}{draft})"
         f"; {info['num_finished']} of {info['num_requests']} requests finished, "
-        f"{in_flight} in flight, iterations: {info['num_iterations']}"
+        f"{in_flight} in flight, {info['num_iterations']} "
+        f"iteration{'s' if info['num_iterations'] > 1 else ''}"
     )
 
 
