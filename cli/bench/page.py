@@ -204,7 +204,7 @@ def _facts(report: Mapping[str, Any]) -> str:
     rows = [(label, f"{value} {unit}") for label, value, unit in figures(report)]
     for part in ("engine", "load"):
         rows += [
-            (key.replace("_", " "), str(value))
+            (key.replace("_", " "), number(value) if isinstance(value, float) else str(value))
             for key, value in report[part].items()
             if value is not None
         ]

@@ -36,7 +36,7 @@ figure { margin: 0; background: var(--panel); border: 1px solid var(--line); bor
 svg { width: 100%; height: auto; display: block; }
 svg text { font-size: 11.5px; fill: var(--soft); }
 svg .title { font-size: 12px; } svg .value { fill: var(--ink); font-size: 11px; }
-svg .inside { fill: #fff; font-size: 12px; }
+svg .inside { fill: var(--paper); font-size: 12px; }
 .grid { stroke: var(--line); } .axis { stroke: var(--soft); }
 .mark { stroke: var(--orange); stroke-dasharray: 4 3; }
 .limit { stroke: var(--red); stroke-width: 2.5; }
@@ -54,5 +54,6 @@ figcaption { display: flex; gap: 18px; font-size: 12.5px; color: var(--soft); pa
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 3px 18px; font-size: 13.5px; }
 dt { font-family: ui-monospace, "DejaVu Sans Mono", monospace; }
 dd { margin: 0; color: var(--soft); }
+section { overflow-x: auto; } .wide figure { min-width: 760px; }
 @media (max-width: 700px) { dl { grid-template-columns: 1fr; } .facts th { width: 45%; } }
 """
