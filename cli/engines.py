@@ -11,6 +11,7 @@ from llmctl.builder.engine_format import EngineConfig, read_engine_config
 from llmctl.cli.speculation import Speculation
 from llmctl.errors import Unsupported
 from llmctl.runtime.admission import CapacitySchedulerPolicy, SchedulerConfig
+from llmctl.runtime.attention_windows import WindowOptions, apply_windows, cache_window
 from llmctl.runtime.chunking import ContextChunkingPolicy
 from llmctl.runtime.pair import check_pair, check_target
 
@@ -40,6 +41,7 @@ class EngineOptions:
     context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
     max_step_ms: float | Literal["auto"] | None = None
     num_threads: int | None = None
+    windows: WindowOptions = WindowOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,9 @@ class OpenEngines:
             from llmctl.plugins.cpu import set_num_threads
 
             set_num_threads(options.num_threads)
-        self.target = open_executable(options.engine_dir)
+        self.target = open_executable(options.engine_dir, options.windows)
         if draft_dir is not None:
-            self.draft = open_executable(draft_dir)
+            self.draft = open_executable(draft_dir, options.windows)
         fraction = options.free_fraction
         self.kv_plan = plan_kv_cache(
             self.target,
@@ -126,6 +128,10 @@ class OpenEngines:
             free_fraction=options.free_fraction,
             max_tokens=options.max_tokens,
         )
+        for file in (planned.target, planned.draft):
+            if file is not None:
+                length = int(file.config.build_config["max_seq_len"])
+                apply_windows(file.plan, options.windows, length, file.config.backend)
         self.device_name = planned.device_name
         log([f"device: {planned.device_name}", *planned.memory.lines()])
         opened = planned.load()
@@ -152,11 +158,13 @@ class OpenEngines:
 
         options = self.checked.options
         speculation = options.speculation if is_speculative else None
+        plans = [engine.plan for engine in (self.target, self.draft) if engine is not None]
         config = ExecutorConfig(
             kv_cache=KvCacheConfig(
                 num_blocks=self.kv_plan.num_blocks,
                 enable_block_reuse=options.enable_block_reuse,
                 num_host_blocks=host_blocks(self.kv_plan, options.host_memory_bytes),
+                window=cache_window(plans, options.windows, self.target.tokens_per_block),
             ),
             scheduler=SchedulerConfig(
                 options.scheduler_policy,

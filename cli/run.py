@@ -19,7 +19,9 @@ GROUPED_LISTS = ("--stop-words", "--bad-words")  # each occurrence is a list of 
 
 def prepare_argv(argv: list[str]) -> list[str]:
     """run.py's list options in the form the parser knows."""
-    return expand_lists(argv, repeated=("--input-text",), grouped=GROUPED_LISTS)
+    return expand_lists(
+        argv, repeated=("--input-text", "--max-attention-window-size"), grouped=GROUPED_LISTS
+    )
 
 
 def run(
@@ -51,6 +53,8 @@ def run(
     kv_cache_free_gpu_memory_fraction: option.FreeMemoryFraction = None,
     max_tokens_in_paged_kv_cache: option.MaxTokens = None,
     kv_cache_host_memory_bytes: option.HostMemoryBytes = None,
+    max_attention_window_size: option.AttentionWindows = None,
+    sink_token_length: option.SinkTokenLength = None,
     enable_chunked_context: option.EnableChunkedContext = True,
     scheduler_policy: option.SchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
     context_chunking_policy: option.ContextChunking = (
@@ -94,6 +98,7 @@ def run(
     from llmctl.cli.prompts import PromptOptions, sampling_config, word_lists
     from llmctl.cli.session import Files, Session, SessionOptions
     from llmctl.cli.speculation import parse_speculation
+    from llmctl.runtime.attention_windows import WindowOptions
 
     speculation = parse_speculation(
         draft_engine, draft_target_model_config, draft_len, ngram_config
@@ -106,6 +111,7 @@ def run(
             free_fraction=kv_cache_free_gpu_memory_fraction,
             max_tokens=max_tokens_in_paged_kv_cache,
             host_memory_bytes=kv_cache_host_memory_bytes,
+            windows=WindowOptions(tuple(max_attention_window_size or ()), sink_token_length or 0),
             enable_block_reuse=kv_cache_enable_block_reuse,
             enable_chunked_context=enable_chunked_context,
             scheduler_policy=scheduler_policy,

@@ -219,6 +219,25 @@ HostMemoryBytes = Annotated[
         hidden=True,
     ),
 ]
+AttentionWindows = Annotated[
+    list[int] | None,
+    Option(
+        "--max-attention-window-size",
+        min=1,
+        help="Tokens that a layer sees: one size for all, or a list that is repeated over the "
+        "layers; default: the model's own.",
+        hidden=True,
+    ),
+]
+SinkTokenLength = Annotated[
+    int | None,
+    Option(
+        "--sink-token-length",
+        min=1,
+        help="First tokens that every window keeps, and counts; default: none.",
+        hidden=True,
+    ),
+]
 EnableChunkedContext = Annotated[
     bool,
     Option(

@@ -74,11 +74,11 @@ def refuse_unservable(
             f"{limits.max_num_tokens}, and enable_chunked_context is off",
             fix="turn --enable_chunked_context on, or rebuild with a larger --max_num_tokens",
         )
-    num_blocks = kv_cache.num_blocks_for(sequence.max_len - 1)
-    if num_blocks > kv_cache.num_blocks:
+    num_blocks = kv_cache.num_blocks_to_hold(sequence, sequence.max_len - 1)
+    if num_blocks > kv_cache.num_usable_blocks:
         raise OutOfMemory(
             f"a sequence of {sequence.max_len} tokens needs {num_blocks} KV blocks; the cache "
-            f"has {kv_cache.num_blocks} of {kv_cache.tokens_per_block} tokens",
+            f"has {kv_cache.num_usable_blocks} of {kv_cache.tokens_per_block} tokens",
             fix="ask for fewer output tokens, or raise --kv_cache_free_gpu_memory_fraction (and "
             "--max_tokens_in_paged_kv_cache, if that is given)",
         )

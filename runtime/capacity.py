@@ -36,7 +36,7 @@ class Capacity:
         match = kv_cache.lookup(head)
         if self._awaits_shared_block(head, match, active):
             return False
-        promised = sum(max(0, self._goal_blocks(s) - len(s.block_table)) for s in active)
+        promised = sum(max(0, self._goal_blocks(s) - kv_cache.num_held_blocks(s)) for s in active)
         wanted = self._goal_blocks(head) - match.num_blocks_in_use
         if wanted > kv_cache.num_available_blocks - promised:
             self._refused = attempt
@@ -59,6 +59,8 @@ class Capacity:
         end = (match.full.depth + 1) * size
         if self.is_static or not self._kv_cache.enable_block_reuse or end >= len(head.tokens):
             return False
+        if self._kv_cache.outgrows_window(head):
+            return False
         block, prefix = head.tokens[end - size : end], head.tokens[:end]
         return any(
             sequence.kv_len < end
@@ -72,4 +74,4 @@ class Capacity:
         num_tokens = sequence.max_len - 1  # the last token never enters the cache
         if self.may_pause:
             num_tokens = min(num_tokens, len(sequence.tokens) + self._limits.max_draft_len)
-        return self._kv_cache.num_blocks_for(num_tokens)
+        return self._kv_cache.num_blocks_to_hold(sequence, num_tokens)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.kv_cache import AttentionWindow
 from llmctl.runtime.retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY
 from llmctl.runtime.scheduler import SchedulerConfig
 
@@ -24,6 +25,7 @@ class KvCacheConfig:
     num_host_blocks: int = 0
     secondary_offload_min_priority: int = DEFAULT_PRIORITY
     event_buffer_max_size: int = 0  # events kept for a reader; 0: none are made
+    window: AttentionWindow | None = None  # common to all layers of all engines: `common_window`
 
     def __post_init__(self) -> None:
         for name in ("num_host_blocks", "event_buffer_max_size"):

@@ -24,7 +24,10 @@ from llmctl.builder.engine_format import (
 from llmctl.errors import Unsupported
 from llmctl.plugins.program import OpCall, StepInputs
 from llmctl.plugins.sampling.spec import Logits
+from llmctl.runtime.attention_windows import WindowOptions, apply_windows
 from llmctl.runtime.kv_cache import BlockCopy, CopyKind
+
+NO_WINDOWS = WindowOptions()
 
 
 class Executable(ABC):
@@ -80,11 +83,11 @@ class Executable(ABC):
         """Execute one packed step; logits of step.logit_rows in that order."""
 
 
-def open_executable(engine_dir: Path) -> Executable:
+def open_executable(engine_dir: Path, windows: WindowOptions = NO_WINDOWS) -> Executable:
     """Load an engine directory of the cpu backend; `runtime.cuda_open` loads those of a GPU.
 
-    Raises EngineNotFound, CorruptEngine, RebuildNeeded (see engine_format) and Unsupported for
-    another backend.
+    `windows` narrow the model's own. Raises BadConfig for windows that cannot be, EngineNotFound,
+    CorruptEngine, RebuildNeeded (see engine_format) and Unsupported for another backend.
     """
     config = read_engine_config(engine_dir)
     if config.backend != "cpu":
@@ -95,6 +98,7 @@ def open_executable(engine_dir: Path) -> Executable:
     from llmctl.runtime.cpu_engine import CpuExecutable
 
     plan, weights = open_engine(engine_dir, rank=0)
+    plan = apply_windows(plan, windows, int(config.build_config["max_seq_len"]), config.backend)
     return CpuExecutable(config, plan, weights)
 
 

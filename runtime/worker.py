@@ -58,6 +58,9 @@ class Worker:
             num_host_blocks=cache.num_host_blocks,
             offload_min_priority=cache.secondary_offload_min_priority,
             events=KvCacheEventManager(cache.event_buffer_max_size),
+            window=cache.window,
+            # A round on a device may be a whole round ahead of what the host has read.
+            max_step_tokens=max(target.max_num_tokens, 2 * drafter.max_draft_len + 3),
         )
         limits = Limits(
             max_batch_size=target.max_batch_size,

@@ -6,6 +6,7 @@ radix_tree.py   full blocks by content
 eviction.py     the order in which unused ones go
 events.py       what happened, for readers outside
 moves.py        copies that must happen before the next step
+window.py       what a sequence still needs when no layer sees further back
 stats.py        counters
 audit.py        a recount, for tests
 """
@@ -14,8 +15,10 @@ from llmctl.runtime.kv_cache.events import KvCacheEvent, KvCacheEventManager
 from llmctl.runtime.kv_cache.manager import KvCacheManager, PrefixMatch
 from llmctl.runtime.kv_cache.moves import BlockCopy, CopyKind
 from llmctl.runtime.kv_cache.stats import KvCacheStats
+from llmctl.runtime.kv_cache.window import AttentionWindow, common_window
 
 __all__ = [
+    "AttentionWindow",
     "BlockCopy",
     "CopyKind",
     "KvCacheEvent",
@@ -23,4 +26,5 @@ __all__ = [
     "KvCacheManager",
     "KvCacheStats",
     "PrefixMatch",
+    "common_window",
 ]

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from llmctl.runtime.kv_cache.eviction import worth
-from llmctl.runtime.kv_cache.radix_tree import NOWHERE, Node
+from llmctl.runtime.kv_cache.lease import Lease
+from llmctl.runtime.kv_cache.radix_tree import NOWHERE, Node, path_to
 from llmctl.runtime.kv_cache.store import BlockStore
+
+
+def check_leases(
+    leases: Iterable[Lease], store: BlockStore, tokens_per_block: int, null_block: int | None
+) -> None:
+    """Recount all leases and the store; AssertionError on the first contradiction. `null_block`
+    stands in tables for what was given back."""
+    size = tokens_per_block
+    users: dict[Node, int] = {}
+    private = [] if null_block is None else [null_block]
+    for lease in leases:
+        sequence, tail = lease.sequence, lease.tail
+        own = sequence.block_table[tail.depth :]
+        assert own.count(null_block) == lease.num_dropped  # type: ignore[arg-type]  # None: 0
+        private += [block for block in own if block != null_block]
+        assert sequence.kv_len <= len(sequence.block_table) * size
+        assert sequence.draft_kv_len <= len(sequence.block_table) * size
+        for index, node in enumerate(path_to(tail)):
+            assert sequence.block_table[index] == node.block_id
+            assert tuple(sequence.tokens[index * size : (index + 1) * size]) == node.key
+            users[node] = users.get(node, 0) + 1
+    check_store(store, users, private)
 
 
 def check_store(store: BlockStore, users: Mapping[Node, int], private: list[int]) -> None:

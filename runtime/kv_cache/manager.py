@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.core import Sequence
-from llmctl.runtime.kv_cache.audit import check_store
+from llmctl.runtime.kv_cache.audit import check_leases
 from llmctl.runtime.kv_cache.events import KvCacheEventManager
+from llmctl.runtime.kv_cache.lease import Lease
 from llmctl.runtime.kv_cache.moves import BlockCopy
 from llmctl.runtime.kv_cache.radix_tree import Node, path_to
 from llmctl.runtime.kv_cache.stats import KvCacheStats
 from llmctl.runtime.kv_cache.store import BlockStore
+from llmctl.runtime.kv_cache.window import AttentionWindow
 from llmctl.runtime.retention import DEFAULT_PRIORITY
 
 
@@ -32,22 +34,16 @@ class PrefixMatch(NamedTuple):
     num_blocks_in_use: int  # full blocks that other sequences hold now: they cost no free block
 
 
-class _Lease:
-    """A sequence that holds blocks: its first tail.depth blocks are in the tree."""
-
-    __slots__ = ("sequence", "tail")
-
-    def __init__(self, sequence: Sequence, tail: Node) -> None:
-        self.sequence = sequence
-        self.tail = tail
-
-
 class KvCacheManager:
     """Leases KV blocks to sequences. Not thread-safe: the loop's thread owns it.
 
     A sequence is attached once (`match_and_attach`), grows with `reserve`, publishes what it has
     computed, and gives everything back with `release`. Evicted blocks of at least
     `offload_min_priority` move to `num_host_blocks` places in host memory.
+
+    With a `window` a sequence that outgrows it takes no part in reuse and gives back what no layer
+    sees any more; `max_step_tokens` is the most that a step computes of it. What it gave back is
+    one and the same block in its table, which nobody owns and nobody reads.
     """
 
     def __init__(
@@ -60,6 +56,8 @@ class KvCacheManager:
         num_host_blocks: int = 0,
         offload_min_priority: int = DEFAULT_PRIORITY,
         events: KvCacheEventManager | None = None,
+        window: AttentionWindow | None = None,
+        max_step_tokens: int = 0,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         if num_blocks < 1 or tokens_per_block < 1:
@@ -78,7 +76,13 @@ class KvCacheManager:
         self._store = BlockStore(
             num_blocks, tokens_per_block, num_host_blocks, offload_min_priority, self.events, clock
         )
-        self._leases: dict[int, _Lease] = {}
+        self.window = window
+        self._ring_blocks = num_blocks
+        self._null_block: int | None = None
+        if window is not None:
+            self._ring_blocks = window.most_blocks(max_step_tokens, tokens_per_block)
+            self._null_block = self._store.take_block()
+        self._leases: dict[int, Lease] = {}
         self._reused_full_blocks = 0
         self._reused_partial_blocks = 0
         self._missed_blocks = 0
@@ -94,10 +98,28 @@ class KvCacheManager:
         """Blocks that num_tokens tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self.tokens_per_block)
 
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that sequences may hold at most, all together."""
+        return self.num_blocks - (self._null_block is not None)
+
+    def outgrows_window(self, sequence: Sequence) -> bool:
+        """True for a sequence whose oldest tokens no layer will see in the end."""
+        return self.window is not None and sequence.max_len > self.window.size
+
+    def num_blocks_to_hold(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that a sequence holds at most on its way to num_tokens tokens."""
+        wanted = self.num_blocks_for(num_tokens)
+        return min(wanted, self._ring_blocks) if self.outgrows_window(sequence) else wanted
+
+    def num_held_blocks(self, sequence: Sequence) -> int:
+        """Blocks that an attached sequence holds now."""
+        return len(sequence.block_table) - self._leases[sequence.sequence_id].num_dropped
+
     def lookup(self, sequence: Sequence) -> PrefixMatch:
         """What `attach` would reuse. Changes nothing. The last token is never reused."""
         tree = self._store.tree
-        if not self.enable_block_reuse:
+        if not self.enable_block_reuse or self.outgrows_window(sequence):
             return PrefixMatch(tree.root, None, 0, 0)
         limit = len(sequence.tokens) - 1
         full = tree.longest_match(sequence.tokens, limit)
@@ -120,7 +142,7 @@ class KvCacheManager:
         assert sequence.sequence_id not in self._leases and not sequence.block_table
         store = self._store
         full = self._within_reach(match.full)
-        self._leases[sequence.sequence_id] = _Lease(sequence, full)
+        self._leases[sequence.sequence_id] = Lease(sequence, full)
         partial = match.partial if full is match.full else None
         if partial is not None:
             store.touch(partial)
@@ -165,7 +187,8 @@ class KvCacheManager:
         return (len(sequence.block_table) + self._store.num_available) * self.tokens_per_block
 
     def publish(self, sequence: Sequence) -> None:
-        """Make the full blocks of committed tokens, valid in every cache, findable by others.
+        """Make the full blocks of committed tokens, valid in every cache, findable by others; of a
+        sequence that outgrows the window, give back what nobody sees.
 
         Where another sequence has published the same content first, this one changes over to
         that block and frees its own: the contents are equal, so one copy is enough.
@@ -175,6 +198,9 @@ class KvCacheManager:
         if self.has_draft and sequence.draft_kv_len < valid:
             valid = sequence.draft_kv_len
         lease = self._leases[sequence.sequence_id]
+        if self.window is not None and self.outgrows_window(sequence):
+            self._drop_unseen(lease, self.window)
+            return
         node = lease.tail
         if valid < (node.depth + 1) * size or not self.enable_block_reuse:
             return
@@ -194,7 +220,8 @@ class KvCacheManager:
         The sequence's block_table, kv_len and draft_kv_len are reset.
         """
         lease = self._leases.pop(sequence.sequence_id)
-        self._store.give_back(reversed(sequence.block_table[lease.tail.depth :]))
+        own = sequence.block_table[lease.tail.depth :]
+        self._store.give_back(block for block in reversed(own) if block != self._null_block)
         self._store.leave_path(lease.tail)
         sequence.block_table.clear()
         sequence.kv_len = 0
@@ -225,13 +252,14 @@ class KvCacheManager:
     def stats(self) -> KvCacheStats:
         """The counters now; reading them changes nothing."""
         store = self._store
+        num_taken = store.num_taken - (self._null_block is not None)
         return KvCacheStats(
-            max_num_blocks=self.num_blocks,
+            max_num_blocks=self.num_usable_blocks,
             free_num_blocks=store.num_available,
-            used_num_blocks=self.num_blocks - store.num_available,
+            used_num_blocks=self.num_usable_blocks - store.num_available,
             tokens_per_block=self.tokens_per_block,
-            alloc_total_blocks=store.num_taken + self._reused_full_blocks,
-            alloc_new_blocks=store.num_taken,
+            alloc_total_blocks=num_taken + self._reused_full_blocks,
+            alloc_new_blocks=num_taken,
             reused_blocks=self._reused_full_blocks + self._reused_partial_blocks,
             missed_blocks=self._missed_blocks,
             cached_num_blocks=store.num_unused,
@@ -249,19 +277,23 @@ class KvCacheManager:
 
         For tests: walks all blocks and all leases.
         """
-        size = self.tokens_per_block
-        users: dict[Node, int] = {}
-        private: list[int] = []
-        for lease in self._leases.values():
-            sequence, tail = lease.sequence, lease.tail
-            private += sequence.block_table[tail.depth :]
-            assert sequence.kv_len <= len(sequence.block_table) * size
-            assert sequence.draft_kv_len <= len(sequence.block_table) * size
-            for index, node in enumerate(path_to(tail)):
-                assert sequence.block_table[index] == node.block_id
-                assert tuple(sequence.tokens[index * size : (index + 1) * size]) == node.key
-                users[node] = users.get(node, 0) + 1
-        check_store(self._store, users, private)
+        check_leases(self._leases.values(), self._store, self.tokens_per_block, self._null_block)
+
+    def _drop_unseen(self, lease: Lease, window: AttentionWindow) -> None:
+        """Give back the blocks that lie before the window of every query to come."""
+        sequence, size = lease.sequence, self.tokens_per_block
+        position = sequence.kv_len
+        if self.has_draft:  # a draft that lags behind looks back from where it is
+            position = max(min(position, sequence.draft_kv_len), position - window.draft_lag)
+        first = -(-window.sink_end // size) + lease.num_dropped
+        num_unseen = window.oldest(position) // size - first
+        if num_unseen > 0:
+            assert self._null_block is not None
+            table = sequence.block_table
+            self._store.give_back(reversed(table[first : first + num_unseen]))
+            table[first : first + num_unseen] = [self._null_block] * num_unseen
+            lease.num_dropped += num_unseen
+            self.version += 1
 
     def _within_reach(self, full: Node) -> Node:
         """The deepest node on the path whose blocks in host memory find room on the device."""

@@ -16,7 +16,7 @@ import pytest
 from llmctl.plugins.sampling.reference import ReferenceSampling, sample_rows
 from llmctl.plugins.sampling.spec import SamplingBackend, SamplingRow, has_penalties
 from llmctl.runtime.core import FinishReason, Request, Sequence
-from llmctl.runtime.kv_cache import CopyKind, KvCacheManager
+from llmctl.runtime.kv_cache import AttentionWindow, CopyKind, KvCacheManager
 from llmctl.runtime.loop import Loop, copy_blocks
 from llmctl.runtime.rounds import RoundReport, RoundResult, Rounds
 from llmctl.runtime.sampler import Sampler
@@ -182,6 +182,7 @@ class Harness:
         draft: FakeEngine | None = None,
         num_blocks: int = 200,
         num_host_blocks: int = 0,
+        window: AttentionWindow | None = None,
         reuse: bool = True,
         config: SchedulerConfig | None = None,
         by_logits: bool = False,
@@ -198,6 +199,8 @@ class Harness:
             reuse,
             has_draft=self.drafter.has_engine,
             num_host_blocks=num_host_blocks,
+            window=window,
+            max_step_tokens=max(target.max_num_tokens, 2 * self.drafter.max_draft_len + 3),
         )
         self.limits = Limits(
             target.max_batch_size,

@@ -9,6 +9,7 @@ every block in the tree, on the device and in host memory: it has committed toke
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import count
 
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from llmctl.runtime.chunking import ContextChunkingPolicy
 from llmctl.runtime.core import FinishReason, Request, Sequence
-from llmctl.runtime.kv_cache import CopyKind, KvCacheManager
+from llmctl.runtime.kv_cache import AttentionWindow, CopyKind, KvCacheManager
 from llmctl.runtime.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
 from llmctl.runtime.scheduler import CapacitySchedulerPolicy, Limits, Scheduler, SchedulerConfig
 
@@ -53,8 +54,10 @@ class Contents:
             block = sequence.block_table[position // self.size]
             self.slots[block, position % self.size] = hashes[position]
 
-    def check(self, sequence, end):
+    def check(self, sequence, end, is_seen=lambda position: True):
         for position, expected in enumerate(prefix_hashes(sequence.tokens[:end])):
+            if not is_seen(position):
+                continue
             block = sequence.block_table[position // self.size]
             found = self.slots.get((block, position % self.size))
             assert found == expected, f"position {position} of block {block} is another's"
@@ -87,7 +90,7 @@ class Traffic:
 
     def arrive(self):
         chance, limits, size = self.random, self.limits, self.cache.tokens_per_block
-        longest = min(limits.max_seq_len, self.cache.num_blocks * size + 1)
+        longest = min(limits.max_seq_len, self.cache.num_usable_blocks * size + 1)
         if not self.config.enable_chunked_context:
             longest = min(longest, limits.max_num_tokens + 1)
         num_prompt_tokens = chance.randint(1, chance.choice([longest - 1, min(6, longest - 1)]))
@@ -141,8 +144,7 @@ class Traffic:
             if self.cache.has_draft:
                 self.draft.copy_block(copy)
         for part in batch.slices:  # all reads see the caches before anything is written
-            self.target.check(part.sequence, part.start)
-            self.draft.check(part.sequence, part.sequence.draft_kv_len)
+            self.check_contents(part)
         outcomes = [self.run(part) for part in batch.slices]
         if cancel_inside:
             self.cancel_one()
@@ -155,6 +157,25 @@ class Traffic:
         if self.cache.has_draft:
             self.draft.check_tree(self.cache._store.tree)
         assert not self.cache.pending_copies()
+
+    def check_contents(self, part):
+        """Whatever a query of this step, or of any later one, can see."""
+        sequence, window = part.sequence, self.cache.window
+        if window is None or not self.cache.outgrows_window(sequence):
+            self.target.check(sequence, part.start)
+            self.draft.check(sequence, sequence.draft_kv_len)
+            return
+
+        def is_seen(oldest, position):
+            return position >= oldest or position < window.sink_tokens
+
+        starts = (part.start, sequence.draft_kv_len)
+        kept = [partial(is_seen, window.oldest(start)) for start in starts]
+        self.target.check(sequence, part.start, kept[0])
+        if part.start - sequence.draft_kv_len <= window.draft_lag:
+            self.draft.check(sequence, sequence.draft_kv_len, kept[1])
+        most = self.cache.num_blocks_to_hold(sequence, sequence.max_len - 1)
+        assert self.cache.num_held_blocks(sequence) <= most
 
     def run(self, part):
         """Write what the engines would write; (accepted drafts, emitted tokens)."""
@@ -179,6 +200,7 @@ class Traffic:
     def refuse_shared_writes(self, writer, start, end):
         size = self.cache.tokens_per_block
         written = set(writer.block_table[start // size : -(-end // size)])
+        written -= {self.cache._null_block}  # where a draft writes that lags too far behind
         for other in self.scheduler.active:
             assert other is writer or written.isdisjoint(other.block_table)
 
@@ -246,6 +268,12 @@ def setups(draw):
         # A paused sequence must be able to come back in one step: `arrive` sees to it.
         enable_chunked_context=draw(st.booleans()),
     )
+    max_num_tokens, max_draft_len = draw(st.integers(size, 40)), draw(st.integers(0, 5))
+    window = None
+    if draw(st.booleans()):
+        width = draw(st.integers(1, 30))
+        tile = draw(st.sampled_from([1, 2, 8]))
+        window = AttentionWindow(width, draw(st.integers(0, width - 1)), tile, draft_lag=tile)
     cache = KvCacheManager(
         num_blocks=draw(st.integers(2, 24)),
         tokens_per_block=size,
@@ -254,13 +282,15 @@ def setups(draw):
         has_draft=draw(st.booleans()),
         num_host_blocks=draw(st.sampled_from([0, 0, 1, 3, 20])),
         offload_min_priority=draw(st.sampled_from([0, 35, 60])),
+        window=window,
+        max_step_tokens=max(max_num_tokens, 2 * max_draft_len + 3),
         clock=count().__next__,
     )
     limits = Limits(
         max_batch_size=draw(st.integers(1, 6)),
-        max_num_tokens=draw(st.integers(size, 40)),
+        max_num_tokens=max_num_tokens,
         max_seq_len=draw(st.integers(2, 60)),
-        max_draft_len=draw(st.integers(0, 5)),
+        max_draft_len=max_draft_len,
     )
     return config, cache, limits, draw(st.integers(0, 2**32))
 

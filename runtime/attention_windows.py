@@ -1,0 +1,101 @@
+"""Attention windows asked for when an engine is opened, over those of its model.
+
+The cpu kernels take windows as they run, so a plan is given narrower ones. A GPU's are compiled for
+the windows of the checkpoint, and another window is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from llmctl.builder.engine_format import Plan, PlanOp
+from llmctl.errors import BadConfig, Unsupported
+from llmctl.runtime.kv_cache import AttentionWindow, common_window
+
+
+@dataclass(frozen=True, slots=True)
+class WindowOptions:
+    """`sizes` in tokens, a layer each and repeated over the layers; empty: the model's own.
+    `sink_tokens`: the first tokens, which every window keeps and counts."""
+
+    sizes: tuple[int, ...] = ()
+    sink_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for size in self.sizes:
+            if size < 1:
+                raise BadConfig(f"--max-attention-window-size has {size}; sizes are at least 1")
+        if self.sink_tokens < 0:
+            raise BadConfig(f"--sink-token-length is {self.sink_tokens}; it must be at least 0")
+
+
+def apply_windows(plan: Plan, options: WindowOptions, max_seq_len: int, backend: str) -> Plan:
+    """The plan with each layer's window cut to what is asked for; the same plan if that is nothing.
+
+    Raises BadConfig for sinks that no window holds, Unsupported on a backend that cannot.
+    """
+    cache = plan.kv_cache
+    windows = tuple(
+        _narrowest((model, _at(options.sizes, layer)), max_seq_len)
+        for layer, model in enumerate(cache.windows)
+    )
+    if options.sink_tokens:
+        _require_room_for_sinks(windows, options.sink_tokens)
+    if windows == cache.windows and not options.sink_tokens:
+        return plan
+    if backend != "cpu":
+        raise Unsupported(
+            f"--max-attention-window-size and --sink-token-length change how kernels attend; those "
+            f"of backend {backend!r} are compiled for the checkpoint's windows "
+            f"({_describe(cache.windows)})",
+            fix="leave them out, or rebuild with: llmctl build --backend cpu",
+        )
+    ops = tuple(_with_window(op, windows, options.sink_tokens) for op in plan.ops)
+    return replace(plan, ops=ops, kv_cache=replace(cache, windows=windows))
+
+
+def cache_window(
+    plans: Iterable[Plan], options: WindowOptions, tokens_per_block: int
+) -> AttentionWindow | None:
+    """What the KV cache may drop for engines that run together; None: nothing."""
+    window = common_window([plan.kv_cache.windows for plan in plans], options.sink_tokens)
+    # A block that holds a whole sequence is never behind a window.
+    return window if window is not None and tokens_per_block < window.size else None
+
+
+def _with_window(op: PlanOp, windows: Sequence[int], sink_tokens: int) -> PlanOp:
+    if op.op != "paged_attention":
+        return op
+    window = windows[int(op.attributes["layer"])]
+    attributes = {**op.attributes, "window": window}
+    if window:
+        attributes["sink_tokens"] = sink_tokens
+    return replace(op, attributes=attributes)
+
+
+def _at(sizes: Sequence[int], layer: int) -> int:
+    return sizes[layer % len(sizes)] if sizes else 0
+
+
+def _narrowest(sizes: Iterable[int], max_seq_len: int) -> int:
+    """The smallest window; 0 where all of a sequence is seen."""
+    return min((size for size in sizes if 0 < size < max_seq_len), default=0)
+
+
+def _require_room_for_sinks(windows: Sequence[int], sink_tokens: int) -> None:
+    least = min((window for window in windows if window), default=0)
+    if not least:
+        raise BadConfig(
+            f"--sink-token-length is {sink_tokens}, and every layer sees the whole sequence",
+            fix="add --max-attention-window-size",
+        )
+    if sink_tokens >= least:
+        raise BadConfig(
+            f"--sink-token-length is {sink_tokens}; a window of {least} tokens leaves no room for "
+            "others"
+        )
+
+
+def _describe(windows: Sequence[int]) -> str:
+    return ", ".join(str(size or "all") for size in sorted(set(windows)))

@@ -1,0 +1,65 @@
+"""Which blocks a sequence still needs when no layer sees further back than a window.
+
+Blocks before the window are given back while a sequence grows, so it holds a ring of blocks however
+long it gets: the first tokens (sinks), then the window, then what the step computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llmctl.errors import BadConfig
+
+# Kernels read whole tiles of keys at multiples of this and mask what is not seen: 64 on a GPU, 32
+# on a CPU. So nothing is dropped that shares a tile with a token in sight.
+KEY_TILE = 64
+# How far a draft engine may lag behind and find its own window whole; beyond, it guesses worse.
+DRAFT_LAG = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWindow:
+    """Every layer of every engine sees at most `size` tokens: the first `sink_tokens`, and of the
+    others the last."""
+
+    size: int
+    sink_tokens: int = 0
+    key_tile: int = KEY_TILE
+    draft_lag: int = DRAFT_LAG
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise BadConfig(f"an attention window of {self.size} tokens; at least 1 is wanted")
+        if not 0 <= self.sink_tokens < self.size:
+            raise BadConfig(
+                f"sink_token_length is {self.sink_tokens}; it must be at least 0 and less than "
+                f"the attention window of {self.size} tokens"
+            )
+
+    @property
+    def sink_end(self) -> int:
+        """The first position that may ever be dropped."""
+        return -(-self.sink_tokens // self.key_tile) * self.key_tile
+
+    def oldest(self, position: int) -> int:
+        """The oldest position, sinks aside, that any query from `position` on reads."""
+        return (
+            max(0, position + 1 - (self.size - self.sink_tokens)) // self.key_tile * self.key_tile
+        )
+
+    def most_blocks(self, step_tokens: int, tokens_per_block: int) -> int:
+        """Blocks that a sequence holds at most while steps compute up to `step_tokens` of it."""
+        reach = self.size - self.sink_tokens + self.key_tile + self.draft_lag + step_tokens
+        return -(-reach // tokens_per_block) + 1 + -(-self.sink_end // tokens_per_block)
+
+
+def common_window(windows: Iterable[Iterable[int]], sink_tokens: int = 0) -> AttentionWindow | None:
+    """The window that holds for every layer of every engine, given theirs (0: full attention).
+
+    None where a layer sees everything: then nothing can be dropped.
+    """
+    sizes = [size for engine in windows for size in engine]
+    if not sizes or not all(sizes):
+        return None
+    return AttentionWindow(max(sizes), sink_tokens)
