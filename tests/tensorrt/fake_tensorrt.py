@@ -261,7 +261,7 @@ class Context:
         feeds = {}
         for name, tensor in evaluator.inputs.items():
             shape = self.shapes.get(name, self.engine.bindings[name].shape)
-            feeds[name] = _view(self.addresses[name], shape, dtype_of(tensor.dtype)).copy()
+            feeds[name] = _view(self.addresses[name], shape, dtype_of(tensor.dtype))
         for name, array in evaluator.run(feeds).items():
             _view(self.addresses[name], array.shape, array.dtype)[...] = array
 

@@ -21,7 +21,14 @@ FEW = (Case("fp8 per token"), Case("bfloat16", "continuous"))
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
+def module(monkeypatch: pytest.MonkeyPatch, repository: Path, tmp_path: Path) -> FakeModule:
+    """The package, on a machine where the demo's small draft is its target, too."""
+    examples = tmp_path / "examples"
+    examples.mkdir()
+    for role in ("target", "draft"):
+        (examples / f"demo-{role}").symlink_to(repository / "examples/demo-draft")
+    (examples / "heldout.txt").symlink_to(repository / "examples/heldout.txt")
+    monkeypatch.setattr(verify_tensorrt, "EXAMPLES", examples)
     found = FakeModule(pytest.importorskip("tensorrt_rtx", reason="the networks are TensorRT's"))
     pretend(monkeypatch, found)
     monkeypatch.setattr(tensorrt_checks, "NUM_REQUESTS", 3)

@@ -35,8 +35,16 @@ def is_float(array: np.ndarray) -> bool:
     return array.dtype in (FP8, BF16) or array.dtype.kind == "f"
 
 
+# Much faster than ml_dtypes' conversion, by which it was made.
+_FP8_VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
+
+
 def wide(array: np.ndarray) -> np.ndarray:
     """Floats as float32, in which all arithmetic happens; integers and booleans as they are."""
+    if array.dtype == FP8:
+        return _FP8_VALUES[array.view(np.uint8)]
+    if array.dtype == BF16:
+        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32) if is_float(array) else array
 
 
