@@ -32,6 +32,7 @@ class EngineOptions:
 
     engine_dir: Path
     speculation: Speculation | None = None
+    adaptive_draft_len: bool = False
     free_fraction: float | None = None
     max_tokens: int | None = None
     host_memory_bytes: int | None = None
@@ -172,6 +173,7 @@ class OpenEngines:
                 options.enable_chunked_context,
             ),
             acceptance=speculation.acceptance if speculation is not None else "tokens",
+            adaptive_draft_len=options.adaptive_draft_len and speculation is not None,
             max_step_ms=options.max_step_ms,
             iter_stats_max_iterations=num_iterations_kept,
         )

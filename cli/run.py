@@ -33,6 +33,7 @@ def run(
     chat: option.Chat = False,
     draft_engine: option.DraftEngine = None,
     draft_len: option.DraftLen = None,
+    adaptive_draft_len: option.AdaptiveDraftLen = False,
     draft_target_model_config: option.DraftTargetModelConfig = None,
     ngram_config: option.NgramConfig = None,
     verify_exact: option.VerifyExact = False,
@@ -103,11 +104,17 @@ def run(
     speculation = parse_speculation(
         draft_engine, draft_target_model_config, draft_len, ngram_config
     )
+    if adaptive_draft_len and speculation is None:
+        raise BadConfig(
+            "--adaptive-draft-len is given without a draft",
+            fix="add --draft-engine DIR or --ngram-config",
+        )
     needs_log_probs = output_log_probs_npy is not None or output_cum_log_probs_npy is not None
     options = SessionOptions(
         engines=EngineOptions(
             engine_dir=engine_dir,
             speculation=speculation,
+            adaptive_draft_len=adaptive_draft_len,
             free_fraction=kv_cache_free_gpu_memory_fraction,
             max_tokens=max_tokens_in_paged_kv_cache,
             host_memory_bytes=kv_cache_host_memory_bytes,

@@ -48,6 +48,13 @@ DraftLen = Annotated[
     int | None,
     Option("--draft-len", help="Drafts a round; default: the target's max_draft_len."),
 ]
+AdaptiveDraftLen = Annotated[
+    bool,
+    Option(
+        "--adaptive-draft-len",
+        help="Draft as many tokens as pay, none where drafts lose; the draft length is the most.",
+    ),
+]
 DraftTargetModelConfig = Annotated[
     str | None,
     Option(

@@ -50,6 +50,7 @@ class ExecutorConfig:
     kv_cache: KvCacheConfig
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     acceptance: Literal["tokens", "logits"] = "tokens"  # rule for sampled requests with a draft
+    adaptive_draft_len: bool = False  # as many drafts as pay, the drafter's max_draft_len at most
     # Context chunks shrink to keep steps within this time, or ("auto") as far as costs nothing.
     max_step_ms: float | Literal["auto"] | None = None
     max_queue_size: int | None = None  # requests that have not started; None: no limit

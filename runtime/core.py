@@ -88,11 +88,14 @@ class Request:
     client_id: int | None = None
     allotted_time_ms: float | None = None
     kv_cache_retention_config: KvCacheRetentionConfig | None = None
+    max_draft_len: int | None = None  # drafts a round, at most; None: as the executor decides
     priority: float = 0.5  # 0 to 1: who starts first, and who is paused last
 
     def __post_init__(self) -> None:
         _require(len(self.input_token_ids) > 0, "input_token_ids", "empty", "at least one token")
         _require(self.max_tokens > 0, "max_tokens", self.max_tokens, "> 0")
+        most = self.max_draft_len
+        _require(most is None or most >= 0, "max_draft_len", most, ">= 0")
         _require(0 <= self.priority <= 1, "priority", self.priority, "from 0 to 1")
         time_ms = self.allotted_time_ms
         _require(time_ms is None or time_ms > 0, "allotted_time_ms", time_ms, "> 0")

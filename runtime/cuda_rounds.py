@@ -54,6 +54,7 @@ class _Shape:
     batch: int  # requests, padding included
     max_kv_len: int
     is_greedy: bool
+    draft_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +131,17 @@ class CudaRoundRunner:
         self._tables = []
         self._is_greedy = self._upload.write_sequences(sequences)
 
-    def enqueue(self, block_tables: Items[Items[int]]) -> None:
+    def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
         """Two graph launches, after the block tables where they changed."""
         tables = [list(table) for table in block_tables]
         if tables != self._tables:
             self._upload.write_tables(tables)
             self._tables = tables
-        shape = self._shape(tables)
+        shape = self._shape(tables, draft_len)
         events = self._take_events()
         with device_errors("running a round"), self._queue.scope():
             events[0].record()
-            if self._draft is not None:
+            if self._draft is not None and draft_len:
                 self._graphs.run(("draft", shape), lambda: self._draft_loop(shape))
             events[1].record()
             self._graphs.run(("verify", shape), lambda: self._verify(shape))
@@ -179,7 +180,7 @@ class CudaRoundRunner:
         draft = self._draft
         assert draft is not None
         program, state, batch = draft.program, self._state, shape.batch
-        for index in range(self.draft_len):
+        for index in range(shape.draft_len):
             count = 1
             if index == 0:
                 count = 2
@@ -204,15 +205,15 @@ class CudaRoundRunner:
     def _verify(self, shape: _Shape) -> None:
         """One target step over the root and all drafts, then acceptance."""
         target, state, batch = self._target, self._state, shape.batch
-        program, count = target.program, self.draft_len + 1
+        program, count = target.program, shape.draft_len + 1
         rows = batch * count
-        feed = bookkeeping.verify(state, program.step, program.limits, batch, self.draft_len)
+        feed = bookkeeping.verify(state, program.step, program.limits, batch, shape.draft_len)
         self._launch(target, [feed])
         self._forward(target, shape, count, rows)
         self._launch(target, self._draw(target, state.targets, shape, rows, per_request=count))
         if self._lots is not None:
-            self._lots.force(state, batch, self.draft_len)
-        self._launch(target, [bookkeeping.accept(state, batch, self.draft_len)])
+            self._lots.force(state, batch, shape.draft_len)
+        self._launch(target, [bookkeeping.accept(state, batch, shape.draft_len)])
 
     def _forward(self, engine: CudaExecutable, shape: _Shape, count: int, rows: int) -> None:
         step = StepShape(
@@ -257,12 +258,12 @@ class CudaRoundRunner:
     def _launch(self, engine: CudaExecutable, launches: Items[Launch]) -> None:
         engine.program.launch(launches, self._queue.handle)
 
-    def _shape(self, tables: list[list[int]]) -> _Shape:
+    def _shape(self, tables: list[list[int]], draft_len: int) -> _Shape:
         size = self._target.tokens_per_block
         longest = max(map(len, tables)) * size
         batch = min(1 << (self._num_requests - 1).bit_length(), self.max_batch_size)
         limits = self._target.program.limits
-        return _Shape(batch, kv_bucket(longest, limits), self._is_greedy)
+        return _Shape(batch, kv_bucket(longest, limits), self._is_greedy, draft_len)
 
     def _take_events(self) -> Events:
         if self._spare_events:

@@ -25,6 +25,7 @@ class StepReport:
     step_s: float
     draft_s: float
     verify_s: float
+    period_s: float | None  # the time it took of the device; None: not to be seen
 
 
 class Loop:
@@ -50,6 +51,7 @@ class Loop:
         self._drafter = drafter
         self._verifier = verifier
         self._rounds = rounds
+        self._round_ended: float | None = None  # when the last step was a round
 
     def step(self) -> StepReport:
         """One round by the device alone where it can, else one step led by the host. Needs
@@ -72,10 +74,17 @@ class Loop:
         except BaseException:
             rounds.abandon()
             raise
-        return self._finish(done.batch, done.commits, began, done.draft_s, done.verify_s)
+        # While one round is read the next one runs: only from end to end is a round's time seen.
+        ended = perf_counter()
+        period_s = None
+        if batch is None and self._round_ended is not None:
+            period_s = ended - self._round_ended
+        self._round_ended = ended
+        return self._finish(done.batch, done.commits, began, done.draft_s, done.verify_s, period_s)
 
     def _run_step(self, batch: Batch, began: float) -> StepReport:
         """Propose, verify, accept, commit."""
+        self._round_ended = None
         draft_began = perf_counter()
         proposals = self._drafter.propose(batch)
         draft_ended = perf_counter()
@@ -86,12 +95,17 @@ class Loop:
         commits = self._verifier.commit(batch, proposals, logits)
         rounds = commits[len(batch.context) :]
         self._drafter.commit(batch, [commit.accepted for commit in rounds])
-        return self._finish(
-            batch, commits, began, draft_ended - draft_began, verify_ended - verify_began
-        )
+        draft_s, verify_s = draft_ended - draft_began, verify_ended - verify_began
+        return self._finish(batch, commits, began, draft_s, verify_s, perf_counter() - began)
 
     def _finish(
-        self, batch: Batch, commits: list[Commit], began: float, draft_s: float, verify_s: float
+        self,
+        batch: Batch,
+        commits: list[Commit],
+        began: float,
+        draft_s: float,
+        verify_s: float,
+        period_s: float | None,
     ) -> StepReport:
         """Publish, release, count."""
         self._scheduler.update(batch)
@@ -101,7 +115,7 @@ class Loop:
         self.stats.draft_s += draft_s
         self.stats.verify_s += verify_s
         self.stats.host_s += step_s - draft_s - verify_s
-        return StepReport(batch, commits, step_s, draft_s, verify_s)
+        return StepReport(batch, commits, step_s, draft_s, verify_s, period_s)
 
 
 def copy_blocks(kv_cache: KvCacheManager, target: StepRunner, drafter: Drafter) -> None:

@@ -14,6 +14,7 @@ its writes land before anything that a later owner of the blocks enqueues on the
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class RoundReport:
 class RoundRunner(Protocol):
     """A device that can run rounds by itself."""
 
-    draft_len: int  # drafts per round; 0: plain decoding
+    draft_len: int  # drafts per round, at most; 0: plain decoding
     has_draft_engine: bool
     max_batch_size: int  # sequences
     max_tokens: int  # no position of a round may lie beyond this many tokens
@@ -59,8 +60,8 @@ class RoundRunner(Protocol):
     def begin(self, sequences: Items[Sequence]) -> None:
         """Make these the sequences of the next rounds, in the state the host sees now."""
 
-    def enqueue(self, block_tables: Items[Items[int]]) -> None:
-        """Start one more round behind whatever the device does. Does not wait."""
+    def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
+        """Start one more round of so many drafts behind whatever the device does. Does not wait."""
 
     def collect(self) -> RoundReport:
         """Wait for the oldest round in flight."""
@@ -94,24 +95,27 @@ class Rounds:
         self._kv_cache = kv_cache
         self._resident: list[Sequence] = []
         self._device_lens: list[int] = []  # committed tokens as of the last round read
-        self._num_in_flight = 0
+        self._in_flight: deque[int] = deque()  # the draft lengths of rounds enqueued
 
     @property
     def has_result(self) -> bool:
         """True while a round is in flight that somebody still wants."""
-        return self._num_in_flight > 0 and any(map(self._is_running, self._resident))
+        return bool(self._in_flight) and any(map(self._is_running, self._resident))
 
     def can_run(self, batch: Batch) -> bool:
         """True for a step of nothing but generation that the device can do by itself."""
         runner = self._runner
+        draft_len = self._common_length([item.sequence for item in batch.generation])
         if batch.context or not 0 < len(batch.generation) <= runner.max_batch_size:
+            return False
+        if draft_len is None:
             return False
         for item in batch.generation:
             sequence = item.sequence
             committed = len(sequence.tokens)
-            is_short = item.draft_len < min(runner.draft_len, sequence.max_len - committed - 1)
-            is_behind = runner.has_draft_engine and sequence.draft_kv_len < committed - 2
-            is_long = committed + runner.draft_len > runner.max_tokens
+            is_short = item.draft_len < min(draft_len, sequence.max_len - committed - 1)
+            is_behind = draft_len > 0 and self._lacks_drafts(sequence)
+            is_long = committed + draft_len > runner.max_tokens
             if is_short or is_behind or is_long or not runner.can_run(sequence):
                 return False
         return True
@@ -124,15 +128,19 @@ class Rounds:
         if sequences != self._resident or lens != self._device_lens:
             self._runner.begin(sequences)
             self._resident = sequences
-        self._enqueue()
+        draft_len = self._common_length(sequences)
+        assert draft_len is not None, "start without can_run"
+        self._enqueue(draft_len)
         return self.advance()
 
     def advance(self) -> RoundStep:
         """Commit the oldest round in flight, after starting the next where nothing forbids it."""
-        if self._num_in_flight < MOST_IN_FLIGHT and self._may_run_ahead():
-            self._enqueue()
+        if len(self._in_flight) < MOST_IN_FLIGHT:
+            draft_len = self._length_ahead()
+            if draft_len is not None and self._may_run_ahead(draft_len):
+                self._enqueue(draft_len)
         report = self._runner.collect()
-        self._num_in_flight -= 1
+        draft_len = self._in_flight.popleft()
         self._device_lens = [r.num_committed + len(r.tokens) for r in report.results]
         running = [
             (sequence, result)
@@ -141,57 +149,75 @@ class Rounds:
         ]
         slices, commits = [], []
         for sequence, result in running:
-            slices.append(self._slice(sequence))
-            commits.append(self._commit(sequence, result))
+            slices.append(_slice(sequence, draft_len))
+            commits.append(self._commit(sequence, result, draft_len))
         return RoundStep(Batch((), tuple(slices)), commits, report.draft_s, report.verify_s)
 
     def abandon(self) -> None:
         """After a failure: nothing in flight, nothing resident."""
         self._runner.abandon()
-        self._num_in_flight = 0
+        self._in_flight.clear()
         self._resident, self._device_lens = [], []
 
     def _is_running(self, sequence: Sequence) -> bool:
         return self._scheduler.is_active(sequence)
 
-    def _enqueue(self) -> None:
-        self._runner.enqueue([sequence.block_table for sequence in self._resident])
-        self._num_in_flight += 1
+    def _common_length(self, sequences: Items[Sequence]) -> int | None:
+        """The draft length planned for all of these; None: they differ."""
+        common = self._scheduler.draft_lengths.common
+        if common is None or not self._runner.draft_len:
+            return common
+        caps = [sequence.request.max_draft_len for sequence in sequences]
+        return None if any(cap is not None and cap < common for cap in caps) else common
+
+    def _length_ahead(self) -> int | None:
+        """The draft length of the round after those in flight; None: it must wait."""
+        self._scheduler.draft_lengths.plan(self._resident)
+        draft_len = self._common_length(self._resident)
+        # A round without drafts leaves a token that the draft engine's cache lacks.
+        if draft_len and self._runner.has_draft_engine and 0 in self._in_flight:
+            return None
+        return draft_len
+
+    def _lacks_drafts(self, sequence: Sequence) -> bool:
+        """True when the draft engine's cache lacks more than the two tokens that it is fed."""
+        committed = len(sequence.tokens)
+        return self._runner.has_draft_engine and sequence.draft_kv_len < committed - 2
+
+    def _enqueue(self, draft_len: int) -> None:
+        tables = [sequence.block_table for sequence in self._resident]
+        self._runner.enqueue(tables, draft_len)
+        self._in_flight.append(draft_len)
 
     def _drop_in_flight(self) -> None:
         """Rounds left over by sequences that have all ended."""
-        while self._num_in_flight:
+        while self._in_flight:
             self._runner.collect()
-            self._num_in_flight -= 1
+            self._in_flight.popleft()
             self._device_lens = []
 
-    def _may_run_ahead(self) -> bool:
-        """True when the next round can only be a round of the same sequences."""
+    def _may_run_ahead(self, draft_len: int) -> bool:
+        """True when the next round, of so many drafts, can only be one of the same sequences."""
         scheduler = self._scheduler
         has_room = scheduler.num_active < scheduler.limits.max_batch_size
         if (scheduler.num_waiting and has_room) or scheduler.num_active != len(self._resident):
             return False
-        most = self._runner.draft_len + 1
+        most = max(self._in_flight) + 1  # tokens that the round in flight can bring
         for sequence in self._resident:
             committed = len(sequence.tokens)
             is_last = committed + 1 >= sequence.max_len  # the round in flight ends it
-            is_long = committed + most + self._runner.draft_len > self._runner.max_tokens
+            is_long = committed + most + draft_len > self._runner.max_tokens
             if is_last or is_long or not self._is_running(sequence):
                 return False
         for sequence in self._resident:
             # The last token never enters the cache; positions without a block are not written.
-            wanted = min(len(sequence.tokens) + 2 * most, sequence.max_len - 1)
+            wanted = min(len(sequence.tokens) + most + draft_len + 1, sequence.max_len - 1)
             if not self._kv_cache.reserve(sequence, wanted):
                 return False
         self._copy_blocks()  # blocks may have been evicted to host memory for these
         return True
 
-    def _slice(self, sequence: Sequence) -> Slice:
-        committed = len(sequence.tokens)
-        num_drafts = min(self._runner.draft_len, sequence.max_len - committed - 1)
-        return Slice(sequence, committed - 1, 1, num_drafts)
-
-    def _commit(self, sequence: Sequence, result: RoundResult) -> Commit:
+    def _commit(self, sequence: Sequence, result: RoundResult, draft_len: int) -> Commit:
         """Append what the round brought, cut at the first stop."""
         committed = len(sequence.tokens)
         assert result.num_committed == committed, "host and device disagree on a length"
@@ -200,12 +226,17 @@ class Rounds:
                 "the target engine computed NaN logits",
                 fix="build the engine again; with float16, try --dtype bfloat16",
             )
-        num_drafts = min(self._runner.draft_len, sequence.max_len - committed - 1)
+        num_drafts = min(draft_len, sequence.max_len - committed - 1)
         accepted = len(result.tokens) - 1
         num_kept, sequence.finish_reason = first_stop(sequence, result.tokens)
         sequence.tokens += result.tokens[:num_kept]
         most = len(sequence.tokens) - 1
         sequence.kv_len = min(committed + accepted, most)
-        if self._runner.has_draft_engine:  # the last draft was never fed to the draft
-            sequence.draft_kv_len = min(committed + min(accepted, self._runner.draft_len - 1), most)
+        if self._runner.has_draft_engine and draft_len:  # the last draft was never fed to the draft
+            sequence.draft_kv_len = min(committed + min(accepted, draft_len - 1), most)
         return Commit(sequence, num_kept, num_drafts, accepted)
+
+
+def _slice(sequence: Sequence, draft_len: int) -> Slice:
+    committed = len(sequence.tokens)
+    return Slice(sequence, committed - 1, 1, min(draft_len, sequence.max_len - committed - 1))

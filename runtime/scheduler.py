@@ -24,6 +24,7 @@ from llmctl.runtime.chunking import (
 )
 from llmctl.runtime.core import Batch, FinishReason, Sequence, Slice
 from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.speculative.lengths import DraftLengths, FixedLengths
 from llmctl.runtime.waiting import WaitingQueue
 
 __all__ = ["CapacitySchedulerPolicy", "Limits", "Scheduler", "SchedulerConfig"]
@@ -35,7 +36,13 @@ class Scheduler:
     Per step: `schedule()`, run the batch, commit tokens and lengths into its sequences, `update`.
     """
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KvCacheManager, limits: Limits) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KvCacheManager,
+        limits: Limits,
+        draft_lengths: DraftLengths | None = None,
+    ) -> None:
         chunked = config.enable_chunked_context
         if chunked and limits.max_num_tokens < kv_cache.tokens_per_block:
             raise BadConfig(
@@ -45,6 +52,7 @@ class Scheduler:
             )
         self.config = config
         self.limits = limits
+        self.draft_lengths = draft_lengths or FixedLengths(limits.max_draft_len)
         self.num_paused = 0  # times a sequence was paused, ever
         self._kv_cache = kv_cache
         self._chunk_unit = kv_cache.tokens_per_block if chunked else None
@@ -121,6 +129,7 @@ class Scheduler:
         generation: list[Sequence] = []
         for sequence in self._active.values():
             (context if sequence.is_context else generation).append(sequence)
+        self.draft_lengths.plan(generation)
         chunks: list[Slice] = []
         if context or self._waiting:
             budget = self._context_budget(context, generation)
@@ -251,7 +260,10 @@ class Scheduler:
 
     def _wanted_draft_len(self, sequence: Sequence) -> int:
         # A round emits accepted + 1 tokens, so a draft beyond the last but one is never used.
-        return min(self.limits.max_draft_len, sequence.max_len - len(sequence.tokens) - 1)
+        room = sequence.max_len - len(sequence.tokens) - 1
+        asked = sequence.request.max_draft_len
+        wanted = min(self.draft_lengths.of(sequence), room)
+        return wanted if asked is None else min(wanted, asked)
 
     def _rounds(self, generation: list[Sequence], num_drafts: int) -> list[Slice]:
         draft_lens = [self._wanted_draft_len(sequence) for sequence in generation]

@@ -22,6 +22,7 @@ from llmctl.runtime.recorder import Recorder
 from llmctl.runtime.rounds import RoundRunner, Rounds
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.scheduler import Limits, Scheduler
+from llmctl.runtime.speculative.adaptive import AdaptiveLengths
 from llmctl.runtime.speculative.drafter import Drafter
 from llmctl.runtime.step import StepRunner
 from llmctl.runtime.tracking import TrackedRequest
@@ -68,7 +69,14 @@ class Worker:
             max_seq_len=target.max_seq_len,
             max_draft_len=drafter.max_draft_len,
         )
-        self.scheduler = Scheduler(config.scheduler, self.kv_cache, limits)
+        self._lengths: AdaptiveLengths | None = None
+        if config.adaptive_draft_len and drafter.max_draft_len:
+            self._lengths = AdaptiveLengths(
+                drafter.max_draft_len,
+                has_engine=drafter.has_engine,
+                is_common=round_runner is not None,
+            )
+        self.scheduler = Scheduler(config.scheduler, self.kv_cache, limits, self._lengths)
         self._tuner: ChunkTuner | None = None
         if config.max_step_ms is not None:
             self._tuner = make_tuner(
@@ -147,6 +155,14 @@ class Worker:
                 self._fail(tracked, error)
             self.kv_cache.abandon_copies()
             return
+        if self._lengths is not None:
+            context = report.batch.context
+            self._lengths.observe(
+                report.commits[len(context) :],
+                num_context_tokens=sum(item.num_tokens for item in context),
+                step_s=report.period_s,
+                draft_s=report.draft_s,
+            )
         if self._tuner is not None and report.batch.context:
             num_drafts = sum(commit.num_drafts for commit in report.commits)
             num_tokens = num_drafts + sum(item.num_tokens for item in report.batch.slices)

@@ -254,6 +254,14 @@ def test_memory_and_scheduling_options_change_no_token(outputs):
         assert ids(outputs(*TWO, *flags)) == plain, flags
 
 
+def test_adaptive_draft_lengths_change_no_token_and_need_a_draft(outputs, run, engines):
+    plain = ids(outputs(*TWO))
+    draft = ["--draft-engine", engines.draft, "--adaptive-draft-len"]
+    assert ids(outputs(*TWO, *draft)) == plain
+    assert ids(outputs(*TWO, "--ngram-config", "[4,2,[0]]", "--adaptive-draft-len")) == plain
+    assert run(*TWO, "--adaptive-draft-len").code == 2
+
+
 def test_a_cache_bound_shows_in_the_memory_plan(run):
     done = run(*TWO, "--max_tokens_in_paged_kv_cache", "128")
     assert "KV cache: 4 blocks of 32 tokens" in done.err and "max_tokens" in done.err

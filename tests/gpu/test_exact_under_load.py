@@ -41,8 +41,8 @@ class CountingRunner(CudaRoundRunner):
 
     num_rounds = num_ahead = num_waiting = 0
 
-    def enqueue(self, block_tables) -> None:
-        super().enqueue(block_tables)
+    def enqueue(self, block_tables, draft_len: int) -> None:
+        super().enqueue(block_tables, draft_len)
         self.num_rounds += 1
         self.num_ahead += self.num_waiting > 0
         self.num_waiting += 1

@@ -186,6 +186,7 @@ class Harness:
         reuse: bool = True,
         config: SchedulerConfig | None = None,
         by_logits: bool = False,
+        draft_lengths=None,
         sampling: SamplingBackend | None = None,
         on_device: bool = False,
         runner=None,
@@ -208,7 +209,9 @@ class Harness:
             target.max_seq_len,
             self.drafter.max_draft_len,
         )
-        self.scheduler = AuditedScheduler(config or SchedulerConfig(), self.kv_cache, self.limits)
+        self.scheduler = AuditedScheduler(
+            config or SchedulerConfig(), self.kv_cache, self.limits, draft_lengths
+        )
         self.sampler = Sampler(target.vocab_size, sampling or ReferenceSampling())
         target.allocate_kv_cache(num_blocks)
         target.allocate_host_blocks(num_host_blocks)
@@ -327,10 +330,11 @@ class FakeRunner:
             for s in sequences
         ]  # fmt: skip
 
-    def enqueue(self, block_tables) -> None:
+    def enqueue(self, block_tables, draft_len: int) -> None:
+        assert 0 <= draft_len <= self.draft_len
         self.num_rounds += 1
         rounds = [
-            self._round(state, list(table))
+            self._round(state, list(table), draft_len)
             for state, table in zip(self.state, block_tables, strict=True)
         ]
         self.in_flight.append(rounds)
@@ -342,10 +346,10 @@ class FakeRunner:
     def abandon(self) -> None:
         self.in_flight.clear()
 
-    def _round(self, state, table) -> RoundResult:
+    def _round(self, state, table, draft_len: int) -> RoundResult:
         drafts: list[int] = []
         feed = list(enumerate(state.last, state.committed - 2))
-        while self.draft is not None and len(drafts) < self.draft_len:
+        while self.draft is not None and len(drafts) < draft_len:
             for position, token in feed:
                 self._write(self.draft, table, position, token)
             drafts.append(self._draw(self.draft, state, table, feed[-1][0]))

@@ -42,8 +42,9 @@ def make(fake):
     """Executors that are shut down, and whose cache is checked, at the end of the test."""
     made = []
 
-    def make(target=None, drafter=None, **rest) -> Executor:
-        made.append(Executor(target or fake.Engine(), drafter, config(**rest), ReferenceSampling()))
+    def make(target=None, drafter=None, runner=None, **rest) -> Executor:
+        target = target or fake.Engine()
+        made.append(Executor(target, drafter, config(**rest), ReferenceSampling(), runner))
         return made[-1]
 
     yield make
@@ -190,6 +191,36 @@ def test_n_returns_without_block_reuse_give_the_same(fake):
             responses = collect(executor, executor.enqueue_request(request))
         found.append({r.result.sequence_index: r.result.output_token_ids for r in responses})
     assert found[0] == found[1] and len(set(found[0].values())) > 1
+
+
+@pytest.mark.parametrize("name", ["draft", "ngram", "rounds"])
+@pytest.mark.parametrize("agreement", [0.0, 0.9])
+def test_adaptive_draft_lengths_change_no_token(fake, make, name, agreement):
+    target, draft = fake.Engine(max_batch_size=4), fake.Engine(agreement=agreement)
+    drafter = NgramDrafter(6) if name == "ngram" else DraftTargetDrafter(draft, 6)
+    runner = fake.Runner(target, draft, 6) if name == "rounds" else None
+    executor = make(target, drafter=drafter, runner=runner, adaptive_draft_len=True)
+    requests = [Request((n, *PROMPT), 60, SamplingConfig(top_k=3, seed=n)) for n in range(12)]
+    for request_id, request in zip(executor.enqueue_requests(requests), requests, strict=True):
+        (response,) = collect(executor, request_id)
+        wanted = fake.plain_answer(target, request)[0]
+        assert list(response.result.output_token_ids) == wanted
+    lengths = {r.num_draft_tokens for s in executor.get_latest_iteration_stats() for r in s.rounds}
+    assert 0 in lengths and len(lengths) > 1
+
+
+def test_a_request_may_ask_for_fewer_drafts_or_none(fake, make):
+    executor = make(drafter=DraftTargetDrafter(fake.Engine(agreement=0.9), 6))
+    for most in (0, 2):
+        request = Request(PROMPT, 30, max_draft_len=most)
+        response = answer(executor, request)
+        assert (
+            list(response.result.output_token_ids) == fake.plain_answer(fake.Engine(), request)[0]
+        )
+        rounds = [r for s in executor.get_latest_iteration_stats() for r in s.rounds]
+        assert max(r.num_draft_tokens for r in rounds) == most
+    with pytest.raises(BadConfig, match="max_draft_len is -1"):
+        Request(PROMPT, 30, max_draft_len=-1)
 
 
 # ---- waiting ----

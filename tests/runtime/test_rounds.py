@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -62,6 +64,43 @@ def test_rounds_ahead_of_the_host_give_the_plain_answer(fake, agreement, schedul
     requests = [random_request(generator) for _ in range(10)]
     harness.run_arriving(generator, requests, horizon=120)
     assert harness.runner.num_rounds > 2
+
+
+class RandomLengths:
+    """Any plan: no drafts, some for all, or each sequence its own."""
+
+    def __init__(self, generator, most):
+        self.generator, self.most, self.common, self.lengths = generator, most, None, {}
+
+    def plan(self, generation):
+        common = int(self.generator.integers(self.most + 1))
+        own = self.generator.integers(0, self.most + 1, len(generation)).tolist()
+        is_common = self.generator.random() < 0.8
+        self.common = common if is_common else None
+        lengths = [common] * len(own) if is_common else own
+        ids = [sequence.sequence_id for sequence in generation]
+        self.lengths = dict(zip(ids, lengths, strict=True))
+
+    def of(self, sequence):
+        return self.lengths.get(sequence.sequence_id, 0)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("schedule", range(10))
+def test_draft_lengths_that_change_from_round_to_round_change_no_token(fake, on_device, schedule):
+    generator = np.random.default_rng([schedule, 5])
+    draft = fake.Engine(agreement=0.8, max_seq_len=int(generator.choice([96, 50])))
+    drafter = DraftTargetDrafter(draft, 6)
+    lengths = RandomLengths(np.random.default_rng(schedule), 6)
+    harness = fake.Harness(
+        fake.Engine(), drafter, draft=draft, on_device=on_device, draft_lengths=lengths
+    )
+    requests = [random_request(generator) for _ in range(10)]
+    requests += [replace(item, max_draft_len=2) for item in requests[:3]]
+    harness.run_arriving(generator, requests, horizon=250)
+    assert harness.loop.stats.accepted_tokens > 20
+    if on_device:
+        assert harness.runner.num_rounds > 4
 
 
 def request(max_tokens: int = 60, **rest) -> Request:

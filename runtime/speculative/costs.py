@@ -1,0 +1,131 @@
+"""What a step of generation costs with drafts and without, learned from the steps themselves.
+
+    step_s = plain_s(b) + depth * draft_s(b) + extra_s(b, n)
+
+b sequences propose n drafts in all, the longest of `depth`. plain_s are steps without drafts,
+draft_s is one step of the drafter, extra_s what the target takes longer for n more tokens: points
+that were measured, and straight lines between them. All by batch size, to powers of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import log2
+
+PRIOR_DRAFT = 1 / 20  # of a plain step, before a draft was timed: an eighth of the parameters or so
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A mean that follows, and to which one value far off does little. A first value that is not
+    to be trusted stands until the next one."""
+
+    value: float = 0.0
+    count: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        return self.count > 0 or self.value > 0
+
+    def add(self, value: float, is_trusted: bool = True) -> None:
+        if not is_trusted:
+            if not self.is_known:
+                self.value = value
+            return
+        self.count += 1
+        if self.count > 2:
+            value = min(max(value, 0.5 * self.value), 2 * self.value)
+        self.value += max(1 / self.count, 0.1) * (value - self.value)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """One batch size."""
+
+    plain: _Mean = field(default_factory=_Mean)
+    draft: _Mean = field(default_factory=_Mean)
+    # By the size of n: its mean and the mean of what it took.
+    extra: dict[int, tuple[_Mean, _Mean]] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)  # depths
+
+
+class StepCosts:
+    """The model, by batch size."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, _Bucket] = {}
+
+    def observe(
+        self, batch: int, depth: int, num_drafts: int, step_s: float, draft_s: float
+    ) -> None:
+        """Learn from a step of nothing but generation. The first of a kind counts only until the
+        second: graphs are captured in it, memory is touched."""
+        bucket = self._buckets.setdefault(_bucket(batch), _Bucket())
+        is_trusted = depth in bucket.seen
+        bucket.seen.add(depth)
+        if depth == 0:
+            if is_trusted:
+                bucket.plain.add(step_s)
+            return
+        bucket.draft.add(draft_s / depth, is_trusted)
+        if bucket.plain.count:
+            count, extra = bucket.extra.setdefault(_size(num_drafts), (_Mean(), _Mean()))
+            count.add(num_drafts)
+            extra.add(max(0.0, step_s - bucket.plain.value - draft_s), is_trusted)
+
+    def plain_s(self, batch: int) -> float | None:
+        """A step without drafts; None: not measured at this batch size."""
+        bucket = self._buckets.get(_bucket(batch))
+        return bucket.plain.value if bucket is not None and bucket.plain.count else None
+
+    def draft_s(self, batch: int) -> float:
+        """One step of the drafter; of the nearest batch size where this one's is not known."""
+        known = [size for size, bucket in self._buckets.items() if bucket.draft.is_known]
+        if not known:
+            return PRIOR_DRAFT * (self.plain_s(batch) or 0.0)
+        return self._buckets[_nearest(known, batch)].draft.value
+
+    def extra_s(self, batch: int, num_drafts: float) -> float:
+        """What verification of so many drafts takes longer than a plain step."""
+        known = [size for size, bucket in self._buckets.items() if bucket.extra]
+        if not known or num_drafts <= 0:
+            return 0.0
+        points = self._buckets[_nearest(known, batch)].extra.values()
+        before = (0.0, 0.0)
+        for count, extra in sorted((n.value, s.value) for n, s in points):
+            slope = (extra - before[1]) / max(count - before[0], 1e-9)
+            if num_drafts <= count:
+                return before[1] + slope * (num_drafts - before[0])
+            before = (count, max(extra, before[1]))
+        return before[1] / before[0] * num_drafts  # beyond what was measured: in proportion
+
+    def step_s(self, batch: int, depth: int, num_drafts: float) -> float:
+        """A whole step; needs `plain_s`."""
+        drafting = depth * self.draft_s(batch) if depth else 0.0
+        return (self.plain_s(batch) or 0.0) + drafting + self.extra_s(batch, num_drafts)
+
+    def is_measured(self, batch: int, depth: int, num_drafts: int) -> bool:
+        """True when steps with drafts like this one have been timed."""
+        bucket = self._buckets.get(_bucket(batch))
+        if bucket is None:
+            return False
+        point = bucket.extra.get(_size(num_drafts))
+        return depth in bucket.seen and point is not None and point[1].count > 0
+
+    def most_drafts(self, batch: int) -> int:
+        """The largest number of drafts verified at this batch size; 0: none yet."""
+        bucket = self._buckets.get(_bucket(batch))
+        return round(max((n.value for n, _ in bucket.extra.values()), default=0)) if bucket else 0
+
+
+def _bucket(batch: int) -> int:
+    return max(0, batch - 1).bit_length()
+
+
+def _nearest(known: list[int], batch: int) -> int:
+    wanted = _bucket(batch)
+    return min(known, key=lambda size: (abs(size - wanted), size))
+
+
+def _size(num_drafts: int) -> int:
+    return round(2 * log2(max(1, num_drafts)))
