@@ -20,19 +20,34 @@ if TYPE_CHECKING:
 
     from llmctl.plugins.program import OpCall
 
-CLUSTERS = (8, 16)  # thread blocks that share a block of query tokens
-ROWS = 64  # of a thread block
+SPLITS = 16  # thread blocks that share a block of query tokens, but in the shortest contexts
+ROWS = 64  # of a thread block: one tensor-core instruction high
 # Room for the units that a thread block merges: 16 of 48 rows of head size 128, in clusters of 16.
 # With the operands of that head size it leaves 152 KiB of a multiprocessor to a packed product.
 PARTS_BYTES = 26112
+GATHERED_BYTES = 432  # a step's numbers, as a thread block holds them
 _TYPES = {"bfloat16": "BF16", "float16": "FP16", FP8: "E4M3"}
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a step is divided: thread blocks of one cluster, tokens of a block of rows."""
+class Variant:
+    """One way to build the kernel."""
 
-    cluster: int
+    splits: int  # thread blocks that share a block of query tokens
+    is_clustered: bool = True  # units go through shared memory; else through global memory
+
+    def __str__(self) -> str:
+        return f"k{self.splits}" if self.is_clustered else f"g{self.splits}"
+
+
+VARIANTS = (Variant(8), Variant(SPLITS), Variant(SPLITS, False))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a step is divided."""
+
+    variant: Variant
     num_blocks: int  # of rows, per request
     block_tokens: int
 
@@ -44,35 +59,47 @@ def covers(call: OpCall, limits: StepLimits) -> bool:
         int(call.attributes["head_size"]) in (64, 128)
         and int(call.attributes["window"]) == 0
         and "tree_mask" not in call.inputs
+        and page > 1
         and page & (page - 1) == 0
     )
 
 
 def generation_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """Every binary that `choose_cut` may ask for."""
-    return [generation_spec(call, limits, cluster) for cluster in CLUSTERS]
+    return [generation_spec(call, limits, variant) for variant in VARIANTS]
 
 
-def choose_cut(call: OpCall, num_requests: int, max_tokens: int, max_kv_len: int) -> Cut | None:
+def choose_cut(
+    call: OpCall, num_requests: int, max_tokens: int, max_kv_len: int, num_sms: int
+) -> Cut | None:
     """How to run such a step; None if another kernel serves it better."""
-    heads = int(call.attributes["num_kv_heads"])
-    group = int(call.attributes["num_heads"]) // heads
-    num_blocks = -(-max_tokens // (ROWS // group))
-    # Clusters of 16 find room on few groups of SMs: one more than those that run at once costs
-    # as much as all. Measured on an H200: 8 with two thread blocks to an SM, 16 with three.
+    size, heads = int(call.attributes["head_size"]), int(call.attributes["num_kv_heads"])
+    num_blocks = -(-max_tokens // (ROWS // (int(call.attributes["num_heads"]) // heads)))
     groups = num_requests * heads * num_blocks
+    # Clusters of 16 find room on few groups of SMs, and one more than those that run at once costs
+    # as much as all. On an H200 seven groups have 16 or 18 SMs: 14 clusters with two thread blocks
+    # to an SM, 21 with three. Blocks without clusters wait for each other, and two fit an SM.
     if count_units(max_kv_len) <= 8 and groups <= 16:
-        cluster = 8
-    elif groups <= 8 * (_blocks_per_sm(int(call.attributes["head_size"])) - 1):
-        cluster = 16
+        variant = Variant(8)
+    elif groups <= 8 * (_blocks_per_sm(size) - 1):
+        variant = Variant(SPLITS)
+    elif groups * SPLITS <= 2 * num_sms:
+        variant = Variant(SPLITS, False)
     else:
         return None
-    return Cut(cluster, num_blocks, -(-max_tokens // num_blocks))
+    return Cut(variant, num_blocks, -(-max_tokens // num_blocks))
 
 
 def _blocks_per_sm(size: int) -> int:
     """What registers allow: head size 128 holds 64 sums a thread."""
     return 3 if size == 64 else 2
+
+
+def _registers(size: int, kv_dtype: str) -> int:
+    """Most registers of a thread: with 200, two blocks leave room for one of a packed product."""
+    if size == 64:
+        return 168
+    return 200 if kv_dtype == FP8 else 248
 
 
 def generation_launch(
@@ -81,39 +108,47 @@ def generation_launch(
     cut: Cut,
     num_requests: int,
     tensors: tuple[torch.Tensor, ...],
-    partial: torch.Tensor,
+    partials: tuple[torch.Tensor, torch.Tensor],
     logit_scale: float,
     max_tokens: int,
 ) -> Launch | None:
-    """Attend for requests of up to max_tokens tokens; None where `partial` is too small."""
+    """Attend for requests of up to max_tokens tokens; None where `partials` are too small.
+
+    partials: room for units, and a line of 32 counters for each block of rows, of which one counts;
+    it is zero before and after.
+    """
     heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
-    group = int(call.attributes["num_heads"]) // heads
+    group, cache = int(call.attributes["num_heads"]) // heads, env.kv_cache[0]
     chunks = cut.block_tokens * group * (size // 64)
     stride = count_units(env.limits.max_seq_len) * chunks * (64 + 2)
     stride += -stride % 4
-    grid = (cut.cluster, heads * cut.num_blocks, num_requests)
-    if grid[1] * grid[2] * stride > partial.numel():
+    grid = (cut.variant.splits, heads * cut.num_blocks, num_requests)
+    groups = grid[1] * grid[2]
+    if groups * stride > partials[0].numel() or 32 * groups > partials[1].numel():
         return None
     arguments: tuple[torch.Tensor | int | float, ...] = (
         *tensors,
-        partial,
+        *partials,
         logit_scale,
         env.step.block_tables.stride(0),
         cut.block_tokens,
         max_tokens,
+        cache.shape[0],
+        min(call.inputs["q"].shape[0], env.step.position_ids.shape[0]),
         stride,
     )
-    return Launch(generation_spec(call, env.limits, cut.cluster), grid, arguments)
+    return Launch(generation_spec(call, env.limits, cut.variant), grid, arguments)
 
 
-def generation_spec(call: OpCall, limits: StepLimits, cluster: int) -> KernelSpec:
+def generation_spec(call: OpCall, limits: StepLimits, variant: Variant) -> KernelSpec:
     """One binary."""
     size, heads = int(call.attributes["head_size"]), int(call.attributes["num_kv_heads"])
     group = int(call.attributes["num_heads"]) // heads
     q, out = _name(call.inputs["q"]), _name(call.outputs["out"])
     scaled = [role for role in ("k_scale", "v_scale", "out_scale") if role in call.inputs]
     words = [short_name(q), f"kv_{short_name(limits.kv_dtype)}", f"h{heads}x{group}", f"d{size}"]
-    words += [f"page{limits.tokens_per_block}", *scaled, f"k{cluster}"]
+    words += [f"page{limits.tokens_per_block}", *scaled, str(variant)]
+    parts_bytes = PARTS_BYTES if variant.is_clustered else 0
     constants: dict[str, Constant] = {
         "MODEL_TYPE": _TYPES[q],
         "KV_TYPE": _TYPES[limits.kv_dtype],
@@ -122,10 +157,12 @@ def generation_spec(call: OpCall, limits: StepLimits, cluster: int) -> KernelSpe
         "GROUP": group,
         "SIZE": size,
         "TOKENS_PER_BLOCK": limits.tokens_per_block,
-        "CLUSTER": cluster,
-        "PARTS_BYTES": PARTS_BYTES,
+        "SPLITS": variant.splits,
+        "CLUSTERED": variant.is_clustered,
+        "PARTS_BYTES": parts_bytes,
+        "GATHERED_BYTES": GATHERED_BYTES,
         "UNIT": UNIT,
-        "MIN_BLOCKS": _blocks_per_sm(size),
+        "REGISTERS": _registers(size, limits.kv_dtype),
         "K_SCALE": "k_scale" in scaled,
         "V_SCALE": "v_scale" in scaled,
         "STATIC": "out_scale" in scaled,
@@ -139,13 +176,13 @@ def generation_spec(call: OpCall, limits: StepLimits, cluster: int) -> KernelSpe
             pointer(out),
             pointer(limits.kv_dtype),
             *["*i32"] * 4,
-            *("*fp32", "fp32", "i32", "i32", "i32", "i64"),
+            *("*fp32", "*i32", "fp32", *["i32"] * 5, "i64"),
         ),
         constants=constants,
         entry="generation",
         num_warps=4,
-        shared_bytes=3 * KEYS * size * 2 + PARTS_BYTES + 16,
-        cluster=cluster,
+        shared_bytes=3 * KEYS * size * 2 + parts_bytes + 16 + GATHERED_BYTES,
+        cluster=variant.splits if variant.is_clustered else 1,
     )
 
 

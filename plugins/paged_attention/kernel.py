@@ -30,6 +30,7 @@ from llmctl.plugins.paged_attention.generation import (
 )
 from llmctl.plugins.paged_attention.tiles import count_units
 from llmctl.plugins.program import OpCall
+from llmctl.plugins.spec import FP8
 
 HEAD_SIZES = (64, 80, 96, 128)
 SHORT = 17  # tokens: verification of 16 drafts
@@ -108,12 +109,19 @@ def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch |
     if not env.use_pdl or not covers(call, env.limits):
         return None
     most = min(shape.max_query_len, short)
-    cut = choose_cut(call, shape.num_requests, most, shape.max_kv_len)
+    cut = choose_cut(call, shape.num_requests, most, shape.max_kv_len, env.limits.num_sms)
     if cut is None:
         return None
-    partial, _ = _partials(call, env)
-    tensors, scale = _tensors(call, env), _logit_scale(call)
-    return generation_launch(call, env, cut, shape.num_requests, tensors, partial, scale, short)
+    return generation_launch(
+        call,
+        env,
+        cut,
+        shape.num_requests,
+        _tensors(call, env),
+        _partials(call, env),
+        _logit_scale(call),
+        short,
+    )
 
 
 def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) -> Launch:
@@ -131,13 +139,13 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
 
 
 def _partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the units of split requests, and a counter for each group of splits."""
+    """Room for the units of split requests, and counters for each group of splits."""
     size, limits = int(call.attributes["head_size"]), env.limits
     wanted = limits.num_sms * count_units(limits.max_seq_len) * _ROWS * (size + 2)
     name = f"paged_attention.d{size}"
     return (
         env.scratch(f"{name}.partial", (min(wanted, _PARTIAL_BYTES // 4),), torch.float32),
-        env.scratch(f"{name}.counters", (limits.num_sms,), torch.int32),
+        env.scratch(f"{name}.counters", (32 * limits.num_sms,), torch.int32),
     )
 
 
@@ -193,12 +201,19 @@ def _generation_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
             **constants,
             "ROWS": _ROWS,
             "MERGED_ROWS": _MERGED_ROWS,
-            "AHEAD": int(call.attributes["head_size"]) == 64,  # larger heads leave no registers
+            "AHEAD": _ahead(call, limits),
             "TREE_TOKENS": words,
         },
         num_warps=4,
         num_stages=1,
     )
+
+
+def _ahead(call: OpCall, limits: StepLimits) -> int:
+    """What the generation kernel loads ahead: as much as leaves no register in local memory."""
+    if int(call.attributes["head_size"]) == 64:
+        return 2
+    return 1 if limits.kv_dtype == FP8 else 0
 
 
 def _context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:

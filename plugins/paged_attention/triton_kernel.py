@@ -241,7 +241,8 @@ def generation(
     """Requests of up to max_tokens tokens. Grid: splits, KV heads * blocks of tokens, requests.
 
     A block of rows is block_tokens tokens (block_tokens * GROUP <= ROWS). softmax_scale includes
-    log2(e). A request with more than max_entries units is not split.
+    log2(e). A request with more than max_entries units is not split. AHEAD: what is on its way
+    while a tile is computed: 0 nothing, 1 the next tile's pages, 2 also its keys and values.
     """
     if PDL:
         gdc_launch_dependents()
@@ -313,21 +314,25 @@ def generation(
     unit_total = total
     unit_acc = acc
     loaded = tl.minimum(limit, end * KEYS)
-    pages = load_pages(table, begin, loaded, TOKENS_PER_BLOCK)
-    if AHEAD:
+    if AHEAD > 0:
+        pages = load_pages(table, begin, loaded, TOKENS_PER_BLOCK)
+    if AHEAD > 1:
         next_pages = load_pages(table, begin + 1, loaded, TOKENS_PER_BLOCK)
         k, v = load_tile(keys_base, pages, begin, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
         pages = next_pages
     for tile in tl.range(begin, end):
-        if AHEAD:
+        if AHEAD > 1:
             # The next tile is on its way while this one is computed, and the pages after it.
             next_k, next_v = load_tile(
                 keys_base, pages, tile + 1, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH
             )
             pages = load_pages(table, tile + 2, loaded, TOKENS_PER_BLOCK)
         else:
+            if AHEAD == 0:
+                pages = load_pages(table, tile, loaded, TOKENS_PER_BLOCK)
             k, v = load_tile(keys_base, pages, tile, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
-            pages = load_pages(table, tile + 1, loaded, TOKENS_PER_BLOCK)
+            if AHEAD > 0:
+                pages = load_pages(table, tile + 1, loaded, TOKENS_PER_BLOCK)
         key = keys_of(tile)
         if TREE_TOKENS > 0:
             visible = sees_tree(key, position, limit, limit - count, words, row_mask, WINDOW, WORDS)
@@ -344,7 +349,7 @@ def generation(
             scale,
             True,
         )
-        if AHEAD:
+        if AHEAD > 1:
             k = next_k
             v = next_v
         if starts_unit(tile + 1) | (tile + 1 == end):

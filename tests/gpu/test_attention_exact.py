@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from attention_support import FP8, Part, World, same_bits
 
+from llmctl.plugins.cuda import compiler
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.driver import cuda_driver
-from llmctl.plugins.cuda.kernel import Launch
+from llmctl.plugins.cuda.kernel import DeviceStep, KernelSpec, Launch, LaunchEnv
 from llmctl.plugins.paged_attention import generation, kernel
+from llmctl.plugins.program import OpCall
 
 WORLDS = [
     {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (1500, 333), "kv_dtype": FP8},
@@ -45,28 +48,41 @@ def steps(length: int, other: int) -> list[list[Part]]:
     return ways
 
 
-def few(world: World, parts: list[Part], cluster: int) -> list[torch.Tensor] | None:
-    """The rows of a step with padding by generation.cu; None if it has no room for the step."""
-    step, call = world.step(parts), world.call(parts, 3)
-    env, most = world.env(step, 2), max(count for _, _, count in parts)
+def launch_of(
+    world: World, parts: list[Part], variant: generation.Variant, env: LaunchEnv, call: OpCall
+) -> Launch | None:
+    """generation.cu for a step; None if it has no room for it."""
+    requests, most = env.step.kv_len.shape[0], max(count for _, _, count in parts)
     num_blocks = -(-most // (generation.ROWS // (world.heads // world.kv_heads)))
-    cut = generation.Cut(cluster, num_blocks, -(-most // num_blocks))
-    launch = generation.generation_launch(
+    cut = generation.Cut(variant, num_blocks, -(-most // num_blocks))
+    groups = requests * world.kv_heads * num_blocks
+    if not variant.is_clustered and groups * variant.splits > 2 * env.limits.num_sms:
+        return None  # they could not all run at once
+    return generation.generation_launch(
         call,
         env,
         cut,
-        step.num_requests + 2,
+        requests,
         kernel._tensors(call, env),
-        kernel._partials(call, env)[0],
+        kernel._partials(call, env),
         kernel._logit_scale(call),
         kernel.SHORT,
     )
-    if launch is None:
-        return None
-    execute([launch])
-    out = call.outputs["out"]
-    assert (out[-3:].view(torch.uint8) == 0x55).all(), "padding was written"
-    return list(out[:-3].split([count for _, _, count in parts]))
+
+
+def few(world: World, parts: list[Part], variant: generation.Variant) -> list[torch.Tensor] | None:
+    """The rows of a step by generation.cu, with padding where there is room for it."""
+    for padding in (2, 0):
+        call, env = world.call(parts, 3), world.env(world.step(parts), padding)
+        launch = launch_of(world, parts, variant, env, call)
+        if launch is None:
+            continue
+        execute([launch])
+        assert not kernel._partials(call, env)[1].any(), "a counter is not back at zero"
+        out = call.outputs["out"]
+        assert (out[-3:].view(torch.uint8) == 0x55).all(), "padding was written"
+        return list(out[:-3].split([count for _, _, count in parts]))
+    return None
 
 
 @pytest.mark.parametrize("quantize_out", [False, True])
@@ -77,9 +93,52 @@ def test_generation_gives_the_bits_of_the_context_kernel(world, quantize_out):
     wanted = [made.run([(r, 0, n)], execute)[0] for r, n in enumerate(made.lengths)]
     served = 0
     for parts in steps(*made.lengths):
-        for cluster in generation.CLUSTERS:
-            found = few(made, parts, cluster)
+        for variant in generation.VARIANTS:
+            found = few(made, parts, variant)
             for (request, start, count), rows in zip(parts, found or [], strict=found is not None):
                 served += 1
-                assert same_bits(rows, wanted[request][start : start + count]), (parts, cluster)
+                assert same_bits(rows, wanted[request][start : start + count]), (parts, variant)
     assert served > 100
+
+
+@pytest.mark.parametrize("variant", generation.VARIANTS, ids=str)
+def test_numbers_that_were_read_too_early_are_read_again(variant, repository, monkeypatch):
+    """The kernel starts while its predecessor has yet to write the step."""
+    world = World(**WORLDS[0], quantize_out=True, device="cuda")
+    old = [(1, 300, 11)]
+    whole = [world.run([(r, 0, n)], execute)[0] for r, n in enumerate(world.lengths)]
+    monkeypatch.setattr(compiler, "PLUGINS", repository / "tests")
+    spec = KernelSpec(
+        "late_step", "cuda_samples/late_step.cu", ("*i32", "*i32", "i32"), entry="late_step"
+    )
+    late = cuda_driver().load(compile_kernel(spec))
+    monkeypatch.undo()
+    names = ("position_ids", "cu_q", "kv_len", "block_tables")
+    stream = torch.cuda.current_stream().cuda_stream
+    for new in ([(0, 900, 11)], [(0, 40, 3)], [(1, 301, 11)], [(0, 1480, 1)]):
+        call, steps = world.call(new, 8), [world.env(world.step(p)).step for p in (old, new)]
+        room = max(getattr(step, name).numel() for step in steps for name in names)
+        room += -room % 4  # rows start at 16 bytes
+        # one buffer, so that one kernel writes all of it
+        packed = [torch.zeros(len(names), room, dtype=torch.int32, device="cuda") for _ in steps]
+        for step, rows in zip(steps, packed, strict=True):
+            for name, row in zip(names, rows, strict=True):
+                row[: getattr(step, name).numel()] = getattr(step, name).flatten()
+        live, written = packed[0].clone(), packed[1]
+        views = dict(zip(names, live, strict=True))
+        views["cu_q"], views["kv_len"] = views["cu_q"][:2], views["kv_len"][:1]
+        views["block_tables"] = views["block_tables"][None]
+        rest = {n: getattr(steps[1], n) for n in DeviceStep.__dataclass_fields__ if n not in names}
+        env = replace(world.env(world.step(new)), step=DeviceStep(**views, **rest))
+        launch = launch_of(world, new, variant, env, call)
+        if launch is None:
+            continue
+        execute([launch])  # loads the binary
+        call.outputs["out"].view(torch.uint8).fill_(0x55)
+        live.copy_(packed[0])
+        arguments = (written, live, live.numel())
+        torch.cuda.synchronize()
+        cuda_driver().prepare(late, (1, 1, 1), arguments, False)(stream)
+        execute([launch])
+        (request, start, count) = new[0]
+        assert same_bits(call.outputs["out"][:count], whole[request][start : start + count]), new
