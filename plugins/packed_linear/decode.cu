@@ -12,12 +12,14 @@
 // chain of wgmma from zero, added to the sum in float32 in ascending order; 16-bit types in one
 // chain over K. With SPLIT > 1 a cluster shares one group of row tiles, each block a run of
 // intervals. Blocks send every interval's part to the block that owns its rows, and that block adds
-// the parts in the same order. With SPLIT == 0 blocks have equal shares of all intervals, and a tile
-// that two blocks share is summed by one after the other. K must have a multiple of CHUNKS chunks.
+// the parts in the same order. With SPLIT == 0 blocks have equal shares of all intervals, and a
+// tile that two blocks share is summed by one after the other: no block may have none. K must have
+// a multiple of CHUNKS chunks.
 //
 // Macros: INPUT_TYPE (E4M3 | BF16 | FP16), TOKENS (8 ... 64), ROW_TILES, CHUNKS, STAGES, SPLIT
-// (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), L2_STAGES (slots brought as far as L2
-// before the wait), and those of epilogue.cuh. Grid: x blocks (times SPLIT), y token tiles.
+// (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), L2_STAGES (slots brought as far as
+// L2 before the wait), NORM (decode_norm.cuh), and those of epilogue.cuh. Grid: x blocks (times
+// SPLIT), y token tiles.
 
 #include "packed_linear/decode_cluster.cuh"
 #include "packed_linear/decode_tiles.cuh"

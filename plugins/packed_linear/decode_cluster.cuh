@@ -10,8 +10,8 @@ DEVICE u32 part_offset(int interval, int tile, int quarter, int octet) {
 }
 
 template <int ACTIVE>
-DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e, const Tokens& tokens,
-                            int chunks) {
+DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e,
+                           const Tokens& tokens, int chunks) {
   const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER;
   const int intervals = (chunks + INTERVAL - 1) / INTERVAL;
   constexpr int SLICES = ACTIVE * OWNED * OCTETS;
@@ -67,8 +67,8 @@ DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e, 
 }
 
 template <int ACTIVE>
-DEVICE void multiply_active_share(const Shared& shared, Walk& walk, const Epilogue& e, const Tokens& tokens,
-                            int chunks) {
+DEVICE void multiply_active_share(const Shared& shared, Walk& walk, const Epilogue& e,
+                                  const Tokens& tokens, int chunks) {
   if (walk.active == ACTIVE) {
     multiply_share<ACTIVE>(shared, walk, e, tokens, chunks);
   } else if constexpr (ACTIVE > 1) {

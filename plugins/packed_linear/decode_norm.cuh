@@ -2,12 +2,12 @@
 // residual, normalized, quantized and written to shared memory by the multiplying warps themselves.
 // A row that every block reads costs less than a kernel of its own in the chain of a step.
 //
-// The bits are those of plugins/rms_norm/triton_kernel.py, whose warps hold 256 neighbouring elements
-// and whose threads 8: a thread's squares are added in order, then lanes and then warps by
+// The bits are those of plugins/rms_norm/triton_kernel.py, whose warps hold 256 neighbouring
+// elements and whose threads 8: a thread's squares are added in order, then lanes and then warps by
 // butterflies. Here a warp takes the part of several of those. Latency is all that counts, so more
 // warps than multiply share the work.
 //
-// Macros with NORM: HIDDEN (a multiple of 256 * NORM_WARPS), NORM_WARPS (4, and those that only help).
+// Macros with NORM: HIDDEN (a multiple of 256 * NORM_WARPS), NORM_WARPS (4, and those that help).
 #pragma once
 
 #include "packed_linear/decode_ring.cuh"
@@ -35,9 +35,9 @@ struct Tokens {
       float epsilon
 
 constexpr int HELPERS = 32 * (NORM_WARPS - 4);  // threads that normalize and do not multiply
-constexpr int UNIT = 8;                      // elements of a thread that lie side by side
-constexpr int PARTS = HIDDEN / (32 * UNIT);  // sums of 256 elements
-constexpr int UNITS = PARTS / NORM_WARPS;    // of each thread
+constexpr int UNIT = 8;                         // elements of a thread that lie side by side
+constexpr int PARTS = HIDDEN / (32 * UNIT);     // sums of 256 elements
+constexpr int UNITS = PARTS / NORM_WARPS;       // of each thread
 constexpr int FIRST_STEP = PARTS > 16 ? 16 : PARTS > 8 ? 8 : PARTS > 4 ? 4 : 2;  // over parts
 static_assert(HIDDEN % (32 * UNIT) == 0 && PARTS <= 32 && PARTS % NORM_WARPS == 0, "whole units");
 
@@ -116,22 +116,21 @@ DEVICE float mean(float sum) {
   const float rough = __fmul_rn(sum, INVERSE);
   if constexpr ((HIDDEN & (HIDDEN - 1)) == 0) return rough;
   const float exact = __fmaf_rn(__fmaf_rn(-rough, float(HIDDEN), sum), INVERSE, rough);
-  return sum < 0x1p120f ? exact : __fdiv_rn(sum, float(HIDDEN));
+  return sum > 0x1p-80f && sum < 0x1p120f ? exact : __fdiv_rn(sum, float(HIDDEN));
 }
 
 struct Tokens {
   const uint4* delta;
-  const uint4* residual;  // null: none
-  uint4* residual_out;    // null: nobody needs it
-  const uint4* weights;
+  const uint4* residual;
+  uint4* residual_out;  // null: nobody needs it
   float epsilon;
   int tokens;
   Divisor divisor;
   uint4 factors[UNITS];
 
   DEVICE Tokens(const uint4* delta_, const uint4* residual_, uint4* residual_out_,
-                const uint4* weights_, float epsilon_, const float* scale, int tokens_)
-      : delta(delta_), residual(residual_), residual_out(residual_out_), weights(weights_), epsilon(epsilon_),
+                const uint4* weights, float epsilon_, const float* scale, int tokens_)
+      : delta(delta_), residual(residual_), residual_out(residual_out_), epsilon(epsilon_),
         tokens(tokens_), divisor(IS_FP8 ? __ldg(scale) : 1.0f) {
 #pragma unroll
     for (int i = 0; i < UNITS; ++i) factors[i] = __ldg(weights + unit(i));
@@ -178,73 +177,77 @@ struct Tokens {
     }
   }
 
-  // Waits for the predecessor and makes all tokens ready to be multiplied by every warp of the block.
+  // This thread's part of a token's row, the residual added.
+  DEVICE void load(int token, uint4 (&h)[UNITS]) const {
+    const int first = token * (HIDDEN / UNIT);
+    uint4 added[UNITS];
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) {
+      h[i] = __ldcg(delta + first + unit(i));
+      added[i] = __ldcg(residual + first + unit(i));
+    }
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) {
+      h[i] = {Model::add(h[i].x, added[i].x), Model::add(h[i].y, added[i].y),
+              Model::add(h[i].z, added[i].z), Model::add(h[i].w, added[i].w)};
+    }
+  }
+
+  // 1 / sqrt(mean square + epsilon) of the row; `squares` is room for its parts.
+  DEVICE float inverse_rms(u32 squares, const uint4 (&h)[UNITS]) const {
+    float sums[UNITS];
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) sums[i] = square_sum(h[i]);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+#pragma unroll
+      for (int i = 0; i < UNITS; ++i) {
+        sums[i] = __fadd_rn(sums[i], __shfl_xor_sync(~0u, sums[i], step));
+      }
+    }
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int i = 0; i < UNITS; ++i) {
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(squares + part(i) * 4), "f"(sums[i])
+                     : "memory");
+      }
+    }
+    meet();
+    const int lane = threadIdx.x % (2 * FIRST_STEP);
+    float sum;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(sum) : "r"(squares + lane * 4) : "memory");
+    if (PARTS < 2 * FIRST_STEP && lane >= PARTS) sum = 0.0f;
+#pragma unroll
+    for (int step = FIRST_STEP; step > 0; step /= 2) {
+      sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
+    }
+    float inverse;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(mean(sum), epsilon)));
+    return inverse;
+  }
+
+  // Waits for the predecessor; then all tokens are ready for every multiplying warp. Only the
+  // chunks are written that this block multiplies, and only the first block stores the sums.
   template <class Arrived>
   DEVICE void wait(const Shared& shared, const Walk& walk, const Arrived& arrived) const {
-#pragma unroll 1
+    wait_for_dependencies();
+    arrived();
+#pragma unroll 1  // once is the rule, and instructions that are far away take time too
     for (int t = 0; t < tokens; ++t) {
-      if (t == 0) {
-        wait_for_dependencies();
-        arrived();
-      }
-      const uint4 *x = delta + t * (HIDDEN / UNIT);
-      const uint4 *r = residual + t * (HIDDEN / UNIT);
-      uint4 h[UNITS], added[UNITS];
-#pragma unroll
-      for (int i = 0; i < UNITS; ++i) {
-        h[i] = __ldcg(x + unit(i));
-        added[i] = __ldcg(r + unit(i));
-      }
-      float sums[UNITS];
-#pragma unroll
-      for (int i = 0; i < UNITS; ++i) {
-        h[i] = {Model::add(h[i].x, added[i].x), Model::add(h[i].y, added[i].y),
-                Model::add(h[i].z, added[i].z), Model::add(h[i].w, added[i].w)};
-        sums[i] = square_sum(h[i]);
-      }
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) {
-#pragma unroll
-        for (int i = 0; i < UNITS; ++i) {
-          sums[i] = __fadd_rn(sums[i], __shfl_xor_sync(~0u, sums[i], step));
-        }
-      }
-      if (threadIdx.x % 32 == 0) {
-#pragma unroll
-        for (int i = 0; i < UNITS; ++i) {
-          asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared.squares + (32 * (t & 1) + part(i)) * 4),
-                       "f"(sums[i])
-                       : "memory");
-        }
-      }
-      meet();
-      const int lane = threadIdx.x % (2 * FIRST_STEP);
-      float sum;
-      asm volatile("ld.shared.f32 %0, [%1];"
-                   : "=f"(sum)
-                   : "r"(shared.squares + (32 * (t & 1) + lane) * 4)
-                   : "memory");
-      if (PARTS < 2 * FIRST_STEP && lane >= PARTS) sum = 0.0f;
-#pragma unroll
-      for (int step = FIRST_STEP; step > 0; step /= 2) {
-        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
-      }
-      float inverse;
-      asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(mean(sum), epsilon)));
+      uint4 h[UNITS];
+      load(t, h);
+      const float inverse = inverse_rms(shared.squares + t % 2 * 128, h);
 #pragma unroll
       for (int i = 0; i < UNITS; ++i) {
         const int chunk = part(i) * (32 * UNIT / ELEMENTS);
         if (SPLIT > 1 && (chunk < walk.first || chunk >= walk.last)) continue;
-        write(shared, t, i,
-              {normal_pair(h[i].x, factors[i].x, inverse), normal_pair(h[i].y, factors[i].y, inverse),
-               normal_pair(h[i].z, factors[i].z, inverse),
-               normal_pair(h[i].w, factors[i].w, inverse)});
+        const uint4 &a = h[i], &f = factors[i];
+        write(shared, t, i, {normal_pair(a.x, f.x, inverse), normal_pair(a.y, f.y, inverse),
+                             normal_pair(a.z, f.z, inverse), normal_pair(a.w, f.w, inverse)});
       }
-      if (blockIdx.x == 0) {
+      if (blockIdx.x == 0 && residual_out) {
 #pragma unroll
-        for (int i = 0; i < UNITS; ++i) {
-          if (residual_out) residual_out[t * (HIDDEN / UNIT) + unit(i)] = h[i];
-        }
+        for (int i = 0; i < UNITS; ++i) residual_out[t * (HIDDEN / UNIT) + unit(i)] = h[i];
       }
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what was stored

@@ -42,8 +42,8 @@ DEVICE void take_over(const Handover& h, float (&sum)[TOKENS / 2]) {
 }
 
 template <int ACTIVE>
-DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e, const Handover& handover,
-                           const Tokens& tokens, bool& has_waited) {
+DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e,
+                           const Handover& handover, const Tokens& tokens, bool& has_waited) {
   constexpr bool IS_EARLY = ACTIVE * OCTETS <= 2;  // few enough constants to hold on to
   constexpr int HELD = IS_EARLY ? ACTIVE * OCTETS : 1;
   const int warp = threadIdx.x / 32;
@@ -95,8 +95,8 @@ DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e, 
 }
 
 template <int ACTIVE>
-DEVICE void multiply_active(const Shared& shared, Walk& walk, const Epilogue& e, const Handover& handover,
-                           const Tokens& tokens, bool& has_waited) {
+DEVICE void multiply_active(const Shared& shared, Walk& walk, const Epilogue& e,
+                            const Handover& handover, const Tokens& tokens, bool& has_waited) {
   if (walk.active == ACTIVE) {
     multiply_tiles<ACTIVE>(shared, walk, e, handover, tokens, has_waited);
   } else if constexpr (ACTIVE > 1) {

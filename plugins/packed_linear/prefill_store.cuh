@@ -6,7 +6,7 @@
 // tokens][8 units of 8 values of the model type]; a unit, 16 bytes, lies at unit XOR (token % 8).
 #pragma once
 
-#include "packed_linear/epilogue.cuh"
+#include "packed_linear/quantize.cuh"
 
 constexpr int STAGED_TOKENS = 64;
 constexpr int STAGING_BYTES = STAGED_TOKENS * 128;
@@ -84,35 +84,6 @@ struct TokenValues {
   }
 };
 
-// Division by a scale that is the same for many values: the quotient __fdiv_rn gives, because one
-// correction with a correctly rounded reciprocal rounds correctly (Markstein). Infinity stays.
-struct Divisor {
-  float scale, reciprocal;
-  DEVICE explicit Divisor(const float* pointer) {
-    scale = pointer ? __ldg(pointer) : 1.0f;
-    reciprocal = __frcp_rn(scale);
-  }
-  DEVICE float divide(float x) const {
-    const float quotient = __fmul_rn(x, reciprocal);
-    const float rest = __fmaf_rn(-quotient, scale, x);
-    const float better = __fmaf_rn(rest, reciprocal, quotient);
-    return fabsf(quotient) < __uint_as_float(0x7F800000) ? better : quotient;
-  }
-};
-
-// Eight values of the model type, divided, to FP8.
-DEVICE uint2 quantize_unit(uint4 unit, const Divisor& divisor) {
-  const u32 pairs[4] = {unit.x, unit.y, unit.z, unit.w};
-  u32 quantized[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float low = divisor.divide(MODEL_TYPE::unpack(u16(pairs[i])));
-    const float high = divisor.divide(MODEL_TYPE::unpack(u16(pairs[i] >> 16)));
-    quantized[i / 2] |= u32(E4M3::pack_pair(low, high)) << (16 * (i % 2));
-  }
-  return {quantized[0], quantized[1]};
-}
-
 template <class Type>
 constexpr bool is_byte = Type::bytes == 1;
 
@@ -168,7 +139,7 @@ DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int ro
 
 #else
 
-// The sums of two tokens (next to each other) and two rows (r, r + 8) as they leave, before the last
+// The sums of two neighbouring tokens and two rows (r, r + 8) as they leave, before the last
 // rounding: scaled, and rotated where the rows are of a query or key head.
 template <int TOKENS>
 DEVICE void finish_sums(const Epilogue& e, const RowConstants& rows, int group, u32 values, int at,
@@ -227,7 +198,8 @@ DEVICE void store_unit(const Epilogue& e, u32 staging, int line, int first_unit,
   const int is_value = head >= ROTATED, kv_head = head - (is_value ? ROTATED : NUM_HEADS);
   KV_TYPE::Storage* to = cache_row(e, slot, is_value, kv_head) + dim;
   if constexpr (is_byte<KV_TYPE>) {
-    *reinterpret_cast<uint2*>(to) = quantize_unit(values, Divisor(is_value ? e.v_scale : e.k_scale));
+    const Divisor divisor(is_value ? e.v_scale : e.k_scale);
+    *reinterpret_cast<uint2*>(to) = quantize_unit(values, divisor);
   } else {
     *reinterpret_cast<uint4*>(to) = values;
   }

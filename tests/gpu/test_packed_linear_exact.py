@@ -3,6 +3,7 @@ and by the kernels for few tokens and for many, with every epilogue."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from llmctl.plugins.packed_linear.prefill import prefill_launch, variants_of
 from llmctl.plugins.program import OpCall
 
 FP8 = "float8_e4m3fn"
-TOKENS = 64
+TOKENS = 300  # several tiles of every kernel, the last ones partly empty
 EPSILON = 1e-5
 NORM_CASES = [  # dtype, operator, K, variant
     (FP8, "packed_linear_rope_kv", 2048, "n8r1c4s2k2g0l0+norm8"),
@@ -49,7 +50,9 @@ PLAIN_CASES = [  # dtype, operator, K: every epilogue, a K that ends within an i
     )
     for inner in (1040, 4096)
 ]
-FEW = ("n8r1c1s6k1g0l0", "n16r2c1s4k1g0l0", "n64r1c1s4k0g0l0", "n8r1c1s6k2g0l0")
+FEW = ("n8r1c1s6k1g0l0", "n16r2c1s4k1g0l0", "n64r1c1s4k1g0l0", "n8r1c1s6k2g0l0")
+
+SHARED_TILES = "n16r1c1s6k0g0l0"
 
 _loaded: dict[str, object] = {}
 
@@ -84,7 +87,7 @@ def environment(example: Example) -> LaunchEnv:
     arrays = {name: torch.from_numpy(getattr(example.step, name)).cuda() for name in names}
     cache = example.kv_cache
     kv_dtype = str(cache.dtype).removeprefix("torch.")
-    limits = StepLimits(TOKENS, TOKENS, 1, 128, 0, cache.shape[4], kv_dtype)
+    limits = StepLimits(TOKENS, TOKENS, 1, 512, 0, cache.shape[4], kv_dtype)
     scratch: dict[str, torch.Tensor] = {}
 
     def room(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -132,7 +135,7 @@ def norm_launches(dtype: str, op: str, inner: int, text: str, tokens: int) -> It
     example = normed(op, dtype, inner)
     env = environment(example)
     yield decode_launch(example.call, env, tokens, DecodeVariant.parse(text))
-    yield from launches(example.call, env, StepShape(tokens, 1, tokens, tokens, 128))
+    yield from launches(example.call, env, StepShape(tokens, 1, tokens, tokens, 512))
 
 
 def plain_launches(dtype: str, op: str, inner: int) -> Iterator[Launch]:
@@ -140,6 +143,7 @@ def plain_launches(dtype: str, op: str, inner: int) -> Iterator[Launch]:
     call, env = example.call, environment(example)
     yield from (prefill_launch(call, env, TOKENS, variant) for variant in variants_of(call))
     yield from (decode_launch(call, env, TOKENS, variant) for variant in few_variants(call))
+    yield decode_launch(call, env, 11, DecodeVariant.parse(SHARED_TILES))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -159,7 +163,7 @@ def test_a_product_that_normalizes_gives_the_bits_of_rms_norm_before_it(dtype, o
     assert variant.fits(*call.inputs["weight"].shape[:2], dtype == FP8)
     normal = list(call.outputs).index("normal")
     for tokens in (1, 2, 8):
-        shape = StepShape(tokens, 1, tokens, tokens, 128)
+        shape = StepShape(tokens, 1, tokens, tokens, 512)
         wanted = outcome(call, env.kv_cache, launches(call, env, shape))
         found = outcome(call, env.kv_cache, [decode_launch(call, env, tokens, variant)])
         assert (found[normal] == 0x55).all(), "nobody reads the normalized rows"
@@ -173,7 +177,7 @@ def test_any_static_scale_quantizes_as_in_rms_norm(scale):
     call, env = example.call, environment(example)
     call.inputs["x_scale"].fill_(scale)
     call.inputs["weight_scale"].fill_(1.0)
-    wanted = outcome(call, env.kv_cache, launches(call, env, StepShape(8, 1, 8, 8, 128)))
+    wanted = outcome(call, env.kv_cache, launches(call, env, StepShape(8, 1, 8, 8, 512)))
     variant = DecodeVariant.parse("n8r1c1s6k1g0l0+norm16")
     found = outcome(call, env.kv_cache, [decode_launch(call, env, 8, variant)])
     assert torch.equal(found[0], wanted[0])
@@ -192,10 +196,11 @@ def test_few_and_many_tokens_give_the_same_bits(dtype, op, inner):
     for variant in few_variants(call):
         found = outcome(call, env.kv_cache, [decode_launch(call, env, TOKENS, variant)])
         assert all(map(torch.equal, found, wanted)), str(variant)
-    for tokens in (1, 11):  # rows of fewer tokens are those of all
-        found = outcome(
-            call, env.kv_cache, [decode_launch(call, env, tokens, few_variants(call)[0])]
-        )
+    shared_tiles = DecodeVariant.parse(SHARED_TILES)  # has one tile of tokens
+    for tokens, variant in itertools.product((1, 11), (few_variants(call)[0], shared_tiles)):
+        found = outcome(call, env.kv_cache, [decode_launch(call, env, tokens, variant)])
         for left, right in zip(found[:-1], wanted[:-1], strict=True):
-            assert torch.equal(left[:tokens], right[:tokens])
+            assert torch.equal(
+                left[:tokens], right[:tokens]
+            )  # rows of fewer tokens are those of all
             assert (left[tokens:] == 0x55).all()
