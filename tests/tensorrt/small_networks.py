@@ -10,6 +10,8 @@ import pytest
 import torch
 from evaluator import evaluate
 
+from llmctl.plugins.tensorrt.library import shared_logger
+
 trt = pytest.importorskip("tensorrt_rtx", reason="the network objects are TensorRT's")
 
 FP8, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
@@ -22,7 +24,7 @@ TYPES = {
     FP8: trt.fp8,
     BF16: trt.bfloat16,
 }
-LOGGER = trt.Logger(trt.Logger.ERROR)
+LOGGER = shared_logger(trt)  # a process keeps the first it is given
 
 
 class Net:

@@ -1,0 +1,81 @@
+"""What the runtime asks of TensorRT is what the real package has: the fake adds nothing to it, and
+without a GPU the real one refuses where the fake is told to."""
+
+from __future__ import annotations
+
+import fake_tensorrt
+import pytest
+from checkpoints import write_checkpoint
+from evaluated import networks_of, plan_engine
+from fake_engines import describe
+
+from llmctl.builder.tensorrt.compile import compile_network
+from llmctl.builder.tensorrt.package import open_package
+from llmctl.errors import CorruptEngine
+from llmctl.plugins.tensorrt.execution import PlanSet
+from llmctl.plugins.tensorrt.library import load_package
+
+real = pytest.importorskip("tensorrt_rtx", reason="the package itself is looked at")
+PAIRS = {
+    "Runtime": (fake_tensorrt.Runtime, real.Runtime),
+    "ICudaEngine": (fake_tensorrt.Engine, real.ICudaEngine),
+    "IExecutionContext": (fake_tensorrt.Context, real.IExecutionContext),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_call_that_the_fake_answers_exists(name) -> None:
+    fake, wanted = PAIRS[name]
+    calls = {call for call in vars(fake) if not call.startswith("_")}
+    assert calls and not calls - set(dir(wanted))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TensorIOMode",
+        "TensorLocation",
+        "ExecutionContextAllocationStrategy",
+        "DynamicShapesKernelSpecializationStrategy",
+        "CudaGraphStrategy",
+        "EngineValidity",
+    ],
+)
+def test_every_choice_that_the_fake_has_exists(name) -> None:
+    choices = {choice.name for choice in getattr(fake_tensorrt, name)}
+    assert choices <= set(getattr(real, name).__members__)
+
+
+@pytest.mark.parametrize(
+    "owner, names",
+    [
+        ("ICudaEngine", ["num_io_tensors", "device_memory_size_v2", "create_runtime_config"]),
+        ("IExecutionContext", ["is_stream_capturable"]),
+        ("Runtime", ["get_engine_validity"]),
+        (
+            "IRuntimeConfig",
+            [
+                "set_execution_context_allocation_strategy",
+                "dynamic_shapes_kernel_specialization_strategy",
+                "cuda_graph_strategy",
+            ],
+        ),
+    ],
+)
+def test_what_is_set_or_looked_for_by_name_exists(owner, names) -> None:
+    assert [name for name in names if not hasattr(getattr(real, owner), name)] == []
+
+
+def test_the_real_package_refuses_a_real_plan_without_a_gpu(tmp_path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "c", "llama", "bfloat16", num_hidden_layers=1)
+    network = networks_of(plan_engine(checkpoint, "tensorrt-rtx"))["first"]
+    package = open_package("tensorrt-rtx")
+    data = compile_network(package, network, ["8.9"]).plan
+    module = load_package("tensorrt-rtx")
+    piece = describe("first", network, len(data), fake_tensorrt.FakeModule(module), None)
+    with pytest.raises(Exception) as found:
+        PlanSet(module, [piece], {"first": data}, lambda size: pytest.fail("opened"), 0)
+    assert found.type.__name__ in ("CorruptEngine", "RebuildNeeded") and found.value.fix
+    same = describe("first", network, len(data), fake_tensorrt.FakeModule(module), package.version)
+    with pytest.raises(CorruptEngine, match="tensorrt_rtx .* cannot open the plan first"):
+        PlanSet(module, [same], {"first": data}, lambda size: pytest.fail("opened"), 0)

@@ -1,0 +1,100 @@
+"""Our kernels between plans: an engine for an RTX GPU holds every kernel that its steps launch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from evaluated import plan_engine, weights_of
+from fake_machine import HostDriver
+
+from llmctl.builder.engine_format import TENSORRT_OP
+from llmctl.builder.kernels import kernel_specs, step_limits
+from llmctl.plugins.cuda.compiler import runs_on, uses_pdl
+from llmctl.plugins.cuda.kernel import StepShape
+from llmctl.plugins.cuda.program import CudaProgram
+from llmctl.plugins.rounds import kernel as rounds
+from llmctl.plugins.sampling import kernel as sampling
+from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
+
+SHAPES = (
+    StepShape(1, 1, 1, 1, 64),
+    StepShape(20, 4, 20, 5, 96),
+    StepShape(64, 1, 1, 64, 96),
+    StepShape(40, 3, 3, 30, 64),
+    StepShape(64, 1, 0, 64, 64),
+)
+
+
+class RecordingDriver(HostDriver):
+    """Keeps the names of kernels and how they are launched."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[str, bool]] = []
+
+    def load(self, kernel: Any) -> str:
+        return str(kernel.name)
+
+    def prepare(self, loaded: str, grid: Any, arguments: Any, use_pdl: bool) -> Any:
+        return lambda stream: self.launched.append((loaded, use_pdl))
+
+
+class NoPlans:
+    """Plans that do nothing."""
+
+    def extents(self, call: Any) -> dict[str, Any]:
+        return {}
+
+    def prepare(self, call: Any, env: Any, shape: StepShape) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize(
+    "capability, form",
+    [  # FP8 engines refuse Ampere
+        ("8.6", "bfloat16"),
+        ("8.9", "bfloat16"),
+        ("8.9", "fp8"),
+        ("12.0", "fp8"),
+    ],
+)
+def test_an_engine_holds_every_kernel_that_its_steps_launch(capability, form, tmp_path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "c", "llama", form)
+    engine = plan_engine(checkpoint, "tensorrt-rtx")
+    plan = engine.plan
+    limits = step_limits(plan, engine.limits)
+    specs = [spec for spec in kernel_specs(plan, limits) if runs_on(spec, capability)]
+    assert all(spec.is_triton for spec in specs), "CUDA C++ is Hopper's"
+    arena = torch.zeros(plan.arena_bytes + 256, dtype=torch.uint8)
+    arena = arena[-arena.data_ptr() % 256 :]
+    calls = make_calls(plan, bind_plan(plan, weights_of(engine), arena))
+    driver = RecordingDriver()
+    program = CudaProgram(
+        calls,
+        [SimpleNamespace(name=spec.name) for spec in specs],
+        limits,
+        "cpu",
+        driver,
+        use_pdl=uses_pdl(capability),
+        executors={TENSORRT_OP: NoPlans()},
+    )
+    program.bind_kv_cache(
+        torch.zeros(kv_cache_shape(plan, 8), dtype=getattr(torch, plan.kv_cache.dtype))
+    )
+    for shape in SHAPES:
+        program.enqueue(shape, 0)
+    names = {name for name, _ in driver.launched}
+    assert not any(use_pdl for _, use_pdl in driver.launched)
+    for part in ("rope_kv_write", "paged_attention.generation", "paged_attention.context"):
+        assert any(name.startswith(part) for name in names), part
+    beside = {
+        spec.name
+        for spec in (
+            *sampling.kernels(131),
+            *rounds.kernels(limits.max_batch_size, limits.max_draft_len),
+        )
+    }
+    assert names | beside == {spec.name for spec in specs}
