@@ -165,7 +165,7 @@ class OpenEngines:
                 num_blocks=self.kv_plan.num_blocks,
                 enable_block_reuse=options.enable_block_reuse,
                 num_host_blocks=host_blocks(self.kv_plan, options.host_memory_bytes),
-                window=cache_window(plans, options.windows, self.target.tokens_per_block),
+                window=cache_window(plans, options.windows, self.target.max_seq_len),
             ),
             scheduler=SchedulerConfig(
                 options.scheduler_policy,

@@ -56,12 +56,12 @@ def apply_windows(plan: Plan, options: WindowOptions, max_seq_len: int, backend:
 
 
 def cache_window(
-    plans: Iterable[Plan], options: WindowOptions, tokens_per_block: int
+    plans: Sequence[Plan], options: WindowOptions, max_seq_len: int
 ) -> AttentionWindow | None:
     """What the KV cache may drop for engines that run together; None: nothing."""
-    window = common_window([plan.kv_cache.windows for plan in plans], options.sink_tokens)
-    # A block that holds a whole sequence is never behind a window.
-    return window if window is not None and tokens_per_block < window.size else None
+    if any(plan.kv_cache.tokens_per_block >= max_seq_len for plan in plans):
+        return None  # a block that holds a whole sequence is never behind a window
+    return common_window([plan.kv_cache.windows for plan in plans], options.sink_tokens)
 
 
 def _with_window(op: PlanOp, windows: Sequence[int], sink_tokens: int) -> PlanOp:
