@@ -30,7 +30,7 @@ def compile_pieces(
     described, plans = [], {}
     networks = build_networks(pieces, limits, plugin_config, package.trt)
     for index, (name, network) in enumerate(networks.items()):
-        on_piece(name, index, len(networks))
+        on_piece(f"plan {name}", index, len(networks))
         compiled = compile_network(package, network, targets)
         bindings = tuple(asdict(binding) for binding in network.bindings)
         piece = TrtPiece(

@@ -16,6 +16,7 @@ _NO_GEMM = (
 )
 _ONE_PLAN = "a continuous cache makes one plan, in which every kernel is TensorRT's"
 _FUSED = "TensorRT fuses what it compiles by itself"
+_COLLECTIVE = "sums over ranks are collectives within TensorRT's plans"
 _SWIGLU = "SwiGLU is fused where GEMMs are ours: --gemm_plugin"
 
 
@@ -33,6 +34,10 @@ def gives_gemms_to_us(plugin_config: Mapping[str, str]) -> bool:
 
 def _common() -> tuple[PluginOption, ...]:
     return (
+        _without("nccl_plugin", "auto", _COLLECTIVE),
+        _without("reduce_fusion", "disable", _COLLECTIVE),
+        _without("gemm_allreduce_plugin", "disable", _COLLECTIVE),
+        _without("user_buffer", "disable", _COLLECTIVE),
         PluginOption(
             "norm_quant_fusion",
             "auto",
@@ -91,17 +96,13 @@ def _paged(backend: str) -> tuple[PluginOption, ...]:
 
 
 def _continuous() -> tuple[PluginOption, ...]:
-    def off(name: str, default: str, reason: str) -> PluginOption:
-        words = ("disable",) if default == "disable" else (default, "disable")
-        return PluginOption(name, default, words, reason, reason)
-
     return (
-        off("gpt_attention_plugin", "auto", _ONE_PLAN),
-        off("gemm_plugin", "auto", _ONE_PLAN),
-        off("low_latency_gemm_plugin", "disable", _ONE_PLAN),
-        off("use_paged_context_fmha", "disable", "the cache is not paged"),
-        off("use_fp8_context_fmha", "disable", "TensorRT's attention writes the model dtype"),
-        off("remove_input_padding", "disable", "batches are padded in a continuous cache"),
+        _without("gpt_attention_plugin", "auto", _ONE_PLAN),
+        _without("gemm_plugin", "auto", _ONE_PLAN),
+        _without("low_latency_gemm_plugin", "disable", _ONE_PLAN),
+        _without("use_paged_context_fmha", "disable", "the cache is not paged"),
+        _without("use_fp8_context_fmha", "disable", "TensorRT's attention writes the model dtype"),
+        _without("remove_input_padding", "disable", "batches are padded in a continuous cache"),
         PluginOption(
             "multiple_profiles",
             "enable",
@@ -110,3 +111,9 @@ def _continuous() -> tuple[PluginOption, ...]:
             "a padded batch of prompts and of single tokens have nothing in common",
         ),
     )
+
+
+def _without(name: str, default: str, reason: str) -> PluginOption:
+    """A row whose only meaning is that there is no such kernel of ours."""
+    words = ("disable",) if default == "disable" else (default, "disable")
+    return PluginOption(name, default, words, reason, reason)

@@ -40,7 +40,8 @@ def describe_engine(
         {"name": name, "layers": [], "activation_bytes": 0, "scratch_bytes": 0}
         for name in profile_names
     ]
-    activations, scratch = [], []
+    activations: list[int] = []
+    scratch: list[int] = []
     for _, message in lines:
         if "LayerType: " in message:
             for line in message.splitlines():

@@ -118,6 +118,22 @@ def test_a_dry_run_counts_the_plans(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "3 plans of" in out and "for compute capability 8.9" in out
 
 
+def test_a_continuous_engine_is_one_operator(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "c", "qwen3", "bfloat16", num_hidden_layers=1)
+    output = tmp_path / "engine"
+    arguments = ["build", "--backend", "tensorrt-rtx", "--compute-capability", "8.9", *LIMITS]
+    where = ("--checkpoint-dir", str(checkpoint), "--output-dir", str(output))
+    assert execute([*arguments, *where, "--kv_cache_type", "continuous"]) == 0
+    assert read_engine_config(output).build_config["kv_cache_type"] == "CONTINUOUS"
+    plan, tensors = open_engine(output)
+    assert [(op.op, op.attributes["piece"]) for op in plan.ops] == [(TENSORRT_OP, "whole")]
+    assert [piece.name for piece in plan.trt_pieces] == ["whole", "tree"]
+    bound = {b["name"] for b in plan.trt_pieces[0].bindings if b["is_input"]}
+    weights = {t.name for t in plan.tensors if t.kind == "weight"}
+    assert weights < bound and weights < set(tensors)
+    assert not any("attention" in kernel.name for kernel in plan.kernels)
+
+
 def test_every_rank_has_a_file(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 128}
     checkpoint = write_checkpoint(tmp_path / "c", "llama", "fp8", **sizes)

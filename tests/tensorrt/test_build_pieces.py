@@ -53,6 +53,17 @@ def test_every_family_and_form_is_built(family: str, form: str, tmp_path: Path) 
                 assert_fp8_product(layers, weight)
 
 
+def test_a_quantized_head_is_an_fp8_gemm_with_float32_logits(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "fp8")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"ignore": ["lm_head"]', '"ignore": []'))
+    _, pieces = compile_engine(folder, **LIMITS)
+    for _, layers in profile_kernels(pieces["last"]):
+        assert_fp8_product(layers, "lm_head.weight")
+        written = [o for layer in layers for o in layer["outputs"] if o.startswith("logits:")]
+        assert types(written) == ["fp32"]
+
+
 def assert_fp8_product(layers, weight: str) -> None:
     """One kernel reads the weight, as it is stored, and multiplies it with FP8 activations."""
     (product,) = readers(layers, weight)
