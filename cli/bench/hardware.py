@@ -70,14 +70,9 @@ def weight_reads(plan: Plan) -> int:
     return sum(op_bytes(op, tensors, plan.kv_cache, step).weights for op in plan.ops)
 
 
-def measure_bandwidth(backend: str, num_bytes: int) -> float | None:
-    """Bytes a second, the median of several reads of a buffer; None where memory is short.
-
-    On a CPU the buffer has the size of what a step reads (`num_bytes`), so that small models are
-    held against the caches that they fit. A GPU reads 1 GiB, which none of its caches holds.
-    """
-    if backend == "cuda":
-        return _measure_gpu()
+def measure_cpu(num_bytes: int) -> float:
+    """Bytes a second, the median of several reads of a buffer of the size that a step reads, so
+    that small models are held against the caches that they fit."""
     import numpy as np
 
     from llmctl.plugins.cpu.library import library
@@ -92,7 +87,9 @@ def measure_bandwidth(backend: str, num_bytes: int) -> float | None:
     return float(median(rates[1:]))
 
 
-def _measure_gpu() -> float | None:
+def measure_gpu() -> float | None:
+    """Bytes a second, the median of several reads of 1 GiB, which no cache of a GPU holds; None
+    where memory is short."""
     import torch
 
     if torch.cuda.mem_get_info()[0] < 2 * MOST_BYTES:

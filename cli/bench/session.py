@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmctl.cli.bench.driver import Driver, Pace
-from llmctl.cli.bench.hardware import Reads, measure_bandwidth, processor_name
+from llmctl.cli.bench.hardware import Reads, measure_cpu, measure_gpu, processor_name
 from llmctl.cli.bench.load import LoadOptions, make_requests, read_load
 from llmctl.cli.bench.progress import Progress
 from llmctl.cli.bench.records import Recording
@@ -120,13 +120,14 @@ class Session:
         requests = make_requests(options.load, prompts, engine_dir, checked.target)
         ways = self._ways(checked)
         lot = self._lot(checked)
+        is_cpu = checked.target.backend == "cpu"
         bandwidth = None
-        if checked.target.backend == "cuda":  # engines take what memory there is
-            bandwidth = measure_bandwidth("cuda", 0)
+        if not is_cpu:  # before engines take what memory there is
+            bandwidth = measure_gpu()
         engines = OpenEngines(checked, self._log)
         reads = Reads.of(engines.target, engines.draft)
-        if checked.target.backend == "cpu":
-            bandwidth = measure_bandwidth("cpu", reads.target_weights)
+        if is_cpu:
+            bandwidth = measure_cpu(reads.target_weights)
         facts = _engine_facts(engines)
         measured = Measured(options, checked, requests, ways, reads, bandwidth, facts, lot)
         total = len(requests) * options.iterations * len(ways)
