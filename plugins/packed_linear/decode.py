@@ -69,8 +69,7 @@ class DecodeVariant:
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a decode variant")
-        *numbers, norm = match.groups()
-        return cls(*map(int, numbers), norm_warps=int(norm or 0))
+        return cls(*(int(number or 0) for number in match.groups()))
 
     @property
     def normalizes(self) -> bool:
