@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.kv_cache import AttentionWindow
 from llmctl.runtime.retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY
-from llmctl.runtime.scheduler import SchedulerConfig
+from llmctl.runtime.scheduler import Limits, SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class ExecutorConfig:
     adaptive_draft_len: bool = False  # as many drafts as pay, the drafter's max_draft_len at most
     # Context chunks shrink to keep steps within this time, or ("auto") as far as costs nothing.
     max_step_ms: float | Literal["auto"] | None = None
+    max_batch_size: int | None = None  # sequences in a step; None: as many as the engine takes
+    max_num_tokens: int | None = None  # packed tokens of a step; likewise
     max_queue_size: int | None = None  # requests that have not started; None: no limit
     iter_stats_max_iterations: int = 1000
     request_stats_max_iterations: int = 0
@@ -61,8 +63,25 @@ class ExecutorConfig:
     def __post_init__(self) -> None:
         if self.acceptance not in ("tokens", "logits"):
             raise BadConfig(f"acceptance is {self.acceptance!r}; it must be tokens or logits")
-        if self.max_queue_size is not None and self.max_queue_size < 1:
-            raise BadConfig(f"max_queue_size is {self.max_queue_size}; it must be at least 1")
+        for name in ("max_queue_size", "max_batch_size", "max_num_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadConfig(f"{name} is {value}; it must be at least 1")
         for name in ("iter_stats_max_iterations", "request_stats_max_iterations"):
             if getattr(self, name) < 0:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 0")
+
+    def limits(self, engine: Limits) -> Limits:
+        """The engine's limits, or the smaller ones asked for. Raises BadConfig for larger ones."""
+        for name in ("max_batch_size", "max_num_tokens"):
+            asked, most = getattr(self, name), getattr(engine, name)
+            if asked is not None and asked > most:
+                raise BadConfig(
+                    f"{name} is {asked}; the engine was built for {most}",
+                    fix=f"rebuild the engine with a larger --{name}, or ask for less",
+                )
+        return replace(
+            engine,
+            max_batch_size=self.max_batch_size or engine.max_batch_size,
+            max_num_tokens=self.max_num_tokens or engine.max_num_tokens,
+        )

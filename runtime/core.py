@@ -9,9 +9,13 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.retention import KvCacheRetentionConfig
+
+if TYPE_CHECKING:
+    from llmctl.runtime.perf import RequestPerfMetrics
 
 
 class FinishReason(enum.Enum):
@@ -71,11 +75,13 @@ class OutputConfig:
     return_log_probs: bool = False  # log-softmax of the raw target logits, per new token
     exclude_input_from_output: bool = True
     return_all_generated_tokens: bool = False  # streaming: the whole output each time
+    return_perf_metrics: bool = False  # with the final result
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt. Stop and bad words are token-id lists; a stop word's own tokens are kept."""
+    """One prompt. Stop and bad words are token-id lists; a stop word's own tokens are kept. An
+    end_id of -1 is none."""
 
     input_token_ids: tuple[int, ...]
     max_tokens: int
@@ -92,6 +98,9 @@ class Request:
     priority: float = 0.5  # 0 to 1: who starts first, and who is paused last
 
     def __post_init__(self) -> None:
+        if self.end_id == -1:
+            object.__setattr__(self, "end_id", None)
+        _require(self.end_id is None or self.end_id >= 0, "end_id", self.end_id, ">= -1")
         _require(len(self.input_token_ids) > 0, "input_token_ids", "empty", "at least one token")
         _require(self.max_tokens > 0, "max_tokens", self.max_tokens, "> 0")
         most = self.max_draft_len
@@ -186,6 +195,9 @@ class Result:
     finish_reason: FinishReason
     log_probs: tuple[float, ...] | None = None
     cum_log_prob: float | None = None
+    # How the tokens came about, which is no part of what they are. Steps with the request so far:
+    decoding_iter: int = field(default=0, compare=False)
+    request_perf_metrics: RequestPerfMetrics | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from llmctl.runtime.config import ExecutorConfig, KvCacheConfig
 from llmctl.runtime.core import Request, Response
 from llmctl.runtime.inbox import Inbox
 from llmctl.runtime.kv_cache import KvCacheEventManager
-from llmctl.runtime.mailbox import Mailbox
+from llmctl.runtime.mailbox import Deliver, Mailbox
 from llmctl.runtime.rounds import RoundRunner
 from llmctl.runtime.speculative.drafter import Drafter, NoDrafter
 from llmctl.runtime.stats import IterationStats, RequestStatsPerIteration, SpeculationStats
@@ -54,9 +54,13 @@ class Executor:
         )
         self._thread.start()
 
-    def enqueue_request(self, request: Request) -> int:
-        """Queue one request; returns its id at once. Raises ExecutorClosed or QueueFull."""
-        return self._inbox.put([request])[0]
+    def enqueue_request(self, request: Request, deliver: Deliver | None = None) -> int:
+        """Queue one request; returns its id at once. Raises ExecutorClosed or QueueFull.
+
+        With `deliver`, its responses are passed to that on the executor's thread, and
+        await_responses never has them; it must neither block nor raise.
+        """
+        return self._inbox.put([request], deliver)[0]
 
     def enqueue_requests(self, requests: Items[Request]) -> list[int]:
         """Queue all or none of the requests; ids in the same order."""
@@ -113,9 +117,10 @@ class Executor:
         """Totals since the executor started; reading changes nothing."""
         return self._worker.recorder.speculation()
 
-    def shutdown(self) -> None:
-        """Cancel what is left and wait for the worker to end. Any number of times."""
-        self._inbox.close()
+    def shutdown(self, *, drain: bool = False) -> None:
+        """Cancel what is left, or with `drain` finish it, and wait for the worker to end. Any
+        number of times; one without `drain` cuts one with it short."""
+        self._inbox.close(drain=drain)
         self._thread.join()
 
     def __enter__(self) -> Executor:

@@ -10,7 +10,7 @@ from time import monotonic
 
 from llmctl.errors import ExecutorClosed, QueueFull
 from llmctl.runtime.core import Request
-from llmctl.runtime.mailbox import Mailbox
+from llmctl.runtime.mailbox import Deliver, Mailbox
 from llmctl.runtime.tracking import TrackedRequest
 
 
@@ -21,6 +21,7 @@ class Errand:
     arrived: list[TrackedRequest]
     cancelled: set[int]
     is_closed: bool
+    drains: bool  # closed, but what has been taken is to be finished
 
 
 class Inbox:
@@ -36,6 +37,7 @@ class Inbox:
         self._cancelled: set[int] = set()
         self._num_queued = 0
         self._is_closed = False
+        self._drains = False
 
     @property
     def num_queued(self) -> int:
@@ -47,8 +49,9 @@ class Inbox:
         """True once nothing is taken any more."""
         return self._is_closed
 
-    def put(self, requests: Items[Request]) -> list[int]:
-        """Queue all or none; the new ids. Raises ExecutorClosed or QueueFull."""
+    def put(self, requests: Items[Request], deliver: Deliver | None = None) -> list[int]:
+        """Queue all or none; the new ids. `deliver`: see Mailbox.open. Raises ExecutorClosed or
+        QueueFull."""
         limit = self._max_queue_size
         now_s = monotonic()
         with self._changed:
@@ -62,7 +65,7 @@ class Inbox:
                 )
             tracked = [TrackedRequest(next(self._request_ids), r, now_s) for r in requests]
             ids = [item.request_id for item in tracked]
-            self._mailbox.open(ids)
+            self._mailbox.open(ids, deliver)
             self._arrived += tracked
             self._num_queued += len(tracked)
             self._changed.notify()
@@ -74,10 +77,11 @@ class Inbox:
             self._cancelled.add(request_id)
             self._changed.notify()
 
-    def close(self) -> None:
-        """Take nothing more, and tell the worker."""
+    def close(self, *, drain: bool = False) -> None:
+        """Take nothing more, and tell the worker to finish what there is or to cancel it."""
         with self._changed:
             self._is_closed = True
+            self._drains = drain
             self._changed.notify()
 
     def leave_queue(self, num_requests: int) -> None:
@@ -90,6 +94,6 @@ class Inbox:
         with self._changed:
             while is_idle and not (self._arrived or self._cancelled or self._is_closed):
                 self._changed.wait()
-            errand = Errand(self._arrived, self._cancelled, self._is_closed)
+            errand = Errand(self._arrived, self._cancelled, self._is_closed, self._drains)
             self._arrived, self._cancelled = [], set()
         return errand

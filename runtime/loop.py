@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from time import perf_counter
 
-from llmctl.runtime.core import Batch
+from llmctl.runtime.core import Batch, Sequence
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.rounds import Rounds
 from llmctl.runtime.scheduler import Scheduler
@@ -31,8 +31,8 @@ class StepReport:
 class Loop:
     """Drives scheduler, drafter, target and accept rule. One thread owns it.
 
-    After a step that raised, sequences and caches are in an unknown state: cancel every active
-    sequence before the next step.
+    After a step that raised, the sequences it touched are in an unknown state: cancel `touched`
+    before the next step, or every active one where that is None.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Loop:
         rounds: Rounds | None = None,
     ) -> None:
         self.stats = SpeculationStats()
+        self.touched: list[Sequence] | None = None  # by the last step; None: every active one
         self._target = target
         self._scheduler = scheduler
         self._kv_cache = kv_cache
@@ -58,11 +59,13 @@ class Loop:
         scheduler.has_work."""
         began = perf_counter()
         rounds = self._rounds
+        self.touched = None
         if rounds is not None and rounds.has_result:
             return self._run_round(rounds, None, began)
         batch = self._scheduler.schedule()
         assert batch.slices, "the scheduler has work and schedules none of it"
         copy_blocks(self._kv_cache, self._target, self._drafter)
+        self.touched = [item.sequence for item in batch.slices]
         if rounds is not None and rounds.can_run(batch):
             return self._run_round(rounds, batch, began)
         return self._run_step(batch, began)

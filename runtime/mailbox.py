@@ -10,6 +10,8 @@ from time import monotonic
 from llmctl.errors import RequestError
 from llmctl.runtime.core import Response
 
+Deliver = Callable[[Response], None]
+
 
 class Mailbox:
     """Responses by request. A request is open from `open` until its final response is taken."""
@@ -18,19 +20,31 @@ class Mailbox:
         self._changed = threading.Condition()
         self._ready: dict[int, list[Response]] = {}
         self._open: set[int] = set()
+        self._deliver: dict[int, Deliver] = {}
         self._is_closed = False
 
-    def open(self, request_ids: Iterable[int]) -> None:
-        """Announce requests, before anything can be posted for them."""
+    def open(self, request_ids: Iterable[int], deliver: Deliver | None = None) -> None:
+        """Announce requests, before anything can be posted for them. `deliver` gets their
+        responses instead of this mailbox, on the thread that posts: it must not block or raise."""
         with self._changed:
             self._open.update(request_ids)
+            if deliver is not None:
+                self._deliver.update(dict.fromkeys(request_ids, deliver))
 
     def post(self, responses: Items[Response]) -> None:
         """Deliver; wakes every reader."""
         with self._changed:
             for response in responses:
-                assert response.request_id in self._open, "a response after the final one"
-                self._ready.setdefault(response.request_id, []).append(response)
+                request_id = response.request_id
+                assert request_id in self._open, "a response after the final one"
+                deliver = self._deliver.get(request_id)
+                if deliver is None:
+                    self._ready.setdefault(request_id, []).append(response)
+                    continue
+                deliver(response)
+                if is_final(response):
+                    self._open.discard(request_id)
+                    del self._deliver[request_id]
             self._changed.notify_all()
 
     def close(self) -> None:

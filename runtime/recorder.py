@@ -9,15 +9,18 @@ from time import monotonic, time
 from llmctl.runtime.config import ExecutorConfig
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.loop import Loop, StepReport
-from llmctl.runtime.scheduler import Scheduler
+from llmctl.runtime.memory_usage import cpu_bytes, device_bytes
+from llmctl.runtime.scheduler import CapacitySchedulerPolicy, Limits, Scheduler
 from llmctl.runtime.stats import (
     History,
     IterationStats,
     RequestStatsPerIteration,
     SpeculationStats,
+    StaticBatchingStats,
     inflight_batching_stats,
     round_stats,
     spec_decoding_stats,
+    static_batching_stats,
 )
 from llmctl.runtime.tracking import TrackedRequest
 
@@ -31,7 +34,12 @@ class Recorder:
         loop: Loop,
         scheduler: Scheduler,
         kv_cache: KvCacheManager,
+        engine_limits: Limits,
     ) -> None:
+        self._engine_limits = engine_limits
+        policy = config.scheduler.capacity_scheduler_policy
+        self._is_static = policy is CapacitySchedulerPolicy.STATIC_BATCH
+        self._num_in_batch = 0  # sequences of the running static batch
         self._loop = loop
         self._scheduler = scheduler
         self._kv_cache = kv_cache
@@ -43,6 +51,11 @@ class Recorder:
             config.request_stats_max_iterations
         )
         self._speculation = SpeculationStats()
+
+    @property
+    def num_iterations(self) -> int:
+        """Steps so far."""
+        return self._num_iterations
 
     def record(
         self,
@@ -105,14 +118,29 @@ class Recorder:
             num_queued_requests=num_queued,
             num_completed_requests=sum(item.num_unfinished == 0 for item in active),
             max_num_active_requests=self._max_num_active,
-            max_batch_size_static=limits.max_batch_size,
-            max_num_tokens_static=limits.max_num_tokens,
+            max_batch_size_static=self._engine_limits.max_batch_size,
+            max_batch_size_runtime=limits.max_batch_size,
+            max_num_tokens_static=self._engine_limits.max_num_tokens,
+            max_num_tokens_tuner_recommended=self._scheduler.token_budget,
+            max_num_tokens_runtime=limits.max_num_tokens,
+            cpu_mem_usage=cpu_bytes(),
+            gpu_mem_usage=device_bytes(),
             kv_cache_stats=self._kv_cache.stats(),
             inflight_batching_stats=inflight_batching_stats(
                 report.batch, report.commits, self._scheduler.num_waiting_paused
             ),
+            static_batching_stats=self._static_stats(report),
             spec_decoding_stats=spec_decoding_stats(report.commits, report.draft_s, report.step_s),
             draft_latency_ms=report.draft_s * 1e3,
             verify_latency_ms=report.verify_s * 1e3,
             rounds=round_stats(report.batch, report.commits),
         )
+
+    def _static_stats(self, report: StepReport) -> StaticBatchingStats | None:
+        if not self._is_static:
+            return None
+        self._num_in_batch = max(self._num_in_batch, len(report.commits))
+        stats = static_batching_stats(report.batch, report.commits, self._num_in_batch)
+        if not self._scheduler.num_active:
+            self._num_in_batch = 0
+        return stats

@@ -95,6 +95,11 @@ class Scheduler:
         """True while any sequence is active or waiting."""
         return bool(self._active or self._waiting)
 
+    @property
+    def token_budget(self) -> int:
+        """Most tokens of a step with context work."""
+        return self._token_budget
+
     def set_token_budget(self, num_tokens: int) -> None:
         """Let steps with context work hold at most num_tokens tokens from now on.
 

@@ -38,6 +38,19 @@ class InflightBatchingStats:
     num_paused_requests: int
     num_ctx_tokens: int
     avg_num_decoded_tokens_per_iter: float
+    micro_batch_id: int = 0  # there is one
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBatchingStats:
+    """The same where a batch starts when the last has ended; empty slots are those of sequences
+    that have ended before the others."""
+
+    num_scheduled_requests: int
+    num_context_requests: int
+    num_ctx_tokens: int
+    num_gen_tokens: int
+    empty_gen_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +91,16 @@ class IterationStats:
     num_queued_requests: int
     num_completed_requests: int
     max_num_active_requests: int
-    max_batch_size_static: int
+    max_batch_size_static: int  # the engine's
+    max_batch_size_runtime: int  # the executor's
     max_num_tokens_static: int
+    max_num_tokens_tuner_recommended: int  # what --max-step-ms has come to; else the runtime's
+    max_num_tokens_runtime: int
+    cpu_mem_usage: int  # bytes of this process in RAM
+    gpu_mem_usage: int  # bytes that this process has allocated on the device; 0 without one
     kv_cache_stats: KvCacheStats
     inflight_batching_stats: InflightBatchingStats
+    static_batching_stats: StaticBatchingStats | None  # None unless STATIC_BATCH
     spec_decoding_stats: SpecDecodingStats | None  # None in a step without drafts
     draft_latency_ms: float
     verify_latency_ms: float
@@ -101,6 +120,10 @@ class RequestStats:
     paused: bool
     reused_tokens_per_request: int  # prompt tokens found in the KV cache
     kv_cache_hit_rate_per_request: float  # share of prompt tokens
+    alloc_total_blocks_per_request: int
+    alloc_new_blocks_per_request: int
+    reused_blocks_per_request: int
+    missed_blocks_per_request: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +219,20 @@ def inflight_batching_stats(
         num_paused_requests=num_paused,
         num_ctx_tokens=sum(item.num_tokens for item in batch.context),
         avg_num_decoded_tokens_per_iter=num_decoded / len(generated) if generated else 0.0,
+    )
+
+
+def static_batching_stats(
+    batch: Batch, commits: Items[Commit], num_started: int
+) -> StaticBatchingStats:
+    """The make-up of a finished step of a batch of `num_started` sequences."""
+    generated = commits[len(batch.context) :]
+    return StaticBatchingStats(
+        num_scheduled_requests=len(commits),
+        num_context_requests=len(batch.context),
+        num_ctx_tokens=sum(item.num_tokens for item in batch.context),
+        num_gen_tokens=sum(commit.num_tokens for commit in generated),
+        empty_gen_slots=max(0, num_started - len(commits)),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from llmctl.runtime.core import FinishReason, Request, Response, Result, Sequence
+from llmctl.runtime.perf import PerfTrace
 from llmctl.runtime.stats import RequestStage, RequestStats
 
 
@@ -25,8 +26,13 @@ class TrackedRequest:
     num_unfinished: int = 0
     is_started: bool = False
     num_reused_tokens: int = 0
+    tokens_per_block: int = 1
     num_iterations: int = 0  # steps in which any of its sequences ran
     num_delivered: list[int] = field(default_factory=list)  # new tokens, by sequence
+    trace: PerfTrace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trace = PerfTrace(self.arrived_s)
 
     @property
     def is_out_of_time(self) -> bool:
@@ -75,14 +81,20 @@ class TrackedRequest:
         if sequence.finish_reason is FinishReason.CANCELLED:
             tokens, log_probs = [], []
         self.num_delivered[sequence.index] = sequence.num_new_tokens
+        is_final = is_over and self.num_unfinished == 0
+        metrics = None
+        if is_final and output.return_perf_metrics:
+            metrics = self.trace.metrics(self.sequences, self.tokens_per_block)
         result = Result(
             sequence_index=sequence.index,
             output_token_ids=tuple(tokens),
             is_sequence_final=is_over,
-            is_final=is_over and self.num_unfinished == 0,
+            is_final=is_final,
             finish_reason=sequence.finish_reason,
             log_probs=tuple(log_probs) if output.return_log_probs else None,
             cum_log_prob=sum(sequence.log_probs) if output.return_log_probs else None,
+            decoding_iter=self.num_iterations,
+            request_perf_metrics=metrics,
         )
         return Response(self.request_id, self.request.client_id, result=result)
 
@@ -107,6 +119,7 @@ class TrackedRequest:
         )
         num_generated = sum(sequence.num_new_tokens for sequence in self.sequences)
         num_prompt_tokens = lead.num_prompt_tokens
+        blocks = self.trace.kv_cache(self.sequences, self.tokens_per_block)
         return RequestStats(
             id=self.request_id,
             stage=self._stage(lead),
@@ -117,6 +130,10 @@ class TrackedRequest:
             paused=self.num_unfinished > 0 and lead.num_new_tokens > 0 and not lead.block_table,
             reused_tokens_per_request=self.num_reused_tokens,
             kv_cache_hit_rate_per_request=self.num_reused_tokens / num_prompt_tokens,
+            alloc_total_blocks_per_request=blocks.num_total_allocated_blocks,
+            alloc_new_blocks_per_request=blocks.num_new_allocated_blocks,
+            reused_blocks_per_request=blocks.num_reused_blocks,
+            missed_blocks_per_request=blocks.num_missed_blocks,
         )
 
     def _stage(self, lead: Sequence) -> RequestStage:

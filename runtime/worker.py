@@ -1,14 +1,15 @@
 """The thread behind the executor: takes requests in, steps the loop, sends responses out.
 
 Every request ends in exactly one of four ways: finished (or timed out) and cancelled requests get
-a final result, refused and failed ones an error response. A step that raises fails every active
-request with the error it raised; their sequences are dropped and the worker goes on with what is
-queued. If even that raises, the executor closes, and whatever is left fails with that error.
+a final result, refused and failed ones an error response. A step that raises fails every
+request it touched with the error it raised; their sequences are dropped and the worker goes on with
+the others. If even that raises, the executor closes, and whatever is left fails with that error.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from time import monotonic
 
 from llmctl.errors import BadConfig, LlmctlError, PairMismatch
 from llmctl.plugins.sampling.spec import SamplingBackend
@@ -63,12 +64,13 @@ class Worker:
             # A round on a device may be a whole round ahead of what the host has read.
             max_step_tokens=max(target.max_num_tokens, 2 * drafter.max_draft_len + 3),
         )
-        limits = Limits(
+        engine_limits = Limits(
             max_batch_size=target.max_batch_size,
             max_num_tokens=target.max_num_tokens,
             max_seq_len=target.max_seq_len,
             max_draft_len=drafter.max_draft_len,
         )
+        limits = config.limits(engine_limits)
         self._lengths: AdaptiveLengths | None = None
         if config.adaptive_draft_len and drafter.max_draft_len:
             self._lengths = AdaptiveLengths(
@@ -80,7 +82,7 @@ class Worker:
         self._tuner: ChunkTuner | None = None
         if config.max_step_ms is not None:
             self._tuner = make_tuner(
-                config.max_step_ms, target.tokens_per_block, target.max_num_tokens
+                config.max_step_ms, target.tokens_per_block, limits.max_num_tokens
             )
             self.scheduler.set_token_budget(self._tuner.budget)
         self._config = config
@@ -97,7 +99,7 @@ class Worker:
             move = partial(copy_blocks, self.kv_cache, target, drafter)
             rounds = Rounds(round_runner, self.scheduler, self.kv_cache, move)
         self._loop = Loop(target, self.scheduler, self.kv_cache, drafter, verifier, rounds)
-        self.recorder = Recorder(config, self._loop, self.scheduler, self.kv_cache)
+        self.recorder = Recorder(config, self._loop, self.scheduler, self.kv_cache, engine_limits)
         self._inbox = inbox
         self._mailbox = mailbox
         self._active: dict[int, TrackedRequest] = {}  # not ended, by request id
@@ -125,13 +127,14 @@ class Worker:
         for request_id in errand.cancelled:
             if request_id in self._active:
                 self._end(self._active[request_id], FinishReason.CANCELLED)
-        return not errand.is_closed
+        return not errand.is_closed or (errand.drains and bool(self._active))
 
     def _admit(self, tracked: TrackedRequest) -> None:
         """Hand the request's sequences to the scheduler, or refuse it."""
         self._active[tracked.request_id] = tracked
         tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
         self._next_sequence_id += len(tracked.sequences)
+        tracked.tokens_per_block = self._target.tokens_per_block
         ready = tracked.sequences
         if self._config.kv_cache.enable_block_reuse:
             ready, tracked.held = ready[:1], ready[1:]
@@ -151,9 +154,7 @@ class Worker:
         try:
             report = self._loop.step()
         except Exception as error:  # whatever it is, it belongs to the requests of this step
-            for tracked in list(self._active.values()):
-                self._fail(tracked, error)
-            self.kv_cache.abandon_copies()
+            self._fail_step(error)
             return
         if self._lengths is not None:
             context = report.batch.context
@@ -169,9 +170,19 @@ class Worker:
             self.scheduler.set_token_budget(self._tuner.observe(num_tokens, report.step_s))
         self._deliver(report)
 
+    def _fail_step(self, error: Exception) -> None:
+        """Fail the requests that the step touched, and nobody else."""
+        touched = self._loop.touched
+        ids = {s.request_id for s in (self.scheduler.active if touched is None else touched)}
+        for request_id in ids:
+            self._fail(self._active[request_id], error)
+        if touched is None:  # perhaps before what it was to copy was copied
+            self.kv_cache.abandon_copies()
+
     def _deliver(self, report: StepReport) -> None:
         """Post what the step produced, count it, and retire what it completed."""
         started = self._start(report)
+        self._trace(report)
         responses: list[Response] = []
         for commit in report.commits:
             sequence = commit.sequence
@@ -185,14 +196,26 @@ class Worker:
                 held, tracked.held = tracked.held, []
                 for sibling in held:  # their prompt is in the cache now
                     self.scheduler.add(sibling)
-        for request_id in {commit.sequence.request_id for commit in report.commits}:
-            self._active[request_id].num_iterations += 1
         self.recorder.record(report, self._active.values(), started, self._inbox.num_queued)
         for response in responses:
             if response.result is not None and response.result.is_final:
                 del self._active[response.request_id]
         if responses:
             self._mailbox.post(responses)
+
+    def _trace(self, report: StepReport) -> None:
+        """Count the step for every request that had a part in it."""
+        now_s, iteration = monotonic(), self.recorder.num_iterations + 1
+        for commit in report.commits:
+            trace = self._active[commit.sequence.request_id].trace
+            trace.num_draft_tokens += commit.num_drafts
+            trace.num_accepted_tokens += min(commit.accepted, commit.num_tokens)
+            if commit.num_tokens:
+                trace.note_tokens(now_s)
+        for request_id in {commit.sequence.request_id for commit in report.commits}:
+            tracked = self._active[request_id]
+            tracked.num_iterations += 1
+            tracked.trace.note_step(iteration)
 
     def _start(self, report: StepReport) -> list[TrackedRequest]:
         """The requests whose first slice ran in this step."""
@@ -202,6 +225,8 @@ class Worker:
             if not tracked.is_started:
                 tracked.is_started = True
                 tracked.num_reused_tokens = item.start
+                tracked.trace.first_scheduled_s = monotonic() - report.step_s
+                tracked.trace.num_reused_blocks = item.start // self._target.tokens_per_block
                 started.append(tracked)
         if started:
             self._inbox.leave_queue(len(started))
@@ -251,6 +276,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         ("input_token_ids", (request.input_token_ids,)),
         ("stop_words", request.stop_words),
         ("bad_words", request.bad_words),
+        ("end_id", () if request.end_id is None else ((request.end_id,),)),
     )
     for name, lists in words:
         for ids in lists:

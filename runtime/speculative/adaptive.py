@@ -140,7 +140,7 @@ class AdaptiveLengths:
             if min(last) >= 0:
                 return last
         plain_s, draft_s = self.costs.plain_s(batch) or 0.0, self.costs.draft_s(batch)
-        best = np.full(batch, common, np.int64)
+        best: NDArray[np.int64] = np.full(batch, common, np.int64)
         best_rate = rate(acceptance, best, self.costs)
         for most in candidates[1:]:  # verification priced as if all drafted that much
             token_s = self.costs.extra_s(batch, most * batch) / (most * batch)

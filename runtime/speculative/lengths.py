@@ -101,4 +101,5 @@ def best_lengths(
 
 def _powers(acceptance: NDArray[np.float64], depth: int) -> NDArray[np.float64]:
     """[b, depth]: the chance that drafts 1 to j + 1 all stand."""
-    return np.cumprod(np.repeat(acceptance[:, None], depth, axis=1), axis=1)
+    chances: NDArray[np.float64] = np.repeat(acceptance[:, None], depth, axis=1)
+    return chances.cumprod(axis=1, dtype=np.float64)

@@ -386,17 +386,45 @@ def test_a_request_out_of_time_keeps_what_it_has_generated(gated, make, monkeypa
     assert len(result.output_token_ids) == 1
 
 
-def test_a_step_that_raises_fails_each_active_request_once_and_the_executor_survives(fake, make):
+def test_a_step_that_raises_fails_the_requests_it_touched_and_nobody_else(fake, make):
     target = fake.Engine(max_batch_size=2)
     target.fail_at = 4
     draft = fake.Engine(agreement=0.5)
     executor = make(target, DraftTargetDrafter(draft, 2))
-    ids = executor.enqueue_requests([Request((n, *PROMPT), 30) for n in range(5)])
-    for request_id in ids:
+    requests = [Request((n, *PROMPT), 30) for n in range(5)]
+    ids = executor.enqueue_requests(requests)
+    for index, (request_id, request) in enumerate(zip(ids, requests, strict=True)):
         (response,) = collect(executor, request_id)
-        assert str(response.error) == "the engine broke"
-    request = Request(PROMPT, 10)
-    wanted = fake.plain_answer(target, request)[0]
+        if index < 2:  # the others waited
+            assert str(response.error) == "the engine broke"
+            continue
+        wanted = fake.plain_answer(target, request)[0]
+        assert list(response.result.output_token_ids) == wanted
+
+
+def test_a_prompt_that_waits_for_its_turn_survives_a_failure_of_the_others_step(fake, make):
+    target = fake.Engine(max_num_tokens=8)
+    executor = make(target)
+    first, second = Request(tuple(range(20)), 4), Request((9, *range(20)), 4)
+    target.fail_at = 2  # a chunk of the first prompt, which fills the step
+    ids = executor.enqueue_requests([first, second])
+    assert str(collect(executor, ids[0])[0].error) == "the engine broke"
+    (response,) = collect(executor, ids[1])
+    assert list(response.result.output_token_ids) == fake.plain_answer(target, second)[0]
+
+
+def test_a_failure_while_blocks_are_copied_fails_every_request_that_holds_some(fake, make):
+    class Broken(fake.Engine):
+        def copy_blocks(self, copies):
+            raise RuntimeError("the copy broke")
+
+    executor = make(Broken())
+    answer(executor, Request(tuple(range(10)), 2))
+    # It begins like the first, and differs inside a block: that block is to be copied.
+    response = answer(executor, Request((*range(6), 9, 9, 9), 2))
+    assert str(response.error) == "the copy broke"
+    request = Request((17, 3), 5)
+    wanted = fake.plain_answer(fake.Engine(), request)[0]
     assert list(answer(executor, request).result.output_token_ids) == wanted
 
 

@@ -1,0 +1,22 @@
+"""How much memory this process holds now. Cheap enough to ask at every step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+
+
+def cpu_bytes() -> int:
+    """Resident bytes; 0 where the system does not tell (it has no /proc)."""
+    with suppress(OSError, ValueError), open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def device_bytes() -> int:
+    """Bytes that torch has taken on its current device; 0 where no device is in use."""
+    torch = sys.modules.get("torch")  # never imported for this
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_reserved())
