@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llmctl.builder.backends import BACKENDS
 from llmctl.cli.build_options import (
     LIMITS,
     LOG_LEVELS,
@@ -47,8 +48,8 @@ def _build(
         str,
         typer.Option(
             "--backend",
-            help="What runs the engine: cpu, cuda, tensorrt, tensorrt-rtx, or auto (cuda where a "
-            "GPU is, else cpu).",
+            metavar="|".join(("auto", *BACKENDS)),
+            help="What runs the engine; auto: cuda where a GPU for it is, else cpu.",
         ),
     ] = "auto",
     compute_capability: Annotated[
@@ -221,7 +222,8 @@ def _build(
         bool, typer.Option("--json", help="Print the result as one JSON line.")
     ] = False,
     log_level: Annotated[
-        str, typer.Option("--log-level", help=f"{', '.join(LOG_LEVELS)}.")
+        str,
+        typer.Option("--log-level", metavar="|".join(LOG_LEVELS), help="What is told on stderr."),
     ] = "info",
     **plugins: str | None,
 ) -> None:

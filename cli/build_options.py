@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llmctl.builder.models.family import DTYPES
 from llmctl.builder.plugin_config import OPTIONS
 from llmctl.errors import BadConfig
 
@@ -93,12 +94,18 @@ def with_plugin_options(function: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(function, eval_str=True)
     parameters = list(signature.parameters.values())[:-1]
     for option in OPTIONS.values():
-        values = "|".join("model dtype" if v == "model" else v for v in option.accepted)
-        text = f"{values}: {option.effect}. (default: {option.default})"
+        values = "|".join("|".join(DTYPES) if v == "model" else v for v in option.accepted)
+        text = f"{option.effect}. (default: {option.default})"
         flag = f"--{option.name.replace('_', '-')}"
         annotation = Annotated[
             str | None,
-            typer.Option(flag, help=text, rich_help_panel="Plugins and features", hidden=True),
+            typer.Option(
+                flag,
+                help=text,
+                metavar=values,
+                rich_help_panel="Plugins and features",
+                hidden=True,
+            ),
         ]
         parameters.append(
             inspect.Parameter(

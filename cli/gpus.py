@@ -2,7 +2,7 @@
 
     predicted step time = bytes read / (bandwidth of the GPU x READ_SHARE x step_share(bytes read))
 
-The bandwidth and the memory of a GPU are its datasheet's. READ_SHARE is what a copy-free read of
+The bandwidth of a GPU is its datasheet's. READ_SHARE is what a copy-free read of
 large buffers reaches of that; step_share is what a decoding step of batch 1 reaches of the read.
 Both were measured, see docs/performance/h200.md and h100.md. Steps of small models reach less
 because launches and waits do not shrink with them; below the smallest measured model the share is
@@ -34,11 +34,12 @@ class Gpu:
     read_bytes_s: float | None
 
 
-# NVIDIA's datasheets; GB are powers of ten there, and drivers report a little more.
+# Bandwidth: NVIDIA's datasheets. Memory: what is free on an idle H200; else the datasheet's, in
+# powers of ten, which is a few percent less than drivers report.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("h200", "9.0", 141 * GB, 4.8e12),
+        Gpu("h200", "9.0", 149_500_000_000, 4.8e12),
         Gpu("h200-nvl", "9.0", 141 * GB, 4.8e12),
         Gpu("h100", "9.0", 80 * GB, 3.35e12),
         Gpu("h100-nvl", "9.0", 94 * GB, 3.9e12),

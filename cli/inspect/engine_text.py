@@ -155,7 +155,7 @@ def _op_row(op: Mapping[str, Any]) -> tuple[str, ...]:
         size(op["read_bytes"]),
         "-" if predicted is None else microseconds(predicted),
         "+".join(op["fuses"]),
-        f"{inputs} -> {outputs}",
+        f"{inputs or 'token ids'} -> {outputs}",
         op["tactic"],
     )
 

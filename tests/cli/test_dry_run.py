@@ -9,7 +9,7 @@ import pytest
 
 from llmctl.builder.engine_format import engine_bytes, read_plan
 from llmctl.cli import dry_run
-from llmctl.cli.gpus import GB, Gpu
+from llmctl.cli.gpus import GB, GPUS, Gpu
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.runtime.memory import RESERVED_BYTES, EngineMemory, plan_device
 
@@ -41,7 +41,8 @@ def test_a_gpu_s_plan_is_the_one_that_run_makes_before_loading(planned):
         max_batch_size=1_000_000,
         max_seq_len=512,
     )
-    plan = plan_device(memory, None, free_bytes=141 * GB, total_bytes=141 * GB)
+    here = GPUS["h200"].memory_bytes
+    plan = plan_device(memory, None, free_bytes=here, total_bytes=here)
     assert found["reserved_bytes"] == RESERVED_BYTES
     assert found["max_kv_tokens"] == 32 * plan.kv_cache.num_blocks
     assert found["total_bytes"] == plan.total_bytes
@@ -125,11 +126,11 @@ def test_the_gpu_of_this_machine_is_planned_with_what_it_has_free(monkeypatch):
 
 
 def test_people_get_a_table_with_units(llmctl, engines, tmp_path: Path):
-    line = ("build", "--checkpoint-dir", engines.target_checkpoint, "--dry-run", "--gpu", "h200")
+    line = ("build", "--checkpoint-dir", engines.target_checkpoint, "--dry-run", "--gpu", "h100")
     done = llmctl(*line, "--max-seq-len", 4096)
     lines = [" ".join(row.split()) for row in done.out.splitlines()]
     assert done.code == 0
-    assert "h200: 141 GB free of 141 GB" in lines
+    assert "h100: 80 GB free of 80 GB" in lines
     assert any(row.startswith("KV cache") and "90 % of the rest" in row for row in lines)
     assert any(row.startswith("tokens batch 1 batch 2") for row in lines)
     assert [row.split()[0] for row in lines[-5:-1]] == ["512", "1,024", "2,048", "4,096"]

@@ -32,6 +32,13 @@ def test_the_shares_are_those_of_the_measurements(repository: Path) -> None:
         assert read_bytes == pytest.approx(seconds_s * read_tb_s * 1e12 * share, rel=0.01)
 
 
+def test_the_documentation_names_the_same_shares(repository: Path) -> None:
+    text = (repository / "docs/inspect.md").read_text()
+    assert f"x {READ_SHARE:.3f} x share" in text
+    row = next(line for line in text.splitlines() if line.startswith("| share |"))
+    assert re.findall(r"([\d.]+) %", row) == [f"{100 * share:.1f}" for _, share in STEP_SHARES]
+
+
 def test_a_measured_step_is_predicted_as_it_was_measured() -> None:
     read_bytes, share = STEP_SHARES[-1]
     assert step_share(read_bytes) == share

@@ -68,7 +68,7 @@ def test_every_operator_belongs_to_one_group(described, engines):
 
 
 def test_layers_that_are_alike_are_shown_once(engines, tmp_path, monkeypatch):
-    monkeypatch.setattr("llmctl.builder.build.compile_kernels", lambda *_: [])
+    monkeypatch.setattr("llmctl.builder.binaries.compile_kernels", lambda *_: [])
     config = json.loads((engines.target_checkpoint / "config.json").read_text())
     config["tie_word_embeddings"] = False
     assert _groups(tmp_path, config, 6) == [[], [0], [1, 2, 3, 4], [5], []]
@@ -96,6 +96,7 @@ def test_the_table_names_what_matters(llmctl, engines):
     assert f"source {engines.target_checkpoint}" in lines
     head = "linear 2.1 MB 2.1 MB - lm_head x:bf16[rows,256] -> out:fp32[rows,4096]"
     assert f"{head} cpu.linear.bf16" in lines
+    assert any("embedding token ids -> out:bf16[tokens,256]" in line for line in lines)
     assert any(line.startswith("rank0.engine ") for line in lines)
 
 
