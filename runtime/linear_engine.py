@@ -21,7 +21,8 @@ from llmctl.errors import OutOfMemory, Unsupported
 from llmctl.plugins.cuda.kernel import StepLimits
 from llmctl.plugins.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.program import OpCall, StepInputs
-from llmctl.plugins.tensorrt.execution import ADDRESS_ALIGNMENT, PieceFormat, PlanSet
+from llmctl.plugins.tensorrt.execution import ADDRESS_ALIGNMENT, PlanSet
+from llmctl.plugins.tensorrt.opened import PieceFormat
 from llmctl.runtime.cuda_engine import CudaExecutable, DeviceProgram
 from llmctl.runtime.engine import Executable, make_calls
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from llmctl.plugins.tensorrt.execution import Context, OpenedPlan, PlanSet, Shape
+from llmctl.plugins.tensorrt.execution import Context, PlanSet, Shape
+from llmctl.plugins.tensorrt.opened import OpenedPlan
 
 if TYPE_CHECKING:
     from llmctl.plugins.cuda.kernel import LaunchEnv, StepShape
@@ -41,7 +42,11 @@ class PieceExecutor:
             binding: tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims)
             for binding, dims in plan.symbolic.items()
         }
-        context = self._plans.choose(name, {dim: sizes[dim] for dim in used})
+        # What graphs are captured of: generation, verification, and what a draft engine reads
+        # after all its drafts were accepted (runtime.graphs.Buckets).
+        is_repeated = shape.max_query_len <= max(env.limits.max_draft_len + 1, 2)
+        wanted = {dim: sizes[dim] for dim in used}
+        context = self._plans.choose(name, wanted, is_repeated=is_repeated)
         return [_Run(context, shapes, _addresses(plan, call, env))]
 
 

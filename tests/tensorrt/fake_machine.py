@@ -4,8 +4,10 @@ our operators, memory and streams are the host's. Everything between is llmctl's
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +111,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, module: FakeModule) -> list[FakeGra
         return graphs[-1]
 
     pretend_gpu(monkeypatch, (8, 9), GPU)
+    monkeypatch.setattr("llmctl.plugins.tensorrt.opened.cache_folder", lambda: Path(os.devnull))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (FREE_BYTES, TOTAL_BYTES))
     monkeypatch.setattr("llmctl.runtime.tensorrt_device.load_package", lambda backend: module)
     monkeypatch.setattr("llmctl.runtime.tensorrt_open.CudaProgram", HostProgram)

@@ -130,6 +130,21 @@ class Runtime:
         return (EngineValidity.VALID if is_valid else EngineValidity.INVALID), 32
 
 
+class RuntimeCache:
+    """What was compiled; takes only what was compiled of the same plan."""
+
+    def __init__(self, piece: str) -> None:
+        self._content = f"compiled {piece}".encode()
+        self.is_loaded = False
+
+    def deserialize(self, blob: bytes) -> bool:
+        self.is_loaded = blob == self._content
+        return self.is_loaded
+
+    def serialize(self) -> bytes:
+        return self._content
+
+
 class Engine:
     """A deserialized plan."""
 
@@ -175,6 +190,8 @@ class Engine:
         config.set_execution_context_allocation_strategy = lambda strategy: setattr(
             config, "strategy", strategy
         )
+        config.create_runtime_cache = lambda: RuntimeCache(self.piece.name)
+        config.set_runtime_cache = lambda cache: setattr(config, "cache", cache) or True
         return config
 
     def create_execution_context(self, how: Any) -> Context | None:

@@ -42,8 +42,9 @@ def networks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PieceNetwork
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
+def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeModule:
     monkeypatch.setattr(library, "_loggers", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return FakeModule(real)
 
 
@@ -80,7 +81,8 @@ def call_of(network: PieceNetwork, layer: int = 0) -> OpCall:
 @pytest.fixture
 def env() -> SimpleNamespace:
     arrays = {name: aligned(4096) for name in ("token_ids", "logit_rows")}
-    return SimpleNamespace(step=SimpleNamespace(**arrays))
+    limits = SimpleNamespace(max_draft_len=4)
+    return SimpleNamespace(step=SimpleNamespace(**arrays), limits=limits)
 
 
 def shape(tokens: int, rows: int) -> StepShape:
@@ -147,6 +149,53 @@ def test_a_piece_used_again_is_told_only_what_differs(module, networks, env, mon
     runs[1](STREAM)
     assert context.num_shape_changes == len(context.shapes), "shapes are given once"
     assert [run.stream for run in module.runs] == [STREAM] * 4
+
+
+def test_sizes_that_come_back_keep_contexts_whose_shapes_never_change(
+    module, networks, env, monkeypatch
+) -> None:
+    """While a graph is captured, as a draft loop of steps of two tokens and of one is."""
+    monkeypatch.setattr("fake_tensorrt.Context._compute", lambda self: None)
+    executor = PieceExecutor(open_plans(module, networks))
+    before = len(module.contexts)
+    call = call_of(networks["first"])
+    for _ in range(2):
+        for tokens in (2, 1, 5):
+            (run,) = executor.prepare(call, env, shape(tokens, 1))
+            run(STREAM)
+    own = module.contexts[before:]
+    assert [context.shapes["token_ids"] for context in own] == [(2,), (1,), (5,)]
+    assert [context.num_shape_changes for context in own] == [1, 1, 1]
+    assert len({context.scratch for context in module.contexts}) == 1
+    for tokens in (6, 7, 8):  # prompts come in any length
+        (run,) = executor.prepare(call, env, shape(tokens, 1))
+        run(STREAM)
+    assert len(module.contexts) == before + 3
+
+
+def test_what_rtx_compiled_is_kept_for_the_next_process(
+    module, networks, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pieces, data = described(module, networks)
+    for is_loaded in (False, True):
+        module.contexts.clear()
+        PlanSet(module, pieces, data, aligned, STREAM)
+        caches = {context.how.cache for context in module.contexts}
+        assert len(caches) == len(networks), "one for all contexts of a plan"
+        assert all(cache.is_loaded == is_loaded for cache in caches)
+    kept = list((tmp_path / "cache/llmctl/tensorrt").iterdir())
+    assert len(kept) == len(networks)
+    kept[0].write_bytes(b"of another GPU")
+    assert PlanSet(module, pieces, data, aligned, STREAM).plans, "refused by the cache, not by us"
+
+
+def test_a_cache_folder_that_cannot_be_written_is_no_failure(
+    module, networks, monkeypatch, tmp_path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert open_plans(module, networks).plans
 
 
 @pytest.mark.parametrize("tokens, profile", [(1, 0), (512, 0), (513, 1), (600, 1)])

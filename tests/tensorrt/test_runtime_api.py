@@ -20,6 +20,7 @@ PAIRS = {
     "Runtime": (fake_tensorrt.Runtime, real.Runtime),
     "ICudaEngine": (fake_tensorrt.Engine, real.ICudaEngine),
     "IExecutionContext": (fake_tensorrt.Context, real.IExecutionContext),
+    "IRuntimeCache": (fake_tensorrt.RuntimeCache, real.IRuntimeCache),
 }
 
 
@@ -58,6 +59,8 @@ def test_every_choice_that_the_fake_has_exists(name) -> None:
                 "set_execution_context_allocation_strategy",
                 "dynamic_shapes_kernel_specialization_strategy",
                 "cuda_graph_strategy",
+                "create_runtime_cache",
+                "set_runtime_cache",
             ],
         ),
     ],
