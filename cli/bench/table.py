@@ -10,6 +10,13 @@ from rich.table import Table
 
 WIDTH = 110  # columns where there is no terminal
 COLUMNS = ("p50", "p90", "p95", "p99", "minimum", "maximum", "average")
+NARROW = 105  # columns below which rows get their short names
+SHORT_NAMES = {
+    "time to first token (TTFT)": "TTFT",
+    "inter-token latency (ITL)": "ITL",
+    "time per output token (TPOT)": "TPOT",
+    "generation speed of a request": "generation",
+}
 SPREADS = (  # (section, key, label, unit)
     ("streaming_metrics", "ttft_ms", "time to first token (TTFT)", "ms"),
     ("streaming_metrics", "itl_ms", "inter-token latency (ITL)", "ms"),
@@ -39,7 +46,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         console.print(line, style="bold red", highlight=False)
     console.print(heading(report), highlight=False)
     console.print(_figures(report))
-    console.print(_spreads(report))
+    console.print(_spreads(report, is_narrow=console.width < NARROW))
     if report.get("sweep") is not None:
         console.print(_sweep(report["sweep"]))
     for line in notes(report):
@@ -151,7 +158,7 @@ def advice(sweep: Mapping[str, Any]) -> str:
 def _sweep(sweep: Mapping[str, Any]) -> Table:
     ends = " and ".join(map(str, sweep["calibrated_on_draft_lens"]))
     table = Table(box=None, pad_edge=False, caption=f"the cost model knows lengths {ends} only")
-    heads = ("draft length", "speed, tok/s", "model, tok/s", "off by, %", "tokens/round")
+    heads = ("draft length", "speed, tok/s", "model, tok/s", "off by, %", "tokens a round")
     for head in (*heads, "round, ms", "draft, ms", "verify, ms"):
         table.add_column(head, justify="right")
     for row in sweep["rows"]:
@@ -177,14 +184,15 @@ def _figures(report: Mapping[str, Any]) -> Table:
     return table
 
 
-def _spreads(report: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
+def _spreads(report: Mapping[str, Any], *, is_narrow: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1 if is_narrow else 2, 0, 0))
+    table.add_column("", no_wrap=True)
     table.add_column("unit")
     for name in COLUMNS:
         table.add_column(name.replace("imum", "").replace("average", "mean"), justify="right")
     for label, unit, spread in spreads(report):
-        table.add_row(label, unit, *(number(spread[name]) for name in COLUMNS))
+        name = SHORT_NAMES.get(label, label) if is_narrow else label
+        table.add_row(name, unit, *(number(spread[name]) for name in COLUMNS))
     return table
 
 
