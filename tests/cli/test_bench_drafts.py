@@ -65,11 +65,21 @@ def test_the_cost_model_is_that_of_its_formula():
     assert recommend(points) == 10
 
 
-def test_not_drafting_is_recommended_where_drafts_do_not_pay(bench, engines):
-    report, done = bench("latency", "--draft-engine", engines.draft, "--sweep-draft-len", "4",
-                         "--synthetic-acceptance", "[0, 0, 0, 0]", "--num-requests", 3)  # fmt: skip
-    assert report["sweep"]["recommended_draft_len"] == 0
-    assert "recommended: no drafts" in done.err
+def test_the_shortest_length_of_the_fastest_is_recommended_and_none_where_drafts_do_not_pay():
+    from llmctl.cli.bench.sweep import Point, sweep_json
+    from llmctl.cli.bench.table import advice
+
+    def sweep(*speeds):
+        points = [
+            Point(length, speed, 1e3 / speed, 0.1 * length, 0.5, 1.0, (0.5,) * length)
+            for length, speed in enumerate(speeds)
+        ]
+        return sweep_json(points)
+
+    assert sweep(100, 150, 199, 200)["recommended_draft_len"] == 2
+    assert "--draft-len 2 (199 tok/s per user, 1.99 x" in advice(sweep(100, 150, 199, 200))
+    assert advice(sweep(100, 90, 99)) == "recommended: no drafts; no draft length is faster"
+    assert sweep(100) is None
 
 
 @pytest.mark.parametrize(
