@@ -199,9 +199,8 @@ def _engine_memory(engine: EnginePlan, memory: Memory) -> EngineMemory:
         engine.plan, scratch_bytes=scratch_bytes(engine.plan, step_limits(engine.plan, limits))
     )
     beside = sampling_bytes([plan]) + state_bytes(limits.max_batch_size, limits.max_draft_len)
-    profiles = [profile for piece in plan.trt_pieces for profile in piece.profiles]
-    beside += sum(piece.num_bytes for piece in plan.trt_pieces)
-    beside += max((int(profile["activation_bytes"]) for profile in profiles), default=0)
+    summary = engine.summary()
+    beside += summary["trt_bytes"] + summary["trt_memory_bytes"]
     return EngineFile(Path(), engine.config, plan, {}).memory("target", beside)
 
 

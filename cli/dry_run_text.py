@@ -24,8 +24,8 @@ def engine_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     if summary["num_trt_pieces"]:
         rows["TensorRT"] = (
             f"{summary['num_trt_pieces']} plans of {size(summary['trt_bytes'])} for compute "
-            f"capability {summary['compute_capability']}; they work in "
-            f"{size(summary['trt_memory_bytes'])} beside the memory below"
+            f"capability {summary['compute_capability']}; they, and the "
+            f"{size(summary['trt_memory_bytes'])} they work in, are part of the scratch below"
         )
     yield from table(list(rows.items()))
 

@@ -17,7 +17,6 @@ SHORT_DTYPES = {
     "int32": "int32",
 }
 _OP_HEAD = ("operator", "weights", "reads", "us", "does", "on", "tactic")
-_SHOWN = ("x", "q", "qkv")  # of the inputs; the others are weights, scales and tables
 _KERNEL_COLUMNS = ("registers", "threads", "shared_bytes", "local_bytes", "num_bytes")
 
 
@@ -146,7 +145,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def _op_row(op: Mapping[str, Any]) -> tuple[str, ...]:
     """What it is, costs, does, its large inputs and outputs, and its kernel."""
-    inputs = " ".join(_value(role, t) for role, t in op["inputs"].items() if role in _SHOWN)
+    inputs = " ".join(_value(role, op["inputs"][role]) for role in op["producers"])
     outputs = " ".join(_value(role, tensor) for role, tensor in op["outputs"].items())
     predicted = op["predicted_us"]
     return (
