@@ -13,8 +13,8 @@ import torch
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import NoDevice, RebuildNeeded, Unsupported
 from llmctl.plugins.tensorrt.library import PACKAGES, load_package
+from llmctl.plugins.tensorrt.library import RTX_CAPABILITIES as RTX_CAPABILITIES
 
-RTX_CAPABILITIES = ("8.6", "8.9", "12.0")  # Ampere, Ada and Blackwell RTX: all that RTX serves here
 BACKENDS = tuple(PACKAGES)
 _HOPPER = "9.0"
 

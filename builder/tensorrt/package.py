@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmctl.errors import BadConfig, NoDevice, Unsupported
-from llmctl.plugins.tensorrt.library import PACKAGES, load_package
+from llmctl.plugins.tensorrt.library import PACKAGES, RTX_CAPABILITIES, load_package
 
-CAPABILITIES = ("8.6", "8.9", "12.0")  # GPUs that TensorRT-RTX and our attention kernels support
 FP8_CAPABILITY = (8, 9)  # the oldest with FP8 tensor cores
 
 
@@ -58,13 +57,13 @@ def choose_targets(requested: str | None, backend: str, is_fp8: bool) -> tuple[s
     if backend == "tensorrt":
         return (_present_gpu(requested),)
     if requested is None:
-        return tuple(c for c in CAPABILITIES if not is_fp8 or _number(c) >= FP8_CAPABILITY)
+        return tuple(c for c in RTX_CAPABILITIES if not is_fp8 or _number(c) >= FP8_CAPABILITY)
     targets = tuple(dict.fromkeys(_spelled(word) for word in requested.split(",")))
     for target in targets:
-        if target not in CAPABILITIES:
+        if target not in RTX_CAPABILITIES:
             raise Unsupported(
                 f"--compute-capability {target}: TensorRT-RTX engines are built for "
-                f"{', '.join(CAPABILITIES)}"
+                f"{', '.join(RTX_CAPABILITIES)}"
                 + ("; it does not support Hopper" if target == "9.0" else ""),
                 fix="--backend cuda" if target == "9.0" else "--compute-capability 8.9,12.0",
             )
