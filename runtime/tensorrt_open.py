@@ -102,7 +102,8 @@ def plan_scratch_bytes(plan: Plan) -> int:
     the plan of a whole model writes beside its cache."""
     pieces = used_pieces(plan)
     profiles = [profile for piece in pieces for profile in piece.profiles]
-    shared = max((p["activation_bytes"] + p["scratch_bytes"] for p in profiles), default=0)
+    # A plan's activation memory includes its kernels' scratch.
+    shared = max((max(p["activation_bytes"], p["scratch_bytes"]) for p in profiles), default=0)
     return shared + sum(output_bytes(piece) for piece in pieces if piece.name == PIECE)
 
 

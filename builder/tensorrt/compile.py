@@ -35,6 +35,9 @@ def compile_network(package: Package, piece: PieceNetwork, targets: Sequence[str
     config = piece.builder.create_builder_config()
     config.max_aux_streams = 0
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        # TensorRT-RTX: without it a plan may allocate while it runs, and cannot be captured.
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if hasattr(trt, "ComputeCapability"):  # only TensorRT-RTX builds for a GPU that is absent
         config.num_compute_capabilities = len(targets)
         for index, target in enumerate(targets):

@@ -3,6 +3,9 @@ without a GPU the real one refuses where the fake is told to."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import fake_tensorrt
 import pytest
 from checkpoints import write_checkpoint
@@ -67,6 +70,30 @@ def test_every_choice_that_the_fake_has_exists(name) -> None:
 )
 def test_what_is_set_or_looked_for_by_name_exists(owner, names) -> None:
     assert [name for name in names if not hasattr(getattr(real, owner), name)] == []
+
+
+class Spy:
+    """A builder that keeps the configurations it makes."""
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+        self.configs: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._builder, name)
+
+    def create_builder_config(self) -> Any:
+        self.configs.append(self._builder.create_builder_config())
+        return self.configs[-1]
+
+
+def test_plans_are_built_to_be_captured(tmp_path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "c", "llama", "bfloat16", num_hidden_layers=1)
+    network = networks_of(plan_engine(checkpoint, "tensorrt-rtx"))["first"]
+    spy = Spy(network.builder)
+    compile_network(open_package("tensorrt-rtx"), replace(network, builder=spy), ["8.9"])
+    (config,) = spy.configs
+    assert config.get_flag(real.BuilderFlag.REQUIRE_USER_ALLOCATION)
 
 
 def test_the_real_package_refuses_a_real_plan_without_a_gpu(tmp_path) -> None:
