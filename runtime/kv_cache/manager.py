@@ -19,7 +19,7 @@ from llmctl.runtime.kv_cache.events import KvCacheEventManager
 from llmctl.runtime.kv_cache.lease import Lease
 from llmctl.runtime.kv_cache.moves import BlockCopy
 from llmctl.runtime.kv_cache.radix_tree import Node, path_to
-from llmctl.runtime.kv_cache.stats import KvCacheStats
+from llmctl.runtime.kv_cache.stats import KvCacheStats, PromptCounters, make_stats
 from llmctl.runtime.kv_cache.store import BlockStore
 from llmctl.runtime.kv_cache.window import AttentionWindow
 from llmctl.runtime.retention import DEFAULT_PRIORITY
@@ -83,11 +83,7 @@ class KvCacheManager:
             self._ring_blocks = window.most_blocks(max_step_tokens, tokens_per_block)
             self._null_block = self._store.take_block()
         self._leases: dict[int, Lease] = {}
-        self._reused_full_blocks = 0
-        self._reused_partial_blocks = 0
-        self._missed_blocks = 0
-        self._reused_tokens = 0
-        self._prompt_tokens = 0
+        self._prompts = PromptCounters()
 
     @property
     def num_available_blocks(self) -> int:
@@ -157,11 +153,13 @@ class KvCacheManager:
             num_copied = match.num_partial_tokens
             table.append(store.copy_of(partial, num_copied))
         num_tokens = full.depth * self.tokens_per_block + num_copied
-        self._reused_full_blocks += full.depth
-        self._reused_partial_blocks += num_copied > 0
-        self._missed_blocks += self.num_blocks_for(len(sequence.tokens) - 1) - len(table)
-        self._reused_tokens += num_tokens
-        self._prompt_tokens += len(sequence.tokens) - 1
+        self._prompts.count(
+            full_blocks=full.depth,
+            has_partial=num_copied > 0,
+            missed_blocks=self.num_blocks_for(len(sequence.tokens) - 1) - len(table),
+            reused_tokens=num_tokens,
+            tokens=len(sequence.tokens) - 1,
+        )
         sequence.kv_len = num_tokens
         sequence.draft_kv_len = num_tokens if self.has_draft else 0
         return num_tokens
@@ -251,26 +249,8 @@ class KvCacheManager:
 
     def stats(self) -> KvCacheStats:
         """The counters now; reading them changes nothing."""
-        store = self._store
-        num_taken = store.num_taken - (self._null_block is not None)
-        return KvCacheStats(
-            max_num_blocks=self.num_usable_blocks,
-            free_num_blocks=store.num_available,
-            used_num_blocks=self.num_usable_blocks - store.num_available,
-            tokens_per_block=self.tokens_per_block,
-            alloc_total_blocks=num_taken + self._reused_full_blocks,
-            alloc_new_blocks=num_taken,
-            reused_blocks=self._reused_full_blocks + self._reused_partial_blocks,
-            missed_blocks=self._missed_blocks,
-            cached_num_blocks=store.num_unused,
-            reused_tokens=self._reused_tokens,
-            prompt_tokens=self._prompt_tokens,
-            evicted_blocks=store.num_evicted,
-            host_max_num_blocks=self.num_host_blocks,
-            host_used_num_blocks=store.num_host_used,
-            offloaded_blocks=store.num_offloaded,
-            onboarded_blocks=store.num_onboarded,
-        )
+        num_null = self.num_blocks - self.num_usable_blocks
+        return make_stats(self._store, self._prompts, self.tokens_per_block, num_null)
 
     def check_invariants(self) -> None:
         """Recount everything from scratch; AssertionError on the first contradiction.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmctl.runtime.kv_cache.store import BlockStore
+
 
 @dataclass(frozen=True, slots=True)
 class KvCacheStats:
@@ -40,3 +42,56 @@ class KvCacheStats:
     def token_hit_rate(self) -> float:
         """Reused share of all prompt tokens so far; 0 before the first prompt."""
         return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(slots=True)
+class PromptCounters:
+    """What sequences found when they attached, over the life of the cache."""
+
+    full_blocks: int = 0
+    partial_blocks: int = 0
+    missed_blocks: int = 0
+    reused_tokens: int = 0
+    tokens: int = 0
+
+    def count(
+        self,
+        *,
+        full_blocks: int,
+        has_partial: bool,
+        missed_blocks: int,
+        reused_tokens: int,
+        tokens: int,
+    ) -> None:
+        """One more sequence."""
+        self.full_blocks += full_blocks
+        self.partial_blocks += has_partial
+        self.missed_blocks += missed_blocks
+        self.reused_tokens += reused_tokens
+        self.tokens += tokens
+
+
+def make_stats(
+    store: BlockStore, prompts: PromptCounters, tokens_per_block: int, num_null_blocks: int
+) -> KvCacheStats:
+    """The counters now; `num_null_blocks` belong to nobody and hold nothing."""
+    num_usable = store.num_blocks - num_null_blocks
+    num_taken = store.num_taken - num_null_blocks
+    return KvCacheStats(
+        max_num_blocks=num_usable,
+        free_num_blocks=store.num_available,
+        used_num_blocks=num_usable - store.num_available,
+        tokens_per_block=tokens_per_block,
+        alloc_total_blocks=num_taken + prompts.full_blocks,
+        alloc_new_blocks=num_taken,
+        reused_blocks=prompts.full_blocks + prompts.partial_blocks,
+        missed_blocks=prompts.missed_blocks,
+        cached_num_blocks=store.num_unused,
+        reused_tokens=prompts.reused_tokens,
+        prompt_tokens=prompts.tokens,
+        evicted_blocks=store.num_evicted,
+        host_max_num_blocks=store.num_host_blocks,
+        host_used_num_blocks=store.num_host_used,
+        offloaded_blocks=store.num_offloaded,
+        onboarded_blocks=store.num_onboarded,
+    )
