@@ -41,12 +41,12 @@ def backend_for(backend: str, gpu: str | None) -> str:
     if gpu is None:
         return backend
     from llmctl.builder.backends import COMPUTE_CAPABILITY
-    from llmctl.builder.tensorrt.package import CAPABILITIES
+    from llmctl.plugins.tensorrt.library import RTX_CAPABILITIES
 
     found = find_gpu(gpu)
     serving = {
         "cuda": (COMPUTE_CAPABILITY,),
-        "tensorrt-rtx": CAPABILITIES,
+        "tensorrt-rtx": RTX_CAPABILITIES,
         "tensorrt": (found.compute_capability,),
     }
     if backend == "auto":

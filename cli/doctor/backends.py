@@ -13,7 +13,7 @@ from typing import Any
 from llmctl.builder.backends import COMPUTE_CAPABILITY
 from llmctl.errors import LlmctlError, NoDevice, Unsupported
 from llmctl.plugins.cuda.kernel import NUM_SMS
-from llmctl.runtime.tensorrt_device import RTX_CAPABILITIES
+from llmctl.plugins.tensorrt.library import RTX_CAPABILITIES
 
 _PROBE = 'extern "C" __global__ void probe(int* out) { out[threadIdx.x] = 1; }'
 Gpus = Sequence[dict[str, Any]]
