@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmctl.cli.generate import Row
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
     from llmctl.cli.engines import OpenEngines
     from llmctl.runtime.engine import Executable
+    from llmctl.runtime.kv_cache import KvCacheStats
     from llmctl.runtime.stats import SpeculationStats
 
 LOG_LEVELS = ("verbose", "info", "warning", "error", "internal_error")  # most to least
@@ -30,6 +31,7 @@ class RunStats:
     time_to_first_token_s: float | None  # mean over requests
     draft_len: int  # 0: plain decoding
     speculation: SpeculationStats
+    kv_cache: KvCacheStats | None = None  # as of the last step
 
     def to_json(self) -> dict[str, Any]:
         """The "stats" of `run --json`."""
@@ -57,6 +59,8 @@ class RunStats:
                 "accepted_at_position": self.accepted_at_position,
                 "draft_s": self.speculation.draft_s,
             }
+        if self.kv_cache is not None:
+            result["kv_cache"] = asdict(self.kv_cache)
         return result
 
     @property
@@ -81,7 +85,11 @@ class RunStats:
 
 
 def summarize(
-    rows: Sequence[Row], total_s: float, draft_len: int, speculation: SpeculationStats
+    rows: Sequence[Row],
+    total_s: float,
+    draft_len: int,
+    speculation: SpeculationStats,
+    kv_cache: KvCacheStats | None = None,
 ) -> RunStats:
     """Statistics of rows that have ended."""
     done = [row for row in rows if row.error is None and row.request is not None]
@@ -95,6 +103,7 @@ def summarize(
         time_to_first_token_s=sum(firsts) / len(firsts) if firsts else None,
         draft_len=draft_len,
         speculation=speculation,
+        kv_cache=kv_cache,
     )
 
 
@@ -123,6 +132,13 @@ def stats_lines(stats: RunStats) -> list[str]:
             parts = {"target": spec.verify_s, "host": spec.host_s}
         each = ", ".join(f"{name} {s / spec.rounds * 1e3:.3f} ms" for name, s in parts.items())
         lines.append(f"per round, prompts included: {each}")
+    kv = stats.kv_cache
+    if kv is not None and (kv.reused_tokens or kv.evicted_blocks):
+        moved = f", {kv.onboarded_blocks} back from host memory" if kv.host_max_num_blocks else ""
+        lines.append(
+            f"KV cache: {kv.reused_tokens} of {kv.prompt_tokens} prompt tokens reused, "
+            f"{kv.evicted_blocks} blocks evicted{moved}"
+        )
     return lines
 
 

@@ -119,7 +119,9 @@ class Session:
         with engines.executor() as executor:
             total_s = generate(executor, rows, listener)
             speculation = executor.get_speculation_stats()
-        return summarize(rows, total_s, engines.checked.draft_len, speculation)
+            steps = executor.get_latest_iteration_stats()
+        kv_cache = steps[-1].kv_cache_stats if steps else None
+        return summarize(rows, total_s, engines.checked.draft_len, speculation, kv_cache)
 
     def _profile(self, engines: OpenEngines, rows: list[Row]) -> None:
         latencies_s = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from llmctl.cli.output import StreamPrinter, print_rows, run_json
 from llmctl.cli.report import stats_lines, summarize
 from llmctl.errors import PromptTooLong, RequestError
 from llmctl.runtime.core import FinishReason, Request, Response, Result, SamplingConfig
+from llmctl.runtime.kv_cache import KvCacheStats
 from llmctl.runtime.stats import SpeculationStats
 
 
@@ -176,6 +178,25 @@ def test_statistics_for_people_name_every_number():
     ]
     plain = stats_lines(summarize(one, 4.0, 0, SpeculationStats(rounds=8, verify_s=0.008)))
     assert plain[1:] == ["per round, prompts included: target 1.000 ms, host 0.000 ms"]
+
+
+def test_statistics_tell_what_the_kv_cache_spared_and_moved():
+    base = KvCacheStats(8, 4, 4, 32, 9, 8, 3, 6, reused_tokens=96, prompt_tokens=300)
+    spec = SpeculationStats()
+    found = [
+        stats_lines(summarize([], 0.0, 0, spec, cache))[1:]
+        for cache in (
+            base,
+            replace(base, reused_tokens=0),
+            replace(base, evicted_blocks=5, host_max_num_blocks=9, onboarded_blocks=2),
+        )
+    ]
+    assert found == [
+        ["KV cache: 96 of 300 prompt tokens reused, 0 blocks evicted"],
+        [],
+        ["KV cache: 96 of 300 prompt tokens reused, 5 blocks evicted, 2 back from host memory"],
+    ]
+    assert summarize([], 0.0, 0, spec, base).to_json()["kv_cache"]["reused_tokens"] == 96
 
 
 @pytest.mark.parametrize("count", [0, 1])
