@@ -23,6 +23,12 @@ from hypothesis import settings  # noqa: E402
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long the soak is (tests/runtime/test_soak.py); the full one is 10000."""
+    parser.addoption("--soak-requests", type=int, default=200, help="requests of each soak")
+
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 

@@ -1,0 +1,143 @@
+"""Random traffic for long: no leak, flat memory, and every answer the one it gets alone.
+
+`--soak-requests 10000` is the full soak; a plain test run does a few hundred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from load_support import differences, random_requests, run_alone, run_under_load
+from tiny_pair import DRAFT_LEN, MAX_SEQ_LEN, VOCAB, build_pair
+
+from llmctl.plugins.cpu import CpuSampling
+from llmctl.plugins.sampling.reference import ReferenceSampling
+from llmctl.runtime.chunking import ContextChunkingPolicy
+from llmctl.runtime.core import Request
+from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.memory_usage import cpu_bytes
+from llmctl.runtime.scheduler import CapacitySchedulerPolicy, SchedulerConfig
+from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
+from llmctl.runtime.speculative.ngram import NgramDrafter
+
+WAVE = 50  # requests between two looks at what is left
+MOST_GROWTH = 24 << 20  # bytes of RAM from the third wave on: allocators keep some
+FAKE_VOCAB = 23
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return build_pair(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def num_requests(request) -> int:
+    """Of one test."""
+    return int(request.config.getoption("--soak-requests"))
+
+
+def traffic(
+    generator: np.random.Generator, vocab: int, count: int, longest: int
+) -> Iterator[list[Request]]:
+    """Waves of requests with shared beginnings, priorities and draft limits of their own."""
+    text = generator.integers(2, vocab, 4000).tolist()
+
+    def prompt(start: int, length: int) -> tuple[int, ...]:
+        return tuple(text[start : start + min(length, longest)])
+
+    for _ in range(max(1, count // WAVE)):
+        requests = random_requests(generator, prompt, vocab, WAVE)
+        yield [
+            replace(
+                request,
+                max_tokens=min(request.max_tokens, longest // 3),
+                priority=float(generator.choice([0.0, 0.5, 0.5, 1.0])),
+                max_draft_len=int(generator.integers(4)) if generator.random() < 0.1 else None,
+            )
+            for request in requests
+        ]
+
+
+def soak(executor: Executor, waves, answers, generator: np.random.Generator) -> None:
+    """Every wave is answered as alone, leaves nothing behind, and memory stays flat."""
+    after_third = None
+    for number, (requests, wanted) in enumerate(zip(waves, answers, strict=True)):
+        found = run_under_load(executor, requests, generator)
+        assert differences(requests, found, wanted) == []
+        worker = executor._worker
+        assert executor.await_responses(timeout_s=0.01) == []
+        assert not worker.scheduler.has_work and not worker._active
+        assert worker.kv_cache.stats().used_num_blocks == 0
+        assert not worker._sampler._counts and not executor._mailbox._open
+        if number == 2:
+            after_third = cpu_bytes()
+    if after_third is not None:
+        assert cpu_bytes() - after_third <= MOST_GROWTH
+
+
+POLICIES = [
+    SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION),
+    SchedulerConfig(
+        CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, ContextChunkingPolicy.EQUAL_PROGRESS
+    ),
+    SchedulerConfig(CapacitySchedulerPolicy.STATIC_BATCH),
+]
+
+
+@pytest.mark.parametrize("policy", range(3))
+@pytest.mark.parametrize("method", ["none", "draft", "adaptive", "rounds"])
+def test_fakes_under_random_traffic_answer_as_they_do_alone(fake, num_requests, policy, method):
+    generator = np.random.default_rng([policy, len(method)])
+
+    class Engine(fake.Engine):
+        """Forgets the rows it has computed, so that memory is flat."""
+
+        def logits(self, tokens):
+            if len(self._rows) > 2000:
+                self._rows.clear()
+            return super().logits(tokens)
+
+    target, draft = Engine(), Engine(agreement=0.7)
+    drafter = None if method == "none" else DraftTargetDrafter(draft, 4)
+    runner = fake.Runner(target, draft, 4) if method == "rounds" else None
+    is_small = policy == 0
+    config = ExecutorConfig(
+        KvCacheConfig(30 if is_small else 100, num_host_blocks=20 if policy == 1 else 0),
+        scheduler=POLICIES[policy],
+        adaptive_draft_len=method in ("adaptive", "rounds"),
+        check_invariants=True,
+    )
+    waves = list(traffic(generator, FAKE_VOCAB, num_requests // 12, longest=80))
+    sampling = ReferenceSampling()
+    alone = ExecutorConfig(KvCacheConfig(40, enable_block_reuse=False))
+    with Executor(Engine(), None, alone, sampling) as quiet:
+        answers = [run_alone(quiet, requests) for requests in waves]
+    with Executor(target, drafter, config, sampling, runner) as executor:
+        soak(executor, waves, answers, generator)
+
+
+@pytest.mark.parametrize("method", ["draft", "ngram"])
+def test_an_engine_under_random_traffic_answers_as_it_does_alone_in_flat_memory(
+    pair, num_requests, method
+):
+    target, draft = pair
+    generator = np.random.default_rng(len(method))
+    drafter = DraftTargetDrafter(draft, DRAFT_LEN) if method == "draft" else NgramDrafter(DRAFT_LEN)
+    config = ExecutorConfig(
+        KvCacheConfig(3 * MAX_SEQ_LEN // 16),
+        scheduler=POLICIES[0],
+        adaptive_draft_len=method == "draft",
+        max_step_ms="auto",
+        check_invariants=True,
+    )
+    sampling = CpuSampling()
+    alone = ExecutorConfig(KvCacheConfig(MAX_SEQ_LEN // 16, enable_block_reuse=False))
+    waves = list(traffic(generator, VOCAB, num_requests // 2, longest=400))
+    with Executor(target, None, alone, sampling) as quiet:  # one at a time: they share the engine
+        answers = [run_alone(quiet, requests) for requests in waves]
+    with Executor(target, drafter, config, sampling) as executor:
+        soak(executor, waves, answers, generator)
+        assert executor.get_speculation_stats().accepted_tokens > 0
