@@ -106,9 +106,11 @@ def bind_reference(checkpoint: Path, **options: Any) -> Bound:
     return bind(engine, lambda calls, _: ReferenceProgram(calls))
 
 
-def bind_evaluated(checkpoint: Path, **options: Any) -> tuple[Bound, dict[str, PieceNetwork]]:
+def bind_evaluated(
+    checkpoint: Path, backend: str = "tensorrt-rtx", **options: Any
+) -> tuple[Bound, dict[str, PieceNetwork]]:
     """(the TensorRT engine of a checkpoint, its plans evaluated, and their networks)."""
-    engine = plan_engine(checkpoint, "tensorrt-rtx", **options)
+    engine = plan_engine(checkpoint, backend, **options)
     networks = networks_of(engine)
     return bind(engine, lambda calls, _: EvaluatedProgram(calls, networks)), networks
 

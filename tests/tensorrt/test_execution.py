@@ -24,7 +24,7 @@ from llmctl.builder.engine_format import TENSORRT_OP, TrtPiece
 from llmctl.builder.tensorrt.networks import PieceNetwork
 from llmctl.errors import CorruptEngine, DeviceFailure, OutOfMemory, RebuildNeeded
 from llmctl.plugins.cuda.kernel import StepShape
-from llmctl.plugins.program import OpCall
+from llmctl.plugins.program import OpCall, row_extents
 from llmctl.plugins.tensorrt import library
 from llmctl.plugins.tensorrt.execution import PlanSet
 from llmctl.plugins.tensorrt.executor import PieceExecutor
@@ -219,6 +219,17 @@ def test_outputs_say_whether_they_have_tokens_or_rows(module, networks) -> None:
     executor = PieceExecutor(open_plans(module, networks))
     assert dict(executor.extents(call_of(networks["last"]))) == {"logits": "rows"}
     assert set(executor.extents(call_of(networks["first"])).values()) == {"tokens"}
+
+
+def test_what_our_kernels_compute_from_rows_of_a_piece_has_rows() -> None:
+    gathered, everybody, out = (torch.zeros(8, 4) for _ in range(3))
+    calls = [
+        OpCall(TENSORRT_OP, "piece", {}, {"h": gathered, "k": everybody}, {"piece": "last"}),
+        OpCall("packed_linear", "head", {"x": gathered}, {"out": out}, {}),
+        OpCall("packed_linear", "next", {"x": everybody}, {"out": out}, {}),
+    ]
+    stated = {"piece": {"h": "rows", "k": "tokens"}}
+    assert row_extents(calls, stated) == ["tokens", "rows", "tokens"]
 
 
 def test_another_version_of_rtx_that_takes_the_plan_may_run_it(module, networks) -> None:

@@ -7,12 +7,18 @@ in FP8, values that fall to the other side of a rounding boundary because of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, FORMS, VOCAB, write_checkpoint
-from evaluated import Bound, Steps, bind_evaluated, bind_reference, make_step
+from evaluated import Bound, Request, Steps, bind_evaluated, bind_reference, make_step
+from fake_machine import pretend_gpu
+
+from llmctl.plugins.tensorrt import library
+
+trt = pytest.importorskip("tensorrt_rtx", reason="the networks are TensorRT's")
 
 # Largest |difference| of logits over largest |logit|. Measured over all families and steps:
 # bfloat16 1.8e-2, float16 1.9e-3, fp8 3.7e-3, fp8 per token 2.9e-3.
@@ -89,3 +95,64 @@ def test_what_no_step_wrote_is_never_read(steps, tmp_path) -> None:
     found, _ = bind_evaluated(checkpoint)
     for _, requests in steps:
         assert np.isfinite(found.logits(make_step(requests))).all()
+
+
+def test_products_given_to_our_kernels_leave_pieces_that_fit_them(
+    steps, tmp_path, monkeypatch
+) -> None:
+    """--gemm_plugin fp8, on a GPU that our GEMMs run on: the network is cut at every linear."""
+    pretend_gpu(monkeypatch, (9, 0), "NVIDIA H200")
+    monkeypatch.setattr(library, "import_module", lambda name: trt)
+    checkpoint = write_checkpoint(tmp_path / "c", "llama", "fp8")
+    plugins = {"gemm_plugin": "fp8"}
+    found, networks = bind_evaluated(checkpoint, "tensorrt", plugins=plugins)
+    assert len(networks) > 3
+    errors = worst(found, bind_reference(checkpoint), steps)
+    assert max(errors.values()) <= TOLERANCE["fp8"], errors
+
+
+PARENTS = (0, 0, 1, 0, 3)  # two branches of two tokens below the root
+DEPTHS = np.array([0, 1, 2, 1, 2])
+BRANCHES = ([0, 1, 2], [0, 3, 4])
+
+
+def with_tree(bound: Bound, requests: int) -> None:
+    """Let attention see a tree of five tokens in every request of five."""
+    words = torch.zeros((requests, 5, 1), dtype=torch.int32)
+    for node in range(5):
+        at, seen = node, 1
+        while at:
+            seen |= 1 << at
+            at = PARENTS[at]
+        words[:, node, 0] = seen
+    for index, call in enumerate(bound.calls):
+        if call.op == "paged_attention":
+            bound.calls[index] = replace(call, inputs={**call.inputs, "tree_mask": words})
+
+
+@pytest.mark.parametrize("form", ["float16", "fp8"])
+def test_branches_of_trees_get_the_logits_of_plain_chains(form, tmp_path) -> None:
+    """Pieces know nothing of trees: positions and masks are our kernels'."""
+    checkpoint = write_checkpoint(tmp_path / "c", "llama", form)
+    rng = np.random.default_rng(6)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (9, 17)]
+    trees = [rng.integers(0, VOCAB, 5).tolist() for _ in prompts]
+    start = [Request((3 * i, 3 * i + 1), 0, p, 1) for i, p in enumerate(prompts)]
+    chains = []
+    for branch in BRANCHES:
+        reference = bind_reference(checkpoint)
+        reference.logits(make_step(start))
+        pairs = zip(start, trees, strict=True)
+        step = make_step([r.then([tree[node] for node in branch], 3) for r, tree in pairs])
+        chains.append(reference.logits(step).reshape(2, 3, VOCAB))
+    found, _ = bind_evaluated(checkpoint)
+    found.logits(make_step(start))
+    with_tree(found, len(start))
+    step = make_step([r.then(tree, 5) for r, tree in zip(start, trees, strict=True)])
+    step.position_ids = np.concatenate([r.done + len(r.tokens) + DEPTHS for r in start]).astype(
+        np.int32
+    )
+    logits = found.logits(step).reshape(2, 5, VOCAB)
+    for branch, wanted in zip(BRANCHES, chains, strict=True):
+        error = np.abs(logits[:, branch] - wanted).max() / np.abs(wanted).max()
+        assert error <= TOLERANCE[form]
