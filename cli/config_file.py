@@ -10,7 +10,7 @@ Values go through the same checks as on the command line, and what is given ther
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,27 @@ def read_config(path: Path, command: Any, grouped: Collection[str] = ()) -> dict
             raise BadConfig(f"{path}: {key!r} sets --{name} a second time")
         found[param.name] = _value(value, param, f"{path}: {key}", f"--{name}" in grouped)
     return found
+
+
+def given_path(argv: Sequence[str]) -> Path | None:
+    """The file that a command line names, before anything is parsed."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, joined, value = word.partition("=")
+        if name == "--config":
+            return Path(value if joined else following)
+    return None
+
+
+def asks_for_json(argv: Sequence[str]) -> bool:
+    """Whether the file of a command line turns --json on; False for one that cannot be read, which
+    is told of when the command is parsed."""
+    path = given_path(argv)
+    if path is None:
+        return False
+    try:
+        return _read_yaml(path).get("json") is True
+    except (OSError, BadConfig):
+        return False
 
 
 def _names(param: Any) -> list[str]:

@@ -21,6 +21,7 @@ from types import FrameType
 
 import typer
 
+from llmctl.cli import config_file
 from llmctl.cli.app import make_context
 from llmctl.errors import LlmctlError, OutOfDisk, OutOfMemory, Unsupported
 from llmctl.publish import DISK_FULL
@@ -82,7 +83,7 @@ def execute(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     """The command line, every ending turned into its message and exit code."""
     argv = list(argv) or ["--help"]
-    is_json = "--json" in argv
+    is_json = "--json" in argv or config_file.asks_for_json(argv)
     try:
         code = _invoke(argv)
         sys.stdout.flush()  # a full disk or a reader that has gone shows here at the latest
@@ -150,7 +151,12 @@ def _report_usage(error: Exception, argv: list[str], is_json: bool) -> int:
     describe: Callable[[], str] = getattr(error, "format_message", lambda: str(error))
     context = getattr(error, "ctx", None)
     path = getattr(context, "command_path", "llmctl")
-    return _report("Usage", describe(), f"see: {path} --help", EXIT_USAGE, is_json)
+    message, param = describe(), getattr(error, "param", None)
+    typed = {word.partition("=")[0].replace("_", "-") for word in argv}
+    of_file = getattr(context, "default_map", None) or {}
+    if param is not None and param.name in of_file and not typed.intersection(param.opts):
+        message += f" (in {config_file.given_path(argv)})"
+    return _report("Usage", message, f"see: {path} --help", EXIT_USAGE, is_json)
 
 
 def _report_unnamed(error: Exception, is_json: bool) -> int:

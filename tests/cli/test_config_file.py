@@ -102,6 +102,24 @@ def test_a_value_of_the_wrong_kind_is_refused_by_name(llmctl, tmp_path, text, wo
     assert done.code == 2 and words in done.err and done.out == ""
 
 
+def test_a_wrong_value_is_told_with_its_file_unless_the_command_line_has_it(llmctl, tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text("checkpoint-dir: x\nmax_batch_size: many\n")
+    done = llmctl("build", "--config", path)
+    assert "'--max-batch-size'" in done.err and f" (in {path})\n" in done.err
+    done = llmctl("build", "--config", path, "--max_batch_size", "few")
+    assert "'--max-batch-size'" in done.err and str(path) not in done.err
+
+
+def test_json_in_the_file_makes_errors_json_too(llmctl, tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text("engine_dir: absent\nmax_output_len: 1\njson: true\n")
+    for words in (["--config", path], [f"--config={path}"]):
+        done = llmctl("run", *words)
+        assert json.loads(done.out)["error"]["name"] == "EngineNotFound" and done.err == ""
+    assert llmctl("run", "--config", tmp_path / "none.yaml").out == ""
+
+
 def test_a_file_that_is_absent_is_named(llmctl, tmp_path):
     done = llmctl("build", "--config", tmp_path / "none.yaml")
     assert done.code == 1 and "none.yaml" in done.err
