@@ -40,6 +40,8 @@ class EngineOptions:
     enable_chunked_context: bool = True
     scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
+    max_batch_size: int | None = None  # no more than the engine's
+    max_num_tokens: int | None = None
     max_step_ms: float | Literal["auto"] | None = None
     num_threads: int | None = None
     windows: WindowOptions = WindowOptions()
@@ -174,6 +176,8 @@ class OpenEngines:
             ),
             acceptance=speculation.acceptance if speculation is not None else "tokens",
             adaptive_draft_len=options.adaptive_draft_len and speculation is not None,
+            max_batch_size=options.max_batch_size,
+            max_num_tokens=options.max_num_tokens,
             max_step_ms=options.max_step_ms,
             iter_stats_max_iterations=num_iterations_kept,
         )
