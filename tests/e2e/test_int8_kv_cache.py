@@ -1,0 +1,53 @@
+"""An INT8 KV cache from calibration to text: near the exact cache, and exact with itself under
+drafts, batches, reuse and host memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from e2e_support import DRAFT_LEN, DemoPair, PromptMaker, llmctl, run_all
+
+from llmctl.plugins.cpu import CpuSampling
+from llmctl.runtime.core import Request, SamplingConfig
+from llmctl.runtime.engine import open_executable
+from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
+
+
+@pytest.fixture(scope="module")
+def engine(demo: DemoPair) -> Path:
+    """The demo target with FP8 weights and INT8 keys and values."""
+    checkpoint, path = demo.folder / "target-int8-checkpoint", demo.folder / "target-int8"
+    llmctl("quantize", "--model-dir", demo.examples / "demo-target", "--output-dir", checkpoint,
+           "--qformat", "fp8", "--kv-cache-dtype", "int8", "--calib-size", 32,
+           "--calib-max-seq-length", 256)  # fmt: skip
+    llmctl("build", "--backend", "cpu", "--checkpoint-dir", checkpoint, "--output-dir", path,
+           "--max-seq-len", 1024, "--max-draft-len", DRAFT_LEN,
+           "--speculative-decoding-mode", "draft_tokens_external")  # fmt: skip
+    return path
+
+
+def test_text_is_the_same_with_drafts_reuse_and_host_memory_and_near_the_exact_caches(
+    demo: DemoPair, engine: Path, prompts: PromptMaker
+) -> None:
+    requests = [
+        Request(prompt, 16, SamplingConfig(0.8, 0, seed=index) if index % 2 else SamplingConfig())
+        for index, prompt in enumerate(prompts(30) * 2)
+    ]
+    target = open_executable(engine)
+    assert target.plan.kv_cache.dtype == "int8"
+    with Executor(
+        target, None, ExecutorConfig(KvCacheConfig(200, enable_block_reuse=False)), CpuSampling()
+    ) as executor:
+        wanted = [run_all(executor, [request])[0] for request in requests]
+    drafter = DraftTargetDrafter(open_executable(demo.engine("draft-fp8")), DRAFT_LEN)
+    config = ExecutorConfig(KvCacheConfig(30, num_host_blocks=200), check_invariants=True)
+    with Executor(open_executable(engine), drafter, config, CpuSampling()) as executor:
+        assert run_all(executor, requests) == wanted
+        assert executor.get_latest_iteration_stats()[-1].kv_cache_stats.onboarded_blocks > 0
+    with demo.executor("target-fp8") as executor:
+        fp8 = run_all(executor, requests)
+    pairs = [(a[0], b[0]) for a, b in zip(wanted, fp8, strict=True)]
+    first = sum(a[0] == b[0] for a, b in pairs) / len(pairs)
+    assert first > 0.9, "the first tokens differ from those of an FP8 cache"
