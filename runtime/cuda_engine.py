@@ -81,10 +81,10 @@ class CudaExecutable(Executable):
         self.logits = tensors[plan.logits]  # [max_num_rows, vocab_size] float32
         self.program = make_program(make_calls(plan, tensors), step_limits(config, plan))
         self._buckets = Buckets(self.program.limits)
-        capture = capture or partial(capture_graph, queue)
-        self._graphs: GraphCache[StepShape] = GraphCache(
-            partial(capture_when, is_capturable, capture)
+        self._capture = partial(
+            capture_when, is_capturable, capture or partial(capture_graph, queue)
         )
+        self._graphs: GraphCache[StepShape] = GraphCache(self._capture)
         self._kv_cache: torch.Tensor | None = None
         self._host_blocks: HostBlocks | None = None
 

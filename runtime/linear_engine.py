@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import EngineConfig, Plan
 from llmctl.errors import OutOfMemory, Unsupported
@@ -25,70 +22,25 @@ from llmctl.plugins.tensorrt.execution import ADDRESS_ALIGNMENT, PlanSet
 from llmctl.plugins.tensorrt.opened import PieceFormat
 from llmctl.runtime.cuda_engine import CudaExecutable, DeviceProgram
 from llmctl.runtime.engine import Executable, make_calls
+from llmctl.runtime.graphs import GraphCache
+from llmctl.runtime.slot_groups import (
+    Group,
+    group_requests,
+    pack_arrays,
+    packed_words,
+    step_arrays,
+)
 
 PIECE = "whole"
 _QUERY = "query_"  # outputs that are there for their layout alone
-_WORDS = ADDRESS_ALIGNMENT // 4  # int32 between the arrays of a step
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Requests of neighbouring slots, run together. Each reads `length` tokens and gets the logits
-    of `rows`, indices among them; one row that nobody wants where none is asked for."""
-
-    first_slot: int
-    requests: tuple[int, ...]  # indices into the step, in slot order
-    length: int
-    rows: tuple[int, ...]
-    wanted: tuple[int, ...]  # rows of the step's logits, in the group's order; () if none is
-
-
-def group_requests(step: StepInputs) -> list[Group]:
-    """The step as runs of the plan, in slot order."""
-    described = []
-    for request in range(step.num_requests):
-        start, stop = int(step.cu_q[request]), int(step.cu_q[request + 1])
-        wanted = np.flatnonzero((step.logit_rows >= start) & (step.logit_rows < stop))
-        rows = tuple((step.logit_rows[wanted] - start).tolist()) or (stop - start - 1,)
-        slot = int(step.block_tables[request, 0])
-        described.append(Group(slot, (request,), stop - start, rows, tuple(wanted.tolist())))
-    groups: list[Group] = []
-    for found in sorted(described, key=lambda group: group.first_slot):
-        if groups and _can_join(groups[-1], found):
-            last = groups.pop()
-            requests, wanted_rows = (*last.requests, *found.requests), (*last.wanted, *found.wanted)
-            found = Group(last.first_slot, requests, last.length, last.rows, wanted_rows)
-        groups.append(found)
-    return groups
-
-
-def _can_join(group: Group, other: Group) -> bool:
-    is_chunk = group.length > 1 and len(group.rows) == 1
-    alike = (group.length, group.rows) == (other.length, other.rows)
-    neighbours = group.first_slot + len(group.requests) == other.first_slot
-    return alike and neighbours and not is_chunk and bool(group.wanted) == bool(other.wanted)
-
-
-def step_arrays(step: StepInputs, group: Group) -> dict[str, NDArray[np.int32]]:
-    """What the plan is fed for one group, by binding."""
-    tokens = np.concatenate(
-        [np.arange(step.cu_q[request], step.cu_q[request + 1]) for request in group.requests]
-    ).reshape(-1, group.length)
-    ids, positions = step.token_ids[tokens], step.position_ids[tokens]
-    batch = np.arange(len(group.requests), dtype=np.int32)
-    return {
-        "token_ids": ids,
-        "position_ids": positions,
-        "write_index": positions[:, 0].copy(),
-        "kv_length": positions[:, 0] + np.int32(group.length),
-        "logit_rows": batch[:, None] * np.int32(group.length) + np.array(group.rows, np.int32),
-        # Nothing: tokens are chosen by the executor, which also samples, bans and penalizes.
-        "drafts": np.full((len(batch), len(group.rows) - 1), -1, np.int32),
-    }
 
 
 class LinearExecutable(CudaExecutable):
-    """Runs the plan of a whole model. Steps are enqueued each time; they are not captured."""
+    """Runs the plan of a whole model.
+
+    A step of generation or verification that is one group is captured and replayed; it is fed from
+    memory that stays where it is. Others are enqueued.
+    """
 
     has_rounds = False
 
@@ -101,14 +53,25 @@ class LinearExecutable(CudaExecutable):
         queue: DeviceQueue,
         plans: PlanSet,
     ) -> None:
-        super().__init__(config, plan, weights, make_program, queue, is_capturable=lambda: False)
+        super().__init__(
+            config,
+            plan,
+            weights,
+            make_program,
+            queue,
+            is_capturable=lambda: plans.is_capturable(queue.handle),
+        )
         self._plans = plans
+        self._slot_graphs: GraphCache[Group] = GraphCache(self._capture)
+        self._most_repeated = max(self.max_draft_len + 1, 2)  # tokens a request; as Buckets
         self._bindings: tuple[Mapping[str, Any], ...] = tuple(plans.plans[PIECE].piece.bindings)
         calls = make_calls(plan, {**weights, plan.logits: self.logits})
         (call,) = [call for call in calls if call.attributes["piece"] == PIECE]
         self._fixed = {name: tensor.data_ptr() for name, tensor in call.inputs.items()}
         with device_errors("allocating activations"), queue.scope():
             self._outputs = self._allocate_outputs()
+            words = packed_words(self.max_batch_size * self._most_repeated)
+            self._fed = torch.zeros(words, dtype=torch.int32, device=queue.device)
         self._caches: torch.Tensor | None = None
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -124,6 +87,7 @@ class LinearExecutable(CudaExecutable):
                 f"{ADDRESS_ALIGNMENT} bytes, as TensorRT wants",
                 fix="rebuild with a --max-seq-len that is a multiple of 16",
             )
+        self._slot_graphs.clear()
         self._caches = None
         num_bytes = num_blocks * self.kv_bytes_per_block
         try:
@@ -151,27 +115,33 @@ class LinearExecutable(CudaExecutable):
         """Enqueue one step, group by group; logits of step.logit_rows in that order."""
         groups = group_requests(step)
         fed = [step_arrays(step, group) for group in groups]
-        arrays, starts = _pack(fed)
+        arrays, starts = pack_arrays(fed)
         with device_errors("running a step"), self.queue.scope():
-            device = self.queue.to_device(torch.from_numpy(arrays))
-            for group, parts, begin in zip(groups, fed, starts, strict=True):
-                base = device.data_ptr()
-                inputs = {name: base + 4 * begin[name] for name in parts}
-                self._run_group(group, {n: a.shape for n, a in parts.items()}, inputs, step)
+            memory = self.queue.to_device(torch.from_numpy(arrays))
+            if len(groups) == 1 and self._is_repeated(groups[0], step):
+                memory = self._fed[: len(arrays)].copy_(memory)
+            inputs = [
+                {name: memory.data_ptr() + 4 * start for name, start in begin.items()}
+                for begin in starts
+            ]
+            if memory.data_ptr() == self._fed.data_ptr():
+                (group,) = groups
+                self._slot_graphs.run(group, lambda: self._run_group(group, inputs[0], step))
+            else:
+                for group, addresses in zip(groups, inputs, strict=True):
+                    self._run_group(group, addresses, step)
         return DeviceLogits(self.logits[: step.num_rows], self.queue)
 
-    def _run_group(
-        self,
-        group: Group,
-        shapes: Mapping[str, tuple[int, ...]],
-        inputs: Mapping[str, int],
-        step: StepInputs,
-    ) -> None:
+    def _is_repeated(self, group: Group, step: StepInputs) -> bool:
+        """Whether such a group comes back, and its logits lie as the step wants them."""
+        return group.length <= self._most_repeated and group.is_whole(step.num_rows)
+
+    def _run_group(self, group: Group, inputs: Mapping[str, int], step: StepInputs) -> None:
         batch, num_rows = len(group.requests), len(group.rows)
         sizes = {"batch": batch, "length": group.length, "rows": num_rows, "drafts": num_rows - 1}
         addresses = {**self._fixed, **inputs, **self._cache_addresses(group.first_slot)}
         addresses |= {name: tensor.data_ptr() for name, tensor in self._outputs.items()}
-        is_in_place = group.wanted == tuple(range(step.num_rows))
+        is_in_place = group.is_whole(step.num_rows)
         if is_in_place:
             addresses["logits"] = self.logits.data_ptr()
         known = {}
@@ -179,9 +149,9 @@ class LinearExecutable(CudaExecutable):
             if binding["is_input"] and any(isinstance(dim, str) for dim in binding["shape"]):
                 name, dims = binding["name"], binding["shape"]
                 known[name] = tuple(sizes[d] if isinstance(d, str) else d for d in dims)
-                assert name not in shapes or known[name] == tuple(shapes[name]), name
         names = [binding["name"] for binding in self._bindings]
-        context = self._plans.choose(PIECE, sizes)
+        is_repeated = group.length <= self._most_repeated
+        context = self._plans.choose(PIECE, sizes, is_repeated=is_repeated)
         context.run(known, {name: addresses[name] for name in names}, self.queue.handle)
         if group.wanted and not is_in_place:
             rows = self.queue.to_device(torch.tensor(group.wanted, dtype=torch.int64))
@@ -241,21 +211,3 @@ def _largest(dims: tuple[int | str, ...], profiles: list[Mapping[str, Any]]) -> 
         most["logits_rows"] = most["batch"] * most["rows"]
         shapes.append(tuple(most[dim] if isinstance(dim, str) else dim for dim in dims))
     return max(shapes, key=math.prod)
-
-
-def _pack(
-    fed: list[dict[str, NDArray[np.int32]]],
-) -> tuple[NDArray[np.int32], list[dict[str, int]]]:
-    """(all arrays in one, each on an aligned address; where each begins, by group and name)."""
-    starts: list[dict[str, int]] = []
-    size = 0
-    for arrays in fed:
-        starts.append({})
-        for name, array in arrays.items():
-            starts[-1][name] = size
-            size += max(1, -(-array.size // _WORDS)) * _WORDS
-    packed = np.zeros(size, np.int32)
-    for arrays, begin in zip(fed, starts, strict=True):
-        for name, array in arrays.items():
-            packed[begin[name] : begin[name] + array.size] = array.reshape(-1)
-    return packed, starts

@@ -25,11 +25,8 @@ from tensorrt_checks import DRAFT_LEN, Engines, Findings, check_engine, write_fp
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.errors import LlmctlError
-from llmctl.runtime.tensorrt_device import (
-    RTX_CAPABILITIES,
-    present_capability,
-    require_machine,
-)
+from llmctl.plugins.tensorrt.library import RTX_CAPABILITIES
+from llmctl.runtime.tensorrt_device import present_capability, require_machine
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LIMITS = {"max_batch_size": 8, "max_seq_len": 256, "max_num_tokens": 256, "tokens_per_block": 32}

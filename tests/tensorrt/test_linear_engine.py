@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmctl.plugins.program import StepInputs
-from llmctl.runtime.linear_engine import Group, group_requests, step_arrays
+from llmctl.runtime.slot_groups import (
+    Group,
+    group_requests,
+    pack_arrays,
+    packed_words,
+    step_arrays,
+)
 
 CAPACITY = 100
 
@@ -96,3 +102,15 @@ def test_every_token_is_read_once_in_its_slot_and_every_row_is_delivered_once(st
         delivered += group.wanted
     assert sorted(seen) == step.token_ids.tolist()
     assert sorted(delivered) == list(range(step.num_rows))
+
+
+@given(steps())
+def test_packed_arrays_are_aligned_apart_and_within_the_room_that_is_kept(step) -> None:
+    for group in group_requests(step):
+        arrays = step_arrays(step, group)
+        packed, (starts,) = pack_arrays([arrays])
+        assert len(packed) <= packed_words(len(group.requests) * group.length)
+        for name, array in arrays.items():
+            assert 4 * starts[name] % 256 == 0
+            found = packed[starts[name] : starts[name] + array.size]
+            assert found.tolist() == array.reshape(-1).tolist()
