@@ -213,22 +213,11 @@ def _prefill_speed(engine: Executable, ids: Sequence[int]) -> float:
 
 
 def write_fp8(source: Path, folder: Path, *, is_static: bool) -> Path:
-    """A 16-bit checkpoint of one file as FP8: static scales and an FP8 KV cache, or a scale a row
-    and a token. Scales are plausible, not calibrated: the reference rounds in the same places."""
+    """A 16-bit checkpoint of one file as FP8 (see `quantize_linears`)."""
     config = json.loads((source / "config.json").read_text())
     tensors = load_file(source / "model.safetensors")
-    for name in [n for n in tensors if n.endswith("_proj.weight")]:
-        module, weight = name.removesuffix(".weight"), tensors[name].float()
-        largest = weight.abs().amax() if is_static else weight.abs().amax(1, keepdim=True)
-        scale = largest / FP8_MAX
-        tensors[name] = (weight / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-        tensors[f"{module}.weight_scale"] = scale
-        if is_static:
-            tensors[f"{module}.input_scale"] = torch.tensor(16.0 / FP8_MAX)
-            for kind in "kv":
-                if module.endswith(f"{kind}_proj"):
-                    tensors[f"{module}.{kind}_scale"] = torch.tensor(16.0 / FP8_MAX)
-    config["quantization_config"] = _description(is_static)
+    quantize_linears(tensors, is_static=is_static)
+    config["quantization_config"] = fp8_description(is_static=is_static)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -237,7 +226,27 @@ def write_fp8(source: Path, folder: Path, *, is_static: bool) -> Path:
     return folder
 
 
-def _description(is_static: bool) -> dict[str, object]:
+def quantize_linears(
+    tensors: dict[str, torch.Tensor], *, is_static: bool, reach: float = 16.0
+) -> None:
+    """Linears become FP8: with static scales for activations and an FP8 KV cache up to `reach`, or
+    with a scale a row and a token. The scales are plausible, not calibrated: the reference rounds
+    in the same places."""
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        module, weight = name.removesuffix(".weight"), tensors[name].float()
+        largest = weight.abs().amax() if is_static else weight.abs().amax(1, keepdim=True)
+        scale = largest / FP8_MAX
+        tensors[name] = (weight / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        tensors[f"{module}.weight_scale"] = scale
+        if is_static:
+            tensors[f"{module}.input_scale"] = torch.tensor(reach / FP8_MAX)
+            for kind in "kv":
+                if module.endswith(f"{kind}_proj"):
+                    tensors[f"{module}.{kind}_scale"] = torch.tensor(reach / FP8_MAX)
+
+
+def fp8_description(*, is_static: bool) -> dict[str, object]:
+    """`quantization_config` of what `quantize_linears` makes, in compressed-tensors' words."""
     number = {"num_bits": 8, "type": "float"}
     weights = {**number, "dynamic": False, "strategy": "tensor" if is_static else "channel"}
     inputs = {**number, "dynamic": not is_static, "strategy": "tensor" if is_static else "token"}

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tensorrt_checks import fp8_description, quantize_linears
 
 from llmctl.builder.models import model_config
 from llmctl.builder.models.decoder import build_network
 from llmctl.builder.scales import checkpoint_shapes
-from llmctl.plugins.quantize.reference import quantize_static
 
 VOCAB = 131
 SMALL = {
@@ -46,8 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # What a checkpoint stores, and of which form its linears and its KV cache are.
 FORMS = ("bfloat16", "float16", "fp8", "fp8 per token")
-_ACTIVATION_RANGE = 8.0  # static scales reach to it; what is beyond saturates, rarely
-_CACHE_RANGE = 6.0
+ACTIVATION_REACH = 8.0  # of static scales; what is beyond saturates, rarely
 
 
 def write_checkpoint(folder: Path, family: str, form: str, **fields: Any) -> Path:
@@ -62,8 +61,9 @@ def write_checkpoint(folder: Path, family: str, form: str, **fields: Any) -> Pat
         for name, shape in sorted(shapes.items())
     }
     if form.startswith("fp8"):
-        config["quantization_config"] = _quantization(is_static=form == "fp8")
-        _quantize(tensors, is_static=form == "fp8", num_layers=model.num_hidden_layers)
+        is_static = form == "fp8"
+        config["quantization_config"] = fp8_description(is_static=is_static)
+        quantize_linears(tensors, is_static=is_static, reach=ACTIVATION_REACH)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -77,38 +77,3 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     if "norm" in name:
         return 1 + 0.2 * values
     return values * shape[-1] ** -0.5
-
-
-def _quantize(tensors: dict[str, torch.Tensor], *, is_static: bool, num_layers: int) -> None:
-    """Linears become FP8: one weight scale and one input scale, or a weight scale a row."""
-    for name in [n for n in tensors if "_proj.weight" in n]:
-        module, weight = name.removesuffix(".weight"), tensors[name].float()
-        largest = weight.abs().amax() if is_static else weight.abs().amax(1, keepdim=True)
-        scale = largest / 448
-        tensors[name] = quantize_static(weight, scale)
-        tensors[f"{module}.weight_scale"] = scale.clone()
-        if is_static:
-            tensors[f"{module}.input_scale"] = torch.tensor(_ACTIVATION_RANGE / 448)
-    if is_static:
-        for layer in range(num_layers):
-            attention = f"model.layers.{layer}.self_attn"
-            tensors[f"{attention}.k_proj.k_scale"] = torch.tensor(_CACHE_RANGE / 448)
-            tensors[f"{attention}.v_proj.v_scale"] = torch.tensor(_CACHE_RANGE / 448)
-
-
-def _quantization(*, is_static: bool) -> dict[str, Any]:
-    number = {"num_bits": 8, "type": "float"}
-    weights = {**number, "dynamic": False, "strategy": "tensor" if is_static else "channel"}
-    inputs = {**number, "dynamic": not is_static}
-    inputs["strategy"] = "tensor" if is_static else "token"
-    group = {"input_activations": inputs, "weights": weights, "targets": ["Linear"]}
-    document: dict[str, Any] = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-    if is_static:
-        document["kv_cache_scheme"] = {**number, "dynamic": False, "strategy": "tensor"}
-    return document
