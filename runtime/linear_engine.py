@@ -133,12 +133,13 @@ class LinearExecutable(CudaExecutable):
         return DeviceLogits(self.logits[: step.num_rows], self.queue)
 
     def _is_repeated(self, group: Group, step: StepInputs) -> bool:
-        """Whether such a group comes back, and its logits lie as the step wants them."""
-        return group.length <= self._most_repeated and group.is_whole(step.num_rows)
+        """Whether such a group comes back, with its logits as the step wants them, and has a
+        context whose shapes no other step changes under its graph."""
+        is_short = group.length <= self._most_repeated and group.is_whole(step.num_rows)
+        return is_short and self._plans.keep(PIECE, group.sizes)
 
     def _run_group(self, group: Group, inputs: Mapping[str, int], step: StepInputs) -> None:
-        batch, num_rows = len(group.requests), len(group.rows)
-        sizes = {"batch": batch, "length": group.length, "rows": num_rows, "drafts": num_rows - 1}
+        sizes = group.sizes
         addresses = {**self._fixed, **inputs, **self._cache_addresses(group.first_slot)}
         addresses |= {name: tensor.data_ptr() for name, tensor in self._outputs.items()}
         is_in_place = group.is_whole(step.num_rows)
@@ -150,12 +151,11 @@ class LinearExecutable(CudaExecutable):
                 name, dims = binding["name"], binding["shape"]
                 known[name] = tuple(sizes[d] if isinstance(d, str) else d for d in dims)
         names = [binding["name"] for binding in self._bindings]
-        is_repeated = group.length <= self._most_repeated
-        context = self._plans.choose(PIECE, sizes, is_repeated=is_repeated)
+        context = self._plans.choose(PIECE, sizes)
         context.run(known, {name: addresses[name] for name in names}, self.queue.handle)
         if group.wanted and not is_in_place:
             rows = self.queue.to_device(torch.tensor(group.wanted, dtype=torch.int64))
-            self.logits.index_copy_(0, rows, self._outputs["logits"][: batch * num_rows])
+            self.logits.index_copy_(0, rows, self._outputs["logits"][: len(rows)])
 
     def _cache_addresses(self, first_slot: int) -> dict[str, int]:
         """Both caches of every layer from a slot on; an output is its input's memory."""

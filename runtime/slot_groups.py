@@ -25,6 +25,12 @@ class Group:
     rows: tuple[int, ...]
     wanted: tuple[int, ...]  # rows of the step's logits, in the group's order; () if none is
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The dimensions of the plan's bindings."""
+        batch, rows = len(self.requests), len(self.rows)
+        return {"batch": batch, "length": self.length, "rows": rows, "drafts": rows - 1}
+
     def is_whole(self, num_rows: int) -> bool:
         """Whether its logits are the step's `num_rows` as they are."""
         return self.wanted == tuple(range(num_rows))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 ADDRESS_ALIGNMENT = 256  # bytes, of every binding and of scratch memory (TensorRT's documentation)
+KERNELS_OF_OWN_CONTEXTS = 2048  # in all contexts of one plan that have sizes of their own
 Shape = tuple[int, ...]
 Sizes = tuple[tuple[str, int], ...]
 
@@ -116,16 +117,23 @@ class PlanSet:
         for plan in self.plans.values():
             plan.keep_compiled()
 
-    def choose(self, piece: str, sizes: Mapping[str, int], *, is_repeated: bool = False) -> Context:
-        """The context that a step of these sizes runs in: one of its own if such steps come back,
-        which may be made now, and then must not be while a stream is captured."""
-        plan = self.plans[piece]
-        if not is_repeated:
-            return self._shared[piece, plan.choose_profile(sizes)]
-        key = (piece, tuple(sorted(sizes.items())))
-        if key not in self._own:
-            self._own[key] = self._make(plan, plan.choose_profile(sizes))
-        return self._own[key]
+    def keep(self, piece: str, sizes: Mapping[str, int]) -> bool:
+        """Whether steps of these sizes have a context of their own from now on; False where the
+        plan has as many as it may. It may be made now: not while a stream is captured."""
+        plan, key = self.plans[piece], (piece, tuple(sorted(sizes.items())))
+        if key in self._own:
+            return True
+        kernels = max(len(profile["layers"]) for profile in plan.piece.profiles)
+        have = sum(name == piece for name, _ in self._own)
+        if (have + 1) * kernels > KERNELS_OF_OWN_CONTEXTS:
+            return False
+        self._own[key] = self._make(plan, plan.choose_profile(sizes))
+        return True
+
+    def choose(self, piece: str, sizes: Mapping[str, int]) -> Context:
+        """The context that a step of these sizes runs in."""
+        own = self._own.get((piece, tuple(sorted(sizes.items()))))
+        return own or self._shared[piece, self.plans[piece].choose_profile(sizes)]
 
     def is_capturable(self, stream: int) -> bool:
         """Whether steps may be captured now."""

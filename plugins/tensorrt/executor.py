@@ -9,7 +9,7 @@ from llmctl.plugins.tensorrt.execution import Context, PlanSet, Shape
 from llmctl.plugins.tensorrt.opened import OpenedPlan
 
 if TYPE_CHECKING:
-    from llmctl.plugins.cuda.kernel import LaunchEnv, StepShape
+    from llmctl.plugins.cuda.kernel import LaunchEnv, StepLimits, StepShape
     from llmctl.plugins.program import Extent, OpCall
 
 
@@ -42,11 +42,10 @@ class PieceExecutor:
             binding: tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims)
             for binding, dims in plan.symbolic.items()
         }
-        # What graphs are captured of: generation, verification, and what a draft engine reads
-        # after all its drafts were accepted (runtime.graphs.Buckets).
-        is_repeated = shape.max_query_len <= max(env.limits.max_draft_len + 1, 2)
         wanted = {dim: sizes[dim] for dim in used}
-        context = self._plans.choose(name, wanted, is_repeated=is_repeated)
+        if _comes_back(shape, env.limits):
+            self._plans.keep(name, wanted)
+        context = self._plans.choose(name, wanted)
         return [_Run(context, shapes, _addresses(plan, call, env))]
 
 
@@ -64,6 +63,17 @@ class _Run:
 
     def __call__(self, stream: int) -> None:
         self._context.run(self._shapes, self._addresses, stream)
+
+
+def _comes_back(shape: StepShape, limits: StepLimits) -> bool:
+    """Whether graphs are captured of such steps: generation, verification and what a draft engine
+    reads after all its drafts were accepted, padded to a batch size (`runtime.graphs.Buckets`)."""
+    requests = shape.num_requests
+    is_short = shape.max_query_len <= max(limits.max_draft_len + 1, 2)
+    is_uniform = shape.num_tokens == requests * shape.max_query_len
+    is_padded = requests & (requests - 1) == 0 or requests == limits.max_batch_size
+    has_rows = shape.num_rows in (requests, shape.num_tokens)
+    return is_short and is_uniform and is_padded and has_rows
 
 
 def _addresses(plan: OpenedPlan, call: OpCall, env: LaunchEnv) -> dict[str, int]:

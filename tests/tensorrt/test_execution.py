@@ -81,7 +81,7 @@ def call_of(network: PieceNetwork, layer: int = 0) -> OpCall:
 @pytest.fixture
 def env() -> SimpleNamespace:
     arrays = {name: aligned(4096) for name in ("token_ids", "logit_rows")}
-    limits = SimpleNamespace(max_draft_len=4)
+    limits = SimpleNamespace(max_draft_len=4, max_batch_size=4)
     return SimpleNamespace(step=SimpleNamespace(**arrays), limits=limits)
 
 
@@ -171,6 +171,31 @@ def test_sizes_that_come_back_keep_contexts_whose_shapes_never_change(
         (run,) = executor.prepare(call, env, shape(tokens, 1))
         run(STREAM)
     assert len(module.contexts) == before + 3
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        StepShape(3, 3, 3, 1, 9),  # no batch that is padded to
+        StepShape(5, 2, 2, 4, 9),  # lengths differ
+        StepShape(6, 1, 1, 6, 9),  # longer than a verification
+        StepShape(2, 2, 0, 1, 9),  # no logits
+    ],
+)
+def test_sizes_that_may_be_anything_get_no_context_of_their_own(
+    found, module, networks, env
+) -> None:
+    executor = PieceExecutor(open_plans(module, networks))
+    before = len(module.contexts)
+    executor.prepare(call_of(networks["first"]), env, found)
+    assert len(module.contexts) == before
+
+
+def test_contexts_of_a_plan_with_many_kernels_are_few(module, networks, monkeypatch) -> None:
+    plans = open_plans(module, networks)
+    monkeypatch.setattr("llmctl.plugins.tensorrt.execution.KERNELS_OF_OWN_CONTEXTS", 2)
+    assert [plans.keep("first", {"tokens": n}) for n in (1, 2, 3, 2)] == [True, True, False, True]
+    assert plans.keep("last", {"tokens": 1, "rows": 1})
 
 
 def test_what_rtx_compiled_is_kept_for_the_next_process(
