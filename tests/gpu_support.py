@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from llmctl.plugins.cuda.compiler import compile_kernel
+from llmctl.plugins.cuda.driver import cuda_driver
+from llmctl.plugins.cuda.kernel import Launch
+
+_loaded: dict[str, object] = {}
 
 INPUT_SCALE = 32 / 448  # activations of the demo models stay below 32
 KV_SCALE = 16 / 448
@@ -36,3 +43,14 @@ def quantize(source: Path, folder: Path) -> Path:
     document = {"producer": {"name": "modelopt"}, "quantization": quantization}
     (folder / "hf_quant_config.json").write_text(json.dumps(document))
     return folder
+
+
+def execute(launches: Sequence[Launch]) -> None:
+    """Compile what is new, run the launches in order and wait."""
+    for launch in launches:
+        name = launch.spec.name
+        if name not in _loaded:
+            _loaded[name] = cuda_driver().load(compile_kernel(launch.spec))
+        stream = torch.cuda.current_stream().cuda_stream
+        cuda_driver().prepare(_loaded[name], launch.grid, launch.arguments, True)(stream)
+    torch.cuda.synchronize()

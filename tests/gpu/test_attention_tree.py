@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_support import FP8, World, same_bits, weight_rounding
-from test_attention_exact import execute
+from gpu_support import execute
 
 from llmctl.plugins.examples import Example
 from llmctl.plugins.paged_attention.reference import reference
