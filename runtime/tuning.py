@@ -7,7 +7,6 @@ budget of the steps to come, a whole number of blocks.
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Literal, Protocol
 
 from llmctl.errors import BadConfig
@@ -178,7 +177,7 @@ class KneeTuner:
         if len(self._seen) < self.STEPS:
             return
         index = self._to_measure.pop(0)
-        self._speeds[index] = median(self._seen)
+        self._speeds[index] = max(self._seen)  # what else runs on a machine makes steps slower only
         self._seen = []
         is_good = self._speeds[index] >= self.GIVE_UP * max(self._speeds.values())
         next_smaller = index + 1

@@ -16,13 +16,13 @@ MAX_SEQ_LEN = 640
 DRAFT_LEN = 4
 
 
-def build_pair(folder: Path) -> tuple[Executable, Executable]:
+def build_pair(folder: Path, hidden_size: int = 32) -> tuple[Executable, Executable]:
     """(target, draft); the draft is the target with noise on its weights, so that about half of
     its tokens stand."""
     engines = []
     for role in ("target", "draft"):
         checkpoint, engine = folder / f"{role}-hf", folder / role
-        _save(checkpoint, noise=0.0 if role == "target" else 0.2)
+        _save(checkpoint, 0.0 if role == "target" else 0.2, hidden_size)
         request = BuildRequest(
             max_batch_size=8,
             max_num_tokens=128,
@@ -35,11 +35,11 @@ def build_pair(folder: Path) -> tuple[Executable, Executable]:
     return engines[0], engines[1]
 
 
-def _save(folder: Path, noise: float) -> None:
+def _save(folder: Path, noise: float, hidden_size: int) -> None:
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,

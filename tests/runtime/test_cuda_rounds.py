@@ -7,6 +7,7 @@ in the step's arrays.
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -220,6 +221,44 @@ def test_rounds_give_the_plain_answer_beside_any_batch_mates(fake, device):
         assert sequence.finish_reason is reason is FinishReason.LENGTH
     assert harness.kv_cache.stats().used_num_blocks == 0
     assert device.capture.num_captured > 2
+
+
+class Lengths:
+    """0 to 3 drafts for everybody, decided anew before every round."""
+
+    def __init__(self) -> None:
+        self.common: int | None = 0
+        self.chance = random.Random(1)
+
+    def plan(self, generation) -> None:
+        self.common = self.chance.randint(0, DRAFT_LEN)
+
+    def of(self, sequence) -> int:
+        return self.common
+
+
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_the_draft_length_of_a_round_is_its_graphs(fake, make_engine, num_requests):
+    device = Device(make_engine)
+    harness = fake.Harness(
+        device.target,
+        device.drafter,
+        draft=device.draft,
+        runner=device.runner,
+        draft_lengths=Lengths(),
+    )
+    requests = [make_request(i, 70) for i in range(num_requests)]
+    sequences = [harness.add(request) for request in requests]
+    drafted = set()
+    while harness.scheduler.has_work:
+        drafted |= {commit.num_drafts for commit in harness.step().commits}
+    assert drafted == {0, 1, 2, 3}
+    for request, sequence in zip(requests, sequences, strict=True):
+        assert (
+            sequence.tokens[sequence.num_prompt_tokens :]
+            == fake.plain_answer(fake.Engine(), request)[0]
+        )
+    assert device.capture.num_captured >= 2 * DRAFT_LEN + 1
 
 
 def test_graphs_are_few_and_no_larger_than_the_memory_plan_says(fake, device, monkeypatch):
