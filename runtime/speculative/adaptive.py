@@ -37,7 +37,7 @@ EXPLORE = 48  # steps between looks at the next shorter and longer length
 GROWTH = 4  # times the drafts that a step may have over the most that was timed
 HORIZON = 64  # steps in which catching up must promise to pay
 FEW_TOKENS = 4  # a drafter that lacks no more of each sequence takes no longer for it
-REPLAN = 4  # steps for which lengths of each sequence's own stay
+REPLAN = 4  # steps for which a decision stays
 
 
 class AdaptiveLengths:
@@ -94,12 +94,17 @@ class AdaptiveLengths:
             return [0] * batch
         if self._credit is None:
             self._credit = START * plain_s
+        if self._num_steps % REPLAN and len(self._lengths) == batch:
+            last = [self._lengths.get(sequence.sequence_id, -1) for sequence in generation]
+            stays = self._lead > -LEASH * plain_s if self._is_on else max(last) == 0
+            if stays and min(last) >= 0:
+                return last
         most_drafts = self.costs.most_drafts(batch)
         if most_drafts == 0:
             return self._try(generation, plain_s)
         most = max(1, GROWTH * most_drafts // batch)
         acceptance = np.array([self._share(sequence) for sequence in generation])
-        lengths = self._best(generation, acceptance, min(self._most, most))
+        lengths = self._best(acceptance, min(self._most, most))
         gain = self._promise(acceptance, lengths)
         if self._is_on:
             if gain > 1 and self._lead > -LEASH * plain_s:
@@ -113,32 +118,22 @@ class AdaptiveLengths:
                 return lengths
         return self._try(generation, plain_s)
 
-    def _best(
-        self, generation: Items[Sequence], acceptance: NDArray[np.float64], most: int
-    ) -> list[int]:
+    def _best(self, acceptance: NDArray[np.float64], most: int) -> list[int]:
         """The best lengths that promise anything; zeros where none does."""
         batch = len(acceptance)
         candidates = [n for n in self._candidates if n <= most]
         best, rates = best_length(acceptance, candidates, self.costs)
         if not self._is_common:
-            return self._best_of_each(generation, acceptance, candidates, best)
+            return self._best_of_each(acceptance, candidates, best)
         if self._is_on and best and self._current in rates and best != self._current:
             best = best if rates[best] > MARGIN * rates[self._current] else self._current
         self._current = best
         return [self._explore(best, batch)] * batch
 
     def _best_of_each(
-        self,
-        generation: Items[Sequence],
-        acceptance: NDArray[np.float64],
-        candidates: list[int],
-        common: int,
+        self, acceptance: NDArray[np.float64], candidates: list[int], common: int
     ) -> list[int]:
-        batch, known = len(generation), self._lengths
-        if self._num_steps % REPLAN and self._is_on and len(known) == batch:
-            last = [known.get(sequence.sequence_id, -1) for sequence in generation]
-            if min(last) >= 0:
-                return last
+        batch = len(acceptance)
         plain_s, draft_s = self.costs.plain_s(batch) or 0.0, self.costs.draft_s(batch)
         best: NDArray[np.int64] = np.full(batch, common, np.int64)
         best_rate = rate(acceptance, best, self.costs)
