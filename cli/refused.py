@@ -65,8 +65,6 @@ _PARALLEL = "tensor, pipeline and expert parallelism are not available; an engin
 _BENCH_REASONS = {
     "model": "the engine names its model; give --engine-dir",
     "model-path": "the engine holds all it needs; give --engine-dir",
-    "max-batch-size": _ENGINE,
-    "max-num-tokens": _ENGINE,
     "max-seq-len": _ENGINE,
     "beam-width": _BEAM,
     "tp": _PARALLEL,

@@ -271,6 +271,16 @@ ContextChunking = Annotated[
         hidden=True,
     ),
 ]
+MaxBatchSize = Annotated[
+    int | None,
+    Option(
+        "--max-batch-size", min=1, help="Requests in a step; default: the engine's.", hidden=True
+    ),
+]
+MaxNumTokens = Annotated[
+    int | None,
+    Option("--max-num-tokens", min=1, help="Tokens of a step; default: the engine's.", hidden=True),
+]
 MaxStepMs = Annotated[
     str | None,
     Option(

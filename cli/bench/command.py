@@ -17,6 +17,7 @@ from typer import Option
 
 from llmctl.cli import run_options as option
 from llmctl.errors import BadConfig
+from llmctl.runtime.admission import CapacitySchedulerPolicy
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -94,6 +95,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "engine_dir": (option.EngineDir, _REQUIRED),
     "draft_engine": (option.DraftEngine, None),
     "draft_len": (option.DraftLen, None),
+    "adaptive_draft_len": (option.AdaptiveDraftLen, False),
     "draft_target_model_config": (option.DraftTargetModelConfig, None),
     "ngram_config": (option.NgramConfig, None),
     "baseline": (Baseline, False),
@@ -113,6 +115,10 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "kv_cache_free_gpu_mem_fraction": (FreeMemoryFraction, None),
     "kv_cache_enable_block_reuse": (EnableBlockReuse, False),
     "enable_chunked_context": (option.EnableChunkedContext, True),
+    "scheduler_policy": (option.SchedulerPolicy, CapacitySchedulerPolicy.GUARANTEED_NO_EVICT),
+    "max_batch_size": (option.MaxBatchSize, None),
+    "max_num_tokens": (option.MaxNumTokens, None),
+    "max_step_ms": (option.MaxStepMs, None),
     "num_threads": (option.NumThreads, None),
     "report": (Report, None),
     "trace": (Trace, None),
@@ -213,6 +219,8 @@ def _run(
     sweep = parse_sweep(given["sweep_draft_len"]) if given["sweep_draft_len"] else ()
     if sweep and given["draft_len"] is not None:
         raise BadConfig("--sweep-draft-len and --draft-len are both given")
+    if sweep and given["adaptive_draft_len"]:
+        raise BadConfig("--sweep-draft-len measures fixed lengths, without --adaptive-draft-len")
     draft_len = max(sweep) if sweep and given["draft_engine"] else given["draft_len"]
     speculation = parse_speculation(
         given["draft_engine"],
@@ -220,6 +228,8 @@ def _run(
         draft_len,
         given["ngram_config"],
     )
+    if given["adaptive_draft_len"] and speculation is None:
+        raise BadConfig("--adaptive-draft-len is given without a draft")
     seed = given["random_seed"]
     options = BenchOptions(
         command=command,
@@ -229,6 +239,11 @@ def _run(
             free_fraction=given["kv_cache_free_gpu_mem_fraction"],
             enable_block_reuse=given["kv_cache_enable_block_reuse"],
             enable_chunked_context=given["enable_chunked_context"],
+            adaptive_draft_len=given["adaptive_draft_len"],
+            scheduler_policy=given["scheduler_policy"],
+            max_batch_size=given["max_batch_size"],
+            max_num_tokens=given["max_num_tokens"],
+            max_step_ms=option.step_target(given["max_step_ms"]),
             num_threads=given["num_threads"],
         ),
         load=LoadOptions(

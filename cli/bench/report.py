@@ -78,6 +78,11 @@ def _load_json(options: BenchOptions, num_requests: int) -> dict[str, Any]:
         "random_seed": sampling.seed,
         "kv_cache_block_reuse": options.engines.enable_block_reuse,
         "chunked_context": options.engines.enable_chunked_context,
+        "adaptive_draft_len": options.engines.adaptive_draft_len,
+        "scheduler_policy": options.engines.scheduler_policy.value,
+        "max_batch_size": options.engines.max_batch_size,
+        "max_num_tokens": options.engines.max_num_tokens,
+        "max_step_ms": options.engines.max_step_ms,
     }
 
 

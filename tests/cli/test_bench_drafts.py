@@ -102,3 +102,20 @@ def test_impossible_sweeps_and_lots_are_refused_by_name(llmctl, engines, argv, e
     done = llmctl("bench", "latency", "--engine-dir", engines.target,
                   "--draft-engine", engines.draft, *argv)  # fmt: skip
     assert done.code and f"error[{error}]" in done.err and said in done.err and done.out == ""
+
+
+def test_the_load_runs_with_adaptive_drafts_limits_and_a_step_time(bench, drafted):
+    work = ["--target-input-len", 40, "--target-output-len", 12, "--num-requests", 4]
+    limits = ["--max_batch_size", 2, "--max_num_tokens", 64, "--max-step-ms", "auto"]
+    policy = ["--scheduler_policy", "max_utilization"]
+    report, _ = bench("throughput", *work, *drafted, "--adaptive-draft-len", *limits, *policy)
+    text = str(report)
+    assert "max_utilization" in text and "'max_batch_size': 2" in text and "auto" in text
+
+
+def test_a_sweep_and_adaptive_lengths_contradict(llmctl, engines):
+    done = llmctl(
+        "bench", "latency", "--engine-dir", engines.target, "--draft-engine", engines.draft,
+        "--sweep-draft-len", "1..3", "--adaptive-draft-len",
+    )  # fmt: skip
+    assert done.code == 2 and "adaptive" in done.err
