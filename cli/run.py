@@ -6,9 +6,10 @@ by name (cli/refused.py). Heavy imports happen after every option has been check
 
 from __future__ import annotations
 
+from llmctl.cli import engine_options as engine
 from llmctl.cli import run_options as option
 from llmctl.cli.argv import expand_lists
-from llmctl.cli.run_options import LogLevel, step_target
+from llmctl.cli.run_options import LogLevel
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.runtime.admission import CapacitySchedulerPolicy
 from llmctl.runtime.chunking import ContextChunkingPolicy
@@ -50,18 +51,18 @@ def run(
     end_id: option.EndId = None,
     stop_words: option.StopWords = None,
     bad_words: option.BadWords = None,
-    kv_cache_enable_block_reuse: option.EnableBlockReuse = True,
-    kv_cache_free_gpu_memory_fraction: option.FreeMemoryFraction = None,
-    max_tokens_in_paged_kv_cache: option.MaxTokens = None,
-    kv_cache_host_memory_bytes: option.HostMemoryBytes = None,
-    max_attention_window_size: option.AttentionWindows = None,
-    sink_token_length: option.SinkTokenLength = None,
-    enable_chunked_context: option.EnableChunkedContext = True,
-    scheduler_policy: option.SchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
-    context_chunking_policy: option.ContextChunking = (
+    kv_cache_enable_block_reuse: engine.EnableBlockReuse = True,
+    kv_cache_free_gpu_memory_fraction: engine.FreeMemoryFraction = None,
+    max_tokens_in_paged_kv_cache: engine.MaxTokens = None,
+    kv_cache_host_memory_bytes: engine.HostMemoryBytes = None,
+    max_attention_window_size: engine.AttentionWindows = None,
+    sink_token_length: engine.SinkTokenLength = None,
+    enable_chunked_context: engine.EnableChunkedContext = True,
+    scheduler_policy: engine.SchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+    context_chunking_policy: engine.ContextChunking = (
         ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
     ),
-    max_step_ms: option.MaxStepMs = None,
+    max_step_ms: engine.MaxStepMs = None,
     num_threads: option.NumThreads = None,
     tokenizer_dir: option.TokenizerDir = None,
     no_add_special_tokens: option.NoAddSpecialTokens = False,
@@ -123,7 +124,7 @@ def run(
             enable_chunked_context=enable_chunked_context,
             scheduler_policy=scheduler_policy,
             context_chunking_policy=context_chunking_policy,
-            max_step_ms=step_target(max_step_ms),
+            max_step_ms=engine.step_target(max_step_ms),
             num_threads=num_threads,
         ),
         prompts=PromptOptions(

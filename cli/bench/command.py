@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from llmctl.cli import engine_options as engine
 from llmctl.cli import run_options as option
 from llmctl.errors import BadConfig
 from llmctl.runtime.admission import CapacitySchedulerPolicy
@@ -114,11 +115,11 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "eos_id": (EosId, -1),
     "kv_cache_free_gpu_mem_fraction": (FreeMemoryFraction, None),
     "kv_cache_enable_block_reuse": (EnableBlockReuse, False),
-    "enable_chunked_context": (option.EnableChunkedContext, True),
-    "scheduler_policy": (option.SchedulerPolicy, CapacitySchedulerPolicy.GUARANTEED_NO_EVICT),
-    "max_batch_size": (option.MaxBatchSize, None),
-    "max_num_tokens": (option.MaxNumTokens, None),
-    "max_step_ms": (option.MaxStepMs, None),
+    "enable_chunked_context": (engine.EnableChunkedContext, True),
+    "scheduler_policy": (engine.SchedulerPolicy, CapacitySchedulerPolicy.GUARANTEED_NO_EVICT),
+    "max_batch_size": (engine.MaxBatchSize, None),
+    "max_num_tokens": (engine.MaxNumTokens, None),
+    "max_step_ms": (engine.MaxStepMs, None),
     "num_threads": (option.NumThreads, None),
     "report": (Report, None),
     "trace": (Trace, None),
@@ -243,7 +244,7 @@ def _run(
             scheduler_policy=given["scheduler_policy"],
             max_batch_size=given["max_batch_size"],
             max_num_tokens=given["max_num_tokens"],
-            max_step_ms=option.step_target(given["max_step_ms"]),
+            max_step_ms=engine.step_target(given["max_step_ms"]),
             num_threads=given["num_threads"],
         ),
         load=LoadOptions(

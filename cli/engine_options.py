@@ -1,0 +1,126 @@
+"""The options of memory and scheduling that `run` and the `bench` commands share.
+
+Written like those of `run_options.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from typer import Option
+
+from llmctl.errors import BadConfig
+from llmctl.runtime.admission import CapacitySchedulerPolicy
+from llmctl.runtime.chunking import ContextChunkingPolicy
+
+
+def step_target(text: str | None) -> float | Literal["auto"] | None:
+    """The value of --max-step-ms. Raises BadConfig."""
+    if text is None or text == "auto":
+        return None if text is None else "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise BadConfig(f"--max-step-ms is {text!r}; it must be a time or auto") from None
+
+
+EnableBlockReuse = Annotated[
+    bool,
+    Option(
+        "--kv-cache-enable-block-reuse/--no-kv-cache-enable-block-reuse",
+        help="Keep KV blocks of shared prefixes.",
+        show_default="on",
+        hidden=True,
+    ),
+]
+FreeMemoryFraction = Annotated[
+    float | None,
+    Option(
+        "--kv-cache-free-gpu-memory-fraction",
+        help="Both KV caches' share of the memory that weights and activations leave free, at "
+        "most; default 0.9 on a GPU, 0.5 of RAM.",
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    Option(
+        "--max-tokens-in-paged-kv-cache",
+        min=1,
+        help="Upper bound of the KV cache in tokens; the smaller bound counts.",
+        hidden=True,
+    ),
+]
+HostMemoryBytes = Annotated[
+    int | None,
+    Option(
+        "--kv-cache-host-memory-bytes",
+        min=1,
+        help="Host memory for evicted KV blocks, which come back when they are hit; default: none.",
+        hidden=True,
+    ),
+]
+AttentionWindows = Annotated[
+    list[int] | None,
+    Option(
+        "--max-attention-window-size",
+        min=1,
+        help="Tokens that a layer sees: one size for all, or a list that is repeated over the "
+        "layers; default: the model's own.",
+        hidden=True,
+    ),
+]
+SinkTokenLength = Annotated[
+    int | None,
+    Option(
+        "--sink-token-length",
+        min=1,
+        help="First tokens that every window keeps, and counts; default: none.",
+        hidden=True,
+    ),
+]
+EnableChunkedContext = Annotated[
+    bool,
+    Option(
+        "--enable-chunked-context/--no-enable-chunked-context",
+        help="Long prompts enter in chunks beside running requests.",
+        show_default="on",
+        hidden=True,
+    ),
+]
+SchedulerPolicy = Annotated[
+    CapacitySchedulerPolicy,
+    Option(
+        "--scheduler-policy",
+        help="Start requests when they fit to their end; when they fit now, pausing some where the "
+        "KV cache runs out; or batch after batch.",
+        hidden=True,
+    ),
+]
+ContextChunking = Annotated[
+    ContextChunkingPolicy,
+    Option(
+        "--context-chunking-policy",
+        help="Prompts that do not fit a step enter one after the other, or side by side.",
+        hidden=True,
+    ),
+]
+MaxBatchSize = Annotated[
+    int | None,
+    Option(
+        "--max-batch-size", min=1, help="Requests in a step; default: the engine's.", hidden=True
+    ),
+]
+MaxNumTokens = Annotated[
+    int | None,
+    Option("--max-num-tokens", min=1, help="Tokens of a step; default: the engine's.", hidden=True),
+]
+MaxStepMs = Annotated[
+    str | None,
+    Option(
+        "--max-step-ms",
+        metavar="MS|auto",
+        help="Shrink prompt chunks until a step takes no longer, or (auto) as far as throughput "
+        "does not suffer; default: largest chunks.",
+        hidden=True,
+    ),
+]
