@@ -1,6 +1,6 @@
 // Paged attention of requests with few tokens, for the shortest time from the cache to the output.
 //
-// Computes the same bits as the Triton kernels of this folder (triton_kernel.py says how): tiles of
+// Computes the same bits as the Triton kernels of this folder (triton_state.py says how): tiles of
 // KEYS keys at fixed positions, one online softmax per unit of tiles (tiles.py), units merged from
 // left to right. The tensor-core instruction, the order of its steps, the order of a row's sum
 // (ascending keys of a thread, then lanes 2 and 1 apart) and every fused multiply-add are those.

@@ -38,7 +38,8 @@ _ROWS = 64  # generation: rows of a thread block, one tensor-core instruction hi
 _MERGED_ROWS = 4  # rows that one pass of a merge takes
 _PARTIAL_BYTES = 64 << 20  # partial results of split requests; what does not fit is not split
 _MIN_REQUESTS = 64  # context: with fewer the compiler takes more registers than there are
-_SOURCE = "llmctl.plugins.paged_attention.triton_kernel"
+_GENERATION = "llmctl.plugins.paged_attention.triton_generation"
+_CONTEXT = "llmctl.plugins.paged_attention.triton_context"
 
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
@@ -190,7 +191,7 @@ def _generation_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     names, constants = _variant(call, limits)
     return KernelSpec(
         name=".".join(["paged_attention.generation", *names] + [f"tree{words}"] * (words > 0)),
-        source=f"{_SOURCE}:generation",
+        source=f"{_GENERATION}:generation",
         arguments=(
             *_pointers(call, limits),
             *("*i32", "*fp32", "*fp32", "*i32"),
@@ -221,7 +222,7 @@ def _context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     requests = max(_MIN_REQUESTS, 1 << (limits.max_batch_size - 1).bit_length())
     return KernelSpec(
         name=".".join(["paged_attention.context", *names, f"b{requests}"]),
-        source=f"{_SOURCE}:context",
+        source=f"{_CONTEXT}:context",
         arguments=(*_pointers(call, limits), "fp32", *["i32"] * 3),
         constants={**constants, "ROWS": _context_rows(call), "MAX_REQUESTS": requests},
         num_warps=_context_rows(call) // 16,
