@@ -39,10 +39,10 @@ from llmctl.runtime.graphs import (
 )
 from llmctl.runtime.round_state import RoundUpload
 from llmctl.runtime.rounds import RoundReport, RoundResult
-from llmctl.runtime.synthetic import DeviceLots, SyntheticAcceptance
+from llmctl.runtime.synthetic import LOT_LAUNCHES, DeviceLots, SyntheticAcceptance
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
-LAUNCHES_A_STEP = 6  # beside the operators: feeding it, drawing from its logits, acceptance
+LAUNCHES_A_STEP = 6  # beside the operators: feeding it, drawing from its logits (4), acceptance
 
 Events = tuple[Event, Event, Event]
 
@@ -103,13 +103,15 @@ class CudaRoundRunner:
                 for vocab in {engine.vocab_size for engine in engines}
             }
             self._lots = DeviceLots(acceptance, device) if acceptance is not None else None
-        self._graphs: GraphCache[tuple[str, _Shape]] = GraphCache(
-            partial(
-                capture_when,
-                lambda: all(engine.is_capturable() for engine in engines),
-                capture or partial(capture_graph, self._queue),
-            )
+        capture = partial(
+            capture_when,
+            lambda: all(engine.is_capturable() for engine in engines),
+            capture or partial(capture_graph, self._queue),
         )
+        # Adaptive draft lengths verify more shapes than they draft, so each kind has its own bound.
+        max_graphs = round_graphs(draft is not None)
+        self._draft_graphs: GraphCache[_Shape] = GraphCache(capture, max_graphs)
+        self._verify_graphs: GraphCache[_Shape] = GraphCache(capture, max_graphs)
         self._num_started = 0
         self._num_requests = 0
         self._is_greedy = True
@@ -142,9 +144,9 @@ class CudaRoundRunner:
         with device_errors("running a round"), self._queue.scope():
             events[0].record()
             if self._draft is not None and draft_len:
-                self._graphs.run(("draft", shape), lambda: self._draft_loop(shape))
+                self._draft_graphs.run(shape, lambda: self._draft_loop(shape))
             events[1].record()
-            self._graphs.run(("verify", shape), lambda: self._verify(shape))
+            self._verify_graphs.run(shape, lambda: self._verify(shape))
             events[2].record()
         slot = self._num_started % RING_SLOTS
         self._in_flight.append(_InFlight(slot, self._num_requests, *events))
@@ -272,9 +274,13 @@ class CudaRoundRunner:
         return began, drafted, ended
 
 
-def graph_launches(num_ops: int, num_steps: int, has_draft: bool) -> int:
-    """Launches in all graphs that a runner keeps of one engine, at most: `num_steps` steps of
-    `num_ops` operators a graph. Every round runs one graph of each engine, so with a draft engine
-    each has half of them."""
-    graphs = MAX_GRAPHS // 2 if has_draft else MAX_GRAPHS
-    return graphs * num_steps * (num_ops + LAUNCHES_A_STEP)
+def round_graphs(has_draft: bool) -> int:
+    """Graphs of one kind, of drafting or of verification, that a runner keeps at most."""
+    return MAX_GRAPHS // 2 if has_draft else MAX_GRAPHS
+
+
+def graph_launches(num_kernels: int, num_steps: int, has_draft: bool) -> int:
+    """Launches in all graphs that a runner keeps of one engine, at most: `num_steps` steps of up
+    to `num_kernels` kernels a graph, and what forces acceptance by lot."""
+    launches = num_steps * (num_kernels + LAUNCHES_A_STEP) + LOT_LAUNCHES
+    return round_graphs(has_draft) * launches

@@ -21,7 +21,7 @@ from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.program import StepInputs
 
 MIN_KV_BUCKET = 1024  # tokens; shorter contexts share its grids, whose idle blocks exit at once
-MAX_GRAPHS = 24  # kept by a cache, least recently used out first; the memory plan counts on it
+MAX_GRAPHS = 24  # of an engine's own steps, and of its rounds; the memory plan counts on it
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -105,12 +105,16 @@ class Replayable(Protocol):
 
 
 class GraphCache(Generic[Key]):
-    """Graphs by what they were captured for. The first time a key is run its work is launched
-    directly and captured behind that, so no step waits for a capture and nothing is allocated or
-    set up while one is under way. A graph that goes out while the device runs it ends first."""
+    """Graphs by what they were captured for, at most `max_graphs`, the least recently used out
+    first. The first time a key is run its work is launched directly and captured behind that, so no
+    step waits for a capture and nothing is allocated or set up while one is under way. A graph that
+    goes out while the device runs it ends first."""
 
-    def __init__(self, capture: Callable[[Callable[[], None]], Replayable]) -> None:
+    def __init__(
+        self, capture: Callable[[Callable[[], None]], Replayable], max_graphs: int = MAX_GRAPHS
+    ) -> None:
         self._capture = capture
+        self._max_graphs = max_graphs
         self._graphs: OrderedDict[Key, Replayable] = OrderedDict()
 
     def __len__(self) -> int:
@@ -124,7 +128,7 @@ class GraphCache(Generic[Key]):
             graph.replay()
             return
         record()
-        if len(self._graphs) >= MAX_GRAPHS:  # out before in: never more than the plan counts
+        if len(self._graphs) >= self._max_graphs:  # out before in: never more than the plan counts
             self._graphs.popitem(last=False)
         self._graphs[key] = self._capture(record)
 

@@ -102,6 +102,9 @@ class SyntheticDrafter:
         self._drafter.release(sequence)
 
 
+LOT_LAUNCHES = 24  # kernels that `force` enqueues, at most
+
+
 class DeviceLots:
     """The same lots where a device accepts by itself: it rewrites what the target drew."""
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from llmctl.builder.engine_format import TENSORRT_OP, EngineConfig, Plan, TrtPiece
+from llmctl.builder.engine_format import (
+    TENSORRT_OP,
+    EngineConfig,
+    Plan,
+    PlanOp,
+    TrtPiece,
+)
 from llmctl.plugins.cuda.compiler import CompiledKernel, uses_pdl
 from llmctl.plugins.cuda.kernel import NUM_SMS, StepLimits
 from llmctl.plugins.cuda.program import CudaProgram
@@ -94,7 +100,13 @@ def kernels_a_step(plan: Plan) -> int:
         piece.name: max(len(profile["layers"]) for profile in piece.profiles)
         for piece in plan.trt_pieces
     }
-    return sum(inside.get(str(op.attributes.get("piece")), 1) for op in plan.ops)
+    return sum(inside.get(str(op.attributes.get("piece")), most_launches(op)) for op in plan.ops)
+
+
+def most_launches(op: PlanOp) -> int:
+    """Kernels of ours that an operator launches at most: attention to chunks and to single tokens
+    are two, and so are a norm and its product in steps too large to have them in one."""
+    return 2 if op.op == "paged_attention" or "norm_weight" in op.inputs else 1
 
 
 def plan_scratch_bytes(plan: Plan) -> int:

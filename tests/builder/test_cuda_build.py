@@ -26,7 +26,12 @@ from llmctl.cli.main import execute
 from llmctl.errors import CheckpointNotFound, UnknownQuantization, Unsupported
 from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.cuda.cubin import read_cubin
+from llmctl.plugins.cuda.kernel import StepShape
+from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.packed_linear import layout
+from llmctl.runtime.cuda_engine import step_limits as step_limits_of
+from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.tensorrt_open import kernels_a_step
 
 # 5 heads of 80 leave padding in the last row tile, and so does a vocabulary of 131.
 SMALL = {
@@ -146,6 +151,41 @@ def test_every_linear_is_packed_and_fused_as_far_as_there_are_kernels(case, cuda
     assert ops_of(plan) == wanted
     assert plan.ops[-1].op == "packed_linear" and plan.ops[-1].outputs["out"] == plan.logits
     assert "linear" not in {op.op for op in plan.ops}
+
+
+class NoDriver:
+    """A driver that prepares launches and does nothing else."""
+
+    def make_current(self) -> None: ...
+
+    def load(self, kernel: CompiledKernel) -> CompiledKernel:
+        return kernel
+
+    def make_event(self) -> None: ...
+
+    def prepare(self, *launch: object) -> Callable[[int], None]:
+        return lambda stream: None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_step_launches_more_kernels_than_the_memory_plan_counts(
+    case, cuda_engines, monkeypatch
+) -> None:
+    plan, tensors = open_engine(cuda_engines(case))
+    config = read_engine_config(cuda_engines(case))
+    arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
+    calls = make_calls(plan, bind_plan(plan, tensors, arena))
+    monkeypatch.setattr(CudaProgram, "_find", lambda self, spec: spec)
+    limits = step_limits_of(config, plan)
+    cache_type: torch.dtype = getattr(torch, plan.kv_cache.dtype)
+    program = CudaProgram(calls, [], limits, "cpu", NoDriver())
+    program.bind_kv_cache(torch.zeros(kv_cache_shape(plan, 4), dtype=cache_type))
+    most = 0
+    for tokens in (1, 2, 4, 8, 16, 31, 48):
+        for rows in {1, tokens if tokens <= limits.max_num_rows else 1}:
+            shape = StepShape(tokens, 1, rows, tokens, 96)
+            most = max(most, sum(1 for _ in program._work(shape)))
+    assert len(plan.ops) <= most <= kernels_a_step(plan)
 
 
 def test_each_plugin_option_takes_its_fusion_apart(checkpoints, build_engine) -> None:

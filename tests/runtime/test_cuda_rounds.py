@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 from cuda_support import FakeCapture, FakeGraph, launch_sampling
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from llmctl.errors import DeviceFailure, OutOfMemory
 from llmctl.plugins.cuda.kernel import DeviceStep, StepLimits
@@ -25,7 +27,6 @@ from llmctl.plugins.cuda.queue import DeviceQueue, HostEvent
 from llmctl.plugins.rounds import reference
 from llmctl.plugins.rounds.state import RoundState
 from llmctl.plugins.sampling.reference import ReferenceSampling
-from llmctl.runtime import graphs
 from llmctl.runtime.core import FinishReason, Request, SamplingConfig
 from llmctl.runtime.cuda_rounds import CudaRoundRunner, graph_launches
 from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
@@ -133,9 +134,10 @@ class Capture(FakeCapture):
         self.num_captured = 0
         self.alive: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
         self.launches: weakref.WeakKeyDictionary[FakeGraph, int] = weakref.WeakKeyDictionary()
+        self.drafting: weakref.WeakSet[FakeGraph] = weakref.WeakSet()  # those of the last program
 
     def __call__(self, record) -> FakeGraph:
-        before = sum(program.num_launches for program in self.programs)
+        before = [program.num_launches for program in self.programs]
         graph = Hashed(record)
         self.num_captured += 1
         self.alive.add(graph)
@@ -147,8 +149,17 @@ class Capture(FakeCapture):
         for program, launch in zip(self.programs, saved, strict=True):
             del program.enqueue
             program.launch = launch
-        self.launches[graph] = sum(p.num_launches for p in self.programs) - before
+        added = [p.num_launches - count for p, count in zip(self.programs, before, strict=True)]
+        self.launches[graph] = sum(added)
+        if len(added) > 1 and added[1]:
+            self.drafting.add(graph)
         return graph
+
+    def launches_alive(self, is_draft: bool) -> list[int]:
+        """Of each graph of drafting, or of verification."""
+        return [
+            count for graph, count in self.launches.items() if (graph in self.drafting) == is_draft
+        ]
 
 
 class Hashed(FakeGraph):
@@ -224,14 +235,15 @@ def test_rounds_give_the_plain_answer_beside_any_batch_mates(fake, device):
 
 
 class Lengths:
-    """0 to 3 drafts for everybody, decided anew before every round."""
+    """0 to 3 drafts for everybody, decided anew before every round, or those of `choices`."""
 
-    def __init__(self) -> None:
+    def __init__(self, choices=range(DRAFT_LEN + 1), seed: int = 1) -> None:
         self.common: int | None = 0
-        self.chance = random.Random(1)
+        self.choices = tuple(choices)
+        self.chance = random.Random(seed)
 
     def plan(self, generation) -> None:
-        self.common = self.chance.randint(0, DRAFT_LEN)
+        self.common = self.chance.choice(self.choices)
 
     def of(self, sequence) -> int:
         return self.common
@@ -261,9 +273,12 @@ def test_the_draft_length_of_a_round_is_its_graphs(fake, make_engine, num_reques
     assert device.capture.num_captured >= 2 * DRAFT_LEN + 1
 
 
-def test_graphs_are_few_and_no_larger_than_the_memory_plan_says(fake, device, monkeypatch):
-    monkeypatch.setattr(graphs, "MAX_GRAPHS", 4)
+@pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "plain"])
+def test_graphs_are_few_and_no_larger_than_the_memory_plan_says(
+    fake, make_engine, monkeypatch, with_draft
+):
     monkeypatch.setattr("llmctl.runtime.cuda_rounds.MAX_GRAPHS", 4)
+    device = Device(make_engine, with_draft)
     harness = fake.Harness(device.target, device.drafter, draft=device.draft, runner=device.runner)
     # batches of up to 1, 2, 4 and 8 requests, all greedy or mixed
     for indices in ((0,), (1,), (0, 3), (1, 3), (0, 3, 6, 9), (1, 2, 3, 4), range(8), (0,)):
@@ -278,6 +293,37 @@ def test_graphs_are_few_and_no_larger_than_the_memory_plan_says(fake, device, mo
             planned += graph_launches(1, DRAFT_LEN, True)
         assert sum(device.capture.launches.values()) <= planned
     assert device.capture.num_captured > 4
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    max_graphs=st.sampled_from([2, 4, 6]),
+    choices=st.sets(st.integers(0, DRAFT_LEN), min_size=1),
+    batches=st.lists(st.integers(1, 8), min_size=3, max_size=5),
+    seed=st.integers(0, 99),
+)
+def test_adaptive_lengths_keep_each_engines_graphs_within_its_plan(
+    fake, make_engine, monkeypatch, max_graphs, choices, batches, seed
+):
+    monkeypatch.setattr("llmctl.runtime.cuda_rounds.MAX_GRAPHS", max_graphs)
+    device = Device(make_engine)
+    harness = fake.Harness(
+        device.target,
+        device.drafter,
+        draft=device.draft,
+        runner=device.runner,
+        draft_lengths=Lengths(sorted(choices), seed),
+    )
+    capture = device.capture
+    for count in batches:
+        for index in range(count):
+            harness.add(make_request(index))
+        while harness.scheduler.has_work:
+            harness.step()
+            for is_draft, steps in ((False, 1), (True, DRAFT_LEN)):
+                launches = capture.launches_alive(is_draft)
+                assert sum(launches) <= graph_launches(1, steps, True)
+                assert len(launches) <= max_graphs // 2
 
 
 def test_the_memory_plan_counts_the_requests_state():

@@ -113,9 +113,9 @@ def test_context_lengths_share_few_buckets() -> None:
 class Log:
     """Enqueues and graphs as a list of words."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_graphs: int = graphs.MAX_GRAPHS) -> None:
         self.words: list[str] = []
-        self.cache = GraphCache(self.capture)
+        self.cache = GraphCache(self.capture, max_graphs)
 
     def run(self, found: StepShape) -> None:
         self.cache.run(found, lambda: self.enqueue(found))
@@ -147,9 +147,8 @@ def test_a_shape_runs_directly_then_is_captured_then_replayed() -> None:
     assert log.words[-2:] == ["enqueue 4", "capture 4"]
 
 
-def test_the_graph_not_used_for_longest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
-    log = Log()
+def test_the_graph_not_used_for_longest_goes_first() -> None:
+    log = Log(max_graphs=2)
     for query in (1, 2, 1, 3, 1, 2):
         log.run(shape(1, query))
     assert log.words[-3:] == ["replay 1", "enqueue 2", "capture 2"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmctl.errors import BadConfig
 from llmctl.plugins.rounds import reference
@@ -13,7 +14,7 @@ from llmctl.plugins.sampling.reference import ReferenceSampling
 from llmctl.runtime.core import Request, Sequence
 from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
-from llmctl.runtime.synthetic import DeviceLots, SyntheticAcceptance, SyntheticDrafter
+from llmctl.runtime.synthetic import LOT_LAUNCHES, DeviceLots, SyntheticAcceptance, SyntheticDrafter
 
 RATES = (0.9, 0.6, 0.6, 0.1)
 
@@ -71,6 +72,21 @@ def test_rounds_keep_drafts_by_lot_whatever_the_target_says(fake, agreement):
     assert len(full) > 400  # the last rounds of an output draft less
     for position, rate in enumerate(RATES):
         assert np.mean(np.array(full) > position) == pytest.approx(rate, abs=0.05)
+
+
+def test_the_memory_plan_counts_the_kernels_that_force_acceptance():
+    class Count(TorchDispatchMode):
+        num_ops = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Count.num_ops += 1  # views too, which launch nothing
+            return func(*args, **(kwargs or {}))
+
+    state = RoundState.allocate(8, 4, "cpu")
+    lots = DeviceLots(SyntheticAcceptance(RATES, seed=5), "cpu")
+    with Count():
+        lots.force(state, 8, 4)
+    assert 10 < Count.num_ops <= LOT_LAUNCHES
 
 
 @pytest.mark.parametrize("agrees", [True, False])
