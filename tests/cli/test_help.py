@@ -36,7 +36,8 @@ def _options(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=NAMES)
-def test_help_fits_one_screen(llmctl, path):
+def test_help_fits_one_screen(llmctl, monkeypatch, path):
+    monkeypatch.setenv("COLUMNS", str(SCREEN_COLUMNS))  # whatever terminal the tests run in
     lines = llmctl(*path, "--help").out.splitlines()
     assert len(lines) <= SCREEN_LINES
     assert max(map(len, lines)) <= SCREEN_COLUMNS
