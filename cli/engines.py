@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from llmctl.runtime.cuda_open import OpenedPair
     from llmctl.runtime.engine import Executable
     from llmctl.runtime.executor import Executor
+    from llmctl.runtime.kv_cache import AttentionWindow
     from llmctl.runtime.memory import KvCachePlan
     from llmctl.runtime.rounds import RoundRunner
     from llmctl.runtime.speculative.drafter import Drafter
@@ -103,6 +104,7 @@ class OpenEngines:
 
     def _open_on_cpu(self, options: EngineOptions, draft_dir: Path | None) -> None:
         from llmctl.runtime.engine import open_executable
+        from llmctl.runtime.kv_cache import most_step_tokens
         from llmctl.runtime.memory import DEFAULT_FREE_FRACTION, plan_kv_cache
 
         if options.num_threads is not None:
@@ -118,6 +120,8 @@ class OpenEngines:
             self.draft,
             free_fraction=DEFAULT_FREE_FRACTION if fraction is None else fraction,
             max_tokens=options.max_tokens,
+            window=self._window(),
+            max_step_tokens=most_step_tokens(self.target.max_num_tokens, self.checked.draft_len),
         )
 
     def _open_on_device(
@@ -161,13 +165,12 @@ class OpenEngines:
 
         options = self.checked.options
         speculation = options.speculation if is_speculative else None
-        plans = [engine.plan for engine in (self.target, self.draft) if engine is not None]
         config = ExecutorConfig(
             kv_cache=KvCacheConfig(
                 num_blocks=self.kv_plan.num_blocks,
                 enable_block_reuse=options.enable_block_reuse,
                 num_host_blocks=host_blocks(self.kv_plan, options.host_memory_bytes),
-                window=cache_window(plans, options.windows, self.target.max_seq_len),
+                window=self._window(),
             ),
             scheduler=SchedulerConfig(
                 options.scheduler_policy,
@@ -189,6 +192,11 @@ class OpenEngines:
             self._sampling(),
             self._round_runner(speculation, count, acceptance),
         )
+
+    def _window(self) -> AttentionWindow | None:
+        """What no layer of either engine sees any more may leave the cache."""
+        plans = [engine.plan for engine in (self.target, self.draft) if engine is not None]
+        return cache_window(plans, self.checked.options.windows, self.target.max_seq_len)
 
     def _sampling(self) -> SamplingBackend:
         """The sampling of the engines' backend."""

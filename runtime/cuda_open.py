@@ -25,11 +25,13 @@ from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.sampling.cuda import MAX_ROWS, CudaSampling, scratch_bytes
+from llmctl.runtime.attention_windows import WindowOptions, cache_window
 from llmctl.runtime.cuda_engine import CudaExecutable
 from llmctl.runtime.cuda_rounds import graph_launches
 from llmctl.runtime.device import require_device
 from llmctl.runtime.engine import kv_bytes_per_block
 from llmctl.runtime.graphs import MAX_GRAPHS
+from llmctl.runtime.kv_cache import most_step_tokens
 from llmctl.runtime.loading import LoadReport, allocated_bytes, load_weights
 from llmctl.runtime.memory import (
     DEFAULT_DEVICE_FRACTION,
@@ -178,7 +180,8 @@ def plan_pair(
         require_device(file.config)
     limits = target.config.build_config
     draft_len = int(limits["max_draft_len"])
-    sampling = sampling_bytes([file.plan for file in files])
+    plans = [file.plan for file in files]
+    sampling = sampling_bytes(plans)
     sampling += state_bytes(int(limits["max_batch_size"]), draft_len)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     memory = plan_device(
@@ -188,6 +191,8 @@ def plan_pair(
         total_bytes=total_bytes,
         free_fraction=DEFAULT_DEVICE_FRACTION if free_fraction is None else free_fraction,
         max_tokens=max_tokens,
+        window=cache_window(plans, WindowOptions(), int(limits["max_seq_len"])),
+        max_step_tokens=most_step_tokens(target.plan.max_num_tokens, draft_len),
     )
     return PlannedPair(target, draft, memory, torch.cuda.get_device_name())
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llmctl.errors import BadConfig, OutOfMemory
+from llmctl.runtime.kv_cache import AttentionWindow
 
 DEFAULT_FREE_FRACTION = 0.5  # of the memory that is free now; a CPU shares it with everything else
 
@@ -57,22 +58,29 @@ def plan_kv_cache(
     free_fraction: float = DEFAULT_FREE_FRACTION,
     max_tokens: int | None = None,
     free_bytes: int | None = None,
+    window: AttentionWindow | None = None,
+    max_step_tokens: int = 0,
 ) -> KvCachePlan:
     """Blocks for both caches: the smallest of what memory, `max_tokens` and the batch limit allow.
 
     The batch limit is twice max_batch_size full sequences: more can never be in use, the second
-    half leaves finished sequences in the cache for reuse. Raises BadConfig for a fraction outside
-    (0, 1) and OutOfMemory when not even one block fits; a sequence too long for the pool is
-    refused by the scheduler when it arrives.
+    half leaves finished sequences in the cache for reuse. With a `window` a long sequence holds a
+    ring of blocks, for steps of up to `max_step_tokens` of its tokens. Raises BadConfig for a
+    fraction outside (0, 1) and OutOfMemory when not even one block fits; a sequence too long for
+    the pool is refused by the scheduler when it arrives.
     """
     if not 0 < free_fraction < 1:
         raise BadConfig(f"the KV cache memory fraction is {free_fraction}; it must be in (0, 1)")
     free = free_memory_bytes() if free_bytes is None else free_bytes
     bytes_per_block = target.kv_bytes_per_block + (draft.kv_bytes_per_block if draft else 0)
     blocks_per_sequence = -(-target.max_seq_len // target.tokens_per_block)
+    num_null = 0  # blocks that stand for what rings have given back
+    if window is not None:
+        ring = window.most_blocks(max_step_tokens, target.tokens_per_block)
+        blocks_per_sequence, num_null = min(blocks_per_sequence, ring), 1
     limits = {
         "free memory": int(free * free_fraction) // bytes_per_block,
-        "max_batch_size": 2 * target.max_batch_size * blocks_per_sequence,
+        "max_batch_size": 2 * target.max_batch_size * blocks_per_sequence + num_null,
     }
     if max_tokens is not None:
         limits["max_tokens"] = max_tokens // target.tokens_per_block
@@ -181,6 +189,8 @@ def plan_device(
     total_bytes: int,
     free_fraction: float = DEFAULT_DEVICE_FRACTION,
     max_tokens: int | None = None,
+    window: AttentionWindow | None = None,
+    max_step_tokens: int = 0,
 ) -> DevicePlan:
     """Weights, activations and graphs first; both KV caches share what `free_fraction` of the rest
     and the other bounds of `plan_kv_cache` allow.
@@ -193,7 +203,13 @@ def plan_device(
     if left <= 0:
         raise _does_not_fit(engines, fixed, free_bytes, total_bytes)
     kv_cache = plan_kv_cache(
-        target, draft, free_fraction=free_fraction, max_tokens=max_tokens, free_bytes=left
+        target,
+        draft,
+        free_fraction=free_fraction,
+        max_tokens=max_tokens,
+        free_bytes=left,
+        window=window,
+        max_step_tokens=max_step_tokens,
     )
     return DevicePlan(engines, replace(kv_cache, free_bytes=free_bytes), total_bytes)
 

@@ -16,7 +16,7 @@ from llmctl.plugins.sampling.spec import SamplingBackend
 from llmctl.runtime.config import ExecutorConfig
 from llmctl.runtime.core import FinishReason, Request, Response, Sequence
 from llmctl.runtime.inbox import Inbox
-from llmctl.runtime.kv_cache import KvCacheEventManager, KvCacheManager
+from llmctl.runtime.kv_cache import KvCacheEventManager, KvCacheManager, most_step_tokens
 from llmctl.runtime.loop import Loop, StepReport, copy_blocks
 from llmctl.runtime.mailbox import Mailbox
 from llmctl.runtime.recorder import Recorder
@@ -62,7 +62,7 @@ class Worker:
             events=KvCacheEventManager(cache.event_buffer_max_size),
             window=cache.window,
             # A round on a device may be a whole round ahead of what the host has read.
-            max_step_tokens=max(target.max_num_tokens, 2 * drafter.max_draft_len + 3),
+            max_step_tokens=most_step_tokens(target.max_num_tokens, drafter.max_draft_len),
         )
         engine_limits = Limits(
             max_batch_size=target.max_batch_size,

@@ -15,7 +15,7 @@ from llmctl.runtime.kv_cache.events import KvCacheEvent, KvCacheEventManager
 from llmctl.runtime.kv_cache.manager import KvCacheManager, PrefixMatch
 from llmctl.runtime.kv_cache.moves import BlockCopy, CopyKind
 from llmctl.runtime.kv_cache.stats import KvCacheStats
-from llmctl.runtime.kv_cache.window import AttentionWindow, common_window
+from llmctl.runtime.kv_cache.window import AttentionWindow, common_window, most_step_tokens
 
 __all__ = [
     "AttentionWindow",
@@ -27,4 +27,5 @@ __all__ = [
     "KvCacheStats",
     "PrefixMatch",
     "common_window",
+    "most_step_tokens",
 ]

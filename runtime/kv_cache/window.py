@@ -54,6 +54,11 @@ class AttentionWindow:
         return -(-reach // tokens_per_block) + 1 + -(-self.sink_end // tokens_per_block)
 
 
+def most_step_tokens(max_num_tokens: int, max_draft_len: int) -> int:
+    """Tokens of one sequence that a step computes, or two rounds in flight, at most."""
+    return max(max_num_tokens, 2 * max_draft_len + 3)
+
+
 def common_window(windows: Iterable[Iterable[int]], sink_tokens: int = 0) -> AttentionWindow | None:
     """The window that holds for every layer of every engine, given theirs (0: full attention).
 

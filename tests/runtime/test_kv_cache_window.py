@@ -9,7 +9,13 @@ from kv_support import BLOCK, attached, make_sequence, num_cached, run_and_relea
 
 from llmctl.errors import BadConfig, OutOfMemory
 from llmctl.runtime.core import Request, SamplingConfig
-from llmctl.runtime.kv_cache import AttentionWindow, KvCacheManager, common_window
+from llmctl.runtime.kv_cache import (
+    AttentionWindow,
+    KvCacheManager,
+    common_window,
+    most_step_tokens,
+)
+from llmctl.runtime.memory import plan_kv_cache
 from llmctl.runtime.scheduler import CapacitySchedulerPolicy, SchedulerConfig
 from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
 
@@ -125,6 +131,49 @@ def test_a_prompt_longer_than_the_pool_runs_in_chunks_through_the_ring(windowed,
     sequence = harness.add(request)
     harness.run()
     assert sequence.tokens[1500:] == fake.plain_answer(target, request)[0]
+
+
+@pytest.mark.parametrize("agreement", [None, 0.8])
+def test_the_memory_plan_has_room_for_a_full_batch_of_rings_and_no_more_than_twice_that(
+    windowed, harness_of, agreement
+):
+    length, batch = 1600, 4
+    target = windowed(max_seq_len=length, max_batch_size=batch)
+    target.kv_bytes_per_block, target.max_draft_len = 1000, 4
+    draft, drafter = None, None
+    if agreement is not None:
+        draft = windowed(max_seq_len=length, agreement=agreement)
+        drafter = DraftTargetDrafter(draft, 4)
+    step_tokens = most_step_tokens(target.max_num_tokens, target.max_draft_len)
+    asked = {"free_bytes": 10**12, "window": ring(), "max_step_tokens": step_tokens}
+    plan = plan_kv_cache(target, None, **asked)
+    per_sequence = ring().most_blocks(step_tokens, BLOCK)
+    assert plan.num_blocks == 2 * batch * per_sequence + 1 < 2 * batch * length / BLOCK / 5
+    # Half of the plan, the half that is not there for reuse, runs the batch without a wait.
+    harness = harness_of(
+        target,
+        drafter,
+        draft=draft,
+        num_blocks=plan.num_blocks // 2 + 1,
+        window=ring(),
+        config=SchedulerConfig(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT),
+    )
+    prompt = tuple(int(i) for i in np.arange(600) * 7 % 23)
+    for index in range(batch):
+        harness.add(Request(prompt[index:], max_tokens=400))
+    is_full = False
+    while harness.scheduler.has_work:
+        harness.step()
+        is_full = is_full or harness.scheduler.num_active == batch
+    assert is_full
+
+
+def test_a_window_as_long_as_a_sequence_costs_no_more_than_the_sequence(windowed):
+    target = windowed(max_seq_len=40)
+    target.kv_bytes_per_block = 1000
+    wide = AttentionWindow(39)
+    plan = plan_kv_cache(target, None, free_bytes=10**12, window=wide, max_step_tokens=48)
+    assert plan.num_blocks == 2 * target.max_batch_size * 10 + 1
 
 
 def make_cache(num_blocks=40, **rest):

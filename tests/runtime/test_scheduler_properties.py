@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from llmctl.runtime.chunking import ContextChunkingPolicy
 from llmctl.runtime.core import FinishReason, Request, Sequence
-from llmctl.runtime.kv_cache import AttentionWindow, CopyKind, KvCacheManager
+from llmctl.runtime.kv_cache import AttentionWindow, CopyKind, KvCacheManager, most_step_tokens
 from llmctl.runtime.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
 from llmctl.runtime.scheduler import CapacitySchedulerPolicy, Limits, Scheduler, SchedulerConfig
 
@@ -283,7 +283,7 @@ def setups(draw):
         num_host_blocks=draw(st.sampled_from([0, 0, 1, 3, 20])),
         offload_min_priority=draw(st.sampled_from([0, 35, 60])),
         window=window,
-        max_step_tokens=max(max_num_tokens, 2 * max_draft_len + 3),
+        max_step_tokens=most_step_tokens(max_num_tokens, max_draft_len),
         clock=count().__next__,
     )
     limits = Limits(
