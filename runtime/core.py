@@ -114,6 +114,17 @@ class Request:
 
 
 @dataclass(slots=True)
+class BlockCounts:
+    """KV blocks of a sequence over its life; what it looks up again after a pause counts again."""
+
+    num_new: int = 0  # taken to write: computed, or copied from a partly matching one
+    num_shared: int = 0  # full blocks found in the cache
+    num_reused: int = 0  # found, those that matched in part included
+    num_missed: int = 0  # of the tokens looked up, not found
+    num_reused_tokens: int = 0
+
+
+@dataclass(slots=True)
 class Sequence:
     """The state of one returned sequence; everything released on cancel hangs off it.
 
@@ -133,6 +144,7 @@ class Sequence:
     kv_len: int = 0
     draft_kv_len: int = 0  # valid entries in the draft engine's cache (0 when there is none)
     block_table: list[int] = field(default_factory=list)
+    blocks: BlockCounts = field(default_factory=BlockCounts)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
 

@@ -23,8 +23,9 @@ class TimingMetrics:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheMetrics:
-    """KV blocks of all sequences of a request. New ones were computed, reused ones found; missed
-    are those of the prompt that were not found."""
+    """KV blocks of all sequences of a request, over its life. New ones were taken to write (a
+    partly matching block is copied to one), reused ones found in the cache; missed are those of
+    prompts, and of what resumes after a pause, that were not found."""
 
     num_total_allocated_blocks: int
     num_new_allocated_blocks: int
@@ -33,9 +34,21 @@ class KvCacheMetrics:
 
     @property
     def kv_cache_hit_rate(self) -> float:
-        """Found share of the prompt's blocks."""
+        """Found share of the blocks that were looked up; 0 before the first."""
         asked = self.num_reused_blocks + self.num_missed_blocks
         return self.num_reused_blocks / asked if asked else 0.0
+
+
+def kv_cache_metrics(sequences: list[Sequence]) -> KvCacheMetrics:
+    """The blocks of these sequences so far."""
+    counts = [sequence.blocks for sequence in sequences]
+    num_new = sum(count.num_new for count in counts)
+    return KvCacheMetrics(
+        num_total_allocated_blocks=num_new + sum(count.num_shared for count in counts),
+        num_new_allocated_blocks=num_new,
+        num_reused_blocks=sum(count.num_reused for count in counts),
+        num_missed_blocks=sum(count.num_missed for count in counts),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,6 @@ class PerfTrace:
     last_iter: int | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_reused_blocks: int = 0
 
     def note_tokens(self, now_s: float) -> None:
         """Tokens came out."""
@@ -88,24 +100,13 @@ class PerfTrace:
             self.first_iter = iteration
         self.last_iter = iteration
 
-    def kv_cache(self, sequences: list[Sequence], tokens_per_block: int) -> KvCacheMetrics:
-        """Blocks so far."""
-        num_blocks = [-(-(len(s.tokens) - 1) // tokens_per_block) for s in sequences]
-        num_prompt = -(-(sequences[0].num_prompt_tokens - 1) // tokens_per_block)
-        return KvCacheMetrics(
-            num_total_allocated_blocks=sum(num_blocks),
-            num_new_allocated_blocks=sum(num_blocks) - self.num_reused_blocks,
-            num_reused_blocks=self.num_reused_blocks,
-            num_missed_blocks=max(0, num_prompt - self.num_reused_blocks),
-        )
-
-    def metrics(self, sequences: list[Sequence], tokens_per_block: int) -> RequestPerfMetrics:
+    def metrics(self, sequences: list[Sequence]) -> RequestPerfMetrics:
         """What to tell now."""
         return RequestPerfMetrics(
             TimingMetrics(
                 self.arrived_s, self.first_scheduled_s, self.first_token_s, self.last_token_s
             ),
-            self.kv_cache(sequences, tokens_per_block),
+            kv_cache_metrics(sequences),
             SpeculativeDecodingMetrics(self.num_draft_tokens, self.num_accepted_tokens),
             self.first_iter,
             self.last_iter,

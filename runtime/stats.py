@@ -109,7 +109,8 @@ class IterationStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """One request after one step."""
+    """One request after one step. Blocks are those of all its sequences since it came; see
+    `KvCacheMetrics`."""
 
     id: int
     stage: RequestStage
@@ -118,12 +119,12 @@ class RequestStats:
     avg_num_decoded_tokens_per_iter: float
     scheduled: bool  # any of its sequences ran in this step
     paused: bool
-    reused_tokens_per_request: int  # prompt tokens found in the KV cache
-    kv_cache_hit_rate_per_request: float  # share of prompt tokens
     alloc_total_blocks_per_request: int
     alloc_new_blocks_per_request: int
     reused_blocks_per_request: int
     missed_blocks_per_request: int
+    kv_cache_hit_rate_per_request: float  # reused share of the blocks that were looked up
+    reused_tokens_per_request: int  # found in the KV cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from llmctl.runtime.core import FinishReason, Request, Response, Result, Sequence
-from llmctl.runtime.perf import PerfTrace
+from llmctl.runtime.perf import PerfTrace, kv_cache_metrics
 from llmctl.runtime.stats import RequestStage, RequestStats
 
 
@@ -25,8 +25,6 @@ class TrackedRequest:
     held: list[Sequence] = field(default_factory=list)
     num_unfinished: int = 0
     is_started: bool = False
-    num_reused_tokens: int = 0
-    tokens_per_block: int = 1
     num_iterations: int = 0  # steps in which any of its sequences ran
     num_delivered: list[int] = field(default_factory=list)  # new tokens, by sequence
     trace: PerfTrace = field(init=False)
@@ -84,7 +82,7 @@ class TrackedRequest:
         is_final = is_over and self.num_unfinished == 0
         metrics = None
         if is_final and output.return_perf_metrics:
-            metrics = self.trace.metrics(self.sequences, self.tokens_per_block)
+            metrics = self.trace.metrics(self.sequences)
         result = Result(
             sequence_index=sequence.index,
             output_token_ids=tuple(tokens),
@@ -119,7 +117,7 @@ class TrackedRequest:
         )
         num_generated = sum(sequence.num_new_tokens for sequence in self.sequences)
         num_prompt_tokens = lead.num_prompt_tokens
-        blocks = self.trace.kv_cache(self.sequences, self.tokens_per_block)
+        blocks = kv_cache_metrics(self.sequences)
         return RequestStats(
             id=self.request_id,
             stage=self._stage(lead),
@@ -128,12 +126,12 @@ class TrackedRequest:
             avg_num_decoded_tokens_per_iter=num_generated / max(1, self.num_iterations),
             scheduled=was_scheduled,
             paused=self.num_unfinished > 0 and lead.num_new_tokens > 0 and not lead.block_table,
-            reused_tokens_per_request=self.num_reused_tokens,
-            kv_cache_hit_rate_per_request=self.num_reused_tokens / num_prompt_tokens,
+            reused_tokens_per_request=sum(s.blocks.num_reused_tokens for s in self.sequences),
             alloc_total_blocks_per_request=blocks.num_total_allocated_blocks,
             alloc_new_blocks_per_request=blocks.num_new_allocated_blocks,
             reused_blocks_per_request=blocks.num_reused_blocks,
             missed_blocks_per_request=blocks.num_missed_blocks,
+            kv_cache_hit_rate_per_request=blocks.kv_cache_hit_rate,
         )
 
     def _stage(self, lead: Sequence) -> RequestStage:

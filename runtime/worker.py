@@ -134,7 +134,6 @@ class Worker:
         self._active[tracked.request_id] = tracked
         tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
         self._next_sequence_id += len(tracked.sequences)
-        tracked.tokens_per_block = self._target.tokens_per_block
         ready = tracked.sequences
         if self._config.kv_cache.enable_block_reuse:
             ready, tracked.held = ready[:1], ready[1:]
@@ -224,9 +223,7 @@ class Worker:
             tracked = self._active[item.sequence.request_id]
             if not tracked.is_started:
                 tracked.is_started = True
-                tracked.num_reused_tokens = item.start
                 tracked.trace.first_scheduled_s = monotonic() - report.step_s
-                tracked.trace.num_reused_blocks = item.start // self._target.tokens_per_block
                 started.append(tracked)
         if started:
             self._inbox.leave_queue(len(started))

@@ -153,10 +153,17 @@ class KvCacheManager:
             num_copied = match.num_partial_tokens
             table.append(store.copy_of(partial, num_copied))
         num_tokens = full.depth * self.tokens_per_block + num_copied
+        num_missed = self.num_blocks_for(len(sequence.tokens) - 1) - len(table)
+        counts = sequence.blocks
+        counts.num_new += num_copied > 0
+        counts.num_shared += full.depth
+        counts.num_reused += len(table)
+        counts.num_missed += num_missed
+        counts.num_reused_tokens += num_tokens
         self._prompts.count(
             full_blocks=full.depth,
             has_partial=num_copied > 0,
-            missed_blocks=self.num_blocks_for(len(sequence.tokens) - 1) - len(table),
+            missed_blocks=num_missed,
             reused_tokens=num_tokens,
             tokens=len(sequence.tokens) - 1,
         )
@@ -178,6 +185,7 @@ class KvCacheManager:
         if missing > self._store.num_available:
             return False
         table.extend(self._store.take_block() for _ in range(missing))
+        sequence.blocks.num_new += missing
         return True
 
     def max_reservable_tokens(self, sequence: Sequence) -> int:

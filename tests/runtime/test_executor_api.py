@@ -246,6 +246,23 @@ def test_request_stats_count_blocks(make):
     assert (first.alloc_total_blocks_per_request, first.alloc_new_blocks_per_request) == (6, 6)
     assert (first.reused_blocks_per_request, first.missed_blocks_per_request) == (0, 4)
     assert (second.reused_blocks_per_request, second.alloc_new_blocks_per_request) == (4, 2)
+    assert second.alloc_total_blocks_per_request == 6
+    assert (first.kv_cache_hit_rate_per_request, second.kv_cache_hit_rate_per_request) == (0, 1)
+
+
+def test_blocks_of_every_returned_sequence_are_counted(make):
+    sampling = SamplingConfig(temperature=1.0, top_k=0, num_return_sequences=3)
+    executor = make(request_stats_max_iterations=100)
+    executor.enqueue_request(Request(tuple(range(18)), 3, sampling))
+    executor.shutdown(drain=True)
+    (*_, last) = executor.get_latest_request_stats()
+    stats = last.request_stats[0]
+    # 17 tokens are looked up: 4 full blocks, which the first computes, and one token of a fifth.
+    assert (stats.missed_blocks_per_request, stats.reused_blocks_per_request) == (5 + 1 + 1, 4 + 4)
+    assert stats.reused_tokens_per_request == 2 * 16
+    assert stats.kv_cache_hit_rate_per_request == pytest.approx(8 / 15)
+    assert stats.alloc_new_blocks_per_request == 7
+    assert stats.alloc_total_blocks_per_request == 7 + 8
 
 
 def test_a_static_batch_counts_its_empty_slots_and_memory_is_told(make):

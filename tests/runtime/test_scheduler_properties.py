@@ -314,6 +314,13 @@ def test_random_traffic_keeps_every_promise(setup):
     assert all(sequence.finish_reason is not RUNNING for sequence in traffic.sequences)
     assert all(not sequence.block_table for sequence in traffic.sequences)
     assert traffic.started == sorted(traffic.started), "somebody overtook"
-    assert cache.stats().used_num_blocks == 0
+    totals = cache.stats()
+    assert totals.used_num_blocks == 0
+    counts = [sequence.blocks for sequence in traffic.sequences]
+    assert sum(item.num_reused for item in counts) == totals.reused_blocks
+    assert sum(item.num_missed for item in counts) == totals.missed_blocks
+    assert sum(item.num_reused_tokens for item in counts) == totals.reused_tokens
+    if not cache.num_host_blocks:  # where what comes back takes a block, too
+        assert sum(item.num_new for item in counts) == totals.alloc_new_blocks
     if config.capacity_scheduler_policy is not CapacitySchedulerPolicy.MAX_UTILIZATION:
         assert traffic.scheduler.num_paused == 0
