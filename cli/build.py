@@ -196,7 +196,7 @@ def _build(
         str | None,
         typer.Option(
             "--gpu",
-            help="For --dry-run: h200, h100, l40s, rtx-4090, ... (default: the one here, or h200)",
+            help="For --dry-run: h200, h100, l40s, rtx-4090, ... (default: the one here)",
         ),
     ] = None,
     gpu_memory: Annotated[
@@ -296,7 +296,9 @@ def _print_plan(
     from llmctl.cli.dry_run import choose_memory, plan_memory
     from llmctl.cli.dry_run_text import engine_lines, memory_lines
 
-    memory = plan_memory(engine, choose_memory(engine.config.backend, gpu, gpu_memory), output_dir)
+    config = engine.config
+    available = choose_memory(config.backend, gpu, gpu_memory, config.compute_capability)
+    memory = plan_memory(engine, available, output_dir)
     summary = engine.summary()
     if not engine.binaries:  # nothing is known of what was not compiled
         for name in ("scratch_bytes", "num_kernels", "kernel_bytes"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmctl.cli.gpus import GB, GPUS, Gpu, find_gpu, present_gpu
+from llmctl.cli.gpus import GB, Gpu, default_gpu, find_gpu, present_gpu
 from llmctl.errors import BadConfig, Unsupported
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHORTEST = 512  # tokens; the lengths of the table double from here to max_seq_len
-DEFAULT_GPU = "h200"  # planned for when a GPU's engine is planned without a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,12 @@ def needs_binaries(backend: str) -> bool:
     return backend in ("tensorrt", "tensorrt-rtx")
 
 
-def choose_memory(backend: str, gpu: str | None, gpu_memory_gb: float | None) -> Memory:
-    """The memory to plan for. Raises BadConfig."""
+def choose_memory(
+    backend: str, gpu: str | None, gpu_memory_gb: float | None, capability: str | None = None
+) -> Memory:
+    """The memory to plan for; capability: the compute capabilities of the engine, with commas.
+
+    Raises BadConfig."""
     if backend == "cpu":
         if gpu is not None or gpu_memory_gb is not None:
             raise BadConfig("--gpu and --gpu-memory have no effect on cpu engines")
@@ -86,7 +89,7 @@ def choose_memory(backend: str, gpu: str | None, gpu_memory_gb: float | None) ->
     found = find_gpu(gpu) if gpu is not None else present_gpu()
     is_present = gpu is None and found is not None
     if found is None:
-        found = GPUS[DEFAULT_GPU]
+        found = default_gpu((capability or "").split(","))
     if gpu_memory_gb is not None:
         total = int(gpu_memory_gb * GB)
         return Memory(f"{gpu_memory_gb:g} GB", total, total, replace(found, memory_bytes=total))

@@ -12,6 +12,7 @@ that model's, which promises too much.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -64,6 +65,13 @@ def find_gpu(name: str) -> Gpu:
     if gpu is None:
         raise BadConfig(f"--gpu {name} is not known; known: {', '.join(GPUS)}")
     return gpu
+
+
+def default_gpu(capabilities: Collection[str]) -> Gpu:
+    """What to plan and predict for where no GPU is named or present: the first in the table that
+    serves one of these compute capabilities; the first of all where the table has none."""
+    fitting = (gpu for gpu in GPUS.values() if gpu.compute_capability in capabilities)
+    return next(fitting, next(iter(GPUS.values())))
 
 
 def present_gpu() -> Gpu | None:

@@ -21,7 +21,7 @@ def inspect(
         str | None,
         typer.Option(
             "--gpu",
-            help="Predict times for this GPU: h200, h100, ... (default: the one here, else h200)",
+            help="Predict times for this GPU: h200, h100, ... (default: the one here)",
         ),
     ] = None,
     read_bandwidth: Annotated[

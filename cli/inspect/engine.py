@@ -28,6 +28,7 @@ from llmctl.builder.engine_format import (
 from llmctl.cli.gpus import (
     CPU_STEP_SHARE,
     Gpu,
+    default_gpu,
     effective_read_bytes_s,
     find_gpu,
     present_gpu,
@@ -37,7 +38,6 @@ from llmctl.cli.inspect.cost import DECODE, Step, fused, op_bytes, step_bytes
 from llmctl.errors import BadConfig
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-DEFAULT_GPU = "h200"  # predicted for where a cuda engine is inspected without a GPU
 
 
 def describe_engine(
@@ -112,7 +112,7 @@ def _reading(
         return None, None
     found: Gpu | None = find_gpu(gpu) if gpu is not None else present_gpu()
     if found is None:
-        found = find_gpu(DEFAULT_GPU)
+        found = default_gpu((config.compute_capability or "").split(","))
     return found.name, effective_read_bytes_s(found, read)
 
 

@@ -13,6 +13,7 @@ from llmctl.cli.gpus import (
     READ_SHARE,
     STEP_SHARES,
     Gpu,
+    default_gpu,
     describe_device,
     effective_read_bytes_s,
     find_gpu,
@@ -79,3 +80,9 @@ def test_names_may_be_written_with_spaces_and_capitals() -> None:
     assert find_gpu("RTX 4090") is GPUS["rtx-4090"]
     with pytest.raises(BadConfig, match="h200"):
         find_gpu("gtx")
+
+
+def test_an_engine_is_judged_on_a_gpu_that_it_was_compiled_for() -> None:
+    assert default_gpu(["9.0"]).name == "h200"
+    assert default_gpu(["12.0", "8.9"]).compute_capability == "8.9"
+    assert default_gpu([""]).name == "h200"
