@@ -39,11 +39,11 @@ def choose_kv_cache(
         return KvCacheChoice(_DTYPES[requested], None)
     if requested == "none":
         return KvCacheChoice(dtype, None)
-    if requested == "int8" and backend != "cpu":
+    if requested == "int8" and backend not in ("cpu", "cuda"):
         raise Unsupported(
             f"an INT8 KV cache has no kernels on backend {backend!r}",
             fix="--kv-cache-dtype none, an FP8 KV cache (llmctl quantize --kv-cache-dtype fp8), or "
-            "--backend cpu",
+            "--backend cuda or cpu",
         )
     if algo is not None and requested != _REQUESTED[algo]:
         raise BadConfig(

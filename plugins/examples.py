@@ -20,7 +20,7 @@ from llmctl.plugins.packed_linear.layout import (
     rope_order,
 )
 from llmctl.plugins.program import OpCall, StepInputs
-from llmctl.plugins.spec import Case
+from llmctl.plugins.spec import INT8_MAX, Case
 
 Tensors = dict[str, torch.Tensor]
 
@@ -276,13 +276,17 @@ def _head_attributes(case: Case) -> dict[str, int | float | str | bool]:
 def _filled_cache(case: Case, num_blocks: int, generator: torch.Generator) -> torch.Tensor:
     heads, size = int(case["num_kv_heads"]), int(case["head_size"])
     shape = (2, num_blocks, 2, heads, int(case.get("tokens_per_block", 32)), size)
+    if case["kv_dtype"] == "int8":
+        wide = random_tensor(shape, "float32", generator, 40)
+        return wide.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
     return random_tensor(shape, str(case["kv_dtype"]), generator)
 
 
 def _kv_scales(case: Case) -> Tensors:
-    if case["kv_dtype"] != "float8_e4m3fn":
+    scales = {"float8_e4m3fn": (0.75, 1.25), "int8": (0.021, 0.034)}.get(str(case["kv_dtype"]))
+    if scales is None:
         return {}
-    return {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.25])}
+    return {role: torch.tensor([s]) for role, s in zip(("k_scale", "v_scale"), scales, strict=True)}
 
 
 def _rope_kv_write(case: Case, generator: torch.Generator) -> Example:

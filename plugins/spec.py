@@ -54,6 +54,7 @@ ROUNDING: Mapping[str, Tolerance] = {
     "bfloat16": Tolerance(2**-7, 1e-3),
     "float16": Tolerance(2**-10, 2e-4),
     FP8: Tolerance(2**-3, 2**-9),
+    "int8": Tolerance(0.0, 1.0),
 }
 EXACT: Mapping[str, Tolerance] = {
     name: Tolerance(0.0, 0.0) for name in (*MODEL_DTYPES, FP8, "int32")

@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from attention_support import FP8, World, mismatches
+from attention_support import FP8, INT8, World, mismatches
 
 from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.cuda.driver import cuda_driver
@@ -64,6 +64,8 @@ CHECKED: list[dict[str, object]] = [
     {"size": 96, "heads": 7, "kv_heads": 1, "tokens_per_block": 128},
     {"window": 100, "lengths": (1500, 333)},
     {"kv_dtype": FP8, "window": 700, "lengths": (3000, 1333)},
+    {"kv_dtype": INT8, "quantize_out": True, "lengths": (1500, 333)},
+    {"kv_dtype": INT8, "size": 64, "lengths": (2600, 500)},
 ]
 
 _binaries: dict[str, CompiledKernel] = {}

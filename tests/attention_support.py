@@ -18,7 +18,8 @@ from llmctl.plugins.paged_attention import kernel
 from llmctl.plugins.paged_attention.reference import reference
 from llmctl.plugins.program import OpCall, StepInputs
 
-FP8 = torch.float8_e4m3fn
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+KV_SCALES = {FP8: (0.75, 1.25), INT8: (0.021, 0.034)}
 Part = tuple[int, int, int]  # request, first position, number of tokens
 Execute = Callable[[Sequence[Launch]], None]
 
@@ -57,12 +58,15 @@ class World:
         shape = (blocks, 2, self.kv_heads, per, self.size)
         self.cache = torch.empty((self.layers, *shape), device=self.device, dtype=self.kv_dtype)
         for layer in self.cache:  # layer by layer: a large cache has no room for a wider copy
-            layer.copy_(normal(*shape).to(self.kv_dtype))
+            values = normal(*shape)
+            if self.kv_dtype == INT8:
+                values = (values * 40).round().clamp(-127, 127)
+            layer.copy_(values.to(self.kv_dtype))
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(self.seed))
         self.tables = torch.full((len(needed), max(needed)), -1, dtype=torch.int32)
         for row, count in enumerate(needed):
             self.tables[row, :count], order = order[:count], order[count:]
-        scales = {"k_scale": 0.75, "v_scale": 1.25} if self.kv_dtype == FP8 else {}
+        scales = dict(zip(("k_scale", "v_scale"), KV_SCALES.get(self.kv_dtype, ()), strict=False))
         if self.quantize_out:
             scales["out_scale"] = 2.0 / 448
         self.scales = {k: torch.tensor([v], device=self.device) for k, v in scales.items()}

@@ -13,6 +13,7 @@ _SHORT = {
     "float32": "fp32",
     "float64": "fp64",
     "float8_e4m3fn": "fp8e4nv",
+    "int8": "i8",
     "int32": "i32",
     "int64": "i64",
     "uint8": "u8",

@@ -107,6 +107,7 @@ _DTYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
 
 Argument = Union["torch.Tensor", TensorMap, int, float]
-_TYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", FP8: "E4M3"}
+_TYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", FP8: "E4M3", "int8": "INT8"}
 _EPILOGUES = {"packed_linear": 0, "packed_linear_swiglu": 1, "packed_linear_rope_kv": 2}
 _OPTIONAL = ("weight_scale", "x_scale", "bias", "scale", "k_scale", "v_scale")
 

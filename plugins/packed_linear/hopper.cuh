@@ -59,6 +59,16 @@ struct E4M3 {  // saturates at 448; NaN stays NaN
   }
 };
 
+struct INT8 {  // rounds to nearest even, saturates at 127 either way; NaN becomes 0
+  typedef signed char Storage;
+  static constexpr int bytes = 1;
+  static DEVICE int whole(float x) { return max(-127, min(127, __float2int_rn(x))); }
+  static DEVICE Storage pack(float x) { return Storage(whole(x)); }
+  static DEVICE u16 pack_pair(float low, float high) {
+    return u16((whole(low) & 0xFF) | (whole(high) << 8));
+  }
+};
+
 struct FP32 {
   typedef float Storage;
   static constexpr int bytes = 4;

@@ -128,7 +128,7 @@ DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int ro
         const uint4 loaded = load_unit(staged(staging, token, unit));
         OUT_TYPE::Storage* to = e.out + (long long)(token1 + token) * e.width + column;
         if constexpr (is_byte<OUT_TYPE>) {
-          *reinterpret_cast<uint2*>(to) = quantize_unit(loaded, divisor);
+          *reinterpret_cast<uint2*>(to) = quantize_unit<OUT_TYPE>(loaded, divisor);
         } else {
           *reinterpret_cast<uint4*>(to) = loaded;
         }
@@ -199,7 +199,7 @@ DEVICE void store_unit(const Epilogue& e, u32 staging, int line, int first_unit,
   KV_TYPE::Storage* to = cache_row(e, slot, is_value, kv_head) + dim;
   if constexpr (is_byte<KV_TYPE>) {
     const Divisor divisor(is_value ? e.v_scale : e.k_scale);
-    *reinterpret_cast<uint2*>(to) = quantize_unit(values, divisor);
+    *reinterpret_cast<uint2*>(to) = quantize_unit<KV_TYPE>(values, divisor);
   } else {
     *reinterpret_cast<uint4*>(to) = values;
   }

@@ -1,4 +1,4 @@
-// FP8 from rows of the model type, as the kernel for many tokens stores them.
+// FP8 or INT8 from rows of the model type, as the kernel for many tokens stores them.
 #pragma once
 
 #include "packed_linear/epilogue.cuh"
@@ -20,7 +20,8 @@ struct Divisor {
   }
 };
 
-// Eight values of the model type, divided, to FP8.
+// Eight values of the model type, divided, to a type of one byte.
+template <class Type>
 DEVICE uint2 quantize_unit(uint4 unit, const Divisor& divisor) {
   const u32 pairs[4] = {unit.x, unit.y, unit.z, unit.w};
   u32 quantized[2] = {0, 0};
@@ -28,7 +29,7 @@ DEVICE uint2 quantize_unit(uint4 unit, const Divisor& divisor) {
   for (int i = 0; i < 4; ++i) {
     const float low = divisor.divide(MODEL_TYPE::unpack(u16(pairs[i])));
     const float high = divisor.divide(MODEL_TYPE::unpack(u16(pairs[i] >> 16)));
-    quantized[i / 2] |= u32(E4M3::pack_pair(low, high)) << (16 * (i % 2));
+    quantized[i / 2] |= u32(Type::pack_pair(low, high)) << (16 * (i % 2));
   }
   return {quantized[0], quantized[1]};
 }

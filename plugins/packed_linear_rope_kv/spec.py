@@ -62,6 +62,8 @@ SPEC = OpSpec(
             ("float16", "float16"),
             (FP8, "bfloat16"),
             (FP8, FP8),
+            (FP8, "int8"),
+            ("float16", "int8"),
         )
     ),
     timed=tuple(

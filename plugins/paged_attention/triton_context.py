@@ -16,6 +16,7 @@ from llmctl.plugins.paged_attention.triton_state import (
     merge,
     sees,
     store_rows,
+    widen,
 )
 from llmctl.plugins.paged_attention.triton_tiles import (
     KEYS,
@@ -80,7 +81,7 @@ def context(
     if (count < min_tokens) | (first_token >= count) | (limit <= 0):
         return
     dtype: tl.constexpr = q.dtype.element_ty
-    inner: tl.constexpr = tl.float16 if cache.dtype.element_ty == tl.float8e4nv else dtype
+    inner: tl.constexpr = tl.float16 if cache.dtype.element_ty.primitive_bitwidth == 8 else dtype
     dims = tl.arange(0, WIDTH)
     row = tl.arange(0, ROWS)
     token = first_token + row // GROUP
@@ -114,8 +115,8 @@ def context(
         k, v = load_tile(keys_base, pages, tile, limit, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
         unit_largest, unit_total, unit_acc = attend(
             queries,
-            k.to(inner),
-            v.to(inner),
+            widen(k, inner),
+            widen(v, inner),
             True,
             unit_largest,
             unit_total,
@@ -134,8 +135,8 @@ def context(
         visible = sees(keys_of(tile), position, limit, WINDOW)
         unit_largest, unit_total, unit_acc = attend(
             queries,
-            k.to(inner),
-            v.to(inner),
+            widen(k, inner),
+            widen(v, inner),
             visible,
             unit_largest,
             unit_total,

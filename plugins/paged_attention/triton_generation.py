@@ -18,6 +18,7 @@ from llmctl.plugins.paged_attention.triton_state import (
     sees,
     sees_tree,
     store_rows,
+    widen,
 )
 from llmctl.plugins.paged_attention.triton_tiles import (
     KEYS,
@@ -90,7 +91,7 @@ def generation(
     if (count > max_tokens) | (first_token >= count) | (limit <= 0):
         return
     dtype: tl.constexpr = q.dtype.element_ty
-    inner: tl.constexpr = tl.float16 if cache.dtype.element_ty == tl.float8e4nv else dtype
+    inner: tl.constexpr = tl.float16 if cache.dtype.element_ty.primitive_bitwidth == 8 else dtype
     dims = tl.arange(0, WIDTH)
     row = tl.arange(0, ROWS)
     token = first_token + row // GROUP
@@ -168,8 +169,8 @@ def generation(
             visible = sees(key, position, limit, WINDOW)
         unit_largest, unit_total, unit_acc = attend(
             queries,
-            k.to(inner),
-            v.to(inner),
+            widen(k, inner),
+            widen(v, inner),
             visible,
             unit_largest,
             unit_total,

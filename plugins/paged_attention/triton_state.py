@@ -14,8 +14,9 @@ them, each for some of the rows. `context` (triton_context.py) gives each block 
 thread block. Here is what both do to a row's state. Rows are query tokens times the
 query heads of one KV head. 64 rows and 4 warps, or 128 and 8: each row's keys lie in one warp.
 
-FP8 keys and values are read as float16, which holds them exactly, and so are the queries beside
-them; 16-bit ones as they are. Sums and states are float32, weights are rounded to the values' type.
+FP8 and INT8 keys and values are read as float16, which holds them exactly, and so are the queries
+beside them; 16-bit ones as they are. Sums and states are float32, weights are rounded to the
+values' type.
 """
 
 from __future__ import annotations
@@ -105,12 +106,24 @@ def load_scales(softmax_scale, k_scale, v_scale, out_scale, K_SCALE, V_SCALE, ST
 
 @triton.jit
 def load_queries(pointers, mask, inner: tl.constexpr):
-    """Rows of queries; beside FP8 keys as float16, which holds them exactly up to its range."""
+    """Rows of queries; beside byte keys as float16, which holds them exactly up to its range."""
     queries = tl.load(pointers, mask=mask, other=0)
     if queries.dtype != inner:
         wide = queries.to(tl.float32)
         queries = tl.clamp(wide, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(inner)
     return queries
+
+
+@triton.jit
+def widen(values, inner: tl.constexpr):
+    """Keys or values as tensor cores take them, exactly."""
+    if values.dtype == tl.int8:
+        # From 1024 to 2048 neighbours of float16 are 1 apart: its bits are 1024's and the number's.
+        # That takes fewer registers and cycles than the conversion.
+        above = (values.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        return above.to(tl.float16, bitcast=True) - 1152.0
+    else:
+        return values.to(inner)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)
+INT8_MAX: tl.constexpr = tl.constexpr(127.0)  # symmetric: -128 is not used
 
 
 _SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-80)
@@ -50,6 +51,16 @@ def saturate(values):
     """float32 as float8_e4m3fn: +-448 beyond its range, NaN stays NaN."""
     bounded = tl.clamp(values, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return bounded.to(tl.float8e4nv)
+
+
+@triton.jit
+def saturate_int8(values):
+    """float32 rounded to nearest even as int8: +-127 beyond its range, NaN becomes 0."""
+    known = tl.where(values == values, values, 0.0)
+    bounded = tl.clamp(known, -INT8_MAX, INT8_MAX)
+    # From 2^23 to 2^24 neighbours are 1 apart: the sum rounds, and ends in the whole number.
+    bits = (bounded + 12582912.0).to(tl.int32, bitcast=True)
+    return (bits - 0x4B400000).to(tl.int8)
 
 
 @triton.jit

@@ -45,6 +45,8 @@ SPEC = OpSpec(
             ("bfloat16", "bfloat16"),
             ("bfloat16", FP8),
             ("float16", "float16"),
+            ("bfloat16", "int8"),
+            ("float16", "int8"),
         )
     ),
     timed=tuple(

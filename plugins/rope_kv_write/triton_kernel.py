@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmctl.plugins.quantize.triton_kernel import saturate
+from llmctl.plugins.quantize.triton_kernel import saturate, saturate_int8
 from llmctl.plugins.rms_norm.triton_kernel import inverse_rms
 
 
@@ -29,9 +29,11 @@ def _rounded(product, dtype: tl.constexpr, zero):
 
 @triton.jit
 def _store_kv(cache, offsets, values, scale, mask):
-    """Quantized with `scale` where the cache is FP8, converted otherwise."""
+    """Quantized with `scale` where the cache is FP8 or INT8, converted otherwise."""
     if cache.dtype.element_ty == tl.float8e4nv:
         tl.store(cache + offsets, saturate(tl.math.div_rn(values, scale)), mask=mask)
+    elif cache.dtype.element_ty == tl.int8:
+        tl.store(cache + offsets, saturate_int8(tl.math.div_rn(values, scale)), mask=mask)
     else:
         tl.store(cache + offsets, values.to(cache.dtype.element_ty), mask=mask)
 

@@ -21,11 +21,12 @@ FP8_TO_INT8 = 448 / 127  # both scales are the largest value seen, over the type
 
 @pytest.fixture
 def exported(new_model, some_tokens, tmp_path):
-    """exported(num_bits) -> (a ModelOpt checkpoint with FP8 KV scales, logits of its
-    fake-quantized model with keys and values in num_bits, as ModelOpt writes types)."""
+    """exported(num_bits, **model fields) -> (a ModelOpt checkpoint with FP8 KV scales,
+    logits of its fake-quantized model with keys and values in num_bits, as ModelOpt writes
+    types)."""
 
-    def make(num_bits) -> tuple[Path, torch.Tensor]:
-        model = new_model("llama", gain=0.5)
+    def make(num_bits, **fields) -> tuple[Path, torch.Tensor]:
+        model = new_model("llama", gain=0.5, **fields)
         rows = torch.tensor(some_tokens(256)).view(4, 64)
         folder = tmp_path / "exported"
         with torch.no_grad(), warnings.catch_warnings():
@@ -84,6 +85,21 @@ def test_int8_logits_agree_with_modelopts_fake_quantized_model(
     assert relative_l2(engine.run(some_tokens(40)), wanted) < 1e-2
 
 
+def test_a_cuda_engine_with_int8_is_the_cpu_engine_and_holds_kernels_for_it(
+    exported, build_engine, open_test_engine, some_tokens
+) -> None:
+    """Its plan runs with the references, which unpack weights and take fused operators apart."""
+    folder, _ = exported((4, 3), dtype="bfloat16", head_dim=64)
+    edit(folder, "INT8", FP8_TO_INT8)
+    wanted = open_test_engine(build_engine(folder), "reference").run(some_tokens(40))
+    engine = open_test_engine(build_engine(folder, backend="cuda"), "reference")
+    assert engine.plan.kv_cache.dtype == "int8"
+    assert relative_l2(engine.run(some_tokens(40)), wanted) < 1e-2
+    assert engine.kv_cache.abs().max() > 60  # scales are those of the values
+    cached = [k.name for k in engine.plan.kernels if "rope" in k.name or "attention" in k.name]
+    assert cached and all("i8" in name for name in cached), cached
+
+
 def test_int8_scales_matter(exported, build_engine, open_test_engine, some_tokens) -> None:
     folder, wanted = exported(8)
     edit(folder, "INT8", 20 * FP8_TO_INT8)
@@ -131,7 +147,7 @@ def test_caches_that_would_be_wrong_or_unsupported_are_refused_by_name(
         build_engine(folder, **options)
 
 
-@pytest.mark.parametrize("backend", ["cuda", "tensorrt", "tensorrt-rtx"])
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
 def test_int8_is_refused_on_backends_without_kernels_for_it(exported, backend) -> None:
     folder, _ = exported((4, 3))
     edit(folder, "INT8", FP8_TO_INT8)

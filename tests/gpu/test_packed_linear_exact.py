@@ -38,15 +38,17 @@ NORM_CASES = [  # dtype, operator, K, variant
     ("float16", "packed_linear", 4096, "n8r1c1s6k1g0l0+norm8"),
     ("float16", "packed_linear_rope_kv", 1024, "n8r1c1s6k1g0l0+norm4"),
 ]
-PLAIN_CASES = [  # dtype, operator, K: every epilogue, a K that ends within an interval
-    (dtype, op, inner)
-    for dtype, op in (
-        (FP8, "packed_linear"),
-        (FP8, "packed_linear_swiglu"),
-        (FP8, "packed_linear_rope_kv"),
-        ("bfloat16", "packed_linear_swiglu"),
-        ("bfloat16", "packed_linear_rope_kv"),
-        ("float16", "packed_linear"),
+PLAIN_CASES = [  # dtype, operator, K, cache: every epilogue, a K that ends within an interval
+    (dtype, op, inner, kv_dtype)
+    for dtype, op, kv_dtype in (
+        (FP8, "packed_linear", FP8),
+        (FP8, "packed_linear_swiglu", FP8),
+        (FP8, "packed_linear_rope_kv", FP8),
+        (FP8, "packed_linear_rope_kv", "int8"),
+        ("bfloat16", "packed_linear_swiglu", "bfloat16"),
+        ("bfloat16", "packed_linear_rope_kv", "bfloat16"),
+        ("float16", "packed_linear", "float16"),
+        ("float16", "packed_linear_rope_kv", "int8"),
     )
     for inner in (1040, 4096)
 ]
@@ -138,8 +140,8 @@ def norm_launches(dtype: str, op: str, inner: int, text: str, tokens: int) -> It
     yield from launches(example.call, env, StepShape(tokens, 1, tokens, tokens, 512))
 
 
-def plain_launches(dtype: str, op: str, inner: int) -> Iterator[Launch]:
-    example = make(op, dtype, inner, kv_dtype=dtype)
+def plain_launches(dtype: str, op: str, inner: int, kv_dtype: str) -> Iterator[Launch]:
+    example = make(op, dtype, inner, kv_dtype=kv_dtype)
     call, env = example.call, environment(example)
     yield from (prefill_launch(call, env, TOKENS, variant) for variant in variants_of(call))
     yield from (decode_launch(call, env, TOKENS, variant) for variant in few_variants(call))
@@ -183,10 +185,10 @@ def test_any_static_scale_quantizes_as_in_rms_norm(scale):
     assert torch.equal(found[0], wanted[0])
 
 
-@pytest.mark.parametrize(("dtype", "op", "inner"), PLAIN_CASES)
-def test_few_and_many_tokens_give_the_same_bits(dtype, op, inner):
+@pytest.mark.parametrize(("dtype", "op", "inner", "kv_dtype"), PLAIN_CASES)
+def test_few_and_many_tokens_give_the_same_bits(dtype, op, inner, kv_dtype):
     """Every epilogue of decode.cu and prefill.cu, the pages of the cache included."""
-    example = make(op, dtype, inner, kv_dtype=dtype)
+    example = make(op, dtype, inner, kv_dtype=kv_dtype)
     call, env = example.call, environment(example)
     first, *others = variants_of(call)
     wanted = outcome(call, env.kv_cache, [prefill_launch(call, env, TOKENS, first)])

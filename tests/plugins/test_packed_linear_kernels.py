@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -115,6 +116,21 @@ def test_every_variant_compiles_to_warpgroup_products_without_spills(op, dtype, 
         assert "UBLKCP" in code and "UTMALDG" in code, spec.name
         blocks = 2 if variant.shared_bytes(64) <= SHARED_HALF else 1
         assert kernel.registers * 160 * blocks <= 65536
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.float16])
+def test_int8_keys_and_values_round_to_nearest_and_compile_without_spills(dtype, tmp_path):
+    call, limits = make_call("packed_linear_rope_kv", dtype), replace(LIMITS, kv_dtype="int8")
+    for text in VARIANTS[:7]:
+        variant = DecodeVariant.parse(text)
+        if not variant.fits(*call.inputs["weight"].shape[:2], dtype == FP8):
+            continue
+        kernel = compile_kernel(decode_spec(call, variant, limits))
+        assert kernel.local_bytes == 0
+        found = re.findall(r"\bF2I\.\S+", sass(kernel.cubin, tmp_path))
+        signed = [name for name in found if ".U" not in name]  # integers divide through unsigned
+        # no suffix of a direction: to nearest even; NTZ: NaN to zero
+        assert signed and set(signed) == {"F2I.NTZ"}
 
 
 def test_a_variant_is_the_text_it_prints():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import pytest
@@ -115,6 +116,18 @@ def test_products_are_warpgroup_instructions_fed_by_bulk_copies(name, variant, i
     assert copies and all(("MULTICAST" in line) == (variant.cluster > 1) for line in copies)
     assert any("UTMALDG.2D" in line for line in lines)
     assert any("STSM" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["fp8 rope", "fp16 rope"])
+def test_int8_caches_are_written_by_every_variant_rounding_to_nearest_with_nan_as_0(name):
+    call = CALLS[name]
+    for variant in variants_of(call):
+        kernel = compile_kernel(prefill_spec(call, variant, limits("int8")))
+        assert kernel.local_bytes == 0 and kernel.registers <= 65536 // kernel.threads
+        found = re.findall(r"\bF2I\.\S+", "".join(instructions(kernel)))
+        signed = [name for name in found if ".U" not in name]  # integers divide through unsigned
+        # no suffix of a direction: to nearest even; NTZ: NaN to zero
+        assert signed and set(signed) == {"F2I.NTZ"} and len(signed) % 8 == 0
 
 
 def test_sums_are_stored_while_products_run():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_support import FP8, World
+from attention_support import FP8, INT8, World
 from kernel_support import disassemble
 
 from llmctl.plugins.cuda.compiler import compile_kernel
@@ -105,6 +105,7 @@ def test_a_block_of_rows_fits_a_tensor_core_instruction_and_covers_every_token()
     "other",
     [
         {"window": 100},
+        {"kv_dtype": INT8},
         {"size": 96},
         {"tokens_per_block": 24},
         {"tokens_per_block": 1},

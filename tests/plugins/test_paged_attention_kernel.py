@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from attention_support import FP8, World, mismatches, same_bits, weight_rounding
+from attention_support import FP8, INT8, World, mismatches, same_bits, weight_rounding
 from kernel_support import KERNEL_DTYPES, disassemble, launch_env, step_shape
 
 from llmctl.errors import Unsupported
@@ -62,6 +62,7 @@ def test_kernels_compute_what_the_reference_does(case):
         {"heads": 2, "kv_heads": 1, "kv_dtype": FP8, "quantize_out": True, "lengths": (1160, 90)},
         {"lengths": (200, 150), "size": 128, "heads": 7, "kv_heads": 1, "tokens_per_block": 8},
         {"lengths": (333, 90), "size": 80, "window": 70, "tokens_per_block": 128},
+        {"lengths": (200, 150), "kv_dtype": INT8, "quantize_out": True},
     ],
     ids=label,
 )
@@ -69,6 +70,18 @@ def test_a_rows_bits_do_not_depend_on_how_steps_are_cut(world):
     """Alone, split, in a chunk, in a draft, in a batch, with padding, under any bound."""
     world = {"heads": 4, "kv_heads": 2, "size": 64, **world}
     assert mismatches(World(**world), execute) == []
+
+
+def test_int8_gives_the_bits_of_a_float16_cache_that_holds_the_same_numbers():
+    """Every whole number from -127 to 127 is read exactly, and -128, which is never written."""
+    queries = {"dtype": torch.float16, "lengths": (300,), "spread": 0.02}
+    world = World(4, 2, 64, kv_dtype=INT8, **queries)
+    world.cache.flatten()[:256] = torch.arange(-128, 128).to(torch.int8)
+    wide = World(4, 2, 64, kv_dtype=torch.float16, **queries)
+    wide.cache.copy_(world.cache)
+    wide.scales = world.scales
+    for part in ([(0, 0, 300)], [(0, 299, 1)], [(0, 289, 11)]):
+        assert same_bits(world.run(part, execute)[0], wide.run(part, execute)[0])
 
 
 def test_a_tree_sees_its_branches_and_the_context():
@@ -123,7 +136,8 @@ def test_splits_are_counted_so_that_all_run_at_once():
             assert splits == 1 or splits * heads * requests <= 2 * world.limits().num_sms
 
 
-KINDS = ("bfloat16", "float16", "fp8", "fp8 of float16")
+KINDS = ("bfloat16", "float16", "fp8", "fp8 of float16", "int8", "int8 of float16")
+STORED = {"fp8": FP8, "int8": INT8}  # keys and values; else the model's type
 LLAMA = {"70b": (64, 8, 128), "8b": (32, 8, 128), "3b": (24, 8, 128), "1b": (32, 8, 64)}
 HEADS = {**LLAMA, "80 wide": (8, 1, 80), "96 wide": (8, 1, 96)}
 COMPILED = [(heads, kv) for heads in ("70b", "1b", "80 wide", "96 wide") for kv in KINDS]
@@ -133,9 +147,9 @@ COMPILED = [(heads, kv) for heads in ("70b", "1b", "80 wide", "96 wide") for kv 
 def test_kernels_compile_to_tensor_core_groups_without_spills(heads, kv):
     """For the heads of real models, and an engine of few requests."""
     dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
-    kv_dtype = FP8 if kv.startswith("fp8") else dtype
+    kv_dtype = STORED.get(kv.split()[0], dtype)
     sizes = HEADS[heads]
-    world = World(*sizes, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8, max_batch_size=4)
+    world = World(*sizes, (64,), dtype, kv_dtype, quantize_out=kv_dtype != dtype, max_batch_size=4)
     for spec in kernel.kernels(world.call([(0, 0, 1)]), world.limits()):
         binary = compile_kernel(spec)
         code = disassemble(binary)
@@ -147,9 +161,10 @@ def test_kernels_compile_to_tensor_core_groups_without_spills(heads, kv):
             assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
 
 
+@pytest.mark.parametrize("kv_dtype", [FP8, INT8])
 @pytest.mark.parametrize("extra", [{"window": 4096}, {"tree_mask": torch.zeros((4, 17, 1)).int()}])
-def test_windows_and_trees_compile_without_spills(extra):
-    world = World(8, 1, 128, (64,), kv_dtype=FP8, **extra)
+def test_windows_and_trees_compile_without_spills(extra, kv_dtype):
+    world = World(8, 1, 128, (64,), kv_dtype=kv_dtype, **extra)
     for spec in kernel.kernels(world.call([(0, 0, 1)]), world.limits()):
         assert compile_kernel(spec).local_bytes == 0, spec.name
 

@@ -156,7 +156,7 @@ def test_tokens_outside_the_vocabulary_read_inside_the_table():
     assert torch.equal(out[1], table[130])
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", FP8])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", FP8, "int8"])
 def test_padding_tokens_write_no_slot(kv_dtype: str):
     case = {
         "requests": "5+0",
@@ -176,6 +176,30 @@ def test_padding_tokens_write_no_slot(kv_dtype: str):
     example.step.slot_mapping[:] = kept
     interpret(example)
     assert not torch.equal(example.kv_cache.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.021, 3.0 / 127, 1e-3, 777.0])
+def test_int8_keys_and_values_are_the_references_to_the_last_bit(dtype: str, scale: float):
+    """Ties and their neighbours, what saturates, infinities and NaN."""
+    case = {"requests": "9+0", "num_heads": 1, "num_kv_heads": 1, "head_size": 128,
+            "dtype": dtype, "kv_dtype": "int8", "qk_norm": False}  # fmt: skip
+    found = make_example("rope_kv_write", case)
+    for role in ("k_scale", "v_scale"):
+        found.call.inputs[role].fill_(scale)
+    values = found.call.inputs["qkv"].view(9, 3, 128)[:, 1:]
+    values.mul_(40 * scale)
+    ties = torch.arange(-128, 128) + 0.5
+    for row, factor in enumerate((1.0, 1 - 2**-8, 1 + 2**-8)):
+        values[row] = (ties * scale * factor).view(2, 128)
+    values[3, :, :6] = torch.tensor([1e30, -1e30, torch.inf, -torch.inf, torch.nan, -0.0])
+    found.call.inputs["rotary"][3] = torch.tensor([1.0, 0.0]).repeat_interleave(64)
+    wanted = found.clone()
+    interpret(found)
+    run_reference(wanted)
+    assert torch.equal(found.kv_cache, wanted.kv_cache)
+    stored = found.kv_cache[1][:, :, 0].flatten()
+    assert stored.min() == -127 and stored.max() == 127
 
 
 def test_steps_without_rows_launch_nothing():
