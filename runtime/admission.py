@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from llmctl.errors import BadConfig, OutOfMemory, PromptTooLong
+from llmctl.runtime import refused
 from llmctl.runtime.chunking import ContextChunkingPolicy
 from llmctl.runtime.core import Sequence
 from llmctl.runtime.kv_cache import KvCacheManager
@@ -24,6 +25,7 @@ class CapacitySchedulerPolicy(enum.Enum):
     STATIC_BATCH = "static_batch"
 
 
+@refused.refuses(refused.SCHEDULER)
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Policies; the defaults are the ones for serving."""

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llmctl.errors import BadConfig
+from llmctl.runtime import refused
 from llmctl.runtime.kv_cache import AttentionWindow
 from llmctl.runtime.retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY
 from llmctl.runtime.scheduler import Limits, SchedulerConfig
 
 
+@refused.refuses(refused.KV_CACHE)
 @dataclass(frozen=True, slots=True)
 class KvCacheConfig:
     """The paged cache; `runtime.memory.plan_kv_cache` finds num_blocks from a memory budget.
@@ -43,6 +45,7 @@ class KvCacheConfig:
             )
 
 
+@refused.refuses(refused.EXECUTOR)
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:
     """Everything but the engines. A history of 0 iterations is not kept."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llmctl.errors import BadConfig
+from llmctl.runtime import refused
 from llmctl.runtime.retention import KvCacheRetentionConfig
 
 if TYPE_CHECKING:
@@ -29,11 +30,13 @@ class FinishReason(enum.Enum):
     CANCELLED = "cancelled"
 
 
+@refused.refuses(refused.SAMPLING)
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
     """How the next token is drawn. top_k and top_p both unset, or temperature 0, is greedy.
 
-    top_k 0 means no limit. Penalties see the prompt and everything generated so far.
+    top_k 0 means no limit. Penalties and no_repeat_ngram_size see the prompt and everything
+    generated so far.
     """
 
     temperature: float = 1.0
@@ -44,6 +47,7 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0  # no run of so many tokens comes twice; 0: any may
     min_tokens: int = 0  # end_id and stop words are not honoured before this many new tokens
     num_return_sequences: int = 1  # sequence i samples with seed + i
 
@@ -58,6 +62,8 @@ class SamplingConfig:
         _require(0 <= self.seed < 2**64, "seed", self.seed, "an unsigned 64-bit integer")
         _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "> 0")
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, ">= 0")
+        ngram = self.no_repeat_ngram_size
+        _require(ngram >= 0, "no_repeat_ngram_size", ngram, ">= 0 (0 = off)")
         count = self.num_return_sequences
         _require(count >= 1, "num_return_sequences", count, ">= 1")
 
@@ -68,6 +74,7 @@ class SamplingConfig:
         return self.temperature == 0 or self.top_k == 1 or no_filter
 
 
+@refused.refuses(refused.OUTPUT)
 @dataclass(frozen=True, slots=True)
 class OutputConfig:
     """What a result carries besides the tokens."""
@@ -78,6 +85,7 @@ class OutputConfig:
     return_perf_metrics: bool = False  # with the final result
 
 
+@refused.refuses(refused.REQUEST)
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt. Stop and bad words are token-id lists; a stop word's own tokens are kept. An

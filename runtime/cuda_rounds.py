@@ -27,7 +27,6 @@ from llmctl.plugins.rounds.state import (
 )
 from llmctl.plugins.sampling import kernel as sampling
 from llmctl.plugins.sampling.arrays import SamplingScratch
-from llmctl.plugins.sampling.spec import has_penalties
 from llmctl.runtime.core import Sequence
 from llmctl.runtime.cuda_engine import Capture, CudaExecutable
 from llmctl.runtime.graphs import (
@@ -39,6 +38,7 @@ from llmctl.runtime.graphs import (
 )
 from llmctl.runtime.round_state import RoundUpload
 from llmctl.runtime.rounds import RoundReport, RoundResult
+from llmctl.runtime.sampler import is_by_logits
 from llmctl.runtime.synthetic import LOT_LAUNCHES, DeviceLots, SyntheticAcceptance
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
@@ -123,7 +123,7 @@ class CudaRoundRunner:
         """True unless a token depends on more than logits, seed and position."""
         request = sequence.request
         params = request.sampling_config
-        if request.bad_words or has_penalties(params) or request.output_config.return_log_probs:
+        if not is_by_logits(request) or request.output_config.return_log_probs:
             return False
         return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
 

@@ -17,7 +17,8 @@ from llmctl.plugins.sampling.spec import (
     SamplingRow,
     has_penalties,
 )
-from llmctl.runtime.core import Sequence
+from llmctl.runtime.core import Request, Sequence
+from llmctl.runtime.ngrams import NgramBans
 from llmctl.runtime.stop import bad_word_reach, banned_next
 
 
@@ -28,12 +29,13 @@ class Sampler:
         self.vocab_size = vocab_size
         self.backend = backend
         self._counts: dict[int, _Counts] = {}
+        self._ngrams: dict[int, NgramBans] = {}
 
     def is_plain(self, sequence: Sequence) -> bool:
         """True when every token of this round is the argmax of the raw logits."""
         request = sequence.request
         params = request.sampling_config
-        if not params.is_greedy or request.bad_words or has_penalties(params):
+        if not params.is_greedy or not is_by_logits(request):
             return False
         return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
 
@@ -44,13 +46,20 @@ class Sampler:
         request = sequence.request
         params = request.sampling_config
         reach = bad_word_reach(request)
+        banned: tuple[int, ...] = ()
+        if params.no_repeat_ngram_size:
+            ngrams = self._ngrams.get(sequence.sequence_id)
+            if ngrams is None:
+                ngrams = NgramBans(params.no_repeat_ngram_size)
+                self._ngrams[sequence.sequence_id] = ngrams
+            banned = ngrams.after(sequence.tokens, path)
         tail = (*sequence.tokens[len(sequence.tokens) - reach :], *path) if reach else ()
         return SamplingRow(
             params=params,
             seed=sequence.seed,
             position=len(sequence.tokens) + len(path),
             counts=self._count(sequence, path) if has_penalties(params) else None,
-            banned=banned_next(request, tail, sequence.num_new_tokens + len(path)),
+            banned=banned + banned_next(request, tail, sequence.num_new_tokens + len(path)),
             stream=stream,
         )
 
@@ -67,11 +76,19 @@ class Sampler:
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence that ended."""
         self._counts.pop(sequence.sequence_id, None)
+        self._ngrams.pop(sequence.sequence_id, None)
 
     def _count(self, sequence: Sequence, path: Tokens[int]) -> NDArray[np.int32]:
         """Occurrences of each id in the committed tokens and the path."""
         counts = self._counts.setdefault(sequence.sequence_id, _Counts(self.vocab_size))
         return counts.upto(sequence.tokens, path)
+
+
+def is_by_logits(request: Request) -> bool:
+    """True when a token follows from its logits, seed and position, and not from what stands before
+    it in the sequence (min_tokens apart)."""
+    params = request.sampling_config
+    return not (request.bad_words or has_penalties(params) or params.no_repeat_ngram_size)
 
 
 class _Counts:

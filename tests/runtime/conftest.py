@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from llmctl.plugins.sampling.reference import ReferenceSampling, sample_rows
-from llmctl.plugins.sampling.spec import SamplingBackend, SamplingRow, has_penalties
+from llmctl.plugins.sampling.spec import SamplingBackend, SamplingRow
 from llmctl.runtime.core import FinishReason, Request, Sequence
 from llmctl.runtime.kv_cache import AttentionWindow, CopyKind, KvCacheManager
 from llmctl.runtime.loop import Loop, copy_blocks
 from llmctl.runtime.rounds import RoundReport, RoundResult, Rounds
-from llmctl.runtime.sampler import Sampler
+from llmctl.runtime.sampler import Sampler, is_by_logits
 from llmctl.runtime.scheduler import Limits, Scheduler, SchedulerConfig
 from llmctl.runtime.speculative.drafter import NoDrafter
 from llmctl.runtime.verify import Verifier
@@ -316,7 +316,7 @@ class FakeRunner:
     def can_run(self, sequence: Sequence) -> bool:
         request = sequence.request
         params = request.sampling_config
-        if request.bad_words or has_penalties(params) or request.output_config.return_log_probs:
+        if not is_by_logits(request) or request.output_config.return_log_probs:
             return False
         return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
 
@@ -393,6 +393,11 @@ def plain_answer(engine: FakeEngine, request: Request, index: int = 0):
             for word in request.bad_words
             if tokens[len(tokens) - len(word) + 1 :] == list(word[:-1])
         ]
+        size = params.no_repeat_ngram_size
+        if size:
+            ngrams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+            last = tuple(tokens[len(tokens) - size + 1 :])
+            banned += [ngram[-1] for ngram in ngrams if ngram[:-1] == last]
         if request.end_id is not None and len(new) < params.min_tokens:
             banned.append(request.end_id)
         counts = np.bincount(tokens, minlength=engine.vocab_size).astype(np.int32)

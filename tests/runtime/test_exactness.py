@@ -20,6 +20,7 @@ def random_request(generator: np.random.Generator, pool: list[list[int]]) -> Req
     prompt += generator.integers(0, VOCAB, generator.integers(1, 40)).tolist()
     style = generator.integers(4)
     common = {"seed": int(generator.integers(2**63)), "min_tokens": int(generator.integers(4))}
+    common["no_repeat_ngram_size"] = int(generator.choice([0, 0, 0, 2, 3]))
     if style == 0:
         config = SamplingConfig(**common)
     elif style == 1:
