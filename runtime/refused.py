@@ -123,7 +123,7 @@ EXECUTOR = {
 
 
 def refuses(refusals: Mapping[str, Refusal]) -> Callable[[Class], Class]:
-    """Make a dataclass raise Unsupported for these keyword arguments; others raise TypeError still."""
+    """Make a dataclass raise Unsupported for these keyword arguments; others stay a TypeError."""
 
     def decorate(cls: Class) -> Class:
         made: Any = cls
