@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -34,9 +35,19 @@ class DemoPair:
 
     def engine(self, name: str) -> Path:
         """The engine directory, built on first use."""
-        path = self.folder / name
-        if path.exists():
-            return path
+        with self._making(name) as path:
+            if not path.exists():
+                self._build(name, path)
+        return path
+
+    @contextmanager
+    def _making(self, name: str) -> Iterator[Path]:
+        """The path of that name, while no other worker makes it."""
+        with open(self.folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield self.folder / name
+
+    def _build(self, name: str, path: Path) -> None:
         role, dtype = name.split("-")
         checkpoint = self.examples / f"demo-{role}"
         options: list[object] = ["--max-batch-size", 16, "--max-seq-len", 1024]
@@ -49,15 +60,14 @@ class DemoPair:
             options += ["--dtype", dtype]
         llmctl("build", "--backend", "cpu", "--checkpoint-dir", checkpoint, "--output-dir", path,
                *options)  # fmt: skip
-        return path
 
     def quantized(self, role: str) -> Path:
         """The FP8 checkpoint with FP8 KV scales, calibrated on the default text."""
-        path = self.folder / f"{role}-fp8-checkpoint"
-        if not path.exists():
-            llmctl("quantize", "--model-dir", self.examples / f"demo-{role}", "--output-dir", path,
-                   "--qformat", "fp8", "--kv-cache-dtype", "fp8", "--calib-size", 32,
-                   "--calib-max-seq-length", 256)  # fmt: skip
+        with self._making(f"{role}-fp8-checkpoint") as path:
+            if not path.exists():
+                llmctl("quantize", "--model-dir", self.examples / f"demo-{role}", "--output-dir",
+                       path, "--qformat", "fp8", "--kv-cache-dtype", "fp8", "--calib-size", 32,
+                       "--calib-max-seq-length", 256)  # fmt: skip
         return path
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -11,7 +12,11 @@ from e2e_support import DemoPair, PromptMaker
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> DemoPair:
-    return DemoPair(tmp_path_factory.mktemp("demo"), repository / "examples")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # all workers share what one of them has made
+        folder = folder.parent
+    (folder / "demo-pair").mkdir(exist_ok=True)
+    return DemoPair(folder / "demo-pair", repository / "examples")
 
 
 @pytest.fixture(scope="session")

@@ -70,11 +70,11 @@ def take_best(logits: np.ndarray) -> list[int]:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_tokens_equal_the_reference(vocab: int, small_chunks: None):
-    compare(vocab, CASES)
+    compare(vocab, CASES if vocab == 300 else CASES[::3])
 
 
 def test_tokens_equal_the_reference_where_many_candidates_are_narrowed(small_chunks: None):
-    compare(1031, CASES[3::5])
+    compare(1031, CASES[3::10])
 
 
 def test_tokens_equal_the_reference_with_the_chunks_of_a_real_vocabulary():
@@ -102,7 +102,7 @@ def compare(vocab: int, cases: Sequence[Params]) -> None:
 @pytest.mark.parametrize(
     ("params", "count"),
     [
-        (Params(), 1000),
+        (Params(), 200),
         (Params(temperature=4.0, top_k=20), 60),
         (Params(top_p=0.9, min_p=0.01), 60),
     ],
@@ -120,9 +120,9 @@ def test_many_draws_from_one_row_equal_the_reference(
 
 
 def test_draws_follow_the_distribution(small_chunks: None):
-    """1,000 draws: no gap between frequency and probability exceeds 4 sigma."""
+    """400 draws: no gap between frequency and probability exceeds 4 sigma."""
     logits = (np.random.default_rng(1).standard_normal(23) * 1.5).astype(np.float32)
-    rows = [SamplingRow(Params(temperature=1.3), 7, position) for position in range(1000)]
+    rows = [SamplingRow(Params(temperature=1.3), 7, position) for position in range(400)]
     found = np.array(draw(np.repeat(logits[None], len(rows), axis=0), rows))
     wanted = processed_probs(logits, rows[0])
     counts = np.bincount(found, minlength=23) / len(rows)
@@ -131,7 +131,7 @@ def test_draws_follow_the_distribution(small_chunks: None):
 
 
 def test_rows_that_share_scratch_do_not_disturb_each_other(small_chunks: None):
-    logits = np.concatenate([make_logits(300, seed) for seed in range(3)])
+    logits = np.concatenate([make_logits(300, seed) for seed in range(2)])
     rows = make_rows(Params(temperature=2.0, top_k=40, top_p=0.95), len(logits), 5)
     assert draw(logits, rows, slots=2) == draw(logits, rows) == sample_rows(logits, rows).tolist()
 
