@@ -11,7 +11,7 @@ from llmctl.builder.engine_format import EngineConfig, read_engine_config
 from llmctl.cli.speculation import Speculation
 from llmctl.errors import Unsupported
 from llmctl.runtime.admission import CapacitySchedulerPolicy, SchedulerConfig
-from llmctl.runtime.attention_windows import WindowOptions, apply_windows, cache_window
+from llmctl.runtime.attention_windows import WindowOptions, cache_window
 from llmctl.runtime.chunking import ContextChunkingPolicy
 from llmctl.runtime.pair import check_pair, check_target
 
@@ -134,11 +134,8 @@ class OpenEngines:
             draft_dir,
             free_fraction=options.free_fraction,
             max_tokens=options.max_tokens,
+            windows=options.windows,
         )
-        for file in (planned.target, planned.draft):
-            if file is not None:
-                length = int(file.config.build_config["max_seq_len"])
-                apply_windows(file.plan, options.windows, length, file.config.backend)
         self.device_name = planned.device_name
         log([f"device: {planned.device_name}", *planned.memory.lines()])
         opened = planned.load()

@@ -1,7 +1,7 @@
 """Attention windows asked for when an engine is opened, over those of its model.
 
-The cpu kernels take windows as they run, so a plan is given narrower ones. A GPU's are compiled for
-the windows of the checkpoint, and another window is refused by name.
+Kernels of the cpu and cuda backends take windows as they run, so a plan is given narrower ones.
+TensorRT's are compiled for the windows of the checkpoint, and another window is refused by name.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def apply_windows(plan: Plan, options: WindowOptions, max_seq_len: int, backend:
         _require_room_for_sinks(windows, options.sink_tokens)
     if windows == cache.windows and not options.sink_tokens:
         return plan
-    if backend != "cpu":
+    if backend not in ("cpu", "cuda"):
         raise Unsupported(
             f"--max-attention-window-size and --sink-token-length change how kernels attend; those "
             f"of backend {backend!r} are compiled for the checkpoint's windows "
             f"({_describe(cache.windows)})",
-            fix="leave them out, or rebuild with: llmctl build --backend cpu",
+            fix="leave them out, or rebuild with: llmctl build --backend cuda (or cpu)",
         )
     ops = tuple(_with_window(op, windows, options.sink_tokens) for op in plan.ops)
     return replace(plan, ops=ops, kv_cache=replace(cache, windows=windows))

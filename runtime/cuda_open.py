@@ -25,11 +25,11 @@ from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.sampling.cuda import MAX_ROWS, CudaSampling, scratch_bytes
-from llmctl.runtime.attention_windows import WindowOptions, cache_window
+from llmctl.runtime.attention_windows import WindowOptions, apply_windows, cache_window
 from llmctl.runtime.cuda_engine import CudaExecutable
 from llmctl.runtime.cuda_rounds import graph_launches
 from llmctl.runtime.device import require_device
-from llmctl.runtime.engine import kv_bytes_per_block
+from llmctl.runtime.engine import NO_WINDOWS, kv_bytes_per_block
 from llmctl.runtime.graphs import MAX_GRAPHS
 from llmctl.runtime.kv_cache import most_step_tokens
 from llmctl.runtime.loading import LoadReport, allocated_bytes, load_weights
@@ -100,10 +100,16 @@ class EngineFile:
     tensors: Mapping[str, torch.Tensor]  # stored weights and cubins
 
     @classmethod
-    def open(cls, folder: Path) -> EngineFile:
-        """Reads config.json and the header. Raises what `open_engine` raises."""
+    def open(cls, folder: Path, windows: WindowOptions = NO_WINDOWS) -> EngineFile:
+        """Reads config.json and the header; `windows` narrow the model's own.
+
+        Raises what `open_engine` and `apply_windows` raise.
+        """
         plan, tensors = open_engine(folder)
-        return cls(folder, read_engine_config(folder), plan, tensors)
+        config = read_engine_config(folder)
+        length = int(config.build_config["max_seq_len"])
+        plan = apply_windows(plan, windows, length, config.backend)
+        return cls(folder, config, plan, tensors)
 
     def memory(
         self, role: str, sampling: int = 0, *, round_steps: int = 1, has_draft: bool = False
@@ -167,14 +173,15 @@ def plan_pair(
     *,
     free_fraction: float | None = None,
     max_tokens: int | None = None,
+    windows: WindowOptions = NO_WINDOWS,
 ) -> PlannedPair:
     """Find a place for both engines on the device that is there.
 
-    Raises what `open_engine` raises, NoDevice, RebuildNeeded (another compute capability) and
+    Raises what `EngineFile.open` raises, NoDevice, RebuildNeeded (another compute capability) and
     OutOfMemory.
     """
-    target = EngineFile.open(target_dir)
-    draft = EngineFile.open(draft_dir) if draft_dir is not None else None
+    target = EngineFile.open(target_dir, windows)
+    draft = EngineFile.open(draft_dir, windows) if draft_dir is not None else None
     files = [file for file in (target, draft) if file is not None]
     for file in files:
         require_device(file.config)
@@ -191,7 +198,7 @@ def plan_pair(
         total_bytes=total_bytes,
         free_fraction=DEFAULT_DEVICE_FRACTION if free_fraction is None else free_fraction,
         max_tokens=max_tokens,
-        window=cache_window(plans, WindowOptions(), int(limits["max_seq_len"])),
+        window=cache_window(plans, windows, int(limits["max_seq_len"])),
         max_step_tokens=most_step_tokens(target.plan.max_num_tokens, draft_len),
     )
     return PlannedPair(target, draft, memory, torch.cuda.get_device_name())

@@ -36,6 +36,7 @@ class World:
     kv_dtype: torch.dtype = torch.bfloat16
     quantize_out: bool = False
     window: int = 0
+    sinks: int | None = None  # None: the window is the checkpoint's, a constant of the kernels
     tokens_per_block: int = 32
     layers: int = 1
     max_batch_size: int = 64
@@ -74,7 +75,9 @@ class World:
     @property
     def attributes(self) -> dict[str, int | float | str | bool]:
         """Those of the operator, for layer 0."""
+        sinks = {} if self.sinks is None else {"sink_tokens": self.sinks}
         return {
+            **sinks,
             "layer": 0,
             "num_heads": self.heads,
             "num_kv_heads": self.kv_heads,

@@ -38,6 +38,8 @@ _ROWS = 64  # generation: rows of a thread block, one tensor-core instruction hi
 _MERGED_ROWS = 4  # rows that one pass of a merge takes
 _PARTIAL_BYTES = 64 << 20  # partial results of split requests; what does not fit is not split
 _MIN_REQUESTS = 64  # context: with fewer the compiler takes more registers than there are
+# What a run asks for comes with sink_tokens; those binaries take both numbers as arguments.
+_ANY_WINDOW: dict[str, int] = {"window": 1, "sink_tokens": 0}
 _GENERATION = "llmctl.plugins.paged_attention.triton_generation"
 _CONTEXT = "llmctl.plugins.paged_attention.triton_context"
 
@@ -51,9 +53,15 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
             f"per KV head; wanted head size {', '.join(map(str, HEAD_SIZES))} and at most {_ROWS}",
             fix="build with --backend cpu",
         )
+    asked = OpCall(
+        call.op, call.name, call.inputs, call.outputs, {**call.attributes, **_ANY_WINDOW}
+    )
     return [
-        _generation_spec(call, limits),
-        _context_spec(call, limits),
+        *(
+            make(each, limits)
+            for each in (call, asked)
+            for make in (_generation_spec, _context_spec)
+        ),
         *(generation_specs(call, limits) if covers(call, limits) else []),
     ]
 
@@ -100,6 +108,7 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
         block_tokens,
         entries,
         short,
+        *_window(call),
     )
     grid = (splits, heads * num_blocks, shape.num_requests)
     return Launch(_generation_spec(call, limits), grid, arguments)
@@ -135,6 +144,7 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
         env.step.block_tables.stride(0),
         shape.num_requests,
         min_tokens,
+        *_window(call),
     )
     return Launch(_context_spec(call, env.limits), grid, arguments)
 
@@ -177,6 +187,14 @@ def _group(call: OpCall) -> int:
     return int(call.attributes["num_heads"]) // int(call.attributes["num_kv_heads"])
 
 
+def _window(call: OpCall) -> tuple[int, ...]:
+    """The arguments REACH and SINKS; none where they are constants."""
+    if "sink_tokens" not in call.attributes:
+        return ()
+    window, sinks = int(call.attributes["window"]), int(call.attributes["sink_tokens"])
+    return (window - sinks, sinks)
+
+
 def _tree_tokens(call: OpCall) -> int:
     """Tokens of the largest token tree; 0 without one."""
     return call.inputs["tree_mask"].shape[1] if "tree_mask" in call.inputs else 0
@@ -196,7 +214,7 @@ def _generation_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
             *_pointers(call, limits),
             *("*i32", "*fp32", "*fp32", "*i32"),
             "fp32",
-            *["i32"] * 4,
+            *["i32"] * (4 + len(_window(call))),
         ),
         constants={
             **constants,
@@ -212,6 +230,8 @@ def _generation_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
 
 def _ahead(call: OpCall, limits: StepLimits) -> int:
     """What the generation kernel loads ahead: as much as leaves no register in local memory."""
+    if _tree_tokens(call) and _window(call):
+        return 0
     if int(call.attributes["head_size"]) == 64:
         return 2
     return 1 if limits.kv_dtype == FP8 else 0
@@ -223,7 +243,7 @@ def _context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     return KernelSpec(
         name=".".join(["paged_attention.context", *names, f"b{requests}"]),
         source=f"{_CONTEXT}:context",
-        arguments=(*_pointers(call, limits), "fp32", *["i32"] * 3),
+        arguments=(*_pointers(call, limits), "fp32", *["i32"] * (3 + len(_window(call)))),
         constants={**constants, "ROWS": _context_rows(call), "MAX_REQUESTS": requests},
         num_warps=_context_rows(call) // 16,
         num_stages=2,
@@ -244,18 +264,22 @@ def _pointers(call: OpCall, limits: StepLimits) -> tuple[str, ...]:
 def _variant(call: OpCall, limits: StepLimits) -> tuple[list[str], dict[str, Constant]]:
     """What tells both kernels' binaries apart: the parts of a name, and the constants."""
     size, window = int(call.attributes["head_size"]), int(call.attributes["window"])
+    is_asked = bool(_window(call))
+    constants: dict[str, Constant] = {} if is_asked else {"REACH": window, "SINKS": 0}
     heads, group = int(call.attributes["num_kv_heads"]), _group(call)
     scaled = [role for role in ("k_scale", "v_scale", "out_scale") if role in call.inputs]
     names = [short_name(call.inputs["q"].dtype), f"kv_{short_name(limits.kv_dtype)}"]
     names += [f"h{heads}x{group}", f"d{size}", f"page{limits.tokens_per_block}", *scaled]
-    names += [f"window{window}"] * (window > 0)
+    names += ["windows"] if is_asked else [f"window{window}"] * (window > 0)
     return names, {
         "HEADS": heads,
         "GROUP": group,
         "SIZE": size,
         "WIDTH": 64 if size == 64 else 128,
         "TOKENS_PER_BLOCK": limits.tokens_per_block,
-        "WINDOW": window,
+        **constants,
+        "HAS_WINDOW": window > 0,
+        "HAS_SINKS": is_asked,
         "K_SCALE": "k_scale" in scaled,
         "V_SCALE": "v_scale" in scaled,
         "STATIC": "out_scale" in scaled,

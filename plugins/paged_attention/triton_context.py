@@ -20,10 +20,13 @@ from llmctl.plugins.paged_attention.triton_state import (
 )
 from llmctl.plugins.paged_attention.triton_tiles import (
     KEYS,
+    ends_unit,
     keys_of,
     load_pages,
     load_tile,
+    skip_to,
     starts_unit,
+    tile_at,
 )
 
 
@@ -43,6 +46,8 @@ def context(
     table_stride,
     num_requests,
     min_tokens,
+    REACH,
+    SINKS,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
@@ -50,7 +55,8 @@ def context(
     ROWS: tl.constexpr,
     MAX_REQUESTS: tl.constexpr,
     TOKENS_PER_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
     STATIC: tl.constexpr,
@@ -59,7 +65,8 @@ def context(
     """Requests of at least min_tokens tokens. Grid: KV heads, blocks of query tokens.
 
     Request i's blocks start at cu_q[i] // TOKENS + i, which leaves room for the last, partial
-    block of each; the longest contexts come first.
+    block of each; the longest contexts come first. REACH and SINKS (`is_near`) are constants or
+    arguments; without HAS_WINDOW they do not count.
     """
     if PDL:
         gdc_launch_dependents()
@@ -95,8 +102,11 @@ def context(
     first_key = tl.load(position_ids + start + first_token)
     last_key = tl.load(position_ids + start + tl.minimum(first_token + TOKENS, count) - 1)
     end_tile = (tl.minimum(last_key + 1, limit) + KEYS - 1) // KEYS
-    if WINDOW > 0:
-        first_tile = tl.maximum(first_key - WINDOW + 1, 0) // KEYS
+    before = 0
+    if HAS_WINDOW:
+        first_tile = tl.maximum(first_key - REACH + 1, 0) // KEYS
+        if HAS_SINKS:
+            first_tile, before = skip_to(first_tile, SINKS)
         full_tile = first_tile
     else:
         first_tile = 0
@@ -129,10 +139,11 @@ def context(
             unit_largest = tl.full([ROWS], float("-inf"), tl.float32)
             unit_total = tl.zeros([ROWS], tl.float32)
             unit_acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    for tile in tl.range(full_tile, end_tile):
+    for step in tl.range(full_tile - before, end_tile):
+        tile = tile_at(step, full_tile, before, HAS_SINKS)
         pages = load_pages(table, tile, limit, TOKENS_PER_BLOCK)
         k, v = load_tile(keys_base, pages, tile, limit, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
-        visible = sees(keys_of(tile), position, limit, WINDOW)
+        visible = sees(keys_of(tile), position, limit, REACH, SINKS, HAS_WINDOW, HAS_SINKS)
         unit_largest, unit_total, unit_acc = attend(
             queries,
             widen(k, inner),
@@ -144,7 +155,7 @@ def context(
             scale,
             True,
         )
-        if starts_unit(tile + 1):
+        if ends_unit(tile, tile_at(step + 1, full_tile, before, HAS_SINKS), HAS_SINKS):
             largest, total, acc = merge(largest, total, acc, unit_largest, unit_total, unit_acc)
             unit_largest = tl.full([ROWS], float("-inf"), tl.float32)
             unit_total = tl.zeros([ROWS], tl.float32)

@@ -22,11 +22,13 @@ from llmctl.plugins.paged_attention.triton_state import (
 )
 from llmctl.plugins.paged_attention.triton_tiles import (
     KEYS,
+    ends_unit,
     keys_of,
     load_pages,
     load_tile,
     next_unit,
-    starts_unit,
+    skip_to,
+    tile_at,
     unit_index,
 )
 
@@ -52,6 +54,8 @@ def generation(
     block_tokens,
     max_entries,
     max_tokens,
+    REACH,
+    SINKS,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
@@ -60,7 +64,8 @@ def generation(
     MERGED_ROWS: tl.constexpr,
     AHEAD: tl.constexpr,
     TOKENS_PER_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     TREE_TOKENS: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
@@ -71,7 +76,8 @@ def generation(
 
     A block of rows is block_tokens tokens (block_tokens * GROUP <= ROWS). softmax_scale includes
     log2(e). A request with more than max_entries units is not split. AHEAD: what is on its way
-    while a tile is computed: 0 nothing, 1 the next tile's pages, 2 also its keys and values.
+    while a tile is computed: 0 nothing, 1 the next tile's pages, 2 also its keys and values. REACH
+    and SINKS are as in `context`; tiles of sinks that do not touch the window are split 0's.
     """
     if PDL:
         gdc_launch_dependents()
@@ -104,8 +110,11 @@ def generation(
     # Which tiles the rows can see, and which of those are this split's.
     # Positions are at least limit - count + token: bounds that need no further load.
     first_tile = 0
-    if WINDOW > 0:
-        first_tile = tl.maximum(limit - count + first_token - WINDOW + 1, 0) // KEYS
+    before = 0
+    if HAS_WINDOW:
+        first_tile = tl.maximum(limit - count + first_token - REACH + 1, 0) // KEYS
+        if HAS_SINKS:
+            first_tile, before = skip_to(first_tile, SINKS)
     end_tile = (limit + KEYS - 1) // KEYS
     if TREE_TOKENS > 0:
         WORDS: tl.constexpr = (TREE_TOKENS + 31) // 32
@@ -125,6 +134,8 @@ def generation(
     end = tl.minimum(next_unit(tl.minimum(begin + run, end_tile)), end_tile)
     if split > 0:
         begin = tl.minimum(next_unit(begin), end_tile)
+    if HAS_SINKS:
+        before = tl.where(split == 0, before, 0)
 
     # Entries: split 0 merges its own units; every other unit is stored by itself.
     first_end = tl.minimum(next_unit(tl.minimum(first_tile + run, end_tile)), end_tile)
@@ -144,29 +155,46 @@ def generation(
     unit_acc = acc
     loaded = tl.minimum(limit, end * KEYS)
     if AHEAD > 0:
-        pages = load_pages(table, begin, loaded, TOKENS_PER_BLOCK)
+        tile = tile_at(begin - before, begin, before, HAS_SINKS)
+        pages = load_pages(table, tile, loaded, TOKENS_PER_BLOCK)
     if AHEAD > 1:
-        next_pages = load_pages(table, begin + 1, loaded, TOKENS_PER_BLOCK)
-        k, v = load_tile(keys_base, pages, begin, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
+        second = tile_at(begin - before + 1, begin, before, HAS_SINKS)
+        next_pages = load_pages(table, second, loaded, TOKENS_PER_BLOCK)
+        k, v = load_tile(keys_base, pages, tile, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
         pages = next_pages
-    for tile in tl.range(begin, end):
+    for step in tl.range(begin - before, end):
+        tile = tile_at(step, begin, before, HAS_SINKS)
+        next_tile = tile_at(step + 1, begin, before, HAS_SINKS)
         if AHEAD > 1:
             # The next tile is on its way while this one is computed, and the pages after it.
             next_k, next_v = load_tile(
-                keys_base, pages, tile + 1, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH
+                keys_base, pages, next_tile, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH
             )
-            pages = load_pages(table, tile + 2, loaded, TOKENS_PER_BLOCK)
+            after = tile_at(step + 2, begin, before, HAS_SINKS)
+            pages = load_pages(table, after, loaded, TOKENS_PER_BLOCK)
         else:
             if AHEAD == 0:
                 pages = load_pages(table, tile, loaded, TOKENS_PER_BLOCK)
             k, v = load_tile(keys_base, pages, tile, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
             if AHEAD > 0:
-                pages = load_pages(table, tile + 1, loaded, TOKENS_PER_BLOCK)
+                pages = load_pages(table, next_tile, loaded, TOKENS_PER_BLOCK)
         key = keys_of(tile)
         if TREE_TOKENS > 0:
-            visible = sees_tree(key, position, limit, limit - count, words, row_mask, WINDOW, WORDS)
+            visible = sees_tree(
+                key,
+                position,
+                limit,
+                limit - count,
+                words,
+                row_mask,
+                REACH,
+                SINKS,
+                HAS_WINDOW,
+                HAS_SINKS,
+                WORDS,
+            )
         else:
-            visible = sees(key, position, limit, WINDOW)
+            visible = sees(key, position, limit, REACH, SINKS, HAS_WINDOW, HAS_SINKS)
         unit_largest, unit_total, unit_acc = attend(
             queries,
             widen(k, inner),
@@ -181,7 +209,7 @@ def generation(
         if AHEAD > 1:
             k = next_k
             v = next_v
-        if starts_unit(tile + 1) | (tile + 1 == end):
+        if ends_unit(tile, next_tile, HAS_SINKS) | (step + 1 == end):
             if split > 0:
                 entry = unit_index(tile) - unit_index(first_end) + 1
                 at = entry * num_rows

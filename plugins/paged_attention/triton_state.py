@@ -66,20 +66,41 @@ def store_rows(pointers, mask, acc, total, value_scale, quanta, dtype, STATIC: t
 
 
 @triton.jit
-def sees(key, position, limit, WINDOW: tl.constexpr):
-    """[rows, keys]: causal, within the window, and written."""
+def sees(key, position, limit, reach, sinks, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """[rows, keys]: causal, within the window or a sink, and written."""
     visible = (key[None, :] <= position[:, None]) & (key < limit)[None, :]
-    if WINDOW > 0:
-        visible = visible & (key[None, :] > position[:, None] - WINDOW)
+    if HAS_WINDOW:
+        visible = visible & is_near(key, position, reach, sinks, HAS_SINKS)
     return visible
 
 
 @triton.jit
-def sees_tree(key, position, limit, first, words, row_mask, WINDOW, WORDS: tl.constexpr):
+def is_near(key, position, reach, sinks, HAS_SINKS: tl.constexpr):
+    """[rows, keys]: among the last `reach` keys up to the row's own, or the first `sinks`."""
+    near = key[None, :] > position[:, None] - reach
+    if HAS_SINKS:
+        near = near | (key < sinks)[None, :]
+    return near
+
+
+@triton.jit
+def sees_tree(
+    key,
+    position,
+    limit,
+    first,
+    words,
+    row_mask,
+    reach,
+    sinks,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """Like `sees`, but which of the step's own tokens are visible is a bit per token."""
     visible = (key < tl.minimum(first, limit))[None, :] & row_mask[:, None]
-    if WINDOW > 0:
-        visible = visible & (key[None, :] > position[:, None] - WINDOW)
+    if HAS_WINDOW:
+        visible = visible & is_near(key, position, reach, sinks, HAS_SINKS)
     for word in tl.static_range(WORDS):
         bit = key - first - 32 * word
         held = tl.load(words + word, mask=row_mask, other=0)

@@ -65,6 +65,34 @@ def keys_of(tile):
 
 
 @triton.jit
+def skip_to(first_tile, sinks):
+    """Where a range of tiles begins, and how many tiles of sinks come before it, once those that
+    hold neither a sink nor a key from `first_tile` on are passed over."""
+    sink_tiles = (sinks + KEYS - 1) // KEYS
+    has_gap = first_tile > sink_tiles
+    return tl.where(has_gap, first_tile, 0), tl.where(has_gap, sink_tiles, 0)
+
+
+@triton.jit
+def tile_at(step, begin, before, HAS_SINKS: tl.constexpr):
+    """The tile of a loop's step: from `begin` on the step itself, in the `before` steps ahead of
+    it the first tiles."""
+    tile = step
+    if HAS_SINKS:
+        tile = tl.where(step < begin, step - begin + before, step)
+    return tile
+
+
+@triton.jit
+def ends_unit(tile, next_tile, HAS_SINKS: tl.constexpr):
+    """Whether the tile is the last of its unit, or of what a loop takes of it."""
+    if HAS_SINKS:
+        return unit_start(next_tile) != unit_start(tile)
+    else:
+        return starts_unit(tile + 1)
+
+
+@triton.jit
 def load_pages(table, tile, limit, TOKENS_PER_BLOCK: tl.constexpr):
     """The cache block of each of a tile's keys; 0 for keys from `limit` on."""
     key = keys_of(tile)

@@ -63,6 +63,10 @@ def test_kernels_compute_what_the_reference_does(case):
         {"lengths": (200, 150), "size": 128, "heads": 7, "kv_heads": 1, "tokens_per_block": 8},
         {"lengths": (333, 90), "size": 80, "window": 70, "tokens_per_block": 128},
         {"lengths": (200, 150), "kv_dtype": INT8, "quantize_out": True},
+        {"lengths": (420, 300), "window": 90, "sinks": 5},
+        {"lengths": (420, 190), "window": 210, "sinks": 130, "size": 128, "kv_dtype": FP8},
+        # in units of two tiles: sinks end within a tile, the window begins within a unit
+        {"lengths": (1400, 90), "window": 150, "sinks": 70, "heads": 2, "kv_heads": 1},
     ],
     ids=label,
 )
@@ -70,6 +74,52 @@ def test_a_rows_bits_do_not_depend_on_how_steps_are_cut(world):
     """Alone, split, in a chunk, in a draft, in a batch, with padding, under any bound."""
     world = {"heads": 4, "kv_heads": 2, "size": 64, **world}
     assert mismatches(World(**world), execute) == []
+
+
+@pytest.mark.parametrize(
+    ("window", "sinks"), [(24, 4), (40, 33), (64, 32), (100, 64), (9, 8), (300, 5), (200, 150)]
+)
+def test_windows_with_sinks_compute_what_the_reference_does(window, sinks):
+    case = {
+        **CASES[0],
+        "requests": "70+33 3+164 1+290 5+0 17+300",
+        "window": window,
+        "tokens_per_block": 8,
+    }
+    found = make_example("paged_attention", case)
+    found.call.attributes["sink_tokens"] = sinks
+    wanted = run_reference(found.clone())
+    bound = weight_rounding(found)
+    execute(kernel.launches(found.call, launch_env(found), step_shape(found.step)))
+    rounding = SPEC.tolerance[str(case["dtype"])]
+    difference = (found.call.outputs["out"].float() - wanted).abs()
+    assert (difference <= bound + rounding.atol + rounding.rtol * wanted.abs()).all()
+
+
+@pytest.mark.parametrize("size", [64, 128])  # they load ahead differently
+def test_a_window_asked_for_gives_the_bits_of_the_checkpoints(size):
+    own = World(4, 2, size, (330,), window=70)
+    asked = replace(own, sinks=0, scratch={})
+    for part in ([(0, 0, 330)], [(0, 329, 1)], [(0, 319, 11)]):
+        assert same_bits(own.run(part, execute)[0], asked.run(part, execute)[0])
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("window", "sinks"), [(40, 0), (40, 3), (130, 70)])
+def test_nothing_is_read_between_the_sinks_and_the_window_beyond_a_tile(window, sinks, size):
+    """Entries of the block table that were dropped may hold anything."""
+    world = World(4, 2, size, (500,), window=window, sinks=sinks)
+    wanted = {}
+    for start, count in ((499, 1), (489, 11), (450, 50)):
+        wanted[start, count] = world.run([(0, start, count)], execute)[0]
+    first = -(-sinks // KEYS) * KEYS // world.tokens_per_block
+    for (start, count), rows in wanted.items():
+        oldest = (start + 1 - (window - sinks)) // KEYS * KEYS // world.tokens_per_block
+        assert oldest - first >= 6
+        kept = world.tables[0].clone()
+        world.tables[0, first:oldest] = 1 << 30  # far outside the cache
+        assert same_bits(world.run([(0, start, count)], execute)[0], rows)
+        world.tables[0] = kept
 
 
 def test_int8_gives_the_bits_of_a_float16_cache_that_holds_the_same_numbers():

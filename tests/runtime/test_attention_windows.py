@@ -38,8 +38,9 @@ def windows_of(plan):
     ],
 )
 def test_sizes_are_repeated_over_the_layers_and_only_narrow(model, asked, wanted):
-    plan = apply_windows(plan_of(*model), WindowOptions(asked), MAX_SEQ_LEN, "cpu")
-    assert windows_of(plan) == wanted
+    for backend in ("cpu", "cuda"):
+        plan = apply_windows(plan_of(*model), WindowOptions(asked), MAX_SEQ_LEN, backend)
+        assert windows_of(plan) == wanted
 
 
 def test_sinks_go_to_the_layers_that_have_a_window():
@@ -56,8 +57,9 @@ def test_asking_for_what_the_model_has_changes_nothing_on_any_backend():
 
 @pytest.mark.parametrize("options", [WindowOptions((32,)), WindowOptions((), 4)])
 def test_compiled_kernels_refuse_other_windows_by_name(options):
-    with pytest.raises(Unsupported, match="'cuda' are compiled for the checkpoint's windows .64"):
-        apply_windows(plan_of(64, 64), options, MAX_SEQ_LEN, "cuda")
+    wanted = "'tensorrt' are compiled for the checkpoint's windows .64"
+    with pytest.raises(Unsupported, match=wanted):
+        apply_windows(plan_of(64, 64), options, MAX_SEQ_LEN, "tensorrt")
 
 
 @pytest.mark.parametrize(

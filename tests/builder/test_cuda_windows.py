@@ -1,0 +1,70 @@
+"""Windows asked for of a cuda engine when it runs: it holds the kernels that they take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmctl.builder.engine_format import open_engine, read_engine_config
+from llmctl.plugins.cuda.kernel import Launch, StepShape
+from llmctl.plugins.cuda.program import CudaProgram
+from llmctl.runtime.attention_windows import WindowOptions
+from llmctl.runtime.cuda_engine import step_limits
+from llmctl.runtime.cuda_open import EngineFile
+from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.tensorrt_open import load_binaries
+
+LIMITS = {"max_batch_size": 2, "max_num_tokens": 48, "max_draft_len": 16, "max_seq_len": 128}
+
+
+class RecordingDriver:
+    """A driver that prepares launches and keeps their kernels' names and arguments."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, tuple[object, ...]]] = []
+
+    def make_current(self) -> None: ...
+
+    def load(self, kernel):
+        return kernel
+
+    def make_event(self) -> None: ...
+
+    def prepare(self, kernel, grid, arguments, use_pdl):
+        assert len(arguments) == len(kernel.arguments)
+        self.launches.append((kernel.name, tuple(arguments)))
+        return lambda stream: None
+
+
+@pytest.fixture
+def engine(new_model, save, build_engine):
+    model = new_model("llama", dtype="bfloat16", head_dim=64)
+    return build_engine(save(model), backend="cuda", **LIMITS)
+
+
+def attention_launches(folder, windows):
+    """(kernel name, the arguments that come last) of one step's attention, of each layer."""
+    file = EngineFile.open(folder, windows)
+    arena = torch.zeros(file.plan.arena_bytes, dtype=torch.uint8)
+    _, tensors = open_engine(folder)
+    calls = make_calls(file.plan, bind_plan(file.plan, tensors, arena))
+    driver = RecordingDriver()
+    binaries = load_binaries(file.plan, file.tensors, "9.0")
+    limits = step_limits(read_engine_config(folder), file.plan)
+    program = CudaProgram(calls, binaries, limits, "cpu", driver)
+    program.bind_kv_cache(torch.zeros(kv_cache_shape(file.plan, 4), dtype=torch.bfloat16))
+    for tokens in (1, 17, 40):
+        work = program._work(StepShape(tokens, 1, 1, tokens, 100))
+        program.launch([item for item in work if isinstance(item, Launch)], 0)
+    found = [item for item in driver.launches if item[0].startswith("paged_attention")]
+    return [(name, arguments[-2:]) for name, arguments in found]
+
+
+def test_an_engine_holds_kernels_for_any_window_and_sinks(engine) -> None:
+    plain = attention_launches(engine, WindowOptions())
+    assert plain and not any("windows" in name for name, _ in plain)
+    found = attention_launches(engine, WindowOptions((40, 128), 4))  # the second layer sees all
+    assert len(found) == len(plain)
+    asked = [last for name, last in found if "windows" in name]
+    assert asked == [(36, 4)] * (len(found) // 2)
+    assert [item for item in found if "windows" not in item[0]] == plain[1::2]
