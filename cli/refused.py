@@ -29,7 +29,6 @@ _REASONS = {
     "beam-search-diversity-rate": _BEAM,
     "early-stopping": _BEAM,
     "beam-width-array": _BEAM,
-    "no-repeat-ngram-size": "use --frequency-penalty or --repetition-penalty against repetition",
     "tokenizer-type": _TOKENIZER,
     "vocab-file": _TOKENIZER,
     "no-prompt-template": "prompts are used as they are unless --chat is given",

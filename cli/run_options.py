@@ -140,6 +140,15 @@ FrequencyPenalty = Annotated[
     float,
     Option("--frequency-penalty", help="Taken off for each time a token was seen.", hidden=True),
 ]
+NoRepeatNgramSize = Annotated[
+    int,
+    Option(
+        "--no-repeat-ngram-size",
+        min=0,
+        help="No run of so many tokens comes twice, the prompt's included; 0: off.",
+        hidden=True,
+    ),
+]
 RandomSeed = Annotated[
     int, Option("--random-seed", min=0, help="The same seed gives the same text.")
 ]

@@ -30,6 +30,7 @@ ROW_KEYS: Mapping[str, tuple[type, ...]] = {
     "repetition_penalty": _NUMBER,
     "presence_penalty": _NUMBER,
     "frequency_penalty": _NUMBER,
+    "no_repeat_ngram_size": (int,),
     "min_tokens": (int,),
     "stop_words": (list,),
     "bad_words": (list,),

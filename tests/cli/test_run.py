@@ -47,6 +47,16 @@ def test_text_goes_in_and_comes_out_on_stdout_alone(run):
     assert "tok/s" in done.err and "backend cpu" in done.err and "KV cache" in done.err
 
 
+def test_no_ngram_comes_twice_where_that_is_asked_with_a_draft_or_without(outputs, engines):
+    flags = [*TWO, "--no_repeat_ngram_size", 2]
+    plain = ids(outputs(*flags, tokens=40))
+    assert plain == ids(outputs(*flags, "--draft_engine_dir", engines.draft, tokens=40))
+    assert plain != ids(outputs(*TWO, tokens=40))
+    for tokens in plain:
+        pairs = list(zip(tokens, tokens[1:], strict=False))
+        assert len(pairs) == len(set(pairs))
+
+
 def test_the_sample_prompt_is_used_when_none_is_given(run):
     assert run().out.startswith('Input [Text 0]: "The quick brown fox"')
 
