@@ -97,4 +97,7 @@ def test_an_engine_holds_every_kernel_that_its_steps_launch(capability, form, tm
             *rounds.kernels(limits.max_batch_size, limits.max_draft_len),
         )
     }
-    assert names | beside == {spec.name for spec in specs}
+    held = {spec.name for spec in specs}
+    assert names | beside <= held
+    # What is left serves windows that are asked for when an engine is opened.
+    assert all(".windows" in name for name in held - names - beside)
