@@ -174,8 +174,9 @@ def _with_common_options(function: Callable[..., Any], module: Any) -> Callable[
         return function(**{n: v for n, v in values.items() if n not in common})
 
     command.__doc__ = function.__doc__
+    # A mark for later parses, and what inspect and typer read; mypy does not know that functions
+    # may have attributes.
     command.has_common_options = True  # type: ignore[attr-defined]
-    # inspect and typer read these; mypy does not know that functions may have them
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command

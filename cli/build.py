@@ -27,7 +27,7 @@ from llmctl.cli.build_options import (
     with_plugin_options,
 )
 from llmctl.cli.table import size
-from llmctl.errors import BadConfig, OutOfMemory
+from llmctl.errors import BadConfig
 
 if TYPE_CHECKING:
     from llmctl.builder.build import EnginePlan
@@ -268,7 +268,9 @@ def _build(
     if visualize_network is not None:
         visualize_network.write_text(f"{engine.network}\n")
     if dry_run:
-        _print_plan(engine, output_dir, gpu, gpu_memory, as_json)
+        from llmctl.cli.dry_run_text import print_plan
+
+        print_plan(engine, output_dir, gpu, gpu_memory, as_json)
         return
     if log.isEnabledFor(logging.INFO):
         _run_with_progress(engine, output_dir)
@@ -287,28 +289,6 @@ def _print_key(engine: EnginePlan, as_json: bool) -> None:
 
     key = cache_key(engine)
     typer.echo(json.dumps({"cache_key": key}) if as_json else key)
-
-
-def _print_plan(
-    engine: EnginePlan, output_dir: Path, gpu: str | None, gpu_memory: float | None, as_json: bool
-) -> None:
-    """Exits with 3 when memory or disk are too small."""
-    from llmctl.cli.dry_run import choose_memory, plan_memory
-    from llmctl.cli.dry_run_text import engine_lines, memory_lines
-
-    config = engine.config
-    available = choose_memory(config.backend, gpu, gpu_memory, config.compute_capability)
-    memory = plan_memory(engine, available, output_dir)
-    summary = engine.summary()
-    if not engine.binaries:  # nothing is known of what was not compiled
-        for name in ("scratch_bytes", "num_kernels", "kernel_bytes"):
-            del summary[name]
-    if as_json:
-        typer.echo(json.dumps(summary | {"output_dir": None, "memory": memory}))
-    else:
-        typer.echo("\n".join([*engine_lines(summary), "", *memory_lines(memory, summary)]))
-    if not (memory["fits"] and memory["disk"]["fits"]):
-        raise typer.Exit(OutOfMemory.exit_code)
 
 
 def _run_with_progress(engine: EnginePlan, output_dir: Path) -> None:

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import typer
+
+from llmctl.cli.dry_run import choose_memory, plan_memory
 from llmctl.cli.table import size, table
+from llmctl.errors import OutOfMemory
+
+if TYPE_CHECKING:
+    from llmctl.builder.build import EnginePlan
 
 GB, MB = 10**9, 10**6
+
+
+def print_plan(
+    engine: EnginePlan, output_dir: Path, gpu: str | None, gpu_memory: float | None, as_json: bool
+) -> None:
+    """Print the plan, as JSON if asked; exits with 3 when memory or disk are too small."""
+    config = engine.config
+    available = choose_memory(config.backend, gpu, gpu_memory, config.compute_capability)
+    memory = plan_memory(engine, available, output_dir)
+    summary = engine.summary()
+    if not engine.binaries:  # nothing is known of what was not compiled
+        for name in ("scratch_bytes", "num_kernels", "kernel_bytes"):
+            del summary[name]
+    if as_json:
+        typer.echo(json.dumps(summary | {"output_dir": None, "memory": memory}))
+    else:
+        typer.echo("\n".join([*engine_lines(summary), "", *memory_lines(memory, summary)]))
+    if not (memory["fits"] and memory["disk"]["fits"]):
+        raise typer.Exit(OutOfMemory.exit_code)
 
 
 def engine_lines(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -92,13 +92,14 @@ def measure_gpu() -> float | None:
     where memory is short."""
     import torch
 
+    from llmctl.plugins.cuda.queue import new_event
+
     if torch.cuda.mem_get_info()[0] < 2 * MOST_BYTES:
         return None
     data = torch.ones(MOST_BYTES // 4, dtype=torch.float32, device="cuda").view(8192, -1)
     rates = []
     for _ in range(NUM_READS):
-        began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+        began, ended = (new_event(enable_timing=True) for _ in range(2))
         began.record()
         torch.amax(data, dim=1)
         ended.record()

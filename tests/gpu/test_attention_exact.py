@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from attention_support import FP8, Part, World, same_bits
+from gpu_support import execute
 
 from llmctl.plugins.cuda import compiler
 from llmctl.plugins.cuda.compiler import compile_kernel
@@ -25,18 +25,6 @@ WORLDS = [
     {"heads": 7, "kv_heads": 1, "size": 64, "lengths": (1300, 500), "tokens_per_block": 128},
 ]
 POSITIONS = (0, 1, 5, 62, 63, 64, 65, 127, 128, 511, 512, 1023, 1024, 1087, 1151, 1152)
-
-_loaded: dict[str, object] = {}
-
-
-def execute(launches: Sequence[Launch]) -> None:
-    for launch in launches:
-        name = launch.spec.name
-        if name not in _loaded:
-            _loaded[name] = cuda_driver().load(compile_kernel(launch.spec))
-        stream = torch.cuda.current_stream().cuda_stream
-        cuda_driver().prepare(_loaded[name], launch.grid, launch.arguments, True)(stream)
-    torch.cuda.synchronize()
 
 
 def steps(length: int, other: int) -> list[list[Part]]:

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gpu_support import execute
 
 from llmctl.plugins.cuda.compiler import compile_kernel
-from llmctl.plugins.cuda.driver import cuda_driver
 from llmctl.plugins.cuda.kernel import DeviceStep, Launch, LaunchEnv, StepLimits, StepShape
 from llmctl.plugins.examples import Example, add_norm, make_example
 from llmctl.plugins.packed_linear.decode import DecodeVariant, decode_launch
@@ -55,18 +55,6 @@ PLAIN_CASES = [  # dtype, operator, K, cache: every epilogue, a K that ends with
 FEW = ("n8r1c1s6k1g0l0", "n16r2c1s4k1g0l0", "n64r1c1s4k1g0l0", "n8r1c1s6k2g0l0")
 
 SHARED_TILES = "n16r1c1s6k0g0l0"
-
-_loaded: dict[str, object] = {}
-
-
-def execute(found: list[Launch]) -> None:
-    for launch in found:
-        name = launch.spec.name
-        if name not in _loaded:
-            _loaded[name] = cuda_driver().load(compile_kernel(launch.spec))
-        stream = torch.cuda.current_stream().cuda_stream
-        cuda_driver().prepare(_loaded[name], launch.grid, launch.arguments, True)(stream)
-    torch.cuda.synchronize()
 
 
 def make(op: str, dtype: str, inner: int, *, heads: int = 8, kv_dtype: str = FP8) -> Example:
