@@ -1,6 +1,7 @@
 """Where the time of a round goes, kernel by kernel.
 
     python scripts/profile_rounds.py --engines DIR --target 70b [--draft 1b-draft] [--rounds 6]
+        [--batch 64] [--context 1000]
 
 Kernels of a round overlap (programmatic launches start early and wait), so a kernel is charged with
 the time between the end of the one before it and its own end. Sums per kernel name, in order of
@@ -10,7 +11,7 @@ time, for the draft loop and the verification apart; times are medians over the 
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import median
 
@@ -21,24 +22,35 @@ from torch.profiler import ProfilerActivity, profile
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.speculation import Speculation
 from llmctl.runtime.core import Request
+from llmctl.runtime.executor import Executor
 
-CONTEXT, DRAFT_LEN = 1000, 10
+DRAFT_LEN = 10
 
 
-def kernels_of(opened: OpenEngines, rounds: int, *, is_speculative: bool) -> list[list[tuple]]:
-    """Per round: (name, start, end) of its kernels in the order of their ends, microseconds."""
+def run_all(executor: Executor, requests: list[Request]) -> None:
+    """Until the last has ended."""
+    waiting = set(executor.enqueue_requests(requests))
+    while waiting:
+        waiting -= {response.request_id for response in executor.await_responses()}
+
+
+def kernels_of(
+    opened: OpenEngines, arguments: argparse.Namespace, *, is_speculative: bool
+) -> list[list[tuple]]:
+    """Per round of the whole batch: (name, start, end) of its kernels in the order of their ends,
+    microseconds."""
     random = np.random.default_rng(0)
     first, stop = opened.checked.target.weights["ordinary_tokens"]
-    prompt = tuple(int(token) for token in random.integers(first, stop, CONTEXT))
-    tokens = 12 * rounds if is_speculative else rounds + 8
+    prompts = random.integers(first, stop, (arguments.batch, arguments.context)).tolist()
+    tokens = 12 * arguments.rounds if is_speculative else arguments.rounds + 8
+    # Requests that start earlier write until the last prompt is in.
+    tokens += 2 * arguments.batch * arguments.context // opened.target.max_num_tokens
+    requests = [Request(input_token_ids=tuple(ids), max_tokens=tokens) for ids in prompts]
     with opened.executor(is_speculative=is_speculative) as executor:
-        for _ in range(2):
-            executor.enqueue_request(Request(input_token_ids=prompt, max_tokens=tokens))
-            executor.await_responses()
+        run_all(executor, requests)
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            executor.enqueue_request(Request(input_token_ids=prompt, max_tokens=tokens))
-            executor.await_responses()
+            run_all(executor, requests)
             torch.cuda.synchronize()
     events = [
         (event.name, event.time_range.start, event.time_range.end)
@@ -51,7 +63,9 @@ def kernels_of(opened: OpenEngines, rounds: int, *, is_speculative: bool) -> lis
         found[-1].append(event)
         if event[0].startswith("accept"):
             found.append([])
-    return found[2:-1]  # the first holds the prompt
+    rounds = found[2:-1]  # the first holds the prompt
+    usual = Counter(map(len, rounds)).most_common(1)[0][0]
+    return [kernels for kernels in rounds if len(kernels) == usual][-arguments.rounds :]
 
 
 def charge(kernels: list[tuple]) -> dict[str, tuple[float, int]]:
@@ -93,17 +107,20 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=1, help="sequences in flight")
+    parser.add_argument("--context", type=int, default=1000, help="tokens of each prompt")
     arguments = parser.parse_args()
     speculation = None
     if arguments.draft:
         speculation = Speculation(DRAFT_LEN, arguments.engines / arguments.draft)
-    options = EngineOptions(arguments.engines / arguments.target, speculation, max_tokens=8192)
+    room = max(8192, 2 * arguments.batch * (arguments.context + 256))
+    options = EngineOptions(arguments.engines / arguments.target, speculation, max_tokens=room)
     opened = OpenEngines(check_engines(options))
-    plain = kernels_of(opened, arguments.rounds, is_speculative=False)
-    report(f"{arguments.target} plain step", plain)
+    plain = kernels_of(opened, arguments, is_speculative=False)
+    report(f"{arguments.target} plain step of {arguments.batch}", plain)
     sequence(plain[0], len(plain[0]) // 2, 9)
     if arguments.draft:
-        rounds = kernels_of(opened, arguments.rounds, is_speculative=True)
+        rounds = kernels_of(opened, arguments, is_speculative=True)
         splits = [max(i for i, k in enumerate(r) if k[0].startswith("feed")) for r in rounds]
         report("draft loop", [r[:i] for r, i in zip(rounds, splits, strict=True)])
         sequence(rounds[0], splits[0] // 2, 9)
