@@ -127,13 +127,24 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def schedule(self) -> Batch:
-        """The next step; empty only when there is no work. Blocks are reserved for all of it."""
+        """The next step; empty only when there is no work. Blocks are reserved for all of it.
+
+        Sequences whose blocks are on their way from host memory are left out while others run.
+        """
+        batch = self._plan()
+        if self._active and not batch.slices:
+            self._kv_cache.arrivals.await_all()
+            batch = self._plan()
+        return batch
+
+    def _plan(self) -> Batch:
         if self._capacity.may_pause:
             self._secure_progress()
         context: list[Sequence] = []
         generation: list[Sequence] = []
         for sequence in self._active.values():
-            (context if sequence.is_context else generation).append(sequence)
+            if not self._kv_cache.is_arriving(sequence):
+                (context if sequence.is_context else generation).append(sequence)
         self.draft_lengths.plan(generation)
         chunks: list[Slice] = []
         if context or self._waiting:
@@ -186,6 +197,8 @@ class Scheduler:
                 break
             self._waiting.take(head)
             self._active[head.sequence_id] = head
+            if self._kv_cache.is_arriving(head):
+                continue
             if head.is_context:
                 context.append(head)
                 demand += self._demand(head)

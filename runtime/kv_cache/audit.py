@@ -54,5 +54,5 @@ def check_store(store: BlockStore, users: Mapping[Node, int], private: list[int]
     assert store.num_unused == sum(node.num_users == 0 for node in on_device)
     blocks = sorted(store.free + private + [node.block_id for node in on_device])
     assert blocks == list(range(len(blocks))), "a block leaked or has two owners"
-    assert sorted(store.free_slots + slots) == list(range(store.num_host_blocks))
+    assert sorted([*store.free_slots, *slots]) == list(range(store.num_host_blocks))
     assert len(blocks) == store.num_blocks

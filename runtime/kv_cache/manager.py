@@ -3,14 +3,15 @@
 Every block is in exactly one place: on the free list, private to one sequence, or in the radix
 tree (in use by the sequences on its path, or unused and waiting to be hit or evicted). Only
 private blocks are ever written. One block id stands for the same tokens in the target's cache
-and, where there is a draft engine, in the draft's: blocks are allocated and reused in pairs.
+and, where there is a draft engine, in the draft's: blocks are allocated and reused in pairs. A
+block that was computed while drafts were off lacks the draft's part; whoever drafts next computes
+it, the same bits as anybody else would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic
-from typing import NamedTuple
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.core import Sequence
@@ -18,6 +19,13 @@ from llmctl.runtime.kv_cache.audit import check_leases
 from llmctl.runtime.kv_cache.events import KvCacheEventManager
 from llmctl.runtime.kv_cache.lease import Lease
 from llmctl.runtime.kv_cache.moves import BlockCopy
+from llmctl.runtime.kv_cache.prefix import (
+    PrefixMatch,
+    find_prefix,
+    mark_drafted,
+    num_drafted,
+    within_reach,
+)
 from llmctl.runtime.kv_cache.radix_tree import Node, path_to
 from llmctl.runtime.kv_cache.stats import KvCacheStats, PromptCounters, make_stats
 from llmctl.runtime.kv_cache.store import BlockStore
@@ -25,21 +33,13 @@ from llmctl.runtime.kv_cache.window import AttentionWindow
 from llmctl.runtime.retention import DEFAULT_PRIORITY
 
 
-class PrefixMatch(NamedTuple):
-    """What the tree knows of a sequence's tokens: `full` ends the path of shared full blocks."""
-
-    full: Node
-    partial: Node | None  # a child of `full` that agrees on its first num_partial_tokens
-    num_partial_tokens: int
-    num_blocks_in_use: int  # full blocks that other sequences hold now: they cost no free block
-
-
 class KvCacheManager:
     """Leases KV blocks to sequences. Not thread-safe: the loop's thread owns it.
 
     A sequence is attached once (`match_and_attach`), grows with `reserve`, publishes what it has
     computed, and gives everything back with `release`. Evicted blocks of at least
-    `offload_min_priority` move to `num_host_blocks` places in host memory.
+    `offload_min_priority` move to `num_host_blocks` places in host memory; with `onboards_aside`
+    they come back while other sequences run, and `is_arriving` tells who has to wait for them.
 
     With a `window` a sequence that outgrows it takes no part in reuse and gives back what no layer
     sees any more; `max_step_tokens` is the most that a step computes of it. What it gave back is
@@ -59,6 +59,7 @@ class KvCacheManager:
         window: AttentionWindow | None = None,
         max_step_tokens: int = 0,
         clock: Callable[[], float] = monotonic,
+        onboards_aside: bool = False,
     ) -> None:
         if num_blocks < 1 or tokens_per_block < 1:
             raise BadConfig(
@@ -74,8 +75,15 @@ class KvCacheManager:
         self.version = 0  # changes whenever a request that did not fit may fit now
         self.events = KvCacheEventManager(0) if events is None else events
         self._store = BlockStore(
-            num_blocks, tokens_per_block, num_host_blocks, offload_min_priority, self.events, clock
+            num_blocks,
+            tokens_per_block,
+            num_host_blocks,
+            offload_min_priority,
+            self.events,
+            clock,
+            onboards_aside,
         )
+        self.arrivals = self._store.arrivals
         self.window = window
         self._ring_blocks = num_blocks
         self._null_block: int | None = None
@@ -117,17 +125,8 @@ class KvCacheManager:
         tree = self._store.tree
         if not self.enable_block_reuse or self.outgrows_window(sequence):
             return PrefixMatch(tree.root, None, 0, 0)
-        limit = len(sequence.tokens) - 1
-        full = tree.longest_match(sequence.tokens, limit)
-        partial, num_partial_tokens = None, 0
-        if self.enable_partial_reuse:
-            start = full.depth * self.tokens_per_block
-            rest = sequence.tokens[start : min(start + self.tokens_per_block, limit)]
-            partial, num_partial_tokens = tree.partial_match(full, rest)
-        node = full  # users only grow towards the root
-        while node.parent is not None and node.num_users == 0:
-            node = node.parent
-        return PrefixMatch(full, partial, num_partial_tokens, node.depth)
+        size, with_partial = self.tokens_per_block, self.enable_partial_reuse
+        return find_prefix(tree, sequence.tokens, size, with_partial=with_partial)
 
     def attach(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Start a lease from a fresh `lookup`; returns the number of tokens reused.
@@ -137,39 +136,36 @@ class KvCacheManager:
         """
         assert sequence.sequence_id not in self._leases and not sequence.block_table
         store = self._store
-        full = self._within_reach(match.full)
-        self._leases[sequence.sequence_id] = Lease(sequence, full)
+        full = within_reach(store, match.full)
+        lease = self._leases[sequence.sequence_id] = Lease(sequence, full)
         partial = match.partial if full is match.full else None
         if partial is not None:
             store.touch(partial)
         store.use_path(full)
         path = path_to(full)
         for node in path:
-            self._retain(sequence, node)
+            self._retain(lease, node)
         table = sequence.block_table
         table.extend(node.block_id for node in path)
+        num_tokens = full.depth * self.tokens_per_block
+        lease.num_drafted = num_drafted(path)
+        sequence.draft_kv_len = lease.num_drafted * self.tokens_per_block if self.has_draft else 0
         num_copied = 0
         if partial is not None and partial.is_cached and store.num_available:
             num_copied = match.num_partial_tokens
             table.append(store.copy_of(partial, num_copied))
-        num_tokens = full.depth * self.tokens_per_block + num_copied
+            if self.has_draft and partial.has_draft and sequence.draft_kv_len == num_tokens:
+                sequence.draft_kv_len += num_copied
+            num_tokens += num_copied
         num_missed = self.num_blocks_for(len(sequence.tokens) - 1) - len(table)
-        counts = sequence.blocks
-        counts.num_new += num_copied > 0
-        counts.num_shared += full.depth
-        counts.num_reused += len(table)
-        counts.num_missed += num_missed
-        counts.num_reused_tokens += num_tokens
-        self._prompts.count(
-            full_blocks=full.depth,
-            has_partial=num_copied > 0,
-            missed_blocks=num_missed,
-            reused_tokens=num_tokens,
-            tokens=len(sequence.tokens) - 1,
-        )
+        self._prompts.count(sequence, full.depth, num_copied, num_missed, num_tokens)
+        lease.arrival = self.arrivals.latest(table)
         sequence.kv_len = num_tokens
-        sequence.draft_kv_len = num_tokens if self.has_draft else 0
         return num_tokens
+
+    def is_arriving(self, sequence: Sequence) -> bool:
+        """True while blocks of an attached sequence are on their way from host memory."""
+        return not self.arrivals.has_arrived(self._leases[sequence.sequence_id].arrival)
 
     def match_and_attach(self, sequence: Sequence) -> int:
         """`attach` whatever `lookup` finds; returns the number of tokens reused."""
@@ -193,32 +189,49 @@ class KvCacheManager:
         return (len(sequence.block_table) + self._store.num_available) * self.tokens_per_block
 
     def publish(self, sequence: Sequence) -> None:
-        """Make the full blocks of committed tokens, valid in every cache, findable by others; of a
-        sequence that outgrows the window, give back what nobody sees.
+        """Make the full blocks of committed tokens findable by others; of a sequence that outgrows
+        the window, give back what nobody sees.
 
         Where another sequence has published the same content first, this one changes over to
         that block and frees its own: the contents are equal, so one copy is enough.
         """
         size = self.tokens_per_block
-        valid = sequence.kv_len
-        if self.has_draft and sequence.draft_kv_len < valid:
-            valid = sequence.draft_kv_len
+        valid = drafted = sequence.kv_len
+        if self.has_draft:
+            drafted = min(valid, sequence.draft_kv_len)
+            if drafted >= len(sequence.tokens) - 2:  # a round in flight may write what it lacks
+                valid = drafted
         lease = self._leases[sequence.sequence_id]
         if self.window is not None and self.outgrows_window(sequence):
             self._drop_unseen(lease, self.window)
             return
-        node = lease.tail
-        if valid < (node.depth + 1) * size or not self.enable_block_reuse:
+        if not self.enable_block_reuse:
             return
-        assert valid < len(sequence.tokens), "a cache entry of a token that is not committed"
-        table = sequence.block_table
-        for index in range(node.depth, valid // size):
-            key = tuple(sequence.tokens[index * size : (index + 1) * size])
-            node = self._store.publish(node, key, table[index])
-            table[index] = node.block_id
-            self._retain(sequence, node)
+        if valid >= (lease.tail.depth + 1) * size:
+            assert valid < len(sequence.tokens), "a cache entry of a token that is not committed"
+            for index in range(lease.tail.depth, valid // size):
+                self._publish_block(lease, index, drafted)
+            self.version += 1
+        num_drafted_blocks = min(drafted, sequence.draft_kv_len) // size
+        if num_drafted_blocks > lease.num_drafted:
+            mark_drafted(lease.tail, num_drafted_blocks)
+            lease.num_drafted = num_drafted_blocks
+
+    def _publish_block(self, lease: Lease, index: int, drafted: int) -> None:
+        """Publish one more block of a sequence, of which the draft engine has seen `drafted`
+        tokens."""
+        sequence, size = lease.sequence, self.tokens_per_block
+        table, start = sequence.block_table, index * size
+        key = tuple(sequence.tokens[start : start + size])
+        has_draft = drafted >= start + size
+        node = self._store.publish(lease.tail, key, table[index], has_draft)
+        if not has_draft and node.block_id != table[index]:  # of the draft's, it has its own part
+            if node.has_draft and sequence.draft_kv_len >= start:
+                sequence.draft_kv_len = start + size
+            sequence.draft_kv_len = min(sequence.draft_kv_len, start + size * node.has_draft)
+        table[index] = node.block_id
+        self._retain(lease, node)
         lease.tail = node
-        self.version += 1
 
     def release(self, sequence: Sequence) -> None:
         """End the lease: published blocks stay cached while there is room, the rest is free.
@@ -246,11 +259,12 @@ class KvCacheManager:
     def abandon_copies(self) -> None:
         """After a step that raised, once nobody holds a block: copies may be missing.
 
-        Those within the device were for sequences that have ended. Contents that were to move
-        between device and host are lost, and with them all that is cached.
+        Most of those within the device were for sequences that have ended. Contents that were to
+        move between device and host, or to another block for the draft's part, are lost, and with
+        them all that is cached.
         """
         assert not self._leases
-        if self.num_host_blocks:
+        if self.num_host_blocks or self.has_draft:
             self._store.forget()
         self._store.copies.clear()
         self.version += 1
@@ -269,37 +283,16 @@ class KvCacheManager:
 
     def _drop_unseen(self, lease: Lease, window: AttentionWindow) -> None:
         """Give back the blocks that lie before the window of every query to come."""
-        sequence, size = lease.sequence, self.tokens_per_block
-        position = sequence.kv_len
-        if self.has_draft:  # a draft that lags behind looks back from where it is
-            position = max(min(position, sequence.draft_kv_len), position - window.draft_lag)
-        first = -(-window.sink_end // size) + lease.num_dropped
-        num_unseen = window.oldest(position) // size - first
-        if num_unseen > 0:
-            assert self._null_block is not None
-            table = sequence.block_table
-            self._store.give_back(reversed(table[first : first + num_unseen]))
-            table[first : first + num_unseen] = [self._null_block] * num_unseen
-            lease.num_dropped += num_unseen
+        assert self._null_block is not None
+        unseen = lease.drop_unseen(
+            window, self.tokens_per_block, self._null_block, has_draft=self.has_draft
+        )
+        if unseen:
+            self._store.give_back(reversed(unseen))
             self.version += 1
 
-    def _within_reach(self, full: Node) -> Node:
-        """The deepest node on the path whose blocks in host memory find room on the device."""
-        path = path_to(full)
-        num_unused = sum(node.is_on_device and node.num_users == 0 for node in path)
-        num_in_host = sum(not node.is_on_device for node in path)
-        excess = num_in_host - (self._store.num_available - num_unused)
-        while excess > 0 and num_in_host > 0 and full.parent is not None:
-            full = full.parent
-            excess -= 1
-            num_in_host -= 1
-        return full
-
-    def _retain(self, sequence: Sequence, node: Node) -> None:
+    def _retain(self, lease: Lease, node: Node) -> None:
         """Tell the store what the sequence's request says of this block, if anything."""
-        config = sequence.request.kv_cache_retention_config
-        if config is not None:
-            first_token = (node.depth - 1) * self.tokens_per_block
-            retention = config.of_block(first_token, sequence.num_prompt_tokens)
-            if retention is not None:
-                self._store.retain(node, retention)
+        retention = lease.retention(node, self.tokens_per_block)
+        if retention is not None:
+            self._store.retain(node, retention)

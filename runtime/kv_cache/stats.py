@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmctl.runtime.core import Sequence
 from llmctl.runtime.kv_cache.store import BlockStore
 
 
@@ -56,19 +57,26 @@ class PromptCounters:
 
     def count(
         self,
-        *,
-        full_blocks: int,
-        has_partial: bool,
-        missed_blocks: int,
-        reused_tokens: int,
-        tokens: int,
+        sequence: Sequence,
+        num_full: int,
+        num_copied_tokens: int,
+        num_missed: int,
+        num_tokens: int,
     ) -> None:
-        """One more sequence."""
-        self.full_blocks += full_blocks
+        """One more sequence: the full blocks that it shares, the tokens of another that it has a
+        copy of, the blocks that it has to compute, and the tokens that it need not."""
+        has_partial = num_copied_tokens > 0
+        counts = sequence.blocks
+        counts.num_new += has_partial
+        counts.num_shared += num_full
+        counts.num_reused += num_full + has_partial
+        counts.num_missed += num_missed
+        counts.num_reused_tokens += num_tokens
+        self.full_blocks += num_full
         self.partial_blocks += has_partial
-        self.missed_blocks += missed_blocks
-        self.reused_tokens += reused_tokens
-        self.tokens += tokens
+        self.missed_blocks += num_missed
+        self.reused_tokens += num_tokens
+        self.tokens += len(sequence.tokens) - 1
 
 
 def make_stats(

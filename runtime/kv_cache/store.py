@@ -7,10 +7,12 @@ worth more, and moves back to the device when it is hit.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
 
 from llmctl.runtime.kv_cache import events
+from llmctl.runtime.kv_cache.arrivals import Arrivals
 from llmctl.runtime.kv_cache.eviction import (
     LazyHeap,
     is_device_victim,
@@ -34,7 +36,9 @@ class BlockStore:
         offload_min_priority: int,
         event_manager: events.KvCacheEventManager,
         clock: Callable[[], float] = monotonic,
+        onboards_aside: bool = False,
     ) -> None:
+        self.arrivals = Arrivals(onboards_aside)
         self.tree = RadixTree(tokens_per_block)
         self.num_host_blocks = num_host_blocks
         self.copies: list[BlockCopy] = []  # to perform, in this order
@@ -46,7 +50,8 @@ class BlockStore:
         self._events = event_manager
         self._clock = clock
         self.free = list(range(num_blocks - 1, -1, -1))
-        self.free_slots = list(range(num_host_blocks - 1, -1, -1))
+        # The oldest first: one that was freed just now may still be read by a copy under way.
+        self.free_slots = deque(range(num_host_blocks))
         self.victims = LazyHeap(is_device_victim, num_blocks)
         self.host_victims = LazyHeap(is_host_victim, num_host_blocks)
         self._expiring = LazyHeap(is_expiring, num_blocks + num_host_blocks)
@@ -67,7 +72,9 @@ class BlockStore:
     def take_block(self) -> int:
         """A block of the device to write; needs num_available > 0."""
         self.num_taken += 1
-        return self.free.pop() if self.free else self._evict()
+        block_id = self.free.pop() if self.free else self._evict()
+        self.arrivals.need(block_id)
+        return block_id
 
     def give_back(self, block_ids: Iterable[int]) -> None:
         """Blocks that nobody holds any more, the first to be taken again last."""
@@ -85,8 +92,7 @@ class BlockStore:
         block_id = self.take_block()
         node.num_users -= 1
         self.touch(node)
-        self.copies.append(BlockCopy(node.host_slot, block_id, num_tokens, CopyKind.ONBOARD))
-        self.num_onboarded += 1
+        self._bring(node.host_slot, block_id, num_tokens)
         return block_id
 
     # ---- users ----
@@ -128,24 +134,33 @@ class BlockStore:
         node.last_used = self._tick
         self._enlist(node)
 
-    def publish(self, parent: Node, key: tuple[int, ...], block_id: int) -> Node:
+    def publish(
+        self, parent: Node, key: tuple[int, ...], block_id: int, has_draft: bool = False
+    ) -> Node:
         """Make a block of a sequence that uses `parent` findable; its publisher uses the result.
 
         Where the content is known already, the block found first stays (see `Node.block_id`) and
-        `block_id` is free again; what lay in host memory only is replaced by `block_id`.
+        `block_id` is free again, after what only it has of the draft's was copied; what lay in host
+        memory only is replaced by `block_id`.
         """
         node = parent.children.get(key)
         if node is None:
             node = self.tree.add(parent, key, block_id)
+            node.has_draft = has_draft
             node.num_users = 1
             self._announce(node)
             return node
         self.use(node)
         if node.is_on_device:
+            self.arrivals.need(node.block_id)
+            if has_draft and not node.has_draft:  # of the target's, both hold the same bits
+                self.copies.append(BlockCopy(block_id, node.block_id, self._tokens_per_block))
+                node.has_draft = True
             self.free.append(block_id)
         else:
             self.free_slots.append(node.host_slot)
             self._settle(node, block_id)
+            node.has_draft = has_draft
         return node
 
     def retain(self, node: Node, retention: Retention) -> None:
@@ -160,6 +175,7 @@ class BlockStore:
         for node in list(self.tree.root.children.values()):
             self._drop(node)
         self.copies.clear()
+        self.arrivals.await_all()
 
     # ---- leaving the device, and coming back ----
 
@@ -204,17 +220,20 @@ class BlockStore:
             self._drop(found[1])
             assert parent is not None
             self._enlist(parent)
-        return self.free_slots.pop()
+        return self.free_slots.popleft()
 
     def _onboard(self, node: Node) -> None:
         """Bring a node in use back to the device; its parent is there already."""
         block_id = self.take_block()
-        self.copies.append(
-            BlockCopy(node.host_slot, block_id, self._tokens_per_block, CopyKind.ONBOARD)
-        )
-        self.num_onboarded += 1
+        self._bring(node.host_slot, block_id, self._tokens_per_block)
         self.free_slots.append(node.host_slot)
         self._settle(node, block_id)
+
+    def _bring(self, slot: int, block_id: int, num_tokens: int) -> None:
+        """Copy a block of host memory to the device."""
+        self.copies.append(BlockCopy(slot, block_id, num_tokens, CopyKind.ONBOARD))
+        self.arrivals.expect(block_id)
+        self.num_onboarded += 1
 
     def _settle(self, node: Node, block_id: int) -> None:
         """A node of host memory lies in `block_id` from now on."""

@@ -256,7 +256,7 @@ class CacheMachine(RuleBasedStateMachine):
         match = self.cache.lookup(sequence)
         num_available = self.cache.num_available_blocks
         reused = self.cache.attach(sequence, match)
-        assert reused < len(tokens) and sequence.draft_kv_len == reused
+        assert sequence.draft_kv_len <= reused < len(tokens)
         assert match.num_blocks_in_use <= match.full.depth
         cost = len(sequence.block_table) - match.num_blocks_in_use
         assert self.cache.num_available_blocks == num_available - cost

@@ -41,12 +41,28 @@ class Contents:
         self.size = tokens_per_block
         self.slots = {}
         self.host = {}
+        self.under_way = []  # (batch, block, what will be in its slots), in the order of landing
 
-    def copy_block(self, copy):
+    def copy_block(self, copy, batch, is_aside):
+        """What comes from host memory may land later, and then over whatever is there."""
         source = self.host if copy.kind is CopyKind.ONBOARD else self.slots
         destination = self.host if copy.kind is CopyKind.OFFLOAD else self.slots
-        for offset in range(copy.num_tokens):
-            destination[copy.dst_block, offset] = source[copy.src_block, offset]
+        if copy.kind is not CopyKind.ONBOARD:
+            blocks = {copy.src_block}
+            blocks |= {copy.dst_block} if copy.kind is CopyKind.WITHIN else set()
+            if any(block in blocks for _, block, _ in self.under_way):
+                self.land(batch)
+        content = [source.get((copy.src_block, offset)) for offset in range(copy.num_tokens)]
+        if is_aside and copy.kind is CopyKind.ONBOARD:
+            self.under_way.append((batch, copy.dst_block, content))
+        else:
+            destination.update({(copy.dst_block, i): value for i, value in enumerate(content)})
+
+    def land(self, batch):
+        """The copies of this batch and those before arrive."""
+        while self.under_way and self.under_way[0][0] <= batch:
+            _, block, content = self.under_way.pop(0)
+            self.slots.update({(block, offset): value for offset, value in enumerate(content)})
 
     def write(self, sequence, tokens, start, end):
         hashes = prefix_hashes(tokens)
@@ -62,10 +78,13 @@ class Contents:
             found = self.slots.get((block, position % self.size))
             assert found == expected, f"position {position} of block {block} is another's"
 
-    def check_tree(self, tree):
+    def check_tree(self, tree, copies, counts=lambda node: True):
+        unfinished = {block for _, block, _ in self.under_way} | {c.dst_block for c in copies}
         tokens = {tree.root: ()}
         for node in tree.nodes():
             tokens[node] = tokens[node.parent] + node.key
+            if not counts(node) or (node.is_on_device and node.block_id in unfinished):
+                continue
             place = node.block_id if node.is_on_device else node.host_slot
             held = self.slots if node.is_on_device else self.host
             found = [held.get((place, offset)) for offset in range(self.size)]
@@ -83,6 +102,7 @@ class Traffic:
         self.scheduler = Scheduler(config, cache, limits)
         self.target = Contents(cache.tokens_per_block)
         self.draft = Contents(cache.tokens_per_block)
+        self.is_aside = cache._store.arrivals._is_on
         self.sequences = []
         self.started = []
         self.budget = limits.max_num_tokens
@@ -139,10 +159,7 @@ class Traffic:
         assert bool(batch.slices) == scheduler.has_work, "work waits but nothing runs"
         self.check_batch(batch)
         self.note_starts()
-        for copy in self.cache.pending_copies():
-            self.target.copy_block(copy)
-            if self.cache.has_draft:
-                self.draft.copy_block(copy)
+        self.copy_blocks()
         for part in batch.slices:  # all reads see the caches before anything is written
             self.check_contents(part)
         outcomes = [self.run(part) for part in batch.slices]
@@ -153,10 +170,26 @@ class Traffic:
                 self.commit(part, *outcome)
         scheduler.update(batch)
         self.cache.check_invariants()
-        self.target.check_tree(self.cache._store.tree)
+        store = self.cache._store
+        self.target.check_tree(store.tree, [])
         if self.cache.has_draft:
-            self.draft.check_tree(self.cache._store.tree)
-        assert not self.cache.pending_copies()
+            self.draft.check_tree(store.tree, store.copies, lambda node: node.has_draft)
+        assert all(copy.kind is CopyKind.WITHIN for copy in store.copies)
+        assert self.cache.has_draft or not store.copies
+
+    def copy_blocks(self):
+        """In the order of the cache, in both engines; what comes from host memory may be late."""
+        arrivals = self.cache.arrivals
+        copies, batch = self.cache.pending_copies(), arrivals.hand_over()
+        engines = (self.target, self.draft) if self.cache.has_draft else (self.target,)
+        for engine in engines:
+            for copy in copies:
+                engine.copy_block(copy, batch, self.is_aside)
+        landed = batch if arrivals.take_wait() else batch - self.random.randint(0, 4)
+        for engine in engines:
+            engine.land(landed)
+        if landed > 0:
+            arrivals.note_arrived(landed)
 
     def check_contents(self, part):
         """Whatever a query of this step, or of any later one, can see."""
@@ -192,7 +225,8 @@ class Traffic:
         if self.cache.has_draft and (part.draft_len or self.random.random() < 0.5):
             # The last draft is never fed; a round without drafts may leave the draft behind.
             draft_end = max(part.start + part.num_tokens, end - 1)
-            self.refuse_shared_writes(sequence, sequence.draft_kv_len, draft_end)
+            # Of the draft's part, what the target has computed is the same whoever writes it.
+            self.refuse_shared_writes(sequence, part.start, draft_end)
             self.draft.write(sequence, tokens, sequence.draft_kv_len, draft_end)
             return accepted, emitted, draft_end
         return accepted, emitted, sequence.draft_kv_len
@@ -285,6 +319,7 @@ def setups(draw):
         window=window,
         max_step_tokens=most_step_tokens(max_num_tokens, max_draft_len),
         clock=count().__next__,
+        onboards_aside=draw(st.booleans()),
     )
     limits = Limits(
         max_batch_size=draw(st.integers(1, 6)),

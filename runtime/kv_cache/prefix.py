@@ -1,0 +1,70 @@
+"""What the tree knows of the tokens that a sequence begins with, and how much of it can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Row
+from typing import NamedTuple
+
+from llmctl.runtime.kv_cache.radix_tree import Node, RadixTree, path_to
+from llmctl.runtime.kv_cache.store import BlockStore
+
+
+class PrefixMatch(NamedTuple):
+    """What the tree knows of a sequence's tokens: `full` ends the path of shared full blocks."""
+
+    full: Node
+    partial: Node | None  # a child of `full` that agrees on its first num_partial_tokens
+    num_partial_tokens: int
+    num_blocks_in_use: int  # full blocks that other sequences hold now: they cost no free block
+
+
+def find_prefix(
+    tree: RadixTree, tokens: Row[int], tokens_per_block: int, *, with_partial: bool
+) -> PrefixMatch:
+    """The longest known prefix of `tokens`. The last token is never part of it: its logits are
+    wanted, so it has to be computed."""
+    limit = len(tokens) - 1
+    full = tree.longest_match(tokens, limit)
+    partial, num_partial_tokens = None, 0
+    if with_partial:
+        start = full.depth * tokens_per_block
+        rest = tokens[start : min(start + tokens_per_block, limit)]
+        partial, num_partial_tokens = tree.partial_match(full, rest)
+    node = full  # users only grow towards the root
+    while node.parent is not None and node.num_users == 0:
+        node = node.parent
+    return PrefixMatch(full, partial, num_partial_tokens, node.depth)
+
+
+def within_reach(store: BlockStore, full: Node) -> Node:
+    """The deepest node on the path whose blocks in host memory find room on the device."""
+    path = path_to(full)
+    num_unused = sum(node.is_on_device and node.num_users == 0 for node in path)
+    num_in_host = sum(not node.is_on_device for node in path)
+    excess = num_in_host - (store.num_available - num_unused)
+    while excess > 0 and num_in_host > 0 and full.parent is not None:
+        full = full.parent
+        excess -= 1
+        num_in_host -= 1
+    return full
+
+
+def num_drafted(path: Iterable[Node]) -> int:
+    """Leading blocks of a path that hold what the draft engine computed, too."""
+    count = 0
+    for node in path:
+        if not node.has_draft:
+            break
+        count += 1
+    return count
+
+
+def mark_drafted(tail: Node, num_blocks: int) -> None:
+    """The draft engine has computed the first `num_blocks` blocks of the path down to `tail`."""
+    node = tail
+    while node.depth > num_blocks and node.parent is not None:
+        node = node.parent
+    while node.parent is not None and not node.has_draft:
+        node.has_draft = True
+        node = node.parent
