@@ -145,8 +145,9 @@ class CudaExecutable(Executable):
         shape = shape_of(step)
         bucket = self._buckets.fit(shape)
         if bucket is None:
-            self.program.upload(step, self.queue.handle)
-            self._enqueue(shape)
+            rounded = self._buckets.round_up(shape)
+            self.program.upload(pad(step, rounded), self.queue.handle)
+            self._enqueue(rounded)
         else:
             self.program.upload(pad(step, bucket), self.queue.handle)
             self._graphs.run(bucket, lambda: self._enqueue(bucket))

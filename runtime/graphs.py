@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.program import StepInputs
 
 MIN_KV_BUCKET = 1024  # tokens; shorter contexts share its grids, whose idle blocks exit at once
+_ANY_QUERY = 32  # tokens of one request, beyond which kernels do not care how many there are
 MAX_GRAPHS = 24  # of an engine's own steps, and of its rounds; the memory plan counts on it
 
 Key = TypeVar("Key", bound=Hashable)
@@ -75,6 +76,19 @@ class Buckets:
             num_requests=requests,
             num_rows=rows,
             max_query_len=query,
+            max_kv_len=kv_bucket(shape.max_kv_len, limits),
+        )
+
+    def round_up(self, shape: StepShape) -> StepShape:
+        """One of few shapes that covers a step launched directly: packing launches for a new number
+        of tokens takes longer than a sixteenth more of them. Requests and rows stay."""
+        limits = self.limits
+        unit = max(8, _power_of_two(shape.num_tokens) // 32)
+        query = shape.max_query_len
+        return replace(
+            shape,
+            num_tokens=min(-(-shape.num_tokens // unit) * unit, limits.max_num_tokens),
+            max_query_len=query if query <= _ANY_QUERY else _power_of_two(query),
             max_kv_len=kv_bucket(shape.max_kv_len, limits),
         )
 

@@ -1,8 +1,10 @@
 """The CUDA backend's program: every call of a plan as kernel launches on one stream.
 
 Launches are described by `plugins/<op>/kernel.py`, packed once per step shape and then only
-enqueued. Everything that differs between steps of one shape lies in the arrays of `step`, which
-one copy from pinned memory fills; so a captured graph replays whatever was uploaded last.
+enqueued; of all operators but attention once per number of tokens, for packing a whole step takes
+longer than most steps do (11 ms for the 229 launches of an 8B model). Everything that differs
+between steps of one shape lies in the arrays of `step`, which one copy from pinned memory fills; so
+a captured graph replays whatever was uploaded last.
 
     program.bind_kv_cache(cache)
     program.upload(step, stream)
@@ -13,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -37,7 +39,9 @@ from llmctl.plugins.cuda.kernel import (
 from llmctl.plugins.program import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.specs import check_call
 
-MAX_PREPARED = 64  # step shapes whose packed launches are kept, least recently used out first
+# Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
+MAX_PREPARED = 64
+_BY_REQUEST = frozenset({"paged_attention"})  # the others depend on how many tokens or rows alone
 _RING = 4  # pinned copies of the step: uploads that may be in flight
 _ALIGNMENT = 64  # elements of int32, so every array starts at 256 bytes
 
@@ -68,6 +72,18 @@ class Executor(Protocol):
 
     def prepare(self, call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Prepared]:
         """What a step of this shape enqueues for the call, in order; nothing is enqueued yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """The launches of one call, ready to enqueue."""
+
+    prepared: list[Prepared]
+    launches: list[Launch]  # the descriptions own the tensors
+
+    def enqueue(self, stream: int) -> None:
+        for launch in self.prepared:
+            launch(stream)
 
 
 class CudaProgram:
@@ -106,12 +122,14 @@ class CudaProgram:
         self.step: DeviceStep = self._inputs.step
         self._scratch: dict[str, torch.Tensor] = {}
         self._envs: dict[str, LaunchEnv] = {}
-        self._prepared: OrderedDict[StepShape, tuple[list[Prepared], list[Launch]]] = OrderedDict()
+        self._prepared: OrderedDict[StepShape, list[_Packed]] = OrderedDict()
+        self._by_count: list[OrderedDict[int, _Packed]] = [OrderedDict() for _ in calls]
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Use this cache from now on; captured graphs keep the one they were captured with."""
         assert kv_cache.dim() == 6 and kv_cache.is_contiguous()
         self._prepared.clear()
+        self._by_count = [OrderedDict() for _ in self._calls]
         self._envs = {
             extent: LaunchEnv(self.step, kv_cache, self.limits, extent, self.scratch, self._use_pdl)
             for extent in ("tokens", "rows")
@@ -132,18 +150,16 @@ class CudaProgram:
         found = self._prepared.get(shape)
         if found is not None:
             self._prepared.move_to_end(shape)
-            for launch in found[0]:
-                launch(stream)
+            for packed in found:
+                packed.enqueue(stream)
             return
-        launches: list[Launch] = []
-        packed: list[Prepared] = []
-        for work in self._work(shape):  # the device starts while the rest is packed
-            if isinstance(work, Launch):
-                launches.append(work)
-                work = self._prepare(work)
-            packed.append(work)
-            work(stream)
-        self._prepared[shape] = packed, launches  # the descriptions own the tensors
+        assert self._envs, "bind_kv_cache comes first"
+        steps = []
+        for index in range(len(self._calls)):  # the device starts while the rest is packed
+            packed = self._pack(index, shape)
+            packed.enqueue(stream)
+            steps.append(packed)
+        self._prepared[shape] = steps
         if len(self._prepared) > MAX_PREPARED:
             self._prepared.popitem(last=False)
 
@@ -164,14 +180,26 @@ class CudaProgram:
         assert tuple(found.shape) == tuple(shape) and found.dtype == dtype, name
         return found
 
-    def _work(self, shape: StepShape) -> Iterator[Launch | Prepared]:
-        assert self._envs, "bind_kv_cache comes first"
-        for call, extent in self._calls:
-            env = self._envs[extent]
-            if call.op in self._executors:
-                yield from self._executors[call.op].prepare(call, env, shape)
-            elif env.count(shape):  # a prompt's chunk before the last has no rows of logits
-                yield from self._modules[call.op].launches(call, env, shape)
+    def _pack(self, index: int, shape: StepShape) -> _Packed:
+        """What a call launches in a step of this shape; nothing is enqueued yet."""
+        call, extent = self._calls[index]
+        env = self._envs[extent]
+        if call.op in self._executors:
+            return _Packed(self._executors[call.op].prepare(call, env, shape), [])
+        count = env.count(shape)
+        kept = self._by_count[index]
+        if count in kept:
+            kept.move_to_end(count)
+            return kept[count]
+        launches = []
+        if count:  # a prompt's chunk before the last has no rows of logits
+            launches = self._modules[call.op].launches(call, env, shape)
+        packed = _Packed([self._prepare(launch) for launch in launches], launches)
+        if call.op not in _BY_REQUEST:
+            kept[count] = packed
+            if len(kept) > MAX_PREPARED:
+                kept.popitem(last=False)
+        return packed
 
     def _prepare(self, launch: Launch) -> Prepared:
         return self._driver.prepare(

@@ -143,24 +143,37 @@ def test_calls_are_launched_in_order_with_tokens_then_rows():
     assert all(pdl and stream == STREAM for *_, pdl, stream in recorder.launched)
 
 
-def test_a_shape_is_packed_once():
+def test_a_call_is_packed_once_for_each_count_of_its_tokens_or_rows():
     program, recorder = make_program()
     for _ in range(3):
         program.enqueue(SHAPE, STREAM)
         program.enqueue(replace(SHAPE, num_tokens=5), STREAM)
-    assert recorder.num_prepared == 6 and len(recorder.launched) == 18
+        program.enqueue(replace(SHAPE, max_kv_len=61), STREAM)
+    assert recorder.num_prepared == 3 + 1 and len(recorder.launched) == 27
+    assert [grid[0] for _, grid, *_ in recorder.launched[:9]] == [7, 2, 2, 5, 2, 2, 7, 2, 2]
 
 
-def test_the_least_recently_used_shape_is_packed_again(monkeypatch):
+def test_what_depends_on_requests_is_packed_for_each_shape(monkeypatch):
+    monkeypatch.setattr(program_module, "_BY_REQUEST", {"embedding"})
+    program, recorder = make_program()
+    for _ in range(2):
+        program.enqueue(SHAPE, STREAM)
+        program.enqueue(replace(SHAPE, max_kv_len=61), STREAM)
+    assert recorder.num_prepared == 3 + 1
+
+
+def test_what_was_used_least_recently_is_packed_again(monkeypatch):
     monkeypatch.setattr(program_module, "MAX_PREPARED", 2)
     program, recorder = make_program()
-    for tokens in (1, 2, 1, 3):  # 3 displaces 2
+    for tokens in (1, 2, 3):  # 3 displaces 1
         program.enqueue(replace(SHAPE, num_tokens=tokens), STREAM)
     packed = recorder.num_prepared
-    program.enqueue(replace(SHAPE, num_tokens=1), STREAM)
-    assert recorder.num_prepared == packed
     program.enqueue(replace(SHAPE, num_tokens=2), STREAM)
-    assert recorder.num_prepared == packed + 3
+    assert recorder.num_prepared == packed
+    program.enqueue(replace(SHAPE, num_tokens=1), STREAM)
+    assert recorder.num_prepared == packed + 1
+    program.enqueue(replace(SHAPE, num_tokens=2), STREAM)  # 1 displaced 3
+    assert recorder.num_prepared == packed + 1
 
 
 def test_another_cache_packs_again_with_its_address():

@@ -105,6 +105,23 @@ def test_a_padded_step_keeps_the_step_and_adds_nothing_that_a_kernel_may_see(
     assert not padded.logit_rows[step.num_rows :].any()
 
 
+@given(st.integers(1, 2048), st.integers(12, 2048), st.integers(0, 4900))
+def test_steps_with_prompts_come_in_few_shapes_a_sixteenth_larger_at_most(
+    num_tokens: int, query: int, start: int
+) -> None:
+    found = StepShape(num_tokens, 3, 2, min(query, num_tokens), min(start + query, 5000))
+    rounded = Buckets(TARGET).round_up(found)
+    assert num_tokens <= rounded.num_tokens <= max(num_tokens * 17 / 16, num_tokens + 7)
+    assert rounded.num_tokens in {*range(0, 257, 8), *range(256, 2049, 16)}
+    assert (rounded.num_requests, rounded.num_rows) == (3, 2)
+    assert found.max_query_len <= rounded.max_query_len and found.max_kv_len <= rounded.max_kv_len
+    counts = [num_tokens - 2, 1, 1] if num_tokens > 2 else [num_tokens]
+    step = make_step(counts, [0] * len(counts), False)
+    padded = pad(step, Buckets(TARGET).round_up(shape_of(step)))
+    assert padded.num_requests == step.num_requests and padded.num_rows == step.num_rows
+    assert (padded.slot_mapping[step.num_tokens :] == -1).all()
+
+
 def test_context_lengths_share_few_buckets() -> None:
     buckets = {kv_bucket(length, TARGET) for length in range(1, 5001)}
     assert buckets == {1024, 2048, 4096, 5000}
