@@ -1,0 +1,219 @@
+"""The script that loads llmctl and vLLM alike; vLLM is played by a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from importlib.metadata import PackageNotFoundError
+from types import ModuleType, SimpleNamespace
+
+import compare_load
+import load_systems
+import pytest
+from make_planted_checkpoints import Recipe, write_checkpoint
+
+from llmctl.cli.bench.driver import Pace
+from llmctl.cli.bench.records import Arrival, Recording, RequestRecord
+from llmctl.cli.main import execute
+from llmctl.runtime.core import Request
+
+LOADS = "2x20x6x5,1x8x3x2"
+ORIGIN = {"command": "python x", "versions": {"device": "GPU"}, "date": "2026-01-01", "commit": "c"}
+
+
+class FakeEngine:
+    """Answers with the numbers from the prompt's last token on, two tokens at first."""
+
+    made: list[FakeEngine] = []
+
+    def __init__(self, arguments, usage_context) -> None:
+        self.arguments, self.usage_context = arguments, usage_context
+        self.prompts: list[list[int]] = []
+        self.running = self.most_running = 0
+        self.is_shut = False
+        self.missing_tokens = 0
+        scheduler = SimpleNamespace(max_num_batched_tokens=8192)
+        self.vllm_config = SimpleNamespace(scheduler_config=scheduler)
+        self.made.append(self)
+
+    @classmethod
+    def from_engine_args(cls, arguments, usage_context):
+        return cls(arguments.__dict__, usage_context)
+
+    async def generate(self, prompt, params, request_id):
+        assert params.temperature == 0 and params.ignore_eos and not params.detokenize
+        assert params.output_kind == "delta" and isinstance(request_id, str)
+        self.prompts.append(prompt["prompt_token_ids"])
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        sizes = [2, *[1] * (params.max_tokens - 2 - self.missing_tokens)]
+        for size in sizes:
+            await asyncio.sleep(0)
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * size)])
+        self.running -= 1
+
+    def shutdown(self) -> None:
+        self.is_shut = True
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """A vLLM that is installed; FakeEngine.made has its engines."""
+    modules = {
+        "vllm": {"AsyncEngineArgs": SimpleNamespace, "SamplingParams": SimpleNamespace},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta")},
+        "vllm.usage": {},
+        "vllm.usage.usage_lib": {"UsageContext": SimpleNamespace(OPENAI_API_SERVER="server")},
+        "vllm.v1": {},
+        "vllm.v1.engine": {},
+        "vllm.v1.engine.async_llm": {"AsyncLLM": FakeEngine},
+    }
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        module.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(FakeEngine, "made", [])
+    return FakeEngine.made
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """A tiny engine whose text is known, and what implies it."""
+    folder = tmp_path_factory.mktemp("load")
+    recipe = Recipe("tiny", is_fp8=False)
+    write_checkpoint(folder / "hf", recipe, tokenizer_dir=None)
+    build = ["build", "--backend", "cpu", "--checkpoint-dir", str(folder / "hf")]
+    limits = ["--max-seq-len", "64", "--max-batch-size", "4", "--log-level", "error"]
+    assert execute([*build, "--output-dir", str(folder / "engine"), *limits]) == 0
+    planted = recipe.documents()["config.json"]["planted"]
+    return folder / "engine", planted | {"load_format": "planted"}
+
+
+@pytest.fixture
+def measure(monkeypatch, tmp_path):
+    """The script's rows after a call for one system."""
+    monkeypatch.setattr(compare_load, "version", lambda name: f"{name}-version")
+    monkeypatch.setattr(
+        compare_load, "provenance", lambda: ORIGIN | {"versions": dict(ORIGIN["versions"])}
+    )
+
+    def run(*argv):
+        words = [str(word) for word in argv]
+        monkeypatch.setattr(
+            sys, "argv", ["compare_load.py", *words, "--output", str(tmp_path / "out")]
+        )
+        compare_load.main()
+        lines = (tmp_path / "out/load.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines], (tmp_path / "out/load.md").read_text()
+
+    return run
+
+
+def test_both_systems_are_sent_the_same_requests_and_stand_in_one_table(
+    vllm, engine, measure, monkeypatch
+):
+    ours: list[list[int]] = []
+    enqueue = load_systems.Driver.run
+
+    def run(self, requests, pace, recording):
+        ours.extend(list(request.input_token_ids) for request in requests)
+        enqueue(self, requests, pace, recording)
+
+    monkeypatch.setattr(load_systems.Driver, "run", run)
+    measure("vllm", "some/checkpoint", "--load-format", "dummy", "--loads", LOADS)
+    rows, text = measure("llmctl", engine[0], "--loads", LOADS)
+    (peer,) = vllm
+    assert peer.prompts == ours and len(ours) == 2 + 5 + 1 + 2
+    assert peer.most_running == 2 and peer.is_shut and peer.usage_context == "server"
+    assert peer.arguments["max_model_len"] == 26 and peer.arguments["load_format"] == "dummy"
+    assert not peer.arguments["enable_prefix_caching"] and "enforce_eager" not in peer.arguments
+    assert [(row["system"], row["load"]) for row in rows] == [
+        (system, load)
+        for system in ("vllm", "llmctl")
+        for load in ("2 in flight, 20 in / 6 out", "1 in flight, 8 in / 3 out")
+    ]
+    theirs, ours_row = rows[0], rows[2]
+    assert theirs["settings"] == "8,192 tokens a step" and "tokens a step" in ours_row["settings"]
+    assert set(ours_row["versions"]) == {"device", "llmctl"}
+    lines = [line for line in text.splitlines() if "in flight" in line]
+    assert ["vllm" in line for line in lines] == [True, False, True, False]
+    ratio = ours_row["tok_s_per_gpu"] / theirs["tok_s_per_gpu"]
+    assert f"| {ratio:.2f} |" in lines[1] and f"{ours_row['itl_ms']['p99']:.4g}" in lines[1]
+
+
+def test_what_is_measured_again_takes_the_place_of_the_older_row(vllm, measure):
+    measure("vllm", "x", "--loads", "2x20x6x5")
+    rows, _ = measure("vllm", "x", "--loads", "2x20x6x4")
+    assert len(rows) == 1 and rows[0]["itl_ms"]["p50"] > 0
+
+
+def test_an_output_of_another_length_is_not_measured(vllm, measure, monkeypatch):
+    make = FakeEngine.__init__
+
+    def short(self, *arguments):
+        make(self, *arguments)
+        self.missing_tokens = 1
+
+    monkeypatch.setattr(FakeEngine, "__init__", short)
+    with pytest.raises(SystemExit, match="request 0: 5 of 6 tokens"):
+        measure("vllm", "x", "--loads", "2x20x6x5")
+    assert vllm[0].is_shut
+
+
+def test_a_missing_vllm_and_options_it_has_not_are_said(monkeypatch, measure):
+    with pytest.raises(SystemExit, match="are llmctl's"):
+        measure("vllm", "x", "--whole-prompts")
+
+    def version(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(compare_load, "version", version)
+    with pytest.raises(SystemExit, match="pip install vllm"):
+        measure("vllm", "x")
+
+
+def test_a_planted_text_is_checked_token_by_token(engine):
+    folder, planted = engine
+    requests = [Request((5, 9), 8, streaming=True)]
+    for weights, is_right in ((planted, True), (planted | {"seed": 1}, False)):
+        config = SimpleNamespace(checked=SimpleNamespace(target=SimpleNamespace(weights=weights)))
+        with load_systems.llmctl_server(folder, None, None, False) as server:
+            assert server.settings == "whole prompts"
+            checked = load_systems.Llmctl(config, server._driver, "")
+            recording = Recording()
+            if is_right:
+                checked.run(requests, Pace(), recording)
+                assert len(recording.requests[0].output_ids) == 8
+            else:
+                with pytest.raises(SystemExit, match="request 0: token 0 is"):
+                    checked.run(requests, Pace(), recording)
+
+
+def record(submit_s, times_s):
+    arrivals = [Arrival(at_s, 1) for at_s in times_s]
+    return RequestRecord(0, 0, 1, len(times_s), submit_s, submit_s, arrivals, [1] * len(times_s))
+
+
+def test_gaps_count_from_the_first_long_prompt_to_the_last_ones_first_token():
+    short = [record(0.0, [0.1, 0.2, 0.5, 0.9, 1.2, 1.3])]
+    found = compare_load.watched(short, [record(0.3, [0.6, 0.7]), record(0.4, [1.0])])
+    assert sorted(found["itl_ms"]) == sorted(compare_load.metrics.percentiles([1.0]))
+    assert found["itl_ms"]["minimum"] == pytest.approx(300)
+    assert found["itl_ms"]["maximum"] == pytest.approx(400)
+    assert found["tok_s_per_gpu"] == pytest.approx(3 / 0.7)
+    assert found["ttft_ms"]["maximum"] == pytest.approx(600)
+    with pytest.raises(SystemExit, match="ended before"):
+        compare_load.watched(short, [record(1.25, [1.4])])
+
+
+def test_long_prompts_come_at_their_times(vllm, measure):
+    load = compare_load.arrivals(num_short=3, short=(4, 5), num_long=2, size=30)
+    assert [len(r.input_token_ids) for r in load.requests(load.shapes, 0)] == [4, 4, 4, 30, 30]
+    assert load.pace.due_times_s(5) == [0, 0, 0, 1.5, 1.75] and load.longest == 38
+    runs = Recording()
+    quick = compare_load.Schedule(times_s=(0.0, 0.0, 0.0, 0.02, 0.04))
+    with load_systems.vllm_server({"model": "x"}) as server:
+        server.run(load.requests(load.shapes, 0), quick, runs)
+    times = [item.submit_s for item in runs.requests]
+    assert max(times[:3]) < 0.02 <= times[3] < times[4] and times[4] >= 0.04
