@@ -14,7 +14,6 @@ drafts mean something only with --synthetic-acceptance, which both understand al
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import peers
-import torch
 from bench_rows import Row, format_row
 
 MODES = ("one at a time", "all at once")
@@ -84,11 +82,10 @@ def measure_vllm(
     from vllm import LLM
 
     llm = LLM(**vllm_options(arguments, max_len, has_draft))
-    measured = peers.take_turns(vllm_systems(llm), tasks, arguments.rounds)
-    del llm
-    gc.collect()
-    torch.cuda.empty_cache()
-    return measured
+    try:
+        return peers.take_turns(vllm_systems(llm), tasks, arguments.rounds)
+    finally:  # it computes in a process of its own, which ends here and gives its memory back
+        llm.llm_engine.engine_core.shutdown()
 
 
 def measure_ours(
@@ -115,9 +112,11 @@ def compare(arguments: argparse.Namespace, folder: Path) -> list[Row]:
     options = ["--dtype", arguments.dtype, "--max-seq-len", max_len]
     options += ["--max-batch-size", arguments.max_batch_size]
     options += ["--load-format", arguments.load_format]
-    pair = peers.build_pair(
-        arguments.target, arguments.draft, arguments.draft_len, folder, *options
-    )
+    pair = (folder / "target", folder / "draft" if arguments.draft is not None else None)
+    if not pair[0].exists():
+        pair = peers.build_pair(
+            arguments.target, arguments.draft, arguments.draft_len, folder, *options
+        )
     engines = peers.open_engines(*pair, arguments.draft_len)
     ours = {draft: measure_ours(arguments, tasks, engines, draft) for draft in drafts}
     rows = []
@@ -145,14 +144,17 @@ def main() -> None:
     parser.add_argument("--max-batch-size", type=int, default=64)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="of vLLM")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--engines", type=Path, help="folder of our engines; built there if it has none"
+    )
     parser.add_argument("--output", type=Path, help="rows as JSON lines")
     arguments = parser.parse_args()
     try:
         versions = {name: version(name) for name in ("llmctl", "vllm", "torch")}
     except PackageNotFoundError as error:
         sys.exit(f"{error.name} is not installed here; vLLM: pip install vllm")
-    with tempfile.TemporaryDirectory() as folder:
-        rows = compare(arguments, Path(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = compare(arguments, arguments.engines or Path(scratch))
     if arguments.synthetic_acceptance is not None:
         print(
             "SYNTHETIC ACCEPTANCE: drafts stand by lot; texts are meaningless, and so is likeness"

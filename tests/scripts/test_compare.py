@@ -79,6 +79,8 @@ class FakeLlm:
 
     def __init__(self, **options) -> None:
         self.made.append(options)
+        core = SimpleNamespace(shutdown=lambda: options.update(is_shut=True))
+        self.llm_engine = SimpleNamespace(engine_core=core)
 
     def generate(self, prompts, params, *, use_tqdm):
         assert not use_tqdm
@@ -114,7 +116,8 @@ def test_vllm_is_given_the_same_load_draft_and_lots(
     monkeypatch.setattr(compare_vllm, "version", lambda name: "0")
     argv = ["examples/demo-target", "--draft", "examples/demo-draft", "--dataset", str(dataset),
             "--draft-len", "3", "--rounds", "1", "--max-batch-size", "4",
-            "--synthetic-acceptance", "2.5", "--output", str(output)]  # fmt: skip
+            "--synthetic-acceptance", "2.5", "--output", str(output),
+            "--engines", str(tmp_path / "engines")]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["compare_vllm.py", *argv])
     compare_vllm.main()
     plain, drafted = FakeLlm.made
@@ -129,6 +132,10 @@ def test_vllm_is_given_the_same_load_draft_and_lots(
     names = [json.loads(line)["name"] for line in output.read_text().splitlines()]
     assert len(names) == 12 and "with draft, all at once: llmctl / vllm" in names
     assert "SYNTHETIC ACCEPTANCE" in capsys.readouterr().out
+    assert plain["is_shut"] and drafted["is_shut"]
+    built = (tmp_path / "engines/target").stat().st_mtime_ns
+    compare_vllm.main()
+    assert (tmp_path / "engines/target").stat().st_mtime_ns == built
 
 
 def test_likeness_counts_tokens_before_the_first_that_differs():
