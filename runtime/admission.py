@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llmctl.errors import BadConfig, OutOfMemory, PromptTooLong
 from llmctl.runtime import refused
 from llmctl.runtime.chunking import ContextChunkingPolicy
-from llmctl.runtime.core import Sequence
+from llmctl.runtime.core import Request, Sequence
 from llmctl.runtime.kv_cache import KvCacheManager
 
 
@@ -84,3 +84,20 @@ def refuse_unservable(
             fix="ask for fewer output tokens, or raise --kv_cache_free_gpu_memory_fraction (and "
             "--max_tokens_in_paged_kv_cache, if that is given)",
         )
+
+
+def check_token_ids(request: Request, vocab_size: int) -> None:
+    """Raise BadConfig for the first id in a request that the engine does not have."""
+    words = (
+        ("input_token_ids", (request.input_token_ids,)),
+        ("stop_words", request.stop_words),
+        ("bad_words", request.bad_words),
+        ("end_id", () if request.end_id is None else ((request.end_id,),)),
+    )
+    for name, lists in words:
+        for ids in lists:
+            if min(ids) < 0 or max(ids) >= vocab_size:
+                found = next(token for token in ids if not 0 <= token < vocab_size)
+                raise BadConfig(
+                    f"{name} holds token id {found}; the engine's ids are 0 to {vocab_size - 1}"
+                )

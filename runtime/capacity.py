@@ -26,9 +26,15 @@ class Capacity:
         self._kv_cache = kv_cache
         self._limits = limits
         self._refused = (-1, -1)  # sequence that did not fit, and the cache version it saw
+        self._promised: int | None = None  # blocks that the active ones may still ask for
+
+    def begin(self) -> None:
+        """A step is to be planned: the active sequences are others than before."""
+        self._promised = None
 
     def try_start(self, head: Sequence, active: Collection[Sequence]) -> bool:
-        """Attach `head` to its blocks if it may run beside the active sequences."""
+        """Attach `head` to its blocks if it may run beside the active sequences, those included
+        that have started since `begin`."""
         kv_cache = self._kv_cache
         attempt = (head.sequence_id, kv_cache.version)
         if attempt == self._refused:
@@ -36,12 +42,14 @@ class Capacity:
         match = kv_cache.lookup(head)
         if self._awaits_shared_block(head, match, active):
             return False
-        promised = sum(max(0, self._goal_blocks(s) - kv_cache.num_held_blocks(s)) for s in active)
+        if self._promised is None:
+            self._promised = sum(map(self._missing_blocks, active))
         wanted = self._goal_blocks(head) - match.num_blocks_in_use
-        if wanted > kv_cache.num_available_blocks - promised:
+        if wanted > kv_cache.num_available_blocks - self._promised:
             self._refused = attempt
             return False
         kv_cache.attach(head, match)
+        self._promised += self._missing_blocks(head)
         return True
 
     def by_claim(self, active: Collection[Sequence]) -> list[Sequence]:
@@ -68,6 +76,10 @@ class Capacity:
             and sequence.tokens[:end] == prefix
             for sequence in active
         )
+
+    def _missing_blocks(self, sequence: Sequence) -> int:
+        """Of those that are kept for it, the blocks that an active sequence does not hold yet."""
+        return max(0, self._goal_blocks(sequence) - self._kv_cache.num_held_blocks(sequence))
 
     def _goal_blocks(self, sequence: Sequence) -> int:
         """Blocks to keep for a sequence before another may start."""

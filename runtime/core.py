@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmctl.errors import BadConfig
 from llmctl.runtime import refused
@@ -169,11 +169,11 @@ class Sequence:
     @property
     def is_context(self) -> bool:
         """True while more than the root token waits to enter the cache."""
-        return self.kv_len < len(self.tokens) - 1 or self.num_new_tokens == 0
+        num_tokens = len(self.tokens)
+        return self.kv_len < num_tokens - 1 or num_tokens == self.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """What one step computes for one sequence.
 
     Tokens tokens[start : start + num_tokens] enter the cache, then up to `draft_len` proposed
@@ -204,7 +204,7 @@ class Batch:
         return self.context + self.generation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, here and below: that makes them five times as slow to make
 class Result:
     """Tokens of one sequence. Streaming responses carry only the new ones unless asked."""
 
@@ -220,7 +220,7 @@ class Result:
     request_perf_metrics: RequestPerfMetrics | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Response:
     """Either a result or the error that ended the request; never both."""
 

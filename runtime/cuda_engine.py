@@ -57,6 +57,7 @@ class CudaExecutable(Executable):
     the logits does.
     """
 
+    is_asynchronous = True
     has_rounds = True  # its steps can be part of a round's graphs
 
     def __init__(

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from llmctl.errors import LlmctlError
@@ -39,6 +40,7 @@ from llmctl.runtime.graphs import (
 from llmctl.runtime.round_state import RoundUpload
 from llmctl.runtime.rounds import RoundReport, RoundResult
 from llmctl.runtime.sampler import is_by_logits
+from llmctl.runtime.step import pack_tables
 from llmctl.runtime.synthetic import LOT_LAUNCHES, DeviceLots, SyntheticAcceptance
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
@@ -115,7 +117,8 @@ class CudaRoundRunner:
         self._num_started = 0
         self._num_requests = 0
         self._is_greedy = True
-        self._tables: list[list[int]] = []
+        self._tables = np.zeros((0, 0), np.int32)  # as they lie on the device
+        self._lens: list[int] = []  # blocks of each request in them
         self._in_flight: deque[_InFlight] = deque()
         self._spare_events: list[Events] = []
 
@@ -130,16 +133,16 @@ class CudaRoundRunner:
     def begin(self, sequences: Items[Sequence]) -> None:
         """Write the requests' state; the rest of the batch is padding."""
         self._num_requests = len(sequences)
-        self._tables = []
+        self._lens = []
         self._is_greedy = self._upload.write_sequences(sequences)
 
     def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
         """Two graph launches, after the block tables where they changed."""
-        tables = [list(table) for table in block_tables]
-        if tables != self._tables:
-            self._upload.write_tables(tables)
-            self._tables = tables
-        shape = self._shape(tables, draft_len)
+        tables, lens = pack_tables(block_tables), list(map(len, block_tables))
+        if lens != self._lens or not np.array_equal(tables, self._tables):
+            self._upload.write_tables(tables, lens)
+            self._tables, self._lens = tables, lens
+        shape = self._shape(tables.shape[1], draft_len)
         events = self._take_events()
         with device_errors("running a round"), self._queue.scope():
             events[0].record()
@@ -213,7 +216,7 @@ class CudaRoundRunner:
         self._launch(target, [feed])
         self._forward(target, shape, count, rows)
         self._launch(target, self._draw(target, state.targets, shape, rows, per_request=count))
-        if self._lots is not None:
+        if self._lots is not None and shape.draft_len:
             self._lots.force(state, batch, shape.draft_len)
         self._launch(target, [bookkeeping.accept(state, batch, shape.draft_len)])
 
@@ -260,9 +263,9 @@ class CudaRoundRunner:
     def _launch(self, engine: CudaExecutable, launches: Items[Launch]) -> None:
         engine.program.launch(launches, self._queue.handle)
 
-    def _shape(self, tables: list[list[int]], draft_len: int) -> _Shape:
-        size = self._target.tokens_per_block
-        longest = max(map(len, tables)) * size
+    def _shape(self, num_blocks: int, draft_len: int) -> _Shape:
+        """Of a round whose longest request has so many blocks."""
+        longest = num_blocks * self._target.tokens_per_block
         batch = min(1 << (self._num_requests - 1).bit_length(), self.max_batch_size)
         limits = self._target.program.limits
         return _Shape(batch, kv_bucket(longest, limits), self._is_greedy, draft_len)

@@ -38,6 +38,7 @@ class Executable(ABC):
     """
 
     weight_bytes: int
+    is_asynchronous = False  # True where `run` returns before the step has been computed
 
     def __init__(self, config: EngineConfig, plan: Plan) -> None:
         self.config = config

@@ -6,6 +6,7 @@ of finished, refused, cancelled or failed; `runtime.worker` says how.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence as Items
 from types import TracebackType
@@ -52,6 +53,9 @@ class Executor:
         self._thread = threading.Thread(
             target=self._worker.run, name="llmctl-executor", daemon=True
         )
+        # What the engines and libraries are made of stays: full garbage collections, during which
+        # no token comes, need not walk it. Undone by `shutdown`.
+        gc.freeze()
         self._thread.start()
 
     def enqueue_request(self, request: Request, deliver: Deliver | None = None) -> int:
@@ -122,6 +126,7 @@ class Executor:
         number of times; one without `drain` cuts one with it short."""
         self._inbox.close(drain=drain)
         self._thread.join()
+        gc.unfreeze()
 
     def __enter__(self) -> Executor:
         return self

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
+from typing import NamedTuple, TypeVar
 
+from llmctl.plugins.sampling.spec import Logits
 from llmctl.runtime.core import Batch, Sequence
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.rounds import Rounds
@@ -14,6 +18,8 @@ from llmctl.runtime.speculative.drafter import Drafter, Proposal
 from llmctl.runtime.stats import SpeculationStats
 from llmctl.runtime.step import Span, StepRunner, pack
 from llmctl.runtime.verify import Commit, Verifier
+
+Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +34,21 @@ class StepReport:
     period_s: float | None  # the time it took of the device; None: not to be seen
 
 
+class _Led(NamedTuple):
+    """A step that the host leads, started."""
+
+    batch: Batch
+    proposals: list[Proposal]
+    logits: Logits
+    draft_s: float
+    verify_began: float
+
+
 class Loop:
     """Drives scheduler, drafter, target and accept rule. One thread owns it.
+
+    `step` is `launch` and then `finish`. Between the two the device works, and there is time for
+    whatever the next step does not need.
 
     After a step that raised, the sequences it touched are in an unknown state: cancel `touched`
     before the next step, or every active one where that is None.
@@ -52,69 +71,94 @@ class Loop:
         self._drafter = drafter
         self._verifier = verifier
         self._rounds = rounds
+        self._began = 0.0  # the step under way
+        self._led: _Led | None = None  # by the host, not by the device alone
+        self._is_first_round = False
         self._round_ended: float | None = None  # when the last step was a round
 
     def step(self) -> StepReport:
         """One round by the device alone where it can, else one step led by the host. Needs
         scheduler.has_work."""
-        began = perf_counter()
+        self.launch()
+        return self.finish()
+
+    def launch(self) -> None:
+        """The first half of a step: decide, and start it. Waits for nothing where the engine runs
+        on a device and there are no drafts to make."""
+        self._began = perf_counter()
         rounds = self._rounds
         self.touched = None
+        self._led = None
         if rounds is not None and rounds.has_result:
-            return self._run_round(rounds, None, began)
+            self._in_rounds(rounds.run_ahead)
+            self._is_first_round = False
+            return
         batch = self._scheduler.schedule()
         assert batch.slices, "the scheduler has work and schedules none of it"
         copy_blocks(self._kv_cache, self._target, self._drafter)
         self.touched = [item.sequence for item in batch.slices]
         if rounds is not None and rounds.can_run(batch):
-            return self._run_round(rounds, batch, began)
-        return self._run_step(batch, began)
+            self._in_rounds(partial(rounds.start, batch))
+            self._is_first_round = True
+            return
+        self._led = self._start(batch)
 
-    def _run_round(self, rounds: Rounds, batch: Batch | None, began: float) -> StepReport:
-        """Start with `batch`, or take the oldest round in flight; commit it."""
-        try:
-            done = rounds.advance() if batch is None else rounds.start(batch)
-        except BaseException:
-            rounds.abandon()
-            raise
+    def finish(self) -> StepReport:
+        """The second half: wait for what was started, accept, commit, publish, release."""
+        if self._led is not None:
+            return self._finish_led(self._led)
+        assert self._rounds is not None
+        done = self._in_rounds(self._rounds.advance)
         # While one round is read the next one runs: only from end to end is a round's time seen.
         ended = perf_counter()
         period_s = None
-        if batch is None and self._round_ended is not None:
+        if not self._is_first_round and self._round_ended is not None:
             period_s = ended - self._round_ended
         self._round_ended = ended
-        return self._finish(done.batch, done.commits, began, done.draft_s, done.verify_s, period_s)
+        return self._finish(done.batch, done.commits, done.draft_s, done.verify_s, period_s)
 
-    def _run_step(self, batch: Batch, began: float) -> StepReport:
-        """Propose, verify, accept, commit."""
+    def _in_rounds(self, act: Callable[[], Outcome]) -> Outcome:
+        """Part of a round; none is left in flight where it raises."""
+        try:
+            return act()
+        except BaseException:
+            assert self._rounds is not None
+            self._rounds.abandon()
+            raise
+
+    def _start(self, batch: Batch) -> _Led:
+        """Propose, and run the target."""
         self._round_ended = None
         draft_began = perf_counter()
         proposals = self._drafter.propose(batch)
-        draft_ended = perf_counter()
+        draft_s = perf_counter() - draft_began
         step = pack(_spans(batch, proposals), self._target.tokens_per_block)
         verify_began = perf_counter()
-        logits = self._target.run(step)
-        verify_ended = perf_counter()
-        commits = self._verifier.commit(batch, proposals, logits)
+        return _Led(batch, proposals, self._target.run(step), draft_s, verify_began)
+
+    def _finish_led(self, led: _Led) -> StepReport:
+        """Verify, accept, commit."""
+        batch, proposals, logits = led.batch, led.proposals, led.logits
+        owners, tokens = self._verifier.draw(batch, proposals, logits)
+        verify_s = perf_counter() - led.verify_began
+        commits = self._verifier.commit(owners, tokens, logits)
         rounds = commits[len(batch.context) :]
         self._drafter.commit(batch, [commit.accepted for commit in rounds])
-        draft_s, verify_s = draft_ended - draft_began, verify_ended - verify_began
-        return self._finish(batch, commits, began, draft_s, verify_s, perf_counter() - began)
+        period_s = perf_counter() - self._began
+        return self._finish(batch, commits, led.draft_s, verify_s, period_s)
 
     def _finish(
         self,
         batch: Batch,
         commits: list[Commit],
-        began: float,
         draft_s: float,
         verify_s: float,
         period_s: float | None,
     ) -> StepReport:
         """Publish, release, count."""
         self._scheduler.update(batch)
-        for commit in commits[len(batch.context) :]:
-            self.stats.add_round(commit.num_drafts, min(commit.accepted, commit.num_tokens))
-        step_s = perf_counter() - began
+        self.stats.add_rounds(commits[len(batch.context) :])
+        step_s = perf_counter() - self._began
         self.stats.draft_s += draft_s
         self.stats.verify_s += verify_s
         self.stats.host_s += step_s - draft_s - verify_s

@@ -13,11 +13,21 @@ from llmctl.runtime.core import Response
 Deliver = Callable[[Response], None]
 
 
+class _Bell(threading.Condition):
+    """What the readers of one request wait at, all on the mailbox's lock: a step that answers one
+    of many requests does not wake the readers of all."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        super().__init__(lock)
+        self.num_waiting = 0
+
+
 class Mailbox:
     """Responses by request. A request is open from `open` until its final response is taken."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._bells: dict[int | None, _Bell] = {}  # by the request waited for; None: any
         self._ready: dict[int, list[Response]] = {}
         self._open: set[int] = set()
         self._deliver: dict[int, Deliver] = {}
@@ -26,37 +36,42 @@ class Mailbox:
     def open(self, request_ids: Iterable[int], deliver: Deliver | None = None) -> None:
         """Announce requests, before anything can be posted for them. `deliver` gets their
         responses instead of this mailbox, on the thread that posts: it must not block or raise."""
-        with self._changed:
+        with self._lock:
             self._open.update(request_ids)
             if deliver is not None:
                 self._deliver.update(dict.fromkeys(request_ids, deliver))
 
     def post(self, responses: Items[Response]) -> None:
-        """Deliver; wakes every reader."""
-        with self._changed:
+        """Deliver; wakes those who wait for any of these, once for all."""
+        with self._lock:
             for response in responses:
                 request_id = response.request_id
                 assert request_id in self._open, "a response after the final one"
                 deliver = self._deliver.get(request_id)
                 if deliver is None:
-                    self._ready.setdefault(request_id, []).append(response)
+                    ready = self._ready.get(request_id)
+                    if ready is None:
+                        self._ready[request_id] = [response]
+                    else:
+                        ready.append(response)
                     continue
                 deliver(response)
                 if is_final(response):
                     self._open.discard(request_id)
                     del self._deliver[request_id]
-            self._changed.notify_all()
+            if self._bells:
+                self._ring({None, *(response.request_id for response in responses)})
 
     def close(self) -> None:
         """Nothing more will be posted; readers of any request stop waiting."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
-            self._changed.notify_all()
+            self._ring(set(self._bells))
 
     def take_any(self, timeout_s: float | None) -> list[Response]:
         """All ready responses; waits for at least one. Empty after the timeout or `close`."""
-        with self._changed:
-            self._wait(lambda: bool(self._ready) or self._is_closed, timeout_s)
+        with self._lock:
+            self._wait(None, lambda: bool(self._ready) or self._is_closed, timeout_s)
             return [r for request_id in list(self._ready) for r in self._take(request_id)]
 
     def take(self, request_id: int, timeout_s: float | None) -> list[Response]:
@@ -64,8 +79,12 @@ class Mailbox:
 
         An id that is unknown, or whose final response was taken, gives one error response.
         """
-        with self._changed:
-            self._wait(lambda: request_id in self._ready or request_id not in self._open, timeout_s)
+
+        def is_due() -> bool:
+            return request_id in self._ready or request_id not in self._open
+
+        with self._lock:
+            self._wait(request_id, is_due, timeout_s)
             if request_id in self._open:
                 return self._take(request_id)
         ended = RequestError(
@@ -85,19 +104,38 @@ class Mailbox:
 
     def count(self, request_id: int | None = None) -> int:
         """Responses ready now, of one request or of all."""
-        with self._changed:
+        with self._lock:
             if request_id is not None:
                 return len(self._ready.get(request_id, ()))
             return sum(map(len, self._ready.values()))
 
-    def _wait(self, is_due: Callable[[], bool], timeout_s: float | None) -> None:
-        self._changed.wait_for(is_due, timeout_s)
+    def _wait(
+        self, request_id: int | None, is_due: Callable[[], bool], timeout_s: float | None
+    ) -> None:
+        """Until it is due, asked again whenever somebody rings for the request."""
+        if is_due():
+            return
+        bell = self._bells.get(request_id)
+        if bell is None:
+            bell = self._bells[request_id] = _Bell(self._lock)
+        bell.num_waiting += 1
+        try:
+            bell.wait_for(is_due, timeout_s)
+        finally:
+            bell.num_waiting -= 1
+            if not bell.num_waiting:
+                del self._bells[request_id]
+
+    def _ring(self, request_ids: set[int | None]) -> None:
+        for request_id in request_ids & self._bells.keys():
+            self._bells[request_id].notify_all()
 
     def _take(self, request_id: int) -> list[Response]:
         responses = self._ready.pop(request_id, [])
         if responses and is_final(responses[-1]):
             self._open.discard(request_id)
-            self._changed.notify_all()  # other readers of this request wait in vain
+            if self._bells:
+                self._ring({request_id})  # other readers of this request wait in vain
         return responses
 
 

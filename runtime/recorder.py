@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 from time import monotonic, time
+from typing import NamedTuple
 
 from llmctl.runtime.config import ExecutorConfig
-from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.kv_cache import KvCacheManager, KvCacheStats
 from llmctl.runtime.loop import Loop, StepReport
 from llmctl.runtime.memory_usage import cpu_bytes, device_bytes
 from llmctl.runtime.scheduler import CapacitySchedulerPolicy, Limits, Scheduler
@@ -23,6 +24,19 @@ from llmctl.runtime.stats import (
     static_batching_stats,
 )
 from llmctl.runtime.tracking import TrackedRequest
+
+
+class Moment(NamedTuple):
+    """How things stand at the end of a step, before the next one changes them."""
+
+    timestamp: float  # seconds since the epoch
+    now_s: float  # monotonic
+    num_active: int  # requests, those that ended in the step included
+    num_queued: int
+    num_paused: int  # sequences
+    is_drained: bool  # no sequence runs any more
+    token_budget: int
+    kv_cache_stats: KvCacheStats
 
 
 class Recorder:
@@ -57,20 +71,40 @@ class Recorder:
         """Steps so far."""
         return self._num_iterations
 
+    @property
+    def is_prompt(self) -> bool:
+        """True where a step must be recorded before the next one is planned."""
+        return self._requests.is_on
+
+    def look(self, num_active: int, num_queued: int) -> Moment:
+        """Take down what `record` will need of this moment."""
+        scheduler = self._scheduler
+        return Moment(
+            time(),
+            monotonic(),
+            num_active,
+            num_queued,
+            scheduler.num_waiting_paused,
+            not scheduler.num_active,
+            scheduler.token_budget,
+            self._kv_cache.stats(),
+        )
+
     def record(
         self,
         report: StepReport,
+        moment: Moment,
         active: Collection[TrackedRequest],
         started: Collection[TrackedRequest],
-        num_queued: int,
+        num_completed: int,
     ) -> None:
         """Count a step. `active` includes the requests that completed in it, a last time."""
         self._num_iterations += 1
-        self._max_num_active = max(self._max_num_active, len(active))
+        self._max_num_active = max(self._max_num_active, moment.num_active)
         speculation = self._loop.stats.copy()
         iteration = requests = None
         if self._iterations.is_on:
-            iteration = self._iteration(report, active, started, num_queued)
+            iteration = self._iteration(report, moment, started, num_completed)
         if self._requests.is_on:
             scheduled = {commit.sequence.request_id for commit in report.commits}
             stats = tuple(item.stats(item.request_id in scheduled) for item in active)
@@ -100,47 +134,47 @@ class Recorder:
     def _iteration(
         self,
         report: StepReport,
-        active: Collection[TrackedRequest],
+        moment: Moment,
         started: Collection[TrackedRequest],
-        num_queued: int,
+        num_completed: int,
     ) -> IterationStats:
-        began_s = monotonic() - report.step_s
+        began_s = moment.now_s - report.step_s
         limits = self._scheduler.limits
         return IterationStats(
-            timestamp=time(),
+            timestamp=moment.timestamp,
             iter=self._num_iterations,
             iter_latency_ms=report.step_s * 1e3,
             new_active_requests_queue_latency_ms=sum(
                 (began_s - item.arrived_s) * 1e3 for item in started
             ),
             num_new_active_requests=len(started),
-            num_active_requests=len(active),
-            num_queued_requests=num_queued,
-            num_completed_requests=sum(item.num_unfinished == 0 for item in active),
+            num_active_requests=moment.num_active,
+            num_queued_requests=moment.num_queued,
+            num_completed_requests=num_completed,
             max_num_active_requests=self._max_num_active,
             max_batch_size_static=self._engine_limits.max_batch_size,
             max_batch_size_runtime=limits.max_batch_size,
             max_num_tokens_static=self._engine_limits.max_num_tokens,
-            max_num_tokens_tuner_recommended=self._scheduler.token_budget,
+            max_num_tokens_tuner_recommended=moment.token_budget,
             max_num_tokens_runtime=limits.max_num_tokens,
             cpu_mem_usage=cpu_bytes(),
             gpu_mem_usage=device_bytes(),
-            kv_cache_stats=self._kv_cache.stats(),
+            kv_cache_stats=moment.kv_cache_stats,
             inflight_batching_stats=inflight_batching_stats(
-                report.batch, report.commits, self._scheduler.num_waiting_paused
+                report.batch, report.commits, moment.num_paused
             ),
-            static_batching_stats=self._static_stats(report),
+            static_batching_stats=self._static_stats(report, moment),
             spec_decoding_stats=spec_decoding_stats(report.commits, report.draft_s, report.step_s),
             draft_latency_ms=report.draft_s * 1e3,
             verify_latency_ms=report.verify_s * 1e3,
-            rounds=round_stats(report.batch, report.commits),
+            rounds=round_stats(report.commits[len(report.batch.context) :]),
         )
 
-    def _static_stats(self, report: StepReport) -> StaticBatchingStats | None:
+    def _static_stats(self, report: StepReport, moment: Moment) -> StaticBatchingStats | None:
         if not self._is_static:
             return None
         self._num_in_batch = max(self._num_in_batch, len(report.commits))
         stats = static_batching_stats(report.batch, report.commits, self._num_in_batch)
-        if not self._scheduler.num_active:
+        if moment.is_drained:
             self._num_in_batch = 0
         return stats

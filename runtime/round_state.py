@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import fields
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.rounds.state import RoundState
@@ -53,17 +55,14 @@ class RoundUpload:
         self._write(arrays.seed_high, [_signed(seed >> 32) for seed in seeds])
         return False
 
-    def write_tables(self, tables: Items[Items[int]]) -> None:
-        """Blocks of each request, and how many tokens they hold."""
-        width = max(map(len, tables))
-        packed = torch.zeros((len(tables), width), dtype=torch.int32)
-        for row, table in zip(packed, tables, strict=True):
-            row[: len(table)] = torch.tensor(table, dtype=torch.int32)
+    def write_tables(self, tables: NDArray[np.int32], lens: Items[int]) -> None:
+        """Blocks of each request [requests, longest], and how many tokens their `lens` hold."""
+        rows, width = tables.shape
         with device_errors("writing block tables"), self._queue.scope():
-            moved = self._queue.to_device(packed)
+            moved = self._queue.to_device(torch.from_numpy(tables))
             for engine in self._engines:
-                engine.program.step.block_tables[: len(tables), :width].copy_(moved)
-        self._write(self._state.capacity, [len(t) * self._tokens_per_block for t in tables])
+                engine.program.step.block_tables[:rows, :width].copy_(moved)
+        self._write(self._state.capacity, [count * self._tokens_per_block for count in lens])
 
     def _write(
         self, array: torch.Tensor, values: Items[int | float], *, fill: bool = False

@@ -94,7 +94,7 @@ class Rounds:
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._resident: list[Sequence] = []
-        self._device_lens: list[int] = []  # committed tokens as of the last round read
+        self._last_read: list[RoundResult] = []  # what the host knows of the device
         self._in_flight: deque[int] = deque()  # the draft lengths of rounds enqueued
 
     @property
@@ -120,44 +120,44 @@ class Rounds:
                 return False
         return True
 
-    def start(self, batch: Batch) -> RoundStep:
-        """Run a step for which `can_run` holds, and whatever may follow it unseen."""
+    def start(self, batch: Batch) -> None:
+        """Enqueue a step for which `can_run` holds, and whatever may follow it unseen."""
         self._drop_in_flight()
         sequences = [item.sequence for item in batch.generation]
-        lens = [len(sequence.tokens) for sequence in sequences]
-        if sequences != self._resident or lens != self._device_lens:
+        ends = [result.num_committed + len(result.tokens) for result in self._last_read]
+        if sequences != self._resident or [len(s.tokens) for s in sequences] != ends:
             self._runner.begin(sequences)
             self._resident = sequences
         draft_len = self._common_length(sequences)
         assert draft_len is not None, "start without can_run"
         self._enqueue(draft_len)
-        return self.advance()
+        self.run_ahead()
 
-    def advance(self) -> RoundStep:
-        """Commit the oldest round in flight, after starting the next where nothing forbids it."""
+    def run_ahead(self) -> None:
+        """Start the round after the one in flight where nothing forbids it."""
         if len(self._in_flight) < MOST_IN_FLIGHT:
             draft_len = self._length_ahead()
             if draft_len is not None and self._may_run_ahead(draft_len):
                 self._enqueue(draft_len)
+
+    def advance(self) -> RoundStep:
+        """Commit the oldest round in flight."""
         report = self._runner.collect()
         draft_len = self._in_flight.popleft()
-        self._device_lens = [r.num_committed + len(r.tokens) for r in report.results]
-        running = [
-            (sequence, result)
-            for sequence, result in zip(self._resident, report.results, strict=True)
-            if self._is_running(sequence)
-        ]
+        self._last_read = report.results
         slices, commits = [], []
-        for sequence, result in running:
-            slices.append(_slice(sequence, draft_len))
-            commits.append(self._commit(sequence, result, draft_len))
+        for sequence, result in zip(self._resident, report.results, strict=True):
+            if self._is_running(sequence):
+                item, commit = self._commit(sequence, result, draft_len)
+                slices.append(item)
+                commits.append(commit)
         return RoundStep(Batch((), tuple(slices)), commits, report.draft_s, report.verify_s)
 
     def abandon(self) -> None:
         """After a failure: nothing in flight, nothing resident."""
         self._runner.abandon()
         self._in_flight.clear()
-        self._resident, self._device_lens = [], []
+        self._resident, self._last_read = [], []
 
     def _is_running(self, sequence: Sequence) -> bool:
         return self._scheduler.is_active(sequence)
@@ -194,7 +194,7 @@ class Rounds:
         while self._in_flight:
             self._runner.collect()
             self._in_flight.popleft()
-            self._device_lens = []
+            self._last_read = []
 
     def _may_run_ahead(self, draft_len: int) -> bool:
         """True when the next round, of so many drafts, can only be one of the same sequences."""
@@ -217,26 +217,25 @@ class Rounds:
         self._copy_blocks()  # blocks may have been evicted to host memory for these
         return True
 
-    def _commit(self, sequence: Sequence, result: RoundResult, draft_len: int) -> Commit:
+    def _commit(
+        self, sequence: Sequence, result: RoundResult, draft_len: int
+    ) -> tuple[Slice, Commit]:
         """Append what the round brought, cut at the first stop."""
-        committed = len(sequence.tokens)
+        tokens = sequence.tokens
+        committed, run = len(tokens), result.tokens
         assert result.num_committed == committed, "host and device disagree on a length"
-        if min(result.tokens) < 0:
+        if min(run) < 0:
             raise BadLogits(
                 "the target engine computed NaN logits",
                 fix="build the engine again; with float16, try --dtype bfloat16",
             )
         num_drafts = min(draft_len, sequence.max_len - committed - 1)
-        accepted = len(result.tokens) - 1
-        num_kept, sequence.finish_reason = first_stop(sequence, result.tokens)
-        sequence.tokens += result.tokens[:num_kept]
-        most = len(sequence.tokens) - 1
+        accepted = len(run) - 1
+        num_kept, sequence.finish_reason = first_stop(sequence, run)
+        tokens += run[:num_kept]
+        most = len(tokens) - 1
         sequence.kv_len = min(committed + accepted, most)
         if self._runner.has_draft_engine and draft_len:  # the last draft was never fed to the draft
             sequence.draft_kv_len = min(committed + min(accepted, draft_len - 1), most)
-        return Commit(sequence, num_kept, num_drafts, accepted)
-
-
-def _slice(sequence: Sequence, draft_len: int) -> Slice:
-    committed = len(sequence.tokens)
-    return Slice(sequence, committed - 1, 1, min(draft_len, sequence.max_len - committed - 1))
+        item = Slice(sequence, committed - 1, 1, num_drafts)
+        return item, Commit(sequence, num_kept, num_drafts, accepted)

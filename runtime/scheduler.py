@@ -187,6 +187,7 @@ class Scheduler:
         capacity = self._capacity
         if capacity.is_static and self._active:
             return budget
+        capacity.begin()
         demand = sum(self._demand(sequence) for sequence in context)
         while self._waiting and len(self._active) < self.limits.max_batch_size:
             head = self._waiting.head()
@@ -236,7 +237,7 @@ class Scheduler:
         """Tokens for context after generation roots and drafts; drafts yield if it starves."""
         first = context[0] if context else self._waiting.head()
         least = least_chunk(first.kv_len, len(first.tokens), self._chunk_unit)
-        num_drafts = sum(self._wanted_draft_len(sequence) for sequence in generation)
+        num_drafts = sum(self._wanted_draft_lens(generation))
         free = self.limits.max_num_tokens - len(generation)
         budget = free - num_drafts
         if budget < least <= free:
@@ -283,14 +284,20 @@ class Scheduler:
         wanted = min(self.draft_lengths.of(sequence), room)
         return wanted if asked is None else min(wanted, asked)
 
+    def _wanted_draft_lens(self, generation: list[Sequence]) -> list[int]:
+        if not self.limits.max_draft_len:
+            return [0] * len(generation)
+        return [self._wanted_draft_len(sequence) for sequence in generation]
+
     def _rounds(self, generation: list[Sequence], num_drafts: int) -> list[Slice]:
-        draft_lens = [self._wanted_draft_len(sequence) for sequence in generation]
+        draft_lens = self._wanted_draft_lens(generation)
         if sum(draft_lens) > num_drafts:
             draft_lens = fair_shares(draft_lens, num_drafts)
-        rounds = []
+        rounds, block_size = [], self._kv_cache.tokens_per_block
         for sequence, draft_len in zip(generation, draft_lens, strict=True):
             num_tokens = len(sequence.tokens)
-            if not self._kv_cache.reserve(sequence, num_tokens + draft_len):
+            has_room = num_tokens + draft_len <= len(sequence.block_table) * block_size
+            if not has_room and not self._kv_cache.reserve(sequence, num_tokens + draft_len):
                 assert self._capacity.may_pause, "a sequence outgrew its reservation"
                 draft_len = self._kv_cache.max_reservable_tokens(sequence) - num_tokens
                 self._kv_cache.reserve(sequence, num_tokens + draft_len)

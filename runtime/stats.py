@@ -12,6 +12,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from llmctl.runtime.columns import Columns
 from llmctl.runtime.core import Batch
 from llmctl.runtime.kv_cache import KvCacheStats
 from llmctl.runtime.verify import Commit
@@ -104,7 +105,7 @@ class IterationStats:
     spec_decoding_stats: SpecDecodingStats | None  # None in a step without drafts
     draft_latency_ms: float
     verify_latency_ms: float
-    rounds: tuple[RoundStats, ...]
+    rounds: Items[RoundStats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +163,29 @@ class SpeculationStats:
         """Tokens per round, the target's own included."""
         return 1 + self.accepted_tokens / self.rounds if self.rounds else 0.0
 
-    def add_round(self, num_drafts: int, accepted: int) -> None:
-        """Count one generation sequence of one step."""
-        self.rounds += 1
-        self.draft_tokens += num_drafts
-        self.accepted_tokens += accepted
-        while len(self.histogram) <= num_drafts:
+    def add_rounds(self, commits: Items[Commit]) -> None:
+        """Count the generation sequences of one step."""
+        self.rounds += len(commits)
+        drafted = [commit for commit in commits if commit.num_drafts]
+        if commits and not self.histogram:
             self.histogram.append(0)
-        while len(self.accepted_at_position) < num_drafts:
-            self.accepted_at_position.append(0)
-        self.histogram[accepted] += 1
-        for position in range(accepted):
-            self.accepted_at_position[position] += 1
+        if len(drafted) < len(commits):
+            self.histogram[0] += len(commits) - len(drafted)
+        for commit in drafted:
+            accepted = min(commit.accepted, commit.num_tokens)
+            self._make_room(commit.num_drafts)
+            self.draft_tokens += commit.num_drafts
+            self.accepted_tokens += accepted
+            self.histogram[accepted] += 1
+            for position in range(accepted):
+                self.accepted_at_position[position] += 1
+
+    def _make_room(self, num_drafts: int) -> None:
+        """Counters for every outcome of a round of so many drafts."""
+        missing = num_drafts - len(self.accepted_at_position)
+        if missing > 0:
+            self.accepted_at_position += [0] * missing
+            self.histogram += [0] * (num_drafts + 1 - len(self.histogram))
 
     def copy(self) -> SpeculationStats:
         """An independent snapshot."""
@@ -237,17 +249,14 @@ def static_batching_stats(
     )
 
 
-def round_stats(batch: Batch, commits: Items[Commit]) -> tuple[RoundStats, ...]:
+def round_stats(commits: Items[Commit]) -> Columns[RoundStats]:
     """What a finished step did for each of its generation sequences, in packed order."""
-    return tuple(
-        RoundStats(
-            commit.sequence.request_id,
-            commit.num_drafts,
-            min(commit.accepted, commit.num_tokens),  # those behind a stop do not count
-            commit.num_tokens,
-        )
-        for commit in commits[len(batch.context) :]
-    )
+    rows = [
+        # Drafts behind a stop do not count.
+        (c.sequence.request_id, c.num_drafts, min(c.accepted, c.num_tokens), c.num_tokens)
+        for c in commits
+    ]
+    return Columns(RoundStats, "qiii", rows)
 
 
 def spec_decoding_stats(

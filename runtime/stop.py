@@ -19,8 +19,10 @@ def first_stop(sequence: Sequence, run: Tokens[int]) -> tuple[int, FinishReason]
     request's min_tokens; a stop word lies wholly in the output, possibly begun in earlier rounds.
     """
     request = sequence.request
-    num_new_tokens = sequence.num_new_tokens
     room = sequence.max_len - len(sequence.tokens)
+    if len(run) < room and not request.stop_words and request.end_id not in run:
+        return len(run), FinishReason.NOT_FINISHED  # almost always
+    num_new_tokens = sequence.num_new_tokens
     for index, token in enumerate(run):
         num_kept = index + 1
         is_due = num_new_tokens + num_kept >= request.sampling_config.min_tokens

@@ -8,6 +8,7 @@ from time import monotonic
 from llmctl.runtime.core import FinishReason, Request, Response, Result, Sequence
 from llmctl.runtime.perf import PerfTrace, kv_cache_metrics
 from llmctl.runtime.stats import RequestStage, RequestStats
+from llmctl.runtime.verify import Commit
 
 
 @dataclass(slots=True)
@@ -64,37 +65,51 @@ class TrackedRequest:
         Counts a finished sequence off. A cancelled one ends with no tokens; one that timed out
         carries what it had generated.
         """
+        request = self.request
+        output = request.output_config
         is_over = sequence.finish_reason is not FinishReason.NOT_FINISHED
         if is_over:
             self.num_unfinished -= 1
-        output = self.request.output_config
-        first = sequence.num_prompt_tokens
-        skip = 0
-        if self.request.streaming and not output.return_all_generated_tokens:
-            skip = self.num_delivered[sequence.index]
-        tokens = sequence.tokens[first + skip :]
-        if not self.request.streaming and not output.exclude_input_from_output:
-            tokens = sequence.tokens[:]
-        log_probs = sequence.log_probs[skip:]
-        if sequence.finish_reason is FinishReason.CANCELLED:
-            tokens, log_probs = [], []
-        self.num_delivered[sequence.index] = sequence.num_new_tokens
         is_final = is_over and self.num_unfinished == 0
+        skip = 0
+        if request.streaming and not output.return_all_generated_tokens:
+            skip = self.num_delivered[sequence.index]
+        first = sequence.num_prompt_tokens + skip
+        if not request.streaming and not output.exclude_input_from_output:
+            first = 0
+        is_kept = sequence.finish_reason is not FinishReason.CANCELLED
+        self.num_delivered[sequence.index] = sequence.num_new_tokens
+        log_probs, cum_log_prob = None, None
+        if output.return_log_probs:
+            log_probs = tuple(sequence.log_probs[skip:]) if is_kept else ()
+            cum_log_prob = sum(sequence.log_probs)
         metrics = None
         if is_final and output.return_perf_metrics:
             metrics = self.trace.metrics(self.sequences)
         result = Result(
-            sequence_index=sequence.index,
-            output_token_ids=tuple(tokens),
-            is_sequence_final=is_over,
-            is_final=is_final,
-            finish_reason=sequence.finish_reason,
-            log_probs=tuple(log_probs) if output.return_log_probs else None,
-            cum_log_prob=sum(sequence.log_probs) if output.return_log_probs else None,
+            sequence.index,
+            tuple(sequence.tokens[first:]) if is_kept else (),
+            is_over,
+            is_final,
+            sequence.finish_reason,
+            log_probs,
+            cum_log_prob,
             decoding_iter=self.num_iterations,
             request_perf_metrics=metrics,
         )
-        return Response(self.request_id, self.request.client_id, result=result)
+        return Response(self.request_id, request.client_id, result)
+
+    def note(self, commit: Commit, iteration: int, now_s: float) -> None:
+        """One of its sequences had a part in this step."""
+        trace = self.trace
+        if trace.last_iter != iteration:
+            self.num_iterations += 1
+            trace.note_step(iteration)
+        if commit.num_drafts:
+            trace.num_draft_tokens += commit.num_drafts
+            trace.num_accepted_tokens += min(commit.accepted, commit.num_tokens)
+        if commit.num_tokens:
+            trace.note_tokens(now_s)
 
     def refuse(self, error: Exception) -> Response:
         """The error that ends the request."""

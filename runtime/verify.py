@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +16,7 @@ from llmctl.runtime.speculative.drafter import Proposal
 from llmctl.runtime.stop import first_stop
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):
     """What one slice added to its sequence. Context chunks before the last add nothing."""
 
     sequence: Sequence
@@ -26,7 +25,7 @@ class Commit:
     accepted: int = 0  # drafts that the accept rule kept
 
 
-class _Owner(NamedTuple):
+class Owner(NamedTuple):
     """A slice, its drafts, and the rows of logits [first, end) that are its own."""
 
     item: Slice
@@ -41,16 +40,24 @@ class Verifier:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def commit(self, batch: Batch, proposals: Items[Proposal], logits: Logits) -> list[Commit]:
-        """Extend every sequence of the batch by what its rows of `logits` [rows, vocab] say.
+    def draw(
+        self, batch: Batch, proposals: Items[Proposal], logits: Logits
+    ) -> tuple[list[Owner], list[int]]:
+        """The target's own token at every row of `logits` [rows, vocab], and whose rows they are.
+
+        Waits for the target. Raises BadLogits.
+        """
+        owners = _owners(batch, proposals)
+        return owners, self._sampler.require_tokens(self._target_tokens(owners, logits), "target")
+
+    def commit(self, owners: list[Owner], tokens: list[int], logits: Logits) -> list[Commit]:
+        """Extend every sequence of the batch by what `draw` found.
 
         One Commit per slice, in packed order. Updates tokens, log_probs, kv_len, finish_reason.
         """
-        owners = _owners(batch, proposals)
-        tokens = self._sampler.require_tokens(self._target_tokens(owners, logits), "target")
         return [self._commit_one(owner, tokens, logits) for owner in owners]
 
-    def _target_tokens(self, owners: list[_Owner], logits: Logits) -> list[int]:
+    def _target_tokens(self, owners: list[Owner], logits: Logits) -> list[int]:
         """The target's own token at every row, under the drafts before it (accept by tokens).
 
         Rows after the first difference are drawn in vain, and all at once costs less than row by
@@ -72,11 +79,13 @@ class Verifier:
             tokens[indexes] = sampler.backend.sample_rows(wanted, rows)
         return tokens.tolist()
 
-    def _commit_one(self, owner: _Owner, tokens: list[int], logits: Logits) -> Commit:
+    def _commit_one(self, owner: Owner, tokens: list[int], logits: Logits) -> Commit:
         item, proposal, first, end = owner
         if first == end:
             item.sequence.kv_len = item.start + item.num_tokens
             return Commit(item.sequence, 0)
+        if end == first + 1 and not item.sequence.request.output_config.return_log_probs:
+            return self._extend(item, proposal, logits, 0, tokens[first])
         rows = logits[first:end]
         if proposal.num_forced is not None:
             accepted, token = proposal.num_forced, tokens[first + proposal.num_forced]
@@ -115,16 +124,16 @@ class Verifier:
         return Commit(sequence, num_kept, len(proposal.token_ids), accepted)
 
 
-def _owners(batch: Batch, proposals: Items[Proposal]) -> list[_Owner]:
+def _owners(batch: Batch, proposals: Items[Proposal]) -> list[Owner]:
     no_drafts = Proposal()
     owners = []
     row = 0
     for item in batch.context:
         end = row + item.needs_logits
-        owners.append(_Owner(item, no_drafts, row, end))
+        owners.append(Owner(item, no_drafts, row, end))
         row = end
     for item, proposal in zip(batch.generation, proposals, strict=True):
         end = row + 1 + len(proposal.token_ids)
-        owners.append(_Owner(item, proposal, row, end))
+        owners.append(Owner(item, proposal, row, end))
         row = end
     return owners

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from functools import partial
 from time import monotonic
+from typing import NamedTuple
 
-from llmctl.errors import BadConfig, LlmctlError, PairMismatch
+from llmctl.errors import LlmctlError, PairMismatch
 from llmctl.plugins.sampling.spec import SamplingBackend
+from llmctl.runtime.admission import check_token_ids
 from llmctl.runtime.config import ExecutorConfig
-from llmctl.runtime.core import FinishReason, Request, Response, Sequence
+from llmctl.runtime.core import FinishReason, Response, Sequence
 from llmctl.runtime.inbox import Inbox
 from llmctl.runtime.kv_cache import KvCacheEventManager, KvCacheManager, most_step_tokens
 from llmctl.runtime.loop import Loop, StepReport, copy_blocks
 from llmctl.runtime.mailbox import Mailbox
-from llmctl.runtime.recorder import Recorder
+from llmctl.runtime.recorder import Moment, Recorder
 from llmctl.runtime.rounds import RoundRunner, Rounds
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.scheduler import Limits, Scheduler
@@ -29,6 +31,14 @@ from llmctl.runtime.step import StepRunner
 from llmctl.runtime.tracking import TrackedRequest
 from llmctl.runtime.tuning import ChunkTuner, make_tuner
 from llmctl.runtime.verify import Verifier
+
+
+class _Done(NamedTuple):
+    """A step whose tokens are committed."""
+
+    report: StepReport
+    moment: Moment
+    started: list[TrackedRequest]
 
 
 class Worker:
@@ -104,6 +114,12 @@ class Worker:
         self._mailbox = mailbox
         self._active: dict[int, TrackedRequest] = {}  # not ended, by request id
         self._next_sequence_id = 1
+        self._last: _Done | None = None  # a step that is yet to be delivered
+        # Responses, statistics and tracing wait until the device has its next step. Not where the
+        # host works itself, or waits for drafts, before that.
+        self._defers = (
+            target.is_asynchronous and not drafter.max_draft_len and not self.recorder.is_prompt
+        )
 
     def run(self) -> None:
         """Work until the inbox is closed; then end whatever is left."""
@@ -122,6 +138,8 @@ class Worker:
         if is_idle and self._config.check_invariants:
             self.kv_cache.check_invariants()
         errand = self._inbox.receive(is_idle)
+        if errand.cancelled:
+            self._deliver_last()
         for tracked in errand.arrived:
             self._admit(tracked)
         for request_id in errand.cancelled:
@@ -146,15 +164,36 @@ class Worker:
 
     def _expire(self) -> None:
         """End requests whose allotted time is over."""
-        for tracked in [item for item in self._active.values() if item.is_out_of_time]:
-            self._end(tracked, FinishReason.TIMED_OUT)
+        late = [item.request_id for item in self._active.values() if item.is_out_of_time]
+        if late:
+            self._deliver_last()
+        for request_id in late:
+            if request_id in self._active:  # else it has ended meanwhile
+                self._end(self._active[request_id], FinishReason.TIMED_OUT)
 
     def _step(self) -> None:
+        """Start a step, deliver the one before it meanwhile, and bring it to its end."""
         try:
-            report = self._loop.step()
+            self._loop.launch()
         except Exception as error:  # whatever it is, it belongs to the requests of this step
+            self._deliver_last()
             self._fail_step(error)
             return
+        self._deliver_last()
+        try:
+            report = self._loop.finish()
+        except Exception as error:  # likewise
+            self._fail_step(error)
+            return
+        self._learn(report)
+        started = self._start(report)
+        moment = self.recorder.look(len(self._active), self._inbox.num_queued)
+        self._last = _Done(report, moment, started)
+        if not self._defers or not self.scheduler.has_work:
+            self._deliver_last()
+
+    def _learn(self, report: StepReport) -> None:
+        """What the step says of how to cut the next one."""
         if self._lengths is not None:
             context = report.batch.context
             self._lengths.observe(
@@ -167,7 +206,6 @@ class Worker:
             num_drafts = sum(commit.num_drafts for commit in report.commits)
             num_tokens = num_drafts + sum(item.num_tokens for item in report.batch.slices)
             self.scheduler.set_token_budget(self._tuner.observe(num_tokens, report.step_s))
-        self._deliver(report)
 
     def _fail_step(self, error: Exception) -> None:
         """Fail the requests that the step touched, and nobody else."""
@@ -178,53 +216,48 @@ class Worker:
         if touched is None:  # perhaps before what it was to copy was copied
             self.kv_cache.abandon_copies()
 
-    def _deliver(self, report: StepReport) -> None:
+    def _deliver_last(self) -> None:
+        """Deliver what the last step brought, unless that has been done."""
+        done, self._last = self._last, None
+        if done is not None:
+            self._deliver(done)
+
+    def _deliver(self, done: _Done) -> None:
         """Post what the step produced, count it, and retire what it completed."""
-        started = self._start(report)
-        self._trace(report)
+        active, iteration, now_s = self._active, self.recorder.num_iterations + 1, done.moment.now_s
         responses: list[Response] = []
-        for commit in report.commits:
+        ended: list[int] = []
+        for commit in done.report.commits:
             sequence = commit.sequence
-            tracked = self._active[sequence.request_id]
+            tracked = active[sequence.request_id]
+            tracked.note(commit, iteration, now_s)
             is_over = sequence.finish_reason is not FinishReason.NOT_FINISHED
             if is_over or (commit.num_tokens and tracked.request.streaming):
                 responses.append(tracked.respond(sequence))
             if is_over:
                 self._forget(sequence)
-            if tracked.held and (is_over or commit.num_tokens):
-                held, tracked.held = tracked.held, []
-                for sibling in held:  # their prompt is in the cache now
-                    self.scheduler.add(sibling)
-        self.recorder.record(report, self._active.values(), started, self._inbox.num_queued)
-        for response in responses:
-            if response.result is not None and response.result.is_final:
-                del self._active[response.request_id]
+                if not tracked.num_unfinished:
+                    ended.append(tracked.request_id)
+        self.recorder.record(done.report, done.moment, active.values(), done.started, len(ended))
+        for request_id in ended:
+            del active[request_id]
         if responses:
             self._mailbox.post(responses)
 
-    def _trace(self, report: StepReport) -> None:
-        """Count the step for every request that had a part in it."""
-        now_s, iteration = monotonic(), self.recorder.num_iterations + 1
-        for commit in report.commits:
-            trace = self._active[commit.sequence.request_id].trace
-            trace.num_draft_tokens += commit.num_drafts
-            trace.num_accepted_tokens += min(commit.accepted, commit.num_tokens)
-            if commit.num_tokens:
-                trace.note_tokens(now_s)
-        for request_id in {commit.sequence.request_id for commit in report.commits}:
-            tracked = self._active[request_id]
-            tracked.num_iterations += 1
-            tracked.trace.note_step(iteration)
-
     def _start(self, report: StepReport) -> list[TrackedRequest]:
-        """The requests whose first slice ran in this step."""
+        """The requests whose first slice ran in this step. Whoever waited for a prompt that is in
+        the cache now goes to the scheduler."""
         started = []
-        for item in report.batch.context:
+        for item, commit in zip(report.batch.context, report.commits, strict=False):
             tracked = self._active[item.sequence.request_id]
             if not tracked.is_started:
                 tracked.is_started = True
                 tracked.trace.first_scheduled_s = monotonic() - report.step_s
                 started.append(tracked)
+            if tracked.held and commit.num_tokens:
+                held, tracked.held = tracked.held, []
+                for sibling in held:
+                    self.scheduler.add(sibling)
         if started:
             self._inbox.leave_queue(len(started))
         return started
@@ -265,20 +298,3 @@ class Worker:
                 del self._active[tracked.request_id]
                 self._mailbox.post([tracked.refuse(error)])
         self._mailbox.close()
-
-
-def check_token_ids(request: Request, vocab_size: int) -> None:
-    """Raise BadConfig for the first id in a request that the engine does not have."""
-    words = (
-        ("input_token_ids", (request.input_token_ids,)),
-        ("stop_words", request.stop_words),
-        ("bad_words", request.bad_words),
-        ("end_id", () if request.end_id is None else ((request.end_id,),)),
-    )
-    for name, lists in words:
-        for ids in lists:
-            if min(ids) < 0 or max(ids) >= vocab_size:
-                found = next(token for token in ids if not 0 <= token < vocab_size)
-                raise BadConfig(
-                    f"{name} holds token id {found}; the engine's ids are 0 to {vocab_size - 1}"
-                )

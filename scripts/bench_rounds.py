@@ -41,6 +41,7 @@ class IdleEngine:
 
     max_seq_len, max_batch_size, max_num_tokens = MAX_LEN, 8, 64
     max_draft_len, tokens_per_block = DRAFT_LEN, 32
+    is_asynchronous = False
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

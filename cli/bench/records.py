@@ -7,10 +7,11 @@ first request of their iteration was submitted, on one clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from time import perf_counter, time
 from typing import Any, NamedTuple
 
+from llmctl.runtime.columns import Columns
 from llmctl.runtime.stats import IterationStats
 
 
@@ -40,14 +41,14 @@ class RequestRecord:
     asked_tokens: int
     due_s: float
     submit_s: float | None = None
-    arrivals: list[Arrival] = field(default_factory=list)
+    arrivals: Columns[Arrival] = field(default_factory=lambda: Columns(Arrival, "di"))
     output_ids: list[int] = field(default_factory=list)
     is_done: bool = False
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A line of --raw."""
-        return {"kind": "request", **asdict(self)}
+        return {"kind": "request", **_as_dict(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class StepRecord:
     queued_requests: int
     kv_used_blocks: int
     kv_max_blocks: int
-    rounds: tuple[Round, ...]
+    rounds: Sequence[Round]
 
     @property
     def host_ms(self) -> float:
@@ -79,7 +80,7 @@ class StepRecord:
 
     def to_json(self) -> dict[str, Any]:
         """A line of --raw."""
-        return {"kind": "step", **asdict(self)}
+        return {"kind": "step", **_as_dict(self)}
 
 
 class Clock:
@@ -134,13 +135,13 @@ def _step(
         queued_requests=item.num_queued_requests,
         kv_used_blocks=cache.used_num_blocks,
         kv_max_blocks=cache.max_num_blocks,
-        rounds=tuple(
-            Round(
-                indexes[done.request_id],
-                done.num_draft_tokens,
-                done.num_accepted_tokens,
-                done.num_tokens,
-            )
-            for done in item.rounds
+        rounds=Columns(
+            Round, "qiii", ((indexes[request_id], *rest) for request_id, *rest in item.rounds)
         ),
     )
+
+
+def _as_dict(record: RequestRecord | StepRecord) -> dict[str, Any]:
+    """Fields by name, rows as lists."""
+    named = ((item.name, getattr(record, item.name)) for item in fields(record))
+    return {name: list(v) if isinstance(v, Columns) else v for name, v in named}

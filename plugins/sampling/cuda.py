@@ -53,15 +53,13 @@ class CudaSampling:
         self._host = CpuSampling()
         self._scratch: dict[int, SamplingScratch] = {}  # by vocabulary
         with queue.scope():
-            self._tokens = torch.zeros(MAX_ROWS, dtype=torch.int32, device=queue.device)
+            self._tokens = torch.zeros(MAX_ROWS, dtype=torch.int32, device=queue.device)  # grows
 
     def argmax(self, logits: DeviceLogits) -> NDArray[np.int32]:
         """The best id of each row; the lowest id on ties, -1 for a row with NaN."""
         return self._in_groups(
             logits,
-            lambda tensor, scratch, first: [
-                kernel.argmax(tensor, self._tokens, scratch, len(tensor))
-            ],
+            lambda tensor, out, scratch, first: [kernel.argmax(tensor, out, scratch, len(tensor))],
         )
 
     def sample_rows(self, logits: DeviceLogits, rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
@@ -100,31 +98,31 @@ class CudaSampling:
         arrays, positions = _upload(rows, self._queue)
 
         def launches(
-            tensor: torch.Tensor, scratch: SamplingScratch, first: int
+            tensor: torch.Tensor, out: torch.Tensor, scratch: SamplingScratch, first: int
         ) -> Sequence[Launch]:
             end = first + len(tensor)
             part = SamplingArrays(
                 **{name: getattr(arrays, name)[first:end] for name in arrays.__slots__}
             )
-            return kernel.sample(
-                tensor, self._tokens, scratch, len(tensor), part, positions[first:end]
-            )
+            return kernel.sample(tensor, out, scratch, len(tensor), part, positions[first:end])
 
         return self._in_groups(logits, launches)
 
     def _in_groups(
         self,
         logits: DeviceLogits,
-        launches: Callable[[torch.Tensor, SamplingScratch, int], Sequence[Launch]],
+        launches: Callable[[torch.Tensor, torch.Tensor, SamplingScratch, int], Sequence[Launch]],
     ) -> NDArray[np.int32]:
-        """Tokens of all rows, MAX_ROWS at a time."""
-        scratch = self._scratch_for(logits.shape[1])
-        found = []
-        for first in range(0, len(logits), MAX_ROWS):
+        """Tokens of all rows, MAX_ROWS at a time; the host waits once."""
+        scratch, count = self._scratch_for(logits.shape[1]), len(logits)
+        if count > len(self._tokens):
+            with self._queue.scope():
+                self._tokens = torch.zeros(count, dtype=torch.int32, device=self._queue.device)
+        for first in range(0, count, MAX_ROWS):
             rows = self._aligned(logits.tensor[first : first + MAX_ROWS])
-            self._launch(launches(rows, scratch, first))
-            found.append(self._queue.to_host(self._tokens[: len(rows)]).numpy())
-        return np.concatenate(found) if found else np.zeros(0, np.int32)
+            self._launch(launches(rows, self._tokens[first:count], scratch, first))
+        found: NDArray[np.int32] = self._queue.to_host(self._tokens[:count]).numpy()
+        return found
 
     def _aligned(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows where kernels may read them: they take every pointer to be 16-byte aligned."""

@@ -67,7 +67,7 @@ class NoDrafter:
 
     def propose(self, batch: Batch) -> list[Proposal]:
         """No drafts for anyone."""
-        return [Proposal() for _ in batch.generation]
+        return [Proposal()] * len(batch.generation)
 
     def commit(self, batch: Batch, accepted: Items[int]) -> None:
         """Nothing to keep."""

@@ -65,7 +65,9 @@ class FakeEngine:
         agreement: float = 1.0,
         extra_vocab: int = 0,
         whole_context: float = 3.0,
+        is_asynchronous: bool = False,
     ) -> None:
+        self.is_asynchronous = is_asynchronous
         self.common_vocab = vocab_size
         self.vocab_size = vocab_size + extra_vocab
         self.max_seq_len = max_seq_len
