@@ -44,7 +44,10 @@ GENERATION = [  # model, FP8 keys, batch, tokens a request, context
     *(("1B", True, 1, m, n) for n in (512, 1024, 4096) for m in (1, 2, 11)),
     ("8B", True, 1, 1, 1024),
     ("8B", True, 8, 1, 1024),
-    ("8B", True, 64, 1, 1024),
+    *(("8B", True, b, 1, 1024) for b in (16, 32, 64, 256)),
+    ("8B", True, 256, 1, 640),
+    ("8B", True, 64, 4, 1024),
+    ("8B", False, 64, 1, 1024),
     *(("70B", f, b, 1, 4096) for f in (True, False) for b in (16, 64)),
     ("70B", True, 8, 11, 1024),
 ]
@@ -77,6 +80,7 @@ def main() -> None:
     parser.add_argument("--compile", type=Path)
     parser.add_argument("--binaries", type=Path)
     parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--only", default="", help="time generation of one model, as 8B")
     arguments = parser.parse_args()
     if arguments.compile:
         for world in [checked(i, "cpu") for i in range(len(CHECKED))] + [
@@ -92,7 +96,7 @@ def main() -> None:
             _binaries[name] = CompiledKernel.from_metadata(metadata, cubin)
     if not arguments.skip_checks:
         check()
-    measure()
+    measure(arguments.only)
 
 
 def describe(binary: CompiledKernel) -> tuple[dict[str, object], bytes]:
@@ -155,9 +159,11 @@ def check() -> None:
             print("   ", line)
 
 
-def measure() -> None:
-    """Time generation and context chunks."""
+def measure(only: str) -> None:
+    """Time generation and context chunks; of one model generation alone."""
     for model, is_fp8, batch, tokens, context in GENERATION:
+        if only not in ("", model):
+            continue
         world = big(model, is_fp8, batch, context)
         parts = [(r, context - tokens, tokens) for r in range(batch)]
         seconds, low = time_layers(world, parts)
@@ -168,7 +174,7 @@ def measure() -> None:
             f"{read / seconds / 1e12:.2f} TB/s, {read / seconds / READ_LIMIT:.0%} of reads",
             flush=True,
         )
-    for model, is_fp8, batch, tokens, context in CONTEXT:
+    for model, is_fp8, batch, tokens, context in () if only else CONTEXT:
         world = big(model, is_fp8, batch, context, layers=4)
         seconds, low = time_layers(world, [(0, context - tokens, tokens)])
         pairs = tokens * (context - tokens) + tokens * (tokens + 1) / 2

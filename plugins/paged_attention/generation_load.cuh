@@ -155,14 +155,6 @@ DEVICE void stage(u32 target, const uint4 (&x)[LOADS]) {
 
 // ---- queries ----
 
-DEVICE u32 to_inner(u32 pair) {
-  if (!NARROWS) return pair;
-  const float low = MODEL_TYPE::unpack(u16(pair)), high = MODEL_TYPE::unpack(u16(pair >> 16));
-  u32 y;  // saturates at 65504; NaN stays NaN
-  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-  return y;
-}
-
 // Queries, 16 bytes each: rows `threadIdx.x / QUERY_PIECES` + i QUERY_STEP.
 constexpr int QUERY_PIECES = SIZE / 8, QUERY_STEP = THREADS / QUERY_PIECES;
 constexpr int QUERY_LOADS = ROWS / QUERY_STEP;

@@ -5,8 +5,8 @@ positions (tiles.py). The tiles of a unit go through one online softmax, and the
 are merged from left to right. Units grow with the context (16 of one tile, 8 of two, 8 of four),
 so there are few of them, and none is longer than an eighth of what precedes it.
 
-Whoever computes a unit gets the same bits: the same tensor-core instruction over the same keys in
-the same order, sums over keys within one warp's registers and then its lanes. Tiles that a row
+Whoever computes a unit gets the same bits: the same 16 products at a time in the tensor cores, over
+the same keys in the same order, sums over keys within one warp's registers and then its lanes. Tiles that a row
 does not see leave its state as it is, bit for bit, so they may be skipped or not.
 
 `generation` (triton_generation.py) splits a request's units over thread blocks, which then merge

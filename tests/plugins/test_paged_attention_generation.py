@@ -52,13 +52,14 @@ def test_it_compiles_for_every_page_size(tokens_per_block):
         assert compile_kernel(spec).local_bytes == 0
 
 
-def test_it_serves_few_requests_and_leaves_many_to_triton():
+def test_it_serves_few_requests_and_leaves_many_to_others():
     world = World(**MODEL)
     assert launched(world, 1, 1, 1024).spec.entry == "generation"
     assert launched(world, 1, 8, 1 << 16).spec.entry == "generation"
     assert launched(world, 2, 1, 512).spec.cluster == 8
-    assert launched(world, 3, 1, 1024).spec.is_triton
-    assert launched(world, 64, 1, 512).spec.is_triton
+    assert launched(world, 3, 1, 1024).spec.entry == "batch"
+    assert launched(world, 3, 3, 1024).spec.is_triton
+    assert launched(world, 64, 1, 512).spec.entry == "batch"
 
 
 def test_a_verification_has_blocks_without_clusters_where_clusters_find_no_room():
@@ -117,7 +118,7 @@ def test_what_it_does_not_cover_stays_with_triton(other):
     call, limits = world.call([(0, 0, 1)]), world.limits()
     assert not generation.covers(call, limits)
     if "tokens_per_block" not in other:  # Triton divides at compile time
-        assert all(spec.is_triton for spec in kernel.kernels(call, limits))
+        assert all(spec.entry != "generation" for spec in kernel.kernels(call, limits))
     assert launched(world, 1, 1, 64).spec.is_triton
 
 

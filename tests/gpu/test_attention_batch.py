@@ -1,0 +1,84 @@
+"""batch.cu gives the bits of the context kernel, whatever shares the step and however contexts are
+cut into parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_support import FP8, INT8, Part, World, same_bits
+from gpu_support import execute
+
+from llmctl.plugins.paged_attention import batch, kernel
+
+LENGTHS = (6000, 1500, 333)
+WORLDS = [
+    {"heads": 32, "kv_heads": 8, "size": 128, "kv_dtype": FP8},
+    {"heads": 64, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "spread": 3.0},
+    {"heads": 32, "kv_heads": 8, "size": 64, "kv_dtype": FP8},
+    {"heads": 32, "kv_heads": 8, "size": 128},
+    {"heads": 28, "kv_heads": 4, "size": 128, "dtype": torch.float16, "kv_dtype": torch.float16},
+    {"heads": 16, "kv_heads": 1, "size": 64, "tokens_per_block": 128},
+    {"heads": 8, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "tokens_per_block": 8},
+    {"heads": 32, "kv_heads": 8, "size": 128, "kv_dtype": INT8},
+    {"heads": 10, "kv_heads": 2, "size": 64, "kv_dtype": INT8, "tokens_per_block": 64},
+]
+POSITIONS = (0, 1, 15, 62, 63, 64, 127, 128, 511, 1023, 1024, 1087, 1152, 2047, 2048, 2303, 4096)
+
+
+def steps(group: int) -> list[list[Part]]:
+    """One token at the borders of tiles, units and parts; then as many as the columns hold."""
+    ways: list[list[Part]] = [[(0, p, 1) for p in POSITIONS] + [(0, LENGTHS[0] - 1, 1)]]
+    ways[0] += [(1, LENGTHS[1] - 1, 1), (2, LENGTHS[2] - 1, 1)]
+    for tokens in {8 // group, 16 // group} - {0, 1}:
+        ways.append([(0, p, tokens) for p in POSITIONS])
+        ways[-1] += [(2, 100, 1), (1, 700, tokens - 1 or 1)]
+    return ways
+
+
+@pytest.mark.parametrize("part_tiles", [4, 32, 128])
+@pytest.mark.parametrize("quantize_out", [False, True])
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_batch_gives_the_bits_of_the_context_kernel(world, quantize_out, part_tiles, monkeypatch):
+    if quantize_out and world.get("kv_dtype") != FP8:
+        pytest.skip("engines quantize what attention writes where the cache is FP8")
+    monkeypatch.setattr(batch, "_part_tiles", lambda tiles, groups, num_sms: part_tiles)
+    made = World(**world, lengths=LENGTHS, quantize_out=quantize_out, device="cuda")
+    wanted = [made.run([(r, 0, n)], execute)[0] for r, n in enumerate(LENGTHS)]
+    for parts in steps(made.heads // made.kv_heads):
+        call, env = made.call(parts, 3), made.env(made.step(parts), 2)
+        most = max(count for _, _, count in parts)
+        launch = batch.batch_launch(
+            call,
+            env,
+            len(parts) + 2,
+            most,
+            LENGTHS[0],
+            kernel._tensors(call, env),
+            kernel._partials(call, env),
+            kernel._logit_scale(call),
+        )
+        execute([launch])
+        assert not kernel._partials(call, env)[1].any(), "a counter is not back at zero"
+        out = call.outputs["out"]
+        assert (out[-3:].view(torch.uint8) == 0x55).all(), "padding was written"
+        rows = out[:-3].split([count for _, _, count in parts])
+        for (request, start, count), found in zip(parts, rows, strict=True):
+            assert same_bits(found, wanted[request][start : start + count]), (request, start, count)
+
+
+@pytest.mark.parametrize("world", WORLDS[:4], ids=str)
+def test_requests_of_a_mixed_step_are_each_served_by_one_kernel(world):
+    """Chunks, single tokens and requests of a few tokens, in a step that is busy."""
+    made = World(**world, lengths=LENGTHS, device="cuda")
+    wanted = [made.run([(r, 0, n)], execute)[0] for r, n in enumerate(LENGTHS)]
+    parts: list[Part] = [(0, 17 * i, 1) for i in range(40)] + [
+        (0, 300, 500),
+        (1, 40, 3),
+        (2, 0, 333),
+    ]
+    parts += [(1, 1000, 17), (1, 1100, 18), (1, 5, 2)]
+    step, call = made.step(parts), made.call(parts)
+    names = [each.spec.name for each in kernel.launches(call, made.env(step), made.shape(step))]
+    assert [name.split(".")[1] for name in names] == ["context", "batch"]
+    for (request, start, count), found in zip(parts, made.run(parts, execute), strict=True):
+        assert same_bits(found, wanted[request][start : start + count]), (request, start, count)
