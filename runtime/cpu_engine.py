@@ -14,7 +14,7 @@ from llmctl.errors import OutOfMemory
 from llmctl.plugins.cpu import CpuProgram
 from llmctl.plugins.program import StepInputs
 from llmctl.runtime.engine import Executable, bind_plan, kv_cache_shape, make_calls
-from llmctl.runtime.kv_cache import BlockCopy, CopyKind
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind
 
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
@@ -46,8 +46,8 @@ class CpuExecutable(Executable):
         fix = "lower --kv-cache-host-memory-bytes"
         self._host_blocks = self._zeros(num_blocks, "a host tier of the KV cache", fix)
 
-    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy in order, at once."""
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
+        """Copy in order, at once: here host memory is the device's."""
         assert self._kv_cache is not None, "allocate_kv_cache comes first"
         pools = {CopyKind.WITHIN: (self._kv_cache, self._kv_cache)}
         if self._host_blocks is not None:
@@ -56,6 +56,7 @@ class CpuExecutable(Executable):
         for copy in copies:
             source, destination = pools[copy.kind]
             destination[:, copy.dst_block].copy_(source[:, copy.src_block])
+        return None
 
     def run(self, step: StepInputs) -> NDArray[np.float32]:
         """Execute one packed step; logits of step.logit_rows in that order."""

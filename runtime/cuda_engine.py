@@ -24,7 +24,7 @@ from llmctl.runtime.graphs import (
     shape_of,
 )
 from llmctl.runtime.host_blocks import HostBlocks
-from llmctl.runtime.kv_cache import BlockCopy, CopyKind
+from llmctl.runtime.kv_cache import Arrival, BlockCopy
 
 
 class DeviceProgram(Protocol):
@@ -59,6 +59,7 @@ class CudaExecutable(Executable):
 
     is_asynchronous = True
     has_rounds = True  # its steps can be part of a round's graphs
+    onboards_aside = True
 
     def __init__(
         self,
@@ -94,6 +95,8 @@ class CudaExecutable(Executable):
 
         Zeros, because a masked key still meets its value: NaN there would spread.
         """
+        if self._host_blocks is not None:
+            self._host_blocks.settle()  # nothing of former users may land any more
         shape = kv_cache_shape(self.plan, num_blocks)
         if self._kv_cache is not None and tuple(self._kv_cache.shape) == shape:
             return
@@ -130,15 +133,14 @@ class CudaExecutable(Executable):
             self.queue, num_blocks, layers, self.kv_bytes_per_block // layers
         )
 
-    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Perform copies in order, after everything enqueued before; does not wait."""
-        if all(copy.kind is CopyKind.WITHIN for copy in copies):
-            super().copy_blocks(copies)
-            return
-        assert self._kv_cache is not None and self._host_blocks is not None
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
+        """Start copies in order, after everything enqueued before; does not wait."""
+        if self._host_blocks is None:
+            return super().copy_blocks(copies)
+        assert self._kv_cache is not None, "allocate_kv_cache comes first"
         layers, num_blocks = self._kv_cache.shape[:2]
         blocks = self._kv_cache.view(torch.uint8).view(layers, num_blocks, -1)
-        self._host_blocks.copy(blocks, copies)
+        return self._host_blocks.copy(blocks, copies)
 
     def run(self, step: StepInputs) -> DeviceLogits:
         """Enqueue one packed step; logits of step.logit_rows in that order."""

@@ -25,7 +25,7 @@ from llmctl.errors import Unsupported
 from llmctl.plugins.program import OpCall, StepInputs
 from llmctl.plugins.sampling.spec import Logits
 from llmctl.runtime.attention_windows import WindowOptions, apply_windows
-from llmctl.runtime.kv_cache import BlockCopy, CopyKind
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind
 
 NO_WINDOWS = WindowOptions()
 
@@ -38,6 +38,7 @@ class Executable(ABC):
     """
 
     weight_bytes: int
+    onboards_aside = False
     is_asynchronous = False  # True where `run` returns before the step has been computed
 
     def __init__(self, config: EngineConfig, plan: Plan) -> None:
@@ -73,11 +74,12 @@ class Executable(ABC):
             fix="leave --kv-cache-host-memory-bytes out",
         )
 
-    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Perform copies in order, before the next step."""
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
+        """Start copies in order, before the next step; see StepRunner."""
         for copy in copies:
             assert copy.kind is CopyKind.WITHIN, "allocate_host_blocks comes first"
             self.copy_block(copy.src_block, copy.dst_block)
+        return None
 
     @abstractmethod
     def run(self, step: StepInputs) -> Logits:

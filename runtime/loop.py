@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 from llmctl.plugins.sampling.spec import Logits
+from llmctl.runtime.block_mover import BlockMover
 from llmctl.runtime.core import Batch, Sequence
-from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.rounds import Rounds
 from llmctl.runtime.scheduler import Scheduler
 from llmctl.runtime.speculative.drafter import Drafter, Proposal
@@ -58,7 +58,7 @@ class Loop:
         self,
         target: StepRunner,
         scheduler: Scheduler,
-        kv_cache: KvCacheManager,
+        mover: BlockMover,
         drafter: Drafter,
         verifier: Verifier,
         rounds: Rounds | None = None,
@@ -67,7 +67,7 @@ class Loop:
         self.touched: list[Sequence] | None = None  # by the last step; None: every active one
         self._target = target
         self._scheduler = scheduler
-        self._kv_cache = kv_cache
+        self._mover = mover
         self._drafter = drafter
         self._verifier = verifier
         self._rounds = rounds
@@ -93,9 +93,10 @@ class Loop:
             self._in_rounds(rounds.run_ahead)
             self._is_first_round = False
             return
+        self._mover.poll()
         batch = self._scheduler.schedule()
         assert batch.slices, "the scheduler has work and schedules none of it"
-        copy_blocks(self._kv_cache, self._target, self._drafter)
+        self._mover.start()
         self.touched = [item.sequence for item in batch.slices]
         if rounds is not None and rounds.can_run(batch):
             self._in_rounds(partial(rounds.start, batch))
@@ -163,15 +164,6 @@ class Loop:
         self.stats.verify_s += verify_s
         self.stats.host_s += step_s - draft_s - verify_s
         return StepReport(batch, commits, step_s, draft_s, verify_s, period_s)
-
-
-def copy_blocks(kv_cache: KvCacheManager, target: StepRunner, drafter: Drafter) -> None:
-    """Partly matching blocks become private copies, evicted ones go to host memory and those hit
-    there come back, in every cache, in the manager's order."""
-    copies = kv_cache.pending_copies()
-    if copies:
-        target.copy_blocks(copies)
-        drafter.copy_blocks(copies)
 
 
 def _spans(batch: Batch, proposals: Items[Proposal]) -> list[Span]:

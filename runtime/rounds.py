@@ -90,7 +90,7 @@ class Rounds:
         copy_blocks: Callable[[], None],
     ) -> None:
         self._runner = runner
-        self._copy_blocks = copy_blocks  # performs what is pending in every cache
+        self._copy_blocks = copy_blocks  # starts what is pending in every cache
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._resident: list[Sequence] = []

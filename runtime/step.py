@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from llmctl.plugins.program import StepInputs
 from llmctl.plugins.sampling.spec import Logits
 from llmctl.runtime.core import Sequence
-from llmctl.runtime.kv_cache import BlockCopy
+from llmctl.runtime.kv_cache import Arrival, BlockCopy
 
 
 class StepRunner(Protocol):
@@ -25,11 +25,16 @@ class StepRunner(Protocol):
     max_num_tokens: int
     max_draft_len: int
     tokens_per_block: int
+    onboards_aside: bool  # what comes from host memory may be under way while steps run
     is_asynchronous: bool  # `run` returns before the step has been computed
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
     def allocate_host_blocks(self, num_blocks: int) -> None: ...
-    def copy_blocks(self, copies: Items[BlockCopy]) -> None: ...
+
+    def copy_blocks(self, copies: Items[BlockCopy]) -> Arrival | None:
+        """Start copies in order, before the next step. What comes from host memory may be late,
+        for that step but not for a later copy; None: everything is there."""
+
     def run(self, step: StepInputs) -> Logits: ...
 
 

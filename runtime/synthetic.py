@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from llmctl.errors import BadConfig
 from llmctl.plugins.rounds.state import RoundState
 from llmctl.runtime.core import Batch, Sequence
-from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, KvCacheManager
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.speculative.drafter import Drafter, Proposal
 
@@ -85,8 +85,8 @@ class SyntheticDrafter:
         """See Drafter, as for all that follow."""
         self._drafter.prepare(kv_cache, sampler, keep_probs)
 
-    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
-        self._drafter.copy_blocks(copies)
+    def copy_blocks(self, copies: Items[BlockCopy]) -> Arrival | None:
+        return self._drafter.copy_blocks(copies)
 
     def propose(self, batch: Batch) -> list[Proposal]:
         proposals = self._drafter.propose(batch)

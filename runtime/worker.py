@@ -8,18 +8,18 @@ the others. If even that raises, the executor closes, and whatever is left fails
 
 from __future__ import annotations
 
-from functools import partial
 from time import monotonic
 from typing import NamedTuple
 
 from llmctl.errors import LlmctlError, PairMismatch
 from llmctl.plugins.sampling.spec import SamplingBackend
 from llmctl.runtime.admission import check_token_ids
+from llmctl.runtime.block_mover import BlockMover
 from llmctl.runtime.config import ExecutorConfig
 from llmctl.runtime.core import FinishReason, Response, Sequence
 from llmctl.runtime.inbox import Inbox
 from llmctl.runtime.kv_cache import KvCacheEventManager, KvCacheManager, most_step_tokens
-from llmctl.runtime.loop import Loop, StepReport, copy_blocks
+from llmctl.runtime.loop import Loop, StepReport
 from llmctl.runtime.mailbox import Mailbox
 from llmctl.runtime.recorder import Moment, Recorder
 from llmctl.runtime.rounds import RoundRunner, Rounds
@@ -73,6 +73,7 @@ class Worker:
             window=cache.window,
             # A round on a device may be a whole round ahead of what the host has read.
             max_step_tokens=most_step_tokens(target.max_num_tokens, drafter.max_draft_len),
+            onboards_aside=target.onboards_aside,
         )
         engine_limits = Limits(
             max_batch_size=target.max_batch_size,
@@ -104,11 +105,11 @@ class Worker:
             target.allocate_host_blocks(cache.num_host_blocks)
         drafter.prepare(self.kv_cache, self._sampler, config.acceptance == "logits")
         verifier = Verifier(self._sampler)
+        mover = BlockMover(self.kv_cache, target, drafter)
         rounds = None
         if round_runner is not None:
-            move = partial(copy_blocks, self.kv_cache, target, drafter)
-            rounds = Rounds(round_runner, self.scheduler, self.kv_cache, move)
-        self._loop = Loop(target, self.scheduler, self.kv_cache, drafter, verifier, rounds)
+            rounds = Rounds(round_runner, self.scheduler, self.kv_cache, mover.start)
+        self._loop = Loop(target, self.scheduler, mover, drafter, verifier, rounds)
         self.recorder = Recorder(config, self._loop, self.scheduler, self.kv_cache, engine_limits)
         self._inbox = inbox
         self._mailbox = mailbox

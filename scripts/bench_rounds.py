@@ -20,6 +20,7 @@ from llmctl.plugins.cpu import CpuSampling
 from llmctl.plugins.program import StepInputs
 from llmctl.plugins.sampling.reference import ReferenceSampling
 from llmctl.plugins.sampling.spec import SamplingBackend
+from llmctl.runtime.block_mover import BlockMover
 from llmctl.runtime.core import Request, SamplingConfig, Sequence
 from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
 from llmctl.runtime.loop import Loop
@@ -41,6 +42,7 @@ class IdleEngine:
 
     max_seq_len, max_batch_size, max_num_tokens = MAX_LEN, 8, 64
     max_draft_len, tokens_per_block = DRAFT_LEN, 32
+    onboards_aside = False
     is_asynchronous = False
 
     def __init__(self, vocab_size: int) -> None:
@@ -75,7 +77,8 @@ def round_s(
     scheduler = Scheduler(SchedulerConfig(), kv_cache, limits)
     sampler = Sampler(vocab, backend)
     drafter.prepare(kv_cache, sampler, rule == "by logits")
-    loop = Loop(engine, scheduler, kv_cache, drafter, Verifier(sampler))
+    mover = BlockMover(kv_cache, engine, drafter)
+    loop = Loop(engine, scheduler, mover, drafter, Verifier(sampler))
     request = Request((1, 2, 3), MAX_LEN - 3, params)
     scheduler.add(Sequence(1, 1, request, 0, [1, 2, 3], 3, MAX_LEN))
     times = []

@@ -15,12 +15,13 @@ audit.py        a recount, for tests
 
 from llmctl.runtime.kv_cache.events import KvCacheEvent, KvCacheEventManager
 from llmctl.runtime.kv_cache.manager import KvCacheManager
-from llmctl.runtime.kv_cache.moves import BlockCopy, CopyKind
+from llmctl.runtime.kv_cache.moves import Arrival, BlockCopy, CopyKind
 from llmctl.runtime.kv_cache.prefix import PrefixMatch
 from llmctl.runtime.kv_cache.stats import KvCacheStats
 from llmctl.runtime.kv_cache.window import AttentionWindow, common_window, most_step_tokens
 
 __all__ = [
+    "Arrival",
     "AttentionWindow",
     "BlockCopy",
     "CopyKind",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class CopyKind(enum.Enum):
@@ -21,3 +21,13 @@ class BlockCopy(NamedTuple):
     dst_block: int
     num_tokens: int
     kind: CopyKind = CopyKind.WITHIN
+
+
+class Arrival(Protocol):
+    """Copies from host memory that an engine has under way."""
+
+    def is_done(self) -> bool:
+        """True once they are there. Does not wait."""
+
+    def hold(self) -> None:
+        """Let whatever the device is given from now on wait for them."""

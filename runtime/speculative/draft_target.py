@@ -33,7 +33,7 @@ from llmctl.plugins.sampling.spec import (
     SamplingRow,
 )
 from llmctl.runtime.core import Batch, Sequence
-from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, KvCacheManager
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.speculative.drafter import Proposal
 from llmctl.runtime.step import Span, StepRunner, block_tables, pack, pack_next
@@ -84,9 +84,9 @@ class DraftTargetDrafter:
         self._sampler = sampler
         self._keep_probs = keep_probs
 
-    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
-        """Copy blocks of the draft's cache, in order."""
-        self._draft.copy_blocks(copies)
+    def copy_blocks(self, copies: Items[BlockCopy]) -> Arrival | None:
+        """Copy blocks of the draft's cache; see StepRunner."""
+        return self._draft.copy_blocks(copies)
 
     def propose(self, batch: Batch) -> list[Proposal]:
         """Feed what is missing, then draft step by step, all sequences together."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmctl.runtime.core import Batch, Sequence
-from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, KvCacheManager
 from llmctl.runtime.sampler import Sampler
 
 
@@ -39,8 +39,8 @@ class Drafter(Protocol):
         sampler of the target. With `keep_probs`, sampled drafts come with their distributions
         (accept by logits); a method with one-hot proposals has none to give."""
 
-    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
-        """Copy blocks of the drafter's own KV cache, in order."""
+    def copy_blocks(self, copies: Items[BlockCopy]) -> Arrival | None:
+        """Copy blocks of the drafter's own KV cache; see StepRunner."""
 
     def propose(self, batch: Batch) -> list[Proposal]:
         """One proposal per generation slice. Context slices are fed to a draft engine here."""

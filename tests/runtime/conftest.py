@@ -7,7 +7,6 @@ the output, or hits a slot that was never written.
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +14,10 @@ import pytest
 
 from llmctl.plugins.sampling.reference import ReferenceSampling, sample_rows
 from llmctl.plugins.sampling.spec import SamplingBackend, SamplingRow
+from llmctl.runtime.block_mover import BlockMover
 from llmctl.runtime.core import FinishReason, Request, Sequence
 from llmctl.runtime.kv_cache import AttentionWindow, CopyKind, KvCacheManager
-from llmctl.runtime.loop import Loop, copy_blocks
+from llmctl.runtime.loop import Loop
 from llmctl.runtime.rounds import RoundReport, RoundResult, Rounds
 from llmctl.runtime.sampler import Sampler, is_by_logits
 from llmctl.runtime.scheduler import Limits, Scheduler, SchedulerConfig
@@ -47,6 +47,31 @@ def fold(tokens: np.ndarray) -> int:
     return int(mix(products.sum(dtype=np.uint64)[None])[0])
 
 
+class FakeArrival:
+    """Blocks that land some steps later, over whatever is there by then."""
+
+    def __init__(self, engine: FakeEngine, device: np.ndarray) -> None:
+        self.engine, self.device = engine, device
+        self.steps_left = engine.steps_to_land
+        self.contents: list[tuple[int, np.ndarray]] = []
+
+    def is_done(self) -> bool:
+        self.steps_left -= 1  # asked once a step
+        if self.steps_left < 0:
+            self.hold()
+        return not self.contents
+
+    def hold(self) -> None:
+        """What was started before lands before."""
+        for arrival in list(self.engine.under_way):
+            for block, content in arrival.contents:
+                self.device[block] = content
+            arrival.contents.clear()
+            self.engine.under_way.remove(arrival)
+            if arrival is self:
+                return
+
+
 class FakeEngine:
     """Logits follow mostly from the last two tokens and a little from all of them.
 
@@ -65,6 +90,7 @@ class FakeEngine:
         agreement: float = 1.0,
         extra_vocab: int = 0,
         whole_context: float = 3.0,
+        steps_to_land: int | None = None,
         is_asynchronous: bool = False,
     ) -> None:
         self.is_asynchronous = is_asynchronous
@@ -82,6 +108,9 @@ class FakeEngine:
         self.num_copies = 0
         self.fail_at: int | None = None
         self.fail_copies = False
+        self.steps_to_land = steps_to_land  # of what comes from host memory; None: it is there
+        self.onboards_aside = steps_to_land is not None
+        self.under_way: list[FakeArrival] = []
         self._rows: dict[bytes, np.ndarray] = {}
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -90,15 +119,26 @@ class FakeEngine:
     def allocate_host_blocks(self, num_blocks: int) -> None:
         self.host = np.full((num_blocks, self.tokens_per_block), -1, np.int64)
 
-    def copy_blocks(self, copies) -> None:
+    def copy_blocks(self, copies):
         self.num_copies += len(copies)
         if self.fail_copies:
             raise RuntimeError("the copy broke")
         device = self.cache.reshape(-1, self.tokens_per_block)
+        arrival = FakeArrival(self, device)
         for copy in copies:
+            late = {block for item in self.under_way for block, _ in item.contents}
+            is_late = copy.kind is CopyKind.ONBOARD and self.onboards_aside
+            if not is_late and late & {copy.src_block, copy.dst_block}:
+                self.under_way[-1].hold()  # a later copy finds what an earlier one brings
             source = self.host if copy.kind is CopyKind.ONBOARD else device
             destination = self.host if copy.kind is CopyKind.OFFLOAD else device
-            destination[copy.dst_block] = source[copy.src_block]
+            if is_late:
+                arrival.contents.append((copy.dst_block, source[copy.src_block].copy()))
+                if arrival not in self.under_way:
+                    self.under_way.append(arrival)
+            else:
+                destination[copy.dst_block] = source[copy.src_block]
+        return arrival if arrival.contents else None
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """The row of logits after `tokens` [n]."""
@@ -208,6 +248,7 @@ class Harness:
             num_host_blocks=num_host_blocks,
             window=window,
             max_step_tokens=max(target.max_num_tokens, 2 * self.drafter.max_draft_len + 3),
+            onboards_aside=target.onboards_aside,
         )
         self.limits = Limits(
             target.max_batch_size,
@@ -225,11 +266,11 @@ class Harness:
         self.runner, self.rounds = runner, None
         if on_device:
             self.runner = FakeRunner(target, draft, self.drafter.max_draft_len)
+        mover = BlockMover(self.kv_cache, target, self.drafter)
         if self.runner is not None:
-            move = partial(copy_blocks, self.kv_cache, target, self.drafter)
-            self.rounds = Rounds(self.runner, self.scheduler, self.kv_cache, move)
+            self.rounds = Rounds(self.runner, self.scheduler, self.kv_cache, mover.start)
         self.loop = Loop(
-            target, self.scheduler, self.kv_cache, self.drafter, Verifier(self.sampler), self.rounds
+            target, self.scheduler, mover, self.drafter, Verifier(self.sampler), self.rounds
         )
         self.num_sequences = 0
 

@@ -119,6 +119,28 @@ def test_a_block_computed_again_replaces_its_copy_in_host_memory():
     assert cache.stats().host_used_num_blocks == 0
 
 
+def test_who_changes_over_to_a_block_on_its_way_waits_for_it():
+    cache = KvCacheManager(5, BLOCK, num_host_blocks=8, onboards_aside=True)
+    run_and_release(cache, 1, range(8))
+    fill(cache, 2, 5)
+    holder = attached(cache, 3, [50])
+    assert cache.reserve(holder, 4 * BLOCK)
+    late = attached(cache, 4, range(9))
+    assert late.kv_len == BLOCK, "only one block was left for it"
+    cache.release(holder)
+    assert cache.reserve(late, 9)
+    back = attached(cache, 5, range(9))
+    cache.pending_copies()
+    cache.arrivals.hand_over()
+    assert cache.is_arriving(back) and not cache.arrivals.take_wait()
+    late.tokens.append(9)
+    late.kv_len = 9
+    cache.publish(late)
+    assert late.block_table[:2] == back.block_table
+    assert cache.arrivals.take_wait()
+    cache.check_invariants()
+
+
 def test_after_a_failure_nothing_is_found_whose_copy_may_be_missing():
     cache = KvCacheManager(2, BLOCK, num_host_blocks=4)
     run_and_release(cache, 1, range(8))
@@ -149,15 +171,17 @@ def requests(count):
     return made
 
 
+@pytest.mark.parametrize("steps_to_land", [None, 2, 100])
 @pytest.mark.parametrize("agreement", [None, 0.8])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_output_with_a_host_tier_is_the_plain_answer(fake, agreement, on_device):
+def test_output_with_a_host_tier_is_the_plain_answer(fake, agreement, on_device, steps_to_land):
     draft, drafter = None, None
     if agreement is not None:
-        draft = fake.Engine(agreement=agreement)
+        draft = fake.Engine(agreement=agreement, steps_to_land=steps_to_land and steps_to_land + 1)
         drafter = DraftTargetDrafter(draft, 4)
+    target = fake.Engine(steps_to_land=steps_to_land)
     harness = fake.Harness(
-        fake.Engine(), drafter, draft=draft, num_blocks=40, num_host_blocks=30, on_device=on_device
+        target, drafter, draft=draft, num_blocks=40, num_host_blocks=30, on_device=on_device
     )
     wanted = requests(80)
     for first in range(0, 80, 5):
@@ -169,6 +193,104 @@ def test_output_with_a_host_tier_is_the_plain_answer(fake, agreement, on_device)
             assert found == fake.plain_answer(harness.target, request)[0]
     stats = harness.kv_cache.stats()
     assert stats.offloaded_blocks > 50 and stats.onboarded_blocks > 20
+
+
+def with_forgotten(fake, on_device=False, steps_to_land=6):
+    """A harness whose host memory holds a prompt of 25 tokens, and that prompt."""
+    harness = fake.Harness(
+        fake.Engine(steps_to_land=steps_to_land),
+        num_blocks=24,
+        num_host_blocks=30,
+        on_device=on_device,
+    )
+    prompt = tuple(range(20)) + (3, 1, 4, 1, 5)
+    for tokens in (prompt, (7,) * 93):
+        harness.add(Request(tokens, 3))
+        harness.run()
+    assert harness.kv_cache.stats().host_used_num_blocks >= 6
+    return harness, prompt
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_others_run_while_blocks_come_back(fake, on_device):
+    harness, prompt = with_forgotten(fake, on_device)
+    other = harness.add(Request((2, 2, 2), 40))
+    while other.is_context:
+        harness.step()
+    back = harness.add(Request(prompt, 5))
+    lengths = []
+    while back.num_new_tokens == 0:
+        lengths.append(len(other.tokens))
+        harness.step()
+    assert back.blocks.num_reused_tokens == 24
+    assert 6 <= len(lengths) <= 9, "it runs as soon as its blocks are there"
+    assert all(later > earlier for earlier, later in zip(lengths, lengths[1:], strict=False))
+    harness.run()
+    for sequence in (other, back):
+        wanted = fake.plain_answer(harness.target, sequence.request)[0]
+        assert sequence.tokens[sequence.num_prompt_tokens :] == wanted
+
+
+def test_who_runs_alone_waits_on_the_device_and_loses_no_step(fake):
+    harness, prompt = with_forgotten(fake, steps_to_land=10**6)
+    back = harness.add(Request(prompt, 5))
+    report = harness.step()
+    assert [item.sequence for item in report.batch.slices] == [back]
+    assert back.num_new_tokens == 1
+    harness.run()
+    assert back.tokens[25:] == fake.plain_answer(harness.target, back.request)[0]
+
+
+def test_a_second_request_for_what_is_on_its_way_waits_for_the_same_copy(fake):
+    harness, prompt = with_forgotten(fake)
+    other = harness.add(Request((2, 2, 2), 40))
+    harness.step()
+    first = harness.add(Request(prompt, 5))
+    harness.step()
+    second = harness.add(Request((*prompt, 8), 5))
+    onboarded = harness.kv_cache.stats().onboarded_blocks
+    harness.run()
+    assert harness.kv_cache.stats().onboarded_blocks == onboarded
+    for sequence in (other, first, second):
+        wanted = fake.plain_answer(harness.target, sequence.request)[0]
+        assert sequence.tokens[sequence.num_prompt_tokens :] == wanted
+
+
+def test_a_block_given_up_while_it_is_filled_is_not_written_before_that_is_over(fake):
+    harness, prompt = with_forgotten(fake)
+    other = harness.add(Request((2, 2, 2), 60))
+    harness.step()
+    back = harness.add(Request((*prompt[:22], 9, 9), 5))
+    harness.step()
+    given_up = back.block_table[5]
+    assert given_up in harness.kv_cache.arrivals and back.blocks.num_reused_tokens == 22
+    harness.cancel(back)
+    while given_up not in other.block_table:
+        assert given_up in harness.kv_cache.arrivals
+        harness.step()
+    assert not harness.kv_cache.arrivals
+    harness.run()
+    wanted = fake.plain_answer(harness.target, other.request)[0]
+    assert other.tokens[other.num_prompt_tokens :] == wanted
+
+
+def test_a_block_evicted_while_it_is_filled_is_found_whole(fake):
+    harness, prompt = with_forgotten(fake, steps_to_land=10**6)
+    other = harness.add(Request((2, 2, 2), 60))
+    harness.step()
+    back = harness.add(Request(prompt, 5))
+    harness.step()
+    assert len(harness.kv_cache.arrivals) == 6
+    harness.cancel(back)
+    big = harness.add(Request((9, 8) * 40, 10))  # takes every block there is
+    harness.run()
+    assert not harness.kv_cache.arrivals
+    again = harness.add(Request(prompt, 5))
+    harness.run()
+    assert again.blocks.num_reused_tokens == 24
+    for sequence in (other, big, again):
+        wanted = fake.plain_answer(harness.target, sequence.request)[0]
+        assert sequence.tokens[sequence.num_prompt_tokens :] == wanted
 
 
 def test_a_host_tier_answers_what_the_device_has_forgotten(fake):
