@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from e2e_support import DRAFT_LEN, Outputs, llmctl, run_all
 
 from llmctl.runtime.attention_windows import WindowOptions, cache_window
@@ -24,6 +27,7 @@ MANY_BLOCKS = 600
 FEW_BLOCKS = 24  # of 32 tokens
 LIMITS = ("--max-batch-size", 8, "--max-seq-len", MAX_SEQ_LEN, "--dtype", "bfloat16")
 KINDS = ("full", "window")
+CYCLES_PER_S = 1.8e9
 
 
 def build(folder: Path, examples: Path, kind: str, role: str) -> None:
@@ -66,17 +70,13 @@ def load(folder: Path, kind: str) -> OpenedPair:
 
 def run(
     opened: OpenedPair, requests: list[Request], config: KvCacheConfig, *, draft: bool,
-    at_once: bool = False,
+    at_once: bool = False, pause_s: Callable[[], float] | None = None,
 ) -> tuple[Outputs, list[KvCacheStats]]:  # fmt: skip
-    """Outputs, all requests together or one after another, and the cache after every step."""
-    drafter, engine = None, None
-    if draft:
-        assert opened.draft is not None
-        engine = opened.draft
-        drafter = DraftTargetDrafter(engine, DRAFT_LEN)
-    runner = CudaRoundRunner(opened.target, engine, DRAFT_LEN if draft else 0)
-    settings = ExecutorConfig(config, check_invariants=True, iter_stats_max_iterations=100_000)
-    with Executor(opened.target, drafter, settings, opened.sampling, runner) as executor:
+    """Outputs, all requests together or one after another, and the cache after every step. With
+    `pause_s` the link between host and device rests for so long before every move."""
+    with open_executor(opened, config, draft=draft) as executor:
+        if pause_s is not None:
+            slow_link(opened, pause_s)
         if at_once:
             outputs = run_all(executor, requests)
         else:
@@ -84,6 +84,33 @@ def run(
         stats = [item.kv_cache_stats for item in executor.get_latest_iteration_stats()]
     executor._worker.kv_cache.check_invariants()
     return outputs, stats
+
+
+def open_executor(opened: OpenedPair, config: KvCacheConfig, *, draft: bool) -> Executor:
+    drafter, engine = None, None
+    if draft:
+        assert opened.draft is not None
+        engine = opened.draft
+        drafter = DraftTargetDrafter(engine, DRAFT_LEN)
+    runner = CudaRoundRunner(opened.target, engine, DRAFT_LEN if draft else 0)
+    settings = ExecutorConfig(config, check_invariants=True, iter_stats_max_iterations=100_000)
+    return Executor(opened.target, drafter, settings, opened.sampling, runner)
+
+
+def slow_link(opened: OpenedPair, pause_s: Callable[[], float]) -> None:
+    """Let every move beside the steps begin with a pause."""
+    engines = [opened.target] if opened.draft is None else [opened.target, opened.draft]
+    for blocks in (engine._host_blocks for engine in engines):
+        for lane in () if blocks is None else (blocks._in, blocks._out):
+            lane.run = late(type(lane).run, lane, pause_s)  # type: ignore[method-assign]  # a double
+
+
+def late(run: Callable, lane: object, pause_s: Callable[[], float]) -> Callable:
+    def paused(work: Callable[[], None]) -> None:
+        run(lane, lambda: torch.cuda._sleep(int(CYCLES_PER_S * pause_s())))
+        run(lane, work)
+
+    return paused
 
 
 def check_host_tier(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: bool) -> None:
@@ -95,11 +122,68 @@ def check_host_tier(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: b
     ]
     plain = KvCacheConfig(MANY_BLOCKS, enable_block_reuse=False)
     wanted, _ = run(opened, requests, plain, draft=False)
+    chance = random.Random(3)
     for at_once in (False, True):
-        config = KvCacheConfig(FEW_BLOCKS, num_host_blocks=200)
-        found, stats = run(opened, requests, config, draft=draft, at_once=at_once)
-        assert found == wanted
-        assert stats[-1].onboarded_blocks > 30 and stats[-1].token_hit_rate > 0.4
+        for pause_s in (None, lambda: chance.choice([0, 1e-4, 3e-3])):
+            config = KvCacheConfig(FEW_BLOCKS, num_host_blocks=200)
+            found, stats = run(
+                opened, requests, config, draft=draft, at_once=at_once, pause_s=pause_s
+            )
+            assert found == wanted
+            assert stats[-1].onboarded_blocks > 30 and stats[-1].token_hit_rate > 0.4
+
+
+def check_others_run(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: bool) -> None:
+    """While blocks take a tenth of a second to come back, another request gets its tokens."""
+    other = Request(prompts[0], 390, SamplingConfig(0.8, 0, seed=1), streaming=True)
+    back = Request((*prompts[1], 9), 20, SamplingConfig(0.8, 0, seed=2), streaming=True)
+    plain = KvCacheConfig(MANY_BLOCKS, enable_block_reuse=False)
+    wanted, _ = run(opened, [Request(r.input_token_ids, r.max_tokens, r.sampling_config)
+                             for r in (other, back)], plain, draft=False)  # fmt: skip
+    config = KvCacheConfig(FEW_BLOCKS, num_host_blocks=200)
+    for _ in range(2):  # graphs are captured in the first, which waits for the whole device
+        with open_executor(opened, config, draft=draft) as executor:
+            run_all(executor, [Request(prompt, 20) for prompt in prompts[1:]])
+            slow_link(opened, lambda: 0.1)
+            found: dict[int, list[int]] = {}
+            first = executor.enqueue_request(other)
+            while len(found.get(first, ())) < 8:
+                take(executor, found)
+            second = executor.enqueue_request(back)
+            num_before = len(found[first])
+            while second not in found:
+                take(executor, found)
+            num_meanwhile = len(found[first]) - num_before
+            while len(found[first]) < other.max_tokens or len(found[second]) < back.max_tokens:
+                take(executor, found)
+            onboarded = executor.get_latest_iteration_stats()[-1].kv_cache_stats.onboarded_blocks
+    print(f"{num_meanwhile} tokens of another request while {onboarded} blocks came back")
+    assert onboarded >= 2 and num_meanwhile >= 20
+    assert wanted == [[tuple(found[first])], [tuple(found[second])]]
+
+
+def take(executor: Executor, found: dict[int, list[int]]) -> None:
+    """Add what has come, by request."""
+    for response in executor.await_responses():
+        assert response.result is not None, response.error
+        found.setdefault(response.request_id, []).extend(response.result.output_token_ids)
+
+
+def check_next_turn(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: bool) -> None:
+    """What was generated is found when the conversation goes on, with the same answers."""
+    plain = KvCacheConfig(MANY_BLOCKS, enable_block_reuse=False)
+    reusing = KvCacheConfig(MANY_BLOCKS)
+    said, requests, found, reused = prompts[0], [], [], []
+    with open_executor(opened, reusing, draft=draft) as executor:
+        for turn in range(3):
+            requests.append(Request((*said, 40 + turn), 150, SamplingConfig(0.8, 0, seed=turn)))
+            found += run_all(executor, requests[-1:])
+            said = (*requests[-1].input_token_ids, *found[-1][0])
+            stats = executor.get_latest_iteration_stats()[-1].kv_cache_stats
+            reused.append(stats.reused_tokens - sum(reused))
+    assert found == run(opened, requests, plain, draft=False)[0]
+    for request, tokens in zip(requests[1:], reused[1:], strict=True):
+        assert tokens >= len(request.input_token_ids) - 2 - 32, "all of the last turn but a block"
 
 
 def check_ring(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: bool) -> None:
@@ -140,6 +224,18 @@ def test_prompts_that_come_back_from_host_memory_have_the_same_answers(
     folder: Path, repository: Path, draft: bool
 ) -> None:
     check_host_tier(load(folder, "full"), prompts_of(repository / "examples"), draft)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_others_run_while_blocks_come_back(folder: Path, repository: Path, draft: bool) -> None:
+    check_others_run(load(folder, "full"), prompts_of(repository / "examples"), draft)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_the_next_turn_finds_what_was_generated(
+    folder: Path, repository: Path, draft: bool
+) -> None:
+    check_next_turn(load(folder, "full"), prompts_of(repository / "examples"), draft)
 
 
 @pytest.mark.parametrize("draft", [False, True])

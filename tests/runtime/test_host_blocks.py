@@ -79,7 +79,7 @@ class Device:
             self.lanes[self.random.choice(3, p=self.favour)].advance()
 
     def finish(self):
-        while any([lane.advance() for lane in self.lanes]):
+        while sum(lane.advance() for lane in self.lanes):
             pass
         assert not any(lane.waiting for lane in self.lanes), "lanes wait for each other"
 
@@ -227,7 +227,7 @@ class Traffic:
         return ready
 
     def compute(self, sequence, first):
-        """Write the blocks from `first` on, then read all that are full; a part is not looked at."""
+        """Write the blocks from `first` on, then read all that are full, and no part of one."""
         table, tokens = list(sequence.block_table), list(sequence.tokens)
         values = [self.block_value(tokens, index) for index in range(len(table))]
 
