@@ -20,8 +20,9 @@ INPUT_SCALE = 32 / 448  # activations of the demo models stay below 32
 KV_SCALE = 16 / 448
 
 
-def quantize(source: Path, folder: Path) -> Path:
-    """An FP8 checkpoint in ModelOpt's layout: per-tensor scales, FP8 KV cache."""
+def quantize(source: Path, folder: Path, kv_algo: str = "FP8") -> Path:
+    """An FP8 checkpoint in ModelOpt's layout: per-tensor scales, FP8 or INT8 KV cache."""
+    kv_scale = KV_SCALE if kv_algo == "FP8" else KV_SCALE * 448 / 127
     shutil.copytree(source, folder)
     tensors = load_file(source / "model.safetensors")
     for name, weight in list(tensors.items()):
@@ -33,11 +34,11 @@ def quantize(source: Path, folder: Path) -> Path:
         tensors[f"{name}_scale"] = scale
         tensors[f"{module}.input_scale"] = torch.tensor(INPUT_SCALE)
         if module.endswith(("k_proj", "v_proj")):
-            tensors[f"{module}.{module[-6]}_scale"] = torch.tensor(KV_SCALE)
+            tensors[f"{module}.{module[-6]}_scale"] = torch.tensor(kv_scale)
     save_file(tensors, folder / "model.safetensors")
     quantization = {
         "quant_algo": "FP8",
-        "kv_cache_quant_algo": "FP8",
+        "kv_cache_quant_algo": kv_algo,
         "exclude_modules": ["lm_head", "model.embed_tokens"],
     }
     document = {"producer": {"name": "modelopt"}, "quantization": quantization}

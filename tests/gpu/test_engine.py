@@ -18,10 +18,12 @@ from gpu_support import quantize
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.speculation import Speculation
 from llmctl.plugins.program import StepInputs
+from llmctl.runtime.attention_windows import WindowOptions
 from llmctl.runtime.core import OutputConfig, Request, SamplingConfig
 from llmctl.runtime.executor import Executor
 
-KINDS = ("bfloat16", "fp8")
+KINDS = ("bfloat16", "fp8", "int8", "windows")  # int8: of the KV cache; windows: asked for by run
+WINDOWS = WindowOptions((96,), 4)
 SAMPLING = (
     SamplingConfig(),
     SamplingConfig(temperature=0.8, top_k=0, seed=3 << 40),
@@ -41,15 +43,18 @@ class Engines:
     opened: dict[tuple[str, str | None], OpenEngines] = field(default_factory=dict)
 
     def path(self, role: str, kind: str, backend: str = "cuda") -> Path:
+        kind = "fp8" if kind == "windows" else kind
         path = self.folder / f"{role}-{kind}-{backend}"
         if not path.exists():
             checkpoint = self.examples / f"demo-{role}"
             options: list[object] = ["--max-batch-size", 16, "--max-seq-len", 1024]
             if role == "target":
                 options += ["--max-draft-len", DRAFT_LEN]
-            if kind == "fp8":
-                quantized = self.folder / f"{role}-fp8-checkpoint"
-                checkpoint = quantized if quantized.exists() else quantize(checkpoint, quantized)
+            if kind in ("fp8", "int8"):
+                quantized = self.folder / f"{role}-{kind}-checkpoint"
+                if not quantized.exists():
+                    quantize(checkpoint, quantized, kind.upper())
+                checkpoint = quantized
             else:
                 options += ["--dtype", kind]
             llmctl("build", "--backend", backend, "--checkpoint-dir", checkpoint,
@@ -68,6 +73,8 @@ class Engines:
                 if draft == "logits":
                     speculation = replace(speculation, acceptance="logits")
             options = EngineOptions(self.path("target", kind), speculation, max_tokens=16384)
+            if kind == "windows":
+                options = replace(options, windows=WINDOWS)
             known = self.opened[kind, draft] = OpenEngines(check_engines(options))
         return known
 
@@ -121,6 +128,10 @@ def plain_alone(engines: Engines, requests: list[Request]) -> Callable[[str], Ou
         return known[kind]
 
     return outputs
+
+
+def test_windows_change_the_text(plain_alone: Callable[[str], Outputs]) -> None:
+    assert plain_alone("windows") != plain_alone("fp8")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,7 +198,8 @@ def test_logits_agree_with_the_cpu_backend(
     """Prompt chunks, decoding and verification, launched directly and replayed."""
     from llmctl.runtime.engine import open_executable
 
-    reference = open_executable(engines.path("target", kind, "cpu"))
+    windows = WINDOWS if kind == "windows" else WindowOptions()
+    reference = open_executable(engines.path("target", kind, "cpu"), windows)
     target = engines.open(kind, None).target
     ids = prompt(1000, sum(CHUNKS))
     num_blocks = -(-len(ids) // target.tokens_per_block)
