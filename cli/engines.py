@@ -14,6 +14,7 @@ from llmctl.runtime.admission import CapacitySchedulerPolicy, SchedulerConfig
 from llmctl.runtime.attention_windows import WindowOptions, cache_window
 from llmctl.runtime.chunking import ContextChunkingPolicy
 from llmctl.runtime.pair import check_pair, check_target
+from llmctl.runtime.speculative.lengths import round_lengths
 
 if TYPE_CHECKING:
     from llmctl.plugins.sampling.spec import SamplingBackend
@@ -135,6 +136,7 @@ class OpenEngines:
             free_fraction=options.free_fraction,
             max_tokens=options.max_tokens,
             windows=options.windows,
+            lengths=self._lengths(self.checked.draft_len),
         )
         self.device_name = planned.device_name
         log([f"device: {planned.device_name}", *planned.memory.lines()])
@@ -220,7 +222,23 @@ class OpenEngines:
             return CudaRoundRunner(opened.target, None, 0)
         if opened.draft is None or speculation.acceptance != "tokens":
             return None
-        return CudaRoundRunner(opened.target, opened.draft, draft_len, acceptance=acceptance)
+        return CudaRoundRunner(
+            opened.target,
+            opened.draft,
+            draft_len,
+            acceptance=acceptance,
+            lengths=self._lengths(draft_len),
+        )
+
+    def _lengths(self, draft_len: int) -> list[int]:
+        """What rounds on the device may draft where that adapts."""
+        options = self.checked.options
+        speculation = options.speculation
+        if not options.adaptive_draft_len or speculation is None:
+            return []
+        if speculation.draft_engine is None or speculation.acceptance != "tokens":
+            return []
+        return round_lengths(draft_len)
 
     def _drafter(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -47,6 +48,8 @@ class DeviceProgram(Protocol):
 
 
 Capture = Callable[[Callable[[], None]], Replayable]
+
+LEAST_FED = 64  # tokens that `feed` pads to at least
 
 
 class CudaExecutable(Executable):
@@ -155,6 +158,15 @@ class CudaExecutable(Executable):
             self.program.upload(pad(step, bucket), self.queue.handle)
             self._graphs.run(bucket, lambda: self._enqueue(bucket))
         return DeviceLogits(self.logits[: step.num_rows], self.queue)
+
+    def feed(self, step: StepInputs) -> None:
+        """Enqueue a step whose logits nobody wants, now and then one of its size: padded to a power
+        of two, so that its launches are packed already."""
+        shape = self._buckets.round_up(shape_of(step))
+        wanted = max(LEAST_FED, 1 << (step.num_tokens - 1).bit_length())
+        shape = replace(shape, num_tokens=min(wanted, self.max_num_tokens))
+        self.program.upload(pad(step, shape), self.queue.handle)
+        self._enqueue(shape)
 
     def _enqueue(self, shape: StepShape) -> None:
         self.program.enqueue(shape, self.queue.handle)

@@ -27,7 +27,6 @@ from llmctl.plugins.program import OpCall
 from llmctl.plugins.sampling.cuda import MAX_ROWS, CudaSampling, scratch_bytes
 from llmctl.runtime.attention_windows import WindowOptions, apply_windows, cache_window
 from llmctl.runtime.cuda_engine import CudaExecutable
-from llmctl.runtime.cuda_rounds import graph_launches
 from llmctl.runtime.device import require_device
 from llmctl.runtime.engine import NO_WINDOWS, kv_bytes_per_block
 from llmctl.runtime.graphs import MAX_GRAPHS
@@ -41,6 +40,7 @@ from llmctl.runtime.memory import (
     plan_device,
 )
 from llmctl.runtime.round_state import state_bytes
+from llmctl.runtime.round_work import ahead_of_need, graph_launches
 from llmctl.runtime.tensorrt_device import BACKENDS as TENSORRT_BACKENDS
 from llmctl.runtime.tensorrt_device import present_capability, require_tensorrt
 from llmctl.runtime.tensorrt_open import (
@@ -112,13 +112,20 @@ class EngineFile:
         return cls(folder, config, plan, tensors)
 
     def memory(
-        self, role: str, sampling: int = 0, *, round_steps: int = 1, has_draft: bool = False
+        self,
+        role: str,
+        sampling: int = 0,
+        *,
+        round_steps: int = 1,
+        has_draft: bool = False,
+        ahead: Sequence[int] = (),
     ) -> EngineMemory:
         """What the engine takes on a device, with `sampling` bytes for drawing tokens and for
-        rounds. Graphs are those of its own steps and of rounds, each of `round_steps` steps."""
+        rounds. Graphs are those of its own steps and of rounds, each of `round_steps` steps, or as
+        many as `ahead` says of each that is captured before the first request."""
         build = self.config.build_config
         kernels = kernels_a_step(self.plan)
-        launches = MAX_GRAPHS * kernels + graph_launches(kernels, round_steps, has_draft)
+        launches = MAX_GRAPHS * kernels + graph_launches(kernels, round_steps, has_draft, ahead)
         return EngineMemory(
             role=role,
             weight_bytes=allocated_bytes(self.plan),
@@ -174,8 +181,10 @@ def plan_pair(
     free_fraction: float | None = None,
     max_tokens: int | None = None,
     windows: WindowOptions = NO_WINDOWS,
+    lengths: Sequence[int] = (),
 ) -> PlannedPair:
-    """Find a place for both engines on the device that is there.
+    """Find a place for both engines on the device that is there. `lengths`: draft lengths whose
+    graphs are captured before the first request.
 
     Raises what `EngineFile.open` raises, NoDevice, RebuildNeeded (another compute capability) and
     OutOfMemory.
@@ -191,9 +200,13 @@ def plan_pair(
     sampling = sampling_bytes(plans)
     sampling += state_bytes(int(limits["max_batch_size"]), draft_len)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
+    sizes = [int(file.config.build_config["max_batch_size"]) for file in files]
+    ahead = [length for _, length in ahead_of_need(min(sizes), lengths)]
     memory = plan_device(
-        target.memory("target", sampling, has_draft=draft is not None),
-        draft.memory("draft", round_steps=draft_len, has_draft=True) if draft else None,
+        target.memory("target", sampling, ahead=[1] * len(ahead), has_draft=draft is not None),
+        draft.memory("draft", round_steps=draft_len, has_draft=True, ahead=ahead)
+        if draft
+        else None,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         free_fraction=DEFAULT_DEVICE_FRACTION if free_fraction is None else free_fraction,

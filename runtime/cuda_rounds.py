@@ -1,8 +1,10 @@
 """Rounds as two CUDA graphs: the draft loop, and verification with acceptance.
 
-Both read and write the request state on the device (plugins/rounds), so round after round is two
-graph launches. A round's record lands in pinned host memory and is valid once its event has passed.
-Graphs are captured when a batch size, a way of sampling or a reach of the cache is first needed.
+Both (`runtime.round_work`) read and write the request state on the device, so round after round is
+two graph launches. A round's record lands in pinned host memory and is valid once its event has
+passed. Graphs are captured when a batch size, a way of sampling or a reach of the cache is first
+needed; where draft lengths adapt, those of greedy rounds with little in the cache are there before
+the first request, for a capture takes as long as ten steps.
 """
 
 from __future__ import annotations
@@ -10,53 +12,35 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Items
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmctl.errors import LlmctlError
-from llmctl.plugins.cuda.kernel import Launch, StepShape
 from llmctl.plugins.cuda.queue import Event, device_errors
-from llmctl.plugins.rounds import kernel as bookkeeping
+from llmctl.plugins.program import StepInputs
 from llmctl.plugins.rounds.state import (
     RECORD_COMMITTED,
     RECORD_EMITTED,
     RECORD_TOKENS,
     RoundState,
 )
-from llmctl.plugins.sampling import kernel as sampling
-from llmctl.plugins.sampling.arrays import SamplingScratch
 from llmctl.runtime.core import Sequence
-from llmctl.runtime.cuda_engine import Capture, CudaExecutable
-from llmctl.runtime.graphs import (
-    MAX_GRAPHS,
-    GraphCache,
-    capture_graph,
-    capture_when,
-    kv_bucket,
-)
+from llmctl.runtime.cuda_engine import LEAST_FED, Capture, CudaExecutable
+from llmctl.runtime.graphs import GraphCache, capture_graph, capture_when, kv_bucket
 from llmctl.runtime.round_state import RoundUpload
+from llmctl.runtime.round_work import RoundShape, RoundWork, ahead_of_need, graphs_kept
 from llmctl.runtime.rounds import RoundReport, RoundResult
 from llmctl.runtime.sampler import is_by_logits
-from llmctl.runtime.step import pack_tables
-from llmctl.runtime.synthetic import LOT_LAUNCHES, DeviceLots, SyntheticAcceptance
+from llmctl.runtime.speculative.feeding import cut
+from llmctl.runtime.step import Span, pack, pack_tables
+from llmctl.runtime.synthetic import DeviceLots, SyntheticAcceptance
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
-LAUNCHES_A_STEP = 6  # beside the operators: feeding it, drawing from its logits (4), acceptance
-
 Events = tuple[Event, Event, Event]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What a graph is captured for."""
-
-    batch: int  # requests, padding included
-    max_kv_len: int
-    is_greedy: bool
-    draft_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +62,9 @@ class CudaRoundRunner:
         draft_len: int,
         capture: Capture | None = None,
         acceptance: SyntheticAcceptance | None = None,
+        lengths: Items[int] = (),
     ) -> None:
+        """`lengths`: draft lengths whose graphs `prepare` captures."""
         self.draft_len = draft_len
         self.has_draft_engine = draft is not None
         engines = [engine for engine in (target, draft) if engine is not None]
@@ -94,30 +80,32 @@ class CudaRoundRunner:
         )
         device = self._queue.device
         self._ring = ring.numpy()
-        rows = max(engine.max_num_rows for engine in engines)
         with device_errors("allocating request state"), self._queue.scope():
             self._state = RoundState.allocate(
                 target.max_batch_size, most_drafts, device, slots=RING_SLOTS, ring=ring
             )
             self._upload = RoundUpload(self._state, engines, self._queue)
-            self._scratch = {
-                vocab: SamplingScratch.allocate(rows, vocab, device)
-                for vocab in {engine.vocab_size for engine in engines}
-            }
-            self._lots = DeviceLots(acceptance, device) if acceptance is not None else None
+            lots = DeviceLots(acceptance, device) if acceptance is not None else None
+            self._work = RoundWork(target, draft, self._queue, self._state, lots)
         capture = partial(
             capture_when,
             lambda: all(engine.is_capturable() for engine in engines),
             capture or partial(capture_graph, self._queue),
         )
+        self._lengths = tuple(lengths)
+        ahead = ahead_of_need(self.max_batch_size, self._lengths)
         # Adaptive draft lengths verify more shapes than they draft, so each kind has its own bound.
-        max_graphs = round_graphs(draft is not None)
-        self._draft_graphs: GraphCache[_Shape] = GraphCache(capture, max_graphs)
-        self._verify_graphs: GraphCache[_Shape] = GraphCache(capture, max_graphs)
+        kept = graphs_kept(draft is not None)
+        self._draft_graphs: GraphCache[RoundShape] = GraphCache(
+            capture,
+            kept * draft_len + sum(length for _, length in ahead),
+            lambda shape: shape.draft_len,
+        )
+        self._verify_graphs: GraphCache[RoundShape] = GraphCache(capture, kept + len(ahead))
         self._num_started = 0
         self._num_requests = 0
         self._is_greedy = True
-        self._tables = np.zeros((0, 0), np.int32)  # as they lie on the device
+        self._tables: NDArray[np.int32] = np.zeros((0, 0), np.int32)  # as they lie on the device
         self._lens: list[int] = []  # blocks of each request in them
         self._in_flight: deque[_InFlight] = deque()
         self._spare_events: list[Events] = []
@@ -129,6 +117,40 @@ class CudaRoundRunner:
         if not is_by_logits(request) or request.output_config.return_log_probs:
             return False
         return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
+
+    def prepare(self, max_batch_size: int) -> None:
+        """Capture the graphs of rounds of up to so many sequences, running each on padding; and
+        pack what catching up launches. Caches must be there, and no sequence yet."""
+        if not self._lengths:
+            return
+        shape, size = self._shape(0, 0), self._target.tokens_per_block
+        for batch, draft_len in ahead_of_need(
+            min(max_batch_size, self.max_batch_size), self._lengths
+        ):
+            self._run(replace(shape, batch=batch, draft_len=draft_len))
+        if self._draft is not None:
+            num_tokens = LEAST_FED
+            while num_tokens <= self._draft.max_num_tokens:
+                self._draft.feed(_unwritten(num_tokens, self._draft.max_seq_len, size))
+                num_tokens *= 2
+        self.abandon()
+
+    def catch_up(self, sequences: Items[Sequence]) -> None:
+        """Feed the draft engine what it lacks of these sequences; see RoundRunner."""
+        draft = self._draft
+        assert draft is not None, "nothing to catch up with"
+        ends = [len(sequence.tokens) - 2 for sequence in sequences]
+        spans = [
+            Span(sequence, sequence.draft_kv_len, end, needs_logits=False)
+            for sequence, end in zip(sequences, ends, strict=True)
+            if sequence.draft_kv_len < end
+        ]
+        for call in cut(spans, draft.max_num_tokens, draft.max_batch_size):
+            step = pack(call, draft.tokens_per_block)
+            np.minimum(step.token_ids, draft.vocab_size - 1, out=step.token_ids)  # as when drafting
+            draft.feed(step)
+            for span in call:
+                span.sequence.draft_kv_len = span.end
 
     def begin(self, sequences: Items[Sequence]) -> None:
         """Write the requests' state; the rest of the batch is padding."""
@@ -143,14 +165,7 @@ class CudaRoundRunner:
             self._upload.write_tables(tables, lens)
             self._tables, self._lens = tables, lens
         shape = self._shape(tables.shape[1], draft_len)
-        events = self._take_events()
-        with device_errors("running a round"), self._queue.scope():
-            events[0].record()
-            if self._draft is not None and draft_len:
-                self._draft_graphs.run(shape, lambda: self._draft_loop(shape))
-            events[1].record()
-            self._verify_graphs.run(shape, lambda: self._verify(shape))
-            events[2].record()
+        events = self._run(shape)
         slot = self._num_started % RING_SLOTS
         self._in_flight.append(_InFlight(slot, self._num_requests, *events))
         self._num_started += 1
@@ -178,97 +193,25 @@ class CudaRoundRunner:
             self._queue.synchronize()
             self._num_started = int(self._state.counter.item())
 
-    # ---- what a round enqueues ----
+    def _run(self, shape: RoundShape) -> Events:
+        """Enqueue a round; what passes before it, between drafting and verification, and after."""
+        events = self._take_events()
+        work = self._work
+        with device_errors("running a round"), self._queue.scope():
+            events[0].record()
+            if self._draft is not None and shape.draft_len:
+                self._draft_graphs.run(shape, lambda: work.draft_loop(shape))
+            events[1].record()
+            self._verify_graphs.run(shape, lambda: work.verify(shape))
+            events[2].record()
+        return events
 
-    def _draft_loop(self, shape: _Shape) -> None:
-        """draft_len steps of the draft engine, each fed with the token the last one drew."""
-        draft = self._draft
-        assert draft is not None
-        program, state, batch = draft.program, self._state, shape.batch
-        for index in range(shape.draft_len):
-            count = 1
-            if index == 0:
-                count = 2
-                feed = bookkeeping.draft_first(state, program.step, program.limits, batch)
-            else:
-                feed = bookkeeping.draft_next(state, program.step, program.limits, batch, index)
-            self._launch(self._target, [feed])
-            self._forward(draft, shape, count, batch)
-            self._launch(
-                draft,
-                self._draw(
-                    draft,
-                    state.drafts,
-                    shape,
-                    batch,
-                    first=index,
-                    stride=state.max_draft_len,
-                    offset=index,
-                ),
-            )
-
-    def _verify(self, shape: _Shape) -> None:
-        """One target step over the root and all drafts, then acceptance."""
-        target, state, batch = self._target, self._state, shape.batch
-        program, count = target.program, shape.draft_len + 1
-        rows = batch * count
-        feed = bookkeeping.verify(state, program.step, program.limits, batch, shape.draft_len)
-        self._launch(target, [feed])
-        self._forward(target, shape, count, rows)
-        self._launch(target, self._draw(target, state.targets, shape, rows, per_request=count))
-        if self._lots is not None and shape.draft_len:
-            self._lots.force(state, batch, shape.draft_len)
-        self._launch(target, [bookkeeping.accept(state, batch, shape.draft_len)])
-
-    def _forward(self, engine: CudaExecutable, shape: _Shape, count: int, rows: int) -> None:
-        step = StepShape(
-            num_tokens=shape.batch * count,
-            num_requests=shape.batch,
-            num_rows=rows,
-            max_query_len=count,
-            max_kv_len=min(shape.max_kv_len, engine.max_seq_len),
-        )
-        engine.program.enqueue(step, self._queue.handle)
-
-    def _draw(
-        self,
-        engine: CudaExecutable,
-        out: torch.Tensor,
-        shape: _Shape,
-        rows: int,
-        *,
-        per_request: int = 1,
-        first: int = 0,
-        stride: int = 1,
-        offset: int = 0,
-    ) -> list[Launch]:
-        """Tokens of the engine's logits; row r draws position committed + first + r's own place."""
-        scratch = self._scratch[engine.vocab_size]
-        logits = engine.logits
-        if shape.is_greedy:
-            return [sampling.argmax(logits, out, scratch, rows, stride=stride, offset=offset)]
-        return sampling.sample(
-            logits,
-            out,
-            scratch,
-            rows,
-            self._state.sampling,
-            self._state.committed,
-            per_request=per_request,
-            first=first,
-            stride=stride,
-            offset=offset,
-        )
-
-    def _launch(self, engine: CudaExecutable, launches: Items[Launch]) -> None:
-        engine.program.launch(launches, self._queue.handle)
-
-    def _shape(self, num_blocks: int, draft_len: int) -> _Shape:
+    def _shape(self, num_blocks: int, draft_len: int) -> RoundShape:
         """Of a round whose longest request has so many blocks."""
         longest = num_blocks * self._target.tokens_per_block
-        batch = min(1 << (self._num_requests - 1).bit_length(), self.max_batch_size)
+        batch = min(1 << max(0, self._num_requests - 1).bit_length(), self.max_batch_size)
         limits = self._target.program.limits
-        return _Shape(batch, kv_bucket(longest, limits), self._is_greedy, draft_len)
+        return RoundShape(batch, kv_bucket(longest, limits), self._is_greedy, draft_len)
 
     def _take_events(self) -> Events:
         if self._spare_events:
@@ -277,13 +220,17 @@ class CudaRoundRunner:
         return began, drafted, ended
 
 
-def round_graphs(has_draft: bool) -> int:
-    """Graphs of one kind, of drafting or of verification, that a runner keeps at most."""
-    return MAX_GRAPHS // 2 if has_draft else MAX_GRAPHS
-
-
-def graph_launches(num_kernels: int, num_steps: int, has_draft: bool) -> int:
-    """Launches in all graphs that a runner keeps of one engine, at most: `num_steps` steps of up
-    to `num_kernels` kernels a graph, and what forces acceptance by lot."""
-    launches = num_steps * (num_kernels + LAUNCHES_A_STEP) + LOT_LAUNCHES
-    return round_graphs(has_draft) * launches
+def _unwritten(num_tokens: int, max_seq_len: int, tokens_per_block: int) -> StepInputs:
+    """A step of prompts that leaves no trace in the cache."""
+    lengths = np.full(-(-num_tokens // max_seq_len), max_seq_len, np.int32)
+    lengths[-1] -= lengths.sum() - num_tokens
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    return StepInputs(
+        token_ids=np.zeros_like(positions),
+        position_ids=positions,
+        cu_q=np.concatenate([[0], lengths.cumsum()]).astype(np.int32),
+        kv_len=lengths,
+        block_tables=np.zeros((len(lengths), -(-max_seq_len // tokens_per_block)), np.int32),
+        slot_mapping=np.full_like(positions, -1),
+        logit_rows=np.zeros(0, np.int32),
+    )

@@ -119,16 +119,21 @@ class Replayable(Protocol):
 
 
 class GraphCache(Generic[Key]):
-    """Graphs by what they were captured for, at most `max_graphs`, the least recently used out
-    first. The first time a key is run its work is launched directly and captured behind that, so no
-    step waits for a capture and nothing is allocated or set up while one is under way. A graph that
-    goes out while the device runs it ends first."""
+    """Graphs by what they were captured for, of sizes (each counts for one where `size` is not
+    given) that are together at most `max_graphs`, the least recently used out first. The first time
+    a key is run its work is launched directly and captured behind that, so no step waits for a
+    capture and nothing is allocated or set up while one is under way. A graph that goes out while
+    the device runs it ends first."""
 
     def __init__(
-        self, capture: Callable[[Callable[[], None]], Replayable], max_graphs: int = MAX_GRAPHS
+        self,
+        capture: Callable[[Callable[[], None]], Replayable],
+        max_graphs: int = MAX_GRAPHS,
+        size: Callable[[Key], int] = lambda key: 1,
     ) -> None:
         self._capture = capture
         self._max_graphs = max_graphs
+        self._size = size
         self._graphs: OrderedDict[Key, Replayable] = OrderedDict()
 
     def __len__(self) -> int:
@@ -142,8 +147,9 @@ class GraphCache(Generic[Key]):
             graph.replay()
             return
         record()
-        if len(self._graphs) >= self._max_graphs:  # out before in: never more than the plan counts
-            self._graphs.popitem(last=False)
+        left = self._max_graphs - self._size(key)
+        while self._graphs and sum(map(self._size, self._graphs)) > left:
+            self._graphs.popitem(last=False)  # out before in: never more than the plan counts
         self._graphs[key] = self._capture(record)
 
     def clear(self) -> None:

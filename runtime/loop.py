@@ -32,6 +32,7 @@ class StepReport:
     draft_s: float
     verify_s: float
     period_s: float | None  # the time it took of the device; None: not to be seen
+    elapsed_s: float  # since the step before ended
 
 
 class _Led(NamedTuple):
@@ -74,7 +75,8 @@ class Loop:
         self._began = 0.0  # the step under way
         self._led: _Led | None = None  # by the host, not by the device alone
         self._is_first_round = False
-        self._round_ended: float | None = None  # when the last step was a round
+        self._ended: float | None = None  # the last step
+        self._was_round = False
 
     def step(self) -> StepReport:
         """One round by the device alone where it can, else one step led by the host. Needs
@@ -112,11 +114,11 @@ class Loop:
         done = self._in_rounds(self._rounds.advance)
         # While one round is read the next one runs: only from end to end is a round's time seen.
         ended = perf_counter()
-        period_s = None
-        if not self._is_first_round and self._round_ended is not None:
-            period_s = ended - self._round_ended
-        self._round_ended = ended
-        return self._finish(done.batch, done.commits, done.draft_s, done.verify_s, period_s)
+        elapsed_s = self._note_end(ended)
+        is_steady = not self._is_first_round and self._was_round
+        self._was_round = True
+        times = (done.draft_s, done.verify_s, elapsed_s if is_steady else None, elapsed_s)
+        return self._finish(done.batch, done.commits, *times)
 
     def _in_rounds(self, act: Callable[[], Outcome]) -> Outcome:
         """Part of a round; none is left in flight where it raises."""
@@ -129,7 +131,7 @@ class Loop:
 
     def _start(self, batch: Batch) -> _Led:
         """Propose, and run the target."""
-        self._round_ended = None
+        self._was_round = False
         draft_began = perf_counter()
         proposals = self._drafter.propose(batch)
         draft_s = perf_counter() - draft_began
@@ -145,8 +147,15 @@ class Loop:
         commits = self._verifier.commit(owners, tokens, logits)
         rounds = commits[len(batch.context) :]
         self._drafter.commit(batch, [commit.accepted for commit in rounds])
-        period_s = perf_counter() - self._began
-        return self._finish(batch, commits, led.draft_s, verify_s, period_s)
+        ended = perf_counter()
+        times = (led.draft_s, verify_s, ended - self._began, self._note_end(ended))
+        return self._finish(batch, commits, *times)
+
+    def _note_end(self, ended: float) -> float:
+        """Seconds between the ends of the last step, if there was one, and of this."""
+        last = self._began if self._ended is None else self._ended
+        self._ended = ended
+        return ended - last
 
     def _finish(
         self,
@@ -155,6 +164,7 @@ class Loop:
         draft_s: float,
         verify_s: float,
         period_s: float | None,
+        elapsed_s: float,
     ) -> StepReport:
         """Publish, release, count."""
         self._scheduler.update(batch)
@@ -163,7 +173,7 @@ class Loop:
         self.stats.draft_s += draft_s
         self.stats.verify_s += verify_s
         self.stats.host_s += step_s - draft_s - verify_s
-        return StepReport(batch, commits, step_s, draft_s, verify_s, period_s)
+        return StepReport(batch, commits, step_s, draft_s, verify_s, period_s, elapsed_s)
 
 
 def _spans(batch: Batch, proposals: Items[Proposal]) -> list[Span]:

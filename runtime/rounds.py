@@ -57,6 +57,14 @@ class RoundRunner(Protocol):
     def can_run(self, sequence: Sequence) -> bool:
         """True when the device can draw every further token of this sequence by itself."""
 
+    def prepare(self, max_batch_size: int) -> None:
+        """Called once, when the caches are there: do ahead what rounds of up to so many sequences
+        would have to do when they are first needed."""
+
+    def catch_up(self, sequences: Items[Sequence]) -> None:
+        """Feed the draft engine what it lacks of each sequence but the last two tokens, which a
+        round feeds, and note it in draft_kv_len. No round is in flight; `begin` comes next."""
+
     def begin(self, sequences: Items[Sequence]) -> None:
         """Make these the sequences of the next rounds, in the state the host sees now."""
 
@@ -114,9 +122,8 @@ class Rounds:
             sequence = item.sequence
             committed = len(sequence.tokens)
             is_short = item.draft_len < min(draft_len, sequence.max_len - committed - 1)
-            is_behind = draft_len > 0 and self._lacks_drafts(sequence)
             is_long = committed + draft_len > runner.max_tokens
-            if is_short or is_behind or is_long or not runner.can_run(sequence):
+            if is_short or is_long or not runner.can_run(sequence):
                 return False
         return True
 
@@ -125,11 +132,15 @@ class Rounds:
         self._drop_in_flight()
         sequences = [item.sequence for item in batch.generation]
         ends = [result.num_committed + len(result.tokens) for result in self._last_read]
-        if sequences != self._resident or [len(s.tokens) for s in sequences] != ends:
-            self._runner.begin(sequences)
-            self._resident = sequences
+        is_known = sequences == self._resident and [len(s.tokens) for s in sequences] == ends
         draft_len = self._common_length(sequences)
         assert draft_len is not None, "start without can_run"
+        behind = [item for item in sequences if draft_len and self._lacks_drafts(item)]
+        if behind:
+            self._runner.catch_up(behind)
+        if behind or not is_known:
+            self._runner.begin(sequences)
+            self._resident = sequences
         self._enqueue(draft_len)
         self.run_ahead()
 

@@ -108,6 +108,7 @@ class Worker:
         mover = BlockMover(self.kv_cache, target, drafter)
         rounds = None
         if round_runner is not None:
+            round_runner.prepare(limits.max_batch_size)
             rounds = Rounds(round_runner, self.scheduler, self.kv_cache, mover.start)
         self._loop = Loop(target, self.scheduler, mover, drafter, verifier, rounds)
         self.recorder = Recorder(config, self._loop, self.scheduler, self.kv_cache, engine_limits)
@@ -202,6 +203,7 @@ class Worker:
                 num_context_tokens=sum(item.num_tokens for item in context),
                 step_s=report.period_s,
                 draft_s=report.draft_s,
+                elapsed_s=report.elapsed_s,
             )
         if self._tuner is not None and report.batch.context:
             num_drafts = sum(commit.num_drafts for commit in report.commits)

@@ -1,15 +1,11 @@
 """Draft lengths that follow what is accepted and what it costs, down to none and up again.
 
-Acceptance is measured per sequence, costs per batch size (`costs`), and `lengths` says what is
-best. Because both are estimates, two accounts in seconds keep speculation from losing to plain
-decoding whatever they say. A step with drafts gains what its tokens would have taken without, less
-what it took:
+Acceptance is measured per sequence (`acceptance`), costs per batch size (`costs`); `lengths` says
+what is best, and `account` what may be risked for it.
 
-- `credit` earns ALLOWANCE of every plain step and what steps with drafts gain. To start drafting,
-  or to try whether it would pay, there must be credit for it. So all that is lost to trying is
-  that share, and the first START plain steps' worth.
-- `lead` is what drafting has gained since it began, up to LEASH plain steps. Below minus that it
-  stops, whatever the estimates say.
+Where the host leads, each sequence has a length of its own, and a few short drafts tell what more
+would cost. Rounds on a device draft the same for all, so there a trial is a few rounds of one draft
+each. A trial is due at first, and whenever there is credit for it.
 """
 
 from __future__ import annotations
@@ -20,50 +16,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmctl.runtime.core import Sequence
-from llmctl.runtime.speculative.costs import StepCosts
-from llmctl.runtime.speculative.lengths import best_length, best_lengths, rate
+from llmctl.runtime.speculative.acceptance import Acceptance
+from llmctl.runtime.speculative.account import LEASH, Account
+from llmctl.runtime.speculative.costs import CatchUp, StepCosts
+from llmctl.runtime.speculative.lengths import best_length, best_lengths, rate, round_lengths
 from llmctl.runtime.verify import Commit
 
-ROUND_LENGTHS = (0, 1, 2, 4, 6, 10, 16, 24, 32)  # those of device rounds: a graph each
-ALLOWANCE = 0.01
-START, LEASH, MOST_CREDIT = 2.5, 3.0, 10.0  # plain steps
 MARGIN = 1.02  # by which a change must promise to be faster
-FORGET = 0.9  # weight of the past acceptance, per step
-PRIOR = (2.8, 4.0)  # drafts that stood, of drafts judged, before the first: 0.7
-SHARED_WEIGHT = 4.0  # judged drafts of all that count for a sequence besides its own
-TRY_SEQUENCES, TRY_LENGTH = 4, 2
+TRY_SEQUENCES, TRY_LENGTH = 4, 2  # led by the host
+TRIAL_ROUNDS, TRIAL_LENGTH = 4, 1
 REFRESH = 256  # steps with drafts after which a plain one is timed again
 EXPLORE = 48  # steps between looks at the next shorter and longer length
 GROWTH = 4  # times the drafts that a step may have over the most that was timed
 HORIZON = 64  # steps in which catching up must promise to pay
-FEW_TOKENS = 4  # a drafter that lacks no more of each sequence takes no longer for it
+FEW_TOKENS = 4  # a drafter led by the host that lacks no more of each takes no longer for it
 REPLAN = 4  # steps for which a decision stays
+FAR = 3.0  # times what a step should take: beyond, it was not the drafts (a graph was captured)
 
 
 class AdaptiveLengths:
     """Decides how much is drafted. `is_common`: all sequences alike, as device rounds need it.
 
-    The loop's thread calls `plan` before and `observe` after each step.
+    The loop's thread calls `plan` before and `observe` after each step; of rounds that run ahead,
+    `plan` before the step before was observed.
     """
 
     def __init__(self, most: int, *, has_engine: bool, is_common: bool) -> None:
         self.common: int | None = 0
         self.costs = StepCosts()
+        self._acceptance = Acceptance()
+        self._account = Account()
+        self._catch_up = CatchUp(on_device=is_common)
         self._most = most
         self._has_engine = has_engine
         self._is_common = is_common
-        self._candidates = sorted({n for n in ROUND_LENGTHS if n < most} | {most})
+        self._candidates = round_lengths(most)
         self._lengths: dict[int, int] = {}  # by sequence id, as planned
-        self._shared = PRIOR
-        self._own: dict[int, tuple[float, float]] = {}
         self._is_on = False
         self._current = 0  # the common length while on
-        self._credit: float | None = None
-        self._lead = 0.0
+        self._trial_rounds = 0  # left of a trial
         self._num_steps = 0
         self._since_plain = 0
-        self._lag = 0  # tokens that the drafter must catch up with in the planned step
-        self._lag_token_s: float | None = None
+        self._lag = 0  # tokens that the drafter reads before the next step with drafts
 
     def of(self, sequence: Sequence) -> int:
         """Drafts of a planned sequence; none for others."""
@@ -72,7 +66,7 @@ class AdaptiveLengths:
     @property
     def acceptance(self) -> float:
         """The share of drafts that stood lately, of those judged."""
-        return self._shared[0] / self._shared[1]
+        return self._acceptance.shared
 
     # ---- before a step ----
 
@@ -84,37 +78,38 @@ class AdaptiveLengths:
             for sequence, length in zip(generation, lengths, strict=True)
         }
         self.common = lengths[0] if lengths and min(lengths) == max(lengths) else None
-        lags = [_lag(s) for s, n in zip(generation, lengths, strict=True) if n and self._has_engine]
-        self._lag = sum(lags) if sum(lags) > FEW_TOKENS * len(lags) else 0
+        self._lag = max(self._lag, self._behind(generation, lengths))
 
     def _decide(self, generation: Items[Sequence]) -> list[int]:
         batch = len(generation)
         plain_s = self.costs.plain_s(batch)
         if plain_s is None or self._since_plain >= REFRESH:
+            self._trial_rounds = 0
             return [0] * batch
-        if self._credit is None:
-            self._credit = START * plain_s
+        self._account.open(plain_s)
+        if self._trial_rounds:
+            return [TRIAL_LENGTH] * batch
         if self._num_steps % REPLAN and len(self._lengths) == batch:
             last = [self._lengths.get(sequence.sequence_id, -1) for sequence in generation]
-            stays = self._lead > -LEASH * plain_s if self._is_on else max(last) == 0
+            stays = self._account.lead > -LEASH * plain_s if self._is_on else max(last) == 0
             if stays and min(last) >= 0:
                 return last
         most_drafts = self.costs.most_drafts(batch)
         if most_drafts == 0:
             return self._try(generation, plain_s)
         most = max(1, GROWTH * most_drafts // batch)
-        acceptance = np.array([self._share(sequence) for sequence in generation])
+        acceptance = np.array([self._acceptance.of(sequence) for sequence in generation])
         lengths = self._best(acceptance, min(self._most, most))
         gain = self._promise(acceptance, lengths)
         if self._is_on:
-            if gain > 1 and self._lead > -LEASH * plain_s:
-                return lengths
+            if self._account.lead > (0.0 if gain < 1 else -LEASH * plain_s):
+                return [max(1, length) for length in lengths] if self._is_common else lengths
             self._is_on, self._current = False, 0
-        elif gain > MARGIN and self._credit >= 0:
-            promised_s = min(HORIZON * (gain - 1), MOST_CREDIT) * plain_s
-            lag = sum(_lag(item) for item, n in zip(generation, lengths, strict=True) if n)
-            if self._credit + promised_s >= self._catch_up_s(lag, batch):
-                self._is_on, self._lead = True, 0.0
+        elif gain > MARGIN and self._account.credit >= 0:
+            cost_s = self._catch_up_s(self._behind(generation, lengths), batch)
+            if self._account.promised(gain, HORIZON, plain_s) >= cost_s:
+                self._is_on = True
+                self._account.begin()
                 return lengths
         return self._try(generation, plain_s)
 
@@ -160,7 +155,9 @@ class AdaptiveLengths:
         return rate(acceptance, np.array(lengths, np.int64), self.costs) / none
 
     def _try(self, generation: Items[Sequence], plain_s: float) -> list[int]:
-        """A few short drafts if there is credit for them, to learn whether more would pay."""
+        """Drafts if there is credit for them, to learn whether more would pay."""
+        if self._is_common:
+            return self._try_rounds(generation, plain_s)
         batch = len(generation)
         lengths = [0] * batch
         ranked = sorted(range(batch), key=lambda index: _lag(generation[index]))
@@ -169,23 +166,33 @@ class AdaptiveLengths:
             lag = sum(_lag(generation[index]) for index in ranked[:count])
             cost_s = self.costs.step_s(batch, length, length * count) - plain_s
             cost_s += self._catch_up_s(lag, batch)
-            if (self._credit or 0.0) >= max(cost_s, 0.1 * plain_s):
+            if self._account.credit >= max(cost_s, 0.1 * plain_s):
                 for index in ranked[:count]:
                     lengths[index] = length
                 break
         return lengths
 
-    def _catch_up_s(self, lag: int, batch: int) -> float:
-        """What feeding the drafter so many tokens takes; before it was timed, a step for each."""
-        if not self._has_engine or not lag:
-            return 0.0
-        known = self._lag_token_s
-        return lag * (self.costs.draft_s(batch) if known is None else known)
+    def _try_rounds(self, generation: Items[Sequence], plain_s: float) -> list[int]:
+        batch = len(generation)
+        lengths = [TRIAL_LENGTH] * batch
+        round_s = self.costs.step_s(batch, TRIAL_LENGTH, sum(lengths)) - plain_s
+        cost_s = TRIAL_ROUNDS * round_s
+        cost_s += self._catch_up_s(self._behind(generation, lengths), batch)
+        if self._account.credit < max(cost_s, 0.1 * plain_s):
+            return [0] * batch
+        self._trial_rounds = TRIAL_ROUNDS
+        return lengths
 
-    def _share(self, sequence: Sequence) -> float:
-        stood, judged = self._own.get(sequence.sequence_id, (0.0, 0.0))
-        weight = SHARED_WEIGHT * self.acceptance
-        return min(0.999, (stood + weight) / (judged + SHARED_WEIGHT))
+    def _behind(self, generation: Items[Sequence], lengths: list[int]) -> int:
+        """Tokens that the drafter must read before it can draft so."""
+        if not self._has_engine:
+            return 0
+        lags = [_lag(s) for s, length in zip(generation, lengths, strict=True) if length]
+        few = 0 if self._is_common else FEW_TOKENS * len(lags)
+        return sum(lags) if sum(lags) > few else 0
+
+    def _catch_up_s(self, lag: int, batch: int) -> float:
+        return self._catch_up.seconds(lag, self.costs.draft_s(batch)) if self._has_engine else 0.0
 
     # ---- after a step ----
 
@@ -196,62 +203,45 @@ class AdaptiveLengths:
         num_context_tokens: int,
         step_s: float | None,
         draft_s: float,
+        elapsed_s: float,
     ) -> None:
-        """Learn from the step that was planned, and from steps of context work alone. step_s None:
-        its time is not known."""
+        """Learn from a step, also from one of context work alone. elapsed_s: since the step before
+        ended; step_s: what a step like it takes where one follows the other, None if that is not to
+        be seen."""
         if not generated:
-            if self._lag_token_s is None and num_context_tokens:
-                self._lag_token_s = draft_s / num_context_tokens
+            if num_context_tokens and not self._is_common:  # a device is not waited for
+                self._catch_up.observe(num_context_tokens, draft_s, draft_s / num_context_tokens)
             return
         self._num_steps += 1
-        self._judge(generated)
-        if num_context_tokens or step_s is None:
+        self._acceptance.observe(generated)
+        if num_context_tokens:
             return
         batch = len(generated)
         depth = max(commit.num_drafts for commit in generated)
         num_drafts = sum(commit.num_drafts for commit in generated)
+        self._since_plain = self._since_plain + 1 if depth else 0
         plain_s = self.costs.plain_s(batch)
         is_new = depth > 0 and not self.costs.is_measured(batch, depth, num_drafts)
-        if self._lag and depth:
-            if plain_s is not None:
-                late_s = step_s - self.costs.step_s(batch, depth, num_drafts)
-                known = self._lag_token_s or 0.0
-                found = max(0.0, late_s) / self._lag
-                self._lag_token_s = (known + found) / 2 if known else found
-        else:
+        expected_s = self.costs.step_s(batch, depth, num_drafts)
+        lag = 0
+        if depth:
+            lag, self._lag = self._lag, 0
+            self._trial_rounds = max(0, self._trial_rounds - 1)
+        if lag and plain_s is not None:
+            self._catch_up.observe(lag, elapsed_s - expected_s, self.costs.draft_s(batch))
+        elif not lag and step_s is not None:
             self.costs.observe(batch, depth, num_drafts, step_s, draft_s)
-        self._since_plain = self._since_plain + 1 if depth else 0
-        if plain_s is None or self._credit is None:
+        if plain_s is None:
             return
         if depth == 0:
-            self._credit += ALLOWANCE * plain_s
-        else:
-            tokens = sum(min(commit.accepted, commit.num_drafts) + 1 for commit in generated)
-            gain = tokens / batch * plain_s - step_s
-            self._credit += gain
-            if not self._lag and not is_new:  # those are paid once, out of the credit
-                self._lead = min(self._lead + gain, LEASH * plain_s)
-        self._credit = min(self._credit, MOST_CREDIT * plain_s)
-
-    def _judge(self, generated: Items[Commit]) -> None:
-        """Drafts that stood, of those looked at: the ones behind the first that fell were not."""
-        drafted = [commit for commit in generated if commit.num_drafts]
-        if not drafted:
+            self._account.note_plain(plain_s)
             return
-        stood_all = judged_all = 0.0
-        for commit in drafted:
-            stood = min(commit.accepted, commit.num_drafts)
-            judged = min(stood + 1, commit.num_drafts)
-            stood_all, judged_all = stood_all + stood, judged_all + judged
-            before = self._own.get(commit.sequence.sequence_id, (0.0, 0.0))
-            self._own[commit.sequence.sequence_id] = (
-                FORGET * before[0] + stood,
-                FORGET * before[1] + judged,
-            )
-        self._shared = (FORGET * self._shared[0] + stood_all, FORGET * self._shared[1] + judged_all)
-        if len(self._own) > 4 * len(generated) + 256:  # mostly sequences that have ended
-            kept = {commit.sequence.sequence_id for commit in generated}
-            self._own = {key: value for key, value in self._own.items() if key in kept}
+        tokens = sum(min(commit.accepted, commit.num_drafts) + 1 for commit in generated)
+        spent_s = elapsed_s if step_s is None else step_s
+        if not lag:
+            spent_s = min(spent_s, FAR * expected_s)
+        gain_s = tokens / batch * plain_s - spent_s
+        self._account.note_drafts(gain_s, plain_s, is_usual=not lag and not is_new)
 
 
 def _lag(sequence: Sequence) -> int:

@@ -5,6 +5,8 @@
 b sequences propose n drafts in all, the longest of `depth`. plain_s are steps without drafts,
 draft_s is one step of the drafter, extra_s what the target takes longer for n more tokens: points
 that were measured, and straight lines between them. All by batch size, to powers of two.
+
+A drafter with a cache of its own that was left behind must read what it lacks first (`CatchUp`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import log2
 
+TOKENS_A_STEP = 128  # that a GPU reads in the time of one
 PRIOR_DRAFT = 1 / 20  # of a plain step, before a draft was timed: an eighth of the parameters or so
 
 
@@ -116,6 +119,39 @@ class StepCosts:
         """The largest number of drafts verified at this batch size; 0: none yet."""
         bucket = self._buckets.get(_bucket(batch))
         return round(max((n.value for n, _ in bucket.extra.values()), default=0)) if bucket else 0
+
+
+class CatchUp:
+    """What a drafter takes to read tokens that it lacks: fixed_s + tokens * token_s.
+
+    On a device a step of the drafter reads many tokens, and most of what a catch-up is late may be
+    fixed: only large ones say what a token takes. A CPU takes its time for each.
+    """
+
+    def __init__(self, *, on_device: bool) -> None:
+        self._on_device = on_device
+        self._token_s: float | None = None
+        self._fixed = _Mean()
+
+    def seconds(self, num_tokens: int, draft_s: float) -> float:
+        """Expected of so many tokens; draft_s: a step of the drafter."""
+        return self._fixed.value + num_tokens * self._each(draft_s) if num_tokens else 0.0
+
+    def observe(self, num_tokens: int, late_s: float, draft_s: float) -> None:
+        """A step that read so many tokens took late_s longer than it takes without."""
+        late_s = max(0.0, late_s)
+        found, known = late_s / num_tokens, self._each(draft_s)
+        if self._on_device:
+            is_large = num_tokens * known > max(4 * draft_s, self._fixed.value)
+            self._token_s = min(max(known / 2, found), 2 * known if is_large else known)
+            self._fixed.add(max(0.0, late_s - num_tokens * self._token_s))
+        else:
+            self._token_s = found if self._token_s is None else (known + found) / 2
+
+    def _each(self, draft_s: float) -> float:
+        if self._token_s is not None:
+            return self._token_s
+        return draft_s / (TOKENS_A_STEP if self._on_device else 1)
 
 
 def _bucket(batch: int) -> int:

@@ -17,7 +17,6 @@ accept-by-logits drafts have a stream of their own and their distributions are k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -36,6 +35,7 @@ from llmctl.runtime.core import Batch, Sequence
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, KvCacheManager
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.speculative.drafter import Proposal
+from llmctl.runtime.speculative.feeding import cut
 from llmctl.runtime.step import Span, StepRunner, block_tables, pack, pack_next
 
 
@@ -122,32 +122,13 @@ class DraftTargetDrafter:
 
     def _feed(self, spans: list[Span]) -> None:
         """Bring the draft's cache up to date; sequences in a round get their first draft."""
-        for call in self._calls(spans):
+        for call in cut(spans, self._draft.max_num_tokens, self._draft.max_batch_size):
             logits = self._run(pack(call, self._draft.tokens_per_block))
             for span in call:
                 span.sequence.draft_kv_len = span.end
             ready = [self._rounds[s.sequence.sequence_id] for s in call if s.needs_logits]
             if ready:
                 self._choose(logits, ready)
-
-    def _calls(self, spans: list[Span]) -> Iterator[list[Span]]:
-        """Cut the spans to what one call of the draft engine may hold, in order."""
-        most_tokens, most_spans = self._draft.max_num_tokens, self._draft.max_batch_size
-        call: list[Span] = []
-        room = most_tokens
-        for span in spans:
-            start = span.start
-            while start < span.end:
-                if room == 0 or len(call) == most_spans:
-                    yield call
-                    call, room = [], most_tokens
-                end = min(span.end, start + room)
-                is_last = end == span.end
-                call.append(Span(span.sequence, start, end, (), span.needs_logits and is_last))
-                room -= end - start
-                start = end
-        if call:
-            yield call
 
     def _extend(self) -> None:
         """Single-token steps until every round has its drafts."""

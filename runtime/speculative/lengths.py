@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 from llmctl.runtime.core import Sequence
 from llmctl.runtime.speculative.costs import StepCosts
 
+ROUND_LENGTHS = (0, 1, 2, 4, 6, 10, 16, 24, 32)  # those of device rounds: a graph each
 ITERATIONS = 8  # of Dinkelbach's method, which is done after three or four
+
+
+def round_lengths(most: int) -> list[int]:
+    """What a device round may draft where that is at most `most`."""
+    return sorted({length for length in ROUND_LENGTHS if length < most} | {most})
 
 
 class DraftLengths(Protocol):

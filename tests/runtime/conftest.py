@@ -364,7 +364,7 @@ class FakeRunner:
         self.max_batch_size = 4
         self.max_tokens = min(e.max_seq_len for e in (target, draft) if e is not None)
         self.in_flight: list[list[RoundResult]] = []
-        self.num_begun = self.num_rounds = self.most_in_flight = self.num_dropped = 0
+        self.num_begun = self.num_rounds = self.most_in_flight = self.num_caught_up = 0
 
     def can_run(self, sequence: Sequence) -> bool:
         request = sequence.request
@@ -372,6 +372,18 @@ class FakeRunner:
         if not is_by_logits(request) or request.output_config.return_log_probs:
             return False
         return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
+
+    def prepare(self, max_batch_size: int) -> None:
+        pass
+
+    def catch_up(self, sequences) -> None:
+        assert not self.in_flight
+        self.num_caught_up += 1
+        for sequence in sequences:
+            end = len(sequence.tokens) - 2
+            for position in range(sequence.draft_kv_len, end):
+                self._write(self.draft, sequence.block_table, position, sequence.tokens[position])
+            sequence.draft_kv_len = end
 
     def begin(self, sequences) -> None:
         self.num_begun += 1

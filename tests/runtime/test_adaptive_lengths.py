@@ -22,6 +22,8 @@ class Machine:
     """Step times: the target takes floor_s or its products' time, whichever is longer; so the
     drafter, `share` of the target's size. Reading a lag costs the drafter products alone."""
 
+    start_s = 0.0
+
     def __init__(self, floor_s: float, token_s: float, share: float, host_s: float = 2e-4) -> None:
         self.floor_s, self.token_s, self.share, self.host_s = floor_s, token_s, share, host_s
 
@@ -36,6 +38,33 @@ class Machine:
         return self.forward_s(batch + num_drafts) + drafting + self.host_s
 
 
+class Measured(Machine):
+    """8B with a 1B draft on an H200: milliseconds of drafting and of verification in rounds."""
+
+    PLAIN = {1: 2.18, 4: 2.25, 16: 2.62, 64: 4.14}
+    ROUND = {
+        1: {1: (0.54, 2.25), 2: (1.06, 2.23), 4: (2.09, 2.26), 6: (3.14, 2.27), 10: (5.21, 2.35)},
+        4: {1: (0.56, 2.27), 2: (1.1, 2.38), 4: (2.2, 2.78), 6: (3.3, 2.83), 10: (5.49, 3.4)},
+        16: {1: (0.75, 2.83), 2: (1.37, 3.41), 4: (2.59, 3.57), 6: (3.81, 3.62), 10: (6.25, 4.71)},
+        64: {1: (1.11, 3.78), 2: (2.19, 4.9), 4: (4.38, 6.54), 6: (6.53, 8.18), 10: (10.9, 12.2)},
+    }
+    start_s = 6e-3  # the host leads over to drafting: what is in flight ends, launches are packed
+
+    def __init__(self) -> None:
+        pass
+
+    def draft_s(self, batch: int, depth: int) -> float:
+        drafts = [0, *self.ROUND[batch]]
+        return (
+            float(np.interp(depth, drafts, [0] + [d for d, _ in self.ROUND[batch].values()])) / 1e3
+        )
+
+    def step_s(self, batch: int, depth: int, num_drafts: int, lag: int = 0) -> float:
+        times = [self.PLAIN[batch]] + [verify for _, verify in self.ROUND[batch].values()]
+        verify_ms = np.interp(depth, [0, *self.ROUND[batch]], times)
+        return float(verify_ms) / 1e3 + self.draft_s(batch, depth) + lag * 4e-6
+
+
 MACHINES = {
     "70B, 1B draft": Machine(0.0165, 119e-6, 1 / 40),
     "8B, 1B draft": Machine(0.0021, 14e-6, 1 / 7),
@@ -46,18 +75,21 @@ MACHINES = {
 class Fleet:
     """Sequences that generate for ever, each with its own acceptance."""
 
-    def __init__(self, machine, shares, lengths, *, noise=0.03, is_common=True, has_engine=True):
+    def __init__(self, machine, shares, lengths, *, noise=0.03, has_engine=True):
         self.machine, self.lengths, self.noise = machine, lengths, noise
         self.chance = np.random.default_rng(len(shares))
-        self.is_common, self.has_engine = is_common, has_engine
+        self.has_engine = has_engine
+        self.is_common = is_common = getattr(lengths, "_is_common", False)
         self.shares = list(shares)
         self.sequences = [
             SimpleNamespace(sequence_id=index, tokens=[0] * 50, draft_kv_len=49)
             for index in range(len(shares))
         ]
         if isinstance(lengths, AdaptiveLengths):  # the prompts
-            draft_s = 50 * machine.share * machine.token_s
-            lengths.observe([], num_context_tokens=50, step_s=None, draft_s=draft_s)
+            draft_s = 0.0 if is_common else 50 * machine.share * machine.token_s
+            lengths.observe(
+                [], num_context_tokens=50, step_s=None, draft_s=draft_s, elapsed_s=draft_s
+            )
         self.seconds = self.tokens = 0.0
         self.used: list[int] = []
 
@@ -79,8 +111,14 @@ class Fleet:
             batch, depth, sum(wanted), lag if self.has_engine else 0
         )
         draft_s = self.machine.draft_s(batch, depth)
+        is_start = self.is_common and depth > 0 and lag > 0
+        if is_start:
+            step_s += self.machine.start_s
         if isinstance(self.lengths, AdaptiveLengths):
-            self.lengths.observe(commits, num_context_tokens=0, step_s=step_s, draft_s=draft_s)
+            seen_s = None if is_start else step_s
+            self.lengths.observe(
+                commits, num_context_tokens=0, step_s=seen_s, draft_s=draft_s, elapsed_s=step_s
+            )
         self.seconds += step_s
         self.tokens += sum(commit.accepted + 1 for commit in commits)
         self.used.append(depth)
@@ -102,12 +140,27 @@ def expected_rate(machine: Machine, batch: int, share: float, length: int) -> fl
     return batch * gained / machine.step_s(batch, length, batch * length)
 
 
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.7, 0.9])
+def test_rounds_as_measured_lose_nothing_and_gain_what_there_is(batch, share):
+    machine = Measured()
+    fleet = Fleet(machine, [share] * batch, adaptive())
+    plain = expected_rate(machine, batch, 0, 0)
+    while min(len(sequence.tokens) for sequence in fleet.sequences) < 650:
+        fleet.step()
+    assert fleet.tokens / fleet.seconds >= 0.98 * plain
+    best = max(expected_rate(machine, batch, share, length) for length in (0, 1, 2, 4, 6, 10))
+    assert fleet.tokens / fleet.seconds >= 0.90 * best
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("is_common", [True, False], ids=["rounds", "host"])
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
 def test_2_percent_slower_than_plain_at_most_and_nearly_as_fast_as_the_best_fixed_length(
     machine, is_common, batch
 ):
+    if is_common and machine == "cpu, large draft":
+        pytest.skip("rounds run on GPUs")
     machine = MACHINES[machine]
     plain = expected_rate(machine, batch, 0, 0)
     for share in (0.0, 0.3, 0.6, 0.8, 1.0):
@@ -149,7 +202,7 @@ def test_it_switches_off_with_the_acceptance_and_on_again(is_common):
 
 def test_it_switches_off_where_the_batch_makes_it_lose_and_on_again():
     machine = MACHINES["cpu, large draft"]
-    lengths = adaptive()
+    lengths = adaptive(is_common=False)
     small, large = (Fleet(machine, [0.9] * batch, lengths) for batch in (1, 32))
     for _ in range(2):
         small.run(300)
@@ -232,4 +285,4 @@ def test_nothing_is_remembered_of_sequences_that_ended():
         for sequence in fleet.sequences:
             sequence.sequence_id += start
         fleet.run(2)
-    assert len(lengths._own) < 600
+    assert len(lengths._acceptance._own) < 600

@@ -103,6 +103,37 @@ def test_draft_lengths_that_change_from_round_to_round_change_no_token(fake, on_
         assert harness.runner.num_rounds > 4
 
 
+class Planned:
+    """So many drafts for everybody, one after the other; the last for ever."""
+
+    def __init__(self, *lengths):
+        self.left, self.common = list(lengths), 0
+
+    def plan(self, generation):
+        self.common = self.left.pop(0) if len(self.left) > 1 else self.left[0]
+
+    def of(self, sequence):
+        return self.common
+
+
+def test_a_drafter_left_behind_catches_up_and_the_device_goes_on_by_itself(fake):
+    draft = fake.Engine(agreement=1.0)
+    harness = fake.Harness(
+        fake.Engine(),
+        DraftTargetDrafter(draft, 4),
+        draft=draft,
+        on_device=True,
+        draft_lengths=Planned(*[0] * 20, 4),
+    )
+    sequence = harness.add(request())
+    harness.run()
+    runner = harness.runner
+    assert sequence.tokens[5:] == fake.plain_answer(fake.Engine(), request())[0]
+    assert runner.num_caught_up == 1 and runner.num_begun == 2
+    drafted, accepted = harness.loop.stats.draft_tokens, harness.loop.stats.accepted_tokens
+    assert drafted > 20 and accepted >= drafted - 4  # what it had caught up with was right
+
+
 def request(max_tokens: int = 60, **rest) -> Request:
     return Request(input_token_ids=(3, 1, 4, 1, 5), max_tokens=max_tokens, **rest)
 
