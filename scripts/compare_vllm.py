@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from bench_rows import Row, format_row
+from bench_rows import Row, format_row, provenance
 
 MODES = ("one at a time", "all at once")
 
@@ -160,11 +160,9 @@ def main() -> None:
             "SYNTHETIC ACCEPTANCE: drafts stand by lot; texts are meaningless, and so is likeness"
         )
     print("\n".join(map(format_row, rows)))
-    facts = {
-        "command": " ".join(sys.argv),
-        "versions": versions,
-        "synthetic_acceptance_length": arguments.synthetic_acceptance,
-    }
+    facts = provenance()
+    facts["versions"] |= versions
+    facts["synthetic_acceptance_length"] = arguments.synthetic_acceptance
     peers.write_json(arguments.output, rows, facts)
 
 

@@ -114,6 +114,8 @@ def test_vllm_is_given_the_same_load_draft_and_lots(
     output = tmp_path / "rows.jsonl"
     monkeypatch.chdir(repository)
     monkeypatch.setattr(compare_vllm, "version", lambda name: "0")
+    origin = {"command": "python x", "versions": {"device": "GPU"}, "commit": "c"}
+    monkeypatch.setattr(compare_vllm, "provenance", lambda: origin)
     argv = ["examples/demo-target", "--draft", "examples/demo-draft", "--dataset", str(dataset),
             "--draft-len", "3", "--rounds", "1", "--max-batch-size", "4",
             "--synthetic-acceptance", "2.5", "--output", str(output),
@@ -129,7 +131,10 @@ def test_vllm_is_given_the_same_load_draft_and_lots(
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_length": 2.5,
     }
-    names = [json.loads(line)["name"] for line in output.read_text().splitlines()]
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert found[0]["versions"] == {"device": "GPU", "llmctl": "0", "vllm": "0", "torch": "0"}
+    assert found[0]["commit"] == "c" and found[0]["synthetic_acceptance_length"] == 2.5
+    names = [item["name"] for item in found]
     assert len(names) == 12 and "with draft, all at once: llmctl / vllm" in names
     assert "SYNTHETIC ACCEPTANCE" in capsys.readouterr().out
     assert plain["is_shut"] and drafted["is_shut"]
