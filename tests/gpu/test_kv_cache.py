@@ -158,7 +158,7 @@ def check_others_run(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: 
                 take(executor, found)
             onboarded = executor.get_latest_iteration_stats()[-1].kv_cache_stats.onboarded_blocks
     print(f"{num_meanwhile} tokens of another request while {onboarded} blocks came back")
-    assert onboarded >= 2 and num_meanwhile >= 20
+    assert onboarded >= 2 and num_meanwhile >= 10
     assert wanted == [[tuple(found[first])], [tuple(found[second])]]
 
 
