@@ -74,7 +74,7 @@ def llmctl_server(
     size = max_num_tokens or engines.target.max_num_tokens
     settings = f"{size:,} tokens a step" if chunks else "whole prompts"
     if max_step_ms is not None:
-        settings += f", steps of {max_step_ms:g} ms"
+        settings += f", --max-step-ms {max_step_ms:g}"
     with engines.executor(is_speculative=False, num_iterations_kept=STEPS_KEPT) as executor:
         yield Llmctl(engines, Driver(executor), settings)
 
