@@ -38,9 +38,9 @@ ARRIVALS = "arrivals"
 IDS = (100, 4_000)  # ordinary tokens of every model here
 SHARES = ("p50", "p90", "p99")
 MEANING = """\
-Greedy requests, streamed, no two with a common beginning, no tokenizer; times are the client's. TTFT
-is from submission (of the long prompts, where such arrive), ITL the time between responses. llmctl's
-weights are planted and its text is checked token by token; vLLM has its server's defaults
+Greedy requests, streamed, no two with a common beginning, no tokenizer; times are the client's.
+TTFT is from submission (of the long prompts, where such arrive), ITL the time between responses.
+llmctl's weights are planted and its text is checked token by token; vLLM has its server's defaults
 (compilation, CUDA graphs, tokens a step where none are given) without prefix caching."""
 FIGURES = {"ttft_ms": "TTFT ms", "itl_ms": "ITL ms"}
 
