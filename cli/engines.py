@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llmctl.builder.engine_format import EngineConfig, read_engine_config
+from llmctl.builder.engine_format import EngineConfig, Plan, read_engine_config
 from llmctl.cli.speculation import Speculation
 from llmctl.errors import Unsupported
 from llmctl.runtime.admission import CapacitySchedulerPolicy, SchedulerConfig
-from llmctl.runtime.attention_windows import WindowOptions, cache_window
+from llmctl.runtime.attention_windows import WindowOptions, cache_window, what_windows_save
 from llmctl.runtime.chunking import ContextChunkingPolicy
 from llmctl.runtime.pair import check_pair, check_target
 from llmctl.runtime.speculative.lengths import round_lengths
@@ -102,6 +102,9 @@ class OpenEngines:
             self._open_on_device(options, draft_dir, log)
         else:
             self._open_on_cpu(options, draft_dir)
+        note = what_windows_save(self._plans(), self._window())
+        if note is not None:
+            log([note])
 
     def _open_on_cpu(self, options: EngineOptions, draft_dir: Path | None) -> None:
         from llmctl.runtime.engine import open_executable
@@ -194,8 +197,10 @@ class OpenEngines:
 
     def _window(self) -> AttentionWindow | None:
         """What no layer of either engine sees any more may leave the cache."""
-        plans = [engine.plan for engine in (self.target, self.draft) if engine is not None]
-        return cache_window(plans, self.checked.options.windows, self.target.max_seq_len)
+        return cache_window(self._plans(), self.checked.options.windows, self.target.max_seq_len)
+
+    def _plans(self) -> list[Plan]:
+        return [engine.plan for engine in (self.target, self.draft) if engine is not None]
 
     def _sampling(self) -> SamplingBackend:
         """The sampling of the engines' backend."""

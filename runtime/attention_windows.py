@@ -64,6 +64,25 @@ def cache_window(
     return common_window([plan.kv_cache.windows for plan in plans], options.sink_tokens)
 
 
+def what_windows_save(plans: Sequence[Plan], window: AttentionWindow | None) -> str | None:
+    """How far windows bound the KV cache, for people; None where no layer has one.
+
+    All layers of all engines share one table of blocks a sequence, so the widest decides.
+    """
+    windows = [size for plan in plans for size in plan.kv_cache.windows]
+    num_full = windows.count(0)
+    if num_full == len(windows):
+        return None
+    if window is not None:
+        return f"KV cache: rings of blocks for the last {window.size} tokens of a sequence"
+    if not num_full:
+        return "KV cache: whole sequences, as one block holds one"
+    return (
+        f"KV cache: whole sequences in all layers, as {num_full} of {len(windows)} layers see "
+        "them; windows elsewhere save time, no memory"
+    )
+
+
 def _with_window(op: PlanOp, windows: Sequence[int], sink_tokens: int) -> PlanOp:
     if op.op != "paged_attention":
         return op

@@ -6,7 +6,12 @@ import pytest
 
 from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanOp
 from llmctl.errors import BadConfig, Unsupported
-from llmctl.runtime.attention_windows import WindowOptions, apply_windows, cache_window
+from llmctl.runtime.attention_windows import (
+    WindowOptions,
+    apply_windows,
+    cache_window,
+    what_windows_save,
+)
 from llmctl.runtime.kv_cache import AttentionWindow
 
 MAX_SEQ_LEN = 1000
@@ -87,3 +92,24 @@ def test_the_cache_drops_what_no_layer_of_any_engine_sees():
     assert cache_window([plan_of(64), plan_of(96)], options, 999) == AttentionWindow(96, 4)
     assert cache_window([plan_of(64), plan_of(0)], options, MAX_SEQ_LEN) is None
     assert cache_window([plan_of(16)], options, 32) is None, "a block holds a whole sequence"
+
+
+@pytest.mark.parametrize(
+    ("plans", "words"),
+    [
+        ([plan_of(64, 32), plan_of(96)], "rings of blocks for the last 96 tokens"),
+        ([plan_of(64, 0, 64, 64)], "as 1 of 4 layers see them;"),
+        ([plan_of(64, 64), plan_of(0)], "as 1 of 3 layers see them;"),
+        ([plan_of(0, 0), plan_of(0)], None),
+    ],
+)
+def test_what_windows_save_is_said(plans, words):
+    window = cache_window(plans, WindowOptions(), MAX_SEQ_LEN)
+    found = what_windows_save(plans, window)
+    assert found is None if words is None else words in found
+
+
+def test_a_block_as_long_as_a_sequence_is_said_to_save_nothing():
+    plans = [plan_of(16)]
+    window = cache_window(plans, WindowOptions(), 32)
+    assert what_windows_save(plans, window) == "KV cache: whole sequences, as one block holds one"
