@@ -30,6 +30,7 @@ from llmctl.errors import DeviceFailure, OutOfMemory
 from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind
 from llmctl.runtime.lanes import Lane, Mark, main_lane, side_lane
+from llmctl.runtime.memory_usage import PinnedMemory
 
 NUM_BUFFERS = 8  # blocks that may wait for their transfer before a step does
 
@@ -170,7 +171,8 @@ class HostBlocks:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch does not type it
         address = self._slots.data_ptr()
         torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
-        weakref.finalize(self, _unpin, address).atexit = False
+        PinnedMemory.num_bytes += num_bytes
+        weakref.finalize(self, _unpin, address, num_bytes).atexit = False
 
 
 class _Arrival:
@@ -191,8 +193,9 @@ class _Arrival:
             self._main.wait(self._mark)
 
 
-def _unpin(address: int) -> None:
+def _unpin(address: int, num_bytes: int) -> None:
     """Give pages back that no transfer uses any more."""
+    PinnedMemory.num_bytes -= num_bytes
     with suppress(RuntimeError):  # a device that failed uses nothing
         torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # as above

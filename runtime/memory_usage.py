@@ -20,3 +20,14 @@ def device_bytes() -> int:
     if torch is None or not torch.cuda.is_initialized():
         return 0
     return int(torch.cuda.memory_reserved())
+
+
+class PinnedMemory:
+    """Host memory that was pinned for transfers, all together."""
+
+    num_bytes = 0
+
+
+def pinned_bytes() -> int:
+    """Bytes that `PinnedMemory` counts."""
+    return PinnedMemory.num_bytes

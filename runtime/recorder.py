@@ -10,7 +10,7 @@ from typing import NamedTuple
 from llmctl.runtime.config import ExecutorConfig
 from llmctl.runtime.kv_cache import KvCacheManager, KvCacheStats
 from llmctl.runtime.loop import Loop, StepReport
-from llmctl.runtime.memory_usage import cpu_bytes, device_bytes
+from llmctl.runtime.memory_usage import cpu_bytes, device_bytes, pinned_bytes
 from llmctl.runtime.scheduler import CapacitySchedulerPolicy, Limits, Scheduler
 from llmctl.runtime.stats import (
     History,
@@ -159,6 +159,7 @@ class Recorder:
             max_num_tokens_runtime=limits.max_num_tokens,
             cpu_mem_usage=cpu_bytes(),
             gpu_mem_usage=device_bytes(),
+            pinned_mem_usage=pinned_bytes(),
             kv_cache_stats=moment.kv_cache_stats,
             inflight_batching_stats=inflight_batching_stats(
                 report.batch, report.commits, moment.num_paused

@@ -99,6 +99,7 @@ class IterationStats:
     max_num_tokens_runtime: int
     cpu_mem_usage: int  # bytes of this process in RAM
     gpu_mem_usage: int  # bytes that this process has allocated on the device; 0 without one
+    pinned_mem_usage: int  # bytes of the KV cache's host tier that the device reads by itself
     kv_cache_stats: KvCacheStats
     inflight_batching_stats: InflightBatchingStats
     static_batching_stats: StaticBatchingStats | None  # None unless STATIC_BATCH

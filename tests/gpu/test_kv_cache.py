@@ -156,9 +156,11 @@ def check_others_run(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: 
             num_meanwhile = len(found[first]) - num_before
             while len(found[first]) < other.max_tokens or len(found[second]) < back.max_tokens:
                 take(executor, found)
-            onboarded = executor.get_latest_iteration_stats()[-1].kv_cache_stats.onboarded_blocks
+            last = executor.get_latest_iteration_stats()[-1]
+    onboarded = last.kv_cache_stats.onboarded_blocks
     print(f"{num_meanwhile} tokens of another request while {onboarded} blocks came back")
     assert onboarded >= 2 and num_meanwhile >= 10
+    assert last.pinned_mem_usage >= config.num_host_blocks * opened.target.kv_bytes_per_block
     assert wanted == [[tuple(found[first])], [tuple(found[second])]]
 
 
