@@ -30,6 +30,37 @@ def make_tuner(
     return LatencyTuner(max_step_ms / 1000, tokens_per_block, max_num_tokens)
 
 
+class SeenSteps:
+    """Feeds a tuner with steps whose end is seen.
+
+    On a device a chunk before a prompt's last is only started: the step looks short, and a later
+    one that is waited for long. So steps that nobody waited for count with the next one that was,
+    all as their mean.
+    """
+
+    def __init__(self, tuner: ChunkTuner) -> None:
+        self._tuner = tuner
+        self._num_steps = self._num_tokens = 0
+        self._seconds = 0.0
+
+    @property
+    def budget(self) -> int:
+        """Tokens per step."""
+        return self._tuner.budget
+
+    def observe(self, num_tokens: int, step_s: float, *, was_awaited: bool) -> int:
+        """Learn from a step with context work; the new budget."""
+        self._num_steps += 1
+        self._num_tokens += num_tokens
+        self._seconds += step_s
+        if was_awaited:
+            count = self._num_steps
+            self._tuner.observe(round(self._num_tokens / count), self._seconds / count)
+            self._num_steps = self._num_tokens = 0
+            self._seconds = 0.0
+        return self._tuner.budget
+
+
 class StepTimeModel:
     """step_s = fixed_s + num_tokens * token_s, and how far steps scatter about that.
 

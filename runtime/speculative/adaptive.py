@@ -24,11 +24,11 @@ from llmctl.runtime.verify import Commit
 
 MARGIN = 1.02  # by which a change must promise to be faster
 TRY_SEQUENCES, TRY_LENGTH = 4, 2  # led by the host
-TRIAL_ROUNDS, TRIAL_LENGTH = 4, 1
+TRIAL_ROUNDS, TRIAL_LENGTH = 3, 1  # and the round that was planned meanwhile
 REFRESH = 256  # steps with drafts after which a plain one is timed again
 EXPLORE = 48  # steps between looks at the next shorter and longer length
 GROWTH = 4  # times the drafts that a step may have over the most that was timed
-HORIZON = 64  # steps in which catching up must promise to pay
+HORIZON = 64  # steps in which catching up must promise to pay, or fewer if all end before
 FEW_TOKENS = 4  # a drafter led by the host that lacks no more of each takes no longer for it
 REPLAN = 4  # steps for which a decision stays
 FAR = 3.0  # times what a step should take: beyond, it was not the drafts (a graph was captured)
@@ -105,9 +105,10 @@ class AdaptiveLengths:
             if self._account.lead > (0.0 if gain < 1 else -LEASH * plain_s):
                 return [max(1, length) for length in lengths] if self._is_common else lengths
             self._is_on, self._current = False, 0
-        elif gain > MARGIN and self._account.credit >= 0:
+        elif gain > MARGIN and self._account.credit >= -plain_s:
             cost_s = self._catch_up_s(self._behind(generation, lengths), batch)
-            if self._account.promised(gain, HORIZON, plain_s) >= cost_s:
+            steps = min(HORIZON, _most_left(generation))
+            if self._account.promised(gain, steps, plain_s) >= cost_s:
                 self._is_on = True
                 self._account.begin()
                 return lengths
@@ -178,7 +179,8 @@ class AdaptiveLengths:
         round_s = self.costs.step_s(batch, TRIAL_LENGTH, sum(lengths)) - plain_s
         cost_s = TRIAL_ROUNDS * round_s
         cost_s += self._catch_up_s(self._behind(generation, lengths), batch)
-        if self._account.credit < max(cost_s, 0.1 * plain_s):
+        is_late = _most_left(generation) < HORIZON / 2
+        if is_late or self._account.credit < max(cost_s, 0.1 * plain_s):
             return [0] * batch
         self._trial_rounds = TRIAL_ROUNDS
         return lengths
@@ -247,3 +249,8 @@ class AdaptiveLengths:
 def _lag(sequence: Sequence) -> int:
     """Committed tokens that the drafter's cache lacks, beyond the two that every round feeds."""
     return max(0, len(sequence.tokens) - 2 - sequence.draft_kv_len)
+
+
+def _most_left(generation: Items[Sequence]) -> int:
+    """Steps without drafts until the last of these ends, at most."""
+    return max(sequence.max_len - len(sequence.tokens) for sequence in generation)

@@ -142,9 +142,9 @@ class CatchUp:
         late_s = max(0.0, late_s)
         found, known = late_s / num_tokens, self._each(draft_s)
         if self._on_device:
-            is_large = num_tokens * known > max(4 * draft_s, self._fixed.value)
-            self._token_s = min(max(known / 2, found), 2 * known if is_large else known)
-            self._fixed.add(max(0.0, late_s - num_tokens * self._token_s))
+            if num_tokens * known > max(4 * draft_s, self._fixed.value):
+                self._token_s = min(max(known / 2, found), 2 * known)
+            self._fixed.add(max(0.0, late_s - num_tokens * self._each(draft_s)))
         else:
             self._token_s = found if self._token_s is None else (known + found) / 2
 

@@ -48,7 +48,7 @@ class Measured(Machine):
         16: {1: (0.75, 2.83), 2: (1.37, 3.41), 4: (2.59, 3.57), 6: (3.81, 3.62), 10: (6.25, 4.71)},
         64: {1: (1.11, 3.78), 2: (2.19, 4.9), 4: (4.38, 6.54), 6: (6.53, 8.18), 10: (10.9, 12.2)},
     }
-    start_s = 6e-3  # the host leads over to drafting: what is in flight ends, launches are packed
+    start_s = 2e-3  # what is in flight ends first, then the draft is fed
 
     def __init__(self) -> None:
         pass
@@ -82,7 +82,7 @@ class Fleet:
         self.is_common = is_common = getattr(lengths, "_is_common", False)
         self.shares = list(shares)
         self.sequences = [
-            SimpleNamespace(sequence_id=index, tokens=[0] * 50, draft_kv_len=49)
+            SimpleNamespace(sequence_id=index, tokens=[0] * 50, draft_kv_len=49, max_len=10**6)
             for index in range(len(shares))
         ]
         if isinstance(lengths, AdaptiveLengths):  # the prompts

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmctl.errors import BadConfig
-from llmctl.runtime.tuning import ChunkTuner, KneeTuner, LatencyTuner
+from llmctl.runtime.tuning import ChunkTuner, KneeTuner, LatencyTuner, SeenSteps
 
 BLOCK, MOST = 32, 4096
 Cost = Callable[[int], float]
@@ -137,3 +137,38 @@ def test_steps_that_are_not_full_say_nothing_of_the_knee():
 def test_a_target_that_is_not_positive_is_refused(target_s):
     with pytest.raises(BadConfig, match="max_step_ms is"):
         LatencyTuner(target_s, BLOCK, MOST)
+
+
+@pytest.mark.parametrize("every", [1, 2, 7])
+@pytest.mark.parametrize("max_step_s", [0.005, 0.020])
+def test_steps_that_nobody_waits_for_count_when_their_end_is_seen(every, max_step_s):
+    """A device takes what is started and says when it is done every so many steps only."""
+    cost = MACHINES["8B on a GPU"]
+    tuner = SeenSteps(LatencyTuner(max_step_s, BLOCK, MOST))
+    under_way_s, times = 0.0, []
+    for index in range(1, 400):
+        num_tokens = tuner.budget
+        times.append(cost(num_tokens))
+        under_way_s += times[-1]
+        if index % every:
+            tuner.observe(num_tokens, 1e-3, was_awaited=False)
+            under_way_s -= 1e-3
+        else:
+            tuner.observe(num_tokens, under_way_s, was_awaited=True)
+            under_way_s = 0.0
+    assert sum(seconds > 1.01 * max_step_s for seconds in times) <= 3 * every
+    assert 0.75 * max_step_s <= min(times[-50:]) <= max(times[-50:]) <= 1.01 * max_step_s
+
+
+def test_the_knee_is_found_from_steps_that_nobody_waits_for():
+    cost = MACHINES["8B on a GPU"]
+    tuner = SeenSteps(KneeTuner(BLOCK, MOST))
+    awaited = KneeTuner(BLOCK, MOST)
+    for _ in range(100):
+        started_s = 0.0
+        for was_awaited in (False, False, True):
+            budget = tuner.budget
+            started_s += cost(budget)
+            tuner.observe(budget, started_s if was_awaited else 0.0, was_awaited=was_awaited)
+        awaited.observe(awaited.budget, cost(awaited.budget))
+    assert tuner.budget == awaited.budget < MOST
