@@ -24,10 +24,14 @@ class BlockMover:
         self._under_way: deque[tuple[int, list[Arrival]]] = deque()  # batches, oldest first
 
     def poll(self) -> None:
-        """Tell the cache what has arrived. Does not wait."""
+        """Tell the cache what has arrived. Does not wait. A copy that failed raises, once."""
         under_way = self._under_way
-        while under_way and all(arrival.is_done() for arrival in under_way[0][1]):
-            self._kv_cache.arrivals.note_arrived(under_way.popleft()[0])
+        try:
+            while under_way and all(arrival.is_done() for arrival in under_way[0][1]):
+                self._kv_cache.arrivals.note_arrived(under_way.popleft()[0])
+        except BaseException:
+            under_way.clear()
+            raise
 
     def start(self) -> None:
         """Start every pending copy; where the next step needs what is under way, the devices wait

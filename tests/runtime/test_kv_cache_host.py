@@ -15,7 +15,7 @@ from kv_support import (
     start,
 )
 
-from llmctl.errors import BadConfig
+from llmctl.errors import BadConfig, DeviceFailure
 from llmctl.plugins.sampling.reference import ReferenceSampling
 from llmctl.runtime.config import KvCacheConfig
 from llmctl.runtime.core import Request, SamplingConfig
@@ -317,6 +317,44 @@ def test_a_copy_that_fails_fails_its_requests_and_leaves_the_executor_right(fake
                 wanted = fake.plain_answer(target, request)[0]
                 assert list(response.result.output_token_ids) == wanted
         assert 0 < num_failed <= 20
+    executor._worker.kv_cache.check_invariants()
+
+
+def test_a_copy_that_fails_on_its_way_fails_its_requests_and_leaves_the_executor_right(fake):
+    target = fake.Engine(steps_to_land=2)
+    config = ExecutorConfig(KvCacheConfig(14, num_host_blocks=30), check_invariants=True)
+
+    class Broken:
+        def is_done(self):
+            raise DeviceFailure("the link broke", fix="start again")
+
+        hold = is_done
+
+    copy_blocks, num_broken = target.copy_blocks, 0
+
+    def broken(copies):
+        nonlocal num_broken
+        arrival = copy_blocks(copies)
+        if arrival is None or num_broken == 3:
+            return arrival
+        num_broken += 1
+        target.under_way.remove(arrival)
+        return Broken()
+
+    target.copy_blocks = broken
+    with Executor(target, None, config, ReferenceSampling()) as executor:
+        num_failed = 0
+        for first in range(0, 60, 3):
+            group = requests(60)[first : first + 3]
+            ids = executor.enqueue_requests(group)
+            for request, (response,) in zip(
+                group, executor.await_responses(ids, 30.0), strict=True
+            ):
+                num_failed += response.has_error
+                if response.result is not None:
+                    wanted = fake.plain_answer(target, request)[0]
+                    assert list(response.result.output_token_ids) == wanted
+        assert num_broken == 3 and 0 < num_failed <= 9
     executor._worker.kv_cache.check_invariants()
 
 
