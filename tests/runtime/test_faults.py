@@ -128,8 +128,8 @@ def test_whatever_call_fails_every_request_ends_and_the_next_is_right(fake, meth
     sampling = faults.wrap(ReferenceSampling(), "argmax", "sample_rows", "log_softmax_at")
 
     def make() -> Executor:
-        engine = fake.Engine(max_batch_size=3, max_num_tokens=16)
-        draft_engine = fake.Engine(agreement=0.7)
+        engine = fake.Engine(max_batch_size=3, max_num_tokens=16, steps_to_land=2)
+        draft_engine = fake.Engine(agreement=0.7, steps_to_land=1)
         target = faults.wrap(engine, "run", "copy_blocks")
         draft = faults.wrap(draft_engine, "run", "copy_blocks")
         drafter = None if method == "plain" else DraftTargetDrafter(draft, 3)

@@ -100,7 +100,7 @@ def test_fakes_under_random_traffic_answer_as_they_do_alone(fake, num_requests, 
                 self._rows.clear()
             return super().logits(tokens)
 
-    target, draft = Engine(), Engine(agreement=0.7)
+    target, draft = Engine(steps_to_land=3), Engine(agreement=0.7, steps_to_land=2)
     drafter = None if method == "none" else DraftTargetDrafter(draft, 4)
     runner = fake.Runner(target, draft, 4) if method == "rounds" else None
     is_small = policy == 0
