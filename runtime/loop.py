@@ -9,6 +9,8 @@ from functools import partial
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from llmctl.plugins.sampling.spec import Logits
 from llmctl.runtime.block_mover import BlockMover
 from llmctl.runtime.core import Batch, Sequence
@@ -65,6 +67,7 @@ class Loop:
         rounds: Rounds | None = None,
     ) -> None:
         self.stats = SpeculationStats()
+        self.awaits_prompts = False  # whether steps that give no token are waited for all the same
         self.touched: list[Sequence] | None = None  # by the last step; None: every active one
         self._target = target
         self._scheduler = scheduler
@@ -144,11 +147,16 @@ class Loop:
         batch, proposals, logits = led.batch, led.proposals, led.logits
         owners, tokens = self._verifier.draw(batch, proposals, logits)
         verify_s = perf_counter() - led.verify_began
+        was_awaited = len(logits) > 0 or isinstance(logits, np.ndarray)
+        if self.awaits_prompts and not was_awaited:
+            logits.queue.synchronize()
+            was_awaited = True
         commits = self._verifier.commit(owners, tokens, logits)
         rounds = commits[len(batch.context) :]
         self._drafter.commit(batch, [commit.accepted for commit in rounds])
         ended = perf_counter()
-        times = (led.draft_s, verify_s, ended - self._began, self._note_end(ended))
+        period_s = ended - self._began if was_awaited else None
+        times = (led.draft_s, verify_s, period_s, self._note_end(ended))
         return self._finish(batch, commits, *times)
 
     def _note_end(self, ended: float) -> float:

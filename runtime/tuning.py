@@ -23,11 +23,11 @@ class ChunkTuner(Protocol):
 
 def make_tuner(
     max_step_ms: float | Literal["auto"], tokens_per_block: int, max_num_tokens: int
-) -> ChunkTuner:
+) -> SeenSteps:
     """The controller for a time in milliseconds, or for the knee. Raises BadConfig."""
     if max_step_ms == "auto":
-        return KneeTuner(tokens_per_block, max_num_tokens)
-    return LatencyTuner(max_step_ms / 1000, tokens_per_block, max_num_tokens)
+        return SeenSteps(KneeTuner(tokens_per_block, max_num_tokens))
+    return SeenSteps(LatencyTuner(max_step_ms / 1000, tokens_per_block, max_num_tokens))
 
 
 class SeenSteps:
@@ -35,11 +35,14 @@ class SeenSteps:
 
     On a device a chunk before a prompt's last is only started: the step looks short, and a later
     one that is waited for long. So steps that nobody waited for count with the next one that was,
-    all as their mean.
+    all as their mean; and of the first CURIOUS every one should be waited for.
     """
+
+    CURIOUS = 64
 
     def __init__(self, tuner: ChunkTuner) -> None:
         self._tuner = tuner
+        self._num_seen = 0
         self._num_steps = self._num_tokens = 0
         self._seconds = 0.0
 
@@ -48,17 +51,22 @@ class SeenSteps:
         """Tokens per step."""
         return self._tuner.budget
 
-    def observe(self, num_tokens: int, step_s: float, *, was_awaited: bool) -> int:
-        """Learn from a step with context work; the new budget."""
+    @property
+    def is_curious(self) -> bool:
+        """Whether the next step should be waited for."""
+        return self._num_seen < self.CURIOUS
+
+    def observe(self, num_tokens: int, step_s: float, *, was_awaited: bool) -> None:
+        """Learn from a step with context work."""
         self._num_steps += 1
         self._num_tokens += num_tokens
         self._seconds += step_s
         if was_awaited:
             count = self._num_steps
+            self._num_seen += 1
             self._tuner.observe(round(self._num_tokens / count), self._seconds / count)
             self._num_steps = self._num_tokens = 0
             self._seconds = 0.0
-        return self._tuner.budget
 
 
 class StepTimeModel:

@@ -92,8 +92,8 @@ class Worker:
         self.scheduler = Scheduler(config.scheduler, self.kv_cache, limits, self._lengths)
         self._tuner: SeenSteps | None = None
         if config.max_step_ms is not None:
-            self._tuner = SeenSteps(
-                make_tuner(config.max_step_ms, target.tokens_per_block, limits.max_num_tokens)
+            self._tuner = make_tuner(
+                config.max_step_ms, target.tokens_per_block, limits.max_num_tokens
             )
             self.scheduler.set_token_budget(self._tuner.budget)
         self._config = config
@@ -208,9 +208,10 @@ class Worker:
         if self._tuner is not None and report.batch.context:
             num_drafts = sum(commit.num_drafts for commit in report.commits)
             num_tokens = num_drafts + sum(item.num_tokens for item in report.batch.slices)
-            was_awaited = any(commit.num_tokens for commit in report.commits)  # else no logits
-            budget = self._tuner.observe(num_tokens, report.step_s, was_awaited=was_awaited)
-            self.scheduler.set_token_budget(budget)
+            is_seen = report.period_s is not None
+            self._tuner.observe(num_tokens, report.step_s, was_awaited=is_seen)
+            self.scheduler.set_token_budget(self._tuner.budget)
+            self._loop.awaits_prompts = self._tuner.is_curious
 
     def _fail_step(self, error: Exception) -> None:
         """Fail the requests that the step touched, and nobody else."""

@@ -8,7 +8,9 @@ number. --raw writes the steps behind them.
 
 Drafts: tokens/s of plain decoding and of adaptive draft lengths for requests of 16 + `tokens`
 tokens that start together, the drafts accepted by lot (`runtime/synthetic.py`) at each acceptance.
-The controller is new every time, so what it loses to finding out is in the numbers.
+The controller is new every time, so what it loses to finding out is in the numbers. With drafts
+requests end one after the other, so the ratio is told twice: of the whole runs, and from the start
+to the end of the last step in which all of them generate.
 
 Chunks: by chunk size and by --max-step-ms, tokens/s of prompts of 4,000 tokens alone, and the time
 from step to step while 16 requests generate and 8 such prompts are read.
@@ -41,8 +43,8 @@ MAX_STEP_MS = (10.0, 20.0, "auto")
 PROMPT, LONG_PROMPT = 16, 4000
 NUM_SETTLE, NUM_ALONE, NUM_BESIDE, NUM_GENERATING = 24, 16, 8, 16  # requests of a chunks row
 HEADS = {
-    "drafts": "| batch | acceptance | plain tok/s | adaptive tok/s | ratio | rounds with drafts "
-    "| mean drafts |\n|---|---|---|---|---|---|---|",
+    "drafts": "| batch | acceptance | plain tok/s | adaptive tok/s | ratio | ratio while all generate "
+    "| rounds with drafts | mean drafts |\n|---|---|---|---|---|---|---|---|",
     "chunks": "| chunks | prompts alone, tok/s | step ms p50 | p99 | longest | prompts beside "
     "generation, tok/s |\n|---|---|---|---|---|---|",
 }
@@ -124,6 +126,14 @@ def run_all(executor: Executor, requests: list[Request]) -> float:
     return perf_counter() - began
 
 
+def together(steps: list[IterationStats], batch: int) -> float:
+    """Tokens/s from the start to the end of the last step in which all `batch` requests generate."""
+    last = max(index for index, step in enumerate(steps) if len(step.rounds) == batch)
+    num_tokens = sum(item.num_tokens for step in steps[: last + 1] for item in step.rounds)
+    began = steps[0].timestamp - steps[0].iter_latency_ms / 1e3
+    return num_tokens / (steps[last].timestamp - began)
+
+
 def measure_drafts(
     engines: OpenEngines, batches: list[int], num_tokens: int, tables: Tables
 ) -> None:
@@ -139,7 +149,9 @@ def measure_drafts(
             run_all(executor, warm)
             executor.get_latest_iteration_stats()
             plain_s = run_all(executor, work)
-            tables.keep(f"plain-{batch}", executor.get_latest_iteration_stats())
+            steps = executor.get_latest_iteration_stats()
+            tables.keep(f"plain-{batch}", steps)
+            plain_together = together(steps, batch)
         for share in ACCEPTANCES:
             rates = tuple(share ** (index + 1) for index in range(draft_len))
             lots = SyntheticAcceptance(rates)
@@ -151,9 +163,11 @@ def measure_drafts(
             used = [length for length in drafted if length]
             plain, found = (batch * num_tokens / s for s in (plain_s, seconds))
             part, mean = len(used) / max(1, len(drafted)), float(np.mean(used or [0]))
+            all_ratio = together(steps, batch) / plain_together
             line = f"| {batch} | {share} | {plain:.0f} | {found:.0f} | {found / plain:.3f} | "
+            line += f"{all_ratio:.3f} | "
             values = {"batch": batch, "acceptance": share, "plain_tok_s": plain}
-            values |= {"adaptive_tok_s": found, "ratio": found / plain}
+            values |= {"adaptive_tok_s": found, "ratio": found / plain, "ratio_all": all_ratio}
             values |= {"share_with_drafts": part, "mean_drafts": mean}
             tables.add("drafts", f"{line}{part:.2f} | {mean:.1f} |", values)
     engines.checked = checked
