@@ -43,7 +43,7 @@ MAX_STEP_MS = (10.0, 20.0, "auto")
 PROMPT, LONG_PROMPT = 16, 4000
 NUM_SETTLE, NUM_ALONE, NUM_BESIDE, NUM_GENERATING = 24, 16, 8, 16  # requests of a chunks row
 HEADS = {
-    "drafts": "| batch | acceptance | plain tok/s | adaptive tok/s | ratio | ratio while all generate "
+    "drafts": "| batch | acceptance | plain tok/s | adaptive tok/s | ratio | while all generate "
     "| rounds with drafts | mean drafts |\n|---|---|---|---|---|---|---|---|",
     "chunks": "| chunks | prompts alone, tok/s | step ms p50 | p99 | longest | prompts beside "
     "generation, tok/s |\n|---|---|---|---|---|---|",
@@ -127,7 +127,7 @@ def run_all(executor: Executor, requests: list[Request]) -> float:
 
 
 def together(steps: list[IterationStats], batch: int) -> float:
-    """Tokens/s from the start to the end of the last step in which all `batch` requests generate."""
+    """Tokens/s from the start to the end of the last step in which all requests generate."""
     last = max(index for index, step in enumerate(steps) if len(step.rounds) == batch)
     num_tokens = sum(item.num_tokens for step in steps[: last + 1] for item in step.rounds)
     began = steps[0].timestamp - steps[0].iter_latency_ms / 1e3
