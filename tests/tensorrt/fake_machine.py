@@ -121,7 +121,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, module: FakeModule) -> list[FakeGra
         monkeypatch.setattr(f"llmctl.runtime.{place}.capture_graph", capture)
     names = ("draft_first", "draft_next", "verify", "accept")
     by_reference = {name: partial(partial, getattr(reference, name)) for name in names}
-    monkeypatch.setattr("llmctl.runtime.cuda_rounds.bookkeeping", SimpleNamespace(**by_reference))
+    monkeypatch.setattr("llmctl.runtime.round_work.bookkeeping", SimpleNamespace(**by_reference))
     for place in ("plugins.tensorrt.execution", "runtime.linear_engine"):
         monkeypatch.setattr(f"llmctl.{place}.ADDRESS_ALIGNMENT", 64)
     monkeypatch.setitem(fake_tensorrt.ALIGNMENT, "bytes", 64)
