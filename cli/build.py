@@ -7,13 +7,12 @@ refused with the reason. Heavy imports happen inside the command, so `--help` st
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -26,11 +25,8 @@ from llmctl.cli.build_options import (
     make_logger,
     with_plugin_options,
 )
-from llmctl.cli.table import size
+from llmctl.cli.build_result import print_key, print_result, write_engine
 from llmctl.errors import BadConfig
-
-if TYPE_CHECKING:
-    from llmctl.builder.build import EnginePlan
 
 
 def _build(
@@ -239,7 +235,7 @@ def _build(
     log = make_logger(log_level)
     if (gpu is not None or gpu_memory is not None) and not dry_run:
         raise BadConfig("--gpu and --gpu-memory are for --dry-run")
-    from llmctl.builder.build import plan_build, run_build
+    from llmctl.builder.build import plan_build
     from llmctl.cli.dry_run import backend_for, needs_binaries
 
     request = build_request(build_config, given)
@@ -259,7 +255,7 @@ def _build(
         with_binaries=not cache_key and (not dry_run or needs_binaries(chosen)),
     )
     if cache_key:
-        _print_key(engine, as_json)
+        print_key(engine, as_json)
         return
     for notice in engine.notices:
         log.warning("note: %s", notice)
@@ -272,35 +268,8 @@ def _build(
 
         print_plan(engine, output_dir, gpu, gpu_memory, as_json)
         return
-    if log.isEnabledFor(logging.INFO):
-        _run_with_progress(engine, output_dir)
-    else:
-        run_build(engine, output_dir)
-    summary = engine.summary() | {"output_dir": str(output_dir)}
-    if as_json:
-        typer.echo(json.dumps(summary | {"seconds_s": time.monotonic() - start}))
-    else:
-        elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - start))
-        typer.echo(f"{output_dir}: {size(summary['engine_bytes'])} in {elapsed}")
-
-
-def _print_key(engine: EnginePlan, as_json: bool) -> None:
-    from llmctl.builder.cache_key import cache_key
-
-    key = cache_key(engine)
-    typer.echo(json.dumps({"cache_key": key}) if as_json else key)
-
-
-def _run_with_progress(engine: EnginePlan, output_dir: Path) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-
-    from llmctl.builder.build import run_build
-
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("weights", total=engine.file_bytes * engine.limits.tp_size)
-        run_build(engine, output_dir, lambda num_bytes: bar.advance(task, num_bytes))
+    write_engine(engine, output_dir, with_progress=log.isEnabledFor(logging.INFO))
+    print_result(engine, output_dir, time.monotonic() - start, as_json)
 
 
 build = with_plugin_options(_build)

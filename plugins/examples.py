@@ -12,6 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from llmctl.plugins.example_parts import (
+    Tensors,
+    empty,
+    filled_cache,
+    head_attributes,
+    kv_scales,
+    make_step,
+    no_cache,
+    parse_requests,
+    plain_step,
+    random_tensor,
+)
 from llmctl.plugins.packed_linear.layout import (
     pack,
     pair_order,
@@ -20,9 +32,7 @@ from llmctl.plugins.packed_linear.layout import (
     rope_order,
 )
 from llmctl.plugins.program import OpCall, StepInputs
-from llmctl.plugins.spec import INT8_MAX, Case
-
-Tensors = dict[str, torch.Tensor]
+from llmctl.plugins.spec import Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,96 +67,34 @@ def make_example(op: str, case: Case, seed: int = 0, device: str = "cpu") -> Exa
         return _MAKERS[op](case, generator)
 
 
-def make_step(
-    requests: list[tuple[int, int]], tokens_per_block: int = 32, seed: int = 0, vocab: int = 1000
-) -> tuple[StepInputs, int]:
-    """A step for (new tokens, tokens cached before) per request; also returns num_blocks.
-
-    Blocks are dealt in random order, and the cache has three blocks that no request uses.
-    """
-    random = np.random.default_rng(seed)
-    kv_len = np.array([new + old for new, old in requests], np.int32)
-    needed = [-(-int(n) // tokens_per_block) for n in kv_len]
-    num_blocks = sum(needed) + 3
-    free = random.permutation(num_blocks).astype(np.int32)
-    tables = np.full((len(requests), max(needed)), -1, np.int32)
-    positions, slots = [], []
-    for row, (new, old) in enumerate(requests):
-        blocks, free = free[: needed[row]], free[needed[row] :]
-        tables[row, : needed[row]] = blocks
-        where = np.arange(old, old + new, dtype=np.int32)
-        positions.append(where)
-        slots.append(
-            blocks[where // tokens_per_block] * tokens_per_block + where % tokens_per_block
-        )
-    cu_q = np.cumsum([0, *(new for new, _ in requests)]).astype(np.int32)
-    step = StepInputs(
-        token_ids=random.integers(0, vocab, int(cu_q[-1])).astype(np.int32),
-        position_ids=np.concatenate(positions),
-        cu_q=cu_q,
-        kv_len=kv_len,
-        block_tables=tables,
-        slot_mapping=np.concatenate(slots).astype(np.int32),
-        logit_rows=(cu_q[1:] - 1).astype(np.int32),
-    )
-    return step, num_blocks
-
-
-def parse_requests(text: str) -> list[tuple[int, int]]:
-    """ "5+31 1+0" -> [(5, 31), (1, 0)]: new tokens + tokens cached before."""
-    pairs = (part.split("+") for part in text.split())
-    return [(int(new), int(old)) for new, old in pairs]
-
-
-def random_tensor(
-    shape: tuple[int, ...], dtype: str, generator: torch.Generator, spread: float = 1.0
-) -> torch.Tensor:
-    """Normal values of the given spread, rounded to dtype."""
-    return (torch.randn(shape, generator=generator) * spread).to(getattr(torch, dtype))
-
-
-def _empty(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    kind: torch.dtype = getattr(torch, dtype)
-    size = torch.empty(0, dtype=kind).element_size()
-    return torch.full((*shape, size), 0x55, dtype=torch.uint8).view(kind).squeeze(-1)
-
-
-def _plain_step(tokens: int, vocab: int = 1000) -> StepInputs:
-    return make_step([(tokens, 0)], vocab=vocab)[0]
-
-
 def _quantized_output(
     case: Case, shape: tuple[int, int], inputs: Tensors, spread: float = 3.0
 ) -> Tensors:
     scaling = case["scaling"]
-    out = _empty(shape, str(case["dtype"]) if scaling == "none" else "float8_e4m3fn")
+    out = empty(shape, str(case["dtype"]) if scaling == "none" else "float8_e4m3fn")
     if scaling == "static":
         inputs["scale"] = torch.tensor([spread / 448])
     if scaling == "per_token":
-        return {"out": out, "out_scale": _empty(shape[:1], "float32")}
+        return {"out": out, "out_scale": empty(shape[:1], "float32")}
     return {"out": out}
-
-
-def _no_cache() -> torch.Tensor:
-    return torch.zeros((1, 1, 2, 1, 32, 16))
 
 
 def _embedding(case: Case, generator: torch.Generator) -> Example:
     tokens, vocab, hidden = (int(case[k]) for k in ("tokens", "vocab", "hidden"))
     dtype = str(case["dtype"])
     inputs = {"weight": random_tensor((vocab, hidden), dtype, generator)}
-    call = OpCall("embedding", "embedding", inputs, {"out": _empty((tokens, hidden), dtype)}, {})
-    return Example(call, _plain_step(tokens, vocab), _no_cache())
+    call = OpCall("embedding", "embedding", inputs, {"out": empty((tokens, hidden), dtype)}, {})
+    return Example(call, plain_step(tokens, vocab), no_cache())
 
 
 def _gather_rows(case: Case, generator: torch.Generator) -> Example:
     tokens, rows, hidden = (int(case[k]) for k in ("tokens", "rows", "hidden"))
     dtype = str(case["dtype"])
-    step = _plain_step(tokens)
+    step = plain_step(tokens)
     step.logit_rows = np.sort(np.random.default_rng(0).permutation(tokens)[:rows]).astype(np.int32)
     inputs = {"x": random_tensor((tokens, hidden), dtype, generator)}
-    call = OpCall("gather_rows", "gather", inputs, {"out": _empty((rows, hidden), dtype)}, {})
-    return Example(call, step, _no_cache())
+    call = OpCall("gather_rows", "gather", inputs, {"out": empty((rows, hidden), dtype)}, {})
+    return Example(call, step, no_cache())
 
 
 def _quantize(case: Case, generator: torch.Generator) -> Example:
@@ -155,7 +103,7 @@ def _quantize(case: Case, generator: torch.Generator) -> Example:
     inputs["x"][-1] = 0  # a row of zeros has scale 1
     outputs = _quantized_output(case, shape, inputs)
     call = OpCall("quantize", "quantize", inputs, outputs, {})
-    return Example(call, _plain_step(shape[0]), _no_cache())
+    return Example(call, plain_step(shape[0]), no_cache())
 
 
 def _rms_norm(case: Case, generator: torch.Generator) -> Example:
@@ -169,7 +117,7 @@ def _rms_norm(case: Case, generator: torch.Generator) -> Example:
         inputs["residual"] = random_tensor(shape, dtype, generator)
         outputs["residual_out"] = inputs["residual"]  # in place, as engines do
     call = OpCall("rms_norm", "norm", inputs, outputs, {"epsilon": 1e-5})
-    return Example(call, _plain_step(shape[0]), _no_cache())
+    return Example(call, plain_step(shape[0]), no_cache())
 
 
 def _swiglu(case: Case, generator: torch.Generator) -> Example:
@@ -177,7 +125,7 @@ def _swiglu(case: Case, generator: torch.Generator) -> Example:
     inputs = {"x": random_tensor((tokens, 2 * width), dtype, generator, spread=2)}
     outputs = _quantized_output(case, (tokens, width), inputs)
     call = OpCall("swiglu", "swiglu", inputs, outputs, {})
-    return Example(call, _plain_step(tokens), _no_cache())
+    return Example(call, plain_step(tokens), no_cache())
 
 
 def _linear(case: Case, generator: torch.Generator) -> Example:
@@ -199,8 +147,8 @@ def _linear(case: Case, generator: torch.Generator) -> Example:
         inputs["x_scale"] = torch.rand((count,), generator=generator) + 0.5
     if case["bias"]:
         inputs["bias"] = random_tensor((outputs,), dtype, generator)
-    call = OpCall("linear", "linear", inputs, {"out": _empty((tokens, outputs), dtype)}, {})
-    return Example(call, _plain_step(tokens), _no_cache())
+    call = OpCall("linear", "linear", inputs, {"out": empty((tokens, outputs), dtype)}, {})
+    return Example(call, plain_step(tokens), no_cache())
 
 
 def _packed_inputs(
@@ -228,13 +176,13 @@ def _packed_inputs(
 def _packed_linear(case: Case, generator: torch.Generator) -> Example:
     tokens, outputs = int(case["tokens"]), int(case["outputs"])
     inputs, dtype = _packed_inputs(case, tokens, plain_order(outputs), generator)
-    made = {"out": _empty((tokens, outputs), "float32" if case["out"] == "float32" else dtype)}
+    made = {"out": empty((tokens, outputs), "float32" if case["out"] == "float32" else dtype)}
     attributes: dict[str, int | float | str | bool] = {}
     if case.get("norm"):
         made |= add_norm(inputs, dtype, generator)
         attributes["epsilon"] = 1e-5
     call = OpCall("packed_linear", "linear", inputs, made, attributes)
-    return Example(call, _plain_step(tokens), _no_cache())
+    return Example(call, plain_step(tokens), no_cache())
 
 
 def add_norm(inputs: Tensors, dtype: str, generator: torch.Generator) -> Tensors:
@@ -243,7 +191,7 @@ def add_norm(inputs: Tensors, dtype: str, generator: torch.Generator) -> Tensors
     inputs["x"] = random_tensor(shape, dtype, generator)
     inputs["residual"] = random_tensor(shape, dtype, generator)
     inputs["norm_weight"] = random_tensor(shape[1:], dtype, generator)
-    return {"normal": _empty(shape, normal_dtype), "residual_out": _empty(shape, dtype)}
+    return {"normal": empty(shape, normal_dtype), "residual_out": empty(shape, dtype)}
 
 
 def _packed_linear_swiglu(case: Case, generator: torch.Generator) -> Example:
@@ -251,76 +199,55 @@ def _packed_linear_swiglu(case: Case, generator: torch.Generator) -> Example:
     inputs, dtype = _packed_inputs(case, tokens, pair_order(width), generator)
     outputs = _quantized_output({**case, "dtype": dtype}, (tokens, width), inputs)
     call = OpCall("packed_linear_swiglu", "gate_up", inputs, outputs, {"dtype": dtype})
-    return Example(call, _plain_step(tokens), _no_cache())
+    return Example(call, plain_step(tokens), no_cache())
 
 
 def _packed_linear_rope_kv(case: Case, generator: torch.Generator) -> Example:
     step, num_blocks = make_step(parse_requests(str(case["requests"])))
-    attributes = _head_attributes(case)
+    attributes = head_attributes(case)
     heads, kv_heads, size = (int(attributes[k]) for k in ("num_heads", "num_kv_heads", "head_size"))
     order = rope_order(heads, kv_heads, size)
     inputs, dtype = _packed_inputs(case, step.num_tokens, order, generator)
     angles = torch.rand((int(step.kv_len.max()), size // 2), generator=generator) * 6.28
     inputs["rotary"] = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    inputs.update(_kv_scales(case))
-    outputs = {"q": _empty((step.num_tokens, heads * size), dtype)}
+    inputs.update(kv_scales(case))
+    outputs = {"q": empty((step.num_tokens, heads * size), dtype)}
     call = OpCall("packed_linear_rope_kv", "qkv", inputs, outputs, attributes)
-    return Example(call, step, _filled_cache(case, num_blocks, generator))
-
-
-def _head_attributes(case: Case) -> dict[str, int | float | str | bool]:
-    names = ("num_heads", "num_kv_heads", "head_size")
-    return {"layer": 1, **{name: case[name] for name in names}}
-
-
-def _filled_cache(case: Case, num_blocks: int, generator: torch.Generator) -> torch.Tensor:
-    heads, size = int(case["num_kv_heads"]), int(case["head_size"])
-    shape = (2, num_blocks, 2, heads, int(case.get("tokens_per_block", 32)), size)
-    if case["kv_dtype"] == "int8":
-        wide = random_tensor(shape, "float32", generator, 40)
-        return wide.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
-    return random_tensor(shape, str(case["kv_dtype"]), generator)
-
-
-def _kv_scales(case: Case) -> Tensors:
-    scales = {"float8_e4m3fn": (0.75, 1.25), "int8": (0.021, 0.034)}.get(str(case["kv_dtype"]))
-    if scales is None:
-        return {}
-    return {role: torch.tensor([s]) for role, s in zip(("k_scale", "v_scale"), scales, strict=True)}
+    return Example(call, step, filled_cache(case, num_blocks, generator))
 
 
 def _rope_kv_write(case: Case, generator: torch.Generator) -> Example:
     step, num_blocks = make_step(parse_requests(str(case["requests"])))
-    attributes, dtype = _head_attributes(case), str(case["dtype"])
+    attributes, dtype = head_attributes(case), str(case["dtype"])
     heads, kv_heads, size = (int(attributes[k]) for k in ("num_heads", "num_kv_heads", "head_size"))
     count, positions = step.num_tokens, int(step.kv_len.max())
     angles = torch.rand((positions, size // 2), generator=generator) * 6.28
     inputs = {
         "qkv": random_tensor((count, (heads + 2 * kv_heads) * size), dtype, generator),
         "rotary": torch.cat((angles.cos(), angles.sin()), dim=-1),
-        **_kv_scales(case),
+        **kv_scales(case),
     }
     if case["qk_norm"]:
         inputs["q_norm"] = random_tensor((size,), dtype, generator)
         inputs["k_norm"] = random_tensor((size,), dtype, generator)
-    outputs = {"q": _empty((count, heads * size), dtype)}
+    outputs = {"q": empty((count, heads * size), dtype)}
     call = OpCall("rope_kv_write", "rope", inputs, outputs, {**attributes, "epsilon": 1e-6})
-    return Example(call, step, _filled_cache(case, num_blocks, generator))
+    return Example(call, step, filled_cache(case, num_blocks, generator))
 
 
 def _paged_attention(case: Case, generator: torch.Generator) -> Example:
     per_block = int(case["tokens_per_block"])
     step, num_blocks = make_step(parse_requests(str(case["requests"])), per_block)
-    attributes, dtype = _head_attributes(case), str(case["dtype"])
+    attributes, dtype = head_attributes(case), str(case["dtype"])
     width = int(attributes["num_heads"]) * int(attributes["head_size"])
-    inputs = {"q": random_tensor((step.num_tokens, width), dtype, generator), **_kv_scales(case)}
+    inputs = {"q": random_tensor((step.num_tokens, width), dtype, generator), **kv_scales(case)}
     if case["quantize_out"]:
         inputs["out_scale"] = torch.tensor([2.0 / 448])
-    out = _empty((step.num_tokens, width), "float8_e4m3fn" if case["quantize_out"] else dtype)
+    out = empty((step.num_tokens, width), "float8_e4m3fn" if case["quantize_out"] else dtype)
     attributes["softmax_scale"] = int(attributes["head_size"]) ** -0.5
     attributes["window"] = case["window"]
     call = OpCall("paged_attention", "attention", inputs, {"out": out}, attributes)
-    return Example(call, step, _filled_cache(case, num_blocks, generator))
+    return Example(call, step, filled_cache(case, num_blocks, generator))
 
 
 _MAKERS: Mapping[str, Callable[[Case, torch.Generator], Example]] = {

@@ -3,8 +3,8 @@
 The layout is ModelOpt's "unified Hugging Face" one: the source's config.json with a
 `quantization_config` added (flat), hf_quant_config.json beside it (nested), safetensors with the
 source's tensor names plus scales. All scales are dequantization multipliers: real = stored * scale.
-`builder` reads quantized checkpoints, those of other exporters included, through this module and
-`checkpoint.py`.
+`builder` reads quantized checkpoints, those of other exporters included (`found.py`), through this
+module and `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
-from re import compile as compile_regex
-from re import error as RegexError
 from typing import Any
 
-from llmctl.errors import CorruptFile, UnknownQuantization, Unsupported
+from llmctl.errors import CorruptFile, Unsupported
+from llmctl.quantize.found import QuantizationInfo as QuantizationInfo
+from llmctl.quantize.found import read_quantization as read_quantization
 
 CONFIG_FILE = "config.json"
 QUANT_CONFIG_FILE = "hf_quant_config.json"
@@ -160,164 +159,3 @@ def quantization_documents(
     if kv_cache_algo:
         flat["kv_cache_scheme"] = dict(number, type="float" if kv_cache_algo == "FP8" else "int")
     return nested, flat | {"producer": producer, "quant_method": "modelopt"}
-
-
-# ---- quantized checkpoints as found ----
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizationInfo:
-    """What a checkpoint says about its own quantization, whoever wrote it.
-
-    method: "modelopt", "compressed-tensors" or "fp8". algo uses ModelOpt's vocabulary:
-    "FP8" (one weight scale a tensor), "FP8_PER_CHANNEL_PER_TOKEN" (one a row),
-    "FP8_BLOCK_SCALES" (one a 128x128 block), None when only the KV cache is quantized, or the
-    name as found when it is none of these. weight_strategy is "tensor", "channel", "block",
-    "group" or None; activations "static", "dynamic" or None. exclude holds module names,
-    wildcards (ModelOpt) or `re:` patterns (compressed-tensors).
-    """
-
-    method: str
-    algo: str | None
-    kv_cache_algo: str | None
-    exclude: tuple[str, ...]
-    weight_strategy: str | None
-    activations: str | None
-
-    def excludes(self, module: str) -> bool:
-        """Whether `module` ("model.layers.0.mlp.up_proj") is stored unquantized by name."""
-        return any(_matches(pattern, module) for pattern in self.exclude)
-
-
-def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        try:
-            return compile_regex(pattern[3:]).match(module) is not None
-        except RegexError as error:
-            raise UnknownQuantization(
-                f"the exclusion {pattern!r} is not a regular expression: {error}"
-            ) from error
-    return fnmatchcase(module, pattern) or module.startswith(pattern + ".")
-
-
-def read_quantization(
-    config: dict[str, Any], nested: dict[str, Any] | None, where: str
-) -> QuantizationInfo | None:
-    """The quantization of a checkpoint, None for a plain one.
-
-    config: config.json. nested: hf_quant_config.json or None; it speaks when config.json is
-    silent (ModelOpt before 0.31). Raises UnknownQuantization for a method llmctl does not read.
-    """
-    found = config.get("quantization_config") or config.get("compression_config")
-    if found is None and nested is not None:
-        return _modelopt(nested.get("quantization", nested), where)
-    if found is None:
-        return None
-    if not isinstance(found, dict):
-        raise UnknownQuantization(f"{where}: quantization_config is not an object")
-    method = str(found.get("quant_method", "")).lower()
-    if not method and "config_groups" in found:
-        method = "compressed-tensors"
-    reader = {
-        "modelopt": _modelopt,
-        "compressed-tensors": _compressed_tensors,
-        "fp8": _fp8,
-    }.get(method)
-    if reader is None:
-        raise UnknownQuantization(
-            f"{where}: quant_method is {method or 'absent'!r}; "
-            "llmctl reads modelopt, compressed-tensors and fp8",
-            fix="start from the unquantized checkpoint and run `llmctl quantize`",
-        )
-    return reader(found, where)
-
-
-_MODELOPT_ALGOS: dict[str, tuple[str, str, str | None]] = {
-    # found (upper case) -> algo, weight strategy, activations
-    "FP8": ("FP8", "tensor", "static"),
-    "FP8_PER_CHANNEL_PER_TOKEN": ("FP8_PER_CHANNEL_PER_TOKEN", "channel", "dynamic"),
-    "FP8_PB_WO": ("FP8_BLOCK_SCALES", "block", None),
-    "FP8_BLOCK_SCALES": ("FP8_BLOCK_SCALES", "block", "dynamic"),
-}
-
-
-def _modelopt(found: dict[str, Any], where: str) -> QuantizationInfo:
-    name = found.get("quant_algo")
-    algo, strategy, activations = _MODELOPT_ALGOS.get(str(name).upper(), (name, None, None))
-    kv_cache = found.get("kv_cache_quant_algo")
-    if kv_cache is None:
-        kv_cache = _kv_cache_algo(found.get("kv_cache_scheme"))
-    exclude = found.get("exclude_modules") or found.get("ignore")
-    return QuantizationInfo(
-        "modelopt", algo, kv_cache, _strings(exclude, where), strategy, activations
-    )
-
-
-def _compressed_tensors(found: dict[str, Any], where: str) -> QuantizationInfo:
-    groups = found.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        count = len(groups) if isinstance(groups, dict) else 0
-        raise UnknownQuantization(
-            f"{where}: compressed-tensors with {count} config_groups; exactly one is read"
-        )
-    (group,) = groups.values()
-    weights = _object(group, "weights", where)
-    inputs = _object(group, "input_activations", where)
-    strategy = weights.get("strategy")
-    is_fp8 = weights.get("type") == "float" and weights.get("num_bits") == 8
-    algos = {
-        "tensor": "FP8",
-        "channel": "FP8_PER_CHANNEL_PER_TOKEN",
-        "block": "FP8_BLOCK_SCALES",
-    }
-    algo = algos.get(str(strategy)) if is_fp8 else None
-    if algo is None:
-        algo = f"{weights.get('type')}{weights.get('num_bits')}-{strategy}"
-    activations = None if not inputs else "dynamic" if inputs.get("dynamic") else "static"
-    return QuantizationInfo(
-        "compressed-tensors",
-        algo,
-        _kv_cache_algo(found.get("kv_cache_scheme")),
-        _strings(found.get("ignore"), where),
-        strategy,
-        activations,
-    )
-
-
-def _fp8(found: dict[str, Any], where: str) -> QuantizationInfo:
-    is_block = found.get("weight_block_size") is not None
-    if is_block and found["weight_block_size"] != [128, 128]:
-        raise UnknownQuantization(
-            f"{where}: weight_block_size is {found['weight_block_size']}; [128, 128] is read"
-        )
-    exclude = found.get("modules_to_not_convert") or found.get("ignored_layers")
-    return QuantizationInfo(
-        "fp8",
-        "FP8_BLOCK_SCALES" if is_block else "FP8",
-        None,
-        _strings(exclude, where),
-        "block" if is_block else "tensor",
-        str(found.get("activation_scheme", "dynamic")),
-    )
-
-
-def _kv_cache_algo(scheme: Any) -> str | None:
-    """`kv_cache_scheme` is absent, a name, or compressed-tensors arguments."""
-    if not isinstance(scheme, dict):
-        return str(scheme) if scheme else None
-    name = f"{scheme.get('type')}{scheme.get('num_bits')}"
-    return {"float8": "FP8", "int8": "INT8"}.get(name, name)
-
-
-def _object(parent: Any, key: str, where: str) -> dict[str, Any]:
-    value = parent.get(key) if isinstance(parent, dict) else None
-    if value is not None and not isinstance(value, dict):
-        raise UnknownQuantization(f"{where}: {key} of a config group is not an object")
-    return value or {}
-
-
-def _strings(value: Any, where: str) -> tuple[str, ...]:
-    values = value or []
-    if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
-        raise UnknownQuantization(f"{where}: the excluded modules are not a list of names")
-    return tuple(values)

@@ -24,7 +24,8 @@ import torch
 from llmctl.plugins import cpu
 from llmctl.plugins.cpu.library import library
 from llmctl.plugins.cpu.program import KINDS
-from llmctl.plugins.examples import Example, make_example, make_step
+from llmctl.plugins.example_parts import make_step
+from llmctl.plugins.examples import Example, make_example
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.sampling.spec import SamplingRow
 from llmctl.plugins.spec import FP8, Case

@@ -12,7 +12,8 @@ import torch
 
 from llmctl.plugins import cpu
 from llmctl.plugins.cpu.program import KINDS
-from llmctl.plugins.examples import Example, make_example, make_step, parse_requests
+from llmctl.plugins.example_parts import make_step, parse_requests
+from llmctl.plugins.examples import Example, make_example
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.reference import ReferenceProgram
 from llmctl.plugins.spec import FP8

@@ -9,7 +9,8 @@ import torch
 
 from llmctl.plugins import cpu
 from llmctl.plugins.cpu.program import CpuProgram
-from llmctl.plugins.examples import Example, make_example, make_step, parse_requests
+from llmctl.plugins.example_parts import make_step, parse_requests
+from llmctl.plugins.examples import Example, make_example
 from llmctl.plugins.paged_attention.reference import gather_keys
 from llmctl.plugins.paged_attention.spec import SPEC
 from llmctl.plugins.program import OpCall

@@ -16,7 +16,8 @@ from llmctl.errors import BadConfig, CorruptEngine, NoDevice, Unsupported
 from llmctl.plugins import cpu
 from llmctl.plugins.cpu import compile as compile_module
 from llmctl.plugins.cpu import library as library_module
-from llmctl.plugins.examples import make_example, make_step, random_tensor
+from llmctl.plugins.example_parts import make_step, random_tensor
+from llmctl.plugins.examples import make_example
 from llmctl.plugins.program import OpCall, StepInputs
 from llmctl.plugins.reference import ReferenceProgram
 from llmctl.plugins.spec import FP8

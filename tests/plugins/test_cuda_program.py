@@ -16,7 +16,7 @@ from llmctl.plugins.cuda import program as program_module
 from llmctl.plugins.cuda.compiler import CompiledKernel
 from llmctl.plugins.cuda.kernel import DeviceStep, KernelSpec, Launch, StepLimits, StepShape
 from llmctl.plugins.cuda.program import CudaProgram
-from llmctl.plugins.examples import make_step
+from llmctl.plugins.example_parts import make_step
 from llmctl.plugins.program import OpCall
 
 LIMITS = StepLimits(

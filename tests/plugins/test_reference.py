@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from llmctl.errors import CorruptEngine
-from llmctl.plugins.examples import make_example, make_step, random_tensor
+from llmctl.plugins.example_parts import make_step, random_tensor
+from llmctl.plugins.examples import make_example
 from llmctl.plugins.linear.reference import linear
 from llmctl.plugins.paged_attention.reference import attention
 from llmctl.plugins.program import OpCall, row_extents

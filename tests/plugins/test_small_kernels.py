@@ -11,7 +11,8 @@ from kernel_support import KERNEL_DTYPES, interpret, launch_env, step_shape
 
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.interpret import run_launches
-from llmctl.plugins.examples import Example, make_example, make_step
+from llmctl.plugins.example_parts import make_step
+from llmctl.plugins.examples import Example, make_example
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.spec import FP8, Case
 from llmctl.plugins.specs import SPECS

@@ -10,7 +10,8 @@ from typing import Any
 import make_planted_checkpoints as planted
 import numpy as np
 import pytest
-from make_planted_checkpoints import SHAPES, Recipe, write_checkpoint
+from make_planted_checkpoints import Recipe, write_checkpoint
+from planted_shapes import SHAPES
 from safetensors import safe_open
 from transformers import AutoConfig
 
