@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmctl.builder.engine_format import open_engine, read_engine_config
-from llmctl.plugins.cuda.kernel import Launch, StepShape
+from llmctl.plugins.cuda.kernel import StepShape
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.runtime.attention_windows import WindowOptions
 from llmctl.runtime.cuda_engine import step_limits
@@ -54,8 +54,7 @@ def attention_launches(folder, windows):
     program = CudaProgram(calls, binaries, limits, "cpu", driver)
     program.bind_kv_cache(torch.zeros(kv_cache_shape(file.plan, 4), dtype=torch.bfloat16))
     for tokens in (1, 17, 40):
-        work = program._work(StepShape(tokens, 1, 1, tokens, 100))
-        program.launch([item for item in work if isinstance(item, Launch)], 0)
+        program.enqueue(StepShape(tokens, 1, 1, tokens, 100), 0)
     found = [item for item in driver.launches if item[0].startswith("paged_attention")]
     return [(name, arguments[-2:]) for name, arguments in found]
 
