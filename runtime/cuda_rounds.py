@@ -31,7 +31,7 @@ from llmctl.plugins.rounds.state import (
 from llmctl.runtime.core import Sequence
 from llmctl.runtime.cuda_engine import LEAST_FED, Capture, CudaExecutable
 from llmctl.runtime.graphs import GraphCache, capture_graph, capture_when, kv_bucket
-from llmctl.runtime.round_state import RoundUpload
+from llmctl.runtime.round_state import Drawing, RoundUpload
 from llmctl.runtime.round_work import RoundShape, RoundWork, ahead_of_need, graphs_kept
 from llmctl.runtime.rounds import RoundReport, RoundResult
 from llmctl.runtime.sampler import is_by_logits
@@ -104,7 +104,7 @@ class CudaRoundRunner:
         self._verify_graphs: GraphCache[RoundShape] = GraphCache(capture, kept + len(ahead))
         self._num_started = 0
         self._num_requests = 0
-        self._is_greedy = True
+        self._drawing = Drawing.GREEDY
         self._tables: NDArray[np.int32] = np.zeros((0, 0), np.int32)  # as they lie on the device
         self._lens: list[int] = []  # blocks of each request in them
         self._in_flight: deque[_InFlight] = deque()
@@ -156,7 +156,7 @@ class CudaRoundRunner:
         """Write the requests' state; the rest of the batch is padding."""
         self._num_requests = len(sequences)
         self._lens = []
-        self._is_greedy = self._upload.write_sequences(sequences)
+        self._drawing = self._upload.write_sequences(sequences)
 
     def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
         """Two graph launches, after the block tables where they changed."""
@@ -211,7 +211,7 @@ class CudaRoundRunner:
         longest = num_blocks * self._target.tokens_per_block
         batch = min(1 << max(0, self._num_requests - 1).bit_length(), self.max_batch_size)
         limits = self._target.program.limits
-        return RoundShape(batch, kv_bucket(longest, limits), self._is_greedy, draft_len)
+        return RoundShape(batch, kv_bucket(longest, limits), self._drawing, draft_len)
 
     def _take_events(self) -> Events:
         if self._spare_events:

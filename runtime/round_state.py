@@ -6,6 +6,7 @@ Written when the sequences of a round change (`write_sequences`) and when their 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence as Items
 from dataclasses import fields
 
@@ -15,10 +16,19 @@ from numpy.typing import NDArray
 
 from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.rounds.state import RoundState
+from llmctl.plugins.sampling.kernel import is_wide
 from llmctl.runtime.core import Sequence
 from llmctl.runtime.cuda_engine import CudaExecutable
 
 _WORD = 0xFFFFFFFF
+
+
+class Drawing(enum.Enum):
+    """What launches it takes to draw a round's tokens; a graph has those it was captured with."""
+
+    GREEDY = "greedy"
+    NARROW = "narrow"  # sampled, and few ids are left by every request's filters
+    WIDE = "wide"
 
 
 class RoundUpload:
@@ -32,10 +42,10 @@ class RoundUpload:
         self._queue = queue
         self._tokens_per_block = engines[0].tokens_per_block
 
-    def write_sequences(self, sequences: Items[Sequence]) -> bool:
+    def write_sequences(self, sequences: Items[Sequence]) -> Drawing:
         """Where each request stands and how it is drawn; the rest of the batch becomes padding.
 
-        Returns whether all are greedy; the arrays of sampling are then left as they are.
+        Returns what drawing takes; where all are greedy the arrays of sampling stay as they are.
         """
         state, arrays = self._state, self._state.sampling
         params = [sequence.request.sampling_config for sequence in sequences]
@@ -45,7 +55,7 @@ class RoundUpload:
         self._write(state.max_len, [sequence.max_len for sequence in sequences])
         self._write(arrays.greedy, [int(p.is_greedy) for p in params])
         if all(p.is_greedy for p in params):
-            return True
+            return Drawing.GREEDY
         seeds = [sequence.seed for sequence in sequences]
         self._write(arrays.temperature, [1.0 if p.is_greedy else p.temperature for p in params])
         self._write(arrays.top_k, [p.top_k or 0 for p in params])
@@ -53,7 +63,8 @@ class RoundUpload:
         self._write(arrays.min_p, [p.min_p for p in params])
         self._write(arrays.seed_low, [_signed(seed & _WORD) for seed in seeds])
         self._write(arrays.seed_high, [_signed(seed >> 32) for seed in seeds])
-        return False
+        vocab = min(engine.vocab_size for engine in self._engines)
+        return Drawing.WIDE if any(is_wide(p, vocab) for p in params) else Drawing.NARROW
 
     def write_tables(self, tables: NDArray[np.int32], lens: Items[int]) -> None:
         """Blocks of each request [requests, longest], and how many tokens their `lens` hold."""

@@ -21,6 +21,7 @@ from llmctl.plugins.sampling import kernel as sampling
 from llmctl.plugins.sampling.arrays import SamplingScratch
 from llmctl.runtime.cuda_engine import CudaExecutable
 from llmctl.runtime.graphs import MAX_GRAPHS
+from llmctl.runtime.round_state import Drawing
 from llmctl.runtime.synthetic import LOT_LAUNCHES, DeviceLots
 
 LAUNCHES_A_STEP = 6  # beside the operators: feeding it, drawing from its logits (4), acceptance
@@ -34,7 +35,7 @@ class RoundShape:
 
     batch: int  # requests, padding included
     max_kv_len: int
-    is_greedy: bool
+    drawing: Drawing
     draft_len: int
 
 
@@ -126,7 +127,7 @@ class RoundWork:
         """Tokens of the engine's logits; row r draws position committed + first + r's own place."""
         scratch = self._scratch[engine.vocab_size]
         logits = engine.logits
-        if shape.is_greedy:
+        if shape.drawing is Drawing.GREEDY:
             return [sampling.argmax(logits, out, scratch, rows, stride=stride, offset=offset)]
         return sampling.sample(
             logits,
@@ -139,6 +140,7 @@ class RoundWork:
             first=first,
             stride=stride,
             offset=offset,
+            has_wide=shape.drawing is Drawing.WIDE,
         )
 
     def _launch(self, engine: CudaExecutable, launches: Items[Launch]) -> None:

@@ -96,6 +96,7 @@ class CudaSampling:
 
     def _draw(self, logits: DeviceLogits, rows: Sequence[SamplingRow]) -> NDArray[np.int32]:
         arrays, positions = _upload(rows, self._queue)
+        has_wide = any(kernel.is_wide(row.params, logits.shape[1]) for row in rows)
 
         def launches(
             tensor: torch.Tensor, out: torch.Tensor, scratch: SamplingScratch, first: int
@@ -104,7 +105,8 @@ class CudaSampling:
             part = SamplingArrays(
                 **{name: getattr(arrays, name)[first:end] for name in arrays.__slots__}
             )
-            return kernel.sample(tensor, out, scratch, len(tensor), part, positions[first:end])
+            where = positions[first:end]
+            return kernel.sample(tensor, out, scratch, len(tensor), part, where, has_wide=has_wide)
 
         return self._in_groups(logits, launches)
 

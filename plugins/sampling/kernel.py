@@ -74,7 +74,7 @@ def sample(
     first: int = 0,
     stride: int = 1,
     offset: int = 0,
-    has_wide: bool = True,
+    has_wide: bool,
 ) -> list[Launch]:
     """Draw a token from each row: requests and positions as above; `positions` [requests] int32.
 

@@ -37,7 +37,7 @@ def draw(logits: np.ndarray, rows: Sequence[SamplingRow], slots: int = 32) -> li
     out = torch.full((count,), -9, dtype=torch.int32, device="cuda")
     arrays, positions = make_arrays(rows, "cuda")
     device_logits = torch.from_numpy(logits).cuda()
-    run(kernel.sample(device_logits, out, scratch, count, arrays, positions))
+    run(kernel.sample(device_logits, out, scratch, count, arrays, positions, has_wide=True))
     return out.tolist()
 
 

@@ -188,7 +188,15 @@ def test_requests_and_positions_of_rows_follow_from_their_place(small_chunks: No
     scratch = SamplingScratch.allocate(6, 300, "cpu")
     run_launches(
         kernel.sample(
-            torch.from_numpy(logits), out, scratch, 6, arrays, positions, per_request=3, first=2
+            torch.from_numpy(logits),
+            out,
+            scratch,
+            6,
+            arrays,
+            positions,
+            per_request=3,
+            first=2,
+            has_wide=False,
         )
     )
     rows = [

@@ -281,6 +281,27 @@ def test_the_draft_length_of_a_round_is_its_graphs(fake, make_engine, num_reques
     assert device.capture.num_captured >= 2 * DRAFT_LEN + 1
 
 
+def test_no_graph_is_replayed_for_requests_that_take_other_kernels_to_draw(fake, make_engine):
+    device = Device(make_engine, with_draft=False)
+    captured = []
+    for params in (
+        SamplingConfig(),
+        SamplingConfig(temperature=0.9, top_k=4, top_p=0.9, seed=1),
+        SamplingConfig(temperature=0.9, top_k=0, top_p=0.9, seed=1),
+        SamplingConfig(temperature=0.7, top_k=3, seed=2),
+        SamplingConfig(temperature=0.7, top_k=0, min_p=0.1, seed=2),
+    ):
+        request = Request((3, 1, 4), 9, params)
+        harness = fake.Harness(device.target, device.drafter, runner=device.runner)
+        sequence = harness.add(request)
+        harness.run()
+        assert sequence.tokens[3:] == fake.plain_answer(fake.Engine(), request)[0]
+        captured.append(list(device.capture.launches.values()))
+    assert [len(graphs) for graphs in captured] == [1, 2, 3, 3, 3]
+    greedy, narrow, wide = captured[-1]
+    assert greedy < narrow < wide
+
+
 def test_graphs_of_adaptive_lengths_are_there_before_the_first_request(fake, make_engine):
     device = Device(make_engine, lengths=(0, 1, DRAFT_LEN))
     harness = fake.Harness(
