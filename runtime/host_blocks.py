@@ -19,7 +19,7 @@ A block's layers lie apart in the cache and together in host memory, so each goe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -33,6 +33,7 @@ from llmctl.runtime.lanes import Lane, Mark, main_lane, side_lane
 from llmctl.runtime.memory_usage import PinnedMemory
 
 NUM_BUFFERS = 8  # blocks that may wait for their transfer before a step does
+GROUP = 4  # blocks moved together: kernels, then transfers, so that the link seldom waits
 
 
 class HostBlocks:
@@ -64,7 +65,7 @@ class HostBlocks:
                 if queue.stream is not None:
                     self._pin(num_bytes)
                 self._buffers = torch.empty(
-                    (NUM_BUFFERS + 1, *shape), dtype=torch.uint8, device=queue.device
+                    (NUM_BUFFERS + GROUP, *shape), dtype=torch.uint8, device=queue.device
                 )
             queue.synchronize()  # the memory may have been another's, whose work is not done
         except (OutOfMemory, DeviceFailure, RuntimeError) as error:
@@ -73,8 +74,8 @@ class HostBlocks:
                 "host memory, which is not there",
                 fix="lower --kv-cache-host-memory-bytes",
             ) from error
-        self._sent: list[Mark | None] = [None] * NUM_BUFFERS  # the last transfer from each buffer
         self._next_buffer = 0
+        self._sent: dict[int, Mark] = {}  # the last transfer from each buffer
         self._slot_marks: dict[int, Mark] = {}  # the last transfer from or to each place
         self._block_marks: dict[int, Mark] = {}  # the last work of the lane in on each block
 
@@ -93,7 +94,7 @@ class HostBlocks:
             try:
                 for aside, run in groupby(copies, is_aside):
                     if aside:
-                        self._move_aside(cache, list(run))
+                        self._move_aside(cache, run)
                     else:
                         self._move_at_once(cache, run)
                 return _Arrival(self._main, self._in.mark()) if refilled else None
@@ -107,60 +108,55 @@ class HostBlocks:
             for lane in (self._in, self._out):
                 self._main.wait(lane.mark())
 
-    def _move_aside(self, cache: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
+    def _move_aside(self, cache: torch.Tensor, copies: Iterable[BlockCopy]) -> None:
         """Bring blocks in, and out what was in their places."""
-        slots, buffer = self._slots, self._buffers[NUM_BUFFERS]
-        places, blocks = [], []
-        for source, destination, _, kind in copies:
-            is_in = kind is CopyKind.ONBOARD
-            places.append(source if is_in else destination)
-            blocks.append(destination if is_in else source)
         self._in.wait(self._main.mark())
-        for mark in {self._slot_marks[slot] for slot in places if slot in self._slot_marks}:
-            self._in.wait(mark)
+        for group in _groups(copies):
+            slots, blocks = _ends(group)
+            _wait_for(self._in, self._slot_marks, slots)
+            self._in.run(partial(self._exchange, cache, group))
+            mark = self._in.mark()
+            self._slot_marks |= dict.fromkeys(slots, mark)
+            self._block_marks |= dict.fromkeys(blocks, mark)
 
-        def work() -> None:
-            for source, destination, _, kind in copies:
-                if kind is CopyKind.ONBOARD:
-                    buffer.copy_(slots[source], non_blocking=True)
-                    cache[:, destination].copy_(buffer)
-                else:
-                    buffer.copy_(cache[:, source])
-                    slots[destination].copy_(buffer, non_blocking=True)
-
-        self._in.run(work)
-        mark = self._in.mark()
-        self._slot_marks |= dict.fromkeys(places, mark)
-        self._block_marks |= dict.fromkeys(blocks, mark)
+    def _exchange(self, cache: torch.Tensor, group: Sequence[BlockCopy]) -> None:
+        """All that leaves, then all that comes: kernels and transfers of a kind together."""
+        buffers, slots = list(self._buffers[NUM_BUFFERS:]), self._slots
+        leaving = [copy for copy in group if copy.kind is CopyKind.OFFLOAD]
+        coming = [copy for copy in group if copy.kind is CopyKind.ONBOARD]
+        _copy_each(buffers, [cache[:, copy.src_block] for copy in leaving])
+        _copy_each([slots[copy.dst_block] for copy in leaving], buffers)
+        _copy_each(buffers, [slots[copy.src_block] for copy in coming])
+        _copy_each([cache[:, copy.dst_block] for copy in coming], buffers)
 
     def _move_at_once(self, cache: torch.Tensor, copies: Iterable[BlockCopy]) -> None:
         """Copies that the next step relies on, or whose blocks it overwrites."""
-        for copy in copies:
-            source, destination, _, kind = copy
-            for block in (source, destination) if kind is CopyKind.WITHIN else (source,):
-                if block in self._block_marks:
-                    self._main.wait(self._block_marks[block])
+        for group in _groups(copies):
+            source, destination, _, kind = group[0]
             if kind is CopyKind.WITHIN:
+                _wait_for(self._main, self._block_marks, (source, destination))
                 self._main.run(partial(_copy, cache[:, destination], cache[:, source]))
             else:
-                self._send(cache[:, source], destination)
+                _wait_for(self._main, self._block_marks, _ends(group)[1])
+                self._send(cache, group)
 
-    def _send(self, block: torch.Tensor, slot: int) -> None:
-        """Gather a block on the main lane, and let it leave beside."""
-        index = self._next_buffer
-        self._next_buffer = (index + 1) % NUM_BUFFERS
-        buffer, place, sent = self._buffers[index], self._slots[slot], self._sent[index]
-        if sent is not None:
-            self._main.wait(sent)
-        self._main.run(partial(_copy, buffer, block))
+    def _send(self, cache: torch.Tensor, group: Sequence[BlockCopy]) -> None:
+        """Gather blocks on the main lane, and let them leave beside."""
+        indices = [(self._next_buffer + i) % NUM_BUFFERS for i in range(len(group))]
+        self._next_buffer = (indices[-1] + 1) % NUM_BUFFERS
+        slots, blocks = _ends(group)
+        buffers = [self._buffers[index] for index in indices]
+        _wait_for(self._main, self._sent, indices)
+        self._main.run(partial(_copy_each, buffers, [cache[:, block] for block in blocks]))
         self._out.wait(self._main.mark())
-        if slot in self._slot_marks:
-            self._out.wait(self._slot_marks[slot])
-        self._out.run(partial(_copy, place, buffer))
-        self._sent[index] = self._slot_marks[slot] = self._out.mark()
+        _wait_for(self._out, self._slot_marks, slots)
+        self._out.run(partial(_copy_each, [self._slots[slot] for slot in slots], buffers))
+        mark = self._out.mark()
+        self._sent |= dict.fromkeys(indices, mark)
+        self._slot_marks |= dict.fromkeys(slots, mark)
 
     def _forget_what_is_done(self) -> None:
-        for marks in (self._slot_marks, self._block_marks):
+        for marks in (self._slot_marks, self._block_marks, self._sent):
             done = {mark for mark in set(marks.values()) if mark.query()}
             for key in [key for key, mark in marks.items() if mark in done]:
                 del marks[key]
@@ -199,6 +195,49 @@ def _unpin(address: int, num_bytes: int) -> None:
     with suppress(RuntimeError):  # a device that failed uses nothing
         torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # as above
+
+
+def _groups(copies: Iterable[BlockCopy]) -> Iterator[list[BlockCopy]]:
+    """Runs of copies between device and host for which all that leaves may go before all that
+    comes, up to GROUP either way; copies within the device alone."""
+    group: list[BlockCopy] = []
+    for copy in copies:
+        number = sum(other.kind is copy.kind for other in group)
+        is_kept = group and group[0].kind is not CopyKind.WITHIN is not copy.kind
+        if not is_kept or number == GROUP or any(_must_follow(copy, other) for other in group):
+            if group:
+                yield group
+            group = []
+        group.append(copy)
+    if group:
+        yield group
+
+
+def _must_follow(copy: BlockCopy, other: BlockCopy) -> bool:
+    """True for what leaves from or to where `other`, before it, has to have come."""
+    if copy.kind is not CopyKind.OFFLOAD or other.kind is not CopyKind.ONBOARD:
+        return False
+    return copy.src_block == other.dst_block or copy.dst_block == other.src_block
+
+
+def _ends(group: Iterable[BlockCopy]) -> tuple[list[int], list[int]]:
+    """The places in host memory and the blocks of the device that copies between them touch."""
+    slots, blocks = [], []
+    for source, destination, _, kind in group:
+        is_coming = kind is CopyKind.ONBOARD
+        slots.append(source if is_coming else destination)
+        blocks.append(destination if is_coming else source)
+    return slots, blocks
+
+
+def _wait_for(lane: Lane, marks: Mapping[int, Mark], keys: Iterable[int]) -> None:
+    for mark in {marks[key] for key in keys if key in marks}:
+        lane.wait(mark)
+
+
+def _copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for destination, source in zip(destinations, sources, strict=False):
+        _copy(destination, source)
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:

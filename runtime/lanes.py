@@ -82,5 +82,8 @@ def main_lane(queue: DeviceQueue) -> Lane:
 
 
 def side_lane(queue: DeviceQueue) -> Lane:
-    """A new one beside it."""
-    return HostLane() if queue.stream is None else StreamLane(new_stream(queue.device))
+    """A new one beside it. Its kernels are short, and start as soon as any multiprocessor has
+    room: they would else wait until a step leaves some idle."""
+    if queue.stream is None:
+        return HostLane()
+    return StreamLane(new_stream(queue.device, is_urgent=True))

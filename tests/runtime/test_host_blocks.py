@@ -155,6 +155,43 @@ def test_a_place_in_host_memory_is_not_overwritten_while_it_is_read():
     assert (cache[:, 3] == 5).all()
 
 
+def perform(cache, slots, copy):
+    """What a copy means, one after another."""
+    source = slots[copy.src_block] if copy.kind is ONBOARD else cache[:, copy.src_block]
+    if copy.kind is OFFLOAD:
+        slots[copy.dst_block] = source.clone()
+    else:
+        cache[:, copy.dst_block] = source.clone()
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_any_copies_in_any_order_of_lanes_end_as_one_after_another(seed):
+    device = Device(seed)
+    chance = np.random.default_rng([seed, 2])
+    num_blocks, num_slots = int(chance.integers(3, 12)), int(chance.integers(2, 8))
+    cache, host = empty_cache(num_blocks), device.host_blocks(num_slots)
+    for block in range(num_blocks):
+        cache[:, block] = content(block + 1)
+    host._slots.zero_()
+    wanted, slots = cache.clone(), host._slots.clone()
+    for _ in range(int(chance.integers(1, 8))):
+        copies = []
+        for _ in range(int(chance.integers(1, 14))):
+            kind = [OFFLOAD, ONBOARD, WITHIN][int(chance.choice(3, p=[0.45, 0.45, 0.1]))]
+            numbers = [int(chance.integers(n)) for n in (num_blocks, num_slots, num_blocks)]
+            block, slot, other = numbers
+            if kind is WITHIN and block == other:
+                continue
+            ends = {OFFLOAD: (block, slot), ONBOARD: (slot, block), WITHIN: (block, other)}[kind]
+            copies.append(BlockCopy(*ends, BLOCK, kind))
+        host.copy(cache, copies)
+        for copy in copies:
+            perform(wanted, slots, copy)
+        device.advance(int(chance.integers(0, 30)))
+    device.finish()
+    assert torch.equal(cache, wanted) and torch.equal(host._slots, slots)
+
+
 def test_after_a_copy_that_failed_steps_wait_for_what_was_started():
     device = Device()
     cache, host = empty_cache(4), device.host_blocks(4)
