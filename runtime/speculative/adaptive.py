@@ -43,6 +43,7 @@ class AdaptiveLengths:
 
     def __init__(self, most: int, *, has_engine: bool, is_common: bool) -> None:
         self.common: int | None = 0
+        self.beside_prompts = not is_common  # the host leads such steps, so rounds tell no cost
         self.costs = StepCosts()
         self._acceptance = Acceptance()
         self._account = Account()
@@ -52,7 +53,7 @@ class AdaptiveLengths:
         self._is_common = is_common
         self._candidates = round_lengths(most)
         self._lengths: dict[int, int] = {}  # by sequence id, as planned
-        self._is_on = False
+        self._is_on = self._has_begun = False  # has_begun: no step with drafts since
         self._current = 0  # the common length while on
         self._trial_rounds = 0  # left of a trial
         self._num_steps = 0
@@ -109,7 +110,7 @@ class AdaptiveLengths:
             cost_s = self._catch_up_s(self._behind(generation, lengths), batch)
             steps = min(HORIZON, _most_left(generation))
             if self._account.promised(gain, steps, plain_s) >= cost_s:
-                self._is_on = True
+                self._is_on = self._has_begun = True
                 self._account.begin()
                 return lengths
         return self._try(generation, plain_s)
@@ -243,7 +244,8 @@ class AdaptiveLengths:
         if not lag:
             spent_s = min(spent_s, FAR * expected_s)
         gain_s = tokens / batch * plain_s - spent_s
-        self._account.note_drafts(gain_s, plain_s, is_usual=not lag and not is_new)
+        is_first, self._has_begun = self._has_begun, False
+        self._account.note_drafts(gain_s, plain_s, is_usual=not is_first and not is_new)
 
 
 def _lag(sequence: Sequence) -> int:

@@ -32,6 +32,7 @@ class DraftLengths(Protocol):
     """Decides before every step; asked by the scheduler and by device rounds."""
 
     common: int | None  # what all planned sequences draft; None: not the same for all
+    beside_prompts: bool  # whether that holds in steps with prompts too; else they have no drafts
 
     def plan(self, generation: Items[Sequence]) -> None:
         """Decide for these sequences, which are all that generate in the next step."""
@@ -42,6 +43,8 @@ class DraftLengths(Protocol):
 
 class FixedLengths:
     """`length` for everybody, always."""
+
+    beside_prompts = True
 
     def __init__(self, length: int) -> None:
         self.common: int | None = length

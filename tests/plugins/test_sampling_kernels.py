@@ -70,7 +70,8 @@ def take_best(logits: np.ndarray) -> list[int]:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_tokens_equal_the_reference(vocab: int, small_chunks: None):
-    compare(vocab, CASES if vocab == 300 else CASES[::3])
+    """Every case is drawn from: those of one chunk take a fifth of the time of two."""
+    compare(vocab, {17: CASES, 300: CASES[::2]}.get(vocab, CASES[::3]))
 
 
 def test_tokens_equal_the_reference_where_many_candidates_are_narrowed(small_chunks: None):
@@ -78,7 +79,7 @@ def test_tokens_equal_the_reference_where_many_candidates_are_narrowed(small_chu
 
 
 def test_tokens_equal_the_reference_with_the_chunks_of_a_real_vocabulary():
-    compare(9001, CASES[::5])
+    compare(9001, CASES[::8])
 
 
 def compare(vocab: int, cases: Sequence[Params]) -> None:

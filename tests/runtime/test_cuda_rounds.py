@@ -245,6 +245,8 @@ def test_rounds_give_the_plain_answer_beside_any_batch_mates(fake, device):
 class Lengths:
     """0 to 3 drafts for everybody, decided anew before every round, or those of `choices`."""
 
+    beside_prompts = True
+
     def __init__(self, choices=range(DRAFT_LEN + 1), seed: int = 1) -> None:
         self.common: int | None = 0
         self.choices = tuple(choices)

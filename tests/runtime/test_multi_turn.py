@@ -17,6 +17,8 @@ DRAFT_LEN = 4
 class SwitchedLengths:
     """Drafts for everybody or for nobody, as a test sets it; or by turns."""
 
+    beside_prompts = True
+
     def __init__(self, length):
         self.common = length
         self.period = None

@@ -69,6 +69,8 @@ def test_rounds_ahead_of_the_host_give_the_plain_answer(fake, agreement, schedul
 class RandomLengths:
     """Any plan: no drafts, some for all, or each sequence its own."""
 
+    beside_prompts = True
+
     def __init__(self, generator, most):
         self.generator, self.most, self.common, self.lengths = generator, most, None, {}
 
@@ -106,6 +108,8 @@ def test_draft_lengths_that_change_from_round_to_round_change_no_token(fake, on_
 class Planned:
     """So many drafts for everybody, one after the other; the last for ever."""
 
+    beside_prompts = True
+
     def __init__(self, *lengths):
         self.left, self.common = list(lengths), 0
 
@@ -132,6 +136,27 @@ def test_a_drafter_left_behind_catches_up_and_the_device_goes_on_by_itself(fake)
     assert runner.num_caught_up == 1 and runner.num_begun == 2
     drafted, accepted = harness.loop.stats.draft_tokens, harness.loop.stats.accepted_tokens
     assert drafted > 20 and accepted >= drafted - 4  # what it had caught up with was right
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_prompts_are_read_without_drafts_beside_them_where_lengths_say_so(fake, beside):
+    draft, lengths = fake.Engine(agreement=1.0), Planned(4)
+    lengths.beside_prompts = beside
+    harness = fake.Harness(
+        fake.Engine(), DraftTargetDrafter(draft, 4), draft=draft, on_device=True,
+        draft_lengths=lengths,
+    )  # fmt: skip
+    first, drafted = harness.add(request()), {True: set(), False: set()}
+    late = None
+    while harness.scheduler.has_work:
+        if late is None and len(first.tokens) > 20:
+            late = harness.add(request())
+        report = harness.step()
+        rounds = report.commits[len(report.batch.context) :]
+        drafted[bool(report.batch.context)] |= {commit.num_drafts for commit in rounds}
+    assert drafted[True] == ({4} if beside else {0}) and 4 in drafted[False]
+    wanted, _ = fake.plain_answer(fake.Engine(), request())
+    assert first.tokens[5:] == late.tokens[5:] == wanted
 
 
 def request(max_tokens: int = 60, **rest) -> Request:
