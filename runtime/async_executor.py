@@ -6,6 +6,7 @@ Responses go from the executor's thread straight to the event loop; no thread wa
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
@@ -13,6 +14,31 @@ from llmctl.errors import BadConfig
 from llmctl.runtime.core import Request, Response
 from llmctl.runtime.executor import Executor
 from llmctl.runtime.mailbox import is_final
+
+
+class _Courier:
+    """Carries responses from the executor's thread to an event loop. Waking the loop costs more
+    than the rest, so what comes while it is about to wake goes along."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._bag: deque[tuple[asyncio.Queue[Response], Response]] = deque()
+        self._is_called = False
+
+    def post(self, queue: asyncio.Queue[Response], response: Response) -> None:
+        """On the executor's thread."""
+        self._bag.append((queue, response))
+        if not self._is_called:
+            self._is_called = True
+            with suppress(RuntimeError):  # the event loop is closed: nobody reads any more
+                self.loop.call_soon_threadsafe(self._unload)
+
+    def _unload(self) -> None:
+        """On the event loop's thread. What is put into the bag from here on calls again."""
+        self._is_called = False
+        while self._bag:
+            queue, response = self._bag.popleft()
+            queue.put_nowait(response)
 
 
 class AsyncExecutor:
@@ -23,15 +49,23 @@ class AsyncExecutor:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
+        self._last_courier: _Courier | None = None
+
+    def _courier(self) -> _Courier:
+        """That of the running event loop."""
+        loop = asyncio.get_running_loop()
+        courier = self._last_courier
+        if courier is None or courier.loop is not loop:
+            courier = self._last_courier = _Courier(loop)
+        return courier
 
     async def responses(self, request: Request) -> AsyncIterator[Response]:
         """Every response, up to the final one. Raises ExecutorClosed or QueueFull."""
-        loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Response] = asyncio.Queue()
+        post = self._courier().post
 
         def deliver(response: Response) -> None:
-            with suppress(RuntimeError):  # the event loop is closed: nobody reads any more
-                loop.call_soon_threadsafe(arrived.put_nowait, response)
+            post(arrived, response)
 
         request_id = self.executor.enqueue_request(request, deliver)
         is_over = False

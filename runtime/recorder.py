@@ -10,7 +10,7 @@ from typing import NamedTuple
 from llmctl.runtime.config import ExecutorConfig
 from llmctl.runtime.kv_cache import KvCacheManager, KvCacheStats
 from llmctl.runtime.loop import Loop, StepReport
-from llmctl.runtime.memory_usage import cpu_bytes, device_bytes, pinned_bytes
+from llmctl.runtime.memory_usage import MemoryUsage, pinned_bytes
 from llmctl.runtime.scheduler import CapacitySchedulerPolicy, Limits, Scheduler
 from llmctl.runtime.stats import (
     History,
@@ -57,6 +57,7 @@ class Recorder:
         self._loop = loop
         self._scheduler = scheduler
         self._kv_cache = kv_cache
+        self._memory = MemoryUsage()
         self._num_iterations = 0
         self._max_num_active = 0
         self._lock = threading.Lock()  # guards what follows
@@ -139,6 +140,7 @@ class Recorder:
         num_completed: int,
     ) -> IterationStats:
         began_s = moment.now_s - report.step_s
+        on_host, on_device = self._memory.read()
         limits = self._scheduler.limits
         return IterationStats(
             timestamp=moment.timestamp,
@@ -157,8 +159,8 @@ class Recorder:
             max_num_tokens_static=self._engine_limits.max_num_tokens,
             max_num_tokens_tuner_recommended=moment.token_budget,
             max_num_tokens_runtime=limits.max_num_tokens,
-            cpu_mem_usage=cpu_bytes(),
-            gpu_mem_usage=device_bytes(),
+            cpu_mem_usage=on_host,
+            gpu_mem_usage=on_device,
             pinned_mem_usage=pinned_bytes(),
             kv_cache_stats=moment.kv_cache_stats,
             inflight_batching_stats=inflight_batching_stats(

@@ -67,13 +67,16 @@ class RoundUpload:
         return Drawing.WIDE if any(is_wide(p, vocab) for p in params) else Drawing.NARROW
 
     def write_tables(self, tables: NDArray[np.int32], lens: Items[int]) -> None:
-        """Blocks of each request [requests, longest], and how many tokens their `lens` hold."""
+        """Blocks of each request [requests, longest]; `lens` of them are its own."""
         rows, width = tables.shape
+        capacity = np.array(lens, np.int32) * np.int32(self._tokens_per_block)
+        both = torch.from_numpy(np.concatenate((tables.reshape(-1), capacity)))  # in one transfer
         with device_errors("writing block tables"), self._queue.scope():
-            moved = self._queue.to_device(torch.from_numpy(tables))
+            moved = self._queue.to_device(both)
+            table = moved[: rows * width].view(rows, width)
             for engine in self._engines:
-                engine.program.step.block_tables[:rows, :width].copy_(moved)
-        self._write(self._state.capacity, [count * self._tokens_per_block for count in lens])
+                engine.program.step.block_tables[:rows, :width].copy_(table)
+            self._state.capacity[:rows].copy_(moved[rows * width :])
 
     def _write(
         self, array: torch.Tensor, values: Items[int | float], *, fill: bool = False

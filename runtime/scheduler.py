@@ -119,10 +119,8 @@ class Scheduler:
         self._token_budget = num_tokens
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a fresh sequence, or refuse one that could never run to its end.
-
-        Raises PromptTooLong (max_seq_len, or max_num_tokens without chunking) or OutOfMemory.
-        """
+        """Queue a fresh sequence. One that could never run to its end raises PromptTooLong
+        (max_seq_len, or max_num_tokens without chunking) or OutOfMemory."""
         refuse_unservable(sequence, self.config, self.limits, self._kv_cache)
         self._waiting.add(sequence)
 
@@ -140,8 +138,7 @@ class Scheduler:
     def _plan(self) -> Batch:
         if self._capacity.may_pause:
             self._secure_progress()
-        context: list[Sequence] = []
-        generation: list[Sequence] = []
+        context, generation = list[Sequence](), list[Sequence]()
         for sequence in self._active.values():
             if not self._kv_cache.is_arriving(sequence):
                 (context if sequence.is_context else generation).append(sequence)
@@ -240,7 +237,7 @@ class Scheduler:
         """Tokens for context after generation roots and drafts; drafts yield if it starves."""
         first = context[0] if context else self._waiting.head()
         least = least_chunk(first.kv_len, len(first.tokens), self._chunk_unit)
-        num_drafts = sum(self._wanted_draft_lens(generation))
+        num_drafts = sum(self._wanted_draft_len(sequence) for sequence in generation)
         free = self.limits.max_num_tokens - len(generation)
         budget = free - num_drafts
         if budget < least <= free:
@@ -281,19 +278,16 @@ class Scheduler:
         return chunks
 
     def _wanted_draft_len(self, sequence: Sequence) -> int:
+        if not self.limits.max_draft_len:
+            return 0
         # A round emits accepted + 1 tokens, so a draft beyond the last but one is never used.
         room = sequence.max_len - len(sequence.tokens) - 1
         asked = sequence.request.max_draft_len
         wanted = min(self.draft_lengths.of(sequence), room)
         return wanted if asked is None else min(wanted, asked)
 
-    def _wanted_draft_lens(self, generation: list[Sequence]) -> list[int]:
-        if not self.limits.max_draft_len:
-            return [0] * len(generation)
-        return [self._wanted_draft_len(sequence) for sequence in generation]
-
     def _rounds(self, generation: list[Sequence], num_drafts: int) -> list[Slice]:
-        draft_lens = self._wanted_draft_lens(generation)
+        draft_lens = [self._wanted_draft_len(sequence) for sequence in generation]
         if sum(draft_lens) > num_drafts:
             draft_lens = fair_shares(draft_lens, num_drafts)
         rounds, block_size = [], self._kv_cache.tokens_per_block

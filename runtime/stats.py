@@ -97,8 +97,8 @@ class IterationStats:
     max_num_tokens_static: int
     max_num_tokens_tuner_recommended: int  # what --max-step-ms has come to; else the runtime's
     max_num_tokens_runtime: int
-    cpu_mem_usage: int  # bytes of this process in RAM
-    gpu_mem_usage: int  # bytes that this process has allocated on the device; 0 without one
+    cpu_mem_usage: int  # bytes of this process in RAM, a tenth of a second ago at most
+    gpu_mem_usage: int  # bytes that it has allocated on the device, likewise; 0 without one
     pinned_mem_usage: int  # bytes of the KV cache's host tier that the device reads by itself
     kv_cache_stats: KvCacheStats
     inflight_batching_stats: InflightBatchingStats

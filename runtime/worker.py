@@ -9,7 +9,6 @@ the others. If even that raises, the executor closes, and whatever is left fails
 from __future__ import annotations
 
 from time import monotonic
-from typing import NamedTuple
 
 from llmctl.errors import LlmctlError, PairMismatch
 from llmctl.plugins.sampling.spec import SamplingBackend
@@ -17,11 +16,12 @@ from llmctl.runtime.admission import check_token_ids
 from llmctl.runtime.block_mover import BlockMover
 from llmctl.runtime.config import ExecutorConfig
 from llmctl.runtime.core import FinishReason, Response, Sequence
+from llmctl.runtime.delivery import Delivery
 from llmctl.runtime.inbox import Inbox
 from llmctl.runtime.kv_cache import KvCacheEventManager, KvCacheManager, most_step_tokens
 from llmctl.runtime.loop import Loop, StepReport
 from llmctl.runtime.mailbox import Mailbox
-from llmctl.runtime.recorder import Moment, Recorder
+from llmctl.runtime.recorder import Recorder
 from llmctl.runtime.rounds import RoundRunner, Rounds
 from llmctl.runtime.sampler import Sampler
 from llmctl.runtime.scheduler import Limits, Scheduler
@@ -31,14 +31,6 @@ from llmctl.runtime.step import StepRunner
 from llmctl.runtime.tracking import TrackedRequest
 from llmctl.runtime.tuning import SeenSteps, make_tuner
 from llmctl.runtime.verify import Verifier
-
-
-class _Done(NamedTuple):
-    """A step whose tokens are committed."""
-
-    report: StepReport
-    moment: Moment
-    started: list[TrackedRequest]
 
 
 class Worker:
@@ -92,9 +84,8 @@ class Worker:
         self.scheduler = Scheduler(config.scheduler, self.kv_cache, limits, self._lengths)
         self._tuner: SeenSteps | None = None
         if config.max_step_ms is not None:
-            self._tuner = make_tuner(
-                config.max_step_ms, target.tokens_per_block, limits.max_num_tokens
-            )
+            block = target.tokens_per_block
+            self._tuner = make_tuner(config.max_step_ms, block, limits.max_num_tokens)
             self.scheduler.set_token_budget(self._tuner.budget)
         self._config = config
         self._target = target
@@ -116,12 +107,10 @@ class Worker:
         self._mailbox = mailbox
         self._active: dict[int, TrackedRequest] = {}  # not ended, by request id
         self._next_sequence_id = 1
-        self._last: _Done | None = None  # a step that is yet to be delivered
-        # Responses, statistics and tracing wait until the device has its next step. Not where the
-        # host works itself, or waits for drafts, before that.
-        self._defers = (
-            target.is_asynchronous and not drafter.max_draft_len and not self.recorder.is_prompt
-        )
+        self._delivery = Delivery(self._active, self.recorder, mailbox, self._forget)
+        # Until the device has its next step; not where the host computes that, or waits for drafts.
+        is_soon = target.is_asynchronous and not drafter.max_draft_len
+        self._defers = is_soon and not self.recorder.is_prompt
 
     def run(self) -> None:
         """Work until the inbox is closed; then end whatever is left."""
@@ -141,7 +130,7 @@ class Worker:
             self.kv_cache.check_invariants()
         errand = self._inbox.receive(is_idle)
         if errand.cancelled:
-            self._deliver_last()
+            self._delivery.flush()
         for tracked in errand.arrived:
             self._admit(tracked)
         for request_id in errand.cancelled:
@@ -168,7 +157,7 @@ class Worker:
         """End requests whose allotted time is over."""
         late = [item.request_id for item in self._active.values() if item.is_out_of_time]
         if late:
-            self._deliver_last()
+            self._delivery.flush()
         for request_id in late:
             if request_id in self._active:  # else it has ended meanwhile
                 self._end(self._active[request_id], FinishReason.TIMED_OUT)
@@ -178,21 +167,20 @@ class Worker:
         try:
             self._loop.launch()
         except Exception as error:  # whatever it is, it belongs to the requests of this step
-            self._deliver_last()
+            self._delivery.flush()
             self._fail_step(error)
             return
-        self._deliver_last()
+        self._delivery.flush()
         try:
             report = self._loop.finish()
         except Exception as error:  # likewise
             self._fail_step(error)
             return
         self._learn(report)
-        started = self._start(report)
-        moment = self.recorder.look(len(self._active), self._inbox.num_queued)
-        self._last = _Done(report, moment, started)
+        started = self._note_started(report)
+        self._delivery.hold(report, started, self._inbox.num_queued)
         if not self._defers or not self.scheduler.has_work:
-            self._deliver_last()
+            self._delivery.flush()
 
     def _learn(self, report: StepReport) -> None:
         """What the step says of how to cut the next one."""
@@ -222,35 +210,7 @@ class Worker:
         if touched is None:  # perhaps before what it was to copy was copied
             self.kv_cache.abandon_copies()
 
-    def _deliver_last(self) -> None:
-        """Deliver what the last step brought, unless that has been done."""
-        done, self._last = self._last, None
-        if done is not None:
-            self._deliver(done)
-
-    def _deliver(self, done: _Done) -> None:
-        """Post what the step produced, count it, and retire what it completed."""
-        active, iteration, now_s = self._active, self.recorder.num_iterations + 1, done.moment.now_s
-        responses: list[Response] = []
-        ended: list[int] = []
-        for commit in done.report.commits:
-            sequence = commit.sequence
-            tracked = active[sequence.request_id]
-            tracked.note(commit, iteration, now_s)
-            is_over = sequence.finish_reason is not FinishReason.NOT_FINISHED
-            if is_over or (commit.num_tokens and tracked.request.streaming):
-                responses.append(tracked.respond(sequence))
-            if is_over:
-                self._forget(sequence)
-                if not tracked.num_unfinished:
-                    ended.append(tracked.request_id)
-        self.recorder.record(done.report, done.moment, active.values(), done.started, len(ended))
-        for request_id in ended:
-            del active[request_id]
-        if responses:
-            self._mailbox.post(responses)
-
-    def _start(self, report: StepReport) -> list[TrackedRequest]:
+    def _note_started(self, report: StepReport) -> list[TrackedRequest]:
         """The requests whose first slice ran in this step. Whoever waited for a prompt that is in
         the cache now goes to the scheduler."""
         started = []
@@ -293,6 +253,8 @@ class Worker:
     def _close(self, error: Exception | None) -> None:
         """The last act: everybody who still waits gets an answer. May be called again with the
         error that the first call raised."""
+        if error is None:
+            self._delivery.flush()
         self._inbox.close()
         for tracked in self._inbox.receive(is_idle=False).arrived:
             self._active[tracked.request_id] = tracked

@@ -1,13 +1,17 @@
-"""What the host's Python costs a step, part by part, without a GPU.
+"""What the host's Python costs a step, part by part.
 
     python scripts/profile_host.py [--requests 64,256] [--input 500] [--output 200]
-        [--step-ms 7.5] [--mixed-ms 30] [--simulate] [--markdown FILE]
+        [--step-ms 4,7.5] [--simulate] [--mixed-ms 30] [--reuse]
+    python scripts/profile_host.py --engine-dir DIR ...
 
 A closed loop of streaming requests runs through the real executor, its round runner and block
-tables included; only the device is a stub that knows every token at once. With --simulate it takes
---step-ms a round and --mixed-ms a step with prompts in it, on a clock of its own, and `idle` is
-what the device waits for the host between its steps. Parts exclude the parts within them and the
-waits for the device; means over the steps of a kind.
+tables included. Without an engine the device is a stub (`host_stub.py`) that knows every token at
+once; with --simulate it takes --step-ms a round and --mixed-ms a step with prompts in it, and the
+table tells how long it stood idle before each. Of an engine on a GPU nothing is simulated.
+
+A part's time is what the executor's thread computed (its CPU time), without the parts within it and
+without waiting for the device; `scheduling` is what decides who runs next. The share is that of a
+round of --step-ms, one for each number of requests.
 """
 
 from __future__ import annotations
@@ -15,57 +19,31 @@ from __future__ import annotations
 import argparse
 import gc
 import platform
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import mean, median
-from time import perf_counter, sleep, thread_time
-from types import SimpleNamespace
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
 import torch
+from host_stub import StubDevice, StubRunner, StubSampling, StubTarget
 
 import llmctl.runtime.loop as loop_module
-from llmctl.plugins.cuda.kernel import StepLimits
-from llmctl.plugins.cuda.queue import DeviceQueue
-from llmctl.plugins.rounds.state import RECORD_COMMITTED, RECORD_EMITTED, RECORD_TOKENS
+from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.config import ExecutorConfig, KvCacheConfig
 from llmctl.runtime.core import Request
-from llmctl.runtime.cuda_rounds import RING_SLOTS, CudaRoundRunner
 from llmctl.runtime.executor import Executor
 
-TOKEN = 77  # what the stub says after everything
-KINDS = ("generation", "mixed")
+KINDS = {"generation": "rounds", "mixed": "steps with prompts"}
+WAIT = "wait"
 SCHEDULING = ("schedule", "run ahead?")
 PARTS = (
-    "receive", "schedule", "run ahead?", "pack", "begin", "tables", "collect", "commit", "publish",
-    "responses", "post", "stats", "other",
+    "receive", "schedule", "run ahead?", "pack", "launch", "begin", "tables", "collect", "draw",
+    "commit", "publish", "deliver", "post", "statistics", "other",
 )  # fmt: skip
-
-
-class Device:
-    """Work that takes time and nothing else, in order."""
-
-    def __init__(self, round_s: float, mixed_s: float) -> None:
-        self.round_s, self.mixed_s = round_s, mixed_s
-        self.free_at = 0.0
-        self.idle_s = 0.0  # before the work enqueued last
-
-    def enqueue(self, seconds: float) -> float:
-        """When it will be done."""
-        now = perf_counter()
-        self.idle_s = max(0.0, now - self.free_at)
-        self.free_at = max(now, self.free_at) + seconds
-        return self.free_at
-
-    def wait(self, until: float) -> None:
-        """As a synchronization does: without the interpreter's lock."""
-        left = until - perf_counter()
-        if left > 0:
-            sleep(left)
 
 
 class Clock:
@@ -99,7 +77,7 @@ class Clock:
         self._step["idle"] = idle_s
 
     def end_step(self) -> None:
-        """The parts so far are those of a step; the time until the next is not counted."""
+        """The parts since the last end are those of one step."""
         if self._kind is not None:
             self.steps[self._kind].append(dict(self._step))
         self._step.clear()
@@ -113,7 +91,7 @@ class Clock:
 
 
 class Pauses:
-    """What garbage collections cost, by generation."""
+    """What garbage collections cost, by generation, in milliseconds."""
 
     def __init__(self) -> None:
         self.found: dict[int, list[float]] = defaultdict(list)
@@ -136,129 +114,59 @@ class Pauses:
             gc.callbacks.remove(self)
 
 
-class Target:
-    """A step runner whose logits say TOKEN."""
-
-    def __init__(self, batch: int, device: Device) -> None:
-        self.vocab_size, self.max_seq_len, self.max_batch_size = 128_256, 2560, batch
-        self.max_num_tokens, self.max_draft_len, self.tokens_per_block = 2048, 0, 32
-        self.max_num_rows = batch
-        self.is_asynchronous = True
-        self.queue = DeviceQueue("cpu")
-        self.logits = torch.empty(0)
-        width = self.max_seq_len // self.tokens_per_block
-        limits = StepLimits(2048, batch, batch, self.max_seq_len, 0, 32, "float8_e4m3fn")
-        tables = torch.zeros((batch, width), dtype=torch.int32)
-        self.program = SimpleNamespace(limits=limits, step=SimpleNamespace(block_tables=tables))
-        self._device = device
-
-    def allocate_kv_cache(self, num_blocks: int) -> None:
-        """There is none."""
-
-    def copy_blocks(self, copies: object) -> None:
-        """Nothing to copy."""
-
-    def is_capturable(self) -> bool:
-        """Everything is."""
-        return True
-
-    def run(self, step: Any) -> Any:
-        """Rows that know when they are done."""
-        done = self._device.enqueue(self._device.mixed_s)
-        return Rows(len(step.logit_rows), done, self._device)
-
-
-class Rows:
-    """So many rows of logits, readable from a moment on."""
-
-    def __init__(self, count: int, done: float, device: Device) -> None:
-        self.count, self.done, self.device = count, done, device
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, rows: slice) -> Rows:
-        return self
-
-
-class Sampling:
-    """TOKEN for every row."""
-
-    def argmax(self, logits: Rows) -> np.ndarray:
-        """Waits for them, as a copy to the host does."""
-        logits.device.wait(logits.done)
-        return np.full(len(logits), TOKEN, np.int32)
-
-
-class Runner(CudaRoundRunner):
-    """The CUDA backend's rounds over the stub's arrays; their graphs write records."""
-
-    def __init__(self, target: Any, device: Device) -> None:
-        capture = lambda record: SimpleNamespace(replay=record)  # noqa: E731
-        super().__init__(target, None, 0, capture)
-        self._device = device
-        self._done: dict[int, float] = {}
-
-    def _verify(self, shape: object) -> None:
-        count, slot = self._num_requests, self._num_started % RING_SLOTS
-        committed = self._state.committed[:count].numpy()
-        record = self._ring[slot, :count]
-        record[:, RECORD_COMMITTED] = committed
-        record[:, RECORD_EMITTED] = 1
-        record[:, RECORD_TOKENS] = TOKEN
-        committed += 1
-        self._done[slot] = self._device.enqueue(self._device.round_s)
-
-    def wait(self) -> None:
-        """For the oldest round."""
-        self._device.wait(self._done[self._in_flight[0].slot])
-
-
-def instrument(executor: Executor, runner: Runner, target: Target, clock: Clock) -> None:
-    """Every part of a step on the clock. The clock's step ends where the worker looks for news."""
+def instrument(executor: Executor, clock: Clock, device: StubDevice | None) -> None:
+    """Every part of a step on the clock. A step of the clock ends where the worker looks for news:
+    what is delivered late counts for the step that it delays."""
     worker: Any = executor._worker
-    loop, scheduler = worker._loop, worker.scheduler
-    rounds, collect = loop._rounds, runner.collect
+    loop, rounds, backend = worker._loop, worker._loop._rounds, worker._sampler.backend
+    runner = rounds._runner
     for owner, name, part in (
         (worker, "_receive", "receive"),
-        (scheduler, "schedule", "schedule"),
+        (worker.scheduler, "schedule", "schedule"),
         (rounds, "_length_ahead", "run ahead?"),
         (rounds, "_may_run_ahead", "run ahead?"),
-        (loop._verifier, "draw", "commit"),
+        (worker._target, "run", "launch"),
         (runner, "begin", "begin"),
         (runner, "enqueue", "tables"),
         (rounds, "advance", "commit"),
+        (loop._verifier, "draw", "draw"),
         (loop._verifier, "commit", "commit"),
-        (scheduler, "update", "publish"),
-        (worker, "_deliver", "responses"),
+        (worker.scheduler, "update", "publish"),
+        (worker._delivery, "flush", "deliver"),
         (worker._mailbox, "post", "post"),
-        (worker.recorder, "record", "stats"),
+        (worker.recorder, "look", "statistics"),
+        (worker.recorder, "record", "statistics"),
         (worker, "_step", "other"),
+        (backend if device is not None else backend._queue, "to_host", WAIT),
     ):
         clock.wrap(owner, name, part)
-    clock.wrap(worker._sampler.backend, "argmax", "wait")
-    clock.wrap(runner, "wait", "wait")
-    collect = runner.collect
+    collect, wait = runner.collect, getattr(runner, "wait_for_oldest", None)
 
-    def collect_done() -> Any:
-        runner.wait()
+    def collected() -> Any:
+        waited()
         return collect()
 
-    runner.collect = collect_done  # type: ignore[method-assign]
-    clock.wrap(runner, "collect", "collect")
-    step, receive = worker._loop.finish, worker._receive
-    device = target._device
+    def waited() -> None:
+        runner._in_flight[0].ended.synchronize() if wait is None else wait()
 
-    def noted() -> Any:
-        report = step()
-        clock.note_kind("mixed" if report.batch.context else "generation", device.idle_s)
+    holder: Any = argparse.Namespace(wait=waited)
+    clock.wrap(holder, "wait", WAIT)
+    waited = holder.wait
+    runner.collect = collected
+    clock.wrap(runner, "collect", "collect")
+    finish, receive = loop.finish, worker._receive
+
+    def finished() -> Any:
+        report = finish()
+        idle_s = device.idle_s if device is not None else 0.0
+        clock.note_kind("mixed" if report.batch.context else "generation", idle_s)
         return report
 
     def received() -> bool:
         clock.end_step()
         return bool(receive())
 
-    worker._loop.finish, worker._receive = noted, received
+    loop.finish, worker._receive = finished, received
 
 
 @contextmanager
@@ -272,57 +180,87 @@ def packing_timed(clock: Clock) -> Iterator[None]:
         loop_module.pack = original
 
 
-def measure(batch: int, arguments: argparse.Namespace, pauses: Pauses) -> Clock:
-    """Three loads of `batch` requests in flight, the first of them to warm up."""
-    scale = 1e-3 if arguments.simulate else 0.0
-    device = Device(arguments.step_ms * scale, arguments.mixed_ms * scale)
-    target, clock = Target(batch, device), Clock()
-    runner = Runner(target, device)
-    config = ExecutorConfig(KvCacheConfig(num_blocks=40_960, enable_block_reuse=arguments.reuse))
+def stub_executor(batch: int, device: StubDevice, has_reuse: bool) -> Executor:
+    """An executor of `batch` requests over a device that is none."""
+    target: Any = StubTarget(batch, device)
+    sampling: Any = StubSampling()
+    config = ExecutorConfig(KvCacheConfig(num_blocks=40_960, enable_block_reuse=has_reuse))
+    return Executor(target, None, config, sampling, StubRunner(target, device))
+
+
+def run_load(executor: Executor, batch: int, requests: list[Request]) -> None:
+    """All of them, `batch` in flight, as `llmctl bench throughput` does."""
+    waiting, running = requests[::-1], 0
+    while waiting or running:
+        while waiting and running < batch:
+            executor.enqueue_request(waiting.pop())
+            running += 1
+        for response in executor.await_responses():
+            assert response.result is not None, response.error
+            running -= response.result.is_final
+        executor.get_latest_iteration_stats()
+
+
+def measure(
+    batch: int, step_ms: float, arguments: argparse.Namespace, engines: OpenEngines | None
+) -> list[str]:
+    """Rows of the table for so many requests."""
+    device = None
+    if engines is None:
+        scale = 1e-3 if arguments.simulate else 0.0
+        device = StubDevice(step_ms * scale, arguments.mixed_ms * scale)
     random = np.random.default_rng(0)
-    length = arguments.input
-    prompts = random.integers(100, 10_000, (3 * batch, length)).tolist()
+    prompts = random.integers(100, 10_000, (3 * batch, arguments.input)).tolist()
     requests = [Request(tuple(ids), arguments.output, streaming=True) for ids in prompts]
-    args: Any = (target, None, config, Sampling(), runner)
-    with packing_timed(clock), Executor(*args) as executor, pauses.watched():
-        instrument(executor, runner, target, clock)
-        waiting, running = requests[::-1], 0
-        while waiting or running:
-            while waiting and running < batch:
-                executor.enqueue_request(waiting.pop())
-                running += 1
-            for response in executor.await_responses():
-                assert response.result is not None, response.error
-                running -= response.result.is_final
-            executor.get_latest_iteration_stats()
-    return clock
+    clock, pauses = Clock(), Pauses()
+    gc.collect()
+    with ExitStack() as stack:
+        stack.enter_context(packing_timed(clock))
+        if device is not None:
+            executor = stub_executor(batch, device, arguments.reuse)
+        else:
+            assert engines is not None
+            executor = engines.executor()
+        stack.enter_context(executor)
+        stack.enter_context(pauses.watched())
+        instrument(executor, clock, device)
+        began = perf_counter()
+        run_load(executor, batch, requests)
+        seconds = perf_counter() - began
+    rows = [row for kind in KINDS for row in table(batch, kind, clock.steps[kind], step_ms)]
+    tokens_s = len(requests) * arguments.output / seconds
+    rows.append(f"| {batch} | all | tokens/s, for what it is worth | {tokens_s:,.0f} | |")
+    for generation, times in sorted(pauses.found.items()):
+        name = f"{len(times)} garbage collections of generation {generation}"
+        rows.append(f"| {batch} | all | {name}, max | {max(times):.2f} | |")
+    return rows
 
 
-def table(batch: int, clock: Clock, step_ms: float) -> list[str]:
-    """Rows of Markdown."""
-    rows = []
-    for kind in KINDS:
-        steps = clock.steps[kind]
-        if not steps:
-            continue
-        means = {part: 1e3 * mean(step.get(part, 0.0) for step in steps) for part in PARTS}
-        totals = [1e3 * sum(s.get(part, 0.0) for part in PARTS) for s in steps]
-        meds = {part: 1e3 * median(step.get(part, 0.0) for step in steps) for part in PARTS}
-        rows += [
-            f"| {batch} | {kind} | {part} | {meds[part]:.3f} | {ms:.3f} |"
-            for part, ms in means.items()
-            if ms
-        ]
-        scheduling = sum(means[part] for part in SCHEDULING)
-        share = f"{scheduling / step_ms:.1%} of {step_ms:g} ms"
-        rows.append(f"| {batch} | {kind} | scheduling | {scheduling:.3f} ({share}) |")
-        p99 = float(np.percentile(totals, 99))
-        spread = f"median {median(totals):.3f}, p99 {p99:.3f}, max {max(totals):.3f}"
-        rows.append(
-            f"| {batch} | {kind} | all of {len(steps)} steps | {mean(totals):.3f}; {spread} |"
-        )
-        idle = [1e3 * s.get("idle", 0.0) for s in steps[1:]]
-        rows.append(f"| {batch} | {kind} | device idle | {mean(idle):.3f} |")
+def table(batch: int, kind: str, steps: list[dict[str, float]], step_ms: float) -> list[str]:
+    """Rows of Markdown for one kind of step."""
+    if not steps:
+        return []
+    start = f"| {batch} | {KINDS[kind]} |"
+    rows, shares = [], dict.fromkeys(PARTS, 0.0)
+    for part in PARTS:
+        times = [1e3 * step.get(part, 0.0) for step in steps]
+        if any(times):
+            shares[part] = mean(times)
+            rows.append(f"{start} {part} | {median(times):.3f} | {mean(times):.3f} |")
+    scheduling = [1e3 * sum(step.get(part, 0.0) for part in SCHEDULING) for step in steps]
+    share = f"{mean(scheduling) / step_ms:.1%} of {step_ms:g} ms"
+    rows.append(
+        f"{start} **scheduling** | {median(scheduling):.3f} | {mean(scheduling):.3f}, {share} |"
+    )
+    totals = [1e3 * sum(step.get(part, 0.0) for part in PARTS) for step in steps]
+    p99 = float(np.percentile(totals, 99))
+    rows.append(
+        f"{start} **all** of {len(steps)} steps | {median(totals):.3f} | {mean(totals):.3f}, "
+        f"p99 {p99:.2f}, max {max(totals):.2f} |"
+    )
+    idle = [1e3 * step["idle"] for step in steps[1:]]
+    if any(idle):
+        rows.append(f"{start} device idle before | {median(idle):.3f} | {mean(idle):.3f} |")
     return rows
 
 
@@ -332,27 +270,23 @@ def main() -> None:
     parser.add_argument("--requests", default="64,256")
     parser.add_argument("--input", type=int, default=500)
     parser.add_argument("--output", type=int, default=200)
-    parser.add_argument("--step-ms", type=float, default=7.5)
+    parser.add_argument("--step-ms", default="4,7.5")
     parser.add_argument("--mixed-ms", type=float, default=30.0)
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--reuse", action="store_true")
-    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--engine-dir", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    lines = ["| requests | steps | part | ms a step |", "|---|---|---|---|"]
-    for batch in map(int, arguments.requests.split(",")):
-        gc.collect()
-        pauses = Pauses()
-        lines += table(batch, measure(batch, arguments, pauses), arguments.step_ms)
-        lines += [
-            f"| {batch} | any | garbage collections of generation {generation} | "
-            f"{len(times)}; {sum(times):.1f} ms together, max {max(times):.2f} |"
-            for generation, times in sorted(pauses.found.items())
-        ]
-    lines.append(f"\nPython {platform.python_version()}, {' '.join(sys.argv[1:]) or 'defaults'}")
-    print("\n".join(lines))
-    if arguments.markdown:
-        arguments.markdown.write_text("\n".join(lines) + "\n")
+    engines = None
+    if arguments.engine_dir is not None:
+        options = EngineOptions(arguments.engine_dir, enable_block_reuse=arguments.reuse)
+        engines = OpenEngines(check_engines(options))
+    else:
+        torch.set_num_threads(1)
+    print(f"Python {platform.python_version()}, {platform.machine()}\n")
+    print("| requests | steps | part | median ms | mean ms |\n|---|---|---|---|---|")
+    batches, steps_ms = arguments.requests.split(","), arguments.step_ms.split(",")
+    for batch, step_ms in zip(map(int, batches), map(float, steps_ms), strict=True):
+        print("\n".join(measure(batch, step_ms, arguments, engines)), flush=True)
 
 
 if __name__ == "__main__":

@@ -121,21 +121,24 @@ def inject_everywhere(faults: Faults, make, prompt: tuple[int, ...], max_tokens:
     raise AssertionError
 
 
-@pytest.mark.parametrize("method", ["plain", "draft", "adaptive", "rounds"])
+@pytest.mark.parametrize("method", ["plain", "draft", "adaptive", "rounds", "behind"])
 @pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
 def test_whatever_call_fails_every_request_ends_and_the_next_is_right(fake, method, policy):
     faults = Faults()
     sampling = faults.wrap(ReferenceSampling(), "argmax", "sample_rows", "log_softmax_at")
 
     def make() -> Executor:
-        engine = fake.Engine(max_batch_size=3, max_num_tokens=16, steps_to_land=2)
+        is_behind = method == "behind"
+        engine = fake.Engine(
+            max_batch_size=3, max_num_tokens=16, steps_to_land=2, is_asynchronous=is_behind
+        )
         draft_engine = fake.Engine(agreement=0.7, steps_to_land=1)
         target = faults.wrap(engine, "run", "copy_blocks")
         draft = faults.wrap(draft_engine, "run", "copy_blocks")
-        drafter = None if method == "plain" else DraftTargetDrafter(draft, 3)
+        drafter = None if method in ("plain", "behind") else DraftTargetDrafter(draft, 3)
         runner = None
-        if method == "rounds":
-            runner = fake.Runner(engine, draft_engine, 3)
+        if method in ("rounds", "behind"):
+            runner = fake.Runner(engine, *((None, 0) if is_behind else (draft_engine, 3)))
             runner = faults.wrap(runner, "begin", "enqueue", "collect")
         config = ExecutorConfig(
             KvCacheConfig(16, num_host_blocks=8),

@@ -88,7 +88,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", range(3))
-@pytest.mark.parametrize("method", ["none", "draft", "adaptive", "rounds"])
+@pytest.mark.parametrize("method", ["none", "draft", "adaptive", "rounds", "behind"])
 def test_fakes_under_random_traffic_answer_as_they_do_alone(fake, num_requests, policy, method):
     generator = np.random.default_rng([policy, len(method)])
 
@@ -100,9 +100,13 @@ def test_fakes_under_random_traffic_answer_as_they_do_alone(fake, num_requests, 
                 self._rows.clear()
             return super().logits(tokens)
 
-    target, draft = Engine(steps_to_land=3), Engine(agreement=0.7, steps_to_land=2)
-    drafter = None if method == "none" else DraftTargetDrafter(draft, 4)
+    # behind: what a step brought is delivered while the next one runs
+    target = Engine(steps_to_land=3, is_asynchronous=method == "behind")
+    draft = Engine(agreement=0.7, steps_to_land=2)
+    drafter = None if method in ("none", "behind") else DraftTargetDrafter(draft, 4)
     runner = fake.Runner(target, draft, 4) if method == "rounds" else None
+    if method == "behind":
+        runner = fake.Runner(target, None, 0)
     is_small = policy == 0
     config = ExecutorConfig(
         KvCacheConfig(30 if is_small else 100, num_host_blocks=20 if policy == 1 else 0),
