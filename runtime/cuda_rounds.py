@@ -118,9 +118,11 @@ class CudaRoundRunner:
             return False
         return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
 
-    def prepare(self, max_batch_size: int) -> None:
+    def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
         """Capture the graphs of rounds of up to so many sequences, running each on padding; and
-        pack what catching up launches. Caches must be there, and no sequence yet."""
+        pack what catching up launches, and prompts. Caches must be there, and no sequence yet."""
+        if max_num_tokens:
+            self._target.prepare_prompts(max_num_tokens)
         if not self._lengths:
             return
         shape, size = self._shape(0, 0), self._target.tokens_per_block
@@ -129,10 +131,11 @@ class CudaRoundRunner:
         ):
             self._run(replace(shape, batch=batch, draft_len=draft_len))
         if self._draft is not None:
-            num_tokens = LEAST_FED
-            while num_tokens <= self._draft.max_num_tokens:
-                self._draft.feed(_unwritten(num_tokens, self._draft.max_seq_len, size))
-                num_tokens *= 2
+            power = LEAST_FED
+            while power <= self._draft.max_num_tokens:
+                for num_tokens in (3 * power // 4, power):
+                    self._draft.feed(_unwritten(num_tokens, self._draft.max_seq_len, size))
+                power *= 2
         self.abandon()
 
     def catch_up(self, sequences: Items[Sequence]) -> None:

@@ -92,6 +92,13 @@ class Buckets:
             max_kv_len=kv_bucket(shape.max_kv_len, limits),
         )
 
+    def prompt_shapes(self, max_num_tokens: int) -> list[StepShape]:
+        """What `round_up` makes of steps with prompts, of each number of tokens one."""
+        limits = self.limits
+        sizes = range(limits.tokens_per_block, min(max_num_tokens, limits.max_num_tokens) + 1)
+        shapes = (StepShape(count, 1, 1, count, 1) for count in sizes)
+        return list({shape.num_tokens: shape for shape in map(self.round_up, shapes)}.values())
+
 
 def pad(step: StepInputs, shape: StepShape) -> StepInputs:
     """The step with padding at its end, so that it has the tokens, requests and rows of `shape`."""

@@ -57,9 +57,9 @@ class RoundRunner(Protocol):
     def can_run(self, sequence: Sequence) -> bool:
         """True when the device can draw every further token of this sequence by itself."""
 
-    def prepare(self, max_batch_size: int) -> None:
-        """Called once, when the caches are there: do ahead what rounds of up to so many sequences
-        would have to do when they are first needed."""
+    def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
+        """Called once, when the caches are there: do ahead what rounds of up to so many sequences,
+        and steps with prompts of up to so many tokens, would have to do when first needed."""
 
     def catch_up(self, sequences: Items[Sequence]) -> None:
         """Feed the draft engine what it lacks of each sequence but the last two tokens, which a

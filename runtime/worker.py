@@ -99,7 +99,8 @@ class Worker:
         mover = BlockMover(self.kv_cache, target, drafter)
         rounds = None
         if round_runner is not None:
-            round_runner.prepare(limits.max_batch_size)
+            is_limited = self._tuner is not None  # then steps must be in time, the first as well
+            round_runner.prepare(limits.max_batch_size, is_limited * limits.max_num_tokens)
             rounds = Rounds(round_runner, self.scheduler, self.kv_cache, mover.start)
         self._loop = Loop(target, self.scheduler, mover, drafter, verifier, rounds)
         self.recorder = Recorder(config, self._loop, self.scheduler, self.kv_cache, engine_limits)

@@ -152,6 +152,8 @@ def measure_drafts(
             steps = executor.get_latest_iteration_stats()
             tables.keep(f"plain-{batch}", steps)
             plain_together = together(steps, batch)
+        with engines.executor() as executor:
+            run_all(executor, warm)
         for share in ACCEPTANCES:
             rates = tuple(share ** (index + 1) for index in range(draft_len))
             lots = SyntheticAcceptance(rates)

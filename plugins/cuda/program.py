@@ -40,7 +40,7 @@ from llmctl.plugins.program import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.specs import check_call
 
 # Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
-MAX_PREPARED = 64
+MAX_PREPARED, MAX_COUNTS = 64, 128
 _BY_REQUEST = frozenset({"paged_attention"})  # the others depend on how many tokens or rows alone
 _RING = 4  # pinned copies of the step: uploads that may be in flight
 _ALIGNMENT = 64  # elements of int32, so every array starts at 256 bytes
@@ -163,6 +163,13 @@ class CudaProgram:
         if len(self._prepared) > MAX_PREPARED:
             self._prepared.popitem(last=False)
 
+    def prepare(self, shape: StepShape) -> None:
+        """Pack ahead what steps of so many tokens and rows launch, but for attention."""
+        self._driver.make_current()
+        for index, (call, _) in enumerate(self._calls):
+            if call.op not in _BY_REQUEST and call.op not in self._executors:
+                self._pack(index, shape)
+
     def launch(self, launches: Sequence[Launch], stream: int) -> None:
         """Enqueue launches that belong to no call: rounds and sampling."""
         self._driver.make_current()
@@ -197,7 +204,7 @@ class CudaProgram:
         packed = _Packed([self._prepare(launch) for launch in launches], launches)
         if call.op not in _BY_REQUEST:
             kept[count] = packed
-            if len(kept) > MAX_PREPARED:
+            if len(kept) > MAX_COUNTS:
                 kept.popitem(last=False)
         return packed
 

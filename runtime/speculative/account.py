@@ -14,7 +14,7 @@ whatever they say:
 from __future__ import annotations
 
 ALLOWANCE = 0.01
-START, LEASH, MOST_CREDIT = 2.5, 3.0, 10.0  # plain steps
+START, LEASH, MOST_CREDIT = 1.5, 3.0, 10.0  # plain steps
 
 
 class Account:

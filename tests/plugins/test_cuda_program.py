@@ -162,8 +162,18 @@ def test_what_depends_on_requests_is_packed_for_each_shape(monkeypatch):
     assert recorder.num_prepared == 3 + 1
 
 
+def test_what_is_prepared_is_packed_and_not_launched(monkeypatch):
+    monkeypatch.setattr(program_module, "_BY_REQUEST", {"gather_rows"})
+    program, recorder = make_program()
+    program.prepare(SHAPE)
+    assert recorder.num_prepared == 2 and not recorder.launched
+    program.enqueue(SHAPE, STREAM)
+    assert recorder.num_prepared == 3 and len(recorder.launched) == 3
+
+
 def test_what_was_used_least_recently_is_packed_again(monkeypatch):
     monkeypatch.setattr(program_module, "MAX_PREPARED", 2)
+    monkeypatch.setattr(program_module, "MAX_COUNTS", 2)
     program, recorder = make_program()
     for tokens in (1, 2, 3):  # 3 displaces 1
         program.enqueue(replace(SHAPE, num_tokens=tokens), STREAM)

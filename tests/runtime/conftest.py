@@ -373,7 +373,7 @@ class FakeRunner:
             return False
         return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
 
-    def prepare(self, max_batch_size: int) -> None:
+    def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
         pass
 
     def catch_up(self, sequences) -> None:

@@ -128,6 +128,9 @@ def make_engine(fake, monkeypatch):
             assert not len(step.logit_rows)
             self.run(step)
 
+        def prepare_prompts(self, max_num_tokens: int) -> None:
+            pass
+
     return DeviceEngine
 
 
@@ -313,7 +316,7 @@ def test_graphs_of_adaptive_lengths_are_there_before_the_first_request(fake, mak
         runner=device.runner,
         draft_lengths=Lengths((0, 1, DRAFT_LEN)),
     )
-    device.runner.prepare(4)
+    device.runner.prepare(4, 0)
     captured = device.capture.num_captured
     assert captured == 3 * (3 + 2)  # batches of 1, 2 and 4
     requests = [replace(make_request(i, 50), sampling_config=SamplingConfig()) for i in range(4)]

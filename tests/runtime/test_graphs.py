@@ -122,6 +122,16 @@ def test_steps_with_prompts_come_in_few_shapes_a_sixteenth_larger_at_most(
     assert (padded.slot_mapping[step.num_tokens :] == -1).all()
 
 
+def test_every_size_of_a_prompt_step_is_among_those_prepared() -> None:
+    buckets = Buckets(TARGET)
+    sizes = [shape.num_tokens for shape in buckets.prompt_shapes(10**6)]
+    assert len(sizes) == len(set(sizes)) <= 128  # all are kept: plugins.cuda.program.MAX_COUNTS
+    for count in range(32, 2049):
+        assert buckets.round_up(StepShape(count, 5, 3, 20, 900)).num_tokens in sizes
+    assert max(shape.num_tokens for shape in buckets.prompt_shapes(500)) in (496, 504, 512)
+    assert buckets.prompt_shapes(0) == []
+
+
 def test_context_lengths_share_few_buckets() -> None:
     buckets = {kv_bucket(length, TARGET) for length in range(1, 5001)}
     assert buckets == {1024, 2048, 4096, 5000}
