@@ -8,6 +8,7 @@ cannot do without them waits, on the device.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 
 from llmctl.runtime.kv_cache import Arrival, KvCacheManager
 from llmctl.runtime.speculative.drafter import Drafter
@@ -22,6 +23,7 @@ class BlockMover:
         self._target = target
         self._drafter = drafter
         self._under_way: deque[tuple[int, list[Arrival]]] = deque()  # batches, oldest first
+        self.has_failed = False  # the last `start`, so that copies may be missing
 
     def poll(self) -> None:
         """Tell the cache what has arrived. Does not wait. A copy that failed raises, once."""
@@ -30,12 +32,17 @@ class BlockMover:
             while under_way and all(arrival.is_done() for arrival in under_way[0][1]):
                 self._kv_cache.arrivals.note_arrived(under_way.popleft()[0])
         except BaseException:
+            for _, arrivals in under_way:
+                for arrival in arrivals:
+                    with suppress(Exception):  # nothing may land in what others are given next
+                        arrival.hold()
             under_way.clear()
             raise
 
     def start(self) -> None:
         """Start every pending copy; where the next step needs what is under way, the devices wait
         for it before that step."""
+        self.has_failed = True
         arrivals = self._kv_cache.arrivals
         copies = self._kv_cache.pending_copies()
         if copies:
@@ -51,3 +58,4 @@ class BlockMover:
                 for arrival in parts:
                     arrival.hold()
                 arrivals.note_arrived(batch)
+        self.has_failed = False

@@ -130,6 +130,8 @@ class Loop:
         except BaseException:
             assert self._rounds is not None
             self._rounds.abandon()
+            if self._mover.has_failed:
+                self.touched = None  # what was to be moved is lost, whoever it was for
             raise
 
     def _start(self, batch: Batch) -> _Led:

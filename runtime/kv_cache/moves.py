@@ -27,7 +27,7 @@ class Arrival(Protocol):
     """Copies from host memory that an engine has under way."""
 
     def is_done(self) -> bool:
-        """True once they are there. Does not wait."""
+        """True once they are there. Does not wait; asked once a step, it may start more of them."""
 
     def hold(self) -> None:
         """Let whatever the device is given from now on wait for them."""

@@ -15,7 +15,7 @@ from kv_support import BLOCK, make_sequence
 
 from llmctl.errors import DeviceFailure
 from llmctl.plugins.cuda.queue import DeviceQueue
-from llmctl.runtime.host_blocks import NUM_BUFFERS, HostBlocks
+from llmctl.runtime.host_blocks import MOST_AT_ONCE, NUM_BUFFERS, HostBlocks
 from llmctl.runtime.kv_cache import BlockCopy, CopyKind, KvCacheManager
 
 LAYERS, LAYER_BYTES = 2, 8
@@ -141,6 +141,34 @@ def test_only_when_no_buffer_is_left_does_a_step_wait_for_the_link():
     assert len(done) == NUM_BUFFERS + 1
 
 
+def test_the_host_starts_no_more_than_so_many_blocks_a_step():
+    device = Device()
+    count = 2 * MOST_AT_ONCE + 10
+    cache, host = empty_cache(count), device.host_blocks(count)
+    for slot in range(count):
+        host._slots[slot] = content(slot % 200)
+    arrival = host.copy(cache, [BlockCopy(n, n, BLOCK, ONBOARD) for n in range(count)])
+    num_asked = 0
+    while not arrival.is_done():
+        device.finish()
+        num_asked += 1
+        brought = sum(bool((cache[:, n] == n % 200).all()) for n in range(1, count)) + 1
+        assert brought in (count, num_asked * MOST_AT_ONCE, (num_asked + 1) * MOST_AT_ONCE)
+    assert num_asked == 2 and brought == count
+
+
+def test_a_step_that_cannot_wait_has_all_started():
+    device = Device()
+    count, seen = MOST_AT_ONCE + 10, []
+    cache, host = empty_cache(count), device.host_blocks(count)
+    host._slots[count - 1] = content(9)
+    arrival = host.copy(cache, [BlockCopy(n, n, BLOCK, ONBOARD) for n in range(count)])
+    arrival.hold()
+    device.main.run(lambda: seen.append(int(cache[0, count - 1, 0])))
+    device.finish()
+    assert seen == [9]
+
+
 def test_a_place_in_host_memory_is_not_overwritten_while_it_is_read():
     device = Device()
     cache, host = empty_cache(4), device.host_blocks(4)
@@ -164,8 +192,10 @@ def perform(cache, slots, copy):
         cache[:, copy.dst_block] = source.clone()
 
 
+@pytest.mark.parametrize("most", [2, 64])
 @pytest.mark.parametrize("seed", range(150))
-def test_any_copies_in_any_order_of_lanes_end_as_one_after_another(seed):
+def test_any_copies_in_any_order_of_lanes_end_as_one_after_another(seed, most, monkeypatch):
+    monkeypatch.setattr(HostBlocks.advance, "__defaults__", (most,))
     device = Device(seed)
     chance = np.random.default_rng([seed, 2])
     num_blocks, num_slots = int(chance.integers(3, 12)), int(chance.integers(2, 8))
@@ -188,6 +218,8 @@ def test_any_copies_in_any_order_of_lanes_end_as_one_after_another(seed):
         for copy in copies:
             perform(wanted, slots, copy)
         device.advance(int(chance.integers(0, 30)))
+        host.advance(int(chance.integers(0, 9)))
+    host.settle()
     device.finish()
     assert torch.equal(cache, wanted) and torch.equal(host._slots, slots)
 
@@ -282,8 +314,10 @@ class Traffic:
             self.kv_cache.arrivals.note_arrived(self.arrivals.pop(0)[0])
 
 
+@pytest.mark.parametrize("most", [1, 64])
 @pytest.mark.parametrize("seed", range(40))
-def test_random_traffic_reads_its_own_content_in_every_order(seed):
+def test_random_traffic_reads_its_own_content_in_every_order(seed, most, monkeypatch):
+    monkeypatch.setattr(HostBlocks.advance, "__defaults__", (most,))
     traffic = Traffic(seed)
     for number in range(120):
         traffic.arrive(number)
@@ -295,5 +329,6 @@ def test_random_traffic_reads_its_own_content_in_every_order(seed):
             if is_over or traffic.random.random() < 0.05:
                 traffic.kv_cache.release(sequence)
                 traffic.running.remove(sequence)
+    traffic.host.settle()
     traffic.device.finish()
     assert traffic.num_reads > 100 and traffic.num_asides >= 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 import numpy as np
 import pytest
 from kv_support import (
@@ -318,6 +320,35 @@ def test_a_copy_that_fails_fails_its_requests_and_leaves_the_executor_right(fake
                 assert list(response.result.output_token_ids) == wanted
         assert 0 < num_failed <= 20
     executor._worker.kv_cache.check_invariants()
+
+
+def test_a_copy_that_fails_for_a_round_to_come_leaves_nothing_cached(fake):
+    target, has_failed = fake.Engine(), []
+    config = ExecutorConfig(KvCacheConfig(20, num_host_blocks=30), check_invariants=True)
+    copy_blocks = target.copy_blocks
+
+    def broken(copies):
+        loop = executor._worker._loop
+        if loop.touched is not None and not has_failed:  # while a round of these is started
+            has_failed.append(copies)
+            raise DeviceFailure("the copy broke")
+        return copy_blocks(copies)
+
+    target.copy_blocks = broken
+    runner = fake.Runner(target, None, 0)
+    with Executor(target, None, config, ReferenceSampling(), runner) as executor:
+        for request in requests(60):
+            (response,) = executor.await_responses(executor.enqueue_request(request), 30.0)
+            assert response.has_error == (len(has_failed) == 1)
+            if response.has_error:
+                has_failed.append("told")
+                deadline = monotonic() + 5  # the answer comes first
+                while executor._worker.kv_cache._store.tree.nodes():
+                    assert monotonic() < deadline, "what is in the cache may be another's"
+            else:
+                wanted = fake.plain_answer(target, request)[0]
+                assert list(response.result.output_token_ids) == wanted
+    assert len(has_failed) == 2
 
 
 def test_a_copy_that_fails_on_its_way_fails_its_requests_and_leaves_the_executor_right(fake):
