@@ -125,10 +125,8 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def schedule(self) -> Batch:
-        """The next step; empty only when there is no work. Blocks are reserved for all of it.
-
-        Sequences whose blocks are on their way from host memory are left out while others run.
-        """
+        """The next step; empty only when there is no work. Blocks are reserved for all of it. Who
+        waits for blocks from host memory is left out while others run."""
         batch = self._plan()
         if self._active and not batch.slices:
             self._kv_cache.arrivals.await_all()
@@ -139,8 +137,9 @@ class Scheduler:
         if self._capacity.may_pause:
             self._secure_progress()
         context, generation = list[Sequence](), list[Sequence]()
+        is_late = self._kv_cache.is_arriving if len(self._kv_cache.arrivals) else None
         for sequence in self._active.values():
-            if not self._kv_cache.is_arriving(sequence):
+            if is_late is None or not is_late(sequence):
                 (context if sequence.is_context else generation).append(sequence)
         self.draft_lengths.plan(generation)
         chunks: list[Slice] = []

@@ -212,10 +212,9 @@ class KvCacheManager:
             for index in range(lease.tail.depth, valid // size):
                 self._publish_block(lease, index, drafted)
             self.version += 1
-        num_drafted_blocks = min(drafted, sequence.draft_kv_len) // size
-        if num_drafted_blocks > lease.num_drafted:
-            mark_drafted(lease.tail, num_drafted_blocks)
-            lease.num_drafted = num_drafted_blocks
+        if drafted >= (lease.num_drafted + 1) * size and self.has_draft:
+            lease.num_drafted = min(drafted, sequence.draft_kv_len) // size
+            mark_drafted(lease.tail, lease.num_drafted)
 
     def _publish_block(self, lease: Lease, index: int, drafted: int) -> None:
         """Publish one more block of a sequence, of which the draft engine has seen `drafted`
