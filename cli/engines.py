@@ -224,7 +224,10 @@ class OpenEngines:
         from llmctl.runtime.cuda_rounds import CudaRoundRunner
 
         if speculation is None:
-            return CudaRoundRunner(opened.target, None, 0)
+            is_plain = (
+                self.checked.options.speculation is None
+            )  # else not what memory is planned for
+            return CudaRoundRunner(opened.target, None, 0, lengths=[0] if is_plain else [])
         if opened.draft is None or speculation.acceptance != "tokens":
             return None
         return CudaRoundRunner(
@@ -236,10 +239,13 @@ class OpenEngines:
         )
 
     def _lengths(self, draft_len: int) -> list[int]:
-        """What rounds on the device may draft where that adapts."""
+        """What rounds on the device draft, where their graphs are to be there from the start: 0
+        without drafts, and whatever may come where lengths adapt."""
         options = self.checked.options
         speculation = options.speculation
-        if not options.adaptive_draft_len or speculation is None:
+        if speculation is None:
+            return [0]
+        if not options.adaptive_draft_len:
             return []
         if speculation.draft_engine is None or speculation.acceptance != "tokens":
             return []

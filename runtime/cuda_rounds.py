@@ -3,8 +3,8 @@
 Both (`runtime.round_work`) read and write the request state on the device, so round after round is
 two graph launches. A round's record lands in pinned host memory and is valid once its event has
 passed. Graphs are captured when a batch size, a way of sampling or a reach of the cache is first
-needed; where draft lengths adapt, those of greedy rounds with little in the cache are there before
-the first request, for a capture takes as long as ten steps.
+needed; without drafts, and where their lengths adapt, those of greedy rounds with little in the
+cache are there before the first request, for a capture takes as long as ten steps.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ _EVENT_DISABLE_TIMING = 2
 _MAP_TYPES = {"float8_e4m3fn": 0, "uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 _MAP_SWIZZLES = {0: 0, 128: 3}
 _MAP_L2_PROMOTION_256B = 3
+_MAP_ALIGNMENT = 64  # bytes, that the driver wants; ctypes promises 8
 _SCALARS: dict[str, Any] = {"i32": c_int32, "i64": c_int64, "fp32": c_float}
 
 
@@ -125,17 +126,17 @@ class CudaDriver:
             attributes,
             count,
         )
-        pointers = (c_void_p * len(packed))(*(ctypes.addressof(value) for value in packed))
-        return _Prepared(self, loaded, config, pointers, (packed, attributes))
+        room, addresses = _in_one_piece(packed)
+        pointers = (c_void_p * len(packed))(*addresses)
+        return _Prepared(self, loaded, config, pointers, (room, attributes))
 
     def encode(self, tensor_map: TensorMap) -> ctypes.Structure:
         """The driver's 128 bytes for a 2-D tensor map."""
         tensor = tensor_map.tensor
         assert tensor.dim() == 2 and tensor.is_contiguous()
         rows, columns = tensor.shape
-        # The driver wants 64-byte alignment of what it writes; ctypes promises 8.
         room = (c_uint64 * 24)()
-        aligned = _TensorMapBits.from_buffer(room, -ctypes.addressof(room) % 64)
+        aligned = _TensorMapBits.from_buffer(room, -ctypes.addressof(room) % _MAP_ALIGNMENT)
         self._call(
             "cuTensorMapEncodeTiled",
             byref(aligned),
@@ -266,6 +267,22 @@ class _Prepared:
         self._config.stream = stream
         loaded = self._loaded
         self._driver.launch(self._reference, loaded.function, self._pointers, loaded.kernel.name)
+
+
+def _in_one_piece(packed: Sequence[Any]) -> tuple[Any, list[int]]:
+    """Copies of the arguments in one object, and the address of each: thousands of launches are
+    kept, and garbage collections walk every object in them."""
+    starts, size = [], 0
+    for value in packed:
+        alignment = _MAP_ALIGNMENT if isinstance(value, _TensorMapBits) else 8
+        starts.append(-(-size // alignment) * alignment)
+        size = starts[-1] + ctypes.sizeof(value)
+    room = (c_uint64 * ((size + _MAP_ALIGNMENT) // 8 + 1))()
+    first = -(-ctypes.addressof(room) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    addresses = [first + start for start in starts]
+    for address, value in zip(addresses, packed, strict=True):
+        ctypes.memmove(address, byref(value), ctypes.sizeof(value))
+    return room, addresses
 
 
 def _attribute(identifier: int, *values: int) -> _LaunchAttribute:

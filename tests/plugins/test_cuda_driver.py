@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ class Function:
             arguments[1]._obj.value = f"{self.name} {arguments[0]}".encode()
             return 0
         self.library.calls.append((self.name, arguments))
+        if self.name == "cuTensorMapEncodeTiled":
+            arguments[0]._obj.words[:] = range(1, 17)
         if self.name == "cuLaunchKernelEx":
             self.library.launches.append(self.decode(*arguments))
         return self.library.statuses.get(self.name, 0)
@@ -50,6 +53,7 @@ class Function:
             "shared": found.shared_bytes,
             "stream": found.stream,
             "attributes": [(a.id, list(a.value)[:3]) for a in attributes],
+            "addresses": list(pointers),
             "arguments": [
                 kind.from_address(address).value
                 for kind, address in zip(self.library.kinds, pointers, strict=True)
@@ -119,12 +123,28 @@ def test_a_tensor_map_is_encoded_at_an_aligned_address(library):
     source = torch.zeros(29, 128, dtype=torch.float8_e4m3fn)
     out = torch.zeros(1024, dtype=torch.uint8)
     arguments = (TensorMap(source, 8, 128, 128), out, 24)
-    CudaDriver().prepare(loaded(COPY_BOX), (1, 1, 1), arguments, True)
+    library.kinds = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32]
+    CudaDriver().prepare(loaded(COPY_BOX), (1, 1, 1), arguments, True)(1)
     (call,) = [found for name, found in library.calls if name == "cuTensorMapEncodeTiled"]
     assert ctypes.addressof(call[0]._obj) % 64 == 0
     assert call[1].value == 0 and call[3].value == source.data_ptr()  # FP8 travels as bytes
     assert [list(array) for array in call[4:8]] == [[128, 29], [128], [128, 8], [1, 1]]
     assert call[9].value == 3  # 128-byte swizzle
+    (launch,) = library.launches
+    address = launch["addresses"][0]
+    assert address % 64 == 0
+    assert list((ctypes.c_uint64 * 16).from_address(address)) == list(range(1, 17))
+    assert launch["arguments"][1:] == [out.data_ptr(), 24]
+
+
+def test_a_launch_is_few_objects_for_garbage_collections_to_walk(library):
+    driver, kernel = CudaDriver(), loaded(ADD_ROWS, 12)
+    arguments = (torch.zeros(4, 256), torch.zeros(4, 256), 1, 2, 0.5)
+    driver.prepare(kernel, (1, 1, 1), arguments, True)  # makes types
+    gc.collect()
+    before = len(gc.get_objects())
+    launches = [driver.prepare(kernel, (1, 1, 1), arguments, True) for _ in range(100)]
+    assert len(gc.get_objects()) - before <= 16 * len(launches)
 
 
 def test_kernels_with_much_shared_memory_or_large_clusters_ask_for_it(library):
