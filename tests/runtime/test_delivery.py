@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from llmctl.plugins.sampling.reference import ReferenceSampling
-from llmctl.runtime.core import FinishReason, Request
+from llmctl.runtime.async_executor import _Courier
+from llmctl.runtime.core import FinishReason, Request, Response
 from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
 
 WAIT_S = 30.0
@@ -168,3 +171,21 @@ def test_an_end_amid_a_load_answers_whoever_had_finished_as_finished(fake, watch
         assert tokens == wanted[: len(tokens)]
         is_whole = own[-1].finish_reason is FinishReason.LENGTH
         assert is_whole == (len(tokens) == len(wanted))
+
+
+def test_an_event_loop_is_woken_once_for_what_comes_before_it_wakes():
+    calls = []
+    courier = _Courier(SimpleNamespace(call_soon_threadsafe=calls.append))
+    queues = [asyncio.Queue(), asyncio.Queue()]
+    for number in range(6):
+        courier.post(queues[number % 2], Response(number))
+    assert len(calls) == 1
+    calls.pop()()
+    assert [[queue.get_nowait().request_id for _ in range(3)] for queue in queues] == [
+        [0, 2, 4],
+        [1, 3, 5],
+    ]
+    courier.post(queues[0], Response(6))
+    assert len(calls) == 1 and queues[0].empty()
+    calls.pop()()
+    assert queues[0].get_nowait().request_id == 6
