@@ -31,7 +31,7 @@ KINDS = (
 
 @contextmanager
 def fake_executor(
-    demo: DemoPair, draft: str | None, acceptance: str = "tokens"
+    demo: DemoPair, draft: str | None, acceptance: str = "tokens", max_step_ms: float | None = None
 ) -> Iterator[tuple[Executor, FakeCapture, list[str]]]:
     """(the executor, the target's graphs, names of sampling kernels launched)."""
     queue = DeviceQueue("cpu")
@@ -48,7 +48,11 @@ def fake_executor(
         drafter = NgramDrafter(DRAFT_LEN, 3)
     elif draft is not None:
         drafter = DraftTargetDrafter(open_on_fake_device(demo.engine(draft), queue)[0], DRAFT_LEN)
-    config = ExecutorConfig(KvCacheConfig(num_blocks=300), acceptance=acceptance)  # type: ignore[arg-type]
+    config = ExecutorConfig(
+        KvCacheConfig(num_blocks=300),
+        acceptance=acceptance,  # type: ignore[arg-type]
+        max_step_ms=max_step_ms,
+    )
     with Executor(target, drafter, config, CudaSampling(queue, launch)) as executor:
         yield executor, capture, launched
 
@@ -83,6 +87,15 @@ def test_tokens_equal_those_of_the_cpu_backend(
         assert run_all(executor, requests[:3]) == on_the_cpu[:3], "one by one, from a warm cache"
     assert sum(graph.num_replays for graph in capture.graphs) > 5
     assert any(name.startswith("sampling.finish") for name in launched)
+
+
+def test_steps_limited_in_time_give_the_same_tokens(
+    demo: DemoPair, requests: list[Request], on_the_cpu: Outputs
+) -> None:
+    with fake_executor(demo, None, max_step_ms=500.0) as (executor, _, _):
+        assert run_all(executor, requests[:16]) == on_the_cpu[:16]
+        steps = executor.get_latest_iteration_stats()
+    assert len({step.max_num_tokens_tuner_recommended for step in steps}) > 1
 
 
 def test_acceptance_by_logits_runs_and_greedy_requests_stay_exact(
