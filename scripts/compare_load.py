@@ -8,8 +8,8 @@ in flight, each of fixed length. "arrivals" is one more: 32 requests generate wh
 8,192 tokens arrive; its times between tokens are those of the 32 from the first arrival to the last
 first token. Greedy, streamed, no tokenizer. A warm-up of the same shapes comes before each load.
 
-OUTPUT/load.jsonl keeps a line for each load and system, OUTPUT/load.md is the table of them all,
-with the ratio to the fastest vLLM. What is measured again takes the place of what is there.
+OUTPUT/vllm_load.jsonl keeps a line for each load and system, OUTPUT/vllm_load.md is the table of
+them all, with the ratio to the fastest vLLM. What is measured again takes the older row's place.
 """
 
 from __future__ import annotations
@@ -148,19 +148,19 @@ def watched(short: list[RequestRecord], long: list[RequestRecord]) -> dict[str, 
 
 
 def store(folder: Path | None, row: dict[str, Any]) -> None:
-    """Print a row, and put it into load.jsonl and load.md."""
+    """Print a row, and put it into vllm_load.jsonl and vllm_load.md."""
     print(json.dumps({key: row[key] for key in ("load", "system", "settings", "tok_s_per_gpu")}))
     print(*(line for line in table([row]).splitlines() if line.startswith("| ")), sep="\n")
     sys.stdout.flush()
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "load.jsonl"
+    path = folder / "vllm_load.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     names = ("load", "model", "system", "settings")
     rows = [old for old in rows if any(old[name] != row[name] for name in names)] + [row]
     replace_file(path, "".join(json.dumps(item) + "\n" for item in rows))
-    replace_file(folder / "load.md", table(rows))
+    replace_file(folder / "vllm_load.md", table(rows))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -168,7 +168,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     runs: dict[tuple[str, ...], int] = {}
     for row in rows:
         runs.setdefault(_run(row), len(runs) + 1)
-    text = [f"# Under load, one {rows[0]['versions']['device']}\n"]
+    text = [f"# llmctl and vLLM under load, one {rows[0]['versions']['device']}\n"]
     for run, number in runs.items():
         text.append(f"{number}. " + " · ".join((f"`{run[0]}`", *run[1:])))
     text.append(f"\n{MEANING}")
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"], help="vLLM's")
     parser.add_argument("--max-batch-size", type=int, default=256, help="vLLM's")
     parser.add_argument("--max-seq-len", type=int, help="vLLM's; default: what the loads need")
-    parser.add_argument("--output", type=Path, help="folder of load.jsonl and load.md")
+    parser.add_argument("--output", type=Path, help="folder of vllm_load.jsonl and vllm_load.md")
     arguments = parser.parse_args()
     loads = [parse_load(text) for text in arguments.loads.split(",")]
     facts = {"model": arguments.name, "system": arguments.system}

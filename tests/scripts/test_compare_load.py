@@ -104,8 +104,8 @@ def measure(monkeypatch, tmp_path):
             sys, "argv", ["compare_load.py", *words, "--output", str(tmp_path / "out")]
         )
         compare_load.main()
-        lines = (tmp_path / "out/load.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines], (tmp_path / "out/load.md").read_text()
+        lines = (tmp_path / "out/vllm_load.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines], (tmp_path / "out/vllm_load.md").read_text()
 
     return run
 
