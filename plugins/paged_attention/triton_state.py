@@ -6,8 +6,8 @@ are merged from left to right. Units grow with the context (16 of one tile, 8 of
 so there are few of them, and none is longer than an eighth of what precedes it.
 
 Whoever computes a unit gets the same bits: the same 16 products at a time in the tensor cores, over
-the same keys in the same order, sums over keys within one warp's registers and then its lanes. Tiles that a row
-does not see leave its state as it is, bit for bit, so they may be skipped or not.
+the same keys in the same order, sums over keys within one warp's registers and then its lanes.
+Tiles that a row does not see leave its state as it is, bit for bit, so they may be skipped or not.
 
 `generation` (triton_generation.py) splits a request's units over thread blocks, which then merge
 them, each for some of the rows. `context` (triton_context.py) gives each block of query tokens a
