@@ -148,9 +148,8 @@ class Scheduler:
             budget = self._admit(context, generation, budget)
             chunks = self._chunk(context, budget)
         num_tokens = sum(chunk.num_tokens for chunk in chunks) + len(generation)
-        num_drafts = self.limits.max_num_tokens - num_tokens
-        if chunks and not self.draft_lengths.beside_prompts:
-            num_drafts = 0
+        has_drafts = not chunks or self.draft_lengths.beside_prompts
+        num_drafts = self.limits.max_num_tokens - num_tokens if has_drafts else 0
         rounds = self._rounds(generation, num_drafts)
         return Batch(tuple(chunks), tuple(rounds))
 

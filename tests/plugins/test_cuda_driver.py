@@ -124,7 +124,8 @@ def test_a_tensor_map_is_encoded_at_an_aligned_address(library):
     out = torch.zeros(1024, dtype=torch.uint8)
     arguments = (TensorMap(source, 8, 128, 128), out, 24)
     library.kinds = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32]
-    CudaDriver().prepare(loaded(COPY_BOX), (1, 1, 1), arguments, True)(1)
+    prepared = CudaDriver().prepare(loaded(COPY_BOX), (1, 1, 1), arguments, True)
+    prepared(1)  # kept: it owns what is read below
     (call,) = [found for name, found in library.calls if name == "cuTensorMapEncodeTiled"]
     assert ctypes.addressof(call[0]._obj) % 64 == 0
     assert call[1].value == 0 and call[3].value == source.data_ptr()  # FP8 travels as bytes
