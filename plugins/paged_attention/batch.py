@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmctl.plugins.cuda.dtypes import pointer, short_name
-from llmctl.plugins.cuda.kernel import Constant, KernelSpec, Launch, LaunchEnv, StepLimits
-from llmctl.plugins.paged_attention.tiles import KEYS, UNIT, count_units
-from llmctl.plugins.paged_attention.triton_specs import group_size
+from llmctl.plugins.cuda.kernel import KernelSpec, Launch, LaunchEnv, StepLimits
+from llmctl.plugins.paged_attention.source_specs import group_size, source_variant, tensor_types
+from llmctl.plugins.paged_attention.tiles import KEYS, count_units
 from llmctl.plugins.spec import FP8
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ MAX_ROWS = COLUMNS[-1]
 # multiprocessor then keep the memory busy, and more would find no room.
 _RING_BYTES = 48 << 10
 _WARPS_PER_SM = 4
-_TYPES = {"bfloat16": "BF16", "float16": "FP16", FP8: "E4M3", "int8": "INT8"}
 
 
 def covers_batch(call: OpCall, limits: StepLimits) -> bool:
@@ -103,51 +101,18 @@ def _part_tiles(tiles: int, groups: int, num_sms: int) -> int:
 
 def batch_spec(call: OpCall, limits: StepLimits, columns: int) -> KernelSpec:
     """One binary."""
-    size, heads, group = (
-        int(call.attributes["head_size"]),
-        int(call.attributes["num_kv_heads"]),
-        group_size(call),
-    )
-    q, out = _name(call.inputs["q"]), _name(call.outputs["out"])
-    scaled = [role for role in ("k_scale", "v_scale", "out_scale") if role in call.inputs]
-    words = [short_name(q), f"kv_{short_name(limits.kv_dtype)}", f"h{heads}x{group}", f"d{size}"]
-    words += [f"page{limits.tokens_per_block}", *scaled, f"c{columns}"]
+    size = int(call.attributes["head_size"])
+    words, constants = source_variant(call, limits)
     tile_bytes = KEYS * size * (1 if limits.kv_dtype in (FP8, "int8") else 2)
     slots = max(_RING_BYTES // tile_bytes, 3)
     query_bytes = columns * size * 2 if columns > COLUMNS[0] and size == 128 else 0
-    constants: dict[str, Constant] = {
-        "MODEL_TYPE": _TYPES[q],
-        "KV_TYPE": _TYPES[limits.kv_dtype],
-        "OUT_TYPE": _TYPES[out],
-        "HEADS": heads,
-        "GROUP": group,
-        "SIZE": size,
-        "TOKENS_PER_BLOCK": limits.tokens_per_block,
-        "COLUMNS": columns,
-        "SLOTS": slots,
-        "QUERY_BYTES": query_bytes,
-        "UNIT": UNIT,
-        "K_SCALE": "k_scale" in scaled,
-        "V_SCALE": "v_scale" in scaled,
-        "STATIC": "out_scale" in scaled,
-    }
+    constants |= {"COLUMNS": columns, "SLOTS": slots, "QUERY_BYTES": query_bytes}
     return KernelSpec(
-        name=".".join(["paged_attention.batch", *words]),
+        name=".".join(["paged_attention.batch", *words, f"c{columns}"]),
         source="paged_attention/batch.cu",
-        arguments=(
-            pointer(q),
-            *["*fp32"] * 3,
-            pointer(out),
-            pointer(limits.kv_dtype),
-            *["*i32"] * 4,
-            *("*fp32", "*i32", "fp32", "i32", "i32", "i32"),
-        ),
+        arguments=(*tensor_types(call, limits), "*fp32", "*i32", "fp32", *["i32"] * 3),
         constants=constants,
         entry="batch",
         num_warps=1,
         shared_bytes=slots * tile_bytes + query_bytes,
     )
-
-
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

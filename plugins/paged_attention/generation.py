@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmctl.plugins.cuda.dtypes import pointer, short_name
-from llmctl.plugins.cuda.kernel import Constant, KernelSpec, Launch, LaunchEnv, StepLimits
-from llmctl.plugins.paged_attention.tiles import KEYS, UNIT, count_units
+from llmctl.plugins.cuda.kernel import KernelSpec, Launch, LaunchEnv, StepLimits
+from llmctl.plugins.paged_attention.source_specs import group_size, source_variant, tensor_types
+from llmctl.plugins.paged_attention.tiles import KEYS, count_units
 from llmctl.plugins.spec import FP8
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ ROWS = 64  # of a thread block: one tensor-core instruction high
 # With the operands of that head size it leaves 152 KiB of a multiprocessor to a packed product.
 PARTS_BYTES = 26112
 GATHERED_BYTES = 432  # a step's numbers, as a thread block holds them
-_TYPES = {"bfloat16": "BF16", "float16": "FP16", FP8: "E4M3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ def choose_cut(
 ) -> Cut | None:
     """How to run such a step; None if another kernel serves it better."""
     size, heads = int(call.attributes["head_size"]), int(call.attributes["num_kv_heads"])
-    num_blocks = -(-max_tokens // (ROWS // (int(call.attributes["num_heads"]) // heads)))
+    num_blocks = -(-max_tokens // (ROWS // group_size(call)))
     groups = num_requests * heads * num_blocks
     # Clusters of 16 find room on few groups of SMs, and one more than those that run at once costs
     # as much as all. On an H200 seven groups have 16 or 18 SMs: 14 clusters with two thread blocks
@@ -119,8 +118,8 @@ def generation_launch(
     it is zero before and after.
     """
     heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
-    group, cache = int(call.attributes["num_heads"]) // heads, env.kv_cache[0]
-    chunks = cut.block_tokens * group * (size // 64)
+    cache = env.kv_cache[0]
+    chunks = cut.block_tokens * group_size(call) * (size // 64)
     stride = count_units(env.limits.max_seq_len) * chunks * (64 + 2)
     stride += -stride % 4
     grid = (cut.variant.splits, heads * cut.num_blocks, num_requests)
@@ -143,49 +142,23 @@ def generation_launch(
 
 def generation_spec(call: OpCall, limits: StepLimits, variant: Variant) -> KernelSpec:
     """One binary."""
-    size, heads = int(call.attributes["head_size"]), int(call.attributes["num_kv_heads"])
-    group = int(call.attributes["num_heads"]) // heads
-    q, out = _name(call.inputs["q"]), _name(call.outputs["out"])
-    scaled = [role for role in ("k_scale", "v_scale", "out_scale") if role in call.inputs]
-    words = [short_name(q), f"kv_{short_name(limits.kv_dtype)}", f"h{heads}x{group}", f"d{size}"]
-    words += [f"page{limits.tokens_per_block}", *scaled, str(variant)]
+    size = int(call.attributes["head_size"])
+    words, constants = source_variant(call, limits)
     parts_bytes = PARTS_BYTES if variant.is_clustered else 0
-    constants: dict[str, Constant] = {
-        "MODEL_TYPE": _TYPES[q],
-        "KV_TYPE": _TYPES[limits.kv_dtype],
-        "OUT_TYPE": _TYPES[out],
-        "HEADS": heads,
-        "GROUP": group,
-        "SIZE": size,
-        "TOKENS_PER_BLOCK": limits.tokens_per_block,
+    constants |= {
         "SPLITS": variant.splits,
         "CLUSTERED": variant.is_clustered,
         "PARTS_BYTES": parts_bytes,
         "GATHERED_BYTES": GATHERED_BYTES,
-        "UNIT": UNIT,
         "REGISTERS": _registers(size, limits.kv_dtype),
-        "K_SCALE": "k_scale" in scaled,
-        "V_SCALE": "v_scale" in scaled,
-        "STATIC": "out_scale" in scaled,
     }
     return KernelSpec(
-        name=".".join(["paged_attention.few", *words]),
+        name=".".join(["paged_attention.few", *words, str(variant)]),
         source="paged_attention/generation.cu",
-        arguments=(
-            pointer(q),
-            *["*fp32"] * 3,
-            pointer(out),
-            pointer(limits.kv_dtype),
-            *["*i32"] * 4,
-            *("*fp32", "*i32", "fp32", *["i32"] * 5, "i64"),
-        ),
+        arguments=(*tensor_types(call, limits), "*fp32", "*i32", "fp32", *["i32"] * 5, "i64"),
         constants=constants,
         entry="generation",
         num_warps=4,
         shared_bytes=3 * KEYS * size * 2 + parts_bytes + 16 + GATHERED_BYTES,
         cluster=variant.splits if variant.is_clustered else 1,
     )
-
-
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

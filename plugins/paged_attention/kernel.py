@@ -34,12 +34,12 @@ from llmctl.plugins.paged_attention.generation import (
     generation_launch,
     generation_specs,
 )
+from llmctl.plugins.paged_attention.source_specs import group_size
 from llmctl.plugins.paged_attention.tiles import count_units
 from llmctl.plugins.paged_attention.triton_specs import (
     ROWS,
     context_rows,
     context_spec,
-    group_size,
     split_spec,
     tree_tokens,
     window_arguments,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from llmctl.plugins.cuda.dtypes import pointer, short_name
+from llmctl.plugins.cuda.dtypes import short_name
 from llmctl.plugins.cuda.kernel import Constant, KernelSpec, StepLimits
+from llmctl.plugins.paged_attention.source_specs import group_size, tensor_types
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.spec import FP8
 
@@ -22,7 +23,7 @@ def split_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
         name=".".join(["paged_attention.generation", *names] + [f"tree{words}"] * (words > 0)),
         source=f"{_GENERATION}:generation",
         arguments=(
-            *_pointers(call, limits),
+            *tensor_types(call, limits),
             *("*i32", "*fp32", "*fp32", "*i32"),
             "fp32",
             *["i32"] * (4 + len(window_arguments(call))),
@@ -55,21 +56,14 @@ def context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     return KernelSpec(
         name=".".join(["paged_attention.context", *names, f"b{requests}"]),
         source=f"{_CONTEXT}:context",
-        arguments=(*_pointers(call, limits), "fp32", *["i32"] * (3 + len(window_arguments(call)))),
+        arguments=(
+            *tensor_types(call, limits),
+            "fp32",
+            *["i32"] * (3 + len(window_arguments(call))),
+        ),
         constants={**constants, "ROWS": context_rows(call), "MAX_REQUESTS": requests},
         num_warps=context_rows(call) // 16,
         num_stages=2,
-    )
-
-
-def _pointers(call: OpCall, limits: StepLimits) -> tuple[str, ...]:
-    """The types of `_tensors`."""
-    return (
-        pointer(call.inputs["q"].dtype),
-        *["*fp32"] * 3,
-        pointer(call.outputs["out"].dtype),
-        pointer(limits.kv_dtype),
-        *["*i32"] * 4,
     )
 
 
@@ -102,11 +96,6 @@ def _variant(call: OpCall, limits: StepLimits) -> tuple[list[str], dict[str, Con
 def context_rows(call: OpCall) -> int:
     """Rows of a context thread block: what measured best on an H200."""
     return 64 if int(call.attributes["head_size"]) == 64 else 128
-
-
-def group_size(call: OpCall) -> int:
-    """Query heads for each KV head."""
-    return int(call.attributes["num_heads"]) // int(call.attributes["num_kv_heads"])
 
 
 def window_arguments(call: OpCall) -> tuple[int, ...]:
