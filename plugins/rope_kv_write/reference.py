@@ -40,7 +40,7 @@ def reference(
         k = rms_norm(k, inputs["k_norm"], float(attributes["epsilon"]))
     positions = torch.from_numpy(step.position_ids).to(qkv.device, torch.int64)
     factors = inputs["rotary"][positions]
-    outputs["q"][:count] = rotate(q, factors).reshape(count, -1)
+    outputs["q"][:count] = rotate(q, factors).flatten(1)
     k = rotate(k, factors)
 
     cache = kv_cache[int(attributes["layer"])]  # [num_blocks, 2, kv heads, tokens_per_block, D]
