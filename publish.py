@@ -1,7 +1,7 @@
 """The one way an artefact gets its final name: write beside, fsync, rename.
 
 Whatever interrupts the body (an exception, Ctrl-C, a full disk), nothing under the final name
-exists; kill -9 can leave only a hidden `.NAME.XXXX.partial` directory beside it.
+exists; kill -9 can leave only a hidden `.NAME.<random>.partial` directory beside it.
 """
 
 from __future__ import annotations

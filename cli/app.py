@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from llmctl.cli import config_file, help
+from llmctl.cli.signatures import give_parameters
 
 # command: (module, function or typer.Typer with sub-commands, line in `llmctl --help`)
 COMMANDS = {
@@ -173,12 +174,9 @@ def _with_common_options(function: Callable[..., Any], module: Any) -> Callable[
     def command(**values: Any) -> Any:
         return function(**{n: v for n, v in values.items() if n not in common})
 
-    command.__doc__ = function.__doc__
-    # A mark for later parses, and what inspect and typer read; mypy does not know that functions
-    # may have attributes.
+    give_parameters(command, function, signature, parameters)
+    # a mark for later parses; mypy does not know that functions may have attributes
     command.has_common_options = True  # type: ignore[attr-defined]
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
 
 

@@ -13,6 +13,7 @@ import typer
 
 from llmctl.builder.models.family import DTYPES
 from llmctl.builder.plugin_config import OPTIONS
+from llmctl.cli.signatures import give_parameters
 from llmctl.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -116,8 +117,5 @@ def with_plugin_options(function: Callable[..., None]) -> Callable[..., None]:
     def build(**values: Any) -> None:
         function(**values)
 
-    build.__doc__ = function.__doc__
-    # inspect and typer read this attribute; mypy does not know that functions may have it
-    build.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    build.__annotations__ = {p.name: p.annotation for p in parameters}
+    give_parameters(build, function, signature, parameters)
     return build

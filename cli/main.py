@@ -228,7 +228,7 @@ def _open_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:
             # It stands in for the stream until the process ends, so nothing may close it.
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # see above
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # stays open
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmctl.cli.bench.driver import Driver, Pace
+from llmctl.cli.bench.driver import Driver, Pace, add_iteration
 from llmctl.cli.bench.records import Arrival, Clock, Recording, RequestRecord
 from llmctl.cli.bench.session import STEPS_KEPT
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
@@ -93,14 +93,7 @@ class Vllm:
 
     def run(self, requests: Sequence[Request], pace: Pace, recording: Recording) -> None:
         """Add one iteration to the recording, as `Driver.run` does."""
-        recording.num_iterations += 1
-        iteration = recording.num_iterations - 1
-        due = pace.due_times_s(len(requests))
-        records = [
-            RequestRecord(index, iteration, len(r.input_token_ids), r.max_tokens, due[index])
-            for index, r in enumerate(requests)
-        ]
-        recording.requests += records
+        records = add_iteration(recording, requests, pace)
         self._runner.run(self._serve(requests, records, pace.concurrency or len(requests)))
 
     async def _serve(

@@ -17,6 +17,7 @@ from typer import Option
 
 from llmctl.cli import engine_options as engine
 from llmctl.cli import run_options as option
+from llmctl.cli.signatures import give_parameters
 from llmctl.errors import BadConfig
 from llmctl.runtime.admission import CapacitySchedulerPolicy
 
@@ -143,10 +144,7 @@ def _with_common_options(function: Callable[..., int]) -> Callable[..., int]:
     def command(**values: Any) -> int:
         return function(**values)
 
-    command.__doc__ = function.__doc__
-    # inspect and typer read this attribute; mypy does not know that functions may have it
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    give_parameters(command, function, signature, parameters)
     return command
 
 

@@ -51,6 +51,22 @@ _CUT_SHORT = (FinishReason.CANCELLED, FinishReason.TIMED_OUT)
 Progress = Callable[[RequestRecord], None]
 
 
+def add_iteration(
+    recording: Recording, requests: Sequence[Request], pace: Pace
+) -> list[RequestRecord]:
+    """One iteration more of a recording: an empty record for each request, in order."""
+    due = pace.due_times_s(len(requests))
+    records = [
+        RequestRecord(
+            index, recording.num_iterations, len(r.input_token_ids), r.max_tokens, due[index]
+        )
+        for index, r in enumerate(requests)
+    ]
+    recording.num_iterations += 1
+    recording.requests += records
+    return records
+
+
 class Driver:
     """Runs loads through one executor, one after another."""
 
@@ -63,14 +79,7 @@ class Driver:
 
         Raises RequestError when the executor stops.
         """
-        recording.num_iterations += 1
-        iteration = recording.num_iterations - 1
-        due = pace.due_times_s(len(requests))
-        records = [
-            RequestRecord(index, iteration, len(r.input_token_ids), r.max_tokens, due[index])
-            for index, r in enumerate(requests)
-        ]
-        recording.requests += records
+        records = add_iteration(recording, requests, pace)
         self._server.get_latest_iteration_stats()  # those of what ran before
         clock = Clock()
         waiting = deque(records)

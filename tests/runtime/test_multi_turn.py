@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kv_support import BLOCK, make_sequence
 
-from llmctl.runtime.core import Request, SamplingConfig
+from llmctl.runtime.core import Request, SamplingConfig, Sequence
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
 from llmctl.runtime.speculative.ngram import NgramDrafter
@@ -172,28 +172,27 @@ def test_a_block_without_the_drafts_part_is_given_it_by_whoever_has_it():
     assert cache.match_and_attach(third) == 12 and third.draft_kv_len == 12
 
 
-def test_a_lagging_draft_gains_from_blocks_that_another_drafted():
+def publish_alike(first_drafted: int, second_drafted: int) -> tuple[KvCacheManager, list[Sequence]]:
+    """Two sequences of the same tokens, of which the draft engine has read so many."""
     cache = KvCacheManager(16, BLOCK, has_draft=True)
-    first, second = make_sequence(1, range(13)), make_sequence(2, range(13))
-    for sequence, drafted in ((first, 12), (second, 0)):
+    pair = [make_sequence(1, range(13)), make_sequence(2, range(13))]
+    for sequence, drafted in zip(pair, (first_drafted, second_drafted), strict=True):
         cache.match_and_attach(sequence)
         assert cache.reserve(sequence, 13)
         sequence.kv_len, sequence.draft_kv_len = 12, drafted
-    cache.publish(first)
-    cache.publish(second)
+    for sequence in pair:
+        cache.publish(sequence)
+    return cache, pair
+
+
+def test_a_lagging_draft_gains_from_blocks_that_another_drafted():
+    cache, (first, second) = publish_alike(12, 0)
     assert second.block_table[:3] == first.block_table[:3] and second.draft_kv_len == 12
     assert cache.pending_copies() == []
 
 
 def test_what_a_draft_computed_of_a_block_ends_where_its_owner_changes_over():
-    cache = KvCacheManager(16, BLOCK, has_draft=True)
-    first, second = make_sequence(1, range(13)), make_sequence(2, range(13))
-    for sequence, drafted in ((first, 0), (second, 6)):
-        cache.match_and_attach(sequence)
-        assert cache.reserve(sequence, 13)
-        sequence.kv_len, sequence.draft_kv_len = 12, drafted
-    cache.publish(first)
-    cache.publish(second)
+    _, (_, second) = publish_alike(0, 6)
     assert second.draft_kv_len == 4, "two tokens of the second block were in the one given up"
 
 
