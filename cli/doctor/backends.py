@@ -71,8 +71,9 @@ def _load_cpu() -> str:
 
 
 def _compile_for_gpu() -> str:
-    from llmctl.plugins.cuda.compiler import cache_folder, triton_version
+    from llmctl.plugins.cuda.compiler import cache_folder
     from llmctl.plugins.cuda.nvrtc import compile_source, version
+    from llmctl.plugins.cuda.sources import triton_version
 
     compile_source(_PROBE, "probe.cu", ["--gpu-architecture=sm_90a"])
     return f"Triton {triton_version()}, NVRTC {version()}, kernels kept in {cache_folder()}"

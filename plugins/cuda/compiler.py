@@ -10,19 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from llmctl.errors import KernelCompileError, NoDevice, Unsupported
+from llmctl.errors import KernelCompileError, Unsupported
 from llmctl.plugins.cuda import nvrtc
 from llmctl.plugins.cuda.cubin import read_cubin
 from llmctl.plugins.cuda.kernel import Constant, KernelSpec
+from llmctl.plugins.cuda.sources import (
+    included_files,
+    load_function,
+    triton_compiler,
+    triton_sources,
+    triton_version,
+)
 
 PLUGINS = Path(__file__).resolve().parent.parent
 CAPABILITIES = ("8.6", "8.9", "9.0", "12.0")
@@ -36,7 +40,6 @@ DEFAULT_MAX_SHARED_BYTES = 99 << 10
 TRITON_HIDDEN_ARGUMENTS = 2
 ARGUMENT_BYTES = {"i32": 4, "i64": 8, "fp32": 4, "tensor_map": 128}
 _FORMAT = 2  # of the cached files
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +115,8 @@ _memo: dict[str, CompiledKernel] = {}
 
 
 def _compile_triton(spec: KernelSpec, capability: str) -> CompiledKernel:
-    triton = _triton()
-    function = load_function(spec)
+    triton = triton_compiler()
+    function = load_function(spec.source)
     runtime = [name for name in function.arg_names if name not in spec.constants]
     unknown = set(spec.constants) - set(function.arg_names)
     if unknown or len(runtime) != len(spec.arguments) or spec.cluster != 1 or spec.shared_bytes:
@@ -208,32 +211,6 @@ def _described(
     )
 
 
-def load_function(spec: KernelSpec) -> Any:
-    """The Triton function that a spec names."""
-    _triton()
-    module, _, function = spec.source.partition(":")
-    return getattr(import_module(module), function)
-
-
-def triton_version() -> str:
-    """The version of the compiler of Triton's kernels. Raises NoDevice where it is missing."""
-    return str(_triton().__version__)
-
-
-@cache
-def _triton() -> Any:
-    try:
-        triton = import_module("triton")
-        import_module("triton.compiler")
-        import_module("triton.backends.compiler")
-    except ImportError as error:
-        raise NoDevice(
-            f"Triton, which compiles CUDA kernels, cannot be imported: {error}",
-            fix='pip install "triton>=3.6,<3.7"',
-        ) from error
-    return triton
-
-
 # ---- the cache ----
 
 
@@ -245,30 +222,15 @@ def cache_folder() -> Path:
 
 def _key(spec: KernelSpec, capability: str) -> str:
     if spec.is_triton:
-        # its source and that of every function and constant it uses
-        sources = [load_function(spec).cache_key]
+        sources = triton_sources(load_function(spec.source))
         compiler = f"triton {triton_version()}"
     else:
-        files = included_files(PLUGINS / spec.source)
+        files = included_files(PLUGINS / spec.source, PLUGINS)
         sources = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
         compiler = f"nvrtc {nvrtc.version()}"
     described = {**asdict(spec), "constants": sorted(spec.constants.items())}
     content = json.dumps([_FORMAT, capability, compiler, sources, described], default=str)
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-def included_files(path: Path) -> list[Path]:
-    """A CUDA source and every file below plugins/ that it includes, in order of first mention."""
-    found = [path]
-    for current in found:  # grows while it is walked
-        for name in _INCLUDE.findall(current.read_text()):
-            beside = [base / name for base in (current.parent, path.parent, PLUGINS)]
-            existing = [candidate.resolve() for candidate in beside if candidate.is_file()]
-            if not existing:
-                raise KernelCompileError(f'{current}: #include "{name}" is not below plugins/')
-            if existing[0] not in found:
-                found.append(existing[0])
-    return found
 
 
 def _read(path: Path) -> CompiledKernel | None:

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmctl.plugins.cuda.compiler import load_function
 from llmctl.plugins.cuda.kernel import Launch
+from llmctl.plugins.cuda.sources import load_function
 
 
 def run_launches(launches: Sequence[Launch]) -> None:
@@ -32,7 +32,7 @@ def run_launches(launches: Sequence[Launch]) -> None:
     """
     for launch in launches:
         assert launch.spec.is_triton, f"{launch.spec.name} is CUDA C++: it needs a GPU"
-        function = load_function(launch.spec)  # outside, so that it is defined for compiling
+        function = load_function(launch.spec.source)  # outside, so that it is defined for compiling
         with _interpreted():
             _run(launch, function)
 
