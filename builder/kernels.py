@@ -8,12 +8,12 @@ second a kernel and happens once a machine; `plugins/cuda/compiler.py` keeps wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.config import BuildConfig
-from llmctl.builder.engine_format import TENSORRT_OP, Plan, PlanKernel, PlanOp
+from llmctl.builder.engine_format import TENSORRT_OP, Plan, PlanKernel
 from llmctl.plugins.cuda.kernel import (
     DeviceStep,
     KernelSpec,
@@ -22,6 +22,7 @@ from llmctl.plugins.cuda.kernel import (
     StepLimits,
     StepShape,
 )
+from llmctl.plugins.decoder_layers.kernel import chain_launch, chain_spec, find_chain
 from llmctl.plugins.program import Extent, OpCall
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
     ]
     for call, _ in distinct_calls(plan):
         found += _module(call.op).kernels(call, limits)
+    chain = find_chain([call for call, _ in meta_calls(plan)], limits)
+    if chain is not None:
+        found.append(chain_spec(chain, limits))
     specs: dict[str, KernelSpec] = {}
     for spec in found:
         assert specs.setdefault(spec.name, spec) == spec, f"two kernels are called {spec.name}"
@@ -96,6 +100,10 @@ def scratch_bytes(plan: Plan, limits: StepLimits) -> int:
 
     for shape in largest_shapes(limits):
         plan_launches(plan, limits, shape, scratch)
+    chain = find_chain([call for call, _ in meta_calls(plan)], limits)
+    if chain is not None:
+        env = LaunchEnv(meta_step(limits), meta_cache(plan, limits), limits, "tokens", scratch)
+        chain_launch(chain, env, StepShape(1, 1, 1, 1, 1))
     return sum(sizes.values())
 
 
@@ -115,7 +123,7 @@ def plan_launches(
     scratch: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor],
 ) -> list[Launch]:
     """What a step launches, on meta tensors; calls that differ only in their weights once."""
-    step, kv_cache = _meta_step(limits), _meta_cache(plan, limits)
+    step, kv_cache = meta_step(limits), meta_cache(plan, limits)
     launches: list[Launch] = []
     for call, extent in distinct_calls(plan):
         env = LaunchEnv(step, kv_cache, limits, extent, scratch)
@@ -128,37 +136,41 @@ def distinct_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
 
     Calls that differ only in their name and layer are one: the layers of a model share kernels.
     """
+
+    def signature(call: OpCall, extent: Extent) -> Any:
+        roles = [*call.inputs.items(), *call.outputs.items()]
+        attributes = {k: v for k, v in call.attributes.items() if k != "layer"}
+        described = [(role, tensor.shape, tensor.dtype) for role, tensor in roles]
+        return (call.op, call.tactic, extent, tuple(described), tuple(sorted(attributes.items())))
+
+    calls: dict[Any, tuple[OpCall, Extent]] = {}
+    for call, extent in meta_calls(plan):
+        if call.op != TENSORRT_OP:  # launches what TensorRT compiled
+            calls.setdefault(signature(call, extent), (call, extent))
+    return list(calls.values())
+
+
+def meta_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
+    """The plan's calls in order, on meta tensors: what a call makes is what others take."""
     import torch
 
     rows = {"tokens": plan.max_num_tokens, "rows": plan.max_num_rows}
-    shapes = {
-        t.name: tuple(rows[dim] if isinstance(dim, str) else dim for dim in t.shape)
+    symbols = {t.name: t.shape[0] for t in plan.tensors}
+    made = {
+        t.name: _meta(
+            tuple(rows[dim] if isinstance(dim, str) else dim for dim in t.shape),
+            getattr(torch, t.dtype),
+        )
         for t in plan.tensors
     }
-    dtypes = {t.name: t.dtype for t in plan.tensors}
-    symbols = {t.name: t.shape[0] for t in plan.tensors}
-
-    def tensors(names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        return {r: _meta(shapes[n], getattr(torch, dtypes[n])) for r, n in names.items()}
-
-    def signature(op: PlanOp, extent: Extent) -> Any:
-        roles = [*op.inputs.items(), *op.outputs.items()]
-        attributes = {k: v for k, v in op.attributes.items() if k != "layer"}
-        described = [(role, shapes[name], dtypes[name]) for role, name in roles]
-        return (op.op, op.tactic, extent, tuple(described), tuple(sorted(attributes.items())))
-
-    calls: dict[Any, tuple[OpCall, Extent]] = {}
+    calls: list[tuple[OpCall, Extent]] = []
     for op in plan.ops:
-        if op.op == TENSORRT_OP:  # launches what TensorRT compiled
-            continue
         is_rows = any(symbols[name] == "rows" for name in op.outputs.values())
-        extent: Extent = "rows" if is_rows else "tokens"
-        key = signature(op, extent)
-        if key not in calls:
-            inputs, outputs = tensors(op.inputs), tensors(op.outputs)
-            call = OpCall(op.op, op.name, inputs, outputs, op.attributes, op.tactic)
-            calls[key] = call, extent
-    return list(calls.values())
+        inputs = {role: made[name] for role, name in op.inputs.items() if name in made}
+        outputs = {role: made[name] for role, name in op.outputs.items()}
+        call = OpCall(op.op, op.name, inputs, outputs, op.attributes, op.tactic)
+        calls.append((call, "rows" if is_rows else "tokens"))
+    return calls
 
 
 def _module(op: str) -> Any:
@@ -171,7 +183,8 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _meta_step(limits: StepLimits) -> DeviceStep:
+def meta_step(limits: StepLimits) -> DeviceStep:
+    """The arrays of a step, without memory."""
     import torch
 
     blocks = -(-limits.max_seq_len // limits.tokens_per_block)
@@ -180,7 +193,8 @@ def _meta_step(limits: StepLimits) -> DeviceStep:
     return DeviceStep(*(_meta(shape, torch.int32) for shape in shapes))
 
 
-def _meta_cache(plan: Plan, limits: StepLimits) -> torch.Tensor:
+def meta_cache(plan: Plan, limits: StepLimits) -> torch.Tensor:
+    """A KV cache of full sequences, without memory."""
     import torch
 
     cache = plan.kv_cache

@@ -129,9 +129,16 @@ class TensorMap:
 
 
 @dataclass(frozen=True, slots=True)
+class PointerTable:
+    """An array in device memory of the tensors' addresses, 0 for none: an argument "*i64"."""
+
+    tensors: tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch: arguments in the spec's order, tensors where it has pointers."""
 
     spec: KernelSpec
     grid: tuple[int, int, int]
-    arguments: tuple[torch.Tensor | TensorMap | int | float, ...]
+    arguments: tuple[torch.Tensor | TensorMap | PointerTable | int | float, ...]

@@ -32,10 +32,12 @@ from llmctl.plugins.cuda.kernel import (
     KernelSpec,
     Launch,
     LaunchEnv,
+    PointerTable,
     StepLimits,
     StepShape,
     TensorMap,
 )
+from llmctl.plugins.decoder_layers.kernel import chain_launch, chain_spec, find_chain, serves
 from llmctl.plugins.program import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.specs import check_call
 
@@ -43,6 +45,7 @@ from llmctl.plugins.specs import check_call
 MAX_PREPARED, MAX_COUNTS = 64, 128
 _BY_REQUEST = frozenset({"paged_attention"})  # the others depend on how many tokens or rows alone
 _RING = 4  # pinned copies of the step: uploads that may be in flight
+_CHAIN = -1  # in the place of an index: all calls of the chain
 _ALIGNMENT = 64  # elements of int32, so every array starts at 256 bytes
 
 Prepared = Callable[[int], None]
@@ -57,7 +60,7 @@ class Driver(Protocol):
         self,
         loaded: Any,
         grid: Sequence[int],
-        arguments: Sequence[torch.Tensor | TensorMap | int | float],
+        arguments: Sequence[torch.Tensor | TensorMap | PointerTable | int | float],
         use_pdl: bool,
     ) -> Prepared: ...
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None: ...
@@ -124,6 +127,9 @@ class CudaProgram:
         self._envs: dict[str, LaunchEnv] = {}
         self._prepared: OrderedDict[StepShape, list[_Packed]] = OrderedDict()
         self._by_count: list[OrderedDict[int, _Packed]] = [OrderedDict() for _ in calls]
+        self._chain = find_chain(calls, limits)
+        if self._chain is not None and chain_spec(self._chain, limits).name not in self._loaded:
+            self._chain = None
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Use this cache from now on; captured graphs keep the one they were captured with."""
@@ -155,7 +161,7 @@ class CudaProgram:
             return
         assert self._envs, "bind_kv_cache comes first"
         steps = []
-        for index in range(len(self._calls)):  # the device starts while the rest is packed
+        for index in self.parts(shape):  # the device starts while the rest is packed
             packed = self._pack(index, shape)
             packed.enqueue(stream)
             steps.append(packed)
@@ -187,8 +193,20 @@ class CudaProgram:
         assert tuple(found.shape) == tuple(shape) and found.dtype == dtype, name
         return found
 
+    def parts(self, shape: StepShape) -> list[int]:
+        """The calls to launch one by one, and _CHAIN in the place of those that are one launch."""
+        parts = list(range(len(self._calls)))
+        chain = self._chain
+        if chain is not None and serves(chain, self._envs["tokens"], shape):
+            parts[chain.start : chain.stop] = [_CHAIN]
+        return parts
+
     def _pack(self, index: int, shape: StepShape) -> _Packed:
         """What a call launches in a step of this shape; nothing is enqueued yet."""
+        if index == _CHAIN:
+            assert self._chain is not None
+            launch = chain_launch(self._chain, self._envs["tokens"], shape)
+            return _Packed([self._prepare(launch)], [launch])
         call, extent = self._calls[index]
         env = self._envs[extent]
         if call.op in self._executors:

@@ -11,6 +11,9 @@
 #pragma once
 
 #include "packed_linear/decode_ring.cuh"
+#if NORM
+#include "packed_linear/norm_math.cuh"
+#endif
 
 // Meeting of the multiplying warps alone.
 DEVICE void meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
@@ -38,86 +41,7 @@ constexpr int HELPERS = 32 * (NORM_WARPS - 4);  // threads that normalize and do
 constexpr int UNIT = 8;                         // elements of a thread that lie side by side
 constexpr int PARTS = HIDDEN / (32 * UNIT);     // sums of 256 elements
 constexpr int UNITS = PARTS / NORM_WARPS;       // of each thread
-constexpr int FIRST_STEP = PARTS > 16 ? 16 : PARTS > 8 ? 8 : PARTS > 4 ? 4 : 2;  // over parts
 static_assert(HIDDEN % (32 * UNIT) == 0 && PARTS <= 32 && PARTS % NORM_WARPS == 0, "whole units");
-
-template <class Type>
-struct Pairs;  // arithmetic on two elements of the model type, each rounded once
-
-#define PAIRS(TYPE, NAME)                                                            \
-  template <>                                                                        \
-  struct Pairs<TYPE> {                                                               \
-    static DEVICE u32 add(u32 a, u32 b) {                                            \
-      u32 y;                                                                         \
-      asm("add.rn." NAME " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));                 \
-      return y;                                                                      \
-    }                                                                                \
-    static DEVICE u32 multiply(u32 a, u32 b) {                                       \
-      u32 y;                                                                         \
-      asm("mul.rn." NAME " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));                 \
-      return y;                                                                      \
-    }                                                                                \
-    static DEVICE u32 clamp(u32 a, u32 bound) { /* NaN stays NaN */                  \
-      u32 y;                                                                         \
-      asm("min.NaN." NAME " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(bound));            \
-      asm("max.NaN." NAME " %0, %0, %1;" : "+r"(y) : "r"(bound ^ 0x80008000u));      \
-      return y;                                                                      \
-    }                                                                                \
-    static DEVICE u32 pack(float a) { return TYPE::pack(a); }                        \
-    static DEVICE float low(u32 a) { return TYPE::unpack(u16(a)); }                  \
-    static DEVICE float high(u32 a) { return TYPE::unpack(u16(a >> 16)); }           \
-  };
-PAIRS(BF16, "bf16x2")
-PAIRS(FP16, "f16x2")
-typedef Pairs<MODEL_TYPE> Model;
-
-// y / scale for FP8, rounded to nearest: one residual correction of the product with the rounded
-// reciprocal, without a branch for each element. Values are first bounded where they saturate
-// anyway, because infinities have no residual. Scales near the ends of float32's range, and NaN,
-// divide truly.
-struct Divisor {
-  float scale, inverse;
-  u32 bound;  // two copies
-
-  DEVICE explicit Divisor(float scale_) : scale(scale_) {
-    const bool is_plain = scale > 0x1p-80f && scale < 0x1p80f;
-    inverse = is_plain ? __frcp_rn(scale) : 0.0f;
-    bound = Model::pack(1024.0f * scale) * 0x10001u;
-  }
-  DEVICE u32 pair(u32 y) const {
-    const u32 bounded = Model::clamp(y, bound);
-    return E4M3::pack_pair(quotient(Model::low(bounded)), quotient(Model::high(bounded)));
-  }
-  DEVICE uint2 unit(const uint4& y) const {
-    if (inverse == 0.0f) return divide_truly(y, scale);
-    return {pair(y.x) | pair(y.y) << 16, pair(y.z) | pair(y.w) << 16};
-  }
-
- private:
-  DEVICE float quotient(float x) const {
-    const float rough = __fmul_rn(x, inverse);
-    return __fmaf_rn(__fmaf_rn(-rough, scale, x), inverse, rough);
-  }
-  static __device__ __noinline__ uint2 divide_truly(const uint4 y, float scale) {
-    const u32 pairs[4] = {y.x, y.y, y.z, y.w};
-    u32 out[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      out[i] = E4M3::pack_pair(__fdiv_rn(Model::low(pairs[i]), scale),
-                               __fdiv_rn(Model::high(pairs[i]), scale));
-    }
-    return {out[0] | out[1] << 16, out[2] | out[3] << 16};
-  }
-};
-
-// sum / HIDDEN, rounded to nearest.
-DEVICE float mean(float sum) {
-  constexpr float INVERSE = 1.0f / HIDDEN;
-  const float rough = __fmul_rn(sum, INVERSE);
-  if constexpr ((HIDDEN & (HIDDEN - 1)) == 0) return rough;
-  const float exact = __fmaf_rn(__fmaf_rn(-rough, float(HIDDEN), sum), INVERSE, rough);
-  return sum > 0x1p-80f && sum < 0x1p120f ? exact : __fdiv_rn(sum, float(HIDDEN));
-}
 
 struct Tokens {
   const uint4* delta;
@@ -142,24 +66,6 @@ struct Tokens {
   }
   static DEVICE void meet() { asm volatile("bar.sync 2, %0;" ::"n"(32 * NORM_WARPS) : "memory"); }
   static DEVICE int unit(int i) { return 32 * part(i) + threadIdx.x % 32; }
-
-  static DEVICE float square_sum(const uint4& h) {
-    const float first = Model::low(h.x), second = Model::high(h.x);
-    float sum = __fmaf_rn(first, first, __fmul_rn(second, second));
-    const u32 rest[3] = {h.y, h.z, h.w};
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      sum = __fmaf_rn(Model::low(rest[i]), Model::low(rest[i]), sum);
-      sum = __fmaf_rn(Model::high(rest[i]), Model::high(rest[i]), sum);
-    }
-    return sum;
-  }
-
-  DEVICE u32 normal_pair(u32 h, u32 factor, float inverse) const {
-    const u32 normal = MODEL_TYPE::pack_pair(__fmul_rn(Model::low(h), inverse),
-                                             __fmul_rn(Model::high(h), inverse));
-    return Model::multiply(normal, factor);
-  }
 
   // Eight elements as the operand that `start_slot` reads.
   DEVICE void write(const Shared& shared, int token, int i, const uint4& y) const {
@@ -187,10 +93,7 @@ struct Tokens {
       added[i] = __ldcg(residual + first + unit(i));
     }
 #pragma unroll
-    for (int i = 0; i < UNITS; ++i) {
-      h[i] = {Model::add(h[i].x, added[i].x), Model::add(h[i].y, added[i].y),
-              Model::add(h[i].z, added[i].z), Model::add(h[i].w, added[i].w)};
-    }
+    for (int i = 0; i < UNITS; ++i) h[i] = add_units(h[i], added[i]);
   }
 
   // 1 / sqrt(mean square + epsilon) of the row; `squares` is room for its parts.
@@ -213,17 +116,7 @@ struct Tokens {
       }
     }
     meet();
-    const int lane = threadIdx.x % (2 * FIRST_STEP);
-    float sum;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(sum) : "r"(squares + lane * 4) : "memory");
-    if (PARTS < 2 * FIRST_STEP && lane >= PARTS) sum = 0.0f;
-#pragma unroll
-    for (int step = FIRST_STEP; step > 0; step /= 2) {
-      sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
-    }
-    float inverse;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(mean(sum), epsilon)));
-    return inverse;
+    return inverse_rms_of(squares, epsilon);
   }
 
   // Waits for the predecessor; then all tokens are ready for every multiplying warp. Only the
@@ -241,9 +134,7 @@ struct Tokens {
       for (int i = 0; i < UNITS; ++i) {
         const int chunk = part(i) * (32 * UNIT / ELEMENTS);
         if (SPLIT > 1 && (chunk < walk.first || chunk >= walk.last)) continue;
-        const uint4 &a = h[i], &f = factors[i];
-        write(shared, t, i, {normal_pair(a.x, f.x, inverse), normal_pair(a.y, f.y, inverse),
-                             normal_pair(a.z, f.z, inverse), normal_pair(a.w, f.w, inverse)});
+        write(shared, t, i, normal_unit(h[i], factors[i], inverse));
       }
       if (blockIdx.x == 0 && residual_out) {
 #pragma unroll

@@ -13,6 +13,8 @@ struct alignas(64) TensorMap {  // CUtensorMap
   u64 words[16];
 };
 
+DEVICE int lane_id() { return threadIdx.x % 32; }
+
 // ---- element types: storage, bytes, conversion from and to float32 ----
 
 // Conversions take two values at a time: the instruction for one runs at a sixteenth of the rate.

@@ -20,7 +20,7 @@ struct State {
 
   // One unit more to the right.
   DEVICE void append(const State& unit) {
-    const bool is_odd = threadIdx.x & 4;
+    const bool is_odd = lane_id() & 4;
 #pragma unroll
     for (int n = 0; n < COLUMN_BLOCKS; ++n) {
       float left[2], right[2];
@@ -56,11 +56,11 @@ struct State {
     }
   }
   DEVICE void store(float* to) {
-    each([&](float& x, int i) { __stcg(to + i * 32 + threadIdx.x, x); });
+    each([&](float& x, int i) { __stcg(to + i * 32 + lane_id(), x); });
   }
   DEVICE void load(const float* from) {
     each([&](float& x, int i) {
-      const float* its = from + i * 32 + threadIdx.x;
+      const float* its = from + i * 32 + lane_id();
       asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(its));
     });
   }
@@ -71,8 +71,8 @@ struct State {
 DEVICE void soften(State& state, Logits& logits, u32 (&weights)[COLUMN_BLOCKS][BLOCKS][2],
                    const int (&last)[COLUMN_BLOCKS][2], float scale, bool is_masked,
                    bool is_first) {
-  const int key = threadIdx.x / 4;
-  const bool is_odd = threadIdx.x & 4;
+  const int key = lane_id() / 4;
+  const bool is_odd = lane_id() & 4;
 #pragma unroll
   for (int n = 0; n < COLUMN_BLOCKS; ++n) {
     if (is_masked) {

@@ -53,15 +53,15 @@ struct Copier {
 
   // The first entries, read before the request's length is known; `stride`: entries of the table.
   DEVICE int guess(int tile, int stride) const {
-    const int at = tile / TILES_PER_PAGE * TILE_PAGES + threadIdx.x;
+    const int at = tile / TILES_PER_PAGE * TILE_PAGES + lane_id();
     return at < stride ? load_int(table + at) : 0;
   }
   DEVICE void start(int tile, int guessed) {
     first = tile / TILES_PER_PAGE * TILE_PAGES;
-    now = first + int(threadIdx.x) < num_entries ? guessed : 0, next = entry(first + 32);
+    now = first + lane_id() < num_entries ? guessed : 0, next = entry(first + 32);
   }
   DEVICE int entry(int at) const {
-    at += threadIdx.x;
+    at += lane_id();
     return at < num_entries ? load_int(table + at) : 0;
   }
   // Tiles come in order.
@@ -72,8 +72,8 @@ struct Copier {
       now = next, next = entry(first + 32);
     }
     const int inside = TILES_PER_PAGE > 1 ? tile % TILES_PER_PAGE * (KEYS * SIZE) : 0;
-    const int key = threadIdx.x / CHUNKS, left = limit - tile * KEYS - key;
-    slot += place(key, threadIdx.x % CHUNKS);
+    const int key = lane_id() / CHUNKS, left = limit - tile * KEYS - key;
+    slot += place(key, lane_id() % CHUNKS);
 #pragma unroll
     for (int page = 0; page < TILE_PAGES; ++page) {
       const long long number = __shfl_sync(~0u, now, at - first + page);
@@ -94,7 +94,7 @@ struct Copier {
 
 // Four matrices of 8 keys by 16 bytes: keys 0 to 7, 8 to 15, and both again one chunk on. `lane_at`
 // is where the lane's row of the first of them lies.
-DEVICE u32 lane_place() { return place(threadIdx.x % 16, threadIdx.x / 16); }
+DEVICE u32 lane_place() { return place(lane_id() % 16, lane_id() / 16); }
 DEVICE void load_matrices(u32 (&x)[4], u32 lane_at, int block, int chunk) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -160,11 +160,11 @@ MULTIPLY(FP16, "f16.f16")
 
 // The dimensions that a lane holds of step i of queries: two pairs. Bytes come four to a lane.
 DEVICE int query_dimension(int i, int pair) {
-  return 16 * i + threadIdx.x % 4 * (IS_BYTE ? 4 : 2) + pair * (IS_BYTE ? 2 : 8);
+  return 16 * i + lane_id() % 4 * (IS_BYTE ? 4 : 2) + pair * (IS_BYTE ? 2 : 8);
 }
 // The dimension of the values of sums 0 and 1 (half 0), or 2 and 3, of block i.
 DEVICE int value_dimension(int i, int half) {
-  const int row = threadIdx.x / 4;
+  const int row = lane_id() / 4;
   return 16 * i + (IS_BYTE ? 2 * row + half : row + 8 * half);
 }
 
@@ -184,7 +184,7 @@ struct QueriesIn {
 template <>
 struct QueriesIn<true> {
   u32 at;
-  DEVICE void start(u32 address) { at = address + threadIdx.x * 8; }
+  DEVICE void start(u32 address) { at = address + lane_id() * 8; }
   DEVICE void store(int n, int i, u32 first, u32 second) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + (n * STEPS + i) * 256), "r"(first),
                  "r"(second)

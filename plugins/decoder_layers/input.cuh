@@ -1,0 +1,124 @@
+// How the tokens of a product get to shared memory, in every block: as they are, or with their
+// residual added, normalized and quantized (the bits of decode_norm.cuh).
+//
+// Interval i of token t is row i % 4 + 4 t of the operand: the products of four intervals run side by
+// side, each in its own columns.
+#pragma once
+
+#include "decoder_layers/exchange.cuh"
+
+// Where the 16 bytes lie that hold byte `at` of a token.
+DEVICE u32 token_place(u32 tokens, int token, int at) {
+  const int interval = at / INTERVAL_BYTES, chunk = at % INTERVAL_BYTES / 128, piece = at % 128 / 16;
+  const int row = interval % UNIT_INTERVALS + UNIT_INTERVALS * token;
+  return tokens + interval / UNIT_INTERVALS * OPERAND_BYTES + (chunk * OPERAND_ROWS + row) * 128 +
+         ((piece ^ row % 8) << 4);
+}
+
+// wgmma reads what was stored.
+DEVICE void tokens_are_ready() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  meet();
+}
+
+// FP8 tokens of K elements. IS_EXCHANGED: other blocks of this launch make them.
+template <int K, bool IS_EXCHANGED>
+DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u8* x, int tokens) {
+  constexpr int PIECES = K / 16, ROUNDS = (TOKENS * PIECES + COMPUTE - 1) / COMPUTE;
+  const auto has = [&](int i) { return i * COMPUTE + int(threadIdx.x) < tokens * PIECES; };
+  uint4 held[ROUNDS];
+  const u8* from = x + threadIdx.x * 16;
+  if (IS_EXCHANGED) {
+    arrivals.wait();
+    take_pieces<1>(held, from, COMPUTE * 16, has);
+  } else {
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+      if (has(i)) held[i] = __ldcg((const uint4*)from + i * COMPUTE);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < ROUNDS; ++i) {
+    const int piece = i * COMPUTE + threadIdx.x;
+    if (has(i)) {
+      const u32 to = token_place(shared.tokens, piece / PIECES, piece % PIECES * 16);
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(held[i].x),
+                   "r"(held[i].y), "r"(held[i].z), "r"(held[i].w)
+                   : "memory");
+    }
+  }
+  tokens_are_ready();
+}
+
+constexpr int NORM_PARTS = HIDDEN / 256, NORM_UNITS = (NORM_PARTS + WARPS - 1) / WARPS;
+
+// Adds what a product made to the residual, of which each block keeps a copy of its own.
+struct Norm {
+  uint4 factors[NORM_UNITS];
+  uint4 residual[TOKENS][NORM_UNITS];
+  Divisor divisor;
+
+  static DEVICE int part(int i) { return WARPS * i + threadIdx.x / 32; }
+  static DEVICE int unit(int i) { return 32 * part(i) + threadIdx.x % 32; }
+  static DEVICE bool has(int i) { return NORM_PARTS % WARPS == 0 || part(i) < NORM_PARTS; }
+
+  DEVICE Norm(const uint4* weights, const float* scale, const uint4* kept) : divisor(__ldg(scale)) {
+#pragma unroll
+    for (int i = 0; i < NORM_UNITS; ++i) {
+      if (!has(i)) continue;
+      factors[i] = __ldg(weights + unit(i));
+#pragma unroll
+      for (int t = 0; t < TOKENS; ++t) residual[t][i] = kept[t * (HIDDEN / 8) + unit(i)];
+    }
+  }
+
+  // `keep` gets the sums, and `also` if it is not null.
+  DEVICE void bring(const Shared& shared, const Arrivals& arrivals, const u8* delta, uint4* keep,
+                    uint4* also, float epsilon, int tokens) {
+    arrivals.wait();
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+      if (t >= tokens) break;
+      uint4 h[NORM_UNITS];
+      take_pieces<2>(h, delta + t * (HIDDEN * 2) + unit(0) * 16, WARPS * 32 * 16, has);
+      float sums[NORM_UNITS];
+#pragma unroll
+      for (int i = 0; i < NORM_UNITS; ++i) {
+        if (has(i)) {
+          h[i] = add_units(h[i], residual[t][i]);
+          sums[i] = square_sum(h[i]);
+        }
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) {
+#pragma unroll
+        for (int i = 0; i < NORM_UNITS; ++i) {
+          sums[i] = __fadd_rn(sums[i], __shfl_xor_sync(~0u, sums[i], step));
+        }
+      }
+      const u32 squares = shared.squares + t % 2 * 128;
+      if (threadIdx.x % 32 == 0) {
+#pragma unroll
+        for (int i = 0; i < NORM_UNITS; ++i) {
+          if (has(i)) {
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(squares + part(i) * 4), "f"(sums[i])
+                         : "memory");
+          }
+        }
+      }
+      meet();
+      const float inverse = inverse_rms_of(squares, epsilon);
+#pragma unroll
+      for (int i = 0; i < NORM_UNITS; ++i) {
+        if (!has(i)) continue;
+        const uint2 packed = divisor.unit(normal_unit(h[i], factors[i], inverse));
+        const u32 to = token_place(shared.tokens, t, unit(i) * 8) + unit(i) % 2 * 8;
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(packed.x), "r"(packed.y)
+                     : "memory");
+        keep[t * (HIDDEN / 8) + unit(i)] = h[i];
+        if (also) also[t * (HIDDEN / 8) + unit(i)] = h[i];
+      }
+    }
+    tokens_are_ready();
+  }
+};

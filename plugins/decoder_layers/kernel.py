@@ -1,0 +1,224 @@
+"""Decoder layers of a step with one token as one launch: binary and launch of `layers.cu`.
+
+Not an operator of a plan: a chain is a run of calls whose layers have the form that layers.cu
+knows, and in steps of one token one launch takes the place of theirs, with the same bits. It leaves
+out intermediate results, which only its own calls would read. Shapes that gain by it are in
+tactics.json, measured by scripts/bench_layers.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmctl.plugins.cuda.dtypes import pointer, short_name
+from llmctl.plugins.cuda.kernel import (
+    KernelSpec,
+    Launch,
+    LaunchEnv,
+    PointerTable,
+    StepLimits,
+    StepShape,
+)
+from llmctl.plugins.decoder_layers.chain import Layer, find_layers, layer_fields
+from llmctl.plugins.paged_attention.tiles import KEYS, count_units
+
+if TYPE_CHECKING:
+    from llmctl.plugins.program import OpCall
+
+MAX_CONTEXT = 4096  # tokens: in longer ones a unit of attention takes a warp too long
+MIN_STAGES, MAX_STAGES = 3, 6  # of the ring
+IN_FLIGHT = 5  # quarters of units on their way to a block: enough for the memory, and no more
+_SHARED_LIMIT = 227 * 1024  # of a thread block
+_UNIT_BYTES = 16 * 4 * 512  # 16 rows at four intervals of 512 of K
+_COLUMNS = 8  # rows of attention that a warp takes
+_SLOTS = 3  # tiles of keys or values on their way to it
+_FINISHED = 32  # sums of a row group and a token that a block finishes at once
+_MOST_WORKERS = 4  # warps of a block that take units of attention
+_WARPS = 9  # of a block: eight compute, one copies
+_LINE = 32  # ints from one counter to the next
+_TYPES = {"bfloat16": "BF16", "float16": "FP16", "float8_e4m3fn": "E4M3", "int8": "INT8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Calls `start` to `stop` (exclusive) of a program, which are whole layers."""
+
+    start: int
+    stop: int
+    layers: tuple[Layer, ...]
+    tokens: int  # most of a step
+    room: Room
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How a thread block divides its shared memory, bytes."""
+
+    tokens: int  # the operand of the widest product
+    work: int  # tokens and sums, or keys and values
+    stages: int  # slots of the ring
+    workers: int  # warps that have room for keys and values
+
+    @property
+    def num_bytes(self) -> int:
+        """Alignment, ring, work, sums of squares, barriers."""
+        return 1024 + self.stages * _UNIT_BYTES + self.work + 256 + 40 * self.stages
+
+
+def find_chain(
+    calls: Sequence[OpCall],
+    limits: StepLimits,
+    *,
+    most_tokens: int = 1,
+    measured: bool = True,
+) -> Chain | None:
+    """The longest run of layers that layers.cu covers in steps of up to `most_tokens` tokens; None
+    where there are less than two, or where one launch was not measured to be faster (`measured`
+    False: in any case)."""
+    found = find_layers(calls, limits)
+    if len(found) < 2 or (measured and not _is_faster(found[0])):
+        return None
+    room = _room(found[0], limits, most_tokens)
+    if room is None:
+        return None
+    return Chain(found[0].start, found[-1].stop, tuple(found), most_tokens, room)
+
+
+def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
+    """The binary of a chain: one for all its layers."""
+    layer, room = chain.layers[0], chain.room
+    words = ["decoder_layers", shape_key(layer)]
+    words += [short_name(layer.dtype), f"kv_{short_name(limits.kv_dtype)}"]
+    words += [f"page{limits.tokens_per_block}", f"u{_max_units(limits)}"]
+    words += [f"n{chain.tokens}s{room.stages}f{IN_FLIGHT}w{room.workers}g{limits.num_sms}"]
+    return KernelSpec(
+        name=".".join(words),
+        source="decoder_layers/layers.cu",
+        arguments=(
+            *("*i64", "i32", "i32", "*fp8e4nv", pointer(layer.dtype), pointer(layer.dtype)),
+            *(pointer(layer.dtype), "*fp32", *["*i32"] * 5, "*u8", "*i32", "fp32", "fp32", "i32"),
+        ),
+        constants={
+            "MODEL_TYPE": _TYPES[layer.dtype],
+            "KV_TYPE": _TYPES[limits.kv_dtype],
+            "HIDDEN": layer.hidden,
+            "INTERMEDIATE": layer.intermediate,
+            "NUM_HEADS": layer.num_heads,
+            "NUM_KV_HEADS": layer.num_kv_heads,
+            "HEAD_SIZE": layer.head_size,
+            "TOKENS_PER_BLOCK": limits.tokens_per_block,
+            "TOKENS": chain.tokens,
+            "NUM_BLOCKS": limits.num_sms,
+            "STAGES": room.stages,
+            "IN_FLIGHT": IN_FLIGHT,
+            "TOKEN_BYTES": room.tokens,
+            "ROOM": room.work,
+            "WORKERS": room.workers,
+            "MAX_UNITS": _max_units(limits),
+            "EXCHANGE_BYTES": exchange_bytes(layer, limits, chain.tokens),
+        },
+        entry="layers",
+        num_warps=_WARPS,
+        shared_bytes=room.num_bytes,
+    )
+
+
+def serves(chain: Chain, env: LaunchEnv, shape: StepShape) -> bool:
+    """Whether the chain's launch takes the place of its calls in steps of this shape."""
+    return (
+        env.use_pdl
+        and shape.num_requests == 1
+        and 0 < shape.num_tokens <= chain.tokens
+        and shape.max_kv_len <= MAX_CONTEXT
+    )
+
+
+def chain_launch(chain: Chain, env: LaunchEnv, shape: StepShape) -> Launch:
+    """All layers of the chain for the first tokens of one request."""
+    first, last, limits, step = chain.layers[0], chain.layers[-1], env.limits, env.step
+    words = [field for each in chain.layers for field in layer_fields(each, env.kv_cache)]
+    num_bytes = exchange_bytes(first, limits, chain.tokens)
+    return Launch(
+        chain_spec(chain, limits),
+        (limits.num_sms, 1, 1),
+        (
+            PointerTable(tuple(words)),
+            len(chain.layers),
+            shape.num_tokens,
+            first.qkv.inputs["x"],
+            first.mlp_norm.inputs["residual"],
+            last.down.outputs["out"],
+            last.mlp_norm.outputs["residual_out"],
+            first.rotary,
+            step.position_ids,
+            step.slot_mapping,
+            step.cu_q,
+            step.kv_len,
+            step.block_tables,
+            env.scratch("decoder_layers.exchange", (num_bytes,), torch.uint8),
+            env.scratch(
+                "decoder_layers.counters", (_LINE * (2 + first.num_kv_heads),), torch.int32
+            ),
+            first.epsilon,
+            first.logit_scale,
+            step.block_tables.stride(0),
+        ),
+    )
+
+
+def exchange_bytes(layer: Layer, limits: StepLimits, tokens: int) -> int:
+    """Global memory of exchange.cuh: two halves, and a residual for each thread block."""
+    itemsize: int = getattr(torch, limits.kv_dtype).itemsize
+    cached = 2 * layer.num_kv_heads * layer.head_size * itemsize
+    row = 3 * layer.attended + cached + 4 * layer.hidden + layer.intermediate
+    parts = layer.num_kv_heads * _max_units(limits) * _COLUMNS * (8 + 4 * layer.head_size)
+    return 2 * (tokens * row + parts) + limits.num_sms * tokens * layer.hidden * 2
+
+
+def shape_key(layer: Layer) -> str:
+    """The layer's sizes, as tactics.json has them."""
+    heads = f"a{layer.num_heads}.{layer.num_kv_heads}x{layer.head_size}"
+    return f"h{layer.hidden}.i{layer.intermediate}.{heads}"
+
+
+def _is_faster(layer: Layer) -> bool:
+    times = _table().get(shape_key(layer), {})
+    return bool(times) and all(each["one_launch"] < each["launches"] for each in times.values())
+
+
+@cache
+def _table() -> dict[str, dict[str, dict[str, float]]]:
+    path = files("llmctl.plugins.decoder_layers") / "tactics.json"
+    table: dict[str, dict[str, dict[str, float]]] = json.loads(path.read_text())["ms"]
+    return table
+
+
+def _max_units(limits: StepLimits) -> int:
+    return count_units(-(-min(MAX_CONTEXT, limits.max_seq_len) // KEYS) * KEYS)
+
+
+def _room(layer: Layer, limits: StepLimits, tokens: int) -> Room | None:
+    """None where layers.cu cannot serve so many tokens."""
+    if tokens * layer.group > _COLUMNS:
+        return None
+    groups = [-(-(rows // 16) // limits.num_sms) for rows, _ in layer.products]
+    if max(groups) * tokens > _FINISHED:
+        return None
+    inner = max(layer.hidden, layer.attended, layer.intermediate)
+    operand = -(-inner // 2048) * 4 * (-(-4 * tokens // 8) * 8) * 128
+    units = [
+        count * -(-(k // 512) // 4) for count, (_, k) in zip(groups, layer.products, strict=True)
+    ]
+    itemsize: int = getattr(torch, limits.kv_dtype).itemsize
+    tiles = _SLOTS * KEYS * layer.head_size * itemsize
+    work = -(-max(operand + max(units) * tokens * 256, tiles) // 1024) * 1024
+    workers = min(work // tiles, _MOST_WORKERS)
+    stages = (_SHARED_LIMIT - Room(operand, work, 0, workers).num_bytes) // (_UNIT_BYTES + 40)
+    return Room(operand, work, min(stages, MAX_STAGES), workers) if stages >= MIN_STAGES else None

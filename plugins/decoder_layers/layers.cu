@@ -1,0 +1,225 @@
+// Decoder layers for a token or two, in one kernel: the time of a step is that of reading the weights.
+//
+// One thread block a multiprocessor. A warp copies this block's share of all weights, product after
+// product, through a ring of STAGES units; it never waits for another block, so while numbers are
+// handed on and while attention runs, weights of what follows arrive. IN_FLIGHT quarters of units at
+// most are on their way: more would not come faster, and all else would queue behind them. Eight
+// warps compute: each product takes its tokens as other blocks finish them (exchange.cuh) and
+// multiplies what the ring holds (product.cuh); attend.cuh is what lies between.
+//
+// Every number has the bits that the kernels of one operator each give it: the same intervals of K in
+// the same order, the same norm, epilogues, units and merges.
+//
+// All blocks must run at once, for they wait for each other. `counters`, a line apart: blocks at their
+// end (and, beside it, which half of the exchange comes first), arrivals, arrivals of each KV head. All
+// but the half are zero before and after.
+//
+// Macros: MODEL_TYPE, KV_TYPE, HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE,
+// TOKENS_PER_BLOCK, TOKENS (most of a step), NUM_BLOCKS (of the grid), STAGES, IN_FLIGHT, TOKEN_BYTES
+// and ROOM (of shared memory: chain.cuh), WORKERS (warps that take units of attention), MAX_UNITS,
+// EXCHANGE_BYTES.
+
+#include "decoder_layers/attend.cuh"
+#include "decoder_layers/product.cuh"
+
+template <class S>
+DEVICE void copy_product(const Shared& shared, const u8* weight, u32& number, u64 policy) {
+  const Share<S> share;
+  const int interval = threadIdx.x % 32;
+  for (int i = 0; i < share.count; ++i) {
+    const int group = share.first + i * NUM_BLOCKS;
+    const u8* from = weight + (long long)(group / 4) * (S::K / 128) * 8192 + group % 4 * 2048;
+    for (int unit = 0; unit < S::UNITS; ++unit, ++number) {
+      const u32 slot = number % STAGES, turns = number / STAGES;
+      const int intervals = min(UNIT_INTERVALS, S::INTERVALS - unit * UNIT_INTERVALS);
+      if (turns > 0) barrier_wait(shared.empty + 8 * slot, (turns & 1) ^ 1);
+#pragma unroll 1
+      for (int chunk = 0; chunk < 4; ++chunk) {
+        const u32 full = shared.full + 8 * (4 * slot + chunk), nth = 4 * number + chunk;
+        if (nth >= IN_FLIGHT) {
+          const u32 behind = nth - IN_FLIGHT;
+          barrier_wait(shared.full + 8 * (behind % (4 * STAGES)), behind / (4 * STAGES) & 1);
+        }
+        if (interval == 0) barrier_expect(full, intervals * 2048);
+        __syncwarp();
+        if (interval < intervals) {
+          copy_block(shared.ring + slot * UNIT_BYTES + chunk * (UNIT_BYTES / 4) + interval * 2048,
+                     from + ((unit * UNIT_INTERVALS + interval) * 4 + chunk) * 8192, 2048, full,
+                     policy);
+        }
+      }
+    }
+  }
+}
+
+// Two numbers of queries, keys or values, which also go to the cache.
+DEVICE void give_rotated(const Exchange& x, const rope_end::TokenConstants& t,
+                         const rope_end::Rotated& y, int token, bool is_real) {
+  if (y.head < NUM_HEADS) {
+    const int at = Q_AT + (token * ATTENDED + y.head * HEAD_SIZE + y.dim) * 2;
+    give(x, at, MODEL_TYPE::pack(y.left), is_real);
+    give(x, at + y.apart * 2, MODEL_TYPE::pack(y.right), is_real);
+    return;
+  }
+  const Cached left = KV_TYPE::pack(__fdiv_rn(y.left, t.kv_scale));
+  const Cached right = KV_TYPE::pack(__fdiv_rn(y.right, t.kv_scale));
+  if (is_real && t.row) t.row[y.dim] = left, t.row[y.dim + y.apart] = right;
+  const int row = token * 2 * NUM_KV_HEADS + y.head - NUM_HEADS;
+  const int at = KV_AT + (row * HEAD_SIZE + y.dim) * KV_BYTES;
+  give_cached(x, at, left, is_real);
+  give_cached(x, at + y.apart * KV_BYTES, right, is_real);
+}
+
+extern "C" __global__ void __launch_bounds__(COMPUTE + 32, 1)
+    layers(const long long* table, int num_layers, int tokens, const u8* x, const uint4* residual,
+           Value* down_out, uint4* residual_out, const float* rotary, const int* positions,
+           const int* slots, const int* cu_q, const int* kv_lens, const int* block_tables, u8* exchanged,
+           int* counters, float epsilon, float softmax_scale, int table_stride) {
+  extern __shared__ u8 memory[];
+  const Shared shared(shared_address(memory));
+  const Layer* all = (const Layer*)table;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      for (int c = 0; c < 4; ++c) barrier_init(shared.full + 8 * (4 * i + c), 1);
+      barrier_init(shared.empty + 8 * i, 4);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  launch_dependents();
+  if (threadIdx.x >= COMPUTE) {
+    const u64 once = evict_first_policy();
+    u32 number = 0;
+    for (int l = 0; l < num_layers; ++l) {
+      copy_product<QkvSize>(shared, all[l].qkv.weight, number, once);
+      copy_product<OSize>(shared, all[l].o.weight, number, once);
+      copy_product<GateUpSize>(shared, all[l].gate_up.weight, number, once);
+      copy_product<DownSize>(shared, all[l].down.weight, number, once);
+    }
+    return;
+  }
+  wait_for_dependencies();
+  const attention::Step step(cu_q, kv_lens, block_tables, positions, softmax_scale, table_stride);
+  const int first_half = __ldcg(counters + 1);
+  Exchange exchange;
+  exchange.start(exchanged, first_half);
+  uint4* kept = (uint4*)(exchanged + RESIDUAL_AT) + (long long)blockIdx.x * (TOKENS * HIDDEN / 8);
+  Arrivals arrivals = {counters + 32, 0};
+  int heads_expected = 0;
+  u32 taken = 0;
+#pragma unroll 1
+  for (int l = 0; l < num_layers; ++l) {
+    const Layer* layer = all + l;
+    const bool is_last = l == num_layers - 1;
+    {
+      const Weights& w = layer->qkv;
+      const rope_end::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, ATTENDED,
+                                    rotary, positions, slots, layer->cache, layer->k_scale,
+                                    layer->v_scale, TOKENS_PER_BLOCK};
+      const auto load = [&](const Item<QkvSize>& item, rope_end::RowConstants& rows,
+                            rope_end::TokenConstants& t) {
+        rows = rope_end::load_rows(e, item.group);
+        t = rope_end::load_token(e, item.group, item.token);
+        rope_end::complete_token(e, item.group, t);
+      };
+      const auto bring = [&](bool) {
+        if (l == 0) {
+          bring_tokens<HIDDEN, false>(shared, arrivals, x, tokens);
+        } else {
+          Norm norm(layer->qkv_norm, w.x_scale, kept);
+          const u8* delta = exchange.now + exchange.other + DOWN_AT;  // of the layer before
+          norm.bring(shared, arrivals, delta, kept, nullptr, epsilon, tokens);
+        }
+      };
+      const auto finish = [&](const Item<QkvSize>& item, const rope_end::RowConstants& rows,
+                              const rope_end::TokenConstants& t, const float (&sum)[2]) {
+        const rope_end::Rotated y = rope_end::finish_pair(e, rows, t, item.group, sum[0], sum[1]);
+        give_rotated(exchange, t, y, item.token, item.is_real);
+      };
+      product<QkvSize, rope_end::RowConstants, rope_end::TokenConstants>(
+          shared, arrivals, tokens, taken, load, bring, finish);
+    }
+    meet();  // keys and values come where tokens and sums were
+    attention::attend(step, exchange, layer, shared, arrivals, counters + 64, heads_expected, l == 0);
+    {
+      const Weights& w = layer->o;
+      const plain_end::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
+      const auto load = [&](const Item<OSize>& item, plain_end::RowConstants& rows,
+                            plain_end::TokenConstants& t) {
+        rows = plain_end::load_rows(e, item.group);
+        t = plain_end::load_token(e, item.group, item.token);
+      };
+      const auto bring = [&](bool has_part) {
+        const u8* from = exchange.now + ATTENDED_AT;
+        if (has_part) bring_tokens<ATTENDED, true>(shared, arrivals, from, tokens);
+      };
+      const auto finish = [&](const Item<OSize>& item, const plain_end::RowConstants& rows,
+                              const plain_end::TokenConstants& t, const float (&sum)[2]) {
+        const int at = O_AT + (item.token * HIDDEN + item.row()) * 2;
+        give(exchange, at, plain_end::finish_one(e, rows, t, 0, sum[0]), item.is_real);
+        give(exchange, at + 16, plain_end::finish_one(e, rows, t, 1, sum[1]), item.is_real);
+      };
+      product<OSize, plain_end::RowConstants, plain_end::TokenConstants>(shared, arrivals, tokens,
+                                                                         taken, load, bring, finish);
+    }
+    {
+      const Weights& w = layer->gate_up;
+      const swiglu_end::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens,
+                                      INTERMEDIATE, layer->activated_scale};
+      const auto load = [&](const Item<GateUpSize>& item, swiglu_end::RowConstants& rows,
+                            swiglu_end::TokenConstants& t) {
+        rows = swiglu_end::load_rows(e, item.group);
+        t = swiglu_end::load_token(e, item.group, item.token);
+      };
+      const auto bring = [&](bool) {
+        Norm norm(layer->mlp_norm, w.x_scale, l == 0 ? residual : kept);
+        norm.bring(shared, arrivals, exchange.now + O_AT, kept,
+                   is_last && blockIdx.x == 0 ? residual_out : nullptr, epsilon, tokens);
+      };
+      const auto finish = [&](const Item<GateUpSize>& item, const swiglu_end::RowConstants& rows,
+                              const swiglu_end::TokenConstants& t, const float (&sum)[2]) {
+        const int column = GROUP_ROWS / 2 * item.group + threadIdx.x % 32 / 4;
+        give(exchange, ACTIVATED_AT + item.token * INTERMEDIATE + column,
+             swiglu_end::finish_pair(e, rows, t, sum[0], sum[1]), item.is_real);
+      };
+      product<GateUpSize, swiglu_end::RowConstants, swiglu_end::TokenConstants>(
+          shared, arrivals, tokens, taken, load, bring, finish);
+    }
+    {
+      const Weights& w = layer->down;
+      const plain_end::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
+      const auto load = [&](const Item<DownSize>& item, plain_end::RowConstants& rows,
+                            plain_end::TokenConstants& t) {
+        rows = plain_end::load_rows(e, item.group);
+        t = plain_end::load_token(e, item.group, item.token);
+      };
+      const auto bring = [&](bool has_part) {
+        const u8* from = exchange.now + ACTIVATED_AT;
+        if (has_part) bring_tokens<INTERMEDIATE, true>(shared, arrivals, from, tokens);
+      };
+      const auto finish = [&](const Item<DownSize>& item, const plain_end::RowConstants& rows,
+                              const plain_end::TokenConstants& t, const float (&sum)[2]) {
+        const Value low = plain_end::finish_one(e, rows, t, 0, sum[0]);
+        const Value high = plain_end::finish_one(e, rows, t, 1, sum[1]);
+        const int place = item.token * HIDDEN + item.row();
+        give(exchange, DOWN_AT + place * 2, low, item.is_real && !is_last);
+        give(exchange, DOWN_AT + place * 2 + 16, high, item.is_real && !is_last);
+        if (is_last && item.is_real) down_out[place] = low, down_out[place + 8] = high;
+      };
+      product<DownSize, plain_end::RowConstants, plain_end::TokenConstants>(
+          shared, arrivals, tokens, taken, load, bring, finish);
+    }
+    exchange.turn();
+  }
+  if (threadIdx.x == 0) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(counters)
+                 : "memory");
+    if (before == NUM_BLOCKS - 1) {
+      counters[0] = 0, counters[1] = (first_half + num_layers) & 1;
+      for (int i = 1; i < 2 + NUM_KV_HEADS; ++i) counters[32 * i] = 0;
+    }
+  }
+}

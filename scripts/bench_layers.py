@@ -1,0 +1,70 @@
+"""Decoder layers in one launch against the launches of their operators: bits, and time of a step.
+
+    python scripts/bench_layers.py 1b 3b 8b [--contexts 1,64,1000] [--times 1000,4000]
+        [--output plugins/decoder_layers/tactics.json]
+
+Models of these shapes get random weights. Says at each context whether the logits and the KV cache
+have the same bits either way, and the time of a step with one token in a CUDA graph of ten; ends
+with 1 where bits differ. --output stores the times, by which `llmctl build` decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import median
+
+import torch
+from bench_rows import provenance, replace
+from layers_support import Model
+from planted_shapes import SHAPES
+
+from llmctl.plugins.decoder_layers.kernel import shape_key
+
+
+def main() -> None:
+    """Compare model after model."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("shapes", nargs="+", choices=SHAPES)
+    parser.add_argument("--contexts", default="1,2,63,64,65,700,1000,1024,1025,1999,3001,4095")
+    parser.add_argument("--times", default="1000,4000")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    stored = {}
+    failed = False
+    for name in arguments.shapes:
+        model = Model(name)
+        assert model.chain is not None, f"{name}: its layers are none that one launch can take"
+        contexts = map(int, arguments.contexts.split(","))
+        different = [context for context in contexts if not model.has_same_bits(context, 1)]
+        spread = float(model.logits[0].std())
+        verdict = f"bits differ at {different}" if different else "same bits"
+        print(f"{name}: {len(model.chain.layers)} layers, logits of {spread:.1f}: {verdict}")
+        failed |= bool(different)
+        times = {}
+        for context in map(int, arguments.times.split(",")):
+            many, one = model.milliseconds(context, False), model.milliseconds(context, True)
+            times[str(context)] = {
+                "launches": round(median(many), 4),
+                "one_launch": round(median(one), 4),
+            }
+            told = ", ".join(
+                f"{what} {x[0]:.4f} {median(x):.4f} {x[-1]:.4f}"
+                for what, x in (("launches", many), ("one launch", one))
+            )
+            print(f"{name} at {context}: least, median, most ms a step: {told}", flush=True)
+        stored[shape_key(model.chain.layers[0])] = times
+        del model
+        torch.cuda.empty_cache()
+    if arguments.output is not None:
+        found = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+        found["ms"] = {**found.get("ms", {}), **stored}
+        found["measured"] = provenance()
+        replace(arguments.output, json.dumps(found, indent=1, sort_keys=True) + "\n")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

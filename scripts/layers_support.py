@@ -1,0 +1,190 @@
+"""Steps of a model with random weights, its decoder layers as one launch or as many."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from planted_shapes import SHAPES, Shape, config_json
+
+from llmctl.builder.build import plan_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.generated import LoadFormat
+from llmctl.builder.kernels import step_limits
+from llmctl.plugins.cuda.compiler import compile_kernel
+from llmctl.plugins.cuda.kernel import KernelSpec, StepShape
+from llmctl.plugins.cuda.program import CudaProgram
+from llmctl.plugins.cuda.queue import DeviceQueue
+from llmctl.plugins.decoder_layers.kernel import find_chain
+from llmctl.plugins.program import StepInputs
+from llmctl.quantize.format import (
+    CONFIG_FILE,
+    QUANT_CONFIG_FILE,
+    find_scheme,
+    quantization_documents,
+)
+from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.graphs import capture_graph, kv_bucket, shape_of
+
+CONTEXT = 4096  # tokens of the cache
+STEPS, REPLAYS = 10, 12  # steps of a graph, and how often it is timed
+
+
+class Program(CudaProgram):
+    """Compiles what it launches."""
+
+    def _find(self, spec: KernelSpec) -> Any:
+        if spec.name not in self._loaded:
+            self._loaded[spec.name] = self._driver.load(compile_kernel(spec))
+        return self._loaded[spec.name]
+
+
+class Model:
+    """A model of a shape in `SHAPES`, or of one given, in device memory. Scales are such that every
+    layer counts for the logits."""
+
+    def __init__(
+        self,
+        shape: str | Shape,
+        tokens: int = 1,
+        request: BuildRequest | None = None,
+        kv_algo: str | None = "FP8",
+    ) -> None:
+        """`tokens`: the most of a step that one launch takes; `kv_algo`: FP8, INT8 or None, the
+        model's own type."""
+        with TemporaryDirectory() as folder:
+            shape = SHAPES[shape] if isinstance(shape, str) else shape
+            write_config(Path(folder), shape, kv_algo)
+            built = plan_build(
+                Path(folder),
+                request or BuildRequest(max_batch_size=4, max_seq_len=CONTEXT),
+                backend="cuda",
+                compute_capability="9.0",
+                load_format=LoadFormat("dummy"),
+                with_binaries=False,
+            )
+        plan, limits = built.plan, step_limits(built.plan, built.limits)
+        self.queue = DeviceQueue()
+        generator = torch.Generator(device="cuda").manual_seed(0)
+
+        def normal(size: torch.Size, spread: float, dtype: torch.dtype) -> torch.Tensor:
+            made = torch.empty(size, device="cuda", dtype=dtype)
+            for piece in made.view(-1).split(1 << 26):
+                values = torch.randn(piece.shape, device="cuda", generator=generator) * spread
+                piece.copy_(values.clamp(-400, 400))
+            return made
+
+        weights = {}
+        for tensor in plan.tensors:
+            if tensor.kind != "weight":
+                continue
+            dtype = getattr(torch, tensor.dtype)
+            size = torch.Size(int(n) for n in tensor.shape)
+            if tensor.name.endswith("weight_scale"):
+                inner = next(t.shape[1] for t in plan.tensors if tensor.name == f"{t.name}_scale")
+                weights[tensor.name] = torch.full(
+                    size, 1 / (112 * (128 * int(inner)) ** 0.5), dtype=dtype, device="cuda"
+                )
+            elif tensor.name.endswith("_scale"):
+                weights[tensor.name] = torch.full(size, 1 / 32, dtype=dtype, device="cuda")
+            else:
+                spread = 112.0 if dtype == torch.float8_e4m3fn else 1.0
+                weights[tensor.name] = normal(size, spread, dtype)
+        arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device="cuda")
+        tensors = bind_plan(plan, weights, arena)
+        calls = make_calls(plan, tensors)
+        self.logits = tensors[plan.logits]
+        self.program = Program(calls, [], limits)
+        self.chain = find_chain(calls, limits, measured=False, most_tokens=tokens)
+        self.block = limits.tokens_per_block
+        blocks = CONTEXT // self.block
+        cache = normal(
+            torch.Size(kv_cache_shape(plan, blocks)), 32.0, getattr(torch, plan.kv_cache.dtype)
+        )
+        self.program.bind_kv_cache(cache)
+        self.cache = cache.view(torch.uint8)
+        self.before = self.cache.clone()
+        self.order = np.random.default_rng(3).permutation(blocks).astype(np.int32)
+        torch.cuda.synchronize()
+
+    def step(self, context: int, tokens: int, padding: int = 0) -> tuple[StepInputs, StepShape]:
+        """The last tokens of one request, with padding behind them, and the shape of the grids."""
+        positions = np.arange(context - tokens, context, dtype=np.int32)
+        slots = self.order[positions // self.block] * self.block + positions % self.block
+        extended = np.pad(positions, (0, padding))
+        step = StepInputs(
+            token_ids=np.arange(7, 7 + tokens + padding, dtype=np.int32),
+            position_ids=extended,
+            cu_q=np.array([0, tokens], np.int32),
+            kv_len=np.array([context], np.int32),
+            block_tables=self.order[None].copy(),
+            slot_mapping=np.pad(slots, (0, padding), constant_values=-1).astype(np.int32),
+            logit_rows=np.array([max(tokens - 1, 0)], np.int32),
+        )
+        shape = replace(shape_of(step), max_query_len=tokens + padding)
+        return step, replace(shape, max_kv_len=kv_bucket(context, self.program.limits))
+
+    def use(self, one_launch: bool) -> None:
+        """Choose how the next steps run."""
+        self.program._chain = self.chain if one_launch else None
+        self.program._prepared.clear()
+
+    def run(self, step: StepInputs, shape: StepShape, one_launch: bool) -> list[torch.Tensor]:
+        """Logits and cache after a step."""
+        self.use(one_launch)
+        self.cache.copy_(self.before)
+        torch.cuda.synchronize()
+        self.program.upload(step, self.queue.handle)
+        self.program.enqueue(shape, self.queue.handle)
+        torch.cuda.synchronize()
+        return [self.logits[: step.num_rows].clone(), self.cache.clone()]
+
+    def has_same_bits(self, context: int, tokens: int, padding: int = 0) -> bool:
+        """Whether a step gives the same logits and cache either way."""
+        step, shape = self.step(context, tokens, padding)
+        many, one = (self.run(step, shape, way) for way in (False, True))
+        return all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(many, one, strict=True)
+        )
+
+    def milliseconds(self, context: int, one_launch: bool) -> list[float]:
+        """Of a step with one token: for each replay of a graph of steps."""
+        self.use(one_launch)
+        step, shape = self.step(context, 1)
+        self.program.upload(step, self.queue.handle)
+        self.program.enqueue(shape, self.queue.handle)
+        self.queue.synchronize()
+
+        def record() -> None:
+            for _ in range(STEPS):
+                self.program.enqueue(shape, self.queue.handle)
+
+        graph = capture_graph(self.queue, record)
+        times = []
+        for _ in range(REPLAYS):
+            begin, end = self.queue.make_event(), self.queue.make_event()
+            with self.queue.scope():
+                begin.record()
+            graph.replay()
+            with self.queue.scope():
+                end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / STEPS)
+        return sorted(times)
+
+
+def write_config(folder: Path, shape: Shape, kv_algo: str | None, *, is_fp8: bool = True) -> None:
+    """The configuration files of a checkpoint, quantized to FP8 or not."""
+    config = config_json(shape)
+    if not is_fp8:
+        (folder / CONFIG_FILE).write_text(json.dumps(config))
+        return
+    nested, flat = quantization_documents(find_scheme("fp8"), kv_algo, ["lm_head"], "planted")
+    (folder / CONFIG_FILE).write_text(json.dumps(config | {"quantization_config": flat}))
+    (folder / QUANT_CONFIG_FILE).write_text(json.dumps(nested))

@@ -1,0 +1,77 @@
+"""Decoder layers in one launch: the bits of the launches of their operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layers_support import CONTEXT, Model
+from planted_shapes import Shape
+
+from llmctl.builder.config import BuildRequest
+
+# Contexts at the borders of tiles of 64 keys and of units, whose sizes grow from 1,024 keys on.
+CONTEXTS = (1, 2, 63, 64, 65, 128, 511, 1000, 1023, 1024, 1025, 1090, 2047, 2049, 3001, 4095)
+SMALL = {
+    # heads of 64 and 128, groups of 1 to 8, K that is no multiple of 2,048, fewer rows than blocks
+    "narrow": Shape(512, 2048, 4, 8, 2, 64, 8.0, vocab=4096, bos=0, eos=(1,)),
+    "group of 8": Shape(1024, 1536, 3, 16, 2, 64, 8.0, vocab=4096, bos=0, eos=(1,)),
+    "heads of 128": Shape(1536, 4096, 3, 12, 4, 128, 8.0, vocab=4096, bos=0, eos=(1,)),
+    "each its own": Shape(1024, 3072, 3, 8, 8, 128, 8.0, vocab=4096, bos=0, eos=(1,)),
+}
+
+
+@pytest.fixture(scope="module", params=["1b", *SMALL])
+def model(request):
+    made = Model(SMALL.get(request.param, request.param))
+    yield made
+    del made
+    torch.cuda.empty_cache()
+
+
+def test_one_launch_gives_the_bits_of_many(model):
+    different = [context for context in CONTEXTS if not model.has_same_bits(context, 1)]
+    assert model.chain is not None and not different
+    assert model.logits[0].std() > 0.1, "logits that say nothing compare nothing"
+
+
+def test_padding_and_steps_without_a_token_end(model):
+    step, shape = model.step(100, 1)
+    step.kv_len[:] = 0
+    step.cu_q[:] = 0
+    step.slot_mapping[:] = -1
+    for _ in range(3):
+        _, cache = model.run(step, shape, one_launch=True)
+        assert torch.equal(cache, model.before), "padding wrote to the cache"
+    assert model.has_same_bits(100, 1), "what came before is still there"
+
+
+def test_launches_follow_each_other_whatever_their_contexts(model):
+    contexts = (4095, 3, 2000, 1, 1025, 64, 4000, 17)  # fewer units, then more again
+    wanted = [model.run(*model.step(context, 1), one_launch=False)[0] for context in contexts]
+    for _ in range(5):
+        for context, logits in zip(contexts, wanted, strict=True):
+            found = model.run(*model.step(context, 1), one_launch=True)[0]
+            assert torch.equal(found, logits), context
+
+
+def test_counters_are_back_at_zero(model):
+    model.run(*model.step(700, 1), one_launch=True)
+    counters = model.program._scratch["decoder_layers.counters"].view(-1, 32)
+    assert not counters[1:].any() and not counters[0, 0]
+
+
+def test_two_tokens_and_one_of_them_padding():
+    model = Model(SMALL["narrow"], tokens=2)
+    assert model.chain is not None and model.chain.tokens == 2
+    for context in CONTEXTS[1:]:
+        assert model.has_same_bits(context, 2), context
+        assert model.has_same_bits(context, 1, padding=1), context
+        assert model.has_same_bits(context, 1), context
+
+
+@pytest.mark.parametrize("kv_algo", ["INT8", None])
+def test_caches_of_other_types(kv_algo):
+    request = BuildRequest(max_batch_size=2, max_seq_len=CONTEXT, tokens_per_block=64)
+    model = Model(SMALL["narrow"], request=request, kv_algo=kv_algo)
+    assert model.chain is not None
+    assert all(model.has_same_bits(context, 1) for context in CONTEXTS)

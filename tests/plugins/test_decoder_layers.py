@@ -1,0 +1,223 @@
+"""Which calls become one launch, what that launch is given, and its binary; bits: tests/gpu."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from kernel_support import disassemble
+from layers_support import write_config
+from planted_shapes import SHAPES, Shape
+
+from llmctl.builder.build import plan_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_format import Plan
+from llmctl.builder.generated import LoadFormat
+from llmctl.builder.kernels import (
+    kernel_specs,
+    meta_cache,
+    meta_calls,
+    meta_step,
+    scratch_bytes,
+    step_limits,
+)
+from llmctl.plugins.cuda.compiler import compile_kernel
+from llmctl.plugins.cuda.kernel import LaunchEnv, PointerTable, StepLimits, StepShape
+from llmctl.plugins.cuda.program import CudaProgram
+from llmctl.plugins.decoder_layers.chain import layer_fields
+from llmctl.plugins.decoder_layers.kernel import (
+    Chain,
+    chain_launch,
+    chain_spec,
+    exchange_bytes,
+    find_chain,
+    serves,
+)
+
+ONE = StepShape(num_tokens=1, num_requests=1, num_rows=1, max_query_len=1, max_kv_len=1024)
+FIELDS = 23  # pointers of `Layer` in chain.cuh
+
+
+@cache
+def planned(name: str, kv_algo: str | None = "FP8", is_fp8: bool = True) -> tuple[Plan, StepLimits]:
+    with TemporaryDirectory() as folder:
+        write_config(Path(folder), SHAPES[name], kv_algo, is_fp8=is_fp8)
+        built = plan_build(
+            Path(folder),
+            BuildRequest(max_batch_size=4, max_seq_len=4096),
+            backend="cuda",
+            compute_capability="9.0",
+            load_format=LoadFormat("dummy"),
+            with_binaries=False,
+        )
+    return built.plan, step_limits(built.plan, built.limits)
+
+
+def chain_of(name: str, most_tokens: int = 1, **options) -> Chain | None:
+    plan, limits = planned(name, **options)
+    calls = [call for call, _ in meta_calls(plan)]
+    return find_chain(calls, limits, most_tokens=most_tokens, measured=False)
+
+
+def env_of(name: str, sizes: dict[str, int] | None = None) -> LaunchEnv:
+    plan, limits = planned(name)
+
+    def scratch(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if sizes is not None:
+            sizes[key] = shape[0] * dtype.itemsize
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    return LaunchEnv(meta_step(limits), meta_cache(plan, limits), limits, "tokens", scratch)
+
+
+@pytest.mark.parametrize("name", ["1b", "3b", "8b", "70b"])
+def test_every_layer_before_the_last_is_in_the_chain(name):
+    plan, _ = planned(name)
+    found = chain_of(name)
+    assert found is not None and len(found.layers) == SHAPES[name].layers - 1
+    within = plan.ops[found.start : found.stop]
+    assert within[0].name == "model.layers.0.self_attn.qkv_proj"
+    assert within[-1].name == f"model.layers.{SHAPES[name].layers - 2}.mlp.down_proj"
+    assert "gather_rows" not in {op.op for op in within}
+
+
+def test_a_chain_reads_the_weights_and_scales_of_its_layers():
+    plan, _ = planned("1b")
+    found = chain_of("1b")
+    assert found is not None
+    cache_tensor = env_of("1b").kv_cache
+    for index, layer in enumerate(found.layers):
+        fields = layer_fields(layer, cache_tensor)
+        assert len(fields) == FIELDS
+        weights = [fields[i] for i in (0, 4, 8, 12)]
+        names = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+        for weight, name in zip(weights, names, strict=True):
+            (op,) = [o for o in plan.ops if f"layers.{index}." in o.name and o.name.endswith(name)]
+            (stored,) = [t for t in plan.tensors if t.name == op.inputs["weight"]]
+            assert weight is not None and tuple(weight.shape) == tuple(stored.shape)
+        assert (fields[16] is None) == (index == 0), "the first layer's tokens come normalized"
+
+
+def test_a_launch_gives_what_the_kernel_takes():
+    sizes: dict[str, int] = {}
+    env, found = env_of("1b", sizes), chain_of("1b")
+    assert found is not None
+    launch = chain_launch(found, env, ONE)
+    kinds = launch.spec.arguments
+    assert len(launch.arguments) == len(kinds) and launch.grid == (env.limits.num_sms, 1, 1)
+    table = launch.arguments[0]
+    assert isinstance(table, PointerTable) and len(table.tensors) == FIELDS * len(found.layers)
+    for kind, value in zip(kinds, launch.arguments, strict=True):
+        assert isinstance(value, torch.Tensor | PointerTable) == kind.startswith("*"), kind
+    assert sizes["decoder_layers.exchange"] == exchange_bytes(found.layers[0], env.limits, 1)
+
+
+def test_memory_for_the_exchange_is_planned(monkeypatch):
+    plan, limits = planned("1b")
+    with_chain = scratch_bytes(plan, limits)
+    monkeypatch.setattr("llmctl.builder.kernels.find_chain", lambda *_: None)
+    assert with_chain - scratch_bytes(plan, limits) > 2 * SHAPES["1b"].hidden * 132
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({}, True),
+        ({"num_tokens": 2, "max_query_len": 2}, False),
+        ({"num_requests": 2, "num_tokens": 2, "num_rows": 2}, False),
+        ({"max_kv_len": 4096}, True),
+        ({"max_kv_len": 8192}, False),
+        ({"num_tokens": 0, "num_rows": 0}, False),
+    ],
+)
+def test_only_small_steps_of_one_request_are_served(change, wanted):
+    found = chain_of("1b")
+    assert found is not None
+    assert serves(found, env_of("1b"), replace(ONE, **change)) == wanted
+
+
+def test_shapes_that_gain_nothing_or_were_not_measured_keep_their_launches(monkeypatch):
+    plan, limits = planned("1b")
+    calls = [call for call, _ in meta_calls(plan)]
+    table = "llmctl.plugins.decoder_layers.kernel._table"
+    for times, wanted in (
+        ({"1000": {"launches": 2.0, "one_launch": 1.0}}, True),
+        ({"1000": {"launches": 1.0, "one_launch": 2.0}}, False),
+        (
+            {
+                "1000": {"launches": 2.0, "one_launch": 1.0},
+                "4000": {"launches": 1.0, "one_launch": 2.0},
+            },
+            False,
+        ),
+        ({}, False),
+    ):
+        monkeypatch.setattr(table, lambda times=times: {"h2048.i8192.a32.8x64": times})
+        assert (find_chain(calls, limits) is not None) == wanted
+        names = [spec.name for spec in kernel_specs(plan, limits)]
+        assert any(name.startswith("decoder_layers.") for name in names) == wanted
+
+
+@pytest.mark.parametrize("name", ["1b", "tiny"])
+def test_models_of_another_form_keep_their_launches(name):
+    if name == "1b":
+        assert chain_of("1b", is_fp8=False) is None  # weights of 16 bits
+    else:
+        assert chain_of("tiny") is None  # K is no multiple of 512
+
+
+def test_a_model_whose_heads_share_more_rows_takes_fewer_tokens():
+    assert chain_of("70b", most_tokens=2) is None
+    assert chain_of("8b", most_tokens=2) is not None
+
+
+def test_the_kernel_multiplies_with_wgmma_and_spills_nothing():
+    plan, limits = planned("1b")
+    found = chain_of("1b")
+    assert found is not None and plan
+    kernel = compile_kernel(chain_spec(found, limits))
+    assert kernel.local_bytes == 0 and kernel.threads == 288
+    code = disassemble(kernel)
+    products = len(re.findall(r"QGMMA\.64x8x32\.F32\.E4M3\.E4M3", code))
+    assert products == 4 * 16, "four products, a chain of 16 each"
+    waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
+    assert waits == 4, "the compiler put waits into the chains"
+
+
+@pytest.mark.parametrize(("name", "kv_algo"), [("3b", "FP8"), ("8b", "INT8"), ("70b", None)])
+def test_the_kernel_compiles_for_other_shapes_and_caches(name, kv_algo):
+    _, limits = planned(name, kv_algo)
+    found = chain_of(name, kv_algo=kv_algo)
+    assert found is not None
+    kernel = compile_kernel(chain_spec(found, limits))
+    assert kernel.shared_bytes <= 227 << 10 and kernel.registers <= 168
+    assert kernel.local_bytes <= 192  # attention of heads of 128 keeps more than registers hold
+
+
+class _Driver:
+    """Loads nothing and launches nothing."""
+
+    def make_current(self) -> None: ...
+    def load(self, kernel): ...
+    def make_event(self): ...
+
+
+def test_a_program_puts_the_launch_in_the_place_of_the_calls(monkeypatch):
+    shape = Shape(512, 2048, 3, 8, 2, 64, 8.0, vocab=64, bos=0, eos=(1,))
+    monkeypatch.setitem(SHAPES, "narrow", shape)
+    monkeypatch.setattr("llmctl.plugins.decoder_layers.kernel._is_faster", lambda layer: True)
+    plan, limits = planned("narrow")
+    calls = [call for call, _ in meta_calls(plan)]
+    found = find_chain(calls, limits)
+    assert found is not None
+    for binaries, wanted in (([chain_spec(found, limits)], True), ([], False)):
+        program = CudaProgram(calls, binaries, limits, "meta", driver=_Driver())
+        program.bind_kv_cache(meta_cache(plan, limits))
+        outside = [*range(found.start), -1, *range(found.stop, len(calls))]
+        assert program.parts(ONE) == (outside if wanted else list(range(len(calls))))
+        assert program.parts(replace(ONE, num_requests=2, num_tokens=2)) == list(range(len(calls)))
