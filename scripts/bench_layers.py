@@ -1,11 +1,12 @@
 """Decoder layers in one launch against the launches of their operators: bits, and time of a step.
 
-    python scripts/bench_layers.py 1b 3b 8b [--contexts 1,64,1000] [--times 1000,4000]
+    python scripts/bench_layers.py 1b 3b 8b [--contexts 1,64,1000] [--times 1000,2000,4000]
         [--output plugins/decoder_layers/tactics.json]
 
 Models of these shapes get random weights. Says at each context whether the logits and the KV cache
 have the same bits either way, and the time of a step with one token in a CUDA graph of ten; ends
-with 1 where bits differ. --output stores the times, by which `llmctl build` decides.
+with 1 where bits differ. --output stores the times, each for all contexts that are padded to the
+same length; by them `llmctl build` decides.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from layers_support import Model
 from planted_shapes import SHAPES
 
 from llmctl.plugins.decoder_layers.kernel import shape_key
+from llmctl.runtime.graphs import kv_bucket
 
 
 def main() -> None:
@@ -29,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
     parser.add_argument("--contexts", default="1,2,63,64,65,700,1000,1024,1025,1999,3001,4095")
-    parser.add_argument("--times", default="1000,4000")
+    parser.add_argument("--times", default="1000,2000,4000")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     stored = {}
@@ -46,7 +48,7 @@ def main() -> None:
         times = {}
         for context in map(int, arguments.times.split(",")):
             many, one = model.milliseconds(context, False), model.milliseconds(context, True)
-            times[str(context)] = {
+            times[str(kv_bucket(context, model.program.limits))] = {
                 "launches": round(median(many), 4),
                 "one_launch": round(median(one), 4),
             }

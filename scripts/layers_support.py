@@ -20,7 +20,7 @@ from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.kernel import KernelSpec, StepShape
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.cuda.queue import DeviceQueue
-from llmctl.plugins.decoder_layers.kernel import find_chain
+from llmctl.plugins.decoder_layers.kernel import EVERYWHERE, find_chain
 from llmctl.plugins.program import StepInputs
 from llmctl.quantize.format import (
     CONFIG_FILE,
@@ -100,7 +100,7 @@ class Model:
         calls = make_calls(plan, tensors)
         self.logits = tensors[plan.logits]
         self.program = Program(calls, [], limits)
-        self.chain = find_chain(calls, limits, measured=False, most_tokens=tokens)
+        self.chain = find_chain(calls, limits, most_tokens=tokens, gains=EVERYWHERE)
         self.block = limits.tokens_per_block
         blocks = CONTEXT // self.block
         cache = normal(

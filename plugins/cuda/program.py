@@ -37,7 +37,12 @@ from llmctl.plugins.cuda.kernel import (
     StepShape,
     TensorMap,
 )
-from llmctl.plugins.decoder_layers.kernel import chain_launch, chain_spec, find_chain, serves
+from llmctl.plugins.decoder_layers.kernel import (
+    chain_launch,
+    find_chain,
+    serves,
+    stored_gains,
+)
 from llmctl.plugins.program import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.specs import check_call
 
@@ -127,9 +132,8 @@ class CudaProgram:
         self._envs: dict[str, LaunchEnv] = {}
         self._prepared: OrderedDict[StepShape, list[_Packed]] = OrderedDict()
         self._by_count: list[OrderedDict[int, _Packed]] = [OrderedDict() for _ in calls]
-        self._chain = find_chain(calls, limits)
-        if self._chain is not None and chain_spec(self._chain, limits).name not in self._loaded:
-            self._chain = None
+        gains = stored_gains(self._loaded)  # of what the engine was built with
+        self._chain = find_chain(calls, limits, gains=gains) if gains else None
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Use this cache from now on; captured graphs keep the one they were captured with."""

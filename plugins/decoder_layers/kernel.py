@@ -9,7 +9,8 @@ tactics.json, measured by scripts/bench_layers.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -41,9 +42,14 @@ _COLUMNS = 8  # rows of attention that a warp takes
 _SLOTS = 3  # tiles of keys or values on their way to it
 _FINISHED = 32  # sums of a row group and a token that a block finishes at once
 _MOST_WORKERS = 4  # warps of a block that take units of attention
+_NAME = "decoder_layers"  # of the binary, and of what it asks of scratch
 _WARPS = 9  # of a block: eight compute, one copies
 _LINE = 32  # ints from one counter to the next
 _TYPES = {"bfloat16": "BF16", "float16": "FP16", "float8_e4m3fn": "E4M3", "int8": "INT8"}
+
+
+Gains = tuple[tuple[int, bool], ...]  # (contexts up to, whether one launch is faster), ascending
+EVERYWHERE: Gains = ((MAX_CONTEXT, True),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Chain:
     layers: tuple[Layer, ...]
     tokens: int  # most of a step
     room: Room
+    gains: Gains
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +84,37 @@ def find_chain(
     limits: StepLimits,
     *,
     most_tokens: int = 1,
-    measured: bool = True,
+    gains: Gains | None = None,
 ) -> Chain | None:
     """The longest run of layers that layers.cu covers in steps of up to `most_tokens` tokens; None
-    where there are less than two, or where one launch was not measured to be faster (`measured`
-    False: in any case)."""
+    where there are less than two, or where one launch is nowhere faster. `gains`: as an engine has
+    stored them (None: as they were measured)."""
     found = find_layers(calls, limits)
-    if len(found) < 2 or (measured and not _is_faster(found[0])):
+    if len(found) < 2:
         return None
+    gains = _measured_gains(found[0]) if gains is None else gains
     room = _room(found[0], limits, most_tokens)
-    if room is None:
+    if room is None or not any(gain for _, gain in gains):
         return None
-    return Chain(found[0].start, found[-1].stop, tuple(found), most_tokens, room)
+    return Chain(found[0].start, found[-1].stop, tuple(found), most_tokens, room, gains)
+
+
+def stored_gains(kernels: Iterable[str]) -> Gains:
+    """What the kernel of an engine's chain says of itself; empty where there is none."""
+    (told,) = {name.rpartition(".")[2] for name in kernels if name.startswith(_NAME)} or {""}
+    found = re.findall(r"(\d+)([+-])", told)
+    return tuple((int(most), sign == "+") for most, sign in found)
 
 
 def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
-    """The binary of a chain: one for all its layers."""
+    """The binary of a chain: one for all its layers. Its name ends with the contexts up to which
+    one launch is faster ("+") or not ("-")."""
     layer, room = chain.layers[0], chain.room
-    words = ["decoder_layers", shape_key(layer)]
+    words = [_NAME, shape_key(layer)]
     words += [short_name(layer.dtype), f"kv_{short_name(limits.kv_dtype)}"]
     words += [f"page{limits.tokens_per_block}", f"u{_max_units(limits)}"]
     words += [f"n{chain.tokens}s{room.stages}f{IN_FLIGHT}w{room.workers}g{limits.num_sms}"]
+    words += ["".join(f"{most}{'-+'[gain]}" for most, gain in chain.gains)]
     return KernelSpec(
         name=".".join(words),
         source="decoder_layers/layers.cu",
@@ -136,7 +153,7 @@ def serves(chain: Chain, env: LaunchEnv, shape: StepShape) -> bool:
         env.use_pdl
         and shape.num_requests == 1
         and 0 < shape.num_tokens <= chain.tokens
-        and shape.max_kv_len <= MAX_CONTEXT
+        and next((gain for most, gain in chain.gains if shape.max_kv_len <= most), False)
     )
 
 
@@ -188,9 +205,12 @@ def shape_key(layer: Layer) -> str:
     return f"h{layer.hidden}.i{layer.intermediate}.{heads}"
 
 
-def _is_faster(layer: Layer) -> bool:
+def _measured_gains(layer: Layer) -> Gains:
     times = _table().get(shape_key(layer), {})
-    return bool(times) and all(each["one_launch"] < each["launches"] for each in times.values())
+    return tuple(
+        (int(context), each["one_launch"] < each["launches"])
+        for context, each in sorted(times.items(), key=lambda item: int(item[0]))
+    )
 
 
 @cache

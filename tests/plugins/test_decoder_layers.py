@@ -31,12 +31,14 @@ from llmctl.plugins.cuda.kernel import LaunchEnv, PointerTable, StepLimits, Step
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.decoder_layers.chain import layer_fields
 from llmctl.plugins.decoder_layers.kernel import (
+    EVERYWHERE,
     Chain,
     chain_launch,
     chain_spec,
     exchange_bytes,
     find_chain,
     serves,
+    stored_gains,
 )
 
 ONE = StepShape(num_tokens=1, num_requests=1, num_rows=1, max_query_len=1, max_kv_len=1024)
@@ -61,7 +63,7 @@ def planned(name: str, kv_algo: str | None = "FP8", is_fp8: bool = True) -> tupl
 def chain_of(name: str, most_tokens: int = 1, **options) -> Chain | None:
     plan, limits = planned(name, **options)
     calls = [call for call, _ in meta_calls(plan)]
-    return find_chain(calls, limits, most_tokens=most_tokens, measured=False)
+    return find_chain(calls, limits, most_tokens=most_tokens, gains=EVERYWHERE)
 
 
 def env_of(name: str, sizes: dict[str, int] | None = None) -> LaunchEnv:
@@ -124,6 +126,39 @@ def test_memory_for_the_exchange_is_planned(monkeypatch):
     assert with_chain - scratch_bytes(plan, limits) > 2 * SHAPES["1b"].hidden * 132
 
 
+def test_steps_take_the_way_that_is_faster_at_their_context(monkeypatch):
+    plan, limits = planned("1b")
+    faster, slower = {"launches": 2.0, "one_launch": 1.0}, {"launches": 1.0, "one_launch": 2.0}
+    times = {"4096": faster, "1024": faster, "2048": slower}
+    table = {"h2048.i8192.a32.8x64": times}
+    monkeypatch.setattr("llmctl.plugins.decoder_layers.kernel._table", lambda: table)
+    calls = [call for call, _ in meta_calls(plan)]
+    built = find_chain(calls, limits)
+    assert built is not None
+    name = chain_spec(built, limits).name
+    assert name.endswith(".1024+2048-4096+")
+    monkeypatch.setattr(
+        "llmctl.plugins.decoder_layers.kernel._table", dict
+    )  # an engine has its own
+    found = find_chain(calls, limits, gains=stored_gains(["embedding.bf16", name]))
+    assert found == built
+    env = env_of("1b")
+    served = {
+        context: serves(found, env, replace(ONE, max_kv_len=context))
+        for context in (1, 1024, 1025, 1500, 2048, 2049, 4096, 4097)
+    }
+    assert served == {
+        1: True,
+        1024: True,
+        1025: False,
+        1500: False,
+        2048: False,
+        2049: True,
+        4096: True,
+        4097: False,
+    }
+
+
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
@@ -145,16 +180,11 @@ def test_shapes_that_gain_nothing_or_were_not_measured_keep_their_launches(monke
     plan, limits = planned("1b")
     calls = [call for call, _ in meta_calls(plan)]
     table = "llmctl.plugins.decoder_layers.kernel._table"
+    faster, slower = {"launches": 2.0, "one_launch": 1.0}, {"launches": 1.0, "one_launch": 2.0}
     for times, wanted in (
-        ({"1000": {"launches": 2.0, "one_launch": 1.0}}, True),
-        ({"1000": {"launches": 1.0, "one_launch": 2.0}}, False),
-        (
-            {
-                "1000": {"launches": 2.0, "one_launch": 1.0},
-                "4000": {"launches": 1.0, "one_launch": 2.0},
-            },
-            False,
-        ),
+        ({"1024": faster}, True),
+        ({"1024": slower}, False),
+        ({"1024": faster, "4096": slower}, True),
         ({}, False),
     ):
         monkeypatch.setattr(table, lambda times=times: {"h2048.i8192.a32.8x64": times})
@@ -210,10 +240,9 @@ class _Driver:
 def test_a_program_puts_the_launch_in_the_place_of_the_calls(monkeypatch):
     shape = Shape(512, 2048, 3, 8, 2, 64, 8.0, vocab=64, bos=0, eos=(1,))
     monkeypatch.setitem(SHAPES, "narrow", shape)
-    monkeypatch.setattr("llmctl.plugins.decoder_layers.kernel._is_faster", lambda layer: True)
     plan, limits = planned("narrow")
     calls = [call for call, _ in meta_calls(plan)]
-    found = find_chain(calls, limits)
+    found = find_chain(calls, limits, gains=EVERYWHERE)
     assert found is not None
     for binaries, wanted in (([chain_spec(found, limits)], True), ([], False)):
         program = CudaProgram(calls, binaries, limits, "meta", driver=_Driver())
