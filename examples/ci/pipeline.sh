@@ -18,6 +18,12 @@
 # Exit codes: those of llmctl (README.md), and 1 where a measurement is below its minimum.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
+case "$#:${1:-}" in
+    0:* | *:-* | 2:*)
+        sed -n '2,/^set -eu/{/^set -eu/d;s/^# \{0,1\}//;p;}' "$0" >&2
+        exit 2
+        ;;
+esac
 output=$1
 target=${2:-$here/../demo-target}
 draft=${3:-$here/../demo-draft}

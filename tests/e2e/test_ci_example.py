@@ -71,6 +71,14 @@ def test_the_pipeline_stops_where_the_backend_does_not_work(pipeline):
     assert backend["run"]["fix"] in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["out", "target-without-draft"]])
+def test_the_pipeline_tells_how_it_is_used(repository, tmp_path, arguments):
+    script = repository / "examples/ci/pipeline.sh"
+    done = subprocess.run([script, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "pipeline.sh OUTPUT_DIR" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_workflow_runs_the_script_and_keeps_its_reports(repository):
     text = (repository / "examples/ci/llmctl.yml").read_text()
     (job,) = yaml.safe_load(text)["jobs"].values()
