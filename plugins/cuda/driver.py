@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from llmctl.errors import DeviceFailure, NoDevice, OutOfMemory
 from llmctl.plugins.cuda.compiler import CompiledKernel
 from llmctl.plugins.cuda.dtypes import pointer
-from llmctl.plugins.cuda.kernel import PointerTable, TensorMap
+from llmctl.plugins.cuda.kernel import TensorMap
 
 if TYPE_CHECKING:
     import torch
 
-Argument: TypeAlias = "torch.Tensor | TensorMap | PointerTable | int | float"
+Argument: TypeAlias = "torch.Tensor | TensorMap | int | float"
 
 _OUT_OF_MEMORY, _NO_DEVICE = 2, 100
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
@@ -105,7 +105,6 @@ class CudaDriver:
         The tensors must outlive it.
         """
         kernel = loaded.kernel
-        arguments = [_addresses(a) if isinstance(a, PointerTable) else a for a in arguments]
         packed = [
             self._pack(kernel, kind, value)
             for kind, value in zip(kernel.arguments, arguments, strict=True)
@@ -129,8 +128,7 @@ class CudaDriver:
         )
         room, addresses = _in_one_piece(packed)
         pointers = (c_void_p * len(packed))(*addresses)
-        tables = [a for a, kind in zip(arguments, kernel.arguments, strict=True) if kind == "*i64"]
-        return _Prepared(self, loaded, config, pointers, (room, attributes, tables))
+        return _Prepared(self, loaded, config, pointers, (room, attributes))
 
     def encode(self, tensor_map: TensorMap) -> ctypes.Structure:
         """The driver's 128 bytes for a 2-D tensor map."""
@@ -187,9 +185,7 @@ class CudaDriver:
             assert isinstance(value, int | float), f"{kernel.name}: {value!r} for {kind}"
             assert not bits or -(1 << bits) <= value < 1 << bits, f"{kernel.name}: {value} is wide"
             return _SCALARS[kind](value)
-        assert not isinstance(value, int | float | TensorMap | PointerTable), (
-            f"{kernel.name}: {value} for {kind}"
-        )
+        assert not isinstance(value, int | float | TensorMap), f"{kernel.name}: {value} for {kind}"
         assert kind == pointer(value.dtype), f"{kernel.name}: {value.dtype} for {kind}"
         address = value.data_ptr()
         assert address % 16 == 0, f"{kernel.name}: a pointer is not 16-byte aligned"
@@ -271,15 +267,6 @@ class _Prepared:
         self._config.stream = stream
         loaded = self._loaded
         self._driver.launch(self._reference, loaded.function, self._pointers, loaded.kernel.name)
-
-
-def _addresses(table: PointerTable) -> torch.Tensor:
-    """The table on the device of its tensors."""
-    import torch
-
-    values = [0 if tensor is None else tensor.data_ptr() for tensor in table.tensors]
-    device = next(tensor.device for tensor in table.tensors if tensor is not None)
-    return torch.tensor(values, dtype=torch.int64).to(device)
 
 
 def _in_one_piece(packed: Sequence[Any]) -> tuple[Any, list[int]]:

@@ -13,16 +13,13 @@ a captured graph replays whatever was uploaded last.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.cuda.compiler import CompiledKernel
@@ -37,6 +34,7 @@ from llmctl.plugins.cuda.kernel import (
     StepShape,
     TensorMap,
 )
+from llmctl.plugins.cuda.step_buffer import StepBuffer
 from llmctl.plugins.decoder_layers.kernel import (
     chain_launch,
     find_chain,
@@ -49,9 +47,7 @@ from llmctl.plugins.specs import check_call
 # Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
 MAX_PREPARED, MAX_COUNTS = 64, 128
 _BY_REQUEST = frozenset({"paged_attention"})  # the others depend on how many tokens or rows alone
-_RING = 4  # pinned copies of the step: uploads that may be in flight
 _CHAIN = -1  # in the place of an index: all calls of the chain
-_ALIGNMENT = 64  # elements of int32, so every array starts at 256 bytes
 
 Prepared = Callable[[int], None]
 
@@ -65,7 +61,7 @@ class Driver(Protocol):
         self,
         loaded: Any,
         grid: Sequence[int],
-        arguments: Sequence[torch.Tensor | TensorMap | PointerTable | int | float],
+        arguments: Sequence[torch.Tensor | TensorMap | int | float],
         use_pdl: bool,
     ) -> Prepared: ...
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None: ...
@@ -126,9 +122,10 @@ class CudaProgram:
         self._calls = tuple(zip(calls, row_extents(calls, stated), strict=True))
         own = {call.op for call in calls} - set(self._executors)
         self._modules = {op: import_module(f"llmctl.plugins.{op}.kernel") for op in own}
-        self._inputs = _StepBuffer(limits, self._device, self._driver)
+        self._inputs = StepBuffer(limits, self._device, self._driver)
         self.step: DeviceStep = self._inputs.step
         self._scratch: dict[str, torch.Tensor] = {}
+        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._envs: dict[str, LaunchEnv] = {}
         self._prepared: OrderedDict[StepShape, list[_Packed]] = OrderedDict()
         self._by_count: list[OrderedDict[int, _Packed]] = [OrderedDict() for _ in calls]
@@ -231,9 +228,18 @@ class CudaProgram:
         return packed
 
     def _prepare(self, launch: Launch) -> Prepared:
-        return self._driver.prepare(
-            self._find(launch.spec), launch.grid, launch.arguments, self._use_pdl
+        arguments = tuple(
+            self._table(a) if isinstance(a, PointerTable) else a for a in launch.arguments
         )
+        return self._driver.prepare(self._find(launch.spec), launch.grid, arguments, self._use_pdl)
+
+    def _table(self, table: PointerTable) -> torch.Tensor:
+        """The addresses in device memory. They stay as long as the program: a captured graph reads
+        them also when the launch that it was made of is forgotten."""
+        addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in table.tensors)
+        if addresses not in self._tables:
+            self._tables[addresses] = torch.tensor(addresses, dtype=torch.int64).to(self._device)
+        return self._tables[addresses]
 
     def _find(self, spec: KernelSpec) -> Any:
         loaded = self._loaded.get(spec.name)
@@ -242,67 +248,3 @@ class CudaProgram:
                 f"the engine has no kernel {spec.name!r}", fix="build the engine again"
             )
         return loaded
-
-
-class _StepBuffer:
-    """The step's arrays, one after another in one device buffer, and pinned copies of it.
-
-    Block tables come last: an upload stops behind the rows that its requests use.
-    """
-
-    def __init__(self, limits: StepLimits, device: torch.device, driver: Driver) -> None:
-        max_blocks = -(-limits.max_seq_len // limits.tokens_per_block)
-        shapes: dict[str, tuple[int, ...]] = {
-            "token_ids": (limits.max_num_tokens,),
-            "position_ids": (limits.max_num_tokens,),
-            "slot_mapping": (limits.max_num_tokens,),
-            "cu_q": (limits.max_batch_size + 1,),
-            "kv_len": (limits.max_batch_size,),
-            "logit_rows": (limits.max_num_rows,),
-            "block_tables": (limits.max_batch_size, max_blocks),
-        }
-        assert set(shapes) == {field.name for field in fields(DeviceStep)}
-        self._starts: dict[str, int] = {}
-        size = 0
-        for name, shape in shapes.items():
-            self._starts[name] = size
-            size += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
-        self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        if self._buffer.is_cuda:
-            torch.cuda.current_stream(device).synchronize()
-        self.step = DeviceStep(**{n: self._view(self._buffer, n, s) for n, s in shapes.items()})
-        pinned = torch.zeros((_RING, size), dtype=torch.int32, pin_memory=self._buffer.is_cuda)
-        self._pinned = pinned  # owns the memory that the arrays view
-        self._slots = [
-            {name: self._view(row, name, shape).numpy() for name, shape in shapes.items()}
-            for row in pinned
-        ]
-        self._events = [driver.make_event() for _ in range(_RING)]
-        self._driver = driver
-        self._next = 0
-
-    def _view(self, buffer: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        start = self._starts[name]
-        return buffer[start : start + math.prod(shape)].view(shape)
-
-    def upload(self, step: StepInputs, stream: int) -> None:
-        """Fill the next pinned copy and enqueue its transfer."""
-        slot = self._next
-        self._next = (slot + 1) % _RING
-        self._events[slot].wait()  # its last transfer: done long ago, unless the host runs ahead
-        arrays = self._slots[slot]
-        for name in ("token_ids", "position_ids", "slot_mapping", "cu_q", "kv_len", "logit_rows"):
-            _fill(arrays[name], getattr(step, name), name)
-        rows, width = step.block_tables.shape
-        table = arrays["block_tables"]
-        assert rows <= table.shape[0] and width <= table.shape[1], step.block_tables.shape
-        table[:rows, :width] = step.block_tables
-        used = self._starts["block_tables"] + rows * table.shape[1]
-        source = self._pinned[slot].data_ptr()
-        self._driver.copy_to_device(self._buffer.data_ptr(), source, 4 * used, stream)
-        self._events[slot].record(stream)
-
-
-def _fill(target: NDArray[np.int32], source: NDArray[np.int32], name: str) -> None:
-    assert len(source) <= len(target), f"{len(source)} {name}; the engine takes {len(target)}"
-    target[: len(source)] = source

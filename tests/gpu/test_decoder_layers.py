@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from layers_support import CONTEXT, Model
 from planted_shapes import Shape
 
 from llmctl.builder.config import BuildRequest
+from llmctl.runtime.graphs import capture_graph
 
 # Contexts at the borders of tiles of 64 keys and of units, whose sizes grow from 1,024 keys on.
 CONTEXTS = (1, 2, 63, 64, 65, 128, 511, 1000, 1023, 1024, 1025, 1090, 2047, 2049, 3001, 4095)
@@ -52,6 +55,22 @@ def test_launches_follow_each_other_whatever_their_contexts(model):
         for context, logits in zip(contexts, wanted, strict=True):
             found = model.run(*model.step(context, 1), one_launch=True)[0]
             assert torch.equal(found, logits), context
+
+
+def test_a_graph_outlives_the_launches_it_was_captured_from(model):
+    step, shape = model.step(300, 1)
+    wanted = model.run(step, shape, one_launch=True)[0]
+    queue = model.queue
+    graph = capture_graph(queue, lambda: model.program.enqueue(shape, queue.handle))
+    model.use(one_launch=True)  # forgets what was packed
+    gc.collect()
+    junk = [torch.full((1 << 12,), 7, dtype=torch.int64, device="cuda") for _ in range(64)]
+    model.logits.zero_()
+    model.cache.copy_(model.before)
+    torch.cuda.synchronize()
+    graph.replay()
+    queue.synchronize()
+    assert torch.equal(model.logits[:1], wanted) and len(junk) == 64
 
 
 def test_counters_are_back_at_zero(model):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from llmctl.errors import DeviceFailure, NoDevice, OutOfMemory
 from llmctl.plugins.cuda import driver as driver_module
 from llmctl.plugins.cuda.compiler import CompiledKernel
 from llmctl.plugins.cuda.driver import CudaDriver, LoadedKernel
-from llmctl.plugins.cuda.kernel import KernelSpec, PointerTable, TensorMap
+from llmctl.plugins.cuda.kernel import KernelSpec, TensorMap
 
 
 class Library:
@@ -118,19 +117,6 @@ def test_an_argument_that_the_kernel_would_misread_is_caught(library, position, 
     arguments[position] = value
     with pytest.raises(AssertionError, match=message):
         CudaDriver().prepare(loaded(ADD_ROWS), (1, 1, 1), arguments, True)
-
-
-def test_a_table_of_addresses_is_uploaded_and_kept(library):
-    tensors = (torch.zeros(8), None, torch.zeros(8, dtype=torch.uint8))
-    library.kinds = [ctypes.c_uint64]
-    prepared = CudaDriver().prepare(
-        loaded(replace(COPY_BOX, arguments=("*i64",))), (1, 1, 1), (PointerTable(tensors),), True
-    )
-    gc.collect()
-    prepared(1)
-    (launch,) = library.launches
-    table = (ctypes.c_int64 * 3).from_address(launch["arguments"][0])
-    assert list(table) == [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def test_a_tensor_map_is_encoded_at_an_aligned_address(library):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
@@ -14,7 +16,14 @@ import torch
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.cuda import program as program_module
 from llmctl.plugins.cuda.compiler import CompiledKernel
-from llmctl.plugins.cuda.kernel import DeviceStep, KernelSpec, Launch, StepLimits, StepShape
+from llmctl.plugins.cuda.kernel import (
+    DeviceStep,
+    KernelSpec,
+    Launch,
+    PointerTable,
+    StepLimits,
+    StepShape,
+)
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.example_parts import make_step
 from llmctl.plugins.program import OpCall
@@ -130,6 +139,27 @@ def make_program(**changes) -> tuple[CudaProgram, Recorder]:
     program = CudaProgram(calls, device="cpu", driver=recorder, **arguments)
     program.bind_kv_cache(torch.zeros(1, 3, 2, 1, 32, 16))
     return program, recorder
+
+
+def test_a_table_of_addresses_stays_when_the_launch_it_was_made_for_is_forgotten():
+    program, recorder = make_program()
+    tensors = (torch.zeros(8), None, torch.zeros(8, dtype=torch.uint8))
+    spec = replace(spec_of(make_calls()[0]), arguments=("*i64",))
+
+    def enqueue() -> weakref.ref[torch.Tensor]:
+        program.launch([Launch(spec, (1, 1, 1), (PointerTable(tensors),))], STREAM)
+        (table,) = recorder.launched.pop()[2]
+        assert isinstance(table, torch.Tensor) and table.dtype == torch.int64
+        assert table.tolist() == [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        return weakref.ref(table)
+
+    first = enqueue()
+    for length in range(1, program_module.MAX_PREPARED + 2):  # whatever else is packed
+        program.enqueue(replace(SHAPE, max_kv_len=length), STREAM)
+    program.bind_kv_cache(torch.zeros(1, 3, 2, 1, 32, 16))
+    gc.collect()
+    assert first() is not None, "a captured graph would read what was freed"
+    assert enqueue()() is first(), "one table for all that launch with these addresses"
 
 
 def test_calls_are_launched_in_order_with_tokens_then_rows():
