@@ -113,15 +113,9 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + 32, 1)
     const bool is_last = l == num_layers - 1;
     {
       const Weights& w = layer->qkv;
-      const rope_end::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, ATTENDED,
-                                    rotary, positions, slots, layer->cache, layer->k_scale,
-                                    layer->v_scale, TOKENS_PER_BLOCK};
-      const auto load = [&](const Item<QkvSize>& item, rope_end::RowConstants& rows,
-                            rope_end::TokenConstants& t) {
-        rows = rope_end::load_rows(e, item.group);
-        t = rope_end::load_token(e, item.group, item.token);
-        rope_end::complete_token(e, item.group, t);
-      };
+      const RopeEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, ATTENDED,
+                                   rotary, positions, slots, layer->cache, layer->k_scale,
+                                   layer->v_scale, TOKENS_PER_BLOCK};
       const auto bring = [&](bool) {
         if (l == 0) {
           bring_tokens<HIDDEN, false>(shared, arrivals, x, tokens);
@@ -131,74 +125,56 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + 32, 1)
           norm.bring(shared, arrivals, delta, kept, nullptr, epsilon, tokens);
         }
       };
-      const auto finish = [&](const Item<QkvSize>& item, const rope_end::RowConstants& rows,
-                              const rope_end::TokenConstants& t, const float (&sum)[2]) {
+      const auto finish = [&](const Item<QkvSize>& item, const RopeEnd::Rows& rows,
+                              const RopeEnd::Token& t, const float (&sum)[2]) {
         const rope_end::Rotated y = rope_end::finish_pair(e, rows, t, item.group, sum[0], sum[1]);
         give_rotated(exchange, t, y, item.token, item.is_real);
       };
-      product<QkvSize, rope_end::RowConstants, rope_end::TokenConstants>(
-          shared, arrivals, tokens, taken, load, bring, finish);
+      product<QkvSize, RopeEnd>(shared, arrivals, tokens, taken, e, bring, finish);
     }
     meet();  // keys and values come where tokens and sums were
     attention::attend(step, exchange, layer, shared, arrivals, counters + 64, heads_expected, l == 0);
     {
       const Weights& w = layer->o;
-      const plain_end::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
-      const auto load = [&](const Item<OSize>& item, plain_end::RowConstants& rows,
-                            plain_end::TokenConstants& t) {
-        rows = plain_end::load_rows(e, item.group);
-        t = plain_end::load_token(e, item.group, item.token);
-      };
+      const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
       const auto bring = [&](bool has_part) {
         const u8* from = exchange.now + ATTENDED_AT;
         if (has_part) bring_tokens<ATTENDED, true>(shared, arrivals, from, tokens);
       };
-      const auto finish = [&](const Item<OSize>& item, const plain_end::RowConstants& rows,
-                              const plain_end::TokenConstants& t, const float (&sum)[2]) {
+      const auto finish = [&](const Item<OSize>& item, const PlainEnd::Rows& rows,
+                              const PlainEnd::Token& t, const float (&sum)[2]) {
         const int at = O_AT + (item.token * HIDDEN + item.row()) * 2;
         give(exchange, at, plain_end::finish_one(e, rows, t, 0, sum[0]), item.is_real);
         give(exchange, at + 16, plain_end::finish_one(e, rows, t, 1, sum[1]), item.is_real);
       };
-      product<OSize, plain_end::RowConstants, plain_end::TokenConstants>(shared, arrivals, tokens,
-                                                                         taken, load, bring, finish);
+      product<OSize, PlainEnd>(shared, arrivals, tokens, taken, e, bring, finish);
     }
     {
       const Weights& w = layer->gate_up;
-      const swiglu_end::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens,
-                                      INTERMEDIATE, layer->activated_scale};
-      const auto load = [&](const Item<GateUpSize>& item, swiglu_end::RowConstants& rows,
-                            swiglu_end::TokenConstants& t) {
-        rows = swiglu_end::load_rows(e, item.group);
-        t = swiglu_end::load_token(e, item.group, item.token);
-      };
+      const SwigluEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens,
+                                     INTERMEDIATE, layer->activated_scale};
       const auto bring = [&](bool) {
         Norm norm(layer->mlp_norm, w.x_scale, l == 0 ? residual : kept);
         norm.bring(shared, arrivals, exchange.now + O_AT, kept,
                    is_last && blockIdx.x == 0 ? residual_out : nullptr, epsilon, tokens);
       };
-      const auto finish = [&](const Item<GateUpSize>& item, const swiglu_end::RowConstants& rows,
-                              const swiglu_end::TokenConstants& t, const float (&sum)[2]) {
+      const auto finish = [&](const Item<GateUpSize>& item, const SwigluEnd::Rows& rows,
+                              const SwigluEnd::Token& t, const float (&sum)[2]) {
         const int column = GROUP_ROWS / 2 * item.group + threadIdx.x % 32 / 4;
         give(exchange, ACTIVATED_AT + item.token * INTERMEDIATE + column,
              swiglu_end::finish_pair(e, rows, t, sum[0], sum[1]), item.is_real);
       };
-      product<GateUpSize, swiglu_end::RowConstants, swiglu_end::TokenConstants>(
-          shared, arrivals, tokens, taken, load, bring, finish);
+      product<GateUpSize, SwigluEnd>(shared, arrivals, tokens, taken, e, bring, finish);
     }
     {
       const Weights& w = layer->down;
-      const plain_end::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
-      const auto load = [&](const Item<DownSize>& item, plain_end::RowConstants& rows,
-                            plain_end::TokenConstants& t) {
-        rows = plain_end::load_rows(e, item.group);
-        t = plain_end::load_token(e, item.group, item.token);
-      };
+      const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
       const auto bring = [&](bool has_part) {
         const u8* from = exchange.now + ACTIVATED_AT;
         if (has_part) bring_tokens<INTERMEDIATE, true>(shared, arrivals, from, tokens);
       };
-      const auto finish = [&](const Item<DownSize>& item, const plain_end::RowConstants& rows,
-                              const plain_end::TokenConstants& t, const float (&sum)[2]) {
+      const auto finish = [&](const Item<DownSize>& item, const PlainEnd::Rows& rows,
+                              const PlainEnd::Token& t, const float (&sum)[2]) {
         const Value low = plain_end::finish_one(e, rows, t, 0, sum[0]);
         const Value high = plain_end::finish_one(e, rows, t, 1, sum[1]);
         const int place = item.token * HIDDEN + item.row();
@@ -206,8 +182,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + 32, 1)
         give(exchange, DOWN_AT + place * 2 + 16, high, item.is_real && !is_last);
         if (is_last && item.is_real) down_out[place] = low, down_out[place + 8] = high;
       };
-      product<DownSize, plain_end::RowConstants, plain_end::TokenConstants>(
-          shared, arrivals, tokens, taken, load, bring, finish);
+      product<DownSize, PlainEnd>(shared, arrivals, tokens, taken, e, bring, finish);
     }
     exchange.turn();
   }

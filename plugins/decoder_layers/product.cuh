@@ -27,6 +27,23 @@ namespace rope_end {
 #undef EPILOGUE
 #undef OUT_TYPE
 
+// What a namespace of epilogue_values.cuh has for one product.
+#define END_OF(NAME, SPACE)                                                                    \
+  struct NAME {                                                                                \
+    typedef SPACE::Epilogue Epilogue;                                                          \
+    typedef SPACE::RowConstants Rows;                                                          \
+    typedef SPACE::TokenConstants Token;                                                       \
+    static DEVICE void load(const Epilogue& e, int group, int token, Rows& rows, Token& t) {   \
+      rows = SPACE::load_rows(e, group);                                                       \
+      t = SPACE::load_token(e, group, token);                                                  \
+      SPACE::complete_token(e, group, t);                                                      \
+    }                                                                                          \
+  };
+END_OF(PlainEnd, plain_end)
+END_OF(SwigluEnd, swiglu_end)
+END_OF(RopeEnd, rope_end)
+#undef END_OF
+
 // Multiplies the block's units by the tokens in shared memory; `taken` counts units of the ring. Two
 // teams of four warps take units in turn.
 template <class S>
@@ -108,14 +125,14 @@ struct Item {
 };
 
 // One product: read what needs no other block, bring the tokens, multiply, finish.
-template <class S, class Rows, class Token, class Load, class Bring, class Give>
-DEVICE void product(const Shared& shared, Arrivals& arrivals, int tokens, u32& taken, const Load& load,
-                    const Bring& bring, const Give& give_sums) {
+template <class S, class End, class Bring, class Give>
+DEVICE void product(const Shared& shared, Arrivals& arrivals, int tokens, u32& taken,
+                    const typename End::Epilogue& e, const Bring& bring, const Give& give_sums) {
   const Share<S> share;
   const Item<S> item(share, tokens);
-  Rows rows;
-  Token token;
-  if (item.is_real) load(item, rows, token);
+  typename End::Rows rows;
+  typename End::Token token;
+  if (item.is_real) End::load(e, item.group, item.token, rows, token);
   bring(share.count > 0);
   multiply<S>(shared, share, taken);
   if (item.is_mine) {
