@@ -40,7 +40,7 @@ def backend_for(backend: str, gpu: str | None) -> str:
     if gpu is None:
         return backend
     from llmctl.builder.backends import COMPUTE_CAPABILITY
-    from llmctl.plugins.tensorrt.library import RTX_CAPABILITIES
+    from llmctl.plugins.tensorrt.packages import RTX_CAPABILITIES
 
     found = find_gpu(gpu)
     serving = {

@@ -12,7 +12,7 @@ import torch
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import NoDevice, RebuildNeeded, Unsupported
-from llmctl.plugins.tensorrt.library import PACKAGES, RTX_CAPABILITIES, load_package
+from llmctl.plugins.tensorrt.packages import PACKAGES, RTX_CAPABILITIES, load_package
 
 BACKENDS = tuple(PACKAGES)
 _HOPPER = "9.0"

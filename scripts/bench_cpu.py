@@ -34,7 +34,7 @@ import torch
 
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.plugins.cpu import instruction_sets, num_threads
-from llmctl.plugins.cpu.library import library
+from llmctl.plugins.cpu.binding import library
 from llmctl.runtime.core import Request
 
 REPOSITORY = Path(__file__).resolve().parent.parent

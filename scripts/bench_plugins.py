@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from llmctl.plugins import cpu
-from llmctl.plugins.cpu.library import library
+from llmctl.plugins.cpu.binding import library
 from llmctl.plugins.cpu.program import KINDS
 from llmctl.plugins.example_parts import make_step
 from llmctl.plugins.examples import Example, make_example

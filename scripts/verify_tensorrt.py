@@ -25,7 +25,7 @@ from tensorrt_checks import DRAFT_LEN, Engines, Findings, check_engine, write_fp
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.errors import LlmctlError
-from llmctl.plugins.tensorrt.library import RTX_CAPABILITIES
+from llmctl.plugins.tensorrt.packages import RTX_CAPABILITIES
 from llmctl.runtime.tensorrt_device import present_capability, require_machine
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

@@ -17,7 +17,7 @@ from llmctl.builder.tensorrt.pieces import Binding, Piece
 from llmctl.builder.tensorrt.whole import TREE, WHOLE
 from llmctl.plugins.rounds.tensorrt import accept_chain, accept_tree, choose_tokens
 from llmctl.plugins.tensorrt.layers import ITensor, Layers, Wanted
-from llmctl.plugins.tensorrt.library import shared_logger
+from llmctl.plugins.tensorrt.packages import shared_logger
 
 Range = tuple[int, int, int]  # least, the one to tune for, most
 # Steps of generation and verification have up to so many tokens; longer ones hold prompt chunks.

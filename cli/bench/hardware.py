@@ -75,7 +75,7 @@ def measure_cpu(num_bytes: int) -> float:
     that small models are held against the caches that they fit."""
     import numpy as np
 
-    from llmctl.plugins.cpu.library import library
+    from llmctl.plugins.cpu.binding import library
 
     count = min(max(num_bytes, LEAST_BYTES), MOST_BYTES) // 4
     buffer = np.ones(count, np.float32)

@@ -13,7 +13,7 @@ from typing import Any
 from llmctl.builder.backends import COMPUTE_CAPABILITY
 from llmctl.errors import LlmctlError, NoDevice, Unsupported
 from llmctl.plugins.cuda.kernel import NUM_SMS
-from llmctl.plugins.tensorrt.library import RTX_CAPABILITIES
+from llmctl.plugins.tensorrt.packages import RTX_CAPABILITIES
 
 _PROBE = 'extern "C" __global__ void probe(int* out) { out[threadIdx.x] = 1; }'
 Gpus = Sequence[dict[str, Any]]
@@ -63,7 +63,7 @@ def _try(question: Callable[[], str]) -> Check:
 
 
 def _load_cpu() -> str:
-    from llmctl.plugins.cpu.library import default_num_threads, instruction_sets
+    from llmctl.plugins.cpu.binding import default_num_threads, instruction_sets
 
     names = {"v4": "AVX-512", "v3": "AVX2", "generic": "no vector extensions"}
     best = instruction_sets()[0]

@@ -1,6 +1,6 @@
 """The CPU backend: a C++ library that runs a whole step in one call."""
 
-from llmctl.plugins.cpu.library import (
+from llmctl.plugins.cpu.binding import (
     instruction_sets,
     num_threads,
     set_instruction_set,

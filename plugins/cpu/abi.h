@@ -12,7 +12,7 @@ namespace llmctl {
 
 class Pool;
 
-constexpr int32_t kAbiVersion = 3;  // library.py holds the same number
+constexpr int32_t kAbiVersion = 3;  // binding.py holds the same number
 constexpr int kMaxTensors = 8;
 constexpr int kMaxAttributes = 8;
 constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmctl.errors import Unsupported
-from llmctl.plugins.cpu.library import DTYPES, Op, Step, TensorRef, check, library
+from llmctl.plugins.cpu.binding import DTYPES, Op, Step, TensorRef, check, library
 from llmctl.plugins.program import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.specs import SPECS, check_call
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmctl.plugins.cpu.library import check, library
+from llmctl.plugins.cpu.binding import check, library
 from llmctl.plugins.sampling.spec import SamplingRow, has_penalties
 
 if TYPE_CHECKING:

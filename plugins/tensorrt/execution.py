@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmctl.errors import CorruptEngine, DeviceFailure, OutOfMemory
-from llmctl.plugins.tensorrt.library import last_error, shared_logger
 from llmctl.plugins.tensorrt.opened import REBUILD, OpenedPlan, PieceFormat
+from llmctl.plugins.tensorrt.packages import last_error, shared_logger
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from llmctl.errors import CorruptEngine, RebuildNeeded
 from llmctl.plugins.tensorrt.layers import tensorrt_dtype
-from llmctl.plugins.tensorrt.library import last_error
+from llmctl.plugins.tensorrt.packages import last_error
 
 REBUILD = "build the engine again"
 

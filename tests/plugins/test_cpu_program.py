@@ -14,8 +14,8 @@ import torch
 
 from llmctl.errors import BadConfig, CorruptEngine, NoDevice, Unsupported
 from llmctl.plugins import cpu
+from llmctl.plugins.cpu import binding as binding_module
 from llmctl.plugins.cpu import compile as compile_module
-from llmctl.plugins.cpu import library as library_module
 from llmctl.plugins.example_parts import make_step, random_tensor
 from llmctl.plugins.examples import make_example
 from llmctl.plugins.program import OpCall, StepInputs
@@ -280,22 +280,22 @@ def test_a_forked_child_computes_with_threads_of_its_own():
 @pytest.fixture
 def reloaded():
     """Forget the loaded library before and after the test."""
-    library_module.library.cache_clear()
+    binding_module.library.cache_clear()
     yield
-    library_module.library.cache_clear()
+    binding_module.library.cache_clear()
 
 
 def test_an_absent_library_is_named_with_its_fix(reloaded, monkeypatch, tmp_path):
-    monkeypatch.setattr(library_module, "LIBRARY_PATH", tmp_path / "absent.so")
+    monkeypatch.setattr(binding_module, "LIBRARY_PATH", tmp_path / "absent.so")
     with pytest.raises(NoDevice, match="absent.so") as failure:
-        library_module.library()
+        binding_module.library()
     assert "llmctl.plugins.cpu.compile" in failure.value.fix
 
 
 def test_a_library_compiled_from_other_sources_is_refused(reloaded, monkeypatch):
     monkeypatch.setattr(compile_module, "source_hash", lambda: "0000")
     with pytest.raises(NoDevice, match="compiled from other sources"):
-        library_module.library()
+        binding_module.library()
 
 
 def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch, tmp_path):

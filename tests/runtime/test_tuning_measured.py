@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_pair import build_pair
 
-from llmctl.plugins.cpu.library import num_threads, set_num_threads
+from llmctl.plugins.cpu.binding import num_threads, set_num_threads
 from llmctl.runtime.core import Request, Sequence
 from llmctl.runtime.engine import Executable
 from llmctl.runtime.step import Span, pack

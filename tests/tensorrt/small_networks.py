@@ -10,7 +10,7 @@ import pytest
 import torch
 from evaluator import evaluate
 
-from llmctl.plugins.tensorrt.library import shared_logger
+from llmctl.plugins.tensorrt.packages import shared_logger
 
 trt = pytest.importorskip("tensorrt_rtx", reason="the network objects are TensorRT's")
 

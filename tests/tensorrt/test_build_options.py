@@ -20,7 +20,7 @@ from llmctl.builder.tensorrt.compile import compile_network
 from llmctl.builder.tensorrt.networks import build_networks
 from llmctl.builder.tensorrt.package import Package, choose_targets, open_package, require
 from llmctl.errors import BadConfig, KernelCompileError, NoDevice, Unsupported
-from llmctl.plugins.tensorrt import library
+from llmctl.plugins.tensorrt import packages
 
 SMALL = {"max_batch_size": 4, "max_seq_len": 96, "max_num_tokens": 64}
 
@@ -151,7 +151,7 @@ def test_a_gemm_given_to_our_kernels_is_another_cut(
 ) -> None:
     """On a GPU that our GEMMs run on; what is left to TensorRT lies between them."""
     _pretend_gpu(monkeypatch, (9, 0))
-    monkeypatch.setattr(library, "import_module", lambda name: tensorrt_rtx)
+    monkeypatch.setattr(packages, "import_module", lambda name: tensorrt_rtx)
     engine = plan_build(
         write_config(tmp_path, "fp8"),
         BuildRequest(**SMALL),

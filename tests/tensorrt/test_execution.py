@@ -25,7 +25,7 @@ from llmctl.builder.tensorrt.networks import PieceNetwork
 from llmctl.errors import CorruptEngine, DeviceFailure, OutOfMemory, RebuildNeeded
 from llmctl.plugins.cuda.kernel import StepShape
 from llmctl.plugins.program import OpCall, row_extents
-from llmctl.plugins.tensorrt import library
+from llmctl.plugins.tensorrt import packages
 from llmctl.plugins.tensorrt.execution import PlanSet
 from llmctl.plugins.tensorrt.executor import PieceExecutor
 
@@ -43,7 +43,7 @@ def networks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PieceNetwork
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeModule:
-    monkeypatch.setattr(library, "_loggers", {})
+    monkeypatch.setattr(packages, "_loggers", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return FakeModule(real)
 
@@ -108,7 +108,7 @@ def test_contexts_use_one_scratch_buffer_that_is_ours(module, networks) -> None:
 
 
 def test_full_tensorrt_has_no_runtime_configuration(monkeypatch, networks) -> None:
-    monkeypatch.setattr(library, "_loggers", {})
+    monkeypatch.setattr(packages, "_loggers", {})
     module = FakeModule(real, name="tensorrt", is_rtx=False)
     plans = open_plans(module, networks)
     user_managed = ExecutionContextAllocationStrategy.USER_MANAGED
@@ -315,7 +315,7 @@ def test_a_plan_of_another_version_is_refused_with_both(module, networks) -> Non
 
 
 def test_full_tensorrt_takes_plans_of_its_own_version_only(monkeypatch, networks) -> None:
-    monkeypatch.setattr(library, "_loggers", {})
+    monkeypatch.setattr(packages, "_loggers", {})
     module = FakeModule(real, name="tensorrt", is_rtx=False)
     pieces, data = described(module, networks, version="10.9.0")
     with pytest.raises(RebuildNeeded, match="built by tensorrt 10.9.0"):

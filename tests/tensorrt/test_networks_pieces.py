@@ -16,7 +16,7 @@ from checkpoints import FAMILIES, FORMS, VOCAB, write_checkpoint
 from evaluated import Bound, Request, Steps, bind_evaluated, bind_reference, make_step
 from fake_machine import pretend_gpu
 
-from llmctl.plugins.tensorrt import library
+from llmctl.plugins.tensorrt import packages
 
 trt = pytest.importorskip("tensorrt_rtx", reason="the networks are TensorRT's")
 
@@ -102,7 +102,7 @@ def test_products_given_to_our_kernels_leave_pieces_that_fit_them(
 ) -> None:
     """--gemm_plugin fp8, on a GPU that our GEMMs run on: the network is cut at every linear."""
     pretend_gpu(monkeypatch, (9, 0), "NVIDIA H200")
-    monkeypatch.setattr(library, "import_module", lambda name: trt)
+    monkeypatch.setattr(packages, "import_module", lambda name: trt)
     checkpoint = write_checkpoint(tmp_path / "c", "llama", "fp8")
     plugins = {"gemm_plugin": "fp8"}
     found, networks = bind_evaluated(checkpoint, "tensorrt", plugins=plugins)

@@ -16,7 +16,7 @@ from llmctl.builder.tensorrt.compile import compile_network
 from llmctl.builder.tensorrt.package import open_package
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.tensorrt.execution import PlanSet
-from llmctl.plugins.tensorrt.library import load_package
+from llmctl.plugins.tensorrt.packages import load_package
 
 real = pytest.importorskip("tensorrt_rtx", reason="the package itself is looked at")
 PAIRS = {
