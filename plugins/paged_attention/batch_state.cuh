@@ -5,21 +5,22 @@
 
 // A unit, or what is merged so far. Sums 0 and 2 of a block are of column 2 (lane % 4), 1 and 3 of
 // the next; `largest` is of both, `total` of the one of them that the lane sums up.
-struct State {
+template <int N>
+struct StateOf {  // N blocks of 16 dimensions
   float largest[COLUMN_BLOCKS][2], total[COLUMN_BLOCKS];
-  Sums sums;
+  SumsOf<N> sums;
 
   DEVICE void clear() {
 #pragma unroll
     for (int n = 0; n < COLUMN_BLOCKS; ++n) {
       largest[n][0] = largest[n][1] = minus_infinity(), total[n] = 0.0f;
 #pragma unroll
-      for (int i = 0; i < STEPS * 4; ++i) sums[n][i / 4][i % 4] = 0.0f;
+      for (int i = 0; i < N * 4; ++i) sums[n][i / 4][i % 4] = 0.0f;
     }
   }
 
   // One unit more to the right.
-  DEVICE void append(const State& unit) {
+  DEVICE void append(const StateOf& unit) {
     const bool is_odd = lane_id() & 4;
 #pragma unroll
     for (int n = 0; n < COLUMN_BLOCKS; ++n) {
@@ -34,25 +35,25 @@ struct State {
       total[n] = __fmaf_rn(total[n], is_odd ? left[1] : left[0],
                            __fmul_rn(unit.total[n], is_odd ? right[1] : right[0]));
 #pragma unroll
-      for (int i = 0; i < STEPS * 4; ++i) {
+      for (int i = 0; i < N * 4; ++i) {
         float& x = sums[n][i / 4][i % 4];
         x = __fmaf_rn(x, left[i % 2], __fmul_rn(unit.sums[n][i / 4][i % 4], right[i % 2]));
       }
     }
   }
 
-  static constexpr int FLOATS = COLUMN_BLOCKS * (STEPS * 4 + 3);  // of a lane
+  static constexpr int FLOATS = COLUMN_BLOCKS * (N * 4 + 3);  // of a lane
 
   // All of it in the order of the lanes, each time a line of 32.
   template <class Use>
   DEVICE void each(const Use& use) {
 #pragma unroll
     for (int n = 0; n < COLUMN_BLOCKS; ++n) {
-      const int first = n * (STEPS * 4 + 3);
+      const int first = n * (N * 4 + 3);
 #pragma unroll
-      for (int i = 0; i < STEPS * 4; ++i) use(sums[n][i / 4][i % 4], first + i);
-      use(largest[n][0], first + STEPS * 4), use(largest[n][1], first + STEPS * 4 + 1);
-      use(total[n], first + STEPS * 4 + 2);
+      for (int i = 0; i < N * 4; ++i) use(sums[n][i / 4][i % 4], first + i);
+      use(largest[n][0], first + N * 4), use(largest[n][1], first + N * 4 + 1);
+      use(total[n], first + N * 4 + 2);
     }
   }
   DEVICE void store(float* to) {
@@ -65,10 +66,12 @@ struct State {
     });
   }
 };
+typedef StateOf<STEPS> State;
 
 // Logits to weights, and what was summed before scaled to them. last[n][c]: the last key of the
 // tile that a column sees.
-DEVICE void soften(State& state, Logits& logits, u32 (&weights)[COLUMN_BLOCKS][BLOCKS][2],
+template <int N>
+DEVICE void soften(StateOf<N>& state, Logits& logits, u32 (&weights)[COLUMN_BLOCKS][BLOCKS][2],
                    const int (&last)[COLUMN_BLOCKS][2], float scale, bool is_masked,
                    bool is_first) {
   const int key = lane_id() / 4;
@@ -119,7 +122,7 @@ DEVICE void soften(State& state, Logits& logits, u32 (&weights)[COLUMN_BLOCKS][B
     state.total[n] = __fmaf_rn(state.total[n], is_odd ? fade[1] : fade[0], sum);
     if (is_first) continue;  // there is nothing to scale
 #pragma unroll
-    for (int i = 0; i < STEPS * 4; ++i) {
+    for (int i = 0; i < N * 4; ++i) {
       float& x = state.sums[n][i / 4][i % 4];
       x = __fmul_rn(x, fade[i % 2]);
     }

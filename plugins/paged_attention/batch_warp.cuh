@@ -107,6 +107,12 @@ DEVICE void load_transposed(u32 (&x)[4], u32 lane_at, int block, int chunk) {
                : "r"((lane_at ^ (chunk << 4)) + block * 16 * LINE)
                : "memory");
 }
+DEVICE void load_one_transposed(u32 (&x)[4], u32 lane_at, int block, int chunk) {  // the first two
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(x[0]), "=r"(x[1])
+               : "r"((lane_at ^ (chunk << 4)) + block * 16 * LINE)
+               : "memory");
+}
 DEVICE u32 transpose(u32 x) {  // of an 8 x 8 matrix of 16-bit numbers
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -200,14 +206,17 @@ struct QueriesIn<true> {
 typedef QueriesIn<(QUERY_BYTES > 0)> Queries;
 static_assert(QUERY_BYTES == 0 || QUERY_BYTES == COLUMN_BLOCKS * STEPS * 256, "room for queries");
 
-// logits[keys, columns] of a tile: sums 0, 1 are columns 2 (lane % 4) and the next of key lane / 4
-// of a block of 16, sums 2 and 3 those of the key 8 further.
-typedef float Logits[COLUMN_BLOCKS][BLOCKS][4];
+// logits[keys, columns] of N blocks of 16 keys: sums 0, 1 are columns 2 (lane % 4) and the next of key
+// lane / 4 of a block, sums 2 and 3 those of the key 8 further.
+template <int N>
+using LogitsOf = float[COLUMN_BLOCKS][N][4];
+typedef LogitsOf<BLOCKS> Logits;
 
-DEVICE void multiply_keys(Logits& logits, const Queries& queries, u32 slot) {
+template <int N>
+DEVICE void multiply_keys(LogitsOf<N>& logits, const Queries& queries, u32 slot, int first = 0) {
   const u32 lane_at = slot + lane_place();
 #pragma unroll
-  for (int block = 0; block < BLOCKS; ++block) {
+  for (int block = 0; block < N; ++block) {
 #pragma unroll
     for (int n = 0; n < COLUMN_BLOCKS; ++n) {
 #pragma unroll
@@ -217,9 +226,9 @@ DEVICE void multiply_keys(Logits& logits, const Queries& queries, u32 slot) {
 #pragma unroll
   for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
 #pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
+    for (int block = 0; block < N; ++block) {
       u32 x[4], a[4], b[4];
-      load_matrices(x, lane_at, block, chunk);
+      load_matrices(x, lane_at, first + block, chunk);
       if (IS_BYTE) {
         Widen<KV_TYPE>::pairs(x[0], a[0], a[2]);
         Widen<KV_TYPE>::pairs(x[1], a[1], a[3]);
@@ -243,19 +252,28 @@ DEVICE void multiply_keys(Logits& logits, const Queries& queries, u32 slot) {
   }
 }
 
-// sums[dimensions, columns] += values of a tile times weights, pairs of keys of each block of 16.
-typedef float Sums[COLUMN_BLOCKS][STEPS][4];
+// sums[dimensions, columns] += values of a tile times weights, pairs of keys of each block of 16; N
+// blocks of 16 dimensions from the first one on.
+template <int N>
+using SumsOf = float[COLUMN_BLOCKS][N][4];
+constexpr int CHUNKS_PER_STEP = CHUNKS / STEPS;  // 16 dimensions of bytes are a chunk
 
-DEVICE void multiply_values(Sums& sums, const u32 (&weights)[COLUMN_BLOCKS][BLOCKS][2], u32 slot) {
+template <int N>
+DEVICE void multiply_values(SumsOf<N>& sums, const u32 (&weights)[COLUMN_BLOCKS][BLOCKS][2], u32 slot,
+                            int first = 0) {
   const u32 lane_at = slot + lane_place();
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+    for (int chunk = 0; chunk < N * CHUNKS_PER_STEP; chunk += 2) {
       u32 x[4];
-      load_transposed(x, lane_at, block, chunk);
+      if (N * CHUNKS_PER_STEP == 1) {
+        load_one_transposed(x, lane_at, block, first);
+      } else {
+        load_transposed(x, lane_at, block, first * CHUNKS_PER_STEP + chunk);
+      }
 #pragma unroll
-      for (int half = 0; half < (IS_BYTE ? 2 : 1); ++half) {
+      for (int half = 0; half < (IS_BYTE && N > 1 ? 2 : 1); ++half) {
         u32 a[4];
         if (IS_BYTE) {  // a lane has two dimensions of two keys: bring the keys together
           Widen<KV_TYPE>::pairs(__byte_perm(x[2 * half], 0, 0x3120), a[0], a[1]);
