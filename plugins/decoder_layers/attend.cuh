@@ -1,4 +1,4 @@
-// Attention of one request with few tokens in layers.cu. Warps take units of one KV head; then the
+// Attention of one request with few tokens in layers.cu. Teams take units of one KV head; then the
 // units of a head are merged from left to right, a slice of its rows in each of several blocks.
 #pragma once
 
@@ -26,23 +26,25 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
 #pragma unroll 1
       for (int unit = 0; unit < s.units; unit += AT_ONCE) {
         uint2 m[AT_ONCE], y[AT_ONCE];
-        bool waits;
+        u32 least;  // from the last one on: all are asked for before one is looked at
         do {
-          waits = false;
 #pragma unroll
           for (int j = 0; j < AT_ONCE; ++j) {
-            // changes nothing, inverted
-            m[j] = {~__float_as_uint(minus_infinity()), ~0u}, y[j] = {~0u, ~0u};
-            if (unit + j < s.units) {
-              m[j] = look8(state + (unit + j) * (8 * 8));
-              y[j] = look8(sum + (unit + j) * (8 * SIZE * 4));
-            }
+            const int its = min(unit + j, s.units - 1);
+            m[j] = look8(state + its * (8 * 8));
+            y[j] = look8(sum + its * (8 * SIZE * 4));
           }
+          least = ~0u;
 #pragma unroll
-          for (int j = 0; j < AT_ONCE; ++j) {
-            waits |= m[j].x == 0 || m[j].y == 0 || y[j].x == 0 || y[j].y == 0;
+          for (int j = AT_ONCE - 1; j >= 0; --j) {
+            least = min(min(min(least, y[j].y), y[j].x), min(m[j].y, m[j].x));
           }
-        } while (waits);
+        } while (least == 0);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+          if (unit + j < s.units) continue;  // changes nothing, inverted
+          m[j] = {~__float_as_uint(minus_infinity()), ~0u}, y[j] = {~0u, ~0u};
+        }
         float left[AT_ONCE], right[AT_ONCE];
 #pragma unroll
         for (int j = 0; j < AT_ONCE; ++j) {
@@ -73,25 +75,24 @@ DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const S
                    Arrivals& arrivals, int* heads, int& heads_expected, bool is_first_layer) {
   const float scale =
       layer->k_scale ? __fmul_rn(s.softmax_scale, __ldg(layer->k_scale)) : s.softmax_scale;
-  const int warp = threadIdx.x / 32, tasks = s.units * HEADS;
-  heads_expected += s.units;
-  if (warp < WORKERS) {
+  const int warp = threadIdx.x / 32, team = warp / TEAM, tasks = s.units * HEADS;
+  const u32 slots = shared.tokens + team * (SLOTS * SLOT_BYTES);
+  heads_expected += s.units * TEAM;
 #pragma unroll 1
-    for (int task = warp * NUM_BLOCKS + blockIdx.x; task < HEADS * MAX_UNITS;
-         task += WORKERS * NUM_BLOCKS) {
-      if (task < tasks) {
-        Work work;
-        work.start(s, layer->cache, shared.tokens + warp * (SLOTS * TILE_BYTES), task);
-        take_unit(s, x, arrivals, work, scale);
-        __syncwarp();
-        if (lane_id() == 0) Arrivals::add(heads + 32 * work.head);
-      } else if (is_first_layer) {  // a request before may have had more units
-        State none;
-        none.clear();
-        give_state(x, 0, none, task % HEADS, task / HEADS);
-      }
+  for (int task = first_task(); task < HEADS * MAX_UNITS; task += TEAMS * NUM_BLOCKS) {
+    if (task < tasks) {
+      Work work(s, layer->cache, slots, task);
+      take_unit(s, x, arrivals, work, scale);
+      __syncwarp();
+      if (lane_id() == 0) Arrivals::add(heads + 32 * work.head);
+      if (task + TEAMS * NUM_BLOCKS < tasks) team_meet();  // the next unit's tiles come there
+    } else if (is_first_layer) {  // a request before may have had more units
+      OwnState none;
+      none.clear();
+      give_state(x, 0, none, task % HEADS, task / HEADS);
     }
-  } else if (warp == MERGER) {
+  }
+  if (warp == MERGER) {
     const int head = blockIdx.x % HEADS, slice = blockIdx.x / HEADS;
     if (slice < SLICES) {
       const float value_scale = layer->v_scale ? __ldg(layer->v_scale) : 1.0f;
@@ -111,6 +112,5 @@ DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const S
 #undef GROUP
 #undef SIZE
 #undef COLUMNS
-#undef SLOTS
 #undef QUERY_BYTES
 #undef UNIT

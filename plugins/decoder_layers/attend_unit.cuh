@@ -1,4 +1,6 @@
-// Units of attention in layers.cu: what they are, and how a warp takes one, with the code of batch.cu.
+// Units of attention in layers.cu: what they are, and how a team of four warps takes one, with the code
+// of batch.cu. Each warp copies 16 keys of a tile and their values, and multiplies those keys; all take
+// all logits, and each multiplies a quarter of the values' dimensions.
 //
 // The keys and values of the step's own tokens come from the blocks that made them, all others from
 // the cache, and those are on their way before the queries are there.
@@ -12,7 +14,6 @@
 #define GROUP (NUM_HEADS / NUM_KV_HEADS)
 #define SIZE HEAD_SIZE
 #define COLUMNS 8
-#define SLOTS 3
 #define QUERY_BYTES 0
 #define UNIT 1
 namespace attention {
@@ -22,9 +23,42 @@ static_assert(TOKENS * GROUP <= COLUMNS, "the rows of a request are the columns 
 constexpr int SLICES = NUM_BLOCKS / HEADS;  // blocks that merge a head
 constexpr int PAIRS = TOKENS * GROUP * SIZE / 2;  // of dimensions, of a head
 constexpr int SLICE_PAIRS = (PAIRS + SLICES - 1) / SLICES;
-constexpr int MERGER = WARPS - 1;  // the warp that merges; the first WORKERS take units
-static_assert(WORKERS >= 1 && WORKERS < WARPS, "a warp is left that merges");
-static_assert(WORKERS * SLOTS * TILE_BYTES <= ROOM, "a ring for each worker");
+constexpr int TEAM = 4, TEAMS = WARPS / TEAM;  // warps
+constexpr int MERGER = TEAM;                   // the warp that merges: short contexts need one team
+constexpr int OWN_STEPS = STEPS / TEAM;        // of a warp: blocks of 16 dimensions
+constexpr int SLOT_BYTES = 2 * TILE_BYTES;     // keys and values
+typedef StateOf<OWN_STEPS> OwnState;
+static_assert(BLOCKS == TEAM && STEPS % TEAM == 0, "a warp has 16 keys, and a part of the dimensions");
+static_assert(TEAMS * SLOTS * SLOT_BYTES <= ROOM, "tiles of each team");
+static_assert(SLOTS == 1 || SLOTS == 2, "a tile, and the next");
+
+DEVICE int warp_of_team() { return threadIdx.x / 32 % TEAM; }
+DEVICE void team_meet() {
+  asm volatile("bar.sync %0, %1;" ::"r"(int(2 + threadIdx.x / (32 * TEAM))), "n"(32 * TEAM) : "memory");
+}
+// The first unit of the block's teams, counted over all heads.
+DEVICE int first_task() { return threadIdx.x / (32 * TEAM) * NUM_BLOCKS + blockIdx.x; }
+
+// Where the warp's keys of a tile lie.
+struct Pages {
+  static constexpr int KEYS_OF_WARP = KEYS / TEAM;
+  static constexpr int COUNT = (KEYS_OF_WARP + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK;
+  int numbers[COUNT];
+
+  DEVICE void load(const int* table, int tile, int limit) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const int key = tile * KEYS + warp_of_team() * KEYS_OF_WARP + i * TOKENS_PER_BLOCK;
+      numbers[i] = key < limit ? load_int(table + key / TOKENS_PER_BLOCK) : 0;
+    }
+  }
+  // A key of the warp, of KV head `head`: `nth` of KEYS_OF_WARP.
+  DEVICE const Cached* key(const Cached* cache, int head, int tile, int nth, int kv) const {
+    const int at = (warp_of_team() * KEYS_OF_WARP + tile * KEYS + nth) % TOKENS_PER_BLOCK;
+    const long long page = numbers[COUNT == 1 ? 0 : nth / TOKENS_PER_BLOCK];
+    return cache + page * (2 * PAGE) + kv * PAGE + (head * TOKENS_PER_BLOCK + at) * SIZE;
+  }
+};
 
 // What is the same in all layers.
 struct Step {
@@ -33,6 +67,7 @@ struct Step {
   int table_stride;
   int num_rows, num_tokens, limit, tiles, units;
   int seen[2], all_see;  // the last key that the lane's columns see, and that all see
+  Pages pages;           // of the team's first tile
 
   DEVICE Step(const int* cu_q, const int* kv_lens, const int* tables, const int* positions,
               float scale, int stride)
@@ -53,6 +88,7 @@ struct Step {
       all_see = min(all_see, seen[c]);
     }
     all_see = __reduce_min_sync(~0u, all_see);
+    pages.load(block_tables, unit_start(first_task() / HEADS), limit);
   }
 };
 
@@ -61,61 +97,71 @@ DEVICE int sums_at(int head, int unit) {
   return SUMS_AT + (head * MAX_UNITS + unit) * (8 * SIZE * 4);
 }
 
-// A unit's state for whoever merges it. num_rows 0: only the other half is cleared.
-DEVICE void give_state(const Exchange& x, int num_rows, const State& state, int head, int unit) {
-  const int lane = lane_id();
+// A warp's part of a unit's state for whoever merges it. num_rows 0: only the other half is cleared.
+DEVICE void give_state(const Exchange& x, int num_rows, const OwnState& state, int head, int unit) {
+  const int lane = lane_id(), first = warp_of_team() * OWN_STEPS;
   const float other = __shfl_xor_sync(~0u, state.total[0], 4);
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const int row = lane % 4 * 2 + c;
     const bool is_real = row < num_rows;
     const float total = (lane & 4) / 4 == c ? state.total[0] : other;
-    if (lane < 4) give_pair(x, state_at(head, unit) + row * 8, state.largest[0][c], total, is_real);
+    if (first == 0 && lane < 4) {
+      give_pair(x, state_at(head, unit) + row * 8, state.largest[0][c], total, is_real);
+    }
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-      const int at = sums_at(head, unit) + (row * SIZE + 16 * i) * 4 + lane / 4 * 8;
+    for (int i = 0; i < OWN_STEPS; ++i) {
+      const int at = sums_at(head, unit) + (row * SIZE + 16 * (first + i)) * 4 + lane / 4 * 8;
       give_pair(x, at, state.sums[0][i][c], state.sums[0][i][c + 2], is_real);
     }
   }
 }
-// A unit that a warp takes.
-struct Work {
-  Copier copier;
-  u32 ring;
-  int head, unit, tile, end;     // tiles
-  int copied, slot_in, slot_out;
 
-  DEVICE void start(const Step& s, const Cached* cache, u32 ring_, int task) {
-    ring = ring_, head = task % HEADS, unit = task / HEADS;
+// A unit that a team takes, and the warp's part of its tiles.
+struct Work {
+  const Cached* cache;
+  const int* table;
+  u32 slots;
+  int head, unit, tile, end, limit;
+  Pages pages;  // of the tile to copy next
+
+  DEVICE Work(const Step& s, const Cached* cache_, u32 slots_, int task) {
+    cache = cache_, table = s.block_tables, limit = s.limit;
+    slots = slots_, head = task % HEADS, unit = task / HEADS;
     tile = unit_start(unit), end = min(unit_start(unit + 1), s.tiles);
-    copied = 2 * tile, slot_in = slot_out = 0;
-    copier.source = cache + head * (TOKENS_PER_BLOCK * SIZE) + lane_id() / CHUNKS * SIZE +
-                    lane_id() % CHUNKS * (16 / KV_TYPE::bytes);
-    copier.table = s.block_tables;
-    copier.num_entries = (s.limit + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK;
-    copier.limit = s.limit;
-    copier.start(tile, copier.guess(tile, s.table_stride));
+    if (task == first_task()) pages = s.pages;
+    else pages.load(table, tile, limit);
   }
-  DEVICE void copy_next() {
-    if (copied < 2 * end) copier.copy(ring + slot_in * TILE_BYTES, copied / 2, copied % 2);
-    commit_copies();
-    ++copied;
-    slot_in = slot_in + 1 == SLOTS ? 0 : slot_in + 1;
-  }
-  // The oldest slot.
-  DEVICE u32 take() {
-    const u32 at = ring + slot_out * TILE_BYTES;
-    slot_out = slot_out + 1 == SLOTS ? 0 : slot_out + 1;
-    return at;
+  DEVICE u32 slot(int its) const { return slots + (its - tile) % SLOTS * SLOT_BYTES; }
+  // The warp's keys of a tile, and their values.
+  DEVICE void copy(int its) {
+    const int lane = lane_id(), first = warp_of_team() * Pages::KEYS_OF_WARP + lane / CHUNKS;
+#pragma unroll
+    for (int kv = 0; kv < 2; ++kv) {
+#pragma unroll
+      for (int i = 0; i < Pages::KEYS_OF_WARP; i += KEY_STEP) {
+        const u32 to = slot(its) + kv * TILE_BYTES + place(first + i, lane % CHUNKS);
+        const Cached* from = pages.key(cache, head, its, i + lane / CHUNKS, kv);
+        const bool is_real = its * KEYS + first + i < limit;
+        copy_or_clear_chunk(to, from + lane % CHUNKS * (16 / KV_TYPE::bytes), is_real);
+      }
+      commit_copies();
+    }
+    if (its + 1 < end) pages.load(table, its + 1, limit);
   }
 };
 
-// What other blocks make for a warp's unit in this layer: queries, and of the step's own tokens whose
-// keys are in the unit a lane's chunk of keys and values. All of it is asked for at once.
+// What other blocks make for a team's unit in this layer: queries, and of the step's own tokens whose
+// keys are the warp's a lane's chunk of keys and values. All of it is asked for at once.
 struct Fresh {
   uint4 chunks[TOKENS][2];
   int first_key;  // of the step's own tokens
 
+  DEVICE bool has(const Step& s, int token, int from, int to) const {
+    const int key = first_key + token, tile = key / KEYS;
+    const bool is_mine = key % KEYS / (KEYS / TEAM) == warp_of_team() && lane_id() < CHUNKS;
+    return token < s.num_tokens && is_mine && tile >= from && tile < to;
+  }
   DEVICE void take(const Step& s, const Exchange& x, const Work& work, Queries& queries) {
     const int lane = lane_id(), row = lane / 4, head = work.head;
     const u8* from = x.now + Q_AT + ((row / GROUP * HEADS + head) * GROUP + row % GROUP) * (SIZE * 2);
@@ -134,8 +180,7 @@ struct Fresh {
 #pragma unroll
         for (int kv = 0; kv < 2; ++kv) {
           chunks[t][kv] = {~0u, ~0u, ~0u, ~0u};
-          const int tile = (first_key + t) / KEYS;
-          if (t < s.num_tokens && lane < CHUNKS && tile >= work.tile && tile < work.end) {
+          if (has(s, t, work.tile, work.end)) {
             chunks[t][kv] = look16(x.now + KV_AT + ((t * 2 + kv) * HEADS + head) * LINE + lane * 16);
           }
         }
@@ -150,57 +195,75 @@ struct Fresh {
       queries.store(0, i, to_inner(~pairs[2 * i]), to_inner(~pairs[2 * i + 1]));
     }
   }
-  // Into a slot with keys or values of a tile.
+  // To the keys or values of a tile.
   DEVICE void add_to(u32 slot, const Step& s, int tile, int kv) const {
-    const int lane = lane_id();
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
-      const int key = first_key + t - tile * KEYS;
-      if (t >= s.num_tokens || key < 0 || key >= KEYS || lane >= CHUNKS) continue;
-      const uint4 x = upright_cached(kv ? chunks[t][1] : chunks[t][0]);
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(slot + place(key, lane)),
-                   "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+      if (!has(s, t, tile, tile + 1)) continue;
+      const uint4 x = upright_cached(chunks[t][kv]);
+      const u32 to = slot + kv * TILE_BYTES + place((first_key + t) % KEYS, lane_id());
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z),
+                   "r"(x.w)
                    : "memory");
     }
     __syncwarp();
   }
 };
 
-// Every step copies one half of a tile, keys or values, and takes what was copied SLOTS - 1 steps ago:
-// one place for each in the code, for instructions that are far away take time too.
+// The warps' logits lie where their keys were, for all of the team.
+DEVICE void share_logits(const LogitsOf<1>& own, u32 keys) {
+  const u32 to = keys + warp_of_team() * (16 * LINE) + lane_id() * 16;
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(own[0][0][0]),
+               "f"(own[0][0][1]), "f"(own[0][0][2]), "f"(own[0][0][3])
+               : "memory");
+}
+DEVICE void load_logits(Logits& all, u32 keys) {
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) {
+    float(&x)[4] = all[0][block];
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(keys + block * (16 * LINE) + lane_id() * 16)
+                 : "memory");
+  }
+}
+
 DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals, Work& work,
                       float scale) {
-  State state;
+  work.copy(work.tile);
+  OwnState state;
   state.clear();
   Queries queries;
   Fresh fresh;
-  u32 weights[1][BLOCKS][2];
-  const int begin = 2 * work.tile, end = 2 * work.end;
+  if (warp_of_team() == 0) arrivals.wait_in_warp();
+  team_meet();
+  fresh.take(s, x, work, queries);
 #pragma unroll 1
-  for (int step = begin - (SLOTS - 1); step < end; ++step) {
-    if (step >= begin) {
-      wait_for_copies<SLOTS - 2>();
-      __syncwarp();
-    }
-    work.copy_next();
-    if (step < begin) continue;
-    if (step == begin) {
-      arrivals.wait_in_warp();
-      fresh.take(s, x, work, queries);
-    }
-    const int tile = step / 2;
-    const u32 at = work.take();
-    fresh.add_to(at, s, tile, step % 2);
-    if (step % 2) {
-      multiply_values(state.sums, weights, at);
-    } else {
-      Logits logits;
-      multiply_keys(logits, queries, at);
-      const int last[1][2] = {{s.seen[0] - tile * KEYS, s.seen[1] - tile * KEYS}};
-      soften(state, logits, weights, last, scale, (tile + 1) * KEYS - 1 > s.all_see, step == begin);
+  for (int tile = work.tile; tile < work.end; ++tile) {
+    const u32 keys = work.slot(tile), values = keys + TILE_BYTES;
+    wait_for_copies<1>();
+    __syncwarp();
+    fresh.add_to(keys, s, tile, 0);
+    LogitsOf<1> own;
+    multiply_keys<1>(own, queries, keys, warp_of_team());
+    __syncwarp();
+    share_logits(own, keys);
+    wait_for_copies<0>();
+    fresh.add_to(keys, s, tile, 1);
+    team_meet();
+    if (SLOTS == 2 && tile + 1 < work.end) work.copy(tile + 1);  // nobody reads there any more
+    Logits logits;
+    load_logits(logits, keys);
+    u32 weights[1][BLOCKS][2];
+    const int last[1][2] = {{s.seen[0] - tile * KEYS, s.seen[1] - tile * KEYS}};
+    soften(state, logits, weights, last, scale, (tile + 1) * KEYS - 1 > s.all_see,
+           tile == work.tile);
+    multiply_values<OWN_STEPS>(state.sums, weights, values, warp_of_team() * OWN_STEPS);
+    if (SLOTS == 1 && tile + 1 < work.end) {
+      team_meet();
+      work.copy(tile + 1);
     }
   }
-  wait_for_copies<0>();
   give_state(x, s.num_rows, state, work.head, work.unit);
 }
 }  // namespace attention

@@ -22,41 +22,38 @@ struct Layer {
   Cached* cache;
   const float *k_scale, *v_scale, *attended_scale;
 };
+static_assert(sizeof(Layer) == 23 * 8, "as kernel.py has it");
 
-constexpr int COMPUTE = 256, WARPS = COMPUTE / 32;  // threads that compute; one more warp copies
+constexpr int COMPUTE = 256, WARPS = COMPUTE / 32;  // threads that compute
+constexpr int COPY = 128;                           // and that copy
 constexpr int INTERVAL_BYTES = 512;                 // of K, summed by one chain of products
-constexpr int GROUP_ROWS = 16;                      // weight rows that a block takes at once
-constexpr int UNIT_INTERVALS = 4;
-constexpr int UNIT_BYTES = GROUP_ROWS * UNIT_INTERVALS * INTERVAL_BYTES;
-constexpr int OPERAND_ROWS = (UNIT_INTERVALS * TOKENS + 7) / 8 * 8;  // columns of a product
-constexpr int OPERAND_BYTES = 4 * OPERAND_ROWS * 128;                // tokens at four intervals
-constexpr int SUM_BYTES = TOKENS * UNIT_INTERVALS * GROUP_ROWS * 4;  // of a unit
+constexpr int UNIT_BYTES = 64 * INTERVAL_BYTES;     // weight rows times intervals of K: 64
+constexpr int SUM_BYTES = TOKENS * 64 * 4;          // of a unit
 
 constexpr int QKV_ROWS = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE, ATTENDED = NUM_HEADS * HEAD_SIZE;
 
-// A product of ROWS weight rows by K. A layer's products take the blocks in turn: one begins where the
-// one before it ended, so that what does not divide evenly evens out.
-template <int ROWS, int K_, int TURN_>
+// A product of ROWS weight rows by K. A block takes groups of GROUP_ROWS rows: 16, whose units have 4
+// intervals of K, or 8, whose units have 8. A layer's products take the blocks in turn: one begins where
+// the one before it ended, so that what does not divide evenly evens out.
+template <int ROWS, int K_, int GROUP_ROWS_, int TURN_>
 struct Size {
-  static constexpr int K = K_, TURN = TURN_, GROUPS = ROWS / GROUP_ROWS;
-  static constexpr int INTERVALS = K / INTERVAL_BYTES;
+  static constexpr int K = K_, TURN = TURN_, GROUP_ROWS = GROUP_ROWS_, GROUPS = ROWS / GROUP_ROWS;
+  static constexpr int INTERVALS = K / INTERVAL_BYTES, UNIT_INTERVALS = 64 / GROUP_ROWS;
   static constexpr int UNITS = (INTERVALS + UNIT_INTERVALS - 1) / UNIT_INTERVALS;  // of a group
+  static constexpr int OPERAND_ROWS = (UNIT_INTERVALS * TOKENS + 7) / 8 * 8;  // columns of a product
+  static constexpr int OPERAND_BYTES = 4 * OPERAND_ROWS * 128;  // tokens at a unit's intervals
+  static constexpr int TOKEN_BYTES = UNITS * OPERAND_BYTES;
   static constexpr int NEXT_TURN = (TURN + GROUPS) % NUM_BLOCKS;
   static constexpr int SHARERS = GROUPS < NUM_BLOCKS ? GROUPS : NUM_BLOCKS;  // blocks with a part
+  static constexpr int MOST = (GROUPS + NUM_BLOCKS - 1) / NUM_BLOCKS;        // groups of a block
   static_assert(ROWS % 64 == 0 && K % INTERVAL_BYTES == 0, "whole tiles and intervals");
-  static_assert((GROUPS + NUM_BLOCKS - 1) / NUM_BLOCKS * TOKENS <= 4 * WARPS,
-                "a block's sums are finished at once");
+  static_assert(MOST * TOKENS <= 4 * WARPS, "a block's sums are finished at once");
+  static_assert(ROOM >= TOKEN_BYTES + MOST * UNITS * SUM_BYTES, "tokens and sums");
 };
-typedef Size<QKV_ROWS, HIDDEN, 0> QkvSize;
-typedef Size<HIDDEN, ATTENDED, QkvSize::NEXT_TURN> OSize;
-typedef Size<2 * INTERMEDIATE, HIDDEN, OSize::NEXT_TURN> GateUpSize;
-typedef Size<HIDDEN, INTERMEDIATE, GateUpSize::NEXT_TURN> DownSize;
-template <class S>
-constexpr bool HAS_ROOM = TOKEN_BYTES >= (S::INTERVALS + 3) / 4 * OPERAND_BYTES &&
-                          ROOM >= TOKEN_BYTES + (S::GROUPS + NUM_BLOCKS - 1) / NUM_BLOCKS *
-                                                    S::UNITS * SUM_BYTES;
-static_assert(HAS_ROOM<QkvSize> && HAS_ROOM<OSize> && HAS_ROOM<GateUpSize> && HAS_ROOM<DownSize>,
-              "tokens and sums of every product");
+typedef Size<QKV_ROWS, HIDDEN, 16, 0> QkvSize;  // 16: epilogues of rows 8 apart
+typedef Size<HIDDEN, ATTENDED, O_GROUP, QkvSize::NEXT_TURN> OSize;
+typedef Size<2 * INTERMEDIATE, HIDDEN, 16, OSize::NEXT_TURN> GateUpSize;
+typedef Size<HIDDEN, INTERMEDIATE, DOWN_GROUP, GateUpSize::NEXT_TURN> DownSize;
 static_assert(GateUpSize::GROUPS >= NUM_BLOCKS, "no block is far behind another: exchange.cuh");
 
 // The groups of rows of a product that fall to this block: first, first + NUM_BLOCKS, ...
@@ -70,17 +67,23 @@ struct Share {
   }
 };
 
-// Shared memory: a ring of weights, ROOM for tokens and sums or for attention, sums of squares.
+// Shared memory: a ring of weights, ROOM for tokens and sums or for attention, sums of squares, this
+// layer's tensors and the next one's.
 struct Shared {
-  u32 ring, tokens, sums, squares;
+  u32 base, ring, tokens, squares, layers;
   u32 full, empty;  // barriers: full has one for each quarter of a slot
-  DEVICE explicit Shared(u32 base) {
+  DEVICE explicit Shared(u32 base_) : base(base_) {
     ring = (base + 1023) & ~1023u;
     tokens = ring + STAGES * UNIT_BYTES;
-    sums = tokens + TOKEN_BYTES;
     squares = tokens + ROOM;
-    full = squares + 2 * 128;
+    layers = squares + 2 * 128;
+    full = layers + 2 * sizeof(Layer);
     empty = full + 8 * 4 * STAGES;
+  }
+  // Of a product's units, behind its tokens.
+  template <class S>
+  DEVICE u32 sums() const {
+    return tokens + S::TOKEN_BYTES;
   }
 };
 

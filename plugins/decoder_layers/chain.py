@@ -26,6 +26,37 @@ _MOST_HIDDEN, _NORM_PART = 8192, 256
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """How a product is divided: a thread block takes groups of 8 or 16 weight rows, and a unit of a
+    group is as many intervals of 512 of K as make 64 with its rows."""
+
+    group_rows: int
+    groups: int  # of a block, at most
+    units: int  # of a group
+
+    def token_bytes(self, tokens: int) -> int:
+        """Shared memory for FP8 tokens: those at a unit's intervals side by side, by eights."""
+        return self.units * 512 * (-(-64 // self.group_rows * tokens // 8) * 8)
+
+    def sum_bytes(self, tokens: int) -> int:
+        """And for a block's sums: float32, 64 of a unit and token."""
+        return self.groups * self.units * tokens * 256
+
+
+def _share(rows: int, inner: int, is_paired: bool, num_sms: int) -> Share:
+    """Groups of 16 rows, or of 8 where that leaves less to the block with the most and the epilogue
+    needs no rows 8 apart."""
+
+    def share(group_rows: int) -> Share:
+        groups = -(-rows // group_rows // num_sms)
+        return Share(group_rows, groups, -(-inner // 512 * group_rows // 64))
+
+    wide, narrow = share(16), share(8)
+    is_less = narrow.groups * 8 < wide.groups * 16
+    return narrow if is_less and not is_paired else wide
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One layer's calls: its norms are rms_norm calls, that of qkv may be missing (its tokens then
     are normalized already)."""
@@ -104,6 +135,14 @@ class Layer:
             (self.hidden, self.attended),
             (2 * self.intermediate, self.hidden),
             (self.hidden, self.intermediate),
+        )
+
+    def shares(self, num_sms: int) -> tuple[Share, ...]:
+        """How each product is divided over thread blocks."""
+        pairs = (True, False, True, False)  # epilogues of rows 8 apart
+        return tuple(
+            _share(rows, inner, paired, num_sms)
+            for (rows, inner), paired in zip(self.products, pairs, strict=True)
         )
 
     @property

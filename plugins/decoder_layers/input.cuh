@@ -1,18 +1,19 @@
 // How the tokens of a product get to shared memory, in every block: as they are, or with their
 // residual added, normalized and quantized (the bits of decode_norm.cuh).
 //
-// Interval i of token t is row i % 4 + 4 t of the operand: the products of four intervals run side by
-// side, each in its own columns.
+// With units of n intervals, interval i of token t is row i % n + n t of the operand: the products of n
+// intervals run side by side, each in its own columns.
 #pragma once
 
 #include "decoder_layers/exchange.cuh"
 
-// Where the 16 bytes lie that hold byte `at` of a token.
+// Where the 16 bytes lie that hold byte `at` of a token of product S.
+template <class S>
 DEVICE u32 token_place(u32 tokens, int token, int at) {
   const int interval = at / INTERVAL_BYTES, chunk = at % INTERVAL_BYTES / 128, piece = at % 128 / 16;
-  const int row = interval % UNIT_INTERVALS + UNIT_INTERVALS * token;
-  return tokens + interval / UNIT_INTERVALS * OPERAND_BYTES + (chunk * OPERAND_ROWS + row) * 128 +
-         ((piece ^ row % 8) << 4);
+  const int row = interval % S::UNIT_INTERVALS + S::UNIT_INTERVALS * token;
+  return tokens + interval / S::UNIT_INTERVALS * S::OPERAND_BYTES +
+         (chunk * S::OPERAND_ROWS + row) * 128 + ((piece ^ row % 8) << 4);
 }
 
 // wgmma reads what was stored.
@@ -21,10 +22,10 @@ DEVICE void tokens_are_ready() {
   meet();
 }
 
-// FP8 tokens of K elements. IS_EXCHANGED: other blocks of this launch make them.
-template <int K, bool IS_EXCHANGED>
+// FP8 tokens of a product. IS_EXCHANGED: other blocks of this launch make them.
+template <class S, bool IS_EXCHANGED>
 DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u8* x, int tokens) {
-  constexpr int PIECES = K / 16, ROUNDS = (TOKENS * PIECES + COMPUTE - 1) / COMPUTE;
+  constexpr int PIECES = S::K / 16, ROUNDS = (TOKENS * PIECES + COMPUTE - 1) / COMPUTE;
   const auto has = [&](int i) { return i * COMPUTE + int(threadIdx.x) < tokens * PIECES; };
   uint4 held[ROUNDS];
   const u8* from = x + threadIdx.x * 16;
@@ -41,7 +42,7 @@ DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u
   for (int i = 0; i < ROUNDS; ++i) {
     const int piece = i * COMPUTE + threadIdx.x;
     if (has(i)) {
-      const u32 to = token_place(shared.tokens, piece / PIECES, piece % PIECES * 16);
+      const u32 to = token_place<S>(shared.tokens, piece / PIECES, piece % PIECES * 16);
       asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(held[i].x),
                    "r"(held[i].y), "r"(held[i].z), "r"(held[i].w)
                    : "memory");
@@ -56,13 +57,13 @@ constexpr int NORM_PARTS = HIDDEN / 256, NORM_UNITS = (NORM_PARTS + WARPS - 1) /
 struct Norm {
   uint4 factors[NORM_UNITS];
   uint4 residual[TOKENS][NORM_UNITS];
-  Divisor divisor;
+  float scale;
 
   static DEVICE int part(int i) { return WARPS * i + threadIdx.x / 32; }
   static DEVICE int unit(int i) { return 32 * part(i) + threadIdx.x % 32; }
   static DEVICE bool has(int i) { return NORM_PARTS % WARPS == 0 || part(i) < NORM_PARTS; }
 
-  DEVICE Norm(const uint4* weights, const float* scale, const uint4* kept) : divisor(__ldg(scale)) {
+  DEVICE Norm(const uint4* weights, const float* scale_, const uint4* kept) : scale(__ldg(scale_)) {
 #pragma unroll
     for (int i = 0; i < NORM_UNITS; ++i) {
       if (!has(i)) continue;
@@ -73,6 +74,7 @@ struct Norm {
   }
 
   // `keep` gets the sums, and `also` if it is not null.
+  template <class S>
   DEVICE void bring(const Shared& shared, const Arrivals& arrivals, const u8* delta, uint4* keep,
                     uint4* also, float epsilon, int tokens) {
     arrivals.wait();
@@ -107,12 +109,13 @@ struct Norm {
         }
       }
       meet();
+      const Divisor divisor(scale);
       const float inverse = inverse_rms_of(squares, epsilon);
 #pragma unroll
       for (int i = 0; i < NORM_UNITS; ++i) {
         if (!has(i)) continue;
         const uint2 packed = divisor.unit(normal_unit(h[i], factors[i], inverse));
-        const u32 to = token_place(shared.tokens, t, unit(i) * 8) + unit(i) % 2 * 8;
+        const u32 to = token_place<S>(shared.tokens, t, unit(i) * 8) + unit(i) % 2 * 8;
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(packed.x), "r"(packed.y)
                      : "memory");
         keep[t * (HIDDEN / 8) + unit(i)] = h[i];

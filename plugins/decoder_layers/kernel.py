@@ -37,13 +37,13 @@ MAX_CONTEXT = 4096  # tokens: in longer ones a unit of attention takes a warp to
 MIN_STAGES, MAX_STAGES = 3, 6  # of the ring
 IN_FLIGHT = 5  # quarters of units on their way to a block: enough for the memory, and no more
 _SHARED_LIMIT = 227 * 1024  # of a thread block
-_UNIT_BYTES = 16 * 4 * 512  # 16 rows at four intervals of 512 of K
-_COLUMNS = 8  # rows of attention that a warp takes
-_SLOTS = 3  # tiles of keys or values on their way to it
+_UNIT_BYTES = 64 * 512  # 16 rows at four intervals of 512 of K, or 8 at eight
+_COLUMNS = 8  # rows of attention that a team takes
+_TEAMS = 2  # of warps in a block, that take units of attention
 _FINISHED = 32  # sums of a row group and a token that a block finishes at once
-_MOST_WORKERS = 4  # warps of a block that take units of attention
 _NAME = "decoder_layers"  # of the binary, and of what it asks of scratch
-_WARPS = 9  # of a block: eight compute, one copies
+_WARPS = 12  # of a block: eight compute, four copy
+_LAYER_BYTES = 23 * 8  # `Layer` in chain.cuh
 _LINE = 32  # ints from one counter to the next
 _TYPES = {"bfloat16": "BF16", "float16": "FP16", "float8_e4m3fn": "E4M3", "int8": "INT8"}
 
@@ -68,15 +68,14 @@ class Chain:
 class Room:
     """How a thread block divides its shared memory, bytes."""
 
-    tokens: int  # the operand of the widest product
     work: int  # tokens and sums, or keys and values
     stages: int  # slots of the ring
-    workers: int  # warps that have room for keys and values
+    slots: int  # of a team, for tiles of keys and values
 
     @property
     def num_bytes(self) -> int:
-        """Alignment, ring, work, sums of squares, barriers."""
-        return 1024 + self.stages * _UNIT_BYTES + self.work + 256 + 40 * self.stages
+        """Alignment, ring and its barriers, work, sums of squares, two layers' addresses."""
+        return 1024 + self.stages * (_UNIT_BYTES + 40) + self.work + 256 + 2 * _LAYER_BYTES
 
 
 def find_chain(
@@ -110,10 +109,11 @@ def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
     """The binary of a chain: one for all its layers. Its name ends with the contexts up to which
     one launch is faster ("+") or not ("-")."""
     layer, room = chain.layers[0], chain.room
+    shares = layer.shares(limits.num_sms)
     words = [_NAME, shape_key(layer)]
     words += [short_name(layer.dtype), f"kv_{short_name(limits.kv_dtype)}"]
     words += [f"page{limits.tokens_per_block}", f"u{_max_units(limits)}"]
-    words += [f"n{chain.tokens}s{room.stages}f{IN_FLIGHT}w{room.workers}g{limits.num_sms}"]
+    words += [f"n{chain.tokens}s{room.stages}f{IN_FLIGHT}t{room.slots}g{limits.num_sms}"]
     words += ["".join(f"{most}{'-+'[gain]}" for most, gain in chain.gains)]
     return KernelSpec(
         name=".".join(words),
@@ -131,13 +131,14 @@ def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
             "NUM_KV_HEADS": layer.num_kv_heads,
             "HEAD_SIZE": layer.head_size,
             "TOKENS_PER_BLOCK": limits.tokens_per_block,
+            "O_GROUP": shares[1].group_rows,
+            "DOWN_GROUP": shares[3].group_rows,
             "TOKENS": chain.tokens,
             "NUM_BLOCKS": limits.num_sms,
             "STAGES": room.stages,
             "IN_FLIGHT": IN_FLIGHT,
-            "TOKEN_BYTES": room.tokens,
             "ROOM": room.work,
-            "WORKERS": room.workers,
+            "SLOTS": room.slots,
             "MAX_UNITS": _max_units(limits),
             "EXCHANGE_BYTES": exchange_bytes(layer, limits, chain.tokens),
         },
@@ -228,17 +229,20 @@ def _room(layer: Layer, limits: StepLimits, tokens: int) -> Room | None:
     """None where layers.cu cannot serve so many tokens."""
     if tokens * layer.group > _COLUMNS:
         return None
-    groups = [-(-(rows // 16) // limits.num_sms) for rows, _ in layer.products]
-    if max(groups) * tokens > _FINISHED:
+    shares = layer.shares(limits.num_sms)
+    if max(share.groups for share in shares) * tokens > _FINISHED:
         return None
-    inner = max(layer.hidden, layer.attended, layer.intermediate)
-    operand = -(-inner // 2048) * 4 * (-(-4 * tokens // 8) * 8) * 128
-    units = [
-        count * -(-(k // 512) // 4) for count, (_, k) in zip(groups, layer.products, strict=True)
-    ]
+    work = max(share.token_bytes(tokens) + share.sum_bytes(tokens) for share in shares)
     itemsize: int = getattr(torch, limits.kv_dtype).itemsize
-    tiles = _SLOTS * KEYS * layer.head_size * itemsize
-    work = -(-max(operand + max(units) * tokens * 256, tiles) // 1024) * 1024
-    workers = min(work // tiles, _MOST_WORKERS)
-    stages = (_SHARED_LIMIT - Room(operand, work, 0, workers).num_bytes) // (_UNIT_BYTES + 40)
-    return Room(operand, work, min(stages, MAX_STAGES), workers) if stages >= MIN_STAGES else None
+    tiles = _TEAMS * 2 * KEYS * layer.head_size * itemsize
+    smallest = -(-max(work, tiles) // 1024) * 1024
+    stages = _stages(Room(smallest, 0, 1))
+    if stages < MIN_STAGES:
+        return None
+    wider = max(smallest, 2 * tiles)
+    slots = 2 if _stages(Room(wider, 0, 2)) == stages else 1
+    return Room(smallest if slots == 1 else wider, stages, slots)
+
+
+def _stages(room: Room) -> int:
+    return min((_SHARED_LIMIT - room.num_bytes) // (_UNIT_BYTES + 40), MAX_STAGES)

@@ -1,11 +1,10 @@
 // Decoder layers for a token or two, in one kernel: the time of a step is that of reading the weights.
 //
-// One thread block a multiprocessor. A warp copies this block's share of all weights, product after
-// product, through a ring of STAGES units; it never waits for another block, so while numbers are
-// handed on and while attention runs, weights of what follows arrive. IN_FLIGHT quarters of units at
-// most are on their way: more would not come faster, and all else would queue behind them. Eight
-// warps compute: each product takes its tokens as other blocks finish them (exchange.cuh) and
-// multiplies what the ring holds (product.cuh); attend.cuh is what lies between.
+// One thread block a multiprocessor. Four warps copy this block's share of all weights, product after
+// product, through a ring of STAGES units (copy.cuh); they never wait for another block, so while
+// numbers are handed on and while attention runs, weights of what follows arrive. Eight warps compute:
+// each product takes its tokens as other blocks finish them (exchange.cuh) and multiplies what the ring
+// holds (product.cuh); attend.cuh is what lies between.
 //
 // Every number has the bits that the kernels of one operator each give it: the same intervals of K in
 // the same order, the same norm, epilogues, units and merges.
@@ -14,43 +13,14 @@
 // end (and, beside it, which half of the exchange comes first), arrivals, arrivals of each KV head. All
 // but the half are zero before and after.
 //
-// Macros: MODEL_TYPE, KV_TYPE, HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE,
-// TOKENS_PER_BLOCK, TOKENS (most of a step), NUM_BLOCKS (of the grid), STAGES, IN_FLIGHT, TOKEN_BYTES
-// and ROOM (of shared memory: chain.cuh), WORKERS (warps that take units of attention), MAX_UNITS,
-// EXCHANGE_BYTES.
+// Macros: MODEL_TYPE, KV_TYPE, HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, O_GROUP and
+// DOWN_GROUP (weight rows that a block takes at once: 8 | 16), TOKENS_PER_BLOCK, TOKENS (most of a
+// step), NUM_BLOCKS (of the grid), STAGES, IN_FLIGHT, ROOM (of shared memory: chain.cuh), SLOTS (tiles
+// of a team that takes units of attention: 1 | 2), MAX_UNITS, EXCHANGE_BYTES.
 
 #include "decoder_layers/attend.cuh"
+#include "decoder_layers/copy.cuh"
 #include "decoder_layers/product.cuh"
-
-template <class S>
-DEVICE void copy_product(const Shared& shared, const u8* weight, u32& number, u64 policy) {
-  const Share<S> share;
-  const int interval = threadIdx.x % 32;
-  for (int i = 0; i < share.count; ++i) {
-    const int group = share.first + i * NUM_BLOCKS;
-    const u8* from = weight + (long long)(group / 4) * (S::K / 128) * 8192 + group % 4 * 2048;
-    for (int unit = 0; unit < S::UNITS; ++unit, ++number) {
-      const u32 slot = number % STAGES, turns = number / STAGES;
-      const int intervals = min(UNIT_INTERVALS, S::INTERVALS - unit * UNIT_INTERVALS);
-      if (turns > 0) barrier_wait(shared.empty + 8 * slot, (turns & 1) ^ 1);
-#pragma unroll 1
-      for (int chunk = 0; chunk < 4; ++chunk) {
-        const u32 full = shared.full + 8 * (4 * slot + chunk), nth = 4 * number + chunk;
-        if (nth >= IN_FLIGHT) {
-          const u32 behind = nth - IN_FLIGHT;
-          barrier_wait(shared.full + 8 * (behind % (4 * STAGES)), behind / (4 * STAGES) & 1);
-        }
-        if (interval == 0) barrier_expect(full, intervals * 2048);
-        __syncwarp();
-        if (interval < intervals) {
-          copy_block(shared.ring + slot * UNIT_BYTES + chunk * (UNIT_BYTES / 4) + interval * 2048,
-                     from + ((unit * UNIT_INTERVALS + interval) * 4 + chunk) * 8192, 2048, full,
-                     policy);
-        }
-      }
-    }
-  }
-}
 
 // Two numbers of queries, keys or values, which also go to the cache.
 DEVICE void give_rotated(const Exchange& x, const rope_end::TokenConstants& t,
@@ -70,7 +40,22 @@ DEVICE void give_rotated(const Exchange& x, const rope_end::TokenConstants& t,
   give_cached(x, at + y.apart * KV_BYTES, right, is_real);
 }
 
-extern "C" __global__ void __launch_bounds__(COMPUTE + 32, 1)
+DEVICE Value finish_plain(const PlainEnd::Epilogue& e, const PlainEnd::Rows& rows,
+                          const PlainEnd::Token& t, int half, float sum) {
+  return half ? plain_end::finish_one(e, rows, t, 1, sum) : plain_end::finish_one(e, rows, t, 0, sum);
+}
+
+// A thread's field of a layer, read a layer ahead, for nothing should wait for an address.
+DEVICE u64 load_field(const Layer* layer) {
+  return threadIdx.x < sizeof(Layer) / 8 ? __ldg((const u64*)layer + threadIdx.x) : 0;
+}
+DEVICE void keep_field(const Shared& shared, int half, u64 field) {
+  if (threadIdx.x >= sizeof(Layer) / 8) return;
+  const u32 to = shared.layers + half * sizeof(Layer) + threadIdx.x * 8;
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(field) : "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
     layers(const long long* table, int num_layers, int tokens, const u8* x, const uint4* residual,
            Value* down_out, uint4* residual_out, const float* rotary, const int* positions,
            const int* slots, const int* cu_q, const int* kv_lens, const int* block_tables, u8* exchanged,
@@ -87,17 +72,12 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + 32, 1)
   }
   __syncthreads();
   launch_dependents();
-  if (threadIdx.x >= COMPUTE) {
-    const u64 once = evict_first_policy();
-    u32 number = 0;
-    for (int l = 0; l < num_layers; ++l) {
-      copy_product<QkvSize>(shared, all[l].qkv.weight, number, once);
-      copy_product<OSize>(shared, all[l].o.weight, number, once);
-      copy_product<GateUpSize>(shared, all[l].gate_up.weight, number, once);
-      copy_product<DownSize>(shared, all[l].down.weight, number, once);
-    }
+  if (threadIdx.x >= COMPUTE) {  // leave registers to those that compute, of 504 three times 168
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (lane_id() == 0) copy_all(shared, all, num_layers, (threadIdx.x - COMPUTE) / 32);
     return;
   }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   wait_for_dependencies();
   const attention::Step step(cu_q, kv_lens, block_tables, positions, softmax_scale, table_stride);
   const int first_half = __ldcg(counters + 1);
@@ -107,10 +87,13 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + 32, 1)
   Arrivals arrivals = {counters + 32, 0};
   int heads_expected = 0;
   u32 taken = 0;
+  keep_field(shared, 0, load_field(all));
+  meet();
 #pragma unroll 1
   for (int l = 0; l < num_layers; ++l) {
-    const Layer* layer = all + l;
+    const Layer* layer = (const Layer*)(memory + (shared.layers - shared.base)) + l % 2;
     const bool is_last = l == num_layers - 1;
+    const u64 next_field = load_field(all + (is_last ? l : l + 1));
     {
       const Weights& w = layer->qkv;
       const RopeEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, ATTENDED,
@@ -118,11 +101,11 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + 32, 1)
                                    layer->v_scale, TOKENS_PER_BLOCK};
       const auto bring = [&](bool) {
         if (l == 0) {
-          bring_tokens<HIDDEN, false>(shared, arrivals, x, tokens);
+          bring_tokens<QkvSize, false>(shared, arrivals, x, tokens);
         } else {
           Norm norm(layer->qkv_norm, w.x_scale, kept);
           const u8* delta = exchange.now + exchange.other + DOWN_AT;  // of the layer before
-          norm.bring(shared, arrivals, delta, kept, nullptr, epsilon, tokens);
+          norm.bring<QkvSize>(shared, arrivals, delta, kept, nullptr, epsilon, tokens);
         }
       };
       const auto finish = [&](const Item<QkvSize>& item, const RopeEnd::Rows& rows,
@@ -139,13 +122,15 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + 32, 1)
       const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
       const auto bring = [&](bool has_part) {
         const u8* from = exchange.now + ATTENDED_AT;
-        if (has_part) bring_tokens<ATTENDED, true>(shared, arrivals, from, tokens);
+        if (has_part) bring_tokens<OSize, true>(shared, arrivals, from, tokens);
       };
       const auto finish = [&](const Item<OSize>& item, const PlainEnd::Rows& rows,
-                              const PlainEnd::Token& t, const float (&sum)[2]) {
+                              const PlainEnd::Token& t, const float (&sum)[Item<OSize>::ROWS]) {
         const int at = O_AT + (item.token * HIDDEN + item.row()) * 2;
-        give(exchange, at, plain_end::finish_one(e, rows, t, 0, sum[0]), item.is_real);
-        give(exchange, at + 16, plain_end::finish_one(e, rows, t, 1, sum[1]), item.is_real);
+#pragma unroll
+        for (int r = 0; r < Item<OSize>::ROWS; ++r) {
+          give(exchange, at + 16 * r, finish_plain(e, rows, t, item.half(r), sum[r]), item.is_real);
+        }
       };
       product<OSize, PlainEnd>(shared, arrivals, tokens, taken, e, bring, finish);
     }
@@ -155,32 +140,35 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + 32, 1)
                                      INTERMEDIATE, layer->activated_scale};
       const auto bring = [&](bool) {
         Norm norm(layer->mlp_norm, w.x_scale, l == 0 ? residual : kept);
-        norm.bring(shared, arrivals, exchange.now + O_AT, kept,
-                   is_last && blockIdx.x == 0 ? residual_out : nullptr, epsilon, tokens);
+        uint4* also = is_last && blockIdx.x == 0 ? residual_out : nullptr;
+        norm.bring<GateUpSize>(shared, arrivals, exchange.now + O_AT, kept, also, epsilon, tokens);
       };
       const auto finish = [&](const Item<GateUpSize>& item, const SwigluEnd::Rows& rows,
                               const SwigluEnd::Token& t, const float (&sum)[2]) {
-        const int column = GROUP_ROWS / 2 * item.group + threadIdx.x % 32 / 4;
+        const int column = 8 * item.group + threadIdx.x % 32 / 4;
         give(exchange, ACTIVATED_AT + item.token * INTERMEDIATE + column,
              swiglu_end::finish_pair(e, rows, t, sum[0], sum[1]), item.is_real);
       };
       product<GateUpSize, SwigluEnd>(shared, arrivals, tokens, taken, e, bring, finish);
     }
+    keep_field(shared, (l + 1) % 2, next_field);
     {
       const Weights& w = layer->down;
       const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
       const auto bring = [&](bool has_part) {
         const u8* from = exchange.now + ACTIVATED_AT;
-        if (has_part) bring_tokens<INTERMEDIATE, true>(shared, arrivals, from, tokens);
+        if (has_part) bring_tokens<DownSize, true>(shared, arrivals, from, tokens);
       };
       const auto finish = [&](const Item<DownSize>& item, const PlainEnd::Rows& rows,
-                              const PlainEnd::Token& t, const float (&sum)[2]) {
-        const Value low = plain_end::finish_one(e, rows, t, 0, sum[0]);
-        const Value high = plain_end::finish_one(e, rows, t, 1, sum[1]);
+                              const PlainEnd::Token& t,
+                              const float (&sum)[Item<DownSize>::ROWS]) {
         const int place = item.token * HIDDEN + item.row();
-        give(exchange, DOWN_AT + place * 2, low, item.is_real && !is_last);
-        give(exchange, DOWN_AT + place * 2 + 16, high, item.is_real && !is_last);
-        if (is_last && item.is_real) down_out[place] = low, down_out[place + 8] = high;
+#pragma unroll
+        for (int r = 0; r < Item<DownSize>::ROWS; ++r) {
+          const Value y = finish_plain(e, rows, t, item.half(r), sum[r]);
+          give(exchange, DOWN_AT + (place + 8 * r) * 2, y, item.is_real && !is_last);
+          if (is_last && item.is_real) down_out[place + 8 * r] = y;
+        }
       };
       product<DownSize, PlainEnd>(shared, arrivals, tokens, taken, e, bring, finish);
     }

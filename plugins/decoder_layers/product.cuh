@@ -1,6 +1,7 @@
-// The products of layers.cu. A block takes groups of 16 weight rows with all of K, so no block adds
-// to another's sums: a product's 64 rows are the 16 rows at four intervals of K, and its columns the
-// tokens at the same intervals. Where row and column are of one interval lies what is wanted.
+// The products of layers.cu. A block takes groups of weight rows with all of K, so no block adds to
+// another's sums: a product's 64 rows are 16 rows at four intervals of K or 8 rows at eight, and its
+// columns the tokens at the same intervals. Where row and column are of one interval lies what is
+// wanted.
 #pragma once
 
 #include "decoder_layers/input.cuh"
@@ -44,46 +45,62 @@ END_OF(SwigluEnd, swiglu_end)
 END_OF(RopeEnd, rope_end)
 #undef END_OF
 
+DEVICE void store_sum(u32 at, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
+}
+
+// Of a unit's product, [tokens, intervals, rows]; `to` is the lane's row.
+template <class S>
+DEVICE void store_sums(u32 to, const float (&part)[S::OPERAND_ROWS / 2]) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  if (S::GROUP_ROWS == 8) {  // warp w has intervals 2 w and 2 w + 1: columns w + 8 t of token t
+    if (lane % 4 != warp) return;
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+      store_sum(to + (t * 8 + 2 * warp) * 32, part[4 * t]);
+      store_sum(to + (t * 8 + 2 * warp + 1) * 32, part[4 * t + 3]);
+    }
+    return;
+  }
+  if (lane % 2 != warp / 2) return;  // warp w has interval w: column w + 4 t of token t
+#pragma unroll
+  for (int j = 0; j < S::OPERAND_ROWS / 8; ++j) {
+    const int token = 2 * j + lane % 4 / 2;
+    if (token >= TOKENS) continue;
+    store_sum(to + (token * 4 + warp) * 64, warp % 2 ? part[4 * j + 1] : part[4 * j]);
+    store_sum(to + (token * 4 + warp) * 64 + 32, warp % 2 ? part[4 * j + 3] : part[4 * j + 2]);
+  }
+}
+
 // Multiplies the block's units by the tokens in shared memory; `taken` counts units of the ring. Two
 // teams of four warps take units in turn.
 template <class S>
 DEVICE void multiply(const Shared& shared, const Share<S>& share, u32& taken) {
-  const int warp = threadIdx.x / 32 % 4, team = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int team = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int units = share.count * S::UNITS;
 #pragma unroll 1
   for (int u = (team ^ taken) & 1; u < units; u += 2) {
     const u32 number = taken + u, slot = number % STAGES;
     const u32 stage = __shfl_sync(~0u, shared.ring + slot * UNIT_BYTES, 0);
-    const u32 tokens = __shfl_sync(~0u, shared.tokens + u % S::UNITS * OPERAND_BYTES, 0);
-    float part[OPERAND_ROWS / 2];
+    const u32 tokens = __shfl_sync(~0u, shared.tokens + u % S::UNITS * S::OPERAND_BYTES, 0);
+    float part[S::OPERAND_ROWS / 2];
     keep_order(part);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       barrier_wait(shared.full + 8 * (4 * slot + c), number / STAGES & 1);
       product_fence();
       const u64 a = operand(stage + c * (UNIT_BYTES / 4));
-      const u64 b = operand(tokens + c * OPERAND_ROWS * 128);
+      const u64 b = operand(tokens + c * S::OPERAND_ROWS * 128);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        Product<E4M3, OPERAND_ROWS>::add(part, a + 2 * k, b + 2 * k, c + k > 0);
+        Product<E4M3, S::OPERAND_ROWS>::add(part, a + 2 * k, b + 2 * k, c + k > 0);
       }
       product_commit();
     }
     product_wait<0>();
     keep_order(part);
     if (lane == 0) barrier_arrive(shared.empty + 8 * slot);
-    // Warp w has interval w: column w + 4 t for token t.
-    if (lane % 2 != warp / 2) continue;
-#pragma unroll
-    for (int j = 0; j < OPERAND_ROWS / 8; ++j) {
-      const int token = 2 * j + lane % 4 / 2;
-      if (token >= TOKENS) continue;
-      const u32 to = shared.sums + u * SUM_BYTES + (token * UNIT_INTERVALS + warp) * 64 + lane / 4 * 4;
-      const float low = warp % 2 ? part[4 * j + 1] : part[4 * j];
-      const float high = warp % 2 ? part[4 * j + 3] : part[4 * j + 2];
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(low) : "memory");
-      asm volatile("st.shared.f32 [%0 + 32], %1;" ::"r"(to), "f"(high) : "memory");
-    }
+    store_sums<S>(shared.sums<S>() + u * SUM_BYTES + lane / 4 * 4, part);
   }
   taken += units;
   meet();
@@ -95,10 +112,11 @@ DEVICE float load_sum(u32 at) {
   return x;
 }
 
-// What a thread finishes of a product: rows lane / 4 and the eighth after it of one of the block's
-// groups, and one token.
+// What a thread finishes of a product: one token, and one row of one of the block's groups or, where
+// groups have 16, also the eighth after it.
 template <class S>
 struct Item {
+  static constexpr int ROWS = S::GROUP_ROWS / 8;
   int nth, group, token;
   bool is_mine, is_real;  // is_mine: also tokens that the step does not have
   DEVICE Item(const Share<S>& share, int tokens) {
@@ -108,18 +126,23 @@ struct Item {
     is_mine = nth < share.count;
     is_real = is_mine && token < tokens;
   }
-  DEVICE int row() const { return GROUP_ROWS * group + threadIdx.x % 32 / 4; }  // the first of the two
+  DEVICE int row() const { return S::GROUP_ROWS * group + threadIdx.x % 32 / 4; }  // the first
+  DEVICE int group_of_16() const { return S::GROUP_ROWS == 16 ? group : group / 2; }
+  DEVICE int half(int r) const { return S::GROUP_ROWS == 16 ? r : group % 2; }  // of those 16
 
   // Intervals of K in ascending order.
-  DEVICE void add_up(const Shared& shared, float (&sum)[2]) const {
+  DEVICE void add_up(const Shared& shared, float (&sum)[ROWS]) const {
+    constexpr int LINE = S::GROUP_ROWS * 4;
 #pragma unroll
     for (int i = 0; i < S::INTERVALS; ++i) {
-      const int unit = nth * S::UNITS + i / UNIT_INTERVALS;
-      const u32 at = shared.sums + unit * SUM_BYTES +
-                     (token * UNIT_INTERVALS + i % UNIT_INTERVALS) * 64 + threadIdx.x % 32 / 4 * 4;
-      const float low = load_sum(at), high = load_sum(at + 32);
-      sum[0] = i == 0 ? low : __fadd_rn(sum[0], low);
-      sum[1] = i == 0 ? high : __fadd_rn(sum[1], high);
+      const int unit = nth * S::UNITS + i / S::UNIT_INTERVALS, place = i % S::UNIT_INTERVALS;
+      const u32 at = shared.sums<S>() + unit * SUM_BYTES +
+                     (token * S::UNIT_INTERVALS + place) * LINE + threadIdx.x % 32 / 4 * 4;
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const float x = load_sum(at + 32 * r);
+        sum[r] = i == 0 ? x : __fadd_rn(sum[r], x);
+      }
     }
   }
 };
@@ -132,11 +155,11 @@ DEVICE void product(const Shared& shared, Arrivals& arrivals, int tokens, u32& t
   const Item<S> item(share, tokens);
   typename End::Rows rows;
   typename End::Token token;
-  if (item.is_real) End::load(e, item.group, item.token, rows, token);
+  if (item.is_real) End::load(e, item.group_of_16(), item.token, rows, token);
   bring(share.count > 0);
   multiply<S>(shared, share, taken);
   if (item.is_mine) {
-    float sum[2];
+    float sum[Item<S>::ROWS];
     if (item.is_real) item.add_up(shared, sum);
     give_sums(item, rows, token, sum);
   }

@@ -19,6 +19,7 @@ SMALL = {
     "narrow": Shape(512, 2048, 4, 8, 2, 64, 8.0, vocab=4096, bos=0, eos=(1,)),
     "group of 8": Shape(1024, 1536, 3, 16, 2, 64, 8.0, vocab=4096, bos=0, eos=(1,)),
     "heads of 128": Shape(1536, 4096, 3, 12, 4, 128, 8.0, vocab=4096, bos=0, eos=(1,)),
+    "groups of 8 rows": Shape(2560, 4096, 3, 20, 5, 128, 8.0, vocab=4096, bos=0, eos=(1,)),
     "each its own": Shape(1024, 3072, 3, 8, 8, 128, 8.0, vocab=4096, bos=0, eos=(1,)),
 }
 
@@ -79,8 +80,9 @@ def test_counters_are_back_at_zero(model):
     assert not counters[1:].any() and not counters[0, 0]
 
 
-def test_two_tokens_and_one_of_them_padding():
-    model = Model(SMALL["narrow"], tokens=2)
+@pytest.mark.parametrize("shape", ["narrow", "groups of 8 rows"])
+def test_two_tokens_and_one_of_them_padding(shape):
+    model = Model(SMALL[shape], tokens=2)
     assert model.chain is not None and model.chain.tokens == 2
     for context in CONTEXTS[1:]:
         assert model.has_same_bits(context, 2), context

@@ -1,0 +1,61 @@
+// How the weights of layers.cu get to a block: four warps, one for each chunk of an interval, copy the
+// block's share of all products, one after the other, through the ring. They wait for no other block.
+// IN_FLIGHT quarters of units at most are on their way: more would not come faster, and all else would
+// queue behind them.
+#pragma once
+
+#include "decoder_layers/chain.cuh"
+
+template <class S>
+DEVICE void copy_product(const Shared& shared, const u8* weight, int chunk, u32& number, u64 policy) {
+  const Share<S> share;
+  constexpr int PIECE = S::GROUP_ROWS * 128;  // an interval's chunk
+#pragma unroll 1
+  for (int i = 0; i < share.count; ++i) {
+    const int row = (share.first + i * NUM_BLOCKS) * S::GROUP_ROWS;
+    const u8* tile = weight + (long long)(row / 64) * (S::K / 128) * 8192;
+    const u8* from = tile + chunk * 8192 + row % 64 * 128;
+#pragma unroll 1
+    for (int unit = 0; unit < S::UNITS; ++unit, ++number) {
+      const u32 slot = number % STAGES, turns = number / STAGES;
+      if (turns > 0) barrier_wait(shared.empty + 8 * slot, (turns & 1) ^ 1);
+      const int behind = 4 * number + chunk - IN_FLIGHT;
+      if (behind >= 0) {
+        barrier_wait(shared.full + 8 * (behind % (4 * STAGES)), behind / (4 * STAGES) & 1);
+      }
+      const int intervals = min(S::UNIT_INTERVALS, S::INTERVALS - unit * S::UNIT_INTERVALS);
+      const u32 full = shared.full + 8 * (4 * slot + chunk);
+      const u32 to = shared.ring + slot * UNIT_BYTES + chunk * (UNIT_BYTES / 4);
+      barrier_expect(full, intervals * PIECE);
+#pragma unroll
+      for (int k = 0; k < S::UNIT_INTERVALS; ++k) {
+        if (k < intervals) copy_block(to + k * PIECE, from + k * 32768, PIECE, full, policy);
+      }
+      from += S::UNIT_INTERVALS * 32768;
+    }
+  }
+}
+
+// By one thread of each warp.
+DEVICE void copy_all(const Shared& shared, const Layer* layers, int num_layers, int chunk) {
+  const u64 once = evict_first_policy();
+  const auto load = [&](int layer, const u8* (&weights)[4]) {
+    const Layer* its = layers + min(layer, num_layers - 1);
+    weights[0] = its->qkv.weight, weights[1] = its->o.weight;
+    weights[2] = its->gate_up.weight, weights[3] = its->down.weight;
+  };
+  const u8* weights[4];
+  load(0, weights);
+  u32 number = 0;
+#pragma unroll 1
+  for (int l = 0; l < num_layers; ++l) {
+    const u8* next[4];
+    load(l + 1, next);  // a layer ahead, for nothing should wait for an address
+    copy_product<QkvSize>(shared, weights[0], chunk, number, once);
+    copy_product<OSize>(shared, weights[1], chunk, number, once);
+    copy_product<GateUpSize>(shared, weights[2], chunk, number, once);
+    copy_product<DownSize>(shared, weights[3], chunk, number, once);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weights[i] = next[i];
+  }
+}
