@@ -131,7 +131,7 @@ def stats_lines(stats: RunStats) -> list[str]:
         if not stats.draft_len:
             parts = {"target": spec.verify_s, "host": spec.host_s}
         each = ", ".join(f"{name} {s / spec.rounds * 1e3:.3f} ms" for name, s in parts.items())
-        lines.append(f"per round, prompts included: {each}")
+        lines.append(f"per round: {each}")
     kv = stats.kv_cache
     if kv is not None and (kv.reused_tokens or kv.evicted_blocks):
         moved = f", {kv.onboarded_blocks} back from host memory" if kv.host_max_num_blocks else ""

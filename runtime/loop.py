@@ -178,11 +178,13 @@ class Loop:
     ) -> StepReport:
         """Publish, release, count."""
         self._scheduler.update(batch)
-        self.stats.add_rounds(commits[len(batch.context) :])
+        rounds = commits[len(batch.context) :]
         step_s = perf_counter() - self._began
-        self.stats.draft_s += draft_s
-        self.stats.verify_s += verify_s
-        self.stats.host_s += step_s - draft_s - verify_s
+        if rounds:  # what only reads prompts is no part of a round's time
+            self.stats.add_rounds(rounds)
+            self.stats.draft_s += draft_s
+            self.stats.verify_s += verify_s
+            self.stats.host_s += step_s - draft_s - verify_s
         return StepReport(batch, commits, step_s, draft_s, verify_s, period_s, elapsed_s)
 
 

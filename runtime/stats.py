@@ -142,7 +142,8 @@ class SpeculationStats:
     """Totals over all rounds; a round is one generation sequence in one step.
 
     `accepted_at_position[i]` counts rounds that kept draft i (from 0), `histogram[a]` rounds that
-    kept exactly a drafts; rounds without drafts count in histogram[0].
+    kept exactly a drafts; rounds without drafts count in histogram[0]. Times are those of steps
+    with rounds, prompts read beside them included.
     """
 
     rounds: int = 0

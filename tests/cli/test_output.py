@@ -174,10 +174,10 @@ def test_statistics_for_people_name_every_number():
         "8 tokens in 4.000 s: 2.0 tok/s (time to first token 500.0 ms, then 2.0 tok/s)",
         "acceptance 0.750 of 4 drafts, 2.50 tokens per round over 2 rounds (draft_len 2); "
         "kept at position: 1.00, 0.50",
-        "per round, prompts included: draft 0.500 ms, verify 2.000 ms, host 0.250 ms",
+        "per round: draft 0.500 ms, verify 2.000 ms, host 0.250 ms",
     ]
     plain = stats_lines(summarize(one, 4.0, 0, SpeculationStats(rounds=8, verify_s=0.008)))
-    assert plain[1:] == ["per round, prompts included: target 1.000 ms, host 0.000 ms"]
+    assert plain[1:] == ["per round: target 1.000 ms, host 0.000 ms"]
 
 
 def test_statistics_tell_what_the_kv_cache_spared_and_moved():
