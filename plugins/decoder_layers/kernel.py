@@ -33,7 +33,7 @@ from llmctl.plugins.paged_attention.tiles import KEYS, count_units
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
 
-MAX_CONTEXT = 4096  # tokens: in longer ones a unit of attention takes a warp too long
+MAX_CONTEXT = 4096  # tokens: in longer ones a unit of attention takes a team too long
 MIN_STAGES, MAX_STAGES = 3, 6  # of the ring
 IN_FLIGHT = 5  # quarters of units on their way to a block: enough for the memory, and no more
 _SHARED_LIMIT = 227 * 1024  # of a thread block
