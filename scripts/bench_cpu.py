@@ -34,7 +34,7 @@ import torch
 
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.plugins.cpu import instruction_sets, num_threads
-from llmctl.plugins.cpu.binding import library
+from llmctl.plugins.cpu.binding import load_kernels
 from llmctl.runtime.core import Request
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -115,7 +115,7 @@ def read_bandwidth(seconds: float = 3.0) -> list[float]:
     end = perf_counter() + seconds
     while perf_counter() < end:
         began = perf_counter()
-        num_bytes = library().llmctl_measure_read(buffer.ctypes.data, len(buffer))
+        num_bytes = load_kernels().llmctl_measure_read(buffer.ctypes.data, len(buffer))
         speeds.append(num_bytes / (perf_counter() - began) / 1e9)
     return speeds
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from bench_rows import Table, read_bandwidth, row
+from bench_rows import Table, read_bandwidth, row, weight_bytes
 
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.speculation import Speculation
@@ -142,12 +141,8 @@ class Bench:
 def read_bytes(opened: OpenEngines, context: int) -> int:
     """Bytes that a target step must read: weights but the embedding's, and the context's KV."""
     target = opened.target
-    weights = sum(
-        math.prod(map(int, tensor.shape)) * getattr(torch, tensor.dtype).itemsize
-        for tensor in target.plan.tensors
-        if tensor.kind == "weight" and not tensor.name.startswith(("model.embed_tokens", "rotary"))
-    )
-    return weights + context * target.kv_bytes_per_block // target.tokens_per_block
+    kv_bytes = context * target.kv_bytes_per_block // target.tokens_per_block
+    return weight_bytes(target.plan) + kv_bytes
 
 
 def num_parameters(opened: OpenEngines) -> int:

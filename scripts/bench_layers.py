@@ -4,9 +4,9 @@
         [--output plugins/decoder_layers/tactics.json]
 
 Models of these shapes get random weights. Says at each context whether the logits and the KV cache
-have the same bits either way, and the time of a step with one token in a CUDA graph of ten; ends
-with 1 where bits differ. --output stores the times, each for all contexts that are padded to the
-same length; by them `llmctl build` decides.
+have the same bits either way, and the time of a step with one token in a CUDA graph of ten beside
+what a plain read of the same bytes takes; ends with 1 where bits differ. --output stores the times,
+each for all contexts that are padded to the same length; by them `llmctl build` decides.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from bench_rows import provenance, replace
-from layers_support import Model
+from bench_rows import provenance, read_bandwidth, replace, weight_bytes
+from layers_support import CONTEXT, Model
 from planted_shapes import SHAPES
 
 from llmctl.plugins.decoder_layers.kernel import shape_key
@@ -36,6 +36,8 @@ def main() -> None:
     arguments = parser.parse_args()
     stored = {}
     failed = False
+    bandwidth = median(read_bandwidth())
+    print(f"a plain read: {bandwidth:.3f} TB/s")
     for name in arguments.shapes:
         model = Model(name)
         assert model.chain is not None, f"{name}: its layers are none that one launch can take"
@@ -52,8 +54,10 @@ def main() -> None:
                 "launches": round(median(many), 4),
                 "one_launch": round(median(one), 4),
             }
+            num_bytes = weight_bytes(model.plan) + context * model.cache.numel() // CONTEXT
+            floor = num_bytes / bandwidth / 1e9
             told = ", ".join(
-                f"{what} {x[0]:.4f} {median(x):.4f} {x[-1]:.4f}"
+                f"{what} {x[0]:.4f} {median(x):.4f} {x[-1]:.4f} ({floor / median(x):.1%} of a read)"
                 for what, x in (("launches", many), ("one launch", one))
             )
             print(f"{name} at {context}: least, median, most ms a step: {told}", flush=True)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from llmctl.plugins import cpu
-from llmctl.plugins.cpu.binding import library
+from llmctl.plugins.cpu.binding import load_kernels
 from llmctl.plugins.cpu.program import KINDS
 from llmctl.plugins.example_parts import make_step
 from llmctl.plugins.examples import Example, make_example
@@ -65,7 +65,7 @@ def best_time(call: Callable[[], object], seconds: float) -> float:
 def measure_limits(seconds: float) -> Limits:
     """Read bandwidth and multiply-add peak of the thread pool that runs the kernels."""
     buffer = np.ones(COLD_BYTES // 4, np.float32)
-    functions = library()
+    functions = load_kernels()
     read = best_time(
         lambda: functions.llmctl_measure_read(buffer.ctypes.data, len(buffer)), 3 * seconds
     )

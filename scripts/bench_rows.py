@@ -8,6 +8,7 @@ again takes the place of the older one, so a long table can be measured in sever
 from __future__ import annotations
 
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from statistics import median
 from typing import Any
 
 import torch
+
+from llmctl.builder.engine_format import Plan
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,15 @@ def read_bandwidth(num_bytes: int = 8 << 30, rounds: int = 10) -> list[float]:
         ended.synchronize()
         rates.append(num_bytes / began.elapsed_time(ended) / 1e9)
     return rates[2:]
+
+
+def weight_bytes(plan: Plan) -> int:
+    """Bytes of weights that a step must read: all but the embedding's and the rotary table's."""
+    return sum(
+        math.prod(map(int, tensor.shape)) * getattr(torch, tensor.dtype).itemsize
+        for tensor in plan.tensors
+        if tensor.kind == "weight" and not tensor.name.startswith(("model.embed_tokens", "rotary"))
+    )
 
 
 def provenance() -> dict[str, Any]:

@@ -98,6 +98,7 @@ class Model:
         arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device="cuda")
         tensors = bind_plan(plan, weights, arena)
         calls = make_calls(plan, tensors)
+        self.plan = plan
         self.logits = tensors[plan.logits]
         self.program = Program(calls, [], limits)
         self.chain = find_chain(calls, limits, most_tokens=tokens, gains=EVERYWHERE)
