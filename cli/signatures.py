@@ -16,5 +16,5 @@ def give_parameters(
     """Let `call` have the docstring of `like`, and its signature with these parameters instead."""
     call.__doc__ = like.__doc__
     call.__annotations__ = {p.name: p.annotation for p in parameters}
-    # inspect and typer read this attribute; mypy does not know that functions may have it
-    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    described = signature.replace(parameters=parameters)
+    call.__signature__ = described  # type: ignore[attr-defined]  # what inspect and typer read

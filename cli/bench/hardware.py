@@ -75,14 +75,14 @@ def measure_cpu(num_bytes: int) -> float:
     that small models are held against the caches that they fit."""
     import numpy as np
 
-    from llmctl.plugins.cpu.binding import library
+    from llmctl.plugins.cpu.binding import load_kernels
 
     count = min(max(num_bytes, LEAST_BYTES), MOST_BYTES) // 4
     buffer = np.ones(count, np.float32)
     rates = []
     for _ in range(NUM_READS):
         began = perf_counter()
-        done = library().llmctl_measure_read(buffer.ctypes.data, len(buffer))
+        done = load_kernels().llmctl_measure_read(buffer.ctypes.data, len(buffer))
         rates.append(done / (perf_counter() - began))
     return float(median(rates[1:]))
 

@@ -74,7 +74,7 @@ class Step(ctypes.Structure):
 
 
 @cache
-def library() -> ctypes.CDLL:
+def load_kernels() -> ctypes.CDLL:
     """The loaded library, with as many threads as there are cores.
 
     Raises NoDevice when it is absent or was compiled from other sources than those beside it.
@@ -130,7 +130,7 @@ def check(status: int) -> None:
     """Raise what a non-zero status of a library function means."""
     if status == 0:
         return
-    message = library().llmctl_message().decode()
+    message = load_kernels().llmctl_message().decode()
     if status == 2:
         raise OutOfMemory(f"the CPU kernels could not allocate {message}")
     if status == 3:
@@ -162,19 +162,19 @@ def set_num_threads(count: int) -> None:
     """Use `count` threads, the calling one included, for everything after."""
     if not 1 <= count <= MAX_THREADS:
         raise BadConfig(f"the number of CPU threads is {count}; it must be 1 to {MAX_THREADS}")
-    library().llmctl_set_num_threads(count)
+    load_kernels().llmctl_set_num_threads(count)
 
 
 def num_threads() -> int:
     """The number of threads in use."""
-    return int(library().llmctl_num_threads())
+    return int(load_kernels().llmctl_num_threads())
 
 
 def instruction_sets() -> list[str]:
     """Kernel variants this CPU can run, best first: v4 (AVX-512), v3 (AVX2), generic."""
-    return str(library().llmctl_isas().decode()).split()
+    return str(load_kernels().llmctl_isas().decode()).split()
 
 
 def set_instruction_set(name: str) -> None:
     """Use another variant of the kernels; v3 and v4 give the same bits."""
-    check(library().llmctl_set_isa(name.encode()))
+    check(load_kernels().llmctl_set_isa(name.encode()))

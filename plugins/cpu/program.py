@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmctl.errors import Unsupported
-from llmctl.plugins.cpu.binding import DTYPES, Op, Step, TensorRef, check, library
+from llmctl.plugins.cpu.binding import DTYPES, Op, Step, TensorRef, check, load_kernels
 from llmctl.plugins.program import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.specs import SPECS, check_call
 
@@ -45,10 +45,10 @@ class CpuProgram:
         extents = row_extents(calls)
         ops = (Op * len(calls))(*map(_pack, calls, extents))
         handle = ctypes.c_void_p()
-        check(library().llmctl_program_create(ops, len(calls), ctypes.byref(handle)))
-        weakref.finalize(self, library().llmctl_program_destroy, handle.value)
+        check(load_kernels().llmctl_program_create(ops, len(calls), ctypes.byref(handle)))
+        weakref.finalize(self, load_kernels().llmctl_program_destroy, handle.value)
         self._handle = handle
-        self._run = library().llmctl_run
+        self._run = load_kernels().llmctl_run
         self._step = Step()
         self._step_address = ctypes.addressof(self._step)
         self._kv_cache: torch.Tensor | None = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmctl.plugins.cpu.binding import check, library
+from llmctl.plugins.cpu.binding import check, load_kernels
 from llmctl.plugins.sampling.spec import SamplingRow, has_penalties
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class CpuSampling:
 
     @cached_property
     def _library(self) -> CDLL:
-        return library()
+        return load_kernels()
 
     def argmax(self, logits: NDArray[np.float32]) -> NDArray[np.int32]:
         """The best id of each row [rows, vocab]; the lowest id on ties."""

@@ -280,22 +280,22 @@ def test_a_forked_child_computes_with_threads_of_its_own():
 @pytest.fixture
 def reloaded():
     """Forget the loaded library before and after the test."""
-    binding_module.library.cache_clear()
+    binding_module.load_kernels.cache_clear()
     yield
-    binding_module.library.cache_clear()
+    binding_module.load_kernels.cache_clear()
 
 
 def test_an_absent_library_is_named_with_its_fix(reloaded, monkeypatch, tmp_path):
     monkeypatch.setattr(binding_module, "LIBRARY_PATH", tmp_path / "absent.so")
     with pytest.raises(NoDevice, match="absent.so") as failure:
-        binding_module.library()
+        binding_module.load_kernels()
     assert "llmctl.plugins.cpu.compile" in failure.value.fix
 
 
 def test_a_library_compiled_from_other_sources_is_refused(reloaded, monkeypatch):
     monkeypatch.setattr(compile_module, "source_hash", lambda: "0000")
     with pytest.raises(NoDevice, match="compiled from other sources"):
-        binding_module.library()
+        binding_module.load_kernels()
 
 
 def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch, tmp_path):

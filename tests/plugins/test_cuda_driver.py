@@ -30,19 +30,19 @@ class Library:
 
 
 class Function:
-    def __init__(self, library: Library, name: str) -> None:
-        self.library, self.name = library, name
+    def __init__(self, driver: Library, name: str) -> None:
+        self.driver, self.name = driver, name
 
     def __call__(self, *arguments: object) -> int:
         if self.name in ("cuGetErrorName", "cuGetErrorString"):
             arguments[1]._obj.value = f"{self.name} {arguments[0]}".encode()
             return 0
-        self.library.calls.append((self.name, arguments))
+        self.driver.calls.append((self.name, arguments))
         if self.name == "cuTensorMapEncodeTiled":
             arguments[0]._obj.words[:] = range(1, 17)
         if self.name == "cuLaunchKernelEx":
-            self.library.launches.append(self.decode(*arguments))
-        return self.library.statuses.get(self.name, 0)
+            self.driver.launches.append(self.decode(*arguments))
+        return self.driver.statuses.get(self.name, 0)
 
     def decode(self, config, function, pointers, extra) -> dict[str, object]:
         found = config._obj
@@ -56,7 +56,7 @@ class Function:
             "addresses": list(pointers),
             "arguments": [
                 kind.from_address(address).value
-                for kind, address in zip(self.library.kinds, pointers, strict=True)
+                for kind, address in zip(self.driver.kinds, pointers, strict=True)
             ],
         }
 
