@@ -1,12 +1,13 @@
 """Times the packed products of few tokens on a GPU, and finds their tactics.
 
-    python scripts/bench_gemm.py [--models 70b,8b,3b,1b] [--tokens 1,11] [--sweep]
+    python scripts/bench_gemm.py [--models 70b,8b,3b,1b] [--tokens 1,11] [--sweep | --fills]
 
 What counts is a product's time within a step: kernels overlap, and a ring that is too large keeps
 the next kernel away. So chains of whole layers are timed in a graph: norms, attention over 1,000
 tokens and the four products. --sweep tries the variants of one product after another in the chain,
-each from the best found so far, and prints entries for plugins/packed_linear/tactics.json. Bits are
-compared elsewhere (tests/gpu/test_packed_linear_exact.py).
+each from the best found so far, and prints entries for plugins/packed_linear/tactics.json; --fills
+tries alone how much of a ring is on its way while it is filled for the first time, which --sweep
+does last. Bits are compared elsewhere (tests/gpu/test_packed_linear_exact.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from gemm_support import FP8, LIMITS, MAX_TOKENS, MODELS, Bench, Model, layer
 from llmctl.plugins.cuda.kernel import DeviceStep, Launch, LaunchEnv, StepShape
 from llmctl.plugins.packed_linear import kernel as product
 from llmctl.plugins.packed_linear.decode import INTERVAL, NORM_PART, SHARED_HALF, DecodeVariant
-from llmctl.plugins.packed_linear.tactics import MANY, RING_ROOM, normalizes
+from llmctl.plugins.packed_linear.tactics import (
+    MANY,
+    RING_ROOM,
+    normalizes,
+    parse_tactic,
+    tactic_of,
+)
 from llmctl.plugins.paged_attention import kernel as attention
 from llmctl.plugins.program import OpCall
 
@@ -32,6 +39,7 @@ CONTEXT = 1000  # tokens
 ORDER = (2, 0, 3, 1)  # of the sweep: gate and up, QKV, down, output
 NORMED = (0, 2)  # products that read a normalized row
 ROOMS = (72 << 10, 90 << 10, SHARED_HALF - 2048, 134 << 10, 160 << 10, RING_ROOM)
+MAX_FILL = 4  # slots
 GAIN_US = 0.05  # a layer; less is noise
 ATTENTION = 1  # comes before this product
 
@@ -114,6 +122,11 @@ class Chain:
         """The weight of a product."""
         return self.layers[0].products[index].inputs["weight"]
 
+    def stored(self, index: int) -> str:
+        """The variant that the product's tactic has for the step's tokens."""
+        call = self.layers[0].products[index]
+        return next(v for most, v in parse_tactic(tactic_of(call)) if self.tokens <= most)
+
     def variants(self, index: int) -> list[str]:
         """What a sweep tries."""
         tiles, chunks = self.weight(index).shape[:2]
@@ -163,6 +176,31 @@ def sweep(chain: Chain, name: str) -> None:
         way = [*best[:index], times[0][1], *best[index + 1 :]]
         if chain.time(way) < chain.time(best) - GAIN_US:
             best = way
+    sweep_fills(chain, name, best)
+
+
+def sweep_fills(chain: Chain, name: str, best: list[str]) -> None:
+    """Improve a plan by what rings ask for at once in their first turn; print the best plan."""
+    plan = [variant or chain.stored(index) for index, variant in enumerate(best)]
+    for index in ORDER:
+        variant = DecodeVariant.parse(plan[index])
+        if variant.normalizes:
+            continue
+        most = min(variant.stages, MAX_FILL) + 1
+        ways = [
+            [*plan[:index], str(replace(variant, fill=fill)), *plan[index + 1 :]]
+            for fill in range(most)
+        ]
+        chain.bench.compile(
+            [each for way in ways for each in chain.launches(way, chain.layers[:1])]
+        )
+        times = [(chain.time(way), way) for way in ways]
+        print(
+            f"  product {index}: " + "  ".join(f"{w[index]} {us:.2f}" for us, w in times),
+            flush=True,
+        )
+        plan = min(times)[1]
+    best = plan
     print(f"{name} M={chain.tokens}: {chain.time([''] * 4):.2f} -> {chain.time(best):.2f} us")
     for index, variant in enumerate(best):
         tiles, chunks = chain.weight(index).shape[:2]
@@ -177,6 +215,7 @@ def main() -> None:
     parser.add_argument("--models", default="70b,8b,3b,1b")
     parser.add_argument("--tokens", default="1,11", help="tokens of a step")
     parser.add_argument("--sweep", action="store_true", help="look for better tactics")
+    parser.add_argument("--fills", action="store_true", help="look for better first turns alone")
     options = parser.parse_args()
     rate = median(read_bandwidth())
     print(f"{torch.cuda.get_device_name()}: plain read {rate:.3f} TB/s", flush=True)
@@ -191,6 +230,8 @@ def main() -> None:
         print(f"{name} layer, {tokens} tokens: {us:8.2f} us, weights alone {floor:.2f}", flush=True)
         if options.sweep:
             sweep(chain, name)
+        elif options.fills:
+            sweep_fills(chain, name, [""] * 4)
         del chain
         torch.cuda.empty_cache()
 

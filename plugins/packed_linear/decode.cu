@@ -17,9 +17,9 @@
 // a multiple of CHUNKS chunks.
 //
 // Macros: INPUT_TYPE (E4M3 | BF16 | FP16), TOKENS (8 ... 64), ROW_TILES, CHUNKS, STAGES, SPLIT
-// (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), L2_STAGES (slots brought as far as
-// L2 before the wait), NORM (decode_norm.cuh), and those of epilogue.cuh. Grid: x blocks (times
-// SPLIT), y token tiles.
+// (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), FILL (slots on their way during the
+// ring's first turn; 0: all), NORM (decode_norm.cuh), and those of epilogue.cuh. Grid: x blocks
+// (times SPLIT), y token tiles.
 
 #include "packed_linear/decode_cluster.cuh"
 #include "packed_linear/decode_tiles.cuh"
@@ -44,6 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + HELPERS, BLOCKS)
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(shared.full + 8 * i, 1);
       barrier_init(shared.empty + 8 * i, CONSUMERS / 32);
+      if (FILL > 0) barrier_init(shared.first + 8 * i, 1);
     }
     if (CLUSTER > 1) {
       const Walk walk(row_tiles, chunks);
@@ -67,6 +68,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + HELPERS, BLOCKS)
   }
 #else
   const auto normalized = [] { return Tokens(); };
+  if (FILL > 0 && threadIdx.x >= THREADS) {
+    if (threadIdx.x == THREADS) first_tokens(shared, &x, row_tiles, chunks, tokens);
+    __syncwarp();
+    if (CLUSTER > 1) cluster_wait();
+    return;
+  }
 #endif
   if (threadIdx.x >= CONSUMERS) {
     if (threadIdx.x == CONSUMERS) {

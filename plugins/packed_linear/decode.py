@@ -1,9 +1,10 @@
 """The packed products of few tokens: binaries and launches of `decode.cu`.
 
-A variant is written compactly, as tactics store it: "n8r1c2s6k1g128l0" is a tile of 8 tokens, 1
+A variant is written compactly, as tactics store it: "n8r1c2s6k1g128f2" is a tile of 8 tokens, 1
 row tile and 2 chunks a slot, 6 slots, no split of K, 128 thread blocks (0: as many as suit the
-shape), nothing brought to L2 ahead. k0: every block has an equal share of all intervals. With
-"+norm8" every block normalizes the tokens itself, with 8 warps.
+shape), 2 slots on their way while the ring is filled for the first time (0: all). k0: every block
+has an equal share of all intervals. With "+norm8" every block normalizes the tokens itself, with 8
+warps.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ BLOCK_BYTES = 8192  # 64 rows of 128 bytes
 _PART_BYTES = 512  # 16 rows x 8 tokens of float32
 NORM_PART, MAX_NORM_PARTS = 256, 32  # elements that a warp normalizes at once; of a row
 _NORM_SUMS = 2 * 4 * MAX_NORM_PARTS  # bytes; two rows in turn
+_SLOT_BARRIERS = 24  # bytes: a slot is full, is empty, has the weights of its first turn
 _WARPS = 5
-_PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)l(\d+)(?:\+norm(\d+))?")
+_PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)f(\d+)(?:\+norm(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +54,13 @@ class DecodeVariant:
     stages: int  # slots
     split: int = 1  # thread blocks of a cluster that share K; 0: equal shares of everything
     blocks: int = 0  # thread blocks; 0: see `grid_blocks`
-    l2_stages: int = 0  # slots' worth of weights brought to L2 before the wait
+    fill: int = 0  # slots on their way while the ring is filled for the first time; 0: all
     norm_warps: int = 0  # that normalize the tokens; 0: they come normalized
 
     def __str__(self) -> str:
         return (
             f"n{self.tokens}r{self.row_tiles}c{self.chunks}s{self.stages}"
-            f"k{self.split}g{self.blocks}l{self.l2_stages}"
-            + f"+norm{self.norm_warps}"
-            * self.normalizes
+            f"k{self.split}g{self.blocks}f{self.fill}" + f"+norm{self.norm_warps}" * self.normalizes
         )
 
     @classmethod
@@ -70,6 +70,11 @@ class DecodeVariant:
         if match is None:
             raise ValueError(f"{text!r} is not a decode variant")
         return cls(*(int(number or 0) for number in match.groups()))
+
+    @property
+    def helpers(self) -> int:
+        """Warps beside those that copy weights and multiply."""
+        return max(self.norm_warps - 4, 0) if self.normalizes else int(self.fill > 0)
 
     @property
     def normalizes(self) -> bool:
@@ -94,7 +99,7 @@ class DecodeVariant:
 
     def shared_bytes(self, chunks: int) -> int:
         """Dynamic shared memory: alignment, ring, what is kept beside it, barriers."""
-        barriers = 16 * self.stages + 16
+        barriers = _SLOT_BARRIERS * self.stages + 16
         return 1024 + self.stages * self.stage_bytes + self.kept_bytes(chunks) + barriers
 
     def fits(self, row_tiles: int, chunks: int, is_fp8: bool) -> bool:
@@ -107,6 +112,7 @@ class DecodeVariant:
             and (self.split <= 1 or (is_fp8 and self.split in (2, 4) and intervals >= self.split))
             and (self.split != 0 or self.row_tiles == 1)
             and self.shared_bytes(chunks) <= SHARED_LIMIT
+            and self.fill <= self.stages
             and (not self.normalizes or self._normalizes_width(chunks * (128 if is_fp8 else 64)))
         )
 
@@ -114,12 +120,12 @@ class DecodeVariant:
         parts = hidden // NORM_PART
         is_whole = hidden % NORM_PART == 0 and parts % self.norm_warps == 0
         has_room = parts <= MAX_NORM_PARTS and 4 <= self.norm_warps <= 16
-        return is_whole and has_room and self.tokens == 8
+        return is_whole and has_room and self.tokens == 8 and self.fill == 0
 
     def with_stages(self, chunks: int, room: int) -> DecodeVariant:
         """The same with as many slots as fit `room` bytes."""
         room -= 1024 + 16 + self.kept_bytes(chunks)
-        return replace(self, stages=room // (self.stage_bytes + 16))
+        return replace(self, stages=room // (self.stage_bytes + _SLOT_BARRIERS))
 
 
 def grid_blocks(variant: DecodeVariant, row_tiles: int, num_sms: int) -> int:
@@ -147,13 +153,13 @@ def decode_spec(call: OpCall, variant: DecodeVariant, limits: StepLimits) -> Ker
         "STAGES": variant.stages,
         "SPLIT": variant.split,
         "MAX_INTERVALS": intervals,
-        "L2_STAGES": variant.l2_stages,
+        "FILL": variant.fill,
     }
     shape = f"n{variant.tokens}r{variant.row_tiles}c{variant.chunks}s{variant.stages}"
     words = [call.op, "few", shape]
     words += [f"k{variant.split}i{intervals}"] * (variant.split > 1)
     words += ["even"] * (variant.split == 0)
-    words += [f"l{variant.l2_stages}"] * (variant.l2_stages > 0)
+    words += [f"f{variant.fill}"] * (variant.fill > 0)
     if variant.normalizes:
         hidden = call.inputs["x"].shape[1]
         constants |= {"NORM": 1, "HIDDEN": hidden, "NORM_WARPS": variant.norm_warps}
@@ -165,7 +171,7 @@ def decode_spec(call: OpCall, variant: DecodeVariant, limits: StepLimits) -> Ker
         arguments=(*token_kinds(call, variant), *argument_kinds(call, limits), *handed),
         constants=constants,
         entry="decode",
-        num_warps=_WARPS + max(variant.norm_warps - 4, 0),
+        num_warps=_WARPS + variant.helpers,
         shared_bytes=variant.shared_bytes(chunks),
         cluster=max(variant.split, 1),
     )

@@ -21,7 +21,7 @@ DEVICE void meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 #if !NORM
 
 #define TOKEN_PARAMETERS const __grid_constant__ TensorMap x
-constexpr int HELPERS = 0, UNITS = 0;
+constexpr int HELPERS = FILL > 0 ? 32 : 0, UNITS = 0;  // threads
 
 struct Tokens {
   template <class Arrived>

@@ -32,6 +32,7 @@ struct Slice {
 template <int ACTIVE>
 DEVICE void start_slot(const Shared& shared, const Walk& walk, float (&part)[ACTIVE][TOKENS / 2],
                        bool is_first) {
+  if (FILL > 0) barrier_wait(shared.first + 8 * walk.slot, 0);  // over since the first turn
   barrier_wait(shared.full + 8 * walk.slot, walk.phase);
   // From lane 0, so that the compiler knows descriptors to be uniform in the warp.
   const u32 stage = __shfl_sync(~0u, shared.ring + walk.slot * STAGE_BYTES, 0);

@@ -118,6 +118,7 @@ struct Shared {
   u32 ring;
   u32 tokens, squares;  // with NORM: all chunks of the tokens; sums that make their norms
   u32 parts, full, empty, parts_full;
+  u32 first;  // with FILL: the weights of a slot's first turn are there
   DEVICE explicit Shared(u32 base) {
     ring = (base + 1023) & ~1023u;
     tokens = ring + STAGES * STAGE_BYTES;
@@ -130,14 +131,15 @@ struct Shared {
     full = parts + (CLUSTER > 1 ? MAX_INTERVALS * ROW_TILES * OWNED * OCTETS * PART_BYTES : 0);
     empty = full + 8 * STAGES;
     parts_full = empty + 8 * STAGES;
+    first = parts_full + 8;
   }
 };
 
 // ---- the copying warp ----
 
 DEVICE void copy_weights(const Shared& shared, const Walk& walk, const u8* weight, int chunks,
-                         u32 x_bytes, u64 policy) {
-  const u32 full = shared.full + 8 * walk.slot;
+                         u32 x_bytes, u64 policy, bool is_first = false) {
+  const u32 full = (is_first ? shared.first : shared.full) + 8 * walk.slot;
   barrier_expect(full, walk.active * (CHUNKS * BLOCK_BYTES) + CHUNKS * x_bytes);
   const u8* from = weight + ((long long)walk.tile * chunks + walk.chunk) * BLOCK_BYTES;
   const u32 to = shared.ring + walk.slot * STAGE_BYTES;
@@ -176,32 +178,40 @@ DEVICE void copy_tokens(const Shared& shared, const Walk& walk, const TensorMap*
   }
 }
 
+// With FILL the first turn asks for no more than that many slots at once: what the kernel before
+// this one still has to read does not wait behind a whole ring of weights. Its tokens come by
+// themselves (`first_tokens`), for the copying warp may still wait for weights then.
 DEVICE void fill_ring(const Shared& shared, const TensorMap* x, const u8* weight, int row_tiles,
                       int chunks, int tokens) {
   const u32 x_bytes = min(tokens, TOKENS) * 128;  // of a box: rows that no token needs stay behind
   const u64 once = evict_first_policy(), often = evict_last_policy();
   prefetch_map(x);
   Walk walk(row_tiles, chunks), behind = walk;
+  if (FILL > 0) launch_dependents();
   int ahead = 0;
   for (; ahead < STAGES && !walk.done(); ++ahead, walk.next()) {
-    copy_weights(shared, walk, weight, chunks, x_bytes, once);
+    if (FILL > 0 && ahead >= FILL) barrier_wait(shared.first + 8 * (ahead - FILL), 0);
+    copy_weights(shared, walk, weight, chunks, FILL > 0 ? 0 : x_bytes, once, FILL > 0);
   }
-  launch_dependents();
-  if (L2_STAGES > 0) {
-    Walk beyond = walk;
-    for (int i = 0; i < L2_STAGES && !beyond.done(); ++i, beyond.next()) {
-      for (int r = 0; r < beyond.active; ++r) {
-        const long long tile = beyond.tile + r;
-        prefetch_block(weight + (tile * chunks + beyond.chunk) * BLOCK_BYTES,
-                       CHUNKS * BLOCK_BYTES, once);
-      }
-    }
-  }
+  if (FILL == 0) launch_dependents();
   wait_for_dependencies();
-  for (; ahead > 0; --ahead, behind.next()) copy_tokens(shared, behind, x, often);
+  for (; FILL == 0 && ahead > 0; --ahead, behind.next()) copy_tokens(shared, behind, x, often);
   for (; !walk.done(); walk.next()) {
     barrier_wait(shared.empty + 8 * walk.slot, walk.phase ^ 1);
     copy_weights(shared, walk, weight, chunks, x_bytes, once);
+    copy_tokens(shared, walk, x, often);
+  }
+}
+
+// The helping warp with FILL: the tokens of the first turn, as soon as they are there.
+DEVICE void first_tokens(const Shared& shared, const TensorMap* x, int row_tiles, int chunks,
+                         int tokens) {
+  const u32 x_bytes = min(tokens, TOKENS) * 128;
+  const u64 often = evict_last_policy();
+  Walk walk(row_tiles, chunks);
+  wait_for_dependencies();
+  for (int i = 0; i < STAGES && !walk.done(); ++i, walk.next()) {
+    barrier_expect(shared.full + 8 * walk.slot, CHUNKS * x_bytes);
     copy_tokens(shared, walk, x, often);
   }
 }

@@ -155,10 +155,9 @@ DEVICE void copy_block(u32 target, const void* source, u32 bytes, u32 barrier, u
       : "memory");
 }
 
-DEVICE void prefetch_block(const void* source, u32 bytes, u64 policy) {
-  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(source),
-               "r"(bytes), "l"(policy)
-               : "memory");
+// The same as far as L2.
+DEVICE void prefetch_block(const void* source, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
 // A box of a 2-D tensor map, from (column, row); what lies outside arrives as zeros.
@@ -203,6 +202,15 @@ DEVICE void store_remote(u32 address, u32 barrier, float a, float b, float c, fl
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
       "[%5];" ::"r"(address),
       "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
+      : "memory");
+}
+
+// 8 bytes, likewise.
+DEVICE void store_remote_pair(u32 address, u32 barrier, float a, float b) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          address),
+      "f"(a), "f"(b), "r"(barrier)
       : "memory");
 }
 

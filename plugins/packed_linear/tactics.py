@@ -1,7 +1,7 @@
 """Which variant a packed product uses for how many tokens.
 
 A tactic is text that the builder stores with the operator: entries "up to this many tokens:variant"
-in ascending order, "*" for any number, as in "8:n8r1c1s12k1g0l0;16:n16r2c1s6k1g0l0;*:many". Entries
+in ascending order, "*" for any number, as in "8:n8r1c1s12k1g0f0;16:n16r2c1s6k1g0f0;*:many". Entries
 come from `tactics.json`, measured on a device by scripts/bench_gemm.py, and for sizes that are not
 in it from a rule. All variants give the same bits, so a tactic decides time alone. Variants that
 normalize are for products with a norm, which the builder makes where the table has such a variant.

@@ -6,19 +6,6 @@
 
 // ---- the numbers of a step ----
 
-// What a step says of one request.
-struct Numbers {
-  int start, end, limit;  // its tokens, its keys
-};
-
-// One warp reads them for its block, a lane each: every block reads the same few lines, and L2 serves the
-// requests for a line one by one.
-DEVICE int read_number(const int* cu_q, const int* kv_lens, int request) {
-  const int lane = threadIdx.x % 32;
-  int x = 0;
-  if (lane < 3) x = load_int(lane == 2 ? kv_lens + request : cu_q + request + lane);
-  return x;
-}
 DEVICE Numbers all_numbers(int x) {
   return {__shfl_sync(~0u, x, 0), __shfl_sync(~0u, x, 1), __shfl_sync(~0u, x, 2)};
 }

@@ -4,15 +4,6 @@
 
 #include "paged_attention/generation_softmax.cuh"
 
-// 8 bytes into another block's shared memory, counted by that block's barrier.
-DEVICE void store_remote_pair(u32 address, u32 barrier, float a, float b) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-          address),
-      "f"(a), "f"(b), "r"(barrier)
-      : "memory");
-}
-
 constexpr int CHUNK_BYTES = 256 + 8;  // 64 dimensions and the row's state
 
 // How the units of a block of rows are handed over; the same for every thread, and kept in shared

@@ -3,8 +3,8 @@
 Generation and verification (up to SHORT tokens a request, or a whole token tree) split the keys
 over thread blocks; longer requests, the context chunks, do not. A step that may hold both launches
 both kernels, and each passes over the other's requests: what a row gets is the same in either.
-Where few thread blocks have to be fast together, generation.cu takes the short requests; where
-many requests have a token or two each, batch.cu.
+Where few thread blocks have to be fast together, verification.cu or generation.cu takes the short
+requests; where many requests have a token or two each, batch.cu.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ from llmctl.plugins.paged_attention.triton_specs import (
     tree_tokens,
     window_arguments,
 )
+from llmctl.plugins.paged_attention.verification import (
+    choose_variant,
+    covers_verification,
+    verification_launch,
+    verification_specs,
+)
 from llmctl.plugins.program import OpCall
 
 HEAD_SIZES = (64, 80, 96, 128)
@@ -70,6 +76,7 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
         *(make(each, limits) for each in (call, asked) for make in (split_spec, context_spec)),
         *(generation_specs(call, limits) if covers(call, limits) else []),
         *(batch_specs(call, limits) if covers_batch(call, limits) else []),
+        *(verification_specs(call, limits) if covers_verification(call, limits) else []),
     ]
 
 
@@ -91,7 +98,12 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
 
 def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch:
     limits = env.limits
-    special = _few(call, env, shape, short) or _batch(call, env, shape, shape.max_query_len)
+    few = _few(call, env, shape, short)
+    special = (
+        _verification(call, env, shape, short, has_rival=few is not None)
+        or few
+        or _batch(call, env, shape, shape.max_query_len)
+    )
     if special is not None:
         return special
     heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
@@ -123,6 +135,21 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
     )
     grid = (splits, heads * num_blocks, shape.num_requests)
     return Launch(split_spec(call, limits), grid, arguments)
+
+
+def _verification(
+    call: OpCall, env: LaunchEnv, shape: StepShape, short: int, *, has_rival: bool
+) -> Launch | None:
+    """verification.cu's launch; None as in `_few`."""
+    if not env.use_pdl or not covers_verification(call, env.limits):
+        return None
+    requests, most = shape.num_requests, min(shape.max_query_len, short)
+    kv_len = shape.max_kv_len
+    variant = choose_variant(call, env.limits, requests, most, kv_len, has_rival=has_rival)
+    if variant is None:
+        return None
+    tensors, scale = _tensors(call, env), _logit_scale(call)
+    return verification_launch(call, env, variant, requests, most, tensors, scale, short)
 
 
 def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch | None:

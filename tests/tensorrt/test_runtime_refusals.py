@@ -14,7 +14,7 @@ from fake_engines import write_fake_engine
 from fake_machine import pretend, pretend_gpu
 from fake_tensorrt import FakeModule
 
-from llmctl.builder.engine_format import CONFIG_FILE, EngineConfig
+from llmctl.builder.engine_format import CONFIG_FILE, SCHEMA_VERSION, EngineConfig
 from llmctl.cli.engines import EngineOptions, check_engines
 from llmctl.errors import CorruptEngine, NoDevice, RebuildNeeded, Unsupported
 from llmctl.runtime.cuda_open import plan_pair
@@ -32,7 +32,7 @@ BUILD = {
 
 def config_of(backend: str = "tensorrt-rtx", capability: str = "8.9", **build: object):
     return EngineConfig(
-        version=2,
+        version=SCHEMA_VERSION,
         backend=backend,
         pretrained_config={"vocab_size": 128},
         build_config={**BUILD, **build},

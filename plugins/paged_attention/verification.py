@@ -1,0 +1,155 @@
+"""The kernel for a verification, and for few tokens at all: binaries and launches of
+`verification.cu`.
+
+It gives the bits of the other kernels, so a step may use any. It covers head sizes 64 and 128
+without windows and trees, and is used where its thread blocks all run at once, one to a
+multiprocessor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmctl.plugins.cuda.kernel import KernelSpec, Launch, LaunchEnv, StepLimits
+from llmctl.plugins.paged_attention.source_specs import group_size, source_variant, tensor_types
+from llmctl.plugins.paged_attention.tiles import KEYS
+from llmctl.plugins.spec import FP8
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmctl.plugins.program import OpCall
+
+MAX_CONTEXT = 4096  # tokens: a warp takes its tiles one by one
+# Dimensions of all heads from which on four thread blocks to a context are faster than two, and the
+# most blocks: two to a multiprocessor are slower than half as many with more units each.
+_WIDE, _MOST_OF_SPLIT = 5120, 96
+_SHARED_LIMIT = 227 * 1024  # of a thread block
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to build the kernel."""
+
+    splits: int  # thread blocks that share a context, a cluster
+    units: int  # that a thread block takes at once, a warp each
+    rows: int  # of a thread block
+
+    def __str__(self) -> str:
+        return f"k{self.splits}u{self.units}r{self.rows}"
+
+    def shared_bytes(self, call: OpCall, limits: StepLimits) -> int:
+        """Tiles, states of units, what a block hands on, queries, a barrier, the step's numbers."""
+        size = int(call.attributes["head_size"])
+        tile = KEYS * size * (1 if limits.kv_dtype in (FP8, "int8") else 2)
+        states = self.units * self.rows * 8
+        message = self.rows * (size * 4 + 8)
+        queries = self.rows * size * 2
+        pages = max(self.units * KEYS // limits.tokens_per_block, 1)
+        gathered = 4 * (3 + pages + self.rows)
+        return self.units * 2 * tile + states + message + queries + 16 + gathered
+
+
+VARIANTS = (Variant(4, 4, 8), Variant(2, 8, 8), Variant(2, 8, 16))
+
+
+def covers_verification(call: OpCall, limits: StepLimits) -> bool:
+    """Whether the kernel can compute this call."""
+    page = limits.tokens_per_block
+    return (
+        int(call.attributes["head_size"]) in (64, 128)
+        and int(call.attributes["window"]) == 0
+        and "tree_mask" not in call.inputs
+        and page >= 8
+        and page & (page - 1) == 0
+    )
+
+
+def verification_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
+    """Every binary that `choose_variant` may ask for."""
+    return [verification_spec(call, limits, each) for each in VARIANTS if _fits(each, call, limits)]
+
+
+def choose_variant(
+    call: OpCall,
+    limits: StepLimits,
+    num_requests: int,
+    max_tokens: int,
+    max_kv_len: int,
+    *,
+    has_rival: bool,
+) -> Variant | None:
+    """How to run such a step; None if another kernel serves it better.
+
+    `has_rival`: generation.cu could serve it too. Measured in steps of 1B to 70B on an H200
+    (docs/performance/log.md).
+    """
+    size = int(call.attributes["head_size"])
+    if max_kv_len > MAX_CONTEXT or (has_rival and size == 64):
+        return None
+    is_wide = int(call.attributes["num_heads"]) * size >= _WIDE
+    for variant in VARIANTS if is_wide else VARIANTS[1:]:
+        blocks = variant.splits * _groups(variant, call, num_requests, max_tokens)
+        most = _MOST_OF_SPLIT if variant.splits > 2 else limits.num_sms
+        if _fits(variant, call, limits) and blocks <= most:
+            return variant
+    return None
+
+
+def verification_launch(
+    call: OpCall,
+    env: LaunchEnv,
+    variant: Variant,
+    num_requests: int,
+    max_tokens: int,
+    tensors: tuple[torch.Tensor, ...],
+    logit_scale: float,
+    short: int,
+) -> Launch:
+    """Attend for requests of up to max_tokens tokens; others serve those longer than `short`."""
+    groups = _groups(variant, call, num_requests, max_tokens)
+    arguments: tuple[torch.Tensor | int | float, ...] = (
+        *tensors,
+        logit_scale,
+        env.step.block_tables.stride(0),
+        variant.rows // group_size(call),
+        short,
+        env.kv_cache[0].shape[0],
+        min(call.inputs["q"].shape[0], env.step.position_ids.shape[0]),
+    )
+    grid = (variant.splits, groups // num_requests, num_requests)
+    return Launch(verification_spec(call, env.limits, variant), grid, arguments)
+
+
+def _groups(variant: Variant, call: OpCall, num_requests: int, max_tokens: int) -> int:
+    """Blocks of rows of all requests and KV heads."""
+    block_tokens = max(variant.rows // group_size(call), 1)
+    return num_requests * int(call.attributes["num_kv_heads"]) * -(-max_tokens // block_tokens)
+
+
+def _fits(variant: Variant, call: OpCall, limits: StepLimits) -> bool:
+    has_room = variant.shared_bytes(call, limits) <= _SHARED_LIMIT
+    return has_room and group_size(call) <= variant.rows
+
+
+def verification_spec(call: OpCall, limits: StepLimits, variant: Variant) -> KernelSpec:
+    """One binary."""
+    words, constants = source_variant(call, limits)
+    shared_bytes = variant.shared_bytes(call, limits)
+    constants |= {
+        "SPLITS": variant.splits,
+        "UNITS": variant.units,
+        "ROWS": variant.rows,
+        "SHARED_BYTES": shared_bytes,
+    }
+    return KernelSpec(
+        name=".".join(["paged_attention.verification", *words, str(variant)]),
+        source="paged_attention/verification.cu",
+        arguments=(*tensor_types(call, limits), "fp32", *["i32"] * 5),
+        constants=constants,
+        entry="verification",
+        num_warps=variant.units,
+        shared_bytes=shared_bytes,
+        cluster=variant.splits,
+    )
