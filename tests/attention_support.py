@@ -237,3 +237,12 @@ def mismatches(world: World, execute: Execute) -> list[str]:
             if not same_bits(found, wanted[request][start : start + count]):
                 wrong.append(f"{parts} {bounds}: request {request}")
     return wrong
+
+
+def short_launch(world: World, requests: int, tokens: int, max_kv_len: int) -> Launch:
+    """What a step of short requests launches on a GPU."""
+    parts = [(0, 64 - tokens, tokens)] * requests
+    step = world.step(parts)
+    env = changed(world.env(step), use_pdl=True)
+    (launch,) = kernel.launches(world.call(parts), env, world.shape(step, max_kv_len=max_kv_len))
+    return launch

@@ -46,7 +46,6 @@ from llmctl.plugins.paged_attention.triton_specs import (
 )
 from llmctl.plugins.paged_attention.verification import (
     choose_variant,
-    covers_verification,
     verification_launch,
     verification_specs,
 )
@@ -69,14 +68,14 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
             f"per KV head; wanted head size {', '.join(map(str, HEAD_SIZES))} and at most {ROWS}",
             fix="build with --backend cpu",
         )
+    by_warp = (batch_specs, verification_specs) if covers_batch(call, limits) else ()
     asked = OpCall(
         call.op, call.name, call.inputs, call.outputs, {**call.attributes, **_ANY_WINDOW}
     )
     return [
         *(make(each, limits) for each in (call, asked) for make in (split_spec, context_spec)),
         *(generation_specs(call, limits) if covers(call, limits) else []),
-        *(batch_specs(call, limits) if covers_batch(call, limits) else []),
-        *(verification_specs(call, limits) if covers_verification(call, limits) else []),
+        *(spec for make in by_warp for spec in make(call, limits)),
     ]
 
 
@@ -141,7 +140,7 @@ def _verification(
     call: OpCall, env: LaunchEnv, shape: StepShape, short: int, *, has_rival: bool
 ) -> Launch | None:
     """verification.cu's launch; None as in `_few`."""
-    if not env.use_pdl or not covers_verification(call, env.limits):
+    if not env.use_pdl or not covers_batch(call, env.limits):
         return None
     requests, most = shape.num_requests, min(shape.max_query_len, short)
     kv_len = shape.max_kv_len

@@ -1,9 +1,8 @@
 """The kernel for a verification, and for few tokens at all: binaries and launches of
 `verification.cu`.
 
-It gives the bits of the other kernels, so a step may use any. It covers head sizes 64 and 128
-without windows and trees, and is used where its thread blocks all run at once, one to a
-multiprocessor.
+It gives the bits of the other kernels, so a step may use any. It covers what batch.cu does, and is
+used where its thread blocks all run at once, one to a multiprocessor.
 """
 
 from __future__ import annotations
@@ -52,18 +51,6 @@ class Variant:
 
 
 VARIANTS = (Variant(4, 4, 8), Variant(2, 8, 8), Variant(2, 8, 16))
-
-
-def covers_verification(call: OpCall, limits: StepLimits) -> bool:
-    """Whether the kernel can compute this call."""
-    page = limits.tokens_per_block
-    return (
-        int(call.attributes["head_size"]) in (64, 128)
-        and int(call.attributes["window"]) == 0
-        and "tree_mask" not in call.inputs
-        and page >= 8
-        and page & (page - 1) == 0
-    )
 
 
 def verification_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:

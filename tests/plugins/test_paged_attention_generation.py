@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
-from attention_support import FP8, INT8, World
+from attention_support import FP8, INT8, World, short_launch
 from kernel_support import disassemble
 
 from llmctl.plugins.cuda.compiler import compile_kernel
-from llmctl.plugins.cuda.kernel import Launch
 from llmctl.plugins.paged_attention import generation, kernel
 from llmctl.plugins.paged_attention.tiles import count_units
 
 MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (64,), "kv_dtype": FP8}
 SMALL = {**MODEL, "heads": 32, "size": 64}
 LONG = 8192  # tokens: shorter contexts of heads of 128 are verification.cu's
-
-
-def launched(world: World, requests: int, tokens: int, max_kv_len: int) -> Launch:
-    """What a step of short requests launches on a GPU."""
-    parts = [(0, 64 - tokens, tokens)] * requests
-    step = world.step(parts)
-    env = replace(world.env(step), use_pdl=True)
-    (launch,) = kernel.launches(world.call(parts), env, world.shape(step, max_kv_len=max_kv_len))
-    return launch
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -56,24 +45,24 @@ def test_it_compiles_for_every_page_size(tokens_per_block):
 
 def test_it_serves_few_requests_and_leaves_many_to_others():
     world, small = World(**MODEL), World(**SMALL)
-    assert launched(small, 1, 1, 1024).spec.entry == "generation"
-    assert launched(world, 1, 8, 1 << 16).spec.entry == "generation"
-    assert launched(small, 2, 1, 512).spec.cluster == 8
-    assert launched(world, 3, 1, LONG).spec.entry == "batch"
-    assert launched(world, 3, 3, LONG).spec.is_triton
-    assert launched(world, 64, 1, 512).spec.entry == "batch"
+    assert short_launch(small, 1, 1, 1024).spec.entry == "generation"
+    assert short_launch(world, 1, 8, 1 << 16).spec.entry == "generation"
+    assert short_launch(small, 2, 1, 512).spec.cluster == 8
+    assert short_launch(world, 3, 1, LONG).spec.entry == "batch"
+    assert short_launch(world, 3, 3, LONG).spec.is_triton
+    assert short_launch(world, 64, 1, 512).spec.entry == "batch"
 
 
 def test_a_verification_has_blocks_without_clusters_where_clusters_find_no_room():
     """Two blocks of rows for each of 8 KV heads: 16 clusters of 16 would run in two waves."""
     world = World(**MODEL)
     for tokens in (9, 11, 16):
-        launch = launched(world, 1, tokens, LONG)
+        launch = short_launch(world, 1, tokens, LONG)
         assert launch.spec.cluster == 1 and launch.spec.entry == "generation"
         blocks = launch.grid[0] * launch.grid[1] * launch.grid[2]
         assert blocks <= 2 * world.limits().num_sms  # they wait for each other
-    assert launched(world, 1, 17, LONG).spec.is_triton
-    assert launched(World(**{**MODEL, "heads": 32}), 1, 16, LONG).spec.cluster == 16
+    assert short_launch(world, 1, 17, LONG).spec.is_triton
+    assert short_launch(World(**{**MODEL, "heads": 32}), 1, 16, LONG).spec.cluster == 16
 
 
 def test_a_block_leaves_registers_for_one_of_the_next_product():
@@ -91,7 +80,7 @@ def test_each_launch_is_of_a_binary_that_was_built():
         for requests in (1, 2, 3):
             for tokens in (1, 5, 17):
                 for keys in (64, 512, 4096):
-                    assert launched(world, requests, tokens, keys).spec in built
+                    assert short_launch(world, requests, tokens, keys).spec in built
 
 
 def test_a_block_of_rows_fits_a_tensor_core_instruction_and_covers_every_token():
@@ -121,10 +110,10 @@ def test_what_it_does_not_cover_stays_with_the_other_kernels(other):
     assert not generation.covers(call, limits)
     if "tokens_per_block" not in other:  # Triton divides at compile time
         assert all(spec.entry != "generation" for spec in kernel.kernels(call, limits))
-    assert launched(world, 1, 1, 64).spec.entry != "generation"
+    assert short_launch(world, 1, 1, 64).spec.entry != "generation"
 
 
 def test_short_contexts_take_the_smaller_cluster():
     assert count_units(512) == 8
-    assert launched(World(**SMALL), 1, 1, 512).spec.cluster == 8
-    assert launched(World(**SMALL), 1, 1, 513).spec.cluster == 16
+    assert short_launch(World(**SMALL), 1, 1, 512).spec.cluster == 8
+    assert short_launch(World(**SMALL), 1, 1, 513).spec.cluster == 16

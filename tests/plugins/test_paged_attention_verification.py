@@ -3,51 +3,36 @@ it serves. tests/gpu compares its bits."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
-
 import pytest
 import torch
-from attention_support import FP8, INT8, World
+from attention_support import FP8, INT8, World, short_launch
 from kernel_support import disassemble
 
 from llmctl.plugins.cuda.compiler import compile_kernel
-from llmctl.plugins.cuda.kernel import Launch
 from llmctl.plugins.paged_attention import kernel, verification
 
 WIDE = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (64,), "kv_dtype": FP8}
 NARROW = {**WIDE, "heads": 32}
 
 
-def launched(world: World, requests: int, tokens: int, max_kv_len: int) -> Launch:
-    """What a step of short requests launches on a GPU."""
-    parts = [(0, 64 - tokens, tokens)] * requests
-    step = world.step(parts)
-    env = replace(world.env(step), use_pdl=True)
-    (launch,) = kernel.launches(world.call(parts), env, world.shape(step, max_kv_len=max_kv_len))
-    return launch
-
-
 def variant(world: World, requests: int, tokens: int, max_kv_len: int = 1024) -> str:
     """The variant of a launch; empty if another kernel serves the step."""
-    launch = launched(world, requests, tokens, max_kv_len)
+    launch = short_launch(world, requests, tokens, max_kv_len)
     return launch.spec.name.split(".")[-1] if launch.spec.entry == "verification" else ""
 
 
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("kv", ["bfloat16", "float16", "fp8", "int8", "fp8 of float16"])
-def test_it_compiles_to_tensor_core_instructions_without_spills(size, kv):
-    dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
-    kv_dtype = {"fp8": FP8, "int8": INT8}.get(kv.split()[0], dtype)
-    world = World(32, 8, size, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
+@pytest.mark.parametrize("kv_dtype", [FP8, INT8, torch.bfloat16])
+def test_blocks_hand_on_through_shared_memory_and_have_room(size, kv_dtype):
+    """test_paged_attention_kernel.py looks at products, spills and launches."""
+    world = World(32, 8, size, (64,), kv_dtype=kv_dtype, quantize_out=kv_dtype == FP8)
     specs = verification.verification_specs(world.call([(0, 0, 1)]), world.limits())
-    assert len(specs) == (1 if size == 128 and kv_dtype == dtype else len(verification.VARIANTS))
+    has_wide_cache = size == 128 and kv_dtype == torch.bfloat16
+    assert len(specs) == (1 if has_wide_cache else len(verification.VARIANTS))
     for spec in specs:
         binary = compile_kernel(spec)
         code = disassemble(binary)
-        assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
-        assert "HMMA.16816.F32" in code and "LDGSTS" in code and "LDSM" in code, spec.name
-        assert "STAS" in code, "blocks hand on through shared memory"
+        assert "STAS" in code and "LDGSTS" in code and "LDSM" in code, spec.name
         assert binary.shared_bytes <= 227 * 1024
 
 
@@ -76,14 +61,14 @@ def test_small_heads_are_served_where_clusters_of_generation_find_no_room():
 def test_long_contexts_and_many_requests_stay_with_the_other_kernels():
     world = World(**WIDE)
     assert variant(world, 1, 1, verification.MAX_CONTEXT) != ""
-    assert launched(world, 1, 1, verification.MAX_CONTEXT + 1).spec.entry == "generation"
-    assert launched(world, 64, 1, 1024).spec.entry == "batch"
+    assert short_launch(world, 1, 1, verification.MAX_CONTEXT + 1).spec.entry == "generation"
+    assert short_launch(world, 64, 1, 1024).spec.entry == "batch"
 
 
 def test_a_16_bit_cache_has_room_for_half_as_many_units():
     world = World(**{**WIDE, "kv_dtype": torch.bfloat16})
     assert variant(world, 1, 1) == "k4u4r8"
-    assert launched(world, 1, 8, 1024).spec.entry == "generation"
+    assert short_launch(world, 1, 8, 1024).spec.entry == "generation"
 
 
 @pytest.mark.parametrize("sizes", [{}, {"heads": 24}, {"size": 64}, {"kv_heads": 4}], ids=str)
@@ -94,7 +79,7 @@ def test_blocks_run_at_once_and_cover_every_token(sizes):
     group = world.heads // world.kv_heads
     for requests in (1, 2, 3, 8):
         for tokens in range(1, kernel.SHORT + 1):
-            launch = launched(world, requests, tokens, 1024)
+            launch = short_launch(world, requests, tokens, 1024)
             assert launch.spec in built
             if launch.spec.entry != "verification":
                 continue
@@ -118,6 +103,4 @@ def test_blocks_run_at_once_and_cover_every_token(sizes):
 )
 def test_what_it_does_not_cover_stays_with_the_other_kernels(other):
     world = World(**{**WIDE, **other})
-    call, limits = world.call([(0, 0, 1)]), world.limits()
-    assert not verification.covers_verification(call, limits)
     assert variant(world, 1, 1) == ""
