@@ -55,7 +55,7 @@ VARIANTS = (Variant(4, 4, 8), Variant(2, 8, 8), Variant(2, 8, 16))
 
 def verification_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """Every binary that `choose_variant` may ask for."""
-    return [verification_spec(call, limits, each) for each in VARIANTS if _fits(each, call, limits)]
+    return [verification_spec(call, limits, each) for each in _variants(call, limits)]
 
 
 def choose_variant(
@@ -72,14 +72,11 @@ def choose_variant(
     `has_rival`: generation.cu could serve it too. Measured in steps of 1B to 70B on an H200
     (docs/performance/log.md).
     """
-    size = int(call.attributes["head_size"])
-    if max_kv_len > MAX_CONTEXT or (has_rival and size == 64):
+    if max_kv_len > MAX_CONTEXT or (has_rival and int(call.attributes["head_size"]) == 64):
         return None
-    is_wide = int(call.attributes["num_heads"]) * size >= _WIDE
-    for variant in VARIANTS if is_wide else VARIANTS[1:]:
+    for variant in _variants(call, limits):
         blocks = variant.splits * _groups(variant, call, num_requests, max_tokens)
-        most = _MOST_OF_SPLIT if variant.splits > 2 else limits.num_sms
-        if _fits(variant, call, limits) and blocks <= most:
+        if blocks <= (_MOST_OF_SPLIT if variant.splits > 2 else limits.num_sms):
             return variant
     return None
 
@@ -115,7 +112,14 @@ def _groups(variant: Variant, call: OpCall, num_requests: int, max_tokens: int) 
     return num_requests * int(call.attributes["num_kv_heads"]) * -(-max_tokens // block_tokens)
 
 
-def _fits(variant: Variant, call: OpCall, limits: StepLimits) -> bool:
+def _variants(call: OpCall, limits: StepLimits) -> list[Variant]:
+    """Those for the call's heads and cache, in the order of preference."""
+    is_wide = int(call.attributes["num_heads"]) * int(call.attributes["head_size"]) >= _WIDE
+    return [each for each in VARIANTS[not is_wide :] if fits(each, call, limits)]
+
+
+def fits(variant: Variant, call: OpCall, limits: StepLimits) -> bool:
+    """Whether a token's rows and the tiles of the cache find room."""
     has_room = variant.shared_bytes(call, limits) <= _SHARED_LIMIT
     return has_room and group_size(call) <= variant.rows
 

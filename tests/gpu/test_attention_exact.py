@@ -50,7 +50,7 @@ def launch_of(
     """The kernel for a step; None if it has no room for it."""
     requests, most = env.step.kv_len.shape[0], max(count for _, _, count in parts)
     if isinstance(variant, verification.Variant):
-        if not verification._fits(variant, call, env.limits):
+        if not verification.fits(variant, call, env.limits):
             return None
         tensors, scale = kernel._tensors(call, env), kernel._logit_scale(call)
         return verification.verification_launch(
