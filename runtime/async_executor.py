@@ -103,7 +103,7 @@ class AsyncExecutor:
                 for token in response.result.output_token_ids:
                     yield token
         finally:
-            await responses.aclose()  # type: ignore[attr-defined]  # a generator, typed by its use
+            await responses.aclose()  # type: ignore[attr-defined]  # only iterators are declared
 
     async def result(self, request: Request) -> list[Response]:
         """All responses of a request at once."""

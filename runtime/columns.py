@@ -52,4 +52,4 @@ class Columns(Sequence[Row], Generic[Row]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]  # it grows
+    __hash__ = None  # type: ignore[assignment]  # it changes, so has none

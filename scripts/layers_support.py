@@ -154,10 +154,10 @@ class Model:
             for a, b in zip(many, one, strict=True)
         )
 
-    def milliseconds(self, context: int, one_launch: bool) -> list[float]:
-        """Of a step with one token: for each replay of a graph of steps."""
+    def milliseconds(self, context: int, one_launch: bool, tokens: int = 1) -> list[float]:
+        """Of a step: for each replay of a graph of steps."""
         self.use(one_launch)
-        step, shape = self.step(context, 1)
+        step, shape = self.step(context, tokens)
         self.program.upload(step, self.queue.handle)
         self.program.enqueue(shape, self.queue.handle)
         self.queue.synchronize()

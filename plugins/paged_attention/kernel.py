@@ -97,15 +97,15 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
 
 def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch:
     limits = env.limits
-    few = _few(call, env, shape, short)
-    special = (
-        _verification(call, env, shape, short, has_rival=few is not None)
-        or few
-        or _batch(call, env, shape, shape.max_query_len)
-    )
-    if special is not None:
-        return special
     heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
+    # The ring of a small model's next product fills beside generation.cu, which needs less room.
+    ways = (_few, _verification) if size == 64 else (_verification, _few)
+    for way in ways:
+        if (special := way(call, env, shape, short)) is not None:
+            return special
+    batch = _batch(call, env, shape, shape.max_query_len)
+    if batch is not None:
+        return batch
     most = min(shape.max_query_len, short)
     num_blocks = -(-most // (ROWS // group_size(call)))
     block_tokens = -(-most // num_blocks)
@@ -136,15 +136,12 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
     return Launch(split_spec(call, limits), grid, arguments)
 
 
-def _verification(
-    call: OpCall, env: LaunchEnv, shape: StepShape, short: int, *, has_rival: bool
-) -> Launch | None:
+def _verification(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch | None:
     """verification.cu's launch; None as in `_few`."""
     if not env.use_pdl or not covers_batch(call, env.limits):
         return None
     requests, most = shape.num_requests, min(shape.max_query_len, short)
-    kv_len = shape.max_kv_len
-    variant = choose_variant(call, env.limits, requests, most, kv_len, has_rival=has_rival)
+    variant = choose_variant(call, env.limits, requests, most, shape.max_kv_len)
     if variant is None:
         return None
     tensors, scale = _tensors(call, env), _logit_scale(call)

@@ -59,20 +59,10 @@ def verification_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
 
 
 def choose_variant(
-    call: OpCall,
-    limits: StepLimits,
-    num_requests: int,
-    max_tokens: int,
-    max_kv_len: int,
-    *,
-    has_rival: bool,
+    call: OpCall, limits: StepLimits, num_requests: int, max_tokens: int, max_kv_len: int
 ) -> Variant | None:
-    """How to run such a step; None if another kernel serves it better.
-
-    `has_rival`: generation.cu could serve it too. Measured in steps of 1B to 70B on an H200
-    (docs/performance/log.md).
-    """
-    if max_kv_len > MAX_CONTEXT or (has_rival and int(call.attributes["head_size"]) == 64):
+    """How to run such a step; None if another kernel serves it better (scripts/bench_steps.py)."""
+    if max_kv_len > MAX_CONTEXT:
         return None
     for variant in _variants(call, limits):
         blocks = variant.splits * _groups(variant, call, num_requests, max_tokens)

@@ -13,7 +13,7 @@ from kernel_support import disassemble
 
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.kernel import Launch
-from llmctl.plugins.paged_attention import batch, kernel
+from llmctl.plugins.paged_attention import batch, kernel, verification
 from llmctl.plugins.paged_attention.tiles import KEYS, count_units
 
 MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (4096,), "kv_dtype": FP8}
@@ -43,10 +43,11 @@ def test_it_compiles_to_tensor_core_instructions_without_spills(size, kv):
         assert 4 * (binary.shared_bytes + 1024) <= 228 * 1024, "four warps to a multiprocessor"
 
 
-@pytest.mark.parametrize("tokens_per_block", [8, 16, 64, 128])
-def test_it_compiles_for_every_page_size(tokens_per_block):
+@pytest.mark.parametrize("specs", [batch.batch_specs, verification.verification_specs])
+@pytest.mark.parametrize("tokens_per_block", [8, 16, 64, 128, 1024])
+def test_kernels_of_warps_compile_for_every_page_size(tokens_per_block, specs):
     world = World(8, 2, 128, (64,), kv_dtype=FP8, tokens_per_block=tokens_per_block)
-    for spec in batch.batch_specs(world.call([(0, 0, 1)]), world.limits()):
+    for spec in specs(world.call([(0, 0, 1)]), world.limits()):
         assert compile_kernel(spec).local_bytes == 0
 
 

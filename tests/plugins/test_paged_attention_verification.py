@@ -39,13 +39,6 @@ def test_blocks_hand_on_through_shared_memory_and_have_room(size, kv_dtype):
         assert binary.shared_bytes <= 227 * 1024
 
 
-@pytest.mark.parametrize("tokens_per_block", [8, 16, 64, 128, 1024])
-def test_it_compiles_for_every_page_size(tokens_per_block):
-    world = World(8, 2, 128, (64,), kv_dtype=FP8, tokens_per_block=tokens_per_block)
-    for spec in verification.verification_specs(world.call([(0, 0, 1)]), world.limits()):
-        assert compile_kernel(spec).local_bytes == 0
-
-
 def test_a_model_with_wide_heads_splits_a_context_four_ways_while_blocks_are_few():
     world = World(**WIDE)
     assert variant(world, 1, 1) == variant(world, 1, 3) == variant(world, 3, 1) == "k4u4r8"
