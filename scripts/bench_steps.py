@@ -1,6 +1,6 @@
 """Steps of few tokens under each choice that a rule or a tactic makes for them.
 
-    python scripts/bench_steps.py 70b 8b [--tokens 1,4,11] [--contexts 300,1000,3000]
+    python scripts/bench_steps.py 70b 8b [--tokens 1,4,11] [--contexts 300,1000,1400,3000]
     python scripts/bench_steps.py 70b --tokens 11 --try gate_up_proj=n16r1c2s7k0g0f4
 
 Models of these shapes, of 20 layers at most, get random weights; every operator is a launch of its
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
     parser.add_argument("--tokens", default="1,4,11")
-    parser.add_argument("--contexts", default="300,1000,3000")
+    parser.add_argument("--contexts", default="300,1000,1400,3000")
     parser.add_argument(
         "--try", dest="tried", help="PRODUCT=VARIANT, as gate_up_proj=n16r1c4s5k0g0f2"
     )

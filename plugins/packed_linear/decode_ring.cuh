@@ -160,6 +160,7 @@ DEVICE void fill_ring(const Shared& shared, const u8* weight, int row_tiles, int
   for (int i = 0; i < STAGES && !walk.done(); ++i, walk.next()) {
     copy_weights(shared, walk, weight, chunks, 0, once);
   }
+  if (WRITES_CACHE) wait_for_dependencies();
   launch_dependents();
   for (; !walk.done(); walk.next()) {
     barrier_wait(shared.empty + 8 * walk.slot, walk.phase ^ 1);
@@ -187,14 +188,15 @@ DEVICE void fill_ring(const Shared& shared, const TensorMap* x, const u8* weight
   const u64 once = evict_first_policy(), often = evict_last_policy();
   prefetch_map(x);
   Walk walk(row_tiles, chunks), behind = walk;
-  if (FILL > 0) launch_dependents();
+  if (FILL > 0 && !WRITES_CACHE) launch_dependents();
   int ahead = 0;
   for (; ahead < STAGES && !walk.done(); ++ahead, walk.next()) {
     if (FILL > 0 && ahead >= FILL) barrier_wait(shared.first + 8 * (ahead - FILL), 0);
     copy_weights(shared, walk, weight, chunks, FILL > 0 ? 0 : x_bytes, once, FILL > 0);
   }
-  if (FILL == 0) launch_dependents();
+  if (FILL == 0 && !WRITES_CACHE) launch_dependents();
   wait_for_dependencies();
+  if (WRITES_CACHE) launch_dependents();
   for (; FILL == 0 && ahead > 0; --ahead, behind.next()) copy_tokens(shared, behind, x, often);
   for (; !walk.done(); walk.next()) {
     barrier_wait(shared.empty + 8 * walk.slot, walk.phase ^ 1);

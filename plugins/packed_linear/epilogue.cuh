@@ -10,6 +10,10 @@
 #include "packed_linear/hopper.cuh"
 #include "packed_linear/epilogue_values.cuh"
 
+// A kernel that writes the cache lets other kernels start only after its own wait. So those behind it
+// may read what earlier steps cached before their own (verification.cu).
+constexpr bool WRITES_CACHE = EPILOGUE == 2;
+
 // The kernel parameters that fill an Epilogue, in the order of `epilogue_arguments` (kernel.py).
 #define EPILOGUE_PARAMETERS_ALL                                                              \
   OUT_TYPE::Storage *out, const float *weight_scale, const float *x_scale,                   \

@@ -155,11 +155,6 @@ DEVICE void copy_block(u32 target, const void* source, u32 bytes, u32 barrier, u
       : "memory");
 }
 
-// The same as far as L2.
-DEVICE void prefetch_block(const void* source, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
 // A box of a 2-D tensor map, from (column, row); what lies outside arrives as zeros.
 DEVICE void copy_box(u32 target, const TensorMap* map, int column, int row, u32 barrier,
                      u64 policy) {

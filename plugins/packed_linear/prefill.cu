@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     prefill(const __grid_constant__ TensorMap x, const u8* __restrict__ weight, int row_tiles,
             int chunks, EPILOGUE_PARAMETERS) {
   extern __shared__ __align__(1024) u8 raw[];  // the alignment of swizzled blocks
-  launch_dependents();
+  if (!WRITES_CACHE) launch_dependents();
   const Shared shared(shared_address(raw));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
@@ -219,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       load_weights(shared, work, weight);
     } else if (warp == CONSUMER_WARPS + 1 && lane == 0) {
       wait_for_dependencies();
+      if (WRITES_CACHE) launch_dependents();
       load_tokens(shared, work, &x);
     }
   } else {

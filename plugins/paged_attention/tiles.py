@@ -17,3 +17,11 @@ def count_units(num_keys: int) -> int:
         tile += max((1 << tile.bit_length()) >> 4, UNIT)
         count += 1
     return count
+
+
+def unit_start(unit: int) -> int:
+    """The first tile of a unit."""
+    tile = 0
+    for _ in range(unit):
+        tile += max((1 << tile.bit_length()) >> 4, UNIT)
+    return tile

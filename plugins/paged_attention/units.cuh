@@ -53,7 +53,7 @@ DEVICE float finite(float top) { return top == minus_infinity() ? 0.0f : top; }
 
 DEVICE int highest_bit(int x) { return 31 - __clz(x); }
 
-DEVICE int unit_start(int unit) {
+DEVICE constexpr int unit_start(int unit) {
   if (unit < 16) return unit;
   const int octave = (unit - 16) / 8;
   return (16 << octave) + ((unit - 16) % 8) * (2 << octave);

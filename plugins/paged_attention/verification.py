@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from llmctl.plugins.cuda.kernel import KernelSpec, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.paged_attention.source_specs import group_size, source_variant, tensor_types
-from llmctl.plugins.paged_attention.tiles import KEYS
+from llmctl.plugins.paged_attention.tiles import KEYS, count_units, unit_start
 from llmctl.plugins.spec import FP8
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
 
 MAX_CONTEXT = 4096  # tokens: a warp takes its tiles one by one
-# Dimensions of all heads from which on four thread blocks to a context are faster than two, and the
+# Dimensions of all heads from which on more than two thread blocks to a context are faster, and the
 # most blocks: two to a multiprocessor are slower than half as many with more units each.
 _WIDE, _MOST_OF_SPLIT = 5120, 96
 _SHARED_LIMIT = 227 * 1024  # of a thread block
@@ -39,18 +39,25 @@ class Variant:
         return f"k{self.splits}u{self.units}r{self.rows}"
 
     def shared_bytes(self, call: OpCall, limits: StepLimits) -> int:
-        """Tiles, states of units, what a block hands on, queries, a barrier, the step's numbers."""
+        """Tiles; states and factors of units; what a block hands on; queries, a barrier; the step's
+        numbers."""
         size = int(call.attributes["head_size"])
         tile = KEYS * size * (1 if limits.kv_dtype in (FP8, "int8") else 2)
-        states = self.units * self.rows * 8
+        states = 2 * self.units * self.rows * 8
         message = self.rows * (size * 4 + 8)
         queries = self.rows * size * 2
-        pages = max(self.units * KEYS // limits.tokens_per_block, 1)
-        gathered = 4 * (3 + pages + self.rows)
+        end = self.splits * self.units
+        tiles = unit_start(end) - unit_start(end - self.units)  # of the last block's first units
+        pages = tiles * KEYS // limits.tokens_per_block + (limits.tokens_per_block > KEYS)
+        gathered = -(-4 * (self.rows + 3 + pages + 2) // 8) * 8
         return self.units * 2 * tile + states + message + queries + 16 + gathered
 
 
-VARIANTS = (Variant(4, 4, 8), Variant(2, 8, 8), Variant(2, 8, 16))
+# Of 16 units, and of 24 for contexts of up to 2,048 tokens, which take them all at once.
+VARIANTS = (
+    *(Variant(4, 4, 8), Variant(2, 8, 8), Variant(2, 8, 16)),
+    *(Variant(6, 4, 8), Variant(2, 12, 8), Variant(2, 12, 16)),
+)
 
 
 def verification_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
@@ -64,7 +71,9 @@ def choose_variant(
     """How to run such a step; None if another kernel serves it better (scripts/bench_steps.py)."""
     if max_kv_len > MAX_CONTEXT:
         return None
-    for variant in _variants(call, limits):
+    variants, units = _variants(call, limits), count_units(max_kv_len)
+    at_once = [each for each in variants if each.splits * each.units >= units]
+    for variant in (*at_once, *variants):
         blocks = variant.splits * _groups(variant, call, num_requests, max_tokens)
         if blocks <= (_MOST_OF_SPLIT if variant.splits > 2 else limits.num_sms):
             return variant
@@ -105,13 +114,15 @@ def _groups(variant: Variant, call: OpCall, num_requests: int, max_tokens: int) 
 def _variants(call: OpCall, limits: StepLimits) -> list[Variant]:
     """Those for the call's heads and cache, in the order of preference."""
     is_wide = int(call.attributes["num_heads"]) * int(call.attributes["head_size"]) >= _WIDE
-    return [each for each in VARIANTS[not is_wide :] if fits(each, call, limits)]
+    ways = [each for each in VARIANTS if is_wide or each.splits == 2]
+    return [each for each in ways if fits(each, call, limits)]
 
 
 def fits(variant: Variant, call: OpCall, limits: StepLimits) -> bool:
-    """Whether a token's rows and the tiles of the cache find room."""
+    """Whether a token's rows, the tiles of the cache and a tile's page numbers find room."""
     has_room = variant.shared_bytes(call, limits) <= _SHARED_LIMIT
-    return has_room and group_size(call) <= variant.rows
+    has_registers = limits.tokens_per_block >= 32 or variant.units * variant.rows <= 128
+    return has_room and has_registers and group_size(call) <= variant.rows
 
 
 def verification_spec(call: OpCall, limits: StepLimits, variant: Variant) -> KernelSpec:

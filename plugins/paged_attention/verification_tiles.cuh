@@ -6,26 +6,30 @@
 #include "paged_attention/batch_state.cuh"
 
 constexpr int WARPS = UNITS, THREADS = 32 * WARPS;
-constexpr int FIRST_KEYS = UNITS * KEYS;  // of a block's first units
-constexpr int FIRST_PAGES = FIRST_KEYS < TOKENS_PER_BLOCK ? 1 : FIRST_KEYS / TOKENS_PER_BLOCK;
+constexpr int FIRST_TILES = unit_start(SPLITS * UNITS) - unit_start((SPLITS - 1) * UNITS);
+constexpr int FIRST_PAGES = FIRST_TILES * KEYS / TOKENS_PER_BLOCK + (TOKENS_PER_BLOCK > KEYS);
+constexpr int SPARE = UNITS > 8 ? 4 : UNITS;  // units from one to that whose place it may take
 constexpr int PAGE_LOADS = (FIRST_PAGES + 31) / 32;
-static_assert(SPLITS * UNITS <= 16, "the first units of every block are one tile each");
+static_assert(SPLITS > 1, "the block before hands on what is merged");
 static_assert(ROWS <= 32, "a lane reads the position of a row");
 
 // What a thread block gathers in shared memory before it works.
 struct Gathered {
+  alignas(8) int seen[ROWS];  // the last key that a row sees
   Numbers numbers;
-  int pages[FIRST_PAGES];  // of the first units
-  int positions[ROWS];     // of the rows' tokens
+  int pages[FIRST_PAGES];  // of the block's first units, from first_page() on
+  float value_scale, quanta;
 };
+
+DEVICE int first_page(int rank) { return unit_start(rank * UNITS) * KEYS / TOKENS_PER_BLOCK; }
 
 // The numbers as a warp reads them for its block.
 struct First {
   int number, pages[PAGE_LOADS];
 
   DEVICE void read(const int* cu_q, const int* kv_lens, int request, const int* table, int rank,
-                   int stride, int num_pages) {
-    const int lane = lane_id(), entry = rank * FIRST_KEYS / TOKENS_PER_BLOCK + lane;
+                   int stride) {
+    const int lane = lane_id(), entry = first_page(rank) + lane;
     number = read_number(cu_q, kv_lens, request);
 #pragma unroll
     for (int i = 0; i < PAGE_LOADS; ++i) {
@@ -33,17 +37,15 @@ struct First {
       const bool is_used = lane + 32 * i < FIRST_PAGES && entry + 32 * i < stride;
       if (is_used) pages[i] = load_int(table + entry + 32 * i);
     }
-#pragma unroll
-    for (int i = 0; i < PAGE_LOADS; ++i) {  // behind a request's last page there may be anything
-      if (u32(pages[i]) >= u32(num_pages)) pages[i] = 0;
-    }
   }
-  DEVICE void give(Gathered& to) const {
+  // Behind a request's last page there may be anything.
+  DEVICE void give(Gathered& to, int num_pages) const {
     const int lane = lane_id();
     if (lane < 3) ((int*)&to.numbers)[lane] = number;
 #pragma unroll
     for (int i = 0; i < PAGE_LOADS; ++i) {
-      if (lane + 32 * i < FIRST_PAGES) to.pages[lane + 32 * i] = pages[i];
+      const int page = u32(pages[i]) < u32(num_pages) ? pages[i] : 0;
+      if (lane + 32 * i < FIRST_PAGES) to.pages[lane + 32 * i] = page;
     }
   }
   DEVICE bool differs(const First& other) const {
@@ -66,11 +68,17 @@ struct TileCopier {
     source = cache + head * (TOKENS_PER_BLOCK * SIZE) + lane / CHUNKS * SIZE +
              lane % CHUNKS * (16 / KV_TYPE::bytes);
   }
-  DEVICE void take_pages(const int* first) {  // of the first units
+  DEVICE void take_pages(const int* first, int tile, int rank) {  // of a tile of the first units
 #pragma unroll
     for (int i = 0; i < TILE_PAGES; ++i) {
-      pages[i] = first[threadIdx.x / 32 * KEYS / TOKENS_PER_BLOCK + i];
+      pages[i] = first[tile * KEYS / TOKENS_PER_BLOCK - first_page(rank) + i];
     }
+  }
+  // Keys and values of a tile of the block's first units.
+  DEVICE void bring(u32 slot, int tile, const int* first, int rank) {
+    take_pages(first, tile, rank);
+    copy(slot, tile, 0);
+    copy(slot + TILE_BYTES, tile, 1);
   }
   DEVICE void load_pages(int tile) {
 #pragma unroll
@@ -105,16 +113,6 @@ struct TileCopier {
       }
     }
     commit_copies();
-  }
-  // Brings keys and values of a tile as far as L2. What others may still write does no harm there.
-  DEVICE void prefetch(int tile) const {
-    const int lane = lane_id();
-    const int chunk = lane / CHUNKS * SIZE + lane % CHUNKS * (16 / KV_TYPE::bytes);
-    if (lane > 1 || tile * KEYS >= limit) return;  // one for the keys, one for the values
-#pragma unroll
-    for (int page = 0; page < TILE_PAGES; ++page) {
-      prefetch_block(start(tile, page, lane) - chunk, SPAN * LINE);
-    }
   }
 };
 

@@ -66,8 +66,6 @@ def rope_kv_write(
     HAS_V_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
     HALF: tl.constexpr = HEAD_SIZE // 2
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     dtype: tl.constexpr = qkv.dtype.element_ty
@@ -83,8 +81,9 @@ def rope_kv_write(
         scale_of_k = tl.load(k_scale)
     if HAS_V_SCALE:
         scale_of_v = tl.load(v_scale)
-    if PDL:
+    if PDL:  # in this order: attention reads what earlier steps cached before its own wait
         gdc_wait()
+        gdc_launch_dependents()
 
     token = tl.program_id(0).to(tl.int64)
     first_of = qkv + (token * ALL_HEADS + head) * HEAD_SIZE + place

@@ -85,6 +85,8 @@ _FP16_KEPT = re.compile(r"\.(d128|n8r\w+|128x256|h257)\b")
 # Sizes that loops and addresses depend on: numbers of heads, tokens per block, requests.
 _SIZES = re.compile(r"\.(h\d+x\d+|page\d+|b\d+)(?=\.|$)")
 _MANY = {"paged_attention", "packed_linear"}
+# Of keys and values. Attention reads what earlier steps cached as soon as these let it start.
+_WRITERS = {"packed_linear_rope_kv", "rope_kv_write"}
 
 
 @pytest.mark.parametrize(
@@ -101,3 +103,6 @@ def test_kernels_compile_without_spills_and_keep_to_programmatic_launches(op, pa
         sass = disassemble(kernel)
         assert "ACQBULK" in sass, f"{spec.name} never executes griddepcontrol.wait"
         assert "PREEXIT" in sass, f"{spec.name} never executes griddepcontrol.launch_dependents"
+        if op in _WRITERS:
+            before = re.findall(r"ACQBULK|UBLKCP|UTMALDG|LDG|STG|EXIT", sass.split("PREEXIT")[0])
+            assert before[-1] == "ACQBULK", f"{spec.name} lets others start before its own wait"

@@ -3,6 +3,8 @@ it serves. tests/gpu compares its bits."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from attention_support import FP8, INT8, World, short_launch
@@ -10,6 +12,7 @@ from kernel_support import disassemble
 
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.paged_attention import kernel, verification
+from llmctl.plugins.paged_attention.tiles import count_units
 
 WIDE = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (64,), "kv_dtype": FP8}
 NARROW = {**WIDE, "heads": 32}
@@ -29,9 +32,11 @@ def test_blocks_hand_on_through_shared_memory_and_have_room(size, kv_dtype):
     specs = verification.verification_specs(world.call([(0, 0, 1)]), world.limits())
     names = [spec.name.split(".")[-1] for spec in specs]
     if size == 64:  # not wide
-        assert names == ["k2u8r8", "k2u8r16"]
-    else:  # 16-bit tiles have room for four units alone
-        assert names == ["k4u4r8", "k2u8r8", "k2u8r16"][: 1 if kv_dtype == torch.bfloat16 else 3]
+        assert names == ["k2u8r8", "k2u8r16", "k2u12r8", "k2u12r16"]
+    elif kv_dtype == torch.bfloat16:  # 16-bit tiles have room for four units alone
+        assert names == ["k4u4r8", "k6u4r8"]
+    else:
+        assert names == ["k4u4r8", "k2u8r8", "k2u8r16", "k6u4r8", "k2u12r8", "k2u12r16"]
     for spec in specs:
         binary = compile_kernel(spec)
         code = disassemble(binary)
@@ -46,6 +51,25 @@ def test_a_model_with_wide_heads_splits_a_context_four_ways_while_blocks_are_few
     assert variant(world, 1, 9) == variant(world, 1, 16) == variant(world, 4, 4) == "k2u8r16"
     assert variant(world, 1, 17) == "", "the blocks would not run at once"
     assert variant(World(**NARROW), 1, 1) == "k2u8r8"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "short", "long"),
+    [(1, "k4u4r8", "k6u4r8"), (2, "k4u4r8", "k6u4r8"), (3, "k4u4r8", "k2u12r8")]
+    + [(4, "k2u8r8", "k2u12r8"), (11, "k2u8r16", "k2u12r16")],
+)
+def test_up_to_2048_tokens_all_units_are_taken_at_once(tokens, short, long):
+    world = World(**WIDE)
+    found = [variant(world, 1, tokens, most) for most in (1024, 1088, 2048, 4096)]
+    assert found == [short, long, long, short]
+    for name in (short, long):
+        splits, units = map(int, re.findall(r"[ku](\d+)", name))
+        assert splits * units == count_units(1024 if name == short else 2048)
+
+
+def test_small_pages_leave_no_registers_for_the_most_rows():
+    world = World(**{**WIDE, "tokens_per_block": 16})
+    assert variant(world, 1, 4, 2048) == "k2u12r8" and variant(world, 1, 11, 2048) == "k2u8r16"
 
 
 def test_small_heads_are_served_where_clusters_of_generation_find_no_room():
@@ -63,7 +87,7 @@ def test_long_contexts_and_many_requests_stay_with_the_other_kernels():
 
 def test_a_16_bit_cache_has_room_for_half_as_many_units():
     world = World(**{**WIDE, "kv_dtype": torch.bfloat16})
-    assert variant(world, 1, 1) == "k4u4r8"
+    assert variant(world, 1, 1) == "k4u4r8" and variant(world, 1, 1, 2048) == "k6u4r8"
     assert short_launch(world, 1, 8, 1024).spec.entry == "generation"
 
 
