@@ -4,10 +4,11 @@
     python scripts/bench_steps.py 70b --tokens 11 --try gate_up_proj=n16r1c2s7k0g0f4
 
 Models of these shapes, of 20 layers at most, get random weights; every operator is a launch of its
-own. Prints the median ms of a step in a CUDA graph beside what a plain read of its bytes takes:
-without attention, with each variant of verification.cu, with what serves without it, and what that
-attention costs a layer. --try instead times a product's variant against its tactic's. Ends with 1
-where logits differ, which they may not.
+own. Prints the least ms of a step in a CUDA graph (at its power limit a GPU lowers its clock, which
+moves medians of short series) beside what a plain read of its bytes takes: without attention, with
+each variant of verification.cu, with what serves without it, and what that attention costs a layer.
+--try instead times a product's variant against its tactic's. Ends with 1 where logits differ, which
+they may not.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class Steps:
         self.differs = False
 
     def time(self, context: int, tokens: int) -> float:
-        """Median milliseconds under the choices of the moment."""
+        """The least milliseconds under the choices of the moment."""
         for kept in self.model.program._by_count:
             kept.clear()
-        return median(self.model.milliseconds(context, one_launch=False, tokens=tokens))
+        return min(self.model.milliseconds(context, one_launch=False, tokens=tokens))
 
     def told(self, what: str, ms: float, context: int, logits: torch.Tensor | None) -> str:
         """What a time is of the read limit, and whether the logits are those wanted."""
