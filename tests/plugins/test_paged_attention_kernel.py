@@ -19,7 +19,7 @@ from llmctl.plugins.examples import Example, make_example
 from llmctl.plugins.paged_attention import kernel
 from llmctl.plugins.paged_attention.reference import reference
 from llmctl.plugins.paged_attention.spec import SPEC
-from llmctl.plugins.paged_attention.tiles import KEYS, count_units
+from llmctl.plugins.paged_attention.tiles import KEYS, count_units, unit_start
 
 CASES = [
     case
@@ -171,6 +171,8 @@ def test_a_tree_wider_than_a_word_matches_the_reference():
 def test_units_are_few_and_short():
     assert [count_units(n * KEYS) for n in (0, 1, 16, 17, 18, 32)] == [0, 1, 16, 17, 17, 24]
     assert count_units(1 << 17) <= 16 + 8 * 7
+    assert [unit_start(n) for n in (0, 1, 16, 17, 24, 25)] == [0, 1, 16, 18, 32, 36]
+    assert all(count_units(unit_start(n) * KEYS + 1) == n + 1 for n in range(60))
 
 
 def test_splits_are_counted_so_that_all_run_at_once():
