@@ -175,8 +175,7 @@ def _with_common_options(function: Callable[..., Any], module: Any) -> Callable[
         return function(**{n: v for n, v in values.items() if n not in common})
 
     give_parameters(command, function, signature, parameters)
-    # a mark for later parses
-    command.has_common_options = True  # type: ignore[attr-defined]  # mypy: functions have none
+    vars(command)["has_common_options"] = True  # a mark for later parses
     return command
 
 

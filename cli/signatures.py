@@ -16,5 +16,5 @@ def give_parameters(
     """Let `call` have the docstring of `like`, and its signature with these parameters instead."""
     call.__doc__ = like.__doc__
     call.__annotations__ = {p.name: p.annotation for p in parameters}
-    described = signature.replace(parameters=parameters)
-    call.__signature__ = described  # type: ignore[attr-defined]  # what inspect and typer read
+    # what inspect and typer read
+    vars(call)["__signature__"] = signature.replace(parameters=parameters)

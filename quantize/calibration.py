@@ -128,8 +128,8 @@ def _read_jsonl(path: Path) -> list[str]:
 
 
 def _read_parquet(path: Path) -> list[str]:
-    import pyarrow  # type: ignore[import-untyped]  # it ships no types
-    import pyarrow.parquet  # type: ignore[import-untyped]  # it ships no types
+    import pyarrow
+    import pyarrow.parquet
 
     try:
         names = pyarrow.parquet.read_schema(path).names

@@ -133,7 +133,8 @@ def build_slice(
         config.num_hidden_layers = 0
     else:
         body.norm, model.lm_head = nn.Identity(), nn.Identity()
-    return model.eval()  # type: ignore[no-any-return]  # model is Any
+    whole: PreTrainedModel = model.eval()
+    return whole
 
 
 def _check_tensors(checkpoint: Checkpoint, model: Model) -> None:

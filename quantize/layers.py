@@ -126,10 +126,10 @@ class LayerQuantizer:
 
     def _layer_config(self) -> dict[str, Any]:
         mtq = import_modelopt()
-        config = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
+        config: dict[str, Any] = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
         if self.kv_cache_algo is not None:  # it measures the same maxima for INT8
             config["quant_cfg"] += copy.deepcopy(mtq.FP8_KV_CFG["quant_cfg"])
-        return config  # type: ignore[no-any-return]  # ModelOpt has no types
+        return config
 
     def _calibrate(
         self,
@@ -156,7 +156,7 @@ def import_modelopt() -> Any:
     Importing it takes seconds. Raises ImportError where the `quantize` extra is not installed.
     """
     with _quiet():
-        import modelopt.torch.quantization as mtq  # type: ignore[import-untyped]  # no types
+        import modelopt.torch.quantization as mtq
     return mtq
 
 
@@ -170,12 +170,12 @@ def _quiet() -> Iterator[None]:
 
 def _head_config() -> dict[str, Any]:
     mtq = import_modelopt()
-    config = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
+    config: dict[str, Any] = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
     config["quant_cfg"] += [
         {"quantizer_name": f"*lm_head*{part}_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}}
         for part in ("weight", "input")
     ]
-    return config  # type: ignore[no-any-return]  # ModelOpt has no types
+    return config
 
 
 def _quantized_linear(linear: Any, name: str) -> Tensors:
@@ -207,11 +207,11 @@ def _activation_scale(quantizer: Any, name: str, largest: float = FP8_MAX) -> to
 
 def _amax(quantizer: Any, name: str) -> torch.Tensor:
     """The calibrated maximum of one per-tensor quantizer, float32 []."""
-    amax = quantizer.amax
-    assert amax is not None and amax.numel() == 1, f"{name}: not one calibrated maximum"
-    amax = amax.detach().float().reshape(())
+    found: torch.Tensor | None = quantizer.amax
+    assert found is not None and found.numel() == 1, f"{name}: not one calibrated maximum"
+    amax = found.detach().float().reshape(())
     _require_finite(amax, amax, f"the largest activation at {name}")
-    return amax  # type: ignore[no-any-return]  # ModelOpt has no types
+    return amax
 
 
 def _require_finite(low: torch.Tensor, high: torch.Tensor, what: str) -> None:

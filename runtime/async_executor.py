@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 
 from llmctl.errors import BadConfig
@@ -59,7 +59,7 @@ class AsyncExecutor:
             courier = self._last_courier = _Courier(loop)
         return courier
 
-    async def responses(self, request: Request) -> AsyncIterator[Response]:
+    async def responses(self, request: Request) -> AsyncGenerator[Response, None]:
         """Every response, up to the final one. Raises ExecutorClosed or QueueFull."""
         arrived: asyncio.Queue[Response] = asyncio.Queue()
         post = self._courier().post
@@ -78,7 +78,7 @@ class AsyncExecutor:
             if not is_over:
                 self.executor.cancel_request(request_id)
 
-    async def generate(self, request: Request) -> AsyncIterator[int]:
+    async def generate(self, request: Request) -> AsyncGenerator[int, None]:
         """The output token by token, as it comes; the request must be streaming and have one
         sequence. Raises the error that ended the request, if one did."""
         sampling, output = request.sampling_config, request.output_config
@@ -103,7 +103,7 @@ class AsyncExecutor:
                 for token in response.result.output_token_ids:
                     yield token
         finally:
-            await responses.aclose()  # type: ignore[attr-defined]  # only iterators are declared
+            await responses.aclose()
 
     async def result(self, request: Request) -> list[Response]:
         """All responses of a request at once."""

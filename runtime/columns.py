@@ -49,7 +49,5 @@ class Columns(Sequence[Row], Generic[Row]):
     def __iter__(self) -> Iterator[Row]:
         return map(self._make, *self._columns)
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: object) -> bool:  # and so no hash: what is in it changes
         return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # it changes, so has none

@@ -198,7 +198,7 @@ class HostBlocks:
     def _pin(self, num_bytes: int) -> None:
         """Let the device copy from and to the slots without help. torch's own pinned memory comes
         in powers of two, so the pages are registered where they are."""
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch does not type it
+        runtime = torch.cuda.cudart()
         address = self._slots.data_ptr()
         torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
         PinnedMemory.num_bytes += num_bytes
@@ -231,7 +231,7 @@ def _unpin(address: int, num_bytes: int) -> None:
     PinnedMemory.num_bytes -= num_bytes
     with suppress(RuntimeError):  # a device that failed uses nothing
         torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # as above
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _groups(copies: Iterable[BlockCopy]) -> Iterator[list[BlockCopy]]:

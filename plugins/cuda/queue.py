@@ -135,12 +135,12 @@ class DeviceLogits:
 def new_stream(device: torch.device, *, is_urgent: bool = False) -> torch.cuda.Stream:
     """A stream that no other waits for; kernels of an urgent one start before those that wait."""
     priority = -1 if is_urgent else 0
-    return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]  # untyped in torch
+    return torch.cuda.Stream(device, priority)
 
 
 def new_event(*, enable_timing: bool = False) -> torch.cuda.Event:
     """A mark to record on a stream and to wait for."""
-    return torch.cuda.Event(enable_timing=enable_timing)  # type: ignore[no-untyped-call]  # untyped in torch
+    return torch.cuda.Event(enable_timing=enable_timing)
 
 
 @contextmanager

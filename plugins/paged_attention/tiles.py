@@ -14,7 +14,7 @@ def count_units(num_keys: int) -> int:
     """How many units a context of so many keys has."""
     tile, count = 0, 0
     while tile * KEYS < num_keys:
-        tile += max((1 << tile.bit_length()) >> 4, UNIT)
+        tile += _unit_tiles(tile)
         count += 1
     return count
 
@@ -23,5 +23,10 @@ def unit_start(unit: int) -> int:
     """The first tile of a unit."""
     tile = 0
     for _ in range(unit):
-        tile += max((1 << tile.bit_length()) >> 4, UNIT)
+        tile += _unit_tiles(tile)
     return tile
+
+
+def _unit_tiles(first: int) -> int:
+    """How many tiles the unit has that begins with this one."""
+    return max((1 << first.bit_length()) >> 4, UNIT)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_support import FP8, INT8, World
+from attention_support import FP8, INT8, NOT_BY_WARP, World
 from kernel_support import disassemble
 
 from llmctl.plugins.cuda.compiler import compile_kernel
@@ -104,17 +104,7 @@ def test_each_launch_is_of_a_binary_that_was_built():
                 assert launch.spec in built
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"window": 100},
-        {"size": 96},
-        {"tokens_per_block": 24},
-        {"tokens_per_block": 4},
-        {"kv_heads": 2},  # 32 query heads each
-        {"tree_mask": torch.zeros((4, 17, 1)).int()},
-    ],
-)
+@pytest.mark.parametrize("other", NOT_BY_WARP, ids=lambda other: ", ".join(other))
 def test_what_it_does_not_cover_stays_with_triton(other):
     world = World(**{**MODEL, **other})
     assert not batch.covers_batch(world.call([(0, 0, 1)]), world.limits())

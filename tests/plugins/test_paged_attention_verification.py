@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from attention_support import FP8, INT8, World, short_launch
+from attention_support import FP8, INT8, NOT_BY_WARP, World, short_launch
 from kernel_support import disassemble
 
 from llmctl.plugins.cuda.compiler import compile_kernel
@@ -111,16 +111,7 @@ def test_blocks_run_at_once_and_cover_every_token(sizes):
             assert block_tokens * (groups // world.kv_heads) >= tokens
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"window": 100},
-        {"size": 96},
-        {"tokens_per_block": 24},
-        {"tokens_per_block": 4},
-        {"tree_mask": torch.zeros((4, 17, 1)).int()},
-    ],
-)
+@pytest.mark.parametrize("other", NOT_BY_WARP, ids=lambda other: ", ".join(other))
 def test_what_it_does_not_cover_stays_with_the_other_kernels(other):
     world = World(**{**WIDE, **other})
     assert variant(world, 1, 1) == ""
