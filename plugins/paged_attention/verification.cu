@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const auto is_old = [&](int tile) {  // all its tokens are of earlier steps
     return (tile + 1) * KEYS <= numbers.limit - (numbers.end - numbers.start);
   };
-  const auto bring = [&](bool old) {
+  const auto bring = [&](bool old) {  // the first tiles that are old, or those that are not
     if (is_old(first_tile) == old) copier.bring(keys, first_tile, gathered.pages, rank);
     if (has_second && is_old(first_tile + 1) == old) {
       copier.bring(keys + SPARE * (2 * TILE_BYTES), first_tile + 1, gathered.pages, rank);
