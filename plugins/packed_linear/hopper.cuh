@@ -132,6 +132,18 @@ DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {  // sees other block
       : "memory");
 }
 
+template <int LENGTH>
+struct Ring {  // a position in a ring of LENGTH slots
+  int slot = 0;
+  u32 parity = 0;
+  DEVICE void advance() {
+    if (++slot == LENGTH) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
 // ---- copies into shared memory ----
 
 DEVICE u64 evict_first_policy() {

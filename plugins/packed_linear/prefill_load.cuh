@@ -34,18 +34,6 @@ DEVICE void cluster_sync() {  // also where a warp's threads come one by one
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
 
-template <int STAGES>
-struct Ring {  // a position in a ring of STAGES slots
-  int slot = 0;
-  u32 parity = 0;
-  DEVICE void advance() {
-    if (++slot == STAGES) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 struct Shared {
   u32 a, b, staging, values, a_full, a_empty, b_full, b_empty;
   DEVICE explicit Shared(u32 base) {

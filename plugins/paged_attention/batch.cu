@@ -17,6 +17,7 @@
 // Grid: parts, KV heads, requests. One warp a block.
 
 #include "paged_attention/batch_state.cuh"
+#include "paged_attention/output.cuh"
 
 // How many warps were here before; what they stored may be read.
 DEVICE int arrive_at(int* counter) {
@@ -39,11 +40,7 @@ DEVICE int next_unit(int tile) {  // the first tile at or behind this one that s
 }
 
 // Two dimensions of block i of a row.
-DEVICE void store_pair(OUT_TYPE::Storage* row, int i, u32 pair, float quanta) {
-#if STATIC
-  const float low = MODEL_TYPE::unpack(u16(pair)), high = MODEL_TYPE::unpack(u16(pair >> 16));
-  pair = E4M3::pack_pair(__fmul_rn(low, quanta), __fmul_rn(high, quanta));
-#endif
+DEVICE void store_apart(OUT_TYPE::Storage* row, int i, u32 pair) {
   OUT_TYPE::Storage* to = row + value_dimension(i, 0);
   const int bits = 8 * OUT_TYPE::bytes;
   to[0] = OUT_TYPE::Storage(pair & ((1u << bits) - 1));
@@ -192,10 +189,8 @@ extern "C" __global__ void __launch_bounds__(32, 4)
       OUT_TYPE::Storage* to = out + (token * HEADS + head) * (GROUP * SIZE) + row % GROUP * SIZE;
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
-        // + 0: no negative zeros
-        const float first = __fmaf_rn(merged.sums[n][i][c], factor, 0.0f);
-        const float second = __fmaf_rn(merged.sums[n][i][c + 2], factor, 0.0f);
-        store_pair(to, i, MODEL_TYPE::pack_pair(first, second), quanta);
+        const float(&sums)[4] = merged.sums[n][i];
+        store_apart(to, i, finish_pair(sums[c], sums[c + 2], factor, quanta));
       }
     }
   }

@@ -67,8 +67,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   }
   Loader loader;
   loader.cache = cache, loader.tables = block_tables;
-  loader.offset = head * (TOKENS_PER_BLOCK * SIZE) + threadIdx.x / PIECES % SPAN * SIZE +
-                  threadIdx.x % PIECES * (16 / KV_TYPE::bytes);
+  loader.offset = head * (TOKENS_PER_BLOCK * SIZE) + own_key() % SPAN * SIZE +
+                  own_piece() * (16 / KV_TYPE::bytes);
   loader.table = request * table_stride;
 
   Numbers numbers;
@@ -168,9 +168,18 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
           seen[r] = min(position, limit - 1) - units.tile * KEYS;
         }
         u32 weights[16];
-        soften(state, s, weights, seen, scale);
+        Softening softening;
+        softening.find_base<true>(state, s, seen, scale);
+        softening.weigh(s, weights, scale);
+        softening.add_weights(state);
+        softening.fade_values(state);
         start_values(state, weights, values);
-        if (!is_last) loader.load_next(next, pages_end, k, v);  // into registers of the logits
+        if (!is_last) {  // into registers of the logits
+          loader.load(next.tile, k, v);
+          Units after = next;
+          after.next();
+          if (!after.done()) loader.load_pages(after.tile, pages_end);
+        }
         product_wait<0>();
         keep_order(state.acc);
         ends_unit = units.ends_unit();

@@ -2,7 +2,12 @@
 // the output.
 #pragma once
 
-#include "paged_attention/generation_softmax.cuh"
+#include "paged_attention/generation_units.cuh"
+#include "paged_attention/output.cuh"
+#include "paged_attention/unit_state.cuh"
+
+// The two rows of a product that a thread holds.
+DEVICE int own_row(int r) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
 
 constexpr int CHUNK_BYTES = 256 + 8;  // 64 dimensions and the row's state
 
@@ -178,18 +183,9 @@ struct Output {
 
   DEVICE void store(const Merged& m, long long at) const {
     const float factor = __fdiv_rn(value_scale, m.total);
-    float x[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = __fmaf_rn(m.acc[i], factor, 0.0f);  // + 0: no negative zeros
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const u32 pair = MODEL_TYPE::pack_pair(x[2 * i], x[2 * i + 1]);
-#if STATIC
-      const float low = MODEL_TYPE::unpack(u16(pair)), high = MODEL_TYPE::unpack(u16(pair >> 16));
-      *(u16*)(out + at + 8 * i) = E4M3::pack_pair(__fmul_rn(low, quanta), __fmul_rn(high, quanta));
-#else
-      *(u32*)(out + at + 8 * i) = pair;
-#endif
+      store_pair(out + at + 8 * i, finish_pair(m.acc[2 * i], m.acc[2 * i + 1], factor, quanta));
     }
   }
 };

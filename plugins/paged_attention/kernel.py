@@ -4,7 +4,7 @@ Generation and verification (up to SHORT tokens a request, or a whole token tree
 over thread blocks; longer requests, the context chunks, do not. A step that may hold both launches
 both kernels, and each passes over the other's requests: what a row gets is the same in either.
 Where few thread blocks have to be fast together, verification.cu or generation.cu takes the short
-requests; where many requests have a token or two each, batch.cu.
+requests; where many requests have a token or two each, batch.cu. chunk.cu takes context chunks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from llmctl.plugins.paged_attention.batch import (
     covers_batch,
     most_tokens,
 )
+from llmctl.plugins.paged_attention.chunk import chunk_launch, chunk_spec, covers_chunks
 from llmctl.plugins.paged_attention.generation import (
     choose_cut,
     covers,
@@ -60,7 +61,7 @@ _ANY_WINDOW: dict[str, int] = {"window": 1, "sink_tokens": 0}
 
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
-    """The generation kernels and the context kernel."""
+    """The kernels for few tokens a request and those for chunks: what any step may need."""
     size, group = int(call.attributes["head_size"]), group_size(call)
     if size not in HEAD_SIZES or group > ROWS:
         raise Unsupported(
@@ -76,6 +77,7 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
         *(make(each, limits) for each in (call, asked) for make in (split_spec, context_spec)),
         *(generation_specs(call, limits) if covers(call, limits) else []),
         *(spec for make in by_warp for spec in make(call, limits)),
+        *([chunk_spec(call, limits)] if covers_chunks(call, limits) else []),
     ]
 
 
@@ -188,6 +190,17 @@ def _batch(call: OpCall, env: LaunchEnv, shape: StepShape, max_tokens: int) -> L
 
 
 def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) -> Launch:
+    if env.use_pdl and covers_chunks(call, env.limits):
+        return chunk_launch(
+            call,
+            env,
+            shape.num_tokens,
+            shape.num_requests,
+            _tensors(call, env),
+            _partials(call, env)[1],
+            _logit_scale(call),
+            min_tokens,
+        )
     heads = int(call.attributes["num_kv_heads"])
     tokens = context_rows(call) // group_size(call)
     grid = (heads, shape.num_tokens // tokens + shape.num_requests, 1)

@@ -39,6 +39,13 @@ DEVICE u32 to_inner(u32 pair) {
   return y;
 }
 
+// The thread's number. What follows from it is computed here, not ahead, where it would take registers.
+DEVICE int thread_from_here() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
 DEVICE int load_int(const int* p) { return __ldcg(p); }  // not from L1: others write these
 
 DEVICE float minus_infinity() { return __int_as_float(0xff800000); }

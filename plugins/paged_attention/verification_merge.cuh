@@ -1,6 +1,7 @@
 // Where the thread blocks of verification.cu put units, their merge, and the output.
 #pragma once
 
+#include "paged_attention/output.cuh"
 #include "paged_attention/verification_tiles.cuh"
 
 constexpr int ROW_BYTES = SIZE * 4;
@@ -75,14 +76,6 @@ DEVICE void send_floats(u32 to, u32 barrier, const Floats<4>& y) {
 DEVICE int turned(int row, int offset) {
   const int turn = IS_BYTE ? row / 2 % 2 * 64 : row / 2 % 4 * 32;
   return offset / 128 * 128 + (offset % 128 ^ turn);
-}
-
-// The thread's number. What follows from it is computed here, not before, where the products need the
-// registers.
-DEVICE int thread_from_here() {
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));
-  return thread;
 }
 
 // A warp's unit.
@@ -246,16 +239,8 @@ struct Merged {
       OUT_TYPE::Storage* to =
           output.out + its * (GROUP * SIZE) + (row + i) % GROUP * SIZE + lane * WIDTH;
 #pragma unroll
-      for (int d = 0; d < WIDTH; d += 2) {  // + 0: no negative zeros
-        const u32 pair = MODEL_TYPE::pack_pair(__fmaf_rn(sums[i].x[d], factor, 0.0f),
-                                               __fmaf_rn(sums[i].x[d + 1], factor, 0.0f));
-#if STATIC
-        const float low = MODEL_TYPE::unpack(u16(pair)), high = MODEL_TYPE::unpack(u16(pair >> 16));
-        *(u16*)(to + d) =
-            E4M3::pack_pair(__fmul_rn(low, output.quanta), __fmul_rn(high, output.quanta));
-#else
-        *(u32*)(to + d) = pair;
-#endif
+      for (int d = 0; d < WIDTH; d += 2) {
+        store_pair(to + d, finish_pair(sums[i].x[d], sums[i].x[d + 1], factor, output.quanta));
       }
     }
   }

@@ -1,7 +1,7 @@
-// The state of a unit in generation.cu, and how a tile is taken into it.
+// The state of a unit in generation.cu and chunk.cu, and how a tile is taken into it.
 #pragma once
 
-#include "paged_attention/generation_units.cuh"
+#include "paged_attention/operands.cuh"
 
 // ---- products: left operand in shared memory (logits) or in registers (values) ----
 
@@ -45,9 +45,6 @@ DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "
 
 // ---- the state of a unit ----
 
-// The two rows of a product that a thread holds.
-DEVICE int own_row(int r) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
-
 struct State {
   float largest[2], total[2];
   float acc[SIZE / 2];
@@ -55,51 +52,80 @@ struct State {
   DEVICE void clear() {
 #pragma unroll
     for (int i = 0; i < SIZE / 2; ++i) acc[i] = 0.0f;
+    clear_states();
+  }
+  DEVICE void clear_states() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) largest[r] = minus_infinity(), total[r] = 0.0f;
   }
 };
 
-// Logits to weights, and what was summed before scaled to them.
-DEVICE void soften(State& state, float (&s)[32], u32 (&weights)[16], const int (&seen)[2],
-                   float scale) {
-  const int column = 2 * (threadIdx.x % 4);
-  float fade[2];
+// How a tile is taken into a unit, for each of a thread's rows.
+struct Softening {
+  float base[2];  // of the exponents
+  float fade[2];  // of what was summed before
+  float sum[2];   // of the thread's weights
+
+  // MASKED: columns of the tile behind the row's `seen` are not visible.
+  template <bool MASKED>
+  DEVICE void find_base(State& state, float (&s)[32], const int (&seen)[2], float scale) {
+    float top[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int last = seen[r] - column;  // columns up to this one are visible
+    for (int r = 0; r < 2; ++r) {
+      const int last = seen[r] - 2 * (threadIdx.x % 4);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+      for (int j = 0; MASKED && j < 8; ++j) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& x = s[4 * j + 2 * r + e];
-        x = 8 * j + e <= last ? x : minus_infinity();
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * j + 2 * r + e];
+          x = 8 * j + e <= last ? x : minus_infinity();
+        }
+      }
+      top[r] = fmaxf(s[2 * r], s[2 * r + 1]);
+#pragma unroll
+      for (int j = 1; j < 8; ++j) {
+        top[r] = fmaxf(top[r], fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
       }
     }
-    float top = fmaxf(s[2 * r], s[2 * r + 1]);
 #pragma unroll
-    for (int j = 1; j < 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(state.largest[r], __fmul_rn(top, scale));
-    const float base = finite(top);
-    float sum = 0.0f;
+    for (int lanes = 2; lanes > 0; lanes /= 2) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], lanes));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = fmaxf(state.largest[r], __fmul_rn(top[r], scale));
+      base[r] = finite(top[r]);
+      fade[r] = exp2(__fsub_rn(state.largest[r], base[r]));
+      state.largest[r] = top[r];
+    }
+  }
+  DEVICE void weigh(const float (&s)[32], u32 (&weights)[16], float scale) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float a = exp2(__fmaf_rn(s[4 * j + 2 * r], scale, -base));
-      const float b = exp2(__fmaf_rn(s[4 * j + 2 * r + 1], scale, -base));
-      sum = __fadd_rn(j == 0 ? a : __fadd_rn(sum, a), b);
-      weights[2 * j + r] = Inner::pack_pair(a, b);
-    }
-    sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
-    sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
-    fade[r] = exp2(__fsub_rn(state.largest[r], base));
-    state.total[r] = __fmaf_rn(state.total[r], fade[r], sum);
-    state.largest[r] = top;
-  }
 #pragma unroll
-  for (int i = 0; i < SIZE / 2; ++i) state.acc[i] = __fmul_rn(state.acc[i], fade[i / 2 % 2]);
-}
+      for (int r = 0; r < 2; ++r) {
+        const float a = exp2(__fmaf_rn(s[4 * j + 2 * r], scale, -base[r]));
+        const float b = exp2(__fmaf_rn(s[4 * j + 2 * r + 1], scale, -base[r]));
+        sum[r] = __fadd_rn(j == 0 ? a : __fadd_rn(sum[r], a), b);
+        weights[2 * j + r] = Inner::pack_pair(a, b);
+      }
+    }
+  }
+  DEVICE void fade_values(State& state) const {
+#pragma unroll
+    for (int i = 0; i < SIZE / 2; ++i) state.acc[i] = __fmul_rn(state.acc[i], fade[i / 2 % 2]);
+  }
+  DEVICE void add_weights(State& state) {
+#pragma unroll
+    for (int lanes = 2; lanes > 0; lanes /= 2) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sum[r] = __fadd_rn(sum[r], __shfl_xor_sync(~0u, sum[r], lanes));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.total[r] = __fmaf_rn(state.total[r], fade[r], sum[r]);
+  }
+};
 
 DEVICE void start_logits(float (&s)[32], u32 queries, u32 keys) {
   const u64 a = operand(queries), b = operand(keys);
@@ -113,13 +139,13 @@ DEVICE void start_logits(float (&s)[32], u32 queries, u32 keys) {
   product_commit();
 }
 
-DEVICE void start_values(State& state, const u32 (&weights)[16], u32 values) {
+DEVICE void start_values(State& state, const u32 (&weights)[16], u32 values, bool add = true) {
   const u64 b = transposed_operand(values);
   keep_order(state.acc);
   product_fence();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    Attention<Inner>::values(state.acc, weights + 4 * i, b + i * (2048 / 16), 1);
+    Attention<Inner>::values(state.acc, weights + 4 * i, b + i * (2048 / 16), i > 0 || add);
   }
   product_commit();
 }

@@ -1,0 +1,84 @@
+"""chunk.cu gives the bits of the Triton context kernel, however prompts are cut into chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_support import FP8, Part, World, same_bits
+from gpu_support import execute
+
+from llmctl.plugins.paged_attention import chunk, kernel
+
+LENGTHS = (5000, 1500, 333, 64, 1)
+WORLDS = [
+    {"heads": 64, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "spread": 3.0},
+    {"heads": 32, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "tokens_per_block": 64},
+    {"heads": 32, "kv_heads": 8, "size": 128},
+    {"heads": 28, "kv_heads": 4, "size": 128, "dtype": torch.float16, "kv_dtype": torch.float16},
+    {"heads": 4, "kv_heads": 2, "size": 128, "tokens_per_block": 8},
+    {"heads": 7, "kv_heads": 1, "size": 128, "tokens_per_block": 128},
+    {"heads": 24, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "tokens_per_block": 8},
+    {"heads": 3, "kv_heads": 3, "size": 128, "kv_dtype": FP8, "tokens_per_block": 128},
+    {"heads": 64, "kv_heads": 1, "size": 128, "dtype": torch.float16, "kv_dtype": FP8},
+]
+STEPS: list[list[Part]] = [
+    [(r, 0, n) for r, n in enumerate(LENGTHS)],
+    [(0, 0, 2048)],
+    [(0, 2048, 2048)],
+    [(0, 1000, 65), (1, 63, 129), (2, 64, 64)],
+    [(0, 4999, 1), (1, 1, 1499), (0, 17, 18), (2, 5, 300)],
+    [(0, p, 1) for p in range(0, 600, 3)] + [(1, 700, 500)] + [(2, p, 2) for p in range(60, 70)],
+]
+
+
+def by_triton(world: World, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Every request in one step of its own."""
+    with monkeypatch.context() as patched:
+        patched.setattr(kernel, "covers_chunks", lambda call, limits: False)
+        return [world.run([(r, 0, n)], execute)[0] for r, n in enumerate(LENGTHS)]
+
+
+@pytest.mark.parametrize("quantize_out", [False, True])
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_chunks_have_the_bits_of_the_triton_kernel(world, quantize_out, monkeypatch):
+    if quantize_out and world.get("kv_dtype") != FP8:
+        pytest.skip("engines quantize what attention writes where the cache is FP8")
+    made = World(
+        **world, lengths=LENGTHS, quantize_out=quantize_out, device="cuda", max_batch_size=256
+    )
+    wanted = by_triton(made, monkeypatch)
+    for parts in STEPS:
+        for min_tokens in (1, 2, 19):
+            call, env = made.call(parts, 3), made.env(made.step(parts), 2)
+            launch = chunk.chunk_launch(
+                call,
+                env,
+                sum(count for _, _, count in parts) + 3,
+                len(parts) + 2,
+                kernel._tensors(call, env),
+                kernel._partials(call, env)[1],
+                kernel._logit_scale(call),
+                min_tokens,
+            )
+            execute([launch])
+            assert not kernel._partials(call, env)[1].any(), "the counter is not back at zero"
+            out = call.outputs["out"]
+            assert (out[-3:].view(torch.uint8) == 0x55).all(), "padding was written"
+            rows = out[:-3].split([count for _, _, count in parts])
+            for (request, start, count), found in zip(parts, rows, strict=True):
+                if count < min_tokens:
+                    assert (found.view(torch.uint8) == 0x55).all(), "another kernel's request"
+                else:
+                    right = wanted[request][start : start + count]
+                    assert same_bits(found, right), (request, start, count, min_tokens)
+
+
+@pytest.mark.parametrize("world", WORLDS[:4], ids=str)
+def test_many_items_are_each_taken_once(world, monkeypatch):
+    """More blocks of tokens than thread blocks, many times in a row."""
+    made = World(**world, lengths=LENGTHS, device="cuda")
+    wanted = by_triton(made, monkeypatch)
+    for _ in range(20):
+        found = made.run([(r, 0, n) for r, n in enumerate(LENGTHS)], execute)
+        for one, right in zip(found, wanted, strict=True):
+            assert same_bits(one, right)
