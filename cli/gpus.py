@@ -18,9 +18,9 @@ from itertools import pairwise
 
 from llmctl.errors import BadConfig
 
-READ_SHARE = 4.433 / 4.8  # H200: `read` in docs/performance/h200.md over the datasheet; H100: 0.921
+READ_SHARE = 4.410 / 4.8  # H200: `read` in docs/performance/h200.md over the datasheet; H100: 0.921
 # (bytes a step reads, share of the read bandwidth): decode-1b, -3b, -8b, -70b of h200.md
-STEP_SHARES = ((1.517e9, 0.720), (3.665e9, 0.761), (8.10e9, 0.900), (70.7e9, 0.986))
+STEP_SHARES = ((1.517e9, 0.720), (3.665e9, 0.763), (8.10e9, 0.905), (70.7e9, 0.988))
 CPU_STEP_SHARE = 0.83  # of the read bandwidth, docs/performance/cpu.md: 80 to 87 %
 GB = 10**9
 
