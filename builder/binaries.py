@@ -76,12 +76,12 @@ def make_binaries(
         plan = replace(plan, trt_pieces=described)
     kernels: list[PlanKernel] = []
     scratch = 0
-    from llmctl.plugins.cuda.compiler import runs_on
+    from llmctl.plugins.cuda.compiler import is_needed
 
     for capability in target.capabilities:
         sizes = step_limits(plan, limits)
         label = capability if len(target.capabilities) > 1 else ""
-        specs = [spec for spec in kernel_specs(plan, sizes) if runs_on(spec, capability)]
+        specs = [spec for spec in kernel_specs(plan, sizes) if is_needed(spec, capability)]
         for kernel in compile_kernels(specs, capability, on_kernel):
             kernels.append(plan_kernel(kernel, label))
             binaries[kernels[-1].tensor] = kernel.cubin

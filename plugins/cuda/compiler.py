@@ -76,6 +76,11 @@ def runs_on(spec: KernelSpec, capability: str) -> bool:
     return float(capability) >= FP8_CAPABILITY or "*fp8e4nv" not in spec.arguments
 
 
+def is_needed(spec: KernelSpec, capability: str) -> bool:
+    """Whether an engine for a compute capability holds a binary of this spec."""
+    return runs_on(spec, capability) and spec.unused_on != capability
+
+
 def uses_pdl(capability: str) -> bool:
     """Whether kernels of a compute capability wait for their predecessor themselves; the launch
     must ask for it where they do, and must not where they do not."""
@@ -229,6 +234,7 @@ def _key(spec: KernelSpec, capability: str) -> str:
         sources = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
         compiler = f"nvrtc {nvrtc.version()}"
     described = {**asdict(spec), "constants": sorted(spec.constants.items())}
+    del described["unused_on"]  # says nothing about the binary
     content = json.dumps([_FORMAT, capability, compiler, sources, described], default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 

@@ -45,6 +45,7 @@ class KernelSpec:
     num_stages: int = 3  # Triton's software pipelining
     shared_bytes: int = 0  # CUDA: dynamic shared memory (Triton decides its own)
     cluster: int = 1  # thread blocks per cluster, along x
+    unused_on: str = ""  # a compute capability where launches always take another kernel instead
 
     @property
     def is_triton(self) -> bool:

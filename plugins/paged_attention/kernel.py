@@ -10,10 +10,12 @@ requests; where many requests have a token or two each, batch.cu. chunk.cu takes
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from llmctl.errors import Unsupported
+from llmctl.plugins.cuda.compiler import HOPPER
 from llmctl.plugins.cuda.kernel import (
     KernelSpec,
     Launch,
@@ -74,7 +76,7 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
         call.op, call.name, call.inputs, call.outputs, {**call.attributes, **_ANY_WINDOW}
     )
     return [
-        *(make(each, limits) for each in (call, asked) for make in (split_spec, context_spec)),
+        *(make(each, limits) for each in (call, asked) for make in (split_spec, _context_spec)),
         *(generation_specs(call, limits) if covers(call, limits) else []),
         *(spec for make in by_warp for spec in make(call, limits)),
         *([chunk_spec(call, limits)] if covers_chunks(call, limits) else []),
@@ -212,7 +214,13 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
         min_tokens,
         *window_arguments(call),
     )
-    return Launch(context_spec(call, env.limits), grid, arguments)
+    return Launch(_context_spec(call, env.limits), grid, arguments)
+
+
+def _context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
+    """Triton's kernel for chunks, whose place chunk.cu takes on Hopper where it can."""
+    spec = context_spec(call, limits)
+    return replace(spec, unused_on=HOPPER) if covers_chunks(call, limits) else spec
 
 
 def _partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from attention_support import FP8, INT8, Part, World
 from kernel_support import disassemble
 
-from llmctl.plugins.cuda.compiler import HOPPER, MAX_SHARED_BYTES, compile_kernel
+from llmctl.plugins.cuda.compiler import HOPPER, MAX_SHARED_BYTES, compile_kernel, is_needed
 from llmctl.plugins.cuda.kernel import Launch
 from llmctl.plugins.paged_attention import chunk, kernel
 
@@ -69,6 +69,11 @@ def test_it_serves_chunks_and_what_is_beside_them():
     assert alone.grid == (world.limits().num_sms, 1, 1)
     beside = launches_of(world, [(0, 0, 600), *[(1, 300, 1)] * 3])
     assert [each.spec.entry for each in beside] == ["chunk", "batch"]
+    needed = [spec for spec in built if is_needed(spec, HOPPER)]
+    assert all(each.spec in needed for each in (alone, *beside))
+    (triton,) = [spec for spec in built if spec.unused_on]
+    assert triton.source.endswith("triton_context:context") and is_needed(triton, "8.9")
+    assert not is_needed(triton, HOPPER), "an engine for Hopper would never launch it"
     (short,) = launches_of(world, [(0, 0, 18)])
     assert short.grid == (16, 1, 1)  # an item for each KV head, and those that a request may add
 
