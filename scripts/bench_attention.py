@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,8 +57,8 @@ CONTEXT = [("70B", True, 1, n, n) for n in (512, 2048, 8192)] + [
     ("70B", True, 1, 2048, 16384),
     ("1B", True, 1, 2048, 2048),
 ]
-SMALL = {"heads": 8, "kv_heads": 2, "size": 128, "lengths": (700, 333)}
-CHECKED: list[dict[str, object]] = [
+SMALL: dict[str, Any] = {"heads": 8, "kv_heads": 2, "size": 128, "lengths": (700, 333)}
+CHECKED: list[dict[str, Any]] = [
     {"kv_dtype": FP8, "quantize_out": True},
     {},
     {"dtype": torch.float16, "kv_dtype": torch.float16},
@@ -106,8 +107,7 @@ def describe(binary: CompiledKernel) -> tuple[dict[str, object], bytes]:
 
 def checked(index: int, device: str = "cuda") -> World:
     """One world of the correctness table."""
-    # the table's values have the fields' types, which a dict of mixed values cannot say
-    return World(**{**SMALL, **CHECKED[index]}, device=device)  # type: ignore[arg-type]
+    return World(**{**SMALL, **CHECKED[index]}, device=device)
 
 
 def timed(model: str, is_fp8: bool) -> World:

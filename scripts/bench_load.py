@@ -176,10 +176,10 @@ def measure_drafts(
 
 
 @contextmanager
-def limited(engines: OpenEngines, **options: object) -> Iterator[Executor]:
+def limited(engines: OpenEngines, **options: Any) -> Iterator[Executor]:
     """An executor of plain decoding with other options."""
     before = engines.checked
-    engines.checked = replace(before, options=replace(before.options, **options))  # type: ignore[arg-type]
+    engines.checked = replace(before, options=replace(before.options, **options))
     try:
         with engines.executor(is_speculative=False, num_iterations_kept=8000) as executor:
             yield executor

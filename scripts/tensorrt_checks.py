@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.speculation import Speculation
 from llmctl.plugins.program import StepInputs
+from llmctl.plugins.sampling.spec import Logits
 from llmctl.runtime.core import Request, SamplingConfig
 from llmctl.runtime.engine import Executable, open_executable
 from llmctl.runtime.executor import Executor
@@ -124,8 +125,8 @@ def _blocks(engine: Executable) -> int:
     return 3 * -(-engine.max_seq_len // engine.tokens_per_block)
 
 
-def _numpy(logits: object) -> NDArray[np.float32]:
-    found = logits if isinstance(logits, np.ndarray) else logits.numpy()  # type: ignore[attr-defined]
+def _numpy(logits: Logits) -> NDArray[np.float32]:
+    found = logits if isinstance(logits, np.ndarray) else logits.numpy()
     return np.asarray(found, np.float32)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.speculation import Speculation
@@ -71,16 +72,14 @@ class DemoPair:
         return path
 
     @contextmanager
-    def executor(
-        self, target: str, draft: str | None = None, **options: object
-    ) -> Iterator[Executor]:
+    def executor(self, target: str, draft: str | None = None, **options: Any) -> Iterator[Executor]:
         """A running executor of the named engines."""
         speculation = None
         if draft == "ngram":
             speculation = Speculation(DRAFT_LEN, max_ngram=3)
         elif draft is not None:
             speculation = Speculation(DRAFT_LEN, draft_engine=self.engine(draft))
-        engine_options = EngineOptions(self.engine(target), speculation, **options)  # type: ignore[arg-type]
+        engine_options = EngineOptions(self.engine(target), speculation, **options)
         with OpenEngines(check_engines(engine_options)).executor() as executor:
             yield executor
 

@@ -183,15 +183,6 @@ struct Copied {
   }
 };
 
-template <bool CONVERTED>
-struct TilesOf {
-  typedef Converted Type;
-};
-template <>
-struct TilesOf<false> {
-  typedef Copied Type;
-};
-
 // Queries and numbers of an item; one without tiles says that there are no more.
 DEVICE void bring_item(const Shared& shared, const Item& item, const MODEL_TYPE::Storage* q,
                        u32 nth) {
@@ -248,7 +239,7 @@ DEVICE void bring_items(const Shared& shared, const Step& step, const MODEL_TYPE
     const Item item = find_item(shared, step, claim, loader);
     bring_item(shared, item, q, nth);
     if (item.tiles == 0) return;
-    TilesOf<IS_FP8>::Type tiles;
+    Either<IS_FP8, Converted, Copied>::Type tiles;
     tiles.begin(loader, item);
     int next = 0;
     if (threadIdx.x == 0) {

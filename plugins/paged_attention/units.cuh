@@ -10,15 +10,15 @@ constexpr int TILE_PAGES = KEYS / SPAN, TILES_PER_PAGE = TOKENS_PER_BLOCK / SPAN
 static_assert(UNIT == 1, "the first 16 units are one tile each");
 static_assert(TILE_PAGES <= 32, "a warp reads a tile's pages at once");
 
-template <bool CONVERTED>
-struct InnerType {
-  typedef FP16 Type;
+template <bool CONDITION, class A, class B>
+struct Either {
+  typedef A Type;
 };
-template <>
-struct InnerType<false> {
-  typedef MODEL_TYPE Type;
+template <class A, class B>
+struct Either<false, A, B> {
+  typedef B Type;
 };
-typedef InnerType<KV_TYPE::bytes == 1>::Type Inner;  // of the products' operands
+typedef Either<KV_TYPE::bytes == 1, FP16, MODEL_TYPE>::Type Inner;  // of the products' operands
 
 template <class A, class B>
 struct Same {

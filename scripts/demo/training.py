@@ -72,7 +72,7 @@ def train(
         rows = next(batches).to(device, non_blocking=True)
         with autocast(device):
             loss = loss_of(rows)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch types it not
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), schedule.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()

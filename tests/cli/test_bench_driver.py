@@ -61,9 +61,9 @@ def requests(count: int, tokens: int = 5) -> list[Request]:
     return [Request((1, 2, 3), tokens, streaming=True) for _ in range(count)]
 
 
-def run(server, count=6, pace=Pace()) -> Recording:  # noqa: B008  (a frozen value)
+def run(server, count=6, pace=None) -> Recording:
     recording = Recording()
-    Driver(server).run(requests(count), pace, recording)
+    Driver(server).run(requests(count), pace or Pace(), recording)
     return recording
 
 

@@ -31,6 +31,14 @@ ERROR_CLASSES = sorted(
 )
 
 
+def replace_run(monkeypatch: pytest.MonkeyPatch, command: Callable[[], None]) -> None:
+    """Let `llmctl run` import this command, which has no options."""
+    module = ModuleType("replaced_run")
+    vars(module)["command"] = command
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(app.COMMANDS, "run", (module.__name__, "command", "Replaced."))
+
+
 @pytest.fixture
 def command_that_raises(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
     """Replace `llmctl run` by a command without options that raises."""
@@ -39,10 +47,7 @@ def command_that_raises(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseExcept
         def command() -> None:
             raise error
 
-        module = ModuleType("failing_command")
-        module.command = command  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "failing_command", module)
-        monkeypatch.setitem(app.COMMANDS, "run", ("failing_command", "command", "Fails."))
+        replace_run(monkeypatch, command)
 
     return install
 
@@ -156,10 +161,7 @@ def test_a_signal_runs_clean_ups_and_its_handler_is_put_back(llmctl, monkeypatch
         finally:
             cleaned.append(True)
 
-    module = ModuleType("slow_command")
-    module.command = command  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "slow_command", module)
-    monkeypatch.setitem(app.COMMANDS, "run", ("slow_command", "command", "Waits."))
+    replace_run(monkeypatch, command)
     before = signal.getsignal(number)
     assert llmctl("run").code == code and cleaned == [True]
     assert signal.getsignal(number) is before
@@ -216,10 +218,7 @@ def test_a_failure_that_a_dropped_signal_caused_is_no_bug(llmctl, monkeypatch, n
         except BaseException:  # as an import inside native code does
             raise AttributeError("half imported") from None
 
-    module = ModuleType("half_imported")
-    module.command = command  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "half_imported", module)
-    monkeypatch.setitem(app.COMMANDS, "run", ("half_imported", "command", "Waits."))
+    replace_run(monkeypatch, command)
     done = llmctl("run")
     assert done.code == code and done.err == "llmctl: interrupted\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import pytest
 from cuda_support import FakeCapture, launch_sampling, open_on_fake_device
@@ -31,7 +32,10 @@ KINDS = (
 
 @contextmanager
 def fake_executor(
-    demo: DemoPair, draft: str | None, acceptance: str = "tokens", max_step_ms: float | None = None
+    demo: DemoPair,
+    draft: str | None,
+    acceptance: Literal["tokens", "logits"] = "tokens",
+    max_step_ms: float | None = None,
 ) -> Iterator[tuple[Executor, FakeCapture, list[str]]]:
     """(the executor, the target's graphs, names of sampling kernels launched)."""
     queue = DeviceQueue("cpu")
@@ -50,7 +54,7 @@ def fake_executor(
         drafter = DraftTargetDrafter(open_on_fake_device(demo.engine(draft), queue)[0], DRAFT_LEN)
     config = ExecutorConfig(
         KvCacheConfig(num_blocks=300),
-        acceptance=acceptance,  # type: ignore[arg-type]
+        acceptance=acceptance,
         max_step_ms=max_step_ms,
     )
     with Executor(target, drafter, config, CudaSampling(queue, launch)) as executor:

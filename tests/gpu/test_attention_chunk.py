@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_support import FP8, Part, World, same_bits
+from attention_support import FP8, Part, World, run_one, same_bits
 from gpu_support import execute
 
 from llmctl.plugins.paged_attention import chunk, kernel
@@ -60,11 +60,7 @@ def test_chunks_have_the_bits_of_the_triton_kernel(world, quantize_out, monkeypa
                 kernel._logit_scale(call),
                 min_tokens,
             )
-            execute([launch])
-            assert not kernel._partials(call, env)[1].any(), "the counter is not back at zero"
-            out = call.outputs["out"]
-            assert (out[-3:].view(torch.uint8) == 0x55).all(), "padding was written"
-            rows = out[:-3].split([count for _, _, count in parts])
+            rows = run_one(launch, call, env, parts, execute)
             for (request, start, count), found in zip(parts, rows, strict=True):
                 if count < min_tokens:
                     assert (found.view(torch.uint8) == 0x55).all(), "another kernel's request"

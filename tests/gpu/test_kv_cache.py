@@ -102,7 +102,7 @@ def slow_link(opened: OpenedPair, pause_s: Callable[[], float]) -> None:
     engines = [opened.target] if opened.draft is None else [opened.target, opened.draft]
     for blocks in (engine._host_blocks for engine in engines):
         for lane in () if blocks is None else (blocks._in, blocks._out):
-            lane.run = late(type(lane).run, lane, pause_s)  # type: ignore[method-assign]  # a double
+            lane.run = late(type(lane).run, lane, pause_s)  # a double
 
 
 def late(run: Callable, lane: object, pause_s: Callable[[], float]) -> Callable:

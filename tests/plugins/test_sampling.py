@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,8 +49,8 @@ class Params:
     is_greedy: bool = False
 
 
-def row(params: Params, seed: int = 0, position: int = 0, **rest: object) -> SamplingRow:
-    return SamplingRow(params, seed, position, **rest)  # type: ignore[arg-type]
+def row(params: Params, seed: int = 0, position: int = 0, **rest: Any) -> SamplingRow:
+    return SamplingRow(params, seed, position, **rest)
 
 
 def sample(logits: np.ndarray, sampling_row: SamplingRow) -> int:

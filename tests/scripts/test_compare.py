@@ -99,8 +99,7 @@ class FakeLlm:
 def vllm(monkeypatch):
     """A vLLM that is installed."""
     module = ModuleType("vllm")
-    module.LLM = FakeLlm  # type: ignore[attr-defined]
-    module.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+    vars(module).update(LLM=FakeLlm, SamplingParams=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setattr(FakeLlm, "made", [])
     return module

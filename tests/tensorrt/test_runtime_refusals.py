@@ -49,7 +49,7 @@ def config_of(backend: str = "tensorrt-rtx", capability: str = "8.9", **build: o
 def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Both packages as if they were installed."""
     module = ModuleType("tensorrt_rtx")
-    module.Runtime = object  # type: ignore[attr-defined]
+    vars(module)["Runtime"] = object
     for name in ("tensorrt_rtx", "tensorrt"):
         monkeypatch.setitem(sys.modules, name, module)
     return module
