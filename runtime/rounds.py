@@ -8,8 +8,9 @@ While round i + 1 runs, the host reads round i, cuts it at stops, publishes bloc
     host     begin 1,2   commit 1, enqueue 3   commit 2 ...
 
 What the host does not know yet, it bounds: blocks are reserved for the most that a round in flight
-can add. A sequence that stopped in round i has a round i + 1 in flight; its result is dropped, and
-its writes land before anything that a later owner of the blocks enqueues on the same stream.
+can add. A sequence that stopped in round i may have a round i + 1 in flight; its result is dropped,
+and its writes land before anything that a later owner of the blocks enqueues on the same stream.
+Where round i may bring every sequence to its last token, round i + 1 waits until that is known.
 """
 
 from __future__ import annotations
@@ -214,6 +215,10 @@ class Rounds:
         if (scheduler.num_waiting and has_room) or scheduler.num_active != len(self._resident):
             return False
         most = max(self._in_flight) + 1  # tokens that the round in flight can bring
+        if all(len(item.tokens) + most >= item.max_len for item in self._resident):
+            # It may end them all, and what comes next would wait for a round that nobody wants.
+            # Not to know costs the device the host's turn, a hundredth of a round of drafts.
+            return False
         for sequence in self._resident:
             committed = len(sequence.tokens)
             is_last = committed + 1 >= sequence.max_len  # the round in flight ends it

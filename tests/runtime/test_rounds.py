@@ -172,6 +172,30 @@ def test_a_steady_generation_begins_once_and_always_has_a_round_waiting(fake):
     assert harness.runner.in_flight == []
 
 
+@pytest.mark.parametrize("agreement", [None, 1.0, 0.8, 0.0])
+def test_no_round_is_left_behind_where_lengths_end_the_last_request(fake, agreement):
+    for seed in range(4):
+        harness = make_harness(fake, agreement, np.random.default_rng(seed))
+        for max_tokens in (9, 37):
+            harness.add(request(max_tokens=max_tokens))
+            harness.run()
+            assert harness.runner.in_flight == []  # a new prompt would wait for it
+        assert harness.runner.num_rounds == harness.loop.stats.rounds
+        assert harness.runner.most_in_flight == 2  # before the end
+
+
+def test_rounds_run_ahead_while_one_of_several_requests_is_far_from_its_end(fake):
+    harness = make_harness(fake, 0.8, np.random.default_rng(3))
+    short, _ = harness.add(request(max_tokens=8)), harness.add(request())
+    while len(short.tokens) + harness.runner.draft_len + 1 < short.max_len:
+        harness.step()
+    assert short.finish_reason is FinishReason.NOT_FINISHED
+    harness.loop.launch()
+    assert len(harness.runner.in_flight) == 2
+    harness.loop.finish()
+    harness.run()
+
+
 def test_a_stop_in_one_round_drops_the_round_behind_it(fake):
     plain, _ = fake.plain_answer(fake.Engine(), request())
     harness = make_harness(fake, None, np.random.default_rng(0))
