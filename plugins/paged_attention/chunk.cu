@@ -6,8 +6,8 @@
 //
 // One persistent thread block a multiprocessor takes one item after the other (chunk_load.cuh). Four
 // warps bring keys and values, converted, through rings of STAGES tiles; two warpgroups compute 64
-// rows each. The next tile's logits are computed while a unit is merged, and what one warpgroup
-// does beside products hides behind those of the other.
+// rows each. A tile's logits and the values of the tile before are products that start together, and
+// what one warpgroup does between them hides behind those of the other.
 //
 // Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (of keys), GROUP (query heads
 // for each), SIZE (of a head, a multiple of 64), TOKENS_PER_BLOCK (a power of two), STAGES, UNIT,
@@ -20,24 +20,26 @@
 
 // The row of an item that a thread holds in a product; the second is 8 further.
 DEVICE int row_of(int r) {
-  return (threadIdx.x - THREADS) / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+  const int thread = thread_from_here();
+  return (thread - THREADS) / 32 * 16 + thread % 32 / 4 + 8 * r;
 }
 
-// Appends a unit to what lies left of it.
-DEVICE void merge(State& all, const State& unit) {
+// Appends a unit's values and states to what lies left of it.
+DEVICE void merge(State& all, const float (&acc)[SIZE / 2], const float (&largest)[2],
+                  const float (&total)[2]) {
   float left[2], right[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float top = fmaxf(all.largest[r], unit.largest[r]), base = finite(top);
+    const float top = fmaxf(all.largest[r], largest[r]), base = finite(top);
     left[r] = exp2(__fsub_rn(all.largest[r], base));
-    right[r] = exp2(__fsub_rn(unit.largest[r], base));
-    all.total[r] = __fmaf_rn(all.total[r], left[r], __fmul_rn(unit.total[r], right[r]));
+    right[r] = exp2(__fsub_rn(largest[r], base));
+    all.total[r] = __fmaf_rn(all.total[r], left[r], __fmul_rn(total[r], right[r]));
     all.largest[r] = top;
   }
 #pragma unroll
   for (int i = 0; i < SIZE / 2; ++i) {
     const int r = i / 2 % 2;
-    all.acc[i] = __fmaf_rn(all.acc[i], left[r], __fmul_rn(unit.acc[i], right[r]));
+    all.acc[i] = __fmaf_rn(all.acc[i], left[r], __fmul_rn(acc[i], right[r]));
   }
 }
 
@@ -101,9 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
-  const float value_scale = V_SCALE ? *v_scale : 1.0f;
-  const float quanta = STATIC ? __fdiv_rn(1.0f, *out_scale) : 1.0f;
-  Ring<STAGES> ring;
+  Ring<STAGES> keys, values;
 #pragma unroll 1
   for (u32 nth = 0;; ++nth) {
     barrier_wait(shared.full_item(nth % 2), nth / 2 % 2);
@@ -119,20 +119,9 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
     }
     State all, unit;
     float s[32];
-    all.clear();
-    unit.clear_states();
-    int next_unit = 1, unit_end = 1;
-    bool is_first = true;
-    wait_for_operand(shared.full_keys(ring.slot), ring.parity);
-    start_logits(s, queries, shared.keys(ring.slot));
-#pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
-      const bool is_last = tile + 1 == tiles;
-      product_wait<0>();
-      keep_order(s);
-      release(shared.empty_keys(ring.slot));
-      u32 weights[16];
-      Softening softening;
+    u32 weights[16];
+    Softening softening;
+    const auto find_base = [&](int tile) {
       if (tile < full_tiles) {
         softening.find_base<false>(unit, s, {}, scale);
       } else {
@@ -141,29 +130,60 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
         for (int r = 0; r < 2; ++r) seen[r] = last_key[r] - tile * KEYS;
         softening.find_base<true>(unit, s, seen, scale);
       }
+    };
+    const auto weigh = [&] {
       softening.weigh(s, weights, scale);
-      if (!is_first) softening.fade_values(unit);
-      wait_for_operand(shared.full_values(ring.slot), ring.parity);
-      start_values(unit, weights, shared.values(ring.slot), !is_first);
       softening.add_weights(unit);
-      const u32 empty_values = shared.empty_values(ring.slot);
-      ring.advance();
-      if (is_last) {
-        product_wait<0>();
-      } else {
-        wait_for_operand(shared.full_keys(ring.slot), ring.parity);
-        start_logits(s, queries, shared.keys(ring.slot));
-        product_wait<1>();
-      }
-      keep_order(unit.acc);
-      release(empty_values);
-      is_first = is_last || tile + 1 == unit_end;
+    };
+    all.clear();
+    unit.clear_states();
+    int next_unit = 1, unit_end = 1;
+    bool is_first = true;  // tile of its unit
+    wait_for_operand(shared.full_keys(keys.slot), keys.parity);
+    start_logits(s, queries, shared.keys(keys.slot));
+    product_wait<0>();
+    keep_order(s);
+    release(shared.empty_keys(keys.slot));
+    keys.advance();
+    find_base(0);
+    weigh();
+#pragma unroll 1
+    for (int tile = 1; tile < tiles; ++tile) {
+      wait_for_operand(shared.full_keys(keys.slot), keys.parity);
+      start_logits(s, queries, shared.keys(keys.slot));
+      wait_for_operand(shared.full_values(values.slot), values.parity);
+      start_values(unit, weights, shared.values(values.slot), !is_first);
+      product_wait<1>();
+      keep_order(s);
+      release(shared.empty_keys(keys.slot));
+      keys.advance();
+      is_first = tile == unit_end;
+      float largest[2], total[2];  // of the unit whose values are being added
+#pragma unroll
+      for (int r = 0; r < 2; ++r) largest[r] = unit.largest[r], total[r] = unit.total[r];
       if (is_first) {
-        merge(all, unit);
         unit.clear_states();
         unit_end = unit_start(++next_unit);
       }
+      find_base(tile);
+      product_wait<0>();
+      keep_order(unit.acc);
+      release(shared.empty_values(values.slot));
+      values.advance();
+      if (is_first) merge(all, unit.acc, largest, total);
+      weigh();
+      if (!is_first) softening.fade_values(unit);
     }
+    wait_for_operand(shared.full_values(values.slot), values.parity);
+    start_values(unit, weights, shared.values(values.slot), !is_first);
+    product_wait<0>();
+    keep_order(unit.acc);
+    release(shared.empty_values(values.slot));
+    values.advance();
+    merge(all, unit.acc, unit.largest, unit.total);
+    // Read here: held through the loop, they would take registers from it.
+    const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
+    const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
     store(all, item, out, value_scale, quanta);
     release(shared.empty_item(nth % 2));
   }

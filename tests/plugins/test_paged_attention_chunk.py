@@ -34,8 +34,9 @@ def test_it_keeps_sums_in_registers_and_products_in_flight(kv, heads):
     binary = compile_kernel(chunk.chunk_spec(world.call([(0, 0, 1)]), world.limits()))
     code = disassemble(binary)
     assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code)
-    # Logits of an item's first tile and of the next, eight steps each, and four of values.
-    assert len(re.findall(r"\bHGMMA", code)) == 20
+    # Logits of an item's first tile and of the next, eight steps each; values of a tile and of the
+    # last, four each.
+    assert len(re.findall(r"\bHGMMA", code)) == 24
     # A compiler that cannot tell that registers are free waits after every product.
     assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 4
     assert len(re.findall("USETMAXREG", code)) == 2
