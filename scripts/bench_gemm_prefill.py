@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from statistics import median
+from time import perf_counter
 
 import gemm_support
 import torch
@@ -20,6 +22,7 @@ from llmctl.plugins.packed_linear.prefill import Variant, choose, prefill_launch
 from llmctl.plugins.program import OpCall
 
 gemm_support.MAX_TOKENS = 4096
+WARM_UP_S = 0.03  # a GPU that was idle takes some milliseconds to reach its clock
 SHAPES = {
     "70b": [
         ("qkv", 10240, 8192),
@@ -64,15 +67,19 @@ def graph_us(stream: torch.cuda.Stream, work: list, repeats: int = 7) -> float:
         with torch.cuda.graph(graph, stream=stream):
             for enqueue in work:
                 enqueue()
+        began = perf_counter()
+        while perf_counter() - began < WARM_UP_S:
+            graph.replay()
+            stream.synchronize()
         times = []
-        for _ in range(repeats + 1):
+        for _ in range(repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) * 1000 / len(work))
-    return sorted(times[1:])[repeats // 2]
+    return median(times)
 
 
 def time_model(
