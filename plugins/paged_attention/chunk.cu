@@ -135,28 +135,39 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
       softening.weigh(s, weights, scale);
       softening.add_weights(unit);
     };
+    bool is_first = true;  // tile of its unit
+    const auto multiply_keys = [&] {
+      wait_for_operand(shared.full_keys(keys.slot), keys.parity);
+      start_logits(s, queries, shared.keys(keys.slot));
+    };
+    const auto release_keys = [&] {
+      keep_order(s);
+      release(shared.empty_keys(keys.slot));
+      keys.advance();
+    };
+    const auto multiply_values = [&] {
+      wait_for_operand(shared.full_values(values.slot), values.parity);
+      start_values(unit, weights, shared.values(values.slot), !is_first);
+    };
+    const auto release_values = [&] {
+      keep_order(unit.acc);
+      release(shared.empty_values(values.slot));
+      values.advance();
+    };
     all.clear();
     unit.clear_states();
     int next_unit = 1, unit_end = 1;
-    bool is_first = true;  // tile of its unit
-    wait_for_operand(shared.full_keys(keys.slot), keys.parity);
-    start_logits(s, queries, shared.keys(keys.slot));
+    multiply_keys();
     product_wait<0>();
-    keep_order(s);
-    release(shared.empty_keys(keys.slot));
-    keys.advance();
+    release_keys();
     find_base(0);
     weigh();
 #pragma unroll 1
     for (int tile = 1; tile < tiles; ++tile) {
-      wait_for_operand(shared.full_keys(keys.slot), keys.parity);
-      start_logits(s, queries, shared.keys(keys.slot));
-      wait_for_operand(shared.full_values(values.slot), values.parity);
-      start_values(unit, weights, shared.values(values.slot), !is_first);
+      multiply_keys();
+      multiply_values();
       product_wait<1>();
-      keep_order(s);
-      release(shared.empty_keys(keys.slot));
-      keys.advance();
+      release_keys();
       is_first = tile == unit_end;
       float largest[2], total[2];  // of the unit whose values are being added
 #pragma unroll
@@ -167,19 +178,14 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
       }
       find_base(tile);
       product_wait<0>();
-      keep_order(unit.acc);
-      release(shared.empty_values(values.slot));
-      values.advance();
+      release_values();
       if (is_first) merge(all, unit.acc, largest, total);
       weigh();
       if (!is_first) softening.fade_values(unit);
     }
-    wait_for_operand(shared.full_values(values.slot), values.parity);
-    start_values(unit, weights, shared.values(values.slot), !is_first);
+    multiply_values();
     product_wait<0>();
-    keep_order(unit.acc);
-    release(shared.empty_values(values.slot));
-    values.advance();
+    release_values();
     merge(all, unit.acc, unit.largest, unit.total);
     // Read here: held through the loop, they would take registers from it.
     const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
