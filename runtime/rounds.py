@@ -217,7 +217,6 @@ class Rounds:
         most = max(self._in_flight) + 1  # tokens that the round in flight can bring
         if all(len(item.tokens) + most >= item.max_len for item in self._resident):
             # It may end them all, and what comes next would wait for a round that nobody wants.
-            # Not to know costs the device the host's turn, a hundredth of a round of drafts.
             return False
         for sequence in self._resident:
             committed = len(sequence.tokens)
