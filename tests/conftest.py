@@ -11,14 +11,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
 # A shell starts background jobs with SIGINT ignored, and children inherit that; the tests that
 # interrupt need it to work however they were started.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-from pathlib import Path  # noqa: E402  (the environment must be set first)
-
-import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")

@@ -29,18 +29,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
-from attention_support import weight_rounding  # noqa: E402
-from kernel_support import KERNEL_DTYPES, limits_for, step_shape  # noqa: E402
+import torch
+from attention_support import weight_rounding
+from kernel_support import KERNEL_DTYPES, limits_for, step_shape
 
-from llmctl.errors import DeviceFailure, LlmctlError, Unsupported  # noqa: E402
-from llmctl.plugins.cuda import nvrtc  # noqa: E402
-from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel, is_cached  # noqa: E402
-from llmctl.plugins.cuda.kernel import KernelSpec  # noqa: E402
-from llmctl.plugins.examples import Example, make_example  # noqa: E402
-from llmctl.plugins.program import OpCall  # noqa: E402
-from llmctl.plugins.spec import FP8, Case  # noqa: E402
-from llmctl.plugins.specs import SPECS  # noqa: E402
+from llmctl.errors import DeviceFailure, LlmctlError, Unsupported
+from llmctl.plugins.cuda import nvrtc
+from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel, is_cached
+from llmctl.plugins.cuda.kernel import KernelSpec
+from llmctl.plugins.examples import Example, make_example
+from llmctl.plugins.program import OpCall
+from llmctl.plugins.spec import FP8, Case
+from llmctl.plugins.specs import SPECS
 
 CASE_SECONDS = 60  # a case that takes longer hangs
 BUDGET_SECONDS = 170  # for all cases; what is not reached then fails
