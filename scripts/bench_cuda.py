@@ -10,7 +10,8 @@ median and maximum over the rounds:
                  client, on the device alone, and what the device waits for the host
   speed-*        tok/s without a draft, 500 in and 512 out, prefill included
   prefill-*      2,048 tokens: ms, and the share of 1,979 TFLOP/s
-  pair-*         tok/s of a pair, draft length 10, 500 in and 1,024 out, prefill included; the
+  pair-*         tok/s of a pair, draft length 10, 500 in and 1,024 out, prefill included (its limit
+                 is what drafts and verification must read for the tokens that came); the
                  acceptance length; ms of a draft step in the loop, of a verification, of a round,
                  and of what the device waits for the host; where decode-* of the target ran
                  before, how much longer a verification takes than its step, both from 1,000 to
@@ -36,6 +37,7 @@ from bench_rows import Table, read_bandwidth, row, weight_bytes
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.speculation import Speculation
 from llmctl.runtime.core import Request
+from llmctl.runtime.engine import Executable
 from llmctl.runtime.executor import Executor
 
 CONTEXT, PROMPT, OUTPUT, DRAFT_LEN = 1000, 500, 1024, 10
@@ -138,20 +140,20 @@ class Bench:
             sys.exit(f"wrong text at token {place}: {tokens[place]}, wanted {wanted[place]}")
 
 
-def read_bytes(opened: OpenEngines, context: int) -> int:
-    """Bytes that a target step must read: weights but the embedding's, and the context's KV."""
-    target = opened.target
-    kv_bytes = context * target.kv_bytes_per_block // target.tokens_per_block
-    return weight_bytes(target.plan) + kv_bytes
+def read_bytes(engine: Executable, context: int) -> int:
+    """Bytes that a step must read: weights but the embedding's, and the context's KV."""
+    kv_bytes = context * engine.kv_bytes_per_block // engine.tokens_per_block
+    return weight_bytes(engine.plan) + kv_bytes
 
 
-def num_parameters(opened: OpenEngines) -> int:
-    """Weights of all linear layers but the head, which runs for one token of a prompt."""
-    config = opened.target.config.pretrained_config
+def prompt_ms(engine: Executable, count: int) -> float:
+    """A prompt at the FP8 peak: all linear layers but the head, which runs for one token."""
+    config = engine.config.pretrained_config
     hidden, size = config["hidden_size"], config["head_size"]
     heads = config["num_attention_heads"], config["num_key_value_heads"]
     attention = hidden * size * (2 * heads[0] + 2 * heads[1])
-    return config["num_hidden_layers"] * (attention + 3 * hidden * config["intermediate_size"])
+    each = attention + 3 * hidden * config["intermediate_size"]
+    return 2 * config["num_hidden_layers"] * each * count / PEAK_TFLOPS / 1e9
 
 
 def requests(
@@ -173,7 +175,7 @@ def decode(bench: Bench, opened: OpenEngines, name: str) -> None:
     step_ms = [run.decode_s_per_token * 1e3 for run in runs]
     device_ms = [1e3 * run.verify_s / run.rounds for run in runs]
     host_ms = [s - d for s, d in zip(step_ms, device_ms, strict=True)]
-    floor_ms = read_bytes(opened, CONTEXT) / bench.bandwidth * 1e3
+    floor_ms = read_bytes(opened.target, CONTEXT) / bench.bandwidth * 1e3
     bench.step_ms[name] = median(device_ms)
     bench.add(
         row(f"decode-{name}", "ms/step", step_ms, floor_ms, f"{1e3 / median(step_ms):.1f} tok/s"),
@@ -186,7 +188,7 @@ def speed(bench: Bench, opened: OpenEngines, name: str, output: int) -> None:
     """tok/s of plain generation, prefill included."""
     runs = requests(bench, opened, PROMPT, output, is_speculative=False)
     rates = [output / run.total_s for run in runs]
-    limit = bench.bandwidth / read_bytes(opened, PROMPT + output // 2)
+    limit = bench.bandwidth / read_bytes(opened.target, PROMPT + output // 2)
     bench.add(row(f"speed-{name}", "tok/s", rates, limit))
 
 
@@ -201,6 +203,10 @@ def pair(bench: Bench, opened: OpenEngines, name: str) -> None:
     device_ms = [1e3 * (run.draft_s + run.verify_s) / run.rounds for run in runs]
     host_ms = [r - d for r, d in zip(round_ms, device_ms, strict=True)]
     first_ms = [1e3 * run.arrivals[0][0] for run in runs]
+    assert opened.draft is not None
+    reads = [read_bytes(each, PROMPT + OUTPUT // 2) for each in (opened.draft, opened.target)]
+    draft_floor, verify_floor = (1e3 * num_bytes / bench.bandwidth for num_bytes in reads)
+    floor_ms = DRAFT_LEN * draft_floor + verify_floor
     published = PUBLISHED[name.rpartition("+")[2].partition("-")[0]]
     expected = expected_length(opened)
     rate = OUTPUT / (median(first_ms) + (OUTPUT - 1) / expected * median(round_ms)) * 1e3
@@ -209,13 +215,13 @@ def pair(bench: Bench, opened: OpenEngines, name: str) -> None:
         f" {expected:.2f} tokens a round {rate:.1f} tok/s, {rate / published:.2f}x"
     )
     bench.add(
-        row(f"pair-{name}", "tok/s", rates, note=note),
+        row(f"pair-{name}", "tok/s", rates, 1e3 * median(lengths) / floor_ms, note),
         row(f"pair-{name}-acceptance-length", "tokens", lengths),
-        row(f"pair-{name}-draft-step", "ms", draft_ms),
-        row(f"pair-{name}-verify", "ms", verify_ms),
-        row(f"pair-{name}-round", "ms", round_ms),
+        row(f"pair-{name}-draft-step", "ms", draft_ms, draft_floor),
+        row(f"pair-{name}-verify", "ms", verify_ms, verify_floor),
+        row(f"pair-{name}-round", "ms", round_ms, floor_ms),
         row(f"pair-{name}-host", "ms", host_ms),
-        row(f"pair-{name}-first-token", "ms", first_ms),
+        row(f"pair-{name}-first-token", "ms", first_ms, prompt_ms(opened.target, PROMPT)),
     )
     step_ms = bench.step_ms.get(name.partition("+")[0])
     if step_ms is not None:
@@ -236,8 +242,7 @@ def prefill(bench: Bench, opened: OpenEngines, name: str, count: int) -> None:
     """Time to the first token of one prompt, as a share of the FP8 peak."""
     runs = requests(bench, opened, count, 1, is_speculative=False)
     times_ms = [1e3 * run.total_s for run in runs]
-    flops = 2 * num_parameters(opened) * count
-    peak_ms = flops / PEAK_TFLOPS / 1e9
+    peak_ms = prompt_ms(opened.target, count)
     note = f"{peak_ms / median(times_ms):.1%} of {PEAK_TFLOPS:.0f} TFLOP/s"
     bench.add(row(f"prefill-{name}-{count}", "ms", times_ms, peak_ms, note))
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from statistics import median
-from time import perf_counter
 
 import gemm_support
 import torch
+from bench_rows import warm_up
 from gemm_support import FP8, Bench
 
 from llmctl.plugins.cuda.kernel import StepLimits
@@ -67,10 +67,7 @@ def graph_us(stream: torch.cuda.Stream, work: list, repeats: int = 7) -> float:
         with torch.cuda.graph(graph, stream=stream):
             for enqueue in work:
                 enqueue()
-        began = perf_counter()
-        while perf_counter() - began < WARM_UP_S:
-            graph.replay()
-            stream.synchronize()
+        warm_up(graph.replay, WARM_UP_S)
         times = []
         for _ in range(repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -12,8 +12,10 @@ import math
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -59,20 +61,25 @@ def format_row(item: Row) -> str:
     )
 
 
+def warm_up(work: Callable[[], object], seconds: float) -> None:
+    """Run something until a GPU that was idle has reached its clocks."""
+    began_s = perf_counter()
+    while perf_counter() - began_s < seconds:
+        work()
+        torch.cuda.synchronize()
+
+
 def read_bandwidth(num_bytes: int = 8 << 30, places: int = 6, rounds: int = 10) -> list[float]:
     """TB/s of reducing a large array: a read of everything and a write of next to nothing.
 
     How fast an array can be read depends on where it lies, by up to 5 % on an H200: of as many
     arrays as `places`, the fastest counts. A GPU that was idle is given time to reach its clocks.
     """
-    arrays, found = [], []
+    arrays, found = [], []  # all stay, so that each lies elsewhere
     for _ in range(places):
         arrays.append(torch.empty(num_bytes // 4, dtype=torch.int32, device="cuda"))
         rows = arrays[-1].random_(-(2**31), 2**31 - 1).view(torch.float32).view(8192, -1)
-        began_s = perf_counter()
-        while perf_counter() - began_s < WARM_UP_S:
-            torch.amax(rows, dim=1)
-            torch.cuda.synchronize()
+        warm_up(partial(torch.amax, rows, dim=1), WARM_UP_S)
         rates = []
         for _ in range(rounds):
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
