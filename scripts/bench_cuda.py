@@ -10,12 +10,12 @@ median and maximum over the rounds:
                  client, on the device alone, and what the device waits for the host
   speed-*        tok/s without a draft, 500 in and 512 out, prefill included
   prefill-*      2,048 tokens: ms, and the share of 1,979 TFLOP/s
-  pair-*         tok/s of a pair, draft length 10, 500 in and 1,024 out, prefill included (its limit
-                 is what drafts and verification must read for the tokens that came); the
-                 acceptance length; ms of a draft step in the loop, of a verification, of a round,
-                 and of what the device waits for the host; where decode-* of the target ran
-                 before, how much longer a verification takes than its step, both from 1,000 to
-                 1,128 tokens of context
+  pair-*         tok/s of a pair, draft length 10 (-kN: N), 500 in and 1,024 out, prefill included
+                 (its limit is what drafts and verification must read for the tokens that came);
+                 the acceptance length; ms of a draft step in the loop, of a verification, of a
+                 round, and of what the device waits for the host; where decode-* of the target
+                 ran before, how much longer a verification takes than its step, both from 1,000
+                 to 1,128 tokens of context
 
 Every output is compared with the text that planted weights must give.
 """
@@ -41,11 +41,11 @@ from llmctl.runtime.engine import Executable
 from llmctl.runtime.executor import Executor
 
 CONTEXT, PROMPT, OUTPUT, DRAFT_LEN = 1000, 500, 1024, 10
-# Drafts accept 0.873 of their tokens where the others agree. The last three accept what NVIDIA's
-# published speeds of these pairs imply (0.880 and 0.916: 6.29 and 7.36 tokens a round).
+# Drafts accept 0.873 of their tokens where the others agree; p880 and p916 are what NVIDIA's
+# published speeds of these pairs imply (6.29 and 7.36 tokens a round). -kN: N drafts a round.
 TARGETS = (
     "70b,8b,3b,1b,70b+1b,70b+1b-head8,70b+3b,70b+3b-head8,70b+8b,70b+8b-head8,"
-    "70b+3b-p880,70b+8b-p916,70b+8b-head8-p916"
+    "70b+3b-p880,70b+8b-p916,70b+8b-head8-p916,70b+1b-k13,70b+1b-head8-k13,70b+8b-k8"
 )
 PEAK_TFLOPS = 1979.0  # FP8 dense, H100 SXM and H200 datasheets
 PUBLISHED = {"1b": 191.74, "3b": 151.53, "8b": 134.38}  # TensorRT-LLM 0.15, one H200, tok/s
@@ -99,6 +99,12 @@ def generate(executor: Executor, prompt: list[int], max_tokens: int) -> Timed:
     return done
 
 
+def draft_of(name: str) -> tuple[str, int]:
+    """The engine of a pair's draft, and how many tokens it drafts."""
+    shape, _, length = name.partition("-k")
+    return f"{shape}-draft", int(length or DRAFT_LEN)
+
+
 class Bench:
     """Engines by name, opened once and closed as soon as a row needs the memory."""
 
@@ -116,7 +122,8 @@ class Bench:
         torch.cuda.empty_cache()
         speculation = None
         if draft is not None:
-            speculation = Speculation(draft_len=DRAFT_LEN, draft_engine=self.engines / draft)
+            folder, draft_len = draft_of(draft)
+            speculation = Speculation(draft_len=draft_len, draft_engine=self.engines / folder)
         options = EngineOptions(
             self.engines / target, speculation, max_tokens=8192, enable_block_reuse=False
         )
@@ -195,9 +202,10 @@ def speed(bench: Bench, opened: OpenEngines, name: str, output: int) -> None:
 def pair(bench: Bench, opened: OpenEngines, name: str) -> None:
     """A pair: whole requests, and what a round is made of."""
     runs = requests(bench, opened, PROMPT, OUTPUT, is_speculative=True)
+    draft_len = draft_of(name.partition("+")[2])[1]
     rates = [OUTPUT / run.total_s for run in runs]
     lengths = [1 + run.accepted / run.rounds for run in runs]
-    draft_ms = [1e3 * run.draft_s / run.rounds / DRAFT_LEN for run in runs]
+    draft_ms = [1e3 * run.draft_s / run.rounds / draft_len for run in runs]
     verify_ms = [1e3 * run.verify_s / run.rounds for run in runs]
     round_ms = [1e3 * (r.total_s - r.arrivals[0][0]) / (len(r.arrivals) - 1) for r in runs]
     device_ms = [1e3 * (run.draft_s + run.verify_s) / run.rounds for run in runs]
@@ -206,9 +214,9 @@ def pair(bench: Bench, opened: OpenEngines, name: str) -> None:
     assert opened.draft is not None
     reads = [read_bytes(each, PROMPT + OUTPUT // 2) for each in (opened.draft, opened.target)]
     draft_floor, verify_floor = (1e3 * num_bytes / bench.bandwidth for num_bytes in reads)
-    floor_ms = DRAFT_LEN * draft_floor + verify_floor
+    floor_ms = draft_len * draft_floor + verify_floor
     published = PUBLISHED[name.rpartition("+")[2].partition("-")[0]]
-    expected = expected_length(opened)
+    expected = expected_length(opened, draft_len)
     rate = OUTPUT / (median(first_ms) + (OUTPUT - 1) / expected * median(round_ms)) * 1e3
     note = (
         f"{median(rates) / published:.2f}x the published {published}; at the expected"
@@ -231,11 +239,11 @@ def pair(bench: Bench, opened: OpenEngines, name: str) -> None:
         bench.add(row(f"pair-{name}-verify-growth", "%", growth, note=note))
 
 
-def expected_length(opened: OpenEngines) -> float:
+def expected_length(opened: OpenEngines, draft_len: int) -> float:
     """Tokens a round where each draft token is accepted with probability p: (1-p^(k+1))/(1-p)."""
     assert opened.checked.draft is not None
     p = float(opened.checked.draft.weights["acceptance"])
-    return (1 - p ** (DRAFT_LEN + 1)) / (1 - p)
+    return (1 - p ** (draft_len + 1)) / (1 - p)
 
 
 def prefill(bench: Bench, opened: OpenEngines, name: str, count: int) -> None:
@@ -251,7 +259,7 @@ def run_rows(bench: Bench, wanted: list[str], targets: list[str]) -> None:
     """Open engines, measure, close."""
     for name in targets:
         target, _, draft = name.partition("+")
-        opened = bench.open(target, f"{draft}-draft" if draft else None)
+        opened = bench.open(target, draft or None)
         if not draft and "decode" in wanted:
             decode(bench, opened, target)
         if not draft and "speed" in wanted:

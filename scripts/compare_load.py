@@ -1,12 +1,15 @@
 """llmctl beside vLLM under load: the same requests through either, one system a call.
 
-    python scripts/compare_load.py vllm CHECKPOINT --load-format dummy --output docs/performance
-    python scripts/compare_load.py llmctl ENGINE --output docs/performance
+    python scripts/compare_load.py vllm CHECKPOINT --output docs/performance
+    python scripts/compare_load.py llmctl ENGINE --checkpoint CHECKPOINT --output docs/performance
 
 Loads are CONCURRENCYxINPUTxOUTPUTxREQUESTS: so many requests of random tokens, at most CONCURRENCY
 in flight, each of fixed length. "arrivals" is one more: 32 requests generate while 8 prompts of
 8,192 tokens arrive; its times between tokens are those of the 32 from the first arrival to the last
 first token. Greedy, streamed, no tokenizer. A warm-up of the same shapes comes before each load.
+
+A CHECKPOINT of scripts/make_planted_checkpoints.py makes the load fair: both have its weights, and
+either text is compared with what they imply. vLLM's dummy FP8 weights are nearly all zeros.
 
 OUTPUT/vllm_load.jsonl keeps a line for each load and system, OUTPUT/vllm_load.md is the table of
 them all, with the ratio to the fastest vLLM. What is measured again takes the older row's place.
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +36,7 @@ from llmctl.cli.bench import metrics
 from llmctl.cli.bench.driver import Pace
 from llmctl.cli.bench.records import Recording, RequestRecord
 from llmctl.runtime.core import Request
+from llmctl.runtime.generated import next_tokens
 
 LOADS = "1x500x200x8,64x500x200x256,256x500x200x1024,64x1000x1000x192,256x1000x1000x512"
 ARRIVALS = "arrivals"
@@ -40,8 +45,9 @@ SHARES = ("p50", "p90", "p99")
 MEANING = """\
 Greedy requests, streamed, no two with a common beginning, no tokenizer; times are the client's.
 TTFT is from submission (of the long prompts, where such arrive), ITL the time between responses.
-llmctl's weights are planted and its text is checked token by token; vLLM has its server's defaults
-(compilation, CUDA graphs, tokens a step where none are given) without prefix caching."""
+Wrong texts are outputs that differ from what planted weights imply, in any token. vLLM has its
+server's defaults (compilation, CUDA graphs, tokens a step where none are given) without prefix
+caching."""
 FIGURES = {"ttft_ms": "TTFT ms", "itl_ms": "ITL ms"}
 
 
@@ -105,11 +111,35 @@ def arrivals(
 # ---- measuring ----
 
 
-def measure(server: Server, load: Load) -> dict[str, Any]:
-    """Figures of one load, after a warm-up. Exits when an output has another length than asked."""
+def measure(server: Server, load: Load, planted: Mapping[str, object] | None) -> dict[str, Any]:
+    """Figures of one load, after a warm-up; `planted` implies the text, where it is known. Exits
+    when an output has another length than asked."""
     server.run(load.requests(load.warmup, 1), Pace(), Recording())
     recording = Recording()
-    server.run(load.requests(load.shapes, 2), load.pace, recording)
+    requests = load.requests(load.shapes, 2)
+    server.run(requests, load.pace, recording)
+    wrong = None if planted is None else wrong_texts(requests, recording, planted)
+    return figures(load, recording) | {"wrong_texts": wrong}
+
+
+def wrong_texts(
+    requests: list[Request], recording: Recording, planted: Mapping[str, object]
+) -> int:
+    """Outputs that are not what planted weights imply."""
+    follows = next_tokens(planted).tolist()
+    count = 0
+    for record in recording.requests:
+        before = [requests[record.index].input_token_ids[-1], *record.output_ids]
+        pairs = enumerate(zip(before, record.output_ids, strict=False))
+        wrong = next(((place, token) for place, (b, token) in pairs if token != follows[b]), None)
+        if wrong is not None:
+            count += 1
+            print(f"request {record.index}: token {wrong[0]} is {wrong[1]}, which is wrong")
+    return count
+
+
+def figures(load: Load, recording: Recording) -> dict[str, Any]:
+    """Speed, first tokens and gaps. Exits when an output has another length than asked."""
     for record in recording.requests:
         if not record.is_done or len(record.output_ids) != record.asked_tokens:
             error = record.error or f"{len(record.output_ids)} of {record.asked_tokens} tokens"
@@ -173,7 +203,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         text.append(f"{number}. " + " · ".join((f"`{run[0]}`", *run[1:])))
     text.append(f"\n{MEANING}")
     columns = [f"{title} {share}" for title in FIGURES.values() for share in SHARES]
-    heads = ["load", "system", "settings", "tok/s/GPU", "over vLLM", *columns, "run"]
+    heads = ["load", "system", "settings", "tok/s/GPU", "over vLLM", *columns]
+    heads += ["wrong texts", "run"]
     text += ["", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     loads = list(dict.fromkeys((row["model"], row["load"]) for row in rows))
     for model, load in loads:
@@ -184,7 +215,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells = [f"{model}: {load}", row["system"], row["settings"]]
             cells += [f"{row['tok_s_per_gpu']:,.0f}", ratio]
             cells += [f"{row[name][share]:.4g}" for name in FIGURES for share in SHARES]
-            text.append("| " + " | ".join([*cells, str(runs[_run(row)])]) + " |")
+            wrong = row.get("wrong_texts")
+            cells += ["not known" if wrong is None else str(wrong), str(runs[_run(row)])]
+            text.append("| " + " | ".join(cells) + " |")
     return "\n".join(text) + "\n"
 
 
@@ -219,6 +252,14 @@ def open_server(arguments: argparse.Namespace, loads: list[Load]) -> AbstractCon
     )
 
 
+def planted_in(arguments: argparse.Namespace) -> Mapping[str, object] | None:
+    """What implies the text of the checkpoint, if it is a planted one."""
+    is_read = arguments.system == "vllm" and arguments.load_format == "auto"
+    path = (arguments.checkpoint or arguments.model) / "config.json"
+    is_known = (is_read or arguments.checkpoint is not None) and path.exists()
+    return json.loads(path.read_text()).get("planted") if is_known else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -227,6 +268,7 @@ def main() -> None:
     parser.add_argument(
         "model", type=Path, help="llmctl: engine directory; vllm: checkpoint folder"
     )
+    parser.add_argument("--checkpoint", type=Path, help="that the engine was built from")
     parser.add_argument("--name", default="8B FP8", help="of the model, in the table")
     parser.add_argument("--loads", default=LOADS, help=f"with commas; default: {LOADS}")
     parser.add_argument("--max-num-tokens", type=int, help="tokens a step; default: each its own")
@@ -238,16 +280,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder of vllm_load.jsonl and vllm_load.md")
     arguments = parser.parse_args()
     loads = [parse_load(text) for text in arguments.loads.split(",")]
+    planted, num_wrong = planted_in(arguments), 0
     facts = {"model": arguments.name, "system": arguments.system}
     with open_server(arguments, loads) as server:
         origin = provenance()
         origin["versions"][arguments.system] = version(arguments.system)
         for load in loads:
-            found = measure(server, load)
+            found = measure(server, load, server.planted or planted)
+            num_wrong += found["wrong_texts"] or 0
             store(
                 arguments.output,
                 {"load": load.name, **facts, "settings": server.settings, **found, **origin},
             )
+    if num_wrong:
+        sys.exit(f"{num_wrong} texts are wrong")
 
 
 if __name__ == "__main__":

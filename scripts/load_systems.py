@@ -9,8 +9,7 @@ thread.
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,13 +19,13 @@ from llmctl.cli.bench.records import Arrival, Clock, Recording, RequestRecord
 from llmctl.cli.bench.session import STEPS_KEPT
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.core import Request
-from llmctl.runtime.generated import next_tokens
 
 
 class Server(Protocol):
     """Runs a load and writes down when tokens came."""
 
     settings: str  # what a reader must know of how it was set up
+    planted: Mapping[str, object] | None  # what `next_tokens` needs to know its text
 
     def run(self, requests: Sequence[Request], pace: Pace, recording: Recording) -> None: ...
 
@@ -35,27 +34,17 @@ class Server(Protocol):
 
 
 class Llmctl:
-    """An executor, and the text that its weights imply where they are planted."""
+    """An executor, and what implies its text where an engine's weights are planted."""
 
     def __init__(self, engines: OpenEngines, driver: Driver, settings: str) -> None:
         self.settings = settings
-        self._driver = driver
         weights = engines.checked.target.weights
-        is_planted = weights.get("load_format") == "planted"
-        self._follows = next_tokens(weights).tolist() if is_planted else None
+        self.planted = weights if weights.get("load_format") == "planted" else None
+        self._driver = driver
 
     def run(self, requests: Sequence[Request], pace: Pace, recording: Recording) -> None:
-        """Exits where a planted engine wrote another text than its weights imply."""
-        begin = len(recording.requests)
+        """Add one iteration to the recording."""
         self._driver.run(requests, pace, recording)
-        if self._follows is None:
-            return
-        for record in recording.requests[begin:]:
-            last = requests[record.index].input_token_ids[-1]
-            for position, token in enumerate(record.output_ids):
-                last = self._follows[last]
-                if token != last:
-                    sys.exit(f"request {record.index}: token {position} is {token}, not {last}")
 
 
 @contextmanager
@@ -87,6 +76,7 @@ class Vllm:
 
     def __init__(self, engine: Any, runner: asyncio.Runner, settings: str) -> None:
         self.settings = settings
+        self.planted: Mapping[str, object] | None = None
         self._engine = engine
         self._runner = runner
         self._num_requests = 0

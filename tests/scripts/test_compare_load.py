@@ -13,10 +13,8 @@ import load_systems
 import pytest
 from make_planted_checkpoints import Recipe, write_checkpoint
 
-from llmctl.cli.bench.driver import Pace
 from llmctl.cli.bench.records import Arrival, Recording, RequestRecord
 from llmctl.cli.main import execute
-from llmctl.runtime.core import Request
 
 LOADS = "2x20x6x5,1x8x3x2"
 ORIGIN = {"command": "python x", "versions": {"device": "GPU"}, "date": "2026-01-01", "commit": "c"}
@@ -79,15 +77,14 @@ def vllm(monkeypatch):
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """A tiny engine whose text is known, and what implies it."""
+    """A folder with a tiny checkpoint whose text is known, and an engine of it."""
     folder = tmp_path_factory.mktemp("load")
     recipe = Recipe("tiny", is_fp8=False)
     write_checkpoint(folder / "hf", recipe, tokenizer_dir=None)
     build = ["build", "--backend", "cpu", "--checkpoint-dir", str(folder / "hf")]
     limits = ["--max-seq-len", "64", "--max-batch-size", "4", "--log-level", "error"]
     assert execute([*build, "--output-dir", str(folder / "engine"), *limits]) == 0
-    planted = recipe.documents()["config.json"]["planted"]
-    return folder / "engine", planted | {"load_format": "planted"}
+    return folder
 
 
 @pytest.fixture
@@ -122,7 +119,7 @@ def test_both_systems_are_sent_the_same_requests_and_stand_in_one_table(
 
     monkeypatch.setattr(load_systems.Driver, "run", run)
     measure("vllm", "some/checkpoint", "--load-format", "dummy", "--loads", LOADS)
-    rows, text = measure("llmctl", engine[0], "--loads", LOADS)
+    rows, text = measure("llmctl", engine / "engine", "--loads", LOADS)
     (peer,) = vllm
     assert peer.prompts == ours and len(ours) == 2 + 5 + 1 + 2
     assert peer.most_running == 2 and peer.is_shut and peer.usage_context == "server"
@@ -173,21 +170,24 @@ def test_a_missing_vllm_and_options_it_has_not_are_said(monkeypatch, measure):
         measure("vllm", "x")
 
 
-def test_a_planted_text_is_checked_token_by_token(engine):
-    folder, planted = engine
-    requests = [Request((5, 9), 8, streaming=True)]
-    for weights, is_right in ((planted, True), (planted | {"seed": 1}, False)):
-        config = SimpleNamespace(checked=SimpleNamespace(target=SimpleNamespace(weights=weights)))
-        with load_systems.llmctl_server(folder, None, None, False) as server:
-            assert server.settings == "whole prompts"
-            checked = load_systems.Llmctl(config, server._driver, "")
-            recording = Recording()
-            if is_right:
-                checked.run(requests, Pace(), recording)
-                assert len(recording.requests[0].output_ids) == 8
-            else:
-                with pytest.raises(SystemExit, match="request 0: token 0 is"):
-                    checked.run(requests, Pace(), recording)
+def test_a_planted_text_is_checked_token_by_token(engine, measure, capsys):
+    loads = ("--loads", "2x20x6x5")
+    rows, text = measure("llmctl", engine / "engine", *loads)
+    assert rows[0]["wrong_texts"] is None and "| not known |" in text
+    rows, text = measure("llmctl", engine / "engine", "--checkpoint", engine / "hf", *loads)
+    assert rows[0]["wrong_texts"] == 0 and "| 0 |" in text
+    other = engine / "other"
+    write_checkpoint(other, Recipe("tiny", is_fp8=False, seed=1), config_only=True)
+    with pytest.raises(SystemExit, match="5 texts are wrong"):
+        measure("llmctl", engine / "engine", "--checkpoint", other, *loads)
+    assert "request 4: token 0 is" in capsys.readouterr().out
+
+
+def test_a_text_of_vllm_is_checked_where_it_reads_the_checkpoint(vllm, engine, measure):
+    with pytest.raises(SystemExit, match="5 texts are wrong"):
+        measure("vllm", engine / "hf", "--loads", "2x20x6x5")
+    rows, _ = measure("vllm", engine / "hf", "--load-format", "dummy", "--loads", "2x20x6x5")
+    assert rows[0]["wrong_texts"] is None
 
 
 def record(submit_s, times_s):
