@@ -55,6 +55,7 @@ from llmctl.plugins.paged_attention.verification import (
 from llmctl.plugins.program import OpCall
 
 HEAD_SIZES = (64, 80, 96, 128)
+OWN_ROLES = frozenset({"q", "k_scale", "v_scale", "out_scale", "out"})  # of `own_tensors`
 _FEW_GROUPS = 16  # of requests and KV heads: split over thread blocks that wait for each other
 SHORT = 17  # tokens: verification of 16 drafts
 _PARTIAL_BYTES = 64 << 20  # partial results of split requests; what does not fit is not split
@@ -124,7 +125,7 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
     states = partial[groups * entries * num_rows * size :] if splits > 1 else partial
     step = env.step
     arguments: tuple[torch.Tensor | int | float, ...] = (
-        *_tensors(call, env),
+        *own_tensors(call, env),
         call.inputs.get("tree_mask", step.cu_q),
         partial,
         states,
@@ -148,7 +149,7 @@ def _verification(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) ->
     variant = choose_variant(call, env.limits, requests, most, shape.max_kv_len)
     if variant is None:
         return None
-    tensors, scale = _tensors(call, env), _logit_scale(call)
+    tensors, scale = own_tensors(call, env), _logit_scale(call)
     return verification_launch(call, env, variant, requests, most, tensors, scale, short)
 
 
@@ -165,7 +166,7 @@ def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch |
         env,
         cut,
         shape.num_requests,
-        _tensors(call, env),
+        own_tensors(call, env),
         _partials(call, env),
         _logit_scale(call),
         short,
@@ -185,7 +186,7 @@ def _batch(call: OpCall, env: LaunchEnv, shape: StepShape, max_tokens: int) -> L
         shape.num_requests,
         max_tokens,
         shape.max_kv_len,
-        _tensors(call, env),
+        own_tensors(call, env),
         _partials(call, env),
         _logit_scale(call),
     )
@@ -198,7 +199,7 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
             env,
             shape.num_tokens,
             shape.num_requests,
-            _tensors(call, env),
+            own_tensors(call, env),
             _partials(call, env)[1],
             _logit_scale(call),
             min_tokens,
@@ -207,7 +208,7 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
     tokens = context_rows(call) // group_size(call)
     grid = (heads, shape.num_tokens // tokens + shape.num_requests, 1)
     arguments: tuple[torch.Tensor | int | float, ...] = (
-        *_tensors(call, env),
+        *own_tensors(call, env),
         _logit_scale(call),
         env.step.block_tables.stride(0),
         shape.num_requests,
@@ -235,8 +236,9 @@ def _partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]
     )
 
 
-def _tensors(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, ...]:
-    """What both kernels read and write; a scale that is absent is not touched."""
+def own_tensors(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, ...]:
+    """What every kernel reads and writes: the first arguments of each launch, and all in which like
+    calls of different layers differ. A scale that is absent is not touched."""
     step, layer = env.step, env.kv_cache[int(call.attributes["layer"])]
     unused = env.scratch("paged_attention.no_scale", (4,), torch.float32)
     return (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,9 @@ class NoDriver:
     def prepare(self, *launch: object) -> Callable[[int], None]:
         return lambda stream: None
 
+    def rebind(self, launch: object, tensors: object) -> Callable[[int], None]:
+        return lambda stream: None
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_step_launches_more_kernels_than_the_memory_plan_counts(
@@ -187,6 +191,51 @@ def test_no_step_launches_more_kernels_than_the_memory_plan_counts(
             packed = [program._pack(index, shape) for index in range(len(calls))]
             most = max(most, sum(len(item.prepared) for item in packed))
     assert len(plan.ops) <= most <= kernels_a_step(plan)
+
+
+class Kept(NoDriver):
+    """A driver whose launches are (kernel, grid, arguments)."""
+
+    def prepare(self, kernel, grid, arguments, use_pdl):
+        return kernel, grid, arguments
+
+    def rebind(self, launch, tensors):
+        kernel, grid, arguments = launch
+        return kernel, grid, (*tensors, *arguments[len(tensors) :])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_of_every_layer_is_launched_as_if_it_were_the_only_one(
+    case, cuda_engines, monkeypatch
+) -> None:
+    plan, tensors = open_engine(cuda_engines(case))
+    arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
+    calls = make_calls(plan, bind_plan(plan, tensors, arena))
+    monkeypatch.setattr(CudaProgram, "_find", lambda self, spec: spec)
+    limits = step_limits_of(read_engine_config(cuda_engines(case)), plan)
+    cache_type: torch.dtype = getattr(torch, plan.kv_cache.dtype)
+    program = CudaProgram(calls, [], limits, "cpu", Kept())
+    program.bind_kv_cache(torch.zeros(kv_cache_shape(plan, 4), dtype=cache_type))
+    launches = import_module("llmctl.plugins.paged_attention.kernel").launches
+    layers = [index for index, call in enumerate(calls) if call.op == "paged_attention"]
+
+    def plain(value):
+        return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+    for shape in (
+        StepShape(1, 1, 1, 1, 96),
+        StepShape(20, 2, 2, 19, 96),
+        StepShape(9, 2, 9, 5, 50),
+    ):
+        seen = set()
+        for index in layers:
+            wanted = launches(calls[index], program._envs["tokens"], shape)
+            found = program._pack(index, shape).prepared
+            for (kernel, grid, arguments), launch in zip(found, wanted, strict=True):
+                assert (kernel, grid) == (launch.spec, launch.grid)
+                assert list(map(plain, arguments)) == list(map(plain, launch.arguments))
+                seen.add(tuple(map(plain, arguments)))
+        assert len(seen) >= len(layers) > 1  # each layer has its own cache
 
 
 def test_each_plugin_option_takes_its_fusion_apart(checkpoints, build_engine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -17,11 +19,20 @@ from llmctl.runtime.tensorrt_open import load_binaries
 LIMITS = {"max_batch_size": 2, "max_num_tokens": 48, "max_draft_len": 16, "max_seq_len": 128}
 
 
+class Recorded(NamedTuple):
+    """A launch that does nothing."""
+
+    name: str
+    arguments: tuple[object, ...]
+
+    def __call__(self, stream: int) -> None: ...
+
+
 class RecordingDriver:
     """A driver that prepares launches and keeps their kernels' names and arguments."""
 
     def __init__(self) -> None:
-        self.launches: list[tuple[str, tuple[object, ...]]] = []
+        self.launches: list[Recorded] = []
 
     def make_current(self) -> None: ...
 
@@ -32,8 +43,14 @@ class RecordingDriver:
 
     def prepare(self, kernel, grid, arguments, use_pdl):
         assert len(arguments) == len(kernel.arguments)
-        self.launches.append((kernel.name, tuple(arguments)))
-        return lambda stream: None
+        return self.record(Recorded(kernel.name, tuple(arguments)))
+
+    def rebind(self, launch, tensors):
+        return self.record(Recorded(launch.name, (*tensors, *launch.arguments[len(tensors) :])))
+
+    def record(self, launch):
+        self.launches.append(launch)
+        return launch
 
 
 @pytest.fixture
@@ -55,7 +72,7 @@ def attention_launches(folder, windows):
     program.bind_kv_cache(torch.zeros(kv_cache_shape(file.plan, 4), dtype=torch.bfloat16))
     for tokens in (1, 17, 40):
         program.enqueue(StepShape(tokens, 1, 1, tokens, 100), 0)
-    found = [item for item in driver.launches if item[0].startswith("paged_attention")]
+    found = [item for item in driver.launches if item.name.startswith("paged_attention")]
     return [(name, arguments[-2:]) for name, arguments in found]
 
 

@@ -49,7 +49,7 @@ class Recorder:
         self.loaded: list[str] = []
         self.copies: list[tuple[int, int, int, int]] = []
         self.events: list[Event] = []
-        self.num_prepared = 0
+        self.num_prepared = self.num_rebound = 0
 
     def make_current(self) -> None:
         pass
@@ -60,7 +60,12 @@ class Recorder:
 
     def prepare(self, loaded, grid, arguments, use_pdl):
         self.num_prepared += 1
-        return lambda stream: self.launched.append((loaded, grid, arguments, use_pdl, stream))
+        return Recorded(self, (loaded, grid, arguments, use_pdl))
+
+    def rebind(self, launch: Recorded, tensors) -> Recorded:
+        self.num_rebound += 1
+        loaded, grid, arguments, use_pdl = launch.what
+        return Recorded(self, (loaded, grid, (*tensors, *arguments[len(tensors) :]), use_pdl))
 
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         self.copies.append((target, source, num_bytes, stream))
@@ -69,6 +74,16 @@ class Recorder:
     def make_event(self) -> Event:
         self.events.append(Event())
         return self.events[-1]
+
+
+class Recorded:
+    """A launch that only says that it was enqueued."""
+
+    def __init__(self, recorder: Recorder, what: tuple[object, ...]) -> None:
+        self.recorder, self.what = recorder, what
+
+    def __call__(self, stream: int) -> None:
+        self.recorder.launched.append((*self.what, stream))
 
 
 class Event:
@@ -110,6 +125,8 @@ def kernels(monkeypatch):
             return import_module(name)
         module = ModuleType(name)
         module.launches = launches
+        module.own_tensors = lambda call, env: (call.inputs.get("x", call.inputs.get("weight")),)
+        module.OWN_ROLES = frozenset({"weight", "x", "out"})
         return module
 
     monkeypatch.setattr(program_module, "import_module", load)
@@ -190,6 +207,33 @@ def test_what_depends_on_requests_is_packed_for_each_shape(monkeypatch):
         program.enqueue(SHAPE, STREAM)
         program.enqueue(replace(SHAPE, max_kv_len=61), STREAM)
     assert recorder.num_prepared == 3 + 1
+
+
+def test_like_layers_are_packed_once_and_rebound(monkeypatch):
+    monkeypatch.setattr(program_module, "_BY_REQUEST", {"embedding"})
+
+    def layer(number: int, rows: int = 50, scale: float = 1.0, **more: torch.Tensor) -> OpCall:
+        tensors = {"weight": torch.zeros(rows, 16, dtype=torch.bfloat16), **more}
+        attributes = {"layer": number, "scale": scale}
+        return OpCall("embedding", f"e{number}", tensors, {"out": torch.zeros(96, 16)}, attributes)
+
+    monkeypatch.setattr(program_module, "check_call", lambda call: None)
+    monkeypatch.setattr(program_module, "row_extents", lambda calls, _: ["tokens"] * len(calls))
+    mask = torch.zeros(4)
+    calls = [layer(0), layer(1), layer(2, scale=2.0), layer(3, rows=64), layer(4)]
+    calls += [layer(5, mask=mask), layer(6, mask=torch.zeros(4)), layer(7, mask=mask)]
+    recorder = Recorder()
+    program = CudaProgram(calls, [binary("embedding.sample")], LIMITS, "cpu", recorder)
+    program.bind_kv_cache(torch.zeros(1, 3, 2, 1, 32, 16))
+    for shape in (SHAPE, replace(SHAPE, num_requests=1), SHAPE):
+        program.enqueue(shape, STREAM)
+    assert (recorder.num_prepared, recorder.num_rebound) == (2 * 5, 2 * 3)  # 1, 4 and 7
+    for place, (_, grid, arguments, _, stream) in enumerate(recorder.launched):
+        assert arguments[0] is calls[place % len(calls)].inputs["weight"]
+        assert grid == (7, 1, 1) and stream == STREAM
+    program.bind_kv_cache(torch.zeros(1, 3, 2, 1, 32, 16))
+    program.enqueue(SHAPE, STREAM)
+    assert recorder.num_prepared == 3 * 5  # another cache: nothing of the old one
 
 
 def test_what_is_prepared_is_packed_and_not_launched(monkeypatch):

@@ -41,6 +41,9 @@ class RecordingDriver(HostDriver):
     def prepare(self, loaded: str, grid: Any, arguments: Any, use_pdl: bool) -> Any:
         return lambda stream: self.launched.append((loaded, use_pdl))
 
+    def rebind(self, launch: Any, tensors: Any) -> Any:
+        return launch
+
 
 class NoPlans:
     """Plans that do nothing."""
