@@ -167,7 +167,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         text.append(f"{number}. `{command}` · {versions} · {date} · commit {commit}")
     text += [
         "\nLimits: the bytes a step must read over the read bandwidth measured in the same run, or"
-        " the FP8 peak.\n",
+        " the FP8 peak; of loading the link to the device.\n",
         "| what | unit | median | minimum | maximum | share of limit | run | |",
         "|---|---|---|---|---|---|---|---|",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -83,7 +84,7 @@ class Bench:
             part.copy_(wide.clamp(-448, 448).to(FP8).view(torch.uint8))
         return out.view(FP8).view(shape)
 
-    def call(self, op: str, rows: int, inner: int, dtype: str = "fp8", **extra: object) -> OpCall:
+    def call(self, op: str, rows: int, inner: int, dtype: str = "fp8", **extra: Any) -> OpCall:
         """A call of the given packed rows and K; x is FP8 (or `dtype`), scales random."""
         kind = FP8 if dtype == "fp8" else getattr(torch, dtype)
         model = torch.bfloat16 if dtype == "fp8" else kind

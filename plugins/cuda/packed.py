@@ -53,7 +53,7 @@ class PackedLaunch:
     """A packed launch; calling it with a stream enqueues the kernel. It owns everything its
     pointers refer to except the tensors."""
 
-    __slots__ = ("_config", "_driver", "_loaded", "_pointers", "_reference", "_room")
+    __slots__ = ("_addresses", "_config", "_driver", "_loaded", "_pointers", "_reference", "_room")
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class PackedLaunch:
         self._config = config
         self._reference = byref(config)
         self._room = room
+        self._addresses = addresses
         self._pointers = (c_void_p * len(addresses))(*addresses)
 
     def __call__(self, stream: int) -> None:
@@ -83,7 +84,7 @@ class PackedLaunch:
         room = type(self._room)()
         shift = _first(room) - _first(self._room)
         ctypes.memmove(_first(room), _first(self._room), ctypes.sizeof(room) - MAP_ALIGNMENT)
-        addresses = [address + shift for address in self._pointers]
+        addresses = [address + shift for address in self._addresses]
         for address, value in zip(addresses, values, strict=False):
             c_uint64.from_address(address).value = value
         return PackedLaunch(self._driver, self._loaded, self._config, room, addresses)

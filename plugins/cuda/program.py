@@ -119,7 +119,7 @@ class CudaProgram:
         self._use_pdl = use_pdl  # as the binaries were compiled: `plugins.cuda.compiler.uses_pdl`
         self.limits = limits
         self._device = torch.device(device)
-        self._driver = driver or cuda_driver(self._device.index or 0)
+        self._driver: Driver = driver or cuda_driver(self._device.index or 0)
         self._loaded = {kernel.name: self._driver.load(kernel) for kernel in binaries}
         self._calls = tuple(zip(calls, row_extents(calls, stated), strict=True))
         own = {call.op for call in calls} - set(self._executors)

@@ -53,7 +53,7 @@ def test_batch_gives_the_bits_of_the_context_kernel(world, quantize_out, part_ti
             len(parts) + 2,
             most,
             LENGTHS[0],
-            kernel._tensors(call, env),
+            kernel.own_tensors(call, env),
             kernel._partials(call, env),
             kernel._logit_scale(call),
         )

@@ -55,7 +55,7 @@ def test_chunks_have_the_bits_of_the_triton_kernel(world, quantize_out, monkeypa
                 env,
                 sum(count for _, _, count in parts) + 3,
                 len(parts) + 2,
-                kernel._tensors(call, env),
+                kernel.own_tensors(call, env),
                 kernel._partials(call, env)[1],
                 kernel._logit_scale(call),
                 min_tokens,

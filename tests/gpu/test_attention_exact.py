@@ -52,7 +52,7 @@ def launch_of(
     if isinstance(variant, verification.Variant):
         if not verification.fits(variant, call, env.limits):
             return None
-        tensors, scale = kernel._tensors(call, env), kernel._logit_scale(call)
+        tensors, scale = kernel.own_tensors(call, env), kernel._logit_scale(call)
         return verification.verification_launch(
             call, env, variant, requests, most, tensors, scale, kernel.SHORT
         )
@@ -68,7 +68,7 @@ def launch_of(
         env,
         cut,
         requests,
-        kernel._tensors(call, env),
+        kernel.own_tensors(call, env),
         kernel._partials(call, env),
         kernel._logit_scale(call),
         kernel.SHORT,

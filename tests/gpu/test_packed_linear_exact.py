@@ -116,8 +116,9 @@ def normed(op: str, dtype: str, inner: int) -> Example:
 
 def few_variants(call: OpCall) -> list[DecodeVariant]:
     weight = call.inputs["weight"]
+    row_tiles, chunks = weight.shape[:2]
     parsed = map(DecodeVariant.parse, FEW)
-    return [v for v in parsed if v.fits(*weight.shape[:2], weight.element_size() == 1)]
+    return [v for v in parsed if v.fits(row_tiles, chunks, weight.element_size() == 1)]
 
 
 def norm_launches(dtype: str, op: str, inner: int, text: str, tokens: int) -> Iterator[Launch]:
@@ -150,7 +151,8 @@ def compiled() -> None:
 def test_a_product_that_normalizes_gives_the_bits_of_rms_norm_before_it(dtype, op, inner, text):
     example = normed(op, dtype, inner)
     call, env, variant = example.call, environment(example), DecodeVariant.parse(text)
-    assert variant.fits(*call.inputs["weight"].shape[:2], dtype == FP8)
+    row_tiles, chunks = call.inputs["weight"].shape[:2]
+    assert variant.fits(row_tiles, chunks, dtype == FP8)
     normal = list(call.outputs).index("normal")
     for tokens in (1, 2, 8):
         shape = StepShape(tokens, 1, tokens, tokens, 512)
