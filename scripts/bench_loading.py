@@ -8,7 +8,7 @@ Rows, in GB/s (decimal) of what is copied, each with minimum, median and maximum
   load-NAME-cached   an engine whose file is in the page cache
   load-NAME-disk     one whose file has to be read from the disk (its pages dropped before)
 
-An engine without stored weights (--load-format planted or dummy) has nothing to load: refused.
+An engine that makes its weights (--load-format planted or dummy) is refused.
 """
 
 from __future__ import annotations
@@ -55,15 +55,21 @@ def drop_pages(path: Path) -> None:
         os.close(file)
 
 
+def open_whole(folder: Path) -> EngineFile:
+    """The engine, which stores all of its weights; exits where it does not."""
+    file = EngineFile.open(folder)
+    if not all(tensor.is_stored for tensor in file.plan.tensors):
+        sys.exit(f"{folder} makes its weights when it is loaded: build it from a whole checkpoint")
+    return file
+
+
 def load_rates(folder: Path, rounds: int, *, is_cached: bool) -> list[float]:
     """GB/s of opening the engine, time after time; every engine is let go before the next."""
     rates = []
     for _ in range(rounds):
         if not is_cached:
             drop_pages(folder / engine_file(0))
-        opened, report = EngineFile.open(folder).load(DeviceQueue("cuda"))
-        if report.num_bytes == 0:
-            sys.exit(f"{folder} stores no weights: build it from a whole checkpoint")
+        opened, report = open_whole(folder).load(DeviceQueue("cuda"))
         rates.append(report.gigabytes_per_s)
         del opened
         gc.collect()

@@ -101,8 +101,8 @@ class CudaDriver:
         return PackedLaunch(self, loaded, config, *in_one_piece(packed))
 
     def rebind(self, launch: PackedLaunch, tensors: Sequence[torch.Tensor]) -> PackedLaunch:
-        """The launch with these tensors, of the same types, in the place of its first arguments:
-        a fifth of the time of `prepare`. They must outlive it."""
+        """The launch with these tensors, of the same types, in the place of its first arguments.
+        They must outlive it."""
         return launch.with_pointers([tensor.data_ptr() for tensor in tensors])
 
     def encode(self, tensor_map: TensorMap) -> ctypes.Structure:

@@ -78,7 +78,8 @@ class PackedLaunch:
         self._driver.launch(self._reference, loaded.function, self._pointers, loaded.kernel.name)
 
     def with_pointers(self, values: Sequence[int]) -> PackedLaunch:
-        """The same with other values of the first arguments, all pointers."""
+        """The same with other values of the first arguments, all pointers: a copy of the arguments,
+        a fraction of what describing and checking each of them takes."""
         assert all(value % _POINTER_ALIGNMENT == 0 for value in values), "a pointer is not aligned"
         assert all(kind[0] == "*" for kind in self._loaded.kernel.arguments[: len(values)])
         room = type(self._room)()
