@@ -46,8 +46,6 @@ class Steps:
 
     def time(self, context: int, tokens: int) -> float:
         """The least milliseconds under the choices of the moment."""
-        for kept in self.model.program._by_count:
-            kept.clear()
         return min(self.model.milliseconds(context, one_launch=False, tokens=tokens))
 
     def told(self, what: str, ms: float, context: int, logits: torch.Tensor | None) -> str:

@@ -142,13 +142,18 @@ class CudaProgram:
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Use this cache from now on; captured graphs keep the one they were captured with."""
         assert kv_cache.dim() == 6 and kv_cache.is_contiguous()
-        self._prepared.clear()
-        self._models.clear()
-        self._by_count = [OrderedDict() for _ in self._calls]
+        self.forget()
         self._envs = {
             extent: LaunchEnv(self.step, kv_cache, self.limits, extent, self.scratch, self._use_pdl)
             for extent in ("tokens", "rows")
         }
+
+    def forget(self) -> None:
+        """Describe and pack all launches anew from now on, for other kernels may be chosen."""
+        self._prepared.clear()
+        self._models.clear()
+        for kept in self._by_count:
+            kept.clear()
 
     def upload(self, step: StepInputs, stream: int) -> None:
         """Enqueue one copy of the step's arrays into `self.step`."""

@@ -234,6 +234,9 @@ def test_like_layers_are_packed_once_and_rebound(monkeypatch):
     program.bind_kv_cache(torch.zeros(1, 3, 2, 1, 32, 16))
     program.enqueue(SHAPE, STREAM)
     assert recorder.num_prepared == 3 * 5  # another cache: nothing of the old one
+    program.forget()
+    program.enqueue(SHAPE, STREAM)
+    assert recorder.num_prepared == 4 * 5
 
 
 def test_what_is_prepared_is_packed_and_not_launched(monkeypatch):
