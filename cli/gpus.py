@@ -18,9 +18,9 @@ from itertools import pairwise
 
 from llmctl.errors import BadConfig
 
-READ_SHARE = 4.542 / 4.8  # H200: `read` in docs/performance/h200.md over the datasheet; H100: 0.927
+READ_SHARE = 4.543 / 4.8  # H200: `read` in docs/performance/h200.md over the datasheet; H100: 0.927
 # (bytes a step reads, share of the read bandwidth): decode-1b, -3b, -8b, -70b of h200.md
-STEP_SHARES = ((1.517e9, 0.706), (3.665e9, 0.749), (8.10e9, 0.890), (70.7e9, 0.983))
+STEP_SHARES = ((1.517e9, 0.690), (3.665e9, 0.746), (8.10e9, 0.892), (70.7e9, 0.982))
 CPU_STEP_SHARE = 0.83  # of the read bandwidth, docs/performance/cpu.md: 80 to 87 %
 GB = 10**9
 

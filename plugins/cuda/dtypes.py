@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,11 +21,13 @@ _SHORT = {
 }
 
 
+@cache
 def short_name(dtype: torch.dtype | str) -> str:
     """ "bf16" for torch.bfloat16 or "bfloat16"."""
     return _SHORT[str(dtype).removeprefix("torch.")]
 
 
+@cache
 def pointer(dtype: torch.dtype | str) -> str:
     """The type of a kernel argument that points to such elements: "*bf16"."""
     return f"*{short_name(dtype)}"
