@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
+from typing import Any
 
 import torch
 
@@ -184,6 +185,16 @@ class World:
         if padding[0]:
             assert (out[-padding[0] :].view(torch.uint8) == 0x55).all(), "padding was written"
         return list(out[: step.num_tokens].split([count for _, _, count in parts]))
+
+
+def with_outputs(worlds: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], bool]]:
+    """Each of them, and whether attention quantizes its output: engines do where the cache is FP8,
+    so only there both."""
+    return [
+        (world, quantizes)
+        for world in worlds
+        for quantizes in ([False, True] if world.get("kv_dtype") == FP8 else [False])
+    ]
 
 
 def run_one(

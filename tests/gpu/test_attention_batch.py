@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_support import FP8, INT8, Part, World, run_one, same_bits
+from attention_support import FP8, INT8, Part, World, run_one, same_bits, with_outputs
 from gpu_support import execute
 
 from llmctl.plugins.paged_attention import batch, kernel
@@ -36,11 +36,8 @@ def steps(group: int) -> list[list[Part]]:
 
 
 @pytest.mark.parametrize("part_tiles", [4, 32, 128])
-@pytest.mark.parametrize("quantize_out", [False, True])
-@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize(("world", "quantize_out"), with_outputs(WORLDS), ids=str)
 def test_batch_gives_the_bits_of_the_context_kernel(world, quantize_out, part_tiles, monkeypatch):
-    if quantize_out and world.get("kv_dtype") != FP8:
-        pytest.skip("engines quantize what attention writes where the cache is FP8")
     monkeypatch.setattr(batch, "_part_tiles", lambda tiles, groups, num_sms: part_tiles)
     made = World(**world, lengths=LENGTHS, quantize_out=quantize_out, device="cuda")
     wanted = [made.run([(r, 0, n)], execute)[0] for r, n in enumerate(LENGTHS)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_support import FP8, Part, World, run_one, same_bits
+from attention_support import FP8, Part, World, run_one, same_bits, with_outputs
 from gpu_support import execute
 
 from llmctl.plugins.paged_attention import chunk, kernel
@@ -38,11 +38,8 @@ def by_triton(world: World, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tenso
         return [world.run([(r, 0, n)], execute)[0] for r, n in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("quantize_out", [False, True])
-@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize(("world", "quantize_out"), with_outputs(WORLDS), ids=str)
 def test_chunks_have_the_bits_of_the_triton_kernel(world, quantize_out, monkeypatch):
-    if quantize_out and world.get("kv_dtype") != FP8:
-        pytest.skip("engines quantize what attention writes where the cache is FP8")
     made = World(
         **world, lengths=LENGTHS, quantize_out=quantize_out, device="cuda", max_batch_size=256
     )

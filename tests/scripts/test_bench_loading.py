@@ -21,10 +21,3 @@ def test_an_engine_that_makes_its_weights_is_refused(stored, is_taken, monkeypat
     else:
         with pytest.raises(SystemExit, match="build it from a whole checkpoint"):
             bench_loading.open_whole(Path("engine"))
-
-
-def test_a_file_whose_pages_are_dropped_is_still_whole(tmp_path):
-    path = tmp_path / "rank0.engine"
-    path.write_bytes(bytes(range(256)) * 64)
-    bench_loading.drop_pages(path)
-    assert path.read_bytes() == bytes(range(256)) * 64

@@ -1,7 +1,7 @@
 """What the evaluator refuses."""
 
 
-class UnknownLayer(NotImplementedError):
+class UnknownLayer(Exception):
     """A layer, or a way of using one, that the evaluator has no rule for."""
 
 
