@@ -30,7 +30,9 @@ def quantize(
     output_dir: Annotated[
         Path, typer.Option("--output-dir", help="Folder to create for the quantized checkpoint.")
     ] = Path("exported_model"),
-    qformat: Annotated[str, typer.Option("--qformat", help="Quantization scheme: fp8.")] = "fp8",
+    qformat: Annotated[
+        str, typer.Option("--qformat", help="Quantization scheme: fp8 or w4a8_mxfp4_fp8.")
+    ] = "fp8",
     kv_cache_dtype: Annotated[
         str, typer.Option("--kv-cache-dtype", help="fp8, int8, or none to keep the model's dtype.")
     ] = "none",
@@ -75,7 +77,7 @@ def quantize(
         bool, typer.Option("--json", help="Print the result as one JSON line.")
     ] = False,
 ) -> None:
-    """Quantize a checkpoint to FP8 with ModelOpt, one layer in memory at a time.
+    """Quantize a checkpoint to FP8 or MXFP4 with ModelOpt, one layer in memory at a time.
 
     Examples:
       llmctl quantize --model-dir examples/demo-target --kv-cache-dtype fp8 --calib-size 32 \\

@@ -105,21 +105,33 @@ def dump_json(value: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One row of `--qformat`. `is_ready` is False for rows that keep a place in the table."""
+    """One row of `--qformat`. `is_ready` is False for rows that keep a place in the table.
+
+    group_size: values along the input dimension that share one weight scale; None: all of them.
+    """
 
     qformat: str
     quant_algo: str
     weights: str
     activations: str
     is_ready: bool
+    group_size: int | None = None
 
 
 SCHEMES = {
     scheme.qformat: scheme
     for scheme in (
         Scheme("fp8", "FP8", "float8_e4m3fn per tensor", "float8_e4m3fn static", True),
+        Scheme(
+            "w4a8_mxfp4_fp8",
+            "W4A8_MXFP4_FP8",
+            "float4_e2m1 in groups of 32",
+            "float8_e4m3fn static",
+            True,
+            32,
+        ),
         Scheme("int8_sq", "W8A8_SQ_PER_CHANNEL", "int8 per channel", "int8 static", False),
-        Scheme("int4_awq", "W4A16_AWQ", "int4 in groups of 128", "as the model", False),
+        Scheme("int4_awq", "W4A16_AWQ", "int4 in groups of 128", "as the model", False, 128),
     )
 }
 # --kv_cache_dtype -> kv_cache_quant_algo
@@ -141,21 +153,19 @@ def quantization_documents(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(hf_quant_config.json, config.json's quantization_config), as ModelOpt 0.47 writes them."""
     producer = {"name": "modelopt", "version": producer_version}
-    nested = {
-        "producer": producer,
-        "quantization": {
-            "quant_algo": scheme.quant_algo,
-            "kv_cache_quant_algo": kv_cache_algo,
-            "exclude_modules": exclude,
-        },
-    }
-    number = {"dynamic": False, "num_bits": 8, "type": "float"}
-    group = {"input_activations": dict(number), "weights": dict(number), "targets": ["Linear"]}
-    flat: dict[str, Any] = {
-        "config_groups": {"group_0": group},
-        "ignore": exclude,
+    quantization: dict[str, Any] = {
         "quant_algo": scheme.quant_algo,
+        "kv_cache_quant_algo": kv_cache_algo,
     }
+    if scheme.group_size is not None:
+        quantization["group_size"] = scheme.group_size
+    nested = {"producer": producer, "quantization": quantization | {"exclude_modules": exclude}}
+    number = {"dynamic": False, "num_bits": 8, "type": "float"}
+    flat: dict[str, Any] = {}
+    if scheme.quant_algo == "FP8":  # ModelOpt's converter leaves MXFP4 to the name of quant_algo
+        group = {"input_activations": dict(number), "weights": dict(number), "targets": ["Linear"]}
+        flat["config_groups"] = {"group_0": group}
+    flat |= {"ignore": exclude, "quant_algo": scheme.quant_algo}
     if kv_cache_algo:
         flat["kv_cache_scheme"] = dict(number, type="float" if kv_cache_algo == "FP8" else "int")
     return nested, flat | {"producer": producer, "quant_method": "modelopt"}

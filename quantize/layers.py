@@ -1,11 +1,13 @@
-"""FP8 calibration and conversion of one decoder layer (or of lm_head), by ModelOpt.
+"""Calibration and conversion of one decoder layer (or of lm_head), by ModelOpt.
 
 Max calibration measures unquantized activations, so a model decomposes exactly into its layers:
 the hidden states that leave layer i unquantized are the ones ModelOpt's whole-model calibration
-sends into layer i+1. Scales are amax / 448, one a tensor; weights are divided by their scale in
-their own dtype and rounded to float8_e4m3fn, which is bit for bit ModelOpt's export (a test
-compares every tensor). Refused: weights or activations that are not finite. Different from
-ModelOpt, whose export divides by zero there: a tensor that is all zero gets a scale that is not.
+sends into layer i+1. Calibration is the same for every scheme, since every one has static FP8
+inputs, and what it measures does not depend on how weights are stored. Scales are amax / 448, one a
+tensor; weights are divided by their scale in their own dtype and rounded to float8_e4m3fn, which is
+bit for bit ModelOpt's export (a test compares every tensor). MXFP4 weights are `mxfp4.py`'s work.
+Refused: weights or activations that are not finite. Different from ModelOpt, whose export divides
+by zero there: a tensor that is all zero gets a scale that is not.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from llmctl.errors import BadTensorShape, BadTensorValue
 from llmctl.quantize.checkpoint import Checkpoint
 from llmctl.quantize.families import HEAD, Model, build_slice, layer_prefix
-from llmctl.quantize.format import FP8_MAX, INT8_MAX
+from llmctl.quantize.format import FP8_MAX, INT8_MAX, Scheme
+from llmctl.quantize.mxfp4 import quantize_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +49,7 @@ class LayerQuantizer:
     model: Model
     dtype: torch.dtype
     device: torch.device
+    scheme: Scheme
     kv_cache_algo: str | None  # FP8, INT8, or None: not quantized
 
     def run_layer(self, index: int, hidden: torch.Tensor, batch_size: int) -> Tensors:
@@ -72,7 +76,8 @@ class LayerQuantizer:
         for name in self.model.layer_shapes:
             module_name, _, attribute = name.rpartition(".")
             if module_name in self.model.linear_names and attribute == "weight":
-                yield from _quantized_linear(layer.get_submodule(module_name), prefix + module_name)
+                linear = layer.get_submodule(module_name)
+                yield from _quantized_linear(linear, prefix + module_name, self.scheme)
             else:
                 yield prefix + name, layer.get_submodule(module_name).get_parameter(attribute)
         if self.kv_cache_algo is not None:
@@ -97,7 +102,7 @@ class LayerQuantizer:
                 slice_(inputs_embeds=batch.to(self.device), use_cache=False)
 
         self._calibrate(slice_, calibrate, _head_config())
-        yield from _quantized_linear(slice_.lm_head, "lm_head")
+        yield from _quantized_linear(slice_.lm_head, "lm_head", self.scheme)
         _drop_weights(slice_)
 
     def read(self, name: str) -> torch.Tensor:
@@ -178,15 +183,24 @@ def _head_config() -> dict[str, Any]:
     return config
 
 
-def _quantized_linear(linear: Any, name: str) -> Tensors:
-    """`.weight` float8_e4m3fn [out, in], `.weight_scale` and `.input_scale` float32 []."""
+def _quantized_linear(linear: Any, name: str, scheme: Scheme) -> Tensors:
+    """`.weight` and `.weight_scale` as the scheme has them, `.input_scale` float32 []."""
+    if scheme.group_size is None:
+        weight, scale = _fp8_weight(linear, name)
+    else:
+        weight, scale = quantize_blocks(linear.weight.detach())
+    yield f"{name}.weight", weight
+    yield f"{name}.weight_scale", scale
+    yield f"{name}.input_scale", _activation_scale(linear.input_quantizer, name)
+
+
+def _fp8_weight(linear: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float8_e4m3fn [out, in], float32 [])."""
     amax = _amax(linear.weight_quantizer, name)
     scale = amax / FP8_MAX
     if scale == 0:  # all zero, or so small that the scale is not a float32
         scale = scale.new_tensor(ZERO_WEIGHT_SCALE)
-    yield f"{name}.weight", quantize_weight(linear.weight.detach(), scale)
-    yield f"{name}.weight_scale", scale
-    yield f"{name}.input_scale", _activation_scale(linear.input_quantizer, name)
+    return quantize_weight(linear.weight.detach(), scale), scale
 
 
 def quantize_weight(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

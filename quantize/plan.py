@@ -1,6 +1,6 @@
 """Planning a quantization: no writes; every output tensor, the disk and the memory are decided.
 
-Peak memory is the imports, one layer in the source's dtype and in FP8, the hidden states of all
+Peak memory is the imports, one layer in the source's dtype and quantized, the hidden states of all
 calibration tokens and the activations of one batch. It does not depend on the number of layers.
 """
 
@@ -27,6 +27,7 @@ from llmctl.quantize.checkpoint import DTYPES, Checkpoint
 from llmctl.quantize.families import EMBEDDING, FINAL_NORM, HEAD, Model, layer_prefix, read_model
 from llmctl.quantize.format import KV_CACHE_DTYPES, Scheme, find_scheme
 from llmctl.quantize.memory import available_memory_bytes
+from llmctl.quantize.mxfp4 import WORK_BYTES
 from llmctl.quantize.writer import ShardPlan, TensorPlan, plan_shards
 
 DTYPE_CODES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
@@ -95,7 +96,7 @@ def plan_quantization(options: QuantizeOptions) -> QuantizePlan:
     """Check the checkpoint, the tokenizer, disk and memory; decide every output tensor.
 
     Raises the errors of Checkpoint.open and read_model, Unsupported, BadCalibrationData,
-    TokenizerError, NoDevice, OutOfDisk, OutOfMemory.
+    TokenizerError, NoDevice, OutputExists, OutOfDisk, OutOfMemory.
     """
     scheme = find_scheme(options.qformat)
     checkpoint = Checkpoint.open(options.model_dir)
@@ -116,12 +117,13 @@ def plan_quantization(options: QuantizeOptions) -> QuantizePlan:
     model = read_model(checkpoint)
     if options.quantize_lm_head and model.is_tied:
         raise Unsupported("--quantize-lm-head: this model's lm_head is its embedding")
+    _require_whole_groups(model, scheme, options.quantize_lm_head)
     dtype = _pick_dtype(checkpoint) if options.dtype == "auto" else options.dtype
     limit = getattr(model.config, "max_position_embeddings", None)
     row_length = min(options.calib_max_seq_length, limit or options.calib_max_seq_length)
-    tensors = list(_planned_tensors(model, DTYPE_CODES[dtype], options))
+    tensors = list(_planned_tensors(model, scheme, DTYPE_CODES[dtype], options))
     shards = plan_shards(tensors, options.max_shard_bytes)
-    peak = _predict_memory(model, DTYPES[DTYPE_CODES[dtype]][1], row_length, options)
+    peak = _predict_memory(model, scheme, DTYPES[DTYPE_CODES[dtype]][1], row_length, options)
     plan = QuantizePlan(options, checkpoint, model, scheme, dtype, row_length, shards, peak)
     if options.output_dir.exists():
         raise OutputExists(options.output_dir)
@@ -152,6 +154,23 @@ def _require_device(device: str) -> None:
         raise NoDevice("--device cuda: torch sees no CUDA device", fix="--device cpu")
 
 
+def _require_whole_groups(model: Model, scheme: Scheme, has_head: bool) -> None:
+    """Raises Unsupported for a linear whose inputs the scheme cannot cut into its groups."""
+    if scheme.group_size is None:
+        return
+    prefix = layer_prefix(0)
+    shapes = {f"{prefix}{n}": model.layer_shapes[f"{n}.weight"] for n in model.linear_names}
+    if has_head:
+        shapes["lm_head"] = model.outer_shapes[HEAD]
+    for name, (_, inputs) in shapes.items():
+        if inputs % scheme.group_size:
+            raise Unsupported(
+                f"--qformat {scheme.qformat}: {name} has {inputs} inputs; "
+                f"a multiple of {scheme.group_size} is wanted",
+                fix="--qformat fp8",
+            )
+
+
 def _pick_dtype(checkpoint: Checkpoint) -> str:
     """The dtype config.json states, else the one of the embedding."""
     names = {code: name for name, code in DTYPE_CODES.items()}
@@ -166,7 +185,9 @@ def _pick_dtype(checkpoint: Checkpoint) -> str:
     return names[info.dtype]
 
 
-def _planned_tensors(model: Model, dtype: str, options: QuantizeOptions) -> Iterator[TensorPlan]:
+def _planned_tensors(
+    model: Model, scheme: Scheme, dtype: str, options: QuantizeOptions
+) -> Iterator[TensorPlan]:
     """Every tensor of the output, in the order in which it will be written."""
     outer = model.outer_shapes
     linears = {f"{name}.weight" for name in model.linear_names}
@@ -174,34 +195,44 @@ def _planned_tensors(model: Model, dtype: str, options: QuantizeOptions) -> Iter
     for index in range(model.num_layers):
         prefix = layer_prefix(index)
         for name, shape in model.layer_shapes.items():
-            yield from _planned(prefix + name, dtype, shape, name in linears)
+            if name in linears:
+                yield from _planned_linear(prefix + name, shape, scheme)
+            else:
+                yield TensorPlan(prefix + name, dtype, shape)
         if KV_CACHE_DTYPES[options.kv_cache_dtype]:
             yield TensorPlan(f"{prefix}self_attn.k_proj.k_scale", "F32", ())
             yield TensorPlan(f"{prefix}self_attn.v_proj.v_scale", "F32", ())
     yield TensorPlan(FINAL_NORM, dtype, outer[FINAL_NORM])
-    if not model.is_tied:
-        yield from _planned(HEAD, dtype, outer[HEAD], options.quantize_lm_head)
+    if options.quantize_lm_head:
+        yield from _planned_linear(HEAD, outer[HEAD], scheme)
+    elif not model.is_tied:
+        yield TensorPlan(HEAD, dtype, outer[HEAD])
 
 
-def _planned(
-    name: str, dtype: str, shape: tuple[int, ...], is_quantized: bool
-) -> Iterator[TensorPlan]:
-    if not is_quantized:
-        yield TensorPlan(name, dtype, shape)
-        return
-    yield TensorPlan(name, "F8_E4M3", shape)
-    yield TensorPlan(f"{name}_scale", "F32", ())
+def _planned_linear(name: str, shape: tuple[int, ...], scheme: Scheme) -> Iterator[TensorPlan]:
+    """name ends in `weight`; shape is [out, in]."""
+    rows, columns = shape
+    if scheme.group_size is None:
+        yield TensorPlan(name, "F8_E4M3", shape)
+        yield TensorPlan(f"{name}_scale", "F32", ())
+    else:  # two codes a byte, one E8M0 scale a group
+        yield TensorPlan(name, "U8", (rows, columns // 2))
+        yield TensorPlan(f"{name}_scale", "U8", (rows, columns // scheme.group_size))
     yield TensorPlan(f"{name.removesuffix('weight')}input_scale", "F32", ())
 
 
-def _predict_memory(model: Model, itemsize: int, row_length: int, options: QuantizeOptions) -> int:
+def _predict_memory(
+    model: Model, scheme: Scheme, itemsize: int, row_length: int, options: QuantizeOptions
+) -> int:
     """Resident bytes at the peak: an upper estimate, within a factor of two where measured."""
     config, outer = model.config, model.outer_shapes
     largest = max(math.prod(shape) for shape in model.layer_shapes.values())
     layer = sum(math.prod(shape) for shape in model.layer_shapes.values()) * itemsize
-    # The layer, and its largest weight once divided by its scale, in the source's dtype and FP8.
-    layer_step = layer + largest * (itemsize + 1)
-    head_step = math.prod(outer[EMBEDDING]) * (2 * itemsize + 1)
+    # The layer, and its largest weight once divided by its scale, in the source's dtype and FP8;
+    # the codes of MXFP4 are smaller, and its division goes piece by piece.
+    piece = 0 if scheme.group_size is None else WORK_BYTES
+    layer_step = layer + largest * (itemsize + 1) + piece
+    head_step = math.prod(outer[EMBEDDING]) * (2 * itemsize + 1) + piece
     tokens = options.calib_size * row_length
     hidden = tokens * int(config.hidden_size) * itemsize + tokens * 8  # states and token ids
     batch_tokens = min(options.batch_size, options.calib_size) * row_length

@@ -99,6 +99,7 @@ def _write_tensors(
         plan.model,
         getattr(torch, plan.dtype),
         torch.device(options.device),
+        plan.scheme,
         KV_CACHE_DTYPES[options.kv_cache_dtype],
     )
     embedding = quantizer.read(EMBEDDING)

@@ -61,6 +61,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
 }
+# --qformat -> ModelOpt's preset, of modelopt.torch.quantization
+MODELOPT_CONFIGS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "fp8": lambda mtq: mtq.FP8_DEFAULT_CFG,
+    "w4a8_mxfp4_fp8": lambda mtq: mtq.W4A8_MXFP4_FP8_CFG,
+}
 
 
 def make_tokenizer() -> Tokenizer:
@@ -166,7 +171,10 @@ def quantized(
 
 @pytest.fixture(scope="session")
 def modelopt_model(checkpoints: Callable[..., Path]) -> Callable[..., Any]:
-    """modelopt_model(family, kv, stored, dtype, has_fp8_head): fake-quantized by ModelOpt whole."""
+    """modelopt_model(family, kv, stored, dtype, …): fake-quantized by ModelOpt as a whole.
+
+    has_head: lm_head is quantized as the other linears are. qformat: `--qformat`.
+    """
     from transformers import AutoModelForCausalLM
 
     def get(
@@ -174,7 +182,8 @@ def modelopt_model(checkpoints: Callable[..., Path]) -> Callable[..., Any]:
         kv_cache_dtype: str = "fp8",
         stored: torch.dtype = torch.bfloat16,
         dtype: Any = "auto",
-        has_fp8_head: bool = False,
+        has_head: bool = False,
+        qformat: str = "fp8",
     ) -> Any:
         source = checkpoints(family, stored)
         rows = calibration.read_rows(
@@ -186,13 +195,18 @@ def modelopt_model(checkpoints: Callable[..., Path]) -> Callable[..., Any]:
             seed=1234,
         )
         mtq = import_modelopt()
-        config = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
+        config = copy.deepcopy(MODELOPT_CONFIGS[qformat](mtq))
+        config["algorithm"] = "max"  # the preset of MXFP4 leaves out the calibration of inputs
         if kv_cache_dtype == "fp8":
             config["quant_cfg"] += copy.deepcopy(mtq.FP8_KV_CFG["quant_cfg"])
-        if has_fp8_head:
+        if has_head:
+            linears = {
+                entry["quantizer_name"].removeprefix("*"): entry["cfg"]
+                for entry in config["quant_cfg"]
+                if entry["quantizer_name"] in ("*weight_quantizer", "*input_quantizer")
+            }
             config["quant_cfg"] += [
-                {"quantizer_name": f"*lm_head*{p}_quantizer", "cfg": {"num_bits": (4, 3)}}
-                for p in ("weight", "input")
+                {"quantizer_name": f"*lm_head*{name}", "cfg": cfg} for name, cfg in linears.items()
             ]
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
         with warnings.catch_warnings(), torch.inference_mode():

@@ -39,6 +39,16 @@ def test_what_llmctl_writes_reads_back_from_either_document() -> None:
     assert read({}, nested) == wanted  # checkpoints of ModelOpt before 0.31
 
 
+def test_an_mxfp4_checkpoint_names_its_scheme_in_either_document() -> None:
+    scheme = find_scheme("w4a8_mxfp4_fp8")
+    nested, flat = quantization_documents(scheme, "FP8", ["lm_head"], "0.47.0")
+    for found in (read({"quantization_config": flat}), read({}, nested)):
+        assert found is not None
+        assert (found.method, found.algo) == ("modelopt", "W4A8_MXFP4_FP8")
+        assert (found.kv_cache_algo, found.exclude) == ("FP8", ("lm_head",))
+    assert nested["quantization"]["group_size"] == 32
+
+
 def test_a_flat_hf_quant_config_is_read() -> None:
     nested = {"quant_algo": "FP8", "ignore": ["lm_head"], "kv_cache_scheme": FLOAT8}
     found = read({}, nested)
@@ -163,5 +173,5 @@ def test_a_broken_regular_expression_is_refused() -> None:
 
 @pytest.mark.parametrize("qformat", [*(s for s in SCHEMES if not SCHEMES[s].is_ready), "int3"])
 def test_schemes_that_are_not_ready_are_refused_by_name(qformat: str) -> None:
-    with pytest.raises(errors.Unsupported, match=f"{qformat}.*available: fp8"):
+    with pytest.raises(errors.Unsupported, match=f"{qformat}.*available: fp8, w4a8_mxfp4_fp8$"):
         find_scheme(qformat)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from llmctl.quantize.checkpoint import Checkpoint
 
+MXFP4 = "w4a8_mxfp4_fp8"
 FAMILIES = ["llama", "llama-tied-7-heads", "mistral-window", "qwen2-mixed-window", "qwen3-tied"]
 
 
@@ -30,6 +31,8 @@ def assert_same_checkpoint(ours: Path, theirs: Path) -> None:
     different = [n for n in a.tensors if stored_bytes(a.read(n)) != stored_bytes(b.read(n))]
     assert not different
     assert a.config == b.config
+    key = "quantization_config"
+    assert list(a.config[key]) == list(b.config[key])  # in ModelOpt's order too
     for name in ("hf_quant_config.json", "generation_config.json"):
         assert json.loads((ours / name).read_text()) == json.loads((theirs / name).read_text())
 
@@ -64,12 +67,58 @@ def test_a_cast_with_dtype_equals_modelopts_export_of_the_cast_model(
     assert_same_checkpoint(ours, theirs)
 
 
-def test_a_quantized_lm_head_equals_modelopts_export(
-    quantized: Callable[..., Path], modelopt_export: Callable[..., Path]
+@pytest.mark.parametrize(
+    ("family", "stored", "kv_cache_dtype"),
+    [
+        ("llama", torch.bfloat16, "fp8"),
+        ("llama", torch.float32, "none"),
+        ("mistral-window", torch.float16, "fp8"),
+        ("qwen2-mixed-window", torch.bfloat16, "none"),
+        ("qwen3-tied", torch.bfloat16, "fp8"),
+    ],
+)
+def test_every_tensor_and_config_field_of_mxfp4_equals_modelopts_export(
+    quantized: Callable[..., Path],
+    modelopt_export: Callable[..., Path],
+    family: str,
+    stored: torch.dtype,
+    kv_cache_dtype: str,
 ) -> None:
-    ours = quantized("llama", kv_cache_dtype="fp8", quantize_lm_head=True)
-    assert Checkpoint.open(ours).info("lm_head.weight").dtype == "F8_E4M3"
-    assert_same_checkpoint(ours, modelopt_export("llama", "fp8", has_fp8_head=True))
+    ours = quantized(family, stored, kv_cache_dtype=kv_cache_dtype, qformat=MXFP4)
+    theirs = modelopt_export(family, kv_cache_dtype, stored, qformat=MXFP4)
+    assert_same_checkpoint(ours, theirs)
+    name = "model.layers.1.mlp.down_proj."
+    tensors = Checkpoint.open(ours).tensors
+    found = [tensors[name + part] for part in ("weight", "weight_scale", "input_scale")]
+    assert [(info.dtype, info.shape) for info in found] == [
+        ("U8", (96, 80)),
+        ("U8", (96, 5)),
+        ("F32", ()),
+    ]
+
+
+def test_what_calibration_measures_does_not_depend_on_the_scheme(
+    quantized: Callable[..., Path],
+) -> None:
+    fp8, mxfp4 = (
+        Checkpoint.open(quantized("llama", kv_cache_dtype="fp8", qformat=qformat))
+        for qformat in ("fp8", MXFP4)
+    )
+    names = [n for n in fp8.tensors if n.endswith(("input_scale", "k_scale", "v_scale"))]
+    assert len(names) == 2 * (7 + 2)
+    assert [fp8.read(n) for n in names] == [mxfp4.read(n) for n in names]
+
+
+@pytest.mark.parametrize(("qformat", "dtype"), [("fp8", "F8_E4M3"), (MXFP4, "U8")])
+def test_a_quantized_lm_head_equals_modelopts_export(
+    quantized: Callable[..., Path],
+    modelopt_export: Callable[..., Path],
+    qformat: str,
+    dtype: str,
+) -> None:
+    ours = quantized("llama", kv_cache_dtype="fp8", quantize_lm_head=True, qformat=qformat)
+    assert Checkpoint.open(ours).info("lm_head.weight").dtype == dtype
+    assert_same_checkpoint(ours, modelopt_export("llama", has_head=True, qformat=qformat))
 
 
 def test_shards_hold_the_same_bytes_as_one_file(

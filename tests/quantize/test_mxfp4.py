@@ -1,14 +1,23 @@
-"""MXFP4 weights: ModelOpt's bits and one rule of our own."""
+"""MXFP4 weights: ModelOpt's bits, one rule of our own, and what is refused before the start."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from llmctl import errors
 from llmctl.quantize import mxfp4
+from llmctl.quantize.checkpoint import Checkpoint
 from llmctl.quantize.layers import import_modelopt
 from llmctl.quantize.mxfp4 import BLOCK, MAX_EXPONENT_SPAN, expand, quantize_blocks
+from llmctl.quantize.quantizer import run_quantization
 
+MXFP4 = "w4a8_mxfp4_fp8"
+Q_PROJ = "model.layers.0.self_attn.q_proj"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -133,3 +142,35 @@ def test_a_row_of_zeros_and_a_block_of_zeros_stay_as_modelopt_has_them() -> None
     assert torch.equal(codes, wanted_codes) and torch.equal(scales, wanted_scales)
     assert scales.tolist() == [[0, 0], [131, 0], [0, 0]]
     assert torch.equal(expand(codes, scales).nonzero(), torch.tensor([[1, 5]]))
+
+
+# ---- the stage ----
+
+
+def test_an_all_zero_weight_stays_exactly_zero(
+    editable: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    source = editable(lambda t: t[Q_PROJ + ".weight"].zero_())
+    run_quantization(plan_tiny(source, tmp_path / "out", qformat=MXFP4))
+    result = Checkpoint.open(tmp_path / "out")
+    parts = (result.read(f"{Q_PROJ}.{part}") for part in ("weight", "weight_scale"))
+    assert not expand(*parts).any()
+
+
+def test_a_weight_that_is_not_finite_is_refused_by_name(
+    editable: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    source = editable(lambda t: t[Q_PROJ + ".weight"].view(-1)[3:4].fill_(float("inf")))
+    with pytest.raises(errors.BadTensorValue, match=Q_PROJ):
+        run_quantization(plan_tiny(source, tmp_path / "out", qformat=MXFP4))
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_inputs_that_are_no_multiple_of_a_block_are_refused_before_any_write(
+    checkpoints: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    wanted = f"{MXFP4}: {Q_PROJ} has 112 inputs; a multiple of 32 is wanted"
+    with pytest.raises(errors.Unsupported, match=wanted) as caught:
+        plan_tiny(checkpoints("llama-tied-7-heads"), tmp_path / "out", qformat=MXFP4)
+    assert caught.value.fix == "--qformat fp8"
+    assert not list(tmp_path.iterdir())

@@ -162,20 +162,22 @@ def test_a_checkpoint_without_tokenizer_is_refused(
         plan_tiny(source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("qformat", ["fp8", "w4a8_mxfp4_fp8"])
 def test_too_little_memory_or_disk_is_said_before_the_start(
     checkpoints: Callable[..., Path],
     plan_tiny: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    qformat: str,
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(plan_module, "available_memory_bytes", lambda: 1000)
         with pytest.raises(errors.OutOfMemory, match="GB are available"):
-            plan_tiny(checkpoints(), tmp_path / "out")
+            plan_tiny(checkpoints(), tmp_path / "out", qformat=qformat)
     asked: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(plan_module, "require_space", lambda folder, size: asked.append(size))
-        plan = plan_tiny(checkpoints(), tmp_path / "out")
+        plan = plan_tiny(checkpoints(), tmp_path / "out", qformat=qformat, max_shard_bytes=80_000)
     run_quantization(plan)
     assert asked == [sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))]
 
