@@ -49,6 +49,7 @@ from llmctl.builder.scales import (
     checkpoint_shapes,
     find_linear_scales,
     require_readable,
+    require_weights,
 )
 from llmctl.builder.sharding import Shard, local_model, reduce_partial_sums
 from llmctl.builder.sources import LargestScale, RowScales, Source
@@ -162,10 +163,11 @@ def plan_build(
     if backend != "cpu":
         require_gpu_model(local, dtype, backend)
     require_readable(checkpoint)
+    require_weights(checkpoint.quantization, backend)
     recorded = build_network(model, dtype)
     if is_generated:
         declare_tensors(checkpoint, recorded, model.num_hidden_layers)
-    checkpoint.require(checkpoint_shapes(recorded))
+    checkpoint.require(checkpoint_shapes(recorded, checkpoint.quantization))
     linear_scales = find_linear_scales(checkpoint, recorded)
     cache_dtype, kv_scales = choose_kv_cache(
         checkpoint, request, model.num_hidden_layers, dtype, backend

@@ -15,8 +15,10 @@ from typing import Any
 from llmctl.builder.engine_format import Plan
 from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
 from llmctl.builder.models.family import ModelConfig
+from llmctl.builder.mxfp4 import MXFP4_ALGO
 from llmctl.builder.network import Network
-from llmctl.builder.sources import RotaryTable, Rows, Source
+from llmctl.builder.scales import checkpoint_shapes
+from llmctl.builder.sources import RotaryTable, Source
 from llmctl.errors import BadConfig, CheckpointNotFound, Unsupported
 from llmctl.quantize.checkpoint import DTYPES, Checkpoint, TensorInfo
 from llmctl.quantize.format import CONFIG_FILE, QUANT_CONFIG_FILE, read_json, read_quantization
@@ -101,22 +103,20 @@ def open_config(folder: Path) -> Checkpoint:
 
 def declare_tensors(checkpoint: Checkpoint, network: Network, num_layers: int) -> None:
     """Give the checkpoint every tensor that the network as recorded and its quantization imply."""
-    shapes = {
-        name: shape
-        for source in network.sources.values()
-        if isinstance(source, Rows)
-        for name, shape in source.parts
-    }
-    dtypes = dict.fromkeys(shapes, _STORED_NAMES[network.dtype])
     info = checkpoint.quantization
+    shapes = dict(checkpoint_shapes(network, info))
+    dtypes = dict.fromkeys(shapes, _STORED_NAMES[network.dtype])
     for node in network.nodes:
         weight = node.inputs.get("weight", "")
         module = LM_HEAD if weight == f"{EMBEDDING}.weight" else weight.removesuffix(".weight")
         if node.op != "linear" or info is None or info.algo is None or info.excludes(module):
             continue
-        dtypes[weight] = "F8_E4M3"
-        is_channel = info.weight_strategy == "channel"
-        shapes[f"{weight}_scale"] = (shapes[weight][0], 1) if is_channel else ()
+        if info.algo == MXFP4_ALGO:
+            dtypes[weight] = dtypes[f"{weight}_scale"] = "U8"
+        else:
+            dtypes[weight] = "F8_E4M3"
+            is_channel = info.weight_strategy == "channel"
+            shapes[f"{weight}_scale"] = (shapes[weight][0], 1) if is_channel else ()
         if info.activations == "static":
             shapes[f"{module}.input_scale"] = ()
     if info is not None and info.kv_cache_algo is not None:

@@ -17,6 +17,8 @@ from llmctl.plugins.spec import FP8
 if TYPE_CHECKING:
     import torch
 
+    from llmctl.builder.mxfp4 import MxRowScales
+
 # Below what malloc maps anew each time (32 MiB): fresh pages cost several times the packing itself.
 CHUNK_BYTES = 4 << 20
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, FP8: 1}  # what tensor cores multiply here
@@ -109,7 +111,7 @@ class PackedRows:
 class PackedVector:
     """A bias or the weight scales of a packed linear, in the order of its rows; padding is 0."""
 
-    vector: Rows | RowScales
+    vector: Rows | RowScales | MxRowScales
     order: RowOrder
 
     @property

@@ -1,6 +1,7 @@
 """Which linears of a checkpoint are FP8, where their scales are, and the KV cache's scales.
 
-Reads checkpoints of ModelOpt, compressed-tensors (llm-compressor) and AutoFP8. What the config
+Reads checkpoints of ModelOpt (MXFP4 weights among them), compressed-tensors (llm-compressor) and
+AutoFP8. What the config
 claims and what the headers hold must agree: a weight that should be FP8 and is not, or the other
 way round, is refused, because running it would give fluent nonsense.
 """
@@ -9,17 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from llmctl.builder.models.decoder import EMBEDDING
+from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
+from llmctl.builder.mxfp4 import BLOCK, MXFP4_ALGO
 from llmctl.builder.network import Network
 from llmctl.builder.passes.quantize import LinearScales
 from llmctl.builder.sources import Rows
-from llmctl.errors import BadTensorShape, MissingTensor, UnexpectedTensor, UnknownQuantization
+from llmctl.errors import (
+    BadTensorShape,
+    MissingTensor,
+    UnexpectedTensor,
+    UnknownQuantization,
+    Unsupported,
+)
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo
 from llmctl.quantize.format import QuantizationInfo
 
 READ_SCHEMES = (
-    "ModelOpt FP8 and FP8_PER_CHANNEL_PER_TOKEN, compressed-tensors FP8 (tensor or channel "
-    "weights, static or dynamic token activations), AutoFP8"
+    "ModelOpt FP8, FP8_PER_CHANNEL_PER_TOKEN and W4A8_MXFP4_FP8, compressed-tensors FP8 (tensor or "
+    "channel weights, static or dynamic token activations), AutoFP8"
 )
 _FLOATS = ("F32", "BF16", "F16")
 
@@ -46,9 +54,9 @@ _MEANINGFUL = (
 
 
 def find_linear_scales(checkpoint: Checkpoint, network: Network) -> dict[str, LinearScales]:
-    """The FP8 linears of the network as recorded (before merging), by module name.
+    """The FP8 and MXFP4 linears of the network as recorded (before merging), by module name.
 
-    Raises UnknownQuantization (FP8 weights that no config explains), MissingTensor or
+    Raises UnknownQuantization (quantized weights that no config explains), MissingTensor or
     BadTensorShape.
     """
     info = checkpoint.quantization
@@ -60,7 +68,7 @@ def find_linear_scales(checkpoint: Checkpoint, network: Network) -> dict[str, Li
         assert isinstance(source, Rows)
         (weight,) = source.names
         module = weight.removesuffix(".weight")
-        if _is_fp8(checkpoint.info(weight), info, module):
+        if _is_quantized(checkpoint.info(weight), info, module):
             assert info is not None
             scales[module] = _scales_of(checkpoint, info, module)
     return scales
@@ -75,7 +83,7 @@ def require_readable(checkpoint: Checkpoint) -> None:
     if info is None:
         return
     is_readable = info.algo is None or (
-        info.algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+        info.algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", MXFP4_ALGO)
         and info.activations in ("static", "dynamic")
     )
     if not is_readable or info.kv_cache_algo not in (None, "FP8", "INT8"):
@@ -88,30 +96,45 @@ def require_readable(checkpoint: Checkpoint) -> None:
         )
 
 
-def _is_fp8(weight: TensorInfo, info: QuantizationInfo | None, module: str) -> bool:
-    is_stored_fp8 = weight.dtype == "F8_E4M3"
-    # A tied head reads the embedding's tensor; exporters exclude it under either name.
-    names = (module, "lm_head") if module == EMBEDDING else (module,)
-    is_excluded = info is not None and any(info.excludes(name) for name in names)
-    is_declared_fp8 = info is not None and info.algo is not None and not is_excluded
-    if is_stored_fp8 == is_declared_fp8:
-        if not is_stored_fp8 and weight.dtype not in _FLOATS:
+def require_weights(info: QuantizationInfo | None, backend: str) -> None:
+    """Raise Unsupported where a backend has no product of these weights."""
+    if info is not None and info.algo == MXFP4_ALGO and backend not in ("cpu", "cuda"):
+        raise Unsupported(
+            f"weights in {info.algo} are refused: the {backend} backend has no product of them",
+            fix="--backend cuda, or a checkpoint of `llmctl quantize --qformat fp8`",
+        )
+
+
+def _is_quantized(weight: TensorInfo, info: QuantizationInfo | None, module: str) -> bool:
+    wanted = "U8" if info is not None and info.algo == MXFP4_ALGO else "F8_E4M3"
+    is_stored = weight.dtype in ("F8_E4M3", "U8")
+    is_declared = _is_declared(info, module)
+    if is_stored == is_declared and (not is_stored or weight.dtype == wanted):
+        if not is_stored and weight.dtype not in _FLOATS:
             raise BadTensorShape(
-                f"{weight.name} in {weight.file} is {weight.dtype}; F32, BF16, F16 or F8_E4M3 "
+                f"{weight.name} in {weight.file} is {weight.dtype}; F32, BF16, F16 or {wanted} "
                 "is wanted"
             )
-        return is_stored_fp8
+        return is_stored
     if info is None:
         raise UnknownQuantization(
             f"{weight.name} in {weight.file} is {weight.dtype}, but neither config.json nor "
             "hf_quant_config.json describes a quantization",
             fix="fetch the config files again",
         )
-    says = "excludes it from" if is_stored_fp8 else f"declares {info.algo} as"
+    says = f"declares {info.algo} as" if is_declared else "excludes it from"
     raise BadTensorShape(
         f"{weight.name} in {weight.file} is {weight.dtype}, but the config {says} the quantization",
         fix="correct the list of excluded modules, or export the checkpoint again",
     )
+
+
+def _is_declared(info: QuantizationInfo | None, module: str) -> bool:
+    if info is None or info.algo is None:
+        return False
+    # A tied head reads the embedding's tensor; exporters exclude it under either name.
+    names = (module, LM_HEAD) if module == EMBEDDING else (module,)
+    return not any(info.excludes(name) for name in names)
 
 
 def _scales_of(checkpoint: Checkpoint, info: QuantizationInfo, module: str) -> LinearScales:
@@ -128,7 +151,8 @@ def _scales_of(checkpoint: Checkpoint, info: QuantizationInfo, module: str) -> L
             f"probably {reason}",
             fix="quantize again with calibration data, or fetch the checkpoint again",
         )
-    return LinearScales(names[0], names[1] if len(names) > 1 else None)
+    is_mxfp4 = info.algo == MXFP4_ALGO
+    return LinearScales(names[0], names[1] if len(names) > 1 else None, is_mxfp4)
 
 
 def find_kv_scales(checkpoint: Checkpoint, num_layers: int) -> list[tuple[str, str]]:
@@ -184,7 +208,24 @@ def check_unused(checkpoint: Checkpoint, used: Iterable[str], num_layers: int) -
     return unused
 
 
-def checkpoint_shapes(network: Network) -> Mapping[str, tuple[int, ...]]:
-    """The shape of every checkpoint tensor that the network as recorded reads."""
+def checkpoint_shapes(
+    network: Network, info: QuantizationInfo | None
+) -> Mapping[str, tuple[int, ...]]:
+    """The shape of every checkpoint tensor that the network as recorded reads, MXFP4's included."""
     sources = [source for source in network.sources.values() if isinstance(source, Rows)]
-    return {name: shape for source in sources for name, shape in source.parts}
+    shapes = {name: shape for source in sources for name, shape in source.parts}
+    if info is None or info.algo != MXFP4_ALGO:
+        return shapes
+    for node in network.nodes:
+        weight = node.inputs.get("weight", "")
+        if node.op != "linear" or not _is_declared(info, weight.removesuffix(".weight")):
+            continue
+        rows, inner = shapes[weight]
+        if inner % BLOCK:
+            raise BadTensorShape(
+                f"{weight} has {inner} columns by config.json; {info.algo} has blocks of {BLOCK}",
+                fix="exclude this module from the quantization",
+            )
+        shapes[weight] = (rows, inner // 2)
+        shapes[f"{weight}_scale"] = (rows, inner // BLOCK)
+    return shapes

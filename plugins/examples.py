@@ -25,14 +25,16 @@ from llmctl.plugins.example_parts import (
     random_tensor,
 )
 from llmctl.plugins.packed_linear.layout import (
+    MXFP4,
     pack,
     pair_order,
     plain_order,
     reorder,
     rope_order,
 )
+from llmctl.plugins.packed_linear.mxfp4 import pack_mxfp4
 from llmctl.plugins.program import OpCall, StepInputs
-from llmctl.plugins.spec import Case
+from llmctl.plugins.spec import FP8, Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +158,12 @@ def _packed_inputs(
 ) -> tuple[Tensors, str]:
     """Inputs that the packed products share, and the model dtype."""
     inner, rows, dtype = int(case["inner"]), int((order >= 0).sum()), str(case["dtype"])
-    is_fp8 = dtype == "float8_e4m3fn"
+    is_mxfp4 = dtype == MXFP4
+    x_dtype = FP8 if is_mxfp4 else dtype
+    is_fp8 = x_dtype == FP8
     model_dtype = str(case.get("model_dtype", "bfloat16" if is_fp8 else dtype))
-    inputs = {"x": random_tensor((tokens, inner), dtype, generator)}
-    weight = random_tensor((rows, inner), dtype, generator, inner**-0.5)
+    inputs = {"x": random_tensor((tokens, inner), x_dtype, generator)}
+    weight = random_tensor((rows, inner), x_dtype, generator, inner**-0.5)
     if is_fp8:
         wide = random_tensor((rows, inner), "float32", generator, 100)
         weight = wide.clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -167,7 +171,12 @@ def _packed_inputs(
         inputs["weight_scale"] = reorder(spread * (inner**-0.5 / 100), order)
         count = tokens if case["x_scaling"] == "per_token" else 1
         inputs["x_scale"] = torch.rand((count,), generator=generator) + 0.5
-    inputs["weight"] = pack(reorder(weight, order))
+    if is_mxfp4:
+        codes = torch.randint(0, 256, (rows, inner // 2), generator=generator, dtype=torch.uint8)
+        steps = torch.randint(4, 14, (rows, inner // 32), generator=generator, dtype=torch.uint8)
+        inputs["weight"] = pack_mxfp4(reorder(codes, order), reorder(steps, order))
+    else:
+        inputs["weight"] = pack(reorder(weight, order))
     if case["bias"]:
         inputs["bias"] = reorder(random_tensor((rows,), model_dtype, generator), order)
     return inputs, model_dtype

@@ -21,7 +21,8 @@ class QuantizationInfo:
 
     method: "modelopt", "compressed-tensors" or "fp8". algo uses ModelOpt's vocabulary:
     "FP8" (one weight scale a tensor), "FP8_PER_CHANNEL_PER_TOKEN" (one a row),
-    "FP8_BLOCK_SCALES" (one a 128x128 block), None when only the KV cache is quantized, or the
+    "FP8_BLOCK_SCALES" (one a 128x128 block), "W4A8_MXFP4_FP8" (four bits, a power of two for 32),
+    None when only the KV cache is quantized, or the
     name as found when it is none of these. weight_strategy is "tensor", "channel", "block",
     "group" or None; activations "static", "dynamic" or None. exclude holds module names,
     wildcards (ModelOpt) or `re:` patterns (compressed-tensors).
@@ -86,6 +87,7 @@ _MODELOPT_ALGOS: dict[str, tuple[str, str, str | None]] = {
     # found (upper case) -> algo, weight strategy, activations
     "FP8": ("FP8", "tensor", "static"),
     "FP8_PER_CHANNEL_PER_TOKEN": ("FP8_PER_CHANNEL_PER_TOKEN", "channel", "dynamic"),
+    "W4A8_MXFP4_FP8": ("W4A8_MXFP4_FP8", "group", "static"),
     "FP8_PB_WO": ("FP8_BLOCK_SCALES", "block", None),
     "FP8_BLOCK_SCALES": ("FP8_BLOCK_SCALES", "block", "dynamic"),
 }

@@ -23,10 +23,15 @@ from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import EngineConfig, Plan, PlanOp
 from llmctl.errors import CorruptEngine
-from llmctl.plugins.packed_linear.layout import TILE_ROWS, pack
+from llmctl.plugins.packed_linear.layout import FORMS, MXFP4, TILE_ROWS, pack
+from llmctl.plugins.packed_linear.mxfp4 import OCTET_BYTES, OCTET_CODES, STEP_BYTES, pack_signs
 
 CHUNK = 1 << 25  # elements made at a time
 FP8_SPREAD = 112.0  # standard deviation of FP8 weights: a quarter of the largest value
+# Codes of four bits are drawn evenly (2.93 root mean square), blocks' steps from the three below 15
+# (powers 2**4 to 2**6, 42.3 root mean square).
+MXFP4_STEPS = (12, 15)
+MXFP4_SPREAD = 124.0
 SCALE = 1 / 32  # of activations and KV entries, which are of unit size: FP8 then reaches to 14
 INERT = 2.0**-14  # factor of what must not change the residual stream (BF16 keeps 8 bits)
 
@@ -90,8 +95,8 @@ def _fill_for(op: PlanOp, role: str, generator: torch.Generator, plan: Plan) -> 
     """How a weight is filled, by what it is to its operator."""
     is_inert = op.name.endswith(("o_proj", "down_proj"))
     if role == "weight_scale":
-        inner = _inner(op, plan)
-        value = inner**-0.5 / FP8_SPREAD * (INERT if is_inert else 1)
+        own = MXFP4_SPREAD if _weight_dtype(op, plan) == MXFP4 else FP8_SPREAD
+        value = _inner(op, plan) ** -0.5 / own * (INERT if is_inert else 1)
         return lambda tensor: _constant(tensor, value)
     if role in ("scale", "x_scale", "k_scale", "v_scale", "out_scale"):
         return lambda tensor: _constant(tensor, SCALE)
@@ -101,6 +106,8 @@ def _fill_for(op: PlanOp, role: str, generator: torch.Generator, plan: Plan) -> 
         return lambda tensor: _constant(tensor, 0.0)
     if op.op == "embedding":
         return lambda tensor: _random(tensor, 1.0, generator)
+    if _weight_dtype(op, plan) == MXFP4:
+        return lambda tensor: random_mxfp4(tensor, generator)
     spread = _inner(op, plan) ** -0.5 * (INERT if is_inert else 1)
     return lambda tensor: _random(
         tensor, FP8_SPREAD if tensor.dtype == torch.float8_e4m3fn else spread, generator
@@ -108,9 +115,14 @@ def _fill_for(op: PlanOp, role: str, generator: torch.Generator, plan: Plan) -> 
 
 
 def _inner(op: PlanOp, plan: Plan) -> int:
-    """K of a packed product."""
+    """K of a packed product, whole blocks."""
     (shape,) = [t.shape for t in plan.tensors if t.name == op.inputs["weight"]]
-    return int(shape[1]) * int(shape[3])
+    return int(shape[1]) * FORMS[_weight_dtype(op, plan)].columns
+
+
+def _weight_dtype(op: PlanOp, plan: Plan) -> str:
+    (dtype,) = [t.dtype for t in plan.tensors if t.name == op.inputs["weight"]]
+    return dtype
 
 
 def _constant(tensor: torch.Tensor, value: float) -> None:
@@ -129,6 +141,17 @@ def _random(tensor: torch.Tensor, spread: float, generator: torch.Generator) -> 
             )
         else:
             part.copy_(values)
+
+
+def random_mxfp4(packed: torch.Tensor, generator: torch.Generator) -> None:
+    """Random codes and steps in a packed weight of four bits, [RT, KT, 64, 136]."""
+    device = packed.device
+    for part in _row_chunks(packed.view(-1, OCTET_BYTES)):
+        codes, steps = part[:, :OCTET_CODES], part[:, OCTET_CODES:]
+        drawn = torch.randint(0, 256, codes.shape, generator=generator, device=device)
+        codes.copy_(drawn)
+        drawn = torch.randint(*MXFP4_STEPS, steps.shape, generator=generator, device=device)
+        steps.copy_(drawn * STEP_BYTES)
 
 
 def _plant(
@@ -155,7 +178,7 @@ def _plant(
     for tile in range(0, head.shape[0], width):
         wanted = predecessors[tile * TILE_ROWS : (tile + width) * TILE_ROWS]
         codes = embedding[wanted.clamp(min=0)] * (wanted >= 0)[:, None]
-        packed = pack(codes.to(head.dtype))
+        packed = pack_signs(codes) if head.dtype == torch.uint8 else pack(codes.to(head.dtype))
         head[tile : tile + width].view(torch.uint8).copy_(packed.view(torch.uint8))
 
 

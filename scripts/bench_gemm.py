@@ -24,7 +24,7 @@ from gemm_support import FP8, LIMITS, MAX_TOKENS, MODELS, Bench, Model, layer
 
 from llmctl.plugins.cuda.kernel import DeviceStep, Launch, LaunchEnv, StepShape
 from llmctl.plugins.packed_linear import kernel as product
-from llmctl.plugins.packed_linear.decode import INTERVAL, NORM_PART, SHARED_HALF, DecodeVariant
+from llmctl.plugins.packed_linear.decode import NORM_PART, SHARED_HALF, DecodeVariant
 from llmctl.plugins.packed_linear.tactics import (
     MANY,
     RING_ROOM,
@@ -145,8 +145,9 @@ class Chain:
             made = DecodeVariant(width, rows, wide, 0, split, norm_warps=warps)
             made = made.with_stages(chunks, room)
             if split > 1:  # no more slots than a block's share of K
-                intervals = -(-chunks // INTERVAL)
-                needed = -(-intervals // split) * INTERVAL // wide
+                interval = made.form.interval
+                intervals = -(-chunks // interval)
+                needed = -(-intervals // split) * interval // wide
                 made = replace(made, stages=min(made.stages, max(needed, 3)))
             if not 2 <= made.stages <= 24 or not made.fits(tiles, chunks, True):
                 continue

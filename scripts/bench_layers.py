@@ -1,7 +1,7 @@
 """Decoder layers in one launch against the launches of their operators: bits, and time of a step.
 
-    python scripts/bench_layers.py 1b 3b 8b [--contexts 1,64,1000] [--times 1000,2000,4000]
-        [--output plugins/decoder_layers/tactics.json]
+    python scripts/bench_layers.py 1b 3b 8b [--qformat w4a8_mxfp4_fp8] [--contexts 1,64,1000]
+        [--times 1000,2000,4000] [--output plugins/decoder_layers/tactics.json]
 
 Models of these shapes get random weights. Says at each context whether the logits and the KV cache
 have the same bits either way, and the time of a step with one token in a CUDA graph of ten beside
@@ -30,6 +30,7 @@ def main() -> None:
     """Compare model after model."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
+    parser.add_argument("--qformat", choices=("fp8", "w4a8_mxfp4_fp8"), default="fp8")
     parser.add_argument("--contexts", default="1,2,63,64,65,700,1000,1024,1025,1999,3001,4095")
     parser.add_argument("--times", default="1000,2000,4000")
     parser.add_argument("--output", type=Path)
@@ -39,7 +40,7 @@ def main() -> None:
     bandwidth = median(read_bandwidth())
     print(f"a plain read: {bandwidth:.3f} TB/s")
     for name in arguments.shapes:
-        model = Model(name)
+        model = Model(name, qformat=arguments.qformat)
         assert model.chain is not None, f"{name}: its layers are none that one launch can take"
         contexts = map(int, arguments.contexts.split(","))
         different = [context for context in contexts if not model.has_same_bits(context, 1)]
@@ -67,7 +68,8 @@ def main() -> None:
     if arguments.output is not None:
         found = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
         found["ms"] = {**found.get("ms", {}), **stored}
-        found["measured"] = provenance()
+        measured = {"measured_mxfp4" if arguments.qformat != "fp8" else "measured": provenance()}
+        found |= measured
         replace(arguments.output, json.dumps(found, indent=1, sort_keys=True) + "\n")
     sys.exit(failed)
 

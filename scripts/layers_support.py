@@ -21,6 +21,7 @@ from llmctl.plugins.cuda.kernel import KernelSpec, StepShape
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.cuda.queue import DeviceQueue
 from llmctl.plugins.decoder_layers.kernel import EVERYWHERE, find_chain
+from llmctl.plugins.packed_linear.layout import FORMS, MXFP4
 from llmctl.plugins.program import StepInputs
 from llmctl.quantize.format import (
     CONFIG_FILE,
@@ -29,6 +30,7 @@ from llmctl.quantize.format import (
     quantization_documents,
 )
 from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.generated import FP8_SPREAD, MXFP4_SPREAD, random_mxfp4
 from llmctl.runtime.graphs import capture_graph, kv_bucket, shape_of
 
 CONTEXT = 4096  # tokens of the cache
@@ -54,12 +56,13 @@ class Model:
         tokens: int = 1,
         request: BuildRequest | None = None,
         kv_algo: str | None = "FP8",
+        qformat: str = "fp8",
     ) -> None:
         """`tokens`: the most of a step that one launch takes; `kv_algo`: FP8, INT8 or None, the
-        model's own type."""
+        model's own type; `qformat`: of the weights, as `llmctl quantize` has it."""
         with TemporaryDirectory() as folder:
             shape = SHAPES[shape] if isinstance(shape, str) else shape
-            write_config(Path(folder), shape, kv_algo)
+            write_config(Path(folder), shape, kv_algo, qformat=qformat)
             built = plan_build(
                 Path(folder),
                 request or BuildRequest(max_batch_size=4, max_seq_len=CONTEXT),
@@ -86,14 +89,19 @@ class Model:
             dtype = getattr(torch, tensor.dtype)
             size = torch.Size(int(n) for n in tensor.shape)
             if tensor.name.endswith("weight_scale"):
-                inner = next(t.shape[1] for t in plan.tensors if tensor.name == f"{t.name}_scale")
+                weight = next(t for t in plan.tensors if tensor.name == f"{t.name}_scale")
+                inner = int(weight.shape[1]) * FORMS[weight.dtype].columns
+                spread = MXFP4_SPREAD if weight.dtype == MXFP4 else FP8_SPREAD
                 weights[tensor.name] = torch.full(
-                    size, 1 / (112 * (128 * int(inner)) ** 0.5), dtype=dtype, device="cuda"
+                    size, 1 / (spread * inner**0.5), dtype=dtype, device="cuda"
                 )
             elif tensor.name.endswith("_scale"):
                 weights[tensor.name] = torch.full(size, 1 / 32, dtype=dtype, device="cuda")
+            elif tensor.dtype == MXFP4:
+                weights[tensor.name] = torch.empty(size, dtype=dtype, device="cuda")
+                random_mxfp4(weights[tensor.name], generator)
             else:
-                spread = 112.0 if dtype == torch.float8_e4m3fn else 1.0
+                spread = FP8_SPREAD if dtype == torch.float8_e4m3fn else 1.0
                 weights[tensor.name] = normal(size, spread, dtype)
         arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device="cuda")
         tensors = bind_plan(plan, weights, arena)
@@ -180,12 +188,14 @@ class Model:
         return sorted(times)
 
 
-def write_config(folder: Path, shape: Shape, kv_algo: str | None, *, is_fp8: bool = True) -> None:
-    """The configuration files of a checkpoint, quantized to FP8 or not."""
+def write_config(
+    folder: Path, shape: Shape, kv_algo: str | None, *, qformat: str | None = "fp8"
+) -> None:
+    """The configuration files of a checkpoint, quantized or not."""
     config = config_json(shape)
-    if not is_fp8:
+    if qformat is None:
         (folder / CONFIG_FILE).write_text(json.dumps(config))
         return
-    nested, flat = quantization_documents(find_scheme("fp8"), kv_algo, ["lm_head"], "planted")
+    nested, flat = quantization_documents(find_scheme(qformat), kv_algo, ["lm_head"], "planted")
     (folder / CONFIG_FILE).write_text(json.dumps(config | {"quantization_config": flat}))
     (folder / QUANT_CONFIG_FILE).write_text(json.dumps(nested))

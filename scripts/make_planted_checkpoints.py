@@ -3,10 +3,11 @@
     python scripts/make_planted_checkpoints.py OUTPUT_DIR --target 70b --draft 1b --acceptance 0.873
     python scripts/make_planted_checkpoints.py OUTPUT_DIR --target 70b --draft 1b --config-only
 
-writes OUTPUT_DIR/target and OUTPUT_DIR/draft: shapes of Llama 3, random layers, in FP8 as ModelOpt
-writes it, or BF16. Every engine reads them. The greedy text is a walk along one cycle through all
-ordinary tokens; a draft's token is the target's with the given probability, independently
-(`runtime/generated.py` says how, and defines both walks). `"planted"` in config.json tells which:
+writes OUTPUT_DIR/target and OUTPUT_DIR/draft: shapes of Llama 3, random layers, in FP8 or MXFP4 as
+ModelOpt writes them, or BF16. Every engine reads them. The greedy text is a walk along one cycle
+through all ordinary tokens; a draft's token is the target's with the given probability,
+independently (`runtime/generated.py` says how, and defines both walks). `"planted"` in config.json
+tells which:
 
     planted_text(config["planted"], last_token_of_the_prompt, num_tokens)
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,34 +39,52 @@ from llmctl.quantize.format import (
     find_scheme,
     quantization_documents,
 )
-from llmctl.runtime.generated import CHUNK, FP8_SPREAD, INERT, SCALE, next_tokens
+from llmctl.runtime.generated import (
+    CHUNK,
+    FP8_SPREAD,
+    INERT,
+    MXFP4_SPREAD,
+    MXFP4_STEPS,
+    SCALE,
+    next_tokens,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 FP8_MAX = 448.0
 HEAD = "lm_head"
+MXFP4_FORMAT = "w4a8_mxfp4_fp8"
+MXFP4_BLOCK = 32  # columns that share a power of two
+MXFP4_BYTES = 0.5 + 1 / MXFP4_BLOCK
+MXFP4_UNIT_STEP = 8  # a step of this is 2**0
+E8M0_BIAS = 127
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to write. `fp8_head` makes the output projection FP8 too (codes are exact in FP8)."""
+    """What to write. `quantized_head`: the output projection too (its codes are exact)."""
 
     shape: str
     role: str = "target"
     acceptance: float = STANDARD_ACCEPTANCE
     seed: int = 0
-    is_fp8: bool = True
-    fp8_head: bool = False
+    quantization: str | None = "fp8"  # a --qformat; None: BF16
+    quantized_head: bool = False
 
     def __post_init__(self) -> None:
         LoadFormat("planted", self.seed, self.role, self.acceptance)  # refuses what is out of range
 
     def is_quantized(self, module: str) -> bool:
-        """Whether this linear is FP8."""
-        return self.is_fp8 and (module != HEAD or self.fp8_head)
+        """Whether this linear is."""
+        return self.quantization is not None and (module != HEAD or self.quantized_head)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether quantized linears have four bits."""
+        return self.quantization == MXFP4_FORMAT
 
     def documents(self) -> dict[str, dict[str, Any]]:
-        """config.json, and hf_quant_config.json of an FP8 checkpoint."""
+        """config.json, and hf_quant_config.json of a quantized checkpoint."""
         config = config_json(SHAPES[self.shape])
         first, stop = ordinary_tokens(config, config["vocab_size"])
         config["planted"] = {
@@ -73,10 +93,11 @@ class Recipe:
             "acceptance": self.acceptance,
             "ordinary_tokens": [first, stop],
         }
-        if not self.is_fp8:
+        if self.quantization is None:
             return {CONFIG_FILE: config}
-        exclude = [] if self.fp8_head else [HEAD]
-        nested, flat = quantization_documents(find_scheme("fp8"), "FP8", exclude, "planted")
+        exclude = [] if self.quantized_head else [HEAD]
+        scheme = find_scheme(self.quantization)
+        nested, flat = quantization_documents(scheme, "FP8", exclude, "planted")
         return {CONFIG_FILE: config | {"quantization_config": flat}, QUANT_CONFIG_FILE: nested}
 
 
@@ -111,8 +132,12 @@ def num_bytes(recipe: Recipe) -> int:
     shape = SHAPES[recipe.shape]
     layer = sum(rows * columns for rows, columns in shape.linears().values())
     table = shape.vocab * shape.hidden
-    head = table * (1 if recipe.is_quantized(HEAD) else 2)
-    return shape.layers * layer * (1 if recipe.is_fp8 else 2) + 2 * table + head
+
+    def width(is_quantized: bool) -> float:
+        return 2 if not is_quantized else MXFP4_BYTES if recipe.is_mxfp4 else 1
+
+    linears = shape.layers * layer * width(recipe.quantization is not None)
+    return int(linears + 2 * table + table * width(recipe.is_quantized(HEAD)))
 
 
 def _write_weights(folder: Path, recipe: Recipe, on_shard: Callable[[str], None]) -> None:
@@ -144,10 +169,14 @@ def _layer(recipe: Recipe, index: int, generator: torch.Generator) -> dict[str, 
     for name, (rows, columns) in shape.linears().items():
         spread = columns**-0.5 * (INERT if name.endswith(("o_proj", "down_proj")) else 1)
         module = f"{prefix}{name}"
-        tensors[f"{module}.weight"] = _random((rows, columns), spread, recipe.is_fp8, generator)
-        if recipe.is_fp8:
+        if recipe.is_mxfp4:
+            tensors |= _mxfp4(module, (rows, columns), spread, generator)
+            continue
+        is_fp8 = recipe.quantization == "fp8"
+        tensors[f"{module}.weight"] = _random((rows, columns), spread, is_fp8, generator)
+        if is_fp8:
             tensors |= _scales(module, spread / FP8_SPREAD)
-    if recipe.is_fp8:
+    if recipe.quantization is not None:
         for name in "kv":
             tensors[f"{prefix}self_attn.{name}_proj.{name}_scale"] = torch.tensor(SCALE)
     return tensors
@@ -169,10 +198,32 @@ def _outer(recipe: Recipe, generator: torch.Generator) -> dict[str, torch.Tensor
         "model.norm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16),
         f"{HEAD}.weight": head,
     }
-    if recipe.is_quantized(HEAD):
+    if recipe.is_quantized(HEAD) and recipe.is_mxfp4:
+        nibbles = (head != 0).to(torch.uint8) * 2 + (head < 0).to(torch.uint8) * 8  # E2M1 of signs
+        tensors[f"{HEAD}.weight"] = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+        blocks = (shape.vocab, shape.hidden // MXFP4_BLOCK)
+        tensors[f"{HEAD}.weight_scale"] = torch.full(blocks, E8M0_BIAS, dtype=torch.uint8)
+        tensors[f"{HEAD}.input_scale"] = torch.tensor(SCALE)
+    elif recipe.is_quantized(HEAD):
         tensors[f"{HEAD}.weight"] = head.to(torch.float8_e4m3fn)
         tensors |= _scales(HEAD, 1.0)
     return tensors
+
+
+def _mxfp4(
+    module: str, dims: tuple[int, int], spread: float, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Codes drawn evenly, blocks of three neighbouring powers of two, the spread about this."""
+    rows, columns = dims
+    steps = torch.randint(*MXFP4_STEPS, (rows, columns // MXFP4_BLOCK), generator=generator)
+    power = round(math.log2(spread / MXFP4_SPREAD)) - MXFP4_UNIT_STEP + E8M0_BIAS
+    return {
+        f"{module}.weight": torch.randint(
+            0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8
+        ),
+        f"{module}.weight_scale": (steps + power).to(torch.uint8),
+        f"{module}.input_scale": torch.tensor(SCALE),
+    }
 
 
 def _scales(module: str, weight_scale: float) -> dict[str, torch.Tensor]:
@@ -201,8 +252,10 @@ def main() -> None:
     parser.add_argument("--target", choices=SHAPES, help="shape of OUTPUT_DIR/target")
     parser.add_argument("--draft", choices=SHAPES, help="shape of OUTPUT_DIR/draft")
     parser.add_argument("--acceptance", type=float, default=STANDARD_ACCEPTANCE)
-    parser.add_argument("--quantization", choices=["fp8", "none"], default="fp8")
-    parser.add_argument("--fp8-head", action="store_true", help="the output projection in FP8 too")
+    parser.add_argument("--quantization", choices=["fp8", MXFP4_FORMAT, "none"], default="fp8")
+    parser.add_argument(
+        "--quantized-head", action="store_true", help="the output projection in the same format"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same for a target and its draft")
     parser.add_argument("--config-only", action="store_true", help="no weights, no tokenizer")
     parser.add_argument("--tokenizer-dir", type=Path, default=REPOSITORY / "examples/demo-target")
@@ -218,8 +271,8 @@ def main() -> None:
             role,
             arguments.acceptance,
             arguments.seed,
-            arguments.quantization == "fp8",
-            arguments.fp8_head,
+            None if arguments.quantization == "none" else arguments.quantization,
+            arguments.quantized_head,
         )
         write_checkpoint(
             arguments.output_dir / role,

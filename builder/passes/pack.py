@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from llmctl.builder.mxfp4 import MxRows, MxRowScales, PackedMxRows
 from llmctl.builder.network import Network, Node
 from llmctl.builder.packing import PackedRows, PackedVector, RowOrder
 from llmctl.builder.sources import Rows, RowScales
@@ -121,11 +122,15 @@ def _pack_inputs(network: Network, linear: Node, order: RowOrder) -> dict[str, s
         if len(network.consumers(inputs[role])) == 1:
             del network.sources[inputs[role]]
         if role == "weight":
-            assert isinstance(source, Rows)
-            packed = PackedRows(source, order)
+            packed: PackedMxRows | PackedRows
+            if isinstance(source, MxRows):
+                packed = PackedMxRows(source, order)
+            else:
+                assert isinstance(source, Rows)
+                packed = PackedRows(source, order)
             inputs[role] = network.add_weight(f"{linear.name}.{role}", packed).name
         else:
-            assert isinstance(source, Rows | RowScales)
+            assert isinstance(source, Rows | RowScales | MxRowScales)
             vector = PackedVector(source, order)
             inputs[role] = network.add_weight(f"{linear.name}.{role}", vector).name
     return inputs

@@ -1,10 +1,11 @@
-"""Give linears the FP8 weights and activation scales that the checkpoint holds for them."""
+"""Give linears the FP8 or MXFP4 weights and activation scales that the checkpoint holds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from llmctl.builder.mxfp4 import MxRows, MxRowScales
 from llmctl.builder.network import Network, Node
 from llmctl.builder.sources import LargestScale, Rows, RowScales
 from llmctl.errors import Unsupported
@@ -14,10 +15,12 @@ FP8 = "float8_e4m3fn"
 
 @dataclass(frozen=True, slots=True)
 class LinearScales:
-    """The scale tensors of one FP8 linear; no input_scale: each token gets its own as it runs."""
+    """The scale tensors of one FP8 linear; no input_scale: each token gets its own as it runs.
+    is_mxfp4: its weight has four bits (mxfp4.py), which the products of FP8 take."""
 
     weight_scale: str
     input_scale: str | None
+    is_mxfp4: bool = False
 
 
 def quantize_linears(network: Network, scales: Mapping[str, LinearScales]) -> Network:
@@ -36,10 +39,12 @@ def quantize_linears(network: Network, scales: Mapping[str, LinearScales]) -> Ne
             found = [scales[module] for module in modules if module in scales]
             if not found:
                 continue
-            if len(found) != len(modules) or len({s.input_scale is None for s in found}) != 1:
+            kinds = {(s.input_scale is None, s.is_mxfp4) for s in found}
+            if len(found) != len(modules) or len(kinds) != 1:
                 raise Unsupported(
                     f"{', '.join(modules)} are quantized differently; parts of one merged linear "
-                    "must all be FP8 with the same kind of activation scale, or all unquantized",
+                    "must all be FP8 or all MXFP4 with the same kind of activation scale, or all "
+                    "unquantized",
                     fix="quantize again, excluding all of them or none",
                 )
             _quantize(quantized, node, source, found)
@@ -49,10 +54,17 @@ def quantize_linears(network: Network, scales: Mapping[str, LinearScales]) -> Ne
 
 def _quantize(network: Network, node: Node, source: Rows, scales: list[LinearScales]) -> None:
     rows = [shape[0] for _, shape in source.parts]
-    row_scales = RowScales(tuple(zip((s.weight_scale for s in scales), rows, strict=True)))
+    row_scales: RowScales | MxRowScales
+    numbers: Rows | MxRows
+    if scales[0].is_mxfp4:
+        row_scales = MxRowScales(tuple(zip((n for n, _ in source.parts), rows, strict=True)))
+        numbers = MxRows(source.parts)
+    else:
+        row_scales = RowScales(tuple(zip((s.weight_scale for s in scales), rows, strict=True)))
+        numbers = replace(source, dtype=FP8)
     weight = node.inputs["weight"]
     del network.sources[weight]
-    network.add_weight(weight, replace(source, dtype=FP8))
+    network.add_weight(weight, numbers)
     scale = network.add_weight(f"{node.name}.weight_scale", row_scales).name
     x = network.tensors[node.inputs["x"]]
     out = network.add_activation(f"{node.name}.x", FP8, x.shape).name

@@ -3,12 +3,13 @@
 #pragma once
 
 #include "packed_linear/hopper.cuh"
+#include "packed_linear/mxfp4.cuh"
 #include "packed_linear/norm_math.cuh"
 
 typedef MODEL_TYPE::Storage Value;
 typedef KV_TYPE::Storage Cached;
 
-struct Weights {  // FP8, and what turns sums into numbers
+struct Weights {  // FP8 or MXFP4, and what turns sums into numbers
   const u8* weight;
   const float *weight_scale, *x_scale;
   const Value* bias;
@@ -27,7 +28,10 @@ static_assert(sizeof(Layer) == 23 * 8, "as kernel.py has it");
 constexpr int COMPUTE = 256, WARPS = COMPUTE / 32;  // threads that compute
 constexpr int COPY = 128;                           // and that copy
 constexpr int INTERVAL_BYTES = 512;                 // of K, summed by one chain of products
-constexpr int UNIT_BYTES = 64 * INTERVAL_BYTES;     // weight rows times intervals of K: 64
+constexpr int CHUNKS = MXFP4 ? 2 : 4;               // packed blocks of an interval
+constexpr int ROW_BYTES = MXFP4 ? 136 : 128;        // of a row of a packed block
+constexpr int BLOCK_BYTES = 64 * ROW_BYTES;
+constexpr int UNIT_BYTES = CHUNKS * BLOCK_BYTES;    // weight rows times intervals of K: 64
 constexpr int SUM_BYTES = TOKENS * 64 * 4;          // of a unit
 
 constexpr int QKV_ROWS = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE, ATTENDED = NUM_HEADS * HEAD_SIZE;
@@ -67,18 +71,19 @@ struct Share {
   }
 };
 
-// Shared memory: a ring of weights, ROOM for tokens and sums or for attention, sums of squares, this
+// Shared memory: the numbers of four bits, a ring of weights, ROOM for tokens and sums or for attention, sums of squares, this
 // layer's tensors and the next one's.
 struct Shared {
-  u32 base, ring, tokens, squares, layers;
-  u32 full, empty;  // barriers: full has one for each quarter of a slot
+  u32 base, table, ring, tokens, squares, layers;
+  u32 full, empty;  // barriers: full has one for each chunk of a slot
   DEVICE explicit Shared(u32 base_) : base(base_) {
-    ring = (base + 1023) & ~1023u;
+    table = (base + 255) & ~255u;
+    ring = (base + (MXFP4 ? 255 + MXFP4_TABLE_BYTES : 0) + 1023) & ~1023u;
     tokens = ring + STAGES * UNIT_BYTES;
     squares = tokens + ROOM;
     layers = squares + 2 * 128;
     full = layers + 2 * sizeof(Layer);
-    empty = full + 8 * 4 * STAGES;
+    empty = full + 8 * CHUNKS * STAGES;
   }
   // Of a product's units, behind its tokens.
   template <class S>

@@ -2,7 +2,7 @@
 
 A layer is: normalize (in the product or ahead of it), QKV with rotary embedding and KV write,
 attention, output projection, normalize, gate and up with SwiGLU, down. Weights and tokens of every
-product are FP8 with one scale for all tokens.
+product are FP8 with one scale for all tokens, or all weights have four bits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmctl.plugins.packed_linear.arguments import is_fp8, is_mxfp4
 from llmctl.plugins.packed_linear.norm import norm_call
 from llmctl.plugins.paged_attention.batch import covers_batch
 from llmctl.plugins.spec import FP8
@@ -112,6 +113,11 @@ class Layer:
         return _name(self.o.outputs["out"])
 
     @property
+    def is_mxfp4(self) -> bool:
+        """Whether weights have four bits."""
+        return is_mxfp4(self.qkv)
+
+    @property
     def rotary(self) -> torch.Tensor:
         """Cosines and sines by position."""
         return self.qkv.inputs["rotary"]
@@ -152,7 +158,7 @@ class Layer:
         scales = [role in self.attention.inputs for role in ("k_scale", "v_scale")]
         return (
             self.products, self.num_kv_heads, self.dtype, self.epsilon, self.logit_scale,
-            norm.attributes["epsilon"], *scales,
+            norm.attributes["epsilon"], self.is_mxfp4, *scales,
         )  # fmt: skip
 
 
@@ -242,6 +248,7 @@ def _is_covered(layer: Layer, limits: StepLimits) -> bool:
         all(taken is given for taken, given in passed_on)
         and all("residual" in norm.inputs and "scale" in norm.inputs for norm in norms)
         and all(_is_static(call) for call in products)
+        and len({is_mxfp4(call) for call in products}) == 1
         and "scale" in layer.gate_up.inputs
         and _name(layer.attention.outputs["out"]) == FP8
         and covers_batch(layer.attention, limits)
@@ -253,9 +260,9 @@ def _is_covered(layer: Layer, limits: StepLimits) -> bool:
 
 
 def _is_static(call: OpCall) -> bool:
-    weight, scale = call.inputs["weight"], call.inputs.get("x_scale")
-    is_fp8 = _name(weight) == FP8 and _name(call.inputs["x"]) in (FP8, "bfloat16", "float16")
-    return is_fp8 and scale is not None and scale.numel() == 1
+    scale = call.inputs.get("x_scale")
+    has_fp8_tokens = _name(call.inputs["x"]) in (FP8, "bfloat16", "float16")
+    return is_fp8(call) and has_fp8_tokens and scale is not None and scale.numel() == 1
 
 
 def _name(tensor: torch.Tensor) -> str:

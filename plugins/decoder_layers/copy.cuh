@@ -1,7 +1,7 @@
-// How the weights of layers.cu get to a block: four warps, one for each chunk of an interval, copy the
-// block's share of all products, one after the other, through the ring. They wait for no other block.
-// IN_FLIGHT quarters of units at most are on their way: more would not come faster, and all else would
-// queue behind them.
+// How the weights of layers.cu get to a block: a warp for each chunk of an interval copies the block's
+// share of all products, one after the other, through the ring. They wait for no other block. IN_FLIGHT
+// chunks of units at most are on their way: more would not come faster, and all else would queue behind
+// them.
 #pragma once
 
 #include "decoder_layers/chain.cuh"
@@ -9,29 +9,29 @@
 template <class S>
 DEVICE void copy_product(const Shared& shared, const u8* weight, int chunk, u32& number, u64 policy) {
   const Share<S> share;
-  constexpr int PIECE = S::GROUP_ROWS * 128;  // an interval's chunk
+  constexpr int PIECE = S::GROUP_ROWS * ROW_BYTES;  // an interval's chunk
 #pragma unroll 1
   for (int i = 0; i < share.count; ++i) {
     const int row = (share.first + i * NUM_BLOCKS) * S::GROUP_ROWS;
-    const u8* tile = weight + (long long)(row / 64) * (S::K / 128) * 8192;
-    const u8* from = tile + chunk * 8192 + row % 64 * 128;
+    const u8* tile = weight + (long long)(row / 64) * S::INTERVALS * UNIT_BYTES;
+    const u8* from = tile + chunk * BLOCK_BYTES + row % 64 * ROW_BYTES;
 #pragma unroll 1
     for (int unit = 0; unit < S::UNITS; ++unit, ++number) {
       const u32 slot = number % STAGES, turns = number / STAGES;
       if (turns > 0) barrier_wait(shared.empty + 8 * slot, (turns & 1) ^ 1);
-      const int behind = 4 * number + chunk - IN_FLIGHT;
+      const int behind = CHUNKS * number + chunk - IN_FLIGHT;
       if (behind >= 0) {
-        barrier_wait(shared.full + 8 * (behind % (4 * STAGES)), behind / (4 * STAGES) & 1);
+        barrier_wait(shared.full + 8 * (behind % (CHUNKS * STAGES)), behind / (CHUNKS * STAGES) & 1);
       }
       const int intervals = min(S::UNIT_INTERVALS, S::INTERVALS - unit * S::UNIT_INTERVALS);
-      const u32 full = shared.full + 8 * (4 * slot + chunk);
-      const u32 to = shared.ring + slot * UNIT_BYTES + chunk * (UNIT_BYTES / 4);
+      const u32 full = shared.full + 8 * (CHUNKS * slot + chunk);
+      const u32 to = shared.ring + slot * UNIT_BYTES + chunk * BLOCK_BYTES;
       barrier_expect(full, intervals * PIECE);
 #pragma unroll
       for (int k = 0; k < S::UNIT_INTERVALS; ++k) {
-        if (k < intervals) copy_block(to + k * PIECE, from + k * 32768, PIECE, full, policy);
+        if (k < intervals) copy_block(to + k * PIECE, from + k * UNIT_BYTES, PIECE, full, policy);
       }
-      from += S::UNIT_INTERVALS * 32768;
+      from += S::UNIT_INTERVALS * UNIT_BYTES;
     }
   }
 }

@@ -28,16 +28,17 @@ from llmctl.plugins.cuda.kernel import (
     StepShape,
 )
 from llmctl.plugins.decoder_layers.chain import Layer, find_layers, layer_fields
+from llmctl.plugins.packed_linear.layout import form_of
 from llmctl.plugins.paged_attention.tiles import KEYS, count_units
 
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
 
 MAX_CONTEXT = 4096  # tokens: in longer ones a unit of attention takes a team too long
-MIN_STAGES, MAX_STAGES = 3, 6  # of the ring
-IN_FLIGHT = 5  # quarters of units on their way to a block: enough for the memory, and no more
+MIN_STAGES, MAX_RING_BYTES = 3, 6 * 32768
+IN_FLIGHT = 5  # chunks of units on their way to a block: enough for the memory, and no more
 _SHARED_LIMIT = 227 * 1024  # of a thread block
-_UNIT_BYTES = 64 * 512  # 16 rows at four intervals of 512 of K, or 8 at eight
+_TABLE_BYTES = 255 + 128  # of the numbers of four bits
 _COLUMNS = 8  # rows of attention that a team takes
 _TEAMS = 2  # of warps in a block, that take units of attention
 _FINISHED = 32  # sums of a row group and a token that a block finishes at once
@@ -68,14 +69,17 @@ class Chain:
 class Room:
     """How a thread block divides its shared memory, bytes."""
 
+    unit: int  # of the ring
+    table: int  # the numbers of four bits
     work: int  # tokens and sums, or keys and values
     stages: int  # slots of the ring
     slots: int  # of a team, for tiles of keys and values
 
     @property
     def num_bytes(self) -> int:
-        """Alignment, ring and its barriers, work, sums of squares, two layers' addresses."""
-        return 1024 + self.stages * (_UNIT_BYTES + 40) + self.work + 256 + 2 * _LAYER_BYTES
+        """Alignment, table, ring and its barriers, work, sums of squares, two layers' addresses."""
+        ring = self.stages * (self.unit + 40)
+        return 1024 + self.table + ring + self.work + 256 + 2 * _LAYER_BYTES
 
 
 def find_chain(
@@ -123,6 +127,7 @@ def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
             *(pointer(layer.dtype), "*fp32", *["*i32"] * 5, "*u8", "*i32", "fp32", "fp32", "i32"),
         ),
         constants={
+            "MXFP4": int(layer.is_mxfp4),
             "MODEL_TYPE": _TYPES[layer.dtype],
             "KV_TYPE": _TYPES[limits.kv_dtype],
             "HIDDEN": layer.hidden,
@@ -203,7 +208,8 @@ def exchange_bytes(layer: Layer, limits: StepLimits, tokens: int) -> int:
 def shape_key(layer: Layer) -> str:
     """The layer's sizes, as tactics.json has them."""
     heads = f"a{layer.num_heads}.{layer.num_kv_heads}x{layer.head_size}"
-    return f"h{layer.hidden}.i{layer.intermediate}.{heads}"
+    key = f"h{layer.hidden}.i{layer.intermediate}.{heads}"
+    return key + ".mxfp4" * layer.is_mxfp4
 
 
 def _measured_gains(layer: Layer) -> Gains:
@@ -236,13 +242,17 @@ def _room(layer: Layer, limits: StepLimits, tokens: int) -> Room | None:
     itemsize: int = getattr(torch, limits.kv_dtype).itemsize
     tiles = _TEAMS * 2 * KEYS * layer.head_size * itemsize
     smallest = -(-max(work, tiles) // 1024) * 1024
-    stages = _stages(Room(smallest, 0, 1))
+    form = form_of(layer.qkv.inputs["weight"])
+    unit = form.interval * form.block_bytes  # 16 rows at four intervals of 512 of K, or 8 at eight
+    table = _TABLE_BYTES * layer.is_mxfp4
+    stages = _stages(Room(unit, table, smallest, 0, 1))
     if stages < MIN_STAGES:
         return None
     wider = max(smallest, 2 * tiles)
-    slots = 2 if _stages(Room(wider, 0, 2)) == stages else 1
-    return Room(smallest if slots == 1 else wider, stages, slots)
+    slots = 2 if _stages(Room(unit, table, wider, 0, 2)) == stages else 1
+    return Room(unit, table, smallest if slots == 1 else wider, stages, slots)
 
 
 def _stages(room: Room) -> int:
-    return min((_SHARED_LIMIT - room.num_bytes) // (_UNIT_BYTES + 40), MAX_STAGES)
+    fitting = (_SHARED_LIMIT - room.num_bytes) // (room.unit + 40)
+    return min(fitting, MAX_RING_BYTES // room.unit)

@@ -1,6 +1,6 @@
 // Decoder layers for a token or two, in one kernel: the time of a step is that of reading the weights.
 //
-// One thread block a multiprocessor. Four warps copy this block's share of all weights, product after
+// One thread block a multiprocessor. Four warps (two, for weights of four bits) copy this block's share of all weights, product after
 // product, through a ring of STAGES units (copy.cuh); they never wait for another block, so while
 // numbers are handed on and while attention runs, weights of what follows arrive. Eight warps compute:
 // each product takes its tokens as other blocks finish them (exchange.cuh) and multiplies what the ring
@@ -13,7 +13,7 @@
 // end (and, beside it, which half of the exchange comes first), arrivals, arrivals of each KV head. All
 // but the half are zero before and after.
 //
-// Macros: MODEL_TYPE, KV_TYPE, HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, O_GROUP and
+// Macros: MXFP4 (0 | 1: weights of four bits), MODEL_TYPE, KV_TYPE, HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, O_GROUP and
 // DOWN_GROUP (weight rows that a block takes at once: 8 | 16), TOKENS_PER_BLOCK, TOKENS (most of a
 // step), NUM_BLOCKS (of the grid), STAGES, IN_FLIGHT, ROOM (of shared memory: chain.cuh), SLOTS (tiles
 // of a team that takes units of attention: 1 | 2), MAX_UNITS, EXCHANGE_BYTES.
@@ -63,9 +63,10 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
   extern __shared__ u8 memory[];
   const Shared shared(shared_address(memory));
   const Layer* all = (const Layer*)table;
+  if (MXFP4) make_mxfp4_table(shared.table);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      for (int c = 0; c < 4; ++c) barrier_init(shared.full + 8 * (4 * i + c), 1);
+      for (int c = 0; c < CHUNKS; ++c) barrier_init(shared.full + 8 * (CHUNKS * i + c), 1);
       barrier_init(shared.empty + 8 * i, 4);
     }
     barrier_init_fence();
@@ -74,7 +75,8 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
   launch_dependents();
   if (threadIdx.x >= COMPUTE) {  // leave registers to those that compute, of 504 three times 168
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (lane_id() == 0) copy_all(shared, all, num_layers, (threadIdx.x - COMPUTE) / 32);
+    const int chunk = (threadIdx.x - COMPUTE) / 32;
+    if (lane_id() == 0 && chunk < CHUNKS) copy_all(shared, all, num_layers, chunk);
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

@@ -72,6 +72,45 @@ DEVICE void store_sums(u32 to, const float (&part)[S::OPERAND_ROWS / 2]) {
   }
 }
 
+// Starts the products of one chunk of a unit at `weights` and its tokens.
+template <class S>
+DEVICE void start_chunk(u32 weights, u32 tokens, int chunk, float (&part)[S::OPERAND_ROWS / 2]) {
+  product_fence();
+  const u64 a = operand(weights);
+  const u64 b = operand(tokens + chunk * S::OPERAND_ROWS * 128);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    Product<E4M3, S::OPERAND_ROWS>::add(part, a + 2 * k, b + 2 * k, chunk + k > 0);
+  }
+  product_commit();
+}
+
+// The same for weights of four bits.
+template <class S>
+DEVICE void start_expanded(const Mxfp4Chunk& weights, u32 tokens, int chunk,
+                           float (&part)[S::OPERAND_ROWS / 2]) {
+  u32 a[8][4];
+  weights.expand(a);
+  product_fence();
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const u64 b = operand(tokens + (2 * chunk + k / 4) * S::OPERAND_ROWS * 128) + 2 * (k % 4);
+    HeldProduct<S::OPERAND_ROWS>::add(part, a[k], b, chunk + k > 0);
+  }
+  product_commit();
+}
+
+template <class S>
+DEVICE void multiply_expanded(const Shared& shared, u32 slot, u32 parity, u32 stage, u32 tokens,
+                              float (&part)[S::OPERAND_ROWS / 2]) {
+  const u32 octets = stage + threadIdx.x / 32 % 4 * (2 * MXFP4_OCTET_BYTES);
+  barrier_wait(shared.full + 8 * (2 * slot), parity);
+  barrier_wait(shared.full + 8 * (2 * slot + 1), parity);
+  const Mxfp4Chunk first(shared.table, octets), second(shared.table, octets + BLOCK_BYTES);
+  start_expanded<S>(first, tokens, 0, part);
+  start_expanded<S>(second, tokens, 1, part);
+}
+
 // Multiplies the block's units by the tokens in shared memory; `taken` counts units of the ring. Two
 // teams of four warps take units in turn.
 template <class S>
@@ -85,17 +124,14 @@ DEVICE void multiply(const Shared& shared, const Share<S>& share, u32& taken) {
     const u32 tokens = __shfl_sync(~0u, shared.tokens + u % S::UNITS * S::OPERAND_BYTES, 0);
     float part[S::OPERAND_ROWS / 2];
     keep_order(part);
+    if constexpr (MXFP4) {
+      multiply_expanded<S>(shared, slot, number / STAGES & 1, stage, tokens, part);
+    } else {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      barrier_wait(shared.full + 8 * (4 * slot + c), number / STAGES & 1);
-      product_fence();
-      const u64 a = operand(stage + c * (UNIT_BYTES / 4));
-      const u64 b = operand(tokens + c * S::OPERAND_ROWS * 128);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        Product<E4M3, S::OPERAND_ROWS>::add(part, a + 2 * k, b + 2 * k, c + k > 0);
+      for (int c = 0; c < CHUNKS; ++c) {
+        barrier_wait(shared.full + 8 * (CHUNKS * slot + c), number / STAGES & 1);
+        start_chunk<S>(stage + c * BLOCK_BYTES, tokens, c, part);
       }
-      product_commit();
     }
     product_wait<0>();
     keep_order(part);

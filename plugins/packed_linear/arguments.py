@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Union
 
 from llmctl.plugins.cuda.dtypes import pointer, short_name
 from llmctl.plugins.cuda.kernel import Constant, LaunchEnv, StepLimits, TensorMap
+from llmctl.plugins.packed_linear.layout import CHUNK_BYTES, MXFP4
 from llmctl.plugins.spec import FP8
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _OPTIONAL = ("weight_scale", "x_scale", "bias", "scale", "k_scale", "v_scale")
 def type_constants(call: OpCall, limits: StepLimits) -> dict[str, Constant]:
     """Macros that follow from the call's dtypes and attributes."""
     constants: dict[str, Constant] = {
-        "INPUT_TYPE": _TYPES[name_of(call.inputs["weight"])],
+        "INPUT_TYPE": "E4M3" if is_mxfp4(call) else _TYPES[name_of(call.inputs["weight"])],
         "MODEL_TYPE": _TYPES[model_dtype(call)],
         "OUT_TYPE": _TYPES[name_of(_out(call))],
         "EPILOGUE": _EPILOGUES[call.op],
@@ -49,8 +50,9 @@ def type_words(call: OpCall, limits: StepLimits) -> list[str]:
 
 
 def token_map(call: OpCall, tile_tokens: int) -> TensorMap:
-    """The rows of `x` in boxes of a tile's tokens and a block's 128 bytes of K."""
-    return TensorMap(call.inputs["x"], tile_tokens, call.inputs["weight"].shape[3])
+    """The rows of `x` in boxes of a tile's tokens and 128 bytes of K."""
+    x = call.inputs["x"]
+    return TensorMap(x, tile_tokens, CHUNK_BYTES // x.element_size())
 
 
 def argument_kinds(call: OpCall, limits: StepLimits) -> tuple[str, ...]:
@@ -89,6 +91,16 @@ def argument_values(call: OpCall, env: LaunchEnv, tokens: int) -> tuple[Argument
         values += [call.inputs["rotary"], env.step.position_ids, env.step.slot_mapping, cache]
         values += [*optional("k_scale", "v_scale"), env.limits.tokens_per_block]
     return tuple(values)
+
+
+def is_mxfp4(call: OpCall) -> bool:
+    """Whether the weight has four bits (mxfp4.py)."""
+    return name_of(call.inputs["weight"]) == MXFP4
+
+
+def is_fp8(call: OpCall) -> bool:
+    """Whether products are of FP8 numbers, which are summed in intervals."""
+    return name_of(call.inputs["weight"]) in (FP8, MXFP4)
 
 
 def model_dtype(call: OpCall) -> str:

@@ -16,7 +16,10 @@
 // tile that two blocks share is summed by one after the other: no block may have none. K must have
 // a multiple of CHUNKS chunks.
 //
-// Macros: INPUT_TYPE (E4M3 | BF16 | FP16), TOKENS (8 ... 64), ROW_TILES, CHUNKS, STAGES, SPLIT
+// Weights of four bits (MXFP4) have chunks of 256 columns, which meet two chunks of tokens. Warps expand
+// them to E4M3 in registers on the way to the same products.
+//
+// Macros: INPUT_TYPE (E4M3 | BF16 | FP16: of tokens), MXFP4 (0 | 1), TOKENS (8 ... 64), ROW_TILES, CHUNKS, STAGES, SPLIT
 // (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), FILL (slots on their way during the
 // ring's first turn; 0: all), NORM (decode_norm.cuh), and those of epilogue.cuh. Grid: x blocks
 // (times SPLIT), y token tiles.
@@ -33,13 +36,15 @@
 #endif
 
 // Of a multiprocessor, as far as registers allow.
-constexpr int BLOCKS = ROW_TILES * TOKENS <= 16 && !(NORM && (UNITS > 3 || HIDDEN > 4096)) ? 2 : 1;
+constexpr bool HAS_MANY_REGISTERS = NORM ? UNITS > 3 || HIDDEN > 4096 : MXFP4 && ROW_TILES > 1;
+constexpr int BLOCKS = ROW_TILES * TOKENS <= 16 && !HAS_MANY_REGISTERS ? 2 : 1;
 
 extern "C" __global__ void __launch_bounds__(THREADS + HELPERS, BLOCKS)
     decode(TOKEN_PARAMETERS, const u8* weight, int row_tiles, int chunks,
            EPILOGUE_PARAMETERS HANDOVER_PARAMETERS) {
   extern __shared__ u8 memory[];
   const Shared shared(shared_address(memory));
+  if (MXFP4) make_mxfp4_table(shared.table);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(shared.full + 8 * i, 1);

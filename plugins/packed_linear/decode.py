@@ -1,10 +1,10 @@
 """The packed products of few tokens: binaries and launches of `decode.cu`.
 
 A variant is written compactly, as tactics store it: "n8r1c2s6k1g128f2" is a tile of 8 tokens, 1
-row tile and 2 chunks a slot, 6 slots, no split of K, 128 thread blocks (0: as many as suit the
-shape), 2 slots on their way while the ring is filled for the first time (0: all). k0: every block
-has an equal share of all intervals. With "+norm8" every block normalizes the tokens itself, with 8
-warps.
+row tile and 2 chunks (blocks along K) a slot, 6 slots, no split of K, 128 thread blocks (0: as many
+as suit the shape), 2 slots on their way while the ring is filled for the first time (0: all). k0:
+every block has an equal share of all intervals. With "+norm8" every block normalizes the tokens
+itself, with 8 warps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from llmctl.plugins.packed_linear.arguments import (
     Argument,
     argument_kinds,
     argument_values,
+    is_mxfp4,
     token_map,
     type_constants,
     type_words,
 )
-from llmctl.plugins.packed_linear.layout import TILE_ROWS
+from llmctl.plugins.packed_linear.layout import FORMS, MXFP4, TILE_ROWS, Form, form_of
+from llmctl.plugins.spec import FP8
 
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
@@ -33,12 +35,12 @@ if TYPE_CHECKING:
 TOKEN_TILES = (8, 16, 24, 32, 64)
 SHARED_LIMIT = 227 * 1024  # of a thread block
 SHARED_HALF = 112 * 1024  # two thread blocks fit a multiprocessor (1 KiB each is reserved)
-INTERVAL = 4  # chunks of 128 bytes that an FP8 sum takes at once: 512 elements
 MAX_BLOCKS, MAX_HANDED = 264, 64  # blocks and tokens of sums that blocks hand on
-BLOCK_BYTES = 8192  # 64 rows of 128 bytes
 _PART_BYTES = 512  # 16 rows x 8 tokens of float32
 NORM_PART, MAX_NORM_PARTS = 256, 32  # elements that a warp normalizes at once; of a row
 _NORM_SUMS = 2 * 4 * MAX_NORM_PARTS  # bytes; two rows in turn
+_ALIGNMENT = 1024  # of tokens in a slot
+_TABLE_BYTES = 255 + 128  # of the numbers of four bits
 _SLOT_BARRIERS = 24  # bytes: a slot is full, is empty, has the weights of its first turn
 _WARPS = 5
 _PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)f(\d+)(?:\+norm(\d+))?")
@@ -56,6 +58,7 @@ class DecodeVariant:
     blocks: int = 0  # thread blocks; 0: see `grid_blocks`
     fill: int = 0  # slots on their way while the ring is filled for the first time; 0: all
     norm_warps: int = 0  # that normalize the tokens; 0: they come normalized
+    form: Form = FORMS[FP8]  # of the weight; not part of the text
 
     def __str__(self) -> str:
         return (
@@ -64,12 +67,13 @@ class DecodeVariant:
         )
 
     @classmethod
-    def parse(cls, text: str) -> DecodeVariant:
-        """The inverse of str()."""
+    def parse(cls, text: str, form: Form = FORMS[FP8]) -> DecodeVariant:
+        """The inverse of str(), for weights of a form."""
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a decode variant")
-        return cls(*(int(number or 0) for number in match.groups()))
+        sizes = [int(number or 0) for number in match.groups()]
+        return replace(cls(*sizes), form=form)
 
     @property
     def helpers(self) -> int:
@@ -86,7 +90,7 @@ class DecodeVariant:
         tokens = chunks * self.tokens * 128 + _NORM_SUMS if self.normalizes else 0
         if self.split <= 1:
             return tokens
-        intervals = -(-chunks // INTERVAL)
+        intervals = -(-chunks // self.form.interval)
         return (
             tokens + intervals * self.row_tiles * (4 // self.split) * self.tokens // 8 * _PART_BYTES
         )
@@ -94,26 +98,35 @@ class DecodeVariant:
     @property
     def stage_bytes(self) -> int:
         """Weights and tokens of one slot."""
-        tokens = 0 if self.normalizes else self.tokens * 128
-        return self.chunks * (self.row_tiles * BLOCK_BYTES + tokens)
+        tokens = 0 if self.normalizes else self.chunks * self.form.token_chunks * self.tokens * 128
+        weights = self.row_tiles * self.chunks * self.form.block_bytes
+        return -(-weights // _ALIGNMENT) * _ALIGNMENT + tokens
 
     def shared_bytes(self, chunks: int) -> int:
-        """Dynamic shared memory: alignment, ring, what is kept beside it, barriers."""
+        """Dynamic shared memory: alignment, table, ring, what is kept beside it, barriers."""
         barriers = _SLOT_BARRIERS * self.stages + 16
-        return 1024 + self.stages * self.stage_bytes + self.kept_bytes(chunks) + barriers
+        return (
+            self._head_bytes + self.stages * self.stage_bytes + self.kept_bytes(chunks) + barriers
+        )
+
+    @property
+    def _head_bytes(self) -> int:
+        is_mxfp4 = self.form == FORMS[MXFP4]
+        return _ALIGNMENT + _TABLE_BYTES * is_mxfp4
 
     def fits(self, row_tiles: int, chunks: int, is_fp8: bool) -> bool:
         """Whether it can run a weight of this many row tiles and chunks."""
-        intervals = -(-chunks // INTERVAL)
+        intervals = -(-chunks // self.form.interval)
         return (
             chunks % self.chunks == 0
-            and INTERVAL % self.chunks == 0
+            and self.form.interval % self.chunks == 0
             and self.tokens in TOKEN_TILES
             and (self.split <= 1 or (is_fp8 and self.split in (2, 4) and intervals >= self.split))
             and (self.split != 0 or self.row_tiles == 1)
             and self.shared_bytes(chunks) <= SHARED_LIMIT
             and self.fill <= self.stages
             and (not self.normalizes or self._normalizes_width(chunks * (128 if is_fp8 else 64)))
+            and not (self.normalizes and self.form == FORMS[MXFP4])
         )
 
     def _normalizes_width(self, hidden: int) -> bool:
@@ -124,7 +137,7 @@ class DecodeVariant:
 
     def with_stages(self, chunks: int, room: int) -> DecodeVariant:
         """The same with as many slots as fit `room` bytes."""
-        room -= 1024 + 16 + self.kept_bytes(chunks)
+        room -= self._head_bytes + 16 + self.kept_bytes(chunks)
         return replace(self, stages=room // (self.stage_bytes + _SLOT_BARRIERS))
 
 
@@ -142,11 +155,13 @@ def grid_blocks(variant: DecodeVariant, row_tiles: int, num_sms: int) -> int:
 
 def decode_spec(call: OpCall, variant: DecodeVariant, limits: StepLimits) -> KernelSpec:
     """The binary of one call and variant; calls of equal dtypes and features share it."""
+    assert variant.form.block_bytes == form_of(call.inputs["weight"]).block_bytes
     chunks = call.inputs["weight"].shape[1]
-    intervals = -(-chunks // INTERVAL) if variant.split > 1 else 0
+    intervals = -(-chunks // variant.form.interval) if variant.split > 1 else 0
     handed = ("*fp32", "*i32") if variant.split == 0 else ()
     constants: dict[str, Constant] = {
         **type_constants(call, limits),
+        "MXFP4": int(is_mxfp4(call)),
         "TOKENS": variant.tokens,
         "ROW_TILES": variant.row_tiles,
         "CHUNKS": variant.chunks,

@@ -28,6 +28,31 @@ struct Slice {
   }
 };
 
+// Products of one chunk of weights of four bits, finished: registers that products read must not be
+// written meanwhile, or ptxas would let every product wait for the one before it.
+template <int ACTIVE>
+DEVICE void multiply_expanded(u32 table, u32 block, u32 tokens, float (&part)[ACTIVE][TOKENS / 2],
+                              bool is_first) {
+  u32 a[ACTIVE][8][4];
+#pragma unroll
+  for (int r = 0; r < ACTIVE; ++r) {
+    Mxfp4Chunk(table, block + r * (CHUNKS * BLOCK_BYTES)).expand(a[r]);
+  }
+  product_fence();
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const u64 b = operand(tokens + k / 4 * X_BYTES) + 2 * (k % 4);
+#pragma unroll
+    for (int r = 0; r < ACTIVE; ++r) {
+      HeldProduct<TOKENS>::add(part[r], a[r][k], b, !(is_first && k == 0));
+    }
+  }
+  product_commit();
+  product_wait<0>();
+#pragma unroll
+  for (int r = 0; r < ACTIVE; ++r) keep_order(part[r]);
+}
+
 // Starts one slot's products into `part`, after those started before.
 template <int ACTIVE>
 DEVICE void start_slot(const Shared& shared, const Walk& walk, float (&part)[ACTIVE][TOKENS / 2],
@@ -39,6 +64,15 @@ DEVICE void start_slot(const Shared& shared, const Walk& walk, float (&part)[ACT
   const u32 tokens = __shfl_sync(~0u, shared.tokens + walk.chunk * X_BYTES, 0);
 #pragma unroll
   for (int r = 0; r < ACTIVE; ++r) keep_order(part[r]);
+  if constexpr (MXFP4) {
+    const u32 octets = stage + threadIdx.x / 32 * (2 * MXFP4_OCTET_BYTES);  // of the warp's rows
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      multiply_expanded<ACTIVE>(shared.table, octets + c * BLOCK_BYTES,
+                                stage + WEIGHT_BYTES + 2 * c * X_BYTES, part, is_first && c == 0);
+    }
+    return;
+  }
   product_fence();
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
@@ -62,7 +96,7 @@ DEVICE void free_slot(const Shared& shared, int slot) {
 
 template <int ACTIVE>
 DEVICE void finish_products(float (&part)[ACTIVE][TOKENS / 2]) {
-  product_wait<0>();
+  if (!MXFP4) product_wait<0>();
 #pragma unroll
   for (int r = 0; r < ACTIVE; ++r) keep_order(part[r]);
 }
@@ -79,7 +113,7 @@ DEVICE void multiply_interval(const Shared& shared, Walk& walk, float (&part)[AC
     if (i > 0 && walk.chunk >= end) break;
     start_slot<ACTIVE>(shared, walk, part, i == 0);
     if (i == 0 && chunk_before < 0) meanwhile();
-    product_wait<1>();
+    if (!MXFP4) product_wait<1>();
     free_slot(shared, busy);
     busy = walk.slot;
     if (i == 0 && chunk_before >= 0) {

@@ -8,13 +8,16 @@
 #endif
 
 #include "packed_linear/epilogue.cuh"
+#include "packed_linear/mxfp4.cuh"
 
-constexpr int BLOCK_BYTES = 8192;  // a packed block: 64 rows x 128 bytes
+// A packed block: 64 rows x 128 bytes, or 64 rows x 256 columns of four bits. BOXES chunks of 128 bytes
+// of the tokens meet one.
+constexpr int BLOCK_BYTES = MXFP4 ? 8 * MXFP4_OCTET_BYTES : 8192, BOXES = MXFP4 ? 2 : 1;
 constexpr int X_BYTES = TOKENS * 128;
-constexpr int WEIGHT_BYTES = ROW_TILES * CHUNKS * BLOCK_BYTES;
-constexpr int STAGE_BYTES = WEIGHT_BYTES + (NORM ? 0 : CHUNKS * X_BYTES);
-constexpr int ELEMENTS = 128 / INPUT_TYPE::bytes;  // of a chunk
-constexpr int INTERVAL = 4;                        // chunks of an FP8 interval
+constexpr int WEIGHT_BYTES = (ROW_TILES * CHUNKS * BLOCK_BYTES + 1023) / 1024 * 1024;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + (NORM ? 0 : CHUNKS * BOXES * X_BYTES);
+constexpr int ELEMENTS = 128 / INPUT_TYPE::bytes;  // of a token chunk
+constexpr int INTERVAL = 4 / BOXES;                // chunks of an FP8 interval
 constexpr bool IS_FP8 = INPUT_TYPE::bytes == 1;
 constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 32;
 constexpr int OCTETS = TOKENS / 8;
@@ -24,6 +27,7 @@ constexpr int PART_BYTES = 512;   // 16 rows x 8 tokens of float32
 static_assert(CLUSTER == 1 || IS_FP8, "only sums in intervals can be divided over blocks");
 static_assert(SPLIT != 0 || ROW_TILES == 1, "shared tiles are handed on one by one");
 static_assert(INTERVAL % CHUNKS == 0, "an interval ends with a slot");
+static_assert(!MXFP4 || (IS_FP8 && !NORM), "four bits meet FP8 tokens, which come normalized");
 
 // What one block works on, and the slots of the ring it goes through, in order.
 #if SPLIT != 0
@@ -115,12 +119,14 @@ struct Walk {
 };
 
 struct Shared {
+  u32 table;  // with MXFP4
   u32 ring;
   u32 tokens, squares;  // with NORM: all chunks of the tokens; sums that make their norms
   u32 parts, full, empty, parts_full;
   u32 first;  // with FILL: the weights of a slot's first turn are there
   DEVICE explicit Shared(u32 base) {
-    ring = (base + 1023) & ~1023u;
+    table = (base + 255) & ~255u;
+    ring = (base + (MXFP4 ? 255 + MXFP4_TABLE_BYTES : 0) + 1023) & ~1023u;
     tokens = ring + STAGES * STAGE_BYTES;
 #if NORM
     squares = tokens + HIDDEN / ELEMENTS * X_BYTES;
@@ -140,7 +146,7 @@ struct Shared {
 DEVICE void copy_weights(const Shared& shared, const Walk& walk, const u8* weight, int chunks,
                          u32 x_bytes, u64 policy, bool is_first = false) {
   const u32 full = (is_first ? shared.first : shared.full) + 8 * walk.slot;
-  barrier_expect(full, walk.active * (CHUNKS * BLOCK_BYTES) + CHUNKS * x_bytes);
+  barrier_expect(full, walk.active * (CHUNKS * BLOCK_BYTES) + CHUNKS * BOXES * x_bytes);
   const u8* from = weight + ((long long)walk.tile * chunks + walk.chunk) * BLOCK_BYTES;
   const u32 to = shared.ring + walk.slot * STAGE_BYTES;
 #pragma unroll
@@ -173,8 +179,8 @@ DEVICE void fill_ring(const Shared& shared, const u8* weight, int row_tiles, int
 DEVICE void copy_tokens(const Shared& shared, const Walk& walk, const TensorMap* x, u64 policy) {
   const u32 to = shared.ring + walk.slot * STAGE_BYTES + WEIGHT_BYTES;
 #pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
-    copy_box(to + c * X_BYTES, x, (walk.chunk + c) * ELEMENTS, blockIdx.y * TOKENS,
+  for (int c = 0; c < CHUNKS * BOXES; ++c) {
+    copy_box(to + c * X_BYTES, x, (walk.chunk * BOXES + c) * ELEMENTS, blockIdx.y * TOKENS,
              shared.full + 8 * walk.slot, policy);
   }
 }
@@ -213,7 +219,7 @@ DEVICE void first_tokens(const Shared& shared, const TensorMap* x, int row_tiles
   Walk walk(row_tiles, chunks);
   wait_for_dependencies();
   for (int i = 0; i < STAGES && !walk.done(); ++i, walk.next()) {
-    barrier_expect(shared.full + 8 * walk.slot, CHUNKS * x_bytes);
+    barrier_expect(shared.full + 8 * walk.slot, CHUNKS * BOXES * x_bytes);
     copy_tokens(shared, walk, x, often);
   }
 }

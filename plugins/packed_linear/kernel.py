@@ -1,4 +1,5 @@
-"""CUDA kernels of the packed products: `decode.cu` for few tokens, `prefill.cu` for many.
+"""CUDA kernels of the packed products: `decode.cu` for few tokens, `prefill.cu` for many, with
+`expand.cu` before it where weights have four bits.
 
 A product with a norm is one launch where its variant normalizes, else two.
 """
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from llmctl.plugins.cuda.kernel import KernelSpec, Launch, LaunchEnv, StepLimits, StepShape
 from llmctl.plugins.packed_linear.decode import DecodeVariant, decode_launch, decode_spec
+from llmctl.plugins.packed_linear.layout import form_of
 from llmctl.plugins.packed_linear.norm import norm_call, product_call
-from llmctl.plugins.packed_linear.prefill import prefill_kernels, prefill_launch
+from llmctl.plugins.packed_linear.prefill import prefill_kernels, prefill_launches
 from llmctl.plugins.packed_linear.tactics import MANY, parse_tactic, tactic_of
 from llmctl.plugins.rms_norm import kernel as rms_norm
 
@@ -30,7 +32,7 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
         if variant == MANY:
             specs += prefill_kernels(plain, limits)
         else:
-            parsed = DecodeVariant.parse(variant)
+            parsed = DecodeVariant.parse(variant, form_of(call.inputs["weight"]))
             specs.append(decode_spec(call if parsed.normalizes else plain, parsed, limits))
         reached = most
     return specs
@@ -40,7 +42,8 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     """The launches of the entry for the step's tokens."""
     tokens = env.count(shape)
     variant = next(name for most, name in parse_tactic(tactic_of(call)) if tokens <= most)
-    parsed = None if variant == MANY else DecodeVariant.parse(variant)
+    form = form_of(call.inputs["weight"])
+    parsed = None if variant == MANY else DecodeVariant.parse(variant, form)
     if parsed is not None and parsed.normalizes:
         return [decode_launch(call, env, tokens, parsed)]
     before: list[Launch] = []
@@ -48,5 +51,5 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
         before = rms_norm.launches(norm_call(call), env, shape)
         call = product_call(call)
     if parsed is None:
-        return [*before, prefill_launch(call, env, tokens)]
+        return [*before, *prefill_launches(call, env, tokens)]
     return [*before, decode_launch(call, env, tokens, parsed)]

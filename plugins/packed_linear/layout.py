@@ -3,7 +3,8 @@
 A packed weight is [RT, KT, 64, C]: 64-row tiles, then chunks of 128 bytes of K (C elements). Each
 [64, 128 bytes] block is 8 KiB, contiguous, and already has the 128-byte swizzle that wgmma reads:
 the 16-byte piece c of row r lies at piece c XOR (r mod 8). So one bulk copy brings a block, and
-shared memory needs no further arrangement. Rows and columns beyond the matrix are zero.
+shared memory needs no further arrangement. Rows and columns beyond the matrix are zero. Weights of
+four bits have blocks of another form: mxfp4.py.
 
 Rows are packed in an order of their own, so that values which an epilogue combines meet in one
 thread: the accumulator of a thread holds rows r and r + 8 of every group of 16.
@@ -11,13 +12,41 @@ thread: the accumulator of a thread holds rows r and r + 8 of every group of 16.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from llmctl.plugins.packed_linear.mxfp4 import CHUNK_COLUMNS, ROW_BYTES, unpack_mxfp4
 
 TILE_ROWS = 64
 CHUNK_BYTES = 128
 _PIECES = 8  # 16-byte pieces of a chunk
 PIECE = torch.complex128  # the dtype of 16 bytes; pieces are only ever moved
 _GROUP = 16  # rows of one warp in a tile
+MXFP4 = "uint8"  # the dtype of packed weights of four bits
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the blocks of a packed weight are."""
+
+    block_bytes: int  # of 64 rows
+    columns: int  # elements of K
+    token_chunks: int  # of 128 bytes of a token, that meet one block
+    interval: int  # blocks that an FP8 sum takes at once: 512 elements of K
+
+
+FORMS = {
+    "float8_e4m3fn": Form(8192, 128, 1, 4),
+    "bfloat16": Form(8192, 64, 1, 4),
+    "float16": Form(8192, 64, 1, 4),
+    MXFP4: Form(TILE_ROWS * ROW_BYTES, CHUNK_COLUMNS, 2, 2),
+}
+
+
+def form_of(weight: torch.Tensor) -> Form:
+    """The form of a packed weight."""
+    return FORMS[str(weight.dtype).removeprefix("torch.")]
 
 
 def packed_shape(rows: int, inner: int, itemsize: int) -> tuple[int, int, int, int]:
@@ -41,7 +70,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
-    """packed [RT, KT, 64, C] -> weight [rows, inner] in packed row order."""
+    """packed [RT, KT, 64, C] -> weight [rows, inner] in packed row order; E4M3 of four bits."""
+    if packed.dtype == torch.uint8:
+        return unpack_mxfp4(packed, rows, inner)
     tiles, chunks, _, columns = packed.shape
     raw = packed.contiguous().view(torch.uint8)
     if raw.storage_offset() % PIECE.itemsize:

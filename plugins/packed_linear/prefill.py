@@ -9,15 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from llmctl.plugins.cuda.kernel import KernelSpec, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.packed_linear.arguments import (
     argument_kinds,
     argument_values,
+    is_mxfp4,
     name_of,
     token_map,
     type_constants,
     type_words,
 )
+from llmctl.plugins.packed_linear.expansion import expand_launch, expand_spec, expanded_call
 from llmctl.plugins.packed_linear.layout import TILE_ROWS
 from llmctl.plugins.spec import FP8
 
@@ -103,17 +107,27 @@ def _units(variant: Variant, num_tokens: int, row_tiles: int) -> int:
 
 def prefill_kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """Every binary that steps of many tokens may need."""
-    return [prefill_spec(call, variant, limits) for variant in variants_of(call)]
+    if not is_mxfp4(call):
+        return [prefill_spec(call, variant, limits) for variant in variants_of(call)]
+    fp8 = expanded_call(
+        call, lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
+    )
+    specs = [prefill_spec(fp8, variant, limits, is_expanded=True) for variant in variants_of(fp8)]
+    return [expand_spec(), *specs]
 
 
-def prefill_spec(call: OpCall, variant: Variant, limits: StepLimits) -> KernelSpec:
-    """The binary of one call and tile shape."""
+def prefill_spec(
+    call: OpCall, variant: Variant, limits: StepLimits, *, is_expanded: bool = False
+) -> KernelSpec:
+    """The binary of one call and tile shape. is_expanded: `expand_launch` makes its weight."""
+    words = (call.op, "many", variant.name, *["expanded"] * is_expanded)
     return KernelSpec(
-        name=".".join((call.op, "many", variant.name, *type_words(call, limits))),
+        name=".".join((*words, *type_words(call, limits))),
         source="packed_linear/prefill.cu",
         arguments=("tensor_map", *argument_kinds(call, limits)),
         constants={
             **type_constants(call, limits),
+            "EXPANDED": int(is_expanded),
             "WG_TILES": variant.wg_tiles,
             "TILE_TOKENS": variant.tokens,
             "CLUSTER": variant.cluster,
@@ -127,16 +141,30 @@ def prefill_spec(call: OpCall, variant: Variant, limits: StepLimits) -> KernelSp
     )
 
 
+def prefill_launches(call: OpCall, env: LaunchEnv, tokens: int) -> list[Launch]:
+    """Multiply the first `tokens` rows of `x`; weights of four bits are expanded before."""
+    if not is_mxfp4(call):
+        return [prefill_launch(call, env, tokens)]
+    expanded = expanded_call(call, env.scratch)
+    launch = prefill_launch(expanded, env, tokens, is_expanded=True)
+    return [expand_launch(call, expanded), launch]
+
+
 def prefill_launch(
-    call: OpCall, env: LaunchEnv, tokens: int, variant: Variant | None = None
+    call: OpCall,
+    env: LaunchEnv,
+    tokens: int,
+    variant: Variant | None = None,
+    *,
+    is_expanded: bool = False,
 ) -> Launch:
-    """Multiply the first `tokens` rows of `x`; without a variant, by the one `choose` names."""
+    """The launch with one weight; without a variant, that which `choose` names."""
     row_tiles, num_sms = call.inputs["weight"].shape[0], env.limits.num_sms
     if variant is None:
         variant = choose(call, tokens, num_sms)
     clusters = min(num_sms // variant.cluster, _units(variant, tokens, row_tiles))
     return Launch(
-        prefill_spec(call, variant, env.limits),
+        prefill_spec(call, variant, env.limits, is_expanded=is_expanded),
         (clusters * variant.cluster, 1, 1),
         (token_map(call, variant.tokens), *argument_values(call, env, tokens)),
     )

@@ -78,6 +78,7 @@ struct Work {
 
 DEVICE void load_weights(const Shared& shared, const Work& work, const u8* weight) {
   const u64 policy = evict_first_policy();
+  if (EXPANDED) wait_for_dependencies();
   Ring<A_STAGES> ring;
 #pragma unroll 1
   for (int unit = work.first(); unit < work.units(); unit += work.stride()) {

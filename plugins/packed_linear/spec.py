@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmctl.plugins.packed_linear.layout import TILE_ROWS
+from llmctl.plugins.packed_linear.layout import FORMS, MXFP4, TILE_ROWS
+from llmctl.plugins.packed_linear.mxfp4 import ROW_BYTES
 from llmctl.plugins.spec import FP8, OpSpec, Role, Tolerance
 
 # Inputs that all packed matrix products share.
 INPUTS = (
     Role("x", ("T", FP8), ("N", "K")),
-    Role("weight", ("T", FP8), ("RT", "KT", str(TILE_ROWS), "C")),
+    Role("weight", ("T", FP8, MXFP4), ("RT", "KT", str(TILE_ROWS), "C")),
     Role("weight_scale", ("float32",), ("rows",), optional=True),
     Role("x_scale", ("float32",), ("S",), optional=True),  # S: 1 or N
     Role("bias", ("T",), ("rows",), optional=True),
@@ -46,12 +47,14 @@ def row_tiles(rows: int) -> int:
 
 
 def inner_chunks(dims: Mapping[str, int]) -> int:
-    """Chunks of C elements that hold K."""
-    return -(-dims["K"] // dims["C"])
+    """Blocks along K: of C elements, or of the columns of four bits whose rows have C bytes."""
+    columns = {ROW_BYTES: FORMS[MXFP4].columns}.get(dims["C"], dims["C"])
+    return -(-dims["K"] // columns)
 
 
-# Activations, weights; scales go with FP8 only. `inner` is a multiple of 16 bytes (bulk copies).
-_DTYPES = ("bfloat16", "float16", FP8)
+# Of weights; activations are FP8 for four bits, else alike. Scales go with FP8 only. `inner` is a
+# multiple of 16 bytes (bulk copies), for four bits of a block.
+_DTYPES = ("bfloat16", "float16", FP8, MXFP4)
 
 SPEC = OpSpec(
     name="packed_linear",
@@ -77,8 +80,8 @@ SPEC = OpSpec(
         }
         for m, o, k in (
             (1, 64, 128),
-            (3, 37, 80),
-            (8, 192, 1040),
+            (3, 37, 96),
+            (8, 192, 1056),
             (11, 131, 2304),
             (17, 200, 512),
             (33, 70, 4096),
@@ -97,7 +100,7 @@ SPEC = OpSpec(
             "bias": False,
             "norm": True,
         }
-        for m, k in ((1, 1024), (3, 272), (12, 2048))
+        for m, k in ((1, 1024), (3, 288), (12, 2048))
         for dtype in _DTYPES
     ),
     timed=tuple(
@@ -110,7 +113,7 @@ SPEC = OpSpec(
             "x_scaling": "static",
             "bias": False,
         }
-        for dtype in ("bfloat16", FP8)
+        for dtype in ("bfloat16", FP8, MXFP4)
         for o, k in ((3072, 2048), (2048, 2048), (2048, 8192), (8192, 8192), (8192, 28672))
         for m in (1, 11)
     ),

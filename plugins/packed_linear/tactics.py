@@ -17,7 +17,9 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from llmctl.plugins.packed_linear.arguments import name_of
-from llmctl.plugins.packed_linear.decode import BLOCK_BYTES, INTERVAL, SHARED_HALF, DecodeVariant
+from llmctl.plugins.packed_linear.decode import SHARED_HALF, DecodeVariant
+from llmctl.plugins.packed_linear.layout import FORMS, MXFP4
+from llmctl.plugins.spec import FP8
 
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
@@ -53,8 +55,7 @@ def choose_tactic(
 ) -> str:
     """The tactic of a weight of [row_tiles, chunks] blocks with elements of `dtype`."""
     measured = _measured(op, row_tiles, chunks, dtype)
-    is_fp8 = dtype == "float8_e4m3fn"
-    chosen = {n: str(default_variant(n, row_tiles, chunks, is_fp8)) for n in FEW_TOKENS}
+    chosen = {n: str(default_variant(n, row_tiles, chunks, dtype)) for n in FEW_TOKENS}
     chosen |= {n: v for n, v in measured.items() if has_norm or not normalizes(v)}
     return ";".join([*(f"{n}:{chosen[n]}" for n in sorted(chosen)), f"*:{MANY}"])
 
@@ -69,18 +70,20 @@ def can_normalize(op: str, row_tiles: int, chunks: int, dtype: str) -> bool:
     return any(map(normalizes, _measured(op, row_tiles, chunks, dtype).values()))
 
 
-def default_variant(tokens: int, row_tiles: int, chunks: int, is_fp8: bool) -> DecodeVariant:
+def default_variant(tokens: int, row_tiles: int, chunks: int, dtype: str) -> DecodeVariant:
     """The rule for sizes that nobody measured.
 
     Small weights with few rows: K split in clusters, two blocks to a multiprocessor, so that the
     next product can fill its ring. Otherwise one block with a large ring on each: whole row tiles
     where these divide nearly evenly over the multiprocessors, else equal shares.
     """
-    intervals = -(-chunks // INTERVAL)
+    form, is_fp8 = FORMS[dtype], dtype in (FP8, MXFP4)
+    intervals = -(-chunks // form.interval)
     splits = [k for k in (4, 2) if is_fp8 and row_tiles * k <= _NUM_SMS and intervals >= k]
-    if row_tiles * chunks * BLOCK_BYTES <= _SMALL_WEIGHT:
+    if row_tiles * chunks * form.block_bytes <= _SMALL_WEIGHT:
         for split in splits:
-            variant = _filled(DecodeVariant(tokens, 1, 1, 0, split), chunks, SHARED_HALF)
+            variant = DecodeVariant(tokens, 1, 1, 0, split, form=form)
+            variant = _filled(variant, chunks, SHARED_HALF)
             if variant.stages >= _FEWEST_STAGES:
                 return variant
     each = -(-row_tiles // _NUM_SMS)
@@ -88,7 +91,10 @@ def default_variant(tokens: int, row_tiles: int, chunks: int, is_fp8: bool) -> D
     share = 2 if is_even and each > 1 and tokens <= 16 else 1
     ways = [2, 1] if 2 in splits else [1] if is_even else [0]
     for split, wide in itertools.product(ways, (4, 2, 1)):
-        variant = _filled(DecodeVariant(tokens, share, wide, 0, split), chunks, RING_ROOM)
+        if form.interval % wide:
+            continue
+        variant = DecodeVariant(tokens, share, wide, 0, split, form=form)
+        variant = _filled(variant, chunks, RING_ROOM)
         if chunks % wide == 0 and variant.stages >= min(_FEWEST_STAGES, chunks):
             break
     return variant
@@ -99,8 +105,9 @@ def _filled(variant: DecodeVariant, chunks: int, room: int) -> DecodeVariant:
     filled = variant.with_stages(chunks, room)
     if variant.split < 2:
         return filled
-    intervals = -(-chunks // INTERVAL)
-    needed = -(-intervals // variant.split) * INTERVAL // variant.chunks
+    interval = variant.form.interval
+    intervals = -(-chunks // interval)
+    needed = -(-intervals // variant.split) * interval // variant.chunks
     return replace(filled, stages=min(filled.stages, max(needed, _FEWEST_STAGES)))
 
 

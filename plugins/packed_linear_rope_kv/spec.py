@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmctl.plugins.packed_linear.layout import TILE_ROWS
+from llmctl.plugins.packed_linear.layout import MXFP4, TILE_ROWS
 from llmctl.plugins.packed_linear.spec import (
     FREE,
     INPUTS,
@@ -45,12 +45,12 @@ SPEC = OpSpec(
     cases=tuple(
         {
             "requests": requests,
-            "inner": 1040,
+            "inner": 1056,
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_size": size,
             "dtype": dtype,
-            "model_dtype": "bfloat16" if dtype == FP8 else dtype,
+            "model_dtype": "bfloat16" if dtype in (FP8, MXFP4) else dtype,
             "kv_dtype": kv_dtype,
             "x_scaling": "static",
             "bias": size == 80,
@@ -63,6 +63,7 @@ SPEC = OpSpec(
             (FP8, "bfloat16"),
             (FP8, FP8),
             (FP8, "int8"),
+            (MXFP4, FP8),
             ("float16", "int8"),
         )
     ),

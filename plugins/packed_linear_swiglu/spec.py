@@ -6,7 +6,7 @@ no tensor tells it.
 
 from __future__ import annotations
 
-from llmctl.plugins.packed_linear.layout import TILE_ROWS
+from llmctl.plugins.packed_linear.layout import MXFP4, TILE_ROWS
 from llmctl.plugins.packed_linear.spec import (
     FREE,
     INPUTS,
@@ -38,17 +38,18 @@ SPEC = OpSpec(
             "hidden": i,
             "inner": k,
             "dtype": dtype,
-            "model_dtype": "bfloat16" if dtype == FP8 else dtype,
+            "model_dtype": "bfloat16" if dtype in (FP8, MXFP4) else dtype,
             "scaling": scaling,
             "x_scaling": "per_token" if m % 2 == 0 else "static",
             "bias": bias,
         }
-        for m, i, k, bias in ((1, 32, 128, False), (11, 72, 1040, True), (34, 200, 512, False))
+        for m, i, k, bias in ((1, 32, 128, False), (11, 72, 1056, True), (34, 200, 512, False))
         for dtype, scaling in (
             ("bfloat16", "none"),
             ("float16", "none"),
             (FP8, "none"),
             (FP8, "static"),
+            (MXFP4, "static"),
         )
     ),
     timed=tuple(
@@ -56,7 +57,7 @@ SPEC = OpSpec(
             "tokens": m,
             "hidden": i,
             "inner": k,
-            "dtype": FP8,
+            "dtype": dtype,
             "model_dtype": "bfloat16",
             "scaling": "static",
             "x_scaling": "static",
@@ -64,5 +65,6 @@ SPEC = OpSpec(
         }
         for i, k in ((8192, 2048), (28672, 8192))
         for m in (1, 11)
+        for dtype in (FP8, MXFP4)
     ),
 )

@@ -38,10 +38,12 @@ from llmctl.plugins.cuda import nvrtc
 from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel, is_cached
 from llmctl.plugins.cuda.kernel import KernelSpec
 from llmctl.plugins.examples import Example, make_example
+from llmctl.plugins.packed_linear.layout import MXFP4
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.spec import FP8, Case
 from llmctl.plugins.specs import SPECS
 
+DTYPES = (*KERNEL_DTYPES, FP8, MXFP4)
 CASE_SECONDS = 60  # a case that takes longer hangs
 BUDGET_SECONDS = 170  # for all cases; what is not reached then fails
 CACHE_BYTES = 256 << 20  # rotate over more than any L2 cache holds
@@ -56,7 +58,7 @@ def cases_of(op: str) -> list[tuple[Case, bool]]:
     """(case, is timed) of the cases the backend runs: 16-bit models, stored FP8 or not."""
     spec = SPECS[op]
     found = [(case, False) for case in spec.cases] + [(case, True) for case in spec.timed]
-    return [(c, t) for c, t in found if c.get("x_dtype", c["dtype"]) in (*KERNEL_DTYPES, FP8)]
+    return [(c, t) for c, t in found if c.get("x_dtype", c["dtype"]) in DTYPES]
 
 
 def operators() -> list[str]:

@@ -24,9 +24,15 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module", params=["1b", *SMALL])
+WEIGHTS = {"FP8": "fp8", "MXFP4": "w4a8_mxfp4_fp8"}
+
+
+@pytest.fixture(
+    scope="module", params=[f"{name} in {kind}" for name in ("1b", *SMALL) for kind in WEIGHTS]
+)
 def model(request):
-    made = Model(SMALL.get(request.param, request.param))
+    name, _, kind = request.param.rpartition(" in ")
+    made = Model(SMALL.get(name, name), qformat=WEIGHTS[kind])
     yield made
     del made
     torch.cuda.empty_cache()

@@ -16,8 +16,11 @@ from gpu_support import execute
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.kernel import DeviceStep, Launch, LaunchEnv, StepLimits, StepShape
 from llmctl.plugins.examples import Example, add_norm, make_example
+from llmctl.plugins.packed_linear.arguments import is_mxfp4
 from llmctl.plugins.packed_linear.decode import DecodeVariant, decode_launch
+from llmctl.plugins.packed_linear.expansion import expand_launch, expanded_call
 from llmctl.plugins.packed_linear.kernel import launches
+from llmctl.plugins.packed_linear.layout import MXFP4, form_of, pack, unpack
 from llmctl.plugins.packed_linear.prefill import prefill_launch, variants_of
 from llmctl.plugins.program import OpCall
 
@@ -49,8 +52,11 @@ PLAIN_CASES = [  # dtype, operator, K, cache: every epilogue, a K that ends with
         ("bfloat16", "packed_linear_rope_kv", "bfloat16"),
         ("float16", "packed_linear", "float16"),
         ("float16", "packed_linear_rope_kv", "int8"),
+        (MXFP4, "packed_linear", FP8),
+        (MXFP4, "packed_linear_swiglu", FP8),
+        (MXFP4, "packed_linear_rope_kv", FP8),
     )
-    for inner in (1040, 4096)
+    for inner in (1056, 4096)
 ]
 FEW = ("n8r1c1s6k1g0f0", "n16r2c1s4k1g0f0", "n64r1c1s4k1g0f0", "n8r1c1s6k2g0f0")
 FEW += ("n16r1c1s6k1g0f2", "n8r1c1s6k2g0f1")  # the ring's first turn held back
@@ -59,7 +65,7 @@ SHARED_TILES = ("n16r1c1s6k0g0f0", "n16r1c1s6k0g0f1")
 
 def make(op: str, dtype: str, inner: int, *, heads: int = 8, kv_dtype: str = FP8) -> Example:
     """A product of TOKENS tokens on the device, 384 to 768 rows."""
-    is_fp8 = dtype == FP8
+    is_fp8 = dtype in (FP8, MXFP4)
     case = {"inner": inner, "dtype": dtype, "x_scaling": "static", "bias": False, "tokens": TOKENS}
     case |= {"model_dtype": "bfloat16" if is_fp8 else dtype, "scaling": "none"}
     if op == "packed_linear":
@@ -117,8 +123,28 @@ def normed(op: str, dtype: str, inner: int) -> Example:
 def few_variants(call: OpCall) -> list[DecodeVariant]:
     weight = call.inputs["weight"]
     row_tiles, chunks = weight.shape[:2]
-    parsed = map(DecodeVariant.parse, FEW)
+    parsed = (DecodeVariant.parse(text, form_of(weight)) for text in FEW)
     return [v for v in parsed if v.fits(row_tiles, chunks, weight.element_size() == 1)]
+
+
+def shared_tiles(call: OpCall) -> list[DecodeVariant]:
+    """Variants whose blocks hand sums on."""
+    form = form_of(call.inputs["weight"])
+    return [DecodeVariant.parse(text, form) for text in SHARED_TILES]
+
+
+def many_launches(call: OpCall, env: LaunchEnv) -> dict[str, list[Launch]]:
+    """Of every tile shape; weights of four bits are expanded before."""
+    if not is_mxfp4(call):
+        return {v.name: [prefill_launch(call, env, TOKENS, v)] for v in variants_of(call)}
+    fp8 = expanded_call(call, env.scratch)
+    return {
+        v.name: [
+            expand_launch(call, fp8),
+            prefill_launch(fp8, env, TOKENS, v, is_expanded=True),
+        ]
+        for v in variants_of(fp8)
+    }
 
 
 def norm_launches(dtype: str, op: str, inner: int, text: str, tokens: int) -> Iterator[Launch]:
@@ -132,9 +158,9 @@ def norm_launches(dtype: str, op: str, inner: int, text: str, tokens: int) -> It
 def plain_launches(dtype: str, op: str, inner: int, kv_dtype: str) -> Iterator[Launch]:
     example = make(op, dtype, inner, kv_dtype=kv_dtype)
     call, env = example.call, environment(example)
-    yield from (prefill_launch(call, env, TOKENS, variant) for variant in variants_of(call))
+    yield from itertools.chain.from_iterable(many_launches(call, env).values())
     yield from (decode_launch(call, env, TOKENS, variant) for variant in few_variants(call))
-    yield from (decode_launch(call, env, 11, DecodeVariant.parse(text)) for text in SHARED_TILES)
+    yield from (decode_launch(call, env, 11, variant) for variant in shared_tiles(call))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -180,19 +206,49 @@ def test_few_and_many_tokens_give_the_same_bits(dtype, op, inner, kv_dtype):
     """Every epilogue of decode.cu and prefill.cu, the pages of the cache included."""
     example = make(op, dtype, inner, kv_dtype=kv_dtype)
     call, env = example.call, environment(example)
-    first, *others = variants_of(call)
-    wanted = outcome(call, env.kv_cache, [prefill_launch(call, env, TOKENS, first)])
+    first, *others = many_launches(call, env).values()
+    wanted = outcome(call, env.kv_cache, first)
     for other in others:
-        found = outcome(call, env.kv_cache, [prefill_launch(call, env, TOKENS, other)])
-        assert all(map(torch.equal, found, wanted)), other.name
+        found = outcome(call, env.kv_cache, other)
+        assert all(map(torch.equal, found, wanted)), other[-1].spec.name
     for variant in few_variants(call):
         found = outcome(call, env.kv_cache, [decode_launch(call, env, TOKENS, variant)])
         assert all(map(torch.equal, found, wanted)), str(variant)
-    shared_tiles = map(DecodeVariant.parse, SHARED_TILES)  # have one tile of tokens
-    for tokens, variant in itertools.product((1, 11), (few_variants(call)[0], *shared_tiles)):
+    variants = (
+        few_variants(call)[0],
+        *shared_tiles(call),
+    )  # those of shared tiles have one of tokens
+    for tokens, variant in itertools.product((1, 11), variants):
         found = outcome(call, env.kv_cache, [decode_launch(call, env, tokens, variant)])
         for left, right in zip(found[:-1], wanted[:-1], strict=True):
             assert torch.equal(
                 left[:tokens], right[:tokens]
             )  # rows of fewer tokens are those of all
             assert (left[tokens:] == 0x55).all()
+
+
+@pytest.mark.parametrize("inner", [1056, 4096])
+@pytest.mark.parametrize("op", ["packed_linear", "packed_linear_swiglu", "packed_linear_rope_kv"])
+def test_four_bits_give_the_bits_of_the_fp8_weight_that_they_are(op, inner):
+    example = make(op, MXFP4, inner)
+    call, env = example.call, environment(example)
+    packed = call.inputs["weight"]
+    weight = pack(unpack(packed, packed.shape[0] * packed.shape[2], inner))
+    fp8 = replace(call, inputs={**call.inputs, "weight": weight})
+    for tokens in (1, 11, TOKENS):
+        shape = StepShape(tokens, 1, tokens, tokens, 512)
+        wanted = outcome(call, env.kv_cache, launches(fp8, env, shape))
+        found = outcome(call, env.kv_cache, launches(call, env, shape))
+        assert all(map(torch.equal, found, wanted)), tokens
+
+
+def test_an_expanded_weight_is_the_packed_fp8_weight():
+    example = make("packed_linear", MXFP4, 1056)
+    call, env = example.call, environment(example)
+    expanded = expanded_call(call, env.scratch)
+    execute([expand_launch(call, expanded)])
+    found = expanded.inputs["weight"]
+    packed = call.inputs["weight"]
+    rows, columns = packed.shape[0] * packed.shape[2], packed.shape[1] * 256
+    wanted = pack(unpack(packed, rows, columns))
+    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))

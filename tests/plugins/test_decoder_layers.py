@@ -46,9 +46,11 @@ FIELDS = 23  # pointers of `Layer` in chain.cuh
 
 
 @cache
-def planned(name: str, kv_algo: str | None = "FP8", is_fp8: bool = True) -> tuple[Plan, StepLimits]:
+def planned(
+    name: str, kv_algo: str | None = "FP8", qformat: str | None = "fp8"
+) -> tuple[Plan, StepLimits]:
     with TemporaryDirectory() as folder:
-        write_config(Path(folder), SHAPES[name], kv_algo, is_fp8=is_fp8)
+        write_config(Path(folder), SHAPES[name], kv_algo, qformat=qformat)
         built = plan_build(
             Path(folder),
             BuildRequest(max_batch_size=4, max_seq_len=4096),
@@ -196,7 +198,7 @@ def test_shapes_that_gain_nothing_or_were_not_measured_keep_their_launches(monke
 @pytest.mark.parametrize("name", ["1b", "tiny"])
 def test_models_of_another_form_keep_their_launches(name):
     if name == "1b":
-        assert chain_of("1b", is_fp8=False) is None  # weights of 16 bits
+        assert chain_of("1b", qformat=None) is None  # weights of 16 bits
     else:
         assert chain_of("tiny") is None  # K is no multiple of 512
 
@@ -215,6 +217,20 @@ def test_the_kernel_multiplies_with_wgmma_and_spills_nothing():
     code = disassemble(kernel)
     products = len(re.findall(r"QGMMA\.64x8x32\.F32\.E4M3\.E4M3", code))
     assert products == 4 * 16, "four products, a chain of 16 each"
+    waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
+    assert waits == 4, "the compiler put waits into the chains"
+
+
+@pytest.mark.parametrize("name", ["1b", "8b"])
+def test_weights_of_four_bits_are_multiplied_from_registers(name):
+    _, limits = planned(name, qformat="w4a8_mxfp4_fp8")
+    found = chain_of(name, qformat="w4a8_mxfp4_fp8")
+    assert found is not None
+    kernel = compile_kernel(chain_spec(found, limits))
+    assert kernel.local_bytes == 0 and kernel.shared_bytes <= 227 << 10
+    code = disassemble(kernel)
+    products = re.findall(r"QGMMA\.64x8x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
+    assert len(products) == 4 * 16, "four products, a chain of 16 each"
     waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
     assert waits == 4, "the compiler put waits into the chains"
 

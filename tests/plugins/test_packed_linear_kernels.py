@@ -22,7 +22,7 @@ from llmctl.plugins.packed_linear.decode import (
     grid_blocks,
 )
 from llmctl.plugins.packed_linear.kernel import kernels, launches
-from llmctl.plugins.packed_linear.layout import packed_shape
+from llmctl.plugins.packed_linear.layout import FORMS, MXFP4, packed_shape
 from llmctl.plugins.packed_linear.tactics import (
     _table,
     choose_tactic,
@@ -32,6 +32,7 @@ from llmctl.plugins.packed_linear.tactics import (
 from llmctl.plugins.program import OpCall
 
 FP8 = torch.float8_e4m3fn
+FOUR_BITS = torch.uint8  # MXFP4, packed
 LIMITS = StepLimits(256, 64, 8, 4096, 10, 32, "float8_e4m3fn")
 HEADS = {"layer": 0, "num_heads": 8, "num_kv_heads": 2, "head_size": 64}
 VARIANTS = (
@@ -46,23 +47,37 @@ VARIANTS = (
     "n16r1c2s4k2g0f0",
     "n8r1c2s4k2g0f0+norm8",
 )
+VARIANTS_OF_FOUR_BITS = (
+    "n8r1c2s5k1g0f2",
+    "n8r2c1s6k1g0f0",
+    "n16r1c2s5k0g0f1",
+    "n24r1c2s6k1g0f0",
+    "n32r1c2s4k1g0f0",
+    "n64r1c1s6k0g0f0",
+    "n8r1c1s11k4g0f0",
+    "n16r1c2s4k2g0f0",
+)
 
 
 def make_call(op: str, dtype: torch.dtype, rows: int = 768, inner: int = 2048, out=None) -> OpCall:
     """A call on meta tensors."""
-    model = torch.bfloat16 if dtype == FP8 else dtype
-    shape = packed_shape(rows, inner, dtype.itemsize)
+    x_dtype = FP8 if dtype == FOUR_BITS else dtype
+    model = torch.bfloat16 if x_dtype == FP8 else dtype
+    shape = packed_shape(rows, inner, x_dtype.itemsize)
+    if dtype == FOUR_BITS:
+        shape = (-(-rows // 64), -(-inner // 256), 64, 136)
     with torch.device("meta"):
-        inputs = {"x": torch.empty(256, inner, dtype=dtype), "weight": torch.empty(shape).to(dtype)}
-        if dtype == FP8:
+        x = torch.empty(256, inner, dtype=x_dtype)
+        inputs = {"x": x, "weight": torch.empty(shape).to(dtype)}
+        if x_dtype == FP8:
             inputs["weight_scale"] = torch.empty(shape[0] * 64)
             inputs["x_scale"] = torch.empty(1)
         attributes: dict = {}
         outputs = {"out": torch.empty(256, rows, dtype=out or model)}
         if op == "packed_linear_swiglu":
-            outputs = {"out": torch.empty(256, rows // 2, dtype=out or dtype)}
+            outputs = {"out": torch.empty(256, rows // 2, dtype=out or x_dtype)}
             attributes = {"dtype": str(model).removeprefix("torch.")}
-            if dtype == FP8:
+            if x_dtype == FP8:
                 inputs["scale"] = torch.empty(1)
         if op == "packed_linear_rope_kv":
             outputs = {"q": torch.empty(256, 512, dtype=model)}
@@ -117,6 +132,37 @@ def test_every_variant_compiles_to_warpgroup_products_without_spills(op, dtype, 
         assert kernel.registers * kernel.threads * blocks <= 65536
 
 
+@pytest.mark.parametrize("op", ["packed_linear", "packed_linear_swiglu", "packed_linear_rope_kv"])
+def test_four_bits_are_multiplied_from_registers_and_no_product_waits_for_another(op, tmp_path):
+    """ptxas puts a wait behind every product whose registers it cannot keep."""
+    call = make_call(op, FOUR_BITS)
+    for text in VARIANTS_OF_FOUR_BITS if op == "packed_linear" else VARIANTS_OF_FOUR_BITS[:3]:
+        variant = DecodeVariant.parse(text, FORMS[MXFP4])
+        assert variant.fits(*call.inputs["weight"].shape[:2], is_fp8=True)
+        kernel = compile_kernel(decode_spec(call, variant, LIMITS))
+        code = sass(kernel.cubin, tmp_path)
+        products = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
+        assert products and set(products) == {str(variant.tokens)}, text
+        waits = re.findall(r"WARPGROUP\.DEPBAR", code)
+        assert len(waits) * 8 <= len(products), text
+        assert kernel.local_bytes == 0, text
+        blocks = 2 if variant.shared_bytes(64) <= SHARED_HALF and variant.row_tiles == 1 else 1
+        assert kernel.registers * kernel.threads * blocks <= 65536
+
+
+def test_many_tokens_meet_four_bits_as_fp8_in_scratch_memory():
+    call, env = make_call("packed_linear_swiglu", FOUR_BITS, 1024, 1040), make_env()
+    names = {spec.name for spec in kernels(call, LIMITS)}
+    expand, product = launches(call, env, StepShape(256, 1, 1, 256, 256))
+    assert {expand.spec.name, product.spec.name} <= names
+    assert "expanded" in product.spec.name and product.spec.constants["EXPANDED"] == 1
+    weight, made = expand.arguments
+    assert weight is call.inputs["weight"] and made is product.arguments[1]
+    assert made.shape == (16, 10, 64, 128) and made.dtype == FP8
+    assert expand.grid == (5, 16, 1)
+    assert compile_kernel(expand.spec).local_bytes == 0
+
+
 @pytest.mark.parametrize("dtype", [FP8, torch.float16])
 def test_int8_keys_and_values_round_to_nearest_and_compile_without_spills(dtype, tmp_path):
     call, limits = make_call("packed_linear_rope_kv", dtype), replace(LIMITS, kv_dtype="int8")
@@ -157,18 +203,19 @@ def test_variants_that_a_weight_cannot_have_are_told_apart():
     assert not fits("n16r1c1s5k1g0f0+norm8")
 
 
-@pytest.mark.parametrize("is_fp8", [True, False])
-def test_the_rule_gives_variants_that_fit_and_the_table_too(is_fp8):
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", MXFP4])
+def test_the_rule_gives_variants_that_fit_and_the_table_too(dtype):
+    is_fp8 = dtype != "bfloat16"
     for tiles in (1, 7, 32, 48, 64, 96, 128, 160, 256, 448, 896, 2004):
         for chunks in (1, 2, 16, 18, 32, 64, 112, 224):
             for tokens in (8, 16, 32, 64):
-                variant = default_variant(tokens, tiles, chunks, is_fp8)
+                variant = default_variant(tokens, tiles, chunks, dtype)
                 assert variant.stages >= min(3, chunks)
                 assert variant.fits(tiles, chunks, is_fp8), (tiles, chunks, variant)
     for key, entries in _table().items():
         tiles, chunks = map(int, key.split()[1].split("x"))
         for most, text in entries.items():
-            variant = DecodeVariant.parse(text)
+            variant = DecodeVariant.parse(text, FORMS[key.split()[2]])
             assert variant.fits(tiles, chunks, True) and variant.tokens >= int(most)
 
 

@@ -79,7 +79,7 @@ def vllm(monkeypatch):
 def engine(tmp_path_factory):
     """A folder with a tiny checkpoint whose text is known, and an engine of it."""
     folder = tmp_path_factory.mktemp("load")
-    recipe = Recipe("tiny", is_fp8=False)
+    recipe = Recipe("tiny", quantization=None)
     write_checkpoint(folder / "hf", recipe, tokenizer_dir=None)
     build = ["build", "--backend", "cpu", "--checkpoint-dir", str(folder / "hf")]
     limits = ["--max-seq-len", "64", "--max-batch-size", "4", "--log-level", "error"]
@@ -177,7 +177,7 @@ def test_a_planted_text_is_checked_token_by_token(engine, measure, capsys):
     rows, text = measure("llmctl", engine / "engine", "--checkpoint", engine / "hf", *loads)
     assert rows[0]["wrong_texts"] == 0 and "| 0 |" in text
     other = engine / "other"
-    write_checkpoint(other, Recipe("tiny", is_fp8=False, seed=1), config_only=True)
+    write_checkpoint(other, Recipe("tiny", quantization=None, seed=1), config_only=True)
     with pytest.raises(SystemExit, match="5 texts are wrong"):
         measure("llmctl", engine / "engine", "--checkpoint", other, *loads)
     assert "request 4: token 0 is" in capsys.readouterr().out

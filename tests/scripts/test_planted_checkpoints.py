@@ -10,6 +10,7 @@ from typing import Any
 import make_planted_checkpoints as planted
 import numpy as np
 import pytest
+import torch
 from make_planted_checkpoints import Recipe, write_checkpoint
 from planted_shapes import SHAPES
 from safetensors import safe_open
@@ -20,6 +21,7 @@ from llmctl.builder.config import BuildRequest
 from llmctl.builder.generated import LoadFormat
 from llmctl.cli.main import execute
 from llmctl.errors import BadConfig, OutputExists
+from llmctl.quantize.mxfp4 import expand
 from llmctl.runtime.generated import next_tokens, planted_text
 
 ACCEPTANCE = 0.8
@@ -33,20 +35,22 @@ def recipe_of(folder: Path) -> dict[str, Any]:
     return recipe
 
 
-@pytest.fixture(scope="module", params=["fp8", "fp8 with its head", "bf16"])
+FORMATS = {
+    "fp8": ("fp8", False),
+    "fp8 with its head": ("fp8", True),
+    "mxfp4": ("w4a8_mxfp4_fp8", False),
+    "mxfp4 with its head": ("w4a8_mxfp4_fp8", True),
+    "bf16": (None, False),
+}
+
+
+@pytest.fixture(scope="module", params=FORMATS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints and engines of a tiny pair."""
     folder = tmp_path_factory.mktemp("planted")
     tokenizer = planted.REPOSITORY / "examples/demo-target"
     for role in ("target", "draft"):
-        recipe = Recipe(
-            "tiny",
-            role,
-            ACCEPTANCE,
-            seed=11,
-            is_fp8=request.param != "bf16",
-            fp8_head=request.param == "fp8 with its head",
-        )
+        recipe = Recipe("tiny", role, ACCEPTANCE, 11, *FORMATS[request.param])
         write_checkpoint(folder / role, recipe, tokenizer_dir=tokenizer)
         limits = ["--max-seq-len", "512", "--max-batch-size", "8", "--max-num-tokens", "256"]
         limits += ["--max-draft-len", str(DRAFT_LEN)] if role == "target" else []
@@ -102,15 +106,15 @@ def test_the_planted_text_visits_every_ordinary_token_before_one_comes_again(tmp
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("is_fp8", [True, False])
+@pytest.mark.parametrize("quantization", ["fp8", "w4a8_mxfp4_fp8", None])
 def test_config_files_alone_are_enough_for_a_generated_engine(
-    shape, is_fp8, tmp_path, monkeypatch
+    shape, quantization, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr("llmctl.builder.binaries.compile_kernels", lambda *_: [])
-    recipe = Recipe(shape, "draft", 0.5, seed=9, is_fp8=is_fp8)
+    recipe = Recipe(shape, "draft", 0.5, seed=9, quantization=quantization)
     write_checkpoint(tmp_path / "draft", recipe, config_only=True)
     found = {path.name for path in (tmp_path / "draft").iterdir()}
-    assert found == {"config.json"} | ({"hf_quant_config.json"} if is_fp8 else set())
+    assert found == {"config.json"} | ({"hf_quant_config.json"} if quantization else set())
     engine = plan_build(
         tmp_path / "draft",
         BuildRequest(max_seq_len=1024, max_num_tokens=64),
@@ -119,7 +123,7 @@ def test_config_files_alone_are_enough_for_a_generated_engine(
     )
     weights = dict(engine.config.weights)
     assert weights.pop("load_format") == "planted" and weights == recipe_of(tmp_path / "draft")
-    assert engine.plan.kv_cache.dtype == ("float8_e4m3fn" if is_fp8 else "bfloat16")
+    assert engine.plan.kv_cache.dtype == ("float8_e4m3fn" if quantization else "bfloat16")
     # norms, scales and the rotary table are all that is not counted
     found_bytes = engine.summary()["weight_bytes"]
     assert planted.num_bytes(recipe) == pytest.approx(
@@ -136,7 +140,7 @@ def test_shapes_are_those_of_llama(tmp_path) -> None:
         tables = shape.vocab * shape.hidden * (1 if name in ("1b", "3b") else 2)
         norms = (2 * shape.layers + 1) * shape.hidden
         assert shape.layers * linears + tables + norms == pytest.approx(count, rel=1e-3)
-        write_checkpoint(tmp_path / name, Recipe(name, is_fp8=False), config_only=True)
+        write_checkpoint(tmp_path / name, Recipe(name, quantization=None), config_only=True)
         config = AutoConfig.from_pretrained(tmp_path / name)
         assert config.rope_parameters["rope_type"] == "llama3"
         assert config.num_attention_heads * config.head_dim == config.hidden_size
@@ -149,10 +153,12 @@ def test_layers_move_no_code(pair) -> None:
             names = shard.keys()
             for name in names:
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
-                    weight = shard.get_tensor(name).float()
-                    scale_name = name + "_scale"
-                    if scale_name in names:
-                        weight *= shard.get_tensor(scale_name)
+                    weight, scale_name = shard.get_tensor(name), name + "_scale"
+                    if weight.dtype == torch.uint8:
+                        weight = expand(weight, shard.get_tensor(scale_name))
+                    elif scale_name in names:
+                        weight = weight.float() * shard.get_tensor(scale_name)
+                    weight = weight.float()
                     assert 0 < weight.norm(dim=1).max() * 8 < 2**-9  # inputs of 8 are rare
 
 

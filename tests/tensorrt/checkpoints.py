@@ -54,7 +54,7 @@ def write_checkpoint(folder: Path, family: str, form: str, **fields: Any) -> Pat
     dtype = form if form in ("bfloat16", "float16") else "bfloat16"
     config = {**SMALL, **FAMILIES[family], "torch_dtype": dtype, **fields}
     model = model_config(config, "test")
-    shapes = checkpoint_shapes(build_network(model, dtype))
+    shapes = checkpoint_shapes(build_network(model, dtype), None)
     generator = torch.Generator().manual_seed(11)
     tensors = {
         name: _random(name, shape, generator).to(getattr(torch, dtype))

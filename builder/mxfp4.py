@@ -1,0 +1,159 @@
+"""Sources of MXFP4 weights: codes of four bits and powers of two for blocks of 32, as ModelOpt
+stores them, as E4M3 numbers with a scale for each row.
+
+A block's power relative to its row's largest, and a code times that, are exact in E4M3 within 15
+powers (plugins/packed_linear/mxfp4.py). So the CPU multiplies FP8 weights, CUDA the same numbers of
+four bits each. A block further below would round: it is refused unless all its codes are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmctl.builder.packing import CHUNK_BYTES, RowOrder
+from llmctl.builder.sources import TensorReader
+from llmctl.errors import BadTensorValue
+from llmctl.plugins.spec import FP8
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 32  # columns
+MXFP4_ALGO = "W4A8_MXFP4_FP8"  # ModelOpt's name: these weights, activations FP8 of a static scale
+_LARGEST = 6  # power of two of a row's largest blocks, as a step: 6 * 2**6 is 384 of E4M3's 448
+_STEPS = 15
+_BIAS = 127  # of E8M0
+_NAN = 255
+_SMALLEST = 7  # exponent of a row's largest block whose scale is a normal float32
+
+
+@dataclass(frozen=True, slots=True)
+class MxRows:
+    """MXFP4 weights stacked along axis 0, as E4M3 [rows, K]."""
+
+    parts: tuple[tuple[str, tuple[int, ...]], ...]  # (checkpoint name of the codes, (rows, K))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(n for name, _ in self.parts for n in (name, f"{name}_scale"))
+
+    @property
+    def dtype(self) -> str:
+        return FP8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(shape[0] for _, shape in self.parts), self.parts[0][1][1])
+
+    def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
+        from llmctl.plugins.packed_linear.mxfp4 import expand
+
+        for name, (rows, inner) in self.parts:
+            codes, scales = checkpoint.read(name), checkpoint.read(f"{name}_scale")
+            step = max(1, CHUNK_BYTES // inner)
+            for start in range(0, rows, step):
+                piece = codes[start : start + step]
+                steps = relative_steps(name, piece, scales[start : start + step])
+                yield expand(piece, steps)
+
+
+@dataclass(frozen=True, slots=True)
+class MxRowScales:
+    """What a row's numbers are multiplied with, float32 [rows]."""
+
+    parts: tuple[tuple[str, int], ...]  # (checkpoint name of the codes, rows)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"{name}_scale" for name, _ in self.parts)
+
+    @property
+    def dtype(self) -> str:
+        return "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(rows for _, rows in self.parts),)
+
+    def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
+        import torch
+
+        for name in self.names:
+            powers = _row_exponents(checkpoint.read(name)) - _BIAS - _LARGEST
+            yield torch.exp2(powers.to(torch.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMxRows:
+    """The same weights as [RT, KT, 64, 136] of uint8, for the tensor core of a GPU."""
+
+    rows: MxRows
+    order: RowOrder
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.rows.names
+
+    @property
+    def dtype(self) -> str:
+        return "uint8"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        from llmctl.plugins.packed_linear.layout import FORMS, MXFP4, TILE_ROWS
+
+        form = FORMS[MXFP4]
+        tiles, chunks = self.order.padded_rows // TILE_ROWS, -(-self.rows.shape[1] // form.columns)
+        return (tiles, chunks, TILE_ROWS, form.block_bytes // TILE_ROWS)
+
+    def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
+        """Whole row tiles, about CHUNK_BYTES of E4M3 at a time."""
+        import torch
+
+        from llmctl.plugins.packed_linear.layout import TILE_ROWS, reorder
+        from llmctl.plugins.packed_linear.mxfp4 import pack_mxfp4
+
+        codes, steps = [], []
+        for name, _ in self.rows.parts:
+            codes.append(checkpoint.read(name))
+            steps.append(relative_steps(name, codes[-1], checkpoint.read(f"{name}_scale")))
+        all_codes, all_steps = torch.cat(codes), torch.cat(steps)
+        order = self.order.indices()
+        step = TILE_ROWS * max(1, CHUNK_BYTES // (TILE_ROWS * self.rows.shape[1]))
+        for start in range(0, len(order), step):
+            wanted = order[start : start + step]
+            yield pack_mxfp4(reorder(all_codes, wanted), reorder(all_steps, wanted))
+
+
+def relative_steps(name: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, K / 32] from 0 to 14: powers of two of blocks, relative to their row's largest.
+
+    codes uint8 [rows, K / 2], scales uint8 [rows, K / 32] (E8M0). Raises BadTensorValue for NaN,
+    and for a block so far below its row's largest that E4M3 does not hold its numbers.
+    """
+    import torch
+
+    if bool((scales == _NAN).any()):
+        raise BadTensorValue(f"{name}_scale holds NaN", fix="quantize again, or fetch it again")
+    below = _row_exponents(scales)[:, None] - scales.to(torch.int32)
+    steps = (_STEPS - 1) - below
+    if bool((steps < 0).any()):
+        is_zero = (codes.view(len(codes), -1, BLOCK // 2) & 0x77).amax(dim=2) == 0
+        lost = (steps < 0) & ~is_zero
+        if bool(lost.any()):
+            row, block = (int(i) for i in lost.nonzero()[0])
+            raise BadTensorValue(
+                f"{name}: block {block} of row {row} is 2**{int(below[row, block])} below the "
+                f"row's largest; up to 2**{_STEPS - 1} is exact in E4M3",
+                fix="quantize with `llmctl quantize --qformat w4a8_mxfp4_fp8`, which rounds it",
+            )
+    return steps.clamp(min=0).to(torch.uint8)
+
+
+def _row_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """int32 [rows]: the largest E8M0 exponent of each row."""
+    import torch
+
+    return scales.amax(dim=1).to(torch.int32).clamp(min=_SMALLEST)
