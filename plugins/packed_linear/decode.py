@@ -10,7 +10,7 @@ itself, with 8 warps.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +58,7 @@ class DecodeVariant:
     blocks: int = 0  # thread blocks; 0: see `grid_blocks`
     fill: int = 0  # slots on their way while the ring is filled for the first time; 0: all
     norm_warps: int = 0  # that normalize the tokens; 0: they come normalized
-    form: Form = FORMS[FP8]  # of the weight; not part of the text
+    form: Form = field(default=FORMS[FP8], kw_only=True)  # of the weight; not part of the text
 
     def __str__(self) -> str:
         return (
@@ -72,8 +72,7 @@ class DecodeVariant:
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a decode variant")
-        sizes = [int(number or 0) for number in match.groups()]
-        return replace(cls(*sizes), form=form)
+        return cls(*(int(number or 0) for number in match.groups()), form=form)
 
     @property
     def helpers(self) -> int:
