@@ -45,7 +45,8 @@ CONTEXT, PROMPT, OUTPUT, DRAFT_LEN = 1000, 500, 1024, 10
 # published speeds of these pairs imply (6.29 and 7.36 tokens a round). -kN: N drafts a round.
 TARGETS = (
     "70b,8b,3b,1b,70b+1b,70b+1b-head8,70b+3b,70b+3b-head8,70b+8b,70b+8b-head8,"
-    "70b+3b-p880,70b+8b-p916,70b+8b-head8-p916,70b+1b-k13,70b+1b-head8-k13,70b+8b-k8"
+    "70b+3b-p880,70b+8b-p916,70b+8b-head8-p916,70b+1b-k13,70b+1b-head8-k13,70b+8b-k8,"
+    "8b-mxfp4,70b+8b-mxfp4,70b+8b-mxfp4-k8,70b+8b-mxfp4-head4"
 )
 PEAK_TFLOPS = 1979.0  # FP8 dense, H100 SXM and H200 datasheets
 PUBLISHED = {"1b": 191.74, "3b": 151.53, "8b": 134.38}  # TensorRT-LLM 0.15, one H200, tok/s

@@ -1,6 +1,7 @@
 """Times the packed products of few tokens on a GPU, and finds their tactics.
 
-    python scripts/bench_gemm.py [--models 70b,8b,3b,1b] [--tokens 1,11] [--sweep | --fills]
+    python scripts/bench_gemm.py [--models 70b,8b,3b,1b] [--tokens 1,11] [--dtype mxfp4]
+        [--sweep | --fills]
 
 What counts is a product's time within a step: kernels overlap, and a ring that is too large keeps
 the next kernel away. So chains of whole layers are timed in a graph: norms, attention over 1,000
@@ -24,7 +25,9 @@ from gemm_support import FP8, LIMITS, MAX_TOKENS, MODELS, Bench, Model, layer
 
 from llmctl.plugins.cuda.kernel import DeviceStep, Launch, LaunchEnv, StepShape
 from llmctl.plugins.packed_linear import kernel as product
+from llmctl.plugins.packed_linear.arguments import name_of
 from llmctl.plugins.packed_linear.decode import NORM_PART, SHARED_HALF, DecodeVariant
+from llmctl.plugins.packed_linear.layout import form_of
 from llmctl.plugins.packed_linear.tactics import (
     MANY,
     RING_ROOM,
@@ -55,8 +58,8 @@ class Layer:
 class Chain:
     """Layers of one model, together larger than L2, and steps over them."""
 
-    def __init__(self, bench: Bench, model: Model, tokens: int) -> None:
-        self.bench, self.model, self.tokens = bench, model, tokens
+    def __init__(self, bench: Bench, model: Model, tokens: int, dtype: str) -> None:
+        self.bench, self.model, self.tokens, self.dtype = bench, model, tokens, dtype
         random = {"generator": bench.generator, "device": "cuda"}
         rows = [torch.randn(MAX_TOKENS, model.hidden, **random).bfloat16() for _ in range(3)]
         self.layers = [self._layer(index, rows) for index in range(model.copies)]
@@ -66,7 +69,7 @@ class Chain:
         torch.cuda.synchronize()
 
     def _layer(self, index: int, rows: list[torch.Tensor]) -> Layer:
-        m, products = self.model, layer(self.bench, self.model)
+        m, products = self.model, layer(self.bench, self.model, self.dtype)
         query = products[0].outputs["q"]
         for i, product_index in enumerate(NORMED):
             products[product_index] = self._with_norm(products[product_index], rows, i)
@@ -130,6 +133,7 @@ class Chain:
     def variants(self, index: int) -> list[str]:
         """What a sweep tries."""
         tiles, chunks = self.weight(index).shape[:2]
+        form = form_of(self.weight(index))
         width = 8 if self.tokens <= 8 else 16
         norms = [0]
         if index in NORMED and self.tokens == 1:
@@ -142,12 +146,11 @@ class Chain:
         ):
             if tiles * split > 300 * rows:
                 continue
-            made = DecodeVariant(width, rows, wide, 0, split, norm_warps=warps)
+            made = DecodeVariant(width, rows, wide, 0, split, norm_warps=warps, form=form)
             made = made.with_stages(chunks, room)
             if split > 1:  # no more slots than a block's share of K
-                interval = made.form.interval
-                intervals = -(-chunks // interval)
-                needed = -(-intervals // split) * interval // wide
+                intervals = -(-chunks // form.interval)
+                needed = -(-intervals // split) * form.interval // wide
                 made = replace(made, stages=min(made.stages, max(needed, 3)))
             if not 2 <= made.stages <= 24 or not made.fits(tiles, chunks, True):
                 continue
@@ -184,7 +187,7 @@ def sweep_fills(chain: Chain, name: str, best: list[str]) -> None:
     """Improve a plan by what rings ask for at once in their first turn; print the best plan."""
     plan = [variant or chain.stored(index) for index, variant in enumerate(best)]
     for index in ORDER:
-        variant = DecodeVariant.parse(plan[index])
+        variant = DecodeVariant.parse(plan[index], form_of(chain.weight(index)))
         if variant.normalizes:
             continue
         most = min(variant.stages, MAX_FILL) + 1
@@ -205,7 +208,8 @@ def sweep_fills(chain: Chain, name: str, best: list[str]) -> None:
     print(f"{name} M={chain.tokens}: {chain.time([''] * 4):.2f} -> {chain.time(best):.2f} us")
     for index, variant in enumerate(best):
         tiles, chunks = chain.weight(index).shape[:2]
-        key = f"{chain.layers[0].products[index].op} {tiles}x{chunks} float8_e4m3fn"
+        dtype = name_of(chain.weight(index))
+        key = f"{chain.layers[0].products[index].op} {tiles}x{chunks} {dtype}"
         if variant:
             print(json.dumps({key: {str(chain.tokens): variant}}))
 
@@ -215,6 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="70b,8b,3b,1b")
     parser.add_argument("--tokens", default="1,11", help="tokens of a step")
+    parser.add_argument("--dtype", choices=("fp8", "mxfp4"), default="fp8", help="of weights")
     parser.add_argument("--sweep", action="store_true", help="look for better tactics")
     parser.add_argument("--fills", action="store_true", help="look for better first turns alone")
     options = parser.parse_args()
@@ -223,7 +228,7 @@ def main() -> None:
     for name, tokens in itertools.product(
         options.models.split(","), map(int, options.tokens.split(","))
     ):
-        chain = Chain(Bench(), MODELS[name], tokens)
+        chain = Chain(Bench(), MODELS[name], tokens, options.dtype)
         chain.bench.compile(chain.launches([""] * 4, chain.layers[:1]))
         us = chain.time([""] * 4)
         size = sum(chain.weight(index).nbytes for index in range(4))

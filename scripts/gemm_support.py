@@ -12,8 +12,9 @@ import torch
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.driver import cuda_driver
 from llmctl.plugins.cuda.kernel import DeviceStep, Launch, LaunchEnv, StepLimits
-from llmctl.plugins.packed_linear.layout import packed_shape
+from llmctl.plugins.packed_linear.layout import FORMS, MXFP4, TILE_ROWS, packed_shape
 from llmctl.plugins.program import OpCall
+from llmctl.runtime.generated import random_mxfp4
 
 FP8 = torch.float8_e4m3fn
 MAX_TOKENS = 256
@@ -84,17 +85,28 @@ class Bench:
             part.copy_(wide.clamp(-448, 448).to(FP8).view(torch.uint8))
         return out.view(FP8).view(shape)
 
+    def four_bits(self, rows: int, inner: int) -> torch.Tensor:
+        """A random packed weight of four bits."""
+        form = FORMS[MXFP4]
+        tiles, chunks = -(-rows // TILE_ROWS), -(-inner // form.columns)
+        shape = (tiles, chunks, TILE_ROWS, form.block_bytes // TILE_ROWS)
+        packed = torch.empty(shape, dtype=torch.uint8, device="cuda")
+        random_mxfp4(packed, self.generator)
+        return packed
+
     def call(self, op: str, rows: int, inner: int, dtype: str = "fp8", **extra: Any) -> OpCall:
-        """A call of the given packed rows and K; x is FP8 (or `dtype`), scales random."""
-        kind = FP8 if dtype == "fp8" else getattr(torch, dtype)
-        model = torch.bfloat16 if dtype == "fp8" else kind
+        """A call of the given packed rows and K; x is FP8 (or `dtype`), scales random. "mxfp4" has
+        weights of four bits."""
+        is_quantized = dtype in ("fp8", "mxfp4")
+        kind = FP8 if is_quantized else getattr(torch, dtype)
+        model = torch.bfloat16 if is_quantized else kind
         shape = packed_shape(rows, inner, kind.itemsize)
         padded = shape[0] * 64
         random = {"generator": self.generator, "device": "cuda"}
-        if dtype == "fp8":
+        if is_quantized:
             inputs = {
                 "x": self.bits(MAX_TOKENS, inner),
-                "weight": self.bits(*shape),
+                "weight": self.four_bits(rows, inner) if dtype == "mxfp4" else self.bits(*shape),
                 "weight_scale": (torch.rand(padded, **random) + 0.5) * inner**-0.5 / 1e4,
                 "x_scale": torch.rand(1, **random) + 0.5,
             }
@@ -165,12 +177,12 @@ class Bench:
         return statistics.median(times)
 
 
-def layer(bench: Bench, m: Model) -> list[OpCall]:
+def layer(bench: Bench, m: Model, dtype: str = "fp8") -> list[OpCall]:
     """The four products of one layer."""
     qkv = (m.heads + 2 * m.kv_heads) * m.head_size
     return [
-        bench.call("packed_linear_rope_kv", qkv, m.hidden, model=m),
-        bench.call("packed_linear", m.hidden, m.heads * m.head_size),
-        bench.call("packed_linear_swiglu", 2 * m.inner, m.hidden),
-        bench.call("packed_linear", m.hidden, m.inner),
+        bench.call("packed_linear_rope_kv", qkv, m.hidden, dtype, model=m),
+        bench.call("packed_linear", m.hidden, m.heads * m.head_size, dtype),
+        bench.call("packed_linear_swiglu", 2 * m.inner, m.hidden, dtype),
+        bench.call("packed_linear", m.hidden, m.inner, dtype),
     ]

@@ -22,7 +22,8 @@ from llmctl.runtime.attention_windows import WindowOptions
 from llmctl.runtime.core import OutputConfig, Request, SamplingConfig
 from llmctl.runtime.executor import Executor
 
-KINDS = ("bfloat16", "fp8", "int8", "windows")  # int8: of the KV cache; windows: asked for by run
+# int8: of the KV cache; mxfp4: of the weights; windows: asked for by run
+KINDS = ("bfloat16", "fp8", "int8", "mxfp4", "windows")
 WINDOWS = WindowOptions((96,), 4)
 SAMPLING = (
     SamplingConfig(),
@@ -50,10 +51,11 @@ class Engines:
             options: list[object] = ["--max-batch-size", 16, "--max-seq-len", 1024]
             if role == "target":
                 options += ["--max-draft-len", DRAFT_LEN]
-            if kind in ("fp8", "int8"):
+            if kind in ("fp8", "int8", "mxfp4"):
                 quantized = self.folder / f"{role}-{kind}-checkpoint"
                 if not quantized.exists():
-                    quantize(checkpoint, quantized, kind.upper())
+                    kv_algo = "INT8" if kind == "int8" else "FP8"
+                    quantize(checkpoint, quantized, kv_algo, is_mxfp4=kind == "mxfp4")
                 checkpoint = quantized
             else:
                 options += ["--dtype", kind]
