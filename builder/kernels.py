@@ -22,7 +22,7 @@ from llmctl.plugins.cuda.kernel import (
     StepLimits,
     StepShape,
 )
-from llmctl.plugins.decoder_layers.kernel import chain_launch, chain_spec, find_chain
+from llmctl.plugins.decoder_layers.kernel import chain_launch, chain_spec, find_chains
 from llmctl.plugins.program import Extent, OpCall
 
 if TYPE_CHECKING:
@@ -59,9 +59,8 @@ def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
     ]
     for call, _ in distinct_calls(plan):
         found += _module(call.op).kernels(call, limits)
-    chain = find_chain([call for call, _ in meta_calls(plan)], limits)
-    if chain is not None:
-        found.append(chain_spec(chain, limits))
+    chains = find_chains([call for call, _ in meta_calls(plan)], limits)
+    found += [chain_spec(chain, limits) for chain in chains]
     specs: dict[str, KernelSpec] = {}
     for spec in found:
         assert specs.setdefault(spec.name, spec) == spec, f"two kernels are called {spec.name}"
@@ -100,10 +99,9 @@ def scratch_bytes(plan: Plan, limits: StepLimits) -> int:
 
     for shape in largest_shapes(limits):
         plan_launches(plan, limits, shape, scratch)
-    chain = find_chain([call for call, _ in meta_calls(plan)], limits)
-    if chain is not None:
-        env = LaunchEnv(meta_step(limits), meta_cache(plan, limits), limits, "tokens", scratch)
-        chain_launch(chain, env, StepShape(1, 1, 1, 1, 1))
+    env = LaunchEnv(meta_step(limits), meta_cache(plan, limits), limits, "tokens", scratch)
+    for chain in find_chains([call for call, _ in meta_calls(plan)], limits):
+        chain_launch(chain, env, StepShape(chain.tokens, 1, 1, chain.tokens, chain.tokens))
     return sum(sizes.values())
 
 

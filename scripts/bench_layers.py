@@ -1,7 +1,7 @@
 """Decoder layers in one launch against the launches of their operators: bits, and time of a step.
 
     python scripts/bench_layers.py 1b 3b 8b [--qformat w4a8_mxfp4_fp8] [--contexts 1,64,1000]
-        [--times 1000,2000,4000] [--output plugins/decoder_layers/tactics.json]
+        [--tokens 2] [--times 1000,2000,4000] [--output plugins/decoder_layers/tactics.json]
 
 Models of these shapes get random weights. Says at each context whether the logits and the KV cache
 have the same bits either way, and the time of a step with one token in a CUDA graph of ten beside
@@ -22,7 +22,7 @@ from bench_rows import provenance, read_bandwidth, replace, weight_bytes
 from layers_support import CONTEXT, Model
 from planted_shapes import SHAPES
 
-from llmctl.plugins.decoder_layers.kernel import shape_key
+from llmctl.plugins.decoder_layers.kernel import TOKENS, shape_key
 from llmctl.runtime.graphs import kv_bucket
 
 
@@ -31,26 +31,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
     parser.add_argument("--qformat", choices=("fp8", "w4a8_mxfp4_fp8"), default="fp8")
+    parser.add_argument("--tokens", type=int, choices=TOKENS, default=1, help="of a step")
     parser.add_argument("--contexts", default="1,2,63,64,65,700,1000,1024,1025,1999,3001,4095")
     parser.add_argument("--times", default="1000,2000,4000")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    tokens = arguments.tokens
     stored = {}
     failed = False
     bandwidth = median(read_bandwidth())
     print(f"a plain read: {bandwidth:.3f} TB/s")
     for name in arguments.shapes:
-        model = Model(name, qformat=arguments.qformat)
+        model = Model(name, arguments.tokens, qformat=arguments.qformat)
         assert model.chain is not None, f"{name}: its layers are none that one launch can take"
         contexts = map(int, arguments.contexts.split(","))
-        different = [context for context in contexts if not model.has_same_bits(context, 1)]
+        different = [
+            context
+            for context in contexts
+            if context >= tokens and not model.has_same_bits(context, tokens)
+        ]
         spread = float(model.logits[0].std())
         verdict = f"bits differ at {different}" if different else "same bits"
         print(f"{name}: {len(model.chain.layers)} layers, logits of {spread:.1f}: {verdict}")
         failed |= bool(different)
         times = {}
         for context in map(int, arguments.times.split(",")):
-            many, one = model.milliseconds(context, False), model.milliseconds(context, True)
+            many, one = (model.milliseconds(context, way, tokens) for way in (False, True))
             times[str(kv_bucket(context, model.program.limits))] = {
                 "launches": round(median(many), 4),
                 "one_launch": round(median(one), 4),
@@ -62,14 +68,14 @@ def main() -> None:
                 for what, x in (("launches", many), ("one launch", one))
             )
             print(f"{name} at {context}: least, median, most ms a step: {told}", flush=True)
-        stored[shape_key(model.chain.layers[0])] = times
+        stored[shape_key(model.chain.layers[0], tokens)] = times
         del model
         torch.cuda.empty_cache()
     if arguments.output is not None:
         found = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
         found["ms"] = {**found.get("ms", {}), **stored}
-        measured = {"measured_mxfp4" if arguments.qformat != "fp8" else "measured": provenance()}
-        found |= measured
+        of = "_mxfp4" * (arguments.qformat != "fp8") + f"_n{tokens}" * (tokens > 1)
+        found[f"measured{of}"] = provenance()
         replace(arguments.output, json.dumps(found, indent=1, sort_keys=True) + "\n")
     sys.exit(failed)
 

@@ -140,7 +140,7 @@ class Model:
 
     def use(self, one_launch: bool) -> None:
         """Choose how the next steps run."""
-        self.program._chain = self.chain if one_launch else None
+        self.program._chains = [self.chain] if one_launch and self.chain else []
         self.program.forget()
 
     def run(self, step: StepInputs, shape: StepShape, one_launch: bool) -> list[torch.Tensor]:

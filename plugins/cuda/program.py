@@ -38,7 +38,7 @@ from llmctl.plugins.cuda.kernel import (
 from llmctl.plugins.cuda.step_buffer import StepBuffer
 from llmctl.plugins.decoder_layers.kernel import (
     chain_launch,
-    find_chain,
+    find_chains,
     serves,
     stored_gains,
 )
@@ -48,7 +48,7 @@ from llmctl.plugins.specs import check_call
 # Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
 MAX_PREPARED, MAX_COUNTS = 64, 128
 _BY_REQUEST = frozenset({"paged_attention"})  # the others depend on how many tokens or rows alone
-_CHAIN = -1  # in the place of an index: all calls of the chain
+_CHAIN = -1  # in the place of an index: all calls of the first chain; -2: of the second
 
 Prepared = Callable[[int], None]
 
@@ -136,8 +136,8 @@ class CudaProgram:
         }
         self._looks = looks  # by index; equal for calls that differ in their own tensors alone
         self._models: dict[Hashable, tuple[StepShape, _Packed]] = {}
-        gains = stored_gains(self._loaded)  # of what the engine was built with
-        self._chain = find_chain(calls, limits, gains=gains) if gains else None
+        stored = stored_gains(self._loaded)  # of what the engine was built with
+        self._chains = find_chains(calls, limits, stored) if stored else []
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Use this cache from now on; captured graphs keep the one they were captured with."""
@@ -208,18 +208,19 @@ class CudaProgram:
         return found
 
     def parts(self, shape: StepShape) -> list[int]:
-        """The calls to launch one by one, and _CHAIN in the place of those that are one launch."""
+        """The calls to launch one by one; in the place of a chain's, _CHAIN less its number."""
         parts = list(range(len(self._calls)))
-        chain = self._chain
-        if chain is not None and serves(chain, self._envs["tokens"], shape):
-            parts[chain.start : chain.stop] = [_CHAIN]
+        for number, chain in enumerate(self._chains):
+            if serves(chain, self._envs["tokens"], shape):
+                parts[chain.start : chain.stop] = [_CHAIN - number]
+                break
         return parts
 
     def _pack(self, index: int, shape: StepShape) -> _Packed:
         """What a call launches in a step of this shape; nothing is enqueued yet."""
-        if index == _CHAIN:
-            assert self._chain is not None
-            launch = chain_launch(self._chain, self._envs["tokens"], shape)
+        if index <= _CHAIN:
+            chain = self._chains[_CHAIN - index]
+            launch = chain_launch(chain, self._envs["tokens"], shape)
             return _Packed([self._prepare(launch)], [launch])
         call, extent = self._calls[index]
         env = self._envs[extent]

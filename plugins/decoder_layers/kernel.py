@@ -1,8 +1,8 @@
-"""Decoder layers of a step with one token as one launch: binary and launch of `layers.cu`.
+"""Decoder layers of a step with one token, or two, as one launch: binary and launch of `layers.cu`.
 
 Not an operator of a plan: a chain is a run of calls whose layers have the form that layers.cu
-knows, and in steps of one token one launch takes the place of theirs, with the same bits. It leaves
-out intermediate results, which only its own calls would read. Shapes that gain by it are in
+knows, and in such steps of one request one launch takes the place of theirs, with the same bits. It
+leaves out intermediate results, which only its own calls would read. Shapes that gain by it are in
 tactics.json, measured by scripts/bench_layers.py.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -51,6 +51,7 @@ _TYPES = {"bfloat16": "BF16", "float16": "FP16", "float8_e4m3fn": "E4M3", "int8"
 
 Gains = tuple[tuple[int, bool], ...]  # (contexts up to, whether one launch is faster), ascending
 EVERYWHERE: Gains = ((MAX_CONTEXT, True),)
+TOKENS = (1, 2)  # of a step; a draft's first step of a round may have two
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,19 @@ class Room:
         return 1024 + self.table + ring + self.work + 256 + 2 * _LAYER_BYTES
 
 
+def find_chains(
+    calls: Sequence[OpCall], limits: StepLimits, stored: Mapping[int, Gains] | None = None
+) -> list[Chain]:
+    """The chains whose launches are faster somewhere, for each number of tokens, ascending.
+    stored: gains by tokens as an engine has them (None: as they were measured)."""
+    found = []
+    for tokens in TOKENS:
+        gains = None if stored is None else stored.get(tokens, ())
+        chain = find_chain(calls, limits, most_tokens=tokens, gains=gains)
+        found += [] if chain is None else [chain]
+    return found
+
+
 def find_chain(
     calls: Sequence[OpCall],
     limits: StepLimits,
@@ -95,18 +109,24 @@ def find_chain(
     found = find_layers(calls, limits)
     if len(found) < 2:
         return None
-    gains = _measured_gains(found[0]) if gains is None else gains
+    gains = _measured_gains(found[0], most_tokens) if gains is None else gains
     room = _room(found[0], limits, most_tokens)
     if room is None or not any(gain for _, gain in gains):
         return None
     return Chain(found[0].start, found[-1].stop, tuple(found), most_tokens, room, gains)
 
 
-def stored_gains(kernels: Iterable[str]) -> Gains:
-    """What the kernel of an engine's chain says of itself; empty where there is none."""
-    (told,) = {name.rpartition(".")[2] for name in kernels if name.startswith(_NAME)} or {""}
-    found = re.findall(r"(\d+)([+-])", told)
-    return tuple((int(most), sign == "+") for most, sign in found)
+def stored_gains(kernels: Iterable[str]) -> dict[int, Gains]:
+    """What the kernels of an engine's chains say of themselves, by tokens."""
+    stored: dict[int, Gains] = {}
+    for name in kernels:
+        if not name.startswith(_NAME):
+            continue
+        rest, _, told = name.rpartition(".")
+        (tokens,) = re.findall(r"\.n(\d+)s", rest)
+        found = re.findall(r"(\d+)([+-])", told)
+        stored[int(tokens)] = tuple((int(most), sign == "+") for most, sign in found)
+    return stored
 
 
 def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
@@ -158,7 +178,7 @@ def serves(chain: Chain, env: LaunchEnv, shape: StepShape) -> bool:
     return (
         env.use_pdl
         and shape.num_requests == 1
-        and 0 < shape.num_tokens <= chain.tokens
+        and shape.num_tokens == chain.tokens
         and next((gain for most, gain in chain.gains if shape.max_kv_len <= most), False)
     )
 
@@ -168,6 +188,7 @@ def chain_launch(chain: Chain, env: LaunchEnv, shape: StepShape) -> Launch:
     first, last, limits, step = chain.layers[0], chain.layers[-1], env.limits, env.step
     words = [field for each in chain.layers for field in layer_fields(each, env.kv_cache)]
     num_bytes = exchange_bytes(first, limits, chain.tokens)
+    own = f"{_NAME}.n{chain.tokens}"  # what one binary keeps between its launches
     return Launch(
         chain_spec(chain, limits),
         (limits.num_sms, 1, 1),
@@ -185,10 +206,8 @@ def chain_launch(chain: Chain, env: LaunchEnv, shape: StepShape) -> Launch:
             step.cu_q,
             step.kv_len,
             step.block_tables,
-            env.scratch("decoder_layers.exchange", (num_bytes,), torch.uint8),
-            env.scratch(
-                "decoder_layers.counters", (_LINE * (2 + first.num_kv_heads),), torch.int32
-            ),
+            env.scratch(f"{own}.exchange", (num_bytes,), torch.uint8),
+            env.scratch(f"{own}.counters", (_LINE * (2 + first.num_kv_heads),), torch.int32),
             first.epsilon,
             first.logit_scale,
             step.block_tables.stride(0),
@@ -205,15 +224,15 @@ def exchange_bytes(layer: Layer, limits: StepLimits, tokens: int) -> int:
     return 2 * (tokens * row + parts) + limits.num_sms * tokens * layer.hidden * 2
 
 
-def shape_key(layer: Layer) -> str:
-    """The layer's sizes, as tactics.json has them."""
+def shape_key(layer: Layer, tokens: int = 1) -> str:
+    """The layer's sizes and a step's tokens, as tactics.json has them."""
     heads = f"a{layer.num_heads}.{layer.num_kv_heads}x{layer.head_size}"
     key = f"h{layer.hidden}.i{layer.intermediate}.{heads}"
-    return key + ".mxfp4" * layer.is_mxfp4
+    return key + ".mxfp4" * layer.is_mxfp4 + f".n{tokens}" * (tokens > 1)
 
 
-def _measured_gains(layer: Layer) -> Gains:
-    times = _table().get(shape_key(layer), {})
+def _measured_gains(layer: Layer, tokens: int) -> Gains:
+    times = _table().get(shape_key(layer, tokens), {})
     return tuple(
         (int(context), each["one_launch"] < each["launches"])
         for context, each in sorted(times.items(), key=lambda item: int(item[0]))

@@ -37,6 +37,7 @@ from llmctl.plugins.decoder_layers.kernel import (
     chain_spec,
     exchange_bytes,
     find_chain,
+    find_chains,
     serves,
     stored_gains,
 )
@@ -118,13 +119,13 @@ def test_a_launch_gives_what_the_kernel_takes():
     assert isinstance(table, PointerTable) and len(table.tensors) == FIELDS * len(found.layers)
     for kind, value in zip(kinds, launch.arguments, strict=True):
         assert isinstance(value, torch.Tensor | PointerTable) == kind.startswith("*"), kind
-    assert sizes["decoder_layers.exchange"] == exchange_bytes(found.layers[0], env.limits, 1)
+    assert sizes["decoder_layers.n1.exchange"] == exchange_bytes(found.layers[0], env.limits, 1)
 
 
 def test_memory_for_the_exchange_is_planned(monkeypatch):
     plan, limits = planned("1b")
     with_chain = scratch_bytes(plan, limits)
-    monkeypatch.setattr("llmctl.builder.kernels.find_chain", lambda *_: None)
+    monkeypatch.setattr("llmctl.builder.kernels.find_chains", lambda *_: [])
     assert with_chain - scratch_bytes(plan, limits) > 2 * SHAPES["1b"].hidden * 132
 
 
@@ -142,7 +143,7 @@ def test_steps_take_the_way_that_is_faster_at_their_context(monkeypatch):
     monkeypatch.setattr(
         "llmctl.plugins.decoder_layers.kernel._table", dict
     )  # an engine has its own
-    found = find_chain(calls, limits, gains=stored_gains(["embedding.bf16", name]))
+    (found,) = find_chains(calls, limits, stored_gains(["embedding.bf16", name]))
     assert found == built
     env = env_of("1b")
     served = {
@@ -266,3 +267,39 @@ def test_a_program_puts_the_launch_in_the_place_of_the_calls(monkeypatch):
         outside = [*range(found.start), -1, *range(found.stop, len(calls))]
         assert program.parts(ONE) == (outside if wanted else list(range(len(calls))))
         assert program.parts(replace(ONE, num_requests=2, num_tokens=2)) == list(range(len(calls)))
+
+
+def test_steps_of_two_tokens_have_a_launch_of_their_own_where_that_is_faster(monkeypatch):
+    plan, limits = planned("1b")
+    calls = [call for call, _ in meta_calls(plan)]
+    faster = {"4096": {"launches": 2.0, "one_launch": 1.0}}
+    slower = {"4096": {"launches": 1.0, "one_launch": 2.0}}
+    one, two = ONE, replace(ONE, num_tokens=2, max_query_len=2)
+    for of_one, of_two, wanted in (
+        (faster, faster, {1: -1, 2: -2}),
+        (faster, slower, {1: -1}),
+        (slower, faster, {2: -1}),
+    ):
+        table = {"h2048.i8192.a32.8x64": of_one, "h2048.i8192.a32.8x64.n2": of_two}
+        monkeypatch.setattr(
+            "llmctl.plugins.decoder_layers.kernel._table", lambda table=table: table
+        )
+        chains = find_chains(calls, limits)
+        specs = [chain_spec(chain, limits) for chain in chains]
+        assert [spec.name for spec in kernel_specs(plan, limits) if spec in specs] == [
+            spec.name for spec in specs
+        ]
+        sizes: dict[str, int] = {}
+        env = env_of("1b", sizes)
+        for chain in chains:
+            chain_launch(chain, env, replace(ONE, num_tokens=chain.tokens))
+        assert len(sizes) == 2 * len(chains), "each has an exchange and counters of its own"
+        program = CudaProgram(calls, specs, limits, "meta", driver=_Driver())
+        program.bind_kv_cache(meta_cache(plan, limits))
+        found = {
+            tokens: part
+            for tokens, shape in ((1, one), (2, two))
+            for part in program.parts(shape)
+            if part < 0
+        }
+        assert found == wanted
