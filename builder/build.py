@@ -167,8 +167,10 @@ def plan_build(
     recorded = build_network(model, dtype)
     if is_generated:
         declare_tensors(checkpoint, recorded, model.num_hidden_layers)
-    checkpoint.require(checkpoint_shapes(recorded, checkpoint.quantization))
+    shapes = checkpoint_shapes(recorded, checkpoint.quantization)
+    # Dtypes before shapes: codes of four bits have a shape of their own, and the dtype tells why.
     linear_scales = find_linear_scales(checkpoint, recorded)
+    checkpoint.require(shapes)
     cache_dtype, kv_scales = choose_kv_cache(
         checkpoint, request, model.num_hidden_layers, dtype, backend
     )

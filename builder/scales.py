@@ -1,9 +1,8 @@
 """Which linears of a checkpoint are FP8, where their scales are, and the KV cache's scales.
 
 Reads checkpoints of ModelOpt (MXFP4 weights among them), compressed-tensors (llm-compressor) and
-AutoFP8. What the config
-claims and what the headers hold must agree: a weight that should be FP8 and is not, or the other
-way round, is refused, because running it would give fluent nonsense.
+AutoFP8. What the config claims and what the headers hold must agree: a weight that should be FP8
+and is not, or the other way round, is refused, because running it would give fluent nonsense.
 """
 
 from __future__ import annotations
@@ -56,7 +55,8 @@ _MEANINGFUL = (
 def find_linear_scales(checkpoint: Checkpoint, network: Network) -> dict[str, LinearScales]:
     """The FP8 and MXFP4 linears of the network as recorded (before merging), by module name.
 
-    Raises UnknownQuantization (quantized weights that no config explains), MissingTensor or
+    Absent weights are left to `Checkpoint.require`, which names all of them. Raises
+    UnknownQuantization (quantized weights that no config explains), MissingTensor (a scale) or
     BadTensorShape.
     """
     info = checkpoint.quantization
@@ -68,7 +68,7 @@ def find_linear_scales(checkpoint: Checkpoint, network: Network) -> dict[str, Li
         assert isinstance(source, Rows)
         (weight,) = source.names
         module = weight.removesuffix(".weight")
-        if _is_quantized(checkpoint.info(weight), info, module):
+        if weight in checkpoint.tensors and _is_quantized(checkpoint.info(weight), info, module):
             assert info is not None
             scales[module] = _scales_of(checkpoint, info, module)
     return scales
@@ -152,6 +152,13 @@ def _scales_of(checkpoint: Checkpoint, info: QuantizationInfo, module: str) -> L
             fix="quantize again with calibration data, or fetch the checkpoint again",
         )
     is_mxfp4 = info.algo == MXFP4_ALGO
+    scale = checkpoint.info(names[0])
+    if is_mxfp4 and scale.dtype != "U8":
+        raise BadTensorShape(
+            f"{scale.name} in {scale.file} is {scale.dtype}; {info.algo} has powers of two as U8 "
+            "(E8M0: 127 is 1)",
+            fix="quantize again with `llmctl quantize --qformat w4a8_mxfp4_fp8`",
+        )
     return LinearScales(names[0], names[1] if len(names) > 1 else None, is_mxfp4)
 
 
