@@ -124,7 +124,8 @@ class EngineFile:
         rounds. Graphs are those of its own steps and of rounds, each of `round_steps` steps, or as
         many as `ahead` says of each that is captured before the first request."""
         build = self.config.build_config
-        kernels = kernels_a_step(self.plan)
+        batch, drafts = int(build["max_batch_size"]), int(build["max_draft_len"])
+        kernels = kernels_a_step(self.plan, batch * max(drafts + 1, 2))  # as `Buckets` has them
         launches = MAX_GRAPHS * kernels + graph_launches(kernels, round_steps, has_draft, ahead)
         return EngineMemory(
             role=role,

@@ -19,6 +19,8 @@ from llmctl.plugins.cuda.compiler import CompiledKernel, uses_pdl
 from llmctl.plugins.cuda.kernel import NUM_SMS, StepLimits
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
+from llmctl.plugins.packed_linear.layout import MXFP4
+from llmctl.plugins.packed_linear.tactics import MANY, parse_tactic
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.tensorrt.execution import PlanSet
 from llmctl.plugins.tensorrt.executor import PieceExecutor
@@ -94,19 +96,40 @@ def open_tensorrt(
     )
 
 
-def kernels_a_step(plan: Plan) -> int:
-    """Kernels that a step launches at most, those within TensorRT's plans included."""
+def kernels_a_step(plan: Plan, max_tokens: int | None = None) -> int:
+    """Kernels that a step of up to `max_tokens` tokens (None: any number) launches at most, those
+    within TensorRT's plans included."""
     inside = {
         piece.name: max(len(profile["layers"]) for profile in piece.profiles)
         for piece in plan.trt_pieces
     }
-    return sum(inside.get(str(op.attributes.get("piece")), most_launches(op)) for op in plan.ops)
+    dtypes = {tensor.name: tensor.dtype for tensor in plan.tensors}
+    tokens = plan.max_num_tokens if max_tokens is None else max_tokens
+    return sum(
+        inside.get(str(op.attributes.get("piece")), _most_launches(op, dtypes, tokens))
+        for op in plan.ops
+    )
 
 
-def most_launches(op: PlanOp) -> int:
-    """Kernels of ours that an operator launches at most: attention to chunks and to single tokens
-    are two, and so are a norm and its product in steps too large to have them in one."""
-    return 2 if op.op == "paged_attention" or "norm_weight" in op.inputs else 1
+def _most_launches(op: PlanOp, dtypes: Mapping[str, str], tokens: int) -> int:
+    """Kernels of ours that an operator launches at most; dtypes: of the plan's tensors.
+
+    Attention to chunks and to single tokens are two. A product is one, and one more each for a norm
+    that it does not have in steps too large, and for weights of four bits that many tokens meet:
+    they are expanded first.
+    """
+    if op.op == "paged_attention":
+        return 2
+    is_packed = op.op.startswith("packed_linear") and dtypes[op.inputs["weight"]] == MXFP4
+    is_expanded = is_packed and _reaches_many(op.tactic, tokens)
+    return 1 + ("norm_weight" in op.inputs) + is_expanded
+
+
+def _reaches_many(tactic: str, tokens: int) -> bool:
+    """Whether a step of up to so many tokens takes the product of many tokens."""
+    variants = parse_tactic(tactic)
+    few = max((most for most, variant in variants if variant != MANY), default=0)
+    return tokens > few
 
 
 def plan_scratch_bytes(plan: Plan) -> int:

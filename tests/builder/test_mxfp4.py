@@ -8,8 +8,10 @@ keys and values likewise where their cache is FP8.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from llmctl.builder.build import EnginePlan, plan_build, run_build
+from llmctl.builder.build import STORED, EnginePlan, plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine
 from llmctl.builder.generated import LoadFormat
+from llmctl.builder.kernels import (
+    largest_shapes,
+    meta_cache,
+    meta_calls,
+    meta_step,
+    plan_launches,
+    scratch_bytes,
+    step_limits,
+)
 from llmctl.builder.mxfp4 import MxRows, PackedMxRows
 from llmctl.builder.packing import RowOrder
 from llmctl.cli.main import execute
@@ -35,10 +46,12 @@ from llmctl.errors import (
     UnknownQuantization,
     Unsupported,
 )
+from llmctl.plugins.cuda.kernel import LaunchEnv, StepShape
 from llmctl.plugins.packed_linear import layout
 from llmctl.quantize.layers import import_modelopt
 from llmctl.quantize.plan import QuantizeOptions, plan_quantization
 from llmctl.quantize.quantizer import run_quantization
+from llmctl.runtime.tensorrt_open import kernels_a_step
 
 MAX_RELATIVE_L2 = 1e-2  # acceptance limit against ModelOpt, as in test_fp8.py
 VOCAB = 300  # with 44 rows in the last tile of the head
@@ -236,16 +249,15 @@ def test_greedy_text_with_a_draft_is_the_text_without(pair, some_tokens, capsys)
 # ---- packed for a GPU ----
 
 
-def plan_cuda(folder: Path, **options: Any) -> EnginePlan:
+def plan_cuda(folder: Path, load_format: LoadFormat = STORED, **limits: int) -> EnginePlan:
     """The plan of a cuda engine, without its kernels."""
-    request = BuildRequest(**CUDA_LIMITS, dtype="bfloat16")
     return plan_build(
         folder,
-        request,
+        BuildRequest(**(CUDA_LIMITS | limits), dtype="bfloat16"),
         backend="cuda",
         compute_capability="9.0",
+        load_format=load_format,
         with_binaries=False,
-        **options,
     )
 
 
@@ -310,6 +322,48 @@ def test_a_weight_larger_than_a_chunk_is_made_piece_by_piece(checkpoints, monkey
             pieces = list(source.chunks(engine.checkpoint))
             assert len(pieces) == count
             assert torch.equal(torch.cat([p.view(torch.uint8) for p in pieces]), wanted)
+
+
+def test_the_memory_plan_counts_the_launches_that_expand_weights(checkpoints) -> None:
+    limits = {"max_batch_size": 32, "max_draft_len": 7, "max_num_tokens": 256, "max_seq_len": 96}
+    engine = plan_cuda(checkpoints("head"), **limits)
+    assert engine.plan.ops[-1].name == "lm_head"
+    sizes = step_limits(engine.plan, engine.limits)
+    step, cache = meta_step(sizes), meta_cache(engine.plan, sizes)
+
+    def memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for tokens in (1, 32, 64, 65, 256):
+        shape = StepShape(tokens, tokens if tokens < 32 else 32, tokens, 8, 96)
+        count = 0
+        for call, extent in meta_calls(engine.plan):
+            env = LaunchEnv(step, cache, sizes, extent, memory)
+            module = import_module(f"llmctl.plugins.{call.op}.kernel")
+            count += len(module.launches(call, env, shape))
+        assert len(engine.plan.ops) <= count <= kernels_a_step(engine.plan, tokens), tokens
+    # Two layers of four products and the head are expanded for more tokens than 64.
+    assert kernels_a_step(engine.plan) == kernels_a_step(engine.plan, 64) + 9
+
+
+def test_prompts_need_scratch_memory_of_one_fp8_copy_of_each_size(checkpoints) -> None:
+    scratch = []
+    for tokens in (64, 96):
+        engine = plan_cuda(checkpoints("plain"), max_num_tokens=tokens, max_draft_len=0)
+        named: dict[str, int] = {}
+
+        def memory(name: str, shape: Any, dtype: torch.dtype, named: Any = named) -> torch.Tensor:
+            named[name] = math.prod(shape) * dtype.itemsize
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        sizes = step_limits(engine.plan, engine.limits)
+        for shape in largest_shapes(sizes):
+            plan_launches(engine.plan, sizes, shape, memory)
+        assert sum(named.values()) == scratch_bytes(engine.plan, sizes)
+        scratch.append(sorted(size for name, size in named.items() if "expanded" in name))
+    # [rows, K] in tiles of 64 rows by 256 of K: q, k and v; o; gate and up; down
+    wanted = [320 * 256, 128 * 256, 576 * 256, 128 * 512]
+    assert scratch == [[], sorted(wanted)]
 
 
 def test_a_generated_engine_has_the_tensors_of_a_stored_one(checkpoints, tmp_path) -> None:
