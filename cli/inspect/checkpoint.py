@@ -1,14 +1,15 @@
 """`llmctl inspect` of a checkpoint: config.json and the headers of its files.
 
 Tensors that differ only in their layer are one row. Of the weights nothing is read; of the scales
-that quantization stored, one number a tensor or a row, smallest and largest are told.
+that quantization stored, a number a tensor, a row or a block of 32 (MXFP4), smallest and largest
+are told.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from numpy.typing import NDArray
 
 from llmctl.quantize.checkpoint import DTYPES, Checkpoint, TensorInfo
 from llmctl.quantize.format import QuantizationInfo
+from llmctl.quantize.mxfp4 import EXPONENT_BIAS
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SCALE = re.compile(r"(_scale(_inv|_2)?|\.(k|v|input|output|weight)_scale|_scaling_factor)$")
 _SCALE_DTYPES = ("F32", "F16", "BF16")
-_MAX_SCALE_BYTES = 1 << 20  # a tensor: one scale a row of the largest linears is less
+_E8M0 = "U8"  # a power of two, 2**(value - 127); 255 is NaN
+# A tensor: one scale a row of the largest linears is less, and so are MXFP4's of an 8B model.
+_MAX_SCALE_BYTES = 2 << 20
 
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:
@@ -34,7 +38,7 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         "model": _model(checkpoint.config),
         "quantization": _quantization(checkpoint.quantization),
         "num_tensors": len(tensors),
-        "num_values": sum(math.prod(info.shape) for info in tensors),
+        "num_values": sum(_num_values(info, checkpoint.tensors) for info in tensors),
         "bytes": sum(info.num_bytes for info in tensors),
         "dtypes": _dtypes(tensors),
         "tensors": [_group(name, infos) for (name, _, _), infos in groups.items()],
@@ -45,6 +49,13 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         ],
         "files": _files(checkpoint),
     }
+
+
+def _num_values(info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> int:
+    """Elements; two a byte of MXFP4's codes, which are told by their scales."""
+    scale = tensors.get(f"{info.name}_scale")
+    is_packed = info.dtype == "U8" and scale is not None and scale.dtype == _E8M0
+    return math.prod(info.shape) * (2 if is_packed else 1)
 
 
 def _model(config: dict[str, Any]) -> dict[str, Any]:
@@ -147,9 +158,14 @@ def _scales(checkpoint: Checkpoint, name: str, infos: Sequence[TensorInfo]) -> d
 
 
 def _values(checkpoint: Checkpoint, info: TensorInfo) -> NDArray[np.float32]:
-    """A scale's values; none of one that is too large or not of floats."""
-    if info.num_bytes > _MAX_SCALE_BYTES or info.dtype not in _SCALE_DTYPES:
+    """A scale's values; none of one that is too large, or no floats and no powers of two."""
+    if info.num_bytes > _MAX_SCALE_BYTES or info.dtype not in (*_SCALE_DTYPES, _E8M0):
         return np.empty(0, np.float32)
+    if info.dtype == _E8M0:
+        powers = np.full(256, np.nan, np.float32)
+        powers[:255] = np.ldexp(np.float32(1), np.arange(255) - EXPONENT_BIAS)  # exp2 rounds
+        found: NDArray[np.float32] = powers[checkpoint.read(info.name).numpy().ravel()]
+        return found
     return np.atleast_1d(checkpoint.read(info.name).float().numpy()).ravel()
 
 

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
-from llmctl.builder.build import plan_build
+from llmctl.builder.build import EnginePlan, plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine, read_engine_config
 from llmctl.builder.generated import LoadFormat
-from llmctl.cli.inspect.engine import describe_layers
+from llmctl.cli.dry_run import choose_memory, plan_memory
+from llmctl.cli.dry_run_text import engine_lines
+from llmctl.cli.gpus import step_share
+from llmctl.cli.inspect.cost import Step, step_bytes
+from llmctl.cli.inspect.engine import describe_layers, predict_step
 from llmctl.runtime.engine import kv_bytes_per_block
 
 
@@ -82,6 +86,70 @@ def _groups(folder: Path, config: dict[str, Any], count: int) -> list[list[int]]
         folder, BuildRequest(max_seq_len=64), backend="cuda", load_format=LoadFormat("dummy")
     )
     return [group["layers"] for group in describe_layers(engine.plan)]
+
+
+def plan_8b(folder: Path, algo: str) -> EnginePlan:
+    """A cuda engine of Llama 3.1 8B's shape, of config.json alone, with an unquantized head."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": algo,
+            "kv_cache_quant_algo": "FP8",
+            "ignore": ["lm_head"],
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return plan_build(
+        folder,
+        BuildRequest(max_batch_size=1, max_seq_len=4096, max_num_tokens=2048),
+        backend="cuda",
+        compute_capability="9.0",
+        load_format=LoadFormat("dummy"),
+        with_binaries=False,
+    )
+
+
+def test_a_step_of_four_bit_weights_reads_four_bits_and_their_powers(tmp_path):
+    """4.25 bits a number, 0.25 of them a byte for 32; the rest is what an FP8 model reads."""
+    fp8, mxfp4 = (plan_8b(tmp_path, algo) for algo in ("FP8", "W4A8_MXFP4_FP8"))
+    step = Step(1, 1000)
+    layer = (6144 + 4096 + 2 * 14336) * 4096 + 4096 * 14336  # q, k, v; o; gate, up; down
+    saved = 32 * layer * (1 - 17 / 32)
+    # But for activations: products of FP8 weights take norms in.
+    found = step_bytes(fp8.plan, step) - step_bytes(mxfp4.plan, step)
+    assert found == pytest.approx(saved, rel=1e-4)
+    predicted = predict_step(mxfp4.config, mxfp4.plan, step, "h200", None)
+    read = predicted["read_bytes"]
+    assert read == step_bytes(mxfp4.plan, step) == pytest.approx(4.83e9, rel=1e-3)
+    share = step_share(read)
+    assert predicted["predicted_ms"] == pytest.approx(1e3 * read / (4.543e12 * share))
+    ops = [op for group in describe_layers(mxfp4.plan, step) for op in group["ops"]]
+    (down, *_) = [op for op in ops if op["name"].endswith("down_proj")]
+    assert down["weight_bytes"] == 4096 * 14336 * 17 // 32 + 4 * 4096 + 4
+
+
+def test_the_memory_plan_counts_four_bits_and_what_prompts_expand_them_to(tmp_path):
+    plans = [plan_8b(tmp_path, algo) for algo in ("FP8", "W4A8_MXFP4_FP8")]
+    memory = choose_memory("cuda", "h200", None)
+    fp8, mxfp4 = (plan_memory(plan, memory, tmp_path / "engine") for plan in plans)
+    layer = (6144 + 4096 + 2 * 14336) * 4096 + 4096 * 14336
+    assert mxfp4["weight_bytes"] - fp8["weight_bytes"] == -32 * layer * 15 // 32
+    assert mxfp4["scratch_bytes"] - fp8["scratch_bytes"] == layer  # a layer's four weights in FP8
+    assert mxfp4["graph_bytes"] == fp8["graph_bytes"]  # one request: no step in a graph expands
+    summary = plans[1].summary()["weight_bytes"]  # without the gaps that align tensors
+    assert summary == pytest.approx(mxfp4["weight_bytes"], rel=1e-4)
+    shown = list(engine_lines(plans[1].summary()))
+    assert any("weights W4A8_MXFP4_FP8, KV cache FP8" in line for line in shown)
 
 
 def test_the_table_names_what_matters(llmctl, engines):

@@ -85,6 +85,47 @@ def test_the_table_names_what_matters(llmctl, quantized):
     assert "model.layers.N.mlp.up_proj.input_scale 3 x 1 2 2 1 not finite" in lines
 
 
+def four_bits(folder: Path, last_power: int) -> Path:
+    """`quantized` with MXFP4 codes: [32, 64] a layer, whose scales are 2**-3 and `last_power`."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quant_algo"] = "W4A8_MXFP4_FP8"
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {"model.embed_tokens.weight": torch.zeros(16, 64, dtype=torch.bfloat16)}
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}.mlp.up_proj"
+        tensors[f"{name}.weight"] = torch.zeros(32, 32, dtype=torch.uint8)
+        tensors[f"{name}.weight_scale"] = torch.full((32, 2), 127 - 3, dtype=torch.uint8)
+        tensors[f"{name}.input_scale"] = torch.tensor(2.0)
+    tensors[f"{name}.weight_scale"][31, 1] = last_power
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_four_bits_are_two_values_a_byte(llmctl, quantized):
+    found = json.loads(llmctl("inspect", four_bits(quantized, 124), "--json").out)
+    assert found["num_values"] == 16 * 64 + LAYERS * (32 * 64 + 32 * 2 + 1)
+    assert found["bytes"] == 16 * 64 * 2 + LAYERS * (32 * 32 + 32 * 2 + 4)
+    assert found["quantization"]["algo"] == "W4A8_MXFP4_FP8"
+    assert found["quantization"]["weight_scales"] == "group"
+
+
+@pytest.mark.parametrize(
+    ("stored", "largest", "non_finite"), [(127 + 5, 32.0, 0), (254, 2.0**127, 0), (255, 0.125, 1)]
+)
+def test_powers_of_two_are_told_as_the_multipliers_they_are(
+    llmctl, quantized, stored, largest, non_finite
+):
+    four_bits(quantized, stored)
+    scales = json.loads(llmctl("inspect", quantized, "--json").out)["scales"]
+    (powers,) = [row for row in scales if row["name"].endswith("weight_scale")]
+    assert (powers["smallest"], powers["largest"]) == (0.125, largest)
+    assert (powers["values_each"], powers["non_finite"]) == (64, non_finite)
+    told = "1 not finite" if non_finite else ""
+    line = f"up_proj.weight_scale 3 x 64 0.125 {largest:.4g} {told}".strip()
+    lines = [" ".join(text.split()) for text in llmctl("inspect", quantized).out.splitlines()]
+    assert f"model.layers.N.mlp.{line}" in lines
+
+
 def test_a_plain_checkpoint_has_no_scales(llmctl, engines):
     found = json.loads(llmctl("inspect", engines.target_checkpoint, "--json").out)
     assert found["quantization"] is None and found["scales"] == []
