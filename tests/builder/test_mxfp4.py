@@ -309,6 +309,18 @@ def values_of(engine: EnginePlan, name: str) -> torch.Tensor:
     return torch.cat(list(engine.sources[name].chunks(engine.checkpoint)))
 
 
+@pytest.mark.parametrize("case", ["plain", "head, fp8 cache"])
+def test_the_packed_plan_gives_the_logits_of_the_cpu_s_to_the_bit(
+    case: str, checkpoints, build_engine, open_test_engine, some_tokens, tmp_path
+) -> None:
+    """Both by the operators' references, which unpack weights."""
+    tokens = some_tokens(37, VOCAB)
+    run_build(plan_cuda(checkpoints(case)), tmp_path / "cuda")
+    found = open_test_engine(tmp_path / "cuda", "reference").run(tokens)
+    plain = build_engine(checkpoints(case), dtype="bfloat16", **CUDA_LIMITS)
+    assert torch.equal(found, open_test_engine(plain, "reference").run(tokens))
+
+
 def test_a_weight_larger_than_a_chunk_is_made_piece_by_piece(checkpoints, monkeypatch) -> None:
     engine = plan_cuda(checkpoints("plain"))
     parts = tuple((f"{LAYER}.mlp.{part}_proj.weight", (288, 96)) for part in ("gate", "up"))
