@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmctl.builder.packing import CHUNK_BYTES, RowOrder
+from llmctl.builder.packing import CHUNK_BYTES, RowOrder, gather_rows
 from llmctl.builder.sources import TensorReader
 from llmctl.errors import BadTensorValue
 from llmctl.plugins.spec import FP8
@@ -110,21 +110,19 @@ class PackedMxRows:
 
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
         """Whole row tiles, about CHUNK_BYTES of E4M3 at a time."""
-        import torch
-
-        from llmctl.plugins.packed_linear.layout import TILE_ROWS, reorder
+        from llmctl.plugins.packed_linear.layout import TILE_ROWS
         from llmctl.plugins.packed_linear.mxfp4 import pack_mxfp4
 
         codes, steps = [], []
         for name, _ in self.rows.parts:
             codes.append(checkpoint.read(name))
             steps.append(relative_steps(name, codes[-1], checkpoint.read(f"{name}_scale")))
-        all_codes, all_steps = torch.cat(codes), torch.cat(steps)
         order = self.order.indices()
         step = TILE_ROWS * max(1, CHUNK_BYTES // (TILE_ROWS * self.rows.shape[1]))
         for start in range(0, len(order), step):
             wanted = order[start : start + step]
-            yield pack_mxfp4(reorder(all_codes, wanted), reorder(all_steps, wanted))
+            taken = (gather_rows(each, wanted, self.dtype) for each in (codes, steps))
+            yield pack_mxfp4(*taken)
 
 
 def relative_steps(name: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ checkpoint's tensors, so writing an engine holds a few tiles of one weight and n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -85,26 +85,20 @@ class PackedRows:
         )
         parts = [checkpoint.read(name) for name in self.names]
         for start in range(0, len(order), step):
-            yield pack(self._gather(parts, order[start : start + step]))
+            wanted = order[start : start + step]
+            yield pack(gather_rows(parts, wanted, self.dtype, self._convert))
 
-    def _gather(self, parts: list[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
-        """The logical rows `wanted`, converted and checked; zeros for -1."""
+    def _convert(self, part: int, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of a part in this dtype, checked."""
         import torch
 
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        gathered = torch.zeros((len(wanted), self.rows.shape[1]), dtype=dtype)
-        first = 0
-        for name, stored in zip(self.names, parts, strict=True):
-            here = ((wanted >= first) & (wanted < first + len(stored))).nonzero().flatten()
-            if len(here):
-                chunk = _words(stored).index_select(0, wanted[here] - first).view(stored.dtype)
-                require_finite(name, chunk, "holds NaN or infinity")
-                if chunk.dtype != dtype:
-                    chunk = chunk.to(dtype)
-                    require_finite(name, chunk, f"has values that do not fit {self.dtype}")
-                _words(gathered).index_copy_(0, here, _words(chunk))
-            first += len(stored)
-        return gathered
+        name, dtype = self.names[part], getattr(torch, self.dtype)
+        require_finite(name, rows, "holds NaN or infinity")
+        if rows.dtype == dtype:
+            return rows
+        converted: torch.Tensor = rows.to(dtype)
+        require_finite(name, converted, f"has values that do not fit {self.dtype}")
+        return converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +126,28 @@ class PackedVector:
         from llmctl.plugins.packed_linear.layout import reorder
 
         yield reorder(torch.cat(list(self.vector.chunks(checkpoint))), self.order.indices())
+
+
+def gather_rows(
+    parts: Sequence[torch.Tensor],
+    wanted: torch.Tensor,
+    dtype: str,
+    convert: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, rows: rows,
+) -> torch.Tensor:
+    """The rows `wanted` (int64) of parts that lie one after the other, zeros for -1. convert(index
+    of a part, its rows) makes rows of `dtype`."""
+    import torch
+
+    shape = (len(wanted), parts[0].shape[1])
+    gathered = torch.zeros(shape, dtype=getattr(torch, dtype))
+    first = 0
+    for index, stored in enumerate(parts):
+        here = ((wanted >= first) & (wanted < first + len(stored))).nonzero().flatten()
+        if len(here):
+            rows = _words(stored).index_select(0, wanted[here] - first).view(stored.dtype)
+            _words(gathered).index_copy_(0, here, _words(convert(index, rows)))
+        first += len(stored)
+    return gathered
 
 
 def _words(matrix: torch.Tensor) -> torch.Tensor:

@@ -71,8 +71,8 @@ struct Share {
   }
 };
 
-// Shared memory: the numbers of four bits, a ring of weights, ROOM for tokens and sums or for attention, sums of squares, this
-// layer's tensors and the next one's.
+// Shared memory: the numbers of four bits, a ring of weights, ROOM for tokens and sums or for attention,
+// sums of squares, this layer's tensors and the next one's.
 struct Shared {
   u32 base, table, ring, tokens, squares, layers;
   u32 full, empty;  // barriers: full has one for each chunk of a slot

@@ -100,6 +100,8 @@ DEVICE void start_expanded(const Mxfp4Chunk& weights, u32 tokens, int chunk,
   product_commit();
 }
 
+// A unit of four bits. Each chunk has registers of its own, and none that products read are written while
+// they run: so no product waits, and the second chunk is expanded while the first is multiplied.
 template <class S>
 DEVICE void multiply_expanded(const Shared& shared, u32 slot, u32 parity, u32 stage, u32 tokens,
                               float (&part)[S::OPERAND_ROWS / 2]) {

@@ -52,11 +52,11 @@ DEVICE uint2 load_shared_pair(u32 at) {
   return x;
 }
 
-// What a thread needs of 16 rows of its warp by 256 columns, as it lies in shared memory: all reads start
-// before the first is needed. `octets` are two times 8 rows.
+// What a thread needs of 16 rows of its warp by 256 columns, as it lies in shared memory: all reads
+// start before the first is needed. `octets` are two times 8 rows.
 struct Mxfp4Chunk {
-  uint4 codes[2][2];      // [octet][half of the columns]
-  uint2 numbers[2][8];    // [octet][block of 32 columns]: of the block's power of two
+  uint4 codes[2][2];    // [octet][half of the columns]
+  uint2 numbers[2][8];  // [octet][block of 32 columns]: of the block's power of two
 
   DEVICE Mxfp4Chunk(u32 table, u32 octets) {
     const u32 lane = threadIdx.x % 32;

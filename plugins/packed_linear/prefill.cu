@@ -11,8 +11,8 @@
 // interval besides the sums, the interval's token chunks stay in shared memory while a warpgroup
 // goes through its row tiles one after the other.
 //
-// Macros: INPUT_TYPE (E4M3, BF16 or FP16), EXPANDED (1: expand.cu makes the weights right before), WG_TILES, TILE_TOKENS, CLUSTER, A_STAGES, B_STAGES, and
-// those of epilogue.cuh.
+// Macros: INPUT_TYPE (E4M3, BF16 or FP16), EXPANDED (1: expand.cu makes the weights right before),
+// WG_TILES, TILE_TOKENS, CLUSTER, A_STAGES, B_STAGES, and those of epilogue.cuh.
 
 #include "packed_linear/prefill_load.cuh"
 
