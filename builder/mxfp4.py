@@ -16,16 +16,14 @@ from llmctl.builder.packing import CHUNK_BYTES, RowOrder, gather_rows
 from llmctl.builder.sources import TensorReader
 from llmctl.errors import BadTensorValue
 from llmctl.plugins.spec import FP8
+from llmctl.quantize.mxfp4 import BLOCK, EXPONENT_BIAS, MAX_EXPONENT_SPAN
 
 if TYPE_CHECKING:
     import torch
 
-BLOCK = 32  # columns
 MXFP4_ALGO = "W4A8_MXFP4_FP8"  # ModelOpt's name: these weights, activations FP8 of a static scale
 _LARGEST = 6  # power of two of a row's largest blocks, as a step: 6 * 2**6 is 384 of E4M3's 448
-_STEPS = 15
-_BIAS = 127  # of E8M0
-_NAN = 255
+_NAN = 255  # of E8M0
 _SMALLEST = 7  # exponent of a row's largest block whose scale is a normal float32
 
 
@@ -81,7 +79,7 @@ class MxRowScales:
         import torch
 
         for name in self.names:
-            powers = _row_exponents(checkpoint.read(name)) - _BIAS - _LARGEST
+            powers = _row_exponents(checkpoint.read(name)) - EXPONENT_BIAS - _LARGEST
             yield torch.exp2(powers.to(torch.float32))
 
 
@@ -136,7 +134,7 @@ def relative_steps(name: str, codes: torch.Tensor, scales: torch.Tensor) -> torc
     if bool((scales == _NAN).any()):
         raise BadTensorValue(f"{name}_scale holds NaN", fix="quantize again, or fetch it again")
     below = _row_exponents(scales)[:, None] - scales.to(torch.int32)
-    steps = (_STEPS - 1) - below
+    steps = MAX_EXPONENT_SPAN - below
     if bool((steps < 0).any()):
         is_zero = (codes.view(len(codes), -1, BLOCK // 2) & 0x77).amax(dim=2) == 0
         lost = (steps < 0) & ~is_zero
@@ -144,7 +142,7 @@ def relative_steps(name: str, codes: torch.Tensor, scales: torch.Tensor) -> torc
             row, block = (int(i) for i in lost.nonzero()[0])
             raise BadTensorValue(
                 f"{name}: block {block} of row {row} is 2**{int(below[row, block])} below the "
-                f"row's largest; up to 2**{_STEPS - 1} is exact in E4M3",
+                f"row's largest; up to 2**{MAX_EXPONENT_SPAN} is exact in E4M3",
                 fix="quantize with `llmctl quantize --qformat w4a8_mxfp4_fp8`, which rounds it",
             )
     return steps.clamp(min=0).to(torch.uint8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
-from llmctl.builder.mxfp4 import BLOCK, MXFP4_ALGO
+from llmctl.builder.mxfp4 import MXFP4_ALGO
 from llmctl.builder.network import Network
 from llmctl.builder.passes.quantize import LinearScales
 from llmctl.builder.sources import Rows
@@ -23,6 +23,7 @@ from llmctl.errors import (
 )
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo
 from llmctl.quantize.format import QuantizationInfo
+from llmctl.quantize.mxfp4 import BLOCK
 
 READ_SCHEMES = (
     "ModelOpt FP8, FP8_PER_CHANNEL_PER_TOKEN and W4A8_MXFP4_FP8, compressed-tensors FP8 (tensor or "

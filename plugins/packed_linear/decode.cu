@@ -19,10 +19,10 @@
 // Weights of four bits (MXFP4) have chunks of 256 columns, which meet two chunks of tokens. Warps expand
 // them to E4M3 in registers on the way to the same products.
 //
-// Macros: INPUT_TYPE (E4M3 | BF16 | FP16: of tokens), MXFP4 (0 | 1), TOKENS (8 ... 64), ROW_TILES, CHUNKS, STAGES, SPLIT
-// (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), FILL (slots on their way during the
-// ring's first turn; 0: all), NORM (decode_norm.cuh), and those of epilogue.cuh. Grid: x blocks
-// (times SPLIT), y token tiles.
+// Macros: INPUT_TYPE (E4M3 | BF16 | FP16: of tokens), MXFP4 (0 | 1), TOKENS (8 ... 64), ROW_TILES,
+// CHUNKS, STAGES, SPLIT (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), FILL (slots on
+// their way during the ring's first turn; 0: all), NORM (decode_norm.cuh), and those of epilogue.cuh.
+// Grid: x blocks (times SPLIT), y token tiles.
 
 #include "packed_linear/decode_cluster.cuh"
 #include "packed_linear/decode_tiles.cuh"

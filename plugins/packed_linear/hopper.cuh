@@ -292,27 +292,3 @@ PRODUCTS(32, I16, 16, 17, 18, D16(0))
 PRODUCTS(64, I32, 32, 33, 34, D32(0))
 PRODUCTS(128, I64, 64, 65, 66, D64(0))
 PRODUCTS(256, I128, 128, 129, 130, D64(0), D64(64))
-
-// The same for E4M3 with `a` in registers: of warp w, thread 4 g + t, a[0] are the four bytes of row
-// 16 w + g from column 4 t, a[1] those of row 16 w + 8 + g, a[2] and a[3] the same rows from column
-// 16 + 4 t.
-template <int N>
-struct HeldProduct;
-
-#define HELD_PRODUCT(N, LIST, A0, A1, A2, A3, B, P, ...)                                         \
-  template <>                                                                                   \
-  struct HeldProduct<N> {                                                                       \
-    static DEVICE void add(float (&d)[N / 2], const u32* a, u64 b, int add) {                     \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                               \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" LIST "}, {%" #A0  \
-                   ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1;\n}"                        \
-                   : __VA_ARGS__                                                                \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));             \
-    }                                                                                           \
-  };
-
-HELD_PRODUCT(8, I4, 4, 5, 6, 7, 8, 9, D4(0))
-HELD_PRODUCT(16, I8, 8, 9, 10, 11, 12, 13, D8(0))
-HELD_PRODUCT(24, I12, 12, 13, 14, 15, 16, 17, D8(0), D4(8))
-HELD_PRODUCT(32, I16, 16, 17, 18, 19, 20, 21, D16(0))
-HELD_PRODUCT(64, I32, 32, 33, 34, 35, 36, 37, D32(0))
