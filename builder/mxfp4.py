@@ -16,7 +16,7 @@ from llmctl.builder.packing import CHUNK_BYTES, RowOrder, gather_rows
 from llmctl.builder.sources import TensorReader
 from llmctl.errors import BadTensorValue
 from llmctl.plugins.spec import FP8
-from llmctl.quantize.mxfp4 import BLOCK, EXPONENT_BIAS, MAX_EXPONENT_SPAN
+from llmctl.quantize.format import E8M0_BIAS, MXFP4_BLOCK, MXFP4_SPAN
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ class MxRowScales:
         import torch
 
         for name in self.names:
-            powers = _row_exponents(checkpoint.read(name)) - EXPONENT_BIAS - _LARGEST
+            powers = _row_exponents(checkpoint.read(name)) - E8M0_BIAS - _LARGEST
             yield torch.exp2(powers.to(torch.float32))
 
 
@@ -134,15 +134,15 @@ def relative_steps(name: str, codes: torch.Tensor, scales: torch.Tensor) -> torc
     if bool((scales == _NAN).any()):
         raise BadTensorValue(f"{name}_scale holds NaN", fix="quantize again, or fetch it again")
     below = _row_exponents(scales)[:, None] - scales.to(torch.int32)
-    steps = MAX_EXPONENT_SPAN - below
+    steps = MXFP4_SPAN - below
     if bool((steps < 0).any()):
-        is_zero = (codes.view(len(codes), -1, BLOCK // 2) & 0x77).amax(dim=2) == 0
+        is_zero = (codes.view(len(codes), -1, MXFP4_BLOCK // 2) & 0x77).amax(dim=2) == 0
         lost = (steps < 0) & ~is_zero
         if bool(lost.any()):
             row, block = (int(i) for i in lost.nonzero()[0])
             raise BadTensorValue(
                 f"{name}: block {block} of row {row} is 2**{int(below[row, block])} below the "
-                f"row's largest; up to 2**{MAX_EXPONENT_SPAN} is exact in E4M3",
+                f"row's largest; up to 2**{MXFP4_SPAN} is exact in E4M3",
                 fix="quantize with `llmctl quantize --qformat w4a8_mxfp4_fp8`, which rounds it",
             )
     return steps.clamp(min=0).to(torch.uint8)

@@ -22,8 +22,7 @@ from llmctl.errors import (
     Unsupported,
 )
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo
-from llmctl.quantize.format import QuantizationInfo
-from llmctl.quantize.mxfp4 import BLOCK
+from llmctl.quantize.format import MXFP4_BLOCK, QuantizationInfo
 
 READ_SCHEMES = (
     "ModelOpt FP8, FP8_PER_CHANNEL_PER_TOKEN and W4A8_MXFP4_FP8, compressed-tensors FP8 (tensor or "
@@ -229,11 +228,12 @@ def checkpoint_shapes(
         if node.op != "linear" or not _is_declared(info, weight.removesuffix(".weight")):
             continue
         rows, inner = shapes[weight]
-        if inner % BLOCK:
+        if inner % MXFP4_BLOCK:
             raise BadTensorShape(
-                f"{weight} has {inner} columns by config.json; {info.algo} has blocks of {BLOCK}",
+                f"{weight} has {inner} columns by config.json; {info.algo} has blocks of "
+                f"{MXFP4_BLOCK}",
                 fix="exclude this module from the quantization",
             )
         shapes[weight] = (rows, inner // 2)
-        shapes[f"{weight}_scale"] = (rows, inner // BLOCK)
+        shapes[f"{weight}_scale"] = (rows, inner // MXFP4_BLOCK)
     return shapes

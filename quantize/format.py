@@ -41,6 +41,9 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 INT8_MAX = 127.0  # largest value of a symmetric int8
 FP8_MAX = 448.0  # largest finite float8_e4m3fn (OCP FP8 specification, table 1)
+MXFP4_BLOCK = 32  # values that share a power of two (OCP Microscaling Formats 1.0, 5.2)
+MXFP4_SPAN = 14  # between the exponents of a row's largest and smallest blocks (mxfp4.py)
+E8M0_BIAS = 127  # of those exponents as they are stored
 MAX_JSON_BYTES = 64 << 20  # an index of a 1 T-parameter model is about 20 MB
 
 

@@ -35,11 +35,12 @@ from llmctl.builder.generated import ROLES, STANDARD_ACCEPTANCE, LoadFormat, ord
 from llmctl.publish import publish, require_space
 from llmctl.quantize.format import (
     CONFIG_FILE,
+    E8M0_BIAS,
+    MXFP4_BLOCK,
     QUANT_CONFIG_FILE,
     find_scheme,
     quantization_documents,
 )
-from llmctl.quantize.mxfp4 import BLOCK, EXPONENT_BIAS
 from llmctl.runtime.generated import (
     CHUNK,
     FP8_SPREAD,
@@ -55,7 +56,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 FP8_MAX = 448.0
 HEAD = "lm_head"
 MXFP4_FORMAT = "w4a8_mxfp4_fp8"
-MXFP4_BYTES = 0.5 + 1 / BLOCK
+MXFP4_BYTES = 0.5 + 1 / MXFP4_BLOCK
 MXFP4_UNIT_STEP = 8  # a step of this is 2**0
 
 
@@ -200,8 +201,8 @@ def _outer(recipe: Recipe, generator: torch.Generator) -> dict[str, torch.Tensor
     if recipe.is_quantized(HEAD) and recipe.is_mxfp4:
         nibbles = (head != 0).to(torch.uint8) * 2 + (head < 0).to(torch.uint8) * 8  # E2M1 of signs
         tensors[f"{HEAD}.weight"] = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
-        blocks = (shape.vocab, shape.hidden // BLOCK)
-        tensors[f"{HEAD}.weight_scale"] = torch.full(blocks, EXPONENT_BIAS, dtype=torch.uint8)
+        blocks = (shape.vocab, shape.hidden // MXFP4_BLOCK)
+        tensors[f"{HEAD}.weight_scale"] = torch.full(blocks, E8M0_BIAS, dtype=torch.uint8)
         tensors[f"{HEAD}.input_scale"] = torch.tensor(SCALE)
     elif recipe.is_quantized(HEAD):
         tensors[f"{HEAD}.weight"] = head.to(torch.float8_e4m3fn)
@@ -214,8 +215,8 @@ def _mxfp4(
 ) -> dict[str, torch.Tensor]:
     """Codes drawn evenly, blocks of three neighbouring powers of two, the spread about this."""
     rows, columns = dims
-    steps = torch.randint(*MXFP4_STEPS, (rows, columns // BLOCK), generator=generator)
-    power = round(math.log2(spread / MXFP4_SPREAD)) - MXFP4_UNIT_STEP + EXPONENT_BIAS
+    steps = torch.randint(*MXFP4_STEPS, (rows, columns // MXFP4_BLOCK), generator=generator)
+    power = round(math.log2(spread / MXFP4_SPREAD)) - MXFP4_UNIT_STEP + E8M0_BIAS
     return {
         f"{module}.weight": torch.randint(
             0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8

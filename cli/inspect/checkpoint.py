@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmctl.quantize.checkpoint import DTYPES, Checkpoint, TensorInfo
-from llmctl.quantize.format import QuantizationInfo
-from llmctl.quantize.mxfp4 import EXPONENT_BIAS
+from llmctl.quantize.format import E8M0_BIAS, QuantizationInfo
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SCALE = re.compile(r"(_scale(_inv|_2)?|\.(k|v|input|output|weight)_scale|_scaling_factor)$")
@@ -163,7 +162,7 @@ def _values(checkpoint: Checkpoint, info: TensorInfo) -> NDArray[np.float32]:
         return np.empty(0, np.float32)
     if info.dtype == _E8M0:
         powers = np.full(256, np.nan, np.float32)
-        powers[:255] = np.ldexp(np.float32(1), np.arange(255) - EXPONENT_BIAS)  # exp2 rounds
+        powers[:255] = np.ldexp(np.float32(1), np.arange(255) - E8M0_BIAS)  # exp2 rounds
         found: NDArray[np.float32] = powers[checkpoint.read(info.name).numpy().ravel()]
         return found
     return np.atleast_1d(checkpoint.read(info.name).float().numpy()).ravel()
