@@ -1,9 +1,12 @@
 """Times the packed products of many tokens on a GPU.
 
     python scripts/bench_gemm_prefill.py [--tokens 128,512,2048] [--models 70b,8b]
+    python scripts/bench_gemm_prefill.py --models 8b --dtypes mxfp4
 
 Times are medians of a graph's replays, beside torch._scaled_mm (fast accumulation) or torch.matmul
-for the same sizes. Bits are compared elsewhere (tests/gpu/test_packed_linear_exact.py).
+for the same sizes. mxfp4 is what comes before such a product where weights have four bits: writing
+the weight in FP8, beside what a plain read of as many bytes takes. Bits are compared elsewhere
+(tests/gpu/test_packed_linear_exact.py).
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from statistics import median
 
 import gemm_support
 import torch
-from bench_rows import warm_up
+from bench_rows import read_bandwidth, warm_up
 from gemm_support import FP8, Bench
 
 from llmctl.plugins.cuda.kernel import StepLimits
+from llmctl.plugins.packed_linear.expansion import expand_launch, expanded_call
 from llmctl.plugins.packed_linear.prefill import Variant, choose, prefill_launch, variants_of
 from llmctl.plugins.program import OpCall
 
@@ -106,6 +110,24 @@ def time_model(
         torch.cuda.empty_cache()
 
 
+def time_expansion(bench: Bench, name: str, read: float) -> None:
+    """A row per weight: microseconds of expanding it, and the share of the read limit."""
+    for what, rows, inner in SHAPES[name]:
+        if what == "swiglu":
+            continue
+        call = bench.call("packed_linear", rows, inner, "mxfp4")
+        expanded = expanded_call(call, bench.scratch)
+        launch = expand_launch(call, expanded)
+        prepared, stream = bench.prepare(launch), bench.stream.cuda_stream
+        us = graph_us(bench.stream, [lambda p=prepared, s=stream: p(s)] * 3)
+        moved = call.inputs["weight"].nbytes + expanded.inputs["weight"].nbytes
+        share = moved / us / 1e6 / read
+        print(f"{name} mxfp4 {what}: {us:.1f} us for {moved / 1e6:.0f} MB, {share:.1%} of a read")
+        del call, expanded
+        bench.scratches.clear()
+        torch.cuda.empty_cache()
+
+
 def time_layer(bench: Bench, name: str, counts: list[int]) -> None:
     """A row per number of tokens: a layer's FP8 products one after the other, and the library's."""
     shapes = [shape for shape in SHAPES[name] if shape[0] != "gate"]
@@ -156,7 +178,10 @@ def main() -> None:
         if "fp8" in options.dtypes:
             time_layer(bench, name, counts)
         for dtype in options.dtypes.split(","):
-            time_model(bench, name, dtype, counts, variants)
+            if dtype == "mxfp4":
+                time_expansion(bench, name, median(read_bandwidth()))
+            else:
+                time_model(bench, name, dtype, counts, variants)
 
 
 if __name__ == "__main__":
