@@ -32,6 +32,7 @@ from planted_shapes import SHAPES, config_json
 from safetensors.torch import save_file
 
 from llmctl.builder.generated import ROLES, STANDARD_ACCEPTANCE, LoadFormat, ordinary_tokens
+from llmctl.plugins.packed_linear.mxfp4 import UNIT_STEP, sign_codes
 from llmctl.publish import publish, require_space
 from llmctl.quantize.format import (
     CONFIG_FILE,
@@ -57,7 +58,6 @@ FP8_MAX = 448.0
 HEAD = "lm_head"
 MXFP4_FORMAT = "w4a8_mxfp4_fp8"
 MXFP4_BYTES = 0.5 + 1 / MXFP4_BLOCK
-MXFP4_UNIT_STEP = 8  # a step of this is 2**0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +199,7 @@ def _outer(recipe: Recipe, generator: torch.Generator) -> dict[str, torch.Tensor
         f"{HEAD}.weight": head,
     }
     if recipe.is_quantized(HEAD) and recipe.is_mxfp4:
-        nibbles = (head != 0).to(torch.uint8) * 2 + (head < 0).to(torch.uint8) * 8  # E2M1 of signs
-        tensors[f"{HEAD}.weight"] = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+        tensors[f"{HEAD}.weight"] = sign_codes(head)
         blocks = (shape.vocab, shape.hidden // MXFP4_BLOCK)
         tensors[f"{HEAD}.weight_scale"] = torch.full(blocks, E8M0_BIAS, dtype=torch.uint8)
         tensors[f"{HEAD}.input_scale"] = torch.tensor(SCALE)
@@ -216,7 +215,7 @@ def _mxfp4(
     """Codes drawn evenly, blocks of three neighbouring powers of two, the spread about this."""
     rows, columns = dims
     steps = torch.randint(*MXFP4_STEPS, (rows, columns // MXFP4_BLOCK), generator=generator)
-    power = round(math.log2(spread / MXFP4_SPREAD)) - MXFP4_UNIT_STEP + E8M0_BIAS
+    power = round(math.log2(spread / MXFP4_SPREAD)) - UNIT_STEP + E8M0_BIAS
     return {
         f"{module}.weight": torch.randint(
             0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8

@@ -28,7 +28,7 @@ _OCTET = 8  # rows that are packed together
 OCTET_BYTES = _OCTET * ROW_BYTES
 OCTET_CODES = _OCTET * CHUNK_COLUMNS // 2  # bytes of codes, ahead of the steps
 STEP_BYTES = 8  # a step is stored times this: the offset of its eight numbers in a kernel's table
-_UNIT = 8  # the step of 2**0
+UNIT_STEP = 8  # of 2**0
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1 codes
 
 
@@ -69,13 +69,17 @@ def pack_mxfp4(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     return packed.view(tiles, chunks, 64, ROW_BYTES)
 
 
+def sign_codes(weight: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 [rows, K / 2] of a weight [rows, K] of -1, 0 and 1, with powers of 1; exact."""
+    nibbles = (weight != 0).to(torch.uint8) * 2 + (weight < 0).to(torch.uint8) * 8
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+
+
 def pack_signs(weight: torch.Tensor) -> torch.Tensor:
     """A weight [rows, K] of -1, 0 and 1, packed; exact."""
-    nibbles = (weight != 0).to(torch.uint8) * 2 + (weight < 0).to(torch.uint8) * 8
-    codes = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
-    rows, inner = weight.shape
-    steps = torch.full((rows, inner // BLOCK), _UNIT, dtype=torch.uint8, device=weight.device)
-    return pack_mxfp4(codes, steps)
+    shape = (weight.shape[0], weight.shape[1] // BLOCK)
+    steps = torch.full(shape, UNIT_STEP, dtype=torch.uint8, device=weight.device)
+    return pack_mxfp4(sign_codes(weight), steps)
 
 
 def unpack_mxfp4(packed: torch.Tensor, rows: int, inner: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from checkpoint_support import edit
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -61,13 +61,6 @@ def quantized(plain: Path) -> Path:
 
     configure(plain, quantization_config={**QUANTIZATION, "kv_cache_scheme": "FP8"})
     return edit(plain, change)
-
-
-def edit(folder: Path, change: Callable[[Tensors], None]) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
-    return folder
 
 
 def configure(folder: Path, **fields: Any) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_support import edit
 from mxfp4_support import (
     DOWN,
     LAYER,
@@ -20,7 +21,7 @@ from mxfp4_support import (
     plan_cuda,
     values_of,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from llmctl.builder.build import plan_build, run_build
@@ -52,13 +53,6 @@ def editable(checkpoints: Callable[[str], Path], tmp_path: Path) -> Path:
 
 
 # ---- what is refused ----
-
-
-def edit(folder: Path, change: Callable[[Tensors], None]) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
-    return folder
 
 
 def configure(folder: Path, **fields: Any) -> Path:

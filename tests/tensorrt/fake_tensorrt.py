@@ -52,7 +52,7 @@ class ILogger:
     """The base class that a logger derives from."""
 
     def log(self, severity: Any, message: str) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract, as TensorRT's is: a logger that lacks it must fail
 
 
 @dataclass
