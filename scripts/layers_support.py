@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,12 +58,15 @@ class Model:
         request: BuildRequest | None = None,
         kv_algo: str | None = "FP8",
         qformat: str = "fp8",
+        quantized_head: bool = False,
     ) -> None:
         """`tokens`: the most of a step that one launch takes; `kv_algo`: FP8, INT8 or None, the
-        model's own type; `qformat`: of the weights, as `llmctl quantize` has it."""
+        model's own type; `qformat`: of the weights, as `llmctl quantize` has it, and of the output
+        projection's with `quantized_head`."""
         with TemporaryDirectory() as folder:
             shape = SHAPES[shape] if isinstance(shape, str) else shape
-            write_config(Path(folder), shape, kv_algo, qformat=qformat)
+            excluded = [] if quantized_head else ["lm_head"]
+            write_config(Path(folder), shape, kv_algo, qformat=qformat, excluded=excluded)
             built = plan_build(
                 Path(folder),
                 request or BuildRequest(max_batch_size=4, max_seq_len=CONTEXT),
@@ -121,8 +125,11 @@ class Model:
         self.order = np.random.default_rng(3).permutation(blocks).astype(np.int32)
         torch.cuda.synchronize()
 
-    def step(self, context: int, tokens: int, padding: int = 0) -> tuple[StepInputs, StepShape]:
-        """The last tokens of one request, with padding behind them, and the shape of the grids."""
+    def step(
+        self, context: int, tokens: int, padding: int = 0, rows: int = 1
+    ) -> tuple[StepInputs, StepShape]:
+        """The last tokens of one request, with padding behind them, and the shape of the grids.
+        `rows`: how many of them get logits, the last ones."""
         positions = np.arange(context - tokens, context, dtype=np.int32)
         slots = self.order[positions // self.block] * self.block + positions % self.block
         extended = np.pad(positions, (0, padding))
@@ -133,7 +140,7 @@ class Model:
             kv_len=np.array([context], np.int32),
             block_tables=self.order[None].copy(),
             slot_mapping=np.pad(slots, (0, padding), constant_values=-1).astype(np.int32),
-            logit_rows=np.array([max(tokens - 1, 0)], np.int32),
+            logit_rows=np.arange(tokens - rows, tokens, dtype=np.int32).clip(0),
         )
         shape = replace(shape_of(step), max_query_len=tokens + padding)
         return step, replace(shape, max_kv_len=kv_bucket(context, self.program.limits))
@@ -162,10 +169,12 @@ class Model:
             for a, b in zip(many, one, strict=True)
         )
 
-    def milliseconds(self, context: int, one_launch: bool, tokens: int = 1) -> list[float]:
+    def milliseconds(
+        self, context: int, one_launch: bool, tokens: int = 1, rows: int = 1
+    ) -> list[float]:
         """Of a step: for each replay of a graph of steps."""
         self.use(one_launch)
-        step, shape = self.step(context, tokens)
+        step, shape = self.step(context, tokens, rows=rows)
         self.program.upload(step, self.queue.handle)
         self.program.enqueue(shape, self.queue.handle)
         self.queue.synchronize()
@@ -189,13 +198,18 @@ class Model:
 
 
 def write_config(
-    folder: Path, shape: Shape, kv_algo: str | None, *, qformat: str | None = "fp8"
+    folder: Path,
+    shape: Shape,
+    kv_algo: str | None,
+    *,
+    qformat: str | None = "fp8",
+    excluded: Sequence[str] = ("lm_head",),
 ) -> None:
-    """The configuration files of a checkpoint, quantized or not."""
+    """The configuration files of a checkpoint, quantized (but `excluded` modules) or not."""
     config = config_json(shape)
     if qformat is None:
         (folder / CONFIG_FILE).write_text(json.dumps(config))
         return
-    nested, flat = quantization_documents(find_scheme(qformat), kv_algo, ["lm_head"], "planted")
+    nested, flat = quantization_documents(find_scheme(qformat), kv_algo, list(excluded), "planted")
     (folder / CONFIG_FILE).write_text(json.dumps(config | {"quantization_config": flat}))
     (folder / QUANT_CONFIG_FILE).write_text(json.dumps(nested))
