@@ -5,8 +5,9 @@
 The bandwidth of a GPU is its datasheet's. READ_SHARE is what a copy-free read of
 large buffers reaches of that; step_share is what a decoding step of batch 1 reaches of the read.
 Both were measured, see docs/performance/h200.md and h100.md. Steps of small models reach less
-because launches and waits do not shrink with them; below the smallest measured model the share is
-that model's, which promises too much.
+because launches and waits do not shrink with them, and so do steps of weights of four bits, which
+wait as often for fewer bytes. Below the smallest measured model the share is that model's, which
+promises too much; above the largest it is that one's.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeAlias
 
 from llmctl.errors import BadConfig
 
-READ_SHARE = 4.543 / 4.8  # H200: `read` in docs/performance/h200.md over the datasheet; H100: 0.927
-# (bytes a step reads, share of the read bandwidth): decode-1b, -3b, -8b, -70b of h200.md
-STEP_SHARES = ((1.517e9, 0.690), (3.665e9, 0.746), (8.10e9, 0.892), (70.7e9, 0.982))
+READ_SHARE = 4.535 / 4.8  # H200: `read` in docs/performance/h200.md over the datasheet; H100: 0.927
+Shares: TypeAlias = tuple[tuple[float, float], ...]  # (bytes a step reads, share of the bandwidth)
+# decode-1b, -3b, -8b, -70b of h200.md
+STEP_SHARES: Shares = ((1.517e9, 0.710), (3.667e9, 0.750), (8.10e9, 0.894), (70.7e9, 0.983))
+# Of four bits: steps of 1B and 3B in one launch (docs/performance/targets.md), decode-8b-mxfp4
+FOUR_BIT_SHARES: Shares = ((1.061e9, 0.512), (2.348e9, 0.519), (4.832e9, 0.676))
 CPU_STEP_SHARE = 0.83  # of the read bandwidth, docs/performance/cpu.md: 80 to 87 %
 GB = 10**9
 
@@ -98,20 +103,22 @@ def describe_device(name: str, memory_bytes: int, capability: str) -> Gpu:
     return replace(max(fitting, key=lambda gpu: len(gpu.name)), memory_bytes=memory_bytes)
 
 
-def step_share(read_bytes: float) -> float:
+def step_share(read_bytes: float, shares: Shares = STEP_SHARES) -> float:
     """The share of the read bandwidth that a decoding step reaches, between the measured models
     along the logarithm of the bytes it reads."""
-    sizes = [size for size, _ in STEP_SHARES]
+    sizes = [size for size, _ in shares]
     size = min(max(read_bytes, sizes[0]), sizes[-1])
-    for (low, low_share), (high, high_share) in pairwise(STEP_SHARES):
+    for (low, low_share), (high, high_share) in pairwise(shares):
         if size <= high:
             part = math.log(size / low) / math.log(high / low)
             return low_share + part * (high_share - low_share)
     raise AssertionError("the last size is in no range")
 
 
-def effective_read_bytes_s(gpu: Gpu, step_bytes: float) -> float | None:
+def effective_read_bytes_s(
+    gpu: Gpu, step_bytes: float, shares: Shares = STEP_SHARES
+) -> float | None:
     """Bytes a second that a step reading `step_bytes` is predicted to get; None if not known."""
     if gpu.read_bytes_s is None:
         return None
-    return gpu.read_bytes_s * READ_SHARE * step_share(step_bytes)
+    return gpu.read_bytes_s * READ_SHARE * step_share(step_bytes, shares)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmctl.cli.gpus import (
+    FOUR_BIT_SHARES,
     GB,
     GPUS,
     READ_SHARE,
@@ -26,7 +27,8 @@ def test_the_shares_are_those_of_the_measurements(repository: Path) -> None:
     text = (repository / "docs/performance/h200.md").read_text()
     read_tb_s = float(re.search(r"\| read \| TB/s \| ([\d.]+)", text)[1])
     assert read_tb_s * 1e12 / GPUS["h200"].read_bytes_s == pytest.approx(READ_SHARE, rel=0.01)
-    for size, (read_bytes, share) in zip(("1b", "3b", "8b", "70b"), STEP_SHARES, strict=True):
+    measured = [*zip(("1b", "3b", "8b", "70b"), STEP_SHARES, strict=True)]
+    for size, (read_bytes, share) in (*measured, ("8b-mxfp4", FOUR_BIT_SHARES[-1])):
         row = re.search(rf"\| decode-{size} \| ms/step \| ([\d.]+) .*?\| ([\d.]+)% \|", text)
         assert float(row[2]) / 100 == pytest.approx(share, rel=0.01)
         seconds_s = float(row[1]) / 1e3
@@ -38,20 +40,23 @@ def test_the_documentation_names_the_same_shares(repository: Path) -> None:
     assert f"x {READ_SHARE:.3f} x share" in text
     row = next(line for line in text.splitlines() if line.startswith("| share |"))
     assert re.findall(r"([\d.]+) %", row) == [f"{100 * share:.1f}" for _, share in STEP_SHARES]
+    row = next(line for line in text.splitlines() if line.startswith("| share of four bits |"))
+    assert re.findall(r"([\d.]+) %", row) == [f"{100 * s:.1f}" for _, s in FOUR_BIT_SHARES]
 
 
 def test_a_measured_step_is_predicted_as_it_was_measured() -> None:
     read_bytes, share = STEP_SHARES[-1]
     assert step_share(read_bytes) == share
     speed = effective_read_bytes_s(GPUS["h200"], read_bytes)
-    assert 1e3 * read_bytes / speed == pytest.approx(15.85, rel=0.01)  # decode-70b, ms
+    assert 1e3 * read_bytes / speed == pytest.approx(15.87, rel=0.01)  # decode-70b, ms
 
 
 def test_the_share_grows_with_the_step_and_ends_where_measurements_end() -> None:
     sizes = [10.0**exponent for exponent in range(6, 13)]
-    shares = [step_share(size) for size in sizes]
-    assert shares == sorted(shares)
-    assert shares[0] == STEP_SHARES[0][1] and shares[-1] == STEP_SHARES[-1][1]
+    for measured in (STEP_SHARES, FOUR_BIT_SHARES):
+        shares = [step_share(size, measured) for size in sizes]
+        assert shares == sorted(shares)
+        assert shares[0] == measured[0][1] and shares[-1] == measured[-1][1]
 
 
 @pytest.mark.parametrize(
