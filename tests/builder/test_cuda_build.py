@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from driver_support import RecordingDriver
 from safetensors.torch import load_file, save_file
 
 from llmctl.builder import sources
@@ -154,23 +155,6 @@ def test_every_linear_is_packed_and_fused_as_far_as_there_are_kernels(case, cuda
     assert "linear" not in {op.op for op in plan.ops}
 
 
-class NoDriver:
-    """A driver that prepares launches and does nothing else."""
-
-    def make_current(self) -> None: ...
-
-    def load(self, kernel: CompiledKernel) -> CompiledKernel:
-        return kernel
-
-    def make_event(self) -> None: ...
-
-    def prepare(self, *launch: object) -> Callable[[int], None]:
-        return lambda stream: None
-
-    def rebind(self, launch: object, tensors: object) -> Callable[[int], None]:
-        return lambda stream: None
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_no_step_launches_more_kernels_than_the_memory_plan_counts(
     case, cuda_engines, monkeypatch
@@ -182,7 +166,7 @@ def test_no_step_launches_more_kernels_than_the_memory_plan_counts(
     monkeypatch.setattr(CudaProgram, "_find", lambda self, spec: spec)
     limits = step_limits_of(config, plan)
     cache_type: torch.dtype = getattr(torch, plan.kv_cache.dtype)
-    program = CudaProgram(calls, [], limits, "cpu", NoDriver())
+    program = CudaProgram(calls, [], limits, "cpu", RecordingDriver())
     program.bind_kv_cache(torch.zeros(kv_cache_shape(plan, 4), dtype=cache_type))
     most = 0
     for tokens in (1, 2, 4, 8, 16, 31, 48):
@@ -191,17 +175,6 @@ def test_no_step_launches_more_kernels_than_the_memory_plan_counts(
             packed = [program._pack(index, shape) for index in range(len(calls))]
             most = max(most, sum(len(item.prepared) for item in packed))
     assert len(plan.ops) <= most <= kernels_a_step(plan)
-
-
-class Kept(NoDriver):
-    """A driver whose launches are (kernel, grid, arguments)."""
-
-    def prepare(self, kernel, grid, arguments, use_pdl):
-        return kernel, grid, arguments
-
-    def rebind(self, launch, tensors):
-        kernel, grid, arguments = launch
-        return kernel, grid, (*tensors, *arguments[len(tensors) :])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -214,7 +187,7 @@ def test_attention_of_every_layer_is_launched_as_if_it_were_the_only_one(
     monkeypatch.setattr(CudaProgram, "_find", lambda self, spec: spec)
     limits = step_limits_of(read_engine_config(cuda_engines(case)), plan)
     cache_type: torch.dtype = getattr(torch, plan.kv_cache.dtype)
-    program = CudaProgram(calls, [], limits, "cpu", Kept())
+    program = CudaProgram(calls, [], limits, "cpu", RecordingDriver())
     program.bind_kv_cache(torch.zeros(kv_cache_shape(plan, 4), dtype=cache_type))
     launches = import_module("llmctl.plugins.paged_attention.kernel").launches
     layers = [index for index, call in enumerate(calls) if call.op == "paged_attention"]
@@ -231,10 +204,10 @@ def test_attention_of_every_layer_is_launched_as_if_it_were_the_only_one(
         for index in layers:
             wanted = launches(calls[index], program._envs["tokens"], shape)
             found = program._pack(index, shape).prepared
-            for (kernel, grid, arguments), launch in zip(found, wanted, strict=True):
-                assert (kernel, grid) == (launch.spec, launch.grid)
-                assert list(map(plain, arguments)) == list(map(plain, launch.arguments))
-                seen.add(tuple(map(plain, arguments)))
+            for own, launch in zip(found, wanted, strict=True):
+                assert (own.kernel, own.grid) == (launch.spec, launch.grid)
+                assert list(map(plain, own.arguments)) == list(map(plain, launch.arguments))
+                seen.add(tuple(map(plain, own.arguments)))
         assert len(seen) >= len(layers) > 1  # each layer has its own cache
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
+from driver_support import RecordingDriver
 
 from llmctl.builder.engine_format import open_engine, read_engine_config
 from llmctl.plugins.cuda.kernel import StepShape
@@ -17,40 +16,6 @@ from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.tensorrt_open import load_binaries
 
 LIMITS = {"max_batch_size": 2, "max_num_tokens": 48, "max_draft_len": 16, "max_seq_len": 128}
-
-
-class Recorded(NamedTuple):
-    """A launch that does nothing."""
-
-    name: str
-    arguments: tuple[object, ...]
-
-    def __call__(self, stream: int) -> None: ...
-
-
-class RecordingDriver:
-    """A driver that prepares launches and keeps their kernels' names and arguments."""
-
-    def __init__(self) -> None:
-        self.launches: list[Recorded] = []
-
-    def make_current(self) -> None: ...
-
-    def load(self, kernel):
-        return kernel
-
-    def make_event(self) -> None: ...
-
-    def prepare(self, kernel, grid, arguments, use_pdl):
-        assert len(arguments) == len(kernel.arguments)
-        return self.record(Recorded(kernel.name, tuple(arguments)))
-
-    def rebind(self, launch, tensors):
-        return self.record(Recorded(launch.name, (*tensors, *launch.arguments[len(tensors) :])))
-
-    def record(self, launch):
-        self.launches.append(launch)
-        return launch
 
 
 @pytest.fixture
@@ -72,8 +37,13 @@ def attention_launches(folder, windows):
     program.bind_kv_cache(torch.zeros(kv_cache_shape(file.plan, 4), dtype=torch.bfloat16))
     for tokens in (1, 17, 40):
         program.enqueue(StepShape(tokens, 1, 1, tokens, 100), 0)
-    found = [item for item in driver.launches if item.name.startswith("paged_attention")]
-    return [(name, arguments[-2:]) for name, arguments in found]
+    found = [(item.kernel, item.arguments) for item in driver.prepared]
+    assert all(len(arguments) == len(kernel.arguments) for kernel, arguments in found)
+    return [
+        (kernel.name, arguments[-2:])
+        for kernel, arguments in found
+        if kernel.name.startswith("paged_attention")
+    ]
 
 
 def test_an_engine_holds_kernels_for_any_window_and_sinks(engine) -> None:

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from driver_support import RecordingDriver
 from kernel_support import disassemble
 from layers_support import write_config
 from planted_shapes import SHAPES, Shape
@@ -246,14 +247,6 @@ def test_the_kernel_compiles_for_other_shapes_and_caches(name, kv_algo):
     assert kernel.local_bytes == 0
 
 
-class _Driver:
-    """Loads nothing and launches nothing."""
-
-    def make_current(self) -> None: ...
-    def load(self, kernel): ...
-    def make_event(self): ...
-
-
 def test_a_program_puts_the_launch_in_the_place_of_the_calls(monkeypatch):
     shape = Shape(512, 2048, 3, 8, 2, 64, 8.0, vocab=64, bos=0, eos=(1,))
     monkeypatch.setitem(SHAPES, "narrow", shape)
@@ -262,7 +255,7 @@ def test_a_program_puts_the_launch_in_the_place_of_the_calls(monkeypatch):
     found = find_chain(calls, limits, gains=EVERYWHERE)
     assert found is not None
     for binaries, wanted in (([chain_spec(found, limits)], True), ([], False)):
-        program = CudaProgram(calls, binaries, limits, "meta", driver=_Driver())
+        program = CudaProgram(calls, binaries, limits, "meta", driver=RecordingDriver())
         program.bind_kv_cache(meta_cache(plan, limits))
         outside = [*range(found.start), -1, *range(found.stop, len(calls))]
         assert program.parts(ONE) == (outside if wanted else list(range(len(calls))))
@@ -294,7 +287,7 @@ def test_steps_of_two_tokens_have_a_launch_of_their_own_where_that_is_faster(mon
         for chain in chains:
             chain_launch(chain, env, replace(ONE, num_tokens=chain.tokens))
         assert len(sizes) == 2 * len(chains), "each has an exchange and counters of its own"
-        program = CudaProgram(calls, specs, limits, "meta", driver=_Driver())
+        program = CudaProgram(calls, specs, limits, "meta", driver=RecordingDriver())
         program.bind_kv_cache(meta_cache(plan, limits))
         found = {
             tokens: part

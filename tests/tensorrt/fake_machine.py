@@ -3,7 +3,6 @@ our operators, memory and streams are the host's. Everything between is llmctl's
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_support import FakeGraph, launch_sampling
+from driver_support import RecordingDriver
 from fake_tensorrt import FakeModule
 
 from llmctl.plugins.cuda.kernel import LaunchEnv, StepLimits, StepShape
@@ -28,18 +28,6 @@ from llmctl.plugins.rounds import reference
 OUR_OPS = ("rope_kv_write", "paged_attention")
 GPU = "NVIDIA GeForce RTX 4090"
 FREE_BYTES, TOTAL_BYTES = 22 * 10**9, 24 * 10**9
-
-
-class HostDriver:
-    """What a program asks of the CUDA driver, at once."""
-
-    def make_current(self) -> None: ...
-
-    def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        ctypes.memmove(target, source, num_bytes)
-
-    def make_event(self) -> SimpleNamespace:
-        return SimpleNamespace(record=lambda stream: None, wait=lambda: None)
 
 
 class ReferenceExecutor:
@@ -92,7 +80,9 @@ class HostProgram(CudaProgram):
     ) -> None:
         assert not use_pdl, "RTX kernels are launched plainly"
         ours = dict.fromkeys(OUR_OPS, ReferenceExecutor())
-        super().__init__(calls, [], limits, "cpu", HostDriver(), use_pdl, {**executors, **ours})
+        super().__init__(
+            calls, [], limits, "cpu", RecordingDriver(), use_pdl, {**executors, **ours}
+        )
 
     def launch(self, launches: Sequence[Any], stream: int) -> None:
         for launch in launches:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from driver_support import RecordingDriver
 from evaluated import plan_engine, weights_of
-from fake_machine import HostDriver
 
 from llmctl.builder.engine_format import TENSORRT_OP
 from llmctl.builder.kernels import kernel_specs, step_limits
@@ -27,22 +27,6 @@ SHAPES = (
     StepShape(40, 3, 3, 30, 64),
     StepShape(64, 1, 0, 64, 64),
 )
-
-
-class RecordingDriver(HostDriver):
-    """Keeps the names of kernels and how they are launched."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[str, bool]] = []
-
-    def load(self, kernel: Any) -> str:
-        return str(kernel.name)
-
-    def prepare(self, loaded: str, grid: Any, arguments: Any, use_pdl: bool) -> Any:
-        return lambda stream: self.launched.append((loaded, use_pdl))
-
-    def rebind(self, launch: Any, tensors: Any) -> Any:
-        return launch
 
 
 class NoPlans:
@@ -89,8 +73,8 @@ def test_an_engine_holds_every_kernel_that_its_steps_launch(capability, form, tm
     )
     for shape in SHAPES:
         program.enqueue(shape, 0)
-    names = {name for name, _ in driver.launched}
-    assert not any(use_pdl for _, use_pdl in driver.launched)
+    names = {launch.kernel.name for launch in driver.enqueued}
+    assert not any(launch.use_pdl for launch in driver.enqueued)
     for part in ("rope_kv_write", "paged_attention.generation", "paged_attention.context"):
         assert any(name.startswith(part) for name in names), part
     beside = {
