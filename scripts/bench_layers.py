@@ -42,7 +42,7 @@ def main() -> None:
     bandwidth = median(read_bandwidth())
     print(f"a plain read: {bandwidth:.3f} TB/s")
     for name in arguments.shapes:
-        model = Model(name, arguments.tokens, qformat=arguments.qformat)
+        model = Model(name, tokens, qformat=arguments.qformat)
         assert model.chain is not None, f"{name}: its layers are none that one launch can take"
         contexts = map(int, arguments.contexts.split(","))
         different = [

@@ -25,12 +25,12 @@ from llmctl.builder.engine_format import (
     read_plan,
     weight_bytes,
 )
+from llmctl.builder.mxfp4 import MXFP4_ALGO
 from llmctl.cli.gpus import (
     CPU_STEP_SHARE,
     FOUR_BIT_SHARES,
     STEP_SHARES,
     Gpu,
-    Shares,
     default_gpu,
     effective_read_bytes_s,
     find_gpu,
@@ -85,7 +85,7 @@ def predict_step(
     """What one step reads and how long that takes; None for times where nothing is known of the
     memory (cpu engines, unless read_gb_s is given). The model is that of cli/gpus.py."""
     read = step_bytes(plan, step)
-    name, bytes_s = _reading(config, read, _shares(plan), gpu, read_gb_s)
+    name, bytes_s = _reading(config, read, gpu, read_gb_s)
     return {
         "tokens": step.tokens,
         "context_len": step.context_len,
@@ -96,19 +96,13 @@ def predict_step(
     }
 
 
-def _shares(plan: Plan) -> Shares:
-    """What steps of such weights were measured to reach."""
-    from llmctl.plugins.packed_linear.layout import MXFP4
-
-    has_four_bits = any(t.kind == "weight" and t.dtype == MXFP4 for t in plan.tensors)
-    return FOUR_BIT_SHARES if has_four_bits else STEP_SHARES
-
-
 def _reading(
-    config: EngineConfig, read: int, shares: Shares, gpu: str | None, read_gb_s: float | None
+    config: EngineConfig, read: int, gpu: str | None, read_gb_s: float | None
 ) -> tuple[str | None, float | None]:
     """(whose memory, bytes a second that a step of `read` bytes gets)."""
     is_cpu = config.backend == "cpu"
+    has_four_bits = config.pretrained_config["quantization"]["quant_algo"] == MXFP4_ALGO
+    shares = FOUR_BIT_SHARES if has_four_bits else STEP_SHARES
     if read_gb_s is not None:
         if gpu is not None:
             raise BadConfig("--gpu and --read-bandwidth are both given; one of them is wanted")

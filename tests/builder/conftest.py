@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mxfp4_support import Checkpoints
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -186,6 +187,12 @@ def new_model() -> Callable[..., PreTrainedModel]:
 def module_model() -> Callable[..., PreTrainedModel]:
     """`new_model` for fixtures that a module shares."""
     return make_model
+
+
+@pytest.fixture(scope="session")
+def mxfp4_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Checkpoints of MXFP4 weights, each quantized once; a test that changes one copies it."""
+    return Checkpoints(tmp_path_factory.mktemp("mxfp4"), make_model)
 
 
 @pytest.fixture

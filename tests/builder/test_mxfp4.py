@@ -18,7 +18,6 @@ from mxfp4_support import (
     CASES,
     MAX_RELATIVE_L2,
     VOCAB,
-    Checkpoints,
     modelopt_weight,
     parts_of,
 )
@@ -30,14 +29,6 @@ from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine
 from llmctl.cli.main import execute
-
-
-@pytest.fixture(scope="module")
-def checkpoints(
-    tmp_path_factory: pytest.TempPathFactory, module_model: Callable[..., PreTrainedModel]
-) -> Checkpoints:
-    return Checkpoints(tmp_path_factory.mktemp("mxfp4"), module_model)
-
 
 # ---- the oracle ----
 
@@ -88,10 +79,10 @@ def relative_l2(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers_with_modelopts_numbers(
-    case: str, program_name: str, checkpoints, build_engine, open_test_engine, some_tokens
+    case: str, program_name: str, mxfp4_checkpoints, build_engine, open_test_engine, some_tokens
 ) -> None:
     tokens = some_tokens(40, VOCAB)
-    source, quantized = checkpoints("source"), checkpoints(case)
+    source, quantized = mxfp4_checkpoints("source"), mxfp4_checkpoints(case)
     wanted = logits_of(oracle(source, quantized), tokens)
     engine = open_test_engine(build_engine(quantized), program_name)
     assert (engine.plan.ops[-1].tactic == "cpu.linear.fp8") == ("head" in case)
@@ -103,9 +94,11 @@ def test_logits_are_those_of_transformers_with_modelopts_numbers(
     assert relative_l2(found, logits_of(plain, tokens)) > 5 * MAX_RELATIVE_L2  # four bits show
 
 
-def test_weights_are_stored_as_fp8_that_are_modelopts_numbers(checkpoints, build_engine) -> None:
-    stored = load_file(checkpoints("head") / "model.safetensors")
-    plan, weights = open_engine(build_engine(checkpoints("head")))
+def test_weights_are_stored_as_fp8_that_are_modelopts_numbers(
+    mxfp4_checkpoints, build_engine
+) -> None:
+    stored = load_file(mxfp4_checkpoints("head") / "model.safetensors")
+    plan, weights = open_engine(build_engine(mxfp4_checkpoints("head")))
     checked = 0
     for op in plan.ops:
         if op.op != "linear":
@@ -120,12 +113,14 @@ def test_weights_are_stored_as_fp8_that_are_modelopts_numbers(checkpoints, build
 
 
 @pytest.fixture(scope="module")
-def pair(checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair(
+    mxfp4_checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder with engines: a target of MXFP4, and a draft with another head and cache."""
     folder = tmp_path_factory.mktemp("pair")
     for role, case in (("target", "plain"), ("draft", "head, fp8 cache")):
         request = BuildRequest(max_batch_size=8, max_draft_len=4 if role == "target" else 0)
-        run_build(plan_build(checkpoints(case), request, backend="cpu"), folder / role)
+        run_build(plan_build(mxfp4_checkpoints(case), request, backend="cpu"), folder / role)
     return folder
 
 

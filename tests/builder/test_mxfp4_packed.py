@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -15,14 +14,12 @@ from mxfp4_support import (
     LAYER,
     SHAPE,
     VOCAB,
-    Checkpoints,
     modelopt_weight,
     parts_of,
     plan_cuda,
     values_of,
 )
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
 from llmctl.builder.build import run_build
 from llmctl.builder.generated import LoadFormat
@@ -41,14 +38,6 @@ from llmctl.plugins.cuda.kernel import LaunchEnv, StepShape
 from llmctl.plugins.packed_linear import layout
 from llmctl.runtime.tensorrt_open import kernels_a_step
 
-
-@pytest.fixture(scope="module")
-def checkpoints(
-    tmp_path_factory: pytest.TempPathFactory, module_model: Callable[..., PreTrainedModel]
-) -> Checkpoints:
-    return Checkpoints(tmp_path_factory.mktemp("mxfp4"), module_model)
-
-
 # ---- packed for a GPU ----
 
 
@@ -62,9 +51,9 @@ def row_order(op: str, rows: int) -> torch.Tensor:
     return layout.plain_order(rows)
 
 
-def test_packed_weights_are_four_bits_and_modelopts_numbers(checkpoints) -> None:
-    stored = load_file(checkpoints("head") / "model.safetensors")
-    engine = plan_cuda(checkpoints("head"))
+def test_packed_weights_are_four_bits_and_modelopts_numbers(mxfp4_checkpoints) -> None:
+    stored = load_file(mxfp4_checkpoints("head") / "model.safetensors")
+    engine = plan_cuda(mxfp4_checkpoints("head"))
     tensors = {tensor.name: tensor for tensor in engine.plan.tensors}
     checked = []
     for op in engine.plan.ops:
@@ -97,18 +86,20 @@ def test_packed_weights_are_four_bits_and_modelopts_numbers(checkpoints) -> None
 
 @pytest.mark.parametrize("case", ["plain", "head, fp8 cache"])
 def test_the_packed_plan_gives_the_logits_of_the_cpu_s_to_the_bit(
-    case: str, checkpoints, build_engine, open_test_engine, some_tokens, tmp_path
+    case: str, mxfp4_checkpoints, build_engine, open_test_engine, some_tokens, tmp_path
 ) -> None:
     """Both by the operators' references, which unpack weights."""
     tokens = some_tokens(37, VOCAB)
-    run_build(plan_cuda(checkpoints(case)), tmp_path / "cuda")
+    run_build(plan_cuda(mxfp4_checkpoints(case)), tmp_path / "cuda")
     found = open_test_engine(tmp_path / "cuda", "reference").run(tokens)
-    plain = build_engine(checkpoints(case), dtype="bfloat16", **CUDA_LIMITS)
+    plain = build_engine(mxfp4_checkpoints(case), dtype="bfloat16", **CUDA_LIMITS)
     assert torch.equal(found, open_test_engine(plain, "reference").run(tokens))
 
 
-def test_a_weight_larger_than_a_chunk_is_made_piece_by_piece(checkpoints, monkeypatch) -> None:
-    engine = plan_cuda(checkpoints("plain"))
+def test_a_weight_larger_than_a_chunk_is_made_piece_by_piece(
+    mxfp4_checkpoints, monkeypatch
+) -> None:
+    engine = plan_cuda(mxfp4_checkpoints("plain"))
     parts = tuple((f"{LAYER}.mlp.{part}_proj.weight", (288, 96)) for part in ("gate", "up"))
     packed = PackedMxRows(MxRows(parts), RowOrder("pair", (288,)))
     whole = [values_of(engine, f"{LAYER}.mlp.gate_up_proj.weight")]
@@ -122,9 +113,9 @@ def test_a_weight_larger_than_a_chunk_is_made_piece_by_piece(checkpoints, monkey
             assert torch.equal(torch.cat([p.view(torch.uint8) for p in pieces]), wanted)
 
 
-def test_the_memory_plan_counts_the_launches_that_expand_weights(checkpoints) -> None:
+def test_the_memory_plan_counts_the_launches_that_expand_weights(mxfp4_checkpoints) -> None:
     limits = {"max_batch_size": 32, "max_draft_len": 7, "max_num_tokens": 256, "max_seq_len": 96}
-    engine = plan_cuda(checkpoints("head"), **limits)
+    engine = plan_cuda(mxfp4_checkpoints("head"), **limits)
     assert engine.plan.ops[-1].name == "lm_head"
     sizes = step_limits(engine.plan, engine.limits)
     step, cache = meta_step(sizes), meta_cache(engine.plan, sizes)
@@ -144,10 +135,10 @@ def test_the_memory_plan_counts_the_launches_that_expand_weights(checkpoints) ->
     assert kernels_a_step(engine.plan) == kernels_a_step(engine.plan, 64) + 9
 
 
-def test_prompts_need_scratch_memory_of_one_fp8_copy_of_each_size(checkpoints) -> None:
+def test_prompts_need_scratch_memory_of_one_fp8_copy_of_each_size(mxfp4_checkpoints) -> None:
     scratch = []
     for tokens in (64, 96):
-        engine = plan_cuda(checkpoints("plain"), max_num_tokens=tokens, max_draft_len=0)
+        engine = plan_cuda(mxfp4_checkpoints("plain"), max_num_tokens=tokens, max_draft_len=0)
         named: dict[str, int] = {}
 
         def memory(name: str, shape: Any, dtype: torch.dtype, named: Any = named) -> torch.Tensor:
@@ -164,8 +155,8 @@ def test_prompts_need_scratch_memory_of_one_fp8_copy_of_each_size(checkpoints) -
     assert scratch == [[], sorted(wanted)]
 
 
-def test_a_generated_engine_has_the_tensors_of_a_stored_one(checkpoints, tmp_path) -> None:
-    source = checkpoints("head, fp8 cache")
+def test_a_generated_engine_has_the_tensors_of_a_stored_one(mxfp4_checkpoints, tmp_path) -> None:
+    source = mxfp4_checkpoints("head, fp8 cache")
     for name in ("config.json", "hf_quant_config.json"):
         shutil.copyfile(source / name, tmp_path / name)
     stored = plan_cuda(source).plan

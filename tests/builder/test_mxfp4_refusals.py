@@ -15,14 +15,12 @@ from mxfp4_support import (
     DOWN,
     LAYER,
     SHAPE,
-    Checkpoints,
     Tensors,
     modelopt_weight,
     plan_cuda,
     values_of,
 )
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -39,17 +37,10 @@ from llmctl.errors import (
 from llmctl.plugins.packed_linear import layout
 
 
-@pytest.fixture(scope="module")
-def checkpoints(
-    tmp_path_factory: pytest.TempPathFactory, module_model: Callable[..., PreTrainedModel]
-) -> Checkpoints:
-    return Checkpoints(tmp_path_factory.mktemp("mxfp4"), module_model)
-
-
 @pytest.fixture
-def editable(checkpoints: Callable[[str], Path], tmp_path: Path) -> Path:
+def editable(mxfp4_checkpoints: Callable[[str], Path], tmp_path: Path) -> Path:
     """A private copy of the plain checkpoint."""
-    return Path(shutil.copytree(checkpoints("plain"), tmp_path / "checkpoint"))
+    return Path(shutil.copytree(mxfp4_checkpoints("plain"), tmp_path / "checkpoint"))
 
 
 # ---- what is refused ----

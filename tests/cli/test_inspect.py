@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from layers_support import write_config
+from planted_shapes import SHAPES
 
 from llmctl.builder.build import EnginePlan, plan_build
 from llmctl.builder.config import BuildRequest
@@ -87,27 +89,9 @@ def _groups(folder: Path, config: dict[str, Any], count: int) -> list[list[int]]
     return [group["layers"] for group in describe_layers(engine.plan)]
 
 
-def plan_8b(folder: Path, algo: str) -> EnginePlan:
+def plan_8b(folder: Path, qformat: str) -> EnginePlan:
     """A cuda engine of Llama 3.1 8B's shape, of config.json alone, with an unquantized head."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "torch_dtype": "bfloat16",
-        "quantization_config": {
-            "quant_method": "modelopt",
-            "quant_algo": algo,
-            "kv_cache_quant_algo": "FP8",
-            "ignore": ["lm_head"],
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    write_config(folder, SHAPES["8b"], "FP8", qformat=qformat)
     return plan_build(
         folder,
         BuildRequest(max_batch_size=1, max_seq_len=4096, max_num_tokens=2048),
@@ -120,7 +104,7 @@ def plan_8b(folder: Path, algo: str) -> EnginePlan:
 
 def test_a_step_of_four_bit_weights_reads_four_bits_and_their_powers(tmp_path):
     """4.25 bits a number, 0.25 of them a byte for 32; the rest is what an FP8 model reads."""
-    fp8, mxfp4 = (plan_8b(tmp_path, algo) for algo in ("FP8", "W4A8_MXFP4_FP8"))
+    fp8, mxfp4 = (plan_8b(tmp_path, name) for name in ("fp8", "w4a8_mxfp4_fp8"))
     step = Step(1, 1000)
     layer = (6144 + 4096 + 2 * 14336) * 4096 + 4096 * 14336  # q, k, v; o; gate, up; down
     saved = 32 * layer * (1 - 17 / 32)
@@ -139,7 +123,7 @@ def test_a_step_of_four_bit_weights_reads_four_bits_and_their_powers(tmp_path):
 
 
 def test_the_memory_plan_counts_four_bits_and_what_prompts_expand_them_to(tmp_path):
-    plans = [plan_8b(tmp_path, algo) for algo in ("FP8", "W4A8_MXFP4_FP8")]
+    plans = [plan_8b(tmp_path, name) for name in ("fp8", "w4a8_mxfp4_fp8")]
     memory = choose_memory("cuda", "h200", None)
     fp8, mxfp4 = (plan_memory(plan, memory, tmp_path / "engine") for plan in plans)
     layer = (6144 + 4096 + 2 * 14336) * 4096 + 4096 * 14336

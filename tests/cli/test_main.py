@@ -285,7 +285,16 @@ def test_every_option_of_run_explains_itself(llmctl):
 
 @pytest.mark.parametrize("argv", [[], ["run"], ["build"], ["quantize"]], ids=str)
 def test_help_imports_nothing_heavy(argv):
-    words = [sys.executable, "-X", "importtime", "-m", "llmctl.cli.entry", *argv, "--help"]
+    assert_imports_nothing_heavy(*argv, "--help")
+
+
+def test_inspecting_an_engine_imports_nothing_heavy(engines):
+    """Not even to predict its step, from what is known of the GPU that is named."""
+    assert_imports_nothing_heavy("inspect", engines.target, "--read-bandwidth", "100")
+
+
+def assert_imports_nothing_heavy(*argv: object) -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "llmctl.cli.entry", *map(str, argv)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     imported = {line.split("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "typer" in imported

@@ -9,6 +9,7 @@ runtime (an unbound tensor, a shape outside the profile, scratch memory that is 
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
@@ -48,11 +49,11 @@ class CudaGraphStrategy(Enum):
     DISABLED, WHOLE_GRAPH_CAPTURE = range(2)
 
 
-class ILogger:
-    """The base class that a logger derives from."""
+class ILogger(ABC):
+    """What a logger derives from; as with TensorRT's, one without `log` must fail."""
 
-    def log(self, severity: Any, message: str) -> None:
-        raise NotImplementedError  # abstract, as TensorRT's is: a logger that lacks it must fail
+    @abstractmethod
+    def log(self, severity: Any, message: str) -> None: ...
 
 
 @dataclass
