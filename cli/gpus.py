@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from llmctl.errors import BadConfig
 
-READ_SHARE = 4.535 / 4.8  # H200: `read` in docs/performance/h200.md over the datasheet; H100: 0.927
+READ_SHARE = 4.535 / 4.8  # H200: `read` in docs/performance/h200.md over the datasheet; H100: 0.930
 Shares: TypeAlias = tuple[tuple[float, float], ...]  # (bytes a step reads, share of the bandwidth)
 # decode-1b, -3b, -8b, -70b of h200.md
 STEP_SHARES: Shares = ((1.517e9, 0.710), (3.667e9, 0.750), (8.10e9, 0.894), (70.7e9, 0.983))
