@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from attention_support import FP8, INT8, World, mismatches
+from bench_rows import elapsed_ms
 
 from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.cuda.driver import cuda_driver
@@ -220,14 +221,7 @@ def time_layers(world: World, parts: list[tuple[int, int, int]]) -> tuple[float,
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=stream):
         all_layers()
-    times = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / world.layers)
+    times = [ms * 1e-3 / world.layers for ms in elapsed_ms(graph.replay, 12)]
     return statistics.median(times[2:]), min(times)
 
 

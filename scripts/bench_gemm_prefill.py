@@ -17,7 +17,7 @@ from statistics import median
 
 import gemm_support
 import torch
-from bench_rows import read_bandwidth, warm_up
+from bench_rows import elapsed_ms, read_bandwidth, warm_up
 from gemm_support import FP8, Bench
 
 from llmctl.plugins.cuda.kernel import StepLimits
@@ -72,15 +72,7 @@ def graph_us(stream: torch.cuda.Stream, work: list, repeats: int = 7) -> float:
             for enqueue in work:
                 enqueue()
         warm_up(graph.replay, WARM_UP_S)
-        times = []
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / len(work))
-    return median(times)
+        return median(elapsed_ms(graph.replay, repeats)) * 1000 / len(work)
 
 
 def time_model(

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from bench_rows import Table, row
+from bench_rows import Table, elapsed_ms, row
 
 from llmctl.builder.engine_format import engine_file
 from llmctl.plugins.cuda.queue import DeviceQueue
@@ -34,15 +34,8 @@ def link_rates(rounds: int) -> list[float]:
     """GB/s of one copy from pinned memory to the device."""
     source = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
-    rates = []
-    for _ in range(rounds + 1):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        target.copy_(source, non_blocking=True)
-        ended.record()
-        ended.synchronize()
-        rates.append(LINK_BYTES / began.elapsed_time(ended) / 1e6)
-    return rates[1:]  # the first sets the copy up
+    times = elapsed_ms(lambda: target.copy_(source, non_blocking=True), rounds + 1)
+    return [LINK_BYTES / ms / 1e6 for ms in times[1:]]  # the first sets the copy up
 
 
 def drop_pages(path: Path) -> None:

@@ -69,6 +69,19 @@ def warm_up(work: Callable[[], object], seconds: float) -> None:
         torch.cuda.synchronize()
 
 
+def elapsed_ms(work: Callable[[], object], repeats: int) -> list[float]:
+    """Milliseconds of each of several runs on the current stream, one after the other."""
+    times = []
+    for _ in range(repeats):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        work()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended))
+    return times
+
+
 def read_bandwidth(num_bytes: int = 8 << 30, places: int = 6, rounds: int = 10) -> list[float]:
     """TB/s of reducing a large array: a read of everything and a write of next to nothing.
 
@@ -79,16 +92,9 @@ def read_bandwidth(num_bytes: int = 8 << 30, places: int = 6, rounds: int = 10) 
     for _ in range(places):
         arrays.append(torch.empty(num_bytes // 4, dtype=torch.int32, device="cuda"))
         rows = arrays[-1].random_(-(2**31), 2**31 - 1).view(torch.float32).view(8192, -1)
-        warm_up(partial(torch.amax, rows, dim=1), WARM_UP_S)
-        rates = []
-        for _ in range(rounds):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            torch.amax(rows, dim=1)
-            ended.record()
-            ended.synchronize()
-            rates.append(num_bytes / began.elapsed_time(ended) / 1e9)
-        found.append(rates)
+        read = partial(torch.amax, rows, dim=1)
+        warm_up(read, WARM_UP_S)
+        found.append([num_bytes / ms / 1e9 for ms in elapsed_ms(read, rounds)])
     return max(found, key=median)
 
 

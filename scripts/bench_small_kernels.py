@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from bench_rows import elapsed_ms
 
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.driver import cuda_driver
@@ -74,15 +75,7 @@ def measure(launches: Sequence[Launch]) -> tuple[float, float, float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         record()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / REPEATS)
-    times = times[3:]
+    times = [1e3 * ms / REPEATS for ms in elapsed_ms(graph.replay, REPLAYS)[3:]]
     return min(times), statistics.median(times), max(times)
 
 

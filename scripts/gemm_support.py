@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from bench_rows import elapsed_ms
 
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.driver import cuda_driver
@@ -165,16 +166,9 @@ class Bench:
                         enqueue(self.stream.cuda_stream)
             for _ in range(5):  # the first milliseconds of a process run slower
                 graph.replay()
-            times = []
-            for _ in range(repeats):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end) * 500)
+            times = elapsed_ms(graph.replay, repeats)
         del self.keep[:]
-        return statistics.median(times)
+        return statistics.median(times) * 500
 
 
 def layer(bench: Bench, m: Model, dtype: str = "fp8") -> list[OpCall]:

@@ -25,16 +25,18 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))
 
 import torch
 from attention_support import weight_rounding
+from bench_rows import elapsed_ms, read_bandwidth
 from kernel_support import KERNEL_DTYPES, limits_for, step_shape
 
 from llmctl.errors import DeviceFailure, LlmctlError, Unsupported
-from llmctl.plugins.cuda import nvrtc
 from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel, is_cached
 from llmctl.plugins.cuda.kernel import KernelSpec
 from llmctl.plugins.examples import Example, make_example
@@ -195,38 +197,9 @@ def measure(example: Example) -> dict[str, float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         record()
-    return {name: value / copies for name, value in replayed(graph.replay).items()}
-
-
-def replayed(run: Any) -> dict[str, float]:
-    """Minimum, median and maximum microseconds of a run."""
-    times = []
-    for _ in range(WARM_UP + REPEATS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(stop))
-    times = sorted(times[WARM_UP:])
-    return {"min": times[0], "median": times[len(times) // 2], "max": times[-1]}
-
-
-def read_bandwidth() -> float:
-    """Bytes a second that a plain kernel reads from device memory."""
-    from llmctl.plugins.cuda.driver import cuda_driver
-
-    source = Path(__file__).with_name("read.cu").read_text()
-    cubin = nvrtc.compile_source(source, "read.cu", ["--gpu-architecture=sm_90a"])
-    arguments = ("*u8", "*fp32", "i64")
-    kernel = CompiledKernel("read", "read_all", cubin, 512, 0, arguments, 1, 0, 0, 0)
-    driver = cuda_driver()
-    buffer = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device="cuda")
-    out = torch.zeros(4, device="cuda")
-    chunks = buffer.numel() // 16
-    launch = driver.prepare(driver.load(kernel), (132 * 4, 1, 1), (buffer, out, chunks), False)
-    stream = torch.cuda.current_stream().cuda_stream
-    return buffer.numel() / (replayed(lambda: launch(stream))["median"] * 1e-6)
+    times = elapsed_ms(graph.replay, WARM_UP + REPEATS)[WARM_UP:]
+    us = [1e3 * ms / copies for ms in times]
+    return {"min": min(us), "median": median(us), "max": max(us)}
 
 
 # ---- the worker and its keeper ----
@@ -235,7 +208,8 @@ def read_bandwidth() -> float:
 def work(todo: list[tuple[str, Case, bool]], first: int, wants_time: bool) -> int:
     """Check cases from number `first` on, one line of JSON each; -1 is the read bandwidth."""
     if first < 0:
-        print(json.dumps({"read": read_bandwidth() if wants_time else 0}), flush=True)
+        read = median(read_bandwidth()) * 1e12 if wants_time else 0
+        print(json.dumps({"read": read}), flush=True)
     for index in range(max(first, 0), len(todo)):
         op, case, is_timed = todo[index]
         is_lost = False
