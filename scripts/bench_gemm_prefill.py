@@ -149,7 +149,7 @@ def time_layer(bench: Bench, name: str, counts: list[int]) -> None:
 
 
 def parse_variant(text: str) -> Variant:
-    """Variant of "row tiles a warpgroup,tokens,cluster,a stages,b stages"."""
+    """Variant of "row tiles a warpgroup,tokens,a stages,b stages"."""
     return Variant(*map(int, text.split(",")))
 
 

@@ -2,9 +2,7 @@
 //
 // One persistent thread block per multiprocessor. Two warps feed shared memory, one with packed
 // weight blocks, one with token tiles; two warpgroups multiply. A tile is 128 * WG_TILES weight
-// rows by TILE_TOKENS tokens; each warpgroup has WG_TILES tiles of 64 rows. The CLUSTER thread
-// blocks of a cluster work on the same rows and neighbouring token tiles: each fetches a share of
-// the weights and multicasts it.
+// rows by TILE_TOKENS tokens; each warpgroup has WG_TILES tiles of 64 rows.
 //
 // Order of summation (that of every packed product): FP8 in intervals of 512, each a chain of wgmma
 // from zero, added to the sum in float32; 16-bit types in one chain. To need only one row tile's
@@ -12,7 +10,7 @@
 // goes through its row tiles one after the other.
 //
 // Macros: INPUT_TYPE (E4M3, BF16 or FP16), EXPANDED (1: expand.cu makes the weights right before),
-// WG_TILES, TILE_TOKENS, CLUSTER, A_STAGES, B_STAGES, and those of epilogue.cuh.
+// WG_TILES, TILE_TOKENS, A_STAGES, B_STAGES, and those of epilogue.cuh.
 
 #include "packed_linear/prefill_load.cuh"
 
@@ -25,12 +23,7 @@ struct Consumer {
   Ring<B_STAGES> b, b_done;
 
   DEVICE void release_a(int slot) const {
-    const u32 empty = shared.a_empty + 8 * slot, lane = threadIdx.x % 32;
-    if (CLUSTER == 1) {
-      if (lane == 0) barrier_arrive(empty);
-    } else if (lane < CLUSTER) {
-      barrier_arrive_remote(remote_address(empty, lane));
-    }
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.a_empty + 8 * slot);
   }
   DEVICE void release_b(int slot) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(shared.b_empty + 8 * slot);
@@ -201,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < A_STAGES; ++i) {
       barrier_init(shared.a_full + 8 * i, 1);
-      barrier_init(shared.a_empty + 8 * i, CONSUMER_WARPS * CLUSTER);
+      barrier_init(shared.a_empty + 8 * i, CONSUMER_WARPS);
     }
     for (int i = 0; i < B_STAGES; ++i) {
       barrier_init(shared.b_full + 8 * i, 1);
@@ -211,8 +204,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     prefetch_map(&x);
   }
   __syncthreads();
-  if (CLUSTER > 1) cluster_sync();
-  const Work work{row_tiles, chunks, tokens, CLUSTER == 1 ? 0 : int(cluster_rank())};
+  const Work work{row_tiles, chunks, tokens};
   if (warp >= CONSUMER_WARPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == CONSUMER_WARPS && lane == 0) {
@@ -235,5 +227,4 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       consume_chains(consumer, work, store);
     }
   }
-  if (CLUSTER > 1) cluster_sync();  // a neighbour may still write here
 }

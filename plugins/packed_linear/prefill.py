@@ -39,12 +39,11 @@ _TOKEN_BYTES = _WARPGROUPS * 8  # of a token: scale and position
 class Variant:
     """Tile shape and shared memory of one binary.
 
-    A tile is 128 * wg_tiles weight rows by `tokens`; `cluster` thread blocks share weights.
+    A tile is 128 * wg_tiles weight rows by `tokens`.
     """
 
     wg_tiles: int
     tokens: int
-    cluster: int
     a_stages: int  # slots of 16 KiB: one packed block per warpgroup
     b_stages: int  # slots of one token tile of 128 bytes
 
@@ -62,14 +61,14 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Rows x tokens, and the cluster."""
-        return f"{self.rows}x{self.tokens}" + (f"c{self.cluster}" if self.cluster > 1 else "")
+        """Rows x tokens."""
+        return f"{self.rows}x{self.tokens}"
 
 
-WIDE = Variant(wg_tiles=2, tokens=128, cluster=2, a_stages=6, b_stages=7)
-SQUARE = Variant(wg_tiles=1, tokens=128, cluster=1, a_stages=6, b_stages=6)
-NARROW = Variant(wg_tiles=1, tokens=64, cluster=1, a_stages=8, b_stages=8)
-LONG = Variant(wg_tiles=1, tokens=256, cluster=1, a_stages=4, b_stages=4)
+WIDE = Variant(wg_tiles=2, tokens=128, a_stages=6, b_stages=7)
+SQUARE = Variant(wg_tiles=1, tokens=128, a_stages=6, b_stages=6)
+NARROW = Variant(wg_tiles=1, tokens=64, a_stages=8, b_stages=8)
+LONG = Variant(wg_tiles=1, tokens=256, a_stages=4, b_stages=4)
 
 
 # Products a multiprocessor finishes per unit of time, relative to the widest tile (H200).
@@ -93,16 +92,16 @@ def choose(call: OpCall, num_tokens: int, num_sms: int) -> Variant:
     row_tiles = call.inputs["weight"].shape[0]
 
     def cost(variant: Variant) -> float:
-        waves = -(-_units(variant, num_tokens, row_tiles) // (num_sms // variant.cluster))
+        waves = -(-_units(variant, num_tokens, row_tiles) // num_sms)
         return waves * variant.rows * variant.tokens / _SPEED[variant]
 
     return min(variants_of(call), key=cost)
 
 
 def _units(variant: Variant, num_tokens: int, row_tiles: int) -> int:
-    """Tiles of a step, those of a cluster counted once."""
+    """Tiles of a step."""
     row_blocks = -(-row_tiles * TILE_ROWS // variant.rows)
-    return row_blocks * -(-num_tokens // (variant.tokens * variant.cluster))
+    return row_blocks * -(-num_tokens // variant.tokens)
 
 
 def prefill_kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
@@ -130,14 +129,12 @@ def prefill_spec(
             "EXPANDED": int(is_expanded),
             "WG_TILES": variant.wg_tiles,
             "TILE_TOKENS": variant.tokens,
-            "CLUSTER": variant.cluster,
             "A_STAGES": variant.a_stages,
             "B_STAGES": variant.b_stages,
         },
         entry="prefill",
         num_warps=4 * (_WARPGROUPS + 1),
         shared_bytes=variant.shared_bytes,
-        cluster=variant.cluster,
     )
 
 
@@ -162,9 +159,9 @@ def prefill_launch(
     row_tiles, num_sms = call.inputs["weight"].shape[0], env.limits.num_sms
     if variant is None:
         variant = choose(call, tokens, num_sms)
-    clusters = min(num_sms // variant.cluster, _units(variant, tokens, row_tiles))
+    blocks = min(num_sms, _units(variant, tokens, row_tiles))
     return Launch(
         prefill_spec(call, variant, env.limits, is_expanded=is_expanded),
-        (clusters * variant.cluster, 1, 1),
+        (blocks, 1, 1),
         (token_map(call, variant.tokens), *argument_values(call, env, tokens)),
     )

@@ -1,5 +1,5 @@
-// Tiles of the kernel for many tokens, and the two warps that bring them: weight blocks, which a
-// cluster multicasts, and token tiles.
+// Tiles of the kernel for many tokens, and the two warps that bring them: weight blocks and token
+// tiles.
 #pragma once
 
 #include "packed_linear/prefill_store.cuh"
@@ -15,25 +15,6 @@ constexpr int A_BYTES = WARPGROUPS * BLOCK_BYTES;
 constexpr int B_BYTES = TILE_TOKENS * 128;
 constexpr int GROUP_TOKENS = 2048;  // token tiles that go through the weights together
 
-static_assert(CLUSTER == 1 || CLUSTER == WARPGROUPS, "a block fetches one warpgroup's weights");
-
-// Copies into the same place of every block of the cluster; each block's barrier counts its bytes.
-DEVICE void multicast_block(u32 target, const void* source, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(target),
-      "l"(source), "r"(bytes), "r"(barrier), "h"(u16((1 << CLUSTER) - 1))
-      : "memory");
-}
-
-DEVICE void barrier_arrive_remote(u32 address) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
-}
-
-DEVICE void cluster_sync() {  // also where a warp's threads come one by one
-  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-}
-
 struct Shared {
   u32 a, b, staging, values, a_full, a_empty, b_full, b_empty;
   DEVICE explicit Shared(u32 base) {
@@ -48,26 +29,24 @@ struct Shared {
   }
 };
 
-// Which tiles there are. A unit is what a cluster computes at a time.
+// Which tiles there are. A unit is what a block computes at a time.
 struct Work {
-  int row_tiles, chunks, tokens, rank;
+  int row_tiles, chunks, tokens;
 
   DEVICE int row_blocks() const {
     return (row_tiles + WARPGROUPS * WG_TILES - 1) / (WARPGROUPS * WG_TILES);
   }
-  DEVICE int token_units() const {
-    return (tokens + TILE_TOKENS * CLUSTER - 1) / (TILE_TOKENS * CLUSTER);
-  }
-  DEVICE int units() const { return row_blocks() * token_units(); }
-  DEVICE int first() const { return blockIdx.x / CLUSTER; }
-  DEVICE int stride() const { return gridDim.x / CLUSTER; }
+  DEVICE int token_tiles() const { return (tokens + TILE_TOKENS - 1) / TILE_TOKENS; }
+  DEVICE int units() const { return row_blocks() * token_tiles(); }
+  DEVICE int first() const { return blockIdx.x; }
+  DEVICE int stride() const { return gridDim.x; }
   // Units that run at the same time share weights; a group of token tiles passes over all of them.
   DEVICE void at(int unit, int& row_block, int& token) const {
-    constexpr int GROUP = GROUP_TOKENS / (TILE_TOKENS * CLUSTER);
+    constexpr int GROUP = GROUP_TOKENS / TILE_TOKENS;
     const int group = unit / (GROUP * row_blocks()), start = group * GROUP;
-    const int width = min(GROUP, token_units() - start), rest = unit - start * row_blocks();
+    const int width = min(GROUP, token_tiles() - start), rest = unit - start * row_blocks();
     row_block = rest / width;
-    token = ((start + rest % width) * CLUSTER + rank) * TILE_TOKENS;
+    token = (start + rest % width) * TILE_TOKENS;
   }
   DEVICE int token(int unit) const {
     int row_block, first_token;
@@ -95,22 +74,13 @@ DEVICE void load_weights(const Shared& shared, const Work& work, const u8* weigh
           const u32 full = shared.a_full + 8 * ring.slot;
           barrier_wait(shared.a_empty + 8 * ring.slot, ring.parity ^ 1);
           barrier_expect(full, A_BYTES);
-          const auto copy = [&](int warpgroup) {
+#pragma unroll
+          for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
             int index = block_tile + warpgroup * WG_TILES + tile;
             index = min(index, work.row_tiles - 1);  // what lies beyond is computed and dropped
             const u8* from = weight + (u64(index) * work.chunks + chunk) * BLOCK_BYTES;
             const u32 to = shared.a + ring.slot * A_BYTES + warpgroup * BLOCK_BYTES;
-            if (CLUSTER == 1) {
-              copy_block(to, from, BLOCK_BYTES, full, policy);
-            } else {
-              multicast_block(to, from, BLOCK_BYTES, full);
-            }
-          };
-          if (CLUSTER == 1) {
-#pragma unroll
-            for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) copy(warpgroup);
-          } else {
-            copy(work.rank);
+            copy_block(to, from, BLOCK_BYTES, full, policy);
           }
         }
       }
@@ -119,7 +89,6 @@ DEVICE void load_weights(const Shared& shared, const Work& work, const u8* weigh
 }
 
 DEVICE void load_tokens(const Shared& shared, const Work& work, const TensorMap* x) {
-  const u64 policy = evict_last_policy();
   Ring<B_STAGES> ring;
 #pragma unroll 1
   for (int unit = work.first(); unit < work.units(); unit += work.stride()) {
@@ -130,7 +99,7 @@ DEVICE void load_tokens(const Shared& shared, const Work& work, const TensorMap*
       const u32 full = shared.b_full + 8 * ring.slot;
       barrier_wait(shared.b_empty + 8 * ring.slot, ring.parity ^ 1);
       barrier_expect(full, B_BYTES);
-      copy_box(shared.b + ring.slot * B_BYTES, x, chunk * CHUNK, token, full, policy);
+      copy_box(shared.b + ring.slot * B_BYTES, x, chunk * CHUNK, token, full);
     }
   }
 }
