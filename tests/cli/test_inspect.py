@@ -114,9 +114,9 @@ def test_a_step_of_four_bit_weights_reads_four_bits_and_their_powers(tmp_path):
     predicted = predict_step(mxfp4.config, mxfp4.plan, step, "h200", None)
     read = predicted["read_bytes"]
     assert read == step_bytes(mxfp4.plan, step) == pytest.approx(4.83e9, rel=1e-3)
-    assert predicted["predicted_ms"] == pytest.approx(1.575, rel=1e-2)  # decode-8b-mxfp4, ms
+    assert predicted["predicted_ms"] == pytest.approx(1.583, rel=1e-2)  # decode-8b-mxfp4, ms
     measured = predict_step(fp8.config, fp8.plan, step, "h200", None)
-    assert measured["predicted_ms"] == pytest.approx(1.998, rel=1e-2)  # decode-8b
+    assert measured["predicted_ms"] == pytest.approx(2.027, rel=1e-2)  # decode-8b
     ops = [op for group in describe_layers(mxfp4.plan, step) for op in group["ops"]]
     (down, *_) = [op for op in ops if op["name"].endswith("down_proj")]
     assert down["weight_bytes"] == 4096 * 14336 * 17 // 32 + 4 * 4096 + 4
