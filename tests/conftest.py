@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -36,3 +37,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def repository() -> Path:
     """The root of the source tree."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def h200_rows(repository: Path) -> dict[str, float]:
+    """What was measured on an H200, by name, in the units of docs/performance/h200.jsonl."""
+    lines = (repository / "docs/performance/h200.jsonl").read_text().splitlines()
+    return {row["name"]: row["value"] for row in map(json.loads, lines)}

@@ -93,6 +93,7 @@ def test_every_variant_keeps_its_sums_in_registers(name, variant):
     assert kernel.threads == 384
     assert kernel.registers <= 65536 // kernel.threads
     assert kernel.shared_bytes <= MAX_SHARED
+    assert kernel.cluster == 1
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,8 @@ def test_products_are_warpgroup_instructions_fed_by_bulk_copies(name, variant, i
     products = [line for line in lines if "GMMA" in line]
     assert products and all(instruction in line for line in products)
     assert len(products) == 4 * variant.wg_tiles  # 32 bytes each of a chunk, per row tile
-    assert any("UBLKCP" in line for line in lines)
+    copies = [line for line in lines if "UBLKCP" in line]
+    assert copies and not any("MULTICAST" in line for line in copies)
     assert any("UTMALDG.2D" in line for line in lines)
     assert any("STSM" in line for line in lines)
 
