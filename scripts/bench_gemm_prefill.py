@@ -3,16 +3,18 @@
     python scripts/bench_gemm_prefill.py [--tokens 128,512,2048] [--models 70b,8b]
     python scripts/bench_gemm_prefill.py --models 8b --dtypes mxfp4
 
-Times are medians of a graph's replays, beside torch._scaled_mm (fast accumulation) or torch.matmul
-for the same sizes. mxfp4 is what comes before such a product where weights have four bits: writing
-the weight in FP8, beside what a plain read of as many bytes takes. Bits are compared elsewhere
-(tests/gpu/test_packed_linear_exact.py).
+Times are medians of a graph's replays, beside torch._scaled_mm or torch.matmul for the same sizes.
+torch._scaled_mm adds in float32 now and then, as the packed products do, or ("fast") keeps a sum in
+the tensor cores, which hold fewer bits of it. mxfp4 is what comes before such a product where
+weights have four bits: writing the weight in FP8, beside what a plain read of as many bytes takes.
+Bits are compared elsewhere (tests/gpu/test_packed_linear_exact.py).
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import gemm_support
@@ -45,20 +47,28 @@ SHAPES = {
 }
 
 
-def library_us(bench: Bench, call: OpCall, rows: int, tokens: int) -> float:
-    """Median microseconds of torch's product of the same size."""
-    x = call.inputs["x"][:tokens]
-    inner = x.shape[1]
-    weight = call.inputs["weight"].view(-1)[: rows * inner].view(rows, inner)  # any numbers
-    one = torch.ones((), device="cuda")
+def multiply_by_library(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *, is_fast: bool
+) -> None:
+    """torch's product x [tokens, K] * weight [rows, K]; is_fast: of FP8, without float32 sums."""
+    if x.dtype == FP8:
+        bf16 = torch.bfloat16
+        torch._scaled_mm(x, weight.T, scale, scale, out_dtype=bf16, use_fast_accum=is_fast)
+    else:
+        torch.matmul(x, weight.T)
 
-    def multiply() -> None:
-        if x.dtype == FP8:
-            torch._scaled_mm(x, weight.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-        else:
-            torch.matmul(x, weight.T)
 
-    return graph_us(bench.stream, [multiply] * 3)
+def library_us(
+    bench: Bench, calls: list[OpCall], rows: list[int], tokens: int, *, is_fast: bool
+) -> float:
+    """Median microseconds of torch's products of the sizes of these calls, one after the other."""
+    work, one = [], torch.ones((), device="cuda")
+    for call, its_rows in zip(calls, rows, strict=True):
+        x = call.inputs["x"][:tokens]
+        size = its_rows * x.shape[1]
+        weight = call.inputs["weight"].view(-1)[:size].view(its_rows, -1)  # any numbers
+        work.append(partial(multiply_by_library, x, weight, one, is_fast=is_fast))
+    return len(work) * graph_us(bench.stream, work * 3)
 
 
 def graph_us(stream: torch.cuda.Stream, work: list, repeats: int = 7) -> float:
@@ -94,8 +104,9 @@ def time_model(
                 stream = bench.stream.cuda_stream
                 us = graph_us(bench.stream, [lambda p=prepared, s=stream: p(s)] * 3)
                 cells.append(f"{variant.name} {us:8.1f} us {flop / us / 1e6:6.0f}")
-            us = library_us(bench, call, rows, tokens)
-            cells.append(f"torch {us:8.1f} us {flop / us / 1e6:6.0f}")
+            for is_fast in (False, True) if dtype == "fp8" else (False,):
+                us = library_us(bench, [call], [rows], tokens, is_fast=is_fast)
+                cells.append(f"torch{' fast' * is_fast} {us:8.1f} us {flop / us / 1e6:6.0f}")
             chosen = choose(call, tokens, 132).name
             print(f"{name} {dtype} {what} M={tokens}: " + " | ".join(cells), chosen, flush=True)
         del call
@@ -132,20 +143,16 @@ def time_layer(bench: Bench, name: str, counts: list[int]) -> None:
         prepared = [bench.prepare(prefill_launch(call, bench.env, tokens)) for call in calls]
         stream = bench.stream.cuda_stream
         us = 4 * graph_us(bench.stream, [lambda p=p, s=stream: p(s) for p in prepared] * 3)
-        pairs = [
-            (call.inputs["x"][:tokens], call.inputs["weight"].view(-1)[: rows * inner])
-            for call, (_, rows, inner) in zip(calls, shapes, strict=True)
-        ]
-        one = torch.ones((), device="cuda")
-
-        def multiply(x: torch.Tensor, weight: torch.Tensor, one: torch.Tensor = one) -> None:
-            weight = weight.view(-1, x.shape[1])
-            torch._scaled_mm(x, weight.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-        library = 4 * graph_us(bench.stream, [lambda p=p: multiply(*p) for p in pairs] * 3)
+        all_rows = [rows for _, rows, _ in shapes]
+        exact, fast = (
+            library_us(bench, calls, all_rows, tokens, is_fast=is_fast) for is_fast in (False, True)
+        )
         flop = sum(2 * tokens * rows * inner for _, rows, inner in shapes)
-        rates = f"{flop / us / 1e6:.0f} TFLOP/s | torch {library:.1f} us {flop / library / 1e6:.0f}"
-        print(f"{name} fp8 layer M={tokens}: {us:.1f} us {rates}", flush=True)
+        rates = [
+            f"{what} {taken:.1f} us {flop / taken / 1e6:.0f}"
+            for what, taken in (("packed", us), ("torch", exact), ("torch fast", fast))
+        ]
+        print(f"{name} fp8 layer M={tokens}, TFLOP/s: {' | '.join(rates)}", flush=True)
 
 
 def parse_variant(text: str) -> Variant:
