@@ -58,8 +58,7 @@ class Head:
             shape, request=request, qformat=QFORMATS[head], quantized_head=is_quantized
         )
         self.model.use(one_launch=False)
-        calls = (call for call, _ in self.model.program._calls)
-        self.call = next(call for call in calls if call.name == "lm_head")
+        self.call = next(call for call in self.model.calls if call.name == "lm_head")
         self.stored, self.tactic = self.call.tactic, tactic_of(self.call)
 
     def time(self, rows: int, variant: str = "") -> tuple[float, torch.Tensor]:

@@ -41,7 +41,6 @@ class Steps:
         self.layers = min(shape.layers, MOST_LAYERS)
         self.model = Model(replace(shape, layers=self.layers))
         self.model.use(one_launch=False)
-        self.calls = [call for call, _ in self.model.program._calls]
         self.differs = False
 
     def time(self, context: int, tokens: int) -> float:
@@ -59,7 +58,7 @@ class Steps:
 
     def attention(self, context: int, tokens: int) -> None:
         """Every kernel that can attend to a step."""
-        call = next(call for call in self.calls if call.op == "paged_attention")
+        call = next(call for call in self.model.calls if call.op == "paged_attention")
         limits = self.model.program.limits
         print(f"{self.name}, {tokens} tokens at {context}")
         with patch.object(kernel, "launches", lambda *_: []):
@@ -67,7 +66,7 @@ class Steps:
         print(self.told("without attention", without, context, None))
         ways: list[Variant | None] = [None]
         for variant in verification.VARIANTS:
-            groups = verification._groups(variant, call, 1, tokens)
+            groups = verification.count_groups(variant, call, 1, tokens)
             if verification.fits(variant, call, limits):
                 ways += [variant] * (variant.splits * groups <= limits.num_sms)
         logits = None
@@ -86,7 +85,7 @@ class Steps:
         """A variant of one product against what its tactic says."""
         before = self.time(context, tokens)
         logits = self.model.logits[:1].clone()
-        own = [call for call in self.calls if call.name.endswith(name)]
+        own = [call for call in self.model.calls if call.name.endswith(name)]
         stored = [call.tactic for call in own]
         for call in own:
             tactic = re.sub(r"^", f"{tokens}:{variant};", tactic_of(call))

@@ -109,11 +109,11 @@ class Model:
                 weights[tensor.name] = normal(size, spread, dtype)
         arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device="cuda")
         tensors = bind_plan(plan, weights, arena)
-        calls = make_calls(plan, tensors)
+        self.calls = make_calls(plan, tensors)
         self.plan = plan
         self.logits = tensors[plan.logits]
-        self.program = Program(calls, [], limits)
-        self.chain = find_chain(calls, limits, most_tokens=tokens, gains=EVERYWHERE)
+        self.program = Program(self.calls, [], limits)
+        self.chain = find_chain(self.calls, limits, most_tokens=tokens, gains=EVERYWHERE)
         self.block = limits.tokens_per_block
         blocks = CONTEXT // self.block
         cache = normal(

@@ -202,7 +202,7 @@ def run_one(
 ) -> list[torch.Tensor]:
     """The rows of the parts by one kernel alone; behind them the call has tokens of padding."""
     execute([launch])
-    assert not kernel._partials(call, env)[1].any(), "a counter is not back at zero"
+    assert not kernel.partials(call, env)[1].any(), "a counter is not back at zero"
     counts = [count for _, _, count in parts]
     out, padding = call.outputs["out"].split((sum(counts), len(call.outputs["out"]) - sum(counts)))
     assert len(padding) and (padding.view(torch.uint8) == 0x55).all(), "padding was written"

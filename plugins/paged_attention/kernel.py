@@ -117,7 +117,7 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
     num_rows = block_tokens * group_size(call)
     groups = shape.num_requests * heads * num_blocks
     splits, entries = 1, 1
-    partial, counters = _partials(call, env)
+    partial, counters = partials(call, env)
     if groups <= limits.num_sms:
         # Splits wait for each other, so all must run at once: two thread blocks fit an SM.
         splits = min(2 * limits.num_sms // groups, count_units(shape.max_kv_len))
@@ -130,7 +130,7 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
         partial,
         states,
         counters,
-        _logit_scale(call),
+        logit_scale(call),
         step.block_tables.stride(0),
         block_tokens,
         entries,
@@ -149,7 +149,7 @@ def _verification(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) ->
     variant = choose_variant(call, env.limits, requests, most, shape.max_kv_len)
     if variant is None:
         return None
-    tensors, scale = own_tensors(call, env), _logit_scale(call)
+    tensors, scale = own_tensors(call, env), logit_scale(call)
     return verification_launch(call, env, variant, requests, most, tensors, scale, short)
 
 
@@ -167,8 +167,8 @@ def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch |
         cut,
         shape.num_requests,
         own_tensors(call, env),
-        _partials(call, env),
-        _logit_scale(call),
+        partials(call, env),
+        logit_scale(call),
         short,
     )
 
@@ -187,8 +187,8 @@ def _batch(call: OpCall, env: LaunchEnv, shape: StepShape, max_tokens: int) -> L
         max_tokens,
         shape.max_kv_len,
         own_tensors(call, env),
-        _partials(call, env),
-        _logit_scale(call),
+        partials(call, env),
+        logit_scale(call),
     )
 
 
@@ -200,8 +200,8 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
             shape.num_tokens,
             shape.num_requests,
             own_tensors(call, env),
-            _partials(call, env)[1],
-            _logit_scale(call),
+            partials(call, env)[1],
+            logit_scale(call),
             min_tokens,
         )
     heads = int(call.attributes["num_kv_heads"])
@@ -209,7 +209,7 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
     grid = (heads, shape.num_tokens // tokens + shape.num_requests, 1)
     arguments: tuple[torch.Tensor | int | float, ...] = (
         *own_tensors(call, env),
-        _logit_scale(call),
+        logit_scale(call),
         env.step.block_tables.stride(0),
         shape.num_requests,
         min_tokens,
@@ -224,7 +224,7 @@ def _context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     return replace(spec, unused_on=HOPPER) if covers_chunks(call, limits) else spec
 
 
-def _partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:
+def partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for the units of split requests, and counters for each group of splits."""
     size, limits = int(call.attributes["head_size"]), env.limits
     groups = limits.max_batch_size * int(call.attributes["num_kv_heads"])
@@ -255,5 +255,6 @@ def own_tensors(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _logit_scale(call: OpCall) -> float:
+def logit_scale(call: OpCall) -> float:
+    """By which kernels multiply a query's product with a key, for a softmax of powers of two."""
     return float(call.attributes["softmax_scale"]) * math.log2(math.e)

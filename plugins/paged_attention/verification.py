@@ -74,7 +74,7 @@ def choose_variant(
     variants, units = _variants(call, limits), count_units(max_kv_len)
     at_once = [each for each in variants if each.splits * each.units >= units]
     for variant in (*at_once, *variants):
-        blocks = variant.splits * _groups(variant, call, num_requests, max_tokens)
+        blocks = variant.splits * count_groups(variant, call, num_requests, max_tokens)
         if blocks <= (_MOST_OF_SPLIT if variant.splits > 2 else limits.num_sms):
             return variant
     return None
@@ -91,7 +91,7 @@ def verification_launch(
     short: int,
 ) -> Launch:
     """Attend for requests of up to max_tokens tokens; others serve those longer than `short`."""
-    groups = _groups(variant, call, num_requests, max_tokens)
+    groups = count_groups(variant, call, num_requests, max_tokens)
     arguments: tuple[torch.Tensor | int | float, ...] = (
         *tensors,
         logit_scale,
@@ -105,7 +105,7 @@ def verification_launch(
     return Launch(verification_spec(call, env.limits, variant), grid, arguments)
 
 
-def _groups(variant: Variant, call: OpCall, num_requests: int, max_tokens: int) -> int:
+def count_groups(variant: Variant, call: OpCall, num_requests: int, max_tokens: int) -> int:
     """Blocks of rows of all requests and KV heads."""
     block_tokens = max(variant.rows // group_size(call), 1)
     return num_requests * int(call.attributes["num_kv_heads"]) * -(-max_tokens // block_tokens)

@@ -51,8 +51,8 @@ def test_batch_gives_the_bits_of_the_context_kernel(world, quantize_out, part_ti
             most,
             LENGTHS[0],
             kernel.own_tensors(call, env),
-            kernel._partials(call, env),
-            kernel._logit_scale(call),
+            kernel.partials(call, env),
+            kernel.logit_scale(call),
         )
         rows = run_one(launch, call, env, parts, execute)
         for (request, start, count), found in zip(parts, rows, strict=True):

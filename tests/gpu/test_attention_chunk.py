@@ -53,8 +53,8 @@ def test_chunks_have_the_bits_of_the_triton_kernel(world, quantize_out, monkeypa
                 sum(count for _, _, count in parts) + 3,
                 len(parts) + 2,
                 kernel.own_tensors(call, env),
-                kernel._partials(call, env)[1],
-                kernel._logit_scale(call),
+                kernel.partials(call, env)[1],
+                kernel.logit_scale(call),
                 min_tokens,
             )
             rows = run_one(launch, call, env, parts, execute)

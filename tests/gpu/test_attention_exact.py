@@ -52,7 +52,7 @@ def launch_of(
     if isinstance(variant, verification.Variant):
         if not verification.fits(variant, call, env.limits):
             return None
-        tensors, scale = kernel.own_tensors(call, env), kernel._logit_scale(call)
+        tensors, scale = kernel.own_tensors(call, env), kernel.logit_scale(call)
         return verification.verification_launch(
             call, env, variant, requests, most, tensors, scale, kernel.SHORT
         )
@@ -69,8 +69,8 @@ def launch_of(
         cut,
         requests,
         kernel.own_tensors(call, env),
-        kernel._partials(call, env),
-        kernel._logit_scale(call),
+        kernel.partials(call, env),
+        kernel.logit_scale(call),
         kernel.SHORT,
     )
 
