@@ -30,7 +30,7 @@ class CubinInfo:
 
 def read_cubin(cubin: bytes, entry: str) -> CubinInfo:
     """Resources of the kernel `entry`; ValueError where the file has no such kernel."""
-    sections = dict(_sections(cubin))
+    sections = dict(elf_sections(cubin))
     if f".nv.info.{entry}" not in sections:
         raise ValueError(f"the cubin has no kernel {entry!r}")
     symbol = _symbols(sections).index(entry)
@@ -53,7 +53,8 @@ def read_cubin(cubin: bytes, entry: str) -> CubinInfo:
     return CubinInfo(registers, local_bytes, parameters, max_threads)
 
 
-def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
+def elf_sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each; code is in `.text.<entry>`."""
     if elf[:5] != b"\x7fELF\x02":
         raise ValueError("not a 64-bit ELF file")
     (table,) = struct.unpack_from("<Q", elf, 0x28)

@@ -8,10 +8,9 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
-from kernel_support import KERNEL_DTYPES, disassemble, limits_for
+from kernel_support import KERNEL_DTYPES, compile_all, limits_for
 
 from llmctl.errors import Unsupported
-from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.kernel import KernelSpec
 from llmctl.plugins.examples import make_example
 from llmctl.plugins.spec import FP8
@@ -97,10 +96,8 @@ def test_kernels_compile_without_spills_and_keep_to_programmatic_launches(op, pa
     it reads what is not yet written."""
     specs = representatives(op)[part :: PARTS if op in _MANY else 1]
     assert specs
-    for spec in specs:
-        kernel = compile_kernel(spec)
+    for spec, kernel, sass in compile_all(specs):
         assert kernel.local_bytes == 0, f"{spec.name} spills {kernel.local_bytes} bytes"
-        sass = disassemble(kernel)
         assert "ACQBULK" in sass, f"{spec.name} never executes griddepcontrol.wait"
         assert "PREEXIT" in sass, f"{spec.name} never executes griddepcontrol.launch_dependents"
         if op in _WRITERS:

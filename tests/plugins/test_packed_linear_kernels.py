@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
+from kernel_support import compile_all
 
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.kernel import DeviceStep, LaunchEnv, StepLimits, StepShape, TensorMap
@@ -97,34 +94,20 @@ def make_env(kv_dtype: torch.dtype = FP8) -> LaunchEnv:
     return LaunchEnv(step, cache, LIMITS, "tokens", scratch)
 
 
-def sass(cubin: bytes, folder: Path) -> str:
-    """The machine code, by Triton's or the toolkit's disassembler."""
-    found = find_spec("triton")
-    beside = Path(found.origin).parent / "backends/nvidia/bin/cuobjdump" if found else None
-    tool = str(beside) if beside and beside.exists() else shutil.which("cuobjdump")
-    assert tool is not None, "Triton brings cuobjdump, and so does a CUDA toolkit: neither is here"
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    done = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
 @pytest.mark.parametrize("op", ["packed_linear", "packed_linear_swiglu", "packed_linear_rope_kv"])
-def test_every_variant_compiles_to_warpgroup_products_without_spills(op, dtype, tmp_path):
+def test_every_variant_compiles_to_warpgroup_products_without_spills(op, dtype):
     call = make_call(op, dtype)
     wanted = "QGMMA" if dtype == FP8 else "HGMMA"
-    for text in VARIANTS if op == "packed_linear" else VARIANTS[:3]:
-        variant = DecodeVariant.parse(text)
-        if variant.normalizes:
-            continue
-        if not variant.fits(*call.inputs["weight"].shape[:2], dtype == FP8):
-            assert variant.split > 1  # only FP8 sums can be divided over a cluster
-            continue
-        spec = decode_spec(call, variant, LIMITS)
-        kernel = compile_kernel(spec)
+    parsed = map(DecodeVariant.parse, VARIANTS if op == "packed_linear" else VARIANTS[:3])
+    plain = [variant for variant in parsed if not variant.normalizes]
+    fitting = [v for v in plain if v.fits(*call.inputs["weight"].shape[:2], dtype == FP8)]
+    # only FP8 sums can be divided over a cluster
+    assert all(variant.split > 1 for variant in plain if variant not in fitting)
+    specs = [decode_spec(call, variant, LIMITS) for variant in fitting]
+    for variant, (spec, kernel, code) in zip(fitting, compile_all(specs), strict=True):
         assert kernel.local_bytes == 0, spec.name
-        products = re.findall(r"\b[QH]GMMA\.64x(\d+)x", code := sass(kernel.cubin, tmp_path))
+        products = re.findall(r"\b[QH]GMMA\.64x(\d+)x", code)
         assert products and set(products) == {str(variant.tokens)}, spec.name
         assert wanted in code and "HMMA." not in code.replace("HGMMA.", ""), spec.name
         assert "UBLKCP" in code and "UTMALDG" in code, spec.name
@@ -133,14 +116,15 @@ def test_every_variant_compiles_to_warpgroup_products_without_spills(op, dtype, 
 
 
 @pytest.mark.parametrize("op", ["packed_linear", "packed_linear_swiglu", "packed_linear_rope_kv"])
-def test_four_bits_are_multiplied_from_registers_and_no_product_waits_for_another(op, tmp_path):
+def test_four_bits_are_multiplied_from_registers_and_no_product_waits_for_another(op):
     """ptxas puts a wait behind every product whose registers it cannot keep."""
     call = make_call(op, FOUR_BITS)
-    for text in VARIANTS_OF_FOUR_BITS if op == "packed_linear" else VARIANTS_OF_FOUR_BITS[:3]:
-        variant = DecodeVariant.parse(text, FORMS[MXFP4])
+    texts = VARIANTS_OF_FOUR_BITS if op == "packed_linear" else VARIANTS_OF_FOUR_BITS[:3]
+    variants = [DecodeVariant.parse(text, FORMS[MXFP4]) for text in texts]
+    specs = [decode_spec(call, variant, LIMITS) for variant in variants]
+    for variant, (_, kernel, code) in zip(variants, compile_all(specs), strict=True):
+        text = str(variant)
         assert variant.fits(*call.inputs["weight"].shape[:2], is_fp8=True)
-        kernel = compile_kernel(decode_spec(call, variant, LIMITS))
-        code = sass(kernel.cubin, tmp_path)
         products = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
         assert products and set(products) == {str(variant.tokens)}, text
         waits = re.findall(r"WARPGROUP\.DEPBAR", code)
@@ -164,15 +148,16 @@ def test_many_tokens_meet_four_bits_as_fp8_in_scratch_memory():
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.float16])
-def test_int8_keys_and_values_round_to_nearest_and_compile_without_spills(dtype, tmp_path):
+def test_int8_keys_and_values_round_to_nearest_and_compile_without_spills(dtype):
     call, limits = make_call("packed_linear_rope_kv", dtype), replace(LIMITS, kv_dtype="int8")
-    for text in VARIANTS[:7]:
-        variant = DecodeVariant.parse(text)
-        if not variant.fits(*call.inputs["weight"].shape[:2], dtype == FP8):
-            continue
-        kernel = compile_kernel(decode_spec(call, variant, limits))
+    fitting = [
+        variant
+        for variant in map(DecodeVariant.parse, VARIANTS[:7])
+        if variant.fits(*call.inputs["weight"].shape[:2], dtype == FP8)
+    ]
+    for _, kernel, code in compile_all([decode_spec(call, v, limits) for v in fitting]):
         assert kernel.local_bytes == 0
-        found = re.findall(r"\bF2I\.\S+", sass(kernel.cubin, tmp_path))
+        found = re.findall(r"\bF2I\.\S+", code)
         signed = [name for name in found if ".U" not in name]  # integers divide through unsigned
         # no suffix of a direction: to nearest even; NTZ: NaN to zero
         assert signed and set(signed) == {"F2I.NTZ"}
@@ -295,13 +280,13 @@ def with_norm(call: OpCall) -> OpCall:
 @pytest.mark.parametrize(
     "key", [k for k, e in _table().items() if any("norm" in v for v in e.values())]
 )
-def test_products_that_normalize_compile_without_spills_and_copy_no_tokens(key, tmp_path):
+def test_products_that_normalize_compile_without_spills_and_copy_no_tokens(key):
     op, size, _ = key.split()
     tiles, chunks = map(int, size.split("x"))
     call = with_norm(make_call(op, FP8, 64 * tiles, 128 * chunks))
     text = next(v for v in _table()[key].values() if "norm" in v)
-    kernel = compile_kernel(decode_spec(call, DecodeVariant.parse(text), LIMITS))
-    code = sass(kernel.cubin, tmp_path)
+    spec = decode_spec(call, DecodeVariant.parse(text), LIMITS)
+    ((_, kernel, code),) = compile_all([spec])
     assert kernel.local_bytes == 0
     assert "QGMMA" in code and "UBLKCP" in code and "UTMALDG" not in code
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_support import FP8, INT8, NOT_BY_WARP, World
-from kernel_support import disassemble
+from kernel_support import compile_all
 
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.kernel import Launch
@@ -35,9 +35,7 @@ def test_it_compiles_to_tensor_core_instructions_without_spills(size, kv):
     world = World(32, 8, size, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
     specs = batch.batch_specs(world.call([(0, 0, 1)]), world.limits())
     assert len(specs) == len(batch.COLUMNS)
-    for spec in specs:
-        binary = compile_kernel(spec)
-        code = disassemble(binary)
+    for spec, binary, code in compile_all(specs):
         assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         assert "HMMA.16816.F32" in code and "LDGSTS" in code and "LDSM" in code, spec.name
         assert 4 * (binary.shared_bytes + 1024) <= 228 * 1024, "four warps to a multiprocessor"

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from attention_support import FP8, INT8, World, short_launch
-from kernel_support import disassemble
+from kernel_support import compile_all
 
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.paged_attention import generation, kernel
@@ -24,9 +24,9 @@ def test_it_compiles_to_tensor_core_groups_without_spills(size, kv):
     dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
     kv_dtype = FP8 if kv.startswith("fp8") else dtype
     world = World(32, 8, size, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
-    for spec in generation.generation_specs(world.call([(0, 0, 1)]), world.limits()):
-        binary = compile_kernel(spec)
-        code = disassemble(binary)
+    for spec, binary, code in compile_all(
+        generation.generation_specs(world.call([(0, 0, 1)]), world.limits())
+    ):
         assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         assert "HGMMA" in code and not re.search(r"\bHMMA", code), spec.name
         if spec.cluster > 1:  # units travel between shared memories

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_support import FP8, INT8, World, mismatches, same_bits, weight_rounding
-from kernel_support import KERNEL_DTYPES, disassemble, launch_env, step_shape
+from kernel_support import KERNEL_DTYPES, compile_all, launch_env, step_shape
 
 from llmctl.errors import Unsupported
 from llmctl.plugins.cuda.compiler import compile_kernel
@@ -202,9 +202,7 @@ def test_kernels_compile_to_tensor_core_groups_without_spills(heads, kv):
     kv_dtype = STORED.get(kv.split()[0], dtype)
     sizes = HEADS[heads]
     world = World(*sizes, (64,), dtype, kv_dtype, quantize_out=kv_dtype != dtype, max_batch_size=4)
-    for spec in kernel.kernels(world.call([(0, 0, 1)]), world.limits()):
-        binary = compile_kernel(spec)
-        code = disassemble(binary)
+    for spec, binary, code in compile_all(kernel.kernels(world.call([(0, 0, 1)]), world.limits())):
         assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         is_group = spec.entry not in ("batch", "verification")  # whose products are of one warp
         assert ("HGMMA" in code) == is_group, spec.name

@@ -8,9 +8,8 @@ import re
 import pytest
 import torch
 from attention_support import FP8, INT8, NOT_BY_WARP, World, short_launch
-from kernel_support import disassemble
+from kernel_support import compile_all
 
-from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.paged_attention import kernel, verification
 from llmctl.plugins.paged_attention.tiles import count_units
 
@@ -37,9 +36,7 @@ def test_blocks_hand_on_through_shared_memory_and_have_room(size, kv_dtype):
         assert names == ["k4u4r8", "k6u4r8"]
     else:
         assert names == ["k4u4r8", "k2u8r8", "k2u8r16", "k6u4r8", "k2u12r8", "k2u12r16"]
-    for spec in specs:
-        binary = compile_kernel(spec)
-        code = disassemble(binary)
+    for spec, binary, code in compile_all(specs):
         assert "STAS" in code and "LDGSTS" in code and "LDSM" in code, spec.name
         assert binary.shared_bytes <= 227 * 1024
 
