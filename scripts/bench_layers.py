@@ -43,7 +43,7 @@ def main() -> None:
     print(f"a plain read: {bandwidth:.3f} TB/s")
     for name in arguments.shapes:
         model = Model(name, tokens, qformat=arguments.qformat)
-        assert model.chain is not None, f"{name}: its layers are none that one launch can take"
+        assert model.chains, f"{name}: its layers are none that one launch can take"
         contexts = map(int, arguments.contexts.split(","))
         different = [
             context
@@ -52,7 +52,7 @@ def main() -> None:
         ]
         spread = float(model.logits[0].std())
         verdict = f"bits differ at {different}" if different else "same bits"
-        print(f"{name}: {len(model.chain.layers)} layers, logits of {spread:.1f}: {verdict}")
+        print(f"{name}: {len(model.chains[0].layers)} layers, logits of {spread:.1f}: {verdict}")
         failed |= bool(different)
         times = {}
         for context in map(int, arguments.times.split(",")):
@@ -68,7 +68,7 @@ def main() -> None:
                 for what, x in (("launches", many), ("one launch", one))
             )
             print(f"{name} at {context}: least, median, most ms a step: {told}", flush=True)
-        stored[shape_key(model.chain.layers[0], tokens)] = times
+        stored[shape_key(model.chains[0].layers[0], tokens)] = times
         del model
         torch.cuda.empty_cache()
     if arguments.output is not None:

@@ -21,7 +21,7 @@ from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.kernel import KernelSpec, StepShape
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.cuda.queue import DeviceQueue
-from llmctl.plugins.decoder_layers.kernel import EVERYWHERE, find_chain
+from llmctl.plugins.decoder_layers.kernel import EVERYWHERE, find_chains
 from llmctl.plugins.packed_linear.layout import FORMS, MXFP4
 from llmctl.plugins.program import StepInputs
 from llmctl.quantize.format import (
@@ -113,7 +113,7 @@ class Model:
         self.plan = plan
         self.logits = tensors[plan.logits]
         self.program = Program(self.calls, [], limits)
-        self.chain = find_chain(self.calls, limits, most_tokens=tokens, gains=EVERYWHERE)
+        self.chains = find_chains(self.calls, limits, {tokens: EVERYWHERE})
         self.block = limits.tokens_per_block
         blocks = CONTEXT // self.block
         cache = normal(
@@ -147,7 +147,7 @@ class Model:
 
     def use(self, one_launch: bool) -> None:
         """Choose how the next steps run."""
-        self.program._chains = [self.chain] if one_launch and self.chain else []
+        self.program._chains = self.chains if one_launch else []
         self.program.forget()
 
     def run(self, step: StepInputs, shape: StepShape, one_launch: bool) -> list[torch.Tensor]:

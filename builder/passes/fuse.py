@@ -1,4 +1,5 @@
-"""Fuse neighbours into the plugin that does both: residual + RMSNorm, producer + quantize."""
+"""Fuse neighbours into the plugin that does both: residual + RMSNorm, producer + quantize; and make
+neighbours of what could be one."""
 
 from __future__ import annotations
 
@@ -53,6 +54,30 @@ def fuse_quantize(network: Network, ops: frozenset[str] = frozenset(QUANTIZING_O
         fused.replace_nodes([producer, quantize], [node], at=producer)
     fused.prune()
     return fused
+
+
+def quantize_before_gather(network: Network) -> Network:
+    """quantize(gather_rows(x)) -> gather_rows(quantize(x)) behind attention, with one scale for all
+    rows: the same numbers, and attention may then write FP8 in every layer."""
+    moved = network.copy()
+    for quantize in [node for node in network.nodes if node.op == "quantize"]:
+        gather = moved.producer(quantize.inputs["x"])
+        if gather is None or gather.op != "gather_rows" or "scale" not in quantize.inputs:
+            continue
+        value = gather.inputs["x"]
+        source = moved.producer(value)
+        readers = moved.consumers(value) + moved.consumers(gather.outputs["out"])
+        if source is None or source.op != "paged_attention" or readers != [gather, quantize]:
+            continue
+        whole, out = moved.tensors[value], quantize.outputs["out"]
+        tokens = moved.add_activation(f"{quantize.name}.x", moved.tensors[out].dtype, whole.shape)
+        first = replace(
+            quantize, inputs={**quantize.inputs, "x": value}, outputs={"out": tokens.name}
+        )
+        then = replace(gather, inputs={"x": tokens.name}, outputs={"out": out})
+        moved.replace_nodes([gather, quantize], [first, then], at=quantize)
+    moved.prune()
+    return moved
 
 
 def _current(network: Network, node: Node) -> Node:

@@ -2,7 +2,8 @@
 
 After the last attention every op works row by row, so the gather moves up to it: of a prompt
 chunk of 2,048 tokens, the last layer's output projection and MLP run for one row. Rows are
-gathered in the model dtype, so the last attention does not write FP8 itself.
+gathered in the model dtype, so the last attention does not write FP8 itself, unless
+`quantize_before_gather` (fuse.py) follows.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from llmctl.builder.engine_format import KvCacheSpec, Plan
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
 from llmctl.builder.passes.attention import lower_attention
-from llmctl.builder.passes.fuse import fuse_quantize, fuse_residual
+from llmctl.builder.passes.fuse import fuse_quantize, fuse_residual, quantize_before_gather
 from llmctl.builder.passes.gather import hoist_gather
 from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.memory import ALIGNMENT
@@ -41,6 +41,8 @@ def run_passes(
     network = fuse_residual(network)
     network = quantize_linears(network, linear_scales)
     network = lower_attention(network, rotary, kv_scales)
+    if backend not in TENSORRT_BACKENDS:  # whose layers gather no FP8
+        network = quantize_before_gather(network)
     network = fuse_quantize(network, _quantizing_ops(plugin_config))
     if backend == "cuda":
         is_fused = plugin_config["gemm_swiglu_plugin"] != "disable"

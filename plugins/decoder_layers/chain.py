@@ -1,7 +1,8 @@
 """Which calls of a program are whole decoder layers as layers.cu computes them, and their tensors.
 
 A layer is: normalize (in the product or ahead of it), QKV with rotary embedding and KV write,
-attention, output projection, normalize, gate and up with SwiGLU, down. Weights and tokens of every
+attention, output projection, normalize, gate and up with SwiGLU, down. In a model's last layer the
+rows that get logits are gathered behind attention, and their residual. Weights and tokens of every
 product are FP8 with one scale for all tokens, or all weights have four bits.
 """
 
@@ -71,6 +72,12 @@ class Layer:
     mlp_norm: OpCall
     gate_up: OpCall
     down: OpCall
+    gathers: tuple[OpCall, ...]  # of the last layer: of what attention gives, and of the residual
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """What the second norm adds, of all tokens."""
+        return self.gathers[1].inputs["x"] if self.gathers else self.mlp_norm.inputs["residual"]
 
     @property
     def hidden(self) -> int:
@@ -188,7 +195,7 @@ def _follows(layer: Layer, last: Layer) -> bool:
         and norm is not None
         and norm.inputs["x"] is last.down.outputs["out"]
         and norm.inputs["residual"] is last.mlp_norm.outputs.get("residual_out")
-        and layer.mlp_norm.inputs["residual"] is norm.outputs.get("residual_out")
+        and layer.residual is norm.outputs.get("residual_out")
     )
 
 
@@ -224,23 +231,30 @@ def _layer_at(calls: Sequence[OpCall], at: int, limits: StepLimits) -> Layer | N
         return norm, product
 
     qkv_norm, qkv = take_norm("packed_linear_rope_kv")
-    attention, o = take("paged_attention"), take("packed_linear")
+    attention, rows = take("paged_attention"), take("gather_rows")
+    o, kept = take("packed_linear"), take("gather_rows")
     mlp_norm, gate_up = take_norm("packed_linear_swiglu")
     down = take("packed_linear")
     if qkv is None or attention is None or o is None or mlp_norm is None or gate_up is None:
         return None
-    if down is None:
+    if down is None or (rows is None) != (kept is None):
         return None
-    layer = Layer(start, at, qkv_norm, qkv, attention, o, mlp_norm, gate_up, down)
+    gathers = () if rows is None or kept is None else (rows, kept)
+    layer = Layer(start, at, qkv_norm, qkv, attention, o, mlp_norm, gate_up, down, gathers)
     return layer if _is_covered(layer, limits) else None
 
 
 def _is_covered(layer: Layer, limits: StepLimits) -> bool:
     norms = [norm for norm in (layer.qkv_norm, layer.mlp_norm) if norm is not None]
     products = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    attended, residual = layer.attention.outputs["out"], layer.residual
+    if layer.gathers:
+        attended, residual = (gather.outputs["out"] for gather in layer.gathers)
     passed_on = (
         (layer.attention.inputs["q"], layer.qkv.outputs["q"]),
-        (layer.o.inputs["x"], layer.attention.outputs["out"]),
+        *((gather.inputs["x"], layer.attention.outputs["out"]) for gather in layer.gathers[:1]),
+        (layer.o.inputs["x"], attended),
+        (layer.mlp_norm.inputs["residual"], residual),
         (layer.mlp_norm.inputs["x"], layer.o.outputs["out"]),
         (layer.down.inputs["x"], layer.gate_up.outputs["out"]),
     )

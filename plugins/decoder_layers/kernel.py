@@ -65,6 +65,11 @@ class Chain:
     room: Room
     gains: Gains
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model's last layer is in it: then every token of a step gets logits."""
+        return bool(self.layers[-1].gathers)
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -86,12 +91,13 @@ class Room:
 def find_chains(
     calls: Sequence[OpCall], limits: StepLimits, stored: Mapping[int, Gains] | None = None
 ) -> list[Chain]:
-    """The chains whose launches are faster somewhere, for each number of tokens, ascending.
-    stored: gains by tokens as an engine has them (None: as they were measured)."""
+    """The chains whose launches are faster somewhere, for each number of tokens, ascending; of one
+    token also with the last layer, first. stored: gains by tokens as an engine has them (None: as
+    they were measured)."""
     found = []
-    for tokens in TOKENS:
+    for tokens, whole in ((1, True), *((tokens, False) for tokens in TOKENS)):
         gains = None if stored is None else stored.get(tokens, ())
-        chain = find_chain(calls, limits, most_tokens=tokens, gains=gains)
+        chain = find_chain(calls, limits, most_tokens=tokens, gains=gains, whole=whole)
         found += [] if chain is None else [chain]
     return found
 
@@ -102,12 +108,16 @@ def find_chain(
     *,
     most_tokens: int = 1,
     gains: Gains | None = None,
+    whole: bool = False,
 ) -> Chain | None:
     """The longest run of layers that layers.cu covers in steps of up to `most_tokens` tokens; None
     where there are less than two, or where one launch is nowhere faster. `gains`: as an engine has
-    stored them (None: as they were measured)."""
+    stored them (None: as they were measured). `whole`: with a last layer of which rows are
+    gathered, for steps whose only token gets logits; None where there is none."""
     found = find_layers(calls, limits)
-    if len(found) < 2:
+    if not whole:
+        found = [layer for layer in found if not layer.gathers]
+    if len(found) < 2 or (whole and not found[-1].gathers):
         return None
     gains = _measured_gains(found[0], most_tokens) if gains is None else gains
     room = _room(found[0], limits, most_tokens)
@@ -179,6 +189,7 @@ def serves(chain: Chain, env: LaunchEnv, shape: StepShape) -> bool:
         env.use_pdl
         and shape.num_requests == 1
         and shape.num_tokens == chain.tokens
+        and (shape.num_rows == 1 or not chain.is_whole)
         and next((gain for most, gain in chain.gains if shape.max_kv_len <= most), False)
     )
 

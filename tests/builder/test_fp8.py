@@ -314,9 +314,7 @@ def test_fusion_switches_change_the_plan_and_not_the_values(
 ) -> None:
     tokens = some_tokens(20)
     fused = open_test_engine(build_engine(modelopt_fp8), program_name)
-    # The last layer gathers the wanted rows after attention, before it quantizes them.
-    apart_ops = [op.name for op in fused.plan.ops if op.op == "quantize"]
-    assert apart_ops == ["model.layers.1.self_attn.o_proj.quantize"]
+    assert "quantize" not in {op.op for op in fused.plan.ops}
     switches = {"norm_quant_fusion": "disable", "use_fp8_context_fmha": "disable"}
     apart = open_test_engine(build_engine(modelopt_fp8, switches), program_name)
     assert len([op for op in apart.plan.ops if op.op == "quantize"]) == 2 * 4

@@ -14,7 +14,11 @@ from llmctl.builder.models import model_config
 from llmctl.builder.models.decoder import build_network
 from llmctl.builder.network import Network, Node
 from llmctl.builder.passes.attention import lower_attention
-from llmctl.builder.passes.fuse import fuse_quantize, fuse_residual
+from llmctl.builder.passes.fuse import (
+    fuse_quantize,
+    fuse_residual,
+    quantize_before_gather,
+)
 from llmctl.builder.passes.gather import hoist_gather
 from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.memory import ITEM_BYTES, plan_memory
@@ -119,6 +123,30 @@ def test_static_quantization_ends_up_in_the_producers() -> None:
     assert norm.inputs["scale"] == "model.layers.1.self_attn.qkv_proj.input_scale"
     attention = next(n for n in network.nodes if n.op == "paged_attention")
     assert attention.inputs["out_scale"] == "model.layers.0.self_attn.o_proj.input_scale"
+
+
+def test_the_last_attention_quantizes_too_once_its_rows_are_gathered_as_fp8() -> None:
+    apart = finish(record(), all_scales())
+    fused = fuse_quantize(quantize_before_gather(apart))
+    assert "quantize" not in ops(fused)
+    attention = [node for node in fused.nodes if node.op == "paged_attention"][-1]
+    gather, linear = fused.nodes[fused.nodes.index(attention) + 1 :][:2]
+    assert attention.inputs["out_scale"] == "model.layers.2.self_attn.o_proj.input_scale"
+    assert gather.op == "gather_rows" and gather.inputs["x"] == attention.outputs["out"]
+    assert linear.inputs["x"] == gather.outputs["out"]
+    found = [fused.tensors[node.outputs["out"]] for node in (attention, gather)]
+    assert [x.dtype for x in found] == ["float8_e4m3fn"] * 2
+    assert [x.shape[0] for x in found] == ["tokens", "rows"]
+
+
+@pytest.mark.parametrize("why", ["scales of tokens", "another reader"])
+def test_a_quantization_stays_behind_the_gather_where_it_must(why: str) -> None:
+    network = finish(record(), all_scales(is_static=why != "scales of tokens"))
+    if why == "another reader":
+        (gather,) = [n for n in network.nodes if n.name.endswith("attention.gather_rows")]
+        network.add_activation("other", "float32", ("rows", 32))
+        network.nodes.append(Node("gather_rows", "o", dict(gather.inputs), {"out": "other"}))
+    assert str(quantize_before_gather(network)) == str(network)
 
 
 def test_attention_cannot_quantize_per_token_itself() -> None:

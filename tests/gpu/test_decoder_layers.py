@@ -40,8 +40,18 @@ def model(request):
 
 def test_one_launch_gives_the_bits_of_many(model):
     different = [context for context in CONTEXTS if not model.has_same_bits(context, 1)]
-    assert model.chain is not None and not different
+    assert model.chains[0].is_whole and not different
     assert model.logits[0].std() > 0.1, "logits that say nothing compare nothing"
+
+
+@pytest.mark.parametrize("context", [1, 64, 1025])
+def test_a_step_without_logits_writes_the_same_cache(model, context):
+    """Then the last layer is a launch an operator, of which the KV write is left."""
+    step, shape = model.step(context, 1, rows=0)
+    assert shape.num_rows == 0
+    _, wanted = model.run(step, shape, one_launch=False)
+    _, cache = model.run(step, shape, one_launch=True)
+    assert torch.equal(cache, wanted) and not torch.equal(cache, model.before)
 
 
 def test_padding_and_steps_without_a_token_end(model):
@@ -89,7 +99,7 @@ def test_counters_are_back_at_zero(model):
 @pytest.mark.parametrize("shape", ["narrow", "groups of 8 rows"])
 def test_two_tokens_and_one_of_them_padding(shape):
     model = Model(SMALL[shape], tokens=2)
-    assert model.chain is not None and model.chain.tokens == 2
+    assert [chain.tokens for chain in model.chains] == [2]
     for context in CONTEXTS[1:]:
         assert model.has_same_bits(context, 2), context
         assert model.has_same_bits(context, 1, padding=1), context
@@ -100,5 +110,5 @@ def test_two_tokens_and_one_of_them_padding(shape):
 def test_caches_of_other_types(kv_algo):
     request = BuildRequest(max_batch_size=2, max_seq_len=CONTEXT, tokens_per_block=64)
     model = Model(SMALL["narrow"], request=request, kv_algo=kv_algo)
-    assert model.chain is not None
+    assert model.chains
     assert all(model.has_same_bits(context, 1) for context in CONTEXTS)

@@ -64,10 +64,10 @@ def planned(
     return built.plan, step_limits(built.plan, built.limits)
 
 
-def chain_of(name: str, most_tokens: int = 1, **options) -> Chain | None:
+def chain_of(name: str, most_tokens: int = 1, whole: bool = False, **options) -> Chain | None:
     plan, limits = planned(name, **options)
     calls = [call for call, _ in meta_calls(plan)]
-    return find_chain(calls, limits, most_tokens=most_tokens, gains=EVERYWHERE)
+    return find_chain(calls, limits, most_tokens=most_tokens, gains=EVERYWHERE, whole=whole)
 
 
 def env_of(name: str, sizes: dict[str, int] | None = None) -> LaunchEnv:
@@ -89,7 +89,33 @@ def test_every_layer_before_the_last_is_in_the_chain(name):
     within = plan.ops[found.start : found.stop]
     assert within[0].name == "model.layers.0.self_attn.qkv_proj"
     assert within[-1].name == f"model.layers.{SHAPES[name].layers - 2}.mlp.down_proj"
-    assert "gather_rows" not in {op.op for op in within}
+    assert "gather_rows" not in {op.op for op in within} and not found.is_whole
+
+
+@pytest.mark.parametrize("name", ["1b", "3b", "8b", "70b"])
+@pytest.mark.parametrize("qformat", ["fp8", "w4a8_mxfp4_fp8"])
+def test_where_the_only_token_gets_logits_the_last_layer_is_in_the_chain_too(name, qformat):
+    plan, _ = planned(name, qformat=qformat)
+    found, short = (chain_of(name, whole=whole, qformat=qformat) for whole in (True, False))
+    assert found is not None and short is not None
+    assert found.is_whole and len(found.layers) == SHAPES[name].layers
+    spans, wanted = ([(x.start, x.stop) for x in c.layers] for c in (found, short))
+    assert spans[:-1] == wanted
+    assert [op.name for op in plan.ops[found.stop :]] == ["model.norm", "lm_head"]
+    within = plan.ops[short.stop : found.stop]
+    assert [op.op for op in within].count("gather_rows") == 2
+    last = found.layers[-1]
+    assert last.qkv_norm is not None
+    assert last.residual is last.qkv_norm.outputs["residual_out"]
+    assert str(last.attention.outputs["out"].dtype) == "torch.float8_e4m3fn"
+
+
+@pytest.mark.parametrize(("num_rows", "wanted"), [(0, False), (1, True)])
+def test_a_step_without_logits_leaves_the_last_layer_out(num_rows, wanted):
+    whole, short, env = chain_of("1b", whole=True), chain_of("1b"), env_of("1b")
+    assert whole is not None and short is not None
+    shape = replace(ONE, num_rows=num_rows)
+    assert serves(whole, env, shape) == wanted and serves(short, env, shape)
 
 
 def test_a_chain_reads_the_weights_and_scales_of_its_layers():
@@ -144,8 +170,8 @@ def test_steps_take_the_way_that_is_faster_at_their_context(monkeypatch):
     monkeypatch.setattr(
         "llmctl.plugins.decoder_layers.kernel._table", dict
     )  # an engine has its own
-    (found,) = find_chains(calls, limits, stored_gains(["embedding.bf16", name]))
-    assert found == built
+    whole, found = find_chains(calls, limits, stored_gains(["embedding.bf16", name]))
+    assert found == built and whole.is_whole and chain_spec(whole, limits).name == name
     env = env_of("1b")
     served = {
         context: serves(found, env, replace(ONE, max_kv_len=context))
@@ -252,13 +278,16 @@ def test_a_program_puts_the_launch_in_the_place_of_the_calls(monkeypatch):
     monkeypatch.setitem(SHAPES, "narrow", shape)
     plan, limits = planned("narrow")
     calls = [call for call, _ in meta_calls(plan)]
-    found = find_chain(calls, limits, gains=EVERYWHERE)
-    assert found is not None
-    for binaries, wanted in (([chain_spec(found, limits)], True), ([], False)):
+    chains = [find_chain(calls, limits, gains=EVERYWHERE, whole=whole) for whole in (True, False)]
+    assert chains[0] is not None
+    for binaries, wanted in (([chain_spec(chains[0], limits)], True), ([], False)):
         program = CudaProgram(calls, binaries, limits, "meta", driver=RecordingDriver())
         program.bind_kv_cache(meta_cache(plan, limits))
-        outside = [*range(found.start), -1, *range(found.stop, len(calls))]
-        assert program.parts(ONE) == (outside if wanted else list(range(len(calls))))
+        for number, (found, num_rows) in enumerate(zip(chains, (1, 0), strict=True)):
+            assert found is not None
+            outside = [*range(found.start), -1 - number, *range(found.stop, len(calls))]
+            parts = program.parts(replace(ONE, num_rows=num_rows))
+            assert parts == (outside if wanted else list(range(len(calls))))
         assert program.parts(replace(ONE, num_requests=2, num_tokens=2)) == list(range(len(calls)))
 
 
@@ -269,7 +298,7 @@ def test_steps_of_two_tokens_have_a_launch_of_their_own_where_that_is_faster(mon
     slower = {"4096": {"launches": 1.0, "one_launch": 2.0}}
     one, two = ONE, replace(ONE, num_tokens=2, max_query_len=2)
     for of_one, of_two, wanted in (
-        (faster, faster, {1: -1, 2: -2}),
+        (faster, faster, {1: -1, 2: -3}),  # one token: with the last layer, without it
         (faster, slower, {1: -1}),
         (slower, faster, {2: -1}),
     ):
@@ -278,7 +307,7 @@ def test_steps_of_two_tokens_have_a_launch_of_their_own_where_that_is_faster(mon
             "llmctl.plugins.decoder_layers.kernel._table", lambda table=table: table
         )
         chains = find_chains(calls, limits)
-        specs = [chain_spec(chain, limits) for chain in chains]
+        specs = list({spec.name: spec for spec in (chain_spec(c, limits) for c in chains)}.values())
         assert [spec.name for spec in kernel_specs(plan, limits) if spec in specs] == [
             spec.name for spec in specs
         ]
@@ -286,7 +315,7 @@ def test_steps_of_two_tokens_have_a_launch_of_their_own_where_that_is_faster(mon
         env = env_of("1b", sizes)
         for chain in chains:
             chain_launch(chain, env, replace(ONE, num_tokens=chain.tokens))
-        assert len(sizes) == 2 * len(chains), "each has an exchange and counters of its own"
+        assert len(sizes) == 2 * len(specs), "each has an exchange and counters of its own"
         program = CudaProgram(calls, specs, limits, "meta", driver=RecordingDriver())
         program.bind_kv_cache(meta_cache(plan, limits))
         found = {
