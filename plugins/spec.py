@@ -72,6 +72,7 @@ class OpSpec:
     optional_attributes: Mapping[str, type] = field(default_factory=dict)
     derived: Mapping[str, Callable[[Dims], int]] = field(default_factory=dict)
     free: frozenset[str] = frozenset()  # symbols that need not agree between roles
+    alike: tuple[str, ...] = ()  # roles of one dtype, whichever it is
     tolerance: Mapping[str, Tolerance] = field(default_factory=lambda: ROUNDING)
     cases: tuple[Case, ...] = ()  # sizes to test
     timed: tuple[Case, ...] = ()  # sizes to time
@@ -95,6 +96,10 @@ class OpSpec:
                     continue
                 model_dtype = self._check_dtype(call, role, tensors[role.name], model_dtype)
                 self._bind_shape(call, role, tensors[role.name], dims)
+        tensors = {**call.inputs, **call.outputs}
+        dtypes = [str(tensors[name].dtype) for name in self.alike]
+        if len(set(dtypes)) > 1:
+            raise self._error(call, f"{', '.join(self.alike)} are {dtypes}, wanted one dtype")
         for side_roles, tensors in ((self.inputs, call.inputs), (self.outputs, call.outputs)):
             for role in side_roles:
                 if role.name in tensors:

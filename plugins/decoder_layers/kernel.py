@@ -94,29 +94,27 @@ def find_chains(
     """The chains whose launches are faster somewhere, for each number of tokens, ascending; of one
     token also with the last layer, first. stored: gains by tokens as an engine has them (None: as
     they were measured)."""
-    found = []
+    layers, found = find_layers(calls, limits), []
     for tokens, whole in ((1, True), *((tokens, False) for tokens in TOKENS)):
         gains = None if stored is None else stored.get(tokens, ())
-        chain = find_chain(calls, limits, most_tokens=tokens, gains=gains, whole=whole)
+        chain = find_chain(layers, limits, most_tokens=tokens, gains=gains, whole=whole)
         found += [] if chain is None else [chain]
     return found
 
 
 def find_chain(
-    calls: Sequence[OpCall],
+    layers: Sequence[Layer],
     limits: StepLimits,
     *,
     most_tokens: int = 1,
     gains: Gains | None = None,
     whole: bool = False,
 ) -> Chain | None:
-    """The longest run of layers that layers.cu covers in steps of up to `most_tokens` tokens; None
-    where there are less than two, or where one launch is nowhere faster. `gains`: as an engine has
-    stored them (None: as they were measured). `whole`: with a last layer of which rows are
-    gathered, for steps whose only token gets logits; None where there is none."""
-    found = find_layers(calls, limits)
-    if not whole:
-        found = [layer for layer in found if not layer.gathers]
+    """A run of layers in steps of up to `most_tokens` tokens; None where layers.cu does not cover
+    two of them, or where one launch is nowhere faster. `gains`: as an engine has stored them (None:
+    as they were measured). `whole`: with a last layer of which rows are gathered, for steps whose
+    only token gets logits; None where there is none."""
+    found = [layer for layer in layers if whole or not layer.gathers]
     if len(found) < 2 or (whole and not found[-1].gathers):
         return None
     gains = _measured_gains(found[0], most_tokens) if gains is None else gains

@@ -8,6 +8,7 @@ SPEC = OpSpec(
     name="gather_rows",
     inputs=(Role("x", ("T", FP8), ("N", "H")),),
     outputs=(Role("out", ("T", FP8), ("R", "H")),),
+    alike=("x", "out"),
     tolerance=EXACT,
     cases=tuple(
         {"tokens": n, "rows": r, "hidden": h, "dtype": dtype}

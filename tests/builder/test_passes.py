@@ -14,11 +14,7 @@ from llmctl.builder.models import model_config
 from llmctl.builder.models.decoder import build_network
 from llmctl.builder.network import Network, Node
 from llmctl.builder.passes.attention import lower_attention
-from llmctl.builder.passes.fuse import (
-    fuse_quantize,
-    fuse_residual,
-    quantize_before_gather,
-)
+from llmctl.builder.passes.fuse import fuse_quantize, fuse_residual, quantize_before_gather
 from llmctl.builder.passes.gather import hoist_gather
 from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.memory import ITEM_BYTES, plan_memory

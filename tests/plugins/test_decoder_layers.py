@@ -30,7 +30,7 @@ from llmctl.builder.kernels import (
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.kernel import LaunchEnv, PointerTable, StepLimits, StepShape
 from llmctl.plugins.cuda.program import CudaProgram
-from llmctl.plugins.decoder_layers.chain import layer_fields
+from llmctl.plugins.decoder_layers.chain import find_layers, layer_fields
 from llmctl.plugins.decoder_layers.kernel import (
     EVERYWHERE,
     Chain,
@@ -67,7 +67,9 @@ def planned(
 def chain_of(name: str, most_tokens: int = 1, whole: bool = False, **options) -> Chain | None:
     plan, limits = planned(name, **options)
     calls = [call for call, _ in meta_calls(plan)]
-    return find_chain(calls, limits, most_tokens=most_tokens, gains=EVERYWHERE, whole=whole)
+    return find_chain(
+        find_layers(calls, limits), limits, most_tokens=most_tokens, gains=EVERYWHERE, whole=whole
+    )
 
 
 def env_of(name: str, sizes: dict[str, int] | None = None) -> LaunchEnv:
@@ -163,7 +165,7 @@ def test_steps_take_the_way_that_is_faster_at_their_context(monkeypatch):
     table = {"h2048.i8192.a32.8x64": times}
     monkeypatch.setattr("llmctl.plugins.decoder_layers.kernel._table", lambda: table)
     calls = [call for call, _ in meta_calls(plan)]
-    built = find_chain(calls, limits)
+    built = find_chain(find_layers(calls, limits), limits)
     assert built is not None
     name = chain_spec(built, limits).name
     assert name.endswith(".1024+2048-4096+")
@@ -218,7 +220,7 @@ def test_shapes_that_gain_nothing_or_were_not_measured_keep_their_launches(monke
         ({}, False),
     ):
         monkeypatch.setattr(table, lambda times=times: {"h2048.i8192.a32.8x64": times})
-        assert (find_chain(calls, limits) is not None) == wanted
+        assert (find_chain(find_layers(calls, limits), limits) is not None) == wanted
         names = [spec.name for spec in kernel_specs(plan, limits)]
         assert any(name.startswith("decoder_layers.") for name in names) == wanted
 
@@ -278,7 +280,10 @@ def test_a_program_puts_the_launch_in_the_place_of_the_calls(monkeypatch):
     monkeypatch.setitem(SHAPES, "narrow", shape)
     plan, limits = planned("narrow")
     calls = [call for call, _ in meta_calls(plan)]
-    chains = [find_chain(calls, limits, gains=EVERYWHERE, whole=whole) for whole in (True, False)]
+    chains = [
+        find_chain(find_layers(calls, limits), limits, gains=EVERYWHERE, whole=whole)
+        for whole in (True, False)
+    ]
     assert chains[0] is not None
     for binaries, wanted in (([chain_spec(chains[0], limits)], True), ([], False)):
         program = CudaProgram(calls, binaries, limits, "meta", driver=RecordingDriver())

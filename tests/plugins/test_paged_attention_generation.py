@@ -24,9 +24,8 @@ def test_it_compiles_to_tensor_core_groups_without_spills(size, kv):
     dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
     kv_dtype = FP8 if kv.startswith("fp8") else dtype
     world = World(32, 8, size, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
-    for spec, binary, code in compile_all(
-        generation.generation_specs(world.call([(0, 0, 1)]), world.limits())
-    ):
+    specs = generation.generation_specs(world.call([(0, 0, 1)]), world.limits())
+    for spec, binary, code in compile_all(specs):
         assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         assert "HGMMA" in code and not re.search(r"\bHMMA", code), spec.name
         if spec.cluster > 1:  # units travel between shared memories

@@ -209,3 +209,10 @@ def test_derived_shapes_are_checked():
     wrong = OpCall("swiglu", "s", {"x": call.inputs["x"][:, :-2].contiguous()}, call.outputs, {})
     with pytest.raises(CorruptEngine, match="2I is 32"):
         SPECS["swiglu"].check(wrong)
+
+
+def test_rows_are_gathered_into_rows_of_their_own_type():
+    call = make_example("gather_rows", {**SPECS["gather_rows"].cases[0], "dtype": "bfloat16"}).call
+    fp8 = {"x": call.inputs["x"].to(torch.float8_e4m3fn)}
+    with pytest.raises(CorruptEngine, match="x, out are .*float8_e4m3fn.*bfloat16.* one dtype"):
+        SPECS["gather_rows"].check(OpCall("gather_rows", "g", fp8, call.outputs, {}))
