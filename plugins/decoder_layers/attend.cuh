@@ -10,7 +10,7 @@ namespace attention {
 DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, float value_scale,
                         float quanta) {
 #pragma unroll 1
-  for (int i = lane_id(); i < SLICE_PAIRS; i += 32) {
+  for (int i = anew(lane_id()); i < SLICE_PAIRS; i += 32) {
     const int pair = slice * SLICE_PAIRS + i, row = pair / (SIZE / 2);
     if (pair >= PAIRS) continue;
     const int nth = pair % (SIZE / 2);
@@ -22,17 +22,20 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
       const u8* state = x.now + state_at(head, 0) + row * 8;
       const u8* sum = x.now + sums_at(head, 0) + (row * SIZE + 2 * nth) * 4;
       float largest = minus_infinity(), total = 0.0f, a = 0.0f, b = 0.0f;
+      const uint2 nothing = {~__float_as_uint(minus_infinity()), ~0u};  // as they lie there: inverted
       constexpr int AT_ONCE = 16;
 #pragma unroll 1
       for (int unit = 0; unit < s.units; unit += AT_ONCE) {
         uint2 m[AT_ONCE], y[AT_ONCE];
+        const u8 *states = state + unit * STATE_BYTES, *sums = sum + unit * SUMS_BYTES;
         u32 least;  // from the last one on: all are asked for before one is looked at
         do {
+          asm volatile("" : "+l"(states), "+l"(sums));  // or each of 32 addresses is made before
 #pragma unroll
           for (int j = 0; j < AT_ONCE; ++j) {
-            const int its = min(unit + j, s.units - 1);
-            m[j] = look8(state + its * (8 * 8));
-            y[j] = look8(sum + its * (8 * SIZE * 4));
+            const bool is_there = unit + j < s.units;  // if not, its numbers change nothing
+            m[j] = look8(states + j * STATE_BYTES, is_there, nothing);
+            y[j] = look8(sums + j * SUMS_BYTES, is_there, {~0u, ~0u});
           }
           least = ~0u;
 #pragma unroll
@@ -42,21 +45,12 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
         } while (least == 0);
 #pragma unroll
         for (int j = 0; j < AT_ONCE; ++j) {
-          if (unit + j < s.units) continue;  // changes nothing, inverted
-          m[j] = {~__float_as_uint(minus_infinity()), ~0u}, y[j] = {~0u, ~0u};
-        }
-        float left[AT_ONCE], right[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
           const float its = __uint_as_float(~m[j].x), top = fmaxf(largest, its), base = finite(top);
-          left[j] = exp2(__fsub_rn(largest, base)), right[j] = exp2(__fsub_rn(its, base));
+          const float left = exp2(__fsub_rn(largest, base)), right = exp2(__fsub_rn(its, base));
           largest = top;
-        }
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
-          total = __fmaf_rn(total, left[j], __fmul_rn(__uint_as_float(~m[j].y), right[j]));
-          a = __fmaf_rn(a, left[j], __fmul_rn(__uint_as_float(~y[j].x), right[j]));
-          b = __fmaf_rn(b, left[j], __fmul_rn(__uint_as_float(~y[j].y), right[j]));
+          total = __fmaf_rn(total, left, __fmul_rn(__uint_as_float(~m[j].y), right));
+          a = __fmaf_rn(a, left, __fmul_rn(__uint_as_float(~y[j].x), right));
+          b = __fmaf_rn(b, left, __fmul_rn(__uint_as_float(~y[j].y), right));
         }
       }
       const float factor = __fdiv_rn(value_scale, total);

@@ -92,10 +92,11 @@ struct Step {
   }
 };
 
-DEVICE int state_at(int head, int unit) { return STATES_AT + (head * MAX_UNITS + unit) * (8 * 8); }
-DEVICE int sums_at(int head, int unit) {
-  return SUMS_AT + (head * MAX_UNITS + unit) * (8 * SIZE * 4);
+constexpr int STATE_BYTES = COLUMNS * 8, SUMS_BYTES = COLUMNS * SIZE * 4;  // of a unit
+DEVICE int state_at(int head, int unit) {
+  return STATES_AT + (head * MAX_UNITS + unit) * STATE_BYTES;
 }
+DEVICE int sums_at(int head, int unit) { return SUMS_AT + (head * MAX_UNITS + unit) * SUMS_BYTES; }
 
 // A warp's part of a unit's state for whoever merges it. num_rows 0: only the other half is cleared.
 DEVICE void give_state(const Exchange& x, int num_rows, const OwnState& state, int head, int unit) {
@@ -163,7 +164,7 @@ struct Fresh {
     return token < s.num_tokens && is_mine && tile >= from && tile < to;
   }
   DEVICE void take(const Step& s, const Exchange& x, const Work& work, Queries& queries) {
-    const int lane = lane_id(), row = lane / 4, head = work.head;
+    const int lane = lane_id(), row = anew(lane / 4), head = work.head;
     const u8* from = x.now + Q_AT + ((row / GROUP * HEADS + head) * GROUP + row % GROUP) * (SIZE * 2);
     first_key = s.limit - s.num_tokens;
     u32 pairs[STEPS * 2];

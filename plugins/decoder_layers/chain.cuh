@@ -92,4 +92,10 @@ struct Shared {
   }
 };
 
+// The same number, which the compiler takes for a new one. With two tokens what is made of it would
+// otherwise be kept from layer to layer, and spill.
+DEVICE int anew(int x) {
+  if (TOKENS > 1) asm volatile("" : "+r"(x));
+  return x;
+}
 DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTE) : "memory"); }

@@ -81,13 +81,16 @@ DEVICE uint4 look16(const u8* at) {
                : "memory");
   return x;
 }
-DEVICE uint2 look8(const u8* at) {
-  uint2 x;
-  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
-               : "=r"(x.x), "=r"(x.y)
-               : "l"(at)
-               : "memory");
-  return x;
+// `otherwise` where it is none that somebody makes.
+DEVICE uint2 look8(const u8* at, bool is_there, uint2 otherwise) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "@p ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];\n}"
+      : "+r"(otherwise.x), "+r"(otherwise.y)
+      : "l"(at), "r"(u32(is_there))
+      : "memory");
+  return otherwise;
 }
 DEVICE u32 look4(const u8* at) {
   u32 x;

@@ -115,7 +115,8 @@ struct Norm {
       for (int i = 0; i < NORM_UNITS; ++i) {
         if (!has(i)) continue;
         const uint2 packed = divisor.unit(normal_unit(h[i], factors[i], inverse));
-        const u32 to = token_place<S>(shared.tokens, t, unit(i) * 8) + unit(i) % 2 * 8;
+        const int at = anew(unit(i));
+        const u32 to = token_place<S>(shared.tokens, t, at * 8) + at % 2 * 8;
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(packed.x), "r"(packed.y)
                      : "memory");
         keep[t * (HIDDEN / 8) + unit(i)] = h[i];

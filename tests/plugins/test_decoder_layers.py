@@ -265,14 +265,23 @@ def test_weights_of_four_bits_are_multiplied_from_registers(name):
     assert waits == 4, "the compiler put waits into the chains"
 
 
-@pytest.mark.parametrize(("name", "kv_algo"), [("3b", "FP8"), ("8b", "INT8"), ("70b", None)])
-def test_the_kernel_compiles_for_other_shapes_and_caches(name, kv_algo):
-    _, limits = planned(name, kv_algo)
-    found = chain_of(name, kv_algo=kv_algo)
-    assert found is not None
-    kernel = compile_kernel(chain_spec(found, limits))
-    assert kernel.shared_bytes <= 227 << 10 and kernel.registers <= 168
-    assert kernel.local_bytes == 0
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "kv_algo", "qformat"),
+    [
+        *(("3b", "FP8", each) for each in ("fp8", "w4a8_mxfp4_fp8")),
+        *(("8b", "INT8", "fp8"), ("8b", None, "w4a8_mxfp4_fp8"), ("1b", "FP8", "w4a8_mxfp4_fp8")),
+        *(("1b", "INT8", "fp8"), ("70b", None, "fp8")),
+    ],
+)
+def test_the_kernel_spills_nothing_in_other_shapes_and_caches(name, kv_algo, qformat, tokens):
+    options = {"kv_algo": kv_algo, "qformat": qformat}
+    found = chain_of(name, most_tokens=tokens, **options)
+    assert (found is None) == (name == "70b" and tokens == 2)
+    if found is not None:
+        kernel = compile_kernel(chain_spec(found, planned(name, **options)[1]))
+        assert kernel.shared_bytes <= 227 << 10 and kernel.registers <= 168
+        assert kernel.local_bytes == 0
 
 
 def test_a_program_puts_the_launch_in_the_place_of_the_calls(monkeypatch):
