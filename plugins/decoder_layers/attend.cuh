@@ -8,13 +8,13 @@ namespace attention {
 
 // All units of a head from left to right, a pair of dimensions to a lane.
 DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, float value_scale,
-                        float quanta) {
+                        float quanta, const int* arrived, int expected) {
 #pragma unroll 1
   for (int i = anew(lane_id()); i < SLICE_PAIRS; i += 32) {
     const int pair = slice * SLICE_PAIRS + i, row = pair / (SIZE / 2);
     if (pair >= PAIRS) continue;
     const int nth = pair % (SIZE / 2);
-    // `give_state` pairs dimensions 16 i + 2 r and the next, or 16 i + r and 8 behind it.
+    // `StatePlace` pairs dimensions 16 i + 2 r and the next, or 16 i + r and 8 behind it.
     const int dim = IS_BYTE ? 2 * nth : nth / 8 * 16 + nth % 8, apart = IS_BYTE ? 1 : 8;
     const int at = ATTENDED_AT + row / GROUP * ATTENDED + (head * GROUP + row % GROUP) * SIZE + dim;
     u8 low = 0, high = 0;
@@ -22,18 +22,22 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
       const u8* state = x.now + state_at(head, 0) + row * 8;
       const u8* sum = x.now + sums_at(head, 0) + (row * SIZE + 2 * nth) * 4;
       float largest = minus_infinity(), total = 0.0f, a = 0.0f, b = 0.0f;
+      asm volatile("" : "+l"(state), "+l"(sum));  // made while others arrive
+      Arrivals::ask(arrived, expected);
       const uint2 nothing = {~__float_as_uint(minus_infinity()), ~0u};  // as they lie there: inverted
       constexpr int AT_ONCE = 16;
 #pragma unroll 1
       for (int unit = 0; unit < s.units; unit += AT_ONCE) {
         uint2 m[AT_ONCE], y[AT_ONCE];
         const u8 *states = state + unit * STATE_BYTES, *sums = sum + unit * SUMS_BYTES;
+        int count = s.units - unit;
         u32 least;  // from the last one on: all are asked for before one is looked at
         do {
-          asm volatile("" : "+l"(states), "+l"(sums));  // or each of 32 addresses is made before
+          // Or all addresses and conditions are made before the first load.
+          asm volatile("" : "+l"(states), "+l"(sums), "+r"(count));
 #pragma unroll
           for (int j = 0; j < AT_ONCE; ++j) {
-            const bool is_there = unit + j < s.units;  // if not, its numbers change nothing
+            const bool is_there = j < count;  // if not, its numbers change nothing
             m[j] = look8(states + j * STATE_BYTES, is_there, nothing);
             y[j] = look8(sums + j * SUMS_BYTES, is_there, {~0u, ~0u});
           }
@@ -79,11 +83,10 @@ DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const S
       take_unit(s, x, arrivals, work, scale);
       __syncwarp();
       if (lane_id() == 0) Arrivals::add(heads + 32 * work.head);
+      StatePlace(x.now + x.other, work.head, work.unit).clear();
       if (task + TEAMS * NUM_BLOCKS < tasks) team_meet();  // the next unit's tiles come there
     } else if (is_first_layer) {  // a request before may have had more units
-      OwnState none;
-      none.clear();
-      give_state(x, 0, none, task % HEADS, task / HEADS);
+      StatePlace(x.now + x.other, task % HEADS, task / HEADS).clear();
     }
   }
   if (warp == MERGER) {
@@ -91,9 +94,7 @@ DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const S
     if (slice < SLICES) {
       const float value_scale = layer->v_scale ? __ldg(layer->v_scale) : 1.0f;
       const float quanta = __fdiv_rn(1.0f, __ldg(layer->attended_scale));
-      if (lane_id() == 0) Arrivals::ask(heads + 32 * head, heads_expected);
-      __syncwarp();
-      merge_slice(s, x, head, slice, value_scale, quanta);
+      merge_slice(s, x, head, slice, value_scale, quanta, heads + 32 * head, heads_expected);
       __syncwarp();
       if (lane_id() == 0) Arrivals::add(arrivals.counter);
     }

@@ -98,25 +98,40 @@ DEVICE int state_at(int head, int unit) {
 }
 DEVICE int sums_at(int head, int unit) { return SUMS_AT + (head * MAX_UNITS + unit) * SUMS_BYTES; }
 
-// A warp's part of a unit's state for whoever merges it. num_rows 0: only the other half is cleared.
-DEVICE void give_state(const Exchange& x, int num_rows, const OwnState& state, int head, int unit) {
-  const int lane = lane_id(), first = warp_of_team() * OWN_STEPS;
-  const float other = __shfl_xor_sync(~0u, state.total[0], 4);
+// A warp's part of a unit's state in one half, for whoever merges it: the lane's first pair of each.
+struct StatePlace {
+  static constexpr int ROW = SIZE * 4, STEP = 16 * 4;  // bytes of sums
+  u8 *state, *sums;
+  DEVICE StatePlace(u8* half, int head, int unit) {
+    const int lane = lane_id(), row = lane % 4 * 2;
+    state = half + state_at(head, unit) + row * 8;
+    sums = half + sums_at(head, unit) + row * ROW + warp_of_team() * OWN_STEPS * STEP + lane / 4 * 8;
+  }
+  static DEVICE bool has_state() { return warp_of_team() == 0 && lane_id() < 4; }
+
+  DEVICE void give(int num_rows, const OwnState& x) const {
+    const int lane = lane_id();
+    const float other = __shfl_xor_sync(~0u, x.total[0], 4);
 #pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    const int row = lane % 4 * 2 + c;
-    const bool is_real = row < num_rows;
-    const float total = (lane & 4) / 4 == c ? state.total[0] : other;
-    if (first == 0 && lane < 4) {
-      give_pair(x, state_at(head, unit) + row * 8, state.largest[0][c], total, is_real);
-    }
+    for (int c = 0; c < 2; ++c) {
+      if (lane % 4 * 2 + c >= num_rows) continue;
+      const float total = (lane & 4) / 4 == c ? x.total[0] : other;
+      if (has_state()) put_pair(state + c * 8, x.largest[0][c], total);
 #pragma unroll
-    for (int i = 0; i < OWN_STEPS; ++i) {
-      const int at = sums_at(head, unit) + (row * SIZE + 16 * (first + i)) * 4 + lane / 4 * 8;
-      give_pair(x, at, state.sums[0][i][c], state.sums[0][i][c + 2], is_real);
+      for (int i = 0; i < OWN_STEPS; ++i) {
+        put_pair(sums + c * ROW + i * STEP, x.sums[0][i][c], x.sums[0][i][c + 2]);
+      }
     }
   }
-}
+  DEVICE void clear() const {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      if (has_state()) put((uint2*)(state + c * 8), {0, 0});
+#pragma unroll
+      for (int i = 0; i < OWN_STEPS; ++i) put((uint2*)(sums + c * ROW + i * STEP), {0, 0});
+    }
+  }
+};
 
 // A unit that a team takes, and the warp's part of its tiles.
 struct Work {
@@ -133,7 +148,7 @@ struct Work {
     if (task == first_task()) pages = s.pages;
     else pages.load(table, tile, limit);
   }
-  DEVICE u32 slot(int its) const { return slots + (its - tile) % SLOTS * SLOT_BYTES; }
+  DEVICE u32 slot(int its) const { return slots + u32(its - tile) % SLOTS * SLOT_BYTES; }
   // The warp's keys of a tile, and their values.
   DEVICE void copy(int its) {
     const int lane = lane_id(), first = warp_of_team() * Pages::KEYS_OF_WARP + lane / CHUNKS;
@@ -159,22 +174,34 @@ struct Fresh {
   int first_key;  // of the step's own tokens
 
   DEVICE bool has(const Step& s, int token, int from, int to) const {
-    const int key = first_key + token, tile = key / KEYS;
+    const u32 key = first_key + token;
+    const int tile = key / KEYS;
     const bool is_mine = key % KEYS / (KEYS / TEAM) == warp_of_team() && lane_id() < CHUNKS;
     return token < s.num_tokens && is_mine && tile >= from && tile < to;
   }
-  DEVICE void take(const Step& s, const Exchange& x, const Work& work, Queries& queries) {
-    const int lane = lane_id(), row = anew(lane / 4), head = work.head;
-    const u8* from = x.now + Q_AT + ((row / GROUP * HEADS + head) * GROUP + row % GROUP) * (SIZE * 2);
-    first_key = s.limit - s.num_tokens;
-    u32 pairs[STEPS * 2];
-    bool waits;
+  const u8 *queries, *cached;  // the lane's, of the first step and token
+
+  DEVICE Fresh(const Step& s, const Exchange& x, const Work& work) : first_key(s.limit - s.num_tokens) {
+    const int row = anew(lane_id() / 4), head = work.head;
+    const int at = ((row / GROUP * HEADS + head) * GROUP + row % GROUP) * SIZE + query_dimension(0, 0);
+    queries = x.now + Q_AT + at * 2, cached = x.now + KV_AT + head * LINE + lane_id() * 16;
+    asm volatile("" : "+l"(queries), "+l"(cached));  // made while others arrive
+  }
+  DEVICE void take(const Step& s, const Work& work, Queries& to) {
+    const bool is_real = lane_id() / 4 < s.num_rows;
+    uint2 pairs[STEPS];
+    u32 missing;
     do {
-      waits = false;
+      missing = 0;
 #pragma unroll
-      for (int i = 0; i < STEPS * 2; ++i) {
-        pairs[i] = ~0u;
-        if (row < s.num_rows) pairs[i] = look4(from + query_dimension(i / 2, i % 2) * 2);
+      for (int i = 0; i < STEPS; ++i) {
+        const u8* from = queries + 16 * i * 2;
+        pairs[i] = {~0u, ~0u};
+        if (IS_BYTE) {
+          pairs[i] = look8(from, is_real, pairs[i]);
+        } else if (is_real) {
+          pairs[i] = {look4(from), look4(from + 8 * 2)};
+        }
       }
 #pragma unroll
       for (int t = 0; t < TOKENS; ++t) {
@@ -182,18 +209,18 @@ struct Fresh {
         for (int kv = 0; kv < 2; ++kv) {
           chunks[t][kv] = {~0u, ~0u, ~0u, ~0u};
           if (has(s, t, work.tile, work.end)) {
-            chunks[t][kv] = look16(x.now + KV_AT + ((t * 2 + kv) * HEADS + head) * LINE + lane * 16);
+            chunks[t][kv] = look16(cached + (t * 2 + kv) * (HEADS * LINE));
           }
         }
       }
 #pragma unroll
-      for (int i = 0; i < STEPS * 2; ++i) waits |= lacks<2>(pairs[i]);
+      for (int i = 0; i < STEPS; ++i) missing |= gaps<2>(pairs[i].x) | gaps<2>(pairs[i].y);
 #pragma unroll
-      for (int i = 0; i < TOKENS * 2; ++i) waits |= lacks<KV_BYTES>(chunks[i / 2][i % 2]);
-    } while (waits);
+      for (int i = 0; i < TOKENS * 2; ++i) missing |= gaps<KV_BYTES>(chunks[i / 2][i % 2]);
+    } while (missing);
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
-      queries.store(0, i, to_inner(~pairs[2 * i]), to_inner(~pairs[2 * i + 1]));
+      to.store(0, i, ~pairs[i].x, ~pairs[i].y);
     }
   }
   // To the keys or values of a tile.
@@ -202,7 +229,7 @@ struct Fresh {
     for (int t = 0; t < TOKENS; ++t) {
       if (!has(s, t, tile, tile + 1)) continue;
       const uint4 x = upright_cached(chunks[t][kv]);
-      const u32 to = slot + kv * TILE_BYTES + place((first_key + t) % KEYS, lane_id());
+      const u32 to = slot + kv * TILE_BYTES + place(u32(first_key + t) % KEYS, lane_id());
       asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z),
                    "r"(x.w)
                    : "memory");
@@ -235,10 +262,10 @@ DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals
   OwnState state;
   state.clear();
   Queries queries;
-  Fresh fresh;
+  Fresh fresh(s, x, work);
   if (warp_of_team() == 0) arrivals.wait_in_warp();
   team_meet();
-  fresh.take(s, x, work, queries);
+  fresh.take(s, work, queries);
 #pragma unroll 1
   for (int tile = work.tile; tile < work.end; ++tile) {
     const u32 keys = work.slot(tile), values = keys + TILE_BYTES;
@@ -265,6 +292,6 @@ DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals
       work.copy(tile + 1);
     }
   }
-  give_state(x, s.num_rows, state, work.head, work.unit);
+  StatePlace(x.now, work.head, work.unit).give(s.num_rows, state);
 }
 }  // namespace attention

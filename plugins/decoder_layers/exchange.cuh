@@ -65,11 +65,8 @@ DEVICE void give(const Exchange& x, int at, u16 value, bool is_there = true) {
   if (is_there) put((u16*)(x.now + at), inverted(value));
   put((u16*)(x.now + x.other + at), u16(0));
 }
-DEVICE void give_pair(const Exchange& x, int at, float a, float b, bool is_there = true) {
-  if (is_there) {
-    put((uint2*)(x.now + at), {inverted(__float_as_uint(a)), inverted(__float_as_uint(b))});
-  }
-  put((uint2*)(x.now + x.other + at), {0, 0});
+DEVICE void put_pair(u8* to, float a, float b) {
+  put((uint2*)to, {inverted(__float_as_uint(a)), inverted(__float_as_uint(b))});
 }
 
 // What lies there now, still inverted.
@@ -98,16 +95,16 @@ DEVICE u32 look4(const u8* at) {
   return x;
 }
 
-// Whether a number of BYTES is absent in a word.
+// Not zero where a number of BYTES is absent in a word: bits of TOPS, without branches.
 template <int BYTES>
-DEVICE bool lacks(u32 x) {
-  constexpr u32 ONE = BYTES == 1 ? 0x01010101u : BYTES == 2 ? 0x00010001u : 1u;
-  constexpr u32 TOP = BYTES == 1 ? 0x80808080u : BYTES == 2 ? 0x80008000u : 0x80000000u;
-  return (x - ONE) & ~x & TOP;
+DEVICE u32 gaps(u32 x) {
+  constexpr u32 ONES = BYTES == 1 ? 0x01010101u : BYTES == 2 ? 0x00010001u : 1u;
+  constexpr u32 TOPS = BYTES == 1 ? 0x80808080u : BYTES == 2 ? 0x80008000u : 0x80000000u;
+  return (x - ONES) & ~x & TOPS;
 }
 template <int BYTES>
-DEVICE bool lacks(const uint4& x) {
-  return lacks<BYTES>(x.x) || lacks<BYTES>(x.y) || lacks<BYTES>(x.z) || lacks<BYTES>(x.w);
+DEVICE u32 gaps(const uint4& x) {
+  return gaps<BYTES>(x.x) | gaps<BYTES>(x.y) | gaps<BYTES>(x.z) | gaps<BYTES>(x.w);
 }
 DEVICE uint4 upright(const uint4& x) { return {~x.x, ~x.y, ~x.z, ~x.w}; }
 
@@ -143,18 +140,16 @@ struct Arrivals {
 // COUNT pieces of 16 bytes of this thread, `stride` apart, those that `has` says.
 template <int BYTES, int COUNT, class Has>
 DEVICE void take_pieces(uint4 (&to)[COUNT], const u8* from, int stride, const Has& has) {
-  bool waits;
+  u32 missing;
   do {
-    waits = false;
+    missing = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       if (has(i)) to[i] = look16(from + (long long)i * stride);
     }
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      if (has(i)) waits |= lacks<BYTES>(to[i]);
-    }
-  } while (waits);
+    for (int i = 0; i < COUNT; ++i) missing |= has(i) ? gaps<BYTES>(to[i]) : 0;
+  } while (missing);
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) to[i] = upright(to[i]);
 }

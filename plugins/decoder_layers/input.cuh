@@ -57,13 +57,13 @@ constexpr int NORM_PARTS = HIDDEN / 256, NORM_UNITS = (NORM_PARTS + WARPS - 1) /
 struct Norm {
   uint4 factors[NORM_UNITS];
   uint4 residual[TOKENS][NORM_UNITS];
-  float scale;
+  Divisor divisor;
 
   static DEVICE int part(int i) { return WARPS * i + threadIdx.x / 32; }
   static DEVICE int unit(int i) { return 32 * part(i) + threadIdx.x % 32; }
   static DEVICE bool has(int i) { return NORM_PARTS % WARPS == 0 || part(i) < NORM_PARTS; }
 
-  DEVICE Norm(const uint4* weights, const float* scale_, const uint4* kept) : scale(__ldg(scale_)) {
+  DEVICE Norm(const uint4* weights, const float* scale, const uint4* kept) : divisor(__ldg(scale)) {
 #pragma unroll
     for (int i = 0; i < NORM_UNITS; ++i) {
       if (!has(i)) continue;
@@ -81,13 +81,14 @@ struct Norm {
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
       if (t >= tokens) break;
-      uint4 h[NORM_UNITS];
-      take_pieces<2>(h, delta + t * (HIDDEN * 2) + unit(0) * 16, WARPS * 32 * 16, has);
+      uint4 added[NORM_UNITS];
+      uint4(&h)[NORM_UNITS] = residual[t];
+      take_pieces<2>(added, delta + t * (HIDDEN * 2) + unit(0) * 16, WARPS * 32 * 16, has);
       float sums[NORM_UNITS];
 #pragma unroll
       for (int i = 0; i < NORM_UNITS; ++i) {
         if (has(i)) {
-          h[i] = add_units(h[i], residual[t][i]);
+          h[i] = add_units(added[i], h[i]);
           sums[i] = square_sum(h[i]);
         }
       }
@@ -109,7 +110,6 @@ struct Norm {
         }
       }
       meet();
-      const Divisor divisor(scale);
       const float inverse = inverse_rms_of(squares, epsilon);
 #pragma unroll
       for (int i = 0; i < NORM_UNITS; ++i) {
@@ -119,10 +119,17 @@ struct Norm {
         const u32 to = token_place<S>(shared.tokens, t, at * 8) + at % 2 * 8;
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(packed.x), "r"(packed.y)
                      : "memory");
-        keep[t * (HIDDEN / 8) + unit(i)] = h[i];
-        if (also) also[t * (HIDDEN / 8) + unit(i)] = h[i];
       }
     }
-    tokens_are_ready();
+    tokens_are_ready();  // for which what is stored before it would be waited for
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+#pragma unroll
+      for (int i = 0; i < NORM_UNITS; ++i) {
+        if (t >= tokens || !has(i)) continue;
+        keep[t * (HIDDEN / 8) + unit(i)] = residual[t][i];
+        if (also) also[t * (HIDDEN / 8) + unit(i)] = residual[t][i];
+      }
+    }
   }
 };

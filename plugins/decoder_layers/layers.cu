@@ -28,17 +28,18 @@ DEVICE void give_rotated(const Exchange& x, const rope_end::TokenConstants& t,
                          const rope_end::Rotated& y, int token, bool is_real) {
   if (y.head < NUM_HEADS) {
     const int at = Q_AT + (token * ATTENDED + y.head * HEAD_SIZE + y.dim) * 2;
-    give(x, at, MODEL_TYPE::pack(y.left), is_real);
-    give(x, at + y.apart * 2, MODEL_TYPE::pack(y.right), is_real);
+    const u32 pair = attention::to_inner(MODEL_TYPE::pack_pair(y.left, y.right));
+    give(x, at, u16(pair), is_real);
+    give(x, at + y.apart * 2, u16(pair >> 16), is_real);
     return;
   }
   const Cached left = KV_TYPE::pack(__fdiv_rn(y.left, t.kv_scale));
   const Cached right = KV_TYPE::pack(__fdiv_rn(y.right, t.kv_scale));
-  if (is_real && t.row) t.row[y.dim] = left, t.row[y.dim + y.apart] = right;
   const int row = token * 2 * NUM_KV_HEADS + y.head - NUM_HEADS;
   const int at = KV_AT + (row * HEAD_SIZE + y.dim) * KV_BYTES;
   give_cached(x, at, left, is_real);
   give_cached(x, at + y.apart * KV_BYTES, right, is_real);
+  if (is_real && t.row) t.row[y.dim] = left, t.row[y.dim + y.apart] = right;
 }
 
 DEVICE Value finish_plain(const PlainEnd::Epilogue& e, const PlainEnd::Rows& rows,
