@@ -17,6 +17,7 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
     // `StatePlace` pairs dimensions 16 i + 2 r and the next, or 16 i + r and 8 behind it.
     const int dim = IS_BYTE ? 2 * nth : nth / 8 * 16 + nth % 8, apart = IS_BYTE ? 1 : 8;
     const int at = ATTENDED_AT + row / GROUP * ATTENDED + (head * GROUP + row % GROUP) * SIZE + dim;
+    clear<1>(x, at), clear<1>(x, at + apart);  // all have read what the layer before left there
     u8 low = 0, high = 0;
     if (row < s.num_rows) {
       const u8* state = x.now + state_at(head, 0) + row * 8;

@@ -98,4 +98,7 @@ DEVICE int anew(int x) {
   if (TOKENS > 1) asm volatile("" : "+r"(x));
   return x;
 }
+// Made by here: what others wait for should not begin with making addresses.
+DEVICE void made(u32& x) { asm volatile("" : "+r"(x)); }
+DEVICE void made(const u8*& x) { asm volatile("" : "+l"(x)); }
 DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTE) : "memory"); }

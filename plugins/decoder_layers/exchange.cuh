@@ -5,8 +5,9 @@
 // block first waits for a counter, which may be ahead of the numbers.
 //
 // There are two halves, for layers in turn. Whoever writes a number of this layer clears the place of
-// the same number in the other half. Then nobody reads there any more: every block needs something of
-// every stage that all have done before it, and has read what was there to do its part of that.
+// the same number in the other half, where nobody waits for it: mostly when it has counted. Then nobody
+// reads there any more: every block needs something of every stage that all have done before it, and
+// has read what was there to do its part of that.
 // Which half comes first is kept from launch to launch, for the last layer's half is not cleared.
 #pragma once
 
@@ -56,14 +57,14 @@ DEVICE Word inverted(Word x) {  // a NaN of all ones becomes the one without its
   return y ? y : Word(Word(1) << (8 * sizeof(Word) - 1));
 }
 
-// A number of 8 or 16 bits at byte `at` of the half; `is_there` false: only the other half is cleared.
-DEVICE void give(const Exchange& x, int at, u8 value, bool is_there = true) {
-  if (is_there) put(x.now + at, u32(inverted(value)));
-  put(x.now + x.other + at, u32(0));
-}
-DEVICE void give(const Exchange& x, int at, u16 value, bool is_there = true) {
-  if (is_there) put((u16*)(x.now + at), inverted(value));
-  put((u16*)(x.now + x.other + at), u16(0));
+// A number of 8 or 16 bits at byte `at` of the half.
+DEVICE void give(const Exchange& x, int at, u8 value) { put(x.now + at, u32(inverted(value))); }
+DEVICE void give(const Exchange& x, int at, u16 value) { put((u16*)(x.now + at), inverted(value)); }
+// Its place in the other half.
+template <int BYTES>
+DEVICE void clear(const Exchange& x, int at) {
+  if (BYTES == 1) put(x.now + x.other + at, u32(0));
+  else put((u16*)(x.now + x.other + at), u16(0));
 }
 DEVICE void put_pair(u8* to, float a, float b) {
   put((uint2*)to, {inverted(__float_as_uint(a)), inverted(__float_as_uint(b))});
@@ -130,16 +131,20 @@ struct Arrivals {
     if (threadIdx.x % 32 == 0) ask(counter, expected);
     __syncwarp();
   }
-  // All of the block's threads have given what they make.
+  // All of the block's threads, or all of its first warp's, have given what the block makes.
+  template <bool IS_OF_ONE_WARP>
   DEVICE void arrive() const {
-    meet();
+    if (IS_OF_ONE_WARP) __syncwarp();
+    else meet();
     if (threadIdx.x == 0) add(counter);
   }
 };
 
-// COUNT pieces of 16 bytes of this thread, `stride` apart, those that `has` says.
-template <int BYTES, int COUNT, class Has>
-DEVICE void take_pieces(uint4 (&to)[COUNT], const u8* from, int stride, const Has& has) {
+// COUNT pieces of 16 bytes of this thread, `stride` apart, those that `has` says. `meanwhile` is done
+// while they are on their way.
+template <int BYTES, int COUNT, class Has, class Meanwhile>
+DEVICE void take_pieces(uint4 (&to)[COUNT], const u8* from, int stride, const Has& has,
+                        const Meanwhile& meanwhile) {
   u32 missing;
   do {
     missing = 0;
@@ -147,6 +152,7 @@ DEVICE void take_pieces(uint4 (&to)[COUNT], const u8* from, int stride, const Ha
     for (int i = 0; i < COUNT; ++i) {
       if (has(i)) to[i] = look16(from + (long long)i * stride);
     }
+    meanwhile();
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) missing |= has(i) ? gaps<BYTES>(to[i]) : 0;
   } while (missing);
@@ -171,10 +177,10 @@ struct CachedWord<INT8> {
   typedef u8 Word;
   static constexpr u32 MASK = 0x7F7F7F7F;
 };
-DEVICE void give_cached(const Exchange& x, int at, Cached value, bool is_there) {
+DEVICE void give_cached(const Exchange& x, int at, Cached value) {
   typedef CachedWord<KV_TYPE> Type;
   typedef Type::Word Word;
-  give(x, at, Word(Word(value) ^ Word(Type::MASK)), is_there);
+  give(x, at, Word(Word(value) ^ Word(Type::MASK)));
 }
 DEVICE uint4 upright_cached(const uint4& x) {
   constexpr u32 ONES = ~CachedWord<KV_TYPE>::MASK;

@@ -22,16 +22,27 @@ DEVICE void tokens_are_ready() {
   meet();
 }
 
+// Whether the places of tokens are made before the tokens are there. Those of two are too many.
+constexpr bool ARE_PLACES_KEPT = TOKENS == 1;
+
 // FP8 tokens of a product. IS_EXCHANGED: other blocks of this launch make them.
 template <class S, bool IS_EXCHANGED>
 DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u8* x, int tokens) {
   constexpr int PIECES = S::K / 16, ROUNDS = (TOKENS * PIECES + COMPUTE - 1) / COMPUTE;
-  const auto has = [&](int i) { return i * COMPUTE + int(threadIdx.x) < tokens * PIECES; };
+  const auto which = [&](int i) { return i * COMPUTE + int(threadIdx.x); };
+  const auto has = [&](int i) { return which(i) < tokens * PIECES; };
+  const auto place = [&](int i) {
+    return token_place<S>(shared.tokens, which(i) / PIECES, which(i) % PIECES * 16);
+  };
   uint4 held[ROUNDS];
+  u32 to[ROUNDS];
+#pragma unroll
+  for (int i = 0; ARE_PLACES_KEPT && i < ROUNDS; ++i) made(to[i] = place(i));
   const u8* from = x + threadIdx.x * 16;
+  made(from);
   if (IS_EXCHANGED) {
     arrivals.wait();
-    take_pieces<1>(held, from, COMPUTE * 16, has);
+    take_pieces<1>(held, from, COMPUTE * 16, has, [] {});
   } else {
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
@@ -40,13 +51,11 @@ DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u
   }
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
-    const int piece = i * COMPUTE + threadIdx.x;
-    if (has(i)) {
-      const u32 to = token_place<S>(shared.tokens, piece / PIECES, piece % PIECES * 16);
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(held[i].x),
-                   "r"(held[i].y), "r"(held[i].z), "r"(held[i].w)
-                   : "memory");
-    }
+    if (!has(i)) continue;
+    const u32 at = ARE_PLACES_KEPT ? to[i] : place(i);
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(held[i].x),
+                 "r"(held[i].y), "r"(held[i].z), "r"(held[i].w)
+                 : "memory");
   }
   tokens_are_ready();
 }
@@ -57,13 +66,13 @@ constexpr int NORM_PARTS = HIDDEN / 256, NORM_UNITS = (NORM_PARTS + WARPS - 1) /
 struct Norm {
   uint4 factors[NORM_UNITS];
   uint4 residual[TOKENS][NORM_UNITS];
-  Divisor divisor;
+  float scale;
 
   static DEVICE int part(int i) { return WARPS * i + threadIdx.x / 32; }
   static DEVICE int unit(int i) { return 32 * part(i) + threadIdx.x % 32; }
   static DEVICE bool has(int i) { return NORM_PARTS % WARPS == 0 || part(i) < NORM_PARTS; }
 
-  DEVICE Norm(const uint4* weights, const float* scale, const uint4* kept) : divisor(__ldg(scale)) {
+  DEVICE Norm(const uint4* weights, const float* scale_, const uint4* kept) : scale(__ldg(scale_)) {
 #pragma unroll
     for (int i = 0; i < NORM_UNITS; ++i) {
       if (!has(i)) continue;
@@ -77,20 +86,30 @@ struct Norm {
   template <class S>
   DEVICE void bring(const Shared& shared, const Arrivals& arrivals, const u8* delta, uint4* keep,
                     uint4* also, float epsilon, int tokens) {
+    const auto place = [&](int t, int i) {
+      const int at = anew(unit(i));
+      return token_place<S>(shared.tokens, t, at * 8) + at % 2 * 8;
+    };
+    u32 to[NORM_UNITS];
+#pragma unroll
+    for (int i = 0; ARE_PLACES_KEPT && i < NORM_UNITS; ++i) made(to[i] = place(0, i));
+    const u8* from = delta + unit(0) * 16;
+    made(from);
     arrivals.wait();
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
       if (t >= tokens) break;
       uint4 added[NORM_UNITS];
       uint4(&h)[NORM_UNITS] = residual[t];
-      take_pieces<2>(added, delta + t * (HIDDEN * 2) + unit(0) * 16, WARPS * 32 * 16, has);
+      Divisor divisor;
+      take_pieces<2>(added, from + t * (HIDDEN * 2), WARPS * 32 * 16, has,
+                     [&] { divisor = Divisor(scale); });
       float sums[NORM_UNITS];
 #pragma unroll
       for (int i = 0; i < NORM_UNITS; ++i) {
-        if (has(i)) {
-          h[i] = add_units(added[i], h[i]);
-          sums[i] = square_sum(h[i]);
-        }
+        if (!has(i)) continue;
+        h[i] = add_units(added[i], h[i]);
+        sums[i] = square_sum(h[i]);
       }
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) {
@@ -103,21 +122,24 @@ struct Norm {
       if (threadIdx.x % 32 == 0) {
 #pragma unroll
         for (int i = 0; i < NORM_UNITS; ++i) {
-          if (has(i)) {
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(squares + part(i) * 4), "f"(sums[i])
-                         : "memory");
-          }
+          if (!has(i)) continue;
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(squares + part(i) * 4), "f"(sums[i])
+                       : "memory");
         }
       }
       meet();
       const float inverse = inverse_rms_of(squares, epsilon);
+      uint4 normal[NORM_UNITS];
+      uint2 packed[NORM_UNITS];
+#pragma unroll
+      for (int i = 0; i < NORM_UNITS; ++i) normal[i] = normal_unit(h[i], factors[i], inverse);
+      divisor.units(normal, packed);
 #pragma unroll
       for (int i = 0; i < NORM_UNITS; ++i) {
         if (!has(i)) continue;
-        const uint2 packed = divisor.unit(normal_unit(h[i], factors[i], inverse));
-        const int at = anew(unit(i));
-        const u32 to = token_place<S>(shared.tokens, t, at * 8) + at % 2 * 8;
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(packed.x), "r"(packed.y)
+        const u32 at = ARE_PLACES_KEPT ? to[i] : place(t, i);
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(packed[i].x),
+                     "r"(packed[i].y)
                      : "memory");
       }
     }

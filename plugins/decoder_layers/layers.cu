@@ -23,28 +23,56 @@
 #include "decoder_layers/copy.cuh"
 #include "decoder_layers/product.cuh"
 
-// Two numbers of queries, keys or values, which also go to the cache.
-DEVICE void give_rotated(const Exchange& x, const rope_end::TokenConstants& t,
-                         const rope_end::Rotated& y, int token, bool is_real) {
-  if (y.head < NUM_HEADS) {
-    const int at = Q_AT + (token * ATTENDED + y.head * HEAD_SIZE + y.dim) * 2;
-    const u32 pair = attention::to_inner(MODEL_TYPE::pack_pair(y.left, y.right));
-    give(x, at, u16(pair), is_real);
-    give(x, at + y.apart * 2, u16(pair >> 16), is_real);
-    return;
+// Where two numbers of a group of queries, keys or values lie: at `at` and `apart` behind it.
+struct RotatedPlace {
+  int at, apart;
+  bool is_query;
+  DEVICE RotatedPlace(int head, int dim, int apart_, int token) : is_query(head < NUM_HEADS) {
+    const int row = token * 2 * NUM_KV_HEADS + head - NUM_HEADS;
+    at = is_query ? Q_AT + (token * ATTENDED + head * HEAD_SIZE + dim) * 2
+                  : KV_AT + (row * HEAD_SIZE + dim) * KV_BYTES;
+    apart = apart_ * (is_query ? 2 : KV_BYTES);
   }
-  const Cached left = KV_TYPE::pack(__fdiv_rn(y.left, t.kv_scale));
-  const Cached right = KV_TYPE::pack(__fdiv_rn(y.right, t.kv_scale));
-  const int row = token * 2 * NUM_KV_HEADS + y.head - NUM_HEADS;
-  const int at = KV_AT + (row * HEAD_SIZE + y.dim) * KV_BYTES;
-  give_cached(x, at, left, is_real);
-  give_cached(x, at + y.apart * KV_BYTES, right, is_real);
-  if (is_real && t.row) t.row[y.dim] = left, t.row[y.dim + y.apart] = right;
-}
+};
+
+// Two numbers of queries, keys or values; the cache gets them when others have them.
+struct CachedPair {
+  Cached *to, left, right;  // of the cache: null for queries
+
+  DEVICE void give(const Exchange& x, const rope_end::TokenConstants& t, const rope_end::Rotated& y,
+                   int token) {
+    const RotatedPlace place(y.head, y.dim, y.apart, token);
+    if (place.is_query) {
+      const u32 pair = attention::to_inner(MODEL_TYPE::pack_pair(y.left, y.right));
+      ::give(x, place.at, u16(pair));
+      ::give(x, place.at + place.apart, u16(pair >> 16));
+      return;
+    }
+    if constexpr (attention::Same<KV_TYPE, E4M3>::value) {
+      const u32 two = Divisor(t.kv_scale).any_pair(MODEL_TYPE::pack_pair(y.left, y.right));
+      left = Cached(two), right = Cached(two >> 8);
+    } else {
+      left = KV_TYPE::pack(__fdiv_rn(y.left, t.kv_scale));
+      right = KV_TYPE::pack(__fdiv_rn(y.right, t.kv_scale));
+    }
+    give_cached(x, place.at, left);
+    give_cached(x, place.at + place.apart, right);
+    to = t.row ? t.row + y.dim : nullptr;
+  }
+};
 
 DEVICE Value finish_plain(const PlainEnd::Epilogue& e, const PlainEnd::Rows& rows,
                           const PlainEnd::Token& t, int half, float sum) {
   return half ? plain_end::finish_one(e, rows, t, 1, sum) : plain_end::finish_one(e, rows, t, 0, sum);
+}
+
+// Which number of [TOKENS, HIDDEN] is an item's, of its r-th row.
+template <class S>
+DEVICE int hidden_place(const Item<S>& item, int r) {
+  return item.token * HIDDEN + item.row() + 8 * r;
+}
+DEVICE int activated_at(const Item<GateUpSize>& item) {
+  return ACTIVATED_AT + item.token * INTERMEDIATE + 8 * item.group + threadIdx.x % 32 / 4;
 }
 
 // A thread's field of a layer, read a layer ahead, for nothing should wait for an address.
@@ -55,6 +83,31 @@ DEVICE void keep_field(const Shared& shared, int half, u64 field) {
   if (threadIdx.x >= sizeof(Layer) / 8) return;
   const u32 to = shared.layers + half * sizeof(Layer) + threadIdx.x * 8;
   asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(field) : "memory");
+}
+// To L2: behind weights under way, a read of memory takes longer than blocks wait for each other.
+DEVICE void prefetch(u64 at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+// The scales of this block's rows.
+template <class S>
+DEVICE void prefetch_scales(u64 scales) {
+  const Share<S> share;
+  for (int i = 0; i < share.count; ++i) {
+    prefetch(scales + (share.first + i * NUM_BLOCKS) * (S::GROUP_ROWS * 4));
+  }
+}
+// What a thread's field of the next layer points to, but weights and cache: what all blocks read, a line
+// by each.
+DEVICE void prefetch_field(u64 field) {
+  const int i = threadIdx.x, block = blockIdx.x;
+  if (i >= sizeof(Layer) / 8 || !field) return;
+  if (i == 1) prefetch_scales<QkvSize>(field);
+  else if (i == 5) prefetch_scales<OSize>(field);
+  else if (i == 9) prefetch_scales<GateUpSize>(field);
+  else if (i == 13) prefetch_scales<DownSize>(field);
+  else if (i == 16 || i == 17) {
+    if (block < HIDDEN / 64) prefetch(field + block * 128);
+  } else if (i == block && (i < 16 ? i % 4 == 2 : i != 19)) {
+    prefetch(field);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
@@ -112,12 +165,22 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
           norm.bring<QkvSize>(shared, arrivals, delta, kept, nullptr, epsilon, tokens);
         }
       };
+      CachedPair fresh = {nullptr};
       const auto finish = [&](const Item<QkvSize>& item, const RopeEnd::Rows& rows,
                               const RopeEnd::Token& t, const float (&sum)[2]) {
         const rope_end::Rotated y = rope_end::finish_pair(e, rows, t, item.group, sum[0], sum[1]);
-        give_rotated(exchange, t, y, item.token, item.is_real);
+        fresh.give(exchange, t, y, item.token);
       };
-      product<QkvSize, RopeEnd>(shared, arrivals, tokens, taken, e, bring, finish);
+      const auto clear_places = [&](const Item<QkvSize>& item) {
+        const rope_end::Rotated y = rope_end::place_of(item.group);
+        const RotatedPlace place(y.head, y.dim, y.apart, item.token);
+        for (int i = 0; i < 2; ++i) {
+          if (place.is_query) clear<2>(exchange, place.at + i * place.apart);
+          else clear<KV_BYTES>(exchange, place.at + i * place.apart);
+        }
+        if (fresh.to) fresh.to[0] = fresh.left, fresh.to[y.apart] = fresh.right;
+      };
+      product<QkvSize, RopeEnd>(shared, arrivals, tokens, taken, e, bring, finish, clear_places);
     }
     meet();  // keys and values come where tokens and sums were
     attention::attend(step, exchange, layer, shared, arrivals, counters + 64, heads_expected, l == 0);
@@ -130,13 +193,19 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
       };
       const auto finish = [&](const Item<OSize>& item, const PlainEnd::Rows& rows,
                               const PlainEnd::Token& t, const float (&sum)[Item<OSize>::ROWS]) {
-        const int at = O_AT + (item.token * HIDDEN + item.row()) * 2;
 #pragma unroll
         for (int r = 0; r < Item<OSize>::ROWS; ++r) {
-          give(exchange, at + 16 * r, finish_plain(e, rows, t, item.half(r), sum[r]), item.is_real);
+          const Value y = finish_plain(e, rows, t, item.half(r), sum[r]);
+          give(exchange, O_AT + hidden_place(item, r) * 2, y);
         }
       };
-      product<OSize, PlainEnd>(shared, arrivals, tokens, taken, e, bring, finish);
+      const auto clear_places = [&](const Item<OSize>& item) {
+#pragma unroll
+        for (int r = 0; r < Item<OSize>::ROWS; ++r) {
+          clear<2>(exchange, O_AT + hidden_place(item, r) * 2);
+        }
+      };
+      product<OSize, PlainEnd>(shared, arrivals, tokens, taken, e, bring, finish, clear_places);
     }
     {
       const Weights& w = layer->gate_up;
@@ -149,13 +218,16 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
       };
       const auto finish = [&](const Item<GateUpSize>& item, const SwigluEnd::Rows& rows,
                               const SwigluEnd::Token& t, const float (&sum)[2]) {
-        const int column = 8 * item.group + threadIdx.x % 32 / 4;
-        give(exchange, ACTIVATED_AT + item.token * INTERMEDIATE + column,
-             swiglu_end::finish_pair(e, rows, t, sum[0], sum[1]), item.is_real);
+        give(exchange, activated_at(item), swiglu_end::finish_pair(e, rows, t, sum[0], sum[1]));
       };
-      product<GateUpSize, SwigluEnd>(shared, arrivals, tokens, taken, e, bring, finish);
+      const auto clear_places = [&](const Item<GateUpSize>& item) {
+        clear<1>(exchange, activated_at(item));
+      };
+      product<GateUpSize, SwigluEnd>(shared, arrivals, tokens, taken, e, bring, finish,
+                                     clear_places);
     }
     keep_field(shared, (l + 1) % 2, next_field);
+    prefetch_field(next_field);
     {
       const Weights& w = layer->down;
       const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
@@ -166,15 +238,21 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
       const auto finish = [&](const Item<DownSize>& item, const PlainEnd::Rows& rows,
                               const PlainEnd::Token& t,
                               const float (&sum)[Item<DownSize>::ROWS]) {
-        const int place = item.token * HIDDEN + item.row();
 #pragma unroll
         for (int r = 0; r < Item<DownSize>::ROWS; ++r) {
           const Value y = finish_plain(e, rows, t, item.half(r), sum[r]);
-          give(exchange, DOWN_AT + (place + 8 * r) * 2, y, item.is_real && !is_last);
-          if (is_last && item.is_real) down_out[place + 8 * r] = y;
+          const int place = hidden_place(item, r);
+          if (is_last) down_out[place] = y;
+          else give(exchange, DOWN_AT + place * 2, y);
         }
       };
-      product<DownSize, PlainEnd>(shared, arrivals, tokens, taken, e, bring, finish);
+      const auto clear_places = [&](const Item<DownSize>& item) {
+#pragma unroll
+        for (int r = 0; r < Item<DownSize>::ROWS; ++r) {
+          clear<2>(exchange, DOWN_AT + hidden_place(item, r) * 2);
+        }
+      };
+      product<DownSize, PlainEnd>(shared, arrivals, tokens, taken, e, bring, finish, clear_places);
     }
     exchange.turn();
   }

@@ -116,14 +116,14 @@ DEVICE void multiply_expanded(const Shared& shared, u32 slot, u32 parity, u32 st
 // Multiplies the block's units by the tokens in shared memory; `taken` counts units of the ring. Two
 // teams of four warps take units in turn.
 template <class S>
-DEVICE void multiply(const Shared& shared, const Share<S>& share, u32& taken) {
-  const int team = threadIdx.x / 128, lane = threadIdx.x % 32;
+DEVICE void multiply(const Shared& shared, const Share<S>& share, int team, u32& taken) {
+  const int lane = threadIdx.x % 32;
   const int units = share.count * S::UNITS;
 #pragma unroll 1
   for (int u = (team ^ taken) & 1; u < units; u += 2) {
     const u32 number = taken + u, slot = number % STAGES;
-    const u32 stage = __shfl_sync(~0u, shared.ring + slot * UNIT_BYTES, 0);
-    const u32 tokens = __shfl_sync(~0u, shared.tokens + u % S::UNITS * S::OPERAND_BYTES, 0);
+    const u32 stage = shared.ring + slot * UNIT_BYTES;
+    const u32 tokens = shared.tokens + u % S::UNITS * S::OPERAND_BYTES;
     float part[S::OPERAND_ROWS / 2];
     keep_order(part);
     if constexpr (MXFP4) {
@@ -158,7 +158,7 @@ struct Item {
   int nth, group, token;
   bool is_mine, is_real;  // is_mine: also tokens that the step does not have
   DEVICE Item(const Share<S>& share, int tokens) {
-    const int item = threadIdx.x / 32 * 4 + threadIdx.x % 4;
+    const int item = anew(threadIdx.x / 32 * 4 + threadIdx.x % 4);
     nth = item / TOKENS, token = item % TOKENS;
     group = share.first + nth * NUM_BLOCKS;
     is_mine = nth < share.count;
@@ -185,22 +185,26 @@ struct Item {
   }
 };
 
-// One product: read what needs no other block, bring the tokens, multiply, finish.
-template <class S, class End, class Bring, class Give>
+// One product: read what needs no other block, bring the tokens, multiply, finish, and when others may
+// go on clear the other half's places.
+template <class S, class End, class Bring, class Give, class Clear>
 DEVICE void product(const Shared& shared, Arrivals& arrivals, int tokens, u32& taken,
-                    const typename End::Epilogue& e, const Bring& bring, const Give& give_sums) {
+                    const typename End::Epilogue& e, const Bring& bring, const Give& give_sums,
+                    const Clear& clear_places) {
   const Share<S> share;
   const Item<S> item(share, tokens);
   typename End::Rows rows;
   typename End::Token token;
   if (item.is_real) End::load(e, item.group_of_16(), item.token, rows, token);
+  const int team = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform, and so are addresses
   bring(share.count > 0);
-  multiply<S>(shared, share, taken);
-  if (item.is_mine) {
+  multiply<S>(shared, share, team, taken);
+  if (item.is_real) {
     float sum[Item<S>::ROWS];
-    if (item.is_real) item.add_up(shared, sum);
+    item.add_up(shared, sum);
     give_sums(item, rows, token, sum);
   }
-  if (share.count) arrivals.arrive();
+  if (share.count) arrivals.arrive<(S::MOST * TOKENS <= 4)>();  // four items a warp
+  if (item.is_mine) clear_places(item);
   arrivals.expected += S::SHARERS;
 }

@@ -193,16 +193,19 @@ struct Rotated {
   float left, right;
 };
 
+// Where this thread's two numbers of a group belong.
+DEVICE Rotated place_of(int group) {
+  constexpr int GROUPS = HEAD_SIZE / 16;  // of a head
+  const int first = (is_value(group) ? 16 : 8) * (group % GROUPS);
+  const int apart = is_value(group) ? 8 : HEAD_SIZE / 2;
+  return {group / GROUPS, first + (threadIdx.x & 31) / 4, apart, 0.0f, 0.0f};
+}
+
 DEVICE Rotated finish_pair(const Epilogue& e, const RowConstants& rows, const TokenConstants& t,
                            int group, float first, float second) {
-  constexpr int GROUPS = HEAD_SIZE / 16;  // of a head
-  const int head = group / GROUPS, lane_row = (threadIdx.x & 31) / 4;
   float left = round_to<MODEL_TYPE>(finish(e, rows, 0, t.x_scale, first));
   float right = round_to<MODEL_TYPE>(finish(e, rows, 1, t.x_scale, second));
-  const bool is_plain = is_value(group);
-  const int dim = (is_plain ? 16 : 8) * (group % GROUPS) + lane_row;
-  const int apart = is_plain ? 8 : HEAD_SIZE / 2;
-  if (!is_plain) {
+  if (!is_value(group)) {
     TokenConstants rounded = t;
     rounded.cos = round_to<MODEL_TYPE>(t.cos);
     rounded.sin = round_to<MODEL_TYPE>(t.sin);
@@ -210,7 +213,9 @@ DEVICE Rotated finish_pair(const Epilogue& e, const RowConstants& rows, const To
     left = round_to<MODEL_TYPE>(left);
     right = round_to<MODEL_TYPE>(right);
   }
-  return {head, dim, apart, left, right};
+  Rotated y = place_of(group);
+  y.left = left, y.right = right;
+  return y;
 }
 
 DEVICE void store_pair(const Epilogue& e, const RowConstants& rows, const TokenConstants& t,

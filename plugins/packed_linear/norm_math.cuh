@@ -42,6 +42,7 @@ struct Divisor {
   float scale, inverse;
   u32 bound;  // two copies
 
+  DEVICE Divisor() {}
   DEVICE explicit Divisor(float scale_) : scale(scale_) {
     const bool is_plain = scale > 0x1p-80f && scale < 0x1p80f;
     inverse = is_plain ? __frcp_rn(scale) : 0.0f;
@@ -51,9 +52,27 @@ struct Divisor {
     const u32 bounded = Model::clamp(y, bound);
     return E4M3::pack_pair(quotient(Model::low(bounded)), quotient(Model::high(bounded)));
   }
+  DEVICE u16 any_pair(u32 y) const {
+    if (inverse != 0.0f) return pair(y);
+    return E4M3::pack_pair(__fdiv_rn(Model::low(y), scale), __fdiv_rn(Model::high(y), scale));
+  }
   DEVICE uint2 unit(const uint4& y) const {
-    if (inverse == 0.0f) return divide_truly(y, scale);
-    return {pair(y.x) | pair(y.y) << 16, pair(y.z) | pair(y.w) << 16};
+    uint2 out[1];
+    units({y}, out);
+    return out[0];
+  }
+  // Of several units at once: one branch, or they would follow each other.
+  template <int COUNT>
+  DEVICE void units(const uint4 (&y)[COUNT], uint2 (&out)[COUNT]) const {
+    if (inverse == 0.0f) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) out[i] = divide_truly(y[i], scale);
+    } else {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        out[i] = {pair(y[i].x) | pair(y[i].y) << 16, pair(y[i].z) | pair(y[i].w) << 16};
+      }
+    }
   }
 
  private:
