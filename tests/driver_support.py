@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,7 @@ class RecordingDriver:
     def __init__(self) -> None:
         self.prepared: list[Prepared] = []
         self.enqueued: list[Prepared] = []
+        self.num_rebound = 0
 
     def make_current(self) -> None: ...
 
@@ -40,8 +41,9 @@ class RecordingDriver:
     ) -> Prepared:
         return self._keep(Prepared(kernel, grid, tuple(arguments), use_pdl, self.enqueued))
 
-    def rebind(self, launch: Prepared, tensors: Sequence[object]) -> Prepared:
-        arguments = (*tensors, *launch.arguments[len(tensors) :])
+    def rebind(self, launch: Prepared, tensors: Mapping[int, object]) -> Prepared:
+        arguments = tuple(tensors.get(at, kept) for at, kept in enumerate(launch.arguments))
+        self.num_rebound += 1
         return self._keep(replace(launch, arguments=arguments))
 
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None:

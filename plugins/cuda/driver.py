@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -100,10 +100,10 @@ class CudaDriver:
         config = launch_config(kernel, grid, use_pdl)
         return PackedLaunch(self, loaded, config, *in_one_piece(packed))
 
-    def rebind(self, launch: PackedLaunch, tensors: Sequence[torch.Tensor]) -> PackedLaunch:
-        """The launch with these tensors, of the same types, in the place of its first arguments.
-        They must outlive it."""
-        return launch.with_pointers([tensor.data_ptr() for tensor in tensors])
+    def rebind(self, launch: PackedLaunch, tensors: Mapping[int, torch.Tensor]) -> PackedLaunch:
+        """The launch with these tensors, of the same types, in the place of the arguments of those
+        numbers. They must outlive it."""
+        return launch.with_pointers({at: tensor.data_ptr() for at, tensor in tensors.items()})
 
     def encode(self, tensor_map: TensorMap) -> ctypes.Structure:
         """The driver's 128 bytes for a 2-D tensor map."""

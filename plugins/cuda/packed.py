@@ -7,7 +7,7 @@ and constants are those of CUDA 12's and 13's cuda.h.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref, c_uint32, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -77,17 +77,18 @@ class PackedLaunch:
         loaded = self._loaded
         self._driver.launch(self._reference, loaded.function, self._pointers, loaded.kernel.name)
 
-    def with_pointers(self, values: Sequence[int]) -> PackedLaunch:
-        """The same with other values of the first arguments, all pointers: a copy of the arguments,
-        a fraction of what describing and checking each of them takes."""
-        assert all(value % _POINTER_ALIGNMENT == 0 for value in values), "a pointer is not aligned"
-        assert all(kind[0] == "*" for kind in self._loaded.kernel.arguments[: len(values)])
+    def with_pointers(self, values: Mapping[int, int]) -> PackedLaunch:
+        """The same with other values of some arguments, by number, all pointers: a copy of the
+        arguments, a fraction of what describing and checking each of them takes."""
+        kinds = self._loaded.kernel.arguments
+        assert all(kinds[at][0] == "*" for at in values), "only pointers are rebound"
+        assert not any(value % _POINTER_ALIGNMENT for value in values.values()), "not aligned"
         room = type(self._room)()
         shift = _first(room) - _first(self._room)
         ctypes.memmove(_first(room), _first(self._room), ctypes.sizeof(room) - MAP_ALIGNMENT)
         addresses = [address + shift for address in self._addresses]
-        for address, value in zip(addresses, values, strict=False):
-            c_uint64.from_address(address).value = value
+        for at, value in values.items():
+            c_uint64.from_address(addresses[at]).value = value
         return PackedLaunch(self._driver, self._loaded, self._config, room, addresses)
 
 

@@ -1,9 +1,9 @@
 """The CUDA backend's program: every call of a plan as kernel launches on one stream.
 
 Launches are described by `plugins/<op>/kernel.py`, packed once per step shape and then only
-enqueued; of all operators but attention once per number of tokens, for packing a whole step takes
-longer than most steps do (11 ms for the 229 launches of an 8B model). Attention, which depends on
-requests as well, is packed for one layer and rebound for those like it. Everything that differs
+enqueued; of all operators but attention, which depends on requests as well, once per number of
+tokens. Packing a whole step takes longer than most steps do (11 ms for the 229 launches of an 8B
+model), so a call is packed for one layer and rebound for those like it. Everything that differs
 between steps of one shape lies in the arrays of `step`, which one copy from pinned memory fills; so
 a captured graph replays whatever was uploaded last.
 
@@ -15,14 +15,14 @@ a captured graph replays whatever was uploaded last.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
 import torch
 
 from llmctl.errors import CorruptEngine
+from llmctl.plugins.cuda.alike import Model, Packed, Prepared, look, model_of, own_tensors
 from llmctl.plugins.cuda.compiler import CompiledKernel
 from llmctl.plugins.cuda.driver import cuda_driver
 from llmctl.plugins.cuda.kernel import (
@@ -50,8 +50,6 @@ MAX_PREPARED, MAX_COUNTS = 64, 128
 _BY_REQUEST = frozenset({"paged_attention"})  # the others depend on how many tokens or rows alone
 _CHAIN = -1  # in the place of an index: all calls of the first chain; -2: of the second
 
-Prepared = Callable[[int], None]
-
 
 class Driver(Protocol):
     """What a program needs of `CudaDriver`; tests put a recorder in its place."""
@@ -65,7 +63,7 @@ class Driver(Protocol):
         arguments: Sequence[torch.Tensor | TensorMap | int | float],
         use_pdl: bool,
     ) -> Prepared: ...
-    def rebind(self, launch: Any, tensors: Sequence[torch.Tensor]) -> Prepared: ...
+    def rebind(self, launch: Any, tensors: Mapping[int, torch.Tensor]) -> Prepared: ...
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None: ...
     def make_event(self) -> Any: ...
 
@@ -78,18 +76,6 @@ class Executor(Protocol):
 
     def prepare(self, call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Prepared]:
         """What a step of this shape enqueues for the call, in order; nothing is enqueued yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """The launches of one call, ready to enqueue."""
-
-    prepared: list[Prepared]
-    launches: list[Launch]  # the descriptions own the tensors
-
-    def enqueue(self, stream: int) -> None:
-        for launch in self.prepared:
-            launch(stream)
 
 
 class CudaProgram:
@@ -129,13 +115,13 @@ class CudaProgram:
         self._scratch: dict[str, torch.Tensor] = {}
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._envs: dict[str, LaunchEnv] = {}
-        self._prepared: OrderedDict[StepShape, list[_Packed]] = OrderedDict()
-        self._by_count: list[OrderedDict[int, _Packed]] = [OrderedDict() for _ in calls]
-        looks = {
-            i: self._look(call) for i, call in enumerate(calls) if call.op in own & _BY_REQUEST
-        }
-        self._looks = looks  # by index; equal for calls that differ in their own tensors alone
-        self._models: dict[Hashable, tuple[StepShape, _Packed]] = {}
+        self._prepared: OrderedDict[StepShape, list[Packed]] = OrderedDict()
+        self._by_count: list[OrderedDict[int, Packed]] = [OrderedDict() for _ in calls]
+        self._looks = [
+            look(*each, self._modules[each[0].op]) if each[0].op in own else None
+            for each in self._calls
+        ]
+        self._models: dict[Hashable, Model] = {}  # by look: of the step packed last
         stored = stored_gains(self._loaded)  # of what the engine was built with
         self._chains = find_chains(calls, limits, stored) if stored else []
 
@@ -216,56 +202,56 @@ class CudaProgram:
                 break
         return parts
 
-    def _pack(self, index: int, shape: StepShape) -> _Packed:
+    def _pack(self, index: int, shape: StepShape) -> Packed:
         """What a call launches in a step of this shape; nothing is enqueued yet."""
         if index <= _CHAIN:
             chain = self._chains[_CHAIN - index]
             launch = chain_launch(chain, self._envs["tokens"], shape)
-            return _Packed([self._prepare(launch)], [launch])
+            return Packed([self._prepare(launch)], [launch])
         call, extent = self._calls[index]
         env = self._envs[extent]
         if call.op in self._executors:
-            return _Packed(self._executors[call.op].prepare(call, env, shape), [])
+            return Packed(self._executors[call.op].prepare(call, env, shape), [])
         if call.op in _BY_REQUEST:
-            return self._pack_like(index, shape)
+            return self._pack_like(index, shape, shape)
         count = env.count(shape)
         kept = self._by_count[index]
         if count in kept:
             kept.move_to_end(count)
             return kept[count]
-        packed = _Packed([], [])
+        packed = Packed([], [])
         if count:  # a prompt's chunk before the last has no rows of logits
-            packed = self._pack_new(index, shape)
+            packed = self._pack_like(index, shape, count)
         kept[count] = packed
         if len(kept) > MAX_COUNTS:
             kept.popitem(last=False)
         return packed
 
-    def _pack_like(self, index: int, shape: StepShape) -> _Packed:
-        """As a call that looks like it was packed for this shape, where one was."""
-        model_shape, model = self._models.get(self._looks[index], (None, None))
-        if model is None or model_shape != shape:
-            model = self._pack_new(index, shape)
-            self._models[self._looks[index]] = shape, model
-            return model
+    def _pack_like(self, index: int, shape: StepShape, packed_for: Hashable) -> Packed:
+        """As a call that looks like it was packed for the same, where one was."""
+        seen = self._looks[index]
+        if seen is None:
+            return self._pack_new(index, shape)
         call, extent = self._calls[index]
-        tensors = self._modules[call.op].own_tensors(call, self._envs[extent])
-        return _Packed([self._driver.rebind(each, tensors) for each in model.prepared], [])
+        own = own_tensors(call, self._envs[extent], self._modules[call.op])
+        model = self._models.get(seen)
+        if model is None or model.packed_for != packed_for:
+            model = model_of(packed_for, self._pack_new(index, shape), own)
+            self._models[seen] = model
+            return model.packed
+        if model.places is None:
+            return self._pack_new(index, shape)
+        launches = zip(model.packed.prepared, model.places, strict=True)
+        rebound = [
+            self._driver.rebind(each, {at: own[number] for at, number in places.items()})
+            for each, places in launches
+        ]
+        return Packed(rebound, model.packed.launches)
 
-    def _look(self, call: OpCall) -> Hashable:
-        """Equal for calls whose launches differ in `own_tensors` alone, as those of layers do."""
-        own = self._modules[call.op].OWN_ROLES
-        tensors = {**call.inputs, **call.outputs}.items()
-        return (
-            *(call.op, call.tactic),
-            tuple((role, x.dtype, x.shape, role in own or x.data_ptr()) for role, x in tensors),
-            tuple(item for item in call.attributes.items() if item[0] != "layer"),
-        )
-
-    def _pack_new(self, index: int, shape: StepShape) -> _Packed:
+    def _pack_new(self, index: int, shape: StepShape) -> Packed:
         call, extent = self._calls[index]
         launches = self._modules[call.op].launches(call, self._envs[extent], shape)
-        return _Packed([self._prepare(launch) for launch in launches], launches)
+        return Packed([self._prepare(launch) for launch in launches], launches)
 
     def _prepare(self, launch: Launch) -> Prepared:
         arguments = tuple(

@@ -19,6 +19,10 @@ from llmctl.plugins.rms_norm import kernel as rms_norm
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
 
+OWN_ROLES = frozenset(
+    {"weight", "weight_scale", "x_scale", "bias", "scale", "k_scale", "v_scale", "norm_weight"}
+)
+
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """The binaries of every entry of the tactic that a step can reach."""

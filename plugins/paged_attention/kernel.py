@@ -55,7 +55,7 @@ from llmctl.plugins.paged_attention.verification import (
 from llmctl.plugins.program import OpCall
 
 HEAD_SIZES = (64, 80, 96, 128)
-OWN_ROLES = frozenset({"q", "k_scale", "v_scale", "out_scale", "out"})  # of `own_tensors`
+OWN_ROLES = frozenset({"q", "k_scale", "v_scale", "out_scale", "out"})
 _FEW_GROUPS = 16  # of requests and KV heads: split over thread blocks that wait for each other
 SHORT = 17  # tokens: verification of 16 drafts
 _PARTIAL_BYTES = 64 << 20  # partial results of split requests; what does not fit is not split
@@ -237,8 +237,8 @@ def partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def own_tensors(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, ...]:
-    """What every kernel reads and writes: the first arguments of each launch, and all in which like
-    calls of different layers differ. A scale that is absent is not touched."""
+    """What every kernel reads and writes: the first arguments of each launch. A scale that is
+    absent is not touched."""
     step, layer = env.step, env.kv_cache[int(call.attributes["layer"])]
     unused = env.scratch("paged_attention.no_scale", (4,), torch.float32)
     return (

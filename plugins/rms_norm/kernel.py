@@ -7,6 +7,8 @@ from llmctl.plugins.cuda.kernel import KernelSpec, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.program import OpCall
 from llmctl.plugins.quantize.kernel import plan_rows
 
+OWN_ROLES = frozenset({"weight", "scale"})
+
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """One binary per width, dtype and set of roles."""

@@ -138,15 +138,15 @@ def test_a_tensor_map_is_encoded_at_an_aligned_address(library):
     assert launch["arguments"][1:] == [out.data_ptr(), 24]
 
 
-def test_a_rebound_launch_differs_in_its_first_pointers_alone(library):
+def test_a_rebound_launch_differs_in_the_named_pointers_alone(library):
     x, y, out, other = (torch.zeros(4, 256) for _ in range(4))
     source = torch.zeros(29, 128, dtype=torch.float8_e4m3fn)
     spec = KernelSpec("f", "x.cu", ("*fp32", "*fp32", "tensor_map", "i32", "fp32"), entry="f")
     library.kinds = [ctypes.c_uint64] * 3 + [ctypes.c_int32, ctypes.c_float]
     driver, arguments = CudaDriver(), (x, out, TensorMap(source, 8, 128, 128), 7, 0.5)
     first = driver.prepare(loaded(spec), (4, 2, 1), arguments, True)
-    second = driver.rebind(first, (y,))
-    third = driver.rebind(second, (x, other))
+    second = driver.rebind(first, {0: y})
+    third = driver.rebind(second, {1: other, 0: x})
     del arguments
     for launch in (first, second, third, first):
         launch(5)
@@ -158,9 +158,9 @@ def test_a_rebound_launch_differs_in_its_first_pointers_alone(library):
         at = launch["addresses"][2]
         assert at % 64 == 0 and list((ctypes.c_uint64 * 16).from_address(at)) == [*range(1, 17)]
     with pytest.raises(AssertionError, match="not aligned"):
-        driver.rebind(first, (x.view(-1)[1:],))
-    with pytest.raises(AssertionError):
-        driver.rebind(first, (x, out, x))  # the third is no pointer
+        driver.rebind(first, {0: x.view(-1)[1:]})
+    with pytest.raises(AssertionError, match="only pointers"):
+        driver.rebind(first, {2: x})
 
 
 def test_a_launch_is_few_objects_for_garbage_collections_to_walk(library):

@@ -65,7 +65,8 @@ class Recorder:
     def rebind(self, launch: Recorded, tensors) -> Recorded:
         self.num_rebound += 1
         loaded, grid, arguments, use_pdl = launch.what
-        return Recorded(self, (loaded, grid, (*tensors, *arguments[len(tensors) :]), use_pdl))
+        arguments = tuple(tensors.get(at, kept) for at, kept in enumerate(arguments))
+        return Recorded(self, (loaded, grid, arguments, use_pdl))
 
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         self.copies.append((target, source, num_bytes, stream))
@@ -113,7 +114,10 @@ def launches(call: OpCall, env, shape: StepShape) -> list[Launch]:
     rows = env.count(shape)
     scratch = env.scratch("counter", (4,), torch.int32)
     tensor = call.inputs.get("x", call.inputs.get("weight"))
-    return [Launch(spec_of(call), (rows, 1, 1), (tensor, env.kv_cache, scratch))]
+    layer = call.attributes.get("layer")
+    cache = env.kv_cache if layer is None else env.kv_cache[int(layer)]
+    arguments = (tensor, cache, scratch, call.outputs["out"])
+    return [Launch(spec_of(call), (rows, 1, 1), arguments)]
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +129,7 @@ def kernels(monkeypatch):
             return import_module(name)
         module = ModuleType(name)
         module.launches = launches
-        module.own_tensors = lambda call, env: (call.inputs.get("x", call.inputs.get("weight")),)
-        module.OWN_ROLES = frozenset({"weight", "x", "out"})
+        module.OWN_ROLES = frozenset({"weight", "x", "scale", "out"})
         return module
 
     monkeypatch.setattr(program_module, "import_module", load)
@@ -224,14 +227,17 @@ def test_like_layers_are_packed_once_and_rebound(monkeypatch):
     calls += [layer(5, mask=mask), layer(6, mask=torch.zeros(4)), layer(7, mask=mask)]
     recorder = Recorder()
     program = CudaProgram(calls, [binary("embedding.sample")], LIMITS, "cpu", recorder)
-    program.bind_kv_cache(torch.zeros(1, 3, 2, 1, 32, 16))
+    cache = torch.zeros(8, 3, 2, 1, 32, 16)
+    program.bind_kv_cache(cache)
     for shape in (SHAPE, replace(SHAPE, num_requests=1), SHAPE):
         program.enqueue(shape, STREAM)
     assert (recorder.num_prepared, recorder.num_rebound) == (2 * 5, 2 * 3)  # 1, 4 and 7
     for place, (_, grid, arguments, _, stream) in enumerate(recorder.launched):
-        assert arguments[0] is calls[place % len(calls)].inputs["weight"]
+        call = calls[place % len(calls)]
+        assert arguments[0] is call.inputs["weight"] and arguments[3] is call.outputs["out"]
+        assert arguments[1].data_ptr() == cache[call.attributes["layer"]].data_ptr()
         assert grid == (7, 1, 1) and stream == STREAM
-    program.bind_kv_cache(torch.zeros(1, 3, 2, 1, 32, 16))
+    program.bind_kv_cache(torch.zeros(8, 3, 2, 1, 32, 16))
     program.enqueue(SHAPE, STREAM)
     assert recorder.num_prepared == 3 * 5  # another cache: nothing of the old one
     program.forget()

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from driver_support import RecordingDriver
 from kernel_support import disassemble
-from layers_support import write_config
+from plan_support import planned
 from planted_shapes import SHAPES, Shape
 
-from llmctl.builder.build import plan_build
-from llmctl.builder.config import BuildRequest
-from llmctl.builder.engine_format import Plan
-from llmctl.builder.generated import LoadFormat
 from llmctl.builder.kernels import (
     kernel_specs,
     meta_cache,
     meta_calls,
     meta_step,
     scratch_bytes,
-    step_limits,
 )
 from llmctl.plugins.cuda.compiler import compile_kernel
-from llmctl.plugins.cuda.kernel import LaunchEnv, PointerTable, StepLimits, StepShape
+from llmctl.plugins.cuda.kernel import LaunchEnv, PointerTable, StepShape
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.decoder_layers.chain import find_layers, layer_fields
 from llmctl.plugins.decoder_layers.kernel import (
@@ -45,23 +37,6 @@ from llmctl.plugins.decoder_layers.kernel import (
 
 ONE = StepShape(num_tokens=1, num_requests=1, num_rows=1, max_query_len=1, max_kv_len=1024)
 FIELDS = 23  # pointers of `Layer` in chain.cuh
-
-
-@cache
-def planned(
-    name: str, kv_algo: str | None = "FP8", qformat: str | None = "fp8"
-) -> tuple[Plan, StepLimits]:
-    with TemporaryDirectory() as folder:
-        write_config(Path(folder), SHAPES[name], kv_algo, qformat=qformat)
-        built = plan_build(
-            Path(folder),
-            BuildRequest(max_batch_size=4, max_seq_len=4096),
-            backend="cuda",
-            compute_capability="9.0",
-            load_format=LoadFormat("dummy"),
-            with_binaries=False,
-        )
-    return built.plan, step_limits(built.plan, built.limits)
 
 
 def chain_of(name: str, most_tokens: int = 1, whole: bool = False, **options) -> Chain | None:
