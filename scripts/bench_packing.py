@@ -1,0 +1,113 @@
+"""Times what a step of a new number of tokens costs the host, without a GPU.
+
+    python scripts/bench_packing.py 1b 8b 70b
+
+A prompt of a length that was not seen before is described, packed and enqueued, forty times, on a
+driver whose calls do nothing: what is left out is a tensor map for each description, and launching.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+from layers_support import write_config
+from planted_shapes import SHAPES
+
+from llmctl.builder.build import plan_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.generated import LoadFormat
+from llmctl.builder.kernels import kernel_specs, meta_cache, step_limits
+from llmctl.plugins.cuda.compiler import CompiledKernel
+from llmctl.plugins.cuda.driver import CudaDriver
+from llmctl.plugins.cuda.kernel import KernelSpec, StepShape
+from llmctl.plugins.cuda.program import CudaProgram
+from llmctl.runtime.engine import bind_plan, make_calls
+
+FIRST, COUNT = 500, 40  # tokens of the first prompt, and prompts
+
+
+class SilentLibrary:
+    """A CUDA driver that has no device and never fails."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        function = lambda *_: 0  # noqa: E731, driver functions have attributes of their own
+        setattr(self, name, function)
+        return function
+
+
+def program_of(name: str) -> CudaProgram:
+    """An FP8 model's program, its tensors without memory."""
+    with TemporaryDirectory() as folder:
+        write_config(Path(folder), SHAPES[name], "FP8", qformat="fp8")
+        built = plan_build(
+            Path(folder),
+            BuildRequest(max_batch_size=4, max_seq_len=4096),
+            backend="cuda",
+            compute_capability="9.0",
+            load_format=LoadFormat("dummy"),
+            with_binaries=False,
+        )
+    plan, limits = built.plan, step_limits(built.plan, built.limits)
+    weights = {
+        each.name: torch.empty(
+            [int(dim) for dim in each.shape], dtype=getattr(torch, each.dtype), device="meta"
+        )
+        for each in plan.tensors
+        if each.kind == "weight"
+    }
+    arena = torch.empty(plan.arena_bytes, dtype=torch.uint8, device="meta")
+    calls = make_calls(plan, bind_plan(plan, weights, arena))
+    kernels = map(without_code, kernel_specs(plan, limits))
+    program = CudaProgram(calls, kernels, limits, "meta", CudaDriver())
+    program.bind_kv_cache(meta_cache(plan, limits))
+    return program
+
+
+def without_code(spec: KernelSpec) -> CompiledKernel:
+    """As much of a compiled kernel as packing its launches takes."""
+    return CompiledKernel(
+        spec.name, spec.entry, b"", 128, spec.shared_bytes, spec.arguments, spec.cluster, 0, 16, 0
+    )
+
+
+def milliseconds(program: CudaProgram, tokens: int) -> float:
+    """Of enqueueing a prompt of that length."""
+    shape = StepShape(
+        num_tokens=tokens, num_requests=1, num_rows=1, max_query_len=tokens, max_kv_len=2048
+    )
+    start = time.perf_counter()
+    program.enqueue(shape, 0)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def main() -> None:
+    """Model after model."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("shapes", nargs="+", choices=SHAPES)
+    arguments = parser.parse_args()
+    ctypes.CDLL = lambda name: SilentLibrary()  # type: ignore[assignment,misc,return-value]
+    print(f"python {platform.python_version()}, torch {torch.__version__}")
+    for name in arguments.shapes:
+        program = program_of(name)
+        milliseconds(program, FIRST - 1)
+        gc.collect()
+        gc.freeze()  # as the runtime does once an engine is open
+        new = sorted(milliseconds(program, FIRST + number) for number in range(COUNT))
+        known = sorted(milliseconds(program, FIRST + number) for number in range(COUNT))
+        print(
+            f"{name}: ms a prompt of a new length: least {new[0]:.2f}, median {median(new):.2f}, "
+            f"most {new[-1]:.2f}; of a known one {median(known):.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
