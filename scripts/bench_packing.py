@@ -14,23 +14,17 @@ import gc
 import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 import torch
-from layers_support import write_config
+from plan_support import bound, planned
 from planted_shapes import SHAPES
 
-from llmctl.builder.build import plan_build
-from llmctl.builder.config import BuildRequest
-from llmctl.builder.generated import LoadFormat
-from llmctl.builder.kernels import kernel_specs, meta_cache, step_limits
+from llmctl.builder.kernels import kernel_specs, meta_cache
 from llmctl.plugins.cuda.compiler import CompiledKernel
 from llmctl.plugins.cuda.driver import CudaDriver
 from llmctl.plugins.cuda.kernel import KernelSpec, StepShape
 from llmctl.plugins.cuda.program import CudaProgram
-from llmctl.runtime.engine import bind_plan, make_calls
 
 FIRST, COUNT = 500, 40  # tokens of the first prompt, and prompts
 
@@ -46,28 +40,9 @@ class SilentLibrary:
 
 def program_of(name: str) -> CudaProgram:
     """An FP8 model's program, its tensors without memory."""
-    with TemporaryDirectory() as folder:
-        write_config(Path(folder), SHAPES[name], "FP8", qformat="fp8")
-        built = plan_build(
-            Path(folder),
-            BuildRequest(max_batch_size=4, max_seq_len=4096),
-            backend="cuda",
-            compute_capability="9.0",
-            load_format=LoadFormat("dummy"),
-            with_binaries=False,
-        )
-    plan, limits = built.plan, step_limits(built.plan, built.limits)
-    weights = {
-        each.name: torch.empty(
-            [int(dim) for dim in each.shape], dtype=getattr(torch, each.dtype), device="meta"
-        )
-        for each in plan.tensors
-        if each.kind == "weight"
-    }
-    arena = torch.empty(plan.arena_bytes, dtype=torch.uint8, device="meta")
-    calls = make_calls(plan, bind_plan(plan, weights, arena))
+    plan, limits = planned(name)
     kernels = map(without_code, kernel_specs(plan, limits))
-    program = CudaProgram(calls, kernels, limits, "meta", CudaDriver())
+    program = CudaProgram(bound(plan), kernels, limits, "meta", CudaDriver())
     program.bind_kv_cache(meta_cache(plan, limits))
     return program
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from driver_support import Prepared, RecordingDriver
-from plan_support import planned
+from plan_support import bound, planned
 
 from llmctl.builder.engine_format import Plan
 from llmctl.builder.kernels import kernel_specs, meta_cache
@@ -17,7 +17,6 @@ from llmctl.plugins.cuda.alike import Packed, look, model_of
 from llmctl.plugins.cuda.kernel import KernelSpec, Launch, StepLimits, StepShape, TensorMap
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.program import OpCall
-from llmctl.runtime.engine import bind_plan, make_calls
 
 SHAPES = [  # one token, a verification, batches, prompts, and a chunk without logits
     StepShape(num_tokens=1, num_requests=1, num_rows=1, max_query_len=1, max_kv_len=600),
@@ -32,19 +31,6 @@ MODELS = [
     *(("8b", "FP8", "fp8"), ("8b", "FP8", "w4a8_mxfp4_fp8"), ("1b", "INT8", "fp8")),
     *(("3b", None, None), ("1b", "FP8", None)),
 ]
-
-
-def bound(plan: Plan) -> list[OpCall]:
-    """The plan's calls as an engine has them: activations are views of one arena."""
-    weights = {
-        each.name: torch.empty(
-            [int(dim) for dim in each.shape], dtype=getattr(torch, each.dtype), device="meta"
-        )
-        for each in plan.tensors
-        if each.kind == "weight"
-    }
-    arena = torch.empty(plan.arena_bytes, dtype=torch.uint8, device="meta")
-    return make_calls(plan, bind_plan(plan, weights, arena))
 
 
 def enqueued(
