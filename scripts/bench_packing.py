@@ -9,12 +9,12 @@ driver whose calls do nothing: what is left out is a tensor map for each descrip
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from statistics import median
+from unittest.mock import patch
 
 import torch
 from plan_support import bound, planned
@@ -29,20 +29,30 @@ from llmctl.plugins.cuda.program import CudaProgram
 FIRST, COUNT = 500, 40  # tokens of the first prompt, and prompts
 
 
+class Function:
+    """Of a library: it does nothing, and succeeds."""
+
+    argtypes: Sequence[object] = ()
+
+    def __call__(self, *arguments: object) -> int:
+        return 0
+
+
 class SilentLibrary:
     """A CUDA driver that has no device and never fails."""
 
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        function = lambda *_: 0  # noqa: E731, driver functions have attributes of their own
-        setattr(self, name, function)
-        return function
+    def __getattr__(self, name: str) -> Function:
+        setattr(self, name, Function())
+        return self.__dict__[name]
 
 
 def program_of(name: str) -> CudaProgram:
     """An FP8 model's program, its tensors without memory."""
     plan, limits = planned(name)
     kernels = map(without_code, kernel_specs(plan, limits))
-    program = CudaProgram(bound(plan), kernels, limits, "meta", CudaDriver())
+    with patch("ctypes.CDLL", return_value=SilentLibrary()):
+        driver = CudaDriver()
+    program = CudaProgram(bound(plan), kernels, limits, "meta", driver)
     program.bind_kv_cache(meta_cache(plan, limits))
     return program
 
@@ -69,7 +79,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
     arguments = parser.parse_args()
-    ctypes.CDLL = lambda name: SilentLibrary()  # type: ignore[assignment,misc,return-value]
     print(f"python {platform.python_version()}, torch {torch.__version__}")
     for name in arguments.shapes:
         program = program_of(name)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from planted_shapes import SHAPES, Shape, config_json
+from plan_support import plan_shape
+from planted_shapes import SHAPES, Shape
 
-from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
-from llmctl.builder.generated import LoadFormat
-from llmctl.builder.kernels import step_limits
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.kernel import KernelSpec, StepShape
 from llmctl.plugins.cuda.program import CudaProgram
@@ -24,12 +18,6 @@ from llmctl.plugins.cuda.queue import DeviceQueue
 from llmctl.plugins.decoder_layers.kernel import EVERYWHERE, find_chains
 from llmctl.plugins.packed_linear.layout import FORMS, MXFP4
 from llmctl.plugins.program import StepInputs
-from llmctl.quantize.format import (
-    CONFIG_FILE,
-    QUANT_CONFIG_FILE,
-    find_scheme,
-    quantization_documents,
-)
 from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.generated import FP8_SPREAD, MXFP4_SPREAD, random_mxfp4
 from llmctl.runtime.graphs import capture_graph, kv_bucket, shape_of
@@ -63,19 +51,10 @@ class Model:
         """`tokens`: the most of a step that one launch takes; `kv_algo`: FP8, INT8 or None, the
         model's own type; `qformat`: of the weights, as `llmctl quantize` has it, and of the output
         projection's with `quantized_head`."""
-        with TemporaryDirectory() as folder:
-            shape = SHAPES[shape] if isinstance(shape, str) else shape
-            excluded = [] if quantized_head else ["lm_head"]
-            write_config(Path(folder), shape, kv_algo, qformat=qformat, excluded=excluded)
-            built = plan_build(
-                Path(folder),
-                request or BuildRequest(max_batch_size=4, max_seq_len=CONTEXT),
-                backend="cuda",
-                compute_capability="9.0",
-                load_format=LoadFormat("dummy"),
-                with_binaries=False,
-            )
-        plan, limits = built.plan, step_limits(built.plan, built.limits)
+        shape = SHAPES[shape] if isinstance(shape, str) else shape
+        excluded = [] if quantized_head else ["lm_head"]
+        request = request or BuildRequest(max_batch_size=4, max_seq_len=CONTEXT)
+        plan, limits = plan_shape(shape, request, kv_algo, qformat, excluded)
         self.queue = DeviceQueue()
         generator = torch.Generator(device="cuda").manual_seed(0)
 
@@ -195,21 +174,3 @@ class Model:
             end.synchronize()
             times.append(begin.elapsed_time(end) / STEPS)
         return sorted(times)
-
-
-def write_config(
-    folder: Path,
-    shape: Shape,
-    kv_algo: str | None,
-    *,
-    qformat: str | None = "fp8",
-    excluded: Sequence[str] = ("lm_head",),
-) -> None:
-    """The configuration files of a checkpoint, quantized (but `excluded` modules) or not."""
-    config = config_json(shape)
-    if qformat is None:
-        (folder / CONFIG_FILE).write_text(json.dumps(config))
-        return
-    nested, flat = quantization_documents(find_scheme(qformat), kv_algo, list(excluded), "planted")
-    (folder / CONFIG_FILE).write_text(json.dumps(config | {"quantization_config": flat}))
-    (folder / QUANT_CONFIG_FILE).write_text(json.dumps(nested))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from layers_support import write_config
-from planted_shapes import SHAPES
+from planted_shapes import SHAPES, Shape, config_json
 
 from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
@@ -17,25 +18,62 @@ from llmctl.builder.generated import LoadFormat
 from llmctl.builder.kernels import step_limits
 from llmctl.plugins.cuda.kernel import StepLimits
 from llmctl.plugins.program import OpCall
+from llmctl.quantize.format import (
+    CONFIG_FILE,
+    QUANT_CONFIG_FILE,
+    find_scheme,
+    quantization_documents,
+)
 from llmctl.runtime.engine import bind_plan, make_calls
 
 
-@cache
-def planned(
-    name: str, kv_algo: str | None = "FP8", qformat: str | None = "fp8"
+def write_config(
+    folder: Path,
+    shape: Shape,
+    kv_algo: str | None,
+    *,
+    qformat: str | None = "fp8",
+    excluded: Sequence[str] = ("lm_head",),
+) -> None:
+    """The configuration files of a checkpoint, quantized (but `excluded` modules) or not."""
+    config = config_json(shape)
+    if qformat is None:
+        (folder / CONFIG_FILE).write_text(json.dumps(config))
+        return
+    nested, flat = quantization_documents(find_scheme(qformat), kv_algo, list(excluded), "planted")
+    (folder / CONFIG_FILE).write_text(json.dumps(config | {"quantization_config": flat}))
+    (folder / QUANT_CONFIG_FILE).write_text(json.dumps(nested))
+
+
+def plan_shape(
+    shape: Shape,
+    request: BuildRequest,
+    kv_algo: str | None,
+    qformat: str | None,
+    excluded: Sequence[str] = ("lm_head",),
 ) -> tuple[Plan, StepLimits]:
-    """A plan for batches of four and 4,096 tokens of context, and its limits."""
+    """The plan of a build for Hopper, and its limits."""
     with TemporaryDirectory() as folder:
-        write_config(Path(folder), SHAPES[name], kv_algo, qformat=qformat)
+        write_config(Path(folder), shape, kv_algo, qformat=qformat, excluded=excluded)
         built = plan_build(
             Path(folder),
-            BuildRequest(max_batch_size=4, max_seq_len=4096),
+            request,
             backend="cuda",
             compute_capability="9.0",
             load_format=LoadFormat("dummy"),
             with_binaries=False,
         )
     return built.plan, step_limits(built.plan, built.limits)
+
+
+@cache
+def planned(
+    name: str, kv_algo: str | None = "FP8", qformat: str | None = "fp8"
+) -> tuple[Plan, StepLimits]:
+    """That of a shape by name, for batches of four and 4,096 tokens of context."""
+    return plan_shape(
+        SHAPES[name], BuildRequest(max_batch_size=4, max_seq_len=4096), kv_algo, qformat
+    )
 
 
 def bound(plan: Plan) -> list[OpCall]:

@@ -23,7 +23,7 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
       const u8* state = x.now + state_at(head, 0) + row * 8;
       const u8* sum = x.now + sums_at(head, 0) + (row * SIZE + 2 * nth) * 4;
       float largest = minus_infinity(), total = 0.0f, a = 0.0f, b = 0.0f;
-      asm volatile("" : "+l"(state), "+l"(sum));  // made while others arrive
+      made(state), made(sum);  // while others arrive
       Arrivals::ask(arrived, expected);
       const uint2 nothing = {~__float_as_uint(minus_infinity()), ~0u};  // as they lie there: inverted
       constexpr int AT_ONCE = 16;

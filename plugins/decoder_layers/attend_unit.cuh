@@ -185,7 +185,7 @@ struct Fresh {
     const int row = anew(lane_id() / 4), head = work.head;
     const int at = ((row / GROUP * HEADS + head) * GROUP + row % GROUP) * SIZE + query_dimension(0, 0);
     queries = x.now + Q_AT + at * 2, cached = x.now + KV_AT + head * LINE + lane_id() * 16;
-    asm volatile("" : "+l"(queries), "+l"(cached));  // made while others arrive
+    made(queries), made(cached);  // while others arrive
   }
   DEVICE void take(const Step& s, const Work& work, Queries& to) {
     const bool is_real = lane_id() / 4 < s.num_rows;

@@ -94,21 +94,29 @@ DEVICE void prefetch_scales(u64 scales) {
     prefetch(scales + (share.first + i * NUM_BLOCKS) * (S::GROUP_ROWS * 4));
   }
 }
+#define FIELD_OF(NAME) int(__builtin_offsetof(Layer, NAME) / 8)
 // What a thread's field of the next layer points to, but weights and cache: what all blocks read, a line
 // by each.
 DEVICE void prefetch_field(u64 field) {
   const int i = threadIdx.x, block = blockIdx.x;
   if (i >= sizeof(Layer) / 8 || !field) return;
-  if (i == 1) prefetch_scales<QkvSize>(field);
-  else if (i == 5) prefetch_scales<OSize>(field);
-  else if (i == 9) prefetch_scales<GateUpSize>(field);
-  else if (i == 13) prefetch_scales<DownSize>(field);
-  else if (i == 16 || i == 17) {
+  if (i == FIELD_OF(qkv.weight_scale)) {
+    prefetch_scales<QkvSize>(field);
+  } else if (i == FIELD_OF(o.weight_scale)) {
+    prefetch_scales<OSize>(field);
+  } else if (i == FIELD_OF(gate_up.weight_scale)) {
+    prefetch_scales<GateUpSize>(field);
+  } else if (i == FIELD_OF(down.weight_scale)) {
+    prefetch_scales<DownSize>(field);
+  } else if (i == FIELD_OF(qkv_norm) || i == FIELD_OF(mlp_norm)) {
     if (block < HIDDEN / 64) prefetch(field + block * 128);
-  } else if (i == block && (i < 16 ? i % 4 == 2 : i != 19)) {
-    prefetch(field);
+  } else if (i == block) {
+    const bool is_scale = i < FIELD_OF(qkv_norm) ? i % 4 == FIELD_OF(qkv.x_scale)
+                                                 : i != FIELD_OF(cache);
+    if (is_scale) prefetch(field);
   }
 }
+#undef FIELD_OF
 
 extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
     layers(const long long* table, int num_layers, int tokens, const u8* x, const uint4* residual,

@@ -7,9 +7,10 @@
 template <class Type>
 struct Pairs;  // arithmetic on two elements of the model type, each rounded once
 
-#define PAIRS(TYPE, NAME)                                                            \
+#define PAIRS(TYPE, NAME, LEAST, MOST)                                               \
   template <>                                                                        \
   struct Pairs<TYPE> {                                                               \
+    static constexpr float LEAST_SCALE = LEAST, MOST_SCALE = MOST; /* of Divisor */  \
     static DEVICE u32 add(u32 a, u32 b) {                                            \
       u32 y;                                                                         \
       asm("add.rn." NAME " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));                 \
@@ -30,21 +31,21 @@ struct Pairs;  // arithmetic on two elements of the model type, each rounded onc
     static DEVICE float low(u32 a) { return TYPE::unpack(u16(a)); }                  \
     static DEVICE float high(u32 a) { return TYPE::unpack(u16(a >> 16)); }           \
   };
-PAIRS(BF16, "bf16x2")
-PAIRS(FP16, "f16x2")
+PAIRS(BF16, "bf16x2", 0x1p-80f, 0x1p80f)
+PAIRS(FP16, "f16x2", 0x1p-24f, 0x1p5f)
 typedef Pairs<MODEL_TYPE> Model;
 
 // y / scale for FP8, rounded to nearest: one residual correction of the product with the rounded
 // reciprocal, without a branch for each element. Values are first bounded where they saturate
-// anyway, because infinities have no residual. Scales near the ends of float32's range, and NaN,
-// divide truly.
+// anyway, because infinities have no residual. Scales near the ends of float32's range, those whose
+// bound is not normal in the model's type, and NaN divide truly.
 struct Divisor {
   float scale, inverse;
   u32 bound;  // two copies
 
   DEVICE Divisor() {}
   DEVICE explicit Divisor(float scale_) : scale(scale_) {
-    const bool is_plain = scale > 0x1p-80f && scale < 0x1p80f;
+    const bool is_plain = scale > Model::LEAST_SCALE && scale < Model::MOST_SCALE;
     inverse = is_plain ? __frcp_rn(scale) : 0.0f;
     bound = Model::pack(1024.0f * scale) * 0x10001u;
   }

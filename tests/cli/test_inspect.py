@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layers_support import write_config
+from plan_support import write_config
 from planted_shapes import SHAPES
 
 from llmctl.builder.build import EnginePlan, plan_build
