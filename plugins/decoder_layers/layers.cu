@@ -94,7 +94,8 @@ DEVICE void prefetch_scales(u64 scales) {
     prefetch(scales + (share.first + i * NUM_BLOCKS) * (S::GROUP_ROWS * 4));
   }
 }
-#define FIELD_OF(NAME) int(__builtin_offsetof(Layer, NAME) / 8)
+// NVRTC 13.2 does not know __builtin_offsetof.
+#define FIELD_OF(NAME) (int((const char*)&((const Layer*)0)->NAME - (const char*)0) / 8)
 // What a thread's field of the next layer points to, but weights and cache: what all blocks read, a line
 // by each.
 DEVICE void prefetch_field(u64 field) {
