@@ -1,12 +1,14 @@
 """Decoder layers in one launch against the launches of their operators: bits, and time of a step.
 
     python scripts/bench_layers.py 1b 3b 8b [--qformat w4a8_mxfp4_fp8] [--contexts 1,64,1000]
-        [--tokens 2] [--times 1000,2000,4000] [--output plugins/decoder_layers/tactics.json]
+        [--tokens 2] [--times 1000,2000,4000] [--in-flight 3_3_5,5_4_7]
+        [--output plugins/decoder_layers/tactics.json]
 
 Models of these shapes get random weights. Says at each context whether the logits and the KV cache
 have the same bits either way, and the time of a step with one token in a CUDA graph of ten beside
-what a plain read of the same bytes takes; ends with 1 where bits differ. --output stores the times,
-each for all contexts that are padded to the same length; by them `llmctl build` decides.
+what a plain read of the same bytes takes; ends with 1 where bits differ. --in-flight: first chooses
+how weights are brought (`InFlight`), by the time at the first context. --output stores that and the
+times, each for all contexts that are padded to the same length; by them `llmctl build` decides.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -22,8 +25,30 @@ from bench_rows import provenance, read_bandwidth, replace, weight_bytes
 from layers_support import CONTEXT, Model
 from planted_shapes import SHAPES
 
-from llmctl.plugins.decoder_layers.kernel import TOKENS, shape_key
+from llmctl.plugins.decoder_layers.kernel import TOKENS
+from llmctl.plugins.decoder_layers.tactics import InFlight, shape_key
 from llmctl.runtime.graphs import kv_bucket
+
+ROUNDS = 3  # of choosing
+
+
+def in_flight_of(text: str) -> list[InFlight]:
+    """The candidates of an option."""
+    return [InFlight(*map(int, each.split("_"))) for each in text.split(",")]
+
+
+def choose_in_flight(
+    model: Model, context: int, tokens: int, candidates: Sequence[InFlight]
+) -> None:
+    """Bring weights as is fastest, by the least median of rounds, which take all in turn."""
+    times: dict[InFlight, list[float]] = {each: [] for each in candidates}
+    for _ in range(ROUNDS):
+        for each in candidates:
+            model.bring_weights(each)
+            times[each].append(median(model.milliseconds(context, True, tokens)))
+    for each, its in times.items():
+        print(f"in flight {each}: {' '.join(f'{x:.4f}' for x in its)} ms")
+    model.bring_weights(min(times, key=lambda each: min(times[each])))
 
 
 def main() -> None:
@@ -34,16 +59,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, choices=TOKENS, default=1, help="of a step")
     parser.add_argument("--contexts", default="1,2,63,64,65,700,1000,1024,1025,1999,3001,4095")
     parser.add_argument("--times", default="1000,2000,4000")
+    parser.add_argument("--in-flight", type=in_flight_of, default=[])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     tokens = arguments.tokens
-    stored = {}
+    stored, chosen = {}, {}
     failed = False
     bandwidth = median(read_bandwidth())
     print(f"a plain read: {bandwidth:.3f} TB/s")
     for name in arguments.shapes:
         model = Model(name, tokens, qformat=arguments.qformat)
         assert model.chains, f"{name}: its layers are none that one launch can take"
+        if arguments.in_flight:
+            context = int(arguments.times.partition(",")[0])
+            choose_in_flight(model, context, tokens, arguments.in_flight)
+        tactic = model.chains[0].tactic
         contexts = map(int, arguments.contexts.split(","))
         different = [
             context
@@ -52,7 +82,10 @@ def main() -> None:
         ]
         spread = float(model.logits[0].std())
         verdict = f"bits differ at {different}" if different else "same bits"
-        print(f"{name}: {len(model.chains[0].layers)} layers, logits of {spread:.1f}: {verdict}")
+        layers = model.chains[0].layers
+        print(
+            f"{name}: {len(layers)} layers, {tactic.in_flight}, logits of {spread:.1f}: {verdict}"
+        )
         failed |= bool(different)
         times = {}
         for context in map(int, arguments.times.split(",")):
@@ -68,12 +101,14 @@ def main() -> None:
                 for what, x in (("launches", many), ("one launch", one))
             )
             print(f"{name} at {context}: least, median, most ms a step: {told}", flush=True)
-        stored[shape_key(model.chains[0].layers[0], tokens)] = times
-        del model
+        stored[shape_key(layers[0], tokens)] = times
+        chosen[shape_key(layers[0], tokens)] = tactic.in_flight
+        del model, layers
         torch.cuda.empty_cache()
     if arguments.output is not None:
         found = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
         found["ms"] = {**found.get("ms", {}), **stored}
+        found["in_flight"] = {**found.get("in_flight", {}), **chosen}
         of = "_mxfp4" * (arguments.qformat != "fp8") + f"_n{tokens}" * (tokens > 1)
         found[f"measured{of}"] = provenance()
         replace(arguments.output, json.dumps(found, indent=1, sort_keys=True) + "\n")

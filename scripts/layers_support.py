@@ -15,7 +15,9 @@ from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.kernel import KernelSpec, StepShape
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.cuda.queue import DeviceQueue
-from llmctl.plugins.decoder_layers.kernel import EVERYWHERE, find_chains
+from llmctl.plugins.decoder_layers.chain import find_layers
+from llmctl.plugins.decoder_layers.kernel import find_chains
+from llmctl.plugins.decoder_layers.tactics import EVERYWHERE, InFlight, measured_tactic
 from llmctl.plugins.packed_linear.layout import FORMS, MXFP4
 from llmctl.plugins.program import StepInputs
 from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
@@ -93,6 +95,8 @@ class Model:
         self.logits = tensors[plan.logits]
         self.program = Program(self.calls, [], limits)
         self.chains = find_chains(self.calls, limits, {tokens: EVERYWHERE})
+        for layer in find_layers(self.calls, limits)[:1]:
+            self.bring_weights(measured_tactic(layer, tokens).in_flight)
         self.block = limits.tokens_per_block
         blocks = CONTEXT // self.block
         cache = normal(
@@ -123,6 +127,13 @@ class Model:
         )
         shape = replace(shape_of(step), max_query_len=tokens + padding)
         return step, replace(shape, max_kv_len=kv_bucket(context, self.program.limits))
+
+    def bring_weights(self, in_flight: InFlight) -> None:
+        """How the one launch gets its weights from now on."""
+        self.chains = [
+            replace(chain, tactic=replace(chain.tactic, in_flight=in_flight))
+            for chain in self.chains
+        ]
 
     def use(self, one_launch: bool) -> None:
         """Choose how the next steps run."""

@@ -36,12 +36,8 @@ from llmctl.plugins.cuda.kernel import (
     TensorMap,
 )
 from llmctl.plugins.cuda.step_buffer import StepBuffer
-from llmctl.plugins.decoder_layers.kernel import (
-    chain_launch,
-    find_chains,
-    serves,
-    stored_gains,
-)
+from llmctl.plugins.decoder_layers.kernel import chain_launch, find_chains, serves
+from llmctl.plugins.decoder_layers.tactics import stored_tactics
 from llmctl.plugins.program import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.specs import check_call
 
@@ -122,7 +118,7 @@ class CudaProgram:
             for each in self._calls
         ]
         self._models: dict[Hashable, Model] = {}  # by look: of the step packed last
-        stored = stored_gains(self._loaded)  # of what the engine was built with
+        stored = stored_tactics(self._loaded)  # of what the engine was built with
         self._chains = find_chains(calls, limits, stored) if stored else []
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:

@@ -17,7 +17,9 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
     // `StatePlace` pairs dimensions 16 i + 2 r and the next, or 16 i + r and 8 behind it.
     const int dim = IS_BYTE ? 2 * nth : nth / 8 * 16 + nth % 8, apart = IS_BYTE ? 1 : 8;
     const int at = ATTENDED_AT + row / GROUP * ATTENDED + (head * GROUP + row % GROUP) * SIZE + dim;
-    clear<1>(x, at), clear<1>(x, at + apart);  // all have read what the layer before left there
+    // All have read what the layer before left there.
+    if (IS_BYTE) clear<2>(x, at);
+    else clear<1>(x, at), clear<1>(x, at + apart);
     u8 low = 0, high = 0;
     if (row < s.num_rows) {
       const u8* state = x.now + state_at(head, 0) + row * 8;
@@ -25,7 +27,7 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
       float largest = minus_infinity(), total = 0.0f, a = 0.0f, b = 0.0f;
       made(state), made(sum);  // while others arrive
       Arrivals::ask(arrived, expected);
-      const uint2 nothing = {~__float_as_uint(minus_infinity()), ~0u};  // as they lie there: inverted
+      const uint2 nothing = {__float_as_uint(minus_infinity()), NO_SUM};
       constexpr int AT_ONCE = 16;
 #pragma unroll 1
       for (int unit = 0; unit < s.units; unit += AT_ONCE) {
@@ -40,7 +42,7 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
           for (int j = 0; j < AT_ONCE; ++j) {
             const bool is_there = j < count;  // if not, its numbers change nothing
             m[j] = look8(states + j * STATE_BYTES, is_there, nothing);
-            y[j] = look8(sums + j * SUMS_BYTES, is_there, {~0u, ~0u});
+            y[j] = look8(sums + j * SUMS_BYTES, is_there, {NO_SUM, NO_SUM});
           }
           least = ~0u;
 #pragma unroll
@@ -50,12 +52,12 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
         } while (least == 0);
 #pragma unroll
         for (int j = 0; j < AT_ONCE; ++j) {
-          const float its = __uint_as_float(~m[j].x), top = fmaxf(largest, its), base = finite(top);
+          const float its = __uint_as_float(m[j].x), top = fmaxf(largest, its), base = finite(top);
           const float left = exp2(__fsub_rn(largest, base)), right = exp2(__fsub_rn(its, base));
           largest = top;
-          total = __fmaf_rn(total, left, __fmul_rn(__uint_as_float(~m[j].y), right));
-          a = __fmaf_rn(a, left, __fmul_rn(__uint_as_float(~y[j].x), right));
-          b = __fmaf_rn(b, left, __fmul_rn(__uint_as_float(~y[j].y), right));
+          total = __fmaf_rn(total, left, __fmul_rn(__uint_as_float(m[j].y), right));
+          a = __fmaf_rn(a, left, __fmul_rn(__uint_as_float(y[j].x), right));
+          b = __fmaf_rn(b, left, __fmul_rn(__uint_as_float(y[j].y), right));
         }
       }
       const float factor = __fdiv_rn(value_scale, total);
@@ -65,8 +67,9 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
                                       __fmul_rn(MODEL_TYPE::unpack(u16(two >> 16)), quanta));
       low = u8(out), high = u8(out >> 8);
     }
-    give(x, at, low);  // zeros where a token is padding: somebody waits for it
-    give(x, at + apart, high);
+    // Zeros where a token is padding: somebody waits for it.
+    if (IS_BYTE) put((u16*)(x.now + at), u16(inverted(low) | inverted(high) << 8));
+    else give(x, at, low), give(x, at + apart, high);
   }
 }
 

@@ -1,12 +1,14 @@
 // How the weights of layers.cu get to a block: a warp for each chunk of an interval copies the block's
-// share of all products, one after the other, through the ring. They wait for no other block. IN_FLIGHT
-// chunks of units at most are on their way: more would not come faster, and all else would queue behind
-// them.
+// share of all products, one after the other, through the ring. They wait for no other block. Only so many
+// chunks of units are on their way: more would not come faster, and all else would queue behind them.
+// From a layer's down projection to the next one's gate and up, blocks mostly hand numbers on: the weights
+// that come meanwhile may come more slowly, and the numbers come sooner.
 #pragma once
 
 #include "decoder_layers/chain.cuh"
 
-template <class S>
+// IN_FIRST chunks at most for the block's FIRST units, then IN_REST.
+template <class S, int FIRST, int IN_FIRST, int IN_REST>
 DEVICE void copy_product(const Shared& shared, const u8* weight, int chunk, u32& number, u64 policy) {
   const Share<S> share;
   constexpr int PIECE = S::GROUP_ROWS * ROW_BYTES;  // an interval's chunk
@@ -19,7 +21,8 @@ DEVICE void copy_product(const Shared& shared, const u8* weight, int chunk, u32&
     for (int unit = 0; unit < S::UNITS; ++unit, ++number) {
       const u32 slot = number % STAGES, turns = number / STAGES;
       if (turns > 0) barrier_wait(shared.empty + 8 * slot, (turns & 1) ^ 1);
-      const int behind = CHUNKS * number + chunk - IN_FLIGHT;
+      const int most = i * S::UNITS + unit < FIRST ? IN_FIRST : IN_REST;
+      const int behind = CHUNKS * number + chunk - most;
       if (behind >= 0) {
         barrier_wait(shared.full + 8 * (behind % (CHUNKS * STAGES)), behind / (CHUNKS * STAGES) & 1);
       }
@@ -51,10 +54,10 @@ DEVICE void copy_all(const Shared& shared, const Layer* layers, int num_layers, 
   for (int l = 0; l < num_layers; ++l) {
     const u8* next[4];
     load(l + 1, next);  // a layer ahead, for nothing should wait for an address
-    copy_product<QkvSize>(shared, weights[0], chunk, number, once);
-    copy_product<OSize>(shared, weights[1], chunk, number, once);
-    copy_product<GateUpSize>(shared, weights[2], chunk, number, once);
-    copy_product<DownSize>(shared, weights[3], chunk, number, once);
+    copy_product<QkvSize, 0, 0, IN_FLIGHT_SMALL>(shared, weights[0], chunk, number, once);
+    copy_product<OSize, 0, 0, IN_FLIGHT_SMALL>(shared, weights[1], chunk, number, once);
+    copy_product<GateUpSize, STAGES, IN_FLIGHT_AHEAD, IN_FLIGHT>(shared, weights[2], chunk, number, once);
+    copy_product<DownSize, 0, 0, IN_FLIGHT>(shared, weights[3], chunk, number, once);
 #pragma unroll
     for (int i = 0; i < 4; ++i) weights[i] = next[i];
   }

@@ -23,8 +23,7 @@ constexpr int DOWN_AT = ACTIVATED_AT + TOKENS * INTERMEDIATE;                 //
 constexpr int STATES_AT = DOWN_AT + TOKENS * HIDDEN * 2;                      // [heads, units, 8] pairs
 constexpr int SUMS_AT = STATES_AT + NUM_KV_HEADS * MAX_UNITS * 8 * 8;         // [heads, units, 8, size]
 constexpr int HALF = SUMS_AT + NUM_KV_HEADS * MAX_UNITS * 8 * HEAD_SIZE * 4;
-constexpr int RESIDUAL_AT = 2 * HALF;  // [NUM_BLOCKS, TOKENS, HIDDEN]: each block its own
-static_assert(RESIDUAL_AT + NUM_BLOCKS * TOKENS * HIDDEN * 2 == EXCHANGE_BYTES, "as allocated");
+static_assert(2 * HALF == EXCHANGE_BYTES, "as allocated");
 
 struct Exchange {
   u8* now;           // this layer's half
@@ -66,9 +65,10 @@ DEVICE void clear(const Exchange& x, int at) {
   if (BYTES == 1) put(x.now + x.other + at, u32(0));
   else put((u16*)(x.now + x.other + at), u16(0));
 }
-DEVICE void put_pair(u8* to, float a, float b) {
-  put((uint2*)to, {inverted(__float_as_uint(a)), inverted(__float_as_uint(b))});
-}
+// Parts of attention lie there as they are, zero as the negative one: of sums it does not matter which.
+constexpr u32 NO_SUM = 0x80000000u;
+DEVICE u32 present(float x) { return __float_as_uint(x) ? __float_as_uint(x) : NO_SUM; }
+DEVICE void put_pair(u8* to, float a, float b) { put((uint2*)to, {present(a), present(b)}); }
 
 // What lies there now, still inverted.
 DEVICE uint4 look16(const u8* at) {

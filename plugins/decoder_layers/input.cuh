@@ -62,30 +62,44 @@ DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u
 
 constexpr int NORM_PARTS = HIDDEN / 256, NORM_UNITS = (NORM_PARTS + WARPS - 1) / WARPS;
 
-// Adds what a product made to the residual, of which each block keeps a copy of its own.
-struct Norm {
-  uint4 factors[NORM_UNITS];
-  uint4 residual[TOKENS][NORM_UNITS];
-  float scale;
-
+// The thread's units of a row, 8 elements each.
+struct NormUnits {
   static DEVICE int part(int i) { return WARPS * i + threadIdx.x / 32; }
   static DEVICE int unit(int i) { return 32 * part(i) + threadIdx.x % 32; }
   static DEVICE bool has(int i) { return NORM_PARTS % WARPS == 0 || part(i) < NORM_PARTS; }
+};
 
-  DEVICE Norm(const uint4* weights, const float* scale_, const uint4* kept) : scale(__ldg(scale_)) {
+// The residual, of which every block adds up all.
+struct Residual : NormUnits {
+  uint4 units[TOKENS][NORM_UNITS];
+  DEVICE Residual(const uint4* from, int tokens) {
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+#pragma unroll
+      for (int i = 0; i < NORM_UNITS; ++i) {
+        if (t < tokens && has(i)) units[t][i] = __ldcg(from + t * (HIDDEN / 8) + unit(i));
+      }
+    }
+  }
+};
+
+// Adds what a product made to the residual.
+struct Norm : NormUnits {
+  uint4 factors[NORM_UNITS];
+  float scale;
+
+  DEVICE Norm(const uint4* weights, const float* scale_) : scale(__ldg(scale_)) {
 #pragma unroll
     for (int i = 0; i < NORM_UNITS; ++i) {
       if (!has(i)) continue;
       factors[i] = __ldg(weights + unit(i));
-#pragma unroll
-      for (int t = 0; t < TOKENS; ++t) residual[t][i] = kept[t * (HIDDEN / 8) + unit(i)];
     }
   }
 
-  // `keep` gets the sums, and `also` if it is not null.
-  template <class S>
-  DEVICE void bring(const Shared& shared, const Arrivals& arrivals, const u8* delta, uint4* keep,
-                    uint4* also, float epsilon, int tokens) {
+  // `residual` gets the sums, and `also` if it is not null.
+  template <class S, class Meanwhile>
+  DEVICE void bring(const Shared& shared, const Arrivals& arrivals, const u8* delta, Residual& residual,
+                    uint4* also, float epsilon, int tokens, const Meanwhile& meanwhile) {
     const auto place = [&](int t, int i) {
       const int at = anew(unit(i));
       return token_place<S>(shared.tokens, t, at * 8) + at % 2 * 8;
@@ -100,10 +114,10 @@ struct Norm {
     for (int t = 0; t < TOKENS; ++t) {
       if (t >= tokens) break;
       uint4 added[NORM_UNITS];
-      uint4(&h)[NORM_UNITS] = residual[t];
+      uint4(&h)[NORM_UNITS] = residual.units[t];
       Divisor divisor;
       take_pieces<2>(added, from + t * (HIDDEN * 2), WARPS * 32 * 16, has,
-                     [&] { divisor = Divisor(scale); });
+                     [&] { divisor = Divisor(scale), meanwhile(); });
       float sums[NORM_UNITS];
 #pragma unroll
       for (int i = 0; i < NORM_UNITS; ++i) {
@@ -143,14 +157,13 @@ struct Norm {
                      : "memory");
       }
     }
-    tokens_are_ready();  // for which what is stored before it would be waited for
+    tokens_are_ready();
+    if (!also) return;
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
 #pragma unroll
       for (int i = 0; i < NORM_UNITS; ++i) {
-        if (t >= tokens || !has(i)) continue;
-        keep[t * (HIDDEN / 8) + unit(i)] = residual[t][i];
-        if (also) also[t * (HIDDEN / 8) + unit(i)] = residual[t][i];
+        if (t < tokens && has(i)) also[t * (HIDDEN / 8) + unit(i)] = residual.units[t][i];
       }
     }
   }

@@ -3,17 +3,13 @@
 Not an operator of a plan: a chain is a run of calls whose layers have the form that layers.cu
 knows, and in such steps of one request one launch takes the place of theirs, with the same bits. It
 leaves out intermediate results, which only its own calls would read. Shapes that gain by it are in
-tactics.json, measured by scripts/bench_layers.py.
+tactics.json (`tactics.py`).
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,29 +24,31 @@ from llmctl.plugins.cuda.kernel import (
     StepShape,
 )
 from llmctl.plugins.decoder_layers.chain import Layer, find_layers, layer_fields
+from llmctl.plugins.decoder_layers.tactics import (
+    MAX_CONTEXT,
+    NAME,
+    NOWHERE,
+    Tactic,
+    measured_tactic,
+    shape_key,
+)
 from llmctl.plugins.packed_linear.layout import form_of
 from llmctl.plugins.paged_attention.tiles import KEYS, count_units
 
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
 
-MAX_CONTEXT = 4096  # tokens: in longer ones a unit of attention takes a team too long
 MIN_STAGES, MAX_RING_BYTES = 3, 6 * 32768
-IN_FLIGHT = 5  # chunks of units on their way to a block: enough for the memory, and no more
 _SHARED_LIMIT = 227 * 1024  # of a thread block
 _TABLE_BYTES = 255 + 128  # of the numbers of four bits
 _COLUMNS = 8  # rows of attention that a team takes
 _TEAMS = 2  # of warps in a block, that take units of attention
 _FINISHED = 32  # sums of a row group and a token that a block finishes at once
-_NAME = "decoder_layers"  # of the binary, and of what it asks of scratch
 _WARPS = 12  # of a block: eight compute, four copy
 _LAYER_BYTES = 23 * 8  # `Layer` in chain.cuh
 _LINE = 32  # ints from one counter to the next
 _TYPES = {"bfloat16": "BF16", "float16": "FP16", "float8_e4m3fn": "E4M3", "int8": "INT8"}
 
-
-Gains = tuple[tuple[int, bool], ...]  # (contexts up to, whether one launch is faster), ascending
-EVERYWHERE: Gains = ((MAX_CONTEXT, True),)
 TOKENS = (1, 2)  # of a step; a draft's first step of a round may have two
 
 
@@ -63,7 +61,7 @@ class Chain:
     layers: tuple[Layer, ...]
     tokens: int  # most of a step
     room: Room
-    gains: Gains
+    tactic: Tactic
 
     @property
     def is_whole(self) -> bool:
@@ -89,15 +87,15 @@ class Room:
 
 
 def find_chains(
-    calls: Sequence[OpCall], limits: StepLimits, stored: Mapping[int, Gains] | None = None
+    calls: Sequence[OpCall], limits: StepLimits, stored: Mapping[int, Tactic] | None = None
 ) -> list[Chain]:
     """The chains whose launches are faster somewhere, for each number of tokens, ascending; of one
-    token also with the last layer, first. stored: gains by tokens as an engine has them (None: as
+    token also with the last layer, first. stored: tactics by tokens as an engine has them (None: as
     they were measured)."""
     layers, found = find_layers(calls, limits), []
     for tokens, whole in ((1, True), *((tokens, False) for tokens in TOKENS)):
-        gains = None if stored is None else stored.get(tokens, ())
-        chain = find_chain(layers, limits, most_tokens=tokens, gains=gains, whole=whole)
+        tactic = None if stored is None else stored.get(tokens, NOWHERE)
+        chain = find_chain(layers, limits, most_tokens=tokens, tactic=tactic, whole=whole)
         found += [] if chain is None else [chain]
     return found
 
@@ -107,46 +105,32 @@ def find_chain(
     limits: StepLimits,
     *,
     most_tokens: int = 1,
-    gains: Gains | None = None,
+    tactic: Tactic | None = None,
     whole: bool = False,
 ) -> Chain | None:
     """A run of layers in steps of up to `most_tokens` tokens; None where layers.cu does not cover
-    two of them, or where one launch is nowhere faster. `gains`: as an engine has stored them (None:
-    as they were measured). `whole`: with a last layer of which rows are gathered, for steps whose
+    two of them, or where one launch is nowhere faster. `tactic`: as an engine has stored it (None:
+    as it was measured). `whole`: with a last layer of which rows are gathered, for steps whose
     only token gets logits; None where there is none."""
     found = [layer for layer in layers if whole or not layer.gathers]
     if len(found) < 2 or (whole and not found[-1].gathers):
         return None
-    gains = _measured_gains(found[0], most_tokens) if gains is None else gains
+    tactic = tactic or measured_tactic(found[0], most_tokens)
     room = _room(found[0], limits, most_tokens)
-    if room is None or not any(gain for _, gain in gains):
+    if room is None or not any(gain for _, gain in tactic.gains):
         return None
-    return Chain(found[0].start, found[-1].stop, tuple(found), most_tokens, room, gains)
-
-
-def stored_gains(kernels: Iterable[str]) -> dict[int, Gains]:
-    """What the kernels of an engine's chains say of themselves, by tokens."""
-    stored: dict[int, Gains] = {}
-    for name in kernels:
-        if not name.startswith(_NAME):
-            continue
-        rest, _, told = name.rpartition(".")
-        (tokens,) = re.findall(r"\.n(\d+)s", rest)
-        found = re.findall(r"(\d+)([+-])", told)
-        stored[int(tokens)] = tuple((int(most), sign == "+") for most, sign in found)
-    return stored
+    return Chain(found[0].start, found[-1].stop, tuple(found), most_tokens, room, tactic)
 
 
 def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
-    """The binary of a chain: one for all its layers. Its name ends with the contexts up to which
-    one launch is faster ("+") or not ("-")."""
-    layer, room = chain.layers[0], chain.room
+    """The binary of a chain, one for all its layers. Its name tells the tactic."""
+    layer, room, tactic = chain.layers[0], chain.room, chain.tactic
     shares = layer.shares(limits.num_sms)
-    words = [_NAME, shape_key(layer)]
+    words = [NAME, shape_key(layer)]
     words += [short_name(layer.dtype), f"kv_{short_name(limits.kv_dtype)}"]
     words += [f"page{limits.tokens_per_block}", f"u{_max_units(limits)}"]
-    words += [f"n{chain.tokens}s{room.stages}f{IN_FLIGHT}t{room.slots}g{limits.num_sms}"]
-    words += ["".join(f"{most}{'-+'[gain]}" for most, gain in chain.gains)]
+    words += [f"n{chain.tokens}", f"s{room.stages}t{room.slots}g{limits.num_sms}"]
+    words += tactic.words()
     return KernelSpec(
         name=".".join(words),
         source="decoder_layers/layers.cu",
@@ -169,7 +153,9 @@ def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
             "TOKENS": chain.tokens,
             "NUM_BLOCKS": limits.num_sms,
             "STAGES": room.stages,
-            "IN_FLIGHT": IN_FLIGHT,
+            "IN_FLIGHT_SMALL": tactic.in_flight.small,
+            "IN_FLIGHT_AHEAD": tactic.in_flight.ahead,
+            "IN_FLIGHT": tactic.in_flight.other,
             "ROOM": room.work,
             "SLOTS": room.slots,
             "MAX_UNITS": _max_units(limits),
@@ -188,7 +174,7 @@ def serves(chain: Chain, env: LaunchEnv, shape: StepShape) -> bool:
         and shape.num_requests == 1
         and shape.num_tokens == chain.tokens
         and (shape.num_rows == 1 or not chain.is_whole)
-        and next((gain for most, gain in chain.gains if shape.max_kv_len <= most), False)
+        and chain.tactic.gains_at(shape.max_kv_len)
     )
 
 
@@ -197,7 +183,7 @@ def chain_launch(chain: Chain, env: LaunchEnv, shape: StepShape) -> Launch:
     first, last, limits, step = chain.layers[0], chain.layers[-1], env.limits, env.step
     words = [field for each in chain.layers for field in layer_fields(each, env.kv_cache)]
     num_bytes = exchange_bytes(first, limits, chain.tokens)
-    own = f"{_NAME}.n{chain.tokens}"  # what one binary keeps between its launches
+    own = f"{NAME}.n{chain.tokens}"  # what one binary keeps between its launches
     return Launch(
         chain_spec(chain, limits),
         (limits.num_sms, 1, 1),
@@ -225,34 +211,12 @@ def chain_launch(chain: Chain, env: LaunchEnv, shape: StepShape) -> Launch:
 
 
 def exchange_bytes(layer: Layer, limits: StepLimits, tokens: int) -> int:
-    """Global memory of exchange.cuh: two halves, and a residual for each thread block."""
+    """Global memory of exchange.cuh: two halves."""
     itemsize: int = getattr(torch, limits.kv_dtype).itemsize
     cached = 2 * layer.num_kv_heads * layer.head_size * itemsize
     row = 3 * layer.attended + cached + 4 * layer.hidden + layer.intermediate
     parts = layer.num_kv_heads * _max_units(limits) * _COLUMNS * (8 + 4 * layer.head_size)
-    return 2 * (tokens * row + parts) + limits.num_sms * tokens * layer.hidden * 2
-
-
-def shape_key(layer: Layer, tokens: int = 1) -> str:
-    """The layer's sizes and a step's tokens, as tactics.json has them."""
-    heads = f"a{layer.num_heads}.{layer.num_kv_heads}x{layer.head_size}"
-    key = f"h{layer.hidden}.i{layer.intermediate}.{heads}"
-    return key + ".mxfp4" * layer.is_mxfp4 + f".n{tokens}" * (tokens > 1)
-
-
-def _measured_gains(layer: Layer, tokens: int) -> Gains:
-    times = _table().get(shape_key(layer, tokens), {})
-    return tuple(
-        (int(context), each["one_launch"] < each["launches"])
-        for context, each in sorted(times.items(), key=lambda item: int(item[0]))
-    )
-
-
-@cache
-def _table() -> dict[str, dict[str, dict[str, float]]]:
-    path = files("llmctl.plugins.decoder_layers") / "tactics.json"
-    table: dict[str, dict[str, dict[str, float]]] = json.loads(path.read_text())["ms"]
-    return table
+    return 2 * (tokens * row + parts)
 
 
 def _max_units(limits: StepLimits) -> int:

@@ -15,9 +15,9 @@
 //
 // Macros: MXFP4 (0 | 1: weights of four bits), MODEL_TYPE, KV_TYPE, HIDDEN, INTERMEDIATE, NUM_HEADS,
 // NUM_KV_HEADS, HEAD_SIZE, O_GROUP and DOWN_GROUP (weight rows that a block takes at once: 8 | 16),
-// TOKENS_PER_BLOCK, TOKENS (most of a step), NUM_BLOCKS (of the grid), STAGES, IN_FLIGHT, ROOM (of
-// shared memory: chain.cuh), SLOTS (tiles of a team that takes units of attention: 1 | 2), MAX_UNITS,
-// EXCHANGE_BYTES.
+// TOKENS_PER_BLOCK, TOKENS (most of a step), NUM_BLOCKS (of the grid), STAGES, IN_FLIGHT_SMALL,
+// IN_FLIGHT_AHEAD and IN_FLIGHT (tactics.py), ROOM (of shared memory: chain.cuh), SLOTS (tiles of a team
+// that takes units of attention: 1 | 2), MAX_UNITS, EXCHANGE_BYTES.
 
 #include "decoder_layers/attend.cuh"
 #include "decoder_layers/copy.cuh"
@@ -38,6 +38,7 @@ struct RotatedPlace {
 // Two numbers of queries, keys or values; the cache gets them when others have them.
 struct CachedPair {
   Cached *to, left, right;  // of the cache: null for queries
+  Divisor divisor;          // by its scale
 
   DEVICE void give(const Exchange& x, const rope_end::TokenConstants& t, const rope_end::Rotated& y,
                    int token) {
@@ -49,7 +50,7 @@ struct CachedPair {
       return;
     }
     if constexpr (attention::Same<KV_TYPE, E4M3>::value) {
-      const u32 two = Divisor(t.kv_scale).any_pair(MODEL_TYPE::pack_pair(y.left, y.right));
+      const u32 two = divisor.any_pair(MODEL_TYPE::pack_pair(y.left, y.right));
       left = Cached(two), right = Cached(two >> 8);
     } else {
       left = KV_TYPE::pack(__fdiv_rn(y.left, t.kv_scale));
@@ -149,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
   const int first_half = __ldcg(counters + 1);
   Exchange exchange;
   exchange.start(exchanged, first_half);
-  uint4* kept = (uint4*)(exchanged + RESIDUAL_AT) + (long long)blockIdx.x * (TOKENS * HIDDEN / 8);
+  Residual kept(residual, tokens);
   Arrivals arrivals = {counters + 32, 0};
   int heads_expected = 0;
   u32 taken = 0;
@@ -165,16 +166,18 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
       const RopeEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, ATTENDED,
                                    rotary, positions, slots, layer->cache, layer->k_scale,
                                    layer->v_scale, TOKENS_PER_BLOCK};
-      const auto bring = [&](bool) {
+      CachedPair fresh = {nullptr};
+      const auto bring = [&](bool, const RopeEnd::Token& t) {
+        const auto meanwhile = [&] { fresh.divisor = Divisor(t.kv_scale); };
         if (l == 0) {
           bring_tokens<QkvSize, false>(shared, arrivals, x, tokens);
+          meanwhile();
         } else {
-          Norm norm(layer->qkv_norm, w.x_scale, kept);
+          Norm norm(layer->qkv_norm, w.x_scale);
           const u8* delta = exchange.now + exchange.other + DOWN_AT;  // of the layer before
-          norm.bring<QkvSize>(shared, arrivals, delta, kept, nullptr, epsilon, tokens);
+          norm.bring<QkvSize>(shared, arrivals, delta, kept, nullptr, epsilon, tokens, meanwhile);
         }
       };
-      CachedPair fresh = {nullptr};
       const auto finish = [&](const Item<QkvSize>& item, const RopeEnd::Rows& rows,
                               const RopeEnd::Token& t, const float (&sum)[2]) {
         const rope_end::Rotated y = rope_end::finish_pair(e, rows, t, item.group, sum[0], sum[1]);
@@ -196,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
     {
       const Weights& w = layer->o;
       const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
-      const auto bring = [&](bool has_part) {
+      const auto bring = [&](bool has_part, const PlainEnd::Token&) {
         const u8* from = exchange.now + ATTENDED_AT;
         if (has_part) bring_tokens<OSize, true>(shared, arrivals, from, tokens);
       };
@@ -220,10 +223,10 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
       const Weights& w = layer->gate_up;
       const SwigluEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens,
                                      INTERMEDIATE, layer->activated_scale};
-      const auto bring = [&](bool) {
-        Norm norm(layer->mlp_norm, w.x_scale, l == 0 ? residual : kept);
+      const auto bring = [&](bool, const SwigluEnd::Token&) {
+        Norm norm(layer->mlp_norm, w.x_scale);
         uint4* also = is_last && blockIdx.x == 0 ? residual_out : nullptr;
-        norm.bring<GateUpSize>(shared, arrivals, exchange.now + O_AT, kept, also, epsilon, tokens);
+        norm.bring<GateUpSize>(shared, arrivals, exchange.now + O_AT, kept, also, epsilon, tokens, [] {});
       };
       const auto finish = [&](const Item<GateUpSize>& item, const SwigluEnd::Rows& rows,
                               const SwigluEnd::Token& t, const float (&sum)[2]) {
@@ -240,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
     {
       const Weights& w = layer->down;
       const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
-      const auto bring = [&](bool has_part) {
+      const auto bring = [&](bool has_part, const PlainEnd::Token&) {
         const u8* from = exchange.now + ACTIVATED_AT;
         if (has_part) bring_tokens<DownSize, true>(shared, arrivals, from, tokens);
       };

@@ -194,10 +194,10 @@ DEVICE void product(const Shared& shared, Arrivals& arrivals, int tokens, u32& t
   const Share<S> share;
   const Item<S> item(share, tokens);
   typename End::Rows rows;
-  typename End::Token token;
+  typename End::Token token = {};
   if (item.is_real) End::load(e, item.group_of_16(), item.token, rows, token);
   const int team = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform, and so are addresses
-  bring(share.count > 0);
+  bring(share.count > 0, token);
   multiply<S>(shared, share, team, taken);
   if (item.is_real) {
     float sum[Item<S>::ROWS];

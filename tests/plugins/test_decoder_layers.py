@@ -19,12 +19,12 @@ from llmctl.builder.kernels import (
     meta_step,
     scratch_bytes,
 )
+from llmctl.errors import CorruptEngine
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.kernel import LaunchEnv, PointerTable, StepShape
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.decoder_layers.chain import find_layers, layer_fields
 from llmctl.plugins.decoder_layers.kernel import (
-    EVERYWHERE,
     Chain,
     chain_launch,
     chain_spec,
@@ -32,8 +32,8 @@ from llmctl.plugins.decoder_layers.kernel import (
     find_chain,
     find_chains,
     serves,
-    stored_gains,
 )
+from llmctl.plugins.decoder_layers.tactics import EVERYWHERE, InFlight, stored_tactics
 
 ONE = StepShape(num_tokens=1, num_requests=1, num_rows=1, max_query_len=1, max_kv_len=1024)
 FIELDS = 23  # pointers of `Layer` in chain.cuh
@@ -43,7 +43,7 @@ def chain_of(name: str, most_tokens: int = 1, whole: bool = False, **options) ->
     plan, limits = planned(name, **options)
     calls = [call for call, _ in meta_calls(plan)]
     return find_chain(
-        find_layers(calls, limits), limits, most_tokens=most_tokens, gains=EVERYWHERE, whole=whole
+        find_layers(calls, limits), limits, most_tokens=most_tokens, tactic=EVERYWHERE, whole=whole
     )
 
 
@@ -133,21 +133,47 @@ def test_memory_for_the_exchange_is_planned(monkeypatch):
     assert with_chain - scratch_bytes(plan, limits) > 2 * SHAPES["1b"].hidden * 132
 
 
+def measured(monkeypatch, ms: dict, in_flight: dict) -> None:
+    table = {"ms": ms, "in_flight": in_flight}
+    monkeypatch.setattr("llmctl.plugins.decoder_layers.tactics._table", lambda: table)
+
+
+def test_weights_are_brought_as_was_measured(monkeypatch):
+    key, faster = "h2048.i8192.a32.8x64", {"1024": {"launches": 2.0, "one_launch": 1.0}}
+    measured(monkeypatch, {key: faster, f"{key}.n2": faster}, {key: [2, 4, 7]})
+    plan, limits = planned("1b")
+    chains = find_chains([call for call, _ in meta_calls(plan)], limits)
+    assert [(c.tokens, c.tactic.in_flight) for c in chains] == [
+        (1, (2, 4, 7)),
+        (1, (2, 4, 7)),
+        (2, EVERYWHERE.in_flight),
+    ]
+    for chain in chains:
+        constants = chain_spec(chain, limits).constants
+        names = ("IN_FLIGHT_SMALL", "IN_FLIGHT_AHEAD", "IN_FLIGHT")
+        assert InFlight(*(constants[name] for name in names)) == chain.tactic.in_flight
+
+
+def test_a_kernel_that_another_version_named_is_refused():
+    older = "decoder_layers.h2048.i8192.a32.8x64.bf16.kv_fp8e4nv.page32.u32.n1s6f5t2g132.4096+"
+    with pytest.raises(CorruptEngine, match="another version of llmctl") as failure:
+        stored_tactics([older])
+    assert failure.value.fix == "build the engine again"
+
+
 def test_steps_take_the_way_that_is_faster_at_their_context(monkeypatch):
     plan, limits = planned("1b")
     faster, slower = {"launches": 2.0, "one_launch": 1.0}, {"launches": 1.0, "one_launch": 2.0}
     times = {"4096": faster, "1024": faster, "2048": slower}
-    table = {"h2048.i8192.a32.8x64": times}
-    monkeypatch.setattr("llmctl.plugins.decoder_layers.kernel._table", lambda: table)
+    key = "h2048.i8192.a32.8x64"
+    measured(monkeypatch, {key: times}, {key: [3, 4, 7]})
     calls = [call for call, _ in meta_calls(plan)]
     built = find_chain(find_layers(calls, limits), limits)
     assert built is not None
     name = chain_spec(built, limits).name
-    assert name.endswith(".1024+2048-4096+")
-    monkeypatch.setattr(
-        "llmctl.plugins.decoder_layers.kernel._table", dict
-    )  # an engine has its own
-    whole, found = find_chains(calls, limits, stored_gains(["embedding.bf16", name]))
+    assert name.endswith(".f3_4_7.1024+2048-4096+")
+    measured(monkeypatch, {}, {})  # an engine has its own
+    whole, found = find_chains(calls, limits, stored_tactics(["embedding.bf16", name]))
     assert found == built and whole.is_whole and chain_spec(whole, limits).name == name
     env = env_of("1b")
     served = {
@@ -186,7 +212,6 @@ def test_only_small_steps_of_one_request_are_served(change, wanted):
 def test_shapes_that_gain_nothing_or_were_not_measured_keep_their_launches(monkeypatch):
     plan, limits = planned("1b")
     calls = [call for call, _ in meta_calls(plan)]
-    table = "llmctl.plugins.decoder_layers.kernel._table"
     faster, slower = {"launches": 2.0, "one_launch": 1.0}, {"launches": 1.0, "one_launch": 2.0}
     for times, wanted in (
         ({"1024": faster}, True),
@@ -194,7 +219,7 @@ def test_shapes_that_gain_nothing_or_were_not_measured_keep_their_launches(monke
         ({"1024": faster, "4096": slower}, True),
         ({}, False),
     ):
-        monkeypatch.setattr(table, lambda times=times: {"h2048.i8192.a32.8x64": times})
+        measured(monkeypatch, {"h2048.i8192.a32.8x64": times}, {})
         assert (find_chain(find_layers(calls, limits), limits) is not None) == wanted
         names = [spec.name for spec in kernel_specs(plan, limits)]
         assert any(name.startswith("decoder_layers.") for name in names) == wanted
@@ -265,7 +290,7 @@ def test_a_program_puts_the_launch_in_the_place_of_the_calls(monkeypatch):
     plan, limits = planned("narrow")
     calls = [call for call, _ in meta_calls(plan)]
     chains = [
-        find_chain(find_layers(calls, limits), limits, gains=EVERYWHERE, whole=whole)
+        find_chain(find_layers(calls, limits), limits, tactic=EVERYWHERE, whole=whole)
         for whole in (True, False)
     ]
     assert chains[0] is not None
@@ -292,9 +317,7 @@ def test_steps_of_two_tokens_have_a_launch_of_their_own_where_that_is_faster(mon
         (slower, faster, {2: -1}),
     ):
         table = {"h2048.i8192.a32.8x64": of_one, "h2048.i8192.a32.8x64.n2": of_two}
-        monkeypatch.setattr(
-            "llmctl.plugins.decoder_layers.kernel._table", lambda table=table: table
-        )
+        measured(monkeypatch, table, {})
         chains = find_chains(calls, limits)
         specs = list({spec.name: spec for spec in (chain_spec(c, limits) for c in chains)}.values())
         assert [spec.name for spec in kernel_specs(plan, limits) if spec in specs] == [
