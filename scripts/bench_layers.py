@@ -1,13 +1,13 @@
 """Decoder layers in one launch against the launches of their operators: bits, and time of a step.
 
     python scripts/bench_layers.py 1b 3b 8b [--qformat w4a8_mxfp4_fp8] [--contexts 1,64,1000]
-        [--tokens 2] [--times 1000,2000,4000] [--in-flight 3_3_5,5_4_7]
+        [--tokens 2] [--times 1000,2000,4000] [--pace 3_3_5_8,5_3_7_0]
         [--output plugins/decoder_layers/tactics.json]
 
 Models of these shapes get random weights. Says at each context whether the logits and the KV cache
 have the same bits either way, and the time of a step with one token in a CUDA graph of ten beside
-what a plain read of the same bytes takes; ends with 1 where bits differ. --in-flight: first chooses
-how weights are brought (`InFlight`), by the time at the first context. --output stores that and the
+what a plain read of the same bytes takes; ends with 1 where bits differ. --pace: first chooses
+how weights are brought (`Pace`), by the time at the first context. --output stores that and the
 times, each for all contexts that are padded to the same length; by them `llmctl build` decides.
 """
 
@@ -26,29 +26,27 @@ from layers_support import CONTEXT, Model
 from planted_shapes import SHAPES
 
 from llmctl.plugins.decoder_layers.kernel import TOKENS
-from llmctl.plugins.decoder_layers.tactics import InFlight, shape_key
+from llmctl.plugins.decoder_layers.tactics import Pace, shape_key
 from llmctl.runtime.graphs import kv_bucket
 
 ROUNDS = 3  # of choosing
 
 
-def in_flight_of(text: str) -> list[InFlight]:
+def pace_of(text: str) -> list[Pace]:
     """The candidates of an option."""
-    return [InFlight(*map(int, each.split("_"))) for each in text.split(",")]
+    return [Pace(*map(int, each.split("_"))) for each in text.split(",")]
 
 
-def choose_in_flight(
-    model: Model, context: int, tokens: int, candidates: Sequence[InFlight]
-) -> None:
+def choose_pace(model: Model, context: int, tokens: int, candidates: Sequence[Pace]) -> None:
     """Bring weights as is fastest, by the least median of rounds, which take all in turn."""
-    times: dict[InFlight, list[float]] = {each: [] for each in candidates}
+    times: dict[Pace, list[float]] = {each: [] for each in candidates}
     for _ in range(ROUNDS):
         for each in candidates:
-            model.bring_weights(each)
+            model.set_pace(each)
             times[each].append(median(model.milliseconds(context, True, tokens)))
     for each, its in times.items():
-        print(f"in flight {each}: {' '.join(f'{x:.4f}' for x in its)} ms")
-    model.bring_weights(min(times, key=lambda each: min(times[each])))
+        print(f"{each}: {' '.join(f'{x:.4f}' for x in its)} ms")
+    model.set_pace(min(times, key=lambda each: min(times[each])))
 
 
 def main() -> None:
@@ -59,7 +57,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, choices=TOKENS, default=1, help="of a step")
     parser.add_argument("--contexts", default="1,2,63,64,65,700,1000,1024,1025,1999,3001,4095")
     parser.add_argument("--times", default="1000,2000,4000")
-    parser.add_argument("--in-flight", type=in_flight_of, default=[])
+    parser.add_argument("--pace", type=pace_of, default=[])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     tokens = arguments.tokens
@@ -70,9 +68,9 @@ def main() -> None:
     for name in arguments.shapes:
         model = Model(name, tokens, qformat=arguments.qformat)
         assert model.chains, f"{name}: its layers are none that one launch can take"
-        if arguments.in_flight:
+        if arguments.pace:
             context = int(arguments.times.partition(",")[0])
-            choose_in_flight(model, context, tokens, arguments.in_flight)
+            choose_pace(model, context, tokens, arguments.pace)
         tactic = model.chains[0].tactic
         contexts = map(int, arguments.contexts.split(","))
         different = [
@@ -83,9 +81,7 @@ def main() -> None:
         spread = float(model.logits[0].std())
         verdict = f"bits differ at {different}" if different else "same bits"
         layers = model.chains[0].layers
-        print(
-            f"{name}: {len(layers)} layers, {tactic.in_flight}, logits of {spread:.1f}: {verdict}"
-        )
+        print(f"{name}: {len(layers)} layers, {tactic.pace}, logits of {spread:.1f}: {verdict}")
         failed |= bool(different)
         times = {}
         for context in map(int, arguments.times.split(",")):
@@ -102,13 +98,13 @@ def main() -> None:
             )
             print(f"{name} at {context}: least, median, most ms a step: {told}", flush=True)
         stored[shape_key(layers[0], tokens)] = times
-        chosen[shape_key(layers[0], tokens)] = tactic.in_flight
+        chosen[shape_key(layers[0], tokens)] = tactic.pace
         del model, layers
         torch.cuda.empty_cache()
     if arguments.output is not None:
         found = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
         found["ms"] = {**found.get("ms", {}), **stored}
-        found["in_flight"] = {**found.get("in_flight", {}), **chosen}
+        found["pace"] = {**found.get("pace", {}), **chosen}
         of = "_mxfp4" * (arguments.qformat != "fp8") + f"_n{tokens}" * (tokens > 1)
         found[f"measured{of}"] = provenance()
         replace(arguments.output, json.dumps(found, indent=1, sort_keys=True) + "\n")

@@ -17,7 +17,7 @@ from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.cuda.queue import DeviceQueue
 from llmctl.plugins.decoder_layers.chain import find_layers
 from llmctl.plugins.decoder_layers.kernel import find_chains
-from llmctl.plugins.decoder_layers.tactics import EVERYWHERE, InFlight, measured_tactic
+from llmctl.plugins.decoder_layers.tactics import EVERYWHERE, Pace, measured_tactic
 from llmctl.plugins.packed_linear.layout import FORMS, MXFP4
 from llmctl.plugins.program import StepInputs
 from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
@@ -49,10 +49,11 @@ class Model:
         kv_algo: str | None = "FP8",
         qformat: str = "fp8",
         quantized_head: bool = False,
+        scale: float = 1 / 32,
     ) -> None:
         """`tokens`: the most of a step that one launch takes; `kv_algo`: FP8, INT8 or None, the
         model's own type; `qformat`: of the weights, as `llmctl quantize` has it, and of the output
-        projection's with `quantized_head`."""
+        projection's with `quantized_head`; `scale`: of tokens, keys and values."""
         shape = SHAPES[shape] if isinstance(shape, str) else shape
         excluded = [] if quantized_head else ["lm_head"]
         request = request or BuildRequest(max_batch_size=4, max_seq_len=CONTEXT)
@@ -81,7 +82,7 @@ class Model:
                     size, 1 / (spread * inner**0.5), dtype=dtype, device="cuda"
                 )
             elif tensor.name.endswith("_scale"):
-                weights[tensor.name] = torch.full(size, 1 / 32, dtype=dtype, device="cuda")
+                weights[tensor.name] = torch.full(size, scale, dtype=dtype, device="cuda")
             elif tensor.dtype == MXFP4:
                 weights[tensor.name] = torch.empty(size, dtype=dtype, device="cuda")
                 random_mxfp4(weights[tensor.name], generator)
@@ -96,7 +97,7 @@ class Model:
         self.program = Program(self.calls, [], limits)
         self.chains = find_chains(self.calls, limits, {tokens: EVERYWHERE})
         for layer in find_layers(self.calls, limits)[:1]:
-            self.bring_weights(measured_tactic(layer, tokens).in_flight)
+            self.set_pace(measured_tactic(layer, tokens).pace)
         self.block = limits.tokens_per_block
         blocks = CONTEXT // self.block
         cache = normal(
@@ -128,11 +129,10 @@ class Model:
         shape = replace(shape_of(step), max_query_len=tokens + padding)
         return step, replace(shape, max_kv_len=kv_bucket(context, self.program.limits))
 
-    def bring_weights(self, in_flight: InFlight) -> None:
-        """How the one launch gets its weights from now on."""
+    def set_pace(self, pace: Pace) -> None:
+        """How the one launch brings weights from now on."""
         self.chains = [
-            replace(chain, tactic=replace(chain.tactic, in_flight=in_flight))
-            for chain in self.chains
+            replace(chain, tactic=replace(chain.tactic, pace=pace)) for chain in self.chains
         ]
 
     def use(self, one_launch: bool) -> None:

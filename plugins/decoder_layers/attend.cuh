@@ -26,7 +26,7 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
       const u8* sum = x.now + sums_at(head, 0) + (row * SIZE + 2 * nth) * 4;
       float largest = minus_infinity(), total = 0.0f, a = 0.0f, b = 0.0f;
       made(state), made(sum);  // while others arrive
-      Arrivals::ask(arrived, expected);
+      Arrivals::ask(arrived, expected - EARLY_WARPS);
       const uint2 nothing = {__float_as_uint(minus_infinity()), NO_SUM};
       constexpr int AT_ONCE = 16;
 #pragma unroll 1

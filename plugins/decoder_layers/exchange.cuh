@@ -2,7 +2,8 @@
 // arrived. All ones is a NaN in every type (another one takes its place), so numbers are stored
 // inverted and zero means absent. A reader asks again until nothing is absent, so
 // no block waits until its writes are seen. So that not all of them ask all the time, one thread of a
-// block first waits for a counter, which may be ahead of the numbers.
+// block first waits for a counter, which may be ahead of the numbers. It waits for all but a few: when
+// the answer comes, theirs are mostly there.
 //
 // There are two halves, for layers in turn. Whoever writes a number of this layer clears the place of
 // the same number in the other half, where nobody waits for it: mostly when it has counted. Then nobody
@@ -110,6 +111,9 @@ DEVICE u32 gaps(const uint4& x) {
 DEVICE uint4 upright(const uint4& x) { return {~x.x, ~x.y, ~x.z, ~x.w}; }
 
 // Counts those that have done their part of a stage, of all stages so far.
+constexpr int EARLY = 8;        // arrivals that nobody waits for: 8 to 32 are as good
+constexpr int EARLY_WARPS = 4;  // of a head's units: one unit
+
 struct Arrivals {
   int* counter;
   int expected;
@@ -123,12 +127,12 @@ struct Arrivals {
   static DEVICE void add(int* counter) {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
   }
-  DEVICE void wait() const {
-    if (threadIdx.x == 0) ask(counter, expected);
+  DEVICE void wait(int early) const {
+    if (threadIdx.x == 0) ask(counter, expected - early);
     meet();
   }
   DEVICE void wait_in_warp() const {
-    if (threadIdx.x % 32 == 0) ask(counter, expected);
+    if (threadIdx.x % 32 == 0) ask(counter, expected - EARLY);
     __syncwarp();
   }
   // All of the block's threads, or all of its first warp's, have given what the block makes.

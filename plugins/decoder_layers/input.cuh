@@ -41,7 +41,7 @@ DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u
   const u8* from = x + threadIdx.x * 16;
   made(from);
   if (IS_EXCHANGED) {
-    arrivals.wait();
+    arrivals.wait(EARLY);
     take_pieces<1>(held, from, COMPUTE * 16, has, [] {});
   } else {
 #pragma unroll
@@ -97,7 +97,7 @@ struct Norm : NormUnits {
   }
 
   // `residual` gets the sums, and `also` if it is not null.
-  template <class S, class Meanwhile>
+  template <class S, int EARLY_BY, class Meanwhile>
   DEVICE void bring(const Shared& shared, const Arrivals& arrivals, const u8* delta, Residual& residual,
                     uint4* also, float epsilon, int tokens, const Meanwhile& meanwhile) {
     const auto place = [&](int t, int i) {
@@ -109,7 +109,7 @@ struct Norm : NormUnits {
     for (int i = 0; ARE_PLACES_KEPT && i < NORM_UNITS; ++i) made(to[i] = place(0, i));
     const u8* from = delta + unit(0) * 16;
     made(from);
-    arrivals.wait();
+    arrivals.wait(EARLY_BY);
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
       if (t >= tokens) break;

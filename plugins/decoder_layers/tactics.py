@@ -20,15 +20,16 @@ MAX_CONTEXT = 4096  # tokens: in longer ones a unit of attention takes a team to
 Gains = tuple[tuple[int, bool], ...]  # (contexts up to, whether one launch is faster), ascending
 
 
-class InFlight(NamedTuple):
-    """Chunks of units (8 KiB) that may be on their way to a block: enough for the memory to be
-    busy, and no more, for what blocks hand on queues behind them. Weights that come while blocks
+class Pace(NamedTuple):
+    """How many chunks of weights (8 KiB) may be on their way to a block: enough for the memory to
+    be busy, and no more, for what blocks hand on queues behind them. Weights that come while blocks
     mostly hand on, from one layer's down projection to the next one's gate, may come more slowly.
     """
 
     small: int  # of qkv and output projections
     ahead: int  # of gate and up, as much as fits into the ring before they begin
     other: int  # of gate and up, and of down
+    early: int  # blocks whose part of a layer may be missing when the next one asks for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Tactic:
     """What was measured of a shape."""
 
     gains: Gains
-    in_flight: InFlight
+    pace: Pace
 
     def gains_at(self, context: int) -> bool:
         """Whether one launch is faster in steps that are padded to so many tokens of context."""
@@ -45,10 +46,10 @@ class Tactic:
     def words(self) -> list[str]:
         """As a binary's name ends: contexts up to which one launch is faster ("+") or not ("-")."""
         gains = "".join(f"{most}{'-+'[gain]}" for most, gain in self.gains)
-        return ["f" + "_".join(map(str, self.in_flight)), gains]
+        return ["p" + "_".join(map(str, self.pace)), gains]
 
 
-USUAL = InFlight(4, 4, 6)  # of shapes that were not measured
+USUAL = Pace(4, 4, 6, 8)  # of shapes that were not measured
 NOWHERE, EVERYWHERE = Tactic((), USUAL), Tactic(((MAX_CONTEXT, True),), USUAL)
 
 
@@ -64,7 +65,7 @@ def measured_tactic(layer: Layer, tokens: int) -> Tactic:
     key, table = shape_key(layer, tokens), _table()
     times = sorted((int(most), each) for most, each in table["ms"].get(key, {}).items())
     gains = tuple((most, each["one_launch"] < each["launches"]) for most, each in times)
-    return Tactic(gains, InFlight(*table["in_flight"].get(key, USUAL)))
+    return Tactic(gains, Pace(*table["pace"].get(key, USUAL)))
 
 
 def stored_tactics(kernels: Iterable[str]) -> dict[int, Tactic]:
@@ -74,15 +75,15 @@ def stored_tactics(kernels: Iterable[str]) -> dict[int, Tactic]:
     for name in kernels:
         if not name.startswith(f"{NAME}."):
             continue
-        found = re.search(r"\.n(\d+)\..*\.f(\d+)_(\d+)_(\d+)\.([\d+-]+)$", name)
+        found = re.search(r"\.n(\d+)\..*\.p(\d+)_(\d+)_(\d+)_(\d+)\.([\d+-]+)$", name)
         if found is None:
             raise CorruptEngine(
                 f"another version of llmctl built the kernel {name!r}", fix="build the engine again"
             )
-        tokens, *in_flight = map(int, found.groups()[:4])
-        gains = re.findall(r"(\d+)([+-])", found[5])
+        tokens, *pace = map(int, found.groups()[:5])
+        gains = re.findall(r"(\d+)([+-])", found[6])
         stored[tokens] = Tactic(
-            tuple((int(most), sign == "+") for most, sign in gains), InFlight(*in_flight)
+            tuple((int(most), sign == "+") for most, sign in gains), Pace(*pace)
         )
     return stored
 

@@ -112,3 +112,13 @@ def test_caches_of_other_types(kv_algo):
     model = Model(SMALL["narrow"], request=request, kv_algo=kv_algo)
     assert model.chains
     assert all(model.has_same_bits(context, 1) for context in CONTEXTS)
+
+
+@pytest.mark.parametrize("scale", [1 / 32, 64.0])
+def test_float16_whose_reciprocals_have_no_bound(scale):
+    """Beyond 32 a quotient of float16 is divided, for a product with the reciprocal may differ."""
+    request = BuildRequest(max_batch_size=2, max_seq_len=CONTEXT, dtype="float16")
+    model = Model(SMALL["narrow"], request=request, scale=scale)
+    assert model.chains
+    assert all(model.has_same_bits(context, 1) for context in CONTEXTS)
+    assert model.logits[0].std() > 0.1, "logits that say nothing compare nothing"

@@ -33,7 +33,7 @@ from llmctl.plugins.decoder_layers.kernel import (
     find_chains,
     serves,
 )
-from llmctl.plugins.decoder_layers.tactics import EVERYWHERE, InFlight, stored_tactics
+from llmctl.plugins.decoder_layers.tactics import EVERYWHERE, Pace, stored_tactics
 
 ONE = StepShape(num_tokens=1, num_requests=1, num_rows=1, max_query_len=1, max_kv_len=1024)
 FIELDS = 23  # pointers of `Layer` in chain.cuh
@@ -133,25 +133,25 @@ def test_memory_for_the_exchange_is_planned(monkeypatch):
     assert with_chain - scratch_bytes(plan, limits) > 2 * SHAPES["1b"].hidden * 132
 
 
-def measured(monkeypatch, ms: dict, in_flight: dict) -> None:
-    table = {"ms": ms, "in_flight": in_flight}
+def measured(monkeypatch, ms: dict, pace: dict) -> None:
+    table = {"ms": ms, "pace": pace}
     monkeypatch.setattr("llmctl.plugins.decoder_layers.tactics._table", lambda: table)
 
 
 def test_weights_are_brought_as_was_measured(monkeypatch):
     key, faster = "h2048.i8192.a32.8x64", {"1024": {"launches": 2.0, "one_launch": 1.0}}
-    measured(monkeypatch, {key: faster, f"{key}.n2": faster}, {key: [2, 4, 7]})
+    measured(monkeypatch, {key: faster, f"{key}.n2": faster}, {key: [2, 4, 7, 0]})
     plan, limits = planned("1b")
     chains = find_chains([call for call, _ in meta_calls(plan)], limits)
-    assert [(c.tokens, c.tactic.in_flight) for c in chains] == [
-        (1, (2, 4, 7)),
-        (1, (2, 4, 7)),
-        (2, EVERYWHERE.in_flight),
+    assert [(c.tokens, c.tactic.pace) for c in chains] == [
+        (1, (2, 4, 7, 0)),
+        (1, (2, 4, 7, 0)),
+        (2, EVERYWHERE.pace),
     ]
     for chain in chains:
         constants = chain_spec(chain, limits).constants
-        names = ("IN_FLIGHT_SMALL", "IN_FLIGHT_AHEAD", "IN_FLIGHT")
-        assert InFlight(*(constants[name] for name in names)) == chain.tactic.in_flight
+        names = ("IN_FLIGHT_SMALL", "IN_FLIGHT_AHEAD", "IN_FLIGHT", "EARLY_QKV")
+        assert Pace(*(constants[name] for name in names)) == chain.tactic.pace
 
 
 def test_a_kernel_that_another_version_named_is_refused():
@@ -166,12 +166,12 @@ def test_steps_take_the_way_that_is_faster_at_their_context(monkeypatch):
     faster, slower = {"launches": 2.0, "one_launch": 1.0}, {"launches": 1.0, "one_launch": 2.0}
     times = {"4096": faster, "1024": faster, "2048": slower}
     key = "h2048.i8192.a32.8x64"
-    measured(monkeypatch, {key: times}, {key: [3, 4, 7]})
+    measured(monkeypatch, {key: times}, {key: [3, 4, 7, 8]})
     calls = [call for call, _ in meta_calls(plan)]
     built = find_chain(find_layers(calls, limits), limits)
     assert built is not None
     name = chain_spec(built, limits).name
-    assert name.endswith(".f3_4_7.1024+2048-4096+")
+    assert name.endswith(".p3_4_7_8.1024+2048-4096+")
     measured(monkeypatch, {}, {})  # an engine has its own
     whole, found = find_chains(calls, limits, stored_tactics(["embedding.bf16", name]))
     assert found == built and whole.is_whole and chain_spec(whole, limits).name == name
