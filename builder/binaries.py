@@ -63,8 +63,8 @@ def make_binaries(
     plugin_config: Mapping[str, str],
     target: Target,
     on_kernel: OnKernel,
-) -> tuple[Plan, Binaries]:
-    """(the plan with its kernels, TensorRT plans and scratch, their bytes).
+) -> tuple[Plan, Binaries, dict[str, str]]:
+    """(the plan with its kernels, TensorRT plans and scratch, their bytes, versions of compilers).
 
     Raises NoDevice, KernelCompileError.
     """
@@ -76,14 +76,16 @@ def make_binaries(
         plan = replace(plan, trt_pieces=described)
     kernels: list[PlanKernel] = []
     scratch = 0
-    from llmctl.plugins.cuda.compiler import is_needed
+    compilers = target.versions
+    from llmctl.plugins.cuda.compiler import compiler_versions, is_needed
 
     for capability in target.capabilities:
         sizes = step_limits(plan, limits)
         label = capability if len(target.capabilities) > 1 else ""
         specs = [spec for spec in kernel_specs(plan, sizes) if is_needed(spec, capability)]
+        compilers |= compiler_versions(specs)
         for kernel in compile_kernels(specs, capability, on_kernel):
             kernels.append(plan_kernel(kernel, label))
             binaries[kernels[-1].tensor] = kernel.cubin
         scratch = max(scratch, scratch_bytes(plan, sizes))
-    return replace(plan, kernels=tuple(kernels), scratch_bytes=scratch), binaries
+    return replace(plan, kernels=tuple(kernels), scratch_bytes=scratch), binaries, compilers

@@ -198,8 +198,11 @@ def plan_build(
     else:
         _check_scales(checkpoint, network, limits.tp_size)
     binaries: Binaries = {}
+    compilers = target.versions
     if with_binaries:
-        plan, binaries = make_binaries(plan, pieces, limits, plugin_config, target, on_kernel)
+        plan, binaries, compilers = make_binaries(
+            plan, pieces, limits, plugin_config, target, on_kernel
+        )
     used = [name for source in network.sources.values() for name in source.names]
     unused = check_unused(checkpoint, used, model.num_hidden_layers)
     if unused:
@@ -215,7 +218,7 @@ def plan_build(
         plugin_config=plugin_config,
         source=describe_source(checkpoint),
         tokenizer=tokenizer,
-        versions=versions() | target.versions,
+        versions=versions() | compilers,
         command=command,
         compute_capability=target.compute_capability,
         weights=load_format.to_dict(model, checkpoint.config),

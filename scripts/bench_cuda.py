@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from bench_rows import Table, read_bandwidth, row, weight_bytes
 
+from llmctl.builder.engine_format import read_engine_config
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.speculation import Speculation
 from llmctl.runtime.core import Request
@@ -285,10 +286,13 @@ def main() -> None:
     arguments = parser.parse_args()
     reads = read_bandwidth()
     torch.cuda.empty_cache()
-    table = Table(arguments.output)
+    targets = arguments.targets.split(",")
+    made = read_engine_config(arguments.engines / targets[0].partition("+")[0]).versions
+    kernels = ", ".join(f"{name} {made.get(name, '?')}" for name in ("nvrtc", "triton"))
+    table = Table(arguments.output, kernels)
     table.add(row("read", "TB/s", reads))
     bench = Bench(arguments.engines, arguments.rounds, median(reads) * 1e12, table)
-    run_rows(bench, arguments.rows.split(","), arguments.targets.split(","))
+    run_rows(bench, arguments.rows.split(","), targets)
 
 
 if __name__ == "__main__":

@@ -131,8 +131,11 @@ def provenance() -> dict[str, Any]:
 class Table:
     """Rows of one device, kept in a folder (None: only printed)."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, kernels: str | None = None) -> None:
+        """kernels: what compiled those of the engines, which may have been another machine's."""
         self._common = provenance()
+        if kernels is not None:
+            self._common["versions"]["kernels"] = kernels
         self._folder = folder
         device = self._common["versions"]["device"]
         self._stem = "h200" if "H200" in device else "h100" if "H100" in device else "gpu"

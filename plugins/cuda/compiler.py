@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,13 @@ def runs_on(spec: KernelSpec, capability: str) -> bool:
     if not spec.is_triton:
         return capability == HOPPER
     return float(capability) >= FP8_CAPABILITY or "*fp8e4nv" not in spec.arguments
+
+
+def compiler_versions(specs: Iterable[KernelSpec]) -> dict[str, str]:
+    """What compiles these kernels. Raises NoDevice where NVRTC is needed and absent."""
+    kinds = {spec.is_triton for spec in specs}
+    found = {"triton": triton_version()} if True in kinds else {}
+    return found | ({"nvrtc": nvrtc.version()} if False in kinds else {})
 
 
 def is_needed(spec: KernelSpec, capability: str) -> bool:

@@ -1,6 +1,6 @@
 // How the weights of layers.cu get to a block: a warp for each chunk of an interval copies the block's
-// share of all products, one after the other, through the ring. They wait for no other block. Only so many
-// chunks of units are on their way: more would not come faster, and all else would queue behind them.
+// share of all products, one after the other, through the ring. They wait for no other block. Only so
+// many chunks of units are on their way: more would not come faster, and all else would queue behind them.
 // From a layer's down projection to the next one's gate and up, blocks mostly hand numbers on: the weights
 // that come meanwhile may come more slowly, and the numbers come sooner.
 #pragma once
@@ -56,7 +56,8 @@ DEVICE void copy_all(const Shared& shared, const Layer* layers, int num_layers, 
     load(l + 1, next);  // a layer ahead, for nothing should wait for an address
     copy_product<QkvSize, 0, 0, IN_FLIGHT_SMALL>(shared, weights[0], chunk, number, once);
     copy_product<OSize, 0, 0, IN_FLIGHT_SMALL>(shared, weights[1], chunk, number, once);
-    copy_product<GateUpSize, STAGES, IN_FLIGHT_AHEAD, IN_FLIGHT>(shared, weights[2], chunk, number, once);
+    copy_product<GateUpSize, STAGES, IN_FLIGHT_AHEAD, IN_FLIGHT>(shared, weights[2], chunk, number,
+                                                                 once);
     copy_product<DownSize, 0, 0, IN_FLIGHT>(shared, weights[3], chunk, number, once);
 #pragma unroll
     for (int i = 0; i < 4; ++i) weights[i] = next[i];

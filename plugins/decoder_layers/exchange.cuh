@@ -8,7 +8,8 @@
 // There are two halves, for layers in turn. Whoever writes a number of this layer clears the place of
 // the same number in the other half, where nobody waits for it: mostly when it has counted. Then nobody
 // reads there any more: every block needs something of every stage that all have done before it, and
-// has read what was there to do its part of that.
+// has read what was there to do its part of that. Nor does anybody yet: who looks for the next layer's
+// number there has needed what its writer did since.
 // Which half comes first is kept from launch to launch, for the last layer's half is not cleared.
 #pragma once
 
@@ -110,10 +111,11 @@ DEVICE u32 gaps(const uint4& x) {
 }
 DEVICE uint4 upright(const uint4& x) { return {~x.x, ~x.y, ~x.z, ~x.w}; }
 
-// Counts those that have done their part of a stage, of all stages so far.
-constexpr int EARLY = 8;        // arrivals that nobody waits for: 8 to 32 are as good
-constexpr int EARLY_WARPS = 4;  // of a head's units: one unit
+// Arrivals that nobody waits for: of blocks (8 to 32 are as good), and of warps with a head's units (those
+// of one).
+constexpr int EARLY = 8, EARLY_WARPS = 4;
 
+// Counts those that have done their part of a stage, of all stages so far.
 struct Arrivals {
   int* counter;
   int expected;

@@ -16,8 +16,8 @@
 // Macros: MXFP4 (0 | 1: weights of four bits), MODEL_TYPE, KV_TYPE, HIDDEN, INTERMEDIATE, NUM_HEADS,
 // NUM_KV_HEADS, HEAD_SIZE, O_GROUP and DOWN_GROUP (weight rows that a block takes at once: 8 | 16),
 // TOKENS_PER_BLOCK, TOKENS (most of a step), NUM_BLOCKS (of the grid), STAGES, IN_FLIGHT_SMALL,
-// IN_FLIGHT_AHEAD, IN_FLIGHT and EARLY_QKV (tactics.py), ROOM (of shared memory: chain.cuh), SLOTS (tiles of a team
-// that takes units of attention: 1 | 2), MAX_UNITS, EXCHANGE_BYTES.
+// IN_FLIGHT_AHEAD, IN_FLIGHT and EARLY_QKV (tactics.py), ROOM (of shared memory: chain.cuh), SLOTS (tiles
+// of a team that takes units of attention: 1 | 2), MAX_UNITS, EXCHANGE_BYTES.
 
 #include "decoder_layers/attend.cuh"
 #include "decoder_layers/copy.cuh"
@@ -175,7 +175,8 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
         } else {
           Norm norm(layer->qkv_norm, w.x_scale);
           const u8* delta = exchange.now + exchange.other + DOWN_AT;  // of the layer before
-          norm.bring<QkvSize, EARLY_QKV>(shared, arrivals, delta, kept, nullptr, epsilon, tokens, meanwhile);
+          norm.bring<QkvSize, EARLY_QKV>(shared, arrivals, delta, kept, nullptr, epsilon, tokens,
+                                         meanwhile);
         }
       };
       const auto finish = [&](const Item<QkvSize>& item, const RopeEnd::Rows& rows,
@@ -226,7 +227,8 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
       const auto bring = [&](bool, const SwigluEnd::Token&) {
         Norm norm(layer->mlp_norm, w.x_scale);
         uint4* also = is_last && blockIdx.x == 0 ? residual_out : nullptr;
-        norm.bring<GateUpSize, EARLY>(shared, arrivals, exchange.now + O_AT, kept, also, epsilon, tokens, [] {});
+        norm.bring<GateUpSize, EARLY>(shared, arrivals, exchange.now + O_AT, kept, also, epsilon,
+                                      tokens, [] {});
       };
       const auto finish = [&](const Item<GateUpSize>& item, const SwigluEnd::Rows& rows,
                               const SwigluEnd::Token& t, const float (&sum)[2]) {

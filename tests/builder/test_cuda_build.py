@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from llmctl.builder.kernels import kernel_specs, step_limits
 from llmctl.builder.packing import PackedRows, RowOrder
 from llmctl.cli.main import execute
 from llmctl.errors import CheckpointNotFound, UnknownQuantization, Unsupported
+from llmctl.plugins.cuda import nvrtc
 from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.cuda.cubin import read_cubin
 from llmctl.plugins.cuda.kernel import StepShape
@@ -356,6 +358,8 @@ def test_kernels_are_stored_and_read_back_whole(fp8_engine) -> None:
         )
         assert read_cubin(cubin, kernel.metadata["entry"]).registers == kernel.metadata["registers"]
     assert config.compute_capability == "9.0" and config.backend == "cuda"
+    assert config.versions["nvrtc"] == nvrtc.version()
+    assert config.versions["triton"] == version("triton")
     assert plan.scratch_bytes > 0
 
 
