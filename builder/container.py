@@ -81,13 +81,15 @@ def write_container(
 ) -> tuple[int, str]:
     """Write the file, asking `chunks(name)` for each tensor's values in turn.
 
-    Returns (bytes written, sha256 of the header). on_progress gets the bytes of each chunk.
+    Returns (bytes written, sha256 of the header). on_progress gets the bytes of the
+    header and of each chunk.
     """
     ordered = layout(entries)
     header = encode_header(ordered, metadata)
     total = len(header)
     with path.open("wb") as file:
         file.write(header)
+        on_progress(len(header))
         for entry in ordered:
             written = 0
             for chunk in chunks(entry.name):

@@ -58,7 +58,9 @@ def test_odd_sizes_keep_every_tensor_aligned_for_its_dtype(tmp_path: Path) -> No
         for e in entries
     }
     path = tmp_path / "x.engine"
-    write_container(path, entries, {}, lambda name: iter([values[name]]), lambda _: None)
+    told: list[int] = []
+    write_container(path, entries, {}, lambda name: iter([values[name]]), told.append)
+    assert sum(told) == path.stat().st_size, "a progress bar would not end"
     with safe_open(path, "pt") as file:
         for entry in entries:
             found = file.get_tensor(entry.name).reshape(-1).view(torch.uint8)
