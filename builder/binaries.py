@@ -64,7 +64,7 @@ def make_binaries(
     target: Target,
     on_kernel: OnKernel,
 ) -> tuple[Plan, Binaries, dict[str, str]]:
-    """(the plan with its kernels, TensorRT plans and scratch, their bytes, versions of compilers).
+    """(the plan with its kernels, TensorRT plans and scratch, their bytes, what compiled kernels).
 
     Raises NoDevice, KernelCompileError.
     """
@@ -76,7 +76,7 @@ def make_binaries(
         plan = replace(plan, trt_pieces=described)
     kernels: list[PlanKernel] = []
     scratch = 0
-    compilers = target.versions
+    compilers: dict[str, str] = {}
     from llmctl.plugins.cuda.compiler import compiler_versions, is_needed
 
     for capability in target.capabilities:

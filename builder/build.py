@@ -198,7 +198,7 @@ def plan_build(
     else:
         _check_scales(checkpoint, network, limits.tp_size)
     binaries: Binaries = {}
-    compilers = target.versions
+    compilers: dict[str, str] = {}
     if with_binaries:
         plan, binaries, compilers = make_binaries(
             plan, pieces, limits, plugin_config, target, on_kernel
@@ -218,7 +218,7 @@ def plan_build(
         plugin_config=plugin_config,
         source=describe_source(checkpoint),
         tokenizer=tokenizer,
-        versions=versions() | compilers,
+        versions=versions() | target.versions | compilers,
         command=command,
         compute_capability=target.compute_capability,
         weights=load_format.to_dict(model, checkpoint.config),

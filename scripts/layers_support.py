@@ -15,7 +15,6 @@ from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.kernel import KernelSpec, StepShape
 from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.cuda.queue import DeviceQueue
-from llmctl.plugins.decoder_layers.chain import find_layers
 from llmctl.plugins.decoder_layers.kernel import find_chains
 from llmctl.plugins.decoder_layers.tactics import EVERYWHERE, Pace, measured_tactic
 from llmctl.plugins.packed_linear.layout import FORMS, MXFP4
@@ -96,8 +95,8 @@ class Model:
         self.logits = tensors[plan.logits]
         self.program = Program(self.calls, [], limits)
         self.chains = find_chains(self.calls, limits, {tokens: EVERYWHERE})
-        for layer in find_layers(self.calls, limits)[:1]:
-            self.set_pace(measured_tactic(layer, tokens).pace)
+        if self.chains:
+            self.set_pace(measured_tactic(self.chains[0].layers[0], tokens).pace)
         self.block = limits.tokens_per_block
         blocks = CONTEXT // self.block
         cache = normal(
