@@ -55,7 +55,7 @@ def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
     assert isinstance(vocab_size, int)
     found = [
         *sampling.kernels(vocab_size),
-        *rounds.kernels(limits.max_batch_size, limits.max_draft_len),
+        *rounds.kernels(limits.max_batch_size, limits.max_draft_len, vocab_size),
     ]
     for call, _ in distinct_calls(plan):
         found += _module(call.op).kernels(call, limits)

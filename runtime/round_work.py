@@ -66,28 +66,31 @@ class RoundWork:
         """draft_len steps of the draft engine, each fed with the token the last one drew."""
         draft = self._draft
         assert draft is not None
-        program, state, batch = draft.program, self._state, shape.batch
+        batch, last = shape.batch, shape.draft_len - 1
+        is_greedy = shape.drawing is Drawing.GREEDY  # then a step is described by what draws for it
         for index in range(shape.draft_len):
-            count = 1
-            if index == 0:
-                count = 2
-                feed = bookkeeping.draft_first(state, program.step, program.limits, batch)
-            else:
-                feed = bookkeeping.draft_next(state, program.step, program.limits, batch, index)
-            self._launch(self._target, [feed])
-            self._forward(draft, shape, count, batch)
+            self._feed_draft(draft, shape, index)
+            self._forward(draft, shape, 2 if index == 0 else 1, batch)
+            if is_greedy and index < last:
+                continue
+            drafts, stride = self._state.drafts, self._state.max_draft_len
             self._launch(
                 draft,
-                self._draw(
-                    draft,
-                    state.drafts,
-                    shape,
-                    batch,
-                    first=index,
-                    stride=state.max_draft_len,
-                    offset=index,
-                ),
+                self._draw(draft, drafts, shape, batch, first=index, stride=stride, offset=index),
             )
+
+    def _feed_draft(self, draft: CudaExecutable, shape: RoundShape, index: int) -> None:
+        """Describe the draft's step `index`; of greedy drafts, draw the one that it is fed with."""
+        state, program = self._state, draft.program
+        described = state, program.step, program.limits, shape.batch
+        if index == 0:
+            self._launch(self._target, [bookkeeping.draft_first(*described)])
+        elif shape.drawing is Drawing.GREEDY:
+            scratch = self._scratch[draft.vocab_size]
+            drawn = bookkeeping.draw_next(draft.logits, scratch, *described, index)
+            self._launch(draft, [drawn])
+        else:
+            self._launch(self._target, [bookkeeping.draft_next(*described, index)])
 
     def verify(self, shape: RoundShape) -> None:
         """One target step over the root and all drafts, then acceptance."""

@@ -130,7 +130,7 @@ def time_sampling(vocab: int) -> None:
                 report(f"sample {name}, {what}", rows, launches)
 
 
-def time_rounds() -> None:
+def time_rounds(vocab: int) -> None:
     for batch in (1, 8, 64):
         draft_len = 10
         state = RoundState.allocate(batch, draft_len, "cuda")
@@ -147,6 +147,12 @@ def time_rounds() -> None:
         }
         for name, launch in steps.items():
             report(f"rounds.{name}, requests:", batch, [launch])
+        logits = torch.randn(batch, vocab, device="cuda")
+        scratch = SamplingScratch.allocate(batch, vocab, "cuda")
+        drawn = sampling.argmax(logits, state.drafts, scratch, batch, stride=draft_len)
+        report("argmax, rounds.draft_next, requests:", batch, [drawn, steps["draft_next"]])
+        both = rounds.draw_next(logits, scratch, state, step, limits, batch, 1)
+        report("rounds.draw_next, requests:", batch, [both])
 
 
 def main() -> None:
@@ -161,7 +167,7 @@ def main() -> None:
         for num_warps in (8, 16):
             other = replace(launch, spec=replace(launch.spec, num_warps=num_warps))
             report(f"  with {num_warps} warps", rows, [other])
-    time_rounds()
+    time_rounds(options.vocab)
     time_sampling(options.vocab)
 
 

@@ -2,6 +2,7 @@
 
     draft_first(state, step, limits, batch)     the draft's step of two tokens per request
     draft_next(state, step, limits, batch, j)   its step of draft j - 1, for 1 <= j < k
+    draw_next(logits, scratch, state, step, limits, batch, j)   draft j - 1 by argmax, and that
     verify(state, step, limits, batch, k)       the target's step of k + 1 tokens per request
     accept(state, batch, k)                     what was accepted, into the state and the ring
 
@@ -11,17 +12,29 @@ has room for: b < batch. reference.py has the meaning of each.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from llmctl.plugins.cuda.kernel import DeviceStep, KernelSpec, Launch, StepLimits
 from llmctl.plugins.rounds.state import RECORD_TOKENS, RoundState
+from llmctl.plugins.sampling.arrays import CHUNK, SamplingScratch
+from llmctl.plugins.sampling.kernel import chunked
+
+if TYPE_CHECKING:
+    import torch
 
 _SOURCE = "llmctl.plugins.rounds.triton_kernel"
 _MAX_TILE = 2048  # elements that the thread block holds of each array
 _ONE_BLOCK = (1, 1, 1)
 
 
-def kernels(max_batch_size: int, max_draft_len: int) -> list[KernelSpec]:
-    """The binaries of rounds with a state of this size."""
-    return [_feed_spec(max_batch_size, max_draft_len), _accept_spec(max_batch_size, max_draft_len)]
+def kernels(max_batch_size: int, max_draft_len: int, vocab: int) -> list[KernelSpec]:
+    """The binaries of an engine with `vocab` logits for rounds: as the target, whose sizes the
+    state has, and as the draft."""
+    return [
+        _feed_spec(max_batch_size, max_draft_len),
+        _draw_spec(max_batch_size, vocab),
+        _accept_spec(max_batch_size, max_draft_len),
+    ]
 
 
 def draft_first(state: RoundState, step: DeviceStep, limits: StepLimits, batch: int) -> Launch:
@@ -34,6 +47,42 @@ def draft_next(
 ) -> Launch:
     """Feed the draft its own token `index` - 1; logits of it. 1 <= index < draft_len."""
     return _feed(state, step, limits, batch, first=index, count=1, rows=1)
+
+
+def draw_next(
+    logits: torch.Tensor,
+    scratch: SamplingScratch,
+    state: RoundState,
+    step: DeviceStep,
+    limits: StepLimits,
+    batch: int,
+    index: int,
+) -> Launch:
+    """Draft `index` - 1 of each request is the best id of its row of `logits` [batch, vocab], -1
+    with NaN; then `draft_next`, in one launch. Its binary is among the draft engine's."""
+    vocab = logits.shape[1]
+    arguments = (
+        logits,
+        scratch.keys,
+        state.committed,
+        state.capacity,
+        state.drafts,
+        step.token_ids,
+        step.position_ids,
+        step.cu_q,
+        step.kv_len,
+        step.block_tables,
+        step.slot_mapping,
+        step.logit_rows,
+        batch,
+        index - 1,
+        state.max_draft_len,
+        limits.max_seq_len,
+        limits.tokens_per_block,
+        step.block_tables.shape[1],
+    )
+    spec = _draw_spec(limits.max_batch_size, vocab)
+    return Launch(spec, (-(-vocab // CHUNK), batch, 1), arguments)
 
 
 def verify(
@@ -113,6 +162,19 @@ def _feed_spec(max_batch_size: int, max_draft_len: int) -> KernelSpec:
             "MAX_DRAFT_LEN": max_draft_len,
             "BLOCK_REQUESTS": block_requests,
             "BLOCK_TOKENS": block_tokens,
+            "PDL": True,
+        },
+    )
+
+
+def _draw_spec(max_batch_size: int, vocab: int) -> KernelSpec:
+    return KernelSpec(
+        name=f"rounds.draw_next.b{max_batch_size}.v{vocab}",
+        source=f"{_SOURCE}:draw_next",
+        arguments=("*fp32", "*i64", *("*i32",) * 10, *("i32",) * 6),
+        constants={
+            **chunked(vocab),
+            "BLOCK_REQUESTS": _power_of_two(max_batch_size),
             "PDL": True,
         },
     )

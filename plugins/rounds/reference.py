@@ -6,6 +6,7 @@ import torch
 
 from llmctl.plugins.cuda.kernel import DeviceStep, StepLimits
 from llmctl.plugins.rounds.state import RECORD_TOKENS, RoundState
+from llmctl.plugins.sampling.reference import argmax_rows
 
 
 def draft_first(state: RoundState, step: DeviceStep, limits: StepLimits, batch: int) -> None:
@@ -19,6 +20,19 @@ def draft_next(
 ) -> None:
     """Draft `index` - 1 of each request, at position committed - 1 + index."""
     _feed(state, step, limits, batch, state.drafts[:, index - 1 : index], first=index, rows=1)
+
+
+def draw_next(
+    logits: torch.Tensor,
+    state: RoundState,
+    step: DeviceStep,
+    limits: StepLimits,
+    batch: int,
+    index: int,
+) -> None:
+    """Draft `index` - 1 of each request is the best id of its row; then `draft_next`."""
+    state.drafts[:batch, index - 1] = torch.from_numpy(argmax_rows(logits[:batch].numpy()))
+    draft_next(state, step, limits, batch, index)
 
 
 def verify(

@@ -1,4 +1,5 @@
-"""The bookkeeping kernels of rounds: one thread block, a few vectors of integers.
+"""The bookkeeping kernels of rounds: one thread block, a few vectors of integers; and the argmax of
+a draft's logits, whose last thread block describes the step that follows.
 
 Record columns are those of state.py. reference.py says the same plainly.
 """
@@ -10,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmctl.plugins.rounds import state
+from llmctl.plugins.sampling.triton_kernel import best_of_row
 
 _ACCEPTED: tl.constexpr = tl.constexpr(state.RECORD_ACCEPTED)
 _EMITTED: tl.constexpr = tl.constexpr(state.RECORD_EMITTED)
@@ -77,18 +79,83 @@ def feed(
         value += tl.load(root + request + token * 0, mask=real & (after_root == 0), other=0)
         value += tl.load(previous + request + token * 0, mask=real & (after_root < 0), other=0)
         position = length - 1 + after_root
-        has_slot = real & (position >= 0) & (position < limit)
-        entry = request * max_blocks + position // tokens_per_block
-        block = tl.load(block_tables + entry, mask=has_slot, other=0)
-        slot = tl.where(has_slot, block * tokens_per_block + position % tokens_per_block, -1)
-        inside = tl.maximum(tl.minimum(position, max_seq_len - 1), 0)
-
+        slot = _slot_of(
+            block_tables + request * max_blocks, position, limit, real, tokens_per_block
+        )
         index = place * count + token
         tl.store(token_ids + index, value, mask=exists)
-        tl.store(position_ids + index, tl.where(real, inside, 0), mask=exists)
+        tl.store(position_ids + index, _inside(position, real, max_seq_len), mask=exists)
         tl.store(slot_mapping + index, slot, mask=exists)
         row = request * rows + token - (count - rows)
         tl.store(logit_rows + row, index, mask=exists & (token >= count - rows))
+
+
+@triton.jit
+def draw_next(
+    logits,
+    keys,
+    committed,
+    capacity,
+    drafts,
+    token_ids,
+    position_ids,
+    cu_q,
+    kv_len,
+    block_tables,
+    slot_mapping,
+    logit_rows,
+    batch,
+    index,  # of the draft that is drawn
+    max_draft_len,
+    max_seq_len,
+    tokens_per_block,
+    max_blocks,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    BLOCK_REQUESTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (chunks, requests). The thread block that knows a row's token stores it, and what the
+    next step needs to know of this request, which it found out before."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(1)
+    request = tl.arange(0, BLOCK_REQUESTS)
+    length = tl.load(committed + row)
+    limit = tl.load(capacity + row)
+    is_real = length > 0
+    others = (tl.load(committed + request, mask=request < batch, other=0) > 0).to(tl.int32)
+    position = length + index
+    slot = _slot_of(block_tables + row * max_blocks, position, limit, is_real, tokens_per_block)
+    before = tl.sum(tl.where(request < row, others, 0), 0)
+    place = tl.where(is_real, before, tl.sum(others, 0) + row - before)
+
+    knows, token = best_of_row(logits, keys, VOCAB, CHUNK, BLOCK_CHUNKS)
+    if knows:
+        tl.store(token_ids + place, tl.where(is_real, token, 0))
+        tl.store(position_ids + place, _inside(position, is_real, max_seq_len))
+        tl.store(slot_mapping + place, slot)
+        tl.store(kv_len + row, tl.where(is_real, tl.minimum(position + 1, limit), 0))
+        tl.store(cu_q + row + 1, before + is_real.to(tl.int32))
+        tl.store(cu_q, 0)
+        tl.store(logit_rows + row, place)
+        tl.store(drafts + row * max_draft_len + index, token)
+
+
+@triton.jit
+def _slot_of(table, position, limit, is_real, tokens_per_block):
+    """Where the cache has the position; -1 where it has none. table: a request's blocks."""
+    has_slot = is_real & (position >= 0) & (position < limit)
+    block = tl.load(table + position // tokens_per_block, mask=has_slot, other=0)
+    return tl.where(has_slot, block * tokens_per_block + position % tokens_per_block, -1)
+
+
+@triton.jit
+def _inside(position, is_real, max_seq_len):
+    """The position, within what an engine knows; 0 for padding."""
+    return tl.where(is_real, tl.maximum(tl.minimum(position, max_seq_len - 1), 0), 0)
 
 
 @triton.jit

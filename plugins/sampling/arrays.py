@@ -57,7 +57,7 @@ class SamplingScratch:
     """What sampling works in, for up to `rows` rows of one vocabulary. Launches that may run at the
     same time need their own; launches of one stream share one."""
 
-    keys: torch.Tensor  # [rows] int64: best logit and id so far; zero between launches
+    keys: torch.Tensor  # [rows, chunks] int64: best logit and id, of argmax; zero between launches
     arrivals: torch.Tensor  # [rows] int32: finished chunks of a row; zero between launches
     chunk_keys: torch.Tensor  # [rows, chunks] int64: best logit and id
     chunk_values: torch.Tensor  # [rows, chunks] float64: best draw, or about the sum of exp(score)
@@ -93,7 +93,7 @@ class SamplingScratch:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            keys=zeros((rows,), torch.int64),
+            keys=zeros((rows, num_chunks), torch.int64),
             arrivals=zeros((rows,), torch.int32),
             chunk_keys=zeros((rows, num_chunks), torch.int64),
             chunk_values=zeros((rows, num_chunks), torch.float64),

@@ -58,7 +58,7 @@ def argmax(
 ) -> Launch:
     """out[r * stride + offset] = the best id of row r; the lowest on ties, -1 if it has NaN."""
     vocab = logits.shape[1]
-    arguments = (logits, out, scratch.keys, scratch.arrivals, stride, offset)
+    arguments = (logits, out, scratch.keys, stride, offset)
     return Launch(_argmax_spec(vocab), (-(-vocab // CHUNK), rows, 1), arguments)
 
 
@@ -133,8 +133,8 @@ def _argmax_spec(vocab: int) -> KernelSpec:
     return KernelSpec(
         name=f"sampling.argmax.v{vocab}",
         source=f"{_SOURCE}:argmax",
-        arguments=("*fp32", "*i32", "*i64", "*i32", "i32", "i32"),
-        constants={"VOCAB": vocab, "CHUNK": CHUNK, "PDL": True},
+        arguments=("*fp32", "*i32", "*i64", "i32", "i32"),
+        constants={**chunked(vocab), "PDL": True},
     )
 
 
@@ -182,9 +182,7 @@ def _sift_spec(vocab: int) -> KernelSpec:
 
 def _shared_constants(vocab: int) -> dict[str, Constant]:
     return {
-        "VOCAB": vocab,
-        "CHUNK": CHUNK,
-        "BLOCK_CHUNKS": _power_of_two(-(-vocab // CHUNK)),
+        **chunked(vocab),
         # exp(score) <= 1 as an integer: the sum over a vocabulary stays below 2 ** 62
         "MASS_UNIT": 2.0 ** (62 - vocab.bit_length()),
         "PDL": True,
@@ -207,6 +205,12 @@ def _finish_spec(vocab: int) -> KernelSpec:
         },
         num_warps=16,
     )
+
+
+def chunked(vocab: int) -> dict[str, Constant]:
+    """How kernels cut a row."""
+    blocks = _power_of_two(-(-vocab // CHUNK))
+    return {"VOCAB": vocab, "CHUNK": CHUNK, "BLOCK_CHUNKS": blocks}
 
 
 def _power_of_two(count: int) -> int:

@@ -38,26 +38,50 @@ def argmax(
     logits,
     out,
     keys,
-    arrivals,
     stride,
     offset,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The last thread block of a row to arrive stores the token and clears the row's scratch."""
+    """Grid (chunks, rows): out[row * stride + offset] = the row's best id."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    row = tl.program_id(1)
-    ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    knows, token = best_of_row(logits, keys, VOCAB, CHUNK, BLOCK_CHUNKS)
+    if knows:
+        tl.store(out + tl.program_id(1) * stride + offset, token)
+
+
+@triton.jit
+def best_of_row(logits, keys, VOCAB: tl.constexpr, CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """(whether this thread block of a grid (chunks, rows) knows its row's best id, that id).
+
+    The block of the last chunk does: it waits for the others' keys, of which none is 0, and clears
+    their places. A key says itself that it is there, so nothing has to be counted behind it. Who is
+    waited for came before, for blocks start in the order of their numbers.
+    """
+    NUM_CHUNKS: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
     first = logits + row.to(tl.int64) * VOCAB
     values = tl.load(first + ids, mask=ids < VOCAB, other=float("-inf"))
-    tl.atomic_max(keys + row, best_key(values, ids), sem="relaxed")
-    if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        key = tl.atomic_xchg(keys + row, tl.zeros([], tl.int64), sem="relaxed")
-        tl.store(arrivals + row, 0)
-        tl.store(out + row * stride + offset, key_token(key))
+    key = best_key(values, ids)
+    places = keys + row * NUM_CHUNKS
+    knows = chunk == NUM_CHUNKS - 1
+    token = tl.full([], -1, tl.int32)
+    if knows:
+        place = places + tl.arange(0, BLOCK_CHUNKS)
+        is_other = tl.arange(0, BLOCK_CHUNKS) < NUM_CHUNKS - 1
+        others = tl.load(place, mask=is_other, other=1, volatile=True)
+        while tl.min(others, axis=0) == 0:
+            others = tl.load(place, mask=is_other, other=1, volatile=True)
+        tl.store(place, tl.zeros_like(others), mask=is_other)
+        token = key_token(tl.maximum(tl.max(others, axis=0), key))
+    else:
+        tl.store(places + chunk, key)
+    return knows, token
 
 
 @triton.jit

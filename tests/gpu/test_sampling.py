@@ -131,6 +131,16 @@ def test_round_kernels_equal_the_reference(batch: int, draft_len: int):
         run([launch(moved(state, "cuda"), found, limits, batch, *extra)])
         getattr(rounds_reference, which)(state, wanted, limits, batch, *extra)
         assert_same(found, wanted)
+    logits = integers(-9, 10, batch, 5000).float()
+    scratch = SamplingScratch.allocate(batch, logits.shape[1], "cuda")
+    drawn, wanted_state = moved(state, "cuda"), moved(state, "cpu")
+    for index in (1, draft_len, 1):
+        found, wanted = moved(step, "cuda"), moved(step, "cpu")
+        described = drawn, found, limits, batch, index
+        run([rounds_kernel.draw_next(logits.cuda(), scratch, *described)])
+        rounds_reference.draw_next(logits, wanted_state, wanted, limits, batch, index)
+        assert_same(found, wanted)
+        assert_same(drawn, wanted_state)
     found_state = moved(state, "cuda")
     for _ in range(4):
         run([rounds_kernel.accept(found_state, batch, draft_len)])

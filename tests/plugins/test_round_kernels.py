@@ -14,6 +14,7 @@ from llmctl.plugins.cuda.interpret import run_launches
 from llmctl.plugins.cuda.kernel import DeviceStep, Launch, StepLimits
 from llmctl.plugins.rounds import kernel, reference
 from llmctl.plugins.rounds.state import RECORD_TOKENS, RoundState
+from llmctl.plugins.sampling.arrays import SamplingScratch
 from llmctl.runtime.speculative.accept import accept_tokens
 
 UNTOUCHED = -77
@@ -96,6 +97,27 @@ def test_steps_are_described_as_the_reference_describes_them(made, data):
 
 
 @settings(max_examples=150, deadline=None)
+@given(states(), st.data())
+def test_drawing_and_describing_in_one_equals_the_two(made, data):
+    """Logits of few values, so that many ids tie, and here and there NaN."""
+    state, batch, _ = made
+    limits = make_limits(state.max_batch_size, state.max_draft_len)
+    index, vocab = data.draw(st.integers(1, state.max_draft_len)), data.draw(st.integers(1, 5000))
+    seeded = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    logits = torch.randint(-2, 3, (batch, vocab), generator=seeded).float()
+    logits[torch.rand(logits.shape, generator=seeded) < 0.1 / vocab] = torch.nan
+    scratch = SamplingScratch.allocate(batch, vocab, "cpu")
+    found, wanted = clone(state), clone(state)
+    found_step, wanted_step = make_step(limits), make_step(limits)
+    launch = kernel.draw_next(logits, scratch, found, found_step, limits, batch, index)
+    run_launches([launch])
+    reference.draw_next(logits, wanted, wanted_step, limits, batch, index)
+    assert_same(found, wanted)
+    assert_same(found_step, wanted_step)
+    assert not scratch.keys.any()
+
+
+@settings(max_examples=150, deadline=None)
 @given(states())
 def test_accepting_equals_the_reference_and_the_hosts_rule(made):
     state, batch, draft_len = made
@@ -160,16 +182,22 @@ def test_a_plain_batch_is_laid_out_as_the_contract_says():
     assert step.slot_mapping[10:15].tolist() == wanted
 
 
-@pytest.mark.parametrize(("batch", "draft_len"), [(1, 1), (8, 10), (64, 16), (256, 10), (256, 32)])
-def test_round_kernels_compile_without_spills(batch: int, draft_len: int):
-    specs = kernel.kernels(batch, draft_len)
+@pytest.mark.parametrize(
+    ("batch", "draft_len", "vocab"),
+    [(1, 1, 32000), (8, 10, 128256), (64, 16, 128256), (256, 10, 151936), (256, 32, 131)],
+)
+def test_round_kernels_compile_without_spills(batch: int, draft_len: int, vocab: int):
+    specs = kernel.kernels(batch, draft_len, vocab)
     for spec in specs:
         assert compile_kernel(spec).local_bytes == 0
     state = RoundState.allocate(batch, draft_len, "cpu")
     step, limits = make_step(make_limits(batch, draft_len)), make_limits(batch, draft_len)
+    logits = torch.empty(batch, vocab, device="meta")
+    scratch = SamplingScratch.allocate(batch, vocab, "meta")
     launches: list[Launch] = [
         kernel.draft_first(state, step, limits, batch),
         kernel.verify(state, step, limits, batch, draft_len),
+        kernel.draw_next(logits, scratch, state, step, limits, batch, 1),
         kernel.accept(state, batch, draft_len),
     ]
     assert all(launch.spec in specs for launch in launches)

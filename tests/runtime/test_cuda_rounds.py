@@ -105,6 +105,9 @@ def make_engine(fake, monkeypatch):
 
     names = ("draft_first", "draft_next", "verify", "accept")
     by_reference = {name: partial(partial, getattr(reference, name)) for name in names}
+    by_reference["draw_next"] = lambda logits, scratch, *rest: partial(
+        reference.draw_next, logits, *rest
+    )
     monkeypatch.setattr("llmctl.runtime.round_work.bookkeeping", SimpleNamespace(**by_reference))
 
     class DeviceEngine(fake.Engine):

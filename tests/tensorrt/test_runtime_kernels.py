@@ -81,7 +81,7 @@ def test_an_engine_holds_every_kernel_that_its_steps_launch(capability, form, tm
         spec.name
         for spec in (
             *sampling.kernels(131),
-            *rounds.kernels(limits.max_batch_size, limits.max_draft_len),
+            *rounds.kernels(limits.max_batch_size, limits.max_draft_len, 131),
         )
     }
     held = {spec.name for spec in specs}
