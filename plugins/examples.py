@@ -89,6 +89,18 @@ def _embedding(case: Case, generator: torch.Generator) -> Example:
     return Example(call, plain_step(tokens, vocab), no_cache())
 
 
+def _embedding_norm(case: Case, generator: torch.Generator) -> Example:
+    tokens, vocab, hidden = (int(case[k]) for k in ("tokens", "vocab", "hidden"))
+    shape, dtype = (tokens, hidden), str(case["dtype"])
+    inputs = {
+        "weight": random_tensor((vocab, hidden), dtype, generator),
+        "norm_weight": random_tensor((hidden,), dtype, generator),
+    }
+    outputs = {"embedded": empty(shape, dtype), **_quantized_output(case, shape, inputs)}
+    call = OpCall("embedding_norm", "embedding", inputs, outputs, {"epsilon": 1e-5})
+    return Example(call, plain_step(tokens, vocab), no_cache())
+
+
 def _gather_rows(case: Case, generator: torch.Generator) -> Example:
     tokens, rows, hidden = (int(case[k]) for k in ("tokens", "rows", "hidden"))
     dtype = str(case["dtype"])
@@ -261,6 +273,7 @@ def _paged_attention(case: Case, generator: torch.Generator) -> Example:
 
 _MAKERS: Mapping[str, Callable[[Case, torch.Generator], Example]] = {
     "embedding": _embedding,
+    "embedding_norm": _embedding_norm,
     "gather_rows": _gather_rows,
     "quantize": _quantize,
     "rms_norm": _rms_norm,

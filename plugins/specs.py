@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.embedding.spec import SPEC as EMBEDDING
+from llmctl.plugins.embedding_norm.spec import SPEC as EMBEDDING_NORM
 from llmctl.plugins.gather_rows.spec import SPEC as GATHER_ROWS
 from llmctl.plugins.linear.spec import SPEC as LINEAR
 from llmctl.plugins.packed_linear.spec import SPEC as PACKED_LINEAR
@@ -26,6 +27,7 @@ SPECS: Mapping[str, OpSpec] = {
     spec.name: spec
     for spec in (
         EMBEDDING,
+        EMBEDDING_NORM,
         RMS_NORM,
         LINEAR,
         PACKED_LINEAR,

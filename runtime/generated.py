@@ -33,6 +33,7 @@ FP8_SPREAD = 112.0  # standard deviation of FP8 weights: a quarter of the larges
 MXFP4_STEPS = (12, 15)
 MXFP4_SPREAD = 124.0
 SCALE = 1 / 32  # of activations and KV entries, which are of unit size: FP8 then reaches to 14
+_EMBEDDINGS = ("embedding", "embedding_norm")
 INERT = 2.0**-14  # factor of what must not change the residual stream (BF16 keeps 8 bits)
 
 Fill = Callable[[torch.Tensor], None]
@@ -104,7 +105,7 @@ def _fill_for(op: PlanOp, role: str, generator: torch.Generator, plan: Plan) -> 
         return lambda tensor: _constant(tensor, 1.0)
     if role == "bias":
         return lambda tensor: _constant(tensor, 0.0)
-    if op.op == "embedding":
+    if op.op in _EMBEDDINGS:
         return lambda tensor: _random(tensor, 1.0, generator)
     if _weight_dtype(op, plan) == MXFP4:
         return lambda tensor: random_mxfp4(tensor, generator)
@@ -161,7 +162,7 @@ def _plant(
     generator: torch.Generator,
 ) -> None:
     """Codes into the embedding, and the codes of predecessors into the head."""
-    (embedding,) = [weights[op.inputs["weight"]] for op in plan.ops if op.op == "embedding"]
+    (embedding,) = [weights[op.inputs["weight"]] for op in plan.ops if op.op in _EMBEDDINGS]
     (head_op,) = [op for op in plan.ops if op.outputs.get("out") == plan.logits]
     head = weights[head_op.inputs["weight"]]
     for rows in _row_chunks(embedding):

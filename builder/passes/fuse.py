@@ -1,5 +1,5 @@
-"""Fuse neighbours into the plugin that does both: residual + RMSNorm, producer + quantize; and make
-neighbours of what could be one."""
+"""Fuse neighbours into the plugin that does both: residual and norm, producer and quantization,
+embedding and norm; and make neighbours of what could be one."""
 
 from __future__ import annotations
 
@@ -52,6 +52,25 @@ def fuse_quantize(network: Network, ops: frozenset[str] = frozenset(QUANTIZING_O
         outputs = {**producer.outputs, **quantize.outputs}
         node = replace(producer, inputs=inputs, outputs=outputs)
         fused.replace_nodes([producer, quantize], [node], at=producer)
+    fused.prune()
+    return fused
+
+
+def fuse_embedding(network: Network) -> Network:
+    """embedding then rms_norm -> embedding_norm, which writes the embedding too: a residual. Of
+    several readers the norm must be the first."""
+    fused = network.copy()
+    for embedding in [node for node in network.nodes if node.op == "embedding"]:
+        norm = fused.consumers(embedding.outputs["out"])[0]
+        if norm.op != "rms_norm" or "residual" in norm.inputs or "residual_out" in norm.outputs:
+            continue
+        inputs = {role: name for role, name in norm.inputs.items() if role == "scale"}
+        inputs |= {"weight": embedding.inputs["weight"], "norm_weight": norm.inputs["weight"]}
+        outputs = {"embedded": embedding.outputs["out"], **norm.outputs}
+        node = replace(
+            norm, op="embedding_norm", name=embedding.name, inputs=inputs, outputs=outputs
+        )
+        fused.replace_nodes([embedding, norm], [node], at=embedding)
     fused.prune()
     return fused
 

@@ -10,7 +10,12 @@ from llmctl.builder.engine_format import KvCacheSpec, Plan
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
 from llmctl.builder.passes.attention import lower_attention
-from llmctl.builder.passes.fuse import fuse_quantize, fuse_residual, quantize_before_gather
+from llmctl.builder.passes.fuse import (
+    fuse_embedding,
+    fuse_quantize,
+    fuse_residual,
+    quantize_before_gather,
+)
 from llmctl.builder.passes.gather import hoist_gather
 from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.memory import ALIGNMENT
@@ -47,6 +52,7 @@ def run_passes(
     if backend == "cuda":
         is_fused = plugin_config["gemm_swiglu_plugin"] != "disable"
         network = pack_linears(network, fuse_swiglu=is_fused)
+        network = fuse_embedding(network)
     pieces: tuple[Piece, ...] = ()
     if backend in TENSORRT_BACKENDS:
         if gives_gemms_to_us(plugin_config):

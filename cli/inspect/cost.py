@@ -17,7 +17,7 @@ from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanOp, PlanTensor
 
 # Weights of which a step reads one row a token: the embedding table and the rotary table.
 _LOOKED_UP = {("embedding", "weight"), ("rope_kv_write", "rotary")}
-_LOOKED_UP |= {("packed_linear_rope_kv", "rotary")}
+_LOOKED_UP |= {("packed_linear_rope_kv", "rotary"), ("embedding_norm", "weight")}
 _WRITES_KV = ("rope_kv_write", "packed_linear_rope_kv")
 
 
@@ -105,6 +105,7 @@ def fused(op: PlanOp) -> list[str]:
         "rope_kv_write": [*norms, "rope", "kv_write"],
         "swiglu": ["silu", "mul", *quantize],
         "rms_norm": [*add, "rms_norm", *quantize],
+        "embedding_norm": ["embedding", "rms_norm", *quantize],
         "paged_attention": ["attention", *(["quantize"] if "out_scale" in op.inputs else [])],
     }.get(op.op, [op.op])
 

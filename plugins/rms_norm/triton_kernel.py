@@ -16,6 +16,16 @@ def inverse_rms(sum_of_squares, width, epsilon):
 
 
 @triton.jit
+def normalize_row(values, factors, epsilon, HIDDEN: tl.constexpr, dtype: tl.constexpr):
+    """values / rms(values) * factors, rounded to the model's type where the reference rounds, as
+    float32. Elements outside the row must be 0."""
+    wide = values.to(tl.float32)
+    inverse = inverse_rms(tl.sum(wide * wide, axis=0), 1.0 * HIDDEN, epsilon)
+    normal = (wide * inverse).to(dtype).to(tl.float32)
+    return (factors.to(tl.float32) * normal).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def rms_norm(
     x,
     weight,
@@ -53,8 +63,5 @@ def rms_norm(
         values = (values.to(tl.float32) + added.to(tl.float32)).to(dtype)
     if HAS_RESIDUAL_OUT:
         tl.store(residual_out + first + offsets, values, mask=mask)
-    wide = values.to(tl.float32)
-    inverse = inverse_rms(tl.sum(wide * wide, axis=0), 1.0 * HIDDEN, epsilon)
-    normal = (wide * inverse).to(dtype).to(tl.float32)
-    product = (factors.to(tl.float32) * normal).to(dtype).to(tl.float32)
+    product = normalize_row(values, factors, epsilon, HIDDEN, dtype)
     write_row(out + first, out_scale, row, offsets, mask, product, divisor, PER_TOKEN)

@@ -14,7 +14,12 @@ from llmctl.builder.models import model_config
 from llmctl.builder.models.decoder import build_network
 from llmctl.builder.network import Network, Node
 from llmctl.builder.passes.attention import lower_attention
-from llmctl.builder.passes.fuse import fuse_quantize, fuse_residual, quantize_before_gather
+from llmctl.builder.passes.fuse import (
+    fuse_embedding,
+    fuse_quantize,
+    fuse_residual,
+    quantize_before_gather,
+)
 from llmctl.builder.passes.gather import hoist_gather
 from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.memory import ITEM_BYTES, plan_memory
@@ -243,6 +248,31 @@ def test_norms_stay_apart_where_products_cannot_take_them() -> None:
     small = pack_linears(finish(record(), all_scales()))
     for network in (per_token, small):
         assert not any("norm_weight" in node.inputs for node in network.nodes)
+
+
+@pytest.mark.parametrize("is_static", [True, False])
+def test_the_first_norm_becomes_part_of_the_embedding(is_static: bool) -> None:
+    before = finish(record(), all_scales(is_static))
+    network = fuse_embedding(before)
+    first, second = network.nodes[:2]
+    assert (first.op, second.op) == ("embedding_norm", "linear")
+    embedding, norm = before.nodes[:2]
+    assert first.outputs == {"embedded": embedding.outputs["out"], **norm.outputs}
+    assert first.inputs["weight"] == embedding.inputs["weight"]
+    assert first.inputs["norm_weight"] == norm.inputs["weight"]
+    assert first.inputs.get("scale") == norm.inputs.get("scale")
+    assert first.attributes == norm.attributes
+    assert network.nodes[1:] == before.nodes[2:]
+    assert set(network.tensors) == set(before.tensors)
+    assert fuse_embedding(network).nodes == network.nodes
+
+
+def test_an_embedding_that_something_else_reads_first_stays_apart() -> None:
+    before = finish(record())
+    embedding = before.nodes[0]
+    early = Node("gather_rows", "early", {"x": embedding.outputs["out"]}, {"out": "kept"})
+    before.nodes.insert(1, early)
+    assert ops(fuse_embedding(before)) == ops(before)
 
 
 @given(

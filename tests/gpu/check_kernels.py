@@ -167,7 +167,7 @@ def bytes_moved(example: Example) -> int:
     total = 0
     for role, tensor in [*call.inputs.items(), *call.outputs.items()]:
         used = tensor.nbytes
-        if role == "weight" and call.op == "embedding":
+        if role == "weight" and call.op in ("embedding", "embedding_norm"):
             used = step.num_tokens * tensor[0].nbytes
         elif role == "x" and call.op == "gather_rows":
             used = step.num_rows * tensor[0].nbytes

@@ -17,7 +17,10 @@ from llmctl.plugins.program import OpCall
 from llmctl.plugins.spec import FP8, Case
 from llmctl.plugins.specs import SPECS
 
-OPS = ("embedding", "gather_rows", "quantize", "rms_norm", "swiglu", "rope_kv_write")
+OPS = (
+    *("embedding", "embedding_norm", "gather_rows", "quantize", "rms_norm", "swiglu"),
+    "rope_kv_write",
+)
 # Nothing here but a sum and an exponential can differ from the references.
 EXACT_OPS = {"embedding", "gather_rows", "quantize"}
 CASES = [
@@ -146,13 +149,13 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it():
     assert torch.equal(part.call.outputs["out"][2:].view(torch.uint8), before)
 
 
-def test_tokens_outside_the_vocabulary_read_inside_the_table():
-    example = make_example(
-        "embedding", {"tokens": 5, "vocab": 131, "hidden": 72, "dtype": "bfloat16"}
-    )
+@pytest.mark.parametrize(("op", "role"), [("embedding", "out"), ("embedding_norm", "embedded")])
+def test_tokens_outside_the_vocabulary_read_inside_the_table(op: str, role: str):
+    case = {"tokens": 5, "vocab": 131, "hidden": 72, "dtype": "bfloat16", "scaling": "none"}
+    example = make_example(op, case)
     example.step.token_ids[:2] = (-1, 131)
     interpret(example)
-    table, out = example.call.inputs["weight"], example.call.outputs["out"]
+    table, out = example.call.inputs["weight"], example.call.outputs[role]
     assert torch.equal(out[0], table[0])
     assert torch.equal(out[1], table[130])
 
@@ -201,6 +204,23 @@ def test_int8_keys_and_values_are_the_references_to_the_last_bit(dtype: str, sca
     assert torch.equal(found.kv_cache, wanted.kv_cache)
     stored = found.kv_cache[1][:, :, 0].flatten()
     assert stored.min() == -127 and stored.max() == 127
+
+
+@pytest.mark.parametrize("scaling", ["none", "static", "per_token"])
+def test_an_embedding_with_its_norm_has_the_bits_of_the_two(scaling: str):
+    case = {"tokens": 33, "vocab": 131, "hidden": 257, "dtype": "bfloat16", "scaling": scaling}
+    one = make_example("embedding_norm", case)
+    interpret(one)
+    given, made = one.call.inputs, one.call.outputs
+    embedded = torch.zeros_like(made["embedded"])
+    call = OpCall("embedding", "e", {"weight": given["weight"]}, {"out": embedded}, {})
+    interpret(replace(one, call=call))
+    inputs = {role: given[role] for role in ("scale",) if role in given}
+    outputs = {role: torch.zeros_like(made[role]) for role in made if role != "embedded"}
+    inputs |= {"x": embedded, "weight": given["norm_weight"]}
+    interpret(replace(one, call=OpCall("rms_norm", "n", inputs, outputs, {"epsilon": 1e-5})))
+    for role, tensor in {"embedded": embedded, **outputs}.items():
+        assert torch.equal(made[role].view(torch.uint8), tensor.view(torch.uint8)), role
 
 
 def test_steps_without_rows_launch_nothing():
