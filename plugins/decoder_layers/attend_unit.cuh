@@ -165,7 +165,17 @@ struct Work {
     }
     if (its + 1 < end) pages.load(table, its + 1, limit);
   }
+  // To L2, what `copy` will ask for next, where its place is not free yet.
+  DEVICE void prefetch_next(int its) const {
+    constexpr int LINES = LINE > 128 ? LINE / 128 : 1;         // of a key
+    if (SLOTS > 1 || Pages::COUNT > 1 || its >= end) return;  // two slots: slower; small pages: rare
+#pragma unroll
+    for (int line = 0; line < LINES; ++line) {
+      prefetch((u64)pages.key(cache, head, its, lane_id() / 2, lane_id() % 2) + line * 128);
+    }
+  }
 };
+static_assert(2 * Pages::KEYS_OF_WARP == 32, "a lane for each key and each value");
 
 // What other blocks make for a team's unit in this layer: queries, and of the step's own tokens whose
 // keys are the warp's a lane's chunk of keys and values. All of it is asked for at once.
@@ -259,6 +269,7 @@ DEVICE void load_logits(Logits& all, u32 keys) {
 DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals, Work& work,
                       float scale) {
   work.copy(work.tile);
+  work.prefetch_next(work.tile + 1);
   OwnState state;
   state.clear();
   Queries queries;
@@ -290,6 +301,7 @@ DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals
     if (SLOTS == 1 && tile + 1 < work.end) {
       team_meet();
       work.copy(tile + 1);
+      work.prefetch_next(tile + 2);
     }
   }
   StatePlace(x.now, work.head, work.unit).give(s.num_rows, state);

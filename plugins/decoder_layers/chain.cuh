@@ -101,4 +101,6 @@ DEVICE int anew(int x) {
 // Made by here: what others wait for should not begin with making addresses.
 DEVICE void made(u32& x) { asm volatile("" : "+r"(x)); }
 DEVICE void made(const u8*& x) { asm volatile("" : "+l"(x)); }
+// To L2: behind weights under way, a read of memory takes longer than blocks wait for each other.
+DEVICE void prefetch(u64 at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTE) : "memory"); }

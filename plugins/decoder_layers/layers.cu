@@ -85,8 +85,6 @@ DEVICE void keep_field(const Shared& shared, int half, u64 field) {
   const u32 to = shared.layers + half * sizeof(Layer) + threadIdx.x * 8;
   asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(field) : "memory");
 }
-// To L2: behind weights under way, a read of memory takes longer than blocks wait for each other.
-DEVICE void prefetch(u64 at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 // The scales of this block's rows.
 template <class S>
 DEVICE void prefetch_scales(u64 scales) {
