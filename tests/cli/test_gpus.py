@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,14 @@ def test_a_measured_step_is_predicted_as_it_was_measured(h200_rows: dict[str, fl
 
 def test_the_share_grows_with_the_step_and_ends_where_measurements_end() -> None:
     sizes = [10.0**exponent for exponent in range(6, 13)]
-    for measured in (STEP_SHARES, FOUR_BIT_SHARES):
-        shares = [step_share(size, measured) for size in sizes]
-        assert shares == sorted(shares)
-        assert shares[0] == measured[0][1] and shares[-1] == measured[-1][1]
+    shares = [step_share(size) for size in sizes]
+    assert shares == sorted(shares)
+    for measured in (STEP_SHARES, FOUR_BIT_SHARES):  # of four bits 1B's was more than 3B's
+        assert step_share(sizes[0], measured) == measured[0][1]
+        assert step_share(sizes[-1], measured) == measured[-1][1]
+        for (low, one), (high, other) in pairwise(measured):
+            between = step_share((low * high) ** 0.5, measured)
+            assert between == pytest.approx((one + other) / 2)
 
 
 @pytest.mark.parametrize(
