@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +22,8 @@ from llmctl.plugins.cpu import CpuProgram, CpuSampling
 from llmctl.plugins.cuda.kernel import DeviceStep, Launch, StepLimits, StepShape
 from llmctl.plugins.cuda.queue import DeviceQueue
 from llmctl.plugins.program import OpCall, StepInputs
+from llmctl.plugins.rounds import reference
+from llmctl.plugins.sampling.arrays import SamplingScratch
 from llmctl.plugins.sampling.spec import SamplingRow
 from llmctl.runtime.core import SamplingConfig
 from llmctl.runtime.cuda_engine import CudaExecutable
@@ -119,6 +124,17 @@ def open_on_fake_device(engine_dir: Path, queue: DeviceQueue) -> tuple[CudaExecu
     config = read_engine_config(engine_dir)
     plan, weights = open_engine(engine_dir)
     return CudaExecutable(config, plan, weights, FakeProgram, queue, capture), capture
+
+
+def bookkeeping_by_reference() -> SimpleNamespace:
+    """What stands for `plugins.rounds.kernel`: functions instead of launches, to be called."""
+    names = ("draft_first", "draft_next", "verify", "accept")
+    found = {name: partial(partial, getattr(reference, name)) for name in names}
+
+    def draw_next(logits: torch.Tensor, scratch: SamplingScratch, *rest: Any) -> partial[None]:
+        return partial(reference.draw_next, logits, *rest)
+
+    return SimpleNamespace(**found, draw_next=draw_next)
 
 
 def launch_sampling(launch: Launch) -> None:

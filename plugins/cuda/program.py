@@ -102,7 +102,9 @@ class CudaProgram:
         self.limits = limits
         self._device = torch.device(device)
         self._driver: Driver = driver or cuda_driver(self._device.index or 0)
-        self._loaded = {kernel.name: self._driver.load(kernel) for kernel in binaries}
+        kernels = {kernel.name: kernel for kernel in binaries}
+        self._arguments = {name: kernel.arguments for name, kernel in kernels.items()}
+        self._loaded = {name: self._driver.load(kernel) for name, kernel in kernels.items()}
         self._calls = tuple(zip(calls, row_extents(calls, stated), strict=True))
         own = {call.op for call in calls} - set(self._executors)
         self._modules = {op: import_module(f"llmctl.plugins.{op}.kernel") for op in own}
@@ -268,5 +270,10 @@ class CudaProgram:
         if loaded is None:
             raise CorruptEngine(
                 f"the engine has no kernel {spec.name!r}", fix="build the engine again"
+            )
+        if self._arguments[spec.name] != spec.arguments:
+            raise CorruptEngine(
+                f"another version of llmctl built the kernel {spec.name!r}: its arguments differ",
+                fix="build the engine again",
             )
         return loaded

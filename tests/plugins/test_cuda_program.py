@@ -162,9 +162,11 @@ def make_program(**changes) -> tuple[CudaProgram, Recorder]:
 
 
 def test_a_table_of_addresses_stays_when_the_launch_it_was_made_for_is_forgotten():
-    program, recorder = make_program()
+    kernels = [binary(f"{op}.sample") for op in ("embedding", "gather_rows", "quantize")]
+    kernels.append(replace(binary("table.sample"), arguments=("*i64",)))
+    program, recorder = make_program(binaries=kernels)
     tensors = (torch.zeros(8), None, torch.zeros(8, dtype=torch.uint8))
-    spec = replace(spec_of(make_calls()[0]), arguments=("*i64",))
+    spec = KernelSpec("table.sample", "x.cu", ("*i64",))
 
     def enqueue() -> weakref.ref[torch.Tensor]:
         program.launch([Launch(spec, (1, 1, 1), (PointerTable(tensors),))], STREAM)
@@ -291,7 +293,9 @@ def test_scratch_of_one_name_is_one_zeroed_tensor():
 def test_launches_beside_the_program_go_to_the_same_stream():
     program, recorder = make_program()
     tensor = torch.zeros(4, dtype=torch.bfloat16)
-    program.launch([Launch(KernelSpec("quantize.sample", "x.cu", ()), (3, 1, 1), (tensor,))], 5)
+    program.launch(
+        [Launch(KernelSpec("quantize.sample", "x.cu", ("*bf16",)), (3, 1, 1), (tensor,))], 5
+    )
     assert recorder.launched == [("quantize.sample", (3, 1, 1), (tensor,), True, 5)]
 
 
@@ -299,6 +303,14 @@ def test_a_kernel_that_the_engine_lacks_is_named():
     program, _ = make_program(binaries=[binary("embedding.sample")])
     with pytest.raises(CorruptEngine, match=r"no kernel 'gather_rows\.sample'"):
         program.enqueue(SHAPE, STREAM)
+
+
+def test_a_kernel_of_another_version_is_named_instead_of_launched():
+    program, recorder = make_program()
+    changed = KernelSpec("quantize.sample", "x.cu", ("*bf16", "i32"))
+    with pytest.raises(CorruptEngine, match=r"another version .*'quantize\.sample'") as refused:
+        program.launch([Launch(changed, (3, 1, 1), (torch.zeros(4), 1))], STREAM)
+    assert refused.value.fix == "build the engine again" and not recorder.launched
 
 
 def test_a_call_that_breaks_its_spec_is_refused():

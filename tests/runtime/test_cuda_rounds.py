@@ -12,20 +12,17 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from cuda_support import FakeCapture, FakeGraph, launch_sampling
+from cuda_support import FakeCapture, FakeGraph, bookkeeping_by_reference, launch_sampling
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmctl.errors import DeviceFailure, OutOfMemory
 from llmctl.plugins.cuda.kernel import DeviceStep, StepLimits
 from llmctl.plugins.cuda.queue import DeviceQueue, HostEvent
-from llmctl.plugins.rounds import reference
 from llmctl.plugins.rounds.state import RoundState
 from llmctl.plugins.sampling.reference import ReferenceSampling
 from llmctl.runtime.core import FinishReason, Request, SamplingConfig
@@ -103,12 +100,7 @@ class Program:
 def make_engine(fake, monkeypatch):
     """A fake engine that also has what a runner asks of a CudaExecutable."""
 
-    names = ("draft_first", "draft_next", "verify", "accept")
-    by_reference = {name: partial(partial, getattr(reference, name)) for name in names}
-    by_reference["draw_next"] = lambda logits, scratch, *rest: partial(
-        reference.draw_next, logits, *rest
-    )
-    monkeypatch.setattr("llmctl.runtime.round_work.bookkeeping", SimpleNamespace(**by_reference))
+    monkeypatch.setattr("llmctl.runtime.round_work.bookkeeping", bookkeeping_by_reference())
 
     class DeviceEngine(fake.Engine):
         def __init__(self, queue: DeviceQueue, **rest) -> None:

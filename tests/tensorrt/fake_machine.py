@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_tensorrt
 import numpy as np
 import pytest
 import torch
-from cuda_support import FakeGraph, launch_sampling
+from cuda_support import FakeGraph, bookkeeping_by_reference, launch_sampling
 from driver_support import RecordingDriver
 from fake_tensorrt import FakeModule
 
@@ -23,7 +21,6 @@ from llmctl.plugins.cuda.program import CudaProgram
 from llmctl.plugins.cuda.queue import DeviceQueue
 from llmctl.plugins.program import OpCall, StepInputs
 from llmctl.plugins.reference import ReferenceProgram
-from llmctl.plugins.rounds import reference
 
 OUR_OPS = ("rope_kv_write", "paged_attention")
 GPU = "NVIDIA GeForce RTX 4090"
@@ -109,9 +106,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, module: FakeModule) -> list[FakeGra
     monkeypatch.setattr("llmctl.runtime.cuda_open.DeviceQueue", lambda _: DeviceQueue("cpu"))
     for place in ("cuda_engine", "cuda_rounds"):
         monkeypatch.setattr(f"llmctl.runtime.{place}.capture_graph", capture)
-    names = ("draft_first", "draft_next", "verify", "accept")
-    by_reference = {name: partial(partial, getattr(reference, name)) for name in names}
-    monkeypatch.setattr("llmctl.runtime.round_work.bookkeeping", SimpleNamespace(**by_reference))
+    monkeypatch.setattr("llmctl.runtime.round_work.bookkeeping", bookkeeping_by_reference())
     for place in ("plugins.tensorrt.execution", "runtime.linear_engine"):
         monkeypatch.setattr(f"llmctl.{place}.ADDRESS_ALIGNMENT", 64)
     monkeypatch.setitem(fake_tensorrt.ALIGNMENT, "bytes", 64)
