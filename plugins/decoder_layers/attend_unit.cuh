@@ -167,8 +167,9 @@ struct Work {
   }
   // To L2, what `copy` will ask for next, where its place is not free yet.
   DEVICE void prefetch_next(int its) const {
-    constexpr int LINES = LINE > 128 ? LINE / 128 : 1;         // of a key
-    if (SLOTS > 1 || Pages::COUNT > 1 || its >= end) return;  // two slots: slower; small pages: rare
+    constexpr int LINES = LINE > 128 ? LINE / 128 : 1;  // of a key
+    // With two slots it is asked for a tile ahead; pages of less than a warp's keys are rare.
+    if (SLOTS > 1 || Pages::COUNT > 1 || its >= end) return;
 #pragma unroll
     for (int line = 0; line < LINES; ++line) {
       prefetch((u64)pages.key(cache, head, its, lane_id() / 2, lane_id() % 2) + line * 128);
