@@ -61,7 +61,7 @@ def test_an_engine_holds_every_kernel_that_its_steps_launch(capability, form, tm
     driver = RecordingDriver()
     program = CudaProgram(
         calls,
-        [SimpleNamespace(name=spec.name) for spec in specs],
+        [SimpleNamespace(name=spec.name, arguments=spec.arguments) for spec in specs],
         limits,
         "cpu",
         driver,
