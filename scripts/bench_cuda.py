@@ -25,21 +25,19 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import numpy as np
 import torch
+from bench_requests import Timed, generate
 from bench_rows import Table, read_bandwidth, row, weight_bytes
 
 from llmctl.builder.engine_format import read_engine_config
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.speculation import Speculation
-from llmctl.runtime.core import Request
 from llmctl.runtime.engine import Executable
-from llmctl.runtime.executor import Executor
 
 CONTEXT, PROMPT, OUTPUT, DRAFT_LEN = 1000, 500, 1024, 10
 # Drafts accept 0.873 of their tokens where the others agree; p880 and p916 are what NVIDIA's
@@ -51,54 +49,6 @@ TARGETS = (
 )
 PEAK_TFLOPS = 1979.0  # FP8 dense, H100 SXM and H200 datasheets
 PUBLISHED = {"1b": 191.74, "3b": 151.53, "8b": 134.38}  # TensorRT-LLM 0.15, one H200, tok/s
-
-
-@dataclass
-class Timed:
-    """One request: tokens, and when they came (seconds since it was enqueued)."""
-
-    tokens: list[int]
-    arrivals: list[tuple[float, int]]  # (time, tokens so far)
-    rounds: int = 0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    host_s: float = 0.0
-    accepted: int = 0
-
-    @property
-    def total_s(self) -> float:
-        return self.arrivals[-1][0]
-
-    @property
-    def decode_s_per_token(self) -> float:
-        """From the first token to the last: the same steps as the counters of rounds have."""
-        first, last = self.arrivals[0], self.arrivals[-1]
-        return (last[0] - first[0]) / (last[1] - first[1])
-
-
-def generate(executor: Executor, prompt: list[int], max_tokens: int) -> Timed:
-    """One streamed request, with what the loop counted meanwhile."""
-    before = executor.get_speculation_stats()
-    began = perf_counter()
-    request = Request(input_token_ids=tuple(prompt), max_tokens=max_tokens, streaming=True)
-    request_id = executor.enqueue_request(request)
-    done = Timed([], [])
-    is_final = False
-    while not is_final:
-        for response in executor.await_responses(request_id):
-            if response.error is not None:
-                raise response.error
-            assert response.result is not None
-            done.tokens += response.result.output_token_ids
-            done.arrivals.append((perf_counter() - began, len(done.tokens)))
-            is_final = response.result.is_final
-    after = executor.get_speculation_stats()
-    done.rounds = after.rounds - before.rounds
-    done.accepted = after.accepted_tokens - before.accepted_tokens
-    done.draft_s = after.draft_s - before.draft_s
-    done.verify_s = after.verify_s - before.verify_s
-    done.host_s = after.host_s - before.host_s
-    return done
 
 
 def draft_of(name: str) -> tuple[str, int]:

@@ -61,19 +61,13 @@ def draw_next(
     """Draft `index` - 1 of each request is the best id of its row of `logits` [batch, vocab], -1
     with NaN; then `draft_next`, in one launch. Its binary is among the draft engine's."""
     vocab = logits.shape[1]
-    arguments = (
+    arguments: tuple[torch.Tensor | int, ...] = (
         logits,
         scratch.keys,
         state.committed,
         state.capacity,
         state.drafts,
-        step.token_ids,
-        step.position_ids,
-        step.cu_q,
-        step.kv_len,
-        step.block_tables,
-        step.slot_mapping,
-        step.logit_rows,
+        *_arrays(step),
         batch,
         index - 1,
         state.max_draft_len,
@@ -123,19 +117,13 @@ def _feed(
     rows: int,
 ) -> Launch:
     spec = _feed_spec(state.max_batch_size, state.max_draft_len)
-    arguments = (
+    arguments: tuple[torch.Tensor | int, ...] = (
         state.root,
         state.previous,
         state.committed,
         state.capacity,
         state.drafts,
-        step.token_ids,
-        step.position_ids,
-        step.cu_q,
-        step.kv_len,
-        step.block_tables,
-        step.slot_mapping,
-        step.logit_rows,
+        *_arrays(step),
         batch,
         first,
         count,
@@ -145,6 +133,19 @@ def _feed(
         step.block_tables.shape[1],
     )
     return Launch(spec, _ONE_BLOCK, arguments)
+
+
+def _arrays(step: DeviceStep) -> tuple[torch.Tensor, ...]:
+    """What a step is described by, as kernels take it."""
+    return (
+        step.token_ids,
+        step.position_ids,
+        step.cu_q,
+        step.kv_len,
+        step.block_tables,
+        step.slot_mapping,
+        step.logit_rows,
+    )
 
 
 def _power_of_two(count: int) -> int:
