@@ -120,7 +120,7 @@ DEVICE void multiply(const Shared& shared, const Share<S>& share, int team, u32&
   const int lane = threadIdx.x % 32;
   const int units = share.count * S::UNITS;
 #pragma unroll 1
-  for (int u = S::HELD_UNITS + ((team ^ taken ^ S::HELD_UNITS) & 1); u < units; u += 2) {
+  for (int u = (team ^ taken) & 1; u < units; u += 2) {
     const u32 number = taken + u, slot = number % STAGES;
     const u32 stage = shared.ring + slot * UNIT_BYTES;
     const u32 tokens = shared.tokens + u % S::UNITS * S::OPERAND_BYTES;
@@ -141,8 +141,7 @@ DEVICE void multiply(const Shared& shared, const Share<S>& share, int team, u32&
     store_sums<S>(shared.sums<S>() + u * SUM_BYTES + lane / 4 * 4, part);
   }
   taken += units;
-  if (S::HELD_UNITS > 0) holders_meet<SUMS_ARE_THERE>();
-  else meet();
+  meet();
 }
 
 DEVICE float load_sum(u32 at) {

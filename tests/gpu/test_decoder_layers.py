@@ -10,7 +10,6 @@ from layers_support import CONTEXT, Model
 from planted_shapes import Shape
 
 from llmctl.builder.config import BuildRequest
-from llmctl.plugins.decoder_layers.tactics import USUAL
 from llmctl.runtime.graphs import capture_graph
 
 # Contexts at the borders of tiles of 64 keys and of units, whose sizes grow from 1,024 keys on.
@@ -105,26 +104,6 @@ def test_two_tokens_and_one_of_them_padding(shape):
         assert model.has_same_bits(context, 2), context
         assert model.has_same_bits(context, 1, padding=1), context
         assert model.has_same_bits(context, 1), context
-
-
-@pytest.mark.parametrize(
-    ("shape", "tokens"),
-    [*((shape, 1) for shape in ("1b", *SMALL)), ("1b", 2), ("narrow", 2), ("groups of 8 rows", 2)],
-)
-def test_units_held_in_registers(shape, tokens):
-    model = Model(SMALL.get(shape, shape), tokens=tokens)
-    assert model.chains
-    # A block has one unit of gate and up at least, two where K has more than four intervals.
-    for held in (1, 2) if shape in ("1b", "groups of 8 rows") else (1,):
-        model.set_pace(USUAL._replace(held=held))
-        different = [
-            context
-            for context in CONTEXTS
-            if context >= tokens and not model.has_same_bits(context, tokens)
-        ]
-        assert not different, f"{held} units"
-        for _ in range(20):  # a step behind the other: the ring goes on where it was
-            assert model.has_same_bits(1000, tokens)
 
 
 @pytest.mark.parametrize("kv_algo", ["INT8", None])
