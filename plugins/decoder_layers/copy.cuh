@@ -7,6 +7,46 @@
 
 #include "decoder_layers/chain.cuh"
 
+// Whether the phase of this parity is over: as soon as it is, or not after a while.
+DEVICE bool barrier_try(u32 barrier, u32 parity) {
+  u32 is_over;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(is_over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return is_over;
+}
+// The same without waiting.
+DEVICE bool barrier_is_over(u32 barrier, u32 parity) {
+  u32 is_over;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(is_over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return is_over;
+}
+
+// For a chunk that mostly another warp copies. That one may be two turns of the ring further, and then the
+// chunk's barrier tells the same as before it came: so what is used up counts, too. That cannot be
+// mistaken, for no unit of the next turn is used up while this warp's chunk of it is missing
+// (scripts/ring_model.py).
+DEVICE void wait_for_chunk(const Shared& shared, int behind) {
+  const u32 at = behind % (CHUNKS * STAGES), parity = behind / (CHUNKS * STAGES) & 1;
+  while (!barrier_try(shared.full + 8 * at, parity)) {
+    if (barrier_is_over(shared.empty + 8 * (at / CHUNKS), parity)) break;
+  }
+}
+
 // IN_FIRST chunks at most for the block's FIRST units, then IN_REST.
 template <class S, int FIRST, int IN_FIRST, int IN_REST>
 DEVICE void copy_product(const Shared& shared, const u8* weight, int chunk, u32& number, u64 policy) {
@@ -23,9 +63,7 @@ DEVICE void copy_product(const Shared& shared, const u8* weight, int chunk, u32&
       if (turns > 0) barrier_wait(shared.empty + 8 * slot, (turns & 1) ^ 1);
       const int most = i * S::UNITS + unit < FIRST ? IN_FIRST : IN_REST;
       const int behind = CHUNKS * number + chunk - most;
-      if (behind >= 0) {
-        barrier_wait(shared.full + 8 * (behind % (CHUNKS * STAGES)), behind / (CHUNKS * STAGES) & 1);
-      }
+      if (behind >= 0) wait_for_chunk(shared, behind);
       const int intervals = min(S::UNIT_INTERVALS, S::INTERVALS - unit * S::UNIT_INTERVALS);
       const u32 full = shared.full + 8 * (CHUNKS * slot + chunk);
       const u32 to = shared.ring + slot * UNIT_BYTES + chunk * BLOCK_BYTES;
