@@ -7,34 +7,24 @@
 
 #include "decoder_layers/chain.cuh"
 
-// Whether the phase of this parity is over: as soon as it is, or not after a while.
-DEVICE bool barrier_try(u32 barrier, u32 parity) {
-  u32 is_over;
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n"
-      "}"
-      : "=r"(is_over)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return is_over;
-}
-// The same without waiting.
-DEVICE bool barrier_is_over(u32 barrier, u32 parity) {
-  u32 is_over;
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n"
-      "}"
-      : "=r"(is_over)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return is_over;
-}
+// Whether the phase of this parity is over, as soon as it is or not after a while; and the same at once.
+#define ASK_BARRIER(name, instruction)                                          \
+  DEVICE bool name(u32 barrier, u32 parity) {                                   \
+    u32 is_over;                                                                \
+    asm volatile(                                                               \
+        "{\n"                                                                   \
+        ".reg .pred done;\n"                                                    \
+        "mbarrier." #instruction ".parity.shared::cta.b64 done, [%1], %2;\n"    \
+        "selp.u32 %0, 1, 0, done;\n"                                            \
+        "}"                                                                     \
+        : "=r"(is_over)                                                         \
+        : "r"(barrier), "r"(parity)                                             \
+        : "memory");                                                            \
+    return is_over;                                                             \
+  }
+ASK_BARRIER(barrier_try, try_wait)
+ASK_BARRIER(barrier_is_over, test_wait)
+#undef ASK_BARRIER
 
 // For a chunk that mostly another warp copies. That one may be two turns of the ring further, and then the
 // chunk's barrier tells the same as before it came: so what is used up counts, too. That cannot be
