@@ -8,14 +8,19 @@ patched is put back.
 
 Triton 3.6's interpreter truncates where the hardware rounds, loses the carry of a mantissa that
 rounds up, and multiplies bfloat16 operands as if they were integers. Conversions and products are
-therefore replaced with torch's.
+therefore replaced with torch's. It also takes most of its time for types of blocks, which it makes
+anew for every operation, and for checks of overflow whose result it drops: here types are
+remembered, and nothing is checked in vain.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -101,6 +106,42 @@ def _refuse_bfloat16(binary_op: Any) -> Any:
     return checked
 
 
+@cache
+def _block_of(shape: tuple[int, ...], element: str) -> tuple[Any, int, str]:
+    """Shape, number of elements and name of a block type."""
+    from triton.language import core
+
+    assert shape, "a block has a dimension"
+    return core.tuple(shape), core.validate_block_shape(shape), f"<{shape}, {element}>"
+
+
+def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    self.element_ty = element_ty
+    sizes = tuple(getattr(size, "value", size) for size in shape)
+    self.shape, self.numel, self.name = _block_of(sizes, element_ty.name)
+
+
+def _have_same_values(self: Any, other: Any) -> Any:
+    """Of one of the language's tuples and another sequence."""
+    from triton.language import constexpr
+
+    return constexpr(self.values == [getattr(value, "value", value) for value in other])
+
+
+@cache
+def _shape_of_tensors(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """A tensor's shape and number of elements, as the language has them."""
+    from triton.language import core
+
+    return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    shape = tuple(type.shape) if type.is_block() else ()
+    self.shape, self.numel = _shape_of_tensors(shape)
+
+
 _DTYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -125,30 +166,53 @@ def _check_argument(kernel: str, name: str, kind: str, value: object) -> None:
         assert isinstance(value, wanted), f"{kernel}: {name} is {value!r}, the spec says {kind}"
 
 
+@cache
+def _rewritten(function: Any) -> Any:
+    """The interpreted copy, whose loops and assignments are the interpreter's."""
+    from triton.runtime.interpreter import FunctionRewriter
+
+    return FunctionRewriter(function).rewrite_ast()
+
+
 @contextmanager
 def _interpreted() -> Iterator[None]:
     """While the body runs, calls of compiled functions are interpreted."""
     import triton.language as tl
     from triton import knobs
     from triton.runtime import interpreter
-    from triton.runtime.interpreter import FunctionRewriter, InterpreterBuilder, _patch_lang
+    from triton.runtime.interpreter import InterpreterBuilder, _patch_lang
     from triton.runtime.jit import JITFunction
 
     patched = (
-        *(tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base),
-        *(interpreter, InterpreterBuilder),
+        *(tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.block_type, tl.core.tuple),
+        *(tl.core.tensor_descriptor_base, interpreter, InterpreterBuilder),
+        interpreter.interpreter_builder,
     )
     before = [dict(vars(owner)) for owner in patched]
     compiled_call = JITFunction.__call__
-    rewritten: dict[object, Any] = {}
+    called: dict[object, Any] = {}
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.fn not in rewritten:
+        if self.fn not in called:
             _patch_lang(self.fn)
-            rewritten[self.fn] = FunctionRewriter(self.fn).rewrite_ast()
-        return rewritten[self.fn](*args, **kwargs)
+            called[self.fn] = _rewritten(self.fn)
+        return called[self.fn](*args, **kwargs)
+
+    dtypes: dict[str, Any] = {}
+    dtype_of = interpreter._get_np_dtype
+
+    def remembered_dtype(kind: Any) -> Any:
+        if kind.name not in dtypes:
+            dtypes[kind.name] = dtype_of(kind)
+        return dtypes[kind.name]
 
     JITFunction.__call__ = call
+    tl.block_type.__init__ = _init_block_type
+    tl.tensor.__init__ = _init_tensor
+    tl.core.tuple.__eq__ = _have_same_values
+    interpreter._get_np_dtype = remembered_dtype
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._convert_float = _convert
     InterpreterBuilder.create_dot = _dot
     InterpreterBuilder.create_fma = _fma

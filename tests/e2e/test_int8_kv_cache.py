@@ -20,7 +20,7 @@ def engine(demo: DemoPair) -> Path:
     """The demo target with FP8 weights and INT8 keys and values."""
     checkpoint, path = demo.folder / "target-int8-checkpoint", demo.folder / "target-int8"
     llmctl("quantize", "--model-dir", demo.examples / "demo-target", "--output-dir", checkpoint,
-           "--qformat", "fp8", "--kv-cache-dtype", "int8", "--calib-size", 32,
+           "--qformat", "fp8", "--kv-cache-dtype", "int8", "--calib-size", 8,
            "--calib-max-seq-length", 256)  # fmt: skip
     llmctl("build", "--backend", "cpu", "--checkpoint-dir", checkpoint, "--output-dir", path,
            "--max-seq-len", 1024, "--max-draft-len", DRAFT_LEN,
