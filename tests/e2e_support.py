@@ -67,7 +67,7 @@ class DemoPair:
         with self._making(f"{role}-fp8-checkpoint") as path:
             if not path.exists():
                 llmctl("quantize", "--model-dir", self.examples / f"demo-{role}", "--output-dir",
-                       path, "--qformat", "fp8", "--kv-cache-dtype", "fp8", "--calib-size", 32,
+                       path, "--qformat", "fp8", "--kv-cache-dtype", "fp8", "--calib-size", 16,
                        "--calib-max-seq-length", 256)  # fmt: skip
         return path
 
