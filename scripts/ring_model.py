@@ -30,6 +30,10 @@ STAGES, CHUNKS, LAYERS, BLOCKS = 6, 4, 4, 132
 STUCK = 20_000  # turns without an event
 
 
+class AnotherTurn(Exception):
+    """Somebody takes a unit before it is there: its barrier tells of two turns ago."""
+
+
 class Barrier:
     """Phases that are complete, of `count` arrivals each."""
 
@@ -57,10 +61,18 @@ class Barrier:
 class Block:
     """A thread block whose layers have so many units of each product."""
 
-    def __init__(self, units: tuple[int, ...], held: int, full_alone: bool) -> None:
+    def __init__(
+        self,
+        units: tuple[int, ...],
+        held: int = 0,
+        full_alone: bool = False,
+        stages: int = STAGES,
+        pace: tuple[int, int, int] = PACE,
+    ) -> None:
         self.units, self.held, self.full_alone = units, held, full_alone
-        self.full = [[Barrier() for _ in range(CHUNKS)] for _ in range(STAGES)]
-        self.empty = [Barrier() for _ in range(STAGES)]
+        self.stages, self.pace = stages, pace
+        self.full = [[Barrier() for _ in range(CHUNKS)] for _ in range(stages)]
+        self.empty = [Barrier() for _ in range(stages)]
         self.there: dict[tuple[int, int], int] = {}  # which unit's chunk a slot has
         self.under_way: list[tuple[int, int]] = []
         self.meeting, self.done = Barrier(2), Barrier(3)
@@ -71,9 +83,9 @@ class Block:
         number = 0
         for product in list(range(4)) * LAYERS:
             for unit in range(self.units[product]):
-                ahead = product == 2 and unit < STAGES
-                most = PACE[0 if product < 2 else 1 if ahead else 2]
-                slot, turn = number % STAGES, number // STAGES
+                ahead = product == 2 and unit < self.stages
+                most = self.pace[0 if product < 2 else 1 if ahead else 2]
+                turn, slot = divmod(number, self.stages)
                 while turn and not self.empty[slot].is_over(turn - 1):
                     yield
                 behind, its = divmod(CHUNKS * number + chunk - most, CHUNKS)
@@ -84,16 +96,17 @@ class Block:
                 yield
 
     def _came(self, unit: int, chunk: int) -> bool:
-        slot, turn = unit % STAGES, unit // STAGES
+        turn, slot = divmod(unit, self.stages)
         is_used = self.empty[slot].is_over(turn) and not self.full_alone
         return is_used or self.full[slot][chunk].is_over(turn)
 
     def _use(self, number: int) -> Iterator[None]:
-        slot = number % STAGES
+        turn, slot = divmod(number, self.stages)
         for chunk in range(CHUNKS):
-            while not self.full[slot][chunk].is_over(number // STAGES):
+            while not self.full[slot][chunk].is_over(turn):
                 yield
-            assert self.there[slot, chunk] == number, "a unit of another turn"
+            if self.there.get((slot, chunk)) != number:
+                raise AnotherTurn
         yield
         self.empty[slot].arrive()
 
@@ -122,7 +135,7 @@ class Block:
             number += sum(self.units)
 
     def ends(self, seed: int) -> bool:
-        """Whether everyone comes to the end."""
+        """Whether everyone comes to the end. Raises AnotherTurn."""
         lot = random.Random(seed)
         actors = [self.copy(chunk) for chunk in range(CHUNKS)]
         actors += [self.multiply(team) for team in range(2)] + [self.hold()] * (self.held > 0)
@@ -134,8 +147,8 @@ class Block:
                 del actors[at], speeds[at]
             if self.under_way and lot.random() < 0.3:
                 number, chunk = self.under_way.pop(lot.randrange(min(len(self.under_way), 6)))
-                self.there[number % STAGES, chunk] = number
-                self.full[number % STAGES][chunk].arrive()
+                self.there[number % self.stages, chunk] = number
+                self.full[number % self.stages][chunk].arrive()
             events = len(actors) + self._events()
             quiet, last = (quiet + 1, last) if events == last else (0, events)
             if quiet > STUCK and not self.under_way:

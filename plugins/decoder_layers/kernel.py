@@ -38,7 +38,7 @@ from llmctl.plugins.paged_attention.tiles import KEYS, count_units
 if TYPE_CHECKING:
     from llmctl.plugins.program import OpCall
 
-MIN_STAGES, MAX_RING_BYTES = 3, 6 * 32768
+MIN_STAGES, MAX_RING_BYTES = 4, 6 * 32768
 _SHARED_LIMIT = 227 * 1024  # of a thread block
 _TABLE_BYTES = 255 + 128  # of the numbers of four bits
 _COLUMNS = 8  # rows of attention that a team takes

@@ -114,7 +114,13 @@ DEVICE void multiply_expanded(const Shared& shared, u32 slot, u32 parity, u32 st
 }
 
 // Multiplies the block's units by the tokens in shared memory; `taken` counts units of the ring. Two
-// teams of four warps take units in turn.
+// teams of four warps take units in turn. In an even ring a slot is always the same team's. In an odd one
+// the unit there a turn before was the other team's, and a barrier two turns behind would tell the same:
+// so it has to be there when the unit before last is, whose chunks came only as others before them had.
+constexpr int SEEN_BEFORE = CHUNKS * (STAGES - 2);
+static_assert(STAGES % 2 == 0 || (IN_FLIGHT_SMALL <= SEEN_BEFORE && IN_FLIGHT_AHEAD <= SEEN_BEFORE &&
+                                  IN_FLIGHT <= SEEN_BEFORE),
+              "a slot's turn before may be missing: scripts/ring_model.py");
 template <class S>
 DEVICE void multiply(const Shared& shared, const Share<S>& share, int team, u32& taken) {
   const int lane = threadIdx.x % 32;
