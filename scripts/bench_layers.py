@@ -1,7 +1,7 @@
 """Decoder layers in one launch against the launches of their operators: bits, and time of a step.
 
     python scripts/bench_layers.py 1b 3b 8b [--qformat w4a8_mxfp4_fp8] [--contexts 1,64,1000]
-        [--tokens 2] [--times 1000,2000,4000] [--pace 3_3_5_8,5_3_7_0]
+        [--tokens 2] [--times 1000,2000,4000] [--pace 3_3_5_8_1,5_3_7_0_0]
         [--output plugins/decoder_layers/tactics.json]
 
 Models of these shapes get random weights. Says at each context whether the logits and the KV cache

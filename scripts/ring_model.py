@@ -7,7 +7,7 @@ lot, some 5 or 20 times as often as others. A barrier tells its parity and nothi
 for other blocks is left out: those always answer. Says for shapes and shares of a block in how many
 of the runs nobody could go on, and ends with 1 where there was one.
 
---held: units of gate and up that another four warps take, as in commit 30e0049. --full-alone: a
+--held: units of gate and up that four more warps take (hold.cuh). --full-alone: a
 copying warp that waits for an earlier chunk does not see that the chunk's unit is used up, as it
 was until 2fc297d.
 """

@@ -26,7 +26,11 @@ struct Layer {
 static_assert(sizeof(Layer) == 23 * 8, "as kernel.py has it");
 
 constexpr int COMPUTE = 256, WARPS = COMPUTE / 32;  // threads that compute
-constexpr int COPY = 128;                           // and that copy
+constexpr int COPY = 128;                           // that copy
+constexpr int HOLD = HELD > 0 ? 128 : 0;            // and that hold weights in registers
+// Registers of a thread. A multiprocessor has 512 for one of each four warps; a held unit takes 64.
+constexpr int COPY_REGISTERS = 40, HOLD_REGISTERS = 40 + 64 * HELD;
+constexpr int COMPUTE_REGISTERS = HELD > 0 ? (512 - COPY_REGISTERS - HOLD_REGISTERS) / 16 * 8 : 232;
 constexpr int INTERVAL_BYTES = 512;                 // of K, summed by one chain of products
 constexpr int CHUNKS = MXFP4 ? 2 : 4;               // packed blocks of an interval
 constexpr int ROW_BYTES = MXFP4 ? 136 : 128;        // of a row of a packed block
@@ -39,9 +43,10 @@ constexpr int QKV_ROWS = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE, ATTENDED = 
 // A product of ROWS weight rows by K. A block takes groups of GROUP_ROWS rows: 16, whose units have 4
 // intervals of K, or 8, whose units have 8. A layer's products take the blocks in turn: one begins where
 // the one before it ended, so that what does not divide evenly evens out.
-template <int ROWS, int K_, int GROUP_ROWS_, int TURN_>
+template <int ROWS, int K_, int GROUP_ROWS_, int TURN_, int HELD_ = 0>
 struct Size {
   static constexpr int K = K_, TURN = TURN_, GROUP_ROWS = GROUP_ROWS_, GROUPS = ROWS / GROUP_ROWS;
+  static constexpr int HELD_UNITS = HELD_;  // of a block, in registers of their own (hold.cuh)
   static constexpr int INTERVALS = K / INTERVAL_BYTES, UNIT_INTERVALS = 64 / GROUP_ROWS;
   static constexpr int UNITS = (INTERVALS + UNIT_INTERVALS - 1) / UNIT_INTERVALS;  // of a group
   static constexpr int OPERAND_ROWS = (UNIT_INTERVALS * TOKENS + 7) / 8 * 8;  // columns of a product
@@ -56,7 +61,7 @@ struct Size {
 };
 typedef Size<QKV_ROWS, HIDDEN, 16, 0> QkvSize;  // 16: epilogues of rows 8 apart
 typedef Size<HIDDEN, ATTENDED, O_GROUP, QkvSize::NEXT_TURN> OSize;
-typedef Size<2 * INTERMEDIATE, HIDDEN, 16, OSize::NEXT_TURN> GateUpSize;
+typedef Size<2 * INTERMEDIATE, HIDDEN, 16, OSize::NEXT_TURN, HELD> GateUpSize;
 typedef Size<HIDDEN, INTERMEDIATE, DOWN_GROUP, GateUpSize::NEXT_TURN> DownSize;
 static_assert(GateUpSize::GROUPS >= NUM_BLOCKS, "no block is far behind another: exchange.cuh");
 
@@ -104,3 +109,13 @@ DEVICE void made(const u8*& x) { asm volatile("" : "+l"(x)); }
 // To L2: behind weights under way, a read of memory takes longer than blocks wait for each other.
 DEVICE void prefetch(u64 at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTE) : "memory"); }
+// With the threads of hold.cuh. Barriers 2 and 3 are of teams (attend_unit.cuh).
+constexpr int QKV_IS_DONE = 4, TOKENS_ARE_THERE = 5, SUMS_ARE_THERE = 6;
+template <int BARRIER>
+DEVICE void holders_meet() {
+  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(COMPUTE + HOLD) : "memory");
+}
+template <int BARRIER>
+DEVICE void holders_arrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(BARRIER), "n"(COMPUTE + HOLD) : "memory");
+}

@@ -17,9 +17,11 @@ DEVICE u32 token_place(u32 tokens, int token, int at) {
 }
 
 // wgmma reads what was stored.
+template <class S>
 DEVICE void tokens_are_ready() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  meet();
+  if (S::HELD_UNITS > 0) holders_meet<TOKENS_ARE_THERE>();
+  else meet();
 }
 
 // Whether the places of tokens are made before the tokens are there. Those of two are too many.
@@ -57,7 +59,7 @@ DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u
                  "r"(held[i].y), "r"(held[i].z), "r"(held[i].w)
                  : "memory");
   }
-  tokens_are_ready();
+  tokens_are_ready<S>();
 }
 
 constexpr int NORM_PARTS = HIDDEN / 256, NORM_UNITS = (NORM_PARTS + WARPS - 1) / WARPS;
@@ -157,7 +159,7 @@ struct Norm : NormUnits {
                      : "memory");
       }
     }
-    tokens_are_ready();
+    tokens_are_ready<S>();
     if (!also) return;
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {

@@ -157,13 +157,14 @@ def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
             "IN_FLIGHT_AHEAD": tactic.pace.ahead,
             "IN_FLIGHT": tactic.pace.other,
             "EARLY_QKV": tactic.pace.early,
+            "HELD": tactic.pace.held,
             "ROOM": room.work,
             "SLOTS": room.slots,
             "MAX_UNITS": _max_units(limits),
             "EXCHANGE_BYTES": exchange_bytes(layer, limits, chain.tokens),
         },
         entry="layers",
-        num_warps=_WARPS,
+        num_warps=_WARPS + 4 * (tactic.pace.held > 0),
         shared_bytes=room.num_bytes,
     )
 

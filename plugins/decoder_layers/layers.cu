@@ -4,7 +4,8 @@
 // of all weights, product after product, through a ring of STAGES units (copy.cuh); they never wait for
 // another block, so while numbers are handed on and while attention runs, weights of what follows arrive.
 // Eight warps compute: each product takes its tokens as other blocks finish them (exchange.cuh) and
-// multiplies what the ring holds (product.cuh); attend.cuh is what lies between.
+// multiplies what the ring holds (product.cuh); attend.cuh is what lies between. Four more may hold some
+// units of gate and up, where the ring is too small for what could come meanwhile (hold.cuh).
 //
 // Every number has the bits that the kernels of one operator each give it: the same intervals of K in
 // the same order, the same norm, epilogues, units and merges.
@@ -16,12 +17,12 @@
 // Macros: MXFP4 (0 | 1: weights of four bits), MODEL_TYPE, KV_TYPE, HIDDEN, INTERMEDIATE, NUM_HEADS,
 // NUM_KV_HEADS, HEAD_SIZE, O_GROUP and DOWN_GROUP (weight rows that a block takes at once: 8 | 16),
 // TOKENS_PER_BLOCK, TOKENS (most of a step), NUM_BLOCKS (of the grid), STAGES, IN_FLIGHT_SMALL,
-// IN_FLIGHT_AHEAD, IN_FLIGHT and EARLY_QKV (tactics.py), ROOM (of shared memory: chain.cuh), SLOTS (tiles
-// of a team that takes units of attention: 1 | 2), MAX_UNITS, EXCHANGE_BYTES.
+// IN_FLIGHT_AHEAD, IN_FLIGHT, EARLY_QKV and HELD (tactics.py), ROOM (of shared memory: chain.cuh), SLOTS
+// (tiles of a team that takes units of attention: 1 | 2), MAX_UNITS, EXCHANGE_BYTES.
 
 #include "decoder_layers/attend.cuh"
 #include "decoder_layers/copy.cuh"
-#include "decoder_layers/product.cuh"
+#include "decoder_layers/hold.cuh"
 
 // Where two numbers of a group of queries, keys or values lie: at `at` and `apart` behind it.
 struct RotatedPlace {
@@ -118,7 +119,13 @@ DEVICE void prefetch_field(u64 field) {
 }
 #undef FIELD_OF
 
-extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
+template <int COUNT, bool ARE_MORE>  // than a thread had to begin with
+DEVICE void take_registers() {
+  if (ARE_MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+  else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
     layers(const long long* table, int num_layers, int tokens, const u8* x, const uint4* residual,
            Value* down_out, uint4* residual_out, const float* rotary, const int* positions,
            const int* slots, const int* cu_q, const int* kv_lens, const int* block_tables, u8* exchanged,
@@ -136,13 +143,20 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
   }
   __syncthreads();
   launch_dependents();
-  if (threadIdx.x >= COMPUTE) {  // leave registers to those that compute, of 504 three times 168
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#if HELD > 0
+  if (threadIdx.x >= COMPUTE + COPY) {
+    take_registers<HOLD_REGISTERS, (HOLD_REGISTERS > 128)>();
+    hold_all(shared, num_layers);
+    return;
+  }
+#endif
+  if (threadIdx.x >= COMPUTE) {  // leave registers to those that compute
+    take_registers<COPY_REGISTERS, false>();
     const int chunk = (threadIdx.x - COMPUTE) / 32;
     if (lane_id() == 0 && chunk < CHUNKS) copy_all(shared, all, num_layers, chunk);
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  take_registers<COMPUTE_REGISTERS, true>();
   wait_for_dependencies();
   const attention::Step step(cu_q, kv_lens, block_tables, positions, softmax_scale, table_stride);
   const int first_half = __ldcg(counters + 1);
@@ -194,6 +208,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY, 1)
       product<QkvSize, RopeEnd>(shared, arrivals, tokens, taken, e, bring, finish, clear_places);
     }
     meet();  // keys and values come where tokens and sums were
+    if (HELD > 0) holders_arrive<QKV_IS_DONE>();
     attention::attend(step, exchange, layer, shared, arrivals, counters + 64, heads_expected, l == 0);
     {
       const Weights& w = layer->o;

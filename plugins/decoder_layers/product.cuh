@@ -114,11 +114,11 @@ DEVICE void multiply_expanded(const Shared& shared, u32 slot, u32 parity, u32 st
 }
 
 // Multiplies the block's units by the tokens in shared memory; `taken` counts units of the ring. Two
-// teams of four warps take units in turn. In an even ring a slot is always the same team's. In an odd one
-// the unit there a turn before was the other team's, and a barrier two turns behind would tell the same:
+// teams of four warps take units in turn. In an even ring a slot is always the same team's. In an odd one, or
+// where units are held, the unit there a turn before was another's, and a barrier two turns behind tells the same:
 // so it has to be there when the unit before last is, whose chunks came only as others before them had.
 constexpr int SEEN_BEFORE = CHUNKS * (STAGES - 2);
-static_assert(STAGES % 2 == 0 || (IN_FLIGHT_SMALL <= SEEN_BEFORE && IN_FLIGHT_AHEAD <= SEEN_BEFORE &&
+static_assert((STAGES % 2 == 0 && HELD == 0) || (IN_FLIGHT_SMALL <= SEEN_BEFORE && IN_FLIGHT_AHEAD <= SEEN_BEFORE &&
                                   IN_FLIGHT <= SEEN_BEFORE),
               "a slot's turn before may be missing: scripts/ring_model.py");
 template <class S>
@@ -126,7 +126,7 @@ DEVICE void multiply(const Shared& shared, const Share<S>& share, int team, u32&
   const int lane = threadIdx.x % 32;
   const int units = share.count * S::UNITS;
 #pragma unroll 1
-  for (int u = (team ^ taken) & 1; u < units; u += 2) {
+  for (int u = S::HELD_UNITS + ((team ^ taken ^ S::HELD_UNITS) & 1); u < units; u += 2) {
     const u32 number = taken + u, slot = number % STAGES;
     const u32 stage = shared.ring + slot * UNIT_BYTES;
     const u32 tokens = shared.tokens + u % S::UNITS * S::OPERAND_BYTES;
@@ -147,7 +147,8 @@ DEVICE void multiply(const Shared& shared, const Share<S>& share, int team, u32&
     store_sums<S>(shared.sums<S>() + u * SUM_BYTES + lane / 4 * 4, part);
   }
   taken += units;
-  meet();
+  if (S::HELD_UNITS > 0) holders_meet<SUMS_ARE_THERE>();
+  else meet();
 }
 
 DEVICE float load_sum(u32 at) {

@@ -21,15 +21,17 @@ Gains = tuple[tuple[int, bool], ...]  # (contexts up to, whether one launch is f
 
 
 class Pace(NamedTuple):
-    """How many chunks of weights (8 KiB) may be on their way to a block: enough for the memory to
-    be busy, and no more, for what blocks hand on queues behind them. Weights that come while blocks
-    mostly hand on, from one layer's down projection to the next one's gate, may come more slowly.
+    """How weights come to a block. Of its chunks (8 KiB) so many may be on their way: enough for
+    the memory to be busy, and no more, for what blocks hand on queues behind them. Weights that
+    come while blocks mostly hand on, from one layer's down projection to the next one's gate, may
+    come more slowly; where the ring has no room for all of them, registers have some.
     """
 
     small: int  # of qkv and output projections
     ahead: int  # of gate and up, as much as fits into the ring before they begin
     other: int  # of gate and up, and of down
     early: int  # blocks whose part of a layer may be missing when the next one asks for it
+    held: int  # units (32 KiB of FP8) of gate and up that wait in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Tactic:
         return ["p" + "_".join(map(str, self.pace)), gains]
 
 
-USUAL = Pace(4, 4, 6, 8)  # of shapes that were not measured
+USUAL = Pace(4, 4, 6, 8, 0)  # of shapes that were not measured
 NOWHERE, EVERYWHERE = Tactic((), USUAL), Tactic(((MAX_CONTEXT, True),), USUAL)
 
 
@@ -75,13 +77,13 @@ def stored_tactics(kernels: Iterable[str]) -> dict[int, Tactic]:
     for name in kernels:
         if not name.startswith(f"{NAME}."):
             continue
-        found = re.search(r"\.n(\d+)\..*\.p(\d+)_(\d+)_(\d+)_(\d+)\.([\d+-]+)$", name)
+        found = re.search(r"\.n(\d+)\..*\.p(\d+)_(\d+)_(\d+)_(\d+)_(\d+)\.([\d+-]+)$", name)
         if found is None:
             raise CorruptEngine(
                 f"another version of llmctl built the kernel {name!r}", fix="build the engine again"
             )
-        tokens, *pace = map(int, found.groups()[:5])
-        gains = re.findall(r"(\d+)([+-])", found[6])
+        tokens, *pace = map(int, found.groups()[:6])
+        gains = re.findall(r"(\d+)([+-])", found[7])
         stored[tokens] = Tactic(
             tuple((int(most), sign == "+") for most, sign in gains), Pace(*pace)
         )

@@ -140,25 +140,26 @@ def measured(monkeypatch, ms: dict, pace: dict) -> None:
 
 def test_weights_are_brought_as_was_measured(monkeypatch):
     key, faster = "h2048.i8192.a32.8x64", {"1024": {"launches": 2.0, "one_launch": 1.0}}
-    measured(monkeypatch, {key: faster, f"{key}.n2": faster}, {key: [2, 4, 7, 0]})
+    measured(monkeypatch, {key: faster, f"{key}.n2": faster}, {key: [2, 4, 7, 0, 1]})
     plan, limits = planned("1b")
     chains = find_chains([call for call, _ in meta_calls(plan)], limits)
     assert [(c.tokens, c.tactic.pace) for c in chains] == [
-        (1, (2, 4, 7, 0)),
-        (1, (2, 4, 7, 0)),
+        (1, (2, 4, 7, 0, 1)),
+        (1, (2, 4, 7, 0, 1)),
         (2, EVERYWHERE.pace),
     ]
     for chain in chains:
         constants = chain_spec(chain, limits).constants
-        names = ("IN_FLIGHT_SMALL", "IN_FLIGHT_AHEAD", "IN_FLIGHT", "EARLY_QKV")
+        names = ("IN_FLIGHT_SMALL", "IN_FLIGHT_AHEAD", "IN_FLIGHT", "EARLY_QKV", "HELD")
         assert Pace(*(constants[name] for name in names)) == chain.tactic.pace
 
 
 def test_a_kernel_that_another_version_named_is_refused():
-    older = "decoder_layers.h2048.i8192.a32.8x64.bf16.kv_fp8e4nv.page32.u32.n1s6f5t2g132.4096+"
-    with pytest.raises(CorruptEngine, match="another version of llmctl") as failure:
-        stored_tactics([older])
-    assert failure.value.fix == "build the engine again"
+    shape = "decoder_layers.h2048.i8192.a32.8x64.bf16.kv_fp8e4nv.page32.u32"
+    for older in ("n1s6f5t2g132.4096+", "n1.s6t2g132.p3_3_5_8.4096+"):
+        with pytest.raises(CorruptEngine, match="another version of llmctl") as failure:
+            stored_tactics([f"{shape}.{older}"])
+        assert failure.value.fix == "build the engine again"
 
 
 def test_steps_take_the_way_that_is_faster_at_their_context(monkeypatch):
@@ -166,12 +167,12 @@ def test_steps_take_the_way_that_is_faster_at_their_context(monkeypatch):
     faster, slower = {"launches": 2.0, "one_launch": 1.0}, {"launches": 1.0, "one_launch": 2.0}
     times = {"4096": faster, "1024": faster, "2048": slower}
     key = "h2048.i8192.a32.8x64"
-    measured(monkeypatch, {key: times}, {key: [3, 4, 7, 8]})
+    measured(monkeypatch, {key: times}, {key: [3, 4, 7, 8, 1]})
     calls = [call for call, _ in meta_calls(plan)]
     built = find_chain(find_layers(calls, limits), limits)
     assert built is not None
     name = chain_spec(built, limits).name
-    assert name.endswith(".p3_4_7_8.1024+2048-4096+")
+    assert name.endswith(".p3_4_7_8_1.1024+2048-4096+")
     measured(monkeypatch, {}, {})  # an engine has its own
     whole, found = find_chains(calls, limits, stored_tactics(["embedding.bf16", name]))
     assert found == built and whole.is_whole and chain_spec(whole, limits).name == name
@@ -249,6 +250,22 @@ def test_the_kernel_multiplies_with_wgmma_and_spills_nothing():
     assert products == 4 * 16, "four products, a chain of 16 each"
     waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
     assert waits == 4, "the compiler put waits into the chains"
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(("kv_algo", "held"), [("FP8", 1), ("INT8", 1), (None, 1), ("FP8", 2)])
+def test_units_are_held_in_registers(kv_algo, held, tokens):
+    """As the products take them: nothing spills, and nothing waits between a unit's products."""
+    found = chain_of("1b", most_tokens=tokens, kv_algo=kv_algo)
+    assert found is not None
+    pace = replace(EVERYWHERE, pace=Pace(3, 3, 5, 8, held))
+    kernel = compile_kernel(chain_spec(replace(found, tactic=pace), planned("1b", kv_algo)[1]))
+    assert kernel.local_bytes == 0 and kernel.threads == 512 and kernel.registers == 128
+    code = disassemble(kernel)
+    from_registers = re.findall(r"QGMMA\.64x8x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
+    assert len(from_registers) == 16 * held
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 5, "four products, and what is held"
+    assert len(re.findall(r"LDSM\.16\.M88\.4", code)) >= 16 * held
 
 
 @pytest.mark.parametrize("name", ["1b", "8b"])
