@@ -29,6 +29,10 @@ static_assert(BLOCKS == TEAM && STEPS % TEAM == 0, "a warp has 16 keys, and a pa
 static_assert(TEAMS * SLOTS * SLOT_BYTES <= ROOM, "tiles of each team");
 static_assert(SLOTS == 1 || SLOTS == 2, "a tile, and the next");
 
+DEVICE void store_shared16(u32 to, const uint4& x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
 DEVICE int warp_of_team() { return threadIdx.x / 32 % TEAM; }
 DEVICE void team_meet() {
   asm volatile("bar.sync %0, %1;" ::"r"(int(2 + threadIdx.x / (32 * TEAM))), "n"(32 * TEAM) : "memory");
@@ -64,7 +68,7 @@ struct Step {
   int table_stride;
   int num_rows, num_tokens, limit, tiles, units;
   int seen[2], all_see;  // the last key that the lane's columns see, and that all see
-  Pages pages;           // of the team's first tile
+  Pages pages, ahead;    // of the team's first tile, and of the one behind it
 
   DEVICE Step(const int* cu_q, const int* kv_lens, const int* tables, const int* positions,
               float scale, int stride)
@@ -85,7 +89,8 @@ struct Step {
       all_see = min(all_see, seen[c]);
     }
     all_see = __reduce_min_sync(~0u, all_see);
-    pages.load(block_tables, unit_start(first_task() / HEADS), limit);
+    const int first = unit_start(first_task() / HEADS);
+    pages.load(block_tables, first, limit), ahead.load(block_tables, first + 1, limit);
   }
 };
 

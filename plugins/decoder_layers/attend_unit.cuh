@@ -15,14 +15,14 @@ struct Work {
   const int* table;
   u32 slots;
   int head, unit, tile, end, limit;
-  Pages pages;  // of the tile to copy next
+  Pages pages, ahead;  // of the tile to copy next, and of the one behind it
 
   DEVICE Work(const Step& s, const Cached* cache_, u32 slots_, int task) {
     cache = cache_, table = s.block_tables, limit = s.limit;
     slots = slots_, head = task % HEADS, unit = task / HEADS;
     tile = unit_start(unit), end = min(unit_start(unit + 1), s.tiles);
-    if (task == first_task()) pages = s.pages;
-    else pages.load(table, tile, limit);
+    if (task == first_task()) pages = s.pages, ahead = s.ahead;
+    else pages.load(table, tile, limit), ahead.load(table, tile + 1, limit);
   }
   DEVICE u32 slot(int its) const { return slots + u32(its - tile) % SLOTS * SLOT_BYTES; }
   // The warp's keys of a tile, and their values.
@@ -39,7 +39,11 @@ struct Work {
       }
       commit_copies();
     }
-    if (its + 1 < end) pages.load(table, its + 1, limit);
+    move_on(its);
+  }
+  DEVICE void move_on(int its) {
+    pages = ahead;
+    if (its + 2 < end) ahead.load(table, its + 2, limit);
   }
   // To L2, what `copy` will ask for next, where its place is not free yet.
   DEVICE void prefetch_next(int its) const {
@@ -53,6 +57,41 @@ struct Work {
   }
 };
 static_assert(2 * Pages::KEYS_OF_WARP == 32, "a lane for each key and each value");
+
+// With two slots a unit's second tile comes while its first one is worked on. With one it comes to
+// registers from the beginning: what a warp copies of it, where they are not too many.
+constexpr bool KEEPS = SLOTS == 1 && LINE <= 128;
+struct Kept {
+  static constexpr int COUNT = Pages::KEYS_OF_WARP / KEY_STEP;
+  uint4 chunks[2][COUNT];
+
+  DEVICE void load(const Work& w) {
+    const int tile = w.tile + 1, lane = lane_id();
+    const int first = warp_of_team() * Pages::KEYS_OF_WARP + lane / CHUNKS;
+#pragma unroll
+    for (int kv = 0; kv < 2; ++kv) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        const Cached* from = w.pages.key(w.cache, w.head, tile, i * KEY_STEP + lane / CHUNKS, kv);
+        chunks[kv][i] = {0, 0, 0, 0};
+        if (tile * KEYS + first + i * KEY_STEP < w.limit) {
+          chunks[kv][i] = look16((const u8*)(from + lane % CHUNKS * (16 / KV_TYPE::bytes)));
+        }
+      }
+    }
+  }
+  DEVICE void store(const Work& w) const {
+    const int lane = lane_id(), first = warp_of_team() * Pages::KEYS_OF_WARP + lane / CHUNKS;
+#pragma unroll
+    for (int kv = 0; kv < 2; ++kv) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        const u32 to = w.slot(w.tile + 1) + kv * TILE_BYTES + place(first + i * KEY_STEP, lane % CHUNKS);
+        store_shared16(to, chunks[kv][i]);
+      }
+    }
+  }
+};
 
 // What other blocks make for a team's unit in this layer: queries, and of the step's own tokens whose
 // keys are the warp's a lane's chunk of keys and values. All of it is asked for at once.
@@ -117,9 +156,7 @@ struct Fresh {
       if (!has(s, t, tile, tile + 1)) continue;
       const uint4 x = upright_cached(chunks[t][kv]);
       const u32 to = slot + kv * TILE_BYTES + place(u32(first_key + t) % KEYS, lane_id());
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z),
-                   "r"(x.w)
-                   : "memory");
+      store_shared16(to, x);
     }
     __syncwarp();
   }
@@ -145,8 +182,11 @@ DEVICE void load_logits(Logits& all, u32 keys) {
 
 DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals, Work& work,
                       float scale) {
+  const bool has_second = work.tile + 1 < work.end;
   work.copy(work.tile);
-  work.prefetch_next(work.tile + 1);
+  Kept kept;
+  if (KEEPS && has_second) kept.load(work);
+  else work.prefetch_next(work.tile + 1);
   OwnState state;
   state.clear();
   Queries queries;
@@ -177,7 +217,12 @@ DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals
     multiply_values<OWN_STEPS>(state.sums, weights, values, warp_of_team() * OWN_STEPS);
     if (SLOTS == 1 && tile + 1 < work.end) {
       team_meet();
-      work.copy(tile + 1);
+      if (KEEPS && tile == work.tile) {
+        kept.store(work);
+        work.move_on(tile + 1);
+      } else {
+        work.copy(tile + 1);
+      }
       work.prefetch_next(tile + 2);
     }
   }

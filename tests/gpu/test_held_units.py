@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from chain_support import CONTEXTS, SMALL
 from layers_support import Model
-from test_decoder_layers import CONTEXTS, SMALL
 
 from llmctl.plugins.decoder_layers.tactics import USUAL
 
