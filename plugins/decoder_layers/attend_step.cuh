@@ -28,6 +28,10 @@ typedef StateOf<OWN_STEPS> OwnState;
 static_assert(BLOCKS == TEAM && STEPS % TEAM == 0, "a warp has 16 keys, and a part of the dimensions");
 static_assert(TEAMS * SLOTS * SLOT_BYTES <= ROOM, "tiles of each team");
 static_assert(SLOTS == 1 || SLOTS == 2, "a tile, and the next");
+// A unit's second tile has a slot of its own, or waits in registers for the first one's where there are
+// enough (it comes to L2 else). Then its pages' numbers are read once a step, not once a layer.
+constexpr bool KEEPS = SLOTS == 1 && LINE <= 128 && TOKENS == 1 && !MXFP4 && HELD == 0;
+constexpr bool READS_AHEAD = SLOTS == 2 || KEEPS;
 
 DEVICE void store_shared16(u32 to, const uint4& x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
@@ -68,7 +72,7 @@ struct Step {
   int table_stride;
   int num_rows, num_tokens, limit, tiles, units;
   int seen[2], all_see;  // the last key that the lane's columns see, and that all see
-  Pages pages, ahead;    // of the team's first tile, and of the one behind it
+  Pages pages, ahead;    // of the team's first tile, and of the one behind it (READS_AHEAD)
 
   DEVICE Step(const int* cu_q, const int* kv_lens, const int* tables, const int* positions,
               float scale, int stride)
@@ -90,7 +94,8 @@ struct Step {
     }
     all_see = __reduce_min_sync(~0u, all_see);
     const int first = unit_start(first_task() / HEADS);
-    pages.load(block_tables, first, limit), ahead.load(block_tables, first + 1, limit);
+    pages.load(block_tables, first, limit);
+    if (READS_AHEAD) ahead.load(block_tables, first + 1, limit);
   }
 };
 

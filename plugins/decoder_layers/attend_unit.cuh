@@ -21,8 +21,12 @@ struct Work {
     cache = cache_, table = s.block_tables, limit = s.limit;
     slots = slots_, head = task % HEADS, unit = task / HEADS;
     tile = unit_start(unit), end = min(unit_start(unit + 1), s.tiles);
-    if (task == first_task()) pages = s.pages, ahead = s.ahead;
-    else pages.load(table, tile, limit), ahead.load(table, tile + 1, limit);
+    if (task == first_task()) {
+      pages = s.pages, ahead = s.ahead;
+    } else {
+      pages.load(table, tile, limit);
+      if (READS_AHEAD) ahead.load(table, tile + 1, limit);
+    }
   }
   DEVICE u32 slot(int its) const { return slots + u32(its - tile) % SLOTS * SLOT_BYTES; }
   // The warp's keys of a tile, and their values.
@@ -42,8 +46,9 @@ struct Work {
     move_on(its);
   }
   DEVICE void move_on(int its) {
-    pages = ahead;
-    if (its + 2 < end) ahead.load(table, its + 2, limit);
+    if (READS_AHEAD) pages = ahead;
+    else if (its + 1 < end) pages.load(table, its + 1, limit);
+    if (READS_AHEAD && its + 2 < end) ahead.load(table, its + 2, limit);
   }
   // To L2, what `copy` will ask for next, where its place is not free yet.
   DEVICE void prefetch_next(int its) const {
@@ -58,9 +63,7 @@ struct Work {
 };
 static_assert(2 * Pages::KEYS_OF_WARP == 32, "a lane for each key and each value");
 
-// With two slots a unit's second tile comes while its first one is worked on. With one it comes to
-// registers from the beginning: what a warp copies of it, where they are not too many.
-constexpr bool KEEPS = SLOTS == 1 && LINE <= 128;
+// A unit's second tile with KEEPS: what a warp would copy of it.
 struct Kept {
   static constexpr int COUNT = Pages::KEYS_OF_WARP / KEY_STEP;
   uint4 chunks[2][COUNT];
