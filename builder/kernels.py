@@ -104,27 +104,39 @@ def plan_kernel(kernel: CompiledKernel, capability: str = "") -> PlanKernel:
 
 
 def scratch_bytes(plan: Plan, limits: StepLimits) -> int:
-    """Device memory that kernels ask for beside their tensors, over the largest steps."""
+    """Device memory that kernels ask for beside their tensors, over `planned_shapes`."""
     sizes: dict[str, int] = {}
 
     def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         sizes[name] = max(sizes.get(name, 0), math.prod(shape) * dtype.itemsize)
         return _meta(shape, dtype)
 
-    for shape in largest_shapes(limits):
-        plan_launches(plan, limits, shape, scratch)
-    env = LaunchEnv(meta_step(limits), meta_cache(plan, limits), limits, "tokens", scratch)
+    step, kv_cache = meta_step(limits), meta_cache(plan, limits)
+    for call, extent in distinct_calls(plan):
+        env = LaunchEnv(step, kv_cache, limits, extent, scratch)
+        for shape in planned_shapes(limits):
+            _module(call.op).launches(call, env, shape)
+    env = LaunchEnv(step, kv_cache, limits, "tokens", scratch)
     for chain in find_chains([call for call, _ in meta_calls(plan)], limits):
         chain_launch(chain, env, StepShape(chain.tokens, 1, 1, chain.tokens, chain.tokens))
     return sum(sizes.values())
 
 
-def largest_shapes(limits: StepLimits) -> list[StepShape]:
-    """A step of one long prompt chunk, and one that verifies a full batch."""
-    batch, rows = limits.max_batch_size, limits.max_num_rows
+def planned_shapes(limits: StepLimits) -> list[StepShape]:
+    """Steps of each kind at their largest: a long prompt chunk, alone and beside generation, and a
+    full batch that is verified or generates. And few tokens of one request, as many as products
+    have kernels for, in short contexts and in long ones: some ask for what no larger step does.
+    """
+    batch, rows, longest = limits.max_batch_size, limits.max_num_rows, limits.max_seq_len
+    most = limits.max_num_tokens
+    few = [count for count in (*range(1, 18), 24, 32, 48, 64, 96, 128, 192, 256) if count <= most]
+    contexts = [length for length in (1024, longest) if length <= longest]
     return [
-        StepShape(limits.max_num_tokens, 1, 1, limits.max_num_tokens, limits.max_seq_len),
-        StepShape(rows, batch, rows, limits.max_draft_len + 1, limits.max_seq_len),
+        StepShape(most, 1, 1, most, longest),
+        StepShape(most, batch, batch, most - batch + 1, longest),
+        StepShape(rows, batch, rows, limits.max_draft_len + 1, longest),
+        StepShape(batch, batch, batch, 1, longest),
+        *(StepShape(n, 1, min(n, rows), n, max(n, length)) for n in few for length in contexts),
     ]
 
 

@@ -96,7 +96,11 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     )
     for name, lists in words:
         for ids in lists:
-            if min(ids) < 0 or max(ids) >= vocab_size:
+            try:
+                is_known = min(ids) >= 0 and max(ids) < vocab_size
+            except TypeError:
+                raise BadConfig(f"{name} holds what is no token id: {ids!r:.80}") from None
+            if not is_known:
                 found = next(token for token in ids if not 0 <= token < vocab_size)
                 raise BadConfig(
                     f"{name} holds token id {found}; the engine's ids are 0 to {vocab_size - 1}"

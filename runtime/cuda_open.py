@@ -40,7 +40,7 @@ from llmctl.runtime.memory import (
     plan_device,
 )
 from llmctl.runtime.round_state import state_bytes
-from llmctl.runtime.round_work import ahead_of_need, graph_launches
+from llmctl.runtime.round_work import ahead_of_need, graph_launches, most_requests
 from llmctl.runtime.tensorrt_device import BACKENDS as TENSORRT_BACKENDS
 from llmctl.runtime.tensorrt_device import present_capability, require_tensorrt
 from llmctl.runtime.tensorrt_open import (
@@ -201,8 +201,11 @@ def plan_pair(
     sampling = sampling_bytes(plans)
     sampling += state_bytes(int(limits["max_batch_size"]), draft_len)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
-    sizes = [int(file.config.build_config["max_batch_size"]) for file in files]
-    ahead = [length for _, length in ahead_of_need(min(sizes), lengths)]
+    batch = most_requests(
+        (int(file.config.build_config["max_batch_size"]) for file in files),
+        None if draft is None else draft.plan.max_num_tokens,
+    )
+    ahead = [length for _, length in ahead_of_need(batch, lengths)]
     memory = plan_device(
         target.memory("target", sampling, ahead=[1] * len(ahead), has_draft=draft is not None),
         draft.memory("draft", round_steps=draft_len, has_draft=True, ahead=ahead)

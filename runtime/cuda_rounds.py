@@ -32,7 +32,13 @@ from llmctl.runtime.core import Sequence
 from llmctl.runtime.cuda_engine import LEAST_FED, Capture, CudaExecutable
 from llmctl.runtime.graphs import GraphCache, capture_graph, capture_when, kv_bucket
 from llmctl.runtime.round_state import Drawing, RoundUpload
-from llmctl.runtime.round_work import RoundShape, RoundWork, ahead_of_need, graphs_kept
+from llmctl.runtime.round_work import (
+    RoundShape,
+    RoundWork,
+    ahead_of_need,
+    graphs_kept,
+    most_requests,
+)
 from llmctl.runtime.rounds import RoundReport, RoundResult
 from llmctl.runtime.sampler import is_by_logits
 from llmctl.runtime.speculative.feeding import cut
@@ -68,7 +74,10 @@ class CudaRoundRunner:
         self.draft_len = draft_len
         self.has_draft_engine = draft is not None
         engines = [engine for engine in (target, draft) if engine is not None]
-        self.max_batch_size = min(engine.max_batch_size for engine in engines)
+        self.max_batch_size = most_requests(
+            (engine.max_batch_size for engine in engines),
+            None if draft is None else draft.max_num_tokens,
+        )
         self.max_tokens = min(engine.max_seq_len for engine in engines)
         self._target, self._draft = target, draft
         self._queue = target.queue

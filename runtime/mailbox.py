@@ -35,14 +35,17 @@ class Mailbox:
 
     def open(self, request_ids: Iterable[int], deliver: Deliver | None = None) -> None:
         """Announce requests, before anything can be posted for them. `deliver` gets their
-        responses instead of this mailbox, on the thread that posts: it must not block or raise."""
+        responses instead of this mailbox, on the thread that posts: it must not block or raise. It
+        may ask the executor for more, or to cancel."""
         with self._lock:
             self._open.update(request_ids)
             if deliver is not None:
                 self._deliver.update(dict.fromkeys(request_ids, deliver))
 
     def post(self, responses: Items[Response]) -> None:
-        """Deliver; wakes those who wait for any of these, once for all."""
+        """Deliver; wakes those who wait for any of these, once for all. Raises what a `deliver`
+        raised, after all have been called."""
+        calls: list[tuple[Deliver, Response]] = []
         with self._lock:
             for response in responses:
                 request_id = response.request_id
@@ -55,12 +58,20 @@ class Mailbox:
                     else:
                         ready.append(response)
                     continue
-                deliver(response)
+                calls.append((deliver, response))
                 if is_final(response):
                     self._open.discard(request_id)
                     del self._deliver[request_id]
             if self._bells:
                 self._ring({None, *(response.request_id for response in responses)})
+        raised = None
+        for deliver, response in calls:  # not under the lock: they may open requests
+            try:
+                deliver(response)
+            except Exception as error:  # the others' responses are not lost by it
+                raised = raised or error
+        if raised is not None:
+            raise raised
 
     def close(self) -> None:
         """Nothing more will be posted; readers of any request stop waiting."""
@@ -75,13 +86,15 @@ class Mailbox:
             return [r for request_id in list(self._ready) for r in self._take(request_id)]
 
     def take(self, request_id: int, timeout_s: float | None) -> list[Response]:
-        """The ready responses of one request; waits for at least one, empty after the timeout.
+        """The ready responses of one request; waits for at least one, empty after the timeout or
+        `close`.
 
         An id that is unknown, or whose final response was taken, gives one error response.
         """
 
         def is_due() -> bool:
-            return request_id in self._ready or request_id not in self._open
+            is_over = request_id not in self._open or self._is_closed
+            return is_over or request_id in self._ready
 
         with self._lock:
             self._wait(request_id, is_due, timeout_s)

@@ -20,7 +20,7 @@ from llmctl.plugins.sampling.kernel import is_wide
 from llmctl.runtime.core import Sequence
 from llmctl.runtime.cuda_engine import CudaExecutable
 
-_WORD = 0xFFFFFFFF
+_WORD, _INT32_MAX = 0xFFFFFFFF, 0x7FFFFFFF
 
 
 class Drawing(enum.Enum):
@@ -58,7 +58,7 @@ class RoundUpload:
             return Drawing.GREEDY
         seeds = [sequence.seed for sequence in sequences]
         self._write(arrays.temperature, [1.0 if p.is_greedy else p.temperature for p in params])
-        self._write(arrays.top_k, [p.top_k or 0 for p in params])
+        self._write(arrays.top_k, [min(p.top_k or 0, _INT32_MAX) for p in params])
         self._write(arrays.top_p, [1.0 if p.top_p is None else p.top_p for p in params])
         self._write(arrays.min_p, [p.min_p for p in params])
         self._write(arrays.seed_low, [_signed(seed & _WORD) for seed in seeds])
@@ -75,7 +75,9 @@ class RoundUpload:
             moved = self._queue.to_device(both)
             table = moved[: rows * width].view(rows, width)
             for engine in self._engines:
-                engine.program.step.block_tables[:rows, :width].copy_(table)
+                own = engine.program.step.block_tables  # a draft engine's may be shorter
+                most = min(width, own.shape[1])
+                own[:rows, :most].copy_(table[:, :most])
             self._state.capacity[:rows].copy_(moved[rows * width :])
 
     def _write(

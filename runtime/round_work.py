@@ -150,7 +150,14 @@ class RoundWork:
         engine.program.launch(launches, self._queue.handle)
 
 
-# ---- how many graphs ----
+# ---- how many requests and graphs ----
+
+
+def most_requests(batch_sizes: Iterable[int], draft_tokens: int | None) -> int:
+    """Requests of a round: no more than each engine's batch, and with a draft engine half of the
+    tokens it takes at once, for its first step may have two of each. 0: none."""
+    most = min(batch_sizes)
+    return most if draft_tokens is None else min(most, draft_tokens // 2)
 
 
 def graphs_kept(has_draft: bool) -> int:
@@ -163,6 +170,7 @@ def ahead_of_need(max_batch_size: int, lengths: Items[int]) -> list[tuple[int, i
     """Batch sizes and draft lengths to capture before the first request: each size that rounds are
     padded to with each of `lengths`, as far as AHEAD_TOKENS go."""
     sizes = {min(1 << power, max_batch_size) for power in range(max_batch_size.bit_length() + 1)}
+    sizes -= {0}
     return [
         (batch, length)
         for batch in sorted(sizes)

@@ -8,9 +8,10 @@ the others. If even that raises, the executor closes, and whatever is left fails
 
 from __future__ import annotations
 
+from functools import partial
 from time import monotonic
 
-from llmctl.errors import LlmctlError, PairMismatch
+from llmctl.errors import PairMismatch
 from llmctl.plugins.sampling.spec import SamplingBackend
 from llmctl.runtime.admission import check_token_ids
 from llmctl.runtime.block_mover import BlockMover
@@ -108,6 +109,8 @@ class Worker:
         self._mailbox = mailbox
         self._active: dict[int, TrackedRequest] = {}  # not ended, by request id
         self._next_sequence_id = 1
+        # Neither knows this worker: in a cycle its graphs and scratch would outlive the executor.
+        self._forget = partial(_forget, drafter, self._sampler)
         self._delivery = Delivery(self._active, self.recorder, mailbox, self._forget)
         # Until the device has its next step; not where the host computes that, or waits for drafts.
         is_soon = target.is_asynchronous and not drafter.max_draft_len
@@ -132,6 +135,7 @@ class Worker:
         errand = self._inbox.receive(is_idle)
         if errand.cancelled:
             self._delivery.flush()
+        self._active |= {tracked.request_id: tracked for tracked in errand.arrived}
         for tracked in errand.arrived:
             self._admit(tracked)
         for request_id in errand.cancelled:
@@ -141,17 +145,16 @@ class Worker:
 
     def _admit(self, tracked: TrackedRequest) -> None:
         """Hand the request's sequences to the scheduler, or refuse it."""
-        self._active[tracked.request_id] = tracked
-        tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
-        self._next_sequence_id += len(tracked.sequences)
-        ready = tracked.sequences
-        if self._config.kv_cache.enable_block_reuse:
-            ready, tracked.held = ready[:1], ready[1:]
         try:
             check_token_ids(tracked.request, self._target.vocab_size)
+            tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
+            self._next_sequence_id += len(tracked.sequences)
+            ready = tracked.sequences
+            if self._config.kv_cache.enable_block_reuse:
+                ready, tracked.held = ready[:1], ready[1:]
             for sequence in ready:
                 self.scheduler.add(sequence)
-        except LlmctlError as error:
+        except Exception as error:  # whatever it is, it belongs to this request
             self._fail(tracked, error)
 
     def _expire(self) -> None:
@@ -247,19 +250,17 @@ class Worker:
             self.scheduler.cancel(sequence)
             self._forget(sequence)
 
-    def _forget(self, sequence: Sequence) -> None:
-        self._drafter.release(sequence)
-        self._sampler.release(sequence)
-
     def _close(self, error: Exception | None) -> None:
         """The last act: everybody who still waits gets an answer. May be called again with the
         error that the first call raised."""
         if error is None:
             self._delivery.flush()
         self._inbox.close()
-        for tracked in self._inbox.receive(is_idle=False).arrived:
-            self._active[tracked.request_id] = tracked
-            tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
+        arrived = self._inbox.receive(is_idle=False).arrived
+        self._active |= {tracked.request_id: tracked for tracked in arrived}
+        if error is None:
+            for tracked in arrived:
+                tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
         for tracked in list(self._active.values()):
             if error is None:
                 self._end(tracked, FinishReason.CANCELLED)
@@ -267,3 +268,8 @@ class Worker:
                 del self._active[tracked.request_id]
                 self._mailbox.post([tracked.refuse(error)])
         self._mailbox.close()
+
+
+def _forget(drafter: Drafter, sampler: Sampler, sequence: Sequence) -> None:
+    drafter.release(sequence)
+    sampler.release(sequence)

@@ -31,6 +31,7 @@ class StepBuffer:
     """
 
     def __init__(self, limits: StepLimits, device: torch.device, driver: Copies) -> None:
+        self._max_seq_len = limits.max_seq_len
         max_blocks = -(-limits.max_seq_len // limits.tokens_per_block)
         shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (limits.max_num_tokens,),
@@ -75,8 +76,11 @@ class StepBuffer:
             _fill(arrays[name], getattr(step, name), name)
         rows, width = step.block_tables.shape
         table = arrays["block_tables"]
-        assert rows <= table.shape[0] and width <= table.shape[1], step.block_tables.shape
-        table[:rows, :width] = step.block_tables
+        assert rows <= table.shape[0], f"{rows} requests; the engine takes {table.shape[0]}"
+        assert step.kv_len.max(initial=0) <= self._max_seq_len, "blocks behind the engine's last"
+        # A draft engine may be made for fewer tokens than the target, whose tables it gets.
+        width = min(width, table.shape[1])
+        table[:rows, :width] = step.block_tables[:, :width]
         used = self._starts["block_tables"] + rows * table.shape[1]
         source = self._pinned[slot].data_ptr()
         self._driver.copy_to_device(self._buffer.data_ptr(), source, 4 * used, stream)

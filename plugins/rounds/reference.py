@@ -65,7 +65,7 @@ def accept(state: RoundState, batch: int, draft_len: int) -> None:
         record[request, : RECORD_TOKENS + kept + 1] = torch.tensor(row, dtype=torch.int32)
         state.previous[request], state.root[request] = tokens[-2], tokens[-1]
         state.committed[request] = committed + kept + 1
-    state.counter.add_(1)
+    state.counter.add_(1).bitwise_and_(0x7FFFFFFF)
 
 
 def _feed(

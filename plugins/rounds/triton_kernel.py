@@ -218,4 +218,5 @@ def accept(
             tl.where(is_real[:, None], value, 0),
             mask=exists,
         )
-    tl.store(counter, finished + 1)
+    # Begins anew behind 2^31 - 1, where it would turn negative; `slots` divides 2^31.
+    tl.store(counter, (finished + 1) & 0x7FFFFFFF)

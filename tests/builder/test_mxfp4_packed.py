@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 from llmctl.builder.build import run_build
 from llmctl.builder.generated import LoadFormat
 from llmctl.builder.kernels import (
-    largest_shapes,
     meta_cache,
     meta_calls,
     meta_step,
     plan_launches,
+    planned_shapes,
     scratch_bytes,
     step_limits,
 )
@@ -146,7 +146,7 @@ def test_prompts_need_scratch_memory_of_one_fp8_copy_of_each_size(mxfp4_checkpoi
             return torch.empty(shape, dtype=dtype, device="meta")
 
         sizes = step_limits(engine.plan, engine.limits)
-        for shape in largest_shapes(sizes):
+        for shape in planned_shapes(sizes):
             plan_launches(engine.plan, sizes, shape, memory)
         assert sum(named.values()) == scratch_bytes(engine.plan, sizes)
         scratch.append(sorted(size for name, size in named.items() if "expanded" in name))

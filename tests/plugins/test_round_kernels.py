@@ -146,6 +146,22 @@ def test_accepting_equals_the_reference_and_the_hosts_rule(made):
         assert found.committed[request] == committed + kept + 1
 
 
+def test_the_ring_goes_on_when_the_counter_of_rounds_begins_anew():
+    """The host counts on: round 2^31 reports in slot 2^31 % 8."""
+    slots, batch, draft_len = 8, 2, 3
+    around = torch.zeros((3 * slots, batch, 3 + draft_len + 1), dtype=torch.int32)
+    ring = around[slots : 2 * slots]
+    state = RoundState.allocate(batch, draft_len, "cpu", slots=slots, ring=ring)
+    state.counter[:] = 2**31 - 2
+    for finished in range(2**31 - 2, 2**31 + 2):
+        state.committed[:], state.max_len[:] = 5, 50
+        around.fill_(77)
+        run_launches([kernel.accept(state, batch, draft_len)])
+        written = [i - slots for i in range(3 * slots) if (around[i] != 77).any()]
+        assert written == [finished % slots]
+    assert int(state.counter) == 2
+
+
 def test_a_plain_batch_is_laid_out_as_the_contract_says():
     """cu_q 2b and b * (k + 1), slots through the block table, positions from committed - 1."""
     state = RoundState.allocate(3, 4, "cpu")

@@ -189,10 +189,10 @@ def _count_one(program: Program):
 class Device:
     """Target, draft, drafter and the runner, on one queue."""
 
-    def __init__(self, make_engine, with_draft: bool = True, lengths=()) -> None:
+    def __init__(self, make_engine, with_draft: bool = True, lengths=(), **draft) -> None:
         self.queue = DeviceQueue("cpu")
         self.target = make_engine(self.queue)
-        self.draft = make_engine(self.queue, agreement=0.8) if with_draft else None
+        self.draft = make_engine(self.queue, agreement=0.8, **draft) if with_draft else None
         self.drafter = DraftTargetDrafter(self.draft, DRAFT_LEN) if self.draft else None
         engines = [self.target] + ([self.draft] if self.draft else [])
         self.capture = Capture([engine.program for engine in engines])
@@ -324,6 +324,52 @@ def test_graphs_of_adaptive_lengths_are_there_before_the_first_request(fake, mak
     for steps, ahead in ((1, [1] * 9), (DRAFT_LEN, [0, 1, DRAFT_LEN] * 3)):
         launches = device.capture.launches_alive(steps > 1)
         assert sum(launches) <= graph_launches(1, steps, True, ahead)
+
+
+@pytest.mark.parametrize(
+    ("size", "in_rounds"),
+    [({"max_seq_len": 40}, True), ({"max_num_tokens": 8}, True), ({"max_num_tokens": 7}, False)],
+    ids=str,
+)
+def test_a_draft_engine_may_be_made_for_less_than_the_target(fake, make_engine, size, in_rounds):
+    """Fewer tokens than the target's (drafting stops there), or in a step: the first one of a round
+    has two of each request, here of 4 and of 3, which are padded to 4."""
+    device = Device(make_engine, **size)
+    harness = fake.Harness(device.target, device.drafter, draft=device.draft, runner=device.runner)
+    requests = [make_request(i, 50 + i) for i in range(4)]
+    sequences = [harness.add(request) for request in requests]
+    harness.run()
+    for request, sequence in zip(requests, sequences, strict=True):
+        wanted, _ = fake.plain_answer(fake.Engine(), request)
+        assert sequence.tokens[sequence.num_prompt_tokens :] == wanted
+    batches = {shape.batch for shape in device.runner._verify_graphs._graphs}
+    assert (4 in batches) == in_rounds and batches
+
+
+def test_as_many_ids_as_an_int64_counts_may_be_asked_for(fake, make_engine):
+    device = Device(make_engine, with_draft=False)
+    harness = fake.Harness(device.target, device.drafter, runner=device.runner)
+    params = SamplingConfig(temperature=0.8, seed=3)
+    several = [replace(params, top_k=top_k) for top_k in (5, 0, 2**31, 2**62)]
+    sequences = [harness.add(Request((3, 1, 4), 9, each)) for each in several]
+    harness.run()
+    tokens = [sequence.tokens for sequence in sequences]
+    assert tokens[1] == tokens[2] == tokens[3] and device.capture.num_captured
+
+
+def test_an_executor_that_ended_is_freed_with_its_graphs_at_once(make_engine):
+    device = Device(make_engine)
+    with device.executor() as executor:
+        executor.await_responses(executor.enqueue_request(make_request()), 30)
+    graphs = device.capture.alive
+    assert graphs
+    runner = weakref.ref(device.runner)
+    gc.disable()  # a garbage collection comes late: the next executor freezes what there is
+    try:
+        device.capture = device.runner = executor = None
+        assert runner() is None and not graphs
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "plain"])

@@ -278,9 +278,12 @@ def test_ready_responses_are_counted_without_taking_them(gated, make):
         (Request((1, -1), 5), BadConfig, "holds token id -1"),
         (Request((1,), 5, stop_words=((4, 99),)), BadConfig, "stop_words holds token id 99"),
         (Request((1,), 5, bad_words=((-3,),)), BadConfig, "bad_words holds token id -3"),
+        (Request((1, "2"), 5), BadConfig, "input_token_ids holds what is no token id: (1, '2')"),
+        (Request((1,), 5, stop_words=((4, None),)), BadConfig, "stop_words holds what is no"),
         (Request((1,) * 50, 40), OutOfMemory, "KV blocks"),
     ],
-    ids=["too long", "no such id", "negative id", "stop word", "bad word", "too many blocks"],
+    ids=["too long", "no such id", "negative id", "stop word", "bad word", "text", "nothing"]
+    + ["too many blocks"],
 )
 def test_a_refused_request_gets_its_named_error_and_others_go_on(make, request_, error, message):
     executor = make(num_blocks=20)
@@ -288,6 +291,59 @@ def test_a_refused_request_gets_its_named_error_and_others_go_on(make, request_,
     (response,) = collect(executor, bad)
     assert type(response.error) is error and message in str(response.error)
     assert not collect(executor, good)[0].has_error
+
+
+def test_whatever_admission_raises_ends_that_request_alone(make, monkeypatch):
+    executor = make()
+    refuse = executor._worker.scheduler.add
+
+    def add(sequence) -> None:
+        if sequence.request.max_tokens == 6:
+            raise MemoryError("no room")
+        refuse(sequence)
+
+    monkeypatch.setattr(executor._worker.scheduler, "add", add)
+    ids = executor.enqueue_requests([Request(PROMPT, n) for n in (5, 6, 7, 6, 8)])
+    ended = [collect(executor, request_id)[-1] for request_id in ids]
+    assert [type(response.error) for response in ended[1::2]] == [MemoryError] * 2
+    assert not any(response.has_error for response in ended[::2])
+
+
+def test_who_is_called_with_a_response_may_ask_for_more_and_cancel(make):
+    executor = make()
+    answers, is_over = [], threading.Event()
+
+    def deliver(response) -> None:
+        answers.append(response)
+        if len(answers) < 4:
+            executor.enqueue_request(Request(PROMPT, 3), deliver)
+            executor.cancel_request(response.request_id)
+        else:
+            is_over.set()
+
+    executor.enqueue_request(Request(PROMPT, 3), deliver)
+    assert is_over.wait(WAIT_S) and len({answer.request_id for answer in answers}) == 4
+
+
+def test_who_raises_when_called_loses_nobody_elses_response(gated, make):
+    engine = gated()
+    executor = make(engine)
+    answers = []
+
+    def broken(response) -> None:
+        raise ValueError("not my day")
+
+    executor.enqueue_request(Request(PROMPT, 1))
+    assert engine.running.wait(WAIT_S)  # those below arrive, and end, together
+    executor.enqueue_request(Request(PROMPT, 3), broken)
+    executor.enqueue_request(Request(PROMPT, 3), answers.append)
+    read = executor.enqueue_request(Request(PROMPT, 3))
+    later = executor.enqueue_request(Request(PROMPT, 9))
+    engine.gate.set()
+    assert not collect(executor, read)[0].has_error
+    assert isinstance(collect(executor, later)[0].error, ValueError)  # the executor closes
+    assert len(answers) == 1 and not answers[0].has_error
+    assert executor.await_responses(read, WAIT_S)[0].has_error, "taken before"
 
 
 def test_a_full_queue_refuses_at_the_door_all_or_nothing(gated, make):
