@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmctl.errors import OutOfDisk, OutputExists
+from llmctl.errors import BadConfig, OutOfDisk, OutputExists
 
 # The last one is the size limit of one file: FAT32's 4 GB, or `ulimit -f`.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MOST_NAME = 255 - len("..12345678.partial")  # bytes: what a scratch directory has beside the name
 
 
 def flush(path: Path) -> None:
@@ -50,6 +51,24 @@ def _remove(scratch: Path) -> None:
             return
         except KeyboardInterrupt:
             continue
+
+
+def require_place(final: Path) -> None:
+    """Refuse before any work what `publish` would refuse behind it: a name that is taken, or a
+    place where nothing can be written. Raises OutputExists and BadConfig."""
+    final = final.absolute()
+    if final.exists():
+        raise OutputExists(final)
+    folder = next(parent for parent in final.parents if parent.exists())
+    if not folder.is_dir():
+        why = f"{folder} is not a folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        why = f"{folder} cannot be written"
+    elif len(os.fsencode(final.name)) > _MOST_NAME:
+        why = f"its name is longer than {_MOST_NAME} bytes"
+    else:
+        return
+    raise BadConfig(f"nothing can be written to {final}: {why}", fix="choose another output folder")
 
 
 @contextmanager

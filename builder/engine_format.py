@@ -139,6 +139,12 @@ def write_engine(
     return {name: {"bytes": num_bytes, "header_sha256": digest}}
 
 
+_REQUIRED = (  # numbers that whoever opens an engine relies on
+    ("pretrained_config", "vocab_size"),
+    *(("build_config", name) for name in ("max_batch_size", "max_seq_len", "max_draft_len")),
+)
+
+
 def read_engine_config(folder: Path) -> EngineConfig:
     """config.json of an engine directory.
 
@@ -176,6 +182,14 @@ def read_engine_config(folder: Path) -> EngineConfig:
     for name in (f.name for f in fields(EngineConfig) if str(f.type).startswith("Mapping")):
         if not isinstance(raw[name], dict):
             raise CorruptEngine(f"{path}: {name} is not an object", fix="build the engine again")
+    for name, inner in _REQUIRED:
+        found = raw[name].get(inner)
+        if type(found) is not int:
+            raise CorruptEngine(
+                f"{path}: {name}.{inner} is {'missing' if found is None else repr(found)}; a whole "
+                "number is wanted",
+                fix="build the engine again",
+            )
     return EngineConfig(**raw)
 
 

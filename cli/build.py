@@ -27,6 +27,7 @@ from llmctl.cli.build_options import (
 )
 from llmctl.cli.build_result import print_key, print_result, write_engine
 from llmctl.errors import BadConfig
+from llmctl.publish import require_place
 
 
 def _build(
@@ -242,6 +243,11 @@ def _build(
     weights = make_load_format(load_format, seed, planted_role, planted_acceptance)
     if workers > 1:
         log.info("workers %d: ranks are written one after the other, so one works", workers)
+    if cache_key and (dry_run or visualize_network is not None):
+        option = "--dry-run" if dry_run else "--visualize-network"
+        raise BadConfig(f"--cache-key prints a key and plans nothing; it cannot go with {option}")
+    if not cache_key and not dry_run:
+        require_place(output_dir)
     chosen = backend_for(backend, gpu)
     engine = plan_build(
         checkpoint_dir,

@@ -81,7 +81,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 
     try:
         values = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a 13th month; nested too deep
         raise BadConfig(f"{path} is not YAML: {error}") from error
     if values is None:
         return {}

@@ -7,6 +7,7 @@ graphs first, then a share of the rest for the KV cache.
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,6 +92,8 @@ def choose_memory(
     if found is None:
         found = default_gpu((capability or "").split(","))
     if gpu_memory_gb is not None:
+        if not math.isfinite(gpu_memory_gb):
+            raise BadConfig(f"--gpu-memory is {gpu_memory_gb}; a number of GB is wanted")
         total = int(gpu_memory_gb * GB)
         return Memory(f"{gpu_memory_gb:g} GB", total, total, replace(found, memory_bytes=total))
     free = found.memory_bytes
@@ -210,7 +213,8 @@ def _engine_memory(engine: EnginePlan, memory: Memory) -> EngineMemory:
 def _disk(engine: EnginePlan, output_dir: Path) -> dict[str, Any]:
     """Bytes that the engine directory takes, and those free where it would be."""
     side = sum(path.stat().st_size for path in engine.checkpoint.tokenizer_files())
-    folder = next(p for p in output_dir.absolute().parents if p.is_dir())
+    place = output_dir.absolute()
+    folder = next(p for p in (*place.parents, place) if p.is_dir())
     needed = engine.file_bytes * engine.limits.tp_size + side
     free = shutil.disk_usage(folder).free
     return {

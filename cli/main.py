@@ -129,8 +129,14 @@ def _invoke(argv: list[str]) -> int:
 def _report(name: str, message: str, fix: str, code: int, is_json: bool) -> int:
     if is_json:
         error = {"name": name, "message": message, "fix": fix, "exit_code": code}
-        print(json.dumps({"error": error}, ensure_ascii=False))
-        return code
+        try:
+            print(json.dumps({"error": error}, ensure_ascii=False), flush=True)
+            return code
+        except BrokenPipeError:
+            _silence_stdout()
+            return EXIT_PIPE
+        except OSError:  # a full disk, perhaps what is to be told: stderr is left
+            _silence_stdout()
     print(f"error[{name}]: {message}", file=sys.stderr)
     if fix:
         print(f"fix: {fix}", file=sys.stderr)

@@ -95,6 +95,22 @@ def run(
     if as_json and (streaming or run_profiling):
         option = "--streaming" if streaming else "--run-profiling"
         raise BadConfig(f"--json prints one object at the end; it cannot go with {option}")
+    if run_profiling:
+        given = {
+            "--streaming": streaming,
+            "--verify-exact": verify_exact,
+            "--output-csv": output_csv,
+            "--output-npy": output_npy,
+            "--output-jsonl": output_jsonl,
+            "--output-log-probs-npy": output_log_probs_npy,
+            "--output-cum-log-probs-npy": output_cum_log_probs_npy,
+        }
+        refused = [option for option, value in given.items() if value]
+        if refused:
+            raise BadConfig(
+                f"--run-profiling times the rows again and again; {refused[0]} has no effect",
+                fix=f"run once without --run-profiling for {refused[0]}",
+            )
     if streaming_interval is not None and not streaming:
         raise BadConfig("--streaming-interval is given without --streaming")
     from llmctl.cli.engines import EngineOptions

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from llmctl.builder.engine_format import TOKENIZER_FOLDER, EngineConfig
-from llmctl.builder.tokenizer import TOKENIZER_FILE, describe_tokenizer
+from llmctl.builder.engine_format import EngineConfig
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.generate import Row, SequenceOutput, generate
 from llmctl.cli.output import StreamPrinter, print_rows, row_json, run_json
@@ -21,7 +20,7 @@ from llmctl.cli.text_io import (
     write_jsonl,
     write_npy,
 )
-from llmctl.cli.tokenizer import Tokenizer
+from llmctl.cli.tokenizer import Tokenizer, engine_tokenizer, tokenizer_hash
 from llmctl.errors import BadConfig, ExactnessViolation, LlmctlError
 
 NUM_PROFILING_RUNS = 10  # warm-up runs, and timed runs after them, as in run.py
@@ -103,10 +102,9 @@ class Session:
         """The engine's own tokenizer, or the one asked for with a word if its content differs."""
         folder = self._options.tokenizer_dir
         if folder is None:
-            return Tokenizer(self._options.engines.engine_dir / TOKENIZER_FOLDER)
+            return engine_tokenizer(self._options.engines.engine_dir, target)
         tokenizer = Tokenizer(folder)
-        content_hash = describe_tokenizer([folder / TOKENIZER_FILE])["hash"]
-        if target.tokenizer["hash"] not in (None, content_hash):
+        if target.tokenizer["hash"] not in (None, tokenizer_hash(folder)):
             self._log(
                 "warning",
                 f"the tokenizer in {folder} differs from the one the engine was built with",

@@ -10,6 +10,7 @@ import csv
 import json
 import os
 import tempfile
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +64,8 @@ def read_prompts(path: Path, option: str = "--input-file") -> list[Prompt]:
         prompts = reader(path)
     except UnicodeDecodeError as error:
         raise BadConfig(f"{path} is not UTF-8 text: {error}") from error
+    except csv.Error as error:
+        raise BadConfig(f"{path} is not rows of token ids with commas: {error}") from error
     if not prompts:
         raise BadConfig(f"{path} holds no prompts")
     return prompts
@@ -94,9 +97,12 @@ def _read_npy(path: Path) -> list[Prompt]:
     import numpy as np
 
     try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        with path.open("rb") as file:  # closed also where numpy gives up
+            array = np.load(file, allow_pickle=False)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise BadConfig(f"{path} is not a plain .npy array: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise BadConfig(f"{path} is an archive of arrays; one plain .npy array is wanted")
     if array.ndim == 1:
         array = array[None]
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
@@ -130,7 +136,10 @@ def _read_jsonl(path: Path) -> list[Prompt]:
 def _parse_row(line: str, where: str) -> Prompt:
     try:
         row = json.loads(line)
-    except ValueError as error:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadConfig(f"{where} holds half of a surrogate pair, which is no text") from error
+    except (ValueError, RecursionError) as error:
         raise BadConfig(f"{where} is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadConfig(f"{where} is {type(row).__name__}; a JSON object is wanted")

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from llmctl.errors import TokenizerError
+from llmctl.builder.engine_format import TOKENIZER_FOLDER, EngineConfig
+from llmctl.builder.tokenizer import TOKENIZER_FILE, describe_tokenizer
+from llmctl.errors import BadConfig, CorruptEngine, TokenizerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +31,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        path = folder / "tokenizer.json"
+        path = folder / TOKENIZER_FILE
         if not path.is_file():
             raise TokenizerError(
                 f"{folder} has no tokenizer.json",
@@ -66,7 +68,11 @@ class Tokenizer:
         return sorted(set(self._backend.get_vocab().values()) - special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of one text."""
+        """Token ids of one text. Raises BadConfig for half of a surrogate pair (JSON has it)."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadConfig(f"{text[:40]!r} cannot be written as UTF-8: {error.reason}") from error
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -144,3 +150,24 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise TokenizerError(f"{path} holds no JSON object")
     return config
+
+
+def tokenizer_hash(folder: Path) -> str | None:
+    """The hash of a folder's tokenizer.json, as engines record it."""
+    found: str | None = describe_tokenizer([folder / TOKENIZER_FILE])["hash"]
+    return found
+
+
+def engine_tokenizer(engine_dir: Path, config: EngineConfig) -> Tokenizer:
+    """The tokenizer inside an engine. Raises CorruptEngine for another than it was built with: ids
+    of one mean other text to the model."""
+    folder = engine_dir / TOKENIZER_FOLDER
+    tokenizer = Tokenizer(folder)
+    wanted, found = config.tokenizer["hash"], tokenizer_hash(folder)
+    if wanted not in (None, found):
+        raise CorruptEngine(
+            f"{folder} has a tokenizer of hash {str(found)[:12]}; the engine was built with one of "
+            f"{wanted[:12]}",
+            fix="build the engine again, or name the right tokenizer with --tokenizer-dir",
+        )
+    return tokenizer

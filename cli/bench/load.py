@@ -73,9 +73,9 @@ def make_requests(
         prompts = _random_prompts(options, engine_dir, config)
     tokenizer: Tokenizer | None = None
     if any(prompt.token_ids is None for prompt in prompts):
-        from llmctl.cli.tokenizer import Tokenizer
+        from llmctl.cli.tokenizer import engine_tokenizer
 
-        tokenizer = Tokenizer(engine_dir / TOKENIZER_FOLDER)
+        tokenizer = engine_tokenizer(engine_dir, config)
     requests = []
     for index, prompt in enumerate(prompts):
         ids = prompt.token_ids
@@ -87,6 +87,7 @@ def make_requests(
             if name in settings:
                 raise BadConfig(f"row {index} of {options.dataset} has {name}; a benchmark has not")
         num_tokens = settings.pop("max_tokens", options.output_len)
+        priority = settings.pop("priority", 0.5)
         if num_tokens is None:
             raise BadConfig(
                 f"row {index} of {options.dataset} has no output_tokens",
@@ -98,6 +99,7 @@ def make_requests(
             sampling_config=row_sampling(options.sampling, settings),
             streaming=True,
             end_id=options.eos_id if options.eos_id >= 0 else None,
+            priority=priority,
         )
         _require_fit(request, index, config)
         requests.append(request)

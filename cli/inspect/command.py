@@ -14,6 +14,7 @@ GRAPH_SUFFIXES = (".html", ".dot")
 
 
 def inspect(
+    context: typer.Context,
     path: Annotated[
         Path, typer.Argument(metavar="DIR", help="An engine directory or a checkpoint folder.")
     ],
@@ -70,8 +71,10 @@ def inspect(
             f"{path} is not a directory", fix="give an engine directory or a checkpoint folder"
         )
     if _is_checkpoint(path):
-        if graph is not None:
-            raise BadConfig(f"--graph draws engines, and {path} is a checkpoint")
+        for name in ("graph", "gpu", "read_bandwidth", "tokens", "context_len"):
+            if _is_given(context, name):
+                option = f"--{name.replace('_', '-')}"
+                raise BadConfig(f"{option} is for engines, and {path} is a checkpoint")
         described, lines = _checkpoint(path)
     else:
         from llmctl.cli.inspect.cost import Step
@@ -79,12 +82,24 @@ def inspect(
         from llmctl.cli.inspect.engine_text import engine_text
 
         described = describe_engine(path, Step(tokens, context_len), gpu, read_bandwidth)
+        limits = described["config"]["build_config"]
+        for option, value, limit in (
+            ("--context-len", context_len, "max_seq_len"),
+            ("--tokens", tokens, "max_num_tokens"),
+        ):
+            if _is_given(context, option[2:].replace("-", "_")) and value > limits[limit]:
+                raise BadConfig(f"{option} is {value}; the engine's {limit} is {limits[limit]}")
         if graph is not None:
             _draw(graph, described)
         lines = list(engine_text(described))
     typer.echo(
         json.dumps(described, ensure_ascii=False, allow_nan=False) if as_json else "\n".join(lines)
     )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _is_checkpoint(folder: Path) -> bool:

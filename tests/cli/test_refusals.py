@@ -1,0 +1,163 @@
+"""What cannot have an effect is refused by name, and what cannot be read is no bug."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+RUN = ("run", "--max-output-len", 3)
+
+
+def refused(done, name: str, *parts: str) -> bool:
+    return f"error[{name}]: " in done.err and all(part in done.err for part in parts)
+
+
+@pytest.mark.parametrize(
+    "text", ["input-text: 2024-99-99\n", "[" * 3000, b"\xff\xff"], ids=["month", "deep", "bytes"]
+)
+def test_a_config_file_that_yaml_cannot_read_is_named(llmctl, tmp_path, text):
+    path = tmp_path / "options.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    done = llmctl("doctor", "--config", path)
+    assert done.code == 2 and refused(done, "BadConfig", "is not YAML")
+
+
+def test_an_error_that_nobody_reads_as_json_ends_like_any_result_nobody_reads(program, tmp_path):
+    words = [*program, "inspect", str(tmp_path / "nothing"), "--json"]
+    shell = 'trap "" PIPE; "$@" 2>"$0"; echo $? >&2'  # true has ended by then
+    errors = tmp_path / "errors"
+    with subprocess.Popen(
+        ["bash", "-c", f"({shell}) | true", errors, *words], stderr=subprocess.PIPE, text=True
+    ) as pipe:
+        assert pipe.communicate(timeout=60)[1].split() == ["141"]
+    assert errors.read_text() == ""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("error[EngineNotFound]: ")
+
+
+@pytest.mark.parametrize(
+    "option", ["--streaming", "--verify-exact", "--output-csv", "--output-npy", "--output-jsonl"]
+)
+def test_profiling_writes_and_compares_nothing_and_says_so(llmctl, engines, tmp_path, option):
+    value = [tmp_path / "out.x"] if option.startswith("--output") else []
+    text = ("--engine-dir", engines.target, "--input-text", "a b")
+    done = llmctl(*RUN, *text, "--run-profiling", option, *value)
+    assert done.code == 2 and refused(done, "BadConfig", "--run-profiling", option)
+
+
+def test_an_engine_with_another_tokenizer_inside_is_refused(llmctl, engines, tmp_path):
+    copy = tmp_path / "engine"
+    shutil.copytree(engines.target, copy)
+    path = copy / "tokenizer" / "tokenizer.json"
+    document = json.loads(path.read_text())
+    vocab = document["model"]["vocab"]
+    first, second = list(vocab)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    path.write_text(json.dumps(document))
+    done = llmctl(*RUN, "--engine-dir", copy, "--input-text", "a b")
+    assert refused(done, "CorruptEngine", "tokenizer", "fix: ") and done.code != 0
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a b", "output_tokens": 2}\n')
+    done = llmctl("bench", "latency", "--engine-dir", copy, "--dataset", rows)
+    assert refused(done, "CorruptEngine", "tokenizer")
+
+
+def test_files_that_hold_no_prompts_are_named(llmctl, engines, tmp_path):
+    files = {
+        "ids.csv": " ".join(["1"] * 70_000).encode(),
+        "deep.jsonl": b"[" * 100_000,
+        "zip.npy": b"PK\x03\x04broken",
+    }
+    np.savez(tmp_path / "several.npz", a=np.zeros(3, np.int32))
+    files["several.npy"] = (tmp_path / "several.npz").read_bytes()
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        done = llmctl(*RUN, "--engine-dir", engines.target, "--input-file", tmp_path / name)
+        assert done.code == 2 and refused(done, "BadConfig", name), done.err
+
+
+@pytest.mark.parametrize(
+    "row", ['{"prompt": "x \\ud800"}', '{"prompt": "a", "stop_words": ["\\udfff"]}']
+)
+def test_half_a_surrogate_pair_is_no_text(llmctl, engines, tmp_path, row):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f'{{"prompt": "a b"}}\n{row}\n')
+    done = llmctl(*RUN, "--engine-dir", engines.target, "--input-file", rows)
+    assert done.code == 2 and refused(done, "BadConfig", "line 2", "surrogate")
+
+
+def test_rows_of_a_benchmark_may_have_priorities(bench, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a b", "output_tokens": 2, "priority": 0.9}\n')
+    report, _ = bench("latency", "--dataset", rows, "--warmup", 0)
+    assert report["request_info"]["num_requests"] == 1
+
+
+def test_a_cache_key_plans_and_draws_nothing(llmctl, engines, tmp_path):
+    build = ("build", "--checkpoint-dir", engines.target_checkpoint, "--output-dir", tmp_path / "e")
+    for option in (["--dry-run"], ["--visualize-network", tmp_path / "network"]):
+        done = llmctl(*build, "--cache-key", *option)
+        assert done.code == 2 and refused(done, "BadConfig", "--cache-key", option[0])
+
+
+def test_a_plan_may_be_for_a_folder_at_the_root_and_not_for_endless_memory(llmctl, engines):
+    build = ("build", "--checkpoint-dir", engines.target_checkpoint, "--dry-run", "--output-dir")
+    assert llmctl(*build, "/").code in (0, 3)
+    done = llmctl(*build, "/x", "--backend", "cuda", "--gpu", "h200", "--gpu-memory", "inf")
+    assert done.code == 2 and refused(done, "BadConfig", "--gpu-memory")
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--context-len", "--gpu", "--read-bandwidth"])
+def test_options_of_engines_are_refused_for_a_checkpoint(llmctl, engines, option):
+    done = llmctl("inspect", engines.target_checkpoint, option, 3)
+    assert done.code == 2 and refused(done, "BadConfig", f"{option} is for engines")
+
+
+def test_a_step_that_the_engine_cannot_take_is_not_predicted(llmctl, engines):
+    for option, value in (("--tokens", 129), ("--context-len", 513)):
+        done = llmctl("inspect", engines.target, option, value)
+        assert done.code == 2 and refused(done, "BadConfig", option, str(value - 1))
+    assert llmctl("inspect", engines.target, "--tokens", 128, "--context-len", 512).code == 0
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    llmctl, engines, tmp_path, monkeypatch
+):
+    def no_work(*_, **__):
+        raise AssertionError("planned before")
+
+    monkeypatch.setattr("llmctl.builder.build.plan_build", no_work)
+    build = ("build", "--checkpoint-dir", engines.target_checkpoint, "--output-dir")
+    taken = llmctl(*build, engines.draft)
+    assert refused(taken, "OutputExists", str(engines.draft)) and taken.code == 1
+    file = tmp_path / "file"
+    file.write_text("")
+    for place in (file / "engine", tmp_path / ("x" * 250)):
+        done = llmctl(*build, place)
+        assert done.code == 2 and refused(done, "BadConfig", str(place), "fix: ")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [("pretrained_config", "vocab_size"), ("build_config", "max_seq_len")]
+    + [("build_config", "max_batch_size")],
+)
+def test_numbers_of_an_engine_that_are_missing_or_none_are_named(
+    llmctl, engines, tmp_path, group, name
+):
+    copy = tmp_path / "engine"
+    shutil.copytree(engines.target, copy)
+    path = copy / "config.json"
+    config = json.loads(path.read_text())
+    for value in (None, "8", True, 8.5):
+        config[group][name] = value
+        path.write_text(json.dumps(config))
+        for command in (("inspect", copy), (*RUN, "--engine-dir", copy, "--input-text", "a")):
+            done = llmctl(*command)
+            assert refused(done, "CorruptEngine", f"{group}.{name}", "fix: "), done.err
