@@ -20,7 +20,9 @@ from llmctl.plugins.cuda.kernel import StepLimits, StepShape
 from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.program import StepInputs
 
-MIN_KV_BUCKET = 1024  # tokens; shorter contexts share its grids, whose idle blocks exit at once
+# Tokens; shorter contexts share the first one's grids, whose idle blocks exit at once. Behind these
+# come powers of two. 1,536 tokens are 20 units of attention (`Variant` in verification.py).
+_KV_BUCKETS = (1024, 1536)
 _ANY_QUERY = 32  # tokens of one request, beyond which kernels do not care how many there are
 MAX_GRAPHS = 24  # of an engine's own steps, and of its rounds; the memory plan counts on it
 
@@ -39,8 +41,9 @@ def shape_of(step: StepInputs) -> StepShape:
 
 
 def kv_bucket(max_kv_len: int, limits: StepLimits) -> int:
-    """The context length that grids are made for: a power of two, or the engine's limit."""
-    return min(max(MIN_KV_BUCKET, _power_of_two(max_kv_len)), limits.max_seq_len)
+    """The context length that grids are made for: one of few, or the engine's limit."""
+    found = next((each for each in _KV_BUCKETS if max_kv_len <= each), _power_of_two(max_kv_len))
+    return min(found, limits.max_seq_len)
 
 
 @dataclass(frozen=True, slots=True)

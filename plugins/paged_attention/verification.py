@@ -53,9 +53,11 @@ class Variant:
         return self.units * 2 * tile + states + message + queries + 16 + gathered
 
 
-# Of 16 units, and of 24 for contexts of up to 2,048 tokens, which take them all at once.
+# Of 16 units, and of 20 and 24 for contexts of up to 1,536 and 2,048 tokens, which take them all at
+# once.
 VARIANTS = (
     *(Variant(4, 4, 8), Variant(2, 8, 8), Variant(2, 8, 16)),
+    *(Variant(5, 4, 8), Variant(2, 10, 8), Variant(2, 10, 16)),
     *(Variant(6, 4, 8), Variant(2, 12, 8), Variant(2, 12, 16)),
 )
 

@@ -8,7 +8,7 @@
 constexpr int WARPS = UNITS, THREADS = 32 * WARPS;
 constexpr int FIRST_TILES = unit_start(SPLITS * UNITS) - unit_start((SPLITS - 1) * UNITS);
 constexpr int FIRST_PAGES = FIRST_TILES * KEYS / TOKENS_PER_BLOCK + (TOKENS_PER_BLOCK > KEYS);
-constexpr int SPARE = UNITS > 8 ? 4 : UNITS;  // units from one to that whose place it may take
+constexpr int SPARE = UNITS == 12 ? 4 : UNITS == 10 ? 2 : UNITS;  // units from one to that whose place it may take
 constexpr int PAGE_LOADS = (FIRST_PAGES + 31) / 32;
 static_assert(SPLITS > 1, "the block before hands on what is merged");
 static_assert(ROWS <= 32, "a lane reads the position of a row");

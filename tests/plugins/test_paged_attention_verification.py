@@ -31,11 +31,12 @@ def test_blocks_hand_on_through_shared_memory_and_have_room(size, kv_dtype):
     specs = verification.verification_specs(world.call([(0, 0, 1)]), world.limits())
     names = [spec.name.split(".")[-1] for spec in specs]
     if size == 64:  # not wide
-        assert names == ["k2u8r8", "k2u8r16", "k2u12r8", "k2u12r16"]
+        assert names == [f"k2u{units}r{rows}" for units in (8, 10, 12) for rows in (8, 16)]
     elif kv_dtype == torch.bfloat16:  # 16-bit tiles have room for four units alone
-        assert names == ["k4u4r8", "k6u4r8"]
+        assert names == ["k4u4r8", "k5u4r8", "k6u4r8"]
     else:
-        assert names == ["k4u4r8", "k2u8r8", "k2u8r16", "k6u4r8", "k2u12r8", "k2u12r16"]
+        of = ((4, 8), (5, 10), (6, 12))
+        assert names == [n for k, u in of for n in (f"k{k}u4r8", f"k2u{u}r8", f"k2u{u}r16")]
     for spec, binary, code in compile_all(specs):
         assert "STAS" in code and "LDGSTS" in code and "LDSM" in code, spec.name
         assert binary.shared_bytes <= 227 * 1024
@@ -51,17 +52,18 @@ def test_a_model_with_wide_heads_splits_a_context_four_ways_while_blocks_are_few
 
 
 @pytest.mark.parametrize(
-    ("tokens", "short", "long"),
-    [(1, "k4u4r8", "k6u4r8"), (2, "k4u4r8", "k6u4r8"), (3, "k4u4r8", "k2u12r8")]
-    + [(4, "k2u8r8", "k2u12r8"), (11, "k2u8r16", "k2u12r16")],
+    ("tokens", "names"),
+    [(1, "k4u4r8 k5u4r8 k6u4r8"), (2, "k4u4r8 k5u4r8 k6u4r8"), (3, "k4u4r8 k2u10r8 k2u12r8")]
+    + [(4, "k2u8r8 k2u10r8 k2u12r8"), (11, "k2u8r16 k2u10r16 k2u12r16")],
 )
-def test_up_to_2048_tokens_all_units_are_taken_at_once(tokens, short, long):
+def test_up_to_2048_tokens_all_units_are_taken_at_once(tokens, names):
     world = World(**WIDE)
-    found = [variant(world, 1, tokens, most) for most in (1024, 1088, 2048, 4096)]
-    assert found == [short, long, long, short]
-    for name in (short, long):
+    short, middle, long = names.split()
+    found = [variant(world, 1, tokens, most) for most in (1024, 1088, 1536, 2048, 4096)]
+    assert found == [short, middle, middle, long, short]
+    for name, most in ((short, 1024), (middle, 1536), (long, 2048)):
         splits, units = map(int, re.findall(r"[ku](\d+)", name))
-        assert splits * units == count_units(1024 if name == short else 2048)
+        assert splits * units == count_units(most)
 
 
 def test_small_pages_leave_no_registers_for_the_most_rows():

@@ -34,7 +34,8 @@ def shape(requests: int, query: int, rows: int | None = None, kv_len: int = 700)
     [
         (TARGET, shape(1, 1), shape(1, 1, kv_len=1024)),
         (TARGET, shape(1, 11), shape(1, 11, kv_len=1024)),
-        (TARGET, shape(3, 11, kv_len=1025), shape(4, 11, kv_len=2048)),
+        (TARGET, shape(3, 11, kv_len=1025), shape(4, 11, kv_len=1536)),
+        (TARGET, shape(3, 11, kv_len=1537), shape(4, 11, kv_len=2048)),
         (TARGET, shape(9, 11, kv_len=4097), shape(12, 11, kv_len=5000)),
         (TARGET, shape(2, 5), shape(2, 8, kv_len=1024)),
         (TARGET, shape(2, 9), shape(2, 11, kv_len=1024)),
@@ -134,7 +135,7 @@ def test_every_size_of_a_prompt_step_is_among_those_prepared() -> None:
 
 def test_context_lengths_share_few_buckets() -> None:
     buckets = {kv_bucket(length, TARGET) for length in range(1, 5001)}
-    assert buckets == {1024, 2048, 4096, 5000}
+    assert buckets == {1024, 1536, 2048, 4096, 5000}
 
 
 class Log:
