@@ -68,10 +68,8 @@ class Session:
     def run(self) -> int:
         """The exit code: 1 when any row failed or was refused. Named errors are raised."""
         options = self._options
-        for item in fields(options.files):
-            path = getattr(options.files, item.name)
-            if path is not None:
-                require_writable(path)
+        files = (getattr(options.files, item.name) for item in fields(options.files))
+        require_writable(*(path for path in files if path is not None))
         prompts = read_all(options.prompts)
         checked = check_engines(options.engines)
         tokenizer = self._tokenizer(checked.target)

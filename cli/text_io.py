@@ -7,6 +7,7 @@ replaces its file in one step, so that a failure leaves no half of it.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import tempfile
@@ -18,6 +19,7 @@ from typing import IO, Any
 
 from llmctl.errors import BadConfig
 
+_MOST_NAME = 255 - len("..12345678")  # bytes: what a scratch file has beside the name
 # Keys a .jsonl row may have beside prompt/input_ids, with the types each may take.
 _NUMBER = (int, float)
 ROW_KEYS: Mapping[str, tuple[type, ...]] = {
@@ -191,8 +193,7 @@ def write_npy(path: Path, rows: Sequence[Sequence[int]], pad_id: int) -> None:
     array = np.full((len(rows), max(map(len, rows), default=0)), pad_id, np.int32)
     for index, row in enumerate(rows):
         array[index, : len(row)] = row
-    with replacing(path, "wb") as file:
-        np.save(file, array)
+    _write_array(path, array)
 
 
 def write_float_npy(path: Path, rows: Sequence[Sequence[float]]) -> None:
@@ -202,27 +203,57 @@ def write_float_npy(path: Path, rows: Sequence[Sequence[float]]) -> None:
     array = np.full((len(rows), max(map(len, rows), default=0)), np.nan, np.float32)
     for index, row in enumerate(rows):
         array[index, : len(row)] = row
+    _write_array(path, array)
+
+
+def _write_array(path: Path, array: Any) -> None:
+    import numpy as np
+
+    content = io.BytesIO()  # numpy asks a file where it is, which a pipe does not know
+    np.save(content, array)
     with replacing(path, "wb") as file:
-        np.save(file, array)
+        file.write(content.getbuffer())
 
 
-def require_writable(path: Path) -> None:
-    """Refuse an output file that cannot be written, before anything runs. Raises BadConfig."""
-    folder = path.absolute().parent
-    if not folder.is_dir() or path.is_dir() or not os.access(folder, os.W_OK):
-        raise BadConfig(f"{path} cannot be written: {folder} must be a writable folder")
+def require_writable(*paths: Path) -> None:
+    """Refuse output files that cannot be written, before anything runs: also two that are one.
+    Raises BadConfig."""
+    for index, path in enumerate(paths):
+        if _is_special(path):
+            if not os.access(path, os.W_OK):
+                raise BadConfig(f"{path} cannot be written")
+            continue
+        final = path.resolve()
+        folder = final.parent
+        if not folder.is_dir() or path.is_dir() or not os.access(folder, os.W_OK):
+            raise BadConfig(f"{path} cannot be written: {folder} must be a writable folder")
+        if len(os.fsencode(final.name)) > _MOST_NAME:
+            raise BadConfig(f"{path} cannot be written: its name has over {_MOST_NAME} bytes")
+        if final in [other.resolve() for other in paths[:index]]:
+            raise BadConfig(f"{path} is given for two outputs; each needs a file of its own")
+
+
+def _is_special(path: Path) -> bool:
+    """A device or a pipe, which is written as it is; a link counts as what it leads to."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 class replacing:
-    """A file beside `path` that takes its name when the block ends without an exception."""
+    """A file beside `path` that takes its name when the block ends without an exception. What a
+    link leads to is replaced, not the link; a device or a pipe is written in place."""
 
     def __init__(self, path: Path, mode: str) -> None:
-        self._path = path.absolute()
+        self._is_special = _is_special(path)
+        self._path = path if self._is_special else path.resolve()
         self._mode = mode
 
     def __enter__(self) -> IO[Any]:
-        handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
-        self._scratch = Path(name)
+        if self._is_special:
+            handle = os.open(self._path, os.O_WRONLY)
+        else:
+            prefix = f".{self._path.name}."
+            handle, name = tempfile.mkstemp(prefix=prefix, dir=self._path.parent)
+            self._scratch = Path(name)
         is_text = "b" not in self._mode
         self._file: IO[Any] = os.fdopen(
             handle,
@@ -236,8 +267,11 @@ class replacing:
         try:
             self._file.close()  # writes what is buffered: a full disk may show only here
         except BaseException:
-            self._scratch.unlink()
+            if not self._is_special:
+                self._scratch.unlink()
             raise
+        if self._is_special:
+            return
         if kind is not None:
             self._scratch.unlink()
             return

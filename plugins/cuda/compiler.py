@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmctl.errors import KernelCompileError, Unsupported
+from llmctl.plugins.caches import cache_home
 from llmctl.plugins.cuda import nvrtc
 from llmctl.plugins.cuda.cubin import read_cubin
 from llmctl.plugins.cuda.kernel import Constant, KernelSpec
@@ -151,7 +152,10 @@ def _compile_triton(spec: KernelSpec, capability: str) -> CompiledKernel:
     target = triton.backends.compiler.GPUTarget("cuda", int(capability.replace(".", "")), 32)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
     try:
-        built = triton.compile(source, target=target, options=options)
+        # Triton's own cache, below the user's home, would be a second one of the same kernels.
+        with tempfile.TemporaryDirectory() as scratch, triton.knobs.cache.scope():
+            triton.knobs.cache.dir = scratch
+            built = triton.compile(source, target=target, options=options)
     except Exception as error:  # Triton raises whatever its Python front end met
         raise KernelCompileError(f"{spec.name} does not compile: {error}") from error
     metadata = built.metadata
@@ -228,8 +232,7 @@ def _described(
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept: $XDG_CACHE_HOME/llmctl/kernels, else below ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "llmctl" / "kernels"
+    return cache_home() / "llmctl" / "kernels"
 
 
 def _key(spec: KernelSpec, capability: str) -> str:

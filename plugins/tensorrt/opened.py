@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmctl.errors import CorruptEngine, RebuildNeeded
+from llmctl.plugins.caches import cache_home
 from llmctl.plugins.tensorrt.layers import tensorrt_dtype
 from llmctl.plugins.tensorrt.packages import last_error
 
@@ -173,8 +174,7 @@ class _CompiledKernels:
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept: $XDG_CACHE_HOME/llmctl/tensorrt, else below ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "llmctl" / "tensorrt"
+    return cache_home() / "llmctl" / "tensorrt"
 
 
 def _require_version(trt: Any, runtime: Any, piece: PieceFormat, data: bytes) -> None:

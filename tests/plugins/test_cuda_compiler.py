@@ -170,6 +170,22 @@ def test_a_cache_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeyp
     assert compile_kernel(ADD_ROWS).entry == "add_rows"
 
 
+@pytest.mark.parametrize("has_name", [True, False], ids=["no folder", "no name"])
+def test_kernels_compile_where_nobody_has_a_home(tmp_path, monkeypatch, has_name):
+    def home():
+        if has_name:
+            return Path("/proc/nope")
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("HOME", "/proc/nope")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert compile_kernel(NORM).entry == "scaled_norm"  # Triton's
+    assert compile_kernel(ADD_ROWS).entry == "add_rows"
+    assert not compiler.cache_folder().exists()
+
+
 def test_a_missing_compiler_is_named_with_its_fix(monkeypatch):
     monkeypatch.setattr(nvrtc, "_in_wheels", lambda: [])
     monkeypatch.setattr(nvrtc.ctypes, "CDLL", fail_to_load)
