@@ -40,7 +40,7 @@ DEFAULT_MAX_SHARED_BYTES = 99 << 10
 # use them, so a launch passes null.
 TRITON_HIDDEN_ARGUMENTS = 2
 ARGUMENT_BYTES = {"i32": 4, "i64": 8, "fp32": 4, "tensor_map": 128}
-_FORMAT = 2  # of the cached files
+_FORMAT = 3  # of the cached files, and of how they are compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,9 @@ def _compile_triton(spec: KernelSpec, capability: str) -> CompiledKernel:
         constants["PDL"] = False
     source = triton.compiler.ASTSource(function, signature, constants, aligned)
     target = triton.backends.compiler.GPUTarget("cuda", int(capability.replace(".", "")), 32)
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    # Line numbers name files of this machine: an engine would depend on where it was built.
+    options = {"ptx_options": "-suppress-debug-info"}
+    options |= {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
     try:
         # Triton's own cache, below the user's home, would be a second one of the same kernels.
         with tempfile.TemporaryDirectory() as scratch, triton.knobs.cache.scope():

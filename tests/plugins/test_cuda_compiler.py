@@ -115,6 +115,7 @@ def test_compiling_twice_gives_the_same_bytes(spec, tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "_memo", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert compile_kernel(spec) == first
+    assert str(compiler.PLUGINS).encode() not in first.cubin, "it says where it was compiled"
 
 
 def test_metadata_survives_json():
