@@ -17,6 +17,7 @@ SPECULATIVE_MODES = {  # the number stored in config.json, as upstream
     "explicit_draft_tokens": 16,
     "eagle": 32,
 }
+_MOST = 2**31 - 1  # positions, slots and rows are counted in 32 bits
 KV_CACHE_DTYPES = ("auto", "fp8", "int8", "none")
 
 
@@ -44,8 +45,9 @@ class BuildRequest:
         sizes = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "tp_size")
         for name in sizes:
             value = getattr(self, name)
-            _require(value is None or value > 0, name, value, "positive")
-        _require(self.max_draft_len >= 0, "max_draft_len", self.max_draft_len, "0 or more")
+            _require(value is None or 0 < value <= _MOST, name, value, f"1 to {_MOST}")
+        draft_len = self.max_draft_len
+        _require(0 <= draft_len <= _MOST, "max_draft_len", draft_len, f"0 to {_MOST}")
         blocks = self.tokens_per_block
         _require(
             8 <= blocks <= 128 and blocks & (blocks - 1) == 0,

@@ -26,6 +26,7 @@ from llmctl.cli.build_options import (
     with_plugin_options,
 )
 from llmctl.cli.build_result import print_key, print_result, write_engine
+from llmctl.cli.text_io import replacing, require_writable
 from llmctl.errors import BadConfig
 from llmctl.publish import require_place
 
@@ -248,6 +249,8 @@ def _build(
         raise BadConfig(f"--cache-key prints a key and plans nothing; it cannot go with {option}")
     if not cache_key and not dry_run:
         require_place(output_dir)
+    if visualize_network is not None:
+        require_writable(visualize_network)
     chosen = backend_for(backend, gpu)
     engine = plan_build(
         checkpoint_dir,
@@ -267,14 +270,17 @@ def _build(
         log.warning("note: %s", notice)
     if backend == "auto":
         log.info("backend: %s", engine.config.backend)
-    if visualize_network is not None:
-        visualize_network.write_text(f"{engine.network}\n")
     if dry_run:
         from llmctl.cli.dry_run_text import print_plan
 
         print_plan(engine, output_dir, gpu, gpu_memory, as_json)
+    else:
+        write_engine(engine, output_dir, with_progress=log.isEnabledFor(logging.INFO))
+    if visualize_network is not None:
+        with replacing(visualize_network, "w") as file:
+            file.write(f"{engine.network}\n")
+    if dry_run:
         return
-    write_engine(engine, output_dir, with_progress=log.isEnabledFor(logging.INFO))
     print_result(engine, output_dir, time.monotonic() - start, as_json)
 
 

@@ -14,7 +14,7 @@ import typer
 from llmctl.builder.models.family import DTYPES
 from llmctl.builder.plugin_config import OPTIONS
 from llmctl.cli.signatures import give_parameters
-from llmctl.errors import BadConfig
+from llmctl.errors import BadConfig, CorruptFile
 
 if TYPE_CHECKING:
     from llmctl.builder.config import BuildRequest
@@ -57,7 +57,10 @@ def build_request(path: Path | None, given: dict[str, Any]) -> BuildRequest:
     if path is not None:
         if not path.is_file():
             raise BadConfig(f"--build-config {path} does not exist")
-        values = read_json(path)
+        try:
+            values = read_json(path)
+        except CorruptFile as error:
+            raise BadConfig(f"--build-config: {error}") from error
     values |= {name: value for name, value in given.items() if value is not None}
     return BuildRequest.from_mapping(values, str(path or "command line"))
 

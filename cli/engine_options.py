@@ -24,6 +24,17 @@ def step_target(text: str | None) -> float | Literal["auto"] | None:
         raise BadConfig(f"--max-step-ms is {text!r}; it must be a time or auto") from None
 
 
+def chunking_policy(given: ContextChunkingPolicy | None, is_chunked: bool) -> ContextChunkingPolicy:
+    """The value of --context-chunking-policy. Raises BadConfig where nothing is cut into chunks."""
+    if given is not None and not is_chunked:
+        raise BadConfig(
+            "--context-chunking-policy is about chunks of prompts, and --no-enable-chunked-context "
+            "has none",
+            fix="leave one of the two out",
+        )
+    return given or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
+
+
 EnableBlockReuse = Annotated[
     bool,
     Option(
@@ -97,10 +108,11 @@ SchedulerPolicy = Annotated[
     ),
 ]
 ContextChunking = Annotated[
-    ContextChunkingPolicy,
+    ContextChunkingPolicy | None,
     Option(
         "--context-chunking-policy",
-        help="Prompts that do not fit a step enter one after the other, or side by side.",
+        help="Prompts that do not fit a step enter one after the other, or side by side. "
+        "(default: first-come-first-served)",
         hidden=True,
     ),
 ]

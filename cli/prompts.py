@@ -72,6 +72,11 @@ def read_all(options: PromptOptions) -> list[Prompt]:
         prompts = read_prompts(options.input_file)
     else:
         prompts = [Prompt(text=text) for text in options.input_text or (SAMPLE_PROMPT,)]
+    if options.is_chat and any(prompt.text is None for prompt in prompts):
+        raise BadConfig(
+            f"--chat puts text into the chat template; {options.input_file} has token ids",
+            fix="leave --chat out, or give the prompts as text",
+        )
     for text in options.input_text:
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise BadConfig(f"--input-text {text!r} is not UTF-8 text")

@@ -12,7 +12,6 @@ from llmctl.cli.argv import expand_lists
 from llmctl.cli.run_options import LogLevel
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.runtime.admission import CapacitySchedulerPolicy
-from llmctl.runtime.chunking import ContextChunkingPolicy
 
 DEFAULT_STREAMING_INTERVAL = 5  # run.py's
 GROUPED_LISTS = ("--stop-words", "--bad-words")  # each occurrence is a list of its own
@@ -60,9 +59,7 @@ def run(
     sink_token_length: engine.SinkTokenLength = None,
     enable_chunked_context: engine.EnableChunkedContext = True,
     scheduler_policy: engine.SchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
-    context_chunking_policy: engine.ContextChunking = (
-        ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
-    ),
+    context_chunking_policy: engine.ContextChunking = None,
     max_step_ms: engine.MaxStepMs = None,
     num_threads: option.NumThreads = None,
     tokenizer_dir: option.TokenizerDir = None,
@@ -140,7 +137,9 @@ def run(
             enable_block_reuse=kv_cache_enable_block_reuse,
             enable_chunked_context=enable_chunked_context,
             scheduler_policy=scheduler_policy,
-            context_chunking_policy=context_chunking_policy,
+            context_chunking_policy=engine.chunking_policy(
+                context_chunking_policy, enable_chunked_context
+            ),
             max_step_ms=engine.step_target(max_step_ms),
             num_threads=num_threads,
         ),

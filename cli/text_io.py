@@ -155,6 +155,8 @@ def _parse_row(line: str, where: str) -> Prompt:
         raise BadConfig(f'{where} has neither a "prompt" string nor "input_ids"')
     _check_settings(row, where)
     if "output_tokens" in row:
+        if "max_tokens" in row:
+            raise BadConfig(f"{where} has max_tokens and output_tokens, which are the same limit")
         row["max_tokens"] = row.pop("output_tokens")
     return Prompt(text=text, token_ids=ids, settings=row)
 

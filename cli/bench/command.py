@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -227,6 +228,8 @@ def _run(
         draft_len,
         given["ngram_config"],
     )
+    if sweep and speculation is not None:  # of n-grams, too: the longest is what is checked
+        speculation = replace(speculation, draft_len=max(sweep))
     if given["adaptive_draft_len"] and speculation is None:
         raise BadConfig("--adaptive-draft-len is given without a draft")
     seed = given["random_seed"]

@@ -14,6 +14,7 @@ from typing import Any
 
 from llmctl.cli.bench.records import Recording, RequestRecord, Round, StepRecord
 
+MOST_FAILURES = 5  # reasons that a report gives, the most frequent ones
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 
 DEFINITIONS = {
@@ -104,10 +105,12 @@ def compute(recording: Recording, num_gpus: int) -> dict[str, Any]:
 def _request_info(recording: Recording) -> dict[str, Any]:
     done = recording.done
     count = len(done)
+    failures = Counter(item.error for item in recording.requests if item.error is not None)
     return {
         "num_requests": len(recording.requests),
         "num_finished": count,
-        "num_failed": sum(item.error is not None for item in recording.requests),
+        "num_failed": sum(failures.values()),
+        "failures": dict(failures.most_common(MOST_FAILURES)),
         "num_iterations": recording.num_iterations,
         "avg_input_length_tokens": sum(r.input_tokens for r in done) / count if count else None,
         "avg_output_length_tokens": sum(len(r.output_ids) for r in done) / count if count else None,

@@ -33,7 +33,7 @@ class Round(NamedTuple):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. `due_s` is when it should have been submitted; error is a class name."""
+    """One request. `due_s` is when it should have been submitted; error is "Class: message"."""
 
     index: int
     iteration: int

@@ -70,6 +70,8 @@ def banner(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"PARTIAL: interrupted; {info['num_finished']} requests had finished"
     if info["num_failed"]:
         yield f"{info['num_failed']} of {info['num_requests']} requests FAILED"
+        for reason, count in info["failures"].items():
+            yield f"{count} of them with {reason}"
 
 
 def heading(report: Mapping[str, Any]) -> str:

@@ -151,8 +151,11 @@ def _compile_triton(spec: KernelSpec, capability: str) -> CompiledKernel:
     source = triton.compiler.ASTSource(function, signature, constants, aligned)
     target = triton.backends.compiler.GPUTarget("cuda", int(capability.replace(".", "")), 32)
     # Line numbers name files of this machine: an engine would depend on where it was built.
-    options = {"ptx_options": "-suppress-debug-info"}
-    options |= {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    options = {
+        "ptx_options": "-suppress-debug-info",
+        "num_warps": spec.num_warps,
+        "num_stages": spec.num_stages,
+    }
     try:
         # Triton's own cache, below the user's home, would be a second one of the same kernels.
         with tempfile.TemporaryDirectory() as scratch, triton.knobs.cache.scope():

@@ -10,6 +10,7 @@ import pytest
 from llmctl.cli.bench.driver import Driver, Pace
 from llmctl.cli.bench.metrics import compute, histogram, percentiles
 from llmctl.cli.bench.records import Recording
+from llmctl.cli.bench.table import banner
 from llmctl.cli.main import Interrupted, Terminated
 from llmctl.errors import BadLogits, RequestError
 from llmctl.runtime.core import FinishReason, Request, Response, Result
@@ -88,6 +89,12 @@ def test_a_failed_request_is_counted_and_leaves_the_others_alone():
     assert report["request_info"]["num_failed"] == 1
     assert report["request_info"]["num_finished"] == 5
     assert recording.requests[2].error == "BadLogits: NaN"
+    assert report["request_info"]["failures"] == {"BadLogits: NaN": 1}
+    marks = {"request_info": report["request_info"], "synthetic_acceptance": None}
+    assert list(banner(marks | {"is_partial": False})) == [
+        "1 of 6 requests FAILED",
+        "1 of them with BadLogits: NaN",
+    ]
 
 
 def test_an_output_that_was_cut_short_is_not_finished():

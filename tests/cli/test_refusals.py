@@ -9,6 +9,8 @@ import subprocess
 import numpy as np
 import pytest
 
+from llmctl.errors import OutOfDisk
+
 RUN = ("run", "--max-output-len", 3)
 
 
@@ -161,3 +163,58 @@ def test_numbers_of_an_engine_that_are_missing_or_none_are_named(
         for command in (("inspect", copy), (*RUN, "--engine-dir", copy, "--input-text", "a")):
             done = llmctl(*command)
             assert refused(done, "CorruptEngine", f"{group}.{name}", "fix: "), done.err
+
+
+def test_a_build_config_that_is_no_json_is_a_bad_option(llmctl, engines, tmp_path):
+    path = tmp_path / "build.json"
+    path.write_text('{"max_batch_size": 3,}')
+    build = ("build", "--checkpoint-dir", engines.target_checkpoint, "--dry-run")
+    done = llmctl(*build, "--build-config", path)
+    assert done.code == 2 and refused(done, "BadConfig", "--build-config", str(path))
+
+
+@pytest.mark.parametrize("limit", ["batch-size", "seq-len", "num-tokens", "draft-len"])
+def test_limits_beyond_32_bits_are_refused(llmctl, engines, limit):
+    build = ("build", "--checkpoint-dir", engines.target_checkpoint, "--dry-run")
+    done = llmctl(*build, f"--max-{limit}", 10**12)
+    name = f"max_{limit.replace('-', '_')}"
+    assert done.code == 2 and refused(done, "BadConfig", name, "2147483647"), done.err
+
+
+def test_a_build_that_fails_leaves_no_network(llmctl, engines, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OutOfDisk("no room")
+
+    monkeypatch.setattr("llmctl.builder.build.run_build", full)
+    build = ("build", "--checkpoint-dir", engines.target_checkpoint, "--output-dir", tmp_path / "e")
+    assert llmctl(*build, "--visualize-network", tmp_path / "network").code == 3
+    assert list(tmp_path.iterdir()) == []
+    done = llmctl(*build, "--visualize-network", tmp_path / "nowhere" / "network")
+    assert done.code == 2 and refused(done, "BadConfig", "nowhere")
+
+
+def test_options_that_would_have_no_effect_on_prompts_are_refused(llmctl, engines, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    run = (*RUN, "--engine-dir", engines.target, "--input-file", rows)
+    rows.write_text('{"input_ids": [5, 6]}\n')
+    done = llmctl(*run, "--chat")
+    assert done.code == 2 and refused(done, "BadConfig", "--chat", "token ids", "fix: ")
+    policy = ("--context-chunking-policy", "equal-progress")
+    assert llmctl(*run, *policy).code == 0
+    done = llmctl(*run, *policy, "--no-enable-chunked-context")
+    assert done.code == 2 and refused(done, "BadConfig", "--context-chunking-policy", "fix: ")
+    rows.write_text('{"prompt": "a b", "max_tokens": 3, "output_tokens": 4}\n')
+    done = llmctl(*run)
+    assert done.code == 2 and refused(done, "BadConfig", "line 1", "max_tokens", "output_tokens")
+
+
+def test_a_sweep_of_ngrams_longer_than_the_engine_verifies_is_refused_before_loading(
+    llmctl, engines, monkeypatch
+):
+    def no_work(*_, **__):
+        raise AssertionError("opened before")
+
+    monkeypatch.setattr("llmctl.cli.bench.session.OpenEngines", no_work)
+    words = ("--engine-dir", engines.target, "--ngram-config", "[2, 3, [0]]")
+    done = llmctl("bench", "latency", *words, "--sweep-draft-len", "1,40")
+    assert refused(done, "PairMismatch", "40"), done.err
