@@ -20,13 +20,15 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def describe_tokenizer(files: Sequence[Path]) -> dict[str, Any]:
-    """`tokenizer` of config.json: {"files": names, "hash": hex, "vocab_size": largest id + 1}.
+    """`tokenizer` of config.json: {"files": names, "hash": hex, "sha256": hex of tokenizer.json as
+    it lies there, "vocab_size": largest id + 1}.
 
-    hash and vocab_size are None when the checkpoint has no tokenizer.json. Raises TokenizerError
+    Only files when the checkpoint has no tokenizer.json, None for the others. Raises TokenizerError
     for one that cannot be read.
     """
     named = {path.name: path for path in files}
-    described: dict[str, Any] = {"files": sorted(named), "hash": None, "vocab_size": None}
+    described: dict[str, Any] = {"files": sorted(named)}
+    described |= dict.fromkeys(("hash", "sha256", "vocab_size"))
     if TOKENIZER_FILE in named:
         document = read_json(named[TOKENIZER_FILE])
         try:
@@ -38,9 +40,15 @@ def describe_tokenizer(files: Sequence[Path]) -> dict[str, Any]:
             ) from error
         text = json.dumps(meaning, sort_keys=True, ensure_ascii=True)
         described["hash"] = sha256(text.encode()).hexdigest()
+        described["sha256"] = file_sha256(named[TOKENIZER_FILE])
         ids = [*meaning["vocab"].values(), *(token["id"] for token in meaning["added_tokens"])]
         described["vocab_size"] = max(ids, default=-1) + 1
     return described
+
+
+def file_sha256(path: Path) -> str:
+    """Of the bytes of a tokenizer.json: where it is the one stored, the meaning is, too."""
+    return sha256(path.read_bytes()).hexdigest()
 
 
 def _meaning(document: dict[str, Any]) -> dict[str, Any]:

@@ -140,6 +140,7 @@ class OpenEngines:
             max_tokens=options.max_tokens,
             windows=options.windows,
             lengths=self._lengths(self.checked.draft_len),
+            has_host_tier=options.host_memory_bytes is not None,
         )
         self.device_name = planned.device_name
         log([f"device: {planned.device_name}", *planned.memory.lines()])

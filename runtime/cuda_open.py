@@ -8,7 +8,7 @@ opened = pair.load()
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from llmctl.runtime.cuda_engine import CudaExecutable
 from llmctl.runtime.device import require_device
 from llmctl.runtime.engine import NO_WINDOWS, kv_bytes_per_block
 from llmctl.runtime.graphs import MAX_GRAPHS
+from llmctl.runtime.host_blocks import BLOCKS_ON_DEVICE
 from llmctl.runtime.kv_cache import most_step_tokens
 from llmctl.runtime.loading import LoadReport, allocated_bytes, load_weights
 from llmctl.runtime.memory import (
@@ -183,9 +184,11 @@ def plan_pair(
     max_tokens: int | None = None,
     windows: WindowOptions = NO_WINDOWS,
     lengths: Sequence[int] = (),
+    has_host_tier: bool = False,
 ) -> PlannedPair:
     """Find a place for both engines on the device that is there. `lengths`: draft lengths whose
-    graphs are captured before the first request.
+    graphs are captured before the first request. has_host_tier: whether KV blocks move to host
+    memory, which takes buffers.
 
     Raises what `EngineFile.open` raises, NoDevice, RebuildNeeded (another compute capability) and
     OutOfMemory.
@@ -206,11 +209,16 @@ def plan_pair(
         None if draft is None else draft.plan.max_num_tokens,
     )
     ahead = [length for _, length in ahead_of_need(batch, lengths)]
+    memories = [
+        target.memory("target", sampling, ahead=[1] * len(ahead), has_draft=draft is not None)
+    ]
+    if draft is not None:
+        memories.append(draft.memory("draft", round_steps=draft_len, has_draft=True, ahead=ahead))
+    if has_host_tier:
+        memories = [_with_host_tier(memory) for memory in memories]
     memory = plan_device(
-        target.memory("target", sampling, ahead=[1] * len(ahead), has_draft=draft is not None),
-        draft.memory("draft", round_steps=draft_len, has_draft=True, ahead=ahead)
-        if draft
-        else None,
+        memories[0],
+        memories[1] if draft is not None else None,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         free_fraction=DEFAULT_DEVICE_FRACTION if free_fraction is None else free_fraction,
@@ -219,6 +227,12 @@ def plan_pair(
         max_step_tokens=most_step_tokens(target.plan.max_num_tokens, draft_len),
     )
     return PlannedPair(target, draft, memory, torch.cuda.get_device_name())
+
+
+def _with_host_tier(memory: EngineMemory) -> EngineMemory:
+    """With the buffers of `HostBlocks`."""
+    buffers = BLOCKS_ON_DEVICE * memory.kv_bytes_per_block
+    return replace(memory, scratch_bytes=memory.scratch_bytes + buffers)
 
 
 def sampling_bytes(plans: Sequence[Plan]) -> int:

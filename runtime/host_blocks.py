@@ -37,6 +37,7 @@ from llmctl.runtime.memory_usage import PinnedMemory
 
 NUM_BUFFERS = 8  # blocks that may wait for their transfer before a step does
 GROUP = 4  # blocks moved together: kernels, then transfers, so that the link seldom waits
+BLOCKS_ON_DEVICE = NUM_BUFFERS + GROUP  # room that a host tier takes there
 MOST_AT_ONCE = 64  # blocks; at 18 us of host each, and 3 ms of the link for those of an 8B model
 
 
@@ -69,7 +70,7 @@ class HostBlocks:
                 if queue.stream is not None:
                     self._pin(num_bytes)
                 self._buffers = torch.empty(
-                    (NUM_BUFFERS + GROUP, *shape), dtype=torch.uint8, device=queue.device
+                    (BLOCKS_ON_DEVICE, *shape), dtype=torch.uint8, device=queue.device
                 )
             queue.synchronize()  # the memory may have been another's, whose work is not done
         except (OutOfMemory, DeviceFailure, RuntimeError) as error:

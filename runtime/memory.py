@@ -133,7 +133,7 @@ class EngineMemory:
     role: str  # "target" | "draft"
     weight_bytes: int
     activation_bytes: int  # the arena, logits included
-    scratch_bytes: int  # what kernels keep between each other, sampling included
+    scratch_bytes: int  # kernels' between each other, sampling's, and buffers of a host tier
     graph_bytes: int
     kv_bytes_per_block: int
     tokens_per_block: int

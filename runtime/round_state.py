@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from llmctl.plugins.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.rounds.state import RoundState
 from llmctl.plugins.sampling.kernel import is_wide
+from llmctl.plugins.sampling.spec import MAX_TOP_K
 from llmctl.runtime.core import Sequence
 from llmctl.runtime.cuda_engine import CudaExecutable
 
-_WORD, _INT32_MAX = 0xFFFFFFFF, 0x7FFFFFFF
+_WORD = 0xFFFFFFFF
 
 
 class Drawing(enum.Enum):
@@ -58,7 +59,7 @@ class RoundUpload:
             return Drawing.GREEDY
         seeds = [sequence.seed for sequence in sequences]
         self._write(arrays.temperature, [1.0 if p.is_greedy else p.temperature for p in params])
-        self._write(arrays.top_k, [min(p.top_k or 0, _INT32_MAX) for p in params])
+        self._write(arrays.top_k, [min(p.top_k or 0, MAX_TOP_K) for p in params])
         self._write(arrays.top_p, [1.0 if p.top_p is None else p.top_p for p in params])
         self._write(arrays.min_p, [p.min_p for p in params])
         self._write(arrays.seed_low, [_signed(seed & _WORD) for seed in seeds])

@@ -1,7 +1,7 @@
 """Which backends build and run engines here, and why the others do not.
 
-Every check does the thing itself where that is quick: it loads the CPU's kernels, compiles one for
-a GPU, imports a package. Running on a GPU is judged by what the GPU is.
+Every check does the thing itself where that is quick: it loads the CPU's kernels, compiles two
+for a GPU, imports a package. Running on a GPU is judged by what the GPU is.
 """
 
 from __future__ import annotations
@@ -71,11 +71,15 @@ def _load_cpu() -> str:
 
 
 def _compile_for_gpu() -> str:
-    from llmctl.plugins.cuda.compiler import cache_folder
+    import torch
+
+    from llmctl.plugins.cuda.compiler import cache_folder, compile_anew
     from llmctl.plugins.cuda.nvrtc import compile_source, version
     from llmctl.plugins.cuda.sources import triton_version
+    from llmctl.plugins.gather_rows.kernel import gather_spec
 
     compile_source(_PROBE, "probe.cu", ["--gpu-architecture=sm_90a"])
+    compile_anew(gather_spec(torch.empty(1, 64)))  # Triton's
     return f"Triton {triton_version()}, NVRTC {version()}, kernels kept in {cache_folder()}"
 
 

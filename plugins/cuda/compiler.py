@@ -113,10 +113,15 @@ def compile_kernel(spec: KernelSpec, capability: str = HOPPER) -> CompiledKernel
         path = cache_folder() / f"{key}.kernel"
         found = _read(path)
         if found is None:
-            found = _compile_triton(spec, capability) if spec.is_triton else _compile_cuda(spec)
+            found = compile_anew(spec, capability)
             _write(path, found)
         _memo[key] = found
     return _memo[key]
+
+
+def compile_anew(spec: KernelSpec, capability: str = HOPPER) -> CompiledKernel:
+    """What `compile_kernel` does where nothing is cached, and keeps nothing."""
+    return _compile_triton(spec, capability) if spec.is_triton else _compile_cuda(spec)
 
 
 def is_cached(spec: KernelSpec, capability: str = HOPPER) -> bool:

@@ -19,11 +19,10 @@ from llmctl.plugins.cuda.kernel import Launch
 from llmctl.plugins.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.sampling import kernel
 from llmctl.plugins.sampling.arrays import SamplingArrays, SamplingScratch
-from llmctl.plugins.sampling.spec import TARGET_STREAM, SamplingRow, has_penalties
+from llmctl.plugins.sampling.spec import MAX_TOP_K, TARGET_STREAM, SamplingRow, has_penalties
 
 MAX_ROWS = 64  # rows drawn together; scratch grows with them
 ALIGNMENT = 16  # bytes, of every pointer argument
-_INT32_MAX = 0x7FFFFFFF
 
 
 def draws_on_device(row: SamplingRow) -> bool:
@@ -156,7 +155,7 @@ def _upload(rows: Sequence[SamplingRow], queue: DeviceQueue) -> tuple[SamplingAr
     low, high = (words & np.uint64(0xFFFFFFFF)), words >> np.uint64(32)
     integers = np.stack(
         [
-            np.array([min(item.top_k or 0, _INT32_MAX) for item in params], np.int32),
+            np.array([min(item.top_k or 0, MAX_TOP_K) for item in params], np.int32),
             low.astype(np.uint32).view(np.int32),
             high.astype(np.uint32).view(np.int32),
             np.array([row.stream for row in rows], np.int32),

@@ -72,6 +72,15 @@ def test_engines_for_absent_gpus_can_be_built_but_not_by_tensorrt(checked):
     assert not found["tensorrt"].build.ok
 
 
+def test_an_assembler_that_triton_cannot_run_is_the_reason(monkeypatch, tmp_path):
+    broken = tmp_path / "ptxas"
+    broken.write_text("#!/bin/sh\n[ $1 = --version ] && echo release 13.0 || exit 9\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(broken))
+    check = backends._try(backends._compile_for_gpu)
+    assert not check.ok and "gather" in check.detail and "ptxas" in check.detail
+
+
 def test_a_missing_compiler_or_package_is_the_reason(monkeypatch):
     def missing(*_: object) -> str:
         raise NoDevice("it was not found", fix="install it")

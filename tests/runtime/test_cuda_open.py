@@ -23,6 +23,7 @@ from llmctl.builder.engine_format import (
 from llmctl.cli.engines import EngineOptions, check_engines
 from llmctl.errors import NoDevice, OutOfMemory, RebuildNeeded, Unsupported
 from llmctl.runtime.cuda_open import plan_pair
+from llmctl.runtime.host_blocks import BLOCKS_ON_DEVICE
 from llmctl.runtime.memory import RESERVED_BYTES
 
 WIDTH = 1 << 20  # elements of the only weight
@@ -138,6 +139,14 @@ def test_a_pair_is_planned_together_from_its_headers(
         "max_batch_size",
     )
     assert plan_pair(target, None, max_tokens=64).memory.kv_cache.num_blocks == 2
+
+
+def test_a_host_tier_has_buffers_on_the_device(tmp_path: Path, gpu: dict[str, object]) -> None:
+    folders = write(tmp_path / "target"), write(tmp_path / "draft")
+    without, with_tier = (plan_pair(*folders, has_host_tier=tier).memory for tier in (False, True))
+    for before, after in zip(without.engines, with_tier.engines, strict=True):
+        buffers = after.scratch_bytes - before.scratch_bytes
+        assert buffers == BLOCKS_ON_DEVICE * before.kv_bytes_per_block > 0
 
 
 def test_engines_that_do_not_fit_are_refused_with_numbers(
