@@ -13,10 +13,11 @@ class LlmctlError(Exception):
     """A failure with a named cause and a next step. One subclass per cause."""
 
     exit_code = 1
+    usual_fix = ""  # of a class whose failures are mended the same way, unless one says otherwise
 
     def __init__(self, what: str, *, fix: str = "") -> None:
         super().__init__(what)
-        self.fix = fix
+        self.fix = fix or self.usual_fix
 
     @property
     def name(self) -> str:
@@ -53,6 +54,8 @@ class CheckpointNotFound(BadCheckpoint):
 class CorruptFile(BadCheckpoint):
     """A file is truncated, is not valid safetensors/JSON, or contradicts its own header."""
 
+    usual_fix = "fetch this file of the checkpoint again, or correct it"
+
 
 class UnsafePath(BadCheckpoint):
     """An index names a file outside its own folder."""
@@ -85,9 +88,13 @@ class UnknownArchitecture(BadCheckpoint):
 class UnknownQuantization(BadCheckpoint):
     """The quantization method or scheme of the checkpoint is not one llmctl reads."""
 
+    usual_fix = "start from the unquantized checkpoint and run `llmctl quantize`"
+
 
 class BadCalibrationData(LlmctlError):
     """The calibration text is missing, unreadable, or too small for the asked-for sample count."""
+
+    usual_fix = "name a file of text: --calib-dataset FILE.txt"
 
 
 class TokenizerError(LlmctlError):
@@ -117,6 +124,8 @@ class PairMismatch(LlmctlError):
 
 class KernelCompileError(LlmctlError):
     """A kernel's source does not compile, or its binary is not what its description says."""
+
+    usual_fix = "see which compilers `llmctl doctor` finds; report the kernel's name with them"
 
 
 class DeviceFailure(LlmctlError):

@@ -92,7 +92,6 @@ def require_readable(checkpoint: Checkpoint) -> None:
         raise UnknownQuantization(
             f"{checkpoint.path} is quantized by {info.method} as {found}{activations}; "
             f"this version builds {READ_SCHEMES}, with an FP8, INT8 or unquantized KV cache",
-            fix="start from the unquantized checkpoint and run `llmctl quantize`",
         )
 
 

@@ -76,6 +76,15 @@ def make_context(argv: list[str]) -> tuple[Any, Any]:
     return command, command.make_context("llmctl", argv)
 
 
+def command_path(argv: list[str]) -> str:
+    """The command of a command line, as it is typed: "llmctl bench latency"."""
+    words = [word for word in argv if not word.startswith("-")]
+    if not words or words[0] not in COMMANDS:
+        return "llmctl"
+    is_group = isinstance(getattr(_module(words[0]), COMMANDS[words[0]][1]), typer.Typer)
+    return " ".join(["llmctl", *words[: 1 + is_group]])
+
+
 def make_command(imported: Collection[str]) -> Any:
     """The tree of commands; of those not in `imported` there is nothing but the name."""
     app = _new_app()

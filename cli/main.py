@@ -22,7 +22,7 @@ from types import FrameType
 import typer
 
 from llmctl.cli import config_file
-from llmctl.cli.app import make_context
+from llmctl.cli.app import command_path, make_context
 from llmctl.errors import LlmctlError, OutOfDisk, OutOfMemory, Unsupported
 from llmctl.publish import DISK_FULL
 
@@ -89,7 +89,10 @@ def _run(argv: Sequence[str]) -> int:
         sys.stdout.flush()  # a full disk or a reader that has gone shows here at the latest
         return code
     except LlmctlError as error:
-        return _report(error.name, str(error), error.fix, error.exit_code, is_json)
+        fix = error.fix
+        if not fix and error.exit_code == EXIT_USAGE:
+            fix = f"see: {command_path(argv)} --help"
+        return _report(error.name, str(error), fix, error.exit_code, is_json)
     except UsageError as error:
         return _report_usage(error, argv, is_json)
     except typer.Abort:
@@ -174,7 +177,8 @@ def _report_unnamed(error: Exception, is_json: bool) -> int:
         message = str(error) or "the machine has too little memory"
         return _report(OutOfMemory.__name__, message, "", OutOfMemory.exit_code, is_json)
     if isinstance(error, OSError) and error.filename is not None:
-        return _report(type(error).__name__, str(error), "", EXIT_FAILURE, is_json)
+        fix = "see that this path exists and that you may use it"
+        return _report(type(error).__name__, str(error), fix, EXIT_FAILURE, is_json)
     handle, path = tempfile.mkstemp(prefix="llmctl-bug-", suffix=".txt")
     with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"llmctl {' '.join(sys.argv[1:])}\n\n")

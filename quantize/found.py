@@ -78,7 +78,6 @@ def read_quantization(
         raise UnknownQuantization(
             f"{where}: quant_method is {method or 'absent'!r}; "
             "llmctl reads modelopt, compressed-tensors and fp8",
-            fix="start from the unquantized checkpoint and run `llmctl quantize`",
         )
     return reader(found, where)
 

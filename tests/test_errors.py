@@ -20,3 +20,9 @@ def test_an_error_carries_its_name_and_fix() -> None:
     error = errors.RebuildNeeded("schema 1, wanted 2", fix="llmctl build …")
     assert (error.name, error.fix, error.exit_code) == ("RebuildNeeded", "llmctl build …", 4)
     assert errors.OutputExists("out").fix
+
+
+def test_a_class_may_have_a_usual_fix() -> None:
+    assert errors.CorruptFile("x is cut").fix == errors.CorruptFile.usual_fix != ""
+    assert errors.CorruptFile("x is cut", fix="fetch x").fix == "fetch x"
+    assert errors.BadConfig("x is 3").fix == ""

@@ -65,8 +65,8 @@ def test_every_error_class_prints_its_name_and_exits_with_its_code(
 
 
 def test_an_error_without_a_fix_prints_one_line(llmctl, command_that_raises):
-    command_that_raises(errors.CorruptFile("x.safetensors ends early"))
-    assert llmctl("run").err == "error[CorruptFile]: x.safetensors ends early\n"
+    command_that_raises(errors.BadLogits("NaN"))
+    assert llmctl("run").err == "error[BadLogits]: NaN\n"
 
 
 def test_json_errors_are_one_line_on_stdout(llmctl, tmp_path: Path):

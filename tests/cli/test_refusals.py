@@ -220,3 +220,11 @@ def test_a_sweep_of_ngrams_longer_than_the_engine_verifies_is_refused_before_loa
     words = ("--engine-dir", engines.target, "--ngram-config", "[2, 3, [0]]")
     done = llmctl("bench", "latency", *words, "--sweep-draft-len", "1,40")
     assert refused(done, "PairMismatch", "40"), done.err
+
+
+def test_a_bad_option_without_a_fix_of_its_own_points_at_the_help_of_its_command(llmctl, engines):
+    words = ("--engine-dir", engines.target, "--request-rate", -1)
+    done = llmctl("bench", "throughput", *words)
+    assert done.code == 2 and done.err.endswith("\nfix: see: llmctl bench throughput --help\n")
+    done = llmctl(*RUN, "--engine-dir", engines.target, "--input-file", "prompts.doc")
+    assert done.code == 2 and done.err.endswith("\nfix: see: llmctl run --help\n")
