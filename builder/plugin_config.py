@@ -39,7 +39,8 @@ def _no_such_part(name: str, part: str, *accepted: str) -> PluginOption:
     return PluginOption(name, accepted[0], accepted, f"no effect: {part}", part)
 
 
-_ONE_RANK = "engines have one rank, nothing is reduced between ranks"
+_ONE_RANK = "only TensorRT engines have ranks, and their sums are collectives of their own"
+_SINKS = "sink tokens and windows are options of run (docs/cli.md)"
 _NO_LORA = "LoRA is not in this version"
 _CPU_UNFUSED = "the cpu backend has no kernel that fuses this GEMM with SwiGLU"
 
@@ -163,7 +164,7 @@ OPTIONS: Mapping[str, PluginOption] = {
             "mamba_conv1d_plugin", "no recurrent layer is in these models", "auto", "disable"
         ),
         _no_such_part("paged_state", "no recurrent layer is in these models", "enable"),
-        _no_such_part("streamingllm", "sink tokens are not in this version", "disable"),
+        _no_such_part("streamingllm", _SINKS, "disable"),
         _no_such_part("fuse_fp4_quant", "FP4 is not in this version", "disable"),
     )
 }

@@ -36,7 +36,7 @@ def _build(
         Path,
         typer.Option(
             "--checkpoint-dir",
-            help="Hugging Face folder: BF16, FP16, FP32, or FP8 of ModelOpt or compressed-tensors.",
+            help="Hugging Face folder: BF16, FP16, FP32, FP8 or MXFP4; README lists the layouts.",
         ),
     ],
     output_dir: Annotated[
@@ -184,7 +184,7 @@ def _build(
     workers: Annotated[
         int,
         typer.Option(
-            "--workers", min=1, help="Ranks built at once; they are written in turn.", hidden=True
+            "--workers", min=1, help="Most ranks at a time; one is, after the other.", hidden=True
         ),
     ] = 1,
     dry_run: Annotated[

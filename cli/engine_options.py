@@ -102,8 +102,9 @@ SchedulerPolicy = Annotated[
     CapacitySchedulerPolicy,
     Option(
         "--scheduler-policy",
-        help="Start requests when they fit to their end; when they fit now, pausing some where the "
-        "KV cache runs out; or batch after batch.",
+        help="guaranteed-no-evict: requests start when they fit to their end; max-utilization: "
+        "when they fit now, some pausing where the cache is full; static-batch: batch after batch.",
+        show_default="guaranteed-no-evict",
         hidden=True,
     ),
 ]

@@ -72,6 +72,12 @@ def read_all(options: PromptOptions) -> list[Prompt]:
         prompts = read_prompts(options.input_file)
     else:
         prompts = [Prompt(text=text) for text in options.input_text or (SAMPLE_PROMPT,)]
+    if options.is_chat and not options.add_special_tokens:
+        raise BadConfig(
+            "--no-add-special-tokens is about prompts as they are; --chat puts them into a "
+            "template that has its own",
+            fix="leave one of the two out",
+        )
     if options.is_chat and any(prompt.text is None for prompt in prompts):
         raise BadConfig(
             f"--chat puts text into the chat template; {options.input_file} has token ids",

@@ -105,7 +105,7 @@ Chat = Annotated[
     bool, Option("--chat", help="Prompts become user messages in the tokenizer's chat template.")
 ]
 NoAddSpecialTokens = Annotated[
-    bool, Option("--no-add-special-tokens", help="No bos token, no template.", hidden=True)
+    bool, Option("--no-add-special-tokens", help="No bos token. Not with --chat.", hidden=True)
 ]
 
 # ---- sampling ----

@@ -41,7 +41,7 @@ from llmctl.runtime.engine import Executable
 
 CONTEXT, PROMPT, OUTPUT, DRAFT_LEN = 1000, 500, 1024, 10
 # Drafts accept 0.873 of their tokens where the others agree; p880 and p916 are what NVIDIA's
-# published speeds of these pairs imply (6.29 and 7.36 tokens a round). -kN: N drafts a round.
+# published speeds of these pairs imply (6.29 and 7.37 tokens a round). -kN: N drafts a round.
 TARGETS = (
     "70b,8b,3b,1b,70b+1b,70b+1b-head8,70b+3b,70b+3b-head8,70b+8b,70b+8b-head8,"
     "70b+3b-p880,70b+8b-p916,70b+8b-head8-p916,70b+1b-k13,70b+1b-head8-k13,70b+8b-k8,"

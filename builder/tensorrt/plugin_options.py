@@ -38,6 +38,7 @@ def _common() -> tuple[PluginOption, ...]:
         _without("reduce_fusion", "disable", _COLLECTIVE),
         _without("gemm_allreduce_plugin", "disable", _COLLECTIVE),
         _without("user_buffer", "disable", _COLLECTIVE),
+        _without("pp_reduce_scatter", "disable", "no rank has layers of its own"),
         PluginOption(
             "norm_quant_fusion",
             "auto",

@@ -201,6 +201,9 @@ def test_options_that_would_have_no_effect_on_prompts_are_refused(llmctl, engine
     rows.write_text('{"input_ids": [5, 6]}\n')
     done = llmctl(*run, "--chat")
     assert done.code == 2 and refused(done, "BadConfig", "--chat", "token ids", "fix: ")
+    rows.write_text('{"prompt": "a b"}\n')
+    done = llmctl(*run, "--chat", "--no-add-special-tokens")
+    assert done.code == 2 and refused(done, "BadConfig", "--no-add-special-tokens", "fix: ")
     policy = ("--context-chunking-policy", "equal-progress")
     assert llmctl(*run, *policy).code == 0
     done = llmctl(*run, *policy, "--no-enable-chunked-context")
