@@ -67,7 +67,7 @@ __all__ = [
     "write_engine",
 ]
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 CONFIG_FILE = "config.json"
 TOKENIZER_FOLDER = "tokenizer"
 

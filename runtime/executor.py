@@ -62,7 +62,8 @@ class Executor:
         """Queue one request; returns its id at once. Raises ExecutorClosed or QueueFull.
 
         With `deliver`, its responses are passed to that on the executor's thread, and
-        await_responses never has them; it must neither block nor raise.
+        await_responses never has them; it must not block. A request whose `deliver` raises is
+        cancelled, and what it raised goes to threading.excepthook.
         """
         return self._inbox.put([request], deliver)[0]
 

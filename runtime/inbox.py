@@ -65,7 +65,7 @@ class Inbox:
                 )
             tracked = [TrackedRequest(next(self._request_ids), r, now_s) for r in requests]
             ids = [item.request_id for item in tracked]
-            self._mailbox.open(ids, deliver)
+            self._mailbox.open(ids, deliver, self.cancel)
             self._arrived += tracked
             self._num_queued += len(tracked)
             self._changed.notify()

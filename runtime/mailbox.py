@@ -13,6 +13,9 @@ from llmctl.runtime.core import Response
 Deliver = Callable[[Response], None]
 
 
+_NOBODY: tuple[Deliver, Callable[[int], None]] = (lambda response: None, lambda request_id: None)
+
+
 class _Bell(threading.Condition):
     """What the readers of one request wait at, all on the mailbox's lock: a step that answers one
     of many requests does not wake the readers of all."""
@@ -30,48 +33,62 @@ class Mailbox:
         self._bells: dict[int | None, _Bell] = {}  # by the request waited for; None: any
         self._ready: dict[int, list[Response]] = {}
         self._open: set[int] = set()
-        self._deliver: dict[int, Deliver] = {}
+        self._deliver: dict[int, tuple[Deliver, Callable[[int], None]]] = {}  # and who cancels
         self._is_closed = False
 
-    def open(self, request_ids: Iterable[int], deliver: Deliver | None = None) -> None:
+    def open(
+        self,
+        request_ids: Iterable[int],
+        deliver: Deliver | None = None,
+        cancel: Callable[[int], None] = lambda request_id: None,
+    ) -> None:
         """Announce requests, before anything can be posted for them. `deliver` gets their
-        responses instead of this mailbox, on the thread that posts: it must not block or raise. It
-        may ask the executor for more, or to cancel."""
+        responses instead of this mailbox, on the thread that posts: it must not block. It may ask
+        the executor for more, or to cancel. A request whose `deliver` raises is given to `cancel`
+        and gets nothing more; what was raised goes to threading.excepthook."""
         with self._lock:
             self._open.update(request_ids)
             if deliver is not None:
-                self._deliver.update(dict.fromkeys(request_ids, deliver))
+                self._deliver.update(dict.fromkeys(request_ids, (deliver, cancel)))
 
     def post(self, responses: Items[Response]) -> None:
-        """Deliver; wakes those who wait for any of these, once for all. Raises what a `deliver`
-        raised, after all have been called."""
-        calls: list[tuple[Deliver, Response]] = []
+        """Deliver; wakes those who wait for any of these, once for all."""
+        calls: list[Response] = []
+        takers: dict[int, tuple[Deliver, Callable[[int], None]]] = {}
         with self._lock:
             for response in responses:
                 request_id = response.request_id
                 assert request_id in self._open, "a response after the final one"
-                deliver = self._deliver.get(request_id)
-                if deliver is None:
+                taker = self._deliver.get(request_id)
+                if taker is None:
                     ready = self._ready.get(request_id)
                     if ready is None:
                         self._ready[request_id] = [response]
                     else:
                         ready.append(response)
                     continue
-                calls.append((deliver, response))
+                takers[request_id] = taker
+                calls.append(response)
                 if is_final(response):
                     self._open.discard(request_id)
                     del self._deliver[request_id]
             if self._bells:
                 self._ring({None, *(response.request_id for response in responses)})
-        raised = None
-        for deliver, response in calls:  # not under the lock: they may open requests
+        for response in calls:  # not under the lock: they may open requests
+            request_id = response.request_id
+            deliver, cancel = takers[request_id]
             try:
                 deliver(response)
-            except Exception as error:  # the others' responses are not lost by it
-                raised = raised or error
-        if raised is not None:
-            raise raised
+            except BaseException as error:  # nobody else's request ends by it
+                takers[request_id] = _NOBODY
+                with self._lock:
+                    if request_id in self._deliver:
+                        self._deliver[request_id] = _NOBODY
+                cancel(request_id)
+                thread = threading.current_thread()
+                threading.excepthook(
+                    threading.ExceptHookArgs((type(error), error, error.__traceback__, thread))
+                )
 
     def close(self) -> None:
         """Nothing more will be posted; readers of any request stop waiting."""

@@ -133,9 +133,9 @@ class Worker:
         if is_idle and self._config.check_invariants:
             self.kv_cache.check_invariants()
         errand = self._inbox.receive(is_idle)
+        self._active |= {tracked.request_id: tracked for tracked in errand.arrived}
         if errand.cancelled:
             self._delivery.flush()
-        self._active |= {tracked.request_id: tracked for tracked in errand.arrived}
         for tracked in errand.arrived:
             self._admit(tracked)
         for request_id in errand.cancelled:
@@ -261,12 +261,11 @@ class Worker:
         if error is None:
             for tracked in arrived:
                 tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
-        for tracked in list(self._active.values()):
-            if error is None:
+            for tracked in list(self._active.values()):
                 self._end(tracked, FinishReason.CANCELLED)
-            else:  # nothing is released: the state that raised is not to be trusted
-                del self._active[tracked.request_id]
-                self._mailbox.post([tracked.refuse(error)])
+        else:  # nothing is released: the state that raised is not to be trusted
+            while self._active:
+                self._mailbox.post([self._active.popitem()[1].refuse(error)])
         self._mailbox.close()
 
 

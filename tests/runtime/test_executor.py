@@ -325,13 +325,22 @@ def test_who_is_called_with_a_response_may_ask_for_more_and_cancel(make):
     assert is_over.wait(WAIT_S) and len({answer.request_id for answer in answers}) == 4
 
 
-def test_who_raises_when_called_loses_nobody_elses_response(gated, make):
+@pytest.fixture
+def raised(monkeypatch) -> list[object]:
+    """What threads raised and nobody caught."""
+    found: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: found.append(args.exc_value))
+    return found
+
+
+def broken(response) -> None:
+    raise ValueError("not my day")
+
+
+def test_who_raises_when_called_ends_nobody_elses_request(gated, make, raised):
     engine = gated()
     executor = make(engine)
     answers = []
-
-    def broken(response) -> None:
-        raise ValueError("not my day")
 
     executor.enqueue_request(Request(PROMPT, 1))
     assert engine.running.wait(WAIT_S)  # those below arrive, and end, together
@@ -341,8 +350,57 @@ def test_who_raises_when_called_loses_nobody_elses_response(gated, make):
     later = executor.enqueue_request(Request(PROMPT, 9))
     engine.gate.set()
     assert not collect(executor, read)[0].has_error
-    assert isinstance(collect(executor, later)[0].error, ValueError)  # the executor closes
+    assert not collect(executor, later)[0].has_error
     assert len(answers) == 1 and not answers[0].has_error
+    assert [type(error) for error in raised] == [ValueError]
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_a_stream_whose_reader_raises_is_cancelled_at_once(
+    gated, make, raised, is_asynchronous, cancel
+):
+    engine = gated(is_asynchronous=is_asynchronous)
+    executor = make(engine)
+    executor.enqueue_request(Request(PROMPT, 50, streaming=True), broken)
+    assert engine.running.wait(WAIT_S)
+    answers = []
+    executor.enqueue_request(Request(PROMPT, 3), answers.append)
+    read = executor.enqueue_request(Request(PROMPT, 3))
+    if cancel:
+        executor.cancel_request(999)  # what arrives beside it is not lost
+    engine.gate.set()
+    assert not collect(executor, read)[0].has_error and len(answers) == 1
+    executor.shutdown(drain=True)
+    assert len(raised) == 1, "it got more than it could read"
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_who_asks_for_more_of_a_closing_executor_is_told_and_the_others_end(
+    gated, make, raised, drain
+):
+    engine = gated()
+    executor = make(engine)
+
+    def again(response) -> None:
+        executor.enqueue_request(Request(PROMPT, 2), again)
+
+    for _ in range(3):
+        executor.enqueue_request(Request(PROMPT, 2), again)
+    answers = []
+    executor.enqueue_request(Request(PROMPT, 30), answers.append)
+    read = executor.enqueue_request(Request(PROMPT, 30))
+    assert engine.running.wait(WAIT_S)
+    closing = threading.Thread(target=lambda: executor.shutdown(drain=drain))
+    closing.start()
+    while not executor._inbox.is_closed:
+        threading.Event().wait(0.01)
+    engine.gate.set()
+    closing.join(WAIT_S)
+    (last,) = executor.await_responses(read, WAIT_S)
+    wanted = FinishReason.LENGTH if drain else FinishReason.CANCELLED
+    assert last.result.finish_reason is wanted and len(answers) == 1
+    assert {type(error) for error in raised} == {ExecutorClosed}
     assert executor.await_responses(read, WAIT_S)[0].has_error, "taken before"
 
 
