@@ -21,6 +21,13 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_NAME = 255 - len("..12345678.partial")  # bytes: what a scratch directory has beside the name
 
 
+def created_mode(bits: int) -> int:
+    """The mode that a new file or folder of these bits gets here, after the umask."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return bits & ~mask
+
+
 def flush(path: Path) -> None:
     """fsync one file or directory."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -57,15 +64,15 @@ def require_place(final: Path) -> None:
     """Refuse before any work what `publish` would refuse behind it: a name that is taken, or a
     place where nothing can be written. Raises OutputExists and BadConfig."""
     final = final.absolute()
-    if final.exists():
+    if os.path.lexists(final):  # also a link that leads nowhere
         raise OutputExists(final)
-    folder = next(parent for parent in final.parents if parent.exists())
-    if not folder.is_dir():
+    folder = next(parent for parent in final.parents if os.path.lexists(parent))
+    if len(os.fsencode(final.name)) > _MOST_NAME:
+        why = f"its name is longer than {_MOST_NAME} bytes"
+    elif not os.path.isdir(folder):
         why = f"{folder} is not a folder"
     elif not os.access(folder, os.W_OK | os.X_OK):
         why = f"{folder} cannot be written"
-    elif len(os.fsencode(final.name)) > _MOST_NAME:
-        why = f"its name is longer than {_MOST_NAME} bytes"
     else:
         return
     raise BadConfig(f"nothing can be written to {final}: {why}", fix="choose another output folder")
@@ -79,7 +86,7 @@ def publish(final: Path) -> Iterator[Path]:
     the body or the final fsync ran out of space.
     """
     final = final.absolute()
-    if final.exists():
+    if os.path.lexists(final):
         raise OutputExists(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
@@ -87,7 +94,7 @@ def publish(final: Path) -> Iterator[Path]:
         yield scratch
         for path in [*scratch.rglob("*"), scratch]:
             flush(path)
-        scratch.chmod(0o755)  # mkdtemp starts at 0700
+        scratch.chmod(created_mode(0o777))  # mkdtemp starts at 0700
         try:
             os.rename(scratch, final)  # atomic on one file system; refuses a non-empty target
         except OSError as error:

@@ -26,7 +26,7 @@ from llmctl.cli.build_options import (
     with_plugin_options,
 )
 from llmctl.cli.build_result import print_key, print_result, write_engine
-from llmctl.cli.text_io import replacing, require_writable
+from llmctl.cli.output_files import replacing, require_writable
 from llmctl.errors import BadConfig
 from llmctl.publish import require_place
 
@@ -251,6 +251,8 @@ def _build(
         require_place(output_dir)
     if visualize_network is not None:
         require_writable(visualize_network)
+        if visualize_network.resolve() == output_dir.resolve():
+            raise BadConfig(f"--visualize-network and --output-dir are both {output_dir}")
     chosen = backend_for(backend, gpu)
     engine = plan_build(
         checkpoint_dir,
@@ -270,16 +272,15 @@ def _build(
         log.warning("note: %s", notice)
     if backend == "auto":
         log.info("backend: %s", engine.config.backend)
-    if dry_run:
-        from llmctl.cli.dry_run_text import print_plan
-
-        print_plan(engine, output_dir, gpu, gpu_memory, as_json)
-    else:
+    if not dry_run:
         write_engine(engine, output_dir, with_progress=log.isEnabledFor(logging.INFO))
     if visualize_network is not None:
         with replacing(visualize_network, "w") as file:
             file.write(f"{engine.network}\n")
     if dry_run:
+        from llmctl.cli.dry_run_text import print_plan
+
+        print_plan(engine, output_dir, gpu, gpu_memory, as_json)
         return
     print_result(engine, output_dir, time.monotonic() - start, as_json)
 

@@ -11,10 +11,10 @@ from llmctl.builder.engine_format import EngineConfig
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.generate import Row, SequenceOutput, generate
 from llmctl.cli.output import StreamPrinter, print_rows, row_json, run_json
+from llmctl.cli.output_files import require_writable
 from llmctl.cli.prompts import PromptOptions, make_rows, read_all
 from llmctl.cli.report import LOG_LEVELS, RunStats, engine_lines, stats_lines, summarize
 from llmctl.cli.text_io import (
-    require_writable,
     write_csv,
     write_float_npy,
     write_jsonl,

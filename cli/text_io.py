@@ -9,17 +9,15 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from llmctl.cli.output_files import replacing
 from llmctl.errors import BadConfig
 
-_MOST_NAME = 255 - len("..12345678")  # bytes: what a scratch file has beside the name
 # Keys a .jsonl row may have beside prompt/input_ids, with the types each may take.
 _NUMBER = (int, float)
 ROW_KEYS: Mapping[str, tuple[type, ...]] = {
@@ -215,67 +213,3 @@ def _write_array(path: Path, array: Any) -> None:
     np.save(content, array)
     with replacing(path, "wb") as file:
         file.write(content.getbuffer())
-
-
-def require_writable(*paths: Path) -> None:
-    """Refuse output files that cannot be written, before anything runs: also two that are one.
-    Raises BadConfig."""
-    for index, path in enumerate(paths):
-        if _is_special(path):
-            if not os.access(path, os.W_OK):
-                raise BadConfig(f"{path} cannot be written")
-            continue
-        final = path.resolve()
-        folder = final.parent
-        if not folder.is_dir() or path.is_dir() or not os.access(folder, os.W_OK):
-            raise BadConfig(f"{path} cannot be written: {folder} must be a writable folder")
-        if len(os.fsencode(final.name)) > _MOST_NAME:
-            raise BadConfig(f"{path} cannot be written: its name has over {_MOST_NAME} bytes")
-        if final in [other.resolve() for other in paths[:index]]:
-            raise BadConfig(f"{path} is given for two outputs; each needs a file of its own")
-
-
-def _is_special(path: Path) -> bool:
-    """A device or a pipe, which is written as it is; a link counts as what it leads to."""
-    return path.exists() and not path.is_file() and not path.is_dir()
-
-
-class replacing:
-    """A file beside `path` that takes its name when the block ends without an exception. What a
-    link leads to is replaced, not the link; a device or a pipe is written in place."""
-
-    def __init__(self, path: Path, mode: str) -> None:
-        self._is_special = _is_special(path)
-        self._path = path if self._is_special else path.resolve()
-        self._mode = mode
-
-    def __enter__(self) -> IO[Any]:
-        if self._is_special:
-            handle = os.open(self._path, os.O_WRONLY)
-        else:
-            prefix = f".{self._path.name}."
-            handle, name = tempfile.mkstemp(prefix=prefix, dir=self._path.parent)
-            self._scratch = Path(name)
-        is_text = "b" not in self._mode
-        self._file: IO[Any] = os.fdopen(
-            handle,
-            self._mode,
-            encoding="utf-8" if is_text else None,
-            newline="" if is_text else None,
-        )
-        return self._file
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            self._file.close()  # writes what is buffered: a full disk may show only here
-        except BaseException:
-            if not self._is_special:
-                self._scratch.unlink()
-            raise
-        if self._is_special:
-            return
-        if kind is not None:
-            self._scratch.unlink()
-            return
-        self._scratch.chmod(0o644)
-        self._scratch.replace(self._path)

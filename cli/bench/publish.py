@@ -8,7 +8,7 @@ import sys
 from llmctl.cli.bench.report import raw_lines, report_json
 from llmctl.cli.bench.session import Measured
 from llmctl.cli.bench.table import make_console, print_report
-from llmctl.cli.text_io import replacing
+from llmctl.cli.output_files import replacing
 
 
 def publish_results(measured: Measured) -> int:

@@ -16,8 +16,8 @@ from llmctl.cli.bench.progress import Progress
 from llmctl.cli.bench.records import Recording
 from llmctl.cli.bench.synthetic import Lot, parse_lot
 from llmctl.cli.engines import CheckedEngines, EngineOptions, OpenEngines, check_engines
+from llmctl.cli.output_files import require_writable
 from llmctl.cli.report import architecture
-from llmctl.cli.text_io import require_writable
 from llmctl.errors import BadConfig
 
 if TYPE_CHECKING:

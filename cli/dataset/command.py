@@ -75,7 +75,7 @@ def common(
     if stdout and output is not None:
         raise BadConfig("--stdout and --output are both given; one of them is wanted")
     if output is not None:
-        from llmctl.cli.text_io import require_writable
+        from llmctl.cli.output_files import require_writable
 
         require_writable(output)
     is_quiet = log_level in (LogLevel.warning, LogLevel.error)

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmctl.builder.engine_format import TOKENIZER_FOLDER
 from llmctl.cli.dataset.lengths import Lengths
-from llmctl.cli.text_io import replacing
+from llmctl.cli.output_files import replacing
 from llmctl.cli.tokenizer import Tokenizer
 from llmctl.errors import TokenizerError
 

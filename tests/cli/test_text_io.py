@@ -12,7 +12,6 @@ import pytest
 from llmctl.cli.text_io import (
     Prompt,
     read_prompts,
-    require_writable,
     write_csv,
     write_float_npy,
     write_jsonl,
@@ -124,51 +123,6 @@ def test_log_probs_are_padded_with_nan(tmp_path):
     assert np.isnan(array).tolist() == [[False, False], [True, True], [False, True]]
 
 
-def test_an_output_path_without_a_folder_is_refused_before_anything_runs(tmp_path):
-    require_writable(tmp_path / "x.csv")
-    for path in (tmp_path / "none" / "x.csv", tmp_path):
-        with pytest.raises(BadConfig, match="cannot be written"):
-            require_writable(path)
-
-
 def test_results_are_read_back_as_json(tmp_path):
     write_jsonl(tmp_path / "x.jsonl", [{"text": "é\n"}])
     assert json.loads((tmp_path / "x.jsonl").read_text(encoding="utf-8")) == {"text": "é\n"}
-
-
-def test_links_devices_and_pipes_stay_what_they_are(tmp_path):
-    real, link = tmp_path / "real.csv", tmp_path / "link.csv"
-    real.write_text("old")
-    link.symlink_to(real)
-    write_csv(link, [[1, 2]])
-    assert link.is_symlink() and real.read_text() == "1,2\n"
-
-    pipe = tmp_path / "pipe.npy"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    require_writable(pipe, Path(os.devnull), Path(os.devnull))
-    write_npy(pipe, [[1, 2], [3]], pad_id=-1)
-    content = os.read(reader, 1000)
-    os.close(reader)
-    (tmp_path / "read.npy").write_bytes(content)
-    assert np.load(tmp_path / "read.npy").tolist() == [[1, 2], [3, -1]]
-    assert pipe.is_fifo()
-
-    write_jsonl(Path(os.devnull), [{"a": 1}])
-    assert Path(os.devnull).is_char_device()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "link.csv",
-        "pipe.npy",
-        "read.npy",
-        "real.csv",
-    ]
-
-
-def test_two_outputs_have_two_files_with_names_that_fit(tmp_path):
-    link = tmp_path / "link.csv"
-    link.symlink_to(tmp_path / "x.csv")
-    with pytest.raises(BadConfig, match="two outputs"):
-        require_writable(tmp_path / "x.csv", link)
-    with pytest.raises(BadConfig, match="its name has over"):
-        require_writable(tmp_path / ("x" * 250))
-    require_writable(tmp_path / "x.csv", tmp_path / "y.csv")

@@ -1,0 +1,120 @@
+"""Files that a command writes: checked before any work, whole under their name or not there.
+
+A device or a pipe is written in place; a name of an open descriptor (/dev/stdout, /dev/fd/N) is
+that descriptor, wherever it leads, so that what was written to it before stays.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+from llmctl.errors import BadConfig
+from llmctl.publish import created_mode
+
+_MOST_NAME = 255 - len("..12345678")  # bytes: what a scratch file has beside the name
+_STANDARD = {"/dev/stdout": 1, "/dev/stderr": 2}
+
+
+def require_writable(*paths: Path) -> None:
+    """Refuse output files that cannot be written, before anything runs: also two that are one.
+    Raises BadConfig."""
+    seen: list[Path] = []
+    for path in paths:
+        try:
+            final = _require_one(path)
+        except (OSError, RuntimeError) as error:  # too long a name; links that lead to each other
+            raise BadConfig(f"{path} cannot be written: {error}") from error
+        if final in seen and final != Path(os.devnull):
+            raise BadConfig(f"{path} is given for two outputs; each needs a file of its own")
+        seen.append(final)
+
+
+def _require_one(path: Path) -> Path:
+    """What the name stands for in the end."""
+    final = path.resolve()
+    if is_special(path):
+        if stat.S_ISSOCK(path.stat().st_mode) or not os.access(path, os.W_OK):
+            raise BadConfig(f"{path} cannot be written")
+        return final
+    folder = final.parent
+    if len(os.fsencode(final.name)) > _MOST_NAME:
+        raise BadConfig(f"{path} cannot be written: its name has over {_MOST_NAME} bytes")
+    if not folder.is_dir() or path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise BadConfig(f"{path} cannot be written: {folder} must be a writable folder")
+    if final.exists() and not (os.access(final, os.W_OK) and _may_replace(final)):
+        raise BadConfig(f"{path} cannot be written: it is another user's, or read-only")
+    return final
+
+
+def _may_replace(path: Path) -> bool:
+    """False for another user's file in a folder that keeps everybody's to themselves (/tmp)."""
+    folder, me = path.parent.stat(), os.geteuid()
+    return not folder.st_mode & stat.S_ISVTX or me in (0, folder.st_uid, path.stat().st_uid)
+
+
+def _descriptor(path: Path) -> int | None:
+    """N of /dev/fd/N and its like."""
+    name = os.path.abspath(path)
+    found = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", name)
+    return _STANDARD.get(name) if found is None else int(found[1])
+
+
+def is_special(path: Path) -> bool:
+    """What is written as it is: a device, a pipe, an open descriptor; or a link to such."""
+    is_other = path.exists() and not path.is_file() and not path.is_dir()
+    return is_other or _descriptor(path) is not None
+
+
+class replacing:
+    """A file beside `path` that takes its name when the block ends without an exception, with the
+    mode of what it replaces. What a link leads to is replaced, not the link."""
+
+    def __init__(self, path: Path, mode: str) -> None:
+        self._is_special = is_special(path)
+        self._path = path if self._is_special else path.resolve()
+        self._mode = mode
+
+    def __enter__(self) -> IO[Any]:
+        handle = self._open_special() if self._is_special else self._open_scratch()
+        is_text = "b" not in self._mode
+        self._file: IO[Any] = os.fdopen(
+            handle,
+            self._mode,
+            encoding="utf-8" if is_text else None,
+            newline="" if is_text else None,
+        )
+        return self._file
+
+    def _open_special(self) -> int:
+        descriptor = _descriptor(self._path)
+        if descriptor is None:
+            return os.open(self._path, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        return os.dup(descriptor)
+
+    def _open_scratch(self) -> int:
+        prefix = f".{self._path.name}."
+        handle, name = tempfile.mkstemp(prefix=prefix, dir=self._path.parent)
+        self._scratch = Path(name)
+        return handle
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_named = self._is_special
+        try:
+            self._file.close()  # writes what is buffered: a full disk may show only here
+            if kind is None and not self._is_special:
+                exists = self._path.exists()
+                mode = self._path.stat().st_mode & 0o777 if exists else created_mode(0o666)
+                self._scratch.chmod(mode)
+                self._scratch.replace(self._path)
+                is_named = True
+        finally:
+            if not is_named:
+                self._scratch.unlink(missing_ok=True)

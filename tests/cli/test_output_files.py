@@ -1,0 +1,109 @@
+"""Output files: whole or not there, and what is no file is written as it is."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmctl.cli.output_files import replacing, require_writable
+from llmctl.cli.text_io import write_csv, write_jsonl, write_npy
+from llmctl.errors import BadConfig
+
+
+def test_an_output_path_without_a_folder_is_refused_before_anything_runs(tmp_path):
+    require_writable(tmp_path / "x.csv")
+    for path in (tmp_path / "none" / "x.csv", tmp_path):
+        with pytest.raises(BadConfig, match="cannot be written"):
+            require_writable(path)
+
+
+def test_links_devices_and_pipes_stay_what_they_are(tmp_path):
+    real, link = tmp_path / "real.csv", tmp_path / "link.csv"
+    real.write_text("old")
+    link.symlink_to(real)
+    write_csv(link, [[1, 2]])
+    assert link.is_symlink() and real.read_text() == "1,2\n"
+
+    pipe = tmp_path / "pipe.npy"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    require_writable(pipe, Path(os.devnull), Path(os.devnull))
+    write_npy(pipe, [[1, 2], [3]], pad_id=-1)
+    content = os.read(reader, 1000)
+    os.close(reader)
+    (tmp_path / "read.npy").write_bytes(content)
+    assert np.load(tmp_path / "read.npy").tolist() == [[1, 2], [3, -1]]
+    assert pipe.is_fifo()
+
+    write_jsonl(Path(os.devnull), [{"a": 1}])
+    assert Path(os.devnull).is_char_device()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "link.csv",
+        "pipe.npy",
+        "read.npy",
+        "real.csv",
+    ]
+
+
+def test_two_outputs_have_two_files_with_names_that_fit(tmp_path):
+    link = tmp_path / "link.csv"
+    link.symlink_to(tmp_path / "x.csv")
+    with pytest.raises(BadConfig, match="two outputs"):
+        require_writable(tmp_path / "x.csv", link)
+    with pytest.raises(BadConfig, match="its name has over"):
+        require_writable(tmp_path / ("x" * 250))
+    require_writable(tmp_path / "x.csv", tmp_path / "y.csv")
+
+
+def test_names_that_lead_nowhere_are_refused(tmp_path):
+    loop, held = tmp_path / "loop", tmp_path / "socket"
+    loop.symlink_to(loop)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(held))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for paths in ((loop,), (loop / "x",), (tmp_path / ("x" * 300),), (held,), (pipe, pipe)):
+        with pytest.raises(BadConfig):
+            require_writable(*paths)
+    listener.close()
+
+
+def test_a_file_keeps_its_mode_and_a_new_one_has_that_of_the_umask(tmp_path):
+    old = tmp_path / "old.csv"
+    mask = os.umask(0o027)
+    try:
+        for mode in (0o600, 0o664):
+            old.write_text("x")
+            old.chmod(mode)
+            write_csv(old, [[1]])
+            assert old.stat().st_mode & 0o777 == mode and old.read_text() == "1\n"
+        write_csv(tmp_path / "new.csv", [[1]])
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "new.csv").stat().st_mode & 0o777 == 0o640
+
+
+def test_what_cannot_take_its_name_leaves_nothing(tmp_path):
+    taken = tmp_path / "taken"
+    with pytest.raises(OSError), replacing(taken, "w") as file:
+        file.write("x")
+        taken.mkdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize("redirection", [">", ">>"])
+def test_stdout_by_name_keeps_what_else_is_written_there(program, engines, tmp_path, redirection):
+    out = tmp_path / "out.txt"
+    out.write_text("before\n")
+    command = f'"$@" {redirection} {out}'
+    run = ["run", "--engine-dir", engines.target, "--max-output-len", 3, "--input-text", "a b"]
+    words = [*program, *map(str, run), "--output-jsonl", "/dev/stdout"]
+    subprocess.run(["bash", "-c", command, "sh", *words], check=True, capture_output=True)
+    text = out.read_text()
+    assert text.startswith("before\n") == (redirection == ">>")
+    assert "Output [Text 0" in text and '"token_ids"' in text
