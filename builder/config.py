@@ -163,6 +163,11 @@ def resolve_build_config(
     wanted, rows = request.max_num_tokens, request.max_batch_size * (request.max_draft_len + 1)
     lowest, highest = max(rows, block), max_seq_len * request.max_batch_size
     max_num_tokens = max(min(wanted, highest), lowest)
+    if max_num_tokens > _MOST:
+        raise BadConfig(
+            f"max_batch_size * (max_draft_len + 1) = {rows} tokens of a step; at most {_MOST}",
+            fix="a smaller --max-batch-size or --max-draft-len",
+        )
     if max_num_tokens > wanted:
         notices.append(
             f"max_num_tokens raised from {wanted} to {max_num_tokens}: the most of "

@@ -141,7 +141,10 @@ def write_engine(
 
 _REQUIRED = (  # numbers that whoever opens an engine relies on
     ("pretrained_config", "vocab_size"),
-    *(("build_config", name) for name in ("max_batch_size", "max_seq_len", "max_draft_len")),
+    *(
+        ("build_config", name)
+        for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len")
+    ),
 )
 
 
@@ -190,6 +193,8 @@ def read_engine_config(folder: Path) -> EngineConfig:
                 "number is wanted",
                 fix="build the engine again",
             )
+    if not isinstance(raw["tokenizer"].get("hash", 0), str | None):
+        raise CorruptEngine(f"{path}: tokenizer.hash is no text", fix="build the engine again")
     return EngineConfig(**raw)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from operator import index
 
 from llmctl.errors import BadConfig, OutOfMemory, PromptTooLong
 from llmctl.runtime import refused
@@ -97,6 +98,8 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     for name, lists in words:
         for ids in lists:
             try:
+                if set(map(type, ids)) - {int}:
+                    ids = tuple(map(index, ids))
                 is_known = min(ids) >= 0 and max(ids) < vocab_size
             except TypeError:
                 raise BadConfig(f"{name} holds what is no token id: {ids!r:.80}") from None

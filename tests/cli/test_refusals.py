@@ -183,6 +183,14 @@ def test_limits_beyond_32_bits_are_refused(llmctl, engines, limit):
     assert done.code == 2 and refused(done, "BadConfig", name, "2147483647"), done.err
 
 
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_limits_whose_product_is_beyond_32_bits_are_refused(llmctl, engines, backend):
+    build = ("build", "--checkpoint-dir", engines.target_checkpoint, "--dry-run")
+    limits = ("--max-batch-size", 2**20, "--max-draft-len", 2**12)
+    done = llmctl(*build, *limits, "--backend", backend)
+    assert done.code == 2 and refused(done, "BadConfig", "max_batch_size * (max_draft_len + 1)")
+
+
 def test_a_build_that_fails_leaves_no_network(llmctl, engines, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OutOfDisk("no room")
@@ -193,6 +201,11 @@ def test_a_build_that_fails_leaves_no_network(llmctl, engines, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
     done = llmctl(*build, "--visualize-network", tmp_path / "nowhere" / "network")
     assert done.code == 2 and refused(done, "BadConfig", "nowhere")
+    done = llmctl(*build, "--visualize-network", tmp_path / "e")
+    assert done.code == 2 and refused(done, "BadConfig", "--visualize-network", "--output-dir")
+    (tmp_path / "e").symlink_to(tmp_path / "gone")
+    done = llmctl(*build)
+    assert done.code == 1 and refused(done, "OutputExists", "fix: ")
 
 
 def test_options_that_would_have_no_effect_on_prompts_are_refused(llmctl, engines, tmp_path):
@@ -231,3 +244,26 @@ def test_a_bad_option_without_a_fix_of_its_own_points_at_the_help_of_its_command
     assert done.code == 2 and done.err.endswith("\nfix: see: llmctl bench throughput --help\n")
     done = llmctl(*RUN, "--engine-dir", engines.target, "--input-file", "prompts.doc")
     assert done.code == 2 and done.err.endswith("\nfix: see: llmctl run --help\n")
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("tokenizer", "hash", 3),
+        ("tokenizer", "hash", ...),
+        ("build_config", "max_num_tokens", None),
+    ],
+)
+def test_an_engine_whose_config_lacks_what_is_read_is_named(
+    llmctl, engines, tmp_path, part, field, value
+):
+    copy = tmp_path / "engine"
+    shutil.copytree(engines.target, copy)
+    config = json.loads((copy / "config.json").read_text())
+    if value is ...:
+        del config[part][field]
+    else:
+        config[part][field] = value
+    (copy / "config.json").write_text(json.dumps(config))
+    for words in ((*RUN, "--input-text", "a b", "--engine-dir"), ("inspect",)):
+        assert refused(llmctl(*words, copy), "CorruptEngine", field, "fix: ")

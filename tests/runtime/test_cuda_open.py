@@ -44,6 +44,7 @@ def write(folder: Path, capability: str = "9.0", **build: object) -> Path:
     folder.mkdir()
     files = write_engine(folder, plan, chunks, lambda _: None)
     limits = {"max_batch_size": 8, "max_seq_len": 512, "max_draft_len": 4, "tokens_per_block": 32}
+    limits["max_num_tokens"] = 128
     config = EngineConfig(
         version=SCHEMA_VERSION,
         backend="cuda",

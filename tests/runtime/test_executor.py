@@ -279,11 +279,13 @@ def test_ready_responses_are_counted_without_taking_them(gated, make):
         (Request((1,), 5, stop_words=((4, 99),)), BadConfig, "stop_words holds token id 99"),
         (Request((1,), 5, bad_words=((-3,),)), BadConfig, "bad_words holds token id -3"),
         (Request((1, "2"), 5), BadConfig, "input_token_ids holds what is no token id: (1, '2')"),
+        (Request((1.0, float("nan")), 5), BadConfig, "input_token_ids holds what is no token id"),
+        (Request((1, 2.5), 5), BadConfig, "input_token_ids holds what is no token id: (1, 2.5)"),
         (Request((1,), 5, stop_words=((4, None),)), BadConfig, "stop_words holds what is no"),
         (Request((1,) * 50, 40), OutOfMemory, "KV blocks"),
     ],
-    ids=["too long", "no such id", "negative id", "stop word", "bad word", "text", "nothing"]
-    + ["too many blocks"],
+    ids=["too long", "no such id", "negative id", "stop word", "bad word", "text", "nan", "half"]
+    + ["nothing", "too many blocks"],
 )
 def test_a_refused_request_gets_its_named_error_and_others_go_on(make, request_, error, message):
     executor = make(num_blocks=20)

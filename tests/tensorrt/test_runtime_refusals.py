@@ -23,6 +23,7 @@ from llmctl.runtime.tensorrt_device import require_tensorrt
 BUILD = {
     "max_batch_size": 2,
     "max_seq_len": 64,
+    "max_num_tokens": 64,
     "max_draft_len": 0,
     "tokens_per_block": 32,
     "tp_size": 1,
