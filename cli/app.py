@@ -78,11 +78,12 @@ def make_context(argv: list[str]) -> tuple[Any, Any]:
 
 def command_path(argv: list[str]) -> str:
     """The command of a command line, as it is typed: "llmctl bench latency"."""
-    words = [word for word in argv if not word.startswith("-")]
-    if not words or words[0] not in COMMANDS:
+    name = next((word for word in argv if not word.startswith("-")), None)
+    if name not in COMMANDS:
         return "llmctl"
-    is_group = isinstance(getattr(_module(words[0]), COMMANDS[words[0]][1]), typer.Typer)
-    return " ".join(["llmctl", *words[: 1 + is_group]])
+    found = getattr(_module(name), COMMANDS[name][1])
+    inner = {each.name for each in getattr(found, "registered_commands", ())}
+    return " ".join(["llmctl", name, *[word for word in argv if word in inner][:1]])
 
 
 def make_command(imported: Collection[str]) -> Any:

@@ -241,7 +241,7 @@ def _build(
     from llmctl.cli.dry_run import backend_for, needs_binaries
 
     request = build_request(build_config, given)
-    weights = make_load_format(load_format, seed, planted_role, planted_acceptance)
+    weights = make_load_format(load_format, seed, planted_role, planted_acceptance, checkpoint_dir)
     if workers > 1:
         log.info("workers %d: ranks are written one after the other, so one works", workers)
     if cache_key and (dry_run or visualize_network is not None):

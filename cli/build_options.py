@@ -66,22 +66,26 @@ def build_request(path: Path | None, given: dict[str, Any]) -> BuildRequest:
 
 
 def make_load_format(
-    name: str, seed: int | None, role: str | None, acceptance: float | None
+    name: str, seed: int | None, role: str | None, acceptance: float | None, checkpoint_dir: Path
 ) -> LoadFormat:
-    """Raises BadConfig for options of another load format."""
+    """The options, and what the checkpoint's own config.json says of a planted model where they
+    say nothing. Raises BadConfig for options of another load format."""
     from llmctl.builder.generated import LoadFormat
+    from llmctl.quantize.format import read_json
 
     if name == "auto" and seed is not None:
         raise BadConfig("--seed is for --load-format dummy and planted")
     if name != "planted" and (role is not None or acceptance is not None):
         raise BadConfig("--planted-role and --planted-acceptance are for --load-format planted")
-    default = LoadFormat()
-    return LoadFormat(
-        name,
-        default.seed if seed is None else seed,
-        default.role if role is None else role,
-        default.acceptance if acceptance is None else acceptance,
-    )
+    chosen: dict[str, Any] = {}
+    path = checkpoint_dir / "config.json"
+    if name == "planted" and path.is_file():
+        own = read_json(path).get("planted")
+        if isinstance(own, dict):
+            chosen = {key: own[key] for key in ("seed", "role", "acceptance") if key in own}
+    given = {"seed": seed, "role": role, "acceptance": acceptance}
+    chosen |= {key: value for key, value in given.items() if value is not None}
+    return LoadFormat(name, **chosen)
 
 
 def make_logger(level: str) -> logging.Logger:

@@ -21,9 +21,9 @@ _MOST_NAME = 255 - len("..12345678")  # bytes: what a scratch file has beside th
 _STANDARD = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
-def require_writable(*paths: Path) -> None:
-    """Refuse output files that cannot be written, before anything runs: also two that are one.
-    Raises BadConfig."""
+def require_writable(*paths: Path, source: Path | None = None) -> None:
+    """Refuse output files that cannot be written, before anything runs: also two that are one, or
+    one that is `source`, which is read. Raises BadConfig."""
     seen: list[Path] = []
     for path in paths:
         try:
@@ -32,6 +32,8 @@ def require_writable(*paths: Path) -> None:
             raise BadConfig(f"{path} cannot be written: {error}") from error
         if final in seen and final != Path(os.devnull):
             raise BadConfig(f"{path} is given for two outputs; each needs a file of its own")
+        if source is not None and final == source.resolve():
+            raise BadConfig(f"{path} is read, and would be replaced; an output needs another name")
         seen.append(final)
 
 

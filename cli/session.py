@@ -69,7 +69,8 @@ class Session:
         """The exit code: 1 when any row failed or was refused. Named errors are raised."""
         options = self._options
         files = (getattr(options.files, item.name) for item in fields(options.files))
-        require_writable(*(path for path in files if path is not None))
+        given = (path for path in files if path is not None)
+        require_writable(*given, source=options.prompts.input_file)
         prompts = read_all(options.prompts)
         checked = check_engines(options.engines)
         tokenizer = self._tokenizer(checked.target)

@@ -59,7 +59,8 @@ def read_prompts(path: Path, option: str = "--input-file") -> list[Prompt]:
             f"{option} is {path}; its name must end in one of {', '.join(readers)}",
         )
     if not path.is_file():
-        raise BadConfig(f"{option} {path} does not exist")
+        why = "is not a file" if path.exists() else "does not exist"
+        raise BadConfig(f"{option} {path} {why}")
     try:
         prompts = reader(path)
     except UnicodeDecodeError as error:
@@ -73,7 +74,7 @@ def read_prompts(path: Path, option: str = "--input-file") -> list[Prompt]:
 
 def _read_txt(path: Path) -> list[Prompt]:
     """One prompt a line; empty lines are skipped."""
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
     return [Prompt(text=line.rstrip("\r")) for line in lines if line.strip()]
 
 
@@ -166,6 +167,8 @@ def _check_settings(row: Mapping[str, Any], where: str) -> None:
             raise BadConfig(f"{where} has the key {key!r}; known are: {', '.join(ROW_KEYS)}")
         if not isinstance(value, wanted) or isinstance(value, bool):
             raise BadConfig(f"{where}: {key!r} is {value!r}, not {wanted[-1].__name__}")
+        if isinstance(value, int) and abs(value) >= 2**64:
+            raise BadConfig(f"{where}: {key!r} is beyond 64 bits")
         if isinstance(value, list) and not all(isinstance(item, str) for item in value):
             raise BadConfig(f"{where}: {key!r} must be a list of strings")
 

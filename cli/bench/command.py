@@ -217,7 +217,7 @@ def _run(
     from llmctl.cli.prompts import sampling_config
     from llmctl.cli.speculation import parse_speculation
 
-    sweep = parse_sweep(given["sweep_draft_len"]) if given["sweep_draft_len"] else ()
+    sweep = parse_sweep(given["sweep_draft_len"]) if given["sweep_draft_len"] is not None else ()
     if sweep and given["draft_len"] is not None:
         raise BadConfig("--sweep-draft-len and --draft-len are both given")
     if sweep and given["adaptive_draft_len"]:

@@ -112,7 +112,7 @@ class Session:
     def measure(self) -> Measured:
         """Run every way. Ctrl-C during the runs ends them; what there is by then counts."""
         options = self._options
-        require_writable(*options.files)
+        require_writable(*options.files, source=options.load.dataset)
         prompts = read_load(options.load)
         checked = check_engines(options.engines)
         engine_dir = options.engines.engine_dir

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from llmctl.cli.output_files import replacing, require_writable
 from llmctl.errors import BadConfig, EngineNotFound
 
 GRAPH_SUFFIXES = (".html", ".dot")
@@ -66,6 +67,8 @@ def inspect(
     """
     if graph is not None and graph.suffix not in GRAPH_SUFFIXES:
         raise BadConfig(f"--graph {graph}: its name must end in {' or '.join(GRAPH_SUFFIXES)}")
+    if graph is not None:
+        require_writable(graph)
     if not path.is_dir():
         raise EngineNotFound(
             f"{path} is not a directory", fix="give an engine directory or a checkpoint folder"
@@ -120,4 +123,5 @@ def _draw(path: Path, engine: dict[str, Any]) -> None:
         from llmctl.cli.inspect.dot import draw
     else:
         from llmctl.cli.inspect.page import draw
-    path.write_text(draw(engine), encoding="utf-8")
+    with replacing(path, "w") as file:
+        file.write(draw(engine))

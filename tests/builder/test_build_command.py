@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -165,3 +167,26 @@ def test_every_plugin_option_is_in_the_help(capsys: pytest.CaptureFixture[str]) 
     assert set(OPTIONS) <= set(names)
     assert execute(["build", "--help"]) == 0
     assert "--output-dir" in capsys.readouterr().out
+
+
+def test_a_planted_engine_is_what_its_checkpoint_says_unless_told_otherwise(
+    tmp_path: Path, repository: Path
+) -> None:
+    script = repository / "scripts/make_planted_checkpoints.py"
+    words = ["--target", "tiny", "--draft", "tiny", "--config-only", "--seed", "7"]
+    made = [sys.executable, str(script), str(tmp_path / "made"), *words, "--acceptance", "0.3"]
+    subprocess.run(made, check=True, capture_output=True)
+    build = ["build", "--backend", "cuda", "--load-format", "planted", "--dtype", "bfloat16"]
+    wanted = {"draft": ("draft", 0.3), "target": ("target", 0.3)}
+    for name, (role, acceptance) in wanted.items():
+        source, output = tmp_path / "made" / name, tmp_path / name
+        words = ["--checkpoint-dir", str(source), "--output-dir", str(output)]
+        assert execute([*build, *words]) == 0
+        weights = read_engine_config(output).weights
+        assert (weights["seed"], weights["role"]) == (7, role)
+        assert weights["acceptance"] == acceptance
+    told = tmp_path / "told"
+    words = ["--checkpoint-dir", str(tmp_path / "made" / "target"), "--output-dir", str(told)]
+    assert execute([*build, *words, "--planted-role", "draft", "--seed", "3"]) == 0
+    weights = read_engine_config(told).weights
+    assert (weights["seed"], weights["role"], weights["acceptance"]) == (3, "draft", 0.3)

@@ -267,3 +267,43 @@ def test_an_engine_whose_config_lacks_what_is_read_is_named(
     (copy / "config.json").write_text(json.dumps(config))
     for words in ((*RUN, "--input-text", "a b", "--engine-dir"), ("inspect",)):
         assert refused(llmctl(*words, copy), "CorruptEngine", field, "fix: ")
+
+
+def test_what_is_read_is_not_replaced(llmctl, engines, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    text = '{"prompt": "a b", "output_tokens": 2}\n'
+    rows.write_text(text)
+    engine = ("--engine-dir", engines.target)
+    for words in (
+        (*RUN, *engine, "--input-file", rows, "--output-jsonl", rows),
+        ("bench", "latency", *engine, "--dataset", rows, "--raw", rows),
+    ):
+        done = llmctl(*words)
+        assert done.code == 2 and refused(done, "BadConfig", "is read") and rows.read_text() == text
+
+
+def test_odd_rows_and_values_are_named(llmctl, engines, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f'{{"prompt": "a", "temperature": 1{"0" * 400}}}\n')
+    done = llmctl(*RUN, "--engine-dir", engines.target, "--input-file", rows)
+    assert done.code == 2 and refused(done, "BadConfig", "line 1", "temperature", "64 bits")
+    done = llmctl(*RUN, "--engine-dir", engines.target, "--input-file", tmp_path / "x.txt")
+    assert refused(done, "BadConfig", "does not exist")
+    (tmp_path / "x.txt").mkdir()
+    done = llmctl(*RUN, "--engine-dir", engines.target, "--input-file", tmp_path / "x.txt")
+    assert refused(done, "BadConfig", "is not a file")
+    sweep = ("--draft-engine", engines.draft, "--sweep-draft-len", "")
+    done = llmctl("bench", "latency", "--engine-dir", engines.target, *sweep)
+    assert done.code == 2 and refused(done, "BadConfig", "--sweep-draft-len")
+    done = llmctl("dataset", "--tokenizer", engines.target, "--output", "/nope/x", "text")
+    assert done.err.endswith("fix: see: llmctl dataset text --help\n"), done.err
+    done = llmctl("inspect", engines.target, "--graph", "/nope/x.html")
+    assert done.code == 2 and refused(done, "BadConfig", "/nope")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(llmctl, engines, tmp_path):
+    plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
+    plain.write_text("a b\n")
+    marked.write_text("a b\n", encoding="utf-8-sig")
+    run = (*RUN, "--engine-dir", engines.target, "--input-file")
+    assert llmctl(*run, plain).out == llmctl(*run, marked).out
