@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -130,6 +131,7 @@ def is_cached(spec: KernelSpec, capability: str = HOPPER) -> bool:
 
 
 _memo: dict[str, CompiledKernel] = {}
+_triton_settings = threading.Lock()  # Triton keeps them for the process, not for a thread
 
 
 def _compile_triton(spec: KernelSpec, capability: str) -> CompiledKernel:
@@ -163,7 +165,11 @@ def _compile_triton(spec: KernelSpec, capability: str) -> CompiledKernel:
     }
     try:
         # Triton's own cache, below the user's home, would be a second one of the same kernels.
-        with tempfile.TemporaryDirectory() as scratch, triton.knobs.cache.scope():
+        with (
+            _triton_settings,
+            tempfile.TemporaryDirectory() as scratch,
+            triton.knobs.cache.scope(),
+        ):
             triton.knobs.cache.dir = scratch
             built = triton.compile(source, target=target, options=options)
     except Exception as error:  # Triton raises whatever its Python front end met

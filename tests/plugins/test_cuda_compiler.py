@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from llmctl.plugins.cuda.compiler import (
     uses_pdl,
 )
 from llmctl.plugins.cuda.cubin import read_cubin
+from llmctl.plugins.cuda.sources import triton_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +119,25 @@ def test_compiling_twice_gives_the_same_bytes(spec, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert compile_kernel(spec) == first
     assert str(compiler.PLUGINS).encode() not in first.cubin, "it says where it was compiled"
+
+
+def test_threads_may_compile_beside_each_other(monkeypatch):
+    triton = triton_compiler()
+    compile_one = triton.compile
+
+    def slowly(*arguments: object, **options: object) -> object:
+        folder = triton.knobs.cache.dir
+        time.sleep(0.05)  # for the others to begin, if they may
+        built = compile_one(*arguments, **options)
+        assert triton.knobs.cache.dir == folder and Path(folder).is_dir()
+        return built
+
+    monkeypatch.setattr(triton, "compile", slowly)
+    specs = [replace(NORM, constants={"WIDTH": 64 << n, "PDL": True}) for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        beside = list(pool.map(compile_kernel, specs))
+    monkeypatch.setattr(triton, "compile", compile_one)
+    assert beside == [compiler.compile_anew(spec) for spec in specs]
 
 
 def test_metadata_survives_json():
