@@ -67,7 +67,7 @@ __all__ = [
     "write_engine",
 ]
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 CONFIG_FILE = "config.json"
 TOKENIZER_FOLDER = "tokenizer"
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from llmctl.plugins.cuda.kernel import DeviceStep, KernelSpec, Launch, StepLimits
 from llmctl.plugins.rounds.state import RECORD_TOKENS, RoundState
 from llmctl.plugins.sampling.arrays import CHUNK, SamplingScratch
-from llmctl.plugins.sampling.kernel import chunked
+from llmctl.plugins.sampling.kernel import AWAITED_WARPS, awaited
 
 if TYPE_CHECKING:
     import torch
@@ -174,10 +174,11 @@ def _draw_spec(max_batch_size: int, vocab: int) -> KernelSpec:
         source=f"{_SOURCE}:draw_next",
         arguments=("*fp32", "*i64", *("*i32",) * 10, *("i32",) * 6),
         constants={
-            **chunked(vocab),
+            **awaited(vocab),
             "BLOCK_REQUESTS": _power_of_two(max_batch_size),
             "PDL": True,
         },
+        num_warps=AWAITED_WARPS,
     )
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _SOURCE = "llmctl.plugins.sampling.triton_kernel"
 _WIDE = "llmctl.plugins.sampling.triton_wide"
 assert BUCKETS == 4096, "the kernels have 64 lines of 64 buckets"
+AWAITED_WARPS = 4  # of a thread block of the kernels that `awaited` is for
 _TILE = 1024  # ids that a thread block of `finish` works on at a time, in float64
 _REQUEST = ("*fp64", "*i32", "*fp64", "*fp64", *("*i32",) * 5)
 _SCANNED = ("*i64", "*fp64", "*i32", "*fp32")
@@ -134,7 +135,8 @@ def _argmax_spec(vocab: int) -> KernelSpec:
         name=f"sampling.argmax.v{vocab}",
         source=f"{_SOURCE}:argmax",
         arguments=("*fp32", "*i32", "*i64", "i32", "i32"),
-        constants={**chunked(vocab), "PDL": True},
+        constants={**awaited(vocab), "PDL": True},
+        num_warps=AWAITED_WARPS,
     )
 
 
@@ -205,6 +207,14 @@ def _finish_spec(vocab: int) -> KernelSpec:
         },
         num_warps=16,
     )
+
+
+def awaited(vocab: int) -> dict[str, Constant]:
+    """How kernels cut a row of which a thread block waits for the others' chunks. As many places as
+    it has threads, for Triton lets several threads read the same where there are fewer: one that
+    looks again after another has found all keys, and cleared their places, would wait for ever."""
+    cut = chunked(vocab)
+    return {**cut, "BLOCK_CHUNKS": max(32 * AWAITED_WARPS, int(cut["BLOCK_CHUNKS"]))}
 
 
 def chunked(vocab: int) -> dict[str, Constant]:

@@ -61,6 +61,7 @@ def best_of_row(logits, keys, VOCAB: tl.constexpr, CHUNK: tl.constexpr, BLOCK_CH
     The block of the last chunk does: it waits for the others' keys, of which none is 0, and clears
     their places. A key says itself that it is there, so nothing has to be counted behind it. Who is
     waited for came before, for blocks start in the order of their numbers.
+    BLOCK_CHUNKS: as many as threads at least, so that each place is one's to read and clear.
     """
     NUM_CHUNKS: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK
     chunk, row = tl.program_id(0), tl.program_id(1)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from kernel_support import compile_all
 from sampling_support import CASES, Params, is_border_tie, make_arrays, make_logits, make_rows
 
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.interpret import run_launches
+from llmctl.plugins.rounds import kernel as rounds
 from llmctl.plugins.sampling import arrays as sampling_arrays
 from llmctl.plugins.sampling import kernel
 from llmctl.plugins.sampling.arrays import SamplingScratch
@@ -211,3 +214,22 @@ def test_requests_and_positions_of_rows_follow_from_their_place(small_chunks: No
 def test_sampling_kernels_compile_without_spills(vocab: int):
     for spec in kernel.kernels(vocab):
         assert compile_kernel(spec).local_bytes == 0, spec.name
+
+
+def waiting_loop(machine_code: str) -> str:
+    """From where threads look again for others' numbers to where they branch back to look again."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/ +(.+?) *;", machine_code)
+    code = [(int(address, 16), text) for address, text in found]
+    look = max(address for address, text in code if ".STRONG.SYS" in text)
+    for end, text in code:
+        target = re.search(r"BRA 0x([0-9a-f]+)", text)
+        if target and end > look >= int(target[1], 16):
+            return "\n".join(text for at, text in code if int(target[1], 16) <= at <= end)
+    raise AssertionError("no loop around what is looked for")
+
+
+@pytest.mark.parametrize("vocab", [4096, 32000, 65536, 128256, 262144])
+def test_threads_that_wait_for_keys_find_them_together(vocab: int):
+    specs = [kernel._argmax_spec(vocab), rounds._draw_spec(8, vocab)]
+    for spec, _, machine_code in compile_all(specs):
+        assert "BAR.SYNC" in waiting_loop(machine_code), f"{spec.name}: its warps wait apart"
