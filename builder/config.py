@@ -45,7 +45,8 @@ class BuildRequest:
         sizes = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "tp_size")
         for name in sizes:
             value = getattr(self, name)
-            _require(value is None or 0 < value <= _MOST, name, value, f"1 to {_MOST}")
+            least = 2 if name == "max_seq_len" else 1  # a prompt and what is said to it
+            _require(value is None or least <= value <= _MOST, name, value, f"{least} to {_MOST}")
         draft_len = self.max_draft_len
         _require(0 <= draft_len <= _MOST, "max_draft_len", draft_len, f"0 to {_MOST}")
         blocks = self.tokens_per_block

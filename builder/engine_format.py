@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import reduce
 from hashlib import sha256
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,13 +141,30 @@ def write_engine(
     return {name: {"bytes": num_bytes, "header_sha256": digest}}
 
 
-_REQUIRED = (  # numbers that whoever opens an engine relies on
-    ("pretrained_config", "vocab_size"),
-    *(
-        ("build_config", name)
-        for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len")
-    ),
-)
+_NUMBER, _TEXT, _TEXT_OR_NONE, _OBJECT = (int,), (str,), (str, type(None)), (dict,)
+_KINDS = {
+    _NUMBER: "a whole number",
+    _TEXT: "text",
+    _TEXT_OR_NONE: "text or null",
+    _OBJECT: "an object",
+}
+_REQUIRED: dict[str, tuple[type, ...]] = {  # what readers of config.json rely on
+    "pretrained_config.architecture": _TEXT,
+    "pretrained_config.dtype": _TEXT,
+    "pretrained_config.vocab_size": _NUMBER,
+    "pretrained_config.hidden_size": _NUMBER,
+    "pretrained_config.num_hidden_layers": _NUMBER,
+    "pretrained_config.quantization": _OBJECT,
+    "pretrained_config.quantization.quant_algo": _TEXT_OR_NONE,
+    "pretrained_config.quantization.kv_cache_quant_algo": _TEXT_OR_NONE,
+    "build_config.max_batch_size": _NUMBER,
+    "build_config.max_seq_len": _NUMBER,
+    "build_config.max_num_tokens": _NUMBER,
+    "build_config.max_draft_len": _NUMBER,
+    "build_config.tokens_per_block": _NUMBER,
+    "build_config.kv_cache_dtype": _TEXT,
+    "weights.load_format": _TEXT,
+}
 
 
 def read_engine_config(folder: Path) -> EngineConfig:
@@ -185,12 +204,13 @@ def read_engine_config(folder: Path) -> EngineConfig:
     for name in (f.name for f in fields(EngineConfig) if str(f.type).startswith("Mapping")):
         if not isinstance(raw[name], dict):
             raise CorruptEngine(f"{path}: {name} is not an object", fix="build the engine again")
-    for name, inner in _REQUIRED:
-        found = raw[name].get(inner)
-        if type(found) is not int:
+    for name, kinds in _REQUIRED.items():
+        *outer, last = name.split(".")
+        holder: dict[str, Any] = reduce(getitem, outer, raw)
+        if type(holder.get(last, ...)) not in kinds:
+            found = repr(holder[last]) if last in holder else "missing"
             raise CorruptEngine(
-                f"{path}: {name}.{inner} is {'missing' if found is None else repr(found)}; a whole "
-                "number is wanted",
+                f"{path}: {name} is {found}; {_KINDS[kinds]} is wanted",
                 fix="build the engine again",
             )
     if not isinstance(raw["tokenizer"].get("hash", 0), str | None):

@@ -45,10 +45,10 @@ class LoadFormat:
     def __post_init__(self) -> None:
         _choice("load-format", self.name, LOAD_FORMATS)
         _choice("planted-role", self.role, ROLES)
-        if not 0 <= self.acceptance <= 1:
-            raise BadConfig(f"--planted-acceptance is {self.acceptance}; it must be in [0, 1]")
-        if not 0 <= self.seed < 1 << 63:
-            raise BadConfig(f"--seed is {self.seed}; it must be from 0 to 2**63 - 1")
+        if type(self.acceptance) not in (int, float) or not 0 <= self.acceptance <= 1:
+            raise BadConfig(f"--planted-acceptance is {self.acceptance!r}; it must be in [0, 1]")
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
+            raise BadConfig(f"--seed is {self.seed!r}; it must be from 0 to 2**63 - 1")
 
     @property
     def is_generated(self) -> bool:

@@ -134,6 +134,8 @@ def read_rope(config: Mapping[str, Any], default_theta: float, where: str) -> Ro
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise CorruptFile(f"{where}: the RoPE parameters are not an object")
+    if not {"rope_type", "type"} & set(scaling) and "factor" in scaling:
+        raise CorruptFile(f"{where}: the RoPE parameters have a factor and no rope_type")
     rope_type = str(scaling.get("rope_type", scaling.get("type", "default")))
     if rope_type not in ROPE_TYPES:
         raise Unsupported(

@@ -43,12 +43,13 @@ def read_config(path: Path, command: Any, grouped: Collection[str] = ()) -> dict
 
 
 def given_path(argv: Sequence[str]) -> Path | None:
-    """The file that a command line names, before anything is parsed."""
+    """The file that a command line names, before anything is parsed; the last, as of any option."""
+    found = None
     for word, following in zip(argv, [*argv[1:], ""], strict=True):
         name, joined, value = word.partition("=")
         if name == "--config":
-            return Path(value if joined else following)
-    return None
+            found = Path(value if joined else following)
+    return found
 
 
 def asks_for_json(argv: Sequence[str]) -> bool:
@@ -79,15 +80,29 @@ def _fix(name: str, params: dict[str, Any]) -> str:
 def _read_yaml(path: Path) -> dict[Any, Any]:
     import yaml
 
+    if not path.is_file():
+        why = "is not a file" if path.exists() else "does not exist"
+        raise BadConfig(f"--config {path} {why}")
+    text = path.read_bytes()
     try:
-        values = yaml.safe_load(path.read_bytes())
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a 13th month; nested too deep
-        raise BadConfig(f"{path} is not YAML: {error}") from error
+        values = yaml.safe_load(text)
+        json.dumps(values, default=str)  # an anchor may hold itself
+        _require_each_once(yaml.compose(text, yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # also a 13th month
+        raise BadConfig(f"{path} is not YAML of options: {error}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise BadConfig(f"{path} holds a YAML {type(values).__name__}; options by name are wanted")
     return values
+
+
+def _require_each_once(root: Any) -> None:
+    """Of two equal keys YAML keeps the last without a word. Raises ValueError."""
+    keys = [key.value for key, _ in root.value] if root is not None and root.id == "mapping" else []
+    twice = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
+    if twice is not None:
+        raise ValueError(f"{twice!r} is there twice")
 
 
 def _value(value: Any, param: Any, where: str, is_grouped: bool) -> Any:

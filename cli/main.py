@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -23,6 +22,7 @@ import typer
 
 from llmctl.cli import config_file
 from llmctl.cli.app import command_path, make_context
+from llmctl.cli.streams import open_streams, silence_stdout
 from llmctl.errors import LlmctlError, OutOfDisk, OutOfMemory, Unsupported
 from llmctl.publish import DISK_FULL
 
@@ -57,7 +57,7 @@ REPEAT_S = 1.0  # a signal this soon after another one is the same impatience
 
 def main() -> None:
     """Entry point of the `llmctl` program."""
-    _open_streams()
+    open_streams()
     sys.unraisablehook = _resend_signal
     _install_handlers()
     code = _run(sys.argv[1:])
@@ -66,7 +66,7 @@ def main() -> None:
     try:
         sys.stdout.flush()
     except OSError:  # whatever is wrong with it has been reported
-        _silence_stdout()
+        silence_stdout()
     sys.exit(code)
 
 
@@ -104,7 +104,7 @@ def _run(argv: Sequence[str]) -> int:
         print("llmctl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPT
     except BrokenPipeError:  # the reader of our results has gone: nobody left to tell
-        _silence_stdout()
+        silence_stdout()
         return EXIT_PIPE
     except Exception as error:
         stop = signal.getsignal(signal.SIGTERM)
@@ -136,10 +136,10 @@ def _report(name: str, message: str, fix: str, code: int, is_json: bool) -> int:
             print(json.dumps({"error": error}, ensure_ascii=False), flush=True)
             return code
         except BrokenPipeError:
-            _silence_stdout()
+            silence_stdout()
             return EXIT_PIPE
         except OSError:  # a full disk, perhaps what is to be told: stderr is left
-            _silence_stdout()
+            silence_stdout()
     print(f"error[{name}]: {message}", file=sys.stderr)
     if fix:
         print(f"fix: {fix}", file=sys.stderr)
@@ -230,22 +230,6 @@ def _resend_signal(unraisable: sys.UnraisableHookArgs) -> None:
             again.start()
             return
     sys.__unraisablehook__(unraisable)
-
-
-def _open_streams() -> None:
-    """Give a closed stdout or stderr somewhere to go, and keep a narrow encoding from failing."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            # It stands in for the stream until the process ends, so nothing may close it.
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # stays open
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _silence_stdout() -> None:
-    """Let the interpreter's last flush of a closed stdout go nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

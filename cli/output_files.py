@@ -107,11 +107,27 @@ class replacing:
         self._scratch = Path(name)
         return handle
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        try:
+            self._finish(kind is None)
+        except OSError as late:
+            self._tell(late)
+            raise
+        finally:
+            self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Which file it was, where the system does not say."""
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(self._path)
+
+    def _finish(self, is_whole: bool) -> None:
         is_named = self._is_special
         try:
             self._file.close()  # writes what is buffered: a full disk may show only here
-            if kind is None and not self._is_special:
+            if is_whole and not self._is_special:
                 exists = self._path.exists()
                 mode = self._path.stat().st_mode & 0o777 if exists else created_mode(0o666)
                 self._scratch.chmod(mode)

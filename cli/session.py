@@ -86,11 +86,10 @@ class Session:
             self._profile(engines, rows)
             return _exit_code(rows)
         stats = self._generate(engines, rows, tokenizer)
-        self._write_files(rows, tokenizer)
-        if options.is_json:
-            print(run_json(rows, tokenizer, stats.to_json()), flush=True)
-        elif options.streaming_interval is None:
-            print_rows(rows, tokenizer, sys.stdout)
+        try:
+            self._write_files(rows, tokenizer)
+        finally:  # what was generated is shown even where a disk is full
+            self._print(rows, tokenizer, stats)
         self._log("info", *stats_lines(stats))
         self._report_rows(rows, engines.target.max_seq_len)
         if options.is_verifying:
@@ -168,6 +167,12 @@ class Session:
         if files.cum_log_probs_npy is not None:
             totals = [[item.cum_log_prob] if item.token_ids else [] for item in outputs]
             write_float_npy(files.cum_log_probs_npy, totals)
+
+    def _print(self, rows: Sequence[Row], tokenizer: Tokenizer, stats: RunStats) -> None:
+        if self._options.is_json:
+            print(run_json(rows, tokenizer, stats.to_json()), flush=True)
+        elif self._options.streaming_interval is None:
+            print_rows(rows, tokenizer, sys.stdout)
 
     def _report_rows(self, rows: Sequence[Row], max_seq_len: int) -> None:
         """Failures, and outputs that ended before their own limit for want of room."""

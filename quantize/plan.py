@@ -17,11 +17,10 @@ from llmctl.errors import (
     BadTensorShape,
     NoDevice,
     OutOfMemory,
-    OutputExists,
     TokenizerError,
     Unsupported,
 )
-from llmctl.publish import require_space
+from llmctl.publish import require_place, require_space
 from llmctl.quantize import calibration
 from llmctl.quantize.checkpoint import DTYPES, Checkpoint
 from llmctl.quantize.families import EMBEDDING, FINAL_NORM, HEAD, Model, layer_prefix, read_model
@@ -125,8 +124,7 @@ def plan_quantization(options: QuantizeOptions) -> QuantizePlan:
     shards = plan_shards(tensors, options.max_shard_bytes)
     peak = _predict_memory(model, scheme, DTYPES[DTYPE_CODES[dtype]][1], row_length, options)
     plan = QuantizePlan(options, checkpoint, model, scheme, dtype, row_length, shards, peak)
-    if options.output_dir.exists():
-        raise OutputExists(options.output_dir)
+    require_place(options.output_dir)
     require_space(options.output_dir, plan.output_bytes)
     available = available_memory_bytes()
     if peak > available:

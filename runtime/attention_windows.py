@@ -58,7 +58,15 @@ def apply_windows(plan: Plan, options: WindowOptions, max_seq_len: int, backend:
 def cache_window(
     plans: Sequence[Plan], options: WindowOptions, max_seq_len: int
 ) -> AttentionWindow | None:
-    """What the KV cache may drop for engines that run together; None: nothing."""
+    """What the KV cache may drop for engines that run together; None: nothing.
+
+    Raises BadConfig for more sizes than any engine has layers."""
+    num_layers = max(len(plan.kv_cache.windows) for plan in plans)
+    if len(options.sizes) > num_layers:
+        raise BadConfig(
+            f"--max-attention-window-size has {len(options.sizes)} sizes; there are {num_layers} "
+            "layers"
+        )
     if any(plan.kv_cache.tokens_per_block >= max_seq_len for plan in plans):
         return None  # a block that holds a whole sequence is never behind a window
     return common_window([plan.kv_cache.windows for plan in plans], options.sink_tokens)

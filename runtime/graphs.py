@@ -42,8 +42,8 @@ def shape_of(step: StepInputs) -> StepShape:
 
 def kv_bucket(max_kv_len: int, limits: StepLimits) -> int:
     """The context length that grids are made for: one of few, or the engine's limit."""
-    found = next((each for each in _KV_BUCKETS if max_kv_len <= each), _power_of_two(max_kv_len))
-    return min(found, limits.max_seq_len)
+    found = next((each for each in _KV_BUCKETS if max_kv_len <= each), None)
+    return min(found or _power_of_two(max_kv_len), limits.max_seq_len)
 
 
 @dataclass(frozen=True, slots=True)

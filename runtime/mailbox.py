@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from time import monotonic
 
 from llmctl.errors import RequestError
 from llmctl.runtime.core import Response
 
 Deliver = Callable[[Response], None]
+_Taker = tuple[Deliver, Callable[[int], None]]  # and who cancels the request if it raises
 
 
-_NOBODY: tuple[Deliver, Callable[[int], None]] = (lambda response: None, lambda request_id: None)
+_NOBODY: _Taker = (lambda response: None, lambda request_id: None)
 
 
 class _Bell(threading.Condition):
@@ -33,7 +35,7 @@ class Mailbox:
         self._bells: dict[int | None, _Bell] = {}  # by the request waited for; None: any
         self._ready: dict[int, list[Response]] = {}
         self._open: set[int] = set()
-        self._deliver: dict[int, tuple[Deliver, Callable[[int], None]]] = {}  # and who cancels
+        self._deliver: dict[int, _Taker] = {}
         self._is_closed = False
 
     def open(
@@ -54,7 +56,7 @@ class Mailbox:
     def post(self, responses: Items[Response]) -> None:
         """Deliver; wakes those who wait for any of these, once for all."""
         calls: list[Response] = []
-        takers: dict[int, tuple[Deliver, Callable[[int], None]]] = {}
+        takers: dict[int, _Taker] = {}
         with self._lock:
             for response in responses:
                 request_id = response.request_id
@@ -86,9 +88,9 @@ class Mailbox:
                         self._deliver[request_id] = _NOBODY
                 cancel(request_id)
                 thread = threading.current_thread()
-                threading.excepthook(
-                    threading.ExceptHookArgs((type(error), error, error.__traceback__, thread))
-                )
+                told = threading.ExceptHookArgs((type(error), error, error.__traceback__, thread))
+                with suppress(Exception):  # a hook that raises has nobody to tell
+                    threading.excepthook(told)
 
     def close(self) -> None:
         """Nothing more will be posted; readers of any request stop waiting."""

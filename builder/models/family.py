@@ -15,6 +15,7 @@ from llmctl.builder.rope import Rope, read_rope
 from llmctl.errors import CorruptFile, Unsupported
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_LAYERS = 10_000  # far more than any model has; each is described and named
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ def read_model_config(family: Family, config: Mapping[str, Any], where: str) -> 
         raise Unsupported(f"{where}: hidden_act is {activation!r}; 'silu' is supported")
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     layers, kv_heads = size("num_hidden_layers"), size("num_key_value_heads", heads)
+    if layers > MAX_LAYERS:
+        raise CorruptFile(f"{where}: num_hidden_layers is {layers}; at most {MAX_LAYERS} are built")
     head_size = size("head_dim", hidden // heads)
     if heads % kv_heads or head_size % 2:
         raise CorruptFile(

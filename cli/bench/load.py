@@ -69,6 +69,9 @@ def make_requests(
 
     Responses are streamed, or there would be no time of a first token.
     """
+    vocab_size = config.pretrained_config["vocab_size"]
+    if options.eos_id >= vocab_size:
+        raise BadConfig(f"--eos-id is {options.eos_id}; the engine's ids are 0 to {vocab_size - 1}")
     if options.dataset is None:
         prompts = _random_prompts(options, engine_dir, config)
     tokenizer: Tokenizer | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from llmctl.cli.bench.report import raw_lines, report_json
 from llmctl.cli.bench.session import Measured
@@ -18,6 +19,19 @@ def publish_results(measured: Measured) -> int:
 
     report = report_json(measured)
     line = json.dumps(report, ensure_ascii=False, allow_nan=False)
+    try:
+        _write_files(measured, report, line)
+    finally:  # what was measured is shown even where a disk is full
+        if not measured.options.is_json:
+            print_report(report, make_console())
+        print(line, flush=True)
+    if measured.interrupt is not None:
+        print("llmctl: interrupted", file=sys.stderr)
+        return EXIT_TERMINATED if issubclass(measured.interrupt, Terminated) else EXIT_INTERRUPT
+    return EXIT_FAILURE if report["request_info"]["num_failed"] else 0
+
+
+def _write_files(measured: Measured, report: dict[str, Any], line: str) -> None:
     files = measured.options.files
     if files.raw is not None:
         with replacing(files.raw, "w") as file:
@@ -35,10 +49,3 @@ def publish_results(measured: Measured) -> int:
 
         with replacing(files.trace, "w") as file:
             json.dump(trace_json(measured), file)
-    if not measured.options.is_json:
-        print_report(report, make_console())
-    print(line, flush=True)
-    if measured.interrupt is not None:
-        print("llmctl: interrupted", file=sys.stderr)
-        return EXIT_TERMINATED if issubclass(measured.interrupt, Terminated) else EXIT_INTERRUPT
-    return EXIT_FAILURE if report["request_info"]["num_failed"] else 0

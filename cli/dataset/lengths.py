@@ -9,6 +9,8 @@ import numpy as np
 
 from llmctl.errors import BadConfig
 
+_MOST = 2**31 - 1  # tokens, as engines count them
+
 
 @dataclass(frozen=True, slots=True)
 class NormalLengths:
@@ -18,10 +20,10 @@ class NormalLengths:
     stdev: float
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.mean) or self.mean <= 0:
-            raise BadConfig(f"the mean length is {self.mean}; it must be above 0")
-        if not math.isfinite(self.stdev) or self.stdev < 0:
-            raise BadConfig(f"the standard deviation is {self.stdev}; it must be at least 0")
+        if not 0 < self.mean <= _MOST:  # nor NaN
+            raise BadConfig(f"the mean length is {self.mean}; it must be above 0, at most {_MOST}")
+        if not 0 <= self.stdev <= _MOST:
+            raise BadConfig(f"the standard deviation is {self.stdev}; it must be from 0 to {_MOST}")
 
     def draw(self, generator: np.random.Generator) -> int:
         """One length."""
@@ -50,6 +52,8 @@ class UniformLengths:
                 f"lengths from {self.least} to {self.most} are asked for; the smaller one must be "
                 "at least 1 and come first"
             )
+        if self.most > _MOST:
+            raise BadConfig(f"lengths up to {self.most} are asked for; {_MOST} is the most")
 
     def draw(self, generator: np.random.Generator) -> int:
         """One length."""

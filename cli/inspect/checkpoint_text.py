@@ -45,7 +45,10 @@ def checkpoint_text(checkpoint: Mapping[str, Any]) -> Iterator[str]:
 
 def _summary(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     model, quantization = checkpoint["model"], checkpoint["quantization"]
-    names = ", ".join(model["architectures"] or [model["model_type"] or "unknown"])
+    given = model["architectures"]
+    if not isinstance(given, list) or not given:
+        given = [model["model_type"] or "unknown"]
+    names = ", ".join(map(str, given))
     yield (
         "model",
         f"{names}, {model['num_hidden_layers']} layers, hidden {model['hidden_size']}, "

@@ -80,7 +80,9 @@ def test_an_unknown_architecture_is_named(architectures: list[str]) -> None:
         ({"hidden_size": True}, CorruptFile, "hidden_size is True"),
         ({"vocab_size": "many"}, CorruptFile, "vocab_size is 'many'"),
         ({"num_hidden_layers": None}, CorruptFile, "num_hidden_layers is None"),
+        ({"num_hidden_layers": 10**9}, CorruptFile, "at most 10000"),
         ({"num_key_value_heads": 3}, CorruptFile, "4 heads over 3"),
+        ({"rope_scaling": {"factor": 2.0}}, CorruptFile, "a factor and no rope_type"),
         ({"head_dim": 7}, CorruptFile, "size 7"),
         ({"rms_norm_eps": -1.0}, CorruptFile, "rms_norm_eps"),
         ({"hidden_act": "gelu"}, Unsupported, "hidden_act is 'gelu'"),
@@ -146,6 +148,7 @@ def test_adjusted_limits_are_reported() -> None:
     ("fields", "error", "text"),
     [
         ({"max_batch_size": 0}, BadConfig, "max_batch_size is 0"),
+        ({"max_seq_len": 1}, BadConfig, "max_seq_len is 1"),
         ({"max_draft_len": -1}, BadConfig, "max_draft_len is -1"),
         ({"tokens_per_block": 48}, BadConfig, "power of two"),
         ({"tokens_per_block": 256}, BadConfig, "power of two"),

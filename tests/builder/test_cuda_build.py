@@ -26,7 +26,7 @@ from llmctl.builder.generated import LoadFormat
 from llmctl.builder.kernels import kernel_specs, step_limits
 from llmctl.builder.packing import PackedRows, RowOrder
 from llmctl.cli.main import execute
-from llmctl.errors import CheckpointNotFound, UnknownQuantization, Unsupported
+from llmctl.errors import BadConfig, CheckpointNotFound, UnknownQuantization, Unsupported
 from llmctl.plugins.cuda import nvrtc
 from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.cuda.cubin import read_cubin
@@ -512,6 +512,13 @@ def test_what_cannot_be_built_is_refused_by_name(
     assert execute([*base, "--output-dir", str(tmp_path / "engine"), *arguments]) == 2
     assert text in capsys.readouterr().err
     assert not (tmp_path / "engine").exists()
+
+
+@pytest.mark.parametrize("field", ["seed", "acceptance"])
+@pytest.mark.parametrize("value", ["a", [1], {}, True, None])
+def test_odd_recipes_of_planted_weights_are_refused(field, value) -> None:
+    with pytest.raises(BadConfig, match=field):
+        LoadFormat("planted", **{field: value})
 
 
 def test_a_folder_without_config_generates_nothing(tmp_path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,3 +160,32 @@ def test_a_plan_that_contradicts_its_tensors_is_refused(engine: Path) -> None:
     rewrite(engine, sign)
     with pytest.raises(CorruptEngine, match="lm_head.weight is float32"):
         open_engine(engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("pretrained_config.dtype", None, "dtype is None; text is wanted"),
+        ("pretrained_config.hidden_size", "384", "hidden_size is '384'; a whole number is wanted"),
+        ("pretrained_config.quantization", [], "an object is wanted"),
+        ("pretrained_config.quantization.quant_algo", ..., "quant_algo is missing; text or null"),
+        ("build_config.tokens_per_block", True, "tokens_per_block is True"),
+        ("weights.load_format", ..., "load_format is missing"),
+    ],
+)
+def test_a_config_without_what_readers_rely_on_is_corrupt(
+    engine: Path, name: str, value: object, message: str
+) -> None:
+    *outer, last = name.split(".")
+
+    def damage(config: dict[str, Any]) -> None:
+        for key in outer:
+            config = config[key]
+        if value is ...:
+            del config[last]
+        else:
+            config[last] = value
+
+    rewrite(engine, damage)
+    with pytest.raises(CorruptEngine, match=message):
+        read_engine_config(engine)

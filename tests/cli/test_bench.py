@@ -214,6 +214,15 @@ def test_json_leaves_stderr_alone_and_the_file_repeats_the_line(bench, tmp_path)
 # ---- what is refused ----
 
 
+def test_an_end_id_that_no_engine_can_draw_is_refused(llmctl, engines):
+    vocab_size = json.loads((engines.target / "config.json").read_text())["pretrained_config"][
+        "vocab_size"
+    ]
+    done = llmctl("bench", "latency", "--engine-dir", engines.target, *SHORT,
+                  "--num-requests", 1, "--eos-id", vocab_size)  # fmt: skip
+    assert done.code == 2 and f"ids are 0 to {vocab_size - 1}" in done.err
+
+
 @pytest.mark.parametrize(
     ("argv", "error", "said"),
     [

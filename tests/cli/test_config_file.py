@@ -122,7 +122,7 @@ def test_json_in_the_file_makes_errors_json_too(llmctl, tmp_path):
 
 def test_a_file_that_is_absent_is_named(llmctl, tmp_path):
     done = llmctl("build", "--config", tmp_path / "none.yaml")
-    assert done.code == 1 and "none.yaml" in done.err
+    assert done.code == 2 and "none.yaml does not exist" in done.err
 
 
 def test_a_file_builds_what_the_same_options_build(llmctl, engines, tmp_path):
@@ -148,3 +148,25 @@ def test_every_command_takes_a_file():
     assert len(found) >= len(COMMANDS)
     for leaf in found:
         assert any("--config" in param.opts for param in leaf.params), leaf.name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("engine-dir: &x [*x]", "Circular"),
+        ("engine-dir: a\nengine-dir: b", "'engine-dir' is there twice"),
+    ],
+)
+def test_files_that_yaml_takes_and_options_do_not_are_refused(llmctl, tmp_path, text, message):
+    path = tmp_path / "odd.yaml"
+    path.write_text(text)
+    done = llmctl("run", "--config", path)
+    assert done.code == 2 and "error[BadConfig]" in done.err and message in done.err
+
+
+def test_of_two_files_the_last_counts_as_of_any_option(llmctl, tmp_path):
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    one.write_text("json: true")
+    two.write_text("json: false")
+    assert llmctl("run", "--config", one, "--config", two).out == ""
+    assert "error" in json.loads(llmctl("run", "--config", two, "--config", one).out)

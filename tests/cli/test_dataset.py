@@ -189,3 +189,20 @@ def test_a_bad_text_file_is_named_with_its_line(llmctl, demo, tmp_path, name, co
 def test_a_missing_tokenizer_is_said(llmctl):
     done = llmctl("dataset", *shlex.split(NORMAL), "--num-requests", 1)
     assert done.code == BadConfig.exit_code and "--tokenizer is missing" in done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "token-norm-dist --input-mean 1e30 --input-stdev 0",
+        "token-norm-dist --input-mean 5 --input-stdev 1e300",
+        "token-norm-dist --input-mean nan --input-stdev 0",
+        "token-unif-dist --input-min 1 --input-max 9223372036854775808",
+    ],
+)
+def test_lengths_beyond_what_engines_count_are_refused(llmctl, engines, words):
+    kind, *inputs = words.split()
+    outputs = [word.replace("input", "output") for word in inputs]
+    done = llmctl("dataset", "--tokenizer", engines.target, "--stdout", kind,
+                  "--num-requests", 1, *inputs, *outputs)  # fmt: skip
+    assert done.code == 2 and "error[BadConfig]" in done.err and done.out == ""

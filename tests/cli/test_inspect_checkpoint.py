@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,13 @@ def test_a_broken_checkpoint_is_refused_by_name(llmctl, quantized):
     path.write_bytes(path.read_bytes()[:-1])
     done = llmctl("inspect", quantized)
     assert done.code == 1 and "error[CorruptFile]" in done.err
+
+
+@pytest.mark.parametrize("names", [5, [5], {}])
+def test_an_odd_architecture_is_shown_as_it_is(llmctl, engines, tmp_path, names):
+    folder = tmp_path / "odd"
+    shutil.copytree(engines.draft_checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": names}))
+    done = llmctl("inspect", folder)
+    assert done.code == 0 and ("llama" if names != [5] else "5") in done.out.splitlines()[1]

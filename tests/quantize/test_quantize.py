@@ -153,6 +153,14 @@ def test_an_output_that_exists_is_never_touched(
         plan_tiny(checkpoints(), tmp_path / "out")
 
 
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(
+    checkpoints: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(errors.BadConfig, match="is not a folder"):
+        plan_tiny(checkpoints(), tmp_path / "file" / "out")
+
+
 def test_a_checkpoint_without_tokenizer_is_refused(
     editable: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -113,3 +113,10 @@ def test_a_block_as_long_as_a_sequence_is_said_to_save_nothing():
     plans = [plan_of(16)]
     window = cache_window(plans, WindowOptions(), 32)
     assert what_windows_save(plans, window) == "KV cache: whole sequences, as one block holds one"
+
+
+def test_more_sizes_than_layers_are_refused():
+    plans = [plan_of(0, 0, 0), plan_of(0)]
+    assert cache_window(plans, WindowOptions((8, 8, 8)), MAX_SEQ_LEN) is None
+    with pytest.raises(BadConfig, match="4 sizes; there are 3 layers"):
+        cache_window(plans, WindowOptions((8, 8, 8, 8)), MAX_SEQ_LEN)

@@ -339,6 +339,22 @@ def broken(response) -> None:
     raise ValueError("not my day")
 
 
+def test_a_hook_that_raises_ends_nobody_elses_request(gated, make, monkeypatch):
+    def hook(arguments: object) -> None:
+        raise RuntimeError("nor mine")
+
+    monkeypatch.setattr(threading, "excepthook", hook)
+    engine = gated()
+    executor = make(engine)
+    first = executor.enqueue_request(Request(PROMPT, 1))
+    assert engine.running.wait(WAIT_S)
+    executor.enqueue_request(Request(PROMPT, 3), broken)
+    last = executor.enqueue_request(Request(PROMPT, 9))
+    engine.gate.set()
+    for request_id in (first, last):
+        assert not collect(executor, request_id)[0].has_error
+
+
 def test_who_raises_when_called_ends_nobody_elses_request(gated, make, raised):
     engine = gated()
     executor = make(engine)

@@ -1,0 +1,49 @@
+"""stdout and stderr as commands find them: closed, full, or with a narrow encoding."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from contextlib import suppress
+from typing import Any, TextIO
+
+
+class LossyStream:
+    """stderr. Where it cannot take what is said, that is lost, and nothing else: results and the
+    exit code are those of a command that was heard."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As of the stream; never raises OSError."""
+        with suppress(OSError):
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As of the stream; never raises OSError."""
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def open_streams() -> None:
+    """Give a closed stdout or stderr somewhere to go, keep a narrow encoding from failing, and let
+    no command fail for what nobody can be told."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            # It stands in for the stream until the process ends, so nothing may close it.
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # stays open
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    vars(sys)["stderr"] = LossyStream(sys.stderr)
+
+
+def silence_stdout() -> None:
+    """Let the interpreter's last flush of a closed stdout go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,69 @@
+"""Commands whose stderr takes nothing, and results that outlive a full disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from llmctl.cli import session
+from llmctl.cli.bench import publish
+from llmctl.cli.output_files import replacing
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="the system has no /dev/full")
+PROMPT = ("--input-ids", "5", "6", "7", "--max-output-len", 3)
+
+
+@needs_full
+def test_a_stderr_that_takes_nothing_changes_no_result(program, engines, run_process):
+    run = ["run", "--engine-dir", engines.target, "--input-text", "a", "--max-output-len", 3]
+    heard = run_process(*run)
+    assert heard.returncode == 0 and heard.stdout and heard.stderr
+    for words, code in ((run, 0), (["run", "--engine-dir", "nowhere", "--input-text", "a"], 2)):
+        with FULL.open("w") as full:
+            line = [*program, *map(str, words)]
+            done = subprocess.run(line, stdout=subprocess.PIPE, stderr=full, text=True, timeout=120)
+        assert done.returncode == code
+        assert done.stdout == (heard.stdout if code == 0 else "")
+
+
+@needs_full
+def test_the_file_that_did_not_fit_is_named():
+    with pytest.raises(OSError, match="/dev/full") as caught, replacing(FULL, "w") as file:
+        file.write("a")
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_the_file_that_was_written_when_the_disk_ran_full_is_named(tmp_path):
+    with pytest.raises(OSError, match="out.csv"), replacing(tmp_path / "out.csv", "w"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_generated_text_is_printed_where_its_file_does_not_fit(
+    llmctl, engines, tmp_path, monkeypatch
+):
+    line = ["run", "--engine-dir", engines.target, "--input-text", "a", "--max-output-len", 3]
+    wanted = llmctl(*line)
+    monkeypatch.setattr(session, "write_csv", full_disk)
+    done = llmctl(*line, "--output-csv", tmp_path / "out.csv")
+    assert done.code == 3 and "error[OutOfDisk]" in done.err and done.out == wanted.out != ""
+
+
+def test_a_report_is_printed_where_its_file_does_not_fit(llmctl, engines, tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "raw_lines", full_disk)
+    done = llmctl(
+        *("bench", "latency", "--engine-dir", engines.target, "--num-requests", 1),
+        *("--target-input-len", 4, "--target-output-len", 2),
+        *("--raw", tmp_path / "raw.jsonl"),
+    )
+    assert done.code == 3 and "error[OutOfDisk]" in done.err
+    assert json.loads(done.out)["request_info"]["num_requests"] == 1
