@@ -1,9 +1,10 @@
-"""Checkpoints for the GPU tests: FP8 with plain scales, so that the demo models are enough."""
+"""What the GPU tests share: launches, and FP8 checkpoints whose scales the demo models bear."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.driver import cuda_driver
 from llmctl.plugins.cuda.kernel import Launch
+from llmctl.plugins.sampling import kernel as sampling
+from llmctl.plugins.sampling.arrays import SamplingScratch
 
 _loaded: dict[str, object] = {}
 
@@ -70,3 +73,24 @@ def execute(launches: Sequence[Launch]) -> None:
         stream = torch.cuda.current_stream().cuda_stream
         cuda_driver().prepare(_loaded[name], launch.grid, launch.arguments, True)(stream)
     torch.cuda.synchronize()
+
+
+def replay(vocab: int, seconds: float) -> None:
+    """Argmax of 8 rows in graphs of 500 launches, for a process of its own."""
+    logits = torch.randn(8, vocab, device="cuda")
+    out = torch.zeros(8, dtype=torch.int32, device="cuda")
+    scratch = SamplingScratch.allocate(8, vocab, "cuda")
+    launch = sampling.argmax(logits, out, scratch, 8)
+    loaded = cuda_driver().load(compile_kernel(launch.spec))
+    run = cuda_driver().prepare(loaded, launch.grid, launch.arguments, True)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(500):
+            run(stream.cuda_stream)
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        with torch.cuda.stream(stream):
+            graph.replay()
+        stream.synchronize()
+    assert out.tolist() == logits.argmax(1).tolist()

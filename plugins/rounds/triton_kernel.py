@@ -204,6 +204,7 @@ def accept(
         emitted = tl.where(index == accepted[:, None], target, 0)
         before = tl.where(index == accepted[:, None] - 1, target, 0)
         behind = tl.where(accepted > 0, tl.sum(before, axis=1), last)
+        tl.debug_barrier()  # several threads may read a number that one of them replaces
         tl.store(root + request, tl.sum(emitted, axis=1), mask=is_real)
         tl.store(previous + request, behind, mask=is_real)
         tl.store(committed + request, length + accepted + 1, mask=is_real)

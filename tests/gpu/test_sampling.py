@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
+from gpu_support import replay
 from sampling_support import CASES, is_border_tie, make_arrays, make_logits, make_rows
 
 from llmctl.plugins.cuda.compiler import compile_kernel
@@ -79,6 +81,21 @@ def test_argmax_equals_the_reference_again_and_again(vocab: int):
         out = torch.full((len(logits),), -9, dtype=torch.int32, device="cuda")
         run([kernel.argmax(device_logits, out, scratch, len(logits))])
         assert out.tolist() == argmax_rows(logits).tolist()
+
+
+@pytest.mark.parametrize("vocab", [4096, 32000, 128256])
+def test_launches_end_beside_those_of_another_process(vocab: int):
+    """A process that hangs cannot be told to stop, so each has one of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=replay, args=(vocab, 3.0)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0, 0], "None: it hangs"
 
 
 # ---- rounds ----

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_support import compile_all
 
 from llmctl.plugins.cuda.compiler import compile_kernel
 from llmctl.plugins.cuda.interpret import run_launches
@@ -196,6 +198,15 @@ def test_a_plain_batch_is_laid_out_as_the_contract_says():
     table = step.block_tables[2].tolist()
     wanted = [table[p // 8] * 8 + p % 8 for p in range(19, 24)]
     assert step.slot_mapping[10:15].tolist() == wanted
+
+
+def test_acceptance_replaces_numbers_that_all_threads_have_read():
+    shapes = [(1, 0), (1, 10), (5, 0), (8, 10), (128, 0), (128, 1), (512, 10)]
+    specs = [kernel._accept_spec(*shape) for shape in shapes]
+    for spec, _, machine_code in compile_all(specs):
+        order = re.findall(r" (LDG|STG|BAR)\b", machine_code)
+        before = order[: order.index("STG")]
+        assert "BAR" in before[len(before) - before[::-1].index("LDG") :], spec.name
 
 
 @pytest.mark.parametrize(
