@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from config_support import PRETRAINED
 
 from llmctl.builder.engine_format import (
     CONFIG_FILE,
@@ -44,11 +45,11 @@ def write(folder: Path, capability: str = "9.0", **build: object) -> Path:
     folder.mkdir()
     files = write_engine(folder, plan, chunks, lambda _: None)
     limits = {"max_batch_size": 8, "max_seq_len": 512, "max_draft_len": 4, "tokens_per_block": 32}
-    limits["max_num_tokens"] = 128
+    limits |= {"max_num_tokens": 128, "kv_cache_dtype": "bfloat16"}
     config = EngineConfig(
         version=SCHEMA_VERSION,
         backend="cuda",
-        pretrained_config={"vocab_size": 128},
+        pretrained_config=PRETRAINED,
         build_config={**limits, "speculative_decoding_mode": 2, **build},
         plugin_config={},
         source={},

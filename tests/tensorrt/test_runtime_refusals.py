@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from config_support import PRETRAINED
 from fake_engines import write_fake_engine
 from fake_machine import pretend, pretend_gpu
 from fake_tensorrt import FakeModule
@@ -28,6 +29,7 @@ BUILD = {
     "tokens_per_block": 32,
     "tp_size": 1,
     "kv_cache_type": "PAGED",
+    "kv_cache_dtype": "bfloat16",
 }
 
 
@@ -35,7 +37,7 @@ def config_of(backend: str = "tensorrt-rtx", capability: str = "8.9", **build: o
     return EngineConfig(
         version=SCHEMA_VERSION,
         backend=backend,
-        pretrained_config={"vocab_size": 128},
+        pretrained_config=PRETRAINED,
         build_config={**BUILD, **build},
         plugin_config={},
         source={},
