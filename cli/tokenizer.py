@@ -107,12 +107,17 @@ class Tokenizer:
 
     @cached_property
     def _full(self) -> PreTrainedTokenizerBase:
-        """The same folder as transformers reads it."""
+        """The same folder as transformers reads it. Raises TokenizerError where it cannot."""
         from transformers import AutoTokenizer
 
-        full: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            self.folder, local_files_only=True
-        )
+        try:
+            full: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                self.folder, local_files_only=True
+            )
+        except Exception as error:  # whatever it meets in a file that says other than it expects
+            raise TokenizerError(
+                f"transformers cannot read the tokenizer in {self.folder}: {error}"
+            ) from error
         return full
 
     def _special_token(self, name: str) -> str | None:

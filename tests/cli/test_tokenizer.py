@@ -115,6 +115,17 @@ def test_the_chat_template_is_applied_once_and_adds_no_second_bos(
     assert ids == theirs and ids.count(0) == 1
 
 
+@pytest.mark.parametrize("field", ["tokenizer_class", "bos_token", "chat_template"])
+def test_a_chat_whose_tokenizer_transformers_cannot_read_is_named(
+    tmp_path, make_tokenizer, chat_template, field
+):
+    folder = make_tokenizer(tmp_path, chat_template=chat_template)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: [1]}))
+    with pytest.raises(TokenizerError, match="cannot read the tokenizer"):
+        Tokenizer(folder).chat_prompt("hi")
+
+
 def test_a_chat_without_a_template_is_named(tmp_path, make_tokenizer):
     with pytest.raises(TokenizerError, match="no chat template"):
         Tokenizer(make_tokenizer(tmp_path)).chat_prompt("hi")
