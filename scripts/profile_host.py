@@ -285,6 +285,10 @@ def main() -> None:
     print(f"Python {platform.python_version()}, {platform.machine()}\n")
     print("| requests | steps | part | median ms | mean ms |\n|---|---|---|---|---|")
     batches, steps_ms = arguments.requests.split(","), arguments.step_ms.split(",")
+    if len(batches) != len(steps_ms):
+        parser.error(
+            f"--step-ms {arguments.step_ms}: one for each number of --requests {arguments.requests}"
+        )
     for batch, step_ms in zip(map(int, batches), map(float, steps_ms), strict=True):
         print("\n".join(measure(batch, step_ms, arguments, engines)), flush=True)
 
