@@ -81,9 +81,21 @@ def command_path(argv: list[str]) -> str:
     name = next((word for word in argv if not word.startswith("-")), None)
     if name not in COMMANDS:
         return "llmctl"
-    found = getattr(_module(name), COMMANDS[name][1])
-    inner = {each.name for each in getattr(found, "registered_commands", ())}
-    return " ".join(["llmctl", name, *[word for word in argv if word in inner][:1]])
+    command = make_command([name]).commands[name]
+    inner = getattr(command, "commands", {})
+    takes_value = {
+        option
+        for each in command.params
+        if not getattr(each, "is_flag", True)
+        for option in each.opts
+    }
+    words = iter(argv[argv.index(name) + 1 :])
+    for word in words:
+        if word.replace("_", "-") in takes_value:
+            next(words, None)  # which may be spelled like a sub-command
+        elif word in inner:
+            return f"llmctl {name} {word}"
+    return f"llmctl {name}"
 
 
 def make_command(imported: Collection[str]) -> Any:

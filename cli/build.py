@@ -11,6 +11,7 @@ import logging
 import shlex
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -272,11 +273,12 @@ def _build(
         log.warning("note: %s", notice)
     if backend == "auto":
         log.info("backend: %s", engine.config.backend)
-    if not dry_run:
-        write_engine(engine, output_dir, with_progress=log.isEnabledFor(logging.INFO))
-    if visualize_network is not None:
-        with replacing(visualize_network, "w") as file:
-            file.write(f"{engine.network}\n")
+    with ExitStack() as network:  # both or neither: the text is on the disk before the engine
+        if visualize_network is not None:
+            file = network.enter_context(replacing(visualize_network, "w"))
+            print(engine.network, file=file, flush=True)
+        if not dry_run:
+            write_engine(engine, output_dir, with_progress=log.isEnabledFor(logging.INFO))
     if dry_run:
         from llmctl.cli.dry_run_text import print_plan
 

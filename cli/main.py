@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -174,8 +175,11 @@ def _report_unnamed(error: Exception, is_json: bool) -> int:
         fix = "free disk space or choose another file system"
         return _report(OutOfDisk.__name__, str(error), fix, OutOfDisk.exit_code, is_json)
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        message = str(error) or "the machine has too little memory"
-        return _report(OutOfMemory.__name__, message, "", OutOfMemory.exit_code, is_json)
+        asked = re.search(r"tried to allocate (\d+) bytes", str(error))  # PyTorch's
+        message = f"the machine has no {int(asked[1]) / 1e9:.3g} GB left" if asked else str(error)
+        message = message or "the machine has too little memory"
+        fix = "free memory, or ask for less at once (batch size, tokens a step, KV cache)"
+        return _report(OutOfMemory.__name__, message, fix, OutOfMemory.exit_code, is_json)
     if isinstance(error, OSError) and error.filename is not None:
         fix = "see that this path exists and that you may use it"
         return _report(type(error).__name__, str(error), fix, EXIT_FAILURE, is_json)

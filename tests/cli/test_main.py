@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from llmctl import errors
 from llmctl.cli import app, main
@@ -141,7 +142,30 @@ def test_an_unknown_exception_is_a_bug_with_a_saved_traceback(llmctl, command_th
 def test_failures_of_the_machine_have_names(llmctl, command_that_raises, error, code, name):
     command_that_raises(error)
     done = llmctl("run")
-    assert done.code == code and done.err.startswith(f"error[{name}]: ")
+    assert done.code == code and done.err.startswith(f"error[{name}]: ") and "\nfix: " in done.err
+
+
+@pytest.mark.parametrize(
+    "words, path",
+    [
+        ("", "llmctl"),
+        ("nothing --x", "llmctl"),
+        ("run --engine-dir latency", "llmctl run"),
+        ("bench latency --engine-dir throughput", "llmctl bench latency"),
+        ("dataset --random_seed text token-norm-dist", "llmctl dataset token-norm-dist"),
+        ("dataset --output=text --random-seed 3 text", "llmctl dataset text"),
+        ("dataset --output text", "llmctl dataset"),
+    ],
+)
+def test_the_command_of_a_line_is_not_an_option_s_value(words, path):
+    assert app.command_path(words.split()) == path
+
+
+def test_memory_that_is_missing_is_named_in_gigabytes(llmctl, command_that_raises):
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    command_that_raises(raised.value)
+    assert llmctl("run").err.startswith("error[OutOfMemory]: the machine has no 1.15e+09 GB left\n")
 
 
 @pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (main.Terminated(), 143)])
