@@ -276,6 +276,11 @@ def main() -> None:
     parser.add_argument("--reuse", action="store_true")
     parser.add_argument("--engine-dir", type=Path)
     arguments = parser.parse_args()
+    batches, steps_ms = arguments.requests.split(","), arguments.step_ms.split(",")
+    if len(batches) != len(steps_ms):
+        parser.error(
+            f"--step-ms {arguments.step_ms}: one for each number of --requests {arguments.requests}"
+        )
     engines = None
     if arguments.engine_dir is not None:
         options = EngineOptions(arguments.engine_dir, enable_block_reuse=arguments.reuse)
@@ -284,11 +289,6 @@ def main() -> None:
         torch.set_num_threads(1)
     print(f"Python {platform.python_version()}, {platform.machine()}\n")
     print("| requests | steps | part | median ms | mean ms |\n|---|---|---|---|---|")
-    batches, steps_ms = arguments.requests.split(","), arguments.step_ms.split(",")
-    if len(batches) != len(steps_ms):
-        parser.error(
-            f"--step-ms {arguments.step_ms}: one for each number of --requests {arguments.requests}"
-        )
     for batch, step_ms in zip(map(int, batches), map(float, steps_ms), strict=True):
         print("\n".join(measure(batch, step_ms, arguments, engines)), flush=True)
 
