@@ -109,6 +109,8 @@ def publish(final: Path) -> Iterator[Path]:
                 f"the file system of {final.parent} is full ({error.strerror})",
                 fix="free disk space or choose an output directory on another file system",
             ) from error
+        if error.filename is None:  # a write's: the system does not say where it was
+            error.filename = str(final)
         raise
     except BaseException:  # Ctrl-C included: never leave something that looks finished
         _remove(scratch)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -174,7 +175,7 @@ def _report_unnamed(error: Exception, is_json: bool) -> int:
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         fix = "free disk space or choose another file system"
         return _report(OutOfDisk.__name__, str(error), fix, OutOfDisk.exit_code, is_json)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if _is_out_of_memory(error):
         asked = re.search(r"tried to allocate (\d+) bytes", str(error))  # PyTorch's
         message = f"the machine has no {int(asked[1]) / 1e9:.3g} GB left" if asked else str(error)
         message = message or "the machine has too little memory"
@@ -189,6 +190,15 @@ def _report_unnamed(error: Exception, is_json: bool) -> int:
         traceback.print_exception(error, file=file)
     message = f"{type(error).__name__}: {error} (this is a bug in llmctl; traceback in {path})"
     return _report("Bug", message, f"report it with the contents of {path}", EXIT_BUG, is_json)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Python's and numpy's, the system's, PyTorch's of the host and of a GPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return "can't allocate memory" in str(error)
 
 
 def _install_handlers() -> dict[signal.Signals, Handler]:

@@ -136,6 +136,8 @@ def test_an_unknown_exception_is_a_bug_with_a_saved_traceback(llmctl, command_th
         (OSError(errno.EFBIG, "File too large"), 3, "OutOfDisk"),
         (MemoryError(), 3, "OutOfMemory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 3, "OutOfMemory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 3, "OutOfMemory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 3, "OutOfMemory"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "PermissionError"),
     ],
 )

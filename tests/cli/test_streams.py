@@ -38,6 +38,27 @@ def test_the_file_that_did_not_fit_is_named():
     assert caught.value.errno == errno.ENOSPC
 
 
+@needs_full
+def test_a_network_that_does_not_fit_leaves_no_engine(llmctl, engines, tmp_path):
+    build = ("build", "--checkpoint-dir", engines.target_checkpoint, "--output-dir", tmp_path / "e")
+    done = llmctl(*build, "--visualize-network", FULL)
+    assert done.code == 3 and "error[OutOfDisk]" in done.err and str(FULL) in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_that_cannot_be_written_is_named_and_not_its_network(
+    llmctl, engines, tmp_path, monkeypatch
+):
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("llmctl.builder.build.write_engine", broken)
+    build = ("build", "--checkpoint-dir", engines.target_checkpoint, "--output-dir", tmp_path / "e")
+    done = llmctl(*build, "--visualize-network", tmp_path / "network")
+    assert done.code == 1 and f"{tmp_path / 'e'}'" in done.err and "network" not in done.err
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_file_that_was_written_when_the_disk_ran_full_is_named(tmp_path):
     with pytest.raises(OSError, match="out.csv"), replacing(tmp_path / "out.csv", "w"):
         raise OSError(errno.ENOSPC, "No space left on device")
