@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from llmctl.builder.backends import TENSORRT_BACKENDS, choose_capability
 from llmctl.builder.config import BuildConfig
 from llmctl.builder.engine_format import Plan, PlanKernel
-from llmctl.builder.kernels import (
+from llmctl.builder.engine_kernels import (
     OnKernel,
     compile_kernels,
     kernel_specs,
@@ -77,7 +77,7 @@ def make_binaries(
     kernels: list[PlanKernel] = []
     scratch = 0
     compilers: dict[str, str] = {}
-    from llmctl.plugins.cuda.compiler import compiler_versions, is_needed
+    from llmctl.plugins.backends.cuda.compiler import compiler_versions, is_needed
 
     for capability in target.capabilities:
         sizes = step_limits(plan, limits)

@@ -35,13 +35,13 @@ from llmctl.builder.engine_format import (
     weight_bytes,
     write_engine,
 )
-from llmctl.builder.generated import LoadFormat, declare_tensors, mark_generated, open_config
-from llmctl.builder.kernels import OnKernel
+from llmctl.builder.engine_kernels import OnKernel
 from llmctl.builder.kv_cache import choose_kv_cache
 from llmctl.builder.models import model_config
 from llmctl.builder.models.decoder import EMBEDDING, build_network
 from llmctl.builder.network import Network
 from llmctl.builder.passes.pipeline import run_passes
+from llmctl.builder.planted import LoadFormat, declare_tensors, mark_generated, open_config
 from llmctl.builder.plugin_config import resolve_plugins
 from llmctl.builder.provenance import describe_source, pretrained_config, versions
 from llmctl.builder.scales import (
@@ -148,12 +148,12 @@ def plan_build(
         raise Unsupported(
             f"--load-format {load_format.name}: weights are generated on a GPU, and the backend is "
             f"{backend}",
-            fix="--backend cuda, or a checkpoint of scripts/make_planted_checkpoints.py",
+            fix="--backend cuda, or a checkpoint of scripts.models.make_planted_checkpoints",
         )
     if load_format.name == "planted" and package is not None:
         raise Unsupported(
             f"--load-format planted: the {backend} backend has no generator of planted weights",
-            fix="--load-format dummy, or a checkpoint of scripts/make_planted_checkpoints.py",
+            fix="--load-format dummy, or a checkpoint of scripts.models.make_planted_checkpoints",
         )
     checkpoint = open_config(checkpoint_dir) if is_generated else Checkpoint.open(checkpoint_dir)
     where = str(checkpoint_dir / "config.json")

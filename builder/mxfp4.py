@@ -2,8 +2,9 @@
 stores them, as E4M3 numbers with a scale for each row.
 
 A block's power relative to its row's largest, and a code times that, are exact in E4M3 within 15
-powers (plugins/packed_linear/mxfp4.py). So the CPU multiplies FP8 weights, CUDA the same numbers of
-four bits each. A block further below would round: it is refused unless all its codes are zero.
+powers (plugins/ops/packed_linear/mxfp4.py). So the CPU multiplies FP8 weights, CUDA the same
+numbers of four bits each. A block further below would round: it is refused unless all its codes
+are zero.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from llmctl.builder.packing import CHUNK_BYTES, RowOrder, gather_rows
 from llmctl.builder.sources import TensorReader
 from llmctl.errors import BadTensorValue
-from llmctl.plugins.spec import FP8
+from llmctl.plugins.core.op_spec import FP8
 from llmctl.quantize.format import E8M0_BIAS, MXFP4_BLOCK, MXFP4_SPAN
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class MxRows:
         return (sum(shape[0] for _, shape in self.parts), self.parts[0][1][1])
 
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
-        from llmctl.plugins.packed_linear.mxfp4 import expand
+        from llmctl.plugins.ops.packed_linear.mxfp4 import expand
 
         for name, (rows, inner) in self.parts:
             codes, scales = checkpoint.read(name), checkpoint.read(f"{name}_scale")
@@ -100,7 +101,7 @@ class PackedMxRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        from llmctl.plugins.packed_linear.layout import FORMS, MXFP4, TILE_ROWS
+        from llmctl.plugins.ops.packed_linear.layout import FORMS, MXFP4, TILE_ROWS
 
         form = FORMS[MXFP4]
         tiles, chunks = self.order.padded_rows // TILE_ROWS, -(-self.rows.shape[1] // form.columns)
@@ -108,8 +109,8 @@ class PackedMxRows:
 
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
         """Whole row tiles, about CHUNK_BYTES of E4M3 at a time."""
-        from llmctl.plugins.packed_linear.layout import TILE_ROWS
-        from llmctl.plugins.packed_linear.mxfp4 import pack_mxfp4
+        from llmctl.plugins.ops.packed_linear.layout import TILE_ROWS
+        from llmctl.plugins.ops.packed_linear.mxfp4 import pack_mxfp4
 
         codes, steps = [], []
         for name, _ in self.rows.parts:

@@ -1,6 +1,6 @@
 """Sources in packed form: the rows of a linear reordered, tiled and swizzled for the tensor core.
 
-`plugins/packed_linear/layout.py` defines the layout. Rows are gathered tile by tile from the
+`plugins/ops/packed_linear/layout.py` defines the layout. Rows are gathered tile by tile from the
 checkpoint's tensors, so writing an engine holds a few tiles of one weight and never all of it.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from llmctl.builder.sources import Rows, RowScales, TensorReader, require_finite
-from llmctl.plugins.spec import FP8
+from llmctl.plugins.core.op_spec import FP8
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class RowOrder:
 
     def indices(self) -> torch.Tensor:
         """int64, a multiple of 64 long: packed row i holds logical row [i]; -1 is padding."""
-        from llmctl.plugins.packed_linear import layout
+        from llmctl.plugins.ops.packed_linear import layout
 
         if self.kind == "pair":
             return layout.pair_order(*self.sizes)
@@ -70,14 +70,14 @@ class PackedRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        from llmctl.plugins.packed_linear.layout import packed_shape
+        from llmctl.plugins.ops.packed_linear.layout import packed_shape
 
         rows, inner = self.rows.shape
         return packed_shape(rows, inner, ITEM_BYTES[self.dtype])
 
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
         """Whole row tiles, about CHUNK_BYTES at a time."""
-        from llmctl.plugins.packed_linear.layout import TILE_ROWS, pack
+        from llmctl.plugins.ops.packed_linear.layout import TILE_ROWS, pack
 
         order = self.order.indices()
         step = TILE_ROWS * max(
@@ -123,7 +123,7 @@ class PackedVector:
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
         import torch
 
-        from llmctl.plugins.packed_linear.layout import reorder
+        from llmctl.plugins.ops.packed_linear.layout import reorder
 
         yield reorder(torch.cat(list(self.vector.chunks(checkpoint))), self.order.indices())
 

@@ -48,8 +48,8 @@ class PlanOp:
 class PlanKernel:
     """One compiled kernel. Its cubin is the engine file's uint8 tensor `tensor`.
 
-    `metadata` is that of `plugins.cuda.compiler.CompiledKernel`: how to launch it, what it uses.
-    `capability` says for which GPU, where an engine serves several.
+    `metadata` is that of `plugins.backends.cuda.compiler.CompiledKernel`: how to launch it, what it
+    uses. `capability` says for which GPU, where an engine serves several.
     """
 
     name: str

@@ -26,8 +26,8 @@ COMMANDS = {
         "quantize",
         "Hugging Face checkpoint -> quantized checkpoint.",
     ),
-    "build": ("llmctl.cli.build", "build", "Checkpoint -> engine directory."),
-    "run": ("llmctl.cli.run", "run", "Text in, text out, with or without a draft engine."),
+    "build": ("llmctl.cli.build.command", "build", "Checkpoint -> engine directory."),
+    "run": ("llmctl.cli.run.command", "run", "Text in, text out, with or without a draft engine."),
     "bench": (
         "llmctl.cli.bench.command",
         "bench",

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from typer import Option
 
 from llmctl.errors import BadConfig
-from llmctl.runtime.admission import CapacitySchedulerPolicy
-from llmctl.runtime.chunking import ContextChunkingPolicy
+from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy
+from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 
 
 def step_target(text: str | None) -> float | Literal["auto"] | None:

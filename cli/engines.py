@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llmctl.builder.engine_format import EngineConfig, Plan, read_engine_config
-from llmctl.cli.speculation import Speculation
+from llmctl.cli.run.speculation import Speculation
 from llmctl.errors import Unsupported
-from llmctl.runtime.admission import CapacitySchedulerPolicy, SchedulerConfig
-from llmctl.runtime.attention_windows import WindowOptions, cache_window, what_windows_save
-from llmctl.runtime.chunking import ContextChunkingPolicy
-from llmctl.runtime.pair import check_pair, check_target
-from llmctl.runtime.speculative.lengths import round_lengths
+from llmctl.runtime.drafting.length.lengths import round_lengths
+from llmctl.runtime.engines.pair_check import check_pair, check_target
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window, what_windows_save
+from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy, SchedulerConfig
+from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 
 if TYPE_CHECKING:
-    from llmctl.plugins.sampling.spec import SamplingBackend
-    from llmctl.runtime.cuda_open import OpenedPair
-    from llmctl.runtime.engine import Executable
-    from llmctl.runtime.executor import Executor
+    from llmctl.plugins.ops.sampling.spec import SamplingBackend
+    from llmctl.runtime.api.executor import Executor
+    from llmctl.runtime.drafting.drafter import Drafter
+    from llmctl.runtime.engines.engine import Executable
+    from llmctl.runtime.engines.memory_plan import KvCachePlan
+    from llmctl.runtime.engines.open_cuda import OpenedPair
+    from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
     from llmctl.runtime.kv_cache import AttentionWindow
-    from llmctl.runtime.memory import KvCachePlan
-    from llmctl.runtime.rounds import RoundRunner
-    from llmctl.runtime.speculative.drafter import Drafter
-    from llmctl.runtime.synthetic import SyntheticAcceptance
+    from llmctl.runtime.rounds.rounds import RoundRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def check_engines(options: EngineOptions) -> CheckedEngines:
     elif speculation is not None:
         draft_len = check_target(target, speculation.draft_len)
     if target.backend != "cpu":
-        from llmctl.runtime.device import require_device
+        from llmctl.runtime.engines.device_check import require_device
 
         require_device(target)
     return CheckedEngines(options, target, draft, draft_len)
@@ -107,12 +107,12 @@ class OpenEngines:
             log([note])
 
     def _open_on_cpu(self, options: EngineOptions, draft_dir: Path | None) -> None:
-        from llmctl.runtime.engine import open_executable
+        from llmctl.runtime.engines.engine import open_executable
+        from llmctl.runtime.engines.memory_plan import DEFAULT_FREE_FRACTION, plan_kv_cache
         from llmctl.runtime.kv_cache import most_step_tokens
-        from llmctl.runtime.memory import DEFAULT_FREE_FRACTION, plan_kv_cache
 
         if options.num_threads is not None:
-            from llmctl.plugins.cpu import set_num_threads
+            from llmctl.plugins.backends.cpu import set_num_threads
 
             set_num_threads(options.num_threads)
         self.target = open_executable(options.engine_dir, options.windows)
@@ -131,7 +131,7 @@ class OpenEngines:
     def _open_on_device(
         self, options: EngineOptions, draft_dir: Path | None, log: Callable[[list[str]], None]
     ) -> None:
-        from llmctl.runtime.cuda_open import plan_pair
+        from llmctl.runtime.engines.open_cuda import plan_pair
 
         planned = plan_pair(
             options.engine_dir,
@@ -163,8 +163,8 @@ class OpenEngines:
         draft_len: drafts a round, if not the ones checked; no more than the target verifies.
         acceptance: drafts stand by lot; for benchmarks.
         """
-        from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
-        from llmctl.runtime.memory import host_blocks
+        from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+        from llmctl.runtime.engines.memory_plan import host_blocks
 
         options = self.checked.options
         speculation = options.speculation if is_speculative else None
@@ -207,7 +207,7 @@ class OpenEngines:
         """The sampling of the engines' backend."""
         if self._on_device is not None:
             return self._on_device.sampling
-        from llmctl.plugins.cpu import CpuSampling
+        from llmctl.plugins.backends.cpu import CpuSampling
 
         return CpuSampling()
 
@@ -222,7 +222,7 @@ class OpenEngines:
         opened = self._on_device
         if opened is None or not opened.has_rounds:
             return None
-        from llmctl.runtime.cuda_rounds import CudaRoundRunner
+        from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 
         if speculation is None:
             is_plain = (
@@ -262,15 +262,15 @@ class OpenEngines:
             return None
         drafter: Drafter
         if self.draft is None:
-            from llmctl.runtime.speculative.ngram import NgramDrafter
+            from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
 
             drafter = NgramDrafter(draft_len, speculation.max_ngram)
         else:
-            from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
+            from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
 
             drafter = DraftTargetDrafter(self.draft, draft_len)
         if acceptance is None:
             return drafter
-        from llmctl.runtime.synthetic import SyntheticDrafter
+        from llmctl.runtime.generate.synthetic_acceptance import SyntheticDrafter
 
         return SyntheticDrafter(drafter, acceptance)

@@ -11,15 +11,15 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from llmctl.plugins.sampling.spec import Logits
-from llmctl.runtime.block_mover import BlockMover
-from llmctl.runtime.core import Batch, Sequence
-from llmctl.runtime.rounds import Rounds
-from llmctl.runtime.scheduler import Scheduler
-from llmctl.runtime.speculative.drafter import Drafter, Proposal
-from llmctl.runtime.stats import SpeculationStats
+from llmctl.plugins.ops.sampling.spec import Logits
+from llmctl.runtime.drafting.drafter import Drafter, Proposal
+from llmctl.runtime.generate.verify import Commit, Verifier
+from llmctl.runtime.kv_cache.block_mover import BlockMover
+from llmctl.runtime.request import Batch, Sequence
+from llmctl.runtime.rounds.rounds import Rounds
+from llmctl.runtime.schedule.scheduler import Scheduler
+from llmctl.runtime.stats.counters import SpeculationStats
 from llmctl.runtime.step import Span, StepRunner, pack
-from llmctl.runtime.verify import Commit, Verifier
 
 Outcome = TypeVar("Outcome")
 

@@ -10,14 +10,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmctl.plugins.program import StepInputs
-from llmctl.plugins.sampling.spec import Logits
-from llmctl.runtime.core import Sequence
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.kv_cache import Arrival, BlockCopy
+from llmctl.runtime.request import Sequence
 
 
 class StepRunner(Protocol):
-    """What the loop and a drafter need of an engine; `runtime.engine.Executable` is one."""
+    """What the loop and a drafter need of an engine; `runtime.engines.engine.Executable` is one."""
 
     vocab_size: int
     max_seq_len: int

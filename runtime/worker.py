@@ -12,26 +12,26 @@ from functools import partial
 from time import monotonic
 
 from llmctl.errors import PairMismatch
-from llmctl.plugins.sampling.spec import SamplingBackend
-from llmctl.runtime.admission import check_token_ids
-from llmctl.runtime.block_mover import BlockMover
-from llmctl.runtime.config import ExecutorConfig
-from llmctl.runtime.core import FinishReason, Response, Sequence
-from llmctl.runtime.delivery import Delivery
-from llmctl.runtime.inbox import Inbox
+from llmctl.plugins.ops.sampling.spec import SamplingBackend
+from llmctl.runtime.api.delivery import Delivery
+from llmctl.runtime.api.executor_config import ExecutorConfig
+from llmctl.runtime.api.inbox import Inbox
+from llmctl.runtime.api.mailbox import Mailbox
+from llmctl.runtime.api.tracking import TrackedRequest
+from llmctl.runtime.drafting.drafter import Drafter
+from llmctl.runtime.drafting.length.adaptive import AdaptiveLengths
+from llmctl.runtime.generate.sampler import Sampler
+from llmctl.runtime.generate.verify import Verifier
 from llmctl.runtime.kv_cache import KvCacheEventManager, KvCacheManager, most_step_tokens
+from llmctl.runtime.kv_cache.block_mover import BlockMover
 from llmctl.runtime.loop import Loop, StepReport
-from llmctl.runtime.mailbox import Mailbox
-from llmctl.runtime.recorder import Recorder
-from llmctl.runtime.rounds import RoundRunner, Rounds
-from llmctl.runtime.sampler import Sampler
-from llmctl.runtime.scheduler import Limits, Scheduler
-from llmctl.runtime.speculative.adaptive import AdaptiveLengths
-from llmctl.runtime.speculative.drafter import Drafter
+from llmctl.runtime.request import FinishReason, Response, Sequence
+from llmctl.runtime.rounds.rounds import RoundRunner, Rounds
+from llmctl.runtime.schedule.admission import check_token_ids
+from llmctl.runtime.schedule.chunk_tuning import SeenSteps, make_tuner
+from llmctl.runtime.schedule.scheduler import Limits, Scheduler
+from llmctl.runtime.stats.recorder import Recorder
 from llmctl.runtime.step import StepRunner
-from llmctl.runtime.tracking import TrackedRequest
-from llmctl.runtime.tuning import SeenSteps, make_tuner
-from llmctl.runtime.verify import Verifier
 
 
 class Worker:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmctl.builder.engine_format import TENSORRT_OP, KvCacheSpec, Plan, PlanOp, PlanTensor
 from llmctl.builder.network import Network
 from llmctl.builder.passes.memory import plan_memory
-from llmctl.plugins.specs import SPECS
+from llmctl.plugins.core.operators import SPECS
 
 
 def lower(

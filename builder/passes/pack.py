@@ -2,7 +2,7 @@
 
 A linear before SwiGLU or before RoPE and the KV write computes that in its epilogue. For it the
 rows of gate and up, or the dimensions that rotate together, are interleaved (see
-`plugins/packed_linear/layout.py`), which costs nothing as weights are packed at build anyway. A
+`plugins/ops/packed_linear/layout.py`), which costs nothing as weights are packed at build anyway. A
 norm before it becomes its part where a product that normalizes was measured to be faster.
 """
 
@@ -44,7 +44,7 @@ def pack_linears(network: Network, *, fuse_swiglu: bool = True) -> Network:
 
 def _fuse_norm(network: Network, node: Node) -> None:
     """Take the rms_norm that writes the product's `x` into the product, if that helps."""
-    from llmctl.plugins.packed_linear.tactics import can_normalize
+    from llmctl.plugins.ops.packed_linear.tactics import can_normalize
 
     norm = network.producer(node.inputs["x"])
     if norm is None or norm.op != "rms_norm" or "residual" not in norm.inputs:

@@ -28,7 +28,7 @@ def _tactic(network: Network, node: Node, backend: str) -> str:
     if not node.op.startswith("packed_linear"):
         backend = "cuda" if backend.startswith("tensorrt") else backend
         return f"{backend}.{node.op}.{_type(network, node)}"
-    from llmctl.plugins.packed_linear.tactics import choose_tactic
+    from llmctl.plugins.ops.packed_linear.tactics import choose_tactic
 
     row_tiles, chunks = network.tensors[node.inputs["weight"]].shape[:2]
     assert isinstance(row_tiles, int) and isinstance(chunks, int)

@@ -10,7 +10,7 @@ from llmctl.builder.tensorrt.networks import PieceNetwork
 from llmctl.builder.tensorrt.package import Package
 from llmctl.builder.tensorrt.report import describe_engine
 from llmctl.errors import KernelCompileError
-from llmctl.plugins.tensorrt.packages import shared_logger
+from llmctl.plugins.backends.tensorrt.packages import shared_logger
 
 _SERIOUS = ("ERROR", "INTERNAL_ERROR")
 

@@ -1,4 +1,4 @@
-"""Pieces as TensorRT networks: every node by its operator's `plugins/<op>/tensorrt.py`.
+"""Pieces as TensorRT networks: every node by its operator's `plugins/ops/<op>/tensorrt.py`.
 
 Nothing is compiled here, so what a network computes can be checked without a GPU and in no time.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from llmctl.builder.config import BuildConfig
@@ -15,9 +14,10 @@ from llmctl.builder.network import Tensor
 from llmctl.builder.tensorrt.package import require
 from llmctl.builder.tensorrt.pieces import Binding, Piece
 from llmctl.builder.tensorrt.whole import TREE, WHOLE
-from llmctl.plugins.rounds.tensorrt import accept_chain, accept_tree, choose_tokens
-from llmctl.plugins.tensorrt.layers import ITensor, Layers, Wanted
-from llmctl.plugins.tensorrt.packages import shared_logger
+from llmctl.plugins.backends.tensorrt.layers import ITensor, Layers, Wanted
+from llmctl.plugins.backends.tensorrt.packages import shared_logger
+from llmctl.plugins.core.operators import operator_module
+from llmctl.plugins.device_loop.tensorrt import accept_chain, accept_tree, choose_tokens
 
 Range = tuple[int, int, int]  # least, the one to tune for, most
 # Steps of generation and verification have up to so many tokens; longer ones hold prompt chunks.
@@ -85,7 +85,7 @@ def _build(
             layers.step[name] = layers.shuffle(values[name], (-1,))
     for node in piece.nodes:
         layers.scope = node.name
-        add = import_module(f"llmctl.plugins.{node.op}.tensorrt").add_layers
+        add = operator_module(node.op, "tensorrt").add_layers
         inputs = {role: values[name] for role, name in node.inputs.items()}
         wanted = {
             role: _wanted(piece.tensors[name])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmctl.errors import BadConfig, NoDevice, Unsupported
-from llmctl.plugins.tensorrt.packages import PACKAGES, RTX_CAPABILITIES, load_package
+from llmctl.plugins.backends.tensorrt.packages import PACKAGES, RTX_CAPABILITIES, load_package
 
 FP8_CAPABILITY = (8, 9)  # the oldest with FP8 tensor cores
 

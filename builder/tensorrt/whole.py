@@ -13,7 +13,7 @@ from llmctl.builder.engine_format import TENSORRT_OP, Dim, KvCacheSpec
 from llmctl.builder.network import Network, Node
 from llmctl.builder.tensorrt.pieces import STEP, Binding, Piece, as_row
 from llmctl.errors import Unsupported
-from llmctl.plugins.spec import FP8
+from llmctl.plugins.core.op_spec import FP8
 
 WHOLE, TREE = "whole", "tree"
 

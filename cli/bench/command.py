@@ -17,10 +17,10 @@ import typer
 from typer import Option
 
 from llmctl.cli import engine_options as engine
-from llmctl.cli import run_options as option
+from llmctl.cli.run import options as option
 from llmctl.cli.signatures import give_parameters
 from llmctl.errors import BadConfig
-from llmctl.runtime.admission import CapacitySchedulerPolicy
+from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -214,8 +214,8 @@ def _run(
     from llmctl.cli.bench.session import BenchOptions, Files, Session
     from llmctl.cli.bench.sweep import parse_sweep
     from llmctl.cli.engines import EngineOptions
-    from llmctl.cli.prompts import sampling_config
-    from llmctl.cli.speculation import parse_speculation
+    from llmctl.cli.run.prompts import sampling_config
+    from llmctl.cli.run.speculation import parse_speculation
 
     sweep = parse_sweep(given["sweep_draft_len"]) if given["sweep_draft_len"] is not None else ()
     if sweep and given["draft_len"] is not None:

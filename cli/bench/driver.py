@@ -12,8 +12,8 @@ import numpy as np
 
 from llmctl.cli.bench.records import Arrival, Clock, Recording, RequestRecord
 from llmctl.errors import RequestError
-from llmctl.runtime.core import FinishReason, Request, Response
-from llmctl.runtime.stats import IterationStats
+from llmctl.runtime.request import FinishReason, Request, Response
+from llmctl.runtime.stats.counters import IterationStats
 
 
 class Server(Protocol):

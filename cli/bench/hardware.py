@@ -21,7 +21,7 @@ from llmctl.cli.inspect.cost import Step, op_bytes
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import Plan
-    from llmctl.runtime.engine import Executable
+    from llmctl.runtime.engines.engine import Executable
 
 MOST_BYTES = 1 << 30  # of a buffer that is read to measure; far larger than a GPU's caches
 LEAST_BYTES = 1 << 20
@@ -75,7 +75,7 @@ def measure_cpu(num_bytes: int) -> float:
     that small models are held against the caches that they fit."""
     import numpy as np
 
-    from llmctl.plugins.cpu.binding import load_kernels
+    from llmctl.plugins.backends.cpu.binding import load_kernels
 
     count = min(max(num_bytes, LEAST_BYTES), MOST_BYTES) // 4
     buffer = np.ones(count, np.float32)
@@ -92,7 +92,7 @@ def measure_gpu() -> float | None:
     where memory is short."""
     import torch
 
-    from llmctl.plugins.cuda.queue import new_event
+    from llmctl.plugins.backends.cuda.queue import new_event
 
     if torch.cuda.mem_get_info()[0] < 2 * MOST_BYTES:
         return None

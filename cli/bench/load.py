@@ -11,10 +11,10 @@ import numpy as np
 
 from llmctl.builder.engine_format import TOKENIZER_FOLDER, EngineConfig
 from llmctl.builder.tokenizer import TOKENIZER_FILE
-from llmctl.cli.prompts import row_sampling
-from llmctl.cli.text_io import Prompt, read_prompts
+from llmctl.cli.run.prompts import row_sampling
+from llmctl.cli.run.text_io import Prompt, read_prompts
 from llmctl.errors import BadConfig, PromptTooLong
-from llmctl.runtime.core import Request, SamplingConfig
+from llmctl.runtime.request import Request, SamplingConfig
 
 if TYPE_CHECKING:
     from llmctl.cli.tokenizer import Tokenizer

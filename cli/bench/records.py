@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from time import perf_counter, time
 from typing import Any, NamedTuple
 
-from llmctl.runtime.columns import Columns
-from llmctl.runtime.stats import IterationStats
+from llmctl.runtime.stats.column_table import Columns
+from llmctl.runtime.stats.counters import IterationStats
 
 
 class Arrival(NamedTuple):

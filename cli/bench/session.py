@@ -17,11 +17,11 @@ from llmctl.cli.bench.records import Recording
 from llmctl.cli.bench.synthetic import Lot, parse_lot
 from llmctl.cli.engines import CheckedEngines, EngineOptions, OpenEngines, check_engines
 from llmctl.cli.output_files import require_writable
-from llmctl.cli.report import architecture
+from llmctl.cli.run.report import architecture
 from llmctl.errors import BadConfig
 
 if TYPE_CHECKING:
-    from llmctl.runtime.core import Request
+    from llmctl.runtime.request import Request
 
 STEPS_KEPT = 100_000  # of the executor's history; the driver reads it at every response
 

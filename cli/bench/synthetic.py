@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmctl.errors import BadConfig
-from llmctl.runtime.synthetic import SyntheticAcceptance
+from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
 
 NOTICE = (
     "SYNTHETIC ACCEPTANCE: drafts stand by lot, not by what the target says; text is meaningless"

@@ -12,8 +12,8 @@ from typing import Any
 
 from llmctl.builder.backends import COMPUTE_CAPABILITY
 from llmctl.errors import LlmctlError, NoDevice, Unsupported
-from llmctl.plugins.cuda.kernel import NUM_SMS
-from llmctl.plugins.tensorrt.packages import RTX_CAPABILITIES
+from llmctl.plugins.backends.cuda.kernel_spec import NUM_SMS
+from llmctl.plugins.backends.tensorrt.packages import RTX_CAPABILITIES
 
 _PROBE = 'extern "C" __global__ void probe(int* out) { out[threadIdx.x] = 1; }'
 Gpus = Sequence[dict[str, Any]]
@@ -63,7 +63,7 @@ def _try(question: Callable[[], str]) -> Check:
 
 
 def _load_cpu() -> str:
-    from llmctl.plugins.cpu.binding import default_num_threads, instruction_sets
+    from llmctl.plugins.backends.cpu.binding import default_num_threads, instruction_sets
 
     names = {"v4": "AVX-512", "v3": "AVX2", "generic": "no vector extensions"}
     best = instruction_sets()[0]
@@ -73,10 +73,10 @@ def _load_cpu() -> str:
 def _compile_for_gpu() -> str:
     import torch
 
-    from llmctl.plugins.cuda.compiler import cache_folder, compile_anew
-    from llmctl.plugins.cuda.nvrtc import compile_source, version
-    from llmctl.plugins.cuda.sources import triton_version
-    from llmctl.plugins.gather_rows.kernel import gather_spec
+    from llmctl.plugins.backends.cuda.compiler import cache_folder, compile_anew
+    from llmctl.plugins.backends.cuda.nvrtc import compile_source, version
+    from llmctl.plugins.backends.cuda.sources import triton_version
+    from llmctl.plugins.ops.gather_rows.kernel import gather_spec
 
     compile_source(_PROBE, "probe.cu", ["--gpu-architecture=sm_90a"])
     compile_anew(gather_spec(torch.empty(1, 64)))  # Triton's

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from llmctl.runtime.core import Sequence
+from llmctl.runtime.api.retention import Retention
 from llmctl.runtime.kv_cache.radix_tree import Node
 from llmctl.runtime.kv_cache.window import AttentionWindow
-from llmctl.runtime.retention import Retention
+from llmctl.runtime.request import Sequence
 
 
 class Lease:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from llmctl.errors import BadConfig
-from llmctl.runtime.core import Sequence
+from llmctl.runtime.api.retention import DEFAULT_PRIORITY
 from llmctl.runtime.kv_cache.audit import check_leases
 from llmctl.runtime.kv_cache.events import KvCacheEventManager
 from llmctl.runtime.kv_cache.lease import Lease
@@ -30,7 +30,7 @@ from llmctl.runtime.kv_cache.radix_tree import Node, path_to
 from llmctl.runtime.kv_cache.stats import KvCacheStats, PromptCounters, make_stats
 from llmctl.runtime.kv_cache.store import BlockStore
 from llmctl.runtime.kv_cache.window import AttentionWindow
-from llmctl.runtime.retention import DEFAULT_PRIORITY
+from llmctl.runtime.request import Sequence
 
 
 class KvCacheManager:

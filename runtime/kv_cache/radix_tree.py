@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Row
 
-from llmctl.runtime.retention import DEFAULT_PRIORITY
+from llmctl.runtime.api.retention import DEFAULT_PRIORITY
 
 NOWHERE = -1
 

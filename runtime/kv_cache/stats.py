@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmctl.runtime.core import Sequence
 from llmctl.runtime.kv_cache.store import BlockStore
+from llmctl.runtime.request import Sequence
 
 
 @dataclass(frozen=True, slots=True)

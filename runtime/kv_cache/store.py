@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
 
+from llmctl.runtime.api.retention import DEFAULT_PRIORITY, Retention
 from llmctl.runtime.kv_cache import events
 from llmctl.runtime.kv_cache.arrivals import Arrivals
 from llmctl.runtime.kv_cache.eviction import (
@@ -22,7 +23,6 @@ from llmctl.runtime.kv_cache.eviction import (
 )
 from llmctl.runtime.kv_cache.moves import BlockCopy, CopyKind
 from llmctl.runtime.kv_cache.radix_tree import NOWHERE, Node, RadixTree, path_to
-from llmctl.runtime.retention import DEFAULT_PRIORITY, Retention
 
 
 class BlockStore:

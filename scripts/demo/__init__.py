@@ -1,1 +1,1 @@
-"""What `scripts/train_demo_models.py` and `scripts/evaluate_demo_models.py` are made of."""
+"""What `scripts/demo/train.py` and `scripts/demo/evaluate.py` are made of."""

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from demo.tokenizer import BOS_ID, EOS_ID
+from scripts.demo.tokenizer import BOS_ID, EOS_ID
 
 TokenStream = npt.NDArray[np.int32]
 

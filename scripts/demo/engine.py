@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from demo.evaluation import Logits
-from llmctl.plugins.program import StepInputs
-from llmctl.runtime.engine import Executable, open_executable
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.runtime.engines.engine import Executable, open_executable
+from scripts.demo.evaluation import Logits
 
 
 def engine_logits(engine_dir: Path) -> Logits:

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from demo.corpus import Document
-from demo.tokenizer import BOS_ID, EOS_ID, PAD_ID
+from scripts.demo.corpus import Document
+from scripts.demo.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 Logits = Callable[[Tensor], Tensor]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from demo.batches import TokenStream, with_bos
-from demo.model import Llama
-from demo.training import autocast
+from scripts.demo.batches import TokenStream, with_bos
+from scripts.demo.model import Llama
+from scripts.demo.training import autocast
 
 PROMPT_LENGTHS = (64, 128, 192)
 TEMPERATURES = (0.0, 0.0, 0.8)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from demo.tokenizer import BOS_ID, EOS_ID, PAD_ID
+from scripts.demo.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 RMS_NORM_EPS = 1e-5
 ROPE_THETA = 10000.0

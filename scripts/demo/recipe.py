@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from demo.model import Shape
-from demo.training import Schedule
+from scripts.demo.model import Shape
+from scripts.demo.training import Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from demo.batches import TokenStream, with_bos
-from demo.model import Llama
+from scripts.demo.batches import TokenStream, with_bos
+from scripts.demo.model import Llama
 
 Validate = Callable[[Llama], float]
 """Mean loss in nats per token on held-out text."""

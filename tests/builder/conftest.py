@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mxfp4_support import Checkpoints
+from support.mxfp4 import Checkpoints
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -24,9 +24,9 @@ from transformers.utils import logging as transformers_logging
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import Plan, open_engine
-from llmctl.plugins.cpu import CpuProgram
-from llmctl.plugins.program import OpCall, Program, StepInputs
-from llmctl.plugins.reference import ReferenceProgram
+from llmctl.plugins.backends.cpu import CpuProgram
+from llmctl.plugins.core.calls import OpCall, Program, StepInputs
+from llmctl.plugins.core.reference import ReferenceProgram
 
 transformers_logging.disable_progress_bar()
 

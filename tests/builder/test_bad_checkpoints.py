@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_support import edit
+from support.checkpoint import edit
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest

@@ -161,7 +161,7 @@ def test_an_existing_output_is_refused(
 
 def test_every_plugin_option_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     from llmctl.builder.plugin_config import OPTIONS
-    from llmctl.cli.build import build
+    from llmctl.cli.build.command import build
 
     names = build.__annotations__
     assert set(OPTIONS) <= set(names)
@@ -172,9 +172,16 @@ def test_every_plugin_option_is_in_the_help(capsys: pytest.CaptureFixture[str]) 
 def test_a_planted_engine_is_what_its_checkpoint_says_unless_told_otherwise(
     tmp_path: Path, repository: Path
 ) -> None:
-    script = repository / "scripts/make_planted_checkpoints.py"
     words = ["--target", "tiny", "--draft", "tiny", "--config-only", "--seed", "7"]
-    made = [sys.executable, str(script), str(tmp_path / "made"), *words, "--acceptance", "0.3"]
+    made = [
+        sys.executable,
+        "-m",
+        "scripts.models.make_planted_checkpoints",
+        str(tmp_path / "made"),
+        *words,
+        "--acceptance",
+        "0.3",
+    ]
     subprocess.run(made, check=True, capture_output=True)
     build = ["build", "--backend", "cuda", "--load-format", "planted", "--dtype", "bfloat16"]
     wanted = {"draft": ("draft", 0.3), "target": ("target", 0.3)}

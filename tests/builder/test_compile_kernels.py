@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from llmctl.builder.kernels import compile_kernels
+from llmctl.builder.engine_kernels import compile_kernels
 from llmctl.errors import KernelCompileError
-from llmctl.plugins.cuda import compiler
-from llmctl.plugins.cuda.kernel import KernelSpec
+from llmctl.plugins.backends.cuda import compiler
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
 
 Done = list[tuple[str, bool]]  # which kernels, and whether in the main thread
 

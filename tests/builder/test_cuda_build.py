@@ -15,27 +15,27 @@ from typing import Any
 
 import pytest
 import torch
-from driver_support import RecordingDriver
 from safetensors.torch import load_file, save_file
+from support.driver import RecordingDriver
 
 from llmctl.builder import sources
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import Plan, open_engine, read_engine_config
-from llmctl.builder.generated import LoadFormat
-from llmctl.builder.kernels import kernel_specs, step_limits
+from llmctl.builder.engine_kernels import kernel_specs, step_limits
 from llmctl.builder.packing import PackedRows, RowOrder
+from llmctl.builder.planted import LoadFormat
 from llmctl.cli.main import execute
 from llmctl.errors import BadConfig, CheckpointNotFound, UnknownQuantization, Unsupported
-from llmctl.plugins.cuda import nvrtc
-from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel
-from llmctl.plugins.cuda.cubin import read_cubin
-from llmctl.plugins.cuda.kernel import StepShape
-from llmctl.plugins.cuda.program import CudaProgram
-from llmctl.plugins.packed_linear import layout
-from llmctl.runtime.cuda_engine import step_limits as step_limits_of
-from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
-from llmctl.runtime.tensorrt_open import kernels_a_step
+from llmctl.plugins.backends.cuda import nvrtc
+from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
+from llmctl.plugins.backends.cuda.cubin import read_cubin
+from llmctl.plugins.backends.cuda.kernel_spec import StepShape
+from llmctl.plugins.backends.cuda.program import CudaProgram
+from llmctl.plugins.ops.packed_linear import layout
+from llmctl.runtime.engines.cuda_engine import step_limits as step_limits_of
+from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.engines.open_tensorrt import kernels_a_step
 
 # 5 heads of 80 leave padding in the last row tile, and so does a vocabulary of 131.
 SMALL = {
@@ -192,7 +192,7 @@ def test_attention_of_every_layer_is_launched_as_if_it_were_the_only_one(
     cache_type: torch.dtype = getattr(torch, plan.kv_cache.dtype)
     program = CudaProgram(calls, [], limits, "cpu", RecordingDriver())
     program.bind_kv_cache(torch.zeros(kv_cache_shape(plan, 4), dtype=cache_type))
-    launches = import_module("llmctl.plugins.paged_attention.kernel").launches
+    launches = import_module("llmctl.plugins.ops.paged_attention.kernel").launches
     layers = [index for index, call in enumerate(calls) if call.op == "paged_attention"]
 
     def plain(value):

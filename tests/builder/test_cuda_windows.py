@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from driver_support import RecordingDriver
+from support.driver import RecordingDriver
 
 from llmctl.builder.engine_format import open_engine, read_engine_config
-from llmctl.plugins.cuda.kernel import StepShape
-from llmctl.plugins.cuda.program import CudaProgram
-from llmctl.runtime.attention_windows import WindowOptions
-from llmctl.runtime.cuda_engine import step_limits
-from llmctl.runtime.cuda_open import EngineFile
-from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
-from llmctl.runtime.tensorrt_open import load_binaries
+from llmctl.plugins.backends.cuda.kernel_spec import StepShape
+from llmctl.plugins.backends.cuda.program import CudaProgram
+from llmctl.runtime.engines.cuda_engine import step_limits
+from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.engines.open_cuda import EngineFile
+from llmctl.runtime.engines.open_tensorrt import load_binaries
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 
 LIMITS = {"max_batch_size": 2, "max_num_tokens": 48, "max_draft_len": 16, "max_seq_len": 128}
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from mxfp4_support import (
+from safetensors.torch import load_file
+from support.mxfp4 import (
     CASES,
     MAX_RELATIVE_L2,
     VOCAB,
     modelopt_weight,
     parts_of,
 )
-from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

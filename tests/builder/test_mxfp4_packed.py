@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import shutil
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
-from mxfp4_support import (
+from safetensors.torch import load_file
+from support.mxfp4 import (
     CUDA_LIMITS,
     LAYER,
     SHAPE,
@@ -19,11 +19,9 @@ from mxfp4_support import (
     plan_cuda,
     values_of,
 )
-from safetensors.torch import load_file
 
 from llmctl.builder.build import run_build
-from llmctl.builder.generated import LoadFormat
-from llmctl.builder.kernels import (
+from llmctl.builder.engine_kernels import (
     meta_cache,
     meta_calls,
     meta_step,
@@ -34,15 +32,17 @@ from llmctl.builder.kernels import (
 )
 from llmctl.builder.mxfp4 import MxRows, PackedMxRows
 from llmctl.builder.packing import RowOrder
-from llmctl.plugins.cuda.kernel import LaunchEnv, StepShape
-from llmctl.plugins.packed_linear import layout
-from llmctl.runtime.tensorrt_open import kernels_a_step
+from llmctl.builder.planted import LoadFormat
+from llmctl.plugins.backends.cuda.kernel_spec import LaunchEnv, StepShape
+from llmctl.plugins.core.operators import operator_module
+from llmctl.plugins.ops.packed_linear import layout
+from llmctl.runtime.engines.open_tensorrt import kernels_a_step
 
 # ---- packed for a GPU ----
 
 
 def row_order(op: str, rows: int) -> torch.Tensor:
-    """Packed row i holds logical row [i] (plugins/packed_linear/layout.py)."""
+    """Packed row i holds logical row [i] (plugins/ops/packed_linear/layout.py)."""
     heads = [SHAPE[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")]
     if op == "packed_linear_rope_kv":
         return layout.rope_order(*heads)
@@ -128,7 +128,7 @@ def test_the_memory_plan_counts_the_launches_that_expand_weights(mxfp4_checkpoin
         count = 0
         for call, extent in meta_calls(engine.plan):
             env = LaunchEnv(step, cache, sizes, extent, memory)
-            module = import_module(f"llmctl.plugins.{call.op}.kernel")
+            module = operator_module(call.op, "kernel")
             count += len(module.launches(call, env, shape))
         assert len(engine.plan.ops) <= count <= kernels_a_step(engine.plan, tokens), tokens
     # Two layers of four products and the head are expanded for more tokens than 64.

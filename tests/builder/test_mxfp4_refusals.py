@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_support import edit
-from mxfp4_support import (
+from safetensors.torch import load_file
+from support.checkpoint import edit
+from support.mxfp4 import (
     DOWN,
     LAYER,
     SHAPE,
@@ -20,12 +21,11 @@ from mxfp4_support import (
     plan_cuda,
     values_of,
 )
-from safetensors.torch import load_file
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine
-from llmctl.builder.generated import LoadFormat
+from llmctl.builder.planted import LoadFormat
 from llmctl.errors import (
     BadTensorShape,
     BadTensorValue,
@@ -34,7 +34,7 @@ from llmctl.errors import (
     UnknownQuantization,
     Unsupported,
 )
-from llmctl.plugins.packed_linear import layout
+from llmctl.plugins.ops.packed_linear import layout
 
 
 @pytest.fixture

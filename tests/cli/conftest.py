@@ -97,7 +97,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Engin
     """Two random Llamas with one tokenizer. The draft is the target with another seed."""
     folder = tmp_path_factory.mktemp("engines")
     tokenizer = write_tokenizer(folder / "tokenizer", chat_template=CHAT_TEMPLATE)
-    script = runpy.run_path(str(repository / "scripts" / "make_random_checkpoint.py"))
+    script = runpy.run_path(str(repository / "scripts/models/make_random_checkpoint.py"))
     made = Engines(folder / "target", folder / "draft", folder / "target-hf", folder / "draft-hf")
     pairs = ((made.target_checkpoint, made.target), (made.draft_checkpoint, made.draft))
     for seed, (checkpoint, engine) in enumerate(pairs):

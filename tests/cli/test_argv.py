@@ -7,7 +7,7 @@ import json
 import pytest
 
 from llmctl.cli.argv import expand_lists
-from llmctl.cli.run import prepare_argv
+from llmctl.cli.run.command import prepare_argv
 from llmctl.errors import BadConfig
 
 

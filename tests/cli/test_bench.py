@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from bench_support import raw
+from support.bench import raw
 
 from llmctl.errors import BadConfig, PromptTooLong
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bench_support import raw
+from support.bench import raw
 
 
 def test_synthetic_acceptance_has_the_length_asked_for_and_is_marked_everywhere(

@@ -13,7 +13,7 @@ from llmctl.cli.bench.records import Recording
 from llmctl.cli.bench.table import banner
 from llmctl.cli.main import Interrupted, Terminated
 from llmctl.errors import BadLogits, RequestError
-from llmctl.runtime.core import FinishReason, Request, Response, Result
+from llmctl.runtime.request import FinishReason, Request, Response, Result
 
 
 class Server:

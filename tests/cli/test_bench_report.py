@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
 import pytest
-from bench_support import raw
+from support.bench import raw
 
 from llmctl.cli.bench.svg import nice_ticks
 

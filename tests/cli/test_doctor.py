@@ -85,7 +85,7 @@ def test_a_missing_compiler_or_package_is_the_reason(monkeypatch):
     def missing(*_: object) -> str:
         raise NoDevice("it was not found", fix="install it")
 
-    monkeypatch.setattr("llmctl.plugins.cuda.nvrtc.compile_source", missing)
+    monkeypatch.setattr("llmctl.plugins.backends.cuda.nvrtc.compile_source", missing)
     monkeypatch.setattr("llmctl.builder.tensorrt.package.open_package", missing)
     found = {b.name: b for b in check_backends([_gpu(*H200)], "13.0")}
     wanted = Check(False, "it was not found", "install it")

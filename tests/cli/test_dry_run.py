@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from llmctl.builder.engine_format import engine_bytes, read_plan
-from llmctl.cli import dry_run
+from llmctl.cli.build import dry_run
 from llmctl.cli.gpus import GB, GPUS, Gpu
 from llmctl.errors import BadConfig, Unsupported
-from llmctl.runtime.memory import RESERVED_BYTES, EngineMemory, plan_device
+from llmctl.runtime.engines.memory_plan import RESERVED_BYTES, EngineMemory, plan_device
 
 PARTS = ("weight_bytes", "activation_bytes", "scratch_bytes", "graph_bytes", "reserved_bytes")
 

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_support import write_config
-from planted_shapes import SHAPES
 
 from llmctl.builder.build import EnginePlan, plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine, read_engine_config
-from llmctl.builder.generated import LoadFormat
-from llmctl.cli.dry_run import choose_memory, plan_memory
-from llmctl.cli.dry_run_text import engine_lines
+from llmctl.builder.planted import LoadFormat
+from llmctl.cli.build.dry_run import choose_memory, plan_memory
+from llmctl.cli.build.dry_run_text import engine_lines
 from llmctl.cli.inspect.cost import Step, step_bytes
 from llmctl.cli.inspect.engine import describe_layers, predict_step
-from llmctl.runtime.engine import kv_bytes_per_block
+from llmctl.runtime.engines.engine import kv_bytes_per_block
+from scripts.bench.plan_support import write_config
+from scripts.models.planted_shapes import SHAPES
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from llmctl.cli.generate import Row, generate
-from llmctl.cli.output import StreamPrinter, print_rows, run_json
-from llmctl.cli.report import stats_lines, summarize
+from llmctl.cli.run.generate import Row, generate
+from llmctl.cli.run.output import StreamPrinter, print_rows, run_json
+from llmctl.cli.run.report import stats_lines, summarize
 from llmctl.errors import PromptTooLong, RequestError
-from llmctl.runtime.core import FinishReason, Request, Response, Result, SamplingConfig
 from llmctl.runtime.kv_cache import KvCacheStats
-from llmctl.runtime.stats import SpeculationStats
+from llmctl.runtime.request import FinishReason, Request, Response, Result, SamplingConfig
+from llmctl.runtime.stats.counters import SpeculationStats
 
 
 class Letters:

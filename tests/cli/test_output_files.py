@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llmctl.cli.output_files import replacing, require_writable
-from llmctl.cli.text_io import write_csv, write_jsonl, write_npy
+from llmctl.cli.run.text_io import write_csv, write_jsonl, write_npy
 from llmctl.errors import BadConfig
 
 

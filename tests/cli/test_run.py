@@ -305,7 +305,7 @@ def test_verify_exact_refuses_sampled_drafts_accepted_by_logits(run, engines, tm
 
 
 def test_verify_exact_fails_at_the_first_divergence(run, engines, monkeypatch):
-    from llmctl.cli import session
+    from llmctl.cli.run import session
 
     original = session.generate
 

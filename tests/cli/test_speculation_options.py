@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmctl.cli.speculation import Speculation, parse_speculation
+from llmctl.cli.run.speculation import Speculation, parse_speculation
 from llmctl.errors import BadConfig, Unsupported
 
 DRAFT = Path("draft")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from llmctl.cli import session
 from llmctl.cli.bench import publish
 from llmctl.cli.output_files import replacing
+from llmctl.cli.run import session
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="the system has no /dev/full")

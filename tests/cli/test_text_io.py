@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmctl.cli.text_io import (
+from llmctl.cli.run.text_io import (
     Prompt,
     read_prompts,
     write_csv,

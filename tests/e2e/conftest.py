@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from e2e_support import DemoPair, PromptMaker
+from support.e2e import DemoPair, PromptMaker
 
 
 @pytest.fixture(scope="session")

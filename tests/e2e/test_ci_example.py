@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from e2e_support import DemoPair
+from support.e2e import DemoPair
 
 ROLES = ("target", "draft")
 

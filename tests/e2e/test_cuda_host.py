@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from typing import Literal
 
 import pytest
-from cuda_support import FakeCapture, launch_sampling, open_on_fake_device
-from e2e_support import DRAFT_LEN, DemoPair, Outputs, PromptMaker, run_all
+from support.cuda import FakeCapture, launch_sampling, open_on_fake_device
+from support.e2e import DRAFT_LEN, DemoPair, Outputs, PromptMaker, run_all
 
-from llmctl.plugins.cuda.kernel import Launch
-from llmctl.plugins.cuda.queue import DeviceQueue
-from llmctl.plugins.sampling.cuda import CudaSampling
-from llmctl.runtime.core import OutputConfig, Request, SamplingConfig
-from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
-from llmctl.runtime.speculative.drafter import Drafter
-from llmctl.runtime.speculative.ngram import NgramDrafter
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.backends.cuda.queue import DeviceQueue
+from llmctl.plugins.ops.sampling.cuda import CudaSampling
+from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.drafter import Drafter
+from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
+from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
 
 KINDS = (
     SamplingConfig(),

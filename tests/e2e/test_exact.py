@@ -8,10 +8,10 @@ import threading
 from dataclasses import replace
 
 import pytest
-from e2e_support import DemoPair, Outputs, PromptMaker, run_all
+from support.e2e import DemoPair, Outputs, PromptMaker, run_all
 
-from llmctl.runtime.core import Request, SamplingConfig
-from llmctl.runtime.executor import Executor
+from llmctl.runtime.api.executor import Executor
+from llmctl.runtime.request import Request, SamplingConfig
 
 NUM_PROMPTS = 240
 GREEDY = SamplingConfig()

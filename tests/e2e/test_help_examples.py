@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_support import DemoPair
+from support.e2e import DemoPair
 
 from llmctl.cli.app import COMMANDS, make_command
 from llmctl.cli.main import execute

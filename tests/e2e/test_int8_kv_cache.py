@@ -6,13 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from e2e_support import DRAFT_LEN, DemoPair, PromptMaker, llmctl, run_all
+from support.e2e import DRAFT_LEN, DemoPair, PromptMaker, llmctl, run_all
 
-from llmctl.plugins.cpu import CpuSampling
-from llmctl.runtime.core import Request, SamplingConfig
-from llmctl.runtime.engine import open_executable
-from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
+from llmctl.plugins.backends.cpu import CpuSampling
+from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.engines.engine import open_executable
+from llmctl.runtime.request import Request, SamplingConfig
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from cuda_support import launch_sampling, open_on_fake_device
-from e2e_support import DRAFT_LEN, DemoPair, Outputs, PromptMaker, run_all
+from support.cuda import launch_sampling, open_on_fake_device
+from support.e2e import DRAFT_LEN, DemoPair, Outputs, PromptMaker, run_all
 
 from llmctl.errors import BadConfig, OutOfMemory
-from llmctl.plugins.cuda.kernel import Launch
-from llmctl.plugins.cuda.queue import DeviceQueue
-from llmctl.plugins.sampling.cuda import CudaSampling
-from llmctl.runtime.core import Request, SamplingConfig
-from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.backends.cuda.queue import DeviceQueue
+from llmctl.plugins.ops.sampling.cuda import CudaSampling
+from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.request import Request, SamplingConfig
 
 MAX_TOKENS = 320  # in the cache: two prompts, so that most are evicted before they return
 

@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from demo.engine import engine_logits
-from demo.evaluation import losses
-from demo.tokenizer import BOS_ID
-from e2e_support import DRAFT_LEN, DemoPair, PromptMaker, run_all
+from support.e2e import DRAFT_LEN, DemoPair, PromptMaker, run_all
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llmctl.runtime.core import Request
+from llmctl.runtime.request import Request
+from scripts.demo.engine import engine_logits
+from scripts.demo.evaluation import losses
+from scripts.demo.tokenizer import BOS_ID
 
 NUM_PROMPTS, NUM_TOKENS = 24, 48
 WINDOW, NUM_WINDOWS = 512, 24  # perplexity: windows of held-out text, each from an empty cache

@@ -4,15 +4,15 @@ draft and without, and holds the same memory at the end as at the start."""
 from __future__ import annotations
 
 import pytest
-from e2e_support import DRAFT_LEN, DemoPair, Outputs, PromptMaker, run_all
+from support.e2e import DRAFT_LEN, DemoPair, Outputs, PromptMaker, run_all
 
-from llmctl.plugins.cpu import CpuSampling
-from llmctl.plugins.reference import ReferenceProgram
-from llmctl.runtime.attention_windows import WindowOptions, cache_window
-from llmctl.runtime.core import Request, SamplingConfig
-from llmctl.runtime.engine import open_executable
-from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
+from llmctl.plugins.backends.cpu import CpuSampling
+from llmctl.plugins.core.reference import ReferenceProgram
+from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.engines.engine import open_executable
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window
+from llmctl.runtime.request import Request, SamplingConfig
 from llmctl.runtime.step import Span, pack
 
 WINDOW = WindowOptions((18, 12), 3)  # a list: layers take turns
@@ -74,9 +74,9 @@ def test_logits_are_those_of_the_reference_mask(demo: DemoPair, requests: list[R
     import torch
 
     from llmctl.builder.engine_format import open_engine
-    from llmctl.runtime.attention_windows import apply_windows
-    from llmctl.runtime.core import Sequence
-    from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
+    from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
+    from llmctl.runtime.kv_cache.attention_windows import apply_windows
+    from llmctl.runtime.request import Sequence
 
     folder = demo.engine("target-bfloat16")
     request = max(requests, key=lambda item: len(item.input_token_ids))

@@ -22,28 +22,26 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from attention_support import weight_rounding
-from bench_rows import elapsed_ms, read_bandwidth
-from kernel_support import KERNEL_DTYPES, limits_for, step_shape
+from support.attention import weight_rounding
+from support.kernel import KERNEL_DTYPES, limits_for, step_shape
 
 from llmctl.errors import DeviceFailure, LlmctlError, Unsupported
-from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel, is_cached
-from llmctl.plugins.cuda.kernel import KernelSpec
-from llmctl.plugins.examples import Example, make_example
-from llmctl.plugins.packed_linear.layout import MXFP4
-from llmctl.plugins.program import OpCall
-from llmctl.plugins.spec import FP8, Case
-from llmctl.plugins.specs import SPECS
+from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel, is_cached
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.core.examples import Example, make_example
+from llmctl.plugins.core.op_spec import FP8, Case
+from llmctl.plugins.core.operators import SPECS, has_module, operator_module
+from llmctl.plugins.ops.packed_linear.layout import MXFP4
+from scripts.bench.rows import elapsed_ms, read_bandwidth
 
 DTYPES = (*KERNEL_DTYPES, FP8, MXFP4)
 CASE_SECONDS = 60  # a case that takes longer hangs
@@ -65,7 +63,7 @@ def cases_of(op: str) -> list[tuple[Case, bool]]:
 
 def operators() -> list[str]:
     """Operators that have kernels."""
-    return [op for op in SPECS if find_spec(f"llmctl.plugins.{op}.kernel")]
+    return [op for op in SPECS if has_module(op, "kernel")]
 
 
 # ---- one case ----
@@ -90,7 +88,7 @@ def moved(example: Example, device: str) -> Example:
 
 def program_for(example: Example) -> Any:
     """A program of the one call, its step uploaded."""
-    from llmctl.plugins.cuda.program import CudaProgram
+    from llmctl.plugins.backends.cuda.program import CudaProgram
 
     limits = limits_for(example)
     program = CudaProgram([example.call], compiled(example), limits)
@@ -106,7 +104,7 @@ def compiled(example: Example) -> list[CompiledKernel]:
 
 def specs_of(example: Example) -> list[KernelSpec]:
     """What the operator says it needs for the example's call."""
-    module = import_module(f"llmctl.plugins.{example.call.op}.kernel")
+    module = operator_module(example.call.op, "kernel")
     specs: list[KernelSpec] = module.kernels(example.call, limits_for(example))
     return specs
 
@@ -120,7 +118,7 @@ def check(op: str, case: Case, is_timed: bool, wants_time: bool) -> dict[str, An
     program = program_for(found)
     program.enqueue(step_shape(example.step), torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()
-    reference = import_module(f"llmctl.plugins.{op}.reference").reference
+    reference = operator_module(op, "reference").reference
     call = wanted.call
     slack = weight_rounding(wanted) if op == "paged_attention" else torch.zeros(())
     reference(call.inputs, call.outputs, call.attributes, wanted.step, wanted.kv_cache)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_support import FP8, INT8, Part, World, run_one, same_bits, with_outputs
-from gpu_support import execute
+from support.attention import FP8, INT8, Part, World, run_one, same_bits, with_outputs
+from support.gpu import execute
 
-from llmctl.plugins.paged_attention import batch, kernel
+from llmctl.plugins.ops.paged_attention import batch, kernel
 
 LENGTHS = (6000, 1500, 333)
 WORLDS = [

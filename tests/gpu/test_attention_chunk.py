@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_support import FP8, Part, World, run_one, same_bits, with_outputs
-from gpu_support import execute
+from support.attention import FP8, Part, World, run_one, same_bits, with_outputs
+from support.gpu import execute
 
-from llmctl.plugins.paged_attention import chunk, kernel
+from llmctl.plugins.ops.paged_attention import chunk, kernel
 
 LENGTHS = (5000, 1500, 333, 64, 1)
 WORLDS = [

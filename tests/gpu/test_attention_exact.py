@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_support import FP8, INT8, Part, World, run_one, same_bits
-from gpu_support import execute
+from support.attention import FP8, INT8, Part, World, run_one, same_bits
+from support.gpu import execute
 
-from llmctl.plugins.cuda import compiler
-from llmctl.plugins.cuda.compiler import compile_kernel
-from llmctl.plugins.cuda.driver import cuda_driver
-from llmctl.plugins.cuda.kernel import DeviceStep, KernelSpec, Launch, LaunchEnv
-from llmctl.plugins.paged_attention import generation, kernel, verification
-from llmctl.plugins.program import OpCall
+from llmctl.plugins.backends.cuda import compiler
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.driver import cuda_driver
+from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, KernelSpec, Launch, LaunchEnv
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.ops.paged_attention import generation, kernel, verification
 
 WORLDS = [
     {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (1500, 333), "kv_dtype": FP8},
@@ -110,7 +110,7 @@ def test_numbers_that_were_read_too_early_are_read_again(variant, repository, mo
     whole = [world.run([(r, 0, n)], execute)[0] for r, n in enumerate(world.lengths)]
     monkeypatch.setattr(compiler, "PLUGINS", repository / "tests")
     spec = KernelSpec(
-        "late_step", "cuda_samples/late_step.cu", ("*i32", "*i32", "i32"), entry="late_step"
+        "late_step", "support/cuda_samples/late_step.cu", ("*i32", "*i32", "i32"), entry="late_step"
     )
     late = cuda_driver().load(compile_kernel(spec))
     monkeypatch.undo()

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_support import FP8, World, same_bits, weight_rounding
-from gpu_support import execute
+from support.attention import FP8, World, same_bits, weight_rounding
+from support.gpu import execute
 
-from llmctl.plugins.examples import Example
-from llmctl.plugins.paged_attention.reference import reference
-from llmctl.plugins.paged_attention.spec import SPEC
+from llmctl.plugins.core.examples import Example
+from llmctl.plugins.ops.paged_attention.reference import reference
+from llmctl.plugins.ops.paged_attention.spec import SPEC
 
 LENGTH, MOST = 1150, 64  # the context ends in a unit of two tiles; tokens of the largest tree
 

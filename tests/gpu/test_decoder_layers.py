@@ -6,11 +6,11 @@ import gc
 
 import pytest
 import torch
-from chain_support import CONTEXTS, SMALL
-from layers_support import CONTEXT, Model
+from support.chain import CONTEXTS, SMALL
 
 from llmctl.builder.config import BuildRequest
-from llmctl.runtime.graphs import capture_graph
+from llmctl.runtime.engines.graphs import capture_graph
+from scripts.bench.layers_support import CONTEXT, Model
 
 WEIGHTS = {"FP8": "fp8", "MXFP4": "w4a8_mxfp4_fp8"}
 

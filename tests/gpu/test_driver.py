@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from llmctl.errors import DeviceFailure
-from llmctl.plugins.cuda import compiler
-from llmctl.plugins.cuda.compiler import CompiledKernel, compile_kernel
-from llmctl.plugins.cuda.driver import CudaDriver, cuda_driver
-from llmctl.plugins.cuda.kernel import KernelSpec, TensorMap
+from llmctl.plugins.backends.cuda import compiler
+from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
+from llmctl.plugins.backends.cuda.driver import CudaDriver, cuda_driver
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, TensorMap
 
 WIDTH = 256
 ADD_ROWS = ("*fp32", "*fp32", "i32", "i64", "fp32")
@@ -24,11 +24,11 @@ def driver() -> CudaDriver:
 
 @pytest.fixture
 def build(repository, monkeypatch) -> Callable[..., CompiledKernel]:
-    """Compile a function of tests/cuda_samples/sample.cu."""
+    """Compile a function of tests/support/cuda_samples/sample.cu."""
     monkeypatch.setattr(compiler, "PLUGINS", repository / "tests")
 
     def make(entry: str, *arguments: str, **settings: int) -> CompiledKernel:
-        source = "cuda_samples/sample.cu"
+        source = "support/cuda_samples/sample.cu"
         constants = {"WIDTH": WIDTH}
         return compile_kernel(
             KernelSpec(f"sample.{entry}", source, arguments, constants, entry, **settings)
@@ -52,7 +52,7 @@ def test_every_kind_of_argument_arrives(driver, build):
 
 def test_triton_kernels_get_their_hidden_arguments(driver):
     constants = {"WIDTH": WIDTH, "PDL": True}
-    source = "cuda_samples.sample_triton:scaled_norm"
+    source = "support.cuda_samples.sample_triton:scaled_norm"
     arguments = ("*bf16", "*fp32", "*fp8e4nv", "i32", "fp32")
     loaded = driver.load(compile_kernel(KernelSpec("sample", source, arguments, constants)))
     x = torch.randn(5, WIDTH, device="cuda").bfloat16()

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from e2e_support import DRAFT_LEN, Outputs, llmctl, run_all
-from gpu_support import quantize
+from support.e2e import DRAFT_LEN, Outputs, llmctl, run_all
+from support.gpu import quantize
 
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
-from llmctl.cli.speculation import Speculation
-from llmctl.plugins.program import StepInputs
-from llmctl.runtime.attention_windows import WindowOptions
-from llmctl.runtime.core import OutputConfig, Request, SamplingConfig
-from llmctl.runtime.executor import Executor
+from llmctl.cli.run.speculation import Speculation
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.runtime.api.executor import Executor
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions
+from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
 
 # int8: of the KV cache; mxfp4: of the weights; windows: asked for by run
 KINDS = ("bfloat16", "fp8", "int8", "mxfp4", "windows")
@@ -198,7 +198,7 @@ def test_logits_agree_with_the_cpu_backend(
     engines: Engines, prompt: Callable[[int, int], tuple[int, ...]], kind: str
 ) -> None:
     """Prompt chunks, decoding and verification, launched directly and replayed."""
-    from llmctl.runtime.engine import open_executable
+    from llmctl.runtime.engines.engine import open_executable
 
     windows = WINDOWS if kind == "windows" else WindowOptions()
     reference = open_executable(engines.path("target", kind, "cpu"), windows)

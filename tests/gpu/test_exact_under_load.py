@@ -13,20 +13,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from e2e_support import DRAFT_LEN, llmctl
-from gpu_support import quantize
-from load_support import Outcome, differences, random_requests, run_alone, run_under_load
-from make_planted_checkpoints import Recipe, write_checkpoint
+from support.e2e import DRAFT_LEN, llmctl
+from support.gpu import quantize
+from support.load import Outcome, differences, random_requests, run_alone, run_under_load
 
 from llmctl.builder.engine_format import read_engine_config
-from llmctl.runtime.core import Request
-from llmctl.runtime.cuda_open import OpenedPair, plan_pair
-from llmctl.runtime.cuda_rounds import CudaRoundRunner
-from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.scheduler import CapacitySchedulerPolicy, SchedulerConfig
-from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
-from llmctl.runtime.speculative.ngram import NgramDrafter
-from llmctl.runtime.stats import IterationStats
+from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
+from llmctl.runtime.engines.open_cuda import OpenedPair, plan_pair
+from llmctl.runtime.request import Request
+from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
+from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
+from llmctl.runtime.stats.counters import IterationStats
+from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
 
 PAIRS = ("demo-bfloat16", "demo-fp8", "planted-fp8")
 NUM_REQUESTS = 150

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from chain_support import CONTEXTS, SMALL
-from layers_support import Model
+from support.chain import CONTEXTS, SMALL
 
-from llmctl.plugins.decoder_layers.tactics import USUAL
+from llmctl.plugins.fused.decoder_layers.tactics import USUAL
+from scripts.bench.layers_support import Model
 
 
 @pytest.mark.parametrize(

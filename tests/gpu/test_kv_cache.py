@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e_support import DRAFT_LEN, Outputs, llmctl, run_all
+from support.e2e import DRAFT_LEN, Outputs, llmctl, run_all
 
-from llmctl.runtime.attention_windows import WindowOptions, cache_window
-from llmctl.runtime.core import Request, SamplingConfig
-from llmctl.runtime.cuda_open import OpenedPair, plan_pair
-from llmctl.runtime.cuda_rounds import CudaRoundRunner
-from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.engines.open_cuda import OpenedPair, plan_pair
 from llmctl.runtime.kv_cache import KvCacheStats
-from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window
+from llmctl.runtime.request import Request, SamplingConfig
+from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 
 WINDOW = 64
 MAX_SEQ_LEN = 1500

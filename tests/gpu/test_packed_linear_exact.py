@@ -11,18 +11,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_support import execute
+from support.gpu import execute
 
-from llmctl.plugins.cuda.compiler import compile_kernel
-from llmctl.plugins.cuda.kernel import DeviceStep, Launch, LaunchEnv, StepLimits, StepShape
-from llmctl.plugins.examples import Example, add_norm, make_example
-from llmctl.plugins.packed_linear.arguments import is_mxfp4
-from llmctl.plugins.packed_linear.decode import DecodeVariant, decode_launch
-from llmctl.plugins.packed_linear.expansion import expand_launch, expanded_call
-from llmctl.plugins.packed_linear.kernel import launches
-from llmctl.plugins.packed_linear.layout import MXFP4, form_of, pack, unpack
-from llmctl.plugins.packed_linear.prefill import prefill_launch, variants_of
-from llmctl.plugins.program import OpCall
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    DeviceStep,
+    Launch,
+    LaunchEnv,
+    StepLimits,
+    StepShape,
+)
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.core.examples import Example, add_norm, make_example
+from llmctl.plugins.ops.packed_linear.arguments import is_mxfp4
+from llmctl.plugins.ops.packed_linear.decode import DecodeVariant, decode_launch
+from llmctl.plugins.ops.packed_linear.expansion import expand_launch, expanded_call
+from llmctl.plugins.ops.packed_linear.kernel import launches
+from llmctl.plugins.ops.packed_linear.layout import MXFP4, form_of, pack, unpack
+from llmctl.plugins.ops.packed_linear.prefill import prefill_launch, variants_of
 
 FP8 = "float8_e4m3fn"
 TOKENS = 300  # several tiles of every kernel, the last ones partly empty

@@ -9,19 +9,19 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from gpu_support import replay
-from sampling_support import CASES, is_border_tie, make_arrays, make_logits, make_rows
+from support.gpu import replay
+from support.sampling import CASES, is_border_tie, make_arrays, make_logits, make_rows
 
-from llmctl.plugins.cuda.compiler import compile_kernel
-from llmctl.plugins.cuda.driver import cuda_driver
-from llmctl.plugins.cuda.kernel import DeviceStep, Launch, StepLimits
-from llmctl.plugins.rounds import kernel as rounds_kernel
-from llmctl.plugins.rounds import reference as rounds_reference
-from llmctl.plugins.rounds.state import RoundState
-from llmctl.plugins.sampling import kernel
-from llmctl.plugins.sampling.arrays import SamplingScratch
-from llmctl.plugins.sampling.reference import argmax_rows, sample_rows
-from llmctl.plugins.sampling.spec import SamplingRow
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.driver import cuda_driver
+from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits
+from llmctl.plugins.device_loop import kernel as rounds_kernel
+from llmctl.plugins.device_loop import reference as rounds_reference
+from llmctl.plugins.device_loop.state import RoundState
+from llmctl.plugins.ops.sampling import kernel
+from llmctl.plugins.ops.sampling.arrays import SamplingScratch
+from llmctl.plugins.ops.sampling.reference import argmax_rows, sample_rows
+from llmctl.plugins.ops.sampling.spec import SamplingRow
 
 
 def run(launches: Sequence[Launch]) -> None:

@@ -12,17 +12,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llmctl.plugins.sampling.reference import ReferenceSampling, sample_rows
-from llmctl.plugins.sampling.spec import SamplingBackend, SamplingRow
-from llmctl.runtime.block_mover import BlockMover
-from llmctl.runtime.core import FinishReason, Request, Sequence
+from llmctl.plugins.ops.sampling.reference import ReferenceSampling, sample_rows
+from llmctl.plugins.ops.sampling.spec import SamplingBackend, SamplingRow
+from llmctl.runtime.drafting.drafter import NoDrafter
+from llmctl.runtime.generate.sampler import Sampler, is_by_logits
+from llmctl.runtime.generate.verify import Verifier
 from llmctl.runtime.kv_cache import AttentionWindow, CopyKind, KvCacheManager
+from llmctl.runtime.kv_cache.block_mover import BlockMover
 from llmctl.runtime.loop import Loop
-from llmctl.runtime.rounds import RoundReport, RoundResult, Rounds
-from llmctl.runtime.sampler import Sampler, is_by_logits
-from llmctl.runtime.scheduler import Limits, Scheduler, SchedulerConfig
-from llmctl.runtime.speculative.drafter import NoDrafter
-from llmctl.runtime.verify import Verifier
+from llmctl.runtime.request import FinishReason, Request, Sequence
+from llmctl.runtime.rounds.rounds import RoundReport, RoundResult, Rounds
+from llmctl.runtime.schedule.scheduler import Limits, Scheduler, SchedulerConfig
 
 MASK = 2**64 - 1
 COEFFICIENTS = np.random.default_rng(0).integers(1, 2**63, 4096, dtype=np.uint64) | np.uint64(1)

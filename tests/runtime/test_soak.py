@@ -10,18 +10,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from load_support import differences, random_requests, run_alone, run_under_load
-from tiny_pair import DRAFT_LEN, MAX_SEQ_LEN, VOCAB, build_pair
+from support.load import differences, random_requests, run_alone, run_under_load
+from support.tiny_pair import DRAFT_LEN, MAX_SEQ_LEN, VOCAB, build_pair
 
-from llmctl.plugins.cpu import CpuSampling
-from llmctl.plugins.sampling.reference import ReferenceSampling
-from llmctl.runtime.chunking import ContextChunkingPolicy
-from llmctl.runtime.core import Request
-from llmctl.runtime.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.memory_usage import cpu_bytes
-from llmctl.runtime.scheduler import CapacitySchedulerPolicy, SchedulerConfig
-from llmctl.runtime.speculative.draft_target import DraftTargetDrafter
-from llmctl.runtime.speculative.ngram import NgramDrafter
+from llmctl.plugins.backends.cpu import CpuSampling
+from llmctl.plugins.ops.sampling.reference import ReferenceSampling
+from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
+from llmctl.runtime.request import Request
+from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
+from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
+from llmctl.runtime.stats.process_memory import cpu_bytes
 
 WAVE = 50  # requests between two looks at what is left
 MOST_GROWTH = 24 << 20  # bytes of RAM from the third wave on: allocators keep some

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmctl.runtime.core import Request, Sequence
+from llmctl.runtime.request import Request, Sequence
 from llmctl.runtime.step import Span, pack, pack_next
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-import bench_loading
 import pytest
+
+from scripts.bench import loading as bench_loading
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import sys
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType, SimpleNamespace
 
-import peers
 import pytest
+
+from scripts.compare import peers
 
 SIZE = {"--num-requests": 2, "--rounds": 1, "--draft-len": 3}
 
@@ -33,7 +34,7 @@ def rows(repository, tmp_path, dataset):
     def run(script, *argv, env=None):
         output = tmp_path / "rows.jsonl"
         size = [str(word) for item in SIZE.items() for word in item]
-        command = [sys.executable, repository / "scripts" / script, "examples/demo-target",
+        command = [sys.executable, "-m", f"scripts.compare.{script}", "examples/demo-target",
                    "--draft", "examples/demo-draft", "--dataset", dataset, "--output", output,
                    *size, *argv]  # fmt: skip
         done = subprocess.run(
@@ -47,7 +48,7 @@ def rows(repository, tmp_path, dataset):
 
 
 def test_transformers_and_llmctl_write_the_same_text_and_ratios_are_of_their_speeds(rows):
-    found, printed = rows("compare_hf.py", "--dtype", "float32")
+    found, printed = rows("hf", "--dtype", "float32")
     systems = ("transformers", "llmctl", "transformers+assistant", "llmctl+draft")
     assert all(found[name]["unit"] == "tok/s" and found[name]["value"] > 0 for name in systems)
     ratio = found["llmctl / transformers"]
@@ -61,13 +62,13 @@ def test_transformers_and_llmctl_write_the_same_text_and_ratios_are_of_their_spe
 
 
 def test_a_missing_vllm_is_said(monkeypatch):
-    import compare_vllm
+    from scripts.compare import vllm as compare_vllm
 
     def version(name):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(compare_vllm, "version", version)
-    monkeypatch.setattr(sys, "argv", ["compare_vllm.py", "x", "--dataset", "data.jsonl"])
+    monkeypatch.setattr(sys, "argv", ["vllm", "x", "--dataset", "data.jsonl"])
     with pytest.raises(SystemExit, match="llmctl is not installed here"):
         compare_vllm.main()
 
@@ -108,7 +109,7 @@ def vllm(monkeypatch):
 def test_vllm_is_given_the_same_load_draft_and_lots(
     vllm, monkeypatch, repository, dataset, tmp_path, capsys
 ):
-    import compare_vllm
+    from scripts.compare import vllm as compare_vllm
 
     output = tmp_path / "rows.jsonl"
     monkeypatch.chdir(repository)
@@ -119,7 +120,7 @@ def test_vllm_is_given_the_same_load_draft_and_lots(
             "--draft-len", "3", "--rounds", "1", "--max-batch-size", "4",
             "--synthetic-acceptance", "2.5", "--output", str(output),
             "--engines", str(tmp_path / "engines")]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["compare_vllm.py", *argv])
+    monkeypatch.setattr(sys, "argv", ["vllm", *argv])
     compare_vllm.main()
     plain, drafted = FakeLlm.made
     assert plain["max_model_len"] == 20 + 12 + 3 + 1 and "speculative_config" not in plain

@@ -8,13 +8,13 @@ import sys
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType, SimpleNamespace
 
-import compare_load
-import load_systems
 import pytest
-from make_planted_checkpoints import Recipe, write_checkpoint
 
 from llmctl.cli.bench.records import Arrival, Recording, RequestRecord
 from llmctl.cli.main import execute
+from scripts.compare import load as compare_load
+from scripts.compare import load_systems
+from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
 
 LOADS = "2x20x6x5,1x8x3x2"
 ORIGIN = {"command": "python x", "versions": {"device": "GPU"}, "date": "2026-01-01", "commit": "c"}

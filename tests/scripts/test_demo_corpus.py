@@ -8,7 +8,7 @@ LINES = [f"value_{n} = compute_the_value_numbered({n})" for n in range(40)]
 
 
 def pick(names, wanted):
-    from demo.corpus import is_held_out
+    from scripts.demo.corpus import is_held_out
 
     return next(name for name in names if is_held_out(name) == wanted)
 
@@ -26,7 +26,7 @@ def write(root, name, lines):
 
 
 def test_the_split_depends_on_the_module_path_alone(tmp_path, names):
-    from demo.corpus import read_corpus
+    from scripts.demo.corpus import read_corpus
 
     held, trained = names
     for version in ("3.11", "3.12"):
@@ -39,7 +39,7 @@ def test_the_split_depends_on_the_module_path_alone(tmp_path, names):
 
 
 def test_an_archive_and_its_folder_give_the_same_corpus(tmp_path, names):
-    from demo.corpus import read_corpus
+    from scripts.demo.corpus import read_corpus
 
     for name in names:
         write(tmp_path / "python3.13", name, [name, *LINES[: len(name)]])
@@ -50,7 +50,7 @@ def test_an_archive_and_its_folder_give_the_same_corpus(tmp_path, names):
 
 
 def test_a_renamed_copy_of_a_held_out_module_is_not_trained_on(tmp_path, names):
-    from demo.corpus import Document, drop_leaks
+    from scripts.demo.corpus import Document, drop_leaks
 
     held = Document(names[0], "\n".join(LINES))
     copy = Document("renamed.py", "\n".join(["import os", *LINES[10:30]]))
@@ -61,7 +61,7 @@ def test_a_renamed_copy_of_a_held_out_module_is_not_trained_on(tmp_path, names):
 
 
 def test_about_one_file_in_forty_is_held_out():
-    from demo.corpus import is_held_out
+    from scripts.demo.corpus import is_held_out
 
     num_held_out = sum(is_held_out(f"module_{n}.py") for n in range(10_000))
     assert 200 < num_held_out < 300
@@ -78,7 +78,7 @@ def test_about_one_file_in_forty_is_held_out():
     ],
 )
 def test_installed_packages_tables_and_broken_files_are_left_out(tmp_path, names, path):
-    from demo.corpus import read_corpus
+    from scripts.demo.corpus import read_corpus
 
     for name in names:
         write(tmp_path, name, [f"# {name} has a line of its own here {n}" for n in range(20)])
@@ -88,7 +88,7 @@ def test_installed_packages_tables_and_broken_files_are_left_out(tmp_path, names
 
 
 def test_help_topics_are_documents_of_their_own(tmp_path, names):
-    from demo.corpus import read_corpus
+    from scripts.demo.corpus import read_corpus
 
     for name in names:
         write(tmp_path, name, [f"# {name} has a line of its own here {n}" for n in range(20)])
@@ -99,7 +99,7 @@ def test_help_topics_are_documents_of_their_own(tmp_path, names):
 
 
 def test_a_corpus_without_held_out_files_is_refused(tmp_path, names):
-    from demo.corpus import read_corpus
+    from scripts.demo.corpus import read_corpus
 
     write(tmp_path, names[1], LINES)
     with pytest.raises(SystemExit, match="1 training and 0 held-out"):
@@ -109,7 +109,7 @@ def test_a_corpus_without_held_out_files_is_refused(tmp_path, names):
 
 
 def test_a_written_sample_reads_back_with_its_names(tmp_path):
-    from demo.corpus import Document, read_sample, write_sample
+    from scripts.demo.corpus import Document, read_sample, write_sample
 
     documents = [Document(f"m{n}.py", f"# {n}\n" * 700) for n in range(5)]
     write_sample(documents, tmp_path / "sample.txt", 7_500)

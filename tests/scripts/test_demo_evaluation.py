@@ -31,7 +31,7 @@ def misled(model, period):
 
 
 def test_a_draft_equal_to_the_target_is_accepted_whole():
-    from demo.evaluation import greedy_acceptance
+    from scripts.demo.evaluation import greedy_acceptance
 
     result = greedy_acceptance(successor(1), successor(1), [[0, 3], [0, 5]], CPU, 4, 20)
     assert result.acceptance == 1.0
@@ -40,7 +40,7 @@ def test_a_draft_equal_to_the_target_is_accepted_whole():
 
 
 def test_a_draft_that_is_always_wrong_costs_a_round_per_token():
-    from demo.evaluation import greedy_acceptance
+    from scripts.demo.evaluation import greedy_acceptance
 
     result = greedy_acceptance(successor(1), successor(2), [[0, 3]], CPU, 4, 20)
     assert result.acceptance == 0.0
@@ -50,7 +50,7 @@ def test_a_draft_that_is_always_wrong_costs_a_round_per_token():
 
 @pytest.mark.parametrize(("period", "draft_len"), [*itertools.product((2, 3, 5, 7), (1, 2, 4))])
 def test_acceptance_counts_what_a_plain_loop_counts(period, draft_len):
-    from demo.evaluation import greedy_acceptance
+    from scripts.demo.evaluation import greedy_acceptance
 
     target, draft = successor(1), misled(successor(1), period)
     text, accepted, rounds = [0, 4], 0, 0
@@ -73,8 +73,8 @@ def test_acceptance_counts_what_a_plain_loop_counts(period, draft_len):
 
 
 def test_a_row_ends_with_the_round_that_emits_the_end_token():
-    from demo.evaluation import greedy_acceptance
-    from demo.tokenizer import EOS_ID
+    from scripts.demo.evaluation import greedy_acceptance
+    from scripts.demo.tokenizer import EOS_ID
 
     def ends(ids):
         out = successor(1)(ids).clone()
@@ -86,7 +86,7 @@ def test_a_row_ends_with_the_round_that_emits_the_end_token():
 
 
 def test_a_uniform_model_has_the_vocabulary_as_perplexity():
-    from demo.evaluation import losses
+    from scripts.demo.evaluation import losses
 
     rows = [[0, 3, 4, 5], [0, 6], [0, *range(3, 10)]]
     total, num_tokens = losses(lambda ids: torch.zeros(*ids.shape, VOCAB), rows, CPU, batch=2)
@@ -95,7 +95,7 @@ def test_a_uniform_model_has_the_vocabulary_as_perplexity():
 
 
 def test_agreement_counts_every_position_once_and_no_padding():
-    from demo.evaluation import agreement
+    from scripts.demo.evaluation import agreement
 
     rows = [[0, 3, 4, 5, 6], [0, 6]]
     assert agreement(successor(1), successor(1), rows, CPU) == 1.0
@@ -103,7 +103,7 @@ def test_agreement_counts_every_position_once_and_no_padding():
 
 
 def test_repeats_are_those_a_plain_search_finds():
-    from demo.evaluation import find_repeats
+    from scripts.demo.evaluation import find_repeats
 
     rows = torch.randint(0, 2, (4, 50), generator=torch.Generator().manual_seed(1))
     found = find_repeats(rows, 4)

@@ -43,7 +43,7 @@ def test_the_folder_fits_its_share_of_the_repository():
 
 
 def test_the_held_out_text_holds_held_out_files_only():
-    from demo.corpus import is_held_out, read_sample
+    from scripts.demo.corpus import is_held_out, read_sample
 
     documents = read_sample(EXAMPLES / "heldout.txt")
     assert len(documents) >= 10
@@ -67,10 +67,11 @@ def test_the_target_completes_an_initializer():
 
 
 def test_acceptance_and_perplexity_are_near_the_card_on_the_committed_text(metrics):
-    from demo.corpus import read_sample
-    from demo.evaluation import function_prompts, greedy_acceptance, perplexity
-    from demo.model import read_model
     from tokenizers import Tokenizer
+
+    from scripts.demo.corpus import read_sample
+    from scripts.demo.evaluation import function_prompts, greedy_acceptance, perplexity
+    from scripts.demo.model import read_model
 
     cpu = torch.device("cpu")
     tokenizer = Tokenizer.from_file(str(EXAMPLES / "demo-target" / "tokenizer.json"))

@@ -20,7 +20,7 @@ FILES = [
 @pytest.fixture
 def corpus(tmp_path):
     """Modules of made-up functions; names chosen so that three are held out."""
-    from demo.corpus import is_held_out
+    from scripts.demo.corpus import is_held_out
 
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -41,17 +41,15 @@ def corpus(tmp_path):
 
 def run(*command):
     return subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", *map(str, command)], capture_output=True, text=True, timeout=120
     )
 
 
-def test_one_command_trains_a_pair_that_transformers_loads(tmp_path, scripts, corpus):
-    from demo.model import read_model
+def test_one_command_trains_a_pair_that_transformers_loads(tmp_path, corpus):
+    from scripts.demo.model import read_model
 
     output = tmp_path / "pair"
-    result = run(
-        scripts / "train_demo_models.py", "--smoke", "--corpus", corpus, "--output", output
-    )
+    result = run("scripts.demo.train", "--smoke", "--corpus", corpus, "--output", output)
     assert result.returncode == 0, result.stderr
     metrics = json.loads((output / "metrics.json").read_text())
     assert metrics["target_history"][-1][1] < metrics["target_history"][0][1]
@@ -72,9 +70,9 @@ def test_one_command_trains_a_pair_that_transformers_loads(tmp_path, scripts, co
 
 
 def test_sampling_with_a_cache_equals_recomputing_everything():
-    from demo.generation import generate
-    from demo.model import Llama
-    from demo.recipe import SMOKE
+    from scripts.demo.generation import generate
+    from scripts.demo.model import Llama
+    from scripts.demo.recipe import SMOKE
 
     torch.manual_seed(0)
     model = Llama(SMOKE.target).eval()
@@ -87,7 +85,7 @@ def test_sampling_with_a_cache_equals_recomputing_everything():
 
 
 def test_text_in_any_script_survives_the_tokenizer():
-    from demo.tokenizer import BOS_ID, train_tokenizer
+    from scripts.demo.tokenizer import BOS_ID, train_tokenizer
 
     tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 3, 300)
     text = "class Ä:\n\t\tß = '日本 \u2028 🙂'\r\n\n\n    def _f__(x): 12345  \n"
@@ -97,7 +95,7 @@ def test_text_in_any_script_survives_the_tokenizer():
 
 
 def test_a_prompt_may_end_after_a_line_break_or_an_indentation():
-    from demo.tokenizer import train_tokenizer
+    from scripts.demo.tokenizer import train_tokenizer
 
     text = "def f(x):\n    if x:\n        return x\n\n    return 0\n"
     tokenizer = train_tokenizer([text] * 3, 300)
@@ -109,7 +107,8 @@ def test_a_prompt_may_end_after_a_line_break_or_an_indentation():
 
 def test_a_corpus_too_small_for_one_batch_is_refused(tmp_path):
     import numpy as np
-    from demo.batches import epochs
+
+    from scripts.demo.batches import epochs
 
     with pytest.raises(SystemExit, match="100 tokens; batches of 4 rows of 64 need 320"):
         next(epochs(np.arange(100, dtype=np.int32), 64, 4, seed=0))

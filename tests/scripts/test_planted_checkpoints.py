@@ -7,22 +7,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import make_planted_checkpoints as planted
 import numpy as np
 import pytest
 import torch
-from make_planted_checkpoints import Recipe, write_checkpoint
-from planted_shapes import SHAPES
 from safetensors import safe_open
 from transformers import AutoConfig
 
 from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
-from llmctl.builder.generated import LoadFormat
+from llmctl.builder.planted import LoadFormat
 from llmctl.cli.main import execute
 from llmctl.errors import BadConfig, OutputExists
 from llmctl.quantize.mxfp4 import expand
-from llmctl.runtime.generated import next_tokens, planted_text
+from llmctl.runtime.engines.planted_weights import next_tokens, planted_text
+from scripts.models import make_planted_checkpoints as planted
+from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
+from scripts.models.planted_shapes import SHAPES
 
 ACCEPTANCE = 0.8
 DRAFT_LEN = 4

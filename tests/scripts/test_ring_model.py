@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ring_model import SHAPES, AnotherTurn, Block, shares
+
+from scripts.profile.ring_model import SHAPES, AnotherTurn, Block, shares
 
 SEEDS = range(6)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from checkpoints import VOCAB
-from evaluated import Request, Steps
+from support.tensorrt.checkpoints import VOCAB
+from support.tensorrt.evaluated import Request, Steps
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints import write_checkpoint
+from support.tensorrt.checkpoints import write_checkpoint
 
 from llmctl.builder.engine_format import TENSORRT_OP, open_engine, read_engine_config
 from llmctl.cli.main import execute

@@ -8,19 +8,19 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import tensorrt_rtx
-from build_support import plan_engine, write_config
-from checkpoints import write_checkpoint
+from support.tensorrt.build import plan_engine, write_config
+from support.tensorrt.checkpoints import write_checkpoint
 
 from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import TENSORRT_OP
-from llmctl.builder.generated import LoadFormat
+from llmctl.builder.planted import LoadFormat
 from llmctl.builder.plugin_config import resolve_plugins
 from llmctl.builder.tensorrt.compile import compile_network
 from llmctl.builder.tensorrt.networks import build_networks
 from llmctl.builder.tensorrt.package import Package, choose_targets, open_package, require
 from llmctl.errors import BadConfig, KernelCompileError, NoDevice, Unsupported
-from llmctl.plugins.tensorrt import packages
+from llmctl.plugins.backends.tensorrt import packages
 
 SMALL = {"max_batch_size": 4, "max_seq_len": 96, "max_num_tokens": 64}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from build_support import (
+from support.tensorrt.build import (
     compile_engine,
     linear_weights,
     plan_engine,
@@ -14,7 +14,7 @@ from build_support import (
     types,
     write_config,
 )
-from checkpoints import FAMILIES, FORMS, write_checkpoint
+from support.tensorrt.checkpoints import FAMILIES, FORMS, write_checkpoint
 
 from llmctl.builder.engine_format import TENSORRT_OP
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_support import compile_engine, plan_engine, profile_kernels, write_config
-from checkpoints import write_checkpoint
+from support.tensorrt.build import compile_engine, plan_engine, profile_kernels, write_config
+from support.tensorrt.checkpoints import write_checkpoint
 
 from llmctl.builder.sharding import Shard
 from llmctl.errors import Unsupported

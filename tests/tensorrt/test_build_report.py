@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import tensorrt_rtx
-from build_support import plan_engine, write_config
-from checkpoints import write_checkpoint
+from support.tensorrt.build import plan_engine, write_config
+from support.tensorrt.checkpoints import write_checkpoint
 
 from llmctl.builder.tensorrt.compile import compile_network
 from llmctl.builder.tensorrt.networks import build_networks
@@ -84,8 +84,7 @@ def test_what_only_tensorrt_rtx_has_is_not_asked_of_tensorrt(tmp_path: Path) -> 
 
 
 def test_pieces_of_70b_are_built_in_a_minute_and_4_gb(repository: Path) -> None:
-    script = repository / "scripts" / "bench_tensorrt_build.py"
-    command = [sys.executable, str(script), "70b", "70b-tp8", "--check"]
+    command = [sys.executable, "-m", "scripts.tensorrt.bench_build", "70b", "70b-tp8", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| 70B, pieces | first, middle, last |" in done.stdout

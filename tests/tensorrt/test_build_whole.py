@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from build_support import (
+from support.tensorrt.build import (
     compile_engine,
     linear_weights,
     plan_engine,
@@ -15,7 +15,7 @@ from build_support import (
     types,
     write_config,
 )
-from checkpoints import FAMILIES, write_checkpoint
+from support.tensorrt.checkpoints import FAMILIES, write_checkpoint
 
 from llmctl.builder.tensorrt import whole
 from llmctl.errors import Unsupported

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evaluator import BadFeed, UnknownLayer, evaluate, evaluate_ranks
-from small_networks import BF16, FP8, Net, close, trt
+from support.tensorrt.evaluator import BadFeed, UnknownLayer, evaluate, evaluate_ranks
+from support.tensorrt.small_networks import BF16, FP8, Net, close, trt
 
 
 @pytest.fixture

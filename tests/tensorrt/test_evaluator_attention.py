@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evaluator import UnknownLayer
-from small_networks import BF16, Net, close, trt
+from support.tensorrt.evaluator import UnknownLayer
+from support.tensorrt.small_networks import BF16, Net, close, trt
 
 BATCH, HEADS, KV_HEADS, CAPACITY, SIZE = 2, 4, 2, 24, 16
 LENGTHS = np.array([9, 24], np.int32)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
-from evaluated import networks_of, plan_engine
-from fake_engines import describe
-from fake_tensorrt import (
+from support.tensorrt.checkpoints import write_checkpoint
+from support.tensorrt.evaluated import networks_of, plan_engine
+from support.tensorrt.fake_engines import describe
+from support.tensorrt.fake_tensorrt import (
     SCRATCH_BYTES,
     CudaGraphStrategy,
     DynamicShapesKernelSpecializationStrategy,
@@ -23,11 +23,11 @@ from fake_tensorrt import (
 from llmctl.builder.engine_format import TENSORRT_OP, TrtPiece
 from llmctl.builder.tensorrt.networks import PieceNetwork
 from llmctl.errors import CorruptEngine, DeviceFailure, OutOfMemory, RebuildNeeded
-from llmctl.plugins.cuda.kernel import StepShape
-from llmctl.plugins.program import OpCall, row_extents
-from llmctl.plugins.tensorrt import packages
-from llmctl.plugins.tensorrt.execution import PlanSet
-from llmctl.plugins.tensorrt.executor import PieceExecutor
+from llmctl.plugins.backends.cuda.kernel_spec import StepShape
+from llmctl.plugins.backends.tensorrt import packages
+from llmctl.plugins.backends.tensorrt.execution import PlanSet
+from llmctl.plugins.backends.tensorrt.plan_calls import PieceExecutor
+from llmctl.plugins.core.calls import OpCall, row_extents
 
 real = pytest.importorskip("tensorrt_rtx", reason="the networks are TensorRT's")
 STREAM = 1234
@@ -193,7 +193,7 @@ def test_sizes_that_may_be_anything_get_no_context_of_their_own(
 
 def test_contexts_of_a_plan_with_many_kernels_are_few(module, networks, monkeypatch) -> None:
     plans = open_plans(module, networks)
-    monkeypatch.setattr("llmctl.plugins.tensorrt.execution.KERNELS_OF_OWN_CONTEXTS", 2)
+    monkeypatch.setattr("llmctl.plugins.backends.tensorrt.execution.KERNELS_OF_OWN_CONTEXTS", 2)
     assert [plans.keep("first", {"tokens": n}) for n in (1, 2, 3, 2)] == [True, True, False, True]
     assert plans.keep("last", {"tokens": 1, "rows": 1})
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmctl.plugins.program import StepInputs
-from llmctl.runtime.slot_groups import (
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.runtime.engines.slot_groups import (
     Group,
     group_requests,
     pack_arrays,

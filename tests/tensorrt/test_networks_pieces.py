@@ -12,11 +12,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from checkpoints import FAMILIES, FORMS, VOCAB, write_checkpoint
-from evaluated import Bound, Request, Steps, bind_evaluated, bind_reference, make_step
-from fake_machine import pretend_gpu
+from support.tensorrt.checkpoints import FAMILIES, FORMS, VOCAB, write_checkpoint
+from support.tensorrt.evaluated import (
+    Bound,
+    Request,
+    Steps,
+    bind_evaluated,
+    bind_reference,
+    make_step,
+)
+from support.tensorrt.fake_machine import pretend_gpu
 
-from llmctl.plugins.tensorrt import packages
+from llmctl.plugins.backends.tensorrt import packages
 
 trt = pytest.importorskip("tensorrt_rtx", reason="the networks are TensorRT's")
 

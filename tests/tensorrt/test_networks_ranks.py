@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from checkpoints import FAMILIES, write_checkpoint
-from evaluated import Ranks, bind_reference, make_step
-from linear import LinearCache
+from support.tensorrt.checkpoints import FAMILIES, write_checkpoint
+from support.tensorrt.contiguous import LinearCache
+from support.tensorrt.evaluated import Ranks, bind_reference, make_step
 
 # ||difference|| / ||logits||. Partial sums are rounded before they are added up, and a rank scales
 # its own part of a token, which moves values over FP8's borders; in float32 only the order of sums

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import FAMILIES, FORMS, VOCAB, write_checkpoint
-from evaluated import Bound, Request, bind_reference, make_step
-from linear import SLOTS, STALE, LinearCache
+from support.tensorrt.checkpoints import FAMILIES, FORMS, VOCAB, write_checkpoint
+from support.tensorrt.contiguous import SLOTS, STALE, LinearCache
+from support.tensorrt.evaluated import Bound, Request, bind_reference, make_step
 
 # ||difference|| / ||logits||. Measured over all families and steps: bfloat16 1.4e-2,
 # float16 2.8e-3, fp8 1.1e-1, fp8 per token 9.0e-2.

@@ -6,17 +6,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import fake_tensorrt
 import pytest
-from checkpoints import write_checkpoint
-from evaluated import networks_of, plan_engine
-from fake_engines import describe
+from support.tensorrt import fake_tensorrt
+from support.tensorrt.checkpoints import write_checkpoint
+from support.tensorrt.evaluated import networks_of, plan_engine
+from support.tensorrt.fake_engines import describe
 
 from llmctl.builder.tensorrt.compile import compile_network
 from llmctl.builder.tensorrt.package import open_package
 from llmctl.errors import CorruptEngine
-from llmctl.plugins.tensorrt.execution import PlanSet
-from llmctl.plugins.tensorrt.packages import load_package
+from llmctl.plugins.backends.tensorrt.execution import PlanSet
+from llmctl.plugins.backends.tensorrt.packages import load_package
 
 real = pytest.importorskip("tensorrt_rtx", reason="the package itself is looked at")
 PAIRS = {

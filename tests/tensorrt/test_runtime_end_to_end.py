@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cuda_support import FakeGraph
-from e2e_support import Outputs, run_all
-from evaluated import plan_engine
-from fake_engines import write_fake_engine
-from fake_machine import pretend
-from fake_tensorrt import FakeModule
+from support.cuda import FakeGraph
+from support.e2e import Outputs, run_all
+from support.tensorrt.evaluated import plan_engine
+from support.tensorrt.fake_engines import write_fake_engine
+from support.tensorrt.fake_machine import pretend
+from support.tensorrt.fake_tensorrt import FakeModule
 
 from llmctl.builder.build import run_build
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.main import execute
-from llmctl.cli.speculation import Speculation
+from llmctl.cli.run.speculation import Speculation
 from llmctl.errors import DeviceFailure
-from llmctl.runtime.core import Request, SamplingConfig
+from llmctl.runtime.request import Request, SamplingConfig
 
 DRAFT_LEN = 4
 LIMITS = {"max_batch_size": 4, "max_seq_len": 128, "max_num_tokens": 128, "tokens_per_block": 32}

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
-from driver_support import RecordingDriver
-from evaluated import plan_engine, weights_of
+from support.driver import RecordingDriver
+from support.tensorrt.checkpoints import write_checkpoint
+from support.tensorrt.evaluated import plan_engine, weights_of
 
 from llmctl.builder.engine_format import TENSORRT_OP
-from llmctl.builder.kernels import kernel_specs, step_limits
-from llmctl.plugins.cuda.compiler import runs_on, uses_pdl
-from llmctl.plugins.cuda.kernel import StepShape
-from llmctl.plugins.cuda.program import CudaProgram
-from llmctl.plugins.rounds import kernel as rounds
-from llmctl.plugins.sampling import kernel as sampling
-from llmctl.runtime.engine import bind_plan, kv_cache_shape, make_calls
+from llmctl.builder.engine_kernels import kernel_specs, step_limits
+from llmctl.plugins.backends.cuda.compiler import runs_on, uses_pdl
+from llmctl.plugins.backends.cuda.kernel_spec import StepShape
+from llmctl.plugins.backends.cuda.program import CudaProgram
+from llmctl.plugins.device_loop import kernel as rounds
+from llmctl.plugins.ops.sampling import kernel as sampling
+from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
 
 SHAPES = (
     StepShape(1, 1, 1, 1, 64),

@@ -9,17 +9,17 @@ from types import ModuleType
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
-from config_support import PRETRAINED
-from fake_engines import write_fake_engine
-from fake_machine import pretend, pretend_gpu
-from fake_tensorrt import FakeModule
+from support.config import PRETRAINED
+from support.tensorrt.checkpoints import write_checkpoint
+from support.tensorrt.fake_engines import write_fake_engine
+from support.tensorrt.fake_machine import pretend, pretend_gpu
+from support.tensorrt.fake_tensorrt import FakeModule
 
 from llmctl.builder.engine_format import CONFIG_FILE, SCHEMA_VERSION, EngineConfig
 from llmctl.cli.engines import EngineOptions, check_engines
 from llmctl.errors import CorruptEngine, NoDevice, RebuildNeeded, Unsupported
-from llmctl.runtime.cuda_open import plan_pair
-from llmctl.runtime.tensorrt_device import require_tensorrt
+from llmctl.runtime.engines.open_cuda import plan_pair
+from llmctl.runtime.engines.tensorrt_check import require_tensorrt
 
 BUILD = {
     "max_batch_size": 2,
@@ -164,7 +164,7 @@ def test_plans_are_refused_before_weights_are_read(monkeypatch, tmp_path) -> Non
     def read(*_: object) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr("llmctl.runtime.cuda_open.load_weights", read)
+    monkeypatch.setattr("llmctl.runtime.engines.open_cuda.load_weights", read)
     planned = plan_pair(folder)
     with pytest.raises(CorruptEngine, match="cannot open the plan first"):
         planned.load()

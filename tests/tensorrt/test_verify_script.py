@@ -1,4 +1,4 @@
-"""scripts/verify_tensorrt.py on a machine made of the CPU, and where it must refuse or fail."""
+"""scripts/tensorrt/verify.py on a machine made of the CPU, and where it must refuse or fail."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensorrt_checks
-import verify_tensorrt
-from fake_engines import write_fake_engine
-from fake_machine import pretend, pretend_gpu
-from fake_tensorrt import Context, FakeModule
-from tensorrt_checks import Findings
-from verify_tensorrt import CASES, Case, failures
+from support.tensorrt.fake_engines import write_fake_engine
+from support.tensorrt.fake_machine import pretend, pretend_gpu
+from support.tensorrt.fake_tensorrt import Context, FakeModule
+
+from scripts.tensorrt import checks as tensorrt_checks
+from scripts.tensorrt import verify as verify_tensorrt
+from scripts.tensorrt.checks import Findings
+from scripts.tensorrt.verify import CASES, Case, failures
 
 FEW = (Case("fp8 per token"), Case("bfloat16", "continuous"))
 

@@ -1,0 +1,227 @@
+"""The binaries of a cuda engine: which ones its steps and rounds need, compiled without a GPU.
+
+Every operator names its kernels from the plan alone (`kernel.py`), on meta tensors, so this costs
+milliseconds for a model of any size: its layers share kernels. Compiling takes about a second a
+kernel and happens once a machine; `plugins/backends/cuda/compiler.py` keeps what it compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from llmctl.builder.config import BuildConfig
+from llmctl.builder.engine_format import TENSORRT_OP, Plan, PlanKernel
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    DeviceStep,
+    KernelSpec,
+    Launch,
+    LaunchEnv,
+    StepLimits,
+    StepShape,
+)
+from llmctl.plugins.core.calls import Extent, OpCall
+from llmctl.plugins.core.operators import operator_module
+from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, chain_spec, find_chains
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmctl.plugins.backends.cuda.compiler import CompiledKernel
+
+OnKernel = Callable[[str, int, int], None]  # (name, kernels done, kernels in all)
+MOST_COMPILERS = 8  # at a time, of CUDA C++: eight take 200 MB
+
+
+def step_limits(plan: Plan, build: BuildConfig) -> StepLimits:
+    """The largest step of an engine."""
+    return StepLimits(
+        max_num_tokens=plan.max_num_tokens,
+        max_num_rows=plan.max_num_rows,
+        max_batch_size=build.max_batch_size,
+        max_seq_len=build.max_seq_len,
+        max_draft_len=build.max_draft_len,
+        tokens_per_block=plan.kv_cache.tokens_per_block,
+        kv_dtype=plan.kv_cache.dtype,
+    )
+
+
+def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
+    """Every binary that steps and rounds of this engine may launch, by name, each once."""
+    from llmctl.plugins.device_loop import kernel as rounds
+    from llmctl.plugins.ops.sampling import kernel as sampling
+
+    (vocab_size,) = [t.shape[1] for t in plan.tensors if t.name == plan.logits]
+    assert isinstance(vocab_size, int)
+    found = [
+        *sampling.kernels(vocab_size),
+        *rounds.kernels(limits.max_batch_size, limits.max_draft_len, vocab_size),
+    ]
+    for call, _ in distinct_calls(plan):
+        found += _module(call.op).kernels(call, limits)
+    chains = find_chains([call for call, _ in meta_calls(plan)], limits)
+    found += [chain_spec(chain, limits) for chain in chains]
+    specs: dict[str, KernelSpec] = {}
+    for spec in found:
+        assert specs.setdefault(spec.name, spec) == spec, f"two kernels are called {spec.name}"
+    return [specs[name] for name in sorted(specs)]
+
+
+def compile_kernels(
+    specs: Iterable[KernelSpec], capability: str, on_kernel: OnKernel = lambda *_: None
+) -> list[CompiledKernel]:
+    """Compile every spec that is not in the cache of this machine; kernels in the order of specs.
+
+    Triton's, whose compiler holds Python's lock, one after the other in this thread; those in CUDA
+    C++ beside them on all cores. Raises NoDevice where a compiler is missing, KernelCompileError.
+    """
+    from llmctl.plugins.backends.cuda.compiler import compile_kernel
+
+    specs = list(specs)
+    compiled: dict[str, CompiledKernel] = {}
+    with ThreadPoolExecutor(min(MOST_COMPILERS, len(os.sched_getaffinity(0)))) as pool:
+        cuda = [spec for spec in specs if not spec.is_triton]
+        beside = {spec.name: pool.submit(compile_kernel, spec, capability) for spec in cuda}
+        try:
+            for index, spec in enumerate(sorted(specs, key=lambda spec: not spec.is_triton)):
+                on_kernel(spec.name, index, len(specs))
+                if spec.is_triton:
+                    compiled[spec.name] = compile_kernel(spec, capability)
+                else:
+                    compiled[spec.name] = beside[spec.name].result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # of what has not begun
+            raise
+    return [compiled[spec.name] for spec in specs]
+
+
+def plan_kernel(kernel: CompiledKernel, capability: str = "") -> PlanKernel:
+    """A compiled kernel as the plan describes it."""
+    return PlanKernel(kernel.name, len(kernel.cubin), kernel.metadata(), capability)
+
+
+def scratch_bytes(plan: Plan, limits: StepLimits) -> int:
+    """Device memory that kernels ask for beside their tensors, over `planned_shapes`."""
+    sizes: dict[str, int] = {}
+
+    def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        sizes[name] = max(sizes.get(name, 0), math.prod(shape) * dtype.itemsize)
+        return _meta(shape, dtype)
+
+    step, kv_cache = meta_step(limits), meta_cache(plan, limits)
+    for call, extent in distinct_calls(plan):
+        env = LaunchEnv(step, kv_cache, limits, extent, scratch)
+        for shape in planned_shapes(limits):
+            _module(call.op).launches(call, env, shape)
+    env = LaunchEnv(step, kv_cache, limits, "tokens", scratch)
+    for chain in find_chains([call for call, _ in meta_calls(plan)], limits):
+        chain_launch(chain, env, StepShape(chain.tokens, 1, 1, chain.tokens, chain.tokens))
+    return sum(sizes.values())
+
+
+def planned_shapes(limits: StepLimits) -> list[StepShape]:
+    """Steps of each kind at their largest: a long prompt chunk, alone and beside generation, and a
+    full batch that is verified or generates. And few tokens of one request, as many as products
+    have kernels for, in short contexts and in long ones: some ask for what no larger step does.
+    """
+    batch, rows, longest = limits.max_batch_size, limits.max_num_rows, limits.max_seq_len
+    most = limits.max_num_tokens
+    few = [count for count in (*range(1, 18), 24, 32, 48, 64, 96, 128, 192, 256) if count <= most]
+    contexts = [length for length in (1024, longest) if length <= longest]
+    return [
+        StepShape(most, 1, 1, most, longest),
+        StepShape(most, batch, batch, most - batch + 1, longest),
+        StepShape(rows, batch, rows, limits.max_draft_len + 1, longest),
+        StepShape(batch, batch, batch, 1, longest),
+        *(StepShape(n, 1, min(n, rows), n, max(n, length)) for n in few for length in contexts),
+    ]
+
+
+def plan_launches(
+    plan: Plan,
+    limits: StepLimits,
+    shape: StepShape,
+    scratch: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor],
+) -> list[Launch]:
+    """What a step launches, on meta tensors; calls that differ only in their weights once."""
+    step, kv_cache = meta_step(limits), meta_cache(plan, limits)
+    launches: list[Launch] = []
+    for call, extent in distinct_calls(plan):
+        env = LaunchEnv(step, kv_cache, limits, extent, scratch)
+        launches += _module(call.op).launches(call, env, shape)
+    return launches
+
+
+def distinct_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
+    """The plan's calls on meta tensors, and whether they work on tokens or on rows.
+
+    Calls that differ only in their name and layer are one: the layers of a model share kernels.
+    """
+
+    def signature(call: OpCall, extent: Extent) -> Any:
+        roles = [*call.inputs.items(), *call.outputs.items()]
+        attributes = {k: v for k, v in call.attributes.items() if k != "layer"}
+        described = [(role, tensor.shape, tensor.dtype) for role, tensor in roles]
+        return (call.op, call.tactic, extent, tuple(described), tuple(sorted(attributes.items())))
+
+    calls: dict[Any, tuple[OpCall, Extent]] = {}
+    for call, extent in meta_calls(plan):
+        if call.op != TENSORRT_OP:  # launches what TensorRT compiled
+            calls.setdefault(signature(call, extent), (call, extent))
+    return list(calls.values())
+
+
+def meta_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
+    """The plan's calls in order, on meta tensors: what a call makes is what others take."""
+    import torch
+
+    rows = {"tokens": plan.max_num_tokens, "rows": plan.max_num_rows}
+    symbols = {t.name: t.shape[0] for t in plan.tensors}
+    made = {
+        t.name: _meta(
+            tuple(rows[dim] if isinstance(dim, str) else dim for dim in t.shape),
+            getattr(torch, t.dtype),
+        )
+        for t in plan.tensors
+    }
+    calls: list[tuple[OpCall, Extent]] = []
+    for op in plan.ops:
+        is_rows = any(symbols[name] == "rows" for name in op.outputs.values())
+        inputs = {role: made[name] for role, name in op.inputs.items() if name in made}
+        outputs = {role: made[name] for role, name in op.outputs.items()}
+        call = OpCall(op.op, op.name, inputs, outputs, op.attributes, op.tactic)
+        calls.append((call, "rows" if is_rows else "tokens"))
+    return calls
+
+
+def _module(op: str) -> Any:
+    return operator_module(op, "kernel")
+
+
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def meta_step(limits: StepLimits) -> DeviceStep:
+    """The arrays of a step, without memory."""
+    import torch
+
+    blocks = -(-limits.max_seq_len // limits.tokens_per_block)
+    tokens, rows, batch = limits.max_num_tokens, limits.max_num_rows, limits.max_batch_size
+    shapes = [(tokens,), (tokens,), (batch + 1,), (batch,), (batch, blocks), (tokens,), (rows,)]
+    return DeviceStep(*(_meta(shape, torch.int32) for shape in shapes))
+
+
+def meta_cache(plan: Plan, limits: StepLimits) -> torch.Tensor:
+    """A KV cache of full sequences, without memory."""
+    import torch
+
+    cache = plan.kv_cache
+    blocks = limits.max_batch_size * -(-limits.max_seq_len // cache.tokens_per_block)
+    heads = (cache.num_kv_heads, cache.tokens_per_block, cache.head_size)
+    return _meta((cache.num_layers, blocks, 2, *heads), getattr(torch, cache.dtype))

@@ -1,0 +1,290 @@
+"""`llmctl build`: checkpoint -> engine directory.
+
+Options are those of trtllm-build. The plugin options come from the table in
+`builder/plugin_config.py`: each has its effect in the help, and a value that cannot be honoured is
+refused with the reason. Heavy imports happen inside the command, so `--help` stays fast.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmctl.builder.backends import BACKENDS
+from llmctl.cli.build.options import (
+    LIMITS,
+    LOG_LEVELS,
+    build_request,
+    make_load_format,
+    make_logger,
+    with_plugin_options,
+)
+from llmctl.cli.build.result import print_key, print_result, write_engine
+from llmctl.cli.output_files import replacing, require_writable
+from llmctl.errors import BadConfig
+from llmctl.publish import require_place
+
+
+def _build(
+    checkpoint_dir: Annotated[
+        Path,
+        typer.Option(
+            "--checkpoint-dir",
+            help="Hugging Face folder: BF16, FP16, FP32, FP8 or MXFP4; README lists the layouts.",
+        ),
+    ],
+    output_dir: Annotated[
+        Path, typer.Option("--output-dir", help="Engine directory to create.")
+    ] = Path("engine_outputs"),
+    backend: Annotated[
+        str,
+        typer.Option(
+            "--backend",
+            metavar="|".join(("auto", *BACKENDS)),
+            help="What runs the engine; auto: cuda where a GPU for it is, else cpu.",
+        ),
+    ] = "auto",
+    compute_capability: Annotated[
+        str | None,
+        typer.Option(
+            "--compute-capability",
+            help="The GPUs that an engine is compiled for; none need be here. cuda: 9.0. "
+            "tensorrt-rtx: a list of 8.6, 8.9, 12.0. (default: all that serve the model)",
+            hidden=True,
+        ),
+    ] = None,
+    load_format: Annotated[
+        str,
+        typer.Option(
+            "--load-format",
+            help="auto: the checkpoint's weights. dummy, planted: only its config files are read; "
+            "`run` makes random weights, or ones whose text is known, on the device.",
+            hidden=True,
+        ),
+    ] = "auto",
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="Of dummy and planted weights. (default: 0)", hidden=True),
+    ] = None,
+    planted_role: Annotated[
+        str | None,
+        typer.Option(
+            "--planted-role", help="target, or draft of a target of that seed.", hidden=True
+        ),
+    ] = None,
+    planted_acceptance: Annotated[
+        float | None,
+        typer.Option(
+            "--planted-acceptance",
+            help="Probability that a planted draft's token is the target's. (default: 0.873)",
+            hidden=True,
+        ),
+    ] = None,
+    build_config: Annotated[
+        Path | None,
+        typer.Option("--build-config", help="JSON file of these limits; options win over it."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype", help="auto (as stored), float32, bfloat16 or float16. (default: auto)"
+        ),
+    ] = None,
+    max_batch_size: Annotated[
+        int | None, typer.Option("--max-batch-size", help="Sequences per step. (default: 8)")
+    ] = None,
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-seq-len",
+            help="Prompt + output, tokens. (default: what the model was trained for)",
+        ),
+    ] = None,
+    max_input_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-input-len",
+            help="Checked against max_seq_len; longer prompts still run, in chunks.",
+            hidden=True,
+        ),
+    ] = None,
+    max_num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-num-tokens", help="Tokens per step; sizes the activations. (default: 2048)"
+        ),
+    ] = None,
+    max_beam_width: Annotated[
+        int | None, typer.Option("--max-beam-width", help="1.", hidden=True)
+    ] = None,
+    max_draft_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-draft-len", help="Draft tokens a target engine can verify at once. (default: 0)"
+        ),
+    ] = None,
+    speculative_decoding_mode: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-decoding-mode",
+            help="draft_tokens_external, or none; implied by --max-draft-len.",
+        ),
+    ] = None,
+    tokens_per_block: Annotated[
+        int | None,
+        typer.Option("--tokens-per-block", help="Tokens per KV cache block. (default: 32)"),
+    ] = None,
+    kv_cache_type: Annotated[
+        str | None,
+        typer.Option("--kv-cache-type", help="paged; continuous: one TensorRT plan.", hidden=True),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache-dtype",
+            help="auto (as the checkpoint says), fp8 or int8 (need its scales), none. "
+            "(default: auto)",
+        ),
+    ] = None,
+    kv_cache_unit_scales: Annotated[
+        bool | None,
+        typer.Option(
+            "--kv-cache-unit-scales",
+            help="An FP8 KV cache without scales: values beyond 448 are cut.",
+            hidden=True,
+        ),
+    ] = None,
+    logits_dtype: Annotated[
+        str | None, typer.Option("--logits-dtype", help="float32.", hidden=True)
+    ] = None,
+    gather_context_logits: Annotated[
+        bool | None,
+        typer.Option("--gather-context-logits", help="Refused: not available.", hidden=True),
+    ] = None,
+    gather_generation_logits: Annotated[
+        bool,
+        typer.Option(
+            "--gather-generation-logits", help="Always on: every engine has them.", hidden=True
+        ),
+    ] = True,
+    tp_size: Annotated[
+        int | None,
+        typer.Option(
+            "--tp-size",
+            help="TensorRT: ranks that each hold a share of the weights. (default: 1)",
+            hidden=True,
+        ),
+    ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers", min=1, help="Most ranks at a time; one is, after the other.", hidden=True
+        ),
+    ] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what fits in memory; write nothing.")
+    ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            help="For --dry-run: h200, h100, l40s, rtx-4090, ... (default: the one here)",
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-memory", min=0.1, metavar="GB", help="For --dry-run: memory of the GPU."
+        ),
+    ] = None,
+    cache_key: Annotated[
+        bool,
+        typer.Option(
+            "--cache-key",
+            help="Print what equal engines share, a hash of all that goes in; write nothing.",
+        ),
+    ] = False,
+    visualize_network: Annotated[
+        Path | None,
+        typer.Option(
+            "--visualize-network", help="Also write the network as text to this file.", hidden=True
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON line.")
+    ] = False,
+    log_level: Annotated[
+        str,
+        typer.Option("--log-level", metavar="|".join(LOG_LEVELS), help="What is told on stderr."),
+    ] = "info",
+    **plugins: str | None,
+) -> None:
+    """Build an engine directory from a checkpoint.
+
+    Examples:
+      llmctl build --checkpoint-dir out/target-fp8 --max-draft-len 4 --output-dir out/target
+      llmctl build --checkpoint-dir out/draft-fp8 --output-dir out/draft --json
+      llmctl build --checkpoint-dir out/target-fp8 --gpu h200 --dry-run
+    """
+    given = {name: value for name, value in locals().items() if name in LIMITS}
+    start = time.monotonic()
+    log = make_logger(log_level)
+    if (gpu is not None or gpu_memory is not None) and not dry_run:
+        raise BadConfig("--gpu and --gpu-memory are for --dry-run")
+    from llmctl.builder.build import plan_build
+    from llmctl.cli.build.dry_run import backend_for, needs_binaries
+
+    request = build_request(build_config, given)
+    weights = make_load_format(load_format, seed, planted_role, planted_acceptance, checkpoint_dir)
+    if workers > 1:
+        log.info("workers %d: ranks are written one after the other, so one works", workers)
+    if cache_key and (dry_run or visualize_network is not None):
+        option = "--dry-run" if dry_run else "--visualize-network"
+        raise BadConfig(f"--cache-key prints a key and plans nothing; it cannot go with {option}")
+    if not cache_key and not dry_run:
+        require_place(output_dir)
+    if visualize_network is not None:
+        require_writable(visualize_network)
+        if visualize_network.resolve() == output_dir.resolve():
+            raise BadConfig(f"--visualize-network and --output-dir are both {output_dir}")
+    chosen = backend_for(backend, gpu)
+    engine = plan_build(
+        checkpoint_dir,
+        request,
+        backend=chosen,
+        compute_capability=compute_capability,
+        load_format=weights,
+        plugins={name: value for name, value in plugins.items() if value is not None},
+        command=shlex.join(["llmctl", *sys.argv[1:]]),
+        on_kernel=lambda name, done, total: log.info("kernel %d of %d: %s", done + 1, total, name),
+        with_binaries=not cache_key and (not dry_run or needs_binaries(chosen)),
+    )
+    if cache_key:
+        print_key(engine, as_json)
+        return
+    for notice in engine.notices:
+        log.warning("note: %s", notice)
+    if backend == "auto":
+        log.info("backend: %s", engine.config.backend)
+    with ExitStack() as network:  # both or neither: the text is on the disk before the engine
+        if visualize_network is not None:
+            file = network.enter_context(replacing(visualize_network, "w"))
+            print(engine.network, file=file, flush=True)
+        if not dry_run:
+            write_engine(engine, output_dir, with_progress=log.isEnabledFor(logging.INFO))
+    if dry_run:
+        from llmctl.cli.build.dry_run_text import print_plan
+
+        print_plan(engine, output_dir, gpu, gpu_memory, as_json)
+        return
+    print_result(engine, output_dir, time.monotonic() - start, as_json)
+
+
+build = with_plugin_options(_build)

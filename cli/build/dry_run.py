@@ -1,0 +1,225 @@
+"""`llmctl build --dry-run`: what an engine takes of a memory, and what fits beside it.
+
+The memory is a GPU's, named or present, or this machine's for the cpu. On a GPU the plan is the one
+that `run` makes before it loads an engine (runtime/engines/memory_plan.py): weights, activations, scratch and
+graphs first, then a share of the rest for the KV cache.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmctl.cli.gpus import GB, Gpu, default_gpu, find_gpu, present_gpu
+from llmctl.errors import BadConfig, Unsupported
+
+if TYPE_CHECKING:
+    from llmctl.builder.build import EnginePlan
+    from llmctl.runtime.engines.memory_plan import EngineMemory
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHORTEST = 512  # tokens; the lengths of the table double from here to max_seq_len
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where an engine is to live. gpu: None for the machine's own memory."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    gpu: Gpu | None
+
+
+def backend_for(backend: str, gpu: str | None) -> str:
+    """The backend to plan for: "auto" is what runs on the GPU that is named, if one is.
+
+    Raises BadConfig, and Unsupported for a GPU that no backend serves or `backend` does not."""
+    if gpu is None:
+        return backend
+    from llmctl.builder.backends import COMPUTE_CAPABILITY
+    from llmctl.plugins.backends.tensorrt.packages import RTX_CAPABILITIES
+
+    found = find_gpu(gpu)
+    serving = {
+        "cuda": (COMPUTE_CAPABILITY,),
+        "tensorrt-rtx": RTX_CAPABILITIES,
+        "tensorrt": (found.compute_capability,),
+    }
+    if backend == "auto":
+        able = [name for name in ("cuda", "tensorrt-rtx") if _serves(serving[name], found)]
+        if not able:
+            raise Unsupported(
+                f"--gpu {gpu} has compute capability {found.compute_capability}, which neither "
+                "cuda nor tensorrt-rtx serves",
+                fix="--backend tensorrt, on a machine with such a GPU",
+            )
+        return able[0]
+    if backend in serving and not _serves(serving[backend], found):
+        raise Unsupported(
+            f"--gpu {gpu} has compute capability {found.compute_capability}; {backend} engines are "
+            f"for {', '.join(serving[backend])}",
+            fix="--backend auto",
+        )
+    return backend
+
+
+def _serves(capabilities: tuple[str, ...], gpu: Gpu) -> bool:
+    return gpu.compute_capability in capabilities
+
+
+def needs_binaries(backend: str) -> bool:
+    """Whether a plan needs what is compiled: TensorRT's plans say what memory they take, our own
+    kernels take none worth a word."""
+    return backend in ("tensorrt", "tensorrt-rtx")
+
+
+def choose_memory(
+    backend: str, gpu: str | None, gpu_memory_gb: float | None, capability: str | None = None
+) -> Memory:
+    """The memory to plan for; capability: the compute capabilities of the engine, with commas.
+
+    Raises BadConfig."""
+    if backend == "cpu":
+        if gpu is not None or gpu_memory_gb is not None:
+            raise BadConfig("--gpu and --gpu-memory have no effect on cpu engines")
+        return _host_memory()
+    found = find_gpu(gpu) if gpu is not None else present_gpu()
+    is_present = gpu is None and found is not None
+    if found is None:
+        found = default_gpu((capability or "").split(","))
+    if gpu_memory_gb is not None:
+        if not math.isfinite(gpu_memory_gb):
+            raise BadConfig(f"--gpu-memory is {gpu_memory_gb}; a number of GB is wanted")
+        total = int(gpu_memory_gb * GB)
+        return Memory(f"{gpu_memory_gb:g} GB", total, total, replace(found, memory_bytes=total))
+    free = found.memory_bytes
+    if is_present:
+        import torch
+
+        free = torch.cuda.mem_get_info()[0]
+    return Memory(found.name, found.memory_bytes, free, found)
+
+
+def _host_memory() -> Memory:
+    import os
+
+    from llmctl.runtime.engines.memory_plan import free_memory_bytes
+
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Memory("this machine", total, free_memory_bytes(), None)
+
+
+def plan_memory(engine: EnginePlan, memory: Memory, output_dir: Path) -> dict[str, Any]:
+    """The plan as numbers; sizes in bytes. What does not fit is said, not raised.
+
+    fits: whether the engine and one KV block do. table: for each length and batch size, the bytes
+    of everything, None where that is more than there is.
+    """
+    from llmctl.runtime.engines.memory_plan import (
+        DEFAULT_DEVICE_FRACTION,
+        DEFAULT_FREE_FRACTION,
+        RESERVED_BYTES,
+    )
+
+    parts = _engine_memory(engine, memory)
+    is_gpu = memory.gpu is not None
+    reserved = RESERVED_BYTES if is_gpu else 0
+    # On the cpu weights stay mapped in the page cache, which counts as free; they still need room.
+    fixed = parts.fixed_bytes + reserved
+    fraction = DEFAULT_DEVICE_FRACTION if is_gpu else DEFAULT_FREE_FRACTION
+    left = memory.free_bytes - fixed
+    kv_limit = max(0, int(left * fraction))
+    tokens_per_block = parts.tokens_per_block
+    lengths = _lengths(parts.max_seq_len)
+    sequences = [_blocks(length, tokens_per_block) * parts.kv_bytes_per_block for length in lengths]
+    return {
+        "memory": memory.name,
+        "total_bytes": memory.total_bytes,
+        "free_bytes": memory.free_bytes,
+        "weight_bytes": parts.weight_bytes,
+        "activation_bytes": parts.activation_bytes,
+        "scratch_bytes": parts.scratch_bytes,
+        "graph_bytes": parts.graph_bytes,
+        "reserved_bytes": reserved,
+        "kv_fraction": fraction,
+        "kv_limit_bytes": kv_limit,
+        "kv_bytes_per_token": parts.kv_bytes_per_block // tokens_per_block,
+        "max_kv_tokens": kv_limit // parts.kv_bytes_per_block * tokens_per_block,
+        "fits": left > 0 and kv_limit >= parts.kv_bytes_per_block,
+        "table": {
+            "batch_sizes": list(BATCH_SIZES),
+            "lengths": lengths,
+            "bytes": [_row(fixed, size, kv_limit) for size in sequences],
+            "most_sequences": [kv_limit // size for size in sequences],
+        },
+        "disk": _disk(engine, output_dir),
+    }
+
+
+def _row(fixed: int, sequence: int, kv_limit: int) -> list[int | None]:
+    """Bytes of everything at each batch size; None where the KV cache has no room."""
+    return [
+        fixed + batch * sequence if batch * sequence <= kv_limit else None for batch in BATCH_SIZES
+    ]
+
+
+def _lengths(max_seq_len: int) -> list[int]:
+    lengths = []
+    length = SHORTEST
+    while length < max_seq_len:
+        lengths.append(length)
+        length *= 2
+    return [*lengths, max_seq_len]
+
+
+def _blocks(tokens: int, tokens_per_block: int) -> int:
+    return -(-tokens // tokens_per_block)
+
+
+def _engine_memory(engine: EnginePlan, memory: Memory) -> EngineMemory:
+    """What the engine takes beside its KV cache, as its runtime counts it."""
+    from llmctl.runtime.engines.memory_plan import EngineMemory
+
+    limits = engine.limits
+    if memory.gpu is None:
+        return EngineMemory(
+            role="target",
+            weight_bytes=engine.summary()["weight_bytes"],
+            activation_bytes=engine.plan.arena_bytes,
+            scratch_bytes=0,
+            graph_bytes=0,
+            kv_bytes_per_block=engine.kv_bytes_per_token * limits.tokens_per_block,
+            tokens_per_block=limits.tokens_per_block,
+            max_batch_size=limits.max_batch_size,
+            max_seq_len=limits.max_seq_len,
+        )
+    from llmctl.builder.engine_kernels import scratch_bytes, step_limits
+    from llmctl.runtime.engines.open_cuda import EngineFile, sampling_bytes
+    from llmctl.runtime.rounds.upload import state_bytes
+
+    plan = replace(
+        engine.plan, scratch_bytes=scratch_bytes(engine.plan, step_limits(engine.plan, limits))
+    )
+    beside = sampling_bytes([plan]) + state_bytes(limits.max_batch_size, limits.max_draft_len)
+    summary = engine.summary()
+    beside += summary["trt_bytes"] + summary["trt_memory_bytes"]
+    return EngineFile(Path(), engine.config, plan, {}).memory("target", beside)
+
+
+def _disk(engine: EnginePlan, output_dir: Path) -> dict[str, Any]:
+    """Bytes that the engine directory takes, and those free where it would be."""
+    side = sum(path.stat().st_size for path in engine.checkpoint.tokenizer_files())
+    place = output_dir.absolute()
+    folder = next(p for p in (*place.parents, place) if p.is_dir())
+    needed = engine.file_bytes * engine.limits.tp_size + side
+    free = shutil.disk_usage(folder).free
+    return {
+        "needed_bytes": needed,
+        "free_bytes": free,
+        "folder": str(folder),
+        "fits": needed <= free,
+    }

@@ -1,0 +1,128 @@
+"""The options of `llmctl build` as what the builder takes: limits, weights, plugins, a logger."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmctl.builder.models.family import DTYPES
+from llmctl.builder.plugin_config import OPTIONS
+from llmctl.cli.signatures import give_parameters
+from llmctl.errors import BadConfig, CorruptFile
+
+if TYPE_CHECKING:
+    from llmctl.builder.config import BuildRequest
+    from llmctl.builder.planted import LoadFormat
+
+LOG_LEVELS = {  # trtllm-build's names -> Python's levels
+    "internal_error": logging.CRITICAL,
+    "error": logging.ERROR,
+    "warning": logging.WARNING,
+    "info": logging.INFO,
+    "verbose": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "trace": logging.DEBUG,
+}
+LIMITS = (  # options that are fields of BuildRequest
+    "dtype",
+    "max_batch_size",
+    "max_seq_len",
+    "max_input_len",
+    "max_num_tokens",
+    "max_beam_width",
+    "max_draft_len",
+    "speculative_decoding_mode",
+    "tokens_per_block",
+    "kv_cache_type",
+    "kv_cache_dtype",
+    "kv_cache_unit_scales",
+    "logits_dtype",
+    "gather_context_logits",
+    "tp_size",
+)
+
+
+def build_request(path: Path | None, given: dict[str, Any]) -> BuildRequest:
+    """The limits of the file, with the options given on the command line over them."""
+    from llmctl.builder.config import BuildRequest
+    from llmctl.quantize.format import read_json
+
+    values: dict[str, Any] = {}
+    if path is not None:
+        if not path.is_file():
+            raise BadConfig(f"--build-config {path} does not exist")
+        try:
+            values = read_json(path)
+        except CorruptFile as error:
+            raise BadConfig(f"--build-config: {error}") from error
+    values |= {name: value for name, value in given.items() if value is not None}
+    return BuildRequest.from_mapping(values, str(path or "command line"))
+
+
+def make_load_format(
+    name: str, seed: int | None, role: str | None, acceptance: float | None, checkpoint_dir: Path
+) -> LoadFormat:
+    """The options, and what the checkpoint's own config.json says of a planted model where they
+    say nothing. Raises BadConfig for options of another load format."""
+    from llmctl.builder.planted import LoadFormat
+    from llmctl.quantize.format import read_json
+
+    if name == "auto" and seed is not None:
+        raise BadConfig("--seed is for --load-format dummy and planted")
+    if name != "planted" and (role is not None or acceptance is not None):
+        raise BadConfig("--planted-role and --planted-acceptance are for --load-format planted")
+    chosen: dict[str, Any] = {}
+    path = checkpoint_dir / "config.json"
+    if name == "planted" and path.is_file():
+        own = read_json(path).get("planted")
+        if isinstance(own, dict):
+            chosen = {key: own[key] for key in ("seed", "role", "acceptance") if key in own}
+    given = {"seed": seed, "role": role, "acceptance": acceptance}
+    chosen |= {key: value for key, value in given.items() if value is not None}
+    return LoadFormat(name, **chosen)
+
+
+def make_logger(level: str) -> logging.Logger:
+    """A logger to stderr. Raises BadConfig for an unknown level."""
+    if level not in LOG_LEVELS:
+        raise BadConfig(f"--log-level is {level!r}; it must be one of {', '.join(LOG_LEVELS)}")
+    logger = logging.Logger("llmctl.build", LOG_LEVELS[level])
+    logger.addHandler(logging.StreamHandler(sys.stderr))
+    return logger
+
+
+def with_plugin_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Replace `**plugins` by one option for each row of the plugin table, for the parser."""
+    signature = inspect.signature(function, eval_str=True)
+    parameters = list(signature.parameters.values())[:-1]
+    for option in OPTIONS.values():
+        values = "|".join("|".join(DTYPES) if v == "model" else v for v in option.accepted)
+        text = f"{option.effect}. (default: {option.default})"
+        flag = f"--{option.name.replace('_', '-')}"
+        annotation = Annotated[
+            str | None,
+            typer.Option(
+                flag,
+                help=text,
+                metavar=values,
+                rich_help_panel="Plugins and features",
+                hidden=True,
+            ),
+        ]
+        parameters.append(
+            inspect.Parameter(
+                option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+            )
+        )
+
+    def build(**values: Any) -> None:
+        function(**values)
+
+    give_parameters(build, function, signature, parameters)
+    return build

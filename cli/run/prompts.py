@@ -1,0 +1,187 @@
+"""From prompts and options to the executor's requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llmctl.cli.run.generate import Row
+from llmctl.cli.run.text_io import Prompt, read_prompts
+from llmctl.cli.tokenizer import Tokenizer
+from llmctl.errors import BadConfig, LlmctlError
+from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
+
+SAMPLE_PROMPT = "The quick brown fox"  # used when neither text nor file is given, as run.py does
+
+Words = tuple[tuple[str, ...], ...]  # one tuple for all rows, or one per row
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """What the command line says about all rows; a .jsonl row may override its part."""
+
+    max_output_len: int
+    input_text: tuple[str, ...] = ()
+    input_file: Path | None = None
+    max_input_length: int | None = None
+    is_chat: bool = False
+    add_special_tokens: bool = True
+    end_id: int | None = None
+    stop_words: Words = ()
+    bad_words: Words = ()
+    needs_log_probs: bool = False
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+def sampling_config(
+    *,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    **others: Any,
+) -> SamplingConfig:
+    """Greedy unless one of the four is given; then top_k 0, meaning all tokens, is the default.
+
+    run.py keeps top_k 1 unless told otherwise, so that a temperature alone changes nothing there.
+    """
+    if temperature is None and top_k is None and not top_p and not min_p:
+        return SamplingConfig(**others)
+    return SamplingConfig(
+        temperature=1.0 if temperature is None else temperature,
+        top_k=0 if top_k is None else top_k,
+        top_p=top_p or None,  # run.py's 0.0 stands for "not used"
+        min_p=min_p or 0.0,
+        **others,
+    )
+
+
+def word_lists(options: Sequence[str] | None) -> Words:
+    """--stop-words and --bad-words: each occurrence is a JSON list (see cli/argv.py)."""
+    return tuple(tuple(json.loads(option)) for option in options or ())
+
+
+def read_all(options: PromptOptions) -> list[Prompt]:
+    """The prompts, and a check that word lists match their number. Raises BadConfig."""
+    if options.input_text and options.input_file is not None:
+        raise BadConfig("--input-text and --input-file are both given; one of them is wanted")
+    if options.input_file is not None:
+        prompts = read_prompts(options.input_file)
+    else:
+        prompts = [Prompt(text=text) for text in options.input_text or (SAMPLE_PROMPT,)]
+    if options.is_chat and not options.add_special_tokens:
+        raise BadConfig(
+            "--no-add-special-tokens is about prompts as they are; --chat puts them into a "
+            "template that has its own",
+            fix="leave one of the two out",
+        )
+    if options.is_chat and any(prompt.text is None for prompt in prompts):
+        raise BadConfig(
+            f"--chat puts text into the chat template; {options.input_file} has token ids",
+            fix="leave --chat out, or give the prompts as text",
+        )
+    for text in options.input_text:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise BadConfig(f"--input-text {text!r} is not UTF-8 text")
+    for name, words in (("--stop-words", options.stop_words), ("--bad-words", options.bad_words)):
+        if not all(word for occurrence in words for word in occurrence):
+            raise BadConfig(f"{name} holds an empty word")
+        if len(words) not in (0, 1, len(prompts)):
+            raise BadConfig(
+                f"{name} is given {len(words)} times for {len(prompts)} prompts; "
+                "it must be given once, or once per prompt"
+            )
+    return prompts
+
+
+def make_rows(
+    prompts: Sequence[Prompt],
+    options: PromptOptions,
+    tokenizer: Tokenizer,
+    model_end_ids: Sequence[int],
+) -> list[Row]:
+    """A row per prompt; one that cannot become a request carries the error instead.
+
+    `model_end_ids` are further ids that end an output, used unless --end-id is given.
+    """
+    rows = []
+    for index, prompt in enumerate(prompts):
+        row = Row(index, prompt.text or "")
+        try:
+            ids = _token_ids(prompt, options, tokenizer)
+            if prompt.text is None or len(ids) == options.max_input_length:
+                row.prompt = tokenizer.decode(ids)
+            row.request = _request(index, prompt, ids, options, tokenizer, model_end_ids)
+        except LlmctlError as error:
+            row.error = error
+        rows.append(row)
+    return rows
+
+
+def _token_ids(prompt: Prompt, options: PromptOptions, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if prompt.token_ids is not None:
+        ids = list(prompt.token_ids)
+    elif options.is_chat:
+        ids = tokenizer.chat_prompt(prompt.text or "")
+    else:
+        ids = tokenizer.encode(prompt.text or "", add_special_tokens=options.add_special_tokens)
+    if options.max_input_length is not None:
+        ids = ids[-options.max_input_length :]
+    return tuple(ids)
+
+
+def _request(
+    index: int,
+    prompt: Prompt,
+    ids: tuple[int, ...],
+    options: PromptOptions,
+    tokenizer: Tokenizer,
+    model_end_ids: Sequence[int],
+) -> Request:
+    settings = dict(prompt.settings)
+    end_id: int | None = tokenizer.end_id
+    end_words: list[tuple[int, ...]] = []
+    if options.end_id is not None:
+        end_id = options.end_id if options.end_id >= 0 else None
+    else:  # a request has one end id; further ones end it as words of one token
+        others = [item for item in model_end_ids if item != end_id]
+        if end_id is None and others:
+            end_id = others.pop(0)
+        end_words = [(item,) for item in others]
+    stop = _words(settings.pop("stop_words", None), options.stop_words, index, tokenizer)
+    bad = _words(settings.pop("bad_words", None), options.bad_words, index, tokenizer)
+    priority = settings.pop("priority", 0.5)
+    return Request(
+        input_token_ids=ids,
+        max_tokens=settings.pop("max_tokens", options.max_output_len),
+        sampling_config=row_sampling(options.sampling, settings),
+        output_config=OutputConfig(return_log_probs=options.needs_log_probs),
+        streaming=True,  # the time to the first token is part of every report
+        end_id=end_id,
+        stop_words=(*stop, *end_words),
+        bad_words=bad,
+        priority=priority,
+    )
+
+
+def row_sampling(base: SamplingConfig, settings: Mapping[str, Any]) -> SamplingConfig:
+    """The row's own fields over the command line's, greedy by the same rule."""
+    changed = dict(settings)
+    if changed.keys() & {"temperature", "top_p", "min_p"} and base.top_k is None:
+        changed.setdefault("top_k", 0)
+    if changed.get("top_p") == 0:
+        changed["top_p"] = None
+    return replace(base, **changed)
+
+
+def _words(
+    own: Sequence[str] | None, common: Words, index: int, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], ...]:
+    """Token ids of a row's words: its own, or the command line's."""
+    words: Sequence[str] = own if own is not None else ()
+    if own is None and common:
+        words = common[index] if len(common) > 1 else common[0]
+    return tuple(tuple(tokenizer.encode(word, add_special_tokens=False)) for word in words)

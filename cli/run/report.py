@@ -1,0 +1,180 @@
+"""What a run tells about itself on stderr: engines, speed, acceptance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from llmctl.cli.run.generate import Row
+
+if TYPE_CHECKING:
+    from llmctl.builder.engine_format import EngineConfig
+    from llmctl.cli.engines import OpenEngines
+    from llmctl.runtime.engines.engine import Executable
+    from llmctl.runtime.kv_cache import KvCacheStats
+    from llmctl.runtime.stats.counters import SpeculationStats
+
+LOG_LEVELS = ("verbose", "info", "warning", "error", "internal_error")  # most to least
+
+
+@dataclass(frozen=True, slots=True)
+class RunStats:
+    """Speed of one batch. total_s runs from enqueueing it to its last response."""
+
+    num_requests: int
+    num_failed: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    total_s: float
+    time_to_first_token_s: float | None  # mean over requests
+    draft_len: int  # 0: plain decoding
+    speculation: SpeculationStats
+    kv_cache: KvCacheStats | None = None  # as of the last step
+
+    def to_json(self) -> dict[str, Any]:
+        """The "stats" of `run --json`."""
+        rounds = self.speculation.rounds
+        result: dict[str, Any] = {
+            "num_requests": self.num_requests,
+            "num_failed": self.num_failed,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            "total_s": self.total_s,
+            "tokens_per_s": self.tokens_per_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "time_to_first_token_s": self.time_to_first_token_s,
+            "rounds": rounds,
+            "verify_s": self.speculation.verify_s,
+            "host_s": self.speculation.host_s,
+        }
+        if self.draft_len:
+            result["speculation"] = {
+                "draft_len": self.draft_len,
+                "acceptance_rate": self.speculation.acceptance_rate,
+                "tokens_per_round": self.speculation.acceptance_length,
+                "draft_tokens": self.speculation.draft_tokens,
+                "accepted_tokens": self.speculation.accepted_tokens,
+                "accepted_at_position": self.accepted_at_position,
+                "draft_s": self.speculation.draft_s,
+            }
+        if self.kv_cache is not None:
+            result["kv_cache"] = asdict(self.kv_cache)
+        return result
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens over the whole time, prompts included."""
+        return self.num_output_tokens / self.total_s if self.total_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Output tokens after each request's first, over the time after the mean first token."""
+        if self.time_to_first_token_s is None:
+            return None
+        left_s = self.total_s - self.time_to_first_token_s
+        num_tokens = self.num_output_tokens - (self.num_requests - self.num_failed)
+        return num_tokens / left_s if left_s > 0 and num_tokens > 0 else None
+
+    @property
+    def accepted_at_position(self) -> list[float]:
+        """Share of rounds that kept draft i."""
+        rounds = self.speculation.rounds
+        return [count / rounds for count in self.speculation.accepted_at_position] if rounds else []
+
+
+def summarize(
+    rows: Sequence[Row],
+    total_s: float,
+    draft_len: int,
+    speculation: SpeculationStats,
+    kv_cache: KvCacheStats | None = None,
+) -> RunStats:
+    """Statistics of rows that have ended."""
+    done = [row for row in rows if row.error is None and row.request is not None]
+    firsts = [row.first_token_s for row in done if row.first_token_s is not None]
+    return RunStats(
+        num_requests=len(rows),
+        num_failed=len(rows) - len(done),
+        num_prompt_tokens=sum(len(row.request.input_token_ids) for row in done if row.request),
+        num_output_tokens=sum(row.num_new_tokens for row in done),
+        total_s=total_s,
+        time_to_first_token_s=sum(firsts) / len(firsts) if firsts else None,
+        draft_len=draft_len,
+        speculation=speculation,
+        kv_cache=kv_cache,
+    )
+
+
+def stats_lines(stats: RunStats) -> list[str]:
+    """A few lines for people."""
+    spec = stats.speculation
+    speed = (
+        f"{stats.num_output_tokens} tokens in {stats.total_s:.3f} s: {stats.tokens_per_s:.1f} tok/s"
+    )
+    if stats.decode_tokens_per_s is not None and stats.time_to_first_token_s is not None:
+        speed += (
+            f" (time to first token {stats.time_to_first_token_s * 1e3:.1f} ms, "
+            f"then {stats.decode_tokens_per_s:.1f} tok/s)"
+        )
+    lines = [speed]
+    if stats.draft_len and spec.rounds:
+        positions = ", ".join(f"{share:.2f}" for share in stats.accepted_at_position)
+        lines += [
+            f"acceptance {spec.acceptance_rate:.3f} of {spec.draft_tokens} drafts, "
+            f"{spec.acceptance_length:.2f} tokens per round over {spec.rounds} rounds "
+            f"(draft_len {stats.draft_len}); kept at position: {positions or 'none drafted'}",
+        ]
+    if spec.rounds:
+        parts = {"draft": spec.draft_s, "verify": spec.verify_s, "host": spec.host_s}
+        if not stats.draft_len:
+            parts = {"target": spec.verify_s, "host": spec.host_s}
+        each = ", ".join(f"{name} {s / spec.rounds * 1e3:.3f} ms" for name, s in parts.items())
+        lines.append(f"per round: {each}")
+    kv = stats.kv_cache
+    if kv is not None and (kv.reused_tokens or kv.evicted_blocks):
+        moved = f", {kv.onboarded_blocks} back from host memory" if kv.host_max_num_blocks else ""
+        lines.append(
+            f"KV cache: {kv.reused_tokens} of {kv.prompt_tokens} prompt tokens reused, "
+            f"{kv.evicted_blocks} blocks evicted{moved}"
+        )
+    return lines
+
+
+def engine_lines(engines: OpenEngines, *, is_verbose: bool) -> list[str]:
+    """Which engines run, on what, with how much cache."""
+    plan = engines.kv_plan
+    lines = [_engine_line("target", engines.target)]
+    if engines.draft is not None:
+        lines.append(_engine_line("draft", engines.draft))
+    lines.append(
+        f"KV cache: {plan.num_blocks} blocks of {engines.target.tokens_per_block} tokens, "
+        f"{plan.total_bytes / 1e6:.1f} MB, limited by {plan.limited_by}"
+    )
+    if is_verbose:
+        tactics = Counter((op.op, op.tactic) for op in engines.target.plan.ops)
+        lines += [
+            f"target kernel: {op}{f' ({tactic})' if tactic else ''} x{count}"
+            for (op, tactic), count in sorted(tactics.items())
+        ]
+    return lines
+
+
+def architecture(config: EngineConfig) -> str:
+    """The model's class name in the checkpoint."""
+    pretrained = config.pretrained_config
+    found = (pretrained.get("architectures") or [pretrained.get("architecture", "?")])[0]
+    return str(found)
+
+
+def _engine_line(role: str, engine: Executable) -> str:
+    line = (
+        f"{role}: {architecture(engine.config)}, {engine.weight_bytes / 1e6:.1f} MB of weights, "
+        f"backend {engine.config.backend}"
+    )
+    if engine.config.backend == "cpu":
+        from llmctl.plugins.backends.cpu import num_threads
+
+        line += f" with {num_threads()} threads"
+    return line

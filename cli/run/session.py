@@ -1,0 +1,251 @@
+"""One `llmctl run` from checked options to exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from llmctl.builder.engine_format import EngineConfig
+from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
+from llmctl.cli.output_files import require_writable
+from llmctl.cli.run.generate import Row, SequenceOutput, generate
+from llmctl.cli.run.output import StreamPrinter, print_rows, row_json, run_json
+from llmctl.cli.run.prompts import PromptOptions, make_rows, read_all
+from llmctl.cli.run.report import LOG_LEVELS, RunStats, engine_lines, stats_lines, summarize
+from llmctl.cli.run.text_io import (
+    write_csv,
+    write_float_npy,
+    write_jsonl,
+    write_npy,
+)
+from llmctl.cli.tokenizer import Tokenizer, engine_tokenizer, tokenizer_hash
+from llmctl.errors import BadConfig, ExactnessViolation, LlmctlError
+
+NUM_PROFILING_RUNS = 10  # warm-up runs, and timed runs after them, as in run.py
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where results go besides stdout."""
+
+    csv: Path | None = None
+    npy: Path | None = None
+    jsonl: Path | None = None
+    log_probs_npy: Path | None = None
+    cum_log_probs_npy: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """Everything the command line said. streaming_interval None: print at the end."""
+
+    engines: EngineOptions
+    prompts: PromptOptions
+    files: Files = Files()
+    tokenizer_dir: Path | None = None
+    streaming_interval: int | None = None
+    is_profiling: bool = False
+    is_verifying: bool = False
+    is_json: bool = False
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.is_verifying and self.engines.speculation is None:
+            raise BadConfig(
+                "--verify-exact compares decoding with and without drafts, and there are none",
+                fix="add --draft-engine DIR or --ngram-config",
+            )
+
+
+class Session:
+    """Runs once: check everything that needs no weights, load, generate, write, print."""
+
+    def __init__(self, options: SessionOptions) -> None:
+        self._options = options
+
+    def run(self) -> int:
+        """The exit code: 1 when any row failed or was refused. Named errors are raised."""
+        options = self._options
+        files = (getattr(options.files, item.name) for item in fields(options.files))
+        given = (path for path in files if path is not None)
+        require_writable(*given, source=options.prompts.input_file)
+        prompts = read_all(options.prompts)
+        checked = check_engines(options.engines)
+        tokenizer = self._tokenizer(checked.target)
+        end_id, vocab_size = options.prompts.end_id, checked.target.pretrained_config["vocab_size"]
+        if end_id is not None and end_id >= vocab_size:
+            raise BadConfig(f"--end-id is {end_id}; the engine's ids are 0 to {vocab_size - 1}")
+        rows = make_rows(prompts, options.prompts, tokenizer, _model_end_ids(checked.target))
+        if options.is_verifying:
+            _require_comparable(options.engines, rows)
+        engines = OpenEngines(checked, lambda lines: self._log("info", *lines))
+        self._log("info", *engine_lines(engines, is_verbose=self._is_shown("verbose")))
+        if options.is_profiling:
+            self._profile(engines, rows)
+            return _exit_code(rows)
+        stats = self._generate(engines, rows, tokenizer)
+        try:
+            self._write_files(rows, tokenizer)
+        finally:  # what was generated is shown even where a disk is full
+            self._print(rows, tokenizer, stats)
+        self._log("info", *stats_lines(stats))
+        self._report_rows(rows, engines.target.max_seq_len)
+        if options.is_verifying:
+            self._verify(engines, rows)
+        return _exit_code(rows)
+
+    def _tokenizer(self, target: EngineConfig) -> Tokenizer:
+        """The engine's own tokenizer, or the one asked for with a word if its content differs."""
+        folder = self._options.tokenizer_dir
+        if folder is None:
+            return engine_tokenizer(self._options.engines.engine_dir, target)
+        tokenizer = Tokenizer(folder)
+        if target.tokenizer["hash"] not in (None, tokenizer_hash(folder)):
+            self._log(
+                "warning",
+                f"the tokenizer in {folder} differs from the one the engine was built with",
+            )
+        return tokenizer
+
+    def _generate(self, engines: OpenEngines, rows: list[Row], tokenizer: Tokenizer) -> RunStats:
+        interval = self._options.streaming_interval
+        listener = StreamPrinter(tokenizer, interval, sys.stdout) if interval is not None else None
+        with engines.executor() as executor:
+            total_s = generate(executor, rows, listener)
+            speculation = executor.get_speculation_stats()
+            steps = executor.get_latest_iteration_stats()
+        kv_cache = steps[-1].kv_cache_stats if steps else None
+        return summarize(rows, total_s, engines.checked.draft_len, speculation, kv_cache)
+
+    def _profile(self, engines: OpenEngines, rows: list[Row]) -> None:
+        latencies_s = []
+        for row in rows:
+            if row.request is not None:
+                row.request = replace(row.request, streaming=False)
+        with engines.executor() as executor:
+            for _ in range(2 * NUM_PROFILING_RUNS):
+                latencies_s.append(generate(executor, rows))
+        self._report_rows(rows, engines.target.max_seq_len)
+        if self._options.engines.enable_block_reuse:
+            self._log(
+                "info",
+                "prompts come from the KV cache after the first run; measure them with "
+                "--no-kv-cache-enable-block-reuse",
+            )
+        num_rows = sum(row.error is None for row in rows)
+        mean_s = sum(latencies_s[NUM_PROFILING_RUNS:]) / NUM_PROFILING_RUNS
+        print(f"batch_size: {num_rows}, mean latency of {NUM_PROFILING_RUNS} runs: {mean_s:.6f} s")
+
+    def _verify(self, engines: OpenEngines, rows: Sequence[Row]) -> None:
+        """Each finished row again, alone and without drafts. Raises ExactnessViolation."""
+        done = [row for row in rows if row.error is None]
+        with engines.executor(is_speculative=False) as executor:
+            for row in done:
+                plain = Row(row.index, row.prompt, row.request)
+                generate(executor, [plain])
+                if plain.error is not None:
+                    raise plain.error
+                _compare(row, plain)
+        num_tokens = sum(row.num_new_tokens for row in done)
+        self._log("info", f"exact: {num_tokens} tokens equal plain decoding, each prompt alone")
+
+    def _write_files(self, rows: Sequence[Row], tokenizer: Tokenizer) -> None:
+        files = self._options.files
+        outputs = [sequence for row in rows for sequence in _sequences(row)]
+        ids = [sequence.token_ids for sequence in outputs]
+        if files.csv is not None:
+            write_csv(files.csv, ids)
+        if files.npy is not None:
+            pad_id = tokenizer.end_id
+            write_npy(files.npy, ids, -1 if pad_id is None else pad_id)
+        if files.jsonl is not None:
+            write_jsonl(files.jsonl, [item for row in rows for item in row_json(row, tokenizer)])
+        if files.log_probs_npy is not None:
+            write_float_npy(files.log_probs_npy, [item.log_probs for item in outputs])
+        if files.cum_log_probs_npy is not None:
+            totals = [[item.cum_log_prob] if item.token_ids else [] for item in outputs]
+            write_float_npy(files.cum_log_probs_npy, totals)
+
+    def _print(self, rows: Sequence[Row], tokenizer: Tokenizer, stats: RunStats) -> None:
+        if self._options.is_json:
+            print(run_json(rows, tokenizer, stats.to_json()), flush=True)
+        elif self._options.streaming_interval is None:
+            print_rows(rows, tokenizer, sys.stdout)
+
+    def _report_rows(self, rows: Sequence[Row], max_seq_len: int) -> None:
+        """Failures, and outputs that ended before their own limit for want of room."""
+        for row in rows:
+            if isinstance(row.error, LlmctlError):
+                self._log("error", f"error[{row.error.name}]: Text {row.index}: {row.error}")
+                if row.error.fix:
+                    self._log("error", f"fix: {row.error.fix}")
+            elif row.error is None and row.request is not None:
+                room = max_seq_len - len(row.request.input_token_ids)
+                longest = max(len(item.token_ids) for item in row.sequences)
+                if longest == room < row.request.max_tokens:
+                    self._log(
+                        "warning",
+                        f"Text {row.index}: max_output_len {row.request.max_tokens} was cut to "
+                        f"{room} by the engine's max_seq_len {max_seq_len}",
+                    )
+
+    def _is_shown(self, level: str) -> bool:
+        return LOG_LEVELS.index(level) >= LOG_LEVELS.index(self._options.log_level)
+
+    def _log(self, level: str, *lines: str) -> None:
+        if self._is_shown(level):
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _sequences(row: Row) -> list[SequenceOutput]:
+    """The outputs of a row, empty ones when it failed, so that files keep their lines aligned."""
+    if row.error is None:
+        return row.sequences
+    count = row.request.sampling_config.num_return_sequences if row.request else 1
+    return [SequenceOutput() for _ in range(count)]
+
+
+def _require_comparable(engines: EngineOptions, rows: Sequence[Row]) -> None:
+    """Refuse --verify-exact where drafts may change tokens by design. Raises BadConfig."""
+    if engines.speculation is None or engines.speculation.acceptance == "tokens":
+        return
+    if any(row.request and not row.request.sampling_config.is_greedy for row in rows):
+        raise BadConfig(
+            "--verify-exact needs acceptance by tokens: accepted by logits, sampled outputs "
+            "have the right distribution and other tokens",
+            fix="set use_logits to False in --draft-target-model-config",
+        )
+
+
+def _compare(row: Row, plain: Row) -> None:
+    for index, (found, wanted) in enumerate(zip(row.sequences, plain.sequences, strict=True)):
+        if found.token_ids == wanted.token_ids:
+            continue
+        pairs = zip(found.token_ids, wanted.token_ids, strict=False)
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if position is None:
+            position = min(len(found.token_ids), len(wanted.token_ids))
+        raise ExactnessViolation(
+            f"Text {row.index} Seq {index}: output token {position} is "
+            f"{found.token_ids[position : position + 1]} with drafts and "
+            f"{wanted.token_ids[position : position + 1]} without",
+            fix="report it with the engines' config.json and this command",
+        )
+
+
+def _model_end_ids(config: EngineConfig) -> list[int]:
+    """End ids that the model's own configuration names."""
+    ids = config.pretrained_config.get("eos_token_id")
+    if isinstance(ids, int):
+        return [ids]
+    return [item for item in ids if isinstance(item, int)] if isinstance(ids, list) else []
+
+
+def _exit_code(rows: Sequence[Row]) -> int:
+    """0, or 1 when a row has a named error. Any other error is a bug and is raised."""
+    for row in rows:
+        if row.error is not None and not isinstance(row.error, LlmctlError):
+            raise row.error
+    return 1 if any(row.error is not None for row in rows) else 0

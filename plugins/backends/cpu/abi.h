@@ -1,0 +1,123 @@
+// The structs that Python fills (plugins/backends/cpu/program.py) and the table each ISA variant provides.
+//
+// Everything here is plain data: no Python, no torch, no C++ types cross the boundary. Tensors of
+// an op come in the order of its spec (inputs, then outputs); an absent optional role has data ==
+// nullptr. Attributes sit at their index in the spec, integers and reals in separate arrays.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace llmctl {
+
+class Pool;
+
+constexpr int32_t kAbiVersion = 3;  // binding.py holds the same number
+constexpr int kMaxTensors = 8;
+constexpr int kMaxAttributes = 8;
+constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time
+constexpr int kMaxHeadSize = 512;  // bounds the scratch of attention and rope
+
+enum Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF8 = 3, kI8 = 4 };
+
+enum Kind : int32_t {
+  kEmbedding = 0,
+  kRmsNorm = 1,
+  kLinear = 2,
+  kRopeKvWrite = 3,
+  kPagedAttention = 4,
+  kSwiglu = 5,
+  kQuantize = 6,
+  kGatherRows = 7,
+  kNumKinds = 8,
+};
+
+struct TensorRef {
+  void* data;
+  int32_t dtype;
+  int32_t rank;
+  int64_t shape[2];
+};
+
+struct Op {
+  int32_t kind;
+  int32_t uses_rows;  // 1: computes the step's logit rows, 0: its tokens
+  TensorRef tensors[kMaxTensors];
+  int64_t integers[kMaxAttributes];
+  double reals[kMaxAttributes];
+};
+
+struct Step {
+  int32_t num_tokens, num_requests, num_rows, max_blocks;
+  const int32_t* token_ids;
+  const int32_t* position_ids;
+  const int32_t* cu_q;
+  const int32_t* kv_len;
+  const int32_t* block_tables;
+  const int32_t* slot_mapping;
+  const int32_t* logit_rows;
+  void* kv_cache;  // [layers, blocks, 2, kv heads, tokens_per_block, head_size]
+  int32_t kv_dtype, num_layers, num_kv_heads, tokens_per_block, head_size, reserved;
+  int64_t num_blocks;
+};
+
+// How one row of logits is sampled: SamplingRow of plugins/ops/sampling/spec.py.
+struct SamplingRow {
+  double temperature, top_p, min_p;  // top_p >= 1 and min_p 0: no filter
+  double repetition_penalty, presence_penalty, frequency_penalty;
+  uint64_t seed;
+  const int32_t* counts;  // [num_counts]; null without penalties
+  const int32_t* banned;  // [num_banned]
+  int64_t num_counts;
+  uint32_t position, stream;
+  int32_t top_k;  // 0: no filter
+  int32_t num_banned, is_greedy, reserved;
+};
+
+inline int64_t rows_of(const Op& op, const Step& step) {
+  return op.uses_rows ? step.num_rows : step.num_tokens;
+}
+
+constexpr int64_t dtype_bytes(int32_t dtype) {
+  return dtype == kF32 ? 4 : dtype == kF8 || dtype == kI8 ? 1 : 2;
+}
+
+// What one op may use besides its tensors: the threads and a buffer shared by them.
+struct Context {
+  Pool& pool;
+  float* shared;  // at least shared_floats(op) of them, 64-byte aligned
+};
+
+using Kernel = void (*)(const Op&, const Step&, Context&);
+
+// One instruction-set variant of everything.
+struct Kernels {
+  Kernel run[kNumKinds];
+  void (*argmax)(const float* logits, int64_t rows, int64_t columns, int32_t* out, Pool& pool);
+  void (*sample)(const float* logits, int64_t vocab, const SamplingRow* rows, int64_t count,
+                 int64_t* out, Pool& pool);
+  void (*probs)(const float* logits, int64_t vocab, const SamplingRow* rows, int64_t count,
+                double* out, Pool& pool);
+  int64_t (*draw)(const double* probs, int64_t vocab, const SamplingRow& row);
+  void (*uniforms)(const SamplingRow* rows, int64_t count, double* out);
+  void (*log_softmax_at)(const float* logits, int64_t vocab, const int64_t* tokens, int64_t count,
+                         double* out, Pool& pool);
+  double (*read)(const float* data, int64_t count, Pool& pool);      // sums: read bandwidth
+  double (*multiply_add)(int64_t iterations, Pool& pool);            // floating-point operations
+};
+
+extern const Kernels kernels_generic;
+#if defined(__x86_64__)
+extern const Kernels kernels_v3;  // AVX2, FMA, F16C
+extern const Kernels kernels_v4;  // AVX-512 F, BW, DQ, VL
+#endif
+
+// Floats of Context::shared that this op needs.
+inline int64_t shared_floats(const Op& op) {
+  if (op.kind != kLinear) return 0;
+  const TensorRef& x = op.tensors[0];
+  const int64_t tokens = x.shape[0] < kLinearChunkTokens ? x.shape[0] : kLinearChunkTokens;
+  return tokens * ((x.shape[1] + 15) / 16 * 16 + 16);
+}
+
+}  // namespace llmctl

@@ -1,0 +1,145 @@
+"""What an operator says about its CUDA kernels: which binaries exist, and how a step launches them.
+
+`plugins/ops/<op>/kernel.py` has two functions:
+
+    kernels(call, limits) -> list[KernelSpec]        at build: every binary a step may need
+    launches(call, env, shape) -> list[Launch]       at run: what one step launches, in order
+
+Both are pure. `call` holds meta tensors at build and device tensors at run; a `Launch` names
+tensors, not addresses, so the same description runs on a GPU (`program.py`) and, where the kernel
+is Triton, in Triton's interpreter on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmctl.plugins.core.calls import Extent
+
+Constant = int | float | str | bool
+NUM_SMS = 132  # multiprocessors of an H100 SXM and an H200; thread blocks that wait count on them
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One binary. Two specs with the same name must be equal.
+
+    `source` is "package.module:function" for Triton, or a path below plugins/ for CUDA C++.
+    `arguments` are the kernel's run-time parameters in order: "*bf16", "*fp16", "*fp32",
+    "*fp8e4nv", "*i32", "*i64", "*u8" (pointers, 16-byte aligned), "i32", "i64", "fp32", or
+    "tensor_map" (CUDA only: a 128-byte CUtensorMap by value).
+    `constants` are Triton constexprs by name, or macros of a CUDA source.
+    """
+
+    name: str
+    source: str
+    arguments: tuple[str, ...]
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    entry: str = ""  # CUDA: the extern "C" function
+    num_warps: int = 4
+    num_stages: int = 3  # Triton's software pipelining
+    shared_bytes: int = 0  # CUDA: dynamic shared memory (Triton decides its own)
+    cluster: int = 1  # thread blocks per cluster, along x
+    unused_on: str = ""  # a compute capability where launches always take another kernel instead
+
+    @property
+    def is_triton(self) -> bool:
+        """True for a Triton function."""
+        return ":" in self.source
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step an engine may see, and the cache its steps read."""
+
+    max_num_tokens: int
+    max_num_rows: int
+    max_batch_size: int
+    max_seq_len: int
+    max_draft_len: int
+    tokens_per_block: int
+    kv_dtype: str  # torch name
+    num_sms: int = NUM_SMS
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The integers of one step that decide grids. With padding, extents count the padding.
+
+    Padding tokens have slot -1 and belong to no request; padding requests have kv_len 0 and no
+    tokens.
+    """
+
+    num_tokens: int
+    num_requests: int
+    num_rows: int
+    max_query_len: int  # most tokens of one request
+    max_kv_len: int  # no request's kv_len is larger
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """The integer arrays of a step (`StepInputs`) in device memory, at their maximum sizes.
+
+    All int32. Fixed addresses: captured graphs read whatever was written there last.
+    """
+
+    token_ids: torch.Tensor  # [max_num_tokens]
+    position_ids: torch.Tensor  # [max_num_tokens]
+    cu_q: torch.Tensor  # [max_batch_size + 1]
+    kv_len: torch.Tensor  # [max_batch_size]
+    block_tables: torch.Tensor  # [max_batch_size, max_blocks]
+    slot_mapping: torch.Tensor  # [max_num_tokens]; -1: write nothing
+    logit_rows: torch.Tensor  # [max_num_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchEnv:
+    """What a launch may use besides the call's own tensors."""
+
+    step: DeviceStep
+    kv_cache: torch.Tensor  # [num_layers, num_blocks, 2, num_kv_heads, tokens_per_block, head_size]
+    limits: StepLimits
+    extent: Extent  # whether this call works on the step's tokens or on its rows
+    scratch: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+    """scratch(name, shape, dtype): zeroed once when first asked for, then the same tensor for every
+    call that asks for that name; whoever uses it leaves counters at zero again."""
+    use_pdl: bool = True  # false in the interpreter and on other GPUs than Hopper's
+
+    def count(self, shape: StepShape) -> int:
+        """Leading extent of the call's activations in this step."""
+        return shape.num_tokens if self.extent == "tokens" else shape.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """A 2-D TMA descriptor: boxes of [box_rows, box_columns] of a row-major tensor.
+
+    `swizzle` is the shared-memory swizzle in bytes (0 or 128). Elements outside read as zero.
+    """
+
+    tensor: torch.Tensor  # [rows, columns], contiguous
+    box_rows: int
+    box_columns: int
+    swizzle: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PointerTable:
+    """An array in device memory of the tensors' addresses, 0 for none: an argument "*i64"."""
+
+    tensors: tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch: arguments in the spec's order, tensors where it has pointers."""
+
+    spec: KernelSpec
+    grid: tuple[int, int, int]
+    arguments: tuple[torch.Tensor | TensorMap | PointerTable | int | float, ...]

@@ -1,0 +1,285 @@
+"""The CUDA backend's program: every call of a plan as kernel launches on one stream.
+
+Launches are described by `plugins/ops/<op>/kernel.py`, packed once per step shape and then only
+enqueued; of all operators but attention, which depends on requests as well, once per number of
+tokens. Packing a whole step takes longer than most steps do (11 ms for the 229 launches of an 8B
+model), so a call is packed for one layer and rebound for those like it. Everything that differs
+between steps of one shape lies in the arrays of `step`, which one copy from pinned memory fills; so
+a captured graph replays whatever was uploaded last.
+
+    program.bind_kv_cache(cache)
+    program.upload(step, stream)
+    program.enqueue(shape, stream)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from llmctl.errors import CorruptEngine
+from llmctl.plugins.backends.cuda.compiler import CompiledKernel
+from llmctl.plugins.backends.cuda.driver import cuda_driver
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    DeviceStep,
+    KernelSpec,
+    Launch,
+    LaunchEnv,
+    PointerTable,
+    StepLimits,
+    StepShape,
+    TensorMap,
+)
+from llmctl.plugins.backends.cuda.rebinding import (
+    Model,
+    Packed,
+    Prepared,
+    look,
+    model_of,
+    own_tensors,
+)
+from llmctl.plugins.backends.cuda.step_buffer import StepBuffer
+from llmctl.plugins.core.calls import Extent, OpCall, StepInputs, row_extents
+from llmctl.plugins.core.operators import check_call, operator_module
+from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, find_chains, serves
+from llmctl.plugins.fused.decoder_layers.tactics import stored_tactics
+
+# Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
+MAX_PREPARED, MAX_COUNTS = 64, 128
+_BY_REQUEST = frozenset({"paged_attention"})  # the others depend on how many tokens or rows alone
+_CHAIN = -1  # in the place of an index: all calls of the first chain; -2: of the second
+
+
+class Driver(Protocol):
+    """What a program needs of `CudaDriver`; tests put a recorder in its place."""
+
+    def make_current(self) -> None: ...
+    def load(self, kernel: CompiledKernel) -> Any: ...
+    def prepare(
+        self,
+        loaded: Any,
+        grid: Sequence[int],
+        arguments: Sequence[torch.Tensor | TensorMap | int | float],
+        use_pdl: bool,
+    ) -> Prepared: ...
+    def rebind(self, launch: Any, tensors: Mapping[int, torch.Tensor]) -> Prepared: ...
+    def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None: ...
+    def make_event(self) -> Any: ...
+
+
+class Executor(Protocol):
+    """Runs the calls of an operator that is not made of our kernels (TensorRT's plans)."""
+
+    def extents(self, call: OpCall) -> Mapping[str, Extent]:
+        """Whether each output, by role, has the step's tokens or its rows."""
+
+    def prepare(self, call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Prepared]:
+        """What a step of this shape enqueues for the call, in order; nothing is enqueued yet."""
+
+
+class CudaProgram:
+    """Runs a list of calls; their tensors, the step's arrays and scratch are in device memory.
+
+    Raises CorruptEngine for a call that breaks its spec or a kernel that is missing. Not
+    re-entrant: one thread at a time, and the stream it is given is always the same.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[OpCall],
+        binaries: Iterable[CompiledKernel],
+        limits: StepLimits,
+        device: torch.device | str = "cuda",
+        driver: Driver | None = None,
+        use_pdl: bool = True,
+        executors: Mapping[str, Executor] | None = None,
+    ) -> None:
+        self._executors = dict(executors or {})  # by operator
+        stated = {}
+        for call in calls:
+            if call.op in self._executors:
+                stated[call.name] = self._executors[call.op].extents(call)
+            else:
+                check_call(call)
+        self._use_pdl = use_pdl  # as the binaries were compiled: `compiler.uses_pdl`
+        self.limits = limits
+        self._device = torch.device(device)
+        self._driver: Driver = driver or cuda_driver(self._device.index or 0)
+        kernels = {kernel.name: kernel for kernel in binaries}
+        self._arguments = {name: kernel.arguments for name, kernel in kernels.items()}
+        self._loaded = {name: self._driver.load(kernel) for name, kernel in kernels.items()}
+        self._calls = tuple(zip(calls, row_extents(calls, stated), strict=True))
+        own = {call.op for call in calls} - set(self._executors)
+        self._modules = {op: operator_module(op, "kernel") for op in own}
+        self._inputs = StepBuffer(limits, self._device, self._driver)
+        self.step: DeviceStep = self._inputs.step
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
+        self._envs: dict[str, LaunchEnv] = {}
+        self._prepared: OrderedDict[StepShape, list[Packed]] = OrderedDict()
+        self._by_count: list[OrderedDict[int, Packed]] = [OrderedDict() for _ in calls]
+        self._looks = [
+            look(*each, self._modules[each[0].op]) if each[0].op in own else None
+            for each in self._calls
+        ]
+        self._models: dict[Hashable, Model] = {}  # by look: of the step packed last
+        stored = stored_tactics(self._loaded)  # of what the engine was built with
+        self._chains = find_chains(calls, limits, stored) if stored else []
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Use this cache from now on; captured graphs keep the one they were captured with."""
+        assert kv_cache.dim() == 6 and kv_cache.is_contiguous()
+        self.forget()
+        self._envs = {
+            extent: LaunchEnv(self.step, kv_cache, self.limits, extent, self.scratch, self._use_pdl)
+            for extent in ("tokens", "rows")
+        }
+
+    def forget(self) -> None:
+        """Describe and pack all launches anew from now on, for other kernels may be chosen."""
+        self._prepared.clear()
+        self._models.clear()
+        for kept in self._by_count:
+            kept.clear()
+
+    def upload(self, step: StepInputs, stream: int) -> None:
+        """Enqueue one copy of the step's arrays into `self.step`."""
+        self._driver.make_current()
+        self._inputs.upload(step, stream)
+
+    def enqueue(self, shape: StepShape, stream: int) -> None:
+        """Enqueue every launch of a step of this shape, also while the stream is captured.
+
+        The first time for a shape may allocate scratch, which a capture must not: launch a shape
+        once before it is captured.
+        """
+        self._driver.make_current()
+        found = self._prepared.get(shape)
+        if found is not None:
+            self._prepared.move_to_end(shape)
+            for packed in found:
+                packed.enqueue(stream)
+            return
+        assert self._envs, "bind_kv_cache comes first"
+        steps = []
+        for index in self.parts(shape):  # the device starts while the rest is packed
+            packed = self._pack(index, shape)
+            packed.enqueue(stream)
+            steps.append(packed)
+        self._prepared[shape] = steps
+        if len(self._prepared) > MAX_PREPARED:
+            self._prepared.popitem(last=False)
+
+    def prepare(self, shape: StepShape) -> None:
+        """Pack ahead what steps of so many tokens and rows launch, but for attention."""
+        self._driver.make_current()
+        for index, (call, _) in enumerate(self._calls):
+            if call.op not in _BY_REQUEST and call.op not in self._executors:
+                self._pack(index, shape)
+
+    def launch(self, launches: Sequence[Launch], stream: int) -> None:
+        """Enqueue launches that belong to no call: rounds and sampling."""
+        self._driver.make_current()
+        for launch in launches:
+            self._prepare(launch)(stream)
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor of that name, zeroed when it is first asked for (LaunchEnv.scratch)."""
+        found = self._scratch.get(name)
+        if found is None:
+            found = torch.zeros(shape, dtype=dtype, device=self._device)
+            if found.is_cuda:  # zeroed on torch's stream, used on another
+                torch.cuda.current_stream(self._device).synchronize()
+            self._scratch[name] = found
+        assert tuple(found.shape) == tuple(shape) and found.dtype == dtype, name
+        return found
+
+    def parts(self, shape: StepShape) -> list[int]:
+        """The calls to launch one by one; in the place of a chain's, _CHAIN less its number."""
+        parts = list(range(len(self._calls)))
+        for number, chain in enumerate(self._chains):
+            if serves(chain, self._envs["tokens"], shape):
+                parts[chain.start : chain.stop] = [_CHAIN - number]
+                break
+        return parts
+
+    def _pack(self, index: int, shape: StepShape) -> Packed:
+        """What a call launches in a step of this shape; nothing is enqueued yet."""
+        if index <= _CHAIN:
+            chain = self._chains[_CHAIN - index]
+            launch = chain_launch(chain, self._envs["tokens"], shape)
+            return Packed([self._prepare(launch)], [launch])
+        call, extent = self._calls[index]
+        env = self._envs[extent]
+        if call.op in self._executors:
+            return Packed(self._executors[call.op].prepare(call, env, shape), [])
+        if call.op in _BY_REQUEST:
+            return self._pack_like(index, shape, shape)
+        count = env.count(shape)
+        kept = self._by_count[index]
+        if count in kept:
+            kept.move_to_end(count)
+            return kept[count]
+        packed = Packed([], [])
+        if count:  # a prompt's chunk before the last has no rows of logits
+            packed = self._pack_like(index, shape, count)
+        kept[count] = packed
+        if len(kept) > MAX_COUNTS:
+            kept.popitem(last=False)
+        return packed
+
+    def _pack_like(self, index: int, shape: StepShape, packed_for: Hashable) -> Packed:
+        """As a call that looks like it was packed for the same, where one was."""
+        seen = self._looks[index]
+        if seen is None:
+            return self._pack_new(index, shape)
+        call, extent = self._calls[index]
+        own = own_tensors(call, self._envs[extent], self._modules[call.op])
+        model = self._models.get(seen)
+        if model is None or model.packed_for != packed_for:
+            model = model_of(packed_for, self._pack_new(index, shape), own)
+            self._models[seen] = model
+            return model.packed
+        if model.places is None:
+            return self._pack_new(index, shape)
+        launches = zip(model.packed.prepared, model.places, strict=True)
+        rebound = [
+            self._driver.rebind(each, {at: own[number] for at, number in places.items()})
+            for each, places in launches
+        ]
+        return Packed(rebound, model.packed.launches)
+
+    def _pack_new(self, index: int, shape: StepShape) -> Packed:
+        call, extent = self._calls[index]
+        launches = self._modules[call.op].launches(call, self._envs[extent], shape)
+        return Packed([self._prepare(launch) for launch in launches], launches)
+
+    def _prepare(self, launch: Launch) -> Prepared:
+        arguments = tuple(
+            self._table(a) if isinstance(a, PointerTable) else a for a in launch.arguments
+        )
+        return self._driver.prepare(self._find(launch.spec), launch.grid, arguments, self._use_pdl)
+
+    def _table(self, table: PointerTable) -> torch.Tensor:
+        """The addresses in device memory. They stay as long as the program: a captured graph reads
+        them also when the launch that it was made of is forgotten."""
+        addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in table.tensors)
+        if addresses not in self._tables:
+            self._tables[addresses] = torch.tensor(addresses, dtype=torch.int64).to(self._device)
+        return self._tables[addresses]
+
+    def _find(self, spec: KernelSpec) -> Any:
+        loaded = self._loaded.get(spec.name)
+        if loaded is None:
+            raise CorruptEngine(
+                f"the engine has no kernel {spec.name!r}", fix="build the engine again"
+            )
+        if self._arguments[spec.name] != spec.arguments:
+            raise CorruptEngine(
+                f"another version of llmctl built the kernel {spec.name!r}: its arguments differ",
+                fix="build the engine again",
+            )
+        return loaded

@@ -1,0 +1,147 @@
+// Arithmetic of a norm and of the quantization behind it, on pairs of the model type, with the bits of
+// plugins/ops/rms_norm. Macros: MODEL_TYPE, HIDDEN.
+#pragma once
+
+#include "backends/cuda/sm90/hopper.cuh"
+
+template <class Type>
+struct Pairs;  // arithmetic on two elements of the model type, each rounded once
+
+#define PAIRS(TYPE, NAME, LEAST, MOST)                                               \
+  template <>                                                                        \
+  struct Pairs<TYPE> {                                                               \
+    static constexpr float LEAST_SCALE = LEAST, MOST_SCALE = MOST; /* of Divisor */  \
+    static DEVICE u32 add(u32 a, u32 b) {                                            \
+      u32 y;                                                                         \
+      asm("add.rn." NAME " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));                 \
+      return y;                                                                      \
+    }                                                                                \
+    static DEVICE u32 multiply(u32 a, u32 b) {                                       \
+      u32 y;                                                                         \
+      asm("mul.rn." NAME " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));                 \
+      return y;                                                                      \
+    }                                                                                \
+    static DEVICE u32 clamp(u32 a, u32 bound) { /* NaN stays NaN */                  \
+      u32 y;                                                                         \
+      asm("min.NaN." NAME " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(bound));            \
+      asm("max.NaN." NAME " %0, %0, %1;" : "+r"(y) : "r"(bound ^ 0x80008000u));      \
+      return y;                                                                      \
+    }                                                                                \
+    static DEVICE u32 pack(float a) { return TYPE::pack(a); }                        \
+    static DEVICE float low(u32 a) { return TYPE::unpack(u16(a)); }                  \
+    static DEVICE float high(u32 a) { return TYPE::unpack(u16(a >> 16)); }           \
+  };
+PAIRS(BF16, "bf16x2", 0x1p-80f, 0x1p80f)
+PAIRS(FP16, "f16x2", 0x1p-24f, 0x1p5f)
+typedef Pairs<MODEL_TYPE> Model;
+
+// y / scale for FP8, rounded to nearest: one residual correction of the product with the rounded
+// reciprocal, without a branch for each element. Values are first bounded where they saturate
+// anyway, because infinities have no residual. Scales near the ends of float32's range, those whose
+// bound is not normal in the model's type, and NaN divide truly.
+struct Divisor {
+  float scale, inverse;
+  u32 bound;  // two copies
+
+  DEVICE Divisor() {}
+  DEVICE explicit Divisor(float scale_) : scale(scale_) {
+    const bool is_plain = scale > Model::LEAST_SCALE && scale < Model::MOST_SCALE;
+    inverse = is_plain ? __frcp_rn(scale) : 0.0f;
+    bound = Model::pack(1024.0f * scale) * 0x10001u;
+  }
+  DEVICE u32 pair(u32 y) const {
+    const u32 bounded = Model::clamp(y, bound);
+    return E4M3::pack_pair(quotient(Model::low(bounded)), quotient(Model::high(bounded)));
+  }
+  DEVICE u16 any_pair(u32 y) const {
+    if (inverse != 0.0f) return pair(y);
+    return E4M3::pack_pair(__fdiv_rn(Model::low(y), scale), __fdiv_rn(Model::high(y), scale));
+  }
+  DEVICE uint2 unit(const uint4& y) const {
+    uint2 out[1];
+    units({y}, out);
+    return out[0];
+  }
+  // Of several units at once: one branch, or they would follow each other.
+  template <int COUNT>
+  DEVICE void units(const uint4 (&y)[COUNT], uint2 (&out)[COUNT]) const {
+    if (inverse == 0.0f) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) out[i] = divide_truly(y[i], scale);
+    } else {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        out[i] = {pair(y[i].x) | pair(y[i].y) << 16, pair(y[i].z) | pair(y[i].w) << 16};
+      }
+    }
+  }
+
+ private:
+  DEVICE float quotient(float x) const {
+    const float rough = __fmul_rn(x, inverse);
+    return __fmaf_rn(__fmaf_rn(-rough, scale, x), inverse, rough);
+  }
+  static __device__ __noinline__ uint2 divide_truly(const uint4 y, float scale) {
+    const u32 pairs[4] = {y.x, y.y, y.z, y.w};
+    u32 out[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      out[i] = E4M3::pack_pair(__fdiv_rn(Model::low(pairs[i]), scale),
+                               __fdiv_rn(Model::high(pairs[i]), scale));
+    }
+    return {out[0] | out[1] << 16, out[2] | out[3] << 16};
+  }
+};
+
+// sum / HIDDEN, rounded to nearest.
+DEVICE float mean(float sum) {
+  constexpr float INVERSE = 1.0f / HIDDEN;
+  const float rough = __fmul_rn(sum, INVERSE);
+  if constexpr ((HIDDEN & (HIDDEN - 1)) == 0) return rough;
+  const float exact = __fmaf_rn(__fmaf_rn(-rough, float(HIDDEN), sum), INVERSE, rough);
+  return sum > 0x1p-80f && sum < 0x1p120f ? exact : __fdiv_rn(sum, float(HIDDEN));
+}
+
+// Squares of a thread's eight elements, added in order.
+DEVICE float square_sum(const uint4& h) {
+  const float first = Model::low(h.x), second = Model::high(h.x);
+  float sum = __fmaf_rn(first, first, __fmul_rn(second, second));
+  const u32 rest[3] = {h.y, h.z, h.w};
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    sum = __fmaf_rn(Model::low(rest[i]), Model::low(rest[i]), sum);
+    sum = __fmaf_rn(Model::high(rest[i]), Model::high(rest[i]), sum);
+  }
+  return sum;
+}
+
+DEVICE u32 normal_pair(u32 h, u32 factor, float inverse) {
+  const u32 normal = MODEL_TYPE::pack_pair(__fmul_rn(Model::low(h), inverse),
+                                           __fmul_rn(Model::high(h), inverse));
+  return Model::multiply(normal, factor);
+}
+DEVICE uint4 normal_unit(const uint4& h, const uint4& factors, float inverse) {
+  return {normal_pair(h.x, factors.x, inverse), normal_pair(h.y, factors.y, inverse),
+          normal_pair(h.z, factors.z, inverse), normal_pair(h.w, factors.w, inverse)};
+}
+DEVICE uint4 add_units(const uint4& a, const uint4& b) {
+  return {Model::add(a.x, b.x), Model::add(a.y, b.y), Model::add(a.z, b.z), Model::add(a.w, b.w)};
+}
+
+// 1 / sqrt(mean square + epsilon) from the row's parts of 256 elements in shared memory: lanes hold
+// one part each and meet in butterflies.
+DEVICE float inverse_rms_of(u32 squares, float epsilon) {
+  constexpr int PARTS = HIDDEN / 256;
+  constexpr int FIRST_STEP = PARTS > 16 ? 16 : PARTS > 8 ? 8 : PARTS > 4 ? 4 : 2;
+  const int lane = threadIdx.x % (2 * FIRST_STEP);
+  float sum;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(sum) : "r"(squares + lane * 4) : "memory");
+  if (PARTS < 2 * FIRST_STEP && lane >= PARTS) sum = 0.0f;
+#pragma unroll
+  for (int step = FIRST_STEP; step > 0; step /= 2) {
+    sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
+  }
+  float inverse;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(mean(sum), epsilon)));
+  return inverse;
+}

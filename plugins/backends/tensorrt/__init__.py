@@ -1,0 +1,1 @@
+"""TensorRT: how operators become layers of an `INetworkDefinition` (their `tensorrt.py`)."""

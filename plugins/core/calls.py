@@ -1,0 +1,101 @@
+"""What a backend executes: resolved operator calls, and the integers that describe one step.
+
+`OpCall` is a plan operator whose names became tensors; a `Program` is a list of them, ready to run
+step after step. Which calls work on the packed tokens of a step and which on the rows that get
+logits follows from the data flow: whatever is computed from the output of `gather_rows` has rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+Extent = Literal["tokens", "rows"]
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """The packed tokens of one step, as C-contiguous int32 arrays (design section 4).
+
+    N tokens of B requests, context requests first; R rows get logits.
+    """
+
+    token_ids: NDArray[np.int32]  # [N]
+    position_ids: NDArray[np.int32]  # [N] absolute position of each token in its request
+    cu_q: NDArray[np.int32]  # [B + 1] prefix sums of tokens per request
+    kv_len: NDArray[np.int32]  # [B] KV entries valid after this step wrote its own
+    block_tables: NDArray[np.int32]  # [B, max_blocks] block ids; unused entries may be anything
+    slot_mapping: NDArray[np.int32]  # [N] block_id * tokens_per_block + offset
+    logit_rows: NDArray[np.int32]  # [R] indices into the packed tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the packed tokens of the step."""
+        return len(self.token_ids)
+
+    @property
+    def num_requests(self) -> int:
+        """B, the requests of the step."""
+        return len(self.kv_len)
+
+    @property
+    def num_rows(self) -> int:
+        """R, the tokens whose logits are computed."""
+        return len(self.logit_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """A plan operator with its names resolved to tensors at their full (maximum) size.
+
+    Roles, dtypes and shapes are those of the operator's `spec.py`. Activations have max_num_tokens
+    (or max_num_rows) as their first dimension; a step uses the first N (or R) rows.
+    """
+
+    op: str
+    name: str
+    inputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+    attributes: Mapping[str, int | float | str | bool]
+    tactic: str = ""  # the kernel the builder chose; its meaning is the operator's own
+
+
+class Program(Protocol):
+    """A list of calls that a backend runs once per step."""
+
+    def run(self, step: StepInputs, kv_cache: torch.Tensor) -> None:
+        """Execute every call in order.
+
+        kv_cache: [num_layers, num_blocks, 2, num_kv_heads, tokens_per_block, head_size].
+        """
+
+
+def row_extents(
+    calls: Sequence[OpCall], stated: Mapping[str, Mapping[str, Extent]] | None = None
+) -> list[Extent]:
+    """For each call, whether it computes the step's tokens or only the rows that get logits.
+
+    Buffers are told apart by their address, because activations share one arena: what counts is
+    the last call that wrote there. `stated` has the extents of the outputs by role, for the calls
+    (by name) that say so themselves.
+    """
+    written: dict[int, Extent] = {}
+    extents: list[Extent] = []
+    for call in calls:
+        extent: Extent = "tokens"
+        if call.op == "gather_rows":
+            extent = "rows"
+        elif "x" in call.inputs:
+            extent = written.get(call.inputs["x"].data_ptr(), "tokens")
+        extents.append(extent)
+        own = (stated or {}).get(call.name, {})
+        for role, tensor in call.outputs.items():
+            written[tensor.data_ptr()] = own.get(role, extent)
+    return extents

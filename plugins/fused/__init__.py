@@ -1,0 +1,1 @@
+"""Operators that fuse several of `plugins/ops` into one launch."""

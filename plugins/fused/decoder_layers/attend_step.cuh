@@ -1,0 +1,142 @@
+// What a team of four warps needs to know to take units of attention in layers.cu: where keys and values
+// lie, what is the same in all layers, and where a unit's state goes. Each warp copies 16 keys of a tile and
+// their values.
+//
+// Its macros hold until the end of attend.cuh.
+#pragma once
+
+#include "fused/decoder_layers/exchange.cuh"
+
+#define HEADS NUM_KV_HEADS
+#define GROUP (NUM_HEADS / NUM_KV_HEADS)
+#define SIZE HEAD_SIZE
+#define COLUMNS 8
+#define QUERY_BYTES 0
+#define UNIT 1
+namespace attention {
+#include "ops/paged_attention/batch_state.cuh"
+
+static_assert(TOKENS * GROUP <= COLUMNS, "the rows of a request are the columns of a product");
+constexpr int SLICES = NUM_BLOCKS / HEADS;  // blocks that merge a head
+constexpr int PAIRS = TOKENS * GROUP * SIZE / 2;  // of dimensions, of a head
+constexpr int SLICE_PAIRS = (PAIRS + SLICES - 1) / SLICES;
+constexpr int TEAM = 4, TEAMS = WARPS / TEAM;  // warps
+constexpr int MERGER = TEAM;                   // the warp that merges: short contexts need one team
+constexpr int OWN_STEPS = STEPS / TEAM;        // of a warp: blocks of 16 dimensions
+constexpr int SLOT_BYTES = 2 * TILE_BYTES;     // keys and values
+typedef StateOf<OWN_STEPS> OwnState;
+static_assert(BLOCKS == TEAM && STEPS % TEAM == 0, "a warp has 16 keys, and a part of the dimensions");
+static_assert(TEAMS * SLOTS * SLOT_BYTES <= ROOM, "tiles of each team");
+static_assert(SLOTS == 1 || SLOTS == 2, "a tile, and the next");
+// A unit's second tile has a slot of its own, or waits in registers for the first one's where there are
+// enough (it comes to L2 else). Then its pages' numbers are read once a step, not once a layer.
+constexpr bool KEEPS = SLOTS == 1 && LINE <= 128 && TOKENS == 1 && !MXFP4 && HELD == 0;
+constexpr bool READS_AHEAD = SLOTS == 2 || KEEPS;
+
+DEVICE void store_shared16(u32 to, const uint4& x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+DEVICE int warp_of_team() { return threadIdx.x / 32 % TEAM; }
+DEVICE void team_meet() {
+  asm volatile("bar.sync %0, %1;" ::"r"(int(2 + threadIdx.x / (32 * TEAM))), "n"(32 * TEAM) : "memory");
+}
+// The first unit of the block's teams, counted over all heads.
+DEVICE int first_task() { return threadIdx.x / (32 * TEAM) * NUM_BLOCKS + blockIdx.x; }
+
+// Where the warp's keys of a tile lie.
+struct Pages {
+  static constexpr int KEYS_OF_WARP = KEYS / TEAM;
+  static constexpr int COUNT = (KEYS_OF_WARP + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK;
+  int numbers[COUNT];
+
+  DEVICE void load(const int* table, int tile, int limit) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const int key = tile * KEYS + warp_of_team() * KEYS_OF_WARP + i * TOKENS_PER_BLOCK;
+      numbers[i] = key < limit ? load_int(table + key / TOKENS_PER_BLOCK) : 0;
+    }
+  }
+  // A key of the warp, of KV head `head`: `nth` of KEYS_OF_WARP.
+  DEVICE const Cached* key(const Cached* cache, int head, int tile, int nth, int kv) const {
+    const int at = (warp_of_team() * KEYS_OF_WARP + tile * KEYS + nth) % TOKENS_PER_BLOCK;
+    const long long page = numbers[COUNT == 1 ? 0 : nth / TOKENS_PER_BLOCK];
+    return cache + page * (2 * PAGE) + kv * PAGE + (head * TOKENS_PER_BLOCK + at) * SIZE;
+  }
+};
+
+// What is the same in all layers.
+struct Step {
+  const int* block_tables;
+  float softmax_scale;
+  int table_stride;
+  int num_rows, num_tokens, limit, tiles, units;
+  int seen[2], all_see;  // the last key that the lane's columns see, and that all see
+  Pages pages, ahead;    // of the team's first tile, and of the one behind it (READS_AHEAD)
+
+  DEVICE Step(const int* cu_q, const int* kv_lens, const int* tables, const int* positions,
+              float scale, int stride)
+      : block_tables(tables), softmax_scale(scale), table_stride(stride) {
+    const int start = load_int(cu_q);
+    num_tokens = load_int(cu_q + 1) - start;
+    limit = load_int(kv_lens);
+    tiles = (limit + KEYS - 1) / KEYS;
+    if (num_tokens <= 0 || num_tokens > TOKENS || limit < num_tokens) tiles = num_tokens = 0;
+    units = tiles > 0 ? min(count_units(tiles), MAX_UNITS) : 0;
+    num_rows = num_tokens * GROUP;
+    all_see = limit - 1;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int column = lane_id() % 4 * 2 + c;
+      seen[c] = limit - 1;
+      if (column < num_rows) seen[c] = min(load_int(positions + start + column / GROUP), limit - 1);
+      all_see = min(all_see, seen[c]);
+    }
+    all_see = __reduce_min_sync(~0u, all_see);
+    const int first = unit_start(first_task() / HEADS);
+    pages.load(block_tables, first, limit);
+    if (READS_AHEAD) ahead.load(block_tables, first + 1, limit);
+  }
+};
+
+constexpr int STATE_BYTES = COLUMNS * 8, SUMS_BYTES = COLUMNS * SIZE * 4;  // of a unit
+DEVICE int state_at(int head, int unit) {
+  return STATES_AT + (head * MAX_UNITS + unit) * STATE_BYTES;
+}
+DEVICE int sums_at(int head, int unit) { return SUMS_AT + (head * MAX_UNITS + unit) * SUMS_BYTES; }
+
+// A warp's part of a unit's state in one half, for whoever merges it: the lane's first pair of each.
+struct StatePlace {
+  static constexpr int ROW = SIZE * 4, STEP = 16 * 4;  // bytes of sums
+  u8 *state, *sums;
+  DEVICE StatePlace(u8* half, int head, int unit) {
+    const int lane = lane_id(), row = lane % 4 * 2;
+    state = half + state_at(head, unit) + row * 8;
+    sums = half + sums_at(head, unit) + row * ROW + warp_of_team() * OWN_STEPS * STEP + lane / 4 * 8;
+  }
+  static DEVICE bool has_state() { return warp_of_team() == 0 && lane_id() < 4; }
+
+  DEVICE void give(int num_rows, const OwnState& x) const {
+    const int lane = lane_id();
+    const float other = __shfl_xor_sync(~0u, x.total[0], 4);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      if (lane % 4 * 2 + c >= num_rows) continue;
+      const float total = (lane & 4) / 4 == c ? x.total[0] : other;
+      if (has_state()) put_pair(state + c * 8, x.largest[0][c], total);
+#pragma unroll
+      for (int i = 0; i < OWN_STEPS; ++i) {
+        put_pair(sums + c * ROW + i * STEP, x.sums[0][i][c], x.sums[0][i][c + 2]);
+      }
+    }
+  }
+  DEVICE void clear() const {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      if (has_state()) put((uint2*)(state + c * 8), {0, 0});
+#pragma unroll
+      for (int i = 0; i < OWN_STEPS; ++i) put((uint2*)(sums + c * ROW + i * STEP), {0, 0});
+    }
+  }
+};
+}  // namespace attention

@@ -1,0 +1,234 @@
+// Units of attention in layers.cu: how a team of four warps takes one, with the code of batch.cu. Each warp
+// copies 16 keys of a tile and their values, and multiplies those keys; all take all logits, and each
+// multiplies a quarter of the values' dimensions.
+//
+// The keys and values of the step's own tokens come from the blocks that made them, all others from
+// the cache, and those are on their way before the queries are there.
+#pragma once
+
+#include "fused/decoder_layers/attend_step.cuh"
+
+namespace attention {
+// A unit that a team takes, and the warp's part of its tiles.
+struct Work {
+  const Cached* cache;
+  const int* table;
+  u32 slots;
+  int head, unit, tile, end, limit;
+  Pages pages, ahead;  // of the tile to copy next, and of the one behind it
+
+  DEVICE Work(const Step& s, const Cached* cache_, u32 slots_, int task) {
+    cache = cache_, table = s.block_tables, limit = s.limit;
+    slots = slots_, head = task % HEADS, unit = task / HEADS;
+    tile = unit_start(unit), end = min(unit_start(unit + 1), s.tiles);
+    if (task == first_task()) {
+      pages = s.pages, ahead = s.ahead;
+    } else {
+      pages.load(table, tile, limit);
+      if (READS_AHEAD) ahead.load(table, tile + 1, limit);
+    }
+  }
+  DEVICE u32 slot(int its) const { return slots + u32(its - tile) % SLOTS * SLOT_BYTES; }
+  // The warp's keys of a tile, and their values.
+  DEVICE void copy(int its) {
+    const int lane = lane_id(), first = warp_of_team() * Pages::KEYS_OF_WARP + lane / CHUNKS;
+#pragma unroll
+    for (int kv = 0; kv < 2; ++kv) {
+#pragma unroll
+      for (int i = 0; i < Pages::KEYS_OF_WARP; i += KEY_STEP) {
+        const u32 to = slot(its) + kv * TILE_BYTES + place(first + i, lane % CHUNKS);
+        const Cached* from = pages.key(cache, head, its, i + lane / CHUNKS, kv);
+        const bool is_real = its * KEYS + first + i < limit;
+        copy_or_clear_chunk(to, from + lane % CHUNKS * (16 / KV_TYPE::bytes), is_real);
+      }
+      commit_copies();
+    }
+    move_on(its);
+  }
+  DEVICE void move_on(int its) {
+    if (READS_AHEAD) pages = ahead;
+    else if (its + 1 < end) pages.load(table, its + 1, limit);
+    if (READS_AHEAD && its + 2 < end) ahead.load(table, its + 2, limit);
+  }
+  // To L2, what `copy` will ask for next, where its place is not free yet.
+  DEVICE void prefetch_next(int its) const {
+    constexpr int LINES = LINE > 128 ? LINE / 128 : 1;  // of a key
+    // With two slots it is asked for a tile ahead; pages of less than a warp's keys are rare.
+    if (SLOTS > 1 || Pages::COUNT > 1 || its >= end) return;
+#pragma unroll
+    for (int line = 0; line < LINES; ++line) {
+      prefetch((u64)pages.key(cache, head, its, lane_id() / 2, lane_id() % 2) + line * 128);
+    }
+  }
+};
+static_assert(2 * Pages::KEYS_OF_WARP == 32, "a lane for each key and each value");
+
+// A unit's second tile with KEEPS: what a warp would copy of it.
+struct Kept {
+  static constexpr int COUNT = Pages::KEYS_OF_WARP / KEY_STEP;
+  uint4 chunks[2][COUNT];
+
+  DEVICE void load(const Work& w) {
+    const int tile = w.tile + 1, lane = lane_id();
+    const int first = warp_of_team() * Pages::KEYS_OF_WARP + lane / CHUNKS;
+#pragma unroll
+    for (int kv = 0; kv < 2; ++kv) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        const Cached* from = w.pages.key(w.cache, w.head, tile, i * KEY_STEP + lane / CHUNKS, kv);
+        chunks[kv][i] = {0, 0, 0, 0};
+        if (tile * KEYS + first + i * KEY_STEP < w.limit) {
+          chunks[kv][i] = look16((const u8*)(from + lane % CHUNKS * (16 / KV_TYPE::bytes)));
+        }
+      }
+    }
+  }
+  DEVICE void store(const Work& w) const {
+    const int lane = lane_id(), first = warp_of_team() * Pages::KEYS_OF_WARP + lane / CHUNKS;
+#pragma unroll
+    for (int kv = 0; kv < 2; ++kv) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        const u32 to = w.slot(w.tile + 1) + kv * TILE_BYTES + place(first + i * KEY_STEP, lane % CHUNKS);
+        store_shared16(to, chunks[kv][i]);
+      }
+    }
+  }
+};
+
+// What other blocks make for a team's unit in this layer: queries, and of the step's own tokens whose
+// keys are the warp's a lane's chunk of keys and values. All of it is asked for at once.
+struct Fresh {
+  uint4 chunks[TOKENS][2];
+  int first_key;  // of the step's own tokens
+
+  DEVICE bool has(const Step& s, int token, int from, int to) const {
+    const u32 key = first_key + token;
+    const int tile = key / KEYS;
+    const bool is_mine = key % KEYS / (KEYS / TEAM) == warp_of_team() && lane_id() < CHUNKS;
+    return token < s.num_tokens && is_mine && tile >= from && tile < to;
+  }
+  const u8 *queries, *cached;  // the lane's, of the first step and token
+
+  DEVICE Fresh(const Step& s, const Exchange& x, const Work& work) : first_key(s.limit - s.num_tokens) {
+    const int row = anew(lane_id() / 4), head = work.head;
+    const int at = ((row / GROUP * HEADS + head) * GROUP + row % GROUP) * SIZE + query_dimension(0, 0);
+    queries = x.now + Q_AT + at * 2, cached = x.now + KV_AT + head * LINE + lane_id() * 16;
+    made(queries), made(cached);  // while others arrive
+  }
+  DEVICE void take(const Step& s, const Work& work, Queries& to) {
+    const bool is_real = lane_id() / 4 < s.num_rows;
+    uint2 pairs[STEPS];
+    u32 missing;
+    do {
+      missing = 0;
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) {
+        const u8* from = queries + 16 * i * 2;
+        pairs[i] = {~0u, ~0u};
+        if (IS_BYTE) {
+          pairs[i] = look8(from, is_real, pairs[i]);
+        } else if (is_real) {
+          pairs[i] = {look4(from), look4(from + 8 * 2)};
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < TOKENS; ++t) {
+#pragma unroll
+        for (int kv = 0; kv < 2; ++kv) {
+          chunks[t][kv] = {~0u, ~0u, ~0u, ~0u};
+          if (has(s, t, work.tile, work.end)) {
+            chunks[t][kv] = look16(cached + (t * 2 + kv) * (HEADS * LINE));
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) missing |= gaps<2>(pairs[i].x) | gaps<2>(pairs[i].y);
+#pragma unroll
+      for (int i = 0; i < TOKENS * 2; ++i) missing |= gaps<KV_BYTES>(chunks[i / 2][i % 2]);
+    } while (missing);
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      to.store(0, i, ~pairs[i].x, ~pairs[i].y);
+    }
+  }
+  // To the keys or values of a tile.
+  DEVICE void add_to(u32 slot, const Step& s, int tile, int kv) const {
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+      if (!has(s, t, tile, tile + 1)) continue;
+      const uint4 x = upright_cached(chunks[t][kv]);
+      const u32 to = slot + kv * TILE_BYTES + place(u32(first_key + t) % KEYS, lane_id());
+      store_shared16(to, x);
+    }
+    __syncwarp();
+  }
+};
+
+// The warps' logits lie where their keys were, for all of the team.
+DEVICE void share_logits(const LogitsOf<1>& own, u32 keys) {
+  const u32 to = keys + warp_of_team() * (16 * LINE) + lane_id() * 16;
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(own[0][0][0]),
+               "f"(own[0][0][1]), "f"(own[0][0][2]), "f"(own[0][0][3])
+               : "memory");
+}
+DEVICE void load_logits(Logits& all, u32 keys) {
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) {
+    float(&x)[4] = all[0][block];
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(keys + block * (16 * LINE) + lane_id() * 16)
+                 : "memory");
+  }
+}
+
+DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals, Work& work,
+                      float scale) {
+  const bool has_second = work.tile + 1 < work.end;
+  work.copy(work.tile);
+  Kept kept;
+  if (KEEPS && has_second) kept.load(work);
+  else work.prefetch_next(work.tile + 1);
+  OwnState state;
+  state.clear();
+  Queries queries;
+  Fresh fresh(s, x, work);
+  if (warp_of_team() == 0) arrivals.wait_in_warp();
+  team_meet();
+  fresh.take(s, work, queries);
+#pragma unroll 1
+  for (int tile = work.tile; tile < work.end; ++tile) {
+    const u32 keys = work.slot(tile), values = keys + TILE_BYTES;
+    wait_for_copies<1>();
+    __syncwarp();
+    fresh.add_to(keys, s, tile, 0);
+    LogitsOf<1> own;
+    multiply_keys<1>(own, queries, keys, warp_of_team());
+    __syncwarp();
+    share_logits(own, keys);
+    wait_for_copies<0>();
+    fresh.add_to(keys, s, tile, 1);
+    team_meet();
+    if (SLOTS == 2 && tile + 1 < work.end) work.copy(tile + 1);  // nobody reads there any more
+    Logits logits;
+    load_logits(logits, keys);
+    u32 weights[1][BLOCKS][2];
+    const int last[1][2] = {{s.seen[0] - tile * KEYS, s.seen[1] - tile * KEYS}};
+    soften(state, logits, weights, last, scale, (tile + 1) * KEYS - 1 > s.all_see,
+           tile == work.tile);
+    multiply_values<OWN_STEPS>(state.sums, weights, values, warp_of_team() * OWN_STEPS);
+    if (SLOTS == 1 && tile + 1 < work.end) {
+      team_meet();
+      if (KEEPS && tile == work.tile) {
+        kept.store(work);
+        work.move_on(tile + 1);
+      } else {
+        work.copy(tile + 1);
+      }
+      work.prefetch_next(tile + 2);
+    }
+  }
+  StatePlace(x.now, work.head, work.unit).give(s.num_rows, state);
+}
+}  // namespace attention

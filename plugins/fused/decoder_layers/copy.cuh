@@ -1,0 +1,93 @@
+// How the weights of layers.cu get to a block: a warp for each chunk of an interval copies the block's
+// share of all products, one after the other, through the ring. They wait for no other block. Only so
+// many chunks of units are on their way: more would not come faster, and all else would queue behind them.
+// From a layer's down projection to the next one's gate and up, blocks mostly hand numbers on: the weights
+// that come meanwhile may come more slowly, and the numbers come sooner.
+#pragma once
+
+#include "fused/decoder_layers/chain.cuh"
+
+// Whether the phase of this parity is over, as soon as it is or not after a while; and the same at once.
+#define ASK_BARRIER(name, instruction)                                          \
+  DEVICE bool name(u32 barrier, u32 parity) {                                   \
+    u32 is_over;                                                                \
+    asm volatile(                                                               \
+        "{\n"                                                                   \
+        ".reg .pred done;\n"                                                    \
+        "mbarrier." #instruction ".parity.shared::cta.b64 done, [%1], %2;\n"    \
+        "selp.u32 %0, 1, 0, done;\n"                                            \
+        "}"                                                                     \
+        : "=r"(is_over)                                                         \
+        : "r"(barrier), "r"(parity)                                             \
+        : "memory");                                                            \
+    return is_over;                                                             \
+  }
+ASK_BARRIER(barrier_try, try_wait)
+ASK_BARRIER(barrier_is_over, test_wait)
+#undef ASK_BARRIER
+
+// For a chunk that mostly another warp copies. That one may be two turns of the ring further, and then the
+// chunk's barrier tells the same as before it came: so what is used up counts, too. That cannot be
+// mistaken, for no unit of the next turn is used up while this warp's chunk of it is missing
+// (scripts/profile/ring_model.py).
+DEVICE void wait_for_chunk(const Shared& shared, int behind) {
+  const u32 at = behind % (CHUNKS * STAGES), parity = behind / (CHUNKS * STAGES) & 1;
+  while (!barrier_try(shared.full + 8 * at, parity)) {
+    if (barrier_is_over(shared.empty + 8 * (at / CHUNKS), parity)) break;
+  }
+}
+
+// IN_FIRST chunks at most for the block's FIRST units, then IN_REST.
+template <class S, int FIRST, int IN_FIRST, int IN_REST>
+DEVICE void copy_product(const Shared& shared, const u8* weight, int chunk, u32& number, u64 policy) {
+  const Share<S> share;
+  constexpr int PIECE = S::GROUP_ROWS * ROW_BYTES;  // an interval's chunk
+#pragma unroll 1
+  for (int i = 0; i < share.count; ++i) {
+    const int row = (share.first + i * NUM_BLOCKS) * S::GROUP_ROWS;
+    const u8* tile = weight + (long long)(row / 64) * S::INTERVALS * UNIT_BYTES;
+    const u8* from = tile + chunk * BLOCK_BYTES + row % 64 * ROW_BYTES;
+#pragma unroll 1
+    for (int unit = 0; unit < S::UNITS; ++unit, ++number) {
+      const u32 slot = number % STAGES, turns = number / STAGES;
+      if (turns > 0) barrier_wait(shared.empty + 8 * slot, (turns & 1) ^ 1);
+      const int most = i * S::UNITS + unit < FIRST ? IN_FIRST : IN_REST;
+      const int behind = CHUNKS * number + chunk - most;
+      if (behind >= 0) wait_for_chunk(shared, behind);
+      const int intervals = min(S::UNIT_INTERVALS, S::INTERVALS - unit * S::UNIT_INTERVALS);
+      const u32 full = shared.full + 8 * (CHUNKS * slot + chunk);
+      const u32 to = shared.ring + slot * UNIT_BYTES + chunk * BLOCK_BYTES;
+      barrier_expect(full, intervals * PIECE);
+#pragma unroll
+      for (int k = 0; k < S::UNIT_INTERVALS; ++k) {
+        if (k < intervals) copy_block(to + k * PIECE, from + k * UNIT_BYTES, PIECE, full, policy);
+      }
+      from += S::UNIT_INTERVALS * UNIT_BYTES;
+    }
+  }
+}
+
+// By one thread of each warp.
+DEVICE void copy_all(const Shared& shared, const Layer* layers, int num_layers, int chunk) {
+  const u64 once = evict_first_policy();
+  const auto load = [&](int layer, const u8* (&weights)[4]) {
+    const Layer* its = layers + min(layer, num_layers - 1);
+    weights[0] = its->qkv.weight, weights[1] = its->o.weight;
+    weights[2] = its->gate_up.weight, weights[3] = its->down.weight;
+  };
+  const u8* weights[4];
+  load(0, weights);
+  u32 number = 0;
+#pragma unroll 1
+  for (int l = 0; l < num_layers; ++l) {
+    const u8* next[4];
+    load(l + 1, next);  // a layer ahead, for nothing should wait for an address
+    copy_product<QkvSize, 0, 0, IN_FLIGHT_SMALL>(shared, weights[0], chunk, number, once);
+    copy_product<OSize, 0, 0, IN_FLIGHT_SMALL>(shared, weights[1], chunk, number, once);
+    copy_product<GateUpSize, STAGES, IN_FLIGHT_AHEAD, IN_FLIGHT>(shared, weights[2], chunk, number,
+                                                                 once);
+    copy_product<DownSize, 0, 0, IN_FLIGHT>(shared, weights[3], chunk, number, once);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weights[i] = next[i];
+  }
+}

@@ -1,0 +1,172 @@
+// How the tokens of a product get to shared memory, in every block: as they are, or with their
+// residual added, normalized and quantized (the bits of decode_norm.cuh).
+//
+// With units of n intervals, interval i of token t is row i % n + n t of the operand: the products of n
+// intervals run side by side, each in its own columns.
+#pragma once
+
+#include "fused/decoder_layers/exchange.cuh"
+
+// Where the 16 bytes lie that hold byte `at` of a token of product S.
+template <class S>
+DEVICE u32 token_place(u32 tokens, int token, int at) {
+  const int interval = at / INTERVAL_BYTES, chunk = at % INTERVAL_BYTES / 128, piece = at % 128 / 16;
+  const int row = interval % S::UNIT_INTERVALS + S::UNIT_INTERVALS * token;
+  return tokens + interval / S::UNIT_INTERVALS * S::OPERAND_BYTES +
+         (chunk * S::OPERAND_ROWS + row) * 128 + ((piece ^ row % 8) << 4);
+}
+
+// wgmma reads what was stored.
+template <class S>
+DEVICE void tokens_are_ready() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  if (S::HELD_UNITS > 0) holders_meet<TOKENS_ARE_THERE>();
+  else meet();
+}
+
+// Whether the places of tokens are made before the tokens are there. Those of two are too many.
+constexpr bool ARE_PLACES_KEPT = TOKENS == 1;
+
+// FP8 tokens of a product. IS_EXCHANGED: other blocks of this launch make them.
+template <class S, bool IS_EXCHANGED>
+DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u8* x, int tokens) {
+  constexpr int PIECES = S::K / 16, ROUNDS = (TOKENS * PIECES + COMPUTE - 1) / COMPUTE;
+  const auto which = [&](int i) { return i * COMPUTE + int(threadIdx.x); };
+  const auto has = [&](int i) { return which(i) < tokens * PIECES; };
+  const auto place = [&](int i) {
+    return token_place<S>(shared.tokens, which(i) / PIECES, which(i) % PIECES * 16);
+  };
+  uint4 held[ROUNDS];
+  u32 to[ROUNDS];
+#pragma unroll
+  for (int i = 0; ARE_PLACES_KEPT && i < ROUNDS; ++i) made(to[i] = place(i));
+  const u8* from = x + threadIdx.x * 16;
+  made(from);
+  if (IS_EXCHANGED) {
+    arrivals.wait(EARLY);
+    take_pieces<1>(held, from, COMPUTE * 16, has, [] {});
+  } else {
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+      if (has(i)) held[i] = __ldcg((const uint4*)from + i * COMPUTE);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < ROUNDS; ++i) {
+    if (!has(i)) continue;
+    const u32 at = ARE_PLACES_KEPT ? to[i] : place(i);
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(held[i].x),
+                 "r"(held[i].y), "r"(held[i].z), "r"(held[i].w)
+                 : "memory");
+  }
+  tokens_are_ready<S>();
+}
+
+constexpr int NORM_PARTS = HIDDEN / 256, NORM_UNITS = (NORM_PARTS + WARPS - 1) / WARPS;
+
+// The thread's units of a row, 8 elements each.
+struct NormUnits {
+  static DEVICE int part(int i) { return WARPS * i + threadIdx.x / 32; }
+  static DEVICE int unit(int i) { return 32 * part(i) + threadIdx.x % 32; }
+  static DEVICE bool has(int i) { return NORM_PARTS % WARPS == 0 || part(i) < NORM_PARTS; }
+};
+
+// The residual, of which every block adds up all.
+struct Residual : NormUnits {
+  uint4 units[TOKENS][NORM_UNITS];
+  DEVICE Residual(const uint4* from, int tokens) {
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+#pragma unroll
+      for (int i = 0; i < NORM_UNITS; ++i) {
+        if (t < tokens && has(i)) units[t][i] = __ldcg(from + t * (HIDDEN / 8) + unit(i));
+      }
+    }
+  }
+};
+
+// Adds what a product made to the residual.
+struct Norm : NormUnits {
+  uint4 factors[NORM_UNITS];
+  float scale;
+
+  DEVICE Norm(const uint4* weights, const float* scale_) : scale(__ldg(scale_)) {
+#pragma unroll
+    for (int i = 0; i < NORM_UNITS; ++i) {
+      if (!has(i)) continue;
+      factors[i] = __ldg(weights + unit(i));
+    }
+  }
+
+  // `residual` gets the sums, and `also` if it is not null.
+  template <class S, int EARLY_BY, class Meanwhile>
+  DEVICE void bring(const Shared& shared, const Arrivals& arrivals, const u8* delta, Residual& residual,
+                    uint4* also, float epsilon, int tokens, const Meanwhile& meanwhile) {
+    const auto place = [&](int t, int i) {
+      const int at = anew(unit(i));
+      return token_place<S>(shared.tokens, t, at * 8) + at % 2 * 8;
+    };
+    u32 to[NORM_UNITS];
+#pragma unroll
+    for (int i = 0; ARE_PLACES_KEPT && i < NORM_UNITS; ++i) made(to[i] = place(0, i));
+    const u8* from = delta + unit(0) * 16;
+    made(from);
+    arrivals.wait(EARLY_BY);
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+      if (t >= tokens) break;
+      uint4 added[NORM_UNITS];
+      uint4(&h)[NORM_UNITS] = residual.units[t];
+      Divisor divisor;
+      take_pieces<2>(added, from + t * (HIDDEN * 2), WARPS * 32 * 16, has,
+                     [&] { divisor = Divisor(scale), meanwhile(); });
+      float sums[NORM_UNITS];
+#pragma unroll
+      for (int i = 0; i < NORM_UNITS; ++i) {
+        if (!has(i)) continue;
+        h[i] = add_units(added[i], h[i]);
+        sums[i] = square_sum(h[i]);
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) {
+#pragma unroll
+        for (int i = 0; i < NORM_UNITS; ++i) {
+          sums[i] = __fadd_rn(sums[i], __shfl_xor_sync(~0u, sums[i], step));
+        }
+      }
+      const u32 squares = shared.squares + t % 2 * 128;
+      if (threadIdx.x % 32 == 0) {
+#pragma unroll
+        for (int i = 0; i < NORM_UNITS; ++i) {
+          if (!has(i)) continue;
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(squares + part(i) * 4), "f"(sums[i])
+                       : "memory");
+        }
+      }
+      meet();
+      const float inverse = inverse_rms_of(squares, epsilon);
+      uint4 normal[NORM_UNITS];
+      uint2 packed[NORM_UNITS];
+#pragma unroll
+      for (int i = 0; i < NORM_UNITS; ++i) normal[i] = normal_unit(h[i], factors[i], inverse);
+      divisor.units(normal, packed);
+#pragma unroll
+      for (int i = 0; i < NORM_UNITS; ++i) {
+        if (!has(i)) continue;
+        const u32 at = ARE_PLACES_KEPT ? to[i] : place(t, i);
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(packed[i].x),
+                     "r"(packed[i].y)
+                     : "memory");
+      }
+    }
+    tokens_are_ready<S>();
+    if (!also) return;
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+#pragma unroll
+      for (int i = 0; i < NORM_UNITS; ++i) {
+        if (t < tokens && has(i)) also[t * (HIDDEN / 8) + unit(i)] = residual.units[t][i];
+      }
+    }
+  }
+};

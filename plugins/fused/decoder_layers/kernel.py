@@ -1,0 +1,252 @@
+"""Decoder layers of a step with one token, or two, as one launch: binary and launch of `layers.cu`.
+
+Not an operator of a plan: a chain is a run of calls whose layers have the form that layers.cu
+knows, and in such steps of one request one launch takes the place of theirs, with the same bits. It
+leaves out intermediate results, which only its own calls would read. Shapes that gain by it are in
+tactics.json (`tactics.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmctl.plugins.backends.cuda.dtypes import pointer, short_name
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    KernelSpec,
+    Launch,
+    LaunchEnv,
+    PointerTable,
+    StepLimits,
+    StepShape,
+)
+from llmctl.plugins.fused.decoder_layers.chain import Layer, find_layers, layer_fields
+from llmctl.plugins.fused.decoder_layers.tactics import (
+    MAX_CONTEXT,
+    NAME,
+    NOWHERE,
+    Tactic,
+    measured_tactic,
+    shape_key,
+)
+from llmctl.plugins.ops.packed_linear.layout import form_of
+from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units
+
+if TYPE_CHECKING:
+    from llmctl.plugins.core.calls import OpCall
+
+MIN_STAGES, MAX_RING_BYTES = 4, 6 * 32768
+_SHARED_LIMIT = 227 * 1024  # of a thread block
+_TABLE_BYTES = 255 + 128  # of the numbers of four bits
+_COLUMNS = 8  # rows of attention that a team takes
+_TEAMS = 2  # of warps in a block, that take units of attention
+_FINISHED = 32  # sums of a row group and a token that a block finishes at once
+_WARPS = 12  # of a block: eight compute, four copy
+_LAYER_BYTES = 23 * 8  # `Layer` in chain.cuh
+_LINE = 32  # ints from one counter to the next
+_TYPES = {"bfloat16": "BF16", "float16": "FP16", "float8_e4m3fn": "E4M3", "int8": "INT8"}
+
+TOKENS = (1, 2)  # of a step; a draft's first step of a round may have two
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Calls `start` to `stop` (exclusive) of a program, which are whole layers."""
+
+    start: int
+    stop: int
+    layers: tuple[Layer, ...]
+    tokens: int  # most of a step
+    room: Room
+    tactic: Tactic
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model's last layer is in it: then every token of a step gets logits."""
+        return bool(self.layers[-1].gathers)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How a thread block divides its shared memory, bytes."""
+
+    unit: int  # of the ring
+    table: int  # the numbers of four bits
+    work: int  # tokens and sums, or keys and values
+    stages: int  # slots of the ring
+    slots: int  # of a team, for tiles of keys and values
+
+    @property
+    def num_bytes(self) -> int:
+        """Alignment, table, ring and its barriers, work, sums of squares, two layers' addresses."""
+        ring = self.stages * (self.unit + 40)
+        return 1024 + self.table + ring + self.work + 256 + 2 * _LAYER_BYTES
+
+
+def find_chains(
+    calls: Sequence[OpCall], limits: StepLimits, stored: Mapping[int, Tactic] | None = None
+) -> list[Chain]:
+    """The chains whose launches are faster somewhere, for each number of tokens, ascending; of one
+    token also with the last layer, first. stored: tactics by tokens as an engine has them (None: as
+    they were measured)."""
+    layers, found = find_layers(calls, limits), []
+    for tokens, whole in ((1, True), *((tokens, False) for tokens in TOKENS)):
+        tactic = None if stored is None else stored.get(tokens, NOWHERE)
+        chain = find_chain(layers, limits, most_tokens=tokens, tactic=tactic, whole=whole)
+        found += [] if chain is None else [chain]
+    return found
+
+
+def find_chain(
+    layers: Sequence[Layer],
+    limits: StepLimits,
+    *,
+    most_tokens: int = 1,
+    tactic: Tactic | None = None,
+    whole: bool = False,
+) -> Chain | None:
+    """A run of layers in steps of up to `most_tokens` tokens; None where layers.cu does not cover
+    two of them, or where one launch is nowhere faster. `tactic`: as an engine has stored it (None:
+    as it was measured). `whole`: with a last layer of which rows are gathered, for steps whose
+    only token gets logits; None where there is none."""
+    found = [layer for layer in layers if whole or not layer.gathers]
+    if len(found) < 2 or (whole and not found[-1].gathers):
+        return None
+    tactic = tactic or measured_tactic(found[0], most_tokens)
+    room = _room(found[0], limits, most_tokens)
+    if room is None or not any(gain for _, gain in tactic.gains):
+        return None
+    return Chain(found[0].start, found[-1].stop, tuple(found), most_tokens, room, tactic)
+
+
+def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
+    """The binary of a chain, one for all its layers. Its name tells the tactic."""
+    layer, room, tactic = chain.layers[0], chain.room, chain.tactic
+    shares = layer.shares(limits.num_sms)
+    words = [NAME, shape_key(layer)]
+    words += [short_name(layer.dtype), f"kv_{short_name(limits.kv_dtype)}"]
+    words += [f"page{limits.tokens_per_block}", f"u{_max_units(limits)}"]
+    words += [f"n{chain.tokens}", f"s{room.stages}t{room.slots}g{limits.num_sms}"]
+    words += tactic.words()
+    return KernelSpec(
+        name=".".join(words),
+        source="fused/decoder_layers/layers.cu",
+        arguments=(
+            *("*i64", "i32", "i32", "*fp8e4nv", pointer(layer.dtype), pointer(layer.dtype)),
+            *(pointer(layer.dtype), "*fp32", *["*i32"] * 5, "*u8", "*i32", "fp32", "fp32", "i32"),
+        ),
+        constants={
+            "MXFP4": int(layer.is_mxfp4),
+            "MODEL_TYPE": _TYPES[layer.dtype],
+            "KV_TYPE": _TYPES[limits.kv_dtype],
+            "HIDDEN": layer.hidden,
+            "INTERMEDIATE": layer.intermediate,
+            "NUM_HEADS": layer.num_heads,
+            "NUM_KV_HEADS": layer.num_kv_heads,
+            "HEAD_SIZE": layer.head_size,
+            "TOKENS_PER_BLOCK": limits.tokens_per_block,
+            "O_GROUP": shares[1].group_rows,
+            "DOWN_GROUP": shares[3].group_rows,
+            "TOKENS": chain.tokens,
+            "NUM_BLOCKS": limits.num_sms,
+            "STAGES": room.stages,
+            "IN_FLIGHT_SMALL": tactic.pace.small,
+            "IN_FLIGHT_AHEAD": tactic.pace.ahead,
+            "IN_FLIGHT": tactic.pace.other,
+            "EARLY_QKV": tactic.pace.early,
+            "HELD": tactic.pace.held,
+            "ROOM": room.work,
+            "SLOTS": room.slots,
+            "MAX_UNITS": _max_units(limits),
+            "EXCHANGE_BYTES": exchange_bytes(layer, limits, chain.tokens),
+        },
+        entry="layers",
+        num_warps=_WARPS + 4 * (tactic.pace.held > 0),
+        shared_bytes=room.num_bytes,
+    )
+
+
+def serves(chain: Chain, env: LaunchEnv, shape: StepShape) -> bool:
+    """Whether the chain's launch takes the place of its calls in steps of this shape."""
+    return (
+        env.use_pdl
+        and shape.num_requests == 1
+        and shape.num_tokens == chain.tokens
+        and (shape.num_rows == 1 or not chain.is_whole)
+        and chain.tactic.gains_at(shape.max_kv_len)
+    )
+
+
+def chain_launch(chain: Chain, env: LaunchEnv, shape: StepShape) -> Launch:
+    """All layers of the chain for the first tokens of one request."""
+    first, last, limits, step = chain.layers[0], chain.layers[-1], env.limits, env.step
+    words = [field for each in chain.layers for field in layer_fields(each, env.kv_cache)]
+    num_bytes = exchange_bytes(first, limits, chain.tokens)
+    own = f"{NAME}.n{chain.tokens}"  # what one binary keeps between its launches
+    return Launch(
+        chain_spec(chain, limits),
+        (limits.num_sms, 1, 1),
+        (
+            PointerTable(tuple(words)),
+            len(chain.layers),
+            shape.num_tokens,
+            first.qkv.inputs["x"],
+            first.mlp_norm.inputs["residual"],
+            last.down.outputs["out"],
+            last.mlp_norm.outputs["residual_out"],
+            first.rotary,
+            step.position_ids,
+            step.slot_mapping,
+            step.cu_q,
+            step.kv_len,
+            step.block_tables,
+            env.scratch(f"{own}.exchange", (num_bytes,), torch.uint8),
+            env.scratch(f"{own}.counters", (_LINE * (2 + first.num_kv_heads),), torch.int32),
+            first.epsilon,
+            first.logit_scale,
+            step.block_tables.stride(0),
+        ),
+    )
+
+
+def exchange_bytes(layer: Layer, limits: StepLimits, tokens: int) -> int:
+    """Global memory of exchange.cuh: two halves."""
+    itemsize: int = getattr(torch, limits.kv_dtype).itemsize
+    cached = 2 * layer.num_kv_heads * layer.head_size * itemsize
+    row = 3 * layer.attended + cached + 4 * layer.hidden + layer.intermediate
+    parts = layer.num_kv_heads * _max_units(limits) * _COLUMNS * (8 + 4 * layer.head_size)
+    return 2 * (tokens * row + parts)
+
+
+def _max_units(limits: StepLimits) -> int:
+    return count_units(-(-min(MAX_CONTEXT, limits.max_seq_len) // KEYS) * KEYS)
+
+
+def _room(layer: Layer, limits: StepLimits, tokens: int) -> Room | None:
+    """None where layers.cu cannot serve so many tokens."""
+    if tokens * layer.group > _COLUMNS:
+        return None
+    shares = layer.shares(limits.num_sms)
+    if max(share.groups for share in shares) * tokens > _FINISHED:
+        return None
+    work = max(share.token_bytes(tokens) + share.sum_bytes(tokens) for share in shares)
+    itemsize: int = getattr(torch, limits.kv_dtype).itemsize
+    tiles = _TEAMS * 2 * KEYS * layer.head_size * itemsize
+    smallest = -(-max(work, tiles) // 1024) * 1024
+    form = form_of(layer.qkv.inputs["weight"])
+    unit = form.interval * form.block_bytes  # 16 rows at four intervals of 512 of K, or 8 at eight
+    table = _TABLE_BYTES * layer.is_mxfp4
+    stages = _stages(Room(unit, table, smallest, 0, 1))
+    if stages < MIN_STAGES:
+        return None
+    wider = max(smallest, 2 * tiles)
+    slots = 2 if _stages(Room(unit, table, wider, 0, 2)) == stages else 1
+    return Room(unit, table, smallest if slots == 1 else wider, stages, slots)
+
+
+def _stages(room: Room) -> int:
+    fitting = (_SHARED_LIMIT - room.num_bytes) // (room.unit + 40)
+    return min(fitting, MAX_RING_BYTES // room.unit)

@@ -1,0 +1,297 @@
+// Decoder layers for a token or two, in one kernel: the time of a step is that of reading the weights.
+//
+// One thread block a multiprocessor. Four warps (two, for weights of four bits) copy this block's share
+// of all weights, product after product, through a ring of STAGES units (copy.cuh); they never wait for
+// another block, so while numbers are handed on and while attention runs, weights of what follows arrive.
+// Eight warps compute: each product takes its tokens as other blocks finish them (exchange.cuh) and
+// multiplies what the ring holds (product.cuh); attend.cuh is what lies between. Four more may hold some
+// units of gate and up, where the ring is too small for what could come meanwhile (hold.cuh).
+//
+// Every number has the bits that the kernels of one operator each give it: the same intervals of K in
+// the same order, the same norm, epilogues, units and merges.
+//
+// All blocks must run at once, for they wait for each other. `counters`, a line apart: blocks at their
+// end (and, beside it, which half of the exchange comes first), arrivals, arrivals of each KV head. All
+// but the half are zero before and after.
+//
+// Macros: MXFP4 (0 | 1: weights of four bits), MODEL_TYPE, KV_TYPE, HIDDEN, INTERMEDIATE, NUM_HEADS,
+// NUM_KV_HEADS, HEAD_SIZE, O_GROUP and DOWN_GROUP (weight rows that a block takes at once: 8 | 16),
+// TOKENS_PER_BLOCK, TOKENS (most of a step), NUM_BLOCKS (of the grid), STAGES, IN_FLIGHT_SMALL,
+// IN_FLIGHT_AHEAD, IN_FLIGHT, EARLY_QKV and HELD (tactics.py), ROOM (of shared memory: chain.cuh), SLOTS
+// (tiles of a team that takes units of attention: 1 | 2), MAX_UNITS, EXCHANGE_BYTES.
+
+#include "fused/decoder_layers/attend.cuh"
+#include "fused/decoder_layers/copy.cuh"
+#include "fused/decoder_layers/hold.cuh"
+
+// Where two numbers of a group of queries, keys or values lie: at `at` and `apart` behind it.
+struct RotatedPlace {
+  int at, apart;
+  bool is_query;
+  DEVICE RotatedPlace(int head, int dim, int apart_, int token) : is_query(head < NUM_HEADS) {
+    const int row = token * 2 * NUM_KV_HEADS + head - NUM_HEADS;
+    at = is_query ? Q_AT + (token * ATTENDED + head * HEAD_SIZE + dim) * 2
+                  : KV_AT + (row * HEAD_SIZE + dim) * KV_BYTES;
+    apart = apart_ * (is_query ? 2 : KV_BYTES);
+  }
+};
+
+// Two numbers of queries, keys or values; the cache gets them when others have them.
+struct CachedPair {
+  Cached *to, left, right;  // of the cache: null for queries
+  Divisor divisor;          // by its scale
+
+  DEVICE void give(const Exchange& x, const rope_end::TokenConstants& t, const rope_end::Rotated& y,
+                   int token) {
+    const RotatedPlace place(y.head, y.dim, y.apart, token);
+    if (place.is_query) {
+      const u32 pair = attention::to_inner(MODEL_TYPE::pack_pair(y.left, y.right));
+      ::give(x, place.at, u16(pair));
+      ::give(x, place.at + place.apart, u16(pair >> 16));
+      return;
+    }
+    if constexpr (attention::Same<KV_TYPE, E4M3>::value) {
+      const u32 two = divisor.any_pair(MODEL_TYPE::pack_pair(y.left, y.right));
+      left = Cached(two), right = Cached(two >> 8);
+    } else {
+      left = KV_TYPE::pack(__fdiv_rn(y.left, t.kv_scale));
+      right = KV_TYPE::pack(__fdiv_rn(y.right, t.kv_scale));
+    }
+    give_cached(x, place.at, left);
+    give_cached(x, place.at + place.apart, right);
+    to = t.row ? t.row + y.dim : nullptr;
+  }
+};
+
+DEVICE Value finish_plain(const PlainEnd::Epilogue& e, const PlainEnd::Rows& rows,
+                          const PlainEnd::Token& t, int half, float sum) {
+  return half ? plain_end::finish_one(e, rows, t, 1, sum) : plain_end::finish_one(e, rows, t, 0, sum);
+}
+
+// Which number of [TOKENS, HIDDEN] is an item's, of its r-th row.
+template <class S>
+DEVICE int hidden_place(const Item<S>& item, int r) {
+  return item.token * HIDDEN + item.row() + 8 * r;
+}
+DEVICE int activated_at(const Item<GateUpSize>& item) {
+  return ACTIVATED_AT + item.token * INTERMEDIATE + 8 * item.group + threadIdx.x % 32 / 4;
+}
+
+// A thread's field of a layer, read a layer ahead, for nothing should wait for an address.
+DEVICE u64 load_field(const Layer* layer) {
+  return threadIdx.x < sizeof(Layer) / 8 ? __ldg((const u64*)layer + threadIdx.x) : 0;
+}
+DEVICE void keep_field(const Shared& shared, int half, u64 field) {
+  if (threadIdx.x >= sizeof(Layer) / 8) return;
+  const u32 to = shared.layers + half * sizeof(Layer) + threadIdx.x * 8;
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(field) : "memory");
+}
+// The scales of this block's rows.
+template <class S>
+DEVICE void prefetch_scales(u64 scales) {
+  const Share<S> share;
+  for (int i = 0; i < share.count; ++i) {
+    prefetch(scales + (share.first + i * NUM_BLOCKS) * (S::GROUP_ROWS * 4));
+  }
+}
+// NVRTC 13.2 does not know __builtin_offsetof.
+#define FIELD_OF(NAME) (int((const char*)&((const Layer*)0)->NAME - (const char*)0) / 8)
+// What a thread's field of the next layer points to, but weights and cache: what all blocks read, a line
+// by each.
+DEVICE void prefetch_field(u64 field) {
+  const int i = threadIdx.x, block = blockIdx.x;
+  if (i >= sizeof(Layer) / 8 || !field) return;
+  if (i == FIELD_OF(qkv.weight_scale)) {
+    prefetch_scales<QkvSize>(field);
+  } else if (i == FIELD_OF(o.weight_scale)) {
+    prefetch_scales<OSize>(field);
+  } else if (i == FIELD_OF(gate_up.weight_scale)) {
+    prefetch_scales<GateUpSize>(field);
+  } else if (i == FIELD_OF(down.weight_scale)) {
+    prefetch_scales<DownSize>(field);
+  } else if (i == FIELD_OF(qkv_norm) || i == FIELD_OF(mlp_norm)) {
+    if (block < HIDDEN / 64) prefetch(field + block * 128);
+  } else if (i == block) {
+    const bool is_scale = i < FIELD_OF(qkv_norm) ? i % 4 == FIELD_OF(qkv.x_scale)
+                                                 : i != FIELD_OF(cache);
+    if (is_scale) prefetch(field);
+  }
+}
+#undef FIELD_OF
+
+template <int COUNT, bool ARE_MORE>  // than a thread had to begin with
+DEVICE void take_registers() {
+  if (ARE_MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+  else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
+    layers(const long long* table, int num_layers, int tokens, const u8* x, const uint4* residual,
+           Value* down_out, uint4* residual_out, const float* rotary, const int* positions,
+           const int* slots, const int* cu_q, const int* kv_lens, const int* block_tables, u8* exchanged,
+           int* counters, float epsilon, float softmax_scale, int table_stride) {
+  extern __shared__ u8 memory[];
+  const Shared shared(shared_address(memory));
+  const Layer* all = (const Layer*)table;
+  if (MXFP4) make_mxfp4_table(shared.table);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      for (int c = 0; c < CHUNKS; ++c) barrier_init(shared.full + 8 * (CHUNKS * i + c), 1);
+      barrier_init(shared.empty + 8 * i, 4);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  launch_dependents();
+#if HELD > 0
+  if (threadIdx.x >= COMPUTE + COPY) {
+    take_registers<HOLD_REGISTERS, (HOLD_REGISTERS > 128)>();
+    hold_all(shared, num_layers);
+    return;
+  }
+#endif
+  if (threadIdx.x >= COMPUTE) {  // leave registers to those that compute
+    take_registers<COPY_REGISTERS, false>();
+    const int chunk = (threadIdx.x - COMPUTE) / 32;
+    if (lane_id() == 0 && chunk < CHUNKS) copy_all(shared, all, num_layers, chunk);
+    return;
+  }
+  take_registers<COMPUTE_REGISTERS, true>();
+  wait_for_dependencies();
+  const attention::Step step(cu_q, kv_lens, block_tables, positions, softmax_scale, table_stride);
+  const int first_half = __ldcg(counters + 1);
+  Exchange exchange;
+  exchange.start(exchanged, first_half);
+  Residual kept(residual, tokens);
+  Arrivals arrivals = {counters + 32, 0};
+  int heads_expected = 0;
+  u32 taken = 0;
+  keep_field(shared, 0, load_field(all));
+  meet();
+#pragma unroll 1
+  for (int l = 0; l < num_layers; ++l) {
+    const Layer* layer = (const Layer*)(memory + (shared.layers - shared.base)) + l % 2;
+    const bool is_last = l == num_layers - 1;
+    const u64 next_field = load_field(all + (is_last ? l : l + 1));
+    {
+      const Weights& w = layer->qkv;
+      const RopeEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, ATTENDED,
+                                   rotary, positions, slots, layer->cache, layer->k_scale,
+                                   layer->v_scale, TOKENS_PER_BLOCK};
+      CachedPair fresh = {nullptr};
+      const auto bring = [&](bool, const RopeEnd::Token& t) {
+        const auto meanwhile = [&] { fresh.divisor = Divisor(t.kv_scale); };
+        if (l == 0) {
+          bring_tokens<QkvSize, false>(shared, arrivals, x, tokens);
+          meanwhile();
+        } else {
+          Norm norm(layer->qkv_norm, w.x_scale);
+          const u8* delta = exchange.now + exchange.other + DOWN_AT;  // of the layer before
+          norm.bring<QkvSize, EARLY_QKV>(shared, arrivals, delta, kept, nullptr, epsilon, tokens,
+                                         meanwhile);
+        }
+      };
+      const auto finish = [&](const Item<QkvSize>& item, const RopeEnd::Rows& rows,
+                              const RopeEnd::Token& t, const float (&sum)[2]) {
+        const rope_end::Rotated y = rope_end::finish_pair(e, rows, t, item.group, sum[0], sum[1]);
+        fresh.give(exchange, t, y, item.token);
+      };
+      const auto clear_places = [&](const Item<QkvSize>& item) {
+        const rope_end::Rotated y = rope_end::place_of(item.group);
+        const RotatedPlace place(y.head, y.dim, y.apart, item.token);
+        for (int i = 0; i < 2; ++i) {
+          if (place.is_query) clear<2>(exchange, place.at + i * place.apart);
+          else clear<KV_BYTES>(exchange, place.at + i * place.apart);
+        }
+        if (fresh.to) fresh.to[0] = fresh.left, fresh.to[y.apart] = fresh.right;
+      };
+      product<QkvSize, RopeEnd>(shared, arrivals, tokens, taken, e, bring, finish, clear_places);
+    }
+    meet();  // keys and values come where tokens and sums were
+    if (HELD > 0) holders_arrive<QKV_IS_DONE>();
+    attention::attend(step, exchange, layer, shared, arrivals, counters + 64, heads_expected, l == 0);
+    {
+      const Weights& w = layer->o;
+      const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
+      const auto bring = [&](bool has_part, const PlainEnd::Token&) {
+        const u8* from = exchange.now + ATTENDED_AT;
+        if (has_part) bring_tokens<OSize, true>(shared, arrivals, from, tokens);
+      };
+      const auto finish = [&](const Item<OSize>& item, const PlainEnd::Rows& rows,
+                              const PlainEnd::Token& t, const float (&sum)[Item<OSize>::ROWS]) {
+#pragma unroll
+        for (int r = 0; r < Item<OSize>::ROWS; ++r) {
+          const Value y = finish_plain(e, rows, t, item.half(r), sum[r]);
+          give(exchange, O_AT + hidden_place(item, r) * 2, y);
+        }
+      };
+      const auto clear_places = [&](const Item<OSize>& item) {
+#pragma unroll
+        for (int r = 0; r < Item<OSize>::ROWS; ++r) {
+          clear<2>(exchange, O_AT + hidden_place(item, r) * 2);
+        }
+      };
+      product<OSize, PlainEnd>(shared, arrivals, tokens, taken, e, bring, finish, clear_places);
+    }
+    {
+      const Weights& w = layer->gate_up;
+      const SwigluEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens,
+                                     INTERMEDIATE, layer->activated_scale};
+      const auto bring = [&](bool, const SwigluEnd::Token&) {
+        Norm norm(layer->mlp_norm, w.x_scale);
+        uint4* also = is_last && blockIdx.x == 0 ? residual_out : nullptr;
+        norm.bring<GateUpSize, EARLY>(shared, arrivals, exchange.now + O_AT, kept, also, epsilon,
+                                      tokens, [] {});
+      };
+      const auto finish = [&](const Item<GateUpSize>& item, const SwigluEnd::Rows& rows,
+                              const SwigluEnd::Token& t, const float (&sum)[2]) {
+        give(exchange, activated_at(item), swiglu_end::finish_pair(e, rows, t, sum[0], sum[1]));
+      };
+      const auto clear_places = [&](const Item<GateUpSize>& item) {
+        clear<1>(exchange, activated_at(item));
+      };
+      product<GateUpSize, SwigluEnd>(shared, arrivals, tokens, taken, e, bring, finish,
+                                     clear_places);
+    }
+    keep_field(shared, (l + 1) % 2, next_field);
+    prefetch_field(next_field);
+    {
+      const Weights& w = layer->down;
+      const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
+      const auto bring = [&](bool has_part, const PlainEnd::Token&) {
+        const u8* from = exchange.now + ACTIVATED_AT;
+        if (has_part) bring_tokens<DownSize, true>(shared, arrivals, from, tokens);
+      };
+      const auto finish = [&](const Item<DownSize>& item, const PlainEnd::Rows& rows,
+                              const PlainEnd::Token& t,
+                              const float (&sum)[Item<DownSize>::ROWS]) {
+#pragma unroll
+        for (int r = 0; r < Item<DownSize>::ROWS; ++r) {
+          const Value y = finish_plain(e, rows, t, item.half(r), sum[r]);
+          const int place = hidden_place(item, r);
+          if (is_last) down_out[place] = y;
+          else give(exchange, DOWN_AT + place * 2, y);
+        }
+      };
+      const auto clear_places = [&](const Item<DownSize>& item) {
+#pragma unroll
+        for (int r = 0; r < Item<DownSize>::ROWS; ++r) {
+          clear<2>(exchange, DOWN_AT + hidden_place(item, r) * 2);
+        }
+      };
+      product<DownSize, PlainEnd>(shared, arrivals, tokens, taken, e, bring, finish, clear_places);
+    }
+    exchange.turn();
+  }
+  if (threadIdx.x == 0) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(counters)
+                 : "memory");
+    if (before == NUM_BLOCKS - 1) {
+      counters[0] = 0, counters[1] = (first_half + num_layers) & 1;
+      for (int i = 1; i < 2 + NUM_KV_HEADS; ++i) counters[32 * i] = 0;
+    }
+  }
+}

@@ -1,0 +1,1 @@
+"""Operators, a folder each: spec, reference, kernels by backend."""

@@ -1,0 +1,120 @@
+"""What the kernels of the packed products have in common: types, parameters and their values.
+
+The parameters are those of `EPILOGUE_PARAMETERS` (epilogue.cuh) after the weight's. What says
+where tokens come from goes before them, and is each kernel's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Union
+
+from llmctl.plugins.backends.cuda.dtypes import pointer, short_name
+from llmctl.plugins.backends.cuda.kernel_spec import Constant, LaunchEnv, StepLimits, TensorMap
+from llmctl.plugins.core.op_spec import FP8
+from llmctl.plugins.ops.packed_linear.layout import CHUNK_BYTES, MXFP4
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmctl.plugins.core.calls import OpCall
+
+Argument = Union["torch.Tensor", TensorMap, int, float]
+_TYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", FP8: "E4M3", "int8": "INT8"}
+_EPILOGUES = {"packed_linear": 0, "packed_linear_swiglu": 1, "packed_linear_rope_kv": 2}
+_OPTIONAL = ("weight_scale", "x_scale", "bias", "scale", "k_scale", "v_scale")
+
+
+def type_constants(call: OpCall, limits: StepLimits) -> dict[str, Constant]:
+    """Macros that follow from the call's dtypes and attributes."""
+    constants: dict[str, Constant] = {
+        "INPUT_TYPE": "E4M3" if is_mxfp4(call) else _TYPES[name_of(call.inputs["weight"])],
+        "MODEL_TYPE": _TYPES[model_dtype(call)],
+        "OUT_TYPE": _TYPES[name_of(_out(call))],
+        "EPILOGUE": _EPILOGUES[call.op],
+    }
+    if call.op == "packed_linear_rope_kv":
+        for role in ("num_heads", "num_kv_heads", "head_size"):
+            constants[role.upper()] = int(call.attributes[role])
+        constants["KV_TYPE"] = _TYPES[limits.kv_dtype]
+    return constants
+
+
+def type_words(call: OpCall, limits: StepLimits) -> list[str]:
+    """The same for the kernel's name, with the optional inputs the call has."""
+    words = [short_name(name_of(call.inputs["weight"])), short_name(model_dtype(call))]
+    words.append(short_name(_out(call).dtype))
+    if call.op == "packed_linear_rope_kv":
+        heads = [int(call.attributes[k]) for k in ("num_heads", "num_kv_heads", "head_size")]
+        words += ["h{}.{}x{}".format(*heads), f"kv_{short_name(limits.kv_dtype)}"]
+    return words + [role for role in _OPTIONAL if role in call.inputs]
+
+
+def token_map(call: OpCall, tile_tokens: int) -> TensorMap:
+    """The rows of `x` in boxes of a tile's tokens and 128 bytes of K."""
+    x = call.inputs["x"]
+    return TensorMap(x, tile_tokens, CHUNK_BYTES // x.element_size())
+
+
+def argument_kinds(call: OpCall, limits: StepLimits) -> tuple[str, ...]:
+    """Argument types; an input that the call has not is a null pointer, passed as a zero."""
+
+    def optional(*roles: str) -> list[str]:
+        given = call.inputs
+        return [pointer(given[role].dtype) if role in given else "i64" for role in roles]
+
+    kinds = [pointer(call.inputs["weight"].dtype), "i32", "i32"]
+    kinds += [pointer(_out(call).dtype), *optional("weight_scale", "x_scale", "bias")]
+    kinds += ["i32", "i32", "i32"]
+    if call.op == "packed_linear_swiglu":
+        kinds += optional("scale")
+    elif call.op == "packed_linear_rope_kv":
+        kinds += ["*fp32", "*i32", "*i32", pointer(limits.kv_dtype)]
+        kinds += [*optional("k_scale", "v_scale"), "i32"]
+    return tuple(kinds)
+
+
+def argument_values(call: OpCall, env: LaunchEnv, tokens: int) -> tuple[Argument, ...]:
+    """Arguments for the first `tokens` rows."""
+    weight, out = call.inputs["weight"], _out(call)
+
+    def optional(*roles: str) -> list[Argument]:
+        return [call.inputs.get(role, 0) for role in roles]
+
+    values: list[Argument] = [weight, *weight.shape[:2], out]
+    values += optional("weight_scale", "x_scale", "bias")
+    x_scale = call.inputs.get("x_scale")
+    values += [int(x_scale is not None and len(x_scale) > 1), tokens, out.shape[1]]
+    if call.op == "packed_linear_swiglu":
+        values += optional("scale")
+    elif call.op == "packed_linear_rope_kv":
+        cache = env.kv_cache[int(call.attributes["layer"])]
+        values += [call.inputs["rotary"], env.step.position_ids, env.step.slot_mapping, cache]
+        values += [*optional("k_scale", "v_scale"), env.limits.tokens_per_block]
+    return tuple(values)
+
+
+def is_mxfp4(call: OpCall) -> bool:
+    """Whether the weight has four bits (mxfp4.py)."""
+    return name_of(call.inputs["weight"]) == MXFP4
+
+
+def is_fp8(call: OpCall) -> bool:
+    """Whether products are of FP8 numbers, which are summed in intervals."""
+    return name_of(call.inputs["weight"]) in (FP8, MXFP4)
+
+
+def model_dtype(call: OpCall) -> str:
+    """What products round to: the dtype of whichever tensor or attribute tells it."""
+    model = str(call.attributes.get("dtype", name_of(_out(call))))
+    if model == "float32":  # logits: only the bias has the model dtype
+        model = name_of(call.inputs.get("bias", call.inputs["x"]))
+    return "bfloat16" if model == FP8 else model
+
+
+def name_of(tensor: torch.Tensor) -> str:
+    """ "bfloat16" for a tensor of torch.bfloat16."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _out(call: OpCall) -> torch.Tensor:
+    return call.outputs["q" if call.op == "packed_linear_rope_kv" else "out"]

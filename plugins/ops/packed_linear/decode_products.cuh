@@ -1,0 +1,182 @@
+// Products of the kernel for few tokens: four warps multiply what the ring brings, in intervals.
+#pragma once
+
+#include "ops/packed_linear/decode_norm.cuh"
+
+// Rows of one group of 16 and eight tokens: what the epilogue needs besides the sums.
+struct Slice {
+  int group, token;
+  RowConstants rows;
+  TokenConstants tokens[2];
+
+  DEVICE void load_rows(const Epilogue& e, int tile, int quarter, int octet) {
+    group = 4 * tile + quarter;
+    token = blockIdx.y * TOKENS + 8 * octet + 2 * (threadIdx.x & 3);
+    rows = ::load_rows(e, group);
+  }
+  DEVICE void load_tokens(const Epilogue& e) {
+    tokens[0] = load_token(e, group, token);
+    tokens[1] = load_token(e, group, token + 1);
+  }
+  DEVICE void complete_tokens(const Epilogue& e) {
+    complete_token(e, group, tokens[0]);
+    complete_token(e, group, tokens[1]);
+  }
+  DEVICE void store(const Epilogue& e, const float* sum) const {
+    store_pair(e, rows, tokens[0], group, token, sum[0], sum[2]);
+    store_pair(e, rows, tokens[1], group, token + 1, sum[1], sum[3]);
+  }
+};
+
+// Products of one chunk of weights of four bits, finished: registers that products read must not be
+// written meanwhile, or ptxas would let every product wait for the one before it.
+template <int ACTIVE>
+DEVICE void multiply_expanded(u32 table, u32 block, u32 tokens, float (&part)[ACTIVE][TOKENS / 2],
+                              bool is_first) {
+  u32 a[ACTIVE][8][4];
+#pragma unroll
+  for (int r = 0; r < ACTIVE; ++r) {
+    Mxfp4Chunk(table, block + r * (CHUNKS * BLOCK_BYTES)).expand(a[r]);
+  }
+  product_fence();
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const u64 b = operand(tokens + k / 4 * X_BYTES) + 2 * (k % 4);
+#pragma unroll
+    for (int r = 0; r < ACTIVE; ++r) {
+      HeldProduct<TOKENS>::add(part[r], a[r][k], b, !(is_first && k == 0));
+    }
+  }
+  product_commit();
+  product_wait<0>();
+#pragma unroll
+  for (int r = 0; r < ACTIVE; ++r) keep_order(part[r]);
+}
+
+// Starts one slot's products into `part`, after those started before.
+template <int ACTIVE>
+DEVICE void start_slot(const Shared& shared, const Walk& walk, float (&part)[ACTIVE][TOKENS / 2],
+                       bool is_first) {
+  if (FILL > 0) barrier_wait(shared.first + 8 * walk.slot, 0);  // over since the first turn
+  barrier_wait(shared.full + 8 * walk.slot, walk.phase);
+  // From lane 0, so that the compiler knows descriptors to be uniform in the warp.
+  const u32 stage = __shfl_sync(~0u, shared.ring + walk.slot * STAGE_BYTES, 0);
+  const u32 tokens = __shfl_sync(~0u, shared.tokens + walk.chunk * X_BYTES, 0);
+#pragma unroll
+  for (int r = 0; r < ACTIVE; ++r) keep_order(part[r]);
+  if constexpr (MXFP4) {
+    const u32 octets = stage + threadIdx.x / 32 * (2 * MXFP4_OCTET_BYTES);  // of the warp's rows
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      multiply_expanded<ACTIVE>(shared.table, octets + c * BLOCK_BYTES,
+                                stage + WEIGHT_BYTES + 2 * c * X_BYTES, part, is_first && c == 0);
+    }
+    return;
+  }
+  product_fence();
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+    const u64 b = operand(NORM ? tokens + c * X_BYTES : stage + WEIGHT_BYTES + c * X_BYTES);
+    const u64 a = operand(stage + c * BLOCK_BYTES);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int r = 0; r < ACTIVE; ++r) {
+        Product<INPUT_TYPE, TOKENS>::add(part[r], a + r * (CHUNKS * BLOCK_BYTES / 16) + 2 * k,
+                                         b + 2 * k, !(is_first && c == 0 && k == 0));
+      }
+    }
+  }
+  product_commit();
+}
+
+DEVICE void free_slot(const Shared& shared, int slot) {
+  if (slot >= 0 && threadIdx.x % 32 == 0) barrier_arrive(shared.empty + 8 * slot);
+}
+
+template <int ACTIVE>
+DEVICE void finish_products(float (&part)[ACTIVE][TOKENS / 2]) {
+  if (!MXFP4) product_wait<0>();
+#pragma unroll
+  for (int r = 0; r < ACTIVE; ++r) keep_order(part[r]);
+}
+
+// One interval into `part`. While its first slot is multiplied, `use` takes the interval before,
+// which is in `before` (first chunk `chunk_before`, negative if there is none: then `meanwhile`).
+template <int ACTIVE, class Use, class Meanwhile>
+DEVICE void multiply_interval(const Shared& shared, Walk& walk, float (&part)[ACTIVE][TOKENS / 2],
+                              float (&before)[ACTIVE][TOKENS / 2], int& chunk_before, int& busy,
+                              const Use& use, const Meanwhile& meanwhile) {
+  const int begin = walk.chunk, end = min(begin + INTERVAL, walk.last);
+#pragma unroll
+  for (int i = 0; i < INTERVAL / CHUNKS; ++i) {
+    if (i > 0 && walk.chunk >= end) break;
+    start_slot<ACTIVE>(shared, walk, part, i == 0);
+    if (i == 0 && chunk_before < 0) meanwhile();
+    if (!MXFP4) product_wait<1>();
+    free_slot(shared, busy);
+    busy = walk.slot;
+    if (i == 0 && chunk_before >= 0) {
+#pragma unroll
+      for (int r = 0; r < ACTIVE; ++r) keep_order(before[r]);
+      use(before, chunk_before);
+    }
+    walk.chunk += CHUNKS;
+    walk.next_slot();
+  }
+  chunk_before = begin;
+}
+
+// All of the block's intervals of ACTIVE row tiles, in order; use(part, first chunk) takes each.
+template <int ACTIVE, class Use, class Meanwhile>
+DEVICE void multiply_intervals(const Shared& shared, Walk& walk, const Use& use,
+                               const Meanwhile& meanwhile) {
+  float even[ACTIVE][TOKENS / 2], odd[ACTIVE][TOKENS / 2];
+  int before = -1, busy = -1;
+  while (true) {
+    multiply_interval<ACTIVE>(shared, walk, even, odd, before, busy, use,
+                              meanwhile);
+    if (walk.chunk >= walk.last) {
+      finish_products(even);
+      use(even, before);
+      break;
+    }
+    multiply_interval<ACTIVE>(shared, walk, odd, even, before, busy, use,
+                              meanwhile);
+    if (walk.chunk >= walk.last) {
+      finish_products(odd);
+      use(odd, before);
+      break;
+    }
+  }
+  free_slot(shared, busy);
+}
+
+// The sums of ACTIVE row tiles over the block's chunks.
+template <int ACTIVE, class Meanwhile>
+DEVICE void multiply(const Shared& shared, Walk& walk, float (&sum)[ACTIVE][TOKENS / 2],
+                     const Meanwhile& meanwhile) {
+  if constexpr (!IS_FP8) {
+    int busy = -1;
+    for (; walk.chunk < walk.last; walk.chunk += CHUNKS, walk.next_slot()) {
+      start_slot<ACTIVE>(shared, walk, sum, walk.chunk == 0);
+      if (busy < 0) meanwhile();
+      product_wait<1>();
+      free_slot(shared, busy);
+      busy = walk.slot;
+    }
+    finish_products(sum);
+    free_slot(shared, busy);
+  } else {
+    const auto add = [&](float (&part)[ACTIVE][TOKENS / 2], int chunk) {
+#pragma unroll
+      for (int r = 0; r < ACTIVE; ++r) {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) {
+          sum[r][i] = chunk == 0 ? part[r][i] : __fadd_rn(sum[r][i], part[r][i]);
+        }
+      }
+    };
+    multiply_intervals<ACTIVE>(shared, walk, add, meanwhile);
+  }
+}

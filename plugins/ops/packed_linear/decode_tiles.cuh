@@ -1,0 +1,105 @@
+// Whole sums of the kernel for few tokens, and sums that a block hands to the next.
+#pragma once
+
+#include "ops/packed_linear/decode_products.cuh"
+
+// ---- sums handed from a block to the next ----
+
+struct Handover {
+  float4* sums;  // [blocks, TOKENS / 8, 128 threads]
+  int* ready;    // [blocks]: 1 while a sum waits for the next block
+};
+
+DEVICE void hand_over(const Handover& h, const float (&sum)[TOKENS / 2]) {
+  float4* to = h.sums + blockIdx.x * OCTETS * CONSUMERS + threadIdx.x;
+#pragma unroll
+  for (int j = 0; j < OCTETS; ++j) {
+    to[j * CONSUMERS] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
+  }
+  __threadfence();
+  meet();
+  if (threadIdx.x == 0) {
+    asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(h.ready + blockIdx.x) : "memory");
+  }
+}
+
+DEVICE void take_over(const Handover& h, float (&sum)[TOKENS / 2]) {
+  int* ready = h.ready + blockIdx.x - 1;
+  if (threadIdx.x == 0) {
+    int is_ready;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(is_ready) : "l"(ready) : "memory");
+    } while (!is_ready);
+    *ready = 0;  // for the next launch; the sums stay until then
+  }
+  meet();
+  const float4* from = h.sums + (blockIdx.x - 1) * OCTETS * CONSUMERS + threadIdx.x;
+#pragma unroll
+  for (int j = 0; j < OCTETS; ++j) {
+    const float4 part = __ldcg(from + j * CONSUMERS);
+    sum[4 * j] = part.x, sum[4 * j + 1] = part.y, sum[4 * j + 2] = part.z, sum[4 * j + 3] = part.w;
+  }
+}
+
+template <int ACTIVE>
+DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e,
+                           const Handover& handover, const Tokens& tokens, bool& has_waited) {
+  constexpr bool IS_EARLY = ACTIVE * OCTETS <= 2;  // few enough constants to hold on to
+  constexpr int HELD = IS_EARLY ? ACTIVE * OCTETS : 1;
+  const int warp = threadIdx.x / 32;
+  Slice held[HELD];
+  if (IS_EARLY) {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      held[i].load_rows(e, walk.tile + i / OCTETS, warp, i % OCTETS);
+    }
+  }
+  const auto load_tokens = [&] {
+    if (IS_EARLY) {
+#pragma unroll
+      for (int i = 0; i < HELD; ++i) held[i].load_tokens(e);
+    }
+  };
+  if (has_waited) {
+    load_tokens();
+  } else {
+    tokens.wait(shared, walk, load_tokens);
+  }
+  has_waited = true;
+  float sum[ACTIVE][TOKENS / 2];
+#if SPLIT == 0
+  if (walk.first > 0) take_over(handover, sum[0]);
+#endif
+  multiply<ACTIVE>(shared, walk, sum, [&] {
+    if (IS_EARLY) {
+#pragma unroll
+      for (int i = 0; i < HELD; ++i) held[i].complete_tokens(e);
+    }
+  });
+#if SPLIT == 0
+  if (walk.last < walk.chunks) {
+    hand_over(handover, sum[0]);
+    return;
+  }
+#endif
+#pragma unroll
+  for (int i = 0; i < ACTIVE * OCTETS; ++i) {
+    Slice slice = held[IS_EARLY ? i : 0];
+    if (!IS_EARLY) {
+      slice.load_rows(e, walk.tile + i / OCTETS, warp, i % OCTETS);
+      slice.load_tokens(e);
+      slice.complete_tokens(e);
+    }
+    slice.store(e, &sum[i / OCTETS][4 * (i % OCTETS)]);
+  }
+}
+
+template <int ACTIVE>
+DEVICE void multiply_active(const Shared& shared, Walk& walk, const Epilogue& e,
+                            const Handover& handover, const Tokens& tokens, bool& has_waited) {
+  if (walk.active == ACTIVE) {
+    multiply_tiles<ACTIVE>(shared, walk, e, handover, tokens, has_waited);
+  } else if constexpr (ACTIVE > 1) {
+    multiply_active<ACTIVE - 1>(shared, walk, e, handover, tokens, has_waited);
+  }
+}

@@ -1,0 +1,126 @@
+// Weights of four bits (mxfp4.py has their layout) as E4M3 numbers in registers, ready to be multiplied.
+#pragma once
+
+#include "backends/cuda/sm90/hopper.cuh"
+
+constexpr int MXFP4_STEPS = 15, MXFP4_TABLE_BYTES = 128;  // 16 places, the last of which is unused
+constexpr int MXFP4_OCTET_BYTES = 1088;  // 8 rows by 256 columns: codes, then steps
+constexpr int MXFP4_CODE_BYTES = 1024;
+
+// The E4M3 numbers of the eight magnitudes at a step, 0, 0.5, 1, 1.5 | 2, 3, 4, 6 times 2**(step - 8).
+DEVICE uint2 mxfp4_numbers(int step) {
+  const float power = __uint_as_float(u32(step - 8 + 127) << 23);
+  const u32 low = E4M3::pack_pair(0.0f, 0.5f * power), high = E4M3::pack_pair(power, 1.5f * power);
+  const u32 two = E4M3::pack_pair(2.0f * power, 3.0f * power);
+  const u32 four = E4M3::pack_pair(4.0f * power, 6.0f * power);
+  return {low | high << 16, two | four << 16};
+}
+
+// Writes the table of all steps; `table` is a multiple of 256. All threads of the block meet after.
+DEVICE void make_mxfp4_table(u32 table) {
+  if (threadIdx.x < MXFP4_STEPS) {
+    const uint2 numbers = mxfp4_numbers(threadIdx.x);
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(table + threadIdx.x * 8), "r"(numbers.x),
+                 "r"(numbers.y)
+                 : "memory");
+  }
+}
+
+DEVICE u32 permute(u32 low, u32 high, u32 which) {  // bytes by the nibbles of `which`, all below 8
+  u32 y;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(which));
+  return y;
+}
+
+// Eight columns of one row as two registers of four.
+DEVICE void expand_word(u32 word, const uint2& numbers, u32& left, u32& right) {
+  const u32 which = word & 0x77777777;
+  left = permute(numbers.x, numbers.y, which) | (word & 0x80808080);
+  right = permute(numbers.x, numbers.y, which >> 16) | ((word << 4) & 0x80808080);
+}
+
+DEVICE uint4 load_shared(u32 at) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(at));
+  return x;
+}
+DEVICE uint2 load_shared_pair(u32 at) {
+  uint2 x;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at));
+  return x;
+}
+
+// What a thread needs of 16 rows of its warp by 256 columns, as it lies in shared memory: all reads
+// start before the first is needed. `octets` are two times 8 rows.
+struct Mxfp4Chunk {
+  uint4 codes[2][2];    // [octet][half of the columns]
+  uint2 numbers[2][8];  // [octet][block of 32 columns]: of the block's power of two
+
+  DEVICE Mxfp4Chunk(u32 table, u32 octets) {
+    const u32 lane = threadIdx.x % 32;
+    uint2 steps[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      steps[r] = load_shared_pair(octets + r * MXFP4_OCTET_BYTES + MXFP4_CODE_BYTES + lane / 4 * 8);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        codes[r][half] = load_shared(octets + r * MXFP4_OCTET_BYTES + half * 512 + lane * 16);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // What was not filled must not lead astray: every masked byte is an offset of the table.
+      const u32 offsets[2] = {steps[r].x & 0x78787878, steps[r].y & 0x78787878};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // the table's address with the offset as its lowest byte
+        numbers[r][i] = load_shared_pair(permute(offsets[i / 4], table, 0x7650 | i % 4));
+      }
+    }
+  }
+
+  // The operands of eight products along K.
+  DEVICE void expand(u32 (&a)[8][4]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4& held = codes[r][half];
+        const u32 words[4] = {held.x, held.y, held.z, held.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int k = 4 * half + i;
+          expand_word(words[i], numbers[r][k], a[k][r], a[k][2 + r]);
+        }
+      }
+    }
+  }
+};
+
+// d[64 x N] = (add ? d : 0) + a[64 x 32] b[N x 32]^T as `Product` (hopper.cuh), with `a` in registers:
+// of warp w, thread 4 g + t, a[0] are the four bytes of row 16 w + g from column 4 t, a[1] those of row
+// 16 w + 8 + g, a[2] and a[3] the same rows from column 16 + 4 t.
+template <int N>
+struct HeldProduct;
+
+#define HELD_PRODUCT(N, LIST, A0, A1, A2, A3, B, P, ...)                                         \
+  template <>                                                                                   \
+  struct HeldProduct<N> {                                                                       \
+    static DEVICE void add(float (&d)[N / 2], const u32* a, u64 b, int add) {                     \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                               \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" LIST "}, {%" #A0  \
+                   ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1;\n}"                        \
+                   : __VA_ARGS__                                                                \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));             \
+    }                                                                                           \
+  };
+
+HELD_PRODUCT(8, I4, 4, 5, 6, 7, 8, 9, D4(0))
+HELD_PRODUCT(16, I8, 8, 9, 10, 11, 12, 13, D8(0))
+HELD_PRODUCT(24, I12, 12, 13, 14, 15, 16, 17, D8(0), D4(8))
+HELD_PRODUCT(32, I16, 16, 17, 18, 19, 20, 21, D16(0))
+HELD_PRODUCT(64, I32, 32, 33, 34, 35, 36, 37, D32(0))

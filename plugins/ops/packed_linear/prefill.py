@@ -1,0 +1,167 @@
+"""The packed products of many tokens: which binaries, and how a step launches them.
+
+A variant is a tile shape. `choose` picks the one whose waves of tiles over the multiprocessors take
+the least time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, LaunchEnv, StepLimits
+from llmctl.plugins.core.op_spec import FP8
+from llmctl.plugins.ops.packed_linear.arguments import (
+    argument_kinds,
+    argument_values,
+    is_mxfp4,
+    name_of,
+    token_map,
+    type_constants,
+    type_words,
+)
+from llmctl.plugins.ops.packed_linear.expansion import expand_launch, expand_spec, expanded_call
+from llmctl.plugins.ops.packed_linear.layout import TILE_ROWS
+
+if TYPE_CHECKING:
+    from llmctl.plugins.core.calls import OpCall
+
+_WARPGROUPS = 2  # that multiply; a third one feeds them
+_BLOCK_BYTES = 8192
+_BARRIER_BYTES = 16  # full and empty, of one slot
+_STAGING_BYTES = _WARPGROUPS * 8192
+_TOKEN_BYTES = _WARPGROUPS * 8  # of a token: scale and position
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Tile shape and shared memory of one binary.
+
+    A tile is 128 * wg_tiles weight rows by `tokens`.
+    """
+
+    wg_tiles: int
+    tokens: int
+    a_stages: int  # slots of 16 KiB: one packed block per warpgroup
+    b_stages: int  # slots of one token tile of 128 bytes
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a tile."""
+        return _WARPGROUPS * TILE_ROWS * self.wg_tiles
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory."""
+        slots = self.a_stages * _WARPGROUPS * _BLOCK_BYTES + self.b_stages * self.tokens * 128
+        barriers = _BARRIER_BYTES * (self.a_stages + self.b_stages)
+        return slots + _STAGING_BYTES + _TOKEN_BYTES * self.tokens + barriers
+
+    @property
+    def name(self) -> str:
+        """Rows x tokens."""
+        return f"{self.rows}x{self.tokens}"
+
+
+WIDE = Variant(wg_tiles=2, tokens=128, a_stages=6, b_stages=7)
+SQUARE = Variant(wg_tiles=1, tokens=128, a_stages=6, b_stages=6)
+NARROW = Variant(wg_tiles=1, tokens=64, a_stages=8, b_stages=8)
+LONG = Variant(wg_tiles=1, tokens=256, a_stages=4, b_stages=4)
+
+
+# Products a multiprocessor finishes per unit of time, relative to the widest tile (H200).
+_SPEED = {WIDE: 1.0, LONG: 1.0, SQUARE: 0.95, NARROW: 0.68}
+
+
+def variants_of(call: OpCall) -> tuple[Variant, ...]:
+    """The tile shapes a call can use.
+
+    A FP8 sum takes twice the registers, so 256 tokens are not held at once; float32 outputs, few as
+    they are, have no wide tiles.
+    """
+    if name_of(call.inputs["weight"]) != FP8:
+        return LONG, SQUARE, NARROW
+    out = next(iter(call.outputs.values()))
+    return (WIDE, SQUARE, NARROW) if name_of(out) != "float32" else (SQUARE, NARROW)
+
+
+def choose(call: OpCall, num_tokens: int, num_sms: int) -> Variant:
+    """The tile shape for a step of this many tokens: waves of tiles times what a tile costs."""
+    row_tiles = call.inputs["weight"].shape[0]
+
+    def cost(variant: Variant) -> float:
+        waves = -(-_units(variant, num_tokens, row_tiles) // num_sms)
+        return waves * variant.rows * variant.tokens / _SPEED[variant]
+
+    return min(variants_of(call), key=cost)
+
+
+def _units(variant: Variant, num_tokens: int, row_tiles: int) -> int:
+    """Tiles of a step."""
+    row_blocks = -(-row_tiles * TILE_ROWS // variant.rows)
+    return row_blocks * -(-num_tokens // variant.tokens)
+
+
+def prefill_kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
+    """Every binary that steps of many tokens may need."""
+    if not is_mxfp4(call):
+        return [prefill_spec(call, variant, limits) for variant in variants_of(call)]
+    fp8 = expanded_call(
+        call, lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
+    )
+    specs = [prefill_spec(fp8, variant, limits, is_expanded=True) for variant in variants_of(fp8)]
+    return [expand_spec(), *specs]
+
+
+def prefill_spec(
+    call: OpCall, variant: Variant, limits: StepLimits, *, is_expanded: bool = False
+) -> KernelSpec:
+    """The binary of one call and tile shape. is_expanded: `expand_launch` makes its weight."""
+    words = (call.op, "many", variant.name, *["expanded"] * is_expanded)
+    return KernelSpec(
+        name=".".join((*words, *type_words(call, limits))),
+        source="ops/packed_linear/prefill.cu",
+        arguments=("tensor_map", *argument_kinds(call, limits)),
+        constants={
+            **type_constants(call, limits),
+            "EXPANDED": int(is_expanded),
+            "WG_TILES": variant.wg_tiles,
+            "TILE_TOKENS": variant.tokens,
+            "A_STAGES": variant.a_stages,
+            "B_STAGES": variant.b_stages,
+        },
+        entry="prefill",
+        num_warps=4 * (_WARPGROUPS + 1),
+        shared_bytes=variant.shared_bytes,
+    )
+
+
+def prefill_launches(call: OpCall, env: LaunchEnv, tokens: int) -> list[Launch]:
+    """Multiply the first `tokens` rows of `x`; weights of four bits are expanded before."""
+    if not is_mxfp4(call):
+        return [prefill_launch(call, env, tokens)]
+    expanded = expanded_call(call, env.scratch)
+    launch = prefill_launch(expanded, env, tokens, is_expanded=True)
+    return [expand_launch(call, expanded), launch]
+
+
+def prefill_launch(
+    call: OpCall,
+    env: LaunchEnv,
+    tokens: int,
+    variant: Variant | None = None,
+    *,
+    is_expanded: bool = False,
+) -> Launch:
+    """The launch with one weight; without a variant, that which `choose` names."""
+    row_tiles, num_sms = call.inputs["weight"].shape[0], env.limits.num_sms
+    if variant is None:
+        variant = choose(call, tokens, num_sms)
+    blocks = min(num_sms, _units(variant, tokens, row_tiles))
+    return Launch(
+        prefill_spec(call, variant, env.limits, is_expanded=is_expanded),
+        (blocks, 1, 1),
+        (token_map(call, variant.tokens), *argument_values(call, env, tokens)),
+    )

@@ -1,0 +1,197 @@
+// Paged attention of many requests with few tokens each: a warp for each request and KV head.
+//
+// Computes the same bits as the Triton kernels of this folder (triton_state.py says how) and as
+// generation.cu. There the 64 rows of a product are mostly empty when every request has one token;
+// here keys are the rows of products and the request's COLUMNS query rows their columns, and a warp
+// keeps everything but the tiles in registers. Tiles come by asynchronous copies into a ring of
+// SLOTS; four warps to a multiprocessor keep the memory busy.
+//
+// A long context is cut into parts of about part_tiles tiles, a warp each. The first part merges
+// its units; every other unit is stored by itself, and the warp that arrives last merges all. Units
+// are merged from left to right.
+//
+// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (of keys), GROUP (query heads
+// for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two), COLUMNS (8 | 16: at least the rows
+// of a request), SLOTS, QUERY_BYTES (of shared memory; 0: queries stay in registers), UNIT (tiles
+// of the first units), K_SCALE, V_SCALE, STATIC.
+// Grid: parts, KV heads, requests. One warp a block.
+
+#include "ops/paged_attention/batch_state.cuh"
+#include "ops/paged_attention/output.cuh"
+
+// How many warps were here before; what they stored may be read.
+DEVICE int arrive_at(int* counter) {
+  int before = 0;
+  __syncwarp();
+  if (threadIdx.x == 0) {
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(counter)
+                 : "memory");
+  }
+  before = __shfl_sync(~0u, before, 0);
+  __syncwarp();
+  return before;
+}
+
+DEVICE int next_unit(int tile) {  // the first tile at or behind this one that starts a unit
+  const int size = tile < 16 ? 1 : 1 << (highest_bit(tile) - 3);
+  return (tile + size - 1) & -size;
+}
+
+// Two dimensions of block i of a row.
+DEVICE void store_apart(OUT_TYPE::Storage* row, int i, u32 pair) {
+  OUT_TYPE::Storage* to = row + value_dimension(i, 0);
+  const int bits = 8 * OUT_TYPE::bytes;
+  to[0] = OUT_TYPE::Storage(pair & ((1u << bits) - 1));
+  to[value_dimension(i, 1) - value_dimension(i, 0)] = OUT_TYPE::Storage(pair >> bits);
+}
+
+extern "C" __global__ void __launch_bounds__(32, 4)
+    batch(const MODEL_TYPE::Storage* q, const float* k_scale, const float* v_scale,
+          const float* out_scale, OUT_TYPE::Storage* out, const KV_TYPE::Storage* cache,
+          const int* position_ids, const int* cu_q, const int* kv_lens, const int* block_tables,
+          float* partial, int* counters, float softmax_scale, int table_stride, int part_tiles,
+          int max_entries) {
+  extern __shared__ __align__(1024) u8 memory[];
+  launch_dependents();
+  const u32 ring = shared_address(memory);
+  const int head = blockIdx.y, request = blockIdx.z, lane = threadIdx.x;
+  const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
+  const float value_scale = V_SCALE ? *v_scale : 1.0f;
+  const float quanta = STATIC ? __fdiv_rn(1.0f, *out_scale) : 1.0f;
+  Copier copier;
+  copier.source = cache + head * (TOKENS_PER_BLOCK * SIZE) + lane / CHUNKS * SIZE +
+                  lane % CHUNKS * (16 / KV_TYPE::bytes);
+  copier.table = block_tables + (long long)request * table_stride;
+  const int begin = next_unit(blockIdx.x * part_tiles);
+  wait_for_dependencies();
+  const int page = copier.guess(begin, table_stride);
+  const int start = load_int(cu_q + request), limit = load_int(kv_lens + request);
+  const int num_rows = (load_int(cu_q + request + 1) - start) * GROUP;
+  const int tiles = (limit + KEYS - 1) / KEYS;
+  if (num_rows <= 0 || num_rows > COLUMNS || int(blockIdx.x) * part_tiles >= tiles) return;
+  const int num_parts = (tiles + part_tiles - 1) / part_tiles;
+  const int end = min(next_unit(min((int(blockIdx.x) + 1) * part_tiles, tiles)), tiles);
+
+  copier.num_entries = (limit + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK, copier.limit = limit;
+  copier.start(begin, page);
+  int copied = 2 * begin;  // keys and values of tiles
+  int slot_in = 0, slot_out = 0;
+  const auto copy_next = [&] {
+    if (copied < 2 * end) copier.copy(ring + slot_in * TILE_BYTES, copied / 2, copied % 2);
+    commit_copies();
+    ++copied;
+    slot_in = slot_in + 1 == SLOTS ? 0 : slot_in + 1;
+  };
+  const auto arrive = [&] {  // of the oldest slot; the one used before is free
+    wait_for_copies<SLOTS - 2>();
+    __syncwarp();
+    copy_next();
+    const u32 at = ring + slot_out * TILE_BYTES;
+    slot_out = slot_out + 1 == SLOTS ? 0 : slot_out + 1;
+    return at;
+  };
+#pragma unroll 1
+  for (int i = 0; i < SLOTS - 1; ++i) copy_next();
+
+
+  Queries queries;
+  queries.start(ring + SLOTS * TILE_BYTES);
+  int seen[COLUMN_BLOCKS][2];  // the last key that a column sees
+#pragma unroll
+  for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+    const int row = 8 * n + lane / 4;
+    const MODEL_TYPE::Storage* from =
+        q + ((long long)(start + row / GROUP) * HEADS + head) * (GROUP * SIZE) + row % GROUP * SIZE;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      u32 first = 0, second = 0;
+      if (row < num_rows) {
+        first = __ldcg((const u32*)(from + query_dimension(i, 0)));
+        second = __ldcg((const u32*)(from + query_dimension(i, 1)));
+      }
+      queries.store(n, i, to_inner(first), to_inner(second));
+    }
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int column = 8 * n + lane % 4 * 2 + c;
+      seen[n][c] = limit - 1;
+      if (column < num_rows) {
+        seen[n][c] = min(load_int(position_ids + start + column / GROUP), limit - 1);
+      }
+    }
+  }
+  int all_see = limit - 1;  // keys up to this one are seen by every column
+#pragma unroll
+  for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) all_see = min(all_see, seen[n][c]);
+  }
+  all_see = __reduce_min_sync(~0u, all_see);
+
+  const long long entry_floats = State::FLOATS * 32;
+  float* entries = partial + (request * HEADS + head) * (max_entries * entry_floats);
+  const int first_end = min(next_unit(part_tiles), tiles);  // where the first part ends
+  int entry = 1 + count_units(max(min(begin, tiles), first_end)) - count_units(first_end);
+  State merged, unit;
+  merged.clear();
+  bool is_first = true;
+  unit.clear();
+#pragma unroll 1
+  for (int tile = begin; tile < end; ++tile) {
+    Logits logits;
+    multiply_keys(logits, queries, arrive());
+    int last[COLUMN_BLOCKS][2];
+#pragma unroll
+    for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+      last[n][0] = seen[n][0] - tile * KEYS, last[n][1] = seen[n][1] - tile * KEYS;
+    }
+    u32 weights[COLUMN_BLOCKS][BLOCKS][2];
+    soften(unit, logits, weights, last, scale, (tile + 1) * KEYS - 1 > all_see, is_first);
+    multiply_values(unit.sums, weights, arrive());
+    is_first = next_unit(tile + 1) == tile + 1 || tile + 1 == end;
+    if (!is_first) continue;
+    if (blockIdx.x == 0) {
+      merged.append(unit);
+    } else {
+      unit.store(entries + entry++ * entry_floats);
+    }
+    unit.clear();
+  }
+  wait_for_copies<0>();
+  if (num_parts > 1) {
+    if (blockIdx.x == 0) merged.store(entries);
+    const int group = request * HEADS + head;
+    if (arrive_at(counters + group) != num_parts - 1) return;
+    if (lane == 0) counters[group] = 0;
+    const int num_entries = 1 + count_units(tiles) - count_units(first_end);
+    merged.load(entries);
+    unit.load(entries + entry_floats);  // there is room for it, also where it is not used
+#pragma unroll 1
+    for (int i = 1; i < num_entries; ++i) {
+      State next;
+      next.load(entries + min(i + 1, num_entries - 1) * entry_floats);
+      merged.append(unit);
+      unit = next;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+    const float other = __shfl_xor_sync(~0u, merged.total[n], 4);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int row = 8 * n + lane % 4 * 2 + c;
+      const float total = (lane & 4) / 4 == c ? merged.total[n] : other;
+      const float factor = __fdiv_rn(value_scale, total);
+      if (row >= num_rows) continue;
+      const long long token = start + row / GROUP;
+      OUT_TYPE::Storage* to = out + (token * HEADS + head) * (GROUP * SIZE) + row % GROUP * SIZE;
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) {
+        const float(&sums)[4] = merged.sums[n][i];
+        store_apart(to, i, finish_pair(sums[c], sums[c + 2], factor, quanta));
+      }
+    }
+  }
+}

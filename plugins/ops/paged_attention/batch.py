@@ -1,0 +1,118 @@
+"""The kernel for many requests of few tokens: binaries and launches of `batch.cu`.
+
+It gives the bits of the other kernels, so a step may use any. It covers head sizes 64 and 128
+without windows and trees, and requests with at most MAX_ROWS rows (tokens times query heads of one
+KV head).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, LaunchEnv, StepLimits
+from llmctl.plugins.core.op_spec import FP8
+from llmctl.plugins.ops.paged_attention.source_specs import group_size, source_variant, tensor_types
+from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmctl.plugins.core.calls import OpCall
+
+COLUMNS = (8, 16)  # of a tensor-core instruction, and two of them: rows of a request
+MAX_ROWS = COLUMNS[-1]
+# Keys and values on their way to a warp, bytes; at least three tiles of either. Four warps to a
+# multiprocessor then keep the memory busy, and more would find no room.
+_RING_BYTES = 48 << 10
+_WARPS_PER_SM = 4
+
+
+def covers_batch(call: OpCall, limits: StepLimits) -> bool:
+    """Whether the kernel can compute this call for requests of one token."""
+    page = limits.tokens_per_block
+    return (
+        int(call.attributes["head_size"]) in (64, 128)
+        and int(call.attributes["window"]) == 0
+        and "tree_mask" not in call.inputs
+        and page >= 8
+        and page & (page - 1) == 0
+        and group_size(call) <= MAX_ROWS
+    )
+
+
+def most_tokens(call: OpCall) -> int:
+    """Tokens of a request, at most, in a step that holds context chunks: what one instruction's
+    columns take, as most requests have one token there."""
+    return max(COLUMNS[0] // group_size(call), 1)
+
+
+def batch_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
+    """Every binary that `batch_launch` may ask for."""
+    return [batch_spec(call, limits, columns) for columns in COLUMNS if columns >= group_size(call)]
+
+
+def batch_launch(
+    call: OpCall,
+    env: LaunchEnv,
+    num_requests: int,
+    max_tokens: int,
+    max_kv_len: int,
+    tensors: tuple[torch.Tensor, ...],
+    partials: tuple[torch.Tensor, torch.Tensor],
+    logit_scale: float,
+) -> Launch:
+    """Attend for requests of up to max_tokens tokens, which are at most MAX_ROWS rows.
+
+    partials: room for units of parts behind the first, and a counter for each request and KV head,
+    zero before and after. Where units find no room contexts are not cut into parts.
+    """
+    heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
+    rows = max_tokens * group_size(call)
+    columns = next(each for each in COLUMNS if each >= rows)
+    tiles = -(-max_kv_len // KEYS)
+    part_tiles = _part_tiles(tiles, num_requests * heads, env.limits.num_sms)
+    floats = columns // 8 * (size // 4 + 3) * 32  # of an entry
+    num_parts = -(-tiles // part_tiles)
+    # The first part is an entry, and each unit that starts behind part_tiles.
+    max_entries = 2 + max(count_units(max_kv_len) - count_units(part_tiles * KEYS), 0)
+    if num_requests * heads * max_entries * floats > partials[0].numel():
+        num_parts, part_tiles, max_entries = 1, max(tiles, 1), 1
+    arguments: tuple[torch.Tensor | int | float, ...] = (
+        *tensors,
+        *partials,
+        logit_scale,
+        env.step.block_tables.stride(0),
+        part_tiles,
+        max_entries,
+    )
+    grid = (max(num_parts, 1), heads, num_requests)
+    return Launch(batch_spec(call, env.limits, columns), grid, arguments)
+
+
+def _part_tiles(tiles: int, groups: int, num_sms: int) -> int:
+    """Tiles of a part. Storing a unit costs a quarter of reading its keys, so contexts are cut
+    where warps are too few (three to a multiprocessor are enough) or one would take too long (4,096
+    keys). Blocks of parts that a shorter context does not have cost too: there are at most 8 parts
+    where groups are many."""
+    wanted = max(1, (_WARPS_PER_SM - 1) * num_sms // groups)
+    most = 32 if groups <= _WARPS_PER_SM * num_sms else 8
+    return max(min(64, -(-tiles // wanted)), -(-tiles // most), 4)
+
+
+def batch_spec(call: OpCall, limits: StepLimits, columns: int) -> KernelSpec:
+    """One binary."""
+    size = int(call.attributes["head_size"])
+    words, constants = source_variant(call, limits)
+    tile_bytes = KEYS * size * (1 if limits.kv_dtype in (FP8, "int8") else 2)
+    slots = max(_RING_BYTES // tile_bytes, 3)
+    query_bytes = columns * size * 2 if columns > COLUMNS[0] and size == 128 else 0
+    constants |= {"COLUMNS": columns, "SLOTS": slots, "QUERY_BYTES": query_bytes}
+    return KernelSpec(
+        name=".".join(["paged_attention.batch", *words, f"c{columns}"]),
+        source="ops/paged_attention/batch.cu",
+        arguments=(*tensor_types(call, limits), "*fp32", "*i32", "fp32", *["i32"] * 3),
+        constants=constants,
+        entry="batch",
+        num_warps=1,
+        shared_bytes=slots * tile_bytes + query_bytes,
+    )

@@ -1,0 +1,255 @@
+// What chunk.cu's first four warps do: choose what the block computes, and bring keys and values.
+#pragma once
+
+#include "ops/paged_attention/operands.cuh"
+
+constexpr int WARPGROUPS = 2;
+constexpr int TOKENS = 64 * WARPGROUPS / GROUP;  // of an item
+
+// Some query tokens of one request, for one KV head.
+struct Item {
+  int head, token, rows;  // `token` counts from the step's first
+  int full_tiles, tiles;  // those before full_tiles are seen whole by all rows; 0 tiles: no item
+  int limit;              // keys
+};
+
+// What a step says of a request, and where its items start, in blocks of TOKENS.
+struct Request {
+  int start, end, limit, first_block;
+};
+
+// Shared memory: queries of two items, a ring of keys and one of values, barriers, two items, the
+// block's next item, and the step's requests with one behind the last.
+struct Shared {
+  u32 base;
+  u8* memory;
+
+  static constexpr int RING_AT = 2 * WARPGROUPS * OPERAND_BYTES;
+  static constexpr int BARRIERS_AT = RING_AT + 2 * STAGES * OPERAND_BYTES;
+  static constexpr int ITEMS_AT = BARRIERS_AT + 8 * (4 * STAGES + 4);
+  static constexpr int CLAIM_AT = ITEMS_AT + 2 * sizeof(Item);
+
+  DEVICE u32 queries(int slot, int warpgroup) const {
+    return base + (slot * WARPGROUPS + warpgroup) * OPERAND_BYTES;
+  }
+  DEVICE u32 keys(int slot) const { return base + RING_AT + slot * OPERAND_BYTES; }
+  DEVICE u32 values(int slot) const { return keys(STAGES + slot); }
+  DEVICE u32 full_keys(int slot) const { return base + BARRIERS_AT + 8 * slot; }
+  DEVICE u32 empty_keys(int slot) const { return full_keys(STAGES + slot); }
+  DEVICE u32 full_values(int slot) const { return full_keys(2 * STAGES + slot); }
+  DEVICE u32 empty_values(int slot) const { return full_keys(3 * STAGES + slot); }
+  DEVICE u32 full_item(int slot) const { return full_keys(4 * STAGES + slot); }
+  DEVICE u32 empty_item(int slot) const { return full_keys(4 * STAGES + 2 + slot); }
+  DEVICE volatile Item& item(int slot) const { return ((volatile Item*)(memory + ITEMS_AT))[slot]; }
+  DEVICE volatile int& claim() const { return *(volatile int*)(memory + CLAIM_AT); }
+  DEVICE volatile Request& request(int i) const {
+    return ((volatile Request*)(memory + CLAIM_AT + 16))[i];
+  }
+};
+
+struct Step {
+  const int *position_ids, *cu_q, *kv_lens, *block_tables;
+  int table_stride, num_requests, min_tokens;
+};
+
+DEVICE int pages_of(int limit) { return (limit + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK; }
+
+DEVICE void meet_loaders() { asm volatile("barrier.sync 1, 128;" ::: "memory"); }
+
+// Reads all requests; one that has fewer than min_tokens has no blocks.
+DEVICE void read_requests(const Shared& shared, const Step& step) {
+  for (int i = threadIdx.x; i < step.num_requests; i += THREADS) {
+    const int start = load_int(step.cu_q + i), end = load_int(step.cu_q + i + 1);
+    const int limit = load_int(step.kv_lens + i);
+    volatile Request& to = shared.request(i);
+    to.start = start;
+    to.end = end;
+    to.limit = limit;
+    const bool is_ours = end - start >= step.min_tokens && limit > 0;
+    shared.request(i + 1).first_block = is_ours ? (end - start + TOKENS - 1) / TOKENS : 0;
+  }
+  meet_loaders();
+  if (threadIdx.x < 32) {
+    int before = 0;
+    if (threadIdx.x == 0) shared.request(0).first_block = 0;
+#pragma unroll 1
+    for (int first = 0; first < step.num_requests; first += 32) {
+      const int i = first + threadIdx.x;
+      int sum = i < step.num_requests ? shared.request(i + 1).first_block : 0;
+#pragma unroll
+      for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const int left = __shfl_up_sync(~0u, sum, lanes);
+        if (threadIdx.x >= lanes) sum += left;
+      }
+      if (i < step.num_requests) shared.request(i + 1).first_block = before + sum;
+      before += __shfl_sync(~0u, sum, 31);
+    }
+  }
+  meet_loaders();
+}
+
+// The request that a block of tokens belongs to: every warp looks for itself.
+DEVICE int request_of(const Shared& shared, int num_requests, int block) {
+  int request = 0;
+#pragma unroll 1
+  for (int first = 0; first < num_requests; first += 32) {
+    const int i = first + threadIdx.x % 32;
+    const bool is_before = i < num_requests && shared.request(i + 1).first_block <= block;
+    request += __popc(__ballot_sync(~0u, is_before));
+  }
+  return request;
+}
+
+// Item `claim`; begins to read its first tile. Blocks at the end of a request come first: they see
+// most keys.
+DEVICE Item find_item(const Shared& shared, const Step& step, int claim, Loader& loader) {
+  const int block = shared.request(step.num_requests).first_block - 1 - claim / HEADS;
+  if (block < 0) return {0, 0, 0, 0, 0, 0};
+  const int request = request_of(shared, step.num_requests, block), head = claim % HEADS;
+  const volatile Request& from = shared.request(request);
+  const int limit = from.limit, token = from.start + (block - from.first_block) * TOKENS;
+  const int count = min(TOKENS, from.end - token);
+  const u32 thread = thread_from_here();
+  loader.offset = head * (TOKENS_PER_BLOCK * SIZE) + u32(own_key(thread)) % SPAN * SIZE +
+                  own_piece(thread) * (16 / KV_TYPE::bytes);
+  loader.table = request * step.table_stride;
+  loader.load_pages(0, pages_of(limit));
+  const int first_key = load_int(step.position_ids + token);
+  const int last_key = load_int(step.position_ids + token + count - 1);
+  const int full_tiles = min(first_key + 1, limit) / KEYS;
+  const int tiles = (min(last_key + 1, limit) + KEYS - 1) / KEYS;
+  return {head, token, count * GROUP, full_tiles, tiles, limit};
+}
+
+// Tells those that compute that an operand is written. They fence the proxies; here a fence would
+// wait for the loads that are on their way.
+DEVICE void tell(u32 barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// Tiles that pass through registers, where they are converted, the next on its way meanwhile.
+struct Converted {
+  uint4 k[LOADS], v[LOADS];
+
+  DEVICE void begin(Loader& loader, const Item& item) {
+    loader.load(0, 0, k);
+    loader.load(0, 1, v);
+    if (item.tiles > 1) loader.load_pages(1, pages_of(item.limit));
+  }
+  DEVICE void bring(const Shared& shared, Loader& loader, const Item& item, Ring<STAGES>& ring) {
+#pragma unroll 1
+    for (int tile = 0; tile < item.tiles; ++tile, ring.advance()) {
+      const bool is_last = tile + 1 == item.tiles;
+      barrier_wait(shared.empty_keys(ring.slot), ring.parity ^ 1);
+      stage(shared.keys(ring.slot), k);
+      tell(shared.full_keys(ring.slot));
+      if (!is_last) loader.load(tile + 1, 0, k);
+      barrier_wait(shared.empty_values(ring.slot), ring.parity ^ 1);
+      clear_from(v, item.limit - tile * KEYS);
+      stage(shared.values(ring.slot), v);
+      tell(shared.full_values(ring.slot));
+      if (!is_last) loader.load(tile + 1, 1, v);
+      if (tile + 2 < item.tiles) loader.load_pages(tile + 2, pages_of(item.limit));
+    }
+  }
+};
+
+// Tiles that are copied as they are; AHEAD of them are on their way.
+struct Copied {
+  static constexpr int AHEAD = 2;
+
+  DEVICE void begin(Loader&, const Item&) {}
+  DEVICE void bring(const Shared& shared, Loader& loader, const Item& item, Ring<STAGES>& ring) {
+    Ring<STAGES> told = ring;
+#pragma unroll 1
+    for (int tile = 0; tile < item.tiles + AHEAD; ++tile) {
+      if (tile < item.tiles) {
+        const int left = item.limit - tile * KEYS;
+        barrier_wait(shared.empty_keys(ring.slot), ring.parity ^ 1);
+        loader.copy(tile, 0, shared.keys(ring.slot), left);
+        barrier_wait(shared.empty_values(ring.slot), ring.parity ^ 1);
+        loader.copy(tile, 1, shared.values(ring.slot), left);
+        ring.advance();
+        if (tile + 1 < item.tiles) loader.load_pages(tile + 1, pages_of(item.limit));
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      if (tile < AHEAD) continue;
+      asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD) : "memory");
+      tell(shared.full_keys(told.slot));
+      tell(shared.full_values(told.slot));
+      told.advance();
+    }
+  }
+};
+
+// Queries and numbers of an item; one without tiles says that there are no more.
+DEVICE void bring_item(const Shared& shared, const Item& item, const MODEL_TYPE::Storage* q,
+                       u32 nth) {
+  constexpr int PER_ROW = SIZE / 8, ROW_STEP = THREADS / PER_ROW, COUNT = 64 / ROW_STEP;
+  const u32 thread = thread_from_here();
+  const int first_row = thread / PER_ROW, piece = thread % PER_ROW;
+  barrier_wait(shared.empty_item(nth % 2), nth / 2 % 2 ^ 1);
+  if (threadIdx.x == 0) {
+    volatile Item& to = shared.item(nth % 2);
+    to.head = item.head;
+    to.token = item.token;
+    to.rows = item.rows;
+    to.full_tiles = item.full_tiles;
+    to.tiles = item.tiles;
+    to.limit = item.limit;
+  }
+  if (item.tiles > 0) {
+#pragma unroll 1
+    for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
+      uint4 x[COUNT];
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {  // a row that there is not is a copy of the last
+        const int row = min(64 * warpgroup + first_row + i * ROW_STEP, item.rows - 1);
+        const int at = (item.head * GROUP + row % GROUP) * SIZE + piece * 8;
+        load_piece(x[i], q + (long long)(item.token + row / GROUP) * (HEADS * GROUP * SIZE) + at);
+      }
+      const u32 target = shared.queries(nth % 2, warpgroup) + piece / 8 * HALF_BYTES;
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        const int row = first_row + i * ROW_STEP;
+        store_shared(target + row * 128 + ((piece % 8 ^ (row & 7)) << 4), to_inner(x[i].x),
+                     to_inner(x[i].y), to_inner(x[i].z), to_inner(x[i].w));
+      }
+    }
+  }
+  tell(shared.full_item(nth % 2));
+}
+
+DEVICE int num_blocks() {  // asked for here, not ahead, where it would take a register
+  int blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
+
+DEVICE void bring_items(const Shared& shared, const Step& step, const MODEL_TYPE::Storage* q,
+                        const KV_TYPE::Storage* cache, int* counter) {
+  read_requests(shared, step);
+  Ring<STAGES> ring;
+  Loader loader;
+  loader.cache = cache, loader.tables = step.block_tables;
+  int claim = blockIdx.x;
+#pragma unroll 1
+  for (u32 nth = 0;; ++nth) {
+    const Item item = find_item(shared, step, claim, loader);
+    bring_item(shared, item, q, nth);
+    if (item.tiles == 0) return;
+    Either<IS_FP8, Converted, Copied>::Type tiles;
+    tiles.begin(loader, item);
+    int next = 0;
+    if (threadIdx.x == 0) {
+      next = atomicAdd(counter, 1);  // once for each item
+      if (next + 1 == shared.request(step.num_requests).first_block * HEADS) *counter = 0;
+    }
+    tiles.bring(shared, loader, item, ring);
+    if (threadIdx.x == 0) shared.claim() = next + num_blocks();
+    meet_loaders();
+    claim = shared.claim();
+    meet_loaders();
+  }
+}

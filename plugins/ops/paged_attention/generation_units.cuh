@@ -1,0 +1,43 @@
+// How generation.cu shares a context's units among thread blocks.
+#pragma once
+
+#include "ops/paged_attention/operands.cuh"
+
+constexpr int ROWS = 64;
+constexpr int SHARE = SPLITS / 2;  // thread blocks that take the last units
+
+// The units of one thread block of a cluster: the last SHARE units, which are half of the work, go
+// to one half of the cluster, what is left of them to the other half.
+struct Units {
+  int unit, step, end, tiles;  // of the request
+  int tile, unit_end;
+
+  DEVICE void start(int rank, int tiles_) {
+    tiles = max(tiles_, 0);
+    const int units = count_units(tiles);
+    unit = rank, step = SPLITS, end = units;
+    if (units > SPLITS) {
+      step = SHARE;
+      if (rank < SHARE) {
+        end = units - SHARE;
+      } else {
+        unit = units - 1 - (rank - SHARE);
+      }
+    }
+    enter();
+  }
+  DEVICE bool done() const { return unit >= end; }
+  DEVICE bool ends_unit() const { return tile + 1 == unit_end; }
+  DEVICE void next() {
+    if (!ends_unit()) {
+      ++tile;
+      return;
+    }
+    unit += step;
+    enter();
+  }
+  DEVICE void enter() {
+    tile = unit_start(unit);
+    unit_end = min(unit_start(unit + 1), tiles);
+  }
+};

@@ -1,0 +1,260 @@
+"""Paged attention on a GPU: which binaries there are, and how a step launches them.
+
+Generation and verification (up to SHORT tokens a request, or a whole token tree) split the keys
+over thread blocks; longer requests, the context chunks, do not. A step that may hold both launches
+both kernels, and each passes over the other's requests: what a row gets is the same in either.
+Where few thread blocks have to be fast together, verification.cu or generation.cu takes the short
+requests; where many requests have a token or two each, batch.cu. chunk.cu takes context chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from llmctl.errors import Unsupported
+from llmctl.plugins.backends.cuda.compiler import HOPPER
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    KernelSpec,
+    Launch,
+    LaunchEnv,
+    StepLimits,
+    StepShape,
+)
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.ops.paged_attention.batch import (
+    MAX_ROWS,
+    batch_launch,
+    batch_specs,
+    covers_batch,
+    most_tokens,
+)
+from llmctl.plugins.ops.paged_attention.chunk import chunk_launch, chunk_spec, covers_chunks
+from llmctl.plugins.ops.paged_attention.generation import (
+    choose_cut,
+    covers,
+    generation_launch,
+    generation_specs,
+)
+from llmctl.plugins.ops.paged_attention.source_specs import group_size
+from llmctl.plugins.ops.paged_attention.tiles import count_units
+from llmctl.plugins.ops.paged_attention.triton_specs import (
+    ROWS,
+    context_rows,
+    context_spec,
+    split_spec,
+    tree_tokens,
+    window_arguments,
+)
+from llmctl.plugins.ops.paged_attention.verification import (
+    choose_variant,
+    verification_launch,
+    verification_specs,
+)
+
+HEAD_SIZES = (64, 80, 96, 128)
+OWN_ROLES = frozenset({"q", "k_scale", "v_scale", "out_scale", "out"})
+_FEW_GROUPS = 16  # of requests and KV heads: split over thread blocks that wait for each other
+SHORT = 17  # tokens: verification of 16 drafts
+_PARTIAL_BYTES = 64 << 20  # partial results of split requests; what does not fit is not split
+# What a run asks for comes with sink_tokens; those binaries take both numbers as arguments.
+_ANY_WINDOW: dict[str, int] = {"window": 1, "sink_tokens": 0}
+
+
+def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
+    """The kernels for few tokens a request and those for chunks: what any step may need."""
+    size, group = int(call.attributes["head_size"]), group_size(call)
+    if size not in HEAD_SIZES or group > ROWS:
+        raise Unsupported(
+            f"{call.name}: no CUDA attention kernel for head size {size} with {group} query heads "
+            f"per KV head; wanted head size {', '.join(map(str, HEAD_SIZES))} and at most {ROWS}",
+            fix="build with --backend cpu",
+        )
+    by_warp = (batch_specs, verification_specs) if covers_batch(call, limits) else ()
+    asked = OpCall(
+        call.op, call.name, call.inputs, call.outputs, {**call.attributes, **_ANY_WINDOW}
+    )
+    return [
+        *(make(each, limits) for each in (call, asked) for make in (split_spec, _context_spec)),
+        *(generation_specs(call, limits) if covers(call, limits) else []),
+        *(spec for make in by_warp for spec in make(call, limits)),
+        *([chunk_spec(call, limits)] if covers_chunks(call, limits) else []),
+    ]
+
+
+def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
+    """Attend for every token of the step's requests; the cache already holds their keys."""
+    if shape.num_tokens == 0 or shape.num_requests == 0:
+        return []
+    short = tree_tokens(call) or SHORT  # longer than a tree: a context chunk
+    if shape.max_query_len <= short:
+        return [_generation(call, env, shape, short)]
+    if shape.num_requests == 1 and not tree_tokens(call):
+        return [_context(call, env, shape, 1)]
+    # Beside chunks most requests have one token; the context kernel takes who has a few more.
+    batch = _batch(call, env, shape, most_tokens(call))
+    if batch is not None:
+        return [_context(call, env, shape, most_tokens(call) + 1), batch]
+    return [_context(call, env, shape, short + 1), _generation(call, env, shape, short)]
+
+
+def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch:
+    limits = env.limits
+    heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
+    # The ring of a small model's next product fills beside generation.cu, which needs less room.
+    ways = (_few, _verification) if size == 64 else (_verification, _few)
+    for way in ways:
+        if (special := way(call, env, shape, short)) is not None:
+            return special
+    batch = _batch(call, env, shape, shape.max_query_len)
+    if batch is not None:
+        return batch
+    most = min(shape.max_query_len, short)
+    num_blocks = -(-most // (ROWS // group_size(call)))
+    block_tokens = -(-most // num_blocks)
+    num_rows = block_tokens * group_size(call)
+    groups = shape.num_requests * heads * num_blocks
+    splits, entries = 1, 1
+    partial, counters = partials(call, env)
+    if groups <= limits.num_sms:
+        # Splits wait for each other, so all must run at once: two thread blocks fit an SM.
+        splits = min(2 * limits.num_sms // groups, count_units(shape.max_kv_len))
+        entries = partial.numel() // (groups * num_rows * (size + 2))
+    states = partial[groups * entries * num_rows * size :] if splits > 1 else partial
+    step = env.step
+    arguments: tuple[torch.Tensor | int | float, ...] = (
+        *own_tensors(call, env),
+        call.inputs.get("tree_mask", step.cu_q),
+        partial,
+        states,
+        counters,
+        logit_scale(call),
+        step.block_tables.stride(0),
+        block_tokens,
+        entries,
+        short,
+        *window_arguments(call),
+    )
+    grid = (splits, heads * num_blocks, shape.num_requests)
+    return Launch(split_spec(call, limits), grid, arguments)
+
+
+def _verification(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch | None:
+    """verification.cu's launch; None as in `_few`."""
+    if not env.use_pdl or not covers_batch(call, env.limits):
+        return None
+    requests, most = shape.num_requests, min(shape.max_query_len, short)
+    variant = choose_variant(call, env.limits, requests, most, shape.max_kv_len)
+    if variant is None:
+        return None
+    tensors, scale = own_tensors(call, env), logit_scale(call)
+    return verification_launch(call, env, variant, requests, most, tensors, scale, short)
+
+
+def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch | None:
+    """generation.cu's launch; None where it cannot serve, or not as well (or not interpreted)."""
+    if not env.use_pdl or not covers(call, env.limits):
+        return None
+    most = min(shape.max_query_len, short)
+    cut = choose_cut(call, shape.num_requests, most, shape.max_kv_len, env.limits.num_sms)
+    if cut is None:
+        return None
+    return generation_launch(
+        call,
+        env,
+        cut,
+        shape.num_requests,
+        own_tensors(call, env),
+        partials(call, env),
+        logit_scale(call),
+        short,
+    )
+
+
+def _batch(call: OpCall, env: LaunchEnv, shape: StepShape, max_tokens: int) -> Launch | None:
+    """batch.cu's launch for requests of so many tokens; None as in `_few`."""
+    groups = shape.num_requests * int(call.attributes["num_kv_heads"])
+    if not env.use_pdl or not covers_batch(call, env.limits) or groups <= _FEW_GROUPS:
+        return None
+    if max_tokens * group_size(call) > MAX_ROWS:
+        return None
+    return batch_launch(
+        call,
+        env,
+        shape.num_requests,
+        max_tokens,
+        shape.max_kv_len,
+        own_tensors(call, env),
+        partials(call, env),
+        logit_scale(call),
+    )
+
+
+def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) -> Launch:
+    if env.use_pdl and covers_chunks(call, env.limits):
+        return chunk_launch(
+            call,
+            env,
+            shape.num_tokens,
+            shape.num_requests,
+            own_tensors(call, env),
+            partials(call, env)[1],
+            logit_scale(call),
+            min_tokens,
+        )
+    heads = int(call.attributes["num_kv_heads"])
+    tokens = context_rows(call) // group_size(call)
+    grid = (heads, shape.num_tokens // tokens + shape.num_requests, 1)
+    arguments: tuple[torch.Tensor | int | float, ...] = (
+        *own_tensors(call, env),
+        logit_scale(call),
+        env.step.block_tables.stride(0),
+        shape.num_requests,
+        min_tokens,
+        *window_arguments(call),
+    )
+    return Launch(_context_spec(call, env.limits), grid, arguments)
+
+
+def _context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
+    """Triton's kernel for chunks, whose place chunk.cu takes on Hopper where it can."""
+    spec = context_spec(call, limits)
+    return replace(spec, unused_on=HOPPER) if covers_chunks(call, limits) else spec
+
+
+def partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the units of split requests, and counters for each group of splits."""
+    size, limits = int(call.attributes["head_size"]), env.limits
+    groups = limits.max_batch_size * int(call.attributes["num_kv_heads"])
+    wanted = limits.num_sms * count_units(limits.max_seq_len) * ROWS * (size + 2)
+    name = f"paged_attention.d{size}"
+    return (
+        env.scratch(f"{name}.partial", (min(wanted, _PARTIAL_BYTES // 4),), torch.float32),
+        env.scratch(f"{name}.counters", (max(32 * limits.num_sms, groups),), torch.int32),
+    )
+
+
+def own_tensors(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, ...]:
+    """What every kernel reads and writes: the first arguments of each launch. A scale that is
+    absent is not touched."""
+    step, layer = env.step, env.kv_cache[int(call.attributes["layer"])]
+    unused = env.scratch("paged_attention.no_scale", (4,), torch.float32)
+    return (
+        call.inputs["q"],
+        call.inputs.get("k_scale", unused),
+        call.inputs.get("v_scale", unused),
+        call.inputs.get("out_scale", unused),
+        call.outputs["out"],
+        layer,
+        step.position_ids,
+        step.cu_q,
+        step.kv_len,
+        step.block_tables,
+    )
+
+
+def logit_scale(call: OpCall) -> float:
+    """By which kernels multiply a query's product with a key, for a softmax of powers of two."""
+    return float(call.attributes["softmax_scale"]) * math.log2(math.e)

@@ -1,0 +1,155 @@
+// Keys and values on their way from the cache to the tensor cores: global memory, registers, operands
+// in shared memory. THREADS threads, the first of a block, bring a tile together.
+#pragma once
+
+#include "ops/paged_attention/units.cuh"
+
+constexpr int THREADS = 128;
+constexpr int HALVES = SIZE / 64;                    // operands of 64 dimensions: 128 bytes a key
+constexpr int HALF_BYTES = KEYS * 128;
+constexpr int OPERAND_BYTES = HALVES * HALF_BYTES;
+constexpr int PIECES = SIZE * KV_TYPE::bytes / 16;   // of a key, 16 bytes each
+constexpr int KEY_STEP = THREADS / PIECES;           // keys that the threads load at once
+constexpr int LOADS = KEYS / KEY_STEP;
+constexpr int STEPS = SIZE / 16;                     // of a product along the head
+constexpr bool IS_FP8 = KV_TYPE::bytes == 1;
+static_assert(KEY_STEP <= KEYS && THREADS % PIECES == 0, "a key is loaded by one pass");
+
+// The piece of a key, and the key of those loaded at once, that are the thread's. Where a key is eight
+// pieces, which become sixteen of an operand, eight neighbouring threads have four of each of two keys:
+// then what they store falls on different banks.
+DEVICE int own_piece(u32 thread = threadIdx.x) {
+  return IS_FP8 && PIECES == 8 ? thread % 4 + thread / 8 % 2 * 4 : thread % PIECES;
+}
+DEVICE int own_key(u32 thread = threadIdx.x) {
+  return IS_FP8 && PIECES == 8 ? thread / 16 * 2 + thread / 4 % 2 : thread / PIECES;
+}
+
+// What follows from x is computed here, not ahead of a loop, where it would take registers.
+DEVICE void hold_back(int& x) { asm volatile("" : "+r"(x)); }
+
+DEVICE void load_piece(uint4& x, const void* from) {
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from));
+}
+
+// A thread loads keys `key` + i KEY_STEP of a tile. Where a page holds several of them, they share
+// its number.
+constexpr int NUMBERS = SPAN < KEY_STEP ? LOADS : TILE_PAGES;
+
+struct Loader {
+  const KV_TYPE::Storage* cache;
+  const int* tables;
+  int offset;  // in a page, of the thread's piece of the first key that it loads
+  int table;   // the request's first entry
+  int pages[NUMBERS];
+
+  static DEVICE int nth_page(int i, u32 thread = threadIdx.x) {  // of a tile
+    return u32(own_key(thread)) / SPAN + (SPAN < KEY_STEP ? i * (KEY_STEP / SPAN) : i);
+  }
+  DEVICE void take_pages(const int* shared) {
+#pragma unroll
+    for (int i = 0; i < NUMBERS; ++i) pages[i] = shared[nth_page(i)];
+  }
+  DEVICE void load_pages(int tile, int end) {  // `end`: table entries
+    const int first = tile / TILES_PER_PAGE * TILE_PAGES, thread = thread_from_here();
+#pragma unroll
+    for (int i = 0; i < NUMBERS; ++i) {
+      const int entry = first + nth_page(i, thread);
+      pages[i] = 0;
+      if (entry < end) pages[i] = load_int(tables + table + entry);
+    }
+  }
+  // All keys of a tile, also those behind the last that is written.
+  DEVICE void load(int tile, uint4 (&k)[LOADS], uint4 (&v)[LOADS]) const {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      const KV_TYPE::Storage* from = at(tile, i);
+      load_piece(k[i], from);
+      load_piece(v[i], from + PAGE);
+    }
+  }
+  // Its keys or its values.
+  DEVICE void load(int tile, int is_value, uint4 (&x)[LOADS]) const {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) load_piece(x[i], at(tile, i) + is_value * PAGE);
+  }
+  // The same to an operand, 16-bit types; zeros from key `left` on.
+  DEVICE void copy(int tile, int is_value, u32 target, int left) const {
+    const int thread = thread_from_here(), piece = own_piece(thread), key = own_key(thread);
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      const int row = key + i * KEY_STEP;
+      const u32 to = target + piece / 8 * HALF_BYTES + row * 128 + ((piece % 8 ^ (row & 7)) << 4);
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+                   "l"(at(tile, i) + is_value * PAGE), "r"(row < left ? 16 : 0)
+                   : "memory");
+    }
+  }
+  // Bring a tile as far as L2. What others may still write does no harm there.
+  DEVICE void prefetch(int tile) const {
+    constexpr int SHARERS = PIECES < 8 ? PIECES : 8;  // pieces of one line
+    if (own_piece() % SHARERS != 0) return;
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      const KV_TYPE::Storage* from = at(tile, i);
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(from + PAGE));
+    }
+  }
+
+ private:
+  DEVICE const KV_TYPE::Storage* at(int tile, int i) const {
+    const int number = SPAN < KEY_STEP ? i : i * KEY_STEP / SPAN;
+    int inside = offset;
+    if (TILES_PER_PAGE > 1) inside += tile % TILES_PER_PAGE * (KEYS * SIZE);
+    if (SPAN >= KEY_STEP) inside += i * KEY_STEP % SPAN * SIZE;
+    return cache + pages[number] * (2 * PAGE) + inside;
+  }
+};
+
+// Zeros for the keys of a tile from `left` on: no weight makes a number of a NaN.
+DEVICE void clear_from(uint4 (&x)[LOADS], int left) {
+  if (left >= KEYS) return;
+  const int key = own_key(thread_from_here());
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    if (key + i * KEY_STEP >= left) x[i] = {0, 0, 0, 0};
+  }
+}
+
+// Four bytes as four float16.
+DEVICE void widen(u32 x, u32& low, u32& high) {
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(x));
+}
+
+DEVICE void store_shared(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+// Pieces of a tile as an operand: 128 bytes a key, 16-byte parts swizzled.
+DEVICE void stage(u32 target, const uint4 (&x)[LOADS]) {
+  const int thread = thread_from_here(), piece = own_piece(thread), key = own_key(thread);
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    const int row = key + i * KEY_STEP;
+    if (IS_FP8) {
+      const u32 to = target + piece / 4 * HALF_BYTES + row * 128;
+      const int part = piece % 4 * 2;
+      u32 w[8];
+      widen(x[i].x, w[0], w[1]), widen(x[i].y, w[2], w[3]);
+      widen(x[i].z, w[4], w[5]), widen(x[i].w, w[6], w[7]);
+      store_shared(to + ((part ^ (row & 7)) << 4), w[0], w[1], w[2], w[3]);
+      store_shared(to + ((part + 1 ^ (row & 7)) << 4), w[4], w[5], w[6], w[7]);
+    } else {
+      const u32 to = target + piece / 8 * HALF_BYTES + row * 128;
+      store_shared(to + ((piece % 8 ^ (row & 7)) << 4), x[i].x, x[i].y, x[i].z, x[i].w);
+    }
+  }
+}

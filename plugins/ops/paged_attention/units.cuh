@@ -1,0 +1,88 @@
+// Where a context is cut, and what follows from the macros that generation.cu and batch.cu share.
+#pragma once
+
+#include "backends/cuda/sm90/hopper.cuh"
+
+constexpr int KEYS = 64;
+constexpr long long PAGE = (long long)HEADS * TOKENS_PER_BLOCK * SIZE;  // elements of a page's keys
+constexpr int SPAN = TOKENS_PER_BLOCK < KEYS ? TOKENS_PER_BLOCK : KEYS;  // of one page in a tile
+constexpr int TILE_PAGES = KEYS / SPAN, TILES_PER_PAGE = TOKENS_PER_BLOCK / SPAN;
+static_assert(UNIT == 1, "the first 16 units are one tile each");
+static_assert(TILE_PAGES <= 32, "a warp reads a tile's pages at once");
+
+template <bool CONDITION, class A, class B>
+struct Either {
+  typedef A Type;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  typedef B Type;
+};
+typedef Either<KV_TYPE::bytes == 1, FP16, MODEL_TYPE>::Type Inner;  // of the products' operands
+
+template <class A, class B>
+struct Same {
+  static constexpr bool value = false;
+};
+template <class A>
+struct Same<A, A> {
+  static constexpr bool value = true;
+};
+constexpr bool NARROWS = !Same<Inner, MODEL_TYPE>::value;  // queries, to float16
+
+// Two queries as the tensor cores take them.
+DEVICE u32 to_inner(u32 pair) {
+  if (!NARROWS) return pair;
+  const float low = MODEL_TYPE::unpack(u16(pair)), high = MODEL_TYPE::unpack(u16(pair >> 16));
+  u32 y;  // saturates at 65504; NaN stays NaN
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+// The thread's number. What follows from it is computed here, not ahead, where it would take registers.
+DEVICE int thread_from_here() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
+DEVICE int load_int(const int* p) { return __ldcg(p); }  // not from L1: others write these
+
+DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
+
+DEVICE float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float finite(float top) { return top == minus_infinity() ? 0.0f : top; }
+
+DEVICE int highest_bit(int x) { return 31 - __clz(x); }
+
+DEVICE constexpr int unit_start(int unit) {
+  if (unit < 16) return unit;
+  const int octave = (unit - 16) / 8;
+  return (16 << octave) + ((unit - 16) % 8) * (2 << octave);
+}
+
+DEVICE int count_units(int tiles) {
+  const int last = tiles - 1;
+  if (last < 16) return tiles;
+  const int octave = highest_bit(last) - 4;
+  return 16 + 8 * octave + ((last - (16 << octave)) >> (octave + 1)) + 1;
+}
+
+// What a step says of one request.
+struct Numbers {
+  int start, end, limit;  // its tokens, its keys
+};
+
+// One warp reads them for its block, a lane each: every block reads the same few lines, and L2 serves
+// the requests for a line one by one.
+DEVICE int read_number(const int* cu_q, const int* kv_lens, int request) {
+  const int lane = threadIdx.x % 32;
+  int x = 0;
+  if (lane < 3) x = load_int(lane == 2 ? kv_lens + request : cu_q + request + lane);
+  return x;
+}

@@ -1,0 +1,176 @@
+// Paged attention of few tokens, as of a verification: ROWS of a request's rows in a thread block.
+//
+// Computes the same bits as the Triton kernels of this folder (triton_state.py says how), with the
+// products of batch.cu. A cluster of SPLITS thread blocks has ROWS query rows of one request and KV
+// head. Each block takes UNITS units at once, a warp each. Then it merges them from left to right, a
+// few dimensions of a row to a thread, and hands what it has on to the block with the next units;
+// the last one stores it. So all that blocks exchange is one state.
+//
+// Before the kernel waits for its predecessor it reads the step's numbers, which may still be those
+// of a step before, and copies tiles whose tokens are all of earlier steps. These are complete: what
+// writes the cache lets other kernels start only after its own wait (WRITES_CACHE in epilogue.cuh).
+// After the wait the numbers are compared with the true ones; where they differ, all is loaded again.
+//
+// With more than eight units to a block, the second tile of a unit is copied at once, too, if the unit
+// SPARE further on has none and leaves its place.
+//
+// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (of keys), GROUP (query heads
+// for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two, at least 8), ROWS (8 | 16), UNITS,
+// SPLITS, SHARED_BYTES, UNIT (tiles of the first units), K_SCALE, V_SCALE, STATIC.
+// Grid: SPLITS, KV heads * blocks of rows, requests.
+
+#include "ops/paged_attention/verification_merge.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    verification(const MODEL_TYPE::Storage* q, const float* k_scale, const float* v_scale,
+                 const float* out_scale, OUT_TYPE::Storage* out, const KV_TYPE::Storage* cache,
+                 const int* position_ids, const int* cu_q, const int* kv_lens,
+                 const int* block_tables, float softmax_scale, int table_stride, int block_tokens,
+                 int max_tokens, int num_pages, int num_tokens) {
+  extern __shared__ __align__(1024) u8 memory[];
+  const Shared shared(memory);
+  if (threadIdx.x == 0) {
+    barrier_init(shared.barrier, 1);
+    barrier_init_fence();
+    barrier_expect(shared.barrier, MESSAGE_BYTES);
+  }
+  __syncwarp();
+  cluster_arrive();
+  const int rank = blockIdx.x, request = blockIdx.z, lane = lane_id(), warp = threadIdx.x / 32;
+  const int head = blockIdx.y % HEADS, first_token = blockIdx.y / HEADS * block_tokens;
+  const int* table = block_tables + (long long)request * table_stride;
+  const u32 keys = shared.tiles + warp * (2 * TILE_BYTES);
+  Gathered& gathered = *shared.gathered;
+
+  Numbers numbers = {0, 0, 0};
+  TileCopier copier(cache, head, table);
+  const int first_unit = rank * UNITS + warp, first_tile = unit_start(first_unit);
+  bool has_second = false;  // a second tile in its unit, and a slot that no unit takes
+  const auto is_old = [&](int tile) {  // all its tokens are of earlier steps
+    return (tile + 1) * KEYS <= numbers.limit - (numbers.end - numbers.start);
+  };
+  const auto bring = [&](bool old) {  // the first tiles that are old, or those that are not
+    if (is_old(first_tile) == old) copier.bring(keys, first_tile, gathered.pages, rank);
+    if (has_second && is_old(first_tile + 1) == old) {
+      copier.bring(keys + SPARE * (2 * TILE_BYTES), first_tile + 1, gathered.pages, rank);
+    }
+  };
+  First first;
+  const auto gather = [&] {
+    if (warp == 0) {
+      first.read(cu_q, kv_lens, request, table, rank, table_stride);
+      first.give(gathered, num_pages);
+    }
+    __syncthreads();
+    numbers = gathered.numbers;
+    copier.limit = min(numbers.limit, table_stride * TOKENS_PER_BLOCK);
+    const int tiles = (copier.limit + KEYS - 1) / KEYS;
+    has_second = first_unit >= 16 && warp + SPARE < UNITS && first_tile + 1 < tiles &&
+                 unit_start(first_unit + SPARE) >= tiles;
+    bring(true);
+  };
+  gather();
+  const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
+  if (threadIdx.x == 0) {
+    gathered.value_scale = V_SCALE ? *v_scale : 1.0f;
+    gathered.quanta = STATIC ? __fdiv_rn(1.0f, *out_scale) : 1.0f;
+  }
+  launch_dependents();
+  wait_for_dependencies();
+  int num_rows;
+  while (true) {
+    num_rows = min(block_tokens, numbers.end - numbers.start - first_token) * GROUP;
+    const int from = numbers.start + first_token;  // token
+    First now;
+    int position = 0;  // of the lane's row
+    if (warp == 0) {   // asked for together with the queries, and used after them
+      now.read(cu_q, kv_lens, request, table, rank, table_stride);
+      const int token = from + lane / GROUP;
+      if (lane < num_rows && u32(token) < u32(num_tokens)) position = load_int(position_ids + token);
+    }
+    bring(false);
+    stage_queries(shared.queries, q, from, head, num_rows, num_tokens);
+    if (warp == 0 && lane < ROWS) {
+      const int last = copier.limit - 1;
+      gathered.seen[lane] = lane < num_rows ? min(position, last) : last;
+    }
+    if (!__syncthreads_or(warp == 0 && now.differs(first))) break;
+    wait_for_copies<0>();
+    gather();
+  }
+  cluster_wait();  // every thread block of the cluster has its barrier
+  const int count = numbers.end - numbers.start, limit = copier.limit;
+  if (count > max_tokens || first_token >= count || limit <= 0) {
+    wait_for_copies<0>();
+    return;
+  }
+
+  Queries queries;
+  queries.at = shared.queries + lane * 8;
+  const int all_see = __reduce_min_sync(~0u, gathered.seen[lane % ROWS]);
+  const int tiles = (limit + KEYS - 1) / KEYS, units = count_units(tiles);
+  int tile = first_tile;
+#pragma unroll 1
+  for (int start = rank * UNITS, round = 0; start < units; start += SPLITS * UNITS, ++round) {
+    const int unit = start + warp, next_unit = unit + SPLITS * UNITS;
+    if (unit < units) {
+      const int end = min(unit_start(unit + 1), tiles);
+      const int behind = next_unit < units ? unit_start(next_unit) : tiles;
+      State state;
+      state.clear();
+      bool is_first = true, goes_on;
+#pragma unroll 1
+      do {
+        goes_on = tile + 1 < end;
+        const int next = goes_on ? tile + 1 : behind;
+        const u32 at = keys + (has_second && !is_first ? SPARE * (2 * TILE_BYTES) : 0);
+        if (has_second) wait_for_copies<0>();
+        else wait_for_copies<1>();
+        __syncwarp();
+        Logits logits;
+        multiply_keys(logits, queries, at);
+        __syncwarp();
+        if (next < tiles && !has_second) copier.load_pages(next);
+        if (goes_on && !has_second) {
+          copier.copy(keys, next, 0);
+        } else {
+          commit_copies();  // as many as where a tile follows
+        }
+        int last[COLUMN_BLOCKS][2];
+#pragma unroll
+        for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+          const int2 seen = *(const int2*)(gathered.seen + 8 * n + lane % 4 * 2);
+          last[n][0] = seen.x - tile * KEYS, last[n][1] = seen.y - tile * KEYS;
+        }
+        u32 weights[COLUMN_BLOCKS][BLOCKS][2];
+        soften(state, logits, weights, last, scale, (tile + 1) * KEYS - 1 > all_see, is_first);
+        wait_for_copies<1>();
+        __syncwarp();
+        multiply_values(state.sums, weights, at + TILE_BYTES);
+        __syncwarp();
+        if (goes_on && !has_second) copier.copy(keys + TILE_BYTES, next, 1);
+        is_first = false, tile = next;
+      } while (goes_on);
+      store_unit(shared, state);
+    }
+    __syncthreads();
+    const bool has_before = start > 0, is_last = start + UNITS >= units;
+    const u32 parity = (rank > 0 ? round : round - 1) & 1;
+    if (warp < MERGERS) {
+      Merged merged;
+      merged.append(shared, min(units - start, UNITS), has_before, parity);
+      if (is_last) {
+        const long long at = (numbers.start + first_token) * HEADS + head;
+        merged.store({out, gathered.value_scale, gathered.quanta}, num_rows, at);
+      } else {
+        merged.send(shared, rank + 1 == SPLITS ? 0 : rank + 1);
+      }
+    }
+    if (next_unit - warp < units) {  // the block's next units: their tiles come where parts were
+      __syncthreads();
+      copier.copy(keys, tile, 0);
+      copier.copy(keys + TILE_BYTES, tile, 1);
+    }
+  }
+  wait_for_copies<0>();
+}

@@ -1,0 +1,149 @@
+"""The kernel for a verification, and for few tokens at all: binaries and launches of
+`verification.cu`.
+
+It gives the bits of the other kernels, so a step may use any. It covers what batch.cu does, and is
+used where its thread blocks all run at once, one to a multiprocessor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, LaunchEnv, StepLimits
+from llmctl.plugins.core.op_spec import FP8
+from llmctl.plugins.ops.paged_attention.source_specs import group_size, source_variant, tensor_types
+from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units, unit_start
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmctl.plugins.core.calls import OpCall
+
+MAX_CONTEXT = 4096  # tokens: a warp takes its tiles one by one
+# Dimensions of all heads from which on more than two thread blocks to a context are faster, and the
+# most blocks: two to a multiprocessor are slower than half as many with more units each.
+_WIDE, _MOST_OF_SPLIT = 5120, 96
+_SHARED_LIMIT = 227 * 1024  # of a thread block
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to build the kernel."""
+
+    splits: int  # thread blocks that share a context, a cluster
+    units: int  # that a thread block takes at once, a warp each
+    rows: int  # of a thread block
+
+    def __str__(self) -> str:
+        return f"k{self.splits}u{self.units}r{self.rows}"
+
+    def shared_bytes(self, call: OpCall, limits: StepLimits) -> int:
+        """Tiles; states and factors of units; what a block hands on; queries, a barrier; the step's
+        numbers."""
+        size = int(call.attributes["head_size"])
+        tile = KEYS * size * (1 if limits.kv_dtype in (FP8, "int8") else 2)
+        states = 2 * self.units * self.rows * 8
+        message = self.rows * (size * 4 + 8)
+        queries = self.rows * size * 2
+        end = self.splits * self.units
+        tiles = unit_start(end) - unit_start(end - self.units)  # of the last block's first units
+        pages = tiles * KEYS // limits.tokens_per_block + (limits.tokens_per_block > KEYS)
+        gathered = -(-4 * (self.rows + 3 + pages + 2) // 8) * 8
+        return self.units * 2 * tile + states + message + queries + 16 + gathered
+
+
+# Of 16 units, and of 20 and 24 for contexts of up to 1,536 and 2,048 tokens, which take them all at
+# once.
+VARIANTS = (
+    *(Variant(4, 4, 8), Variant(2, 8, 8), Variant(2, 8, 16)),
+    *(Variant(5, 4, 8), Variant(2, 10, 8), Variant(2, 10, 16)),
+    *(Variant(6, 4, 8), Variant(2, 12, 8), Variant(2, 12, 16)),
+)
+
+
+def verification_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
+    """Every binary that `choose_variant` may ask for."""
+    return [verification_spec(call, limits, each) for each in _variants(call, limits)]
+
+
+def choose_variant(
+    call: OpCall, limits: StepLimits, num_requests: int, max_tokens: int, max_kv_len: int
+) -> Variant | None:
+    """How to run such a step; None if another kernel serves it better (scripts/bench/steps.py)."""
+    if max_kv_len > MAX_CONTEXT:
+        return None
+    variants, units = _variants(call, limits), count_units(max_kv_len)
+    at_once = [each for each in variants if each.splits * each.units >= units]
+    for variant in (*at_once, *variants):
+        blocks = variant.splits * count_groups(variant, call, num_requests, max_tokens)
+        if blocks <= (_MOST_OF_SPLIT if variant.splits > 2 else limits.num_sms):
+            return variant
+    return None
+
+
+def verification_launch(
+    call: OpCall,
+    env: LaunchEnv,
+    variant: Variant,
+    num_requests: int,
+    max_tokens: int,
+    tensors: tuple[torch.Tensor, ...],
+    logit_scale: float,
+    short: int,
+) -> Launch:
+    """Attend for requests of up to max_tokens tokens; others serve those longer than `short`."""
+    groups = count_groups(variant, call, num_requests, max_tokens)
+    arguments: tuple[torch.Tensor | int | float, ...] = (
+        *tensors,
+        logit_scale,
+        env.step.block_tables.stride(0),
+        variant.rows // group_size(call),
+        short,
+        env.kv_cache[0].shape[0],
+        min(call.inputs["q"].shape[0], env.step.position_ids.shape[0]),
+    )
+    grid = (variant.splits, groups // num_requests, num_requests)
+    return Launch(verification_spec(call, env.limits, variant), grid, arguments)
+
+
+def count_groups(variant: Variant, call: OpCall, num_requests: int, max_tokens: int) -> int:
+    """Blocks of rows of all requests and KV heads."""
+    block_tokens = max(variant.rows // group_size(call), 1)
+    return num_requests * int(call.attributes["num_kv_heads"]) * -(-max_tokens // block_tokens)
+
+
+def _variants(call: OpCall, limits: StepLimits) -> list[Variant]:
+    """Those for the call's heads and cache, in the order of preference."""
+    is_wide = int(call.attributes["num_heads"]) * int(call.attributes["head_size"]) >= _WIDE
+    ways = [each for each in VARIANTS if is_wide or each.splits == 2]
+    return [each for each in ways if fits(each, call, limits)]
+
+
+def fits(variant: Variant, call: OpCall, limits: StepLimits) -> bool:
+    """Whether a token's rows, the tiles of the cache and a tile's page numbers find room."""
+    has_room = variant.shared_bytes(call, limits) <= _SHARED_LIMIT
+    has_registers = limits.tokens_per_block >= 32 or variant.units * variant.rows <= 128
+    return has_room and has_registers and group_size(call) <= variant.rows
+
+
+def verification_spec(call: OpCall, limits: StepLimits, variant: Variant) -> KernelSpec:
+    """One binary."""
+    words, constants = source_variant(call, limits)
+    shared_bytes = variant.shared_bytes(call, limits)
+    constants |= {
+        "SPLITS": variant.splits,
+        "UNITS": variant.units,
+        "ROWS": variant.rows,
+        "SHARED_BYTES": shared_bytes,
+    }
+    return KernelSpec(
+        name=".".join(["paged_attention.verification", *words, str(variant)]),
+        source="ops/paged_attention/verification.cu",
+        arguments=(*tensor_types(call, limits), "fp32", *["i32"] * 5),
+        constants=constants,
+        entry="verification",
+        num_warps=variant.units,
+        shared_bytes=shared_bytes,
+        cluster=variant.splits,
+    )

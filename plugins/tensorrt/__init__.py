@@ -1,1 +1,0 @@
-"""TensorRT: how operators become layers of an `INetworkDefinition` (`plugins/<op>/tensorrt.py`)."""

@@ -1,0 +1,114 @@
+"""The executor for asyncio: `async for token in executor.generate(request)`.
+
+Responses go from the executor's thread straight to the event loop; no thread waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+
+from llmctl.errors import BadConfig
+from llmctl.runtime.api.executor import Executor
+from llmctl.runtime.api.mailbox import is_final
+from llmctl.runtime.request import Request, Response
+
+
+class _Courier:
+    """Carries responses from the executor's thread to an event loop. Waking the loop costs more
+    than the rest, so what comes while it is about to wake goes along."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._bag: deque[tuple[asyncio.Queue[Response], Response]] = deque()
+        self._is_called = False
+
+    def post(self, queue: asyncio.Queue[Response], response: Response) -> None:
+        """On the executor's thread."""
+        self._bag.append((queue, response))
+        if not self._is_called:
+            self._is_called = True
+            with suppress(RuntimeError):  # the event loop is closed: nobody reads any more
+                self.loop.call_soon_threadsafe(self._unload)
+
+    def _unload(self) -> None:
+        """On the event loop's thread. What is put into the bag from here on calls again."""
+        self._is_called = False
+        while self._bag:
+            queue, response = self._bag.popleft()
+            queue.put_nowait(response)
+
+
+class AsyncExecutor:
+    """An asyncio face of an executor, which may be used directly at the same time.
+
+    Whoever stops reading early, by `break`, cancellation or an exception, cancels the request.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self._last_courier: _Courier | None = None
+
+    def _courier(self) -> _Courier:
+        """That of the running event loop."""
+        loop = asyncio.get_running_loop()
+        courier = self._last_courier
+        if courier is None or courier.loop is not loop:
+            courier = self._last_courier = _Courier(loop)
+        return courier
+
+    async def responses(self, request: Request) -> AsyncGenerator[Response, None]:
+        """Every response, up to the final one. Raises ExecutorClosed or QueueFull."""
+        arrived: asyncio.Queue[Response] = asyncio.Queue()
+        post = self._courier().post
+
+        def deliver(response: Response) -> None:
+            post(arrived, response)
+
+        request_id = self.executor.enqueue_request(request, deliver)
+        is_over = False
+        try:
+            while not is_over:
+                response = await arrived.get()
+                is_over = is_final(response)
+                yield response
+        finally:
+            if not is_over:
+                self.executor.cancel_request(request_id)
+
+    async def generate(self, request: Request) -> AsyncGenerator[int, None]:
+        """The output token by token, as it comes; the request must be streaming and have one
+        sequence. Raises the error that ended the request, if one did."""
+        sampling, output = request.sampling_config, request.output_config
+        if not request.streaming or output.return_all_generated_tokens:
+            raise BadConfig(
+                "generate yields tokens as they come; the request must be streaming, without "
+                "return_all_generated_tokens",
+                fix="set streaming=True, or read responses()",
+            )
+        if sampling.num_return_sequences != 1:
+            raise BadConfig(
+                f"num_return_sequences is {sampling.num_return_sequences}; generate yields the "
+                "tokens of one sequence",
+                fix="read responses(), which say whose tokens they carry",
+            )
+        responses = self.responses(request)
+        try:
+            async for response in responses:
+                if response.result is None:
+                    assert response.error is not None
+                    raise response.error
+                for token in response.result.output_token_ids:
+                    yield token
+        finally:
+            await responses.aclose()
+
+    async def result(self, request: Request) -> list[Response]:
+        """All responses of a request at once."""
+        return [response async for response in self.responses(request)]
+
+    async def shutdown(self, *, drain: bool = False) -> None:
+        """End the executor without blocking the event loop; see Executor.shutdown."""
+        await asyncio.to_thread(self.executor.shutdown, drain=drain)

@@ -1,0 +1,90 @@
+"""What an executor may be told, checked where it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from llmctl.errors import BadConfig
+from llmctl.runtime.api import refused
+from llmctl.runtime.api.retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY
+from llmctl.runtime.kv_cache import AttentionWindow
+from llmctl.runtime.schedule.scheduler import Limits, SchedulerConfig
+
+
+@refused.refuses(refused.KV_CACHE)
+@dataclass(frozen=True, slots=True)
+class KvCacheConfig:
+    """The paged cache; `memory_plan.plan_kv_cache` finds num_blocks from a memory budget.
+
+    Evicted blocks whose priority is at least `secondary_offload_min_priority` move to
+    `num_host_blocks` places in host memory and come back when they are hit.
+    """
+
+    num_blocks: int
+    enable_block_reuse: bool = True
+    enable_partial_reuse: bool = True
+    num_host_blocks: int = 0
+    secondary_offload_min_priority: int = DEFAULT_PRIORITY
+    event_buffer_max_size: int = 0  # events kept for a reader; 0: none are made
+    window: AttentionWindow | None = None  # common to all layers of all engines: `common_window`
+
+    def __post_init__(self) -> None:
+        for name in ("num_host_blocks", "event_buffer_max_size"):
+            if getattr(self, name) < 0:
+                raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if not MIN_PRIORITY <= self.secondary_offload_min_priority <= MAX_PRIORITY:
+            raise BadConfig(
+                f"secondary_offload_min_priority is {self.secondary_offload_min_priority}; it must "
+                f"be from {MIN_PRIORITY} to {MAX_PRIORITY}"
+            )
+        if self.num_host_blocks and not self.enable_block_reuse:
+            raise BadConfig(
+                "host memory keeps blocks for reuse, and enable_block_reuse is off",
+                fix="leave --kv-cache-host-memory-bytes out, or turn block reuse on",
+            )
+
+
+@refused.refuses(refused.EXECUTOR)
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """Everything but the engines. A history of 0 iterations is not kept."""
+
+    kv_cache: KvCacheConfig
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    acceptance: Literal["tokens", "logits"] = "tokens"  # rule for sampled requests with a draft
+    adaptive_draft_len: bool = False  # as many drafts as pay, the drafter's max_draft_len at most
+    # Context chunks shrink to keep steps within this time, or ("auto") as far as costs nothing.
+    max_step_ms: float | Literal["auto"] | None = None
+    max_batch_size: int | None = None  # sequences in a step; None: as many as the engine takes
+    max_num_tokens: int | None = None  # packed tokens of a step; likewise
+    max_queue_size: int | None = None  # requests that have not started; None: no limit
+    iter_stats_max_iterations: int = 1000
+    request_stats_max_iterations: int = 0
+    check_invariants: bool = False  # recount the KV cache whenever idle (for tests)
+
+    def __post_init__(self) -> None:
+        if self.acceptance not in ("tokens", "logits"):
+            raise BadConfig(f"acceptance is {self.acceptance!r}; it must be tokens or logits")
+        for name in ("max_queue_size", "max_batch_size", "max_num_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadConfig(f"{name} is {value}; it must be at least 1")
+        for name in ("iter_stats_max_iterations", "request_stats_max_iterations"):
+            if getattr(self, name) < 0:
+                raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 0")
+
+    def limits(self, engine: Limits) -> Limits:
+        """The engine's limits, or the smaller ones asked for. Raises BadConfig for larger ones."""
+        for name in ("max_batch_size", "max_num_tokens"):
+            asked, most = getattr(self, name), getattr(engine, name)
+            if asked is not None and asked > most:
+                raise BadConfig(
+                    f"{name} is {asked}; the engine was built for {most}",
+                    fix=f"rebuild the engine with a larger --{name}, or ask for less",
+                )
+        return replace(
+            engine,
+            max_batch_size=self.max_batch_size or engine.max_batch_size,
+            max_num_tokens=self.max_num_tokens or engine.max_num_tokens,
+        )

@@ -1,0 +1,99 @@
+"""What callers ask of the worker: new requests, cancellations, the end. Thread-safe."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from time import monotonic
+
+from llmctl.errors import ExecutorClosed, QueueFull
+from llmctl.runtime.api.mailbox import Deliver, Mailbox
+from llmctl.runtime.api.tracking import TrackedRequest
+from llmctl.runtime.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What has come in since the worker last looked."""
+
+    arrived: list[TrackedRequest]
+    cancelled: set[int]
+    is_closed: bool
+    drains: bool  # closed, but what has been taken is to be finished
+
+
+class Inbox:
+    """Requests on their way to the worker. A request is queued until the worker says it started
+    or ended, so `max_queue_size` also counts those that wait in the scheduler."""
+
+    def __init__(self, mailbox: Mailbox, max_queue_size: int | None) -> None:
+        self._mailbox = mailbox
+        self._max_queue_size = max_queue_size
+        self._changed = threading.Condition()
+        self._request_ids = itertools.count(1)
+        self._arrived: list[TrackedRequest] = []
+        self._cancelled: set[int] = set()
+        self._num_queued = 0
+        self._is_closed = False
+        self._drains = False
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that have not started."""
+        return self._num_queued
+
+    @property
+    def is_closed(self) -> bool:
+        """True once nothing is taken any more."""
+        return self._is_closed
+
+    def put(self, requests: Items[Request], deliver: Deliver | None = None) -> list[int]:
+        """Queue all or none; the new ids. `deliver`: see Mailbox.open. Raises ExecutorClosed or
+        QueueFull."""
+        limit = self._max_queue_size
+        now_s = monotonic()
+        with self._changed:
+            if self._is_closed:
+                raise ExecutorClosed("the executor has been shut down")
+            if limit is not None and self._num_queued + len(requests) > limit:
+                raise QueueFull(
+                    f"{self._num_queued} requests are queued and {len(requests)} more exceed "
+                    f"max_queue_size {limit}",
+                    fix="try again later, or raise max_queue_size",
+                )
+            tracked = [TrackedRequest(next(self._request_ids), r, now_s) for r in requests]
+            ids = [item.request_id for item in tracked]
+            self._mailbox.open(ids, deliver, self.cancel)
+            self._arrived += tracked
+            self._num_queued += len(tracked)
+            self._changed.notify()
+        return ids
+
+    def cancel(self, request_id: int) -> None:
+        """Pass a cancellation on."""
+        with self._changed:
+            self._cancelled.add(request_id)
+            self._changed.notify()
+
+    def close(self, *, drain: bool = False) -> None:
+        """Take nothing more, and tell the worker to finish what there is or to cancel it."""
+        with self._changed:
+            self._is_closed = True
+            self._drains = drain
+            self._changed.notify()
+
+    def leave_queue(self, num_requests: int) -> None:
+        """The worker started or ended so many queued requests."""
+        with self._changed:
+            self._num_queued -= num_requests
+
+    def receive(self, is_idle: bool) -> Errand:
+        """Everything new; when `is_idle`, waits until there is something."""
+        with self._changed:
+            while is_idle and not (self._arrived or self._cancelled or self._is_closed):
+                self._changed.wait()
+            errand = Errand(self._arrived, self._cancelled, self._is_closed, self._drains)
+            self._arrived, self._cancelled = [], set()
+        return errand

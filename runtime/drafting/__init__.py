@@ -1,0 +1,1 @@
+"""Ways to draft tokens: a folder per method; `length/` decides how many."""

@@ -1,0 +1,1 @@
+"""Drafts from a second, smaller engine."""

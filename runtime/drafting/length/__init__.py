@@ -1,0 +1,1 @@
+"""How many tokens to draft: fixed, or what pays by acceptance and cost."""

@@ -1,0 +1,258 @@
+"""Draft lengths that follow what is accepted and what it costs, down to none and up again.
+
+Acceptance is measured per sequence (`acceptance`), costs per batch size (`costs`); `lengths` says
+what is best, and `account` what may be risked for it.
+
+Where the host leads, each sequence has a length of its own, and a few short drafts tell what more
+would cost. Rounds on a device draft the same for all, so there a trial is a few rounds of one draft
+each. A trial is due at first, and whenever there is credit for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmctl.runtime.drafting.length.acceptance import Acceptance
+from llmctl.runtime.drafting.length.budget import LEASH, Account
+from llmctl.runtime.drafting.length.costs import CatchUp, StepCosts
+from llmctl.runtime.drafting.length.lengths import best_length, best_lengths, rate, round_lengths
+from llmctl.runtime.generate.verify import Commit
+from llmctl.runtime.request import Sequence
+
+MARGIN = 1.02  # by which a change must promise to be faster
+TRY_SEQUENCES, TRY_LENGTH = 4, 2  # led by the host
+TRIAL_ROUNDS, TRIAL_LENGTH = 3, 1  # and the round that was planned meanwhile
+REFRESH = 256  # steps with drafts after which a plain one is timed again
+EXPLORE = 48  # steps between looks at the next shorter and longer length
+GROWTH = 4  # times the drafts that a step may have over the most that was timed
+HORIZON = 64  # steps in which catching up must promise to pay, or fewer if all end before
+FEW_TOKENS = 4  # a drafter led by the host that lacks no more of each takes no longer for it
+REPLAN = 4  # steps for which a decision stays
+FAR = 3.0  # times what a step should take: beyond, it was not the drafts (a graph was captured)
+
+
+class AdaptiveLengths:
+    """Decides how much is drafted. `is_common`: all sequences alike, as device rounds need it.
+
+    The loop's thread calls `plan` before and `observe` after each step; of rounds that run ahead,
+    `plan` before the step before was observed.
+    """
+
+    def __init__(self, most: int, *, has_engine: bool, is_common: bool) -> None:
+        self.common: int | None = 0
+        self.beside_prompts = not is_common  # the host leads such steps, so rounds tell no cost
+        self.costs = StepCosts()
+        self._acceptance = Acceptance()
+        self._account = Account()
+        self._catch_up = CatchUp(on_device=is_common)
+        self._most = most
+        self._has_engine = has_engine
+        self._is_common = is_common
+        self._candidates = round_lengths(most)
+        self._lengths: dict[int, int] = {}  # by sequence id, as planned
+        self._is_on = self._has_begun = False  # has_begun: no step with drafts since
+        self._current = 0  # the common length while on
+        self._trial_rounds = 0  # left of a trial
+        self._num_steps = 0
+        self._since_plain = 0
+        self._lag = 0  # tokens that the drafter reads before the next step with drafts
+
+    def of(self, sequence: Sequence) -> int:
+        """Drafts of a planned sequence; none for others."""
+        return self._lengths.get(sequence.sequence_id, 0)
+
+    @property
+    def acceptance(self) -> float:
+        """The share of drafts that stood lately, of those judged."""
+        return self._acceptance.shared
+
+    # ---- before a step ----
+
+    def plan(self, generation: Items[Sequence]) -> None:
+        """Decide for these sequences; see DraftLengths."""
+        lengths = self._decide(generation) if generation else []
+        self._lengths = {
+            sequence.sequence_id: length
+            for sequence, length in zip(generation, lengths, strict=True)
+        }
+        self.common = lengths[0] if lengths and min(lengths) == max(lengths) else None
+        self._lag = max(self._lag, self._behind(generation, lengths))
+
+    def _decide(self, generation: Items[Sequence]) -> list[int]:
+        batch = len(generation)
+        plain_s = self.costs.plain_s(batch)
+        if plain_s is None or self._since_plain >= REFRESH:
+            self._trial_rounds = 0
+            return [0] * batch
+        self._account.open(plain_s)
+        if self._trial_rounds:
+            return [TRIAL_LENGTH] * batch
+        if self._num_steps % REPLAN and len(self._lengths) == batch:
+            last = [self._lengths.get(sequence.sequence_id, -1) for sequence in generation]
+            stays = self._account.lead > -LEASH * plain_s if self._is_on else max(last) == 0
+            if stays and min(last) >= 0:
+                return last
+        most_drafts = self.costs.most_drafts(batch)
+        if most_drafts == 0:
+            return self._try(generation, plain_s)
+        most = max(1, GROWTH * most_drafts // batch)
+        acceptance = np.array([self._acceptance.of(sequence) for sequence in generation])
+        lengths = self._best(acceptance, min(self._most, most))
+        gain = self._promise(acceptance, lengths)
+        if self._is_on:
+            if self._account.lead > (0.0 if gain < 1 else -LEASH * plain_s):
+                return [max(1, length) for length in lengths] if self._is_common else lengths
+            self._is_on, self._current = False, 0
+        elif gain > MARGIN and self._account.credit >= -plain_s:
+            cost_s = self._catch_up_s(self._behind(generation, lengths), batch)
+            steps = min(HORIZON, _most_left(generation))
+            if self._account.promised(gain, steps, plain_s) >= cost_s:
+                self._is_on = self._has_begun = True
+                self._account.begin()
+                return lengths
+        return self._try(generation, plain_s)
+
+    def _best(self, acceptance: NDArray[np.float64], most: int) -> list[int]:
+        """The best lengths that promise anything; zeros where none does."""
+        batch = len(acceptance)
+        candidates = [n for n in self._candidates if n <= most]
+        best, rates = best_length(acceptance, candidates, self.costs)
+        if not self._is_common:
+            return self._best_of_each(acceptance, candidates, best)
+        if self._is_on and best and self._current in rates and best != self._current:
+            best = best if rates[best] > MARGIN * rates[self._current] else self._current
+        self._current = best
+        return [self._explore(best, batch)] * batch
+
+    def _best_of_each(
+        self, acceptance: NDArray[np.float64], candidates: list[int], common: int
+    ) -> list[int]:
+        batch = len(acceptance)
+        plain_s, draft_s = self.costs.plain_s(batch) or 0.0, self.costs.draft_s(batch)
+        best: NDArray[np.int64] = np.full(batch, common, np.int64)
+        best_rate = rate(acceptance, best, self.costs)
+        for most in candidates[1:]:  # verification priced as if all drafted that much
+            token_s = self.costs.extra_s(batch, most * batch) / (most * batch)
+            lengths = best_lengths(acceptance, most, plain_s, draft_s, token_s)
+            found = rate(acceptance, lengths, self.costs)
+            if found > best_rate:
+                best, best_rate = lengths, found
+        return [int(length) for length in best]
+
+    def _explore(self, best: int, batch: int) -> int:
+        """Now and then a neighbour whose cost has never been measured at this batch size."""
+        if self._is_on and best and self._num_steps % EXPLORE < 2:
+            index = self._candidates.index(best)
+            for near in self._candidates[max(1, index - 1) : index + 2]:
+                if not self.costs.is_measured(batch, near, near * batch):
+                    return near
+        return best
+
+    def _promise(self, acceptance: NDArray[np.float64], lengths: list[int]) -> float:
+        """Expected speed over that of plain decoding."""
+        none = rate(acceptance, np.zeros(len(lengths), np.int64), self.costs)
+        return rate(acceptance, np.array(lengths, np.int64), self.costs) / none
+
+    def _try(self, generation: Items[Sequence], plain_s: float) -> list[int]:
+        """Drafts if there is credit for them, to learn whether more would pay."""
+        if self._is_common:
+            return self._try_rounds(generation, plain_s)
+        batch = len(generation)
+        lengths = [0] * batch
+        ranked = sorted(range(batch), key=lambda index: _lag(generation[index]))
+        length = min(TRY_LENGTH, self._most)
+        for count in range(min(TRY_SEQUENCES, batch), 0, -1):
+            lag = sum(_lag(generation[index]) for index in ranked[:count])
+            cost_s = self.costs.step_s(batch, length, length * count) - plain_s
+            cost_s += self._catch_up_s(lag, batch)
+            if self._account.credit >= max(cost_s, 0.1 * plain_s):
+                for index in ranked[:count]:
+                    lengths[index] = length
+                break
+        return lengths
+
+    def _try_rounds(self, generation: Items[Sequence], plain_s: float) -> list[int]:
+        batch = len(generation)
+        lengths = [TRIAL_LENGTH] * batch
+        round_s = self.costs.step_s(batch, TRIAL_LENGTH, sum(lengths)) - plain_s
+        cost_s = TRIAL_ROUNDS * round_s
+        cost_s += self._catch_up_s(self._behind(generation, lengths), batch)
+        is_late = _most_left(generation) < HORIZON / 2
+        if is_late or self._account.credit < max(cost_s, 0.1 * plain_s):
+            return [0] * batch
+        self._trial_rounds = TRIAL_ROUNDS
+        return lengths
+
+    def _behind(self, generation: Items[Sequence], lengths: list[int]) -> int:
+        """Tokens that the drafter must read before it can draft so."""
+        if not self._has_engine:
+            return 0
+        lags = [_lag(s) for s, length in zip(generation, lengths, strict=True) if length]
+        few = 0 if self._is_common else FEW_TOKENS * len(lags)
+        return sum(lags) if sum(lags) > few else 0
+
+    def _catch_up_s(self, lag: int, batch: int) -> float:
+        return self._catch_up.seconds(lag, self.costs.draft_s(batch)) if self._has_engine else 0.0
+
+    # ---- after a step ----
+
+    def observe(
+        self,
+        generated: Items[Commit],
+        *,
+        num_context_tokens: int,
+        step_s: float | None,
+        draft_s: float,
+        elapsed_s: float,
+    ) -> None:
+        """Learn from a step, also from one of context work alone. elapsed_s: since the step before
+        ended; step_s: what a step like it takes where one follows the other, None if that is not to
+        be seen."""
+        if not generated:
+            if num_context_tokens and not self._is_common:  # a device is not waited for
+                self._catch_up.observe(num_context_tokens, draft_s, draft_s / num_context_tokens)
+            return
+        self._num_steps += 1
+        self._acceptance.observe(generated)
+        if num_context_tokens:
+            return
+        batch = len(generated)
+        depth = max(commit.num_drafts for commit in generated)
+        num_drafts = sum(commit.num_drafts for commit in generated)
+        self._since_plain = self._since_plain + 1 if depth else 0
+        plain_s = self.costs.plain_s(batch)
+        is_new = depth > 0 and not self.costs.is_measured(batch, depth, num_drafts)
+        expected_s = self.costs.step_s(batch, depth, num_drafts)
+        lag = 0
+        if depth:
+            lag, self._lag = self._lag, 0
+            self._trial_rounds = max(0, self._trial_rounds - 1)
+        if lag and plain_s is not None:
+            self._catch_up.observe(lag, elapsed_s - expected_s, self.costs.draft_s(batch))
+        elif not lag and step_s is not None:
+            self.costs.observe(batch, depth, num_drafts, step_s, draft_s)
+        if plain_s is None:
+            return
+        if depth == 0:
+            self._account.note_plain(plain_s)
+            return
+        tokens = sum(min(commit.accepted, commit.num_drafts) + 1 for commit in generated)
+        spent_s = elapsed_s if step_s is None else step_s
+        if not lag:
+            spent_s = min(spent_s, FAR * expected_s)
+        gain_s = tokens / batch * plain_s - spent_s
+        is_first, self._has_begun = self._has_begun, False
+        self._account.note_drafts(gain_s, plain_s, is_usual=not is_first and not is_new)
+
+
+def _lag(sequence: Sequence) -> int:
+    """Committed tokens that the drafter's cache lacks, beyond the two that every round feeds."""
+    return max(0, len(sequence.tokens) - 2 - sequence.draft_kv_len)
+
+
+def _most_left(generation: Items[Sequence]) -> int:
+    """Steps without drafts until the last of these ends, at most."""
+    return max(sequence.max_len - len(sequence.tokens) for sequence in generation)

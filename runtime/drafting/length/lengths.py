@@ -1,0 +1,114 @@
+"""How many tokens each sequence drafts: the same for all, or what pays.
+
+`best_lengths` and `best_length` are pure: acceptance and costs in, lengths out. They maximise
+tokens per second of the whole step,
+
+    (b + sum over sequences i and depths j <= k_i of a_i^j) / step_s
+
+where a_i is the share of i's drafts that stand, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmctl.runtime.drafting.length.costs import StepCosts
+from llmctl.runtime.request import Sequence
+
+ROUND_LENGTHS = (0, 1, 2, 4, 6, 10, 16, 24, 32)  # those of device rounds: a graph each
+ITERATIONS = 8  # of Dinkelbach's method, which is done after three or four
+
+
+def round_lengths(most: int) -> list[int]:
+    """What a device round may draft where that is at most `most`."""
+    return sorted({length for length in ROUND_LENGTHS if length < most} | {most})
+
+
+class DraftLengths(Protocol):
+    """Decides before every step; asked by the scheduler and by device rounds."""
+
+    common: int | None  # what all planned sequences draft; None: not the same for all
+    beside_prompts: bool  # whether that holds in steps with prompts too; else they have no drafts
+
+    def plan(self, generation: Items[Sequence]) -> None:
+        """Decide for these sequences, which are all that generate in the next step."""
+
+    def of(self, sequence: Sequence) -> int:
+        """Drafts of a sequence in the next step, at most."""
+
+
+class FixedLengths:
+    """`length` for everybody, always."""
+
+    beside_prompts = True
+
+    def __init__(self, length: int) -> None:
+        self.common: int | None = length
+        self._length = length
+
+    def plan(self, generation: Items[Sequence]) -> None:
+        """Nothing to decide."""
+
+    def of(self, sequence: Sequence) -> int:
+        """The same for all."""
+        return self._length
+
+
+def rate(acceptance: NDArray[np.float64], lengths: NDArray[np.int64], costs: StepCosts) -> float:
+    """Expected tokens per second of a step: acceptance [b], lengths [b]."""
+    batch, depth = len(lengths), int(lengths.max(initial=0))
+    reach = _powers(acceptance, depth)
+    drafted = np.arange(1, depth + 1) <= lengths[:, None]
+    tokens = batch + float(reach[drafted].sum())
+    return tokens / costs.step_s(batch, depth, int(lengths.sum()))
+
+
+def best_length(
+    acceptance: NDArray[np.float64], candidates: Items[int], costs: StepCosts
+) -> tuple[int, dict[int, float]]:
+    """The best common length of b sequences, and the rate of every candidate."""
+    batch = len(acceptance)
+    gained = np.concatenate([[0.0], np.cumsum(_powers(acceptance, max(candidates)).sum(axis=0))])
+    rates = {
+        length: (batch + float(gained[length])) / costs.step_s(batch, length, batch * length)
+        for length in candidates
+    }
+    return max(rates, key=lambda length: (rates[length], -length)), rates
+
+
+def best_lengths(
+    acceptance: NDArray[np.float64], most: int, plain_s: float, draft_s: float, token_s: float
+) -> NDArray[np.int64]:
+    """The best length of each sequence, 0 to `most`, where a step takes plain_s, draft_s for every
+    draft of the longest, and token_s for every draft of anybody.
+
+    For a rate R, a draft is worth it if the chance that it stands exceeds R times the time it
+    adds; the R that such a step has is a better R, until it stays.
+    """
+    batch = len(acceptance)
+    reach = _powers(acceptance, most)
+    best = np.zeros(batch, np.int64)
+    current = batch / plain_s
+    for _ in range(ITERATIONS):
+        worth = reach - current * token_s
+        gains = np.maximum(worth, 0).sum(axis=0) - current * draft_s
+        depth = int(np.cumprod(gains > 0).sum())  # chances fall with depth, and so do gains
+        lengths = (worth[:, :depth] > 0).sum(axis=1)
+        depth = int(lengths.max(initial=0))
+        drafted = np.arange(1, depth + 1) <= lengths[:, None]
+        tokens = batch + float(reach[:, :depth][drafted].sum())
+        step_s = plain_s + depth * draft_s + int(lengths.sum()) * token_s
+        if tokens / step_s <= current * (1 + 1e-12):
+            break
+        best, current = lengths, tokens / step_s
+    return best
+
+
+def _powers(acceptance: NDArray[np.float64], depth: int) -> NDArray[np.float64]:
+    """[b, depth]: the chance that drafts 1 to j + 1 all stand."""
+    chances: NDArray[np.float64] = np.repeat(acceptance[:, None], depth, axis=1)
+    return chances.cumprod(axis=1, dtype=np.float64)

@@ -1,0 +1,1 @@
+"""Engines opened and ready to run, by backend."""

@@ -1,0 +1,197 @@
+"""Engines on a GPU: everything lies in device memory, and steps are launches on one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from llmctl.builder.engine_format import EngineConfig, Plan
+from llmctl.errors import OutOfMemory
+from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
+from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device_errors
+from llmctl.plugins.core.calls import OpCall, StepInputs
+from llmctl.runtime.engines.engine import Executable, bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.engines.graphs import (
+    Buckets,
+    GraphCache,
+    Replayable,
+    capture_graph,
+    capture_when,
+    pad,
+    shape_of,
+)
+from llmctl.runtime.engines.host_blocks import HostBlocks
+from llmctl.runtime.kv_cache import Arrival, BlockCopy
+
+
+class DeviceProgram(Protocol):
+    """What runs an engine's operators on a device; `backends.cuda.program.CudaProgram` is one."""
+
+    step: DeviceStep
+    limits: StepLimits
+
+    def upload(self, step: StepInputs, stream: int) -> None:
+        """Enqueue the copy of a step's integers to `self.step`; the arrays may change at once."""
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Use this cache from now on."""
+
+    def enqueue(self, shape: StepShape, stream: int) -> None:
+        """Launch every call in order."""
+
+    def prepare(self, shape: StepShape) -> None:
+        """Do ahead what the first launch of such a step would have to."""
+
+    def launch(self, launches: Sequence[Launch], stream: int) -> None:
+        """Launch kernels beside the program's own."""
+
+
+Capture = Callable[[Callable[[], None]], Replayable]
+
+LEAST_FED = 64  # tokens that `feed` pads to at least
+
+
+class CudaExecutable(Executable):
+    """Runs a plan on the queue's device.
+
+    `make_program` binds the operators to the compiled kernels. Steps that repeat in shape are
+    captured by `capture`, once `is_capturable`, and replayed. `run` does not wait: whoever reads
+    the logits does.
+    """
+
+    is_asynchronous = True
+    has_rounds = True  # its steps can be part of a round's graphs
+    onboards_aside = True
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: Plan,
+        weights: Mapping[str, torch.Tensor],
+        make_program: Callable[[list[OpCall], StepLimits], DeviceProgram],
+        queue: DeviceQueue,
+        capture: Capture | None = None,
+        is_capturable: Callable[[], bool] = lambda: True,
+    ) -> None:
+        super().__init__(config, plan)
+        self.queue = queue
+        self.is_capturable = is_capturable
+        self.weight_bytes = sum(w.nbytes for w in weights.values())
+        with device_errors("allocating activations"), queue.scope():
+            # Zeroed, so that rows of padding never hold what no kernel wrote.
+            arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device=queue.device)
+        queue.synchronize()
+        tensors = bind_plan(plan, weights, arena)
+        self.logits = tensors[plan.logits]  # [max_num_rows, vocab_size] float32
+        self.program = make_program(make_calls(plan, tensors), step_limits(config, plan))
+        self._buckets = Buckets(self.program.limits)
+        self._capture = partial(
+            capture_when, is_capturable, capture or partial(capture_graph, queue)
+        )
+        self._graphs: GraphCache[StepShape] = GraphCache(self._capture)
+        self._kv_cache: torch.Tensor | None = None
+        self._host_blocks: HostBlocks | None = None
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the paged cache, zeroed; the one that is there stays if it has that size.
+
+        Zeros, because a masked key still meets its value: NaN there would spread.
+        """
+        if self._host_blocks is not None:
+            self._host_blocks.settle()  # nothing of former users may land any more
+        shape = kv_cache_shape(self.plan, num_blocks)
+        if self._kv_cache is not None and tuple(self._kv_cache.shape) == shape:
+            return
+        self._graphs.clear()
+        self._kv_cache = None
+        dtype: torch.dtype = getattr(torch, self.plan.kv_cache.dtype)
+        num_bytes = num_blocks * self.kv_bytes_per_block
+        try:
+            with device_errors("allocating the KV cache"), self.queue.scope():
+                raw = torch.zeros(num_bytes, dtype=torch.uint8, device=self.queue.device)
+        except OutOfMemory as error:
+            raise OutOfMemory(
+                f"a KV cache of {num_blocks} blocks needs {num_bytes / 1e9:.2f} GB of device "
+                "memory, which is not there",
+                fix="lower --max-tokens-in-paged-kv-cache or --kv-cache-free-gpu-memory-fraction",
+            ) from error
+        self._kv_cache = raw.view(dtype).view(shape)
+        self.program.bind_kv_cache(self._kv_cache)
+
+    def copy_block(self, source: int, destination: int) -> None:
+        """Copy one block over all layers, after everything enqueued before."""
+        assert self._kv_cache is not None, "allocate_kv_cache comes first"
+        with device_errors("copying a KV block"), self.queue.scope():
+            blocks = self._kv_cache.view(torch.uint8)
+            blocks[:, destination].copy_(blocks[:, source])
+
+    def allocate_host_blocks(self, num_blocks: int) -> None:
+        """Pinned host memory for blocks that leave the device; stays if it has that size."""
+        if self._host_blocks is not None and self._host_blocks.num_blocks == num_blocks:
+            return  # pinning takes a while
+        layers = self.plan.kv_cache.num_layers
+        self._host_blocks = None
+        self._host_blocks = HostBlocks(
+            self.queue, num_blocks, layers, self.kv_bytes_per_block // layers
+        )
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
+        """Start copies in order, after everything enqueued before; does not wait."""
+        if self._host_blocks is None:
+            return super().copy_blocks(copies)
+        assert self._kv_cache is not None, "allocate_kv_cache comes first"
+        layers, num_blocks = self._kv_cache.shape[:2]
+        blocks = self._kv_cache.view(torch.uint8).view(layers, num_blocks, -1)
+        return self._host_blocks.copy(blocks, copies)
+
+    def run(self, step: StepInputs) -> DeviceLogits:
+        """Enqueue one packed step; logits of step.logit_rows in that order."""
+        assert self._kv_cache is not None, "allocate_kv_cache comes first"
+        shape = shape_of(step)
+        bucket = self._buckets.fit(shape)
+        if bucket is None:
+            rounded = self._buckets.round_up(shape)
+            self.program.upload(pad(step, rounded), self.queue.handle)
+            self._enqueue(rounded)
+        else:
+            self.program.upload(pad(step, bucket), self.queue.handle)
+            self._graphs.run(bucket, lambda: self._enqueue(bucket))
+        return DeviceLogits(self.logits[: step.num_rows], self.queue)
+
+    def prepare_prompts(self, max_num_tokens: int) -> None:
+        """Prepare steps with prompts of up to so many tokens: else the first of each size is late,
+        by as much as 10 ms."""
+        for shape in self._buckets.prompt_shapes(max_num_tokens):
+            self.program.prepare(shape)
+
+    def feed(self, step: StepInputs) -> None:
+        """Enqueue a step whose logits nobody wants, now and then one of its size: padded to a power
+        of two or three quarters of it, so that its launches are packed already."""
+        shape = self._buckets.round_up(shape_of(step))
+        power = 1 << (step.num_tokens - 1).bit_length()
+        wanted = 3 * power // 4 if step.num_tokens <= 3 * power // 4 else power
+        wanted = max(LEAST_FED, wanted)
+        shape = replace(shape, num_tokens=min(wanted, self.max_num_tokens))
+        self.program.upload(pad(step, shape), self.queue.handle)
+        self._enqueue(shape)
+
+    def _enqueue(self, shape: StepShape) -> None:
+        self.program.enqueue(shape, self.queue.handle)
+
+
+def step_limits(config: EngineConfig, plan: Plan) -> StepLimits:
+    """The largest step of an engine, as its kernels were compiled for it."""
+    build = config.build_config
+    return StepLimits(
+        max_num_tokens=plan.max_num_tokens,
+        max_num_rows=plan.max_num_rows,
+        max_batch_size=int(build["max_batch_size"]),
+        max_seq_len=int(build["max_seq_len"]),
+        max_draft_len=int(build["max_draft_len"]),
+        tokens_per_block=plan.kv_cache.tokens_per_block,
+        kv_dtype=plan.kv_cache.dtype,
+    )

@@ -1,0 +1,46 @@
+"""Is the GPU there that an engine was built for? Asked before anything else is."""
+
+from __future__ import annotations
+
+import torch
+
+from llmctl.builder.engine_format import EngineConfig
+from llmctl.errors import NoDevice, RebuildNeeded
+from llmctl.plugins.backends.cuda.kernel_spec import NUM_SMS
+from llmctl.runtime.engines.tensorrt_check import BACKENDS as TENSORRT_BACKENDS
+from llmctl.runtime.engines.tensorrt_check import require_tensorrt
+
+
+def require_device(config: EngineConfig) -> None:
+    """Raises NoDevice without a GPU, RebuildNeeded with one the kernels are not compiled for or
+    that cannot run as many thread blocks at once as they rely on; for TensorRT's engines what
+    `require_tensorrt` raises."""
+    if config.backend in TENSORRT_BACKENDS:
+        require_tensorrt(config)
+        return
+    wanted = config.compute_capability
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            found = f"this torch ({torch.__version__}) is built without CUDA"
+        else:
+            found = f"torch {torch.__version__} finds no CUDA device"
+        raise NoDevice(
+            f"the engine was built for backend 'cuda' (compute capability {wanted}); {found}",
+            fix="run it where there is an H100 or H200, or rebuild with: llmctl build "
+            "--backend cpu",
+        )
+    found = "{}.{}".format(*torch.cuda.get_device_capability())
+    if found != wanted:
+        raise RebuildNeeded(
+            f"the engine's kernels are for compute capability {wanted}; "
+            f"{torch.cuda.get_device_name()} has {found}",
+            fix="run it on an H100 or H200, or rebuild with: llmctl build --backend cpu",
+        )
+    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    if num_sms < NUM_SMS:
+        raise RebuildNeeded(
+            f"the engine's kernels need {NUM_SMS} multiprocessors, whose thread blocks wait for "
+            f"each other; {torch.cuda.get_device_name()} has {num_sms}",
+            fix="run it on a whole H100 SXM or H200 (not a MIG slice), or rebuild with: "
+            "llmctl build --backend cpu",
+        )

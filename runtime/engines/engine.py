@@ -1,0 +1,160 @@
+"""An engine ready to run: the plan bound to its weights, an arena and a paged KV cache.
+
+Everything is bound once; a step passes the packed inputs and gets logits back. What differs between
+backends (where memory lies, who executes the plan) is in `runtime.engines.cpu_engine` and
+`runtime.engines.cuda_engine`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from llmctl.builder.engine_format import (
+    EngineConfig,
+    Plan,
+    PlanTensor,
+    open_engine,
+    read_engine_config,
+)
+from llmctl.errors import Unsupported
+from llmctl.plugins.core.calls import OpCall, StepInputs
+from llmctl.plugins.ops.sampling.spec import Logits
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows
+
+NO_WINDOWS = WindowOptions()
+
+
+class Executable(ABC):
+    """What every backend's engine has. Not thread-safe: one step at a time.
+
+    `run` takes a packed step and returns logits [rows, vocab_size] float32, valid until the next
+    `run`. `allocate_kv_cache` must be called once before the first step.
+    """
+
+    weight_bytes: int
+    onboards_aside = False
+    is_asynchronous = False  # True where `run` returns before the step has been computed
+
+    def __init__(self, config: EngineConfig, plan: Plan) -> None:
+        self.config = config
+        self.plan = plan
+        build = config.build_config
+        self.vocab_size = int(config.pretrained_config["vocab_size"])
+        self.max_seq_len = int(build["max_seq_len"])
+        self.max_batch_size = int(build["max_batch_size"])
+        self.max_num_tokens = plan.max_num_tokens
+        self.max_num_rows = plan.max_num_rows
+        self.max_draft_len = int(build["max_draft_len"])
+        self.tokens_per_block = plan.kv_cache.tokens_per_block
+
+    @property
+    def kv_bytes_per_block(self) -> int:
+        """Bytes one block takes over all layers, K and V."""
+        return kv_bytes_per_block(self.plan)
+
+    @abstractmethod
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Make room for `num_blocks` blocks. Raises OutOfMemory."""
+
+    @abstractmethod
+    def copy_block(self, source: int, destination: int) -> None:
+        """Copy one block over all layers (reuse of a partly matching block)."""
+
+    def allocate_host_blocks(self, num_blocks: int) -> None:
+        """Make room in host memory for blocks that leave the device. Raises OutOfMemory, and
+        Unsupported where the backend cannot."""
+        raise Unsupported(
+            f"blocks in host memory are not available on backend {self.config.backend!r}",
+            fix="leave --kv-cache-host-memory-bytes out",
+        )
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
+        """Start copies in order, before the next step; see StepRunner."""
+        for copy in copies:
+            assert copy.kind is CopyKind.WITHIN, "allocate_host_blocks comes first"
+            self.copy_block(copy.src_block, copy.dst_block)
+        return None
+
+    @abstractmethod
+    def run(self, step: StepInputs) -> Logits:
+        """Execute one packed step; logits of step.logit_rows in that order."""
+
+
+def open_executable(engine_dir: Path, windows: WindowOptions = NO_WINDOWS) -> Executable:
+    """Load an engine directory of the cpu backend; `open_cuda` loads those of a GPU.
+
+    `windows` narrow the model's own. Raises BadConfig for windows that cannot be, EngineNotFound,
+    CorruptEngine, RebuildNeeded (see engine_format) and Unsupported for another backend.
+    """
+    config = read_engine_config(engine_dir)
+    if config.backend != "cpu":
+        raise Unsupported(
+            f"the engine was built for backend {config.backend!r}; 'cpu' is wanted here",
+            fix="rebuild with: llmctl build --backend cpu",
+        )
+    from llmctl.runtime.engines.cpu_engine import CpuExecutable
+
+    plan, weights = open_engine(engine_dir, rank=0)
+    plan = apply_windows(plan, windows, int(config.build_config["max_seq_len"]), config.backend)
+    return CpuExecutable(config, plan, weights)
+
+
+def bind_plan(
+    plan: Plan, weights: Mapping[str, torch.Tensor], arena: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the plan by name: weights as given, activations as views of the arena
+    (uint8 [plan.arena_bytes])."""
+    return {
+        tensor.name: weights[tensor.name]
+        if tensor.kind == "weight"
+        else _activation(plan, tensor, arena)
+        for tensor in plan.tensors
+    }
+
+
+def make_calls(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[OpCall]:
+    """The plan's operators with their names resolved; arrays of the step (`step.`) are the
+    program's own."""
+    return [
+        OpCall(
+            op=op.op,
+            name=op.name,
+            inputs={r: tensors[name] for r, name in op.inputs.items() if not _is_step(name)},
+            outputs={role: tensors[name] for role, name in op.outputs.items()},
+            attributes=op.attributes,
+            tactic=op.tactic,
+        )
+        for op in plan.ops
+    ]
+
+
+def _is_step(name: str) -> bool:
+    return name.startswith("step.")
+
+
+def kv_bytes_per_block(plan: Plan) -> int:
+    """Bytes one block of the plan's cache takes over all layers, K and V."""
+    dtype: torch.dtype = getattr(torch, plan.kv_cache.dtype)
+    return math.prod(kv_cache_shape(plan, 1)) * dtype.itemsize
+
+
+def kv_cache_shape(plan: Plan, num_blocks: int) -> tuple[int, ...]:
+    """[num_layers, num_blocks, 2, num_kv_heads, tokens_per_block, head_size]."""
+    cache = plan.kv_cache
+    heads = (cache.num_kv_heads, cache.tokens_per_block, cache.head_size)
+    return (cache.num_layers, num_blocks, 2, *heads)
+
+
+def _activation(plan: Plan, tensor: PlanTensor, arena: torch.Tensor) -> torch.Tensor:
+    rows = {"tokens": plan.max_num_tokens, "rows": plan.max_num_rows}
+    shape = [rows[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    assert tensor.offset is not None, f"{tensor.name} has no place in the arena"
+    end = tensor.offset + dtype.itemsize * math.prod(shape)
+    return arena[tensor.offset : end].view(dtype).view(shape)

@@ -1,0 +1,237 @@
+"""Steps that repeat in shape are captured once as a CUDA graph and replayed.
+
+A step is padded up to a bucket, so few graphs serve all generation. Padding tokens write nothing
+(slot -1) and belong to no request; padding requests have no tokens. Kernels read everything that
+varies inside a bucket from device memory, so a replay needs an upload and one call.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmctl.plugins.backends.cuda.kernel_spec import StepLimits, StepShape
+from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
+from llmctl.plugins.core.calls import StepInputs
+
+# Tokens; shorter contexts share the first one's grids, whose idle blocks exit at once. Behind these
+# come powers of two. 1,536 tokens are 20 units of attention (`Variant` in verification.py).
+_KV_BUCKETS = (1024, 1536)
+_ANY_QUERY = 32  # tokens of one request, beyond which kernels do not care how many there are
+MAX_GRAPHS = 24  # of an engine's own steps, and of its rounds; the memory plan counts on it
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def shape_of(step: StepInputs) -> StepShape:
+    """The shape of a step as it is."""
+    return StepShape(
+        num_tokens=step.num_tokens,
+        num_requests=step.num_requests,
+        num_rows=step.num_rows,
+        max_query_len=int(np.diff(step.cu_q).max()),
+        max_kv_len=int(step.kv_len.max()),
+    )
+
+
+def kv_bucket(max_kv_len: int, limits: StepLimits) -> int:
+    """The context length that grids are made for: one of few, or the engine's limit."""
+    found = next((each for each in _KV_BUCKETS if max_kv_len <= each), None)
+    return min(found or _power_of_two(max_kv_len), limits.max_seq_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Which steps are replayed, and the shape they are padded to.
+
+    Query lengths are padded to a power of two or to that of a full verification; two tokens is
+    what a draft engine reads after all its drafts were accepted.
+    """
+
+    limits: StepLimits
+
+    @property
+    def max_query_len(self) -> int:
+        """Most tokens of one request in a replayed step."""
+        return max(self.limits.max_draft_len + 1, 2)
+
+    def fit(self, shape: StepShape) -> StepShape | None:
+        """The bucket of a step; None for one that is launched directly (prompts, mostly)."""
+        limits = self.limits
+        if shape.max_query_len > self.max_query_len or shape.num_rows < shape.num_requests:
+            return None
+        requests = min(_power_of_two(shape.num_requests), limits.max_batch_size)
+        query = shape.max_query_len
+        if query < limits.max_draft_len + 1:
+            query = min(_power_of_two(query), self.max_query_len)
+        # The last of the rows are those of the tokens, or one per request.
+        rows = requests if shape.num_rows <= requests else requests * query
+        if requests * query > limits.max_num_tokens or rows > limits.max_num_rows:
+            return None
+        return StepShape(
+            num_tokens=requests * query,
+            num_requests=requests,
+            num_rows=rows,
+            max_query_len=query,
+            max_kv_len=kv_bucket(shape.max_kv_len, limits),
+        )
+
+    def round_up(self, shape: StepShape) -> StepShape:
+        """One of few shapes that covers a step launched directly: packing launches for a new number
+        of tokens takes longer than a sixteenth more of them. Requests and rows stay."""
+        limits = self.limits
+        unit = max(8, _power_of_two(shape.num_tokens) // 32)
+        query = shape.max_query_len
+        return replace(
+            shape,
+            num_tokens=min(-(-shape.num_tokens // unit) * unit, limits.max_num_tokens),
+            max_query_len=query if query <= _ANY_QUERY else _power_of_two(query),
+            max_kv_len=kv_bucket(shape.max_kv_len, limits),
+        )
+
+    def prompt_shapes(self, max_num_tokens: int) -> list[StepShape]:
+        """What `round_up` makes of steps with prompts, of each number of tokens one."""
+        limits = self.limits
+        sizes = range(limits.tokens_per_block, min(max_num_tokens, limits.max_num_tokens) + 1)
+        shapes = (StepShape(count, 1, 1, count, 1) for count in sizes)
+        return list({shape.num_tokens: shape for shape in map(self.round_up, shapes)}.values())
+
+
+def pad(step: StepInputs, shape: StepShape) -> StepInputs:
+    """The step with padding at its end, so that it has the tokens, requests and rows of `shape`."""
+    if (step.num_tokens, step.num_requests, step.num_rows) == (
+        shape.num_tokens,
+        shape.num_requests,
+        shape.num_rows,
+    ):
+        return step
+    return StepInputs(
+        token_ids=_extend(step.token_ids, shape.num_tokens, 0),
+        position_ids=_extend(step.position_ids, shape.num_tokens, 0),
+        cu_q=_extend(step.cu_q, shape.num_requests + 1, step.num_tokens),
+        kv_len=_extend(step.kv_len, shape.num_requests, 0),
+        block_tables=_extend(step.block_tables, shape.num_requests, 0),
+        slot_mapping=_extend(step.slot_mapping, shape.num_tokens, -1),
+        logit_rows=_extend(step.logit_rows, shape.num_rows, 0),
+    )
+
+
+class Replayable(Protocol):
+    """A captured graph."""
+
+    def replay(self) -> None: ...
+
+
+class GraphCache(Generic[Key]):
+    """Graphs by what they were captured for, of sizes (each counts for one where `size` is not
+    given) that are together at most `max_graphs`, the least recently used out first. The first time
+    a key is run its work is launched directly and captured behind that, so no step waits for a
+    capture and nothing is allocated or set up while one is under way. A graph that goes out while
+    the device runs it ends first."""
+
+    def __init__(
+        self,
+        capture: Callable[[Callable[[], None]], Replayable],
+        max_graphs: int = MAX_GRAPHS,
+        size: Callable[[Key], int] = lambda key: 1,
+    ) -> None:
+        self._capture = capture
+        self._max_graphs = max_graphs
+        self._size = size
+        self._graphs: OrderedDict[Key, Replayable] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: Key, record: Callable[[], None]) -> None:
+        """Do what `record` enqueues, which is the same for every run of this key."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            graph.replay()
+            return
+        record()
+        left = self._max_graphs - self._size(key)
+        while self._graphs and sum(map(self._size, self._graphs)) > left:
+            self._graphs.popitem(last=False)  # out before in: never more than the plan counts
+        self._graphs[key] = self._capture(record)
+
+    def clear(self) -> None:
+        """Forget all graphs: the addresses they hold are no longer valid."""
+        self._graphs.clear()
+
+
+def capture_graph(queue: DeviceQueue, record: Callable[[], None]) -> Replayable:
+    """What `record` enqueues on the queue's stream, as a graph. Nothing is executed.
+
+    Unlike torch.cuda.graph this does not wait for the device: whatever runs there runs on.
+    """
+    assert queue.stream is not None, "graphs are captured on a GPU"
+    graph = torch.cuda.CUDAGraph()
+    with device_errors("capturing a CUDA graph"), queue.scope():
+        # thread_local: other threads may use CUDA meanwhile.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            record()
+        finally:
+            graph.capture_end()
+    return _Graph(graph, queue)
+
+
+def capture_when(
+    is_ready: Callable[[], bool],
+    capture: Callable[[Callable[[], None]], Replayable],
+    record: Callable[[], None],
+) -> Replayable:
+    """A graph of `record`, captured as soon as `is_ready`; until then a replay enqueues again."""
+    return capture(record) if is_ready() else _Deferred(is_ready, capture, record)
+
+
+class _Deferred:
+    """What is not captured yet."""
+
+    def __init__(
+        self,
+        is_ready: Callable[[], bool],
+        capture: Callable[[Callable[[], None]], Replayable],
+        record: Callable[[], None],
+    ) -> None:
+        self._is_ready = is_ready
+        self._capture = capture
+        self._record = record
+        self._graph: Replayable | None = None
+
+    def replay(self) -> None:
+        if self._graph is None and self._is_ready():
+            self._graph = self._capture(self._record)
+        if self._graph is None:
+            self._record()
+        else:
+            self._graph.replay()
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    queue: DeviceQueue
+
+    def replay(self) -> None:
+        with device_errors("replaying a CUDA graph"), self.queue.scope():
+            self.graph.replay()
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _extend(array: NDArray[np.int32], count: int, value: int) -> NDArray[np.int32]:
+    """`array` with rows of `value` up to `count` rows."""
+    padded = np.full((count, *array.shape[1:]), value, np.int32)
+    padded[: len(array)] = array
+    return padded

@@ -1,0 +1,265 @@
+"""Opening engines on a GPU: device and memory are checked first, weights are read second.
+
+pair = plan_pair(target_dir, draft_dir)     reads headers, allocates nothing
+pair.memory.lines()                         the plan, for people
+opened = pair.load()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from llmctl.builder.engine_format import (
+    EngineConfig,
+    Plan,
+    engine_file,
+    open_engine,
+    read_engine_config,
+)
+from llmctl.plugins.backends.cuda.kernel_spec import Launch, StepLimits
+from llmctl.plugins.backends.cuda.program import CudaProgram
+from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.ops.sampling.cuda import MAX_ROWS, CudaSampling, scratch_bytes
+from llmctl.runtime.engines.cuda_engine import CudaExecutable
+from llmctl.runtime.engines.device_check import require_device
+from llmctl.runtime.engines.engine import NO_WINDOWS, kv_bytes_per_block
+from llmctl.runtime.engines.graphs import MAX_GRAPHS
+from llmctl.runtime.engines.host_blocks import BLOCKS_ON_DEVICE
+from llmctl.runtime.engines.loading import LoadReport, allocated_bytes, load_weights
+from llmctl.runtime.engines.memory_plan import (
+    DEFAULT_DEVICE_FRACTION,
+    GRAPH_BYTES_PER_LAUNCH,
+    DevicePlan,
+    EngineMemory,
+    plan_device,
+)
+from llmctl.runtime.engines.open_tensorrt import (
+    kernels_a_step,
+    load_binaries,
+    open_tensorrt,
+    plan_scratch_bytes,
+)
+from llmctl.runtime.engines.tensorrt_check import BACKENDS as TENSORRT_BACKENDS
+from llmctl.runtime.engines.tensorrt_check import present_capability, require_tensorrt
+from llmctl.runtime.kv_cache import most_step_tokens
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows, cache_window
+from llmctl.runtime.rounds.round_work import ahead_of_need, graph_launches, most_requests
+from llmctl.runtime.rounds.upload import state_bytes
+
+Launcher = Callable[[Sequence[Launch]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPair:
+    """Loaded engines on one stream, and the sampling that serves both."""
+
+    target: CudaExecutable
+    draft: CudaExecutable | None
+    sampling: CudaSampling
+    loads: tuple[tuple[str, LoadReport], ...]  # by role
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether generation can run on the device by itself."""
+        return all(e.has_rounds for e in (self.target, self.draft) if e is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPair:
+    """Engines that fit the device; their weights are still on disk."""
+
+    target: EngineFile
+    draft: EngineFile | None
+    memory: DevicePlan
+    device_name: str
+
+    def load(self) -> OpenedPair:
+        """Read the weights. Raises OutOfMemory, DeviceFailure, CorruptEngine."""
+        queue = DeviceQueue("cuda")
+        target, load = self.target.load(queue)
+        loads = [("target", load)]
+        draft = None
+        if self.draft is not None:
+            draft, load = self.draft.load(queue)
+            loads.append(("draft", load))
+        sampling = CudaSampling(queue, _launcher(target, draft))
+        return OpenedPair(target, draft, sampling, tuple(loads))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFile:
+    """One engine as it lies on disk, mapped."""
+
+    folder: Path
+    config: EngineConfig
+    plan: Plan
+    tensors: Mapping[str, torch.Tensor]  # stored weights and cubins
+
+    @classmethod
+    def open(cls, folder: Path, windows: WindowOptions = NO_WINDOWS) -> EngineFile:
+        """Reads config.json and the header; `windows` narrow the model's own.
+
+        Raises what `open_engine` and `apply_windows` raise.
+        """
+        plan, tensors = open_engine(folder)
+        config = read_engine_config(folder)
+        length = int(config.build_config["max_seq_len"])
+        plan = apply_windows(plan, windows, length, config.backend)
+        return cls(folder, config, plan, tensors)
+
+    def memory(
+        self,
+        role: str,
+        sampling: int = 0,
+        *,
+        round_steps: int = 1,
+        has_draft: bool = False,
+        ahead: Sequence[int] = (),
+    ) -> EngineMemory:
+        """What the engine takes on a device, with `sampling` bytes for drawing tokens and for
+        rounds. Graphs are those of its own steps and of rounds, each of `round_steps` steps, or as
+        many as `ahead` says of each that is captured before the first request."""
+        build = self.config.build_config
+        batch, drafts = int(build["max_batch_size"]), int(build["max_draft_len"])
+        kernels = kernels_a_step(self.plan, batch * max(drafts + 1, 2))  # as `Buckets` has them
+        launches = MAX_GRAPHS * kernels + graph_launches(kernels, round_steps, has_draft, ahead)
+        return EngineMemory(
+            role=role,
+            weight_bytes=allocated_bytes(self.plan),
+            activation_bytes=self.plan.arena_bytes,
+            scratch_bytes=self.plan.scratch_bytes + plan_scratch_bytes(self.plan) + sampling,
+            graph_bytes=launches * GRAPH_BYTES_PER_LAUNCH,
+            kv_bytes_per_block=kv_bytes_per_block(self.plan),
+            tokens_per_block=self.plan.kv_cache.tokens_per_block,
+            max_batch_size=int(build["max_batch_size"]),
+            max_seq_len=int(build["max_seq_len"]),
+        )
+
+    def load(self, queue: DeviceQueue) -> tuple[CudaExecutable, LoadReport]:
+        """The engine with its weights, read or generated, on the queue's device."""
+        if self.config.backend in TENSORRT_BACKENDS:
+            return self._load_tensorrt(queue)
+        weights, report = self._load_weights(queue)
+        binaries = load_binaries(self.plan, self.tensors, str(self.config.compute_capability))
+
+        def make_program(calls: list[OpCall], limits: StepLimits) -> CudaProgram:
+            return CudaProgram(calls, binaries, limits, queue.device)
+
+        return CudaExecutable(self.config, self.plan, weights, make_program, queue), report
+
+    def _load_tensorrt(self, queue: DeviceQueue) -> tuple[CudaExecutable, LoadReport]:
+        reports: list[LoadReport] = []
+
+        def load() -> Mapping[str, torch.Tensor]:
+            weights, report = self._load_weights(queue)
+            reports.append(report)
+            return weights
+
+        trt = require_tensorrt(self.config)
+        parts = (self.config, self.plan, self.tensors, queue, trt)
+        engine = open_tensorrt(*parts, present_capability(), load)
+        return engine, reports[0]
+
+    def _load_weights(self, queue: DeviceQueue) -> tuple[dict[str, torch.Tensor], LoadReport]:
+        weights, report = load_weights(self.folder / engine_file(0), self.plan, self.tensors, queue)
+        if any(not t.is_stored for t in self.plan.tensors):
+            from llmctl.runtime.engines.planted_weights import generate_weights
+
+            with device_errors("generating weights"), queue.scope():
+                generate_weights(self.config, self.plan, weights)
+            queue.synchronize()
+        return weights, report
+
+
+def plan_pair(
+    target_dir: Path,
+    draft_dir: Path | None = None,
+    *,
+    free_fraction: float | None = None,
+    max_tokens: int | None = None,
+    windows: WindowOptions = NO_WINDOWS,
+    lengths: Sequence[int] = (),
+    has_host_tier: bool = False,
+) -> PlannedPair:
+    """Find a place for both engines on the device that is there. `lengths`: draft lengths whose
+    graphs are captured before the first request. has_host_tier: whether KV blocks move to host
+    memory, which takes buffers.
+
+    Raises what `EngineFile.open` raises, NoDevice, RebuildNeeded (another compute capability) and
+    OutOfMemory.
+    """
+    target = EngineFile.open(target_dir, windows)
+    draft = EngineFile.open(draft_dir, windows) if draft_dir is not None else None
+    files = [file for file in (target, draft) if file is not None]
+    for file in files:
+        require_device(file.config)
+    limits = target.config.build_config
+    draft_len = int(limits["max_draft_len"])
+    plans = [file.plan for file in files]
+    sampling = sampling_bytes(plans)
+    sampling += state_bytes(int(limits["max_batch_size"]), draft_len)
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    batch = most_requests(
+        (int(file.config.build_config["max_batch_size"]) for file in files),
+        None if draft is None else draft.plan.max_num_tokens,
+    )
+    ahead = [length for _, length in ahead_of_need(batch, lengths)]
+    memories = [
+        target.memory("target", sampling, ahead=[1] * len(ahead), has_draft=draft is not None)
+    ]
+    if draft is not None:
+        memories.append(draft.memory("draft", round_steps=draft_len, has_draft=True, ahead=ahead))
+    if has_host_tier:
+        memories = [_with_host_tier(memory) for memory in memories]
+    memory = plan_device(
+        memories[0],
+        memories[1] if draft is not None else None,
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+        free_fraction=DEFAULT_DEVICE_FRACTION if free_fraction is None else free_fraction,
+        max_tokens=max_tokens,
+        window=cache_window(plans, windows, int(limits["max_seq_len"])),
+        max_step_tokens=most_step_tokens(target.plan.max_num_tokens, draft_len),
+    )
+    return PlannedPair(target, draft, memory, torch.cuda.get_device_name())
+
+
+def _with_host_tier(memory: EngineMemory) -> EngineMemory:
+    """With the buffers of `HostBlocks`."""
+    buffers = BLOCKS_ON_DEVICE * memory.kv_bytes_per_block
+    return replace(memory, scratch_bytes=memory.scratch_bytes + buffers)
+
+
+def sampling_bytes(plans: Sequence[Plan]) -> int:
+    """Device memory of sampling for all engines: rows drawn for the host's steps, and those of a
+    whole round. Engines of one vocabulary share it."""
+    rows = max(plan.max_num_rows for plan in plans)
+    return sum(
+        scratch_bytes(count, vocab)
+        for vocab in set(map(_vocab, plans))
+        for count in (MAX_ROWS, rows)
+    )
+
+
+def _vocab(plan: Plan) -> int:
+    """Width of the logits."""
+    (width,) = [tensor.shape[-1] for tensor in plan.tensors if tensor.name == plan.logits]
+    return int(width)
+
+
+def _launcher(target: CudaExecutable, draft: CudaExecutable | None) -> Launcher:
+    """Launches sampling kernels out of the engine that has them for the logits' vocabulary."""
+
+    def launch(launches: Sequence[Launch]) -> None:
+        logits = launches[0].arguments[0]
+        assert isinstance(logits, torch.Tensor)
+        is_target = draft is None or logits.shape[1] == target.vocab_size
+        engine = target if is_target or draft is None else draft
+        engine.program.launch(launches, engine.queue.handle)
+
+    return launch

@@ -1,0 +1,89 @@
+"""Streams of a device as whoever orders work between them sees them.
+
+Work of one lane runs in its order; between lanes only `wait` makes an order. On a cpu everything
+runs at once, which is one of the orders allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from llmctl.plugins.backends.cuda.queue import DeviceQueue, new_event, new_stream
+
+
+class Mark(Protocol):
+    """A place in a lane."""
+
+    def query(self) -> bool:
+        """True once everything before it is done. Does not wait."""
+
+
+class Lane(Protocol):
+    """What is given to it runs in order, beside other lanes."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Enqueue what `work` does to tensors of the device."""
+
+    def mark(self) -> Mark:
+        """A mark behind all work so far."""
+
+    def wait(self, mark: Mark) -> None:
+        """Let the work to come wait for a mark of another lane."""
+
+
+class StreamLane:
+    """A CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def run(self, work: Callable[[], None]) -> None:
+        """See Lane, as for all that follow."""
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def mark(self) -> torch.cuda.Event:
+        event = new_event()
+        event.record(self._stream)
+        return event
+
+    def wait(self, mark: Mark) -> None:
+        assert isinstance(mark, torch.cuda.Event)
+        self._stream.wait_event(mark)
+
+
+class _Done:
+    """The mark of what ran at once."""
+
+    def query(self) -> bool:
+        return True
+
+
+class HostLane:
+    """A cpu: done when `run` returns."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """See Lane, as for all that follow."""
+        work()
+
+    def mark(self) -> Mark:
+        return _Done()
+
+    def wait(self, mark: Mark) -> None:
+        assert mark.query()
+
+
+def main_lane(queue: DeviceQueue) -> Lane:
+    """The lane of the engines' steps."""
+    return HostLane() if queue.stream is None else StreamLane(queue.stream)
+
+
+def side_lane(queue: DeviceQueue) -> Lane:
+    """A new one beside it. Its kernels are short, and start as soon as any multiprocessor has
+    room: they would else wait until a step leaves some idle."""
+    if queue.stream is None:
+        return HostLane()
+    return StreamLane(new_stream(queue.device, is_urgent=True))

@@ -1,0 +1,125 @@
+"""Acceptance by lot instead of by comparison: a measure of speed at a chosen acceptance.
+
+For benchmarks alone: the text is meaningless, its speed is that of a draft of this acceptance. The
+meaning is vLLM's ("rejection_sample_method": "synthetic"): rates[i] is the probability that the
+first i + 1 drafts of a round all stand; after them comes the target's own token.
+
+Lots are a table that is drawn once; a round takes the one that its request's last token and length
+point to. So host and device agree, and a run can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmctl.errors import BadConfig
+from llmctl.plugins.device_loop.state import RoundState
+from llmctl.runtime.drafting.drafter import Drafter, Proposal
+from llmctl.runtime.generate.sampler import Sampler
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, KvCacheManager
+from llmctl.runtime.request import Batch, Sequence
+
+NUM_LOTS = 1 << 16
+_LENGTH_STRIDE, _TOKEN_STRIDE = 40_503, 30_011  # odd: neighbours get lots far apart
+
+
+@dataclass(frozen=True)
+class SyntheticAcceptance:
+    """rates [draft_len], non-increasing; the seed of the lots. Raises BadConfig."""
+
+    rates: tuple[float, ...]
+    seed: int = 0
+    lots: NDArray[np.int32] = field(init=False, repr=False, compare=False)  # accepted drafts
+
+    def __post_init__(self) -> None:
+        rates = np.array(self.rates, float)
+        if not rates.size or not np.all((rates >= 0) & (rates <= 1)) or np.any(np.diff(rates) > 0):
+            raise BadConfig(
+                f"the synthetic acceptance rates are {list(self.rates)}; each must be in [0, 1] "
+                "and none above the one before it"
+            )
+        # A lot u keeps draft i where u < rates[i]: with probability rates[i], and i - 1 as well.
+        draws = np.random.default_rng(self.seed).random(NUM_LOTS)
+        lots = (draws[:, None] < rates).sum(axis=1).astype(np.int32)
+        object.__setattr__(self, "lots", lots)
+
+    @classmethod
+    def from_length(cls, length: float, draft_len: int, seed: int = 0) -> SyntheticAcceptance:
+        """Rates whose mean tokens a round, the target's own included, are `length`, with as little
+        spread as that can have: whole drafts first, then a fraction, then none. As vLLM has it."""
+        if not 1 <= length <= draft_len + 1:
+            raise BadConfig(
+                f"the synthetic acceptance length is {length}; with {draft_len} drafts a round it "
+                f"must be in [1, {draft_len + 1}]"
+            )
+        return cls(
+            tuple(min(1.0, max(0.0, length - 1 - index)) for index in range(draft_len)), seed
+        )
+
+    @property
+    def length(self) -> float:
+        """Mean tokens a round."""
+        return 1 + sum(self.rates)
+
+    def accepted(self, sequence: Sequence) -> int:
+        """Drafts that stand in the next round of a sequence."""
+        place = len(sequence.tokens) * _LENGTH_STRIDE + sequence.tokens[-1] * _TOKEN_STRIDE
+        return int(self.lots[place % NUM_LOTS])
+
+
+class SyntheticDrafter:
+    """A drafter whose drafts stand by lot."""
+
+    def __init__(self, drafter: Drafter, acceptance: SyntheticAcceptance) -> None:
+        self.max_draft_len = drafter.max_draft_len
+        self.has_engine = drafter.has_engine
+        self._drafter = drafter
+        self._acceptance = acceptance
+
+    def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
+        """See Drafter, as for all that follow."""
+        self._drafter.prepare(kv_cache, sampler, keep_probs)
+
+    def copy_blocks(self, copies: Items[BlockCopy]) -> Arrival | None:
+        return self._drafter.copy_blocks(copies)
+
+    def propose(self, batch: Batch) -> list[Proposal]:
+        proposals = self._drafter.propose(batch)
+        for item, proposal in zip(batch.generation, proposals, strict=True):
+            wanted = self._acceptance.accepted(item.sequence)
+            proposal.num_forced = min(wanted, len(proposal.token_ids))
+        return proposals
+
+    def commit(self, batch: Batch, accepted: Items[int]) -> None:
+        self._drafter.commit(batch, accepted)
+
+    def release(self, sequence: Sequence) -> None:
+        self._drafter.release(sequence)
+
+
+LOT_LAUNCHES = 24  # kernels that `force` enqueues, at most
+
+
+class DeviceLots:
+    """The same lots where a device accepts by itself: it rewrites what the target drew."""
+
+    def __init__(self, acceptance: SyntheticAcceptance, device: torch.device | str) -> None:
+        self._lots = torch.from_numpy(acceptance.lots).to(device)
+
+    def force(self, state: RoundState, batch: int, draft_len: int) -> None:
+        """Make the target's tokens equal the drafts that shall stand, and the next one differ.
+        Enqueues on the current stream, between the target's draws and acceptance."""
+        length, last = state.committed[:batch].long(), state.root[:batch].long()
+        place = length * _LENGTH_STRIDE + last * _TOKEN_STRIDE
+        accepted = self._lots[place % NUM_LOTS]
+        drafts = state.drafts[:batch, :draft_len]
+        targets = state.targets[: batch * (draft_len + 1)].view(batch, draft_len + 1)[:, :-1]
+        index = torch.arange(draft_len, dtype=torch.int32, device=self._lots.device)
+        stands = index < accepted[:, None]
+        other = torch.where(targets == drafts, (drafts - 1).abs(), targets)
+        targets.copy_(torch.where(stands, drafts, other))

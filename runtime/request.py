@@ -1,0 +1,240 @@
+"""The nouns of the runtime: what a user asks for, what one step runs, what comes back.
+
+Plain data, no tensors and no policy. Field names follow the executor API of the TensorRT-LLM
+engine era in snake_case, so its users find what they know.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from llmctl.errors import BadConfig
+from llmctl.runtime.api import refused
+from llmctl.runtime.api.retention import KvCacheRetentionConfig
+
+if TYPE_CHECKING:
+    from llmctl.runtime.stats.request_metrics import RequestPerfMetrics
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended; NOT_FINISHED while it runs."""
+
+    NOT_FINISHED = "not_finished"
+    END_ID = "end_id"
+    STOP_WORDS = "stop_words"
+    LENGTH = "length"
+    TIMED_OUT = "timed_out"
+    CANCELLED = "cancelled"
+
+
+@refused.refuses(refused.SAMPLING)
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How the next token is drawn. top_k and top_p both unset, or temperature 0, is greedy.
+
+    top_k 0 means no limit. Penalties and no_repeat_ngram_size see the prompt and everything
+    generated so far.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0  # no run of so many tokens comes twice; 0: any may
+    min_tokens: int = 0  # end_id and stop words are not honoured before this many new tokens
+    num_return_sequences: int = 1  # sequence i samples with seed + i
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(math.isfinite(value), name, value, "finite")
+        _require(self.temperature >= 0, "temperature", self.temperature, ">= 0")
+        _require(self.top_k is None or self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 = no limit)")
+        _require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        _require(0 <= self.seed < 2**64, "seed", self.seed, "an unsigned 64-bit integer")
+        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "> 0")
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, ">= 0")
+        ngram = self.no_repeat_ngram_size
+        _require(ngram >= 0, "no_repeat_ngram_size", ngram, ">= 0 (0 = off)")
+        count = self.num_return_sequences
+        _require(count >= 1, "num_return_sequences", count, ">= 1")
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when every token is the argmax of the penalised logits."""
+        no_filter = self.top_k is None and self.top_p is None and self.min_p == 0
+        return self.temperature == 0 or self.top_k == 1 or no_filter
+
+
+@refused.refuses(refused.OUTPUT)
+@dataclass(frozen=True, slots=True)
+class OutputConfig:
+    """What a result carries besides the tokens."""
+
+    return_log_probs: bool = False  # log-softmax of the raw target logits, per new token
+    exclude_input_from_output: bool = True
+    return_all_generated_tokens: bool = False  # streaming: the whole output each time
+    return_perf_metrics: bool = False  # with the final result
+
+
+@refused.refuses(refused.REQUEST)
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt. Stop and bad words are token-id lists; a stop word's own tokens are kept. An
+    end_id of -1 is none."""
+
+    input_token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling_config: SamplingConfig = field(default_factory=SamplingConfig)
+    output_config: OutputConfig = field(default_factory=OutputConfig)
+    streaming: bool = False
+    end_id: int | None = None
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    client_id: int | None = None
+    allotted_time_ms: float | None = None
+    kv_cache_retention_config: KvCacheRetentionConfig | None = None
+    max_draft_len: int | None = None  # drafts a round, at most; None: as the executor decides
+    priority: float = 0.5  # 0 to 1: who starts first, and who is paused last
+
+    def __post_init__(self) -> None:
+        if self.end_id == -1:
+            object.__setattr__(self, "end_id", None)
+        _require(self.end_id is None or self.end_id >= 0, "end_id", self.end_id, ">= -1")
+        _require(len(self.input_token_ids) > 0, "input_token_ids", "empty", "at least one token")
+        _require(self.max_tokens > 0, "max_tokens", self.max_tokens, "> 0")
+        most = self.max_draft_len
+        _require(most is None or most >= 0, "max_draft_len", most, ">= 0")
+        _require(0 <= self.priority <= 1, "priority", self.priority, "from 0 to 1")
+        time_ms = self.allotted_time_ms
+        _require(time_ms is None or time_ms > 0, "allotted_time_ms", time_ms, "> 0")
+        for name in ("stop_words", "bad_words"):
+            words = getattr(self, name)
+            _require(all(words), name, "an empty word", "token-id lists of at least one token")
+
+
+@dataclass(slots=True)
+class BlockCounts:
+    """KV blocks of a sequence over its life; what it looks up again after a pause counts again."""
+
+    num_new: int = 0  # taken to write: computed, or copied from a partly matching one
+    num_shared: int = 0  # full blocks found in the cache
+    num_reused: int = 0  # found, those that matched in part included
+    num_missed: int = 0  # of the tokens looked up, not found
+    num_reused_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The state of one returned sequence; everything released on cancel hangs off it.
+
+    `tokens` is prompt + committed output. `kv_len` counts target KV entries that are valid, so a
+    sequence in generation satisfies kv_len == len(tokens) - 1 (the last token, the root of the
+    next round, is not in the cache yet). Fewer means context work is left: a fresh prompt, or a
+    sequence that was paused and recomputes.
+    """
+
+    sequence_id: int
+    request_id: int
+    request: Request
+    index: int  # which of num_return_sequences
+    tokens: list[int]
+    num_prompt_tokens: int
+    max_len: int  # tokens never grows past this: prompt + max_tokens, cut at max_seq_len
+    kv_len: int = 0
+    draft_kv_len: int = 0  # valid entries in the draft engine's cache (0 when there is none)
+    block_table: list[int] = field(default_factory=list)
+    blocks: BlockCounts = field(default_factory=BlockCounts)
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NOT_FINISHED
+
+    @property
+    def seed(self) -> int:
+        """The seed of this sequence's random draws."""
+        return (self.request.sampling_config.seed + self.index) % 2**64
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Committed output tokens so far."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_context(self) -> bool:
+        """True while more than the root token waits to enter the cache."""
+        num_tokens = len(self.tokens)
+        return self.kv_len < num_tokens - 1 or num_tokens == self.num_prompt_tokens
+
+
+class Slice(NamedTuple):
+    """What one step computes for one sequence.
+
+    Tokens tokens[start : start + num_tokens] enter the cache, then up to `draft_len` proposed
+    tokens. `needs_logits` is false only for a context chunk that is not the last.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    draft_len: int = 0  # most draft tokens that blocks and limits allow this round
+
+    @property
+    def needs_logits(self) -> bool:
+        """True when this slice reaches the end of the committed tokens."""
+        return self.start + self.num_tokens == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: context slices first, generation slices after (the packed row order)."""
+
+    context: tuple[Slice, ...] = ()
+    generation: tuple[Slice, ...] = ()
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """All slices in packed row order."""
+        return self.context + self.generation
+
+
+@dataclass(slots=True)  # not frozen, here and below: that makes them five times as slow to make
+class Result:
+    """Tokens of one sequence. Streaming responses carry only the new ones unless asked."""
+
+    sequence_index: int
+    output_token_ids: tuple[int, ...]
+    is_sequence_final: bool
+    is_final: bool  # the last response of the whole request
+    finish_reason: FinishReason
+    log_probs: tuple[float, ...] | None = None
+    cum_log_prob: float | None = None
+    # How the tokens came about, which is no part of what they are. Steps with the request so far:
+    decoding_iter: int = field(default=0, compare=False)
+    request_perf_metrics: RequestPerfMetrics | None = field(default=None, compare=False)
+
+
+@dataclass(slots=True)
+class Response:
+    """Either a result or the error that ended the request; never both."""
+
+    request_id: int
+    client_id: int | None = None
+    result: Result | None = None
+    error: Exception | None = None
+
+    @property
+    def has_error(self) -> bool:
+        """True when the request failed or was refused."""
+        return self.error is not None
+
+
+def _require(condition: bool, name: str, found: object, wanted: str) -> None:
+    if not condition:
+        raise BadConfig(f"{name} is {found}; it must be {wanted}")

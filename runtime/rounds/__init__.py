@@ -1,0 +1,1 @@
+"""Generation led by the device: draft, verify, accept without asking the host."""

@@ -1,0 +1,248 @@
+"""Rounds as two CUDA graphs: the draft loop, and verification with acceptance.
+
+Both (`round_work.py`) read and write the request state on the device, so round after round is
+two graph launches. A round's record lands in pinned host memory and is valid once its event has
+passed. Graphs are captured when a batch size, a way of sampling or a reach of the cache is first
+needed; without drafts, and where their lengths adapt, those of greedy rounds with little in the
+cache are there before the first request, for a capture takes as long as ten steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmctl.errors import LlmctlError
+from llmctl.plugins.backends.cuda.queue import Event, device_errors
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.device_loop.state import (
+    RECORD_COMMITTED,
+    RECORD_EMITTED,
+    RECORD_TOKENS,
+    RoundState,
+)
+from llmctl.runtime.drafting.draft_engine.feeding import cut
+from llmctl.runtime.engines.cuda_engine import LEAST_FED, Capture, CudaExecutable
+from llmctl.runtime.engines.graphs import GraphCache, capture_graph, capture_when, kv_bucket
+from llmctl.runtime.generate.sampler import is_by_logits
+from llmctl.runtime.generate.synthetic_acceptance import DeviceLots, SyntheticAcceptance
+from llmctl.runtime.request import Sequence
+from llmctl.runtime.rounds.round_work import (
+    RoundShape,
+    RoundWork,
+    ahead_of_need,
+    graphs_kept,
+    most_requests,
+)
+from llmctl.runtime.rounds.rounds import RoundReport, RoundResult
+from llmctl.runtime.rounds.upload import Drawing, RoundUpload
+from llmctl.runtime.step import Span, pack, pack_tables
+
+RING_SLOTS = 8  # records kept; more than rounds are ever in flight
+Events = tuple[Event, Event, Event]
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    slot: int
+    num_requests: int
+    began: Event
+    drafted: Event
+    ended: Event
+
+
+class CudaRoundRunner:
+    """Rounds of a target engine, alone or with a draft engine, on their common stream."""
+
+    def __init__(
+        self,
+        target: CudaExecutable,
+        draft: CudaExecutable | None,
+        draft_len: int,
+        capture: Capture | None = None,
+        acceptance: SyntheticAcceptance | None = None,
+        lengths: Items[int] = (),
+    ) -> None:
+        """`lengths`: draft lengths whose graphs `prepare` captures."""
+        self.draft_len = draft_len
+        self.has_draft_engine = draft is not None
+        engines = [engine for engine in (target, draft) if engine is not None]
+        self.max_batch_size = most_requests(
+            (engine.max_batch_size for engine in engines),
+            None if draft is None else draft.max_num_tokens,
+        )
+        self.max_tokens = min(engine.max_seq_len for engine in engines)
+        self._target, self._draft = target, draft
+        self._queue = target.queue
+        most_drafts = target.max_draft_len
+        ring = torch.zeros(
+            (RING_SLOTS, target.max_batch_size, RECORD_TOKENS + most_drafts + 1),
+            dtype=torch.int32,
+            pin_memory=self._queue.stream is not None,
+        )
+        device = self._queue.device
+        self._ring = ring.numpy()
+        with device_errors("allocating request state"), self._queue.scope():
+            self._state = RoundState.allocate(
+                target.max_batch_size, most_drafts, device, slots=RING_SLOTS, ring=ring
+            )
+            self._upload = RoundUpload(self._state, engines, self._queue)
+            lots = DeviceLots(acceptance, device) if acceptance is not None else None
+            self._work = RoundWork(target, draft, self._queue, self._state, lots)
+        capture = partial(
+            capture_when,
+            lambda: all(engine.is_capturable() for engine in engines),
+            capture or partial(capture_graph, self._queue),
+        )
+        self._lengths = tuple(lengths)
+        ahead = ahead_of_need(self.max_batch_size, self._lengths)
+        # Adaptive draft lengths verify more shapes than they draft, so each kind has its own bound.
+        kept = graphs_kept(draft is not None)
+        self._draft_graphs: GraphCache[RoundShape] = GraphCache(
+            capture,
+            kept * draft_len + sum(length for _, length in ahead),
+            lambda shape: shape.draft_len,
+        )
+        self._verify_graphs: GraphCache[RoundShape] = GraphCache(capture, kept + len(ahead))
+        self._num_started = 0
+        self._num_requests = 0
+        self._drawing = Drawing.GREEDY
+        self._tables: NDArray[np.int32] = np.zeros((0, 0), np.int32)  # as they lie on the device
+        self._lens: list[int] = []  # blocks of each request in them
+        self._in_flight: deque[_InFlight] = deque()
+        self._spare_events: list[Events] = []
+
+    def can_run(self, sequence: Sequence) -> bool:
+        """True unless a token depends on more than logits, seed and position."""
+        request = sequence.request
+        params = request.sampling_config
+        if not is_by_logits(request) or request.output_config.return_log_probs:
+            return False
+        return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
+
+    def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
+        """Capture the graphs of rounds of up to so many sequences, running each on padding; and
+        pack what catching up launches, and prompts. Caches must be there, and no sequence yet."""
+        if max_num_tokens:
+            self._target.prepare_prompts(max_num_tokens)
+        if not self._lengths:
+            return
+        shape, size = self._shape(0, 0), self._target.tokens_per_block
+        for batch, draft_len in ahead_of_need(
+            min(max_batch_size, self.max_batch_size), self._lengths
+        ):
+            self._run(replace(shape, batch=batch, draft_len=draft_len))
+        if self._draft is not None:
+            power = LEAST_FED
+            while power <= self._draft.max_num_tokens:
+                for num_tokens in (3 * power // 4, power):
+                    self._draft.feed(_unwritten(num_tokens, self._draft.max_seq_len, size))
+                power *= 2
+        self.abandon()
+
+    def catch_up(self, sequences: Items[Sequence]) -> None:
+        """Feed the draft engine what it lacks of these sequences; see RoundRunner."""
+        draft = self._draft
+        assert draft is not None, "nothing to catch up with"
+        ends = [len(sequence.tokens) - 2 for sequence in sequences]
+        spans = [
+            Span(sequence, sequence.draft_kv_len, end, needs_logits=False)
+            for sequence, end in zip(sequences, ends, strict=True)
+            if sequence.draft_kv_len < end
+        ]
+        for call in cut(spans, draft.max_num_tokens, draft.max_batch_size):
+            step = pack(call, draft.tokens_per_block)
+            np.minimum(step.token_ids, draft.vocab_size - 1, out=step.token_ids)  # as when drafting
+            draft.feed(step)
+            for span in call:
+                span.sequence.draft_kv_len = span.end
+
+    def begin(self, sequences: Items[Sequence]) -> None:
+        """Write the requests' state; the rest of the batch is padding."""
+        self._num_requests = len(sequences)
+        self._lens = []
+        self._drawing = self._upload.write_sequences(sequences)
+
+    def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
+        """Two graph launches, after the block tables where they changed."""
+        tables, lens = pack_tables(block_tables), list(map(len, block_tables))
+        if lens != self._lens or not np.array_equal(tables, self._tables):
+            self._upload.write_tables(tables, lens)
+            self._tables, self._lens = tables, lens
+        shape = self._shape(tables.shape[1], draft_len)
+        events = self._run(shape)
+        slot = self._num_started % RING_SLOTS
+        self._in_flight.append(_InFlight(slot, self._num_requests, *events))
+        self._num_started += 1
+
+    def collect(self) -> RoundReport:
+        """Wait for the oldest round and read its record."""
+        done = self._in_flight.popleft()
+        with device_errors("waiting for a round"):
+            done.ended.synchronize()
+            draft_ms = done.began.elapsed_time(done.drafted)
+            verify_ms = done.drafted.elapsed_time(done.ended)
+        self._spare_events.append((done.began, done.drafted, done.ended))
+        results = []
+        for row in self._ring[done.slot, : done.num_requests].tolist():
+            tokens = row[RECORD_TOKENS : RECORD_TOKENS + row[RECORD_EMITTED]]
+            results.append(RoundResult(row[RECORD_COMMITTED], tokens))
+        return RoundReport(results, draft_ms / 1e3, verify_ms / 1e3)
+
+    def abandon(self) -> None:
+        """Forget the rounds in flight."""
+        self._in_flight.clear()
+        self._num_requests = 0
+        # The failure has been reported; a device that cannot be waited for fails the next step.
+        with suppress(LlmctlError, RuntimeError):
+            self._queue.synchronize()
+            self._num_started = int(self._state.counter.item())
+
+    def _run(self, shape: RoundShape) -> Events:
+        """Enqueue a round; what passes before it, between drafting and verification, and after."""
+        events = self._take_events()
+        work = self._work
+        with device_errors("running a round"), self._queue.scope():
+            events[0].record()
+            if self._draft is not None and shape.draft_len:
+                self._draft_graphs.run(shape, lambda: work.draft_loop(shape))
+            events[1].record()
+            self._verify_graphs.run(shape, lambda: work.verify(shape))
+            events[2].record()
+        return events
+
+    def _shape(self, num_blocks: int, draft_len: int) -> RoundShape:
+        """Of a round whose longest request has so many blocks."""
+        longest = num_blocks * self._target.tokens_per_block
+        batch = min(1 << max(0, self._num_requests - 1).bit_length(), self.max_batch_size)
+        limits = self._target.program.limits
+        return RoundShape(batch, kv_bucket(longest, limits), self._drawing, draft_len)
+
+    def _take_events(self) -> Events:
+        if self._spare_events:
+            return self._spare_events.pop()
+        began, drafted, ended = (self._queue.make_event() for _ in range(3))
+        return began, drafted, ended
+
+
+def _unwritten(num_tokens: int, max_seq_len: int, tokens_per_block: int) -> StepInputs:
+    """A step of prompts that leaves no trace in the cache."""
+    lengths = np.full(-(-num_tokens // max_seq_len), max_seq_len, np.int32)
+    lengths[-1] -= lengths.sum() - num_tokens
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    return StepInputs(
+        token_ids=np.zeros_like(positions),
+        position_ids=positions,
+        cu_q=np.concatenate([[0], lengths.cumsum()]).astype(np.int32),
+        kv_len=lengths,
+        block_tables=np.zeros((len(lengths), -(-max_seq_len // tokens_per_block)), np.int32),
+        slot_mapping=np.full_like(positions, -1),
+        logit_rows=np.zeros(0, np.int32),
+    )

@@ -1,0 +1,256 @@
+"""Rounds that run on a device, one ahead of what the host has read.
+
+A round is: draft k tokens, verify them, accept, advance. The device keeps what that needs (last
+tokens, lengths, random state), so a round starts where the last one ended without asking the host.
+While round i + 1 runs, the host reads round i, cuts it at stops, publishes blocks and answers:
+
+    device   | round 1 | round 2 | round 3 |
+    host     begin 1,2   commit 1, enqueue 3   commit 2 ...
+
+What the host does not know yet, it bounds: blocks are reserved for the most that a round in flight
+can add. A sequence that stopped in round i may have a round i + 1 in flight; its result is dropped,
+and its writes land before anything that a later owner of the blocks enqueues on the same stream.
+Where round i may bring every sequence to its last token, round i + 1 waits until that is known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from llmctl.errors import BadLogits
+from llmctl.runtime.generate.stop import first_stop
+from llmctl.runtime.generate.verify import Commit
+from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.request import Batch, Sequence, Slice
+from llmctl.runtime.schedule.scheduler import Scheduler
+
+MOST_IN_FLIGHT = 2
+
+
+class RoundResult(NamedTuple):
+    """What one round added to one sequence: the drafts that stand, then the target's own token."""
+
+    num_committed: int  # tokens before the round
+    tokens: list[int]  # accepted + 1
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """A finished round, one result per sequence in the order of `begin`."""
+
+    results: list[RoundResult]
+    draft_s: float  # device time of drafting
+    verify_s: float  # device time of verification and acceptance
+
+
+class RoundRunner(Protocol):
+    """A device that can run rounds by itself."""
+
+    draft_len: int  # drafts per round, at most; 0: plain decoding
+    has_draft_engine: bool
+    max_batch_size: int  # sequences
+    max_tokens: int  # no position of a round may lie beyond this many tokens
+
+    def can_run(self, sequence: Sequence) -> bool:
+        """True when the device can draw every further token of this sequence by itself."""
+
+    def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
+        """Called once, when the caches are there: do ahead what rounds of up to so many sequences,
+        and steps with prompts of up to so many tokens, would have to do when first needed."""
+
+    def catch_up(self, sequences: Items[Sequence]) -> None:
+        """Feed the draft engine what it lacks of each sequence but the last two tokens, which a
+        round feeds, and note it in draft_kv_len. No round is in flight; `begin` comes next."""
+
+    def begin(self, sequences: Items[Sequence]) -> None:
+        """Make these the sequences of the next rounds, in the state the host sees now."""
+
+    def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
+        """Start one more round of so many drafts behind whatever the device does. Does not wait."""
+
+    def collect(self) -> RoundReport:
+        """Wait for the oldest round in flight."""
+
+    def abandon(self) -> None:
+        """Forget all rounds in flight, after waiting for them. Never raises."""
+
+
+class RoundStep(NamedTuple):
+    """One committed round, as the loop reports it."""
+
+    batch: Batch
+    commits: list[Commit]
+    draft_s: float
+    verify_s: float
+
+
+class Rounds:
+    """Keeps the device busy with generation and the host one round behind it."""
+
+    def __init__(
+        self,
+        runner: RoundRunner,
+        scheduler: Scheduler,
+        kv_cache: KvCacheManager,
+        copy_blocks: Callable[[], None],
+    ) -> None:
+        self._runner = runner
+        self._copy_blocks = copy_blocks  # starts what is pending in every cache
+        self._scheduler = scheduler
+        self._kv_cache = kv_cache
+        self._resident: list[Sequence] = []
+        self._last_read: list[RoundResult] = []  # what the host knows of the device
+        self._in_flight: deque[int] = deque()  # the draft lengths of rounds enqueued
+
+    @property
+    def has_result(self) -> bool:
+        """True while a round is in flight that somebody still wants."""
+        return bool(self._in_flight) and any(map(self._is_running, self._resident))
+
+    def can_run(self, batch: Batch) -> bool:
+        """True for a step of nothing but generation that the device can do by itself."""
+        runner = self._runner
+        draft_len = self._common_length([item.sequence for item in batch.generation])
+        if batch.context or not 0 < len(batch.generation) <= runner.max_batch_size:
+            return False
+        if draft_len is None:
+            return False
+        for item in batch.generation:
+            sequence = item.sequence
+            committed = len(sequence.tokens)
+            is_short = item.draft_len < min(draft_len, sequence.max_len - committed - 1)
+            is_long = committed + draft_len > runner.max_tokens
+            if is_short or is_long or not runner.can_run(sequence):
+                return False
+        return True
+
+    def start(self, batch: Batch) -> None:
+        """Enqueue a step for which `can_run` holds, and whatever may follow it unseen."""
+        self._drop_in_flight()
+        sequences = [item.sequence for item in batch.generation]
+        ends = [result.num_committed + len(result.tokens) for result in self._last_read]
+        is_known = sequences == self._resident and [len(s.tokens) for s in sequences] == ends
+        draft_len = self._common_length(sequences)
+        assert draft_len is not None, "start without can_run"
+        behind = [item for item in sequences if draft_len and self._lacks_drafts(item)]
+        if behind:
+            self._runner.catch_up(behind)
+        if behind or not is_known:
+            self._runner.begin(sequences)
+            self._resident = sequences
+        self._enqueue(draft_len)
+        self.run_ahead()
+
+    def run_ahead(self) -> None:
+        """Start the round after the one in flight where nothing forbids it."""
+        if len(self._in_flight) < MOST_IN_FLIGHT:
+            draft_len = self._length_ahead()
+            if draft_len is not None and self._may_run_ahead(draft_len):
+                self._enqueue(draft_len)
+
+    def advance(self) -> RoundStep:
+        """Commit the oldest round in flight."""
+        report = self._runner.collect()
+        draft_len = self._in_flight.popleft()
+        self._last_read = report.results
+        slices, commits = [], []
+        for sequence, result in zip(self._resident, report.results, strict=True):
+            if self._is_running(sequence):
+                item, commit = self._commit(sequence, result, draft_len)
+                slices.append(item)
+                commits.append(commit)
+        return RoundStep(Batch((), tuple(slices)), commits, report.draft_s, report.verify_s)
+
+    def abandon(self) -> None:
+        """After a failure: nothing in flight, nothing resident."""
+        self._runner.abandon()
+        self._in_flight.clear()
+        self._resident, self._last_read = [], []
+
+    def _is_running(self, sequence: Sequence) -> bool:
+        return self._scheduler.is_active(sequence)
+
+    def _common_length(self, sequences: Items[Sequence]) -> int | None:
+        """The draft length planned for all of these; None: they differ."""
+        common = self._scheduler.draft_lengths.common
+        if common is None or not self._runner.draft_len:
+            return common
+        caps = [sequence.request.max_draft_len for sequence in sequences]
+        return None if any(cap is not None and cap < common for cap in caps) else common
+
+    def _length_ahead(self) -> int | None:
+        """The draft length of the round after those in flight; None: it must wait."""
+        self._scheduler.draft_lengths.plan(self._resident)
+        draft_len = self._common_length(self._resident)
+        # A round without drafts leaves a token that the draft engine's cache lacks.
+        if draft_len and self._runner.has_draft_engine and 0 in self._in_flight:
+            return None
+        return draft_len
+
+    def _lacks_drafts(self, sequence: Sequence) -> bool:
+        """True when the draft engine's cache lacks more than the two tokens that it is fed."""
+        committed = len(sequence.tokens)
+        return self._runner.has_draft_engine and sequence.draft_kv_len < committed - 2
+
+    def _enqueue(self, draft_len: int) -> None:
+        tables = [sequence.block_table for sequence in self._resident]
+        self._runner.enqueue(tables, draft_len)
+        self._in_flight.append(draft_len)
+
+    def _drop_in_flight(self) -> None:
+        """Rounds left over by sequences that have all ended."""
+        while self._in_flight:
+            self._runner.collect()
+            self._in_flight.popleft()
+            self._last_read = []
+
+    def _may_run_ahead(self, draft_len: int) -> bool:
+        """True when the next round, of so many drafts, can only be one of the same sequences."""
+        scheduler = self._scheduler
+        has_room = scheduler.num_active < scheduler.limits.max_batch_size
+        if (scheduler.num_waiting and has_room) or scheduler.num_active != len(self._resident):
+            return False
+        most = max(self._in_flight) + 1  # tokens that the round in flight can bring
+        if all(len(item.tokens) + most >= item.max_len for item in self._resident):
+            # It may end them all, and what comes next would wait for a round that nobody wants.
+            return False
+        for sequence in self._resident:
+            committed = len(sequence.tokens)
+            is_last = committed + 1 >= sequence.max_len  # the round in flight ends it
+            is_long = committed + most + draft_len > self._runner.max_tokens
+            if is_last or is_long or not self._is_running(sequence):
+                return False
+        for sequence in self._resident:
+            # The last token never enters the cache; positions without a block are not written.
+            wanted = min(len(sequence.tokens) + most + draft_len + 1, sequence.max_len - 1)
+            if not self._kv_cache.reserve(sequence, wanted):
+                return False
+        self._copy_blocks()  # blocks may have been evicted to host memory for these
+        return True
+
+    def _commit(
+        self, sequence: Sequence, result: RoundResult, draft_len: int
+    ) -> tuple[Slice, Commit]:
+        """Append what the round brought, cut at the first stop."""
+        tokens = sequence.tokens
+        committed, run = len(tokens), result.tokens
+        assert result.num_committed == committed, "host and device disagree on a length"
+        if min(run) < 0:
+            raise BadLogits(
+                "the target engine computed NaN logits",
+                fix="build the engine again; with float16, try --dtype bfloat16",
+            )
+        num_drafts = min(draft_len, sequence.max_len - committed - 1)
+        accepted = len(run) - 1
+        num_kept, sequence.finish_reason = first_stop(sequence, run)
+        tokens += run[:num_kept]
+        most = len(tokens) - 1
+        sequence.kv_len = min(committed + accepted, most)
+        if self._runner.has_draft_engine and draft_len:  # the last draft was never fed to the draft
+            sequence.draft_kv_len = min(committed + min(accepted, draft_len - 1), most)
+        item = Slice(sequence, committed - 1, 1, num_drafts)
+        return item, Commit(sequence, num_kept, num_drafts, accepted)

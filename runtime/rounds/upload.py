@@ -1,0 +1,105 @@
+"""The request state of rounds, from the host to the device.
+
+Written when the sequences of a round change (`write_sequences`) and when their blocks do
+(`write_tables`), on the stream of the rounds, so it lands behind those in flight.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Items
+from dataclasses import fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
+from llmctl.plugins.device_loop.state import RoundState
+from llmctl.plugins.ops.sampling.kernel import is_wide
+from llmctl.plugins.ops.sampling.spec import MAX_TOP_K
+from llmctl.runtime.engines.cuda_engine import CudaExecutable
+from llmctl.runtime.request import Sequence
+
+_WORD = 0xFFFFFFFF
+
+
+class Drawing(enum.Enum):
+    """What launches it takes to draw a round's tokens; a graph has those it was captured with."""
+
+    GREEDY = "greedy"
+    NARROW = "narrow"  # sampled, and few ids are left by every request's filters
+    WIDE = "wide"
+
+
+class RoundUpload:
+    """Writes one RoundState and the block tables of the engines that share it."""
+
+    def __init__(
+        self, state: RoundState, engines: Items[CudaExecutable], queue: DeviceQueue
+    ) -> None:
+        self._state = state
+        self._engines = engines
+        self._queue = queue
+        self._tokens_per_block = engines[0].tokens_per_block
+
+    def write_sequences(self, sequences: Items[Sequence]) -> Drawing:
+        """Where each request stands and how it is drawn; the rest of the batch becomes padding.
+
+        Returns what drawing takes; where all are greedy the arrays of sampling stay as they are.
+        """
+        state, arrays = self._state, self._state.sampling
+        params = [sequence.request.sampling_config for sequence in sequences]
+        self._write(state.root, [sequence.tokens[-1] for sequence in sequences])
+        self._write(state.previous, [sequence.tokens[-2] for sequence in sequences])
+        self._write(state.committed, [len(sequence.tokens) for sequence in sequences], fill=True)
+        self._write(state.max_len, [sequence.max_len for sequence in sequences])
+        self._write(arrays.greedy, [int(p.is_greedy) for p in params])
+        if all(p.is_greedy for p in params):
+            return Drawing.GREEDY
+        seeds = [sequence.seed for sequence in sequences]
+        self._write(arrays.temperature, [1.0 if p.is_greedy else p.temperature for p in params])
+        self._write(arrays.top_k, [min(p.top_k or 0, MAX_TOP_K) for p in params])
+        self._write(arrays.top_p, [1.0 if p.top_p is None else p.top_p for p in params])
+        self._write(arrays.min_p, [p.min_p for p in params])
+        self._write(arrays.seed_low, [_signed(seed & _WORD) for seed in seeds])
+        self._write(arrays.seed_high, [_signed(seed >> 32) for seed in seeds])
+        vocab = min(engine.vocab_size for engine in self._engines)
+        return Drawing.WIDE if any(is_wide(p, vocab) for p in params) else Drawing.NARROW
+
+    def write_tables(self, tables: NDArray[np.int32], lens: Items[int]) -> None:
+        """Blocks of each request [requests, longest]; `lens` of them are its own."""
+        rows, width = tables.shape
+        capacity = np.array(lens, np.int32) * np.int32(self._tokens_per_block)
+        both = torch.from_numpy(np.concatenate((tables.reshape(-1), capacity)))  # in one transfer
+        with device_errors("writing block tables"), self._queue.scope():
+            moved = self._queue.to_device(both)
+            table = moved[: rows * width].view(rows, width)
+            for engine in self._engines:
+                own = engine.program.step.block_tables  # a draft engine's may be shorter
+                most = min(width, own.shape[1])
+                own[:rows, :most].copy_(table[:, :most])
+            self._state.capacity[:rows].copy_(moved[rows * width :])
+
+    def _write(
+        self, array: torch.Tensor, values: Items[int | float], *, fill: bool = False
+    ) -> None:
+        """The first len(values) entries; with `fill`, zeros after them."""
+        count = len(array) if fill else len(values)
+        host = torch.zeros(count, dtype=array.dtype)
+        host[: len(values)] = torch.tensor(values, dtype=array.dtype)
+        with device_errors("writing request state"), self._queue.scope():
+            array[:count].copy_(self._queue.to_device(host))
+
+
+def state_bytes(max_batch_size: int, max_draft_len: int) -> int:
+    """Device memory of the requests' state; the ring of records lies in host memory."""
+    state = RoundState.allocate(max_batch_size, max_draft_len, "meta")
+    arrays = [getattr(state, f.name) for f in fields(state) if f.name not in ("ring", "sampling")]
+    arrays += [getattr(state.sampling, name) for name in state.sampling.__slots__]
+    return sum(array.nbytes for array in arrays)
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of an unsigned word."""
+    return word - (1 << 32) if word >> 31 else word

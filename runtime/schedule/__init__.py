@@ -1,0 +1,1 @@
+"""Which sequences run in a step and how much of each. Integers only."""

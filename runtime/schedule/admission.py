@@ -1,0 +1,110 @@
+"""What may be asked of a scheduler: policies, limits, and sequences that could ever run."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from operator import index
+
+from llmctl.errors import BadConfig, OutOfMemory, PromptTooLong
+from llmctl.runtime.api import refused
+from llmctl.runtime.kv_cache import KvCacheManager
+from llmctl.runtime.request import Request, Sequence
+from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
+
+
+class CapacitySchedulerPolicy(enum.Enum):
+    """When a waiting sequence may start.
+
+    MAX_UTILIZATION: when its present tokens fit; the latest started are paused, to recompute
+    later, if blocks run out. GUARANTEED_NO_EVICT: when it fits to its full length. STATIC_BATCH:
+    likewise, and only when nothing is active.
+    """
+
+    MAX_UTILIZATION = "max_utilization"
+    GUARANTEED_NO_EVICT = "guaranteed_no_evict"
+    STATIC_BATCH = "static_batch"
+
+
+@refused.refuses(refused.SCHEDULER)
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Policies; the defaults are the ones for serving."""
+
+    capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
+    enable_chunked_context: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine (target and draft together) can take in one step."""
+
+    max_batch_size: int  # sequences
+    max_num_tokens: int  # packed tokens, drafts included
+    max_seq_len: int  # prompt + output of one sequence
+    max_draft_len: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_draft_len < 0:
+            raise BadConfig(f"max_draft_len is {self.max_draft_len}; it must be at least 0")
+
+
+def refuse_unservable(
+    sequence: Sequence, config: SchedulerConfig, limits: Limits, kv_cache: KvCacheManager
+) -> None:
+    """Raise for a fresh sequence that could never run to its end, even alone.
+
+    PromptTooLong: max_seq_len, or max_num_tokens without chunking. OutOfMemory: the KV cache.
+    """
+    num_prompt_tokens = len(sequence.tokens)
+    if num_prompt_tokens >= limits.max_seq_len:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt_tokens} tokens; max_seq_len {limits.max_seq_len} "
+            f"leaves room for at most {limits.max_seq_len - 1}",
+            fix="shorten the prompt, or rebuild with a larger --max_seq_len",
+        )
+    assert num_prompt_tokens < sequence.max_len <= limits.max_seq_len
+    # A paused sequence comes back with all its output as context.
+    may_pause = config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+    longest = sequence.max_len - 1 if may_pause else num_prompt_tokens
+    if not config.enable_chunked_context and longest > limits.max_num_tokens:
+        raise PromptTooLong(
+            f"a context of {longest} tokens in one step exceeds max_num_tokens "
+            f"{limits.max_num_tokens}, and enable_chunked_context is off",
+            fix="turn --enable_chunked_context on, or rebuild with a larger --max_num_tokens",
+        )
+    num_blocks = kv_cache.num_blocks_to_hold(sequence, sequence.max_len - 1)
+    if num_blocks > kv_cache.num_usable_blocks:
+        raise OutOfMemory(
+            f"a sequence of {sequence.max_len} tokens needs {num_blocks} KV blocks; the cache "
+            f"has {kv_cache.num_usable_blocks} of {kv_cache.tokens_per_block} tokens",
+            fix="ask for fewer output tokens, or raise --kv_cache_free_gpu_memory_fraction (and "
+            "--max_tokens_in_paged_kv_cache, if that is given)",
+        )
+
+
+def check_token_ids(request: Request, vocab_size: int) -> None:
+    """Raise BadConfig for the first id in a request that the engine does not have."""
+    words = (
+        ("input_token_ids", (request.input_token_ids,)),
+        ("stop_words", request.stop_words),
+        ("bad_words", request.bad_words),
+        ("end_id", () if request.end_id is None else ((request.end_id,),)),
+    )
+    for name, lists in words:
+        for ids in lists:
+            try:
+                if set(map(type, ids)) - {int}:
+                    ids = tuple(map(index, ids))
+                is_known = min(ids) >= 0 and max(ids) < vocab_size
+            except TypeError:
+                raise BadConfig(f"{name} holds what is no token id: {ids!r:.80}") from None
+            if not is_known:
+                found = next(token for token in ids if not 0 <= token < vocab_size)
+                raise BadConfig(
+                    f"{name} holds token id {found}; the engine's ids are 0 to {vocab_size - 1}"
+                )

@@ -1,0 +1,1 @@
+"""Programs for developers; run from the repository's root: `python -m scripts.<folder>.<name>`."""

@@ -1,0 +1,229 @@
+"""Paged attention on one GPU: correct, the same bits however a step is cut, and how fast.
+
+    python -m scripts.bench.attention --compile binaries   # needs no GPU
+    python -m scripts.bench.attention --binaries binaries  # needs no compiler
+
+Times are medians over replays of a CUDA graph that runs the kernel once per layer, each layer with
+its own keys and values, so that a replay reads more than the L2 cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+from support.attention import FP8, INT8, World, mismatches
+
+from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
+from llmctl.plugins.backends.cuda.driver import cuda_driver
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention.reference import reference
+from scripts.bench.rows import elapsed_ms
+
+READ_LIMIT = 4.58e12  # bytes/s that an H200 copies at, measured
+MODELS = {  # query heads, KV heads, head size
+    "70B": (64, 8, 128),
+    "8B": (32, 8, 128),
+    "1B": (32, 8, 64),
+}
+GENERATION = [  # model, FP8 keys, batch, tokens a request, context
+    *(("70B", True, 1, m, n) for n in (512, 1024, 2048, 4096) for m in (1, 11)),
+    ("70B", True, 1, 1, 32768),
+    ("70B", False, 1, 1, 1024),
+    ("70B", False, 1, 11, 1024),
+    *(("1B", True, 1, m, n) for n in (512, 1024, 4096) for m in (1, 2, 11)),
+    ("8B", True, 1, 1, 1024),
+    ("8B", True, 8, 1, 1024),
+    *(("8B", True, b, 1, 1024) for b in (16, 32, 64, 256)),
+    ("8B", True, 256, 1, 640),
+    ("8B", True, 64, 4, 1024),
+    ("8B", False, 64, 1, 1024),
+    *(("70B", f, b, 1, 4096) for f in (True, False) for b in (16, 64)),
+    ("70B", True, 8, 11, 1024),
+]
+CONTEXT = [("70B", True, 1, n, n) for n in (512, 2048, 8192)] + [
+    ("70B", False, 1, 2048, 2048),
+    ("70B", True, 1, 2048, 16384),
+    ("1B", True, 1, 2048, 2048),
+]
+SMALL: dict[str, Any] = {"heads": 8, "kv_heads": 2, "size": 128, "lengths": (700, 333)}
+CHECKED: list[dict[str, Any]] = [
+    {"kv_dtype": FP8, "quantize_out": True},
+    {},
+    {"dtype": torch.float16, "kv_dtype": torch.float16},
+    {"kv_dtype": FP8, "size": 64, "lengths": (2600, 500)},
+    {"kv_dtype": FP8, "size": 128, "lengths": (6000, 3000), "spread": 3.0, "heads": 16},
+    {"size": 80, "heads": 4, "kv_heads": 4, "tokens_per_block": 8},
+    {"size": 96, "heads": 7, "kv_heads": 1, "tokens_per_block": 128},
+    {"window": 100, "lengths": (1500, 333)},
+    {"kv_dtype": FP8, "window": 700, "lengths": (3000, 1333)},
+    {"kv_dtype": INT8, "quantize_out": True, "lengths": (1500, 333)},
+    {"kv_dtype": INT8, "size": 64, "lengths": (2600, 500)},
+]
+
+_binaries: dict[str, CompiledKernel] = {}
+
+
+def main() -> None:
+    """Compile, or check and time."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compile", type=Path)
+    parser.add_argument("--binaries", type=Path)
+    parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--only", default="", help="time generation of one model, as 8B")
+    arguments = parser.parse_args()
+    if arguments.compile:
+        for world in [checked(i, "cpu") for i in range(len(CHECKED))] + [
+            timed(*row[:2]) for row in (*GENERATION, *CONTEXT)
+        ]:
+            for spec in kernel.kernels(world.call([(0, 0, 1)]), world.limits()):
+                _binaries[spec.name] = compile_kernel(spec)
+        arguments.compile.write_bytes(pickle.dumps({k: describe(v) for k, v in _binaries.items()}))
+        print(f"{len(_binaries)} kernels")
+        return
+    if arguments.binaries:
+        for name, (metadata, cubin) in pickle.loads(arguments.binaries.read_bytes()).items():
+            _binaries[name] = CompiledKernel.from_metadata(metadata, cubin)
+    if not arguments.skip_checks:
+        check()
+    measure(arguments.only)
+
+
+def describe(binary: CompiledKernel) -> tuple[dict[str, object], bytes]:
+    """What a file keeps of a kernel."""
+    return binary.metadata(), binary.cubin
+
+
+def checked(index: int, device: str = "cuda") -> World:
+    """One world of the correctness table."""
+    return World(**{**SMALL, **CHECKED[index]}, device=device)
+
+
+def timed(model: str, is_fp8: bool) -> World:
+    """What the timed kernels' specs follow from."""
+    heads, kv_heads, size = MODELS[model]
+    kv_dtype = FP8 if is_fp8 else torch.bfloat16
+    return World(heads, kv_heads, size, (64,), kv_dtype=kv_dtype, quantize_out=is_fp8)
+
+
+def loaded(launch: Launch) -> object:
+    """The kernel on the device."""
+    name = launch.spec.name
+    if name not in _binaries:
+        _binaries[name] = compile_kernel(launch.spec)
+    if name not in _loaded:
+        _loaded[name] = cuda_driver().load(_binaries[name])
+    return _loaded[name]
+
+
+_loaded: dict[str, object] = {}
+
+
+def execute(launches: Sequence[Launch]) -> None:
+    """Run launches on torch's current stream."""
+    enqueue(launches)
+    torch.cuda.synchronize()
+
+
+def enqueue(launches: Sequence[Launch]) -> None:
+    """Enqueue launches with programmatic dependence on each other."""
+    stream = torch.cuda.current_stream().cuda_stream
+    for launch in launches:
+        cuda_driver().prepare(loaded(launch), launch.grid, launch.arguments, True)(stream)
+
+
+def check() -> None:
+    """Compare with the reference, and every way to cut a step with one chunk."""
+    for index in range(len(CHECKED)):
+        world = checked(index)
+        parts = [(0, 0, world.lengths[0]), (1, world.lengths[1] - 3, 3)]
+        found = torch.cat(world.run(parts, execute)).float()
+        step, call = world.step(parts), world.call(parts)
+        reference(call.inputs, call.outputs, call.attributes, step, world.cache)
+        wanted = call.outputs["out"].float()
+        error = ((found - wanted).norm() / wanted.norm()).item()
+        wrong = mismatches(world, execute)
+        print(f"check {CHECKED[index]}: error {error:.2e}, {len(wrong)} ways differ", flush=True)
+        for line in wrong[:6]:
+            print("   ", line)
+
+
+def measure(only: str) -> None:
+    """Time generation and context chunks; of one model generation alone."""
+    for model, is_fp8, batch, tokens, context in GENERATION:
+        if only not in ("", model):
+            continue
+        world = big(model, is_fp8, batch, context)
+        parts = [(r, context - tokens, tokens) for r in range(batch)]
+        seconds, low = time_layers(world, parts)
+        read = world.cache[0].nbytes * batch * context / padded(world)
+        print(
+            f"{model} {'fp8 ' if is_fp8 else 'bf16'} batch {batch:3} tokens {tokens:2} "
+            f"context {context:6}: {seconds * 1e6:8.2f} us (min {low * 1e6:.2f}), "
+            f"{read / seconds / 1e12:.2f} TB/s, {read / seconds / READ_LIMIT:.0%} of reads",
+            flush=True,
+        )
+    for model, is_fp8, batch, tokens, context in () if only else CONTEXT:
+        world = big(model, is_fp8, batch, context, layers=4)
+        seconds, low = time_layers(world, [(0, context - tokens, tokens)])
+        pairs = tokens * (context - tokens) + tokens * (tokens + 1) / 2
+        rate = 4 * world.heads * world.size * pairs / seconds / 1e12
+        print(
+            f"{model} {'fp8 ' if is_fp8 else 'bf16'} chunk {tokens} of {context}: "
+            f"{seconds * 1e6:.1f} us (min {low * 1e6:.1f}), {rate:.0f} TFLOP/s",
+            flush=True,
+        )
+
+
+def padded(world: World) -> int:
+    """Token slots of one layer's cache."""
+    return world.cache.shape[1] * world.tokens_per_block
+
+
+def big(model: str, is_fp8: bool, batch: int, context: int, layers: int = 0) -> World:
+    """Requests of one length, with enough layers to outgrow the L2 cache."""
+    small = timed(model, is_fp8)
+    per_layer = small.cache.element_size() * 2 * small.kv_heads * small.size * context * batch
+    layers = layers or min(max(160_000_000 // per_layer, 4), 64)
+    return replace(small, lengths=(context,) * batch, layers=layers, device="cuda", scratch={})
+
+
+def time_layers(world: World, parts: list[tuple[int, int, int]]) -> tuple[float, float]:
+    """Median and least seconds of one layer's attention."""
+    step, first = world.step(parts), world.call(parts)
+    env, shape = world.env(step), world.shape(step)
+
+    def all_layers() -> None:
+        for layer in range(world.layers):
+            call = OpCall(
+                first.op,
+                first.name,
+                first.inputs,
+                first.outputs,
+                {**first.attributes, "layer": layer},
+            )
+            enqueue(kernel.launches(call, env, shape))
+
+    all_layers()
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        all_layers()
+    times = [ms * 1e-3 / world.layers for ms in elapsed_ms(graph.replay, 12)]
+    return statistics.median(times[2:]), min(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Decoder layers in one launch against the launches of their operators: bits, and time of a step.
+
+    python -m scripts.bench.layers 1b 3b 8b [--qformat w4a8_mxfp4_fp8] [--contexts 1,64,1000]
+        [--tokens 2] [--times 1000,2000,4000] [--pace 3_3_5_8_1,5_3_7_0_0]
+        [--output plugins/fused/decoder_layers/tactics.json]
+
+Models of these shapes get random weights. Says at each context whether the logits and the KV cache
+have the same bits either way, and the time of a step with one token in a CUDA graph of ten beside
+what a plain read of the same bytes takes; ends with 1 where bits differ. --pace: first chooses
+how weights are brought (`Pace`), by the time at the first context. --output stores that and the
+times, each for all contexts that are padded to the same length; by them `llmctl build` decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from llmctl.plugins.fused.decoder_layers.kernel import TOKENS
+from llmctl.plugins.fused.decoder_layers.tactics import Pace, shape_key
+from llmctl.runtime.engines.graphs import kv_bucket
+from scripts.bench.layers_support import CONTEXT, Model
+from scripts.bench.rows import provenance, read_bandwidth, replace, weight_bytes
+from scripts.models.planted_shapes import SHAPES
+
+ROUNDS = 3  # of choosing
+
+
+def pace_of(text: str) -> list[Pace]:
+    """The candidates of an option."""
+    return [Pace(*map(int, each.split("_"))) for each in text.split(",")]
+
+
+def choose_pace(model: Model, context: int, tokens: int, candidates: Sequence[Pace]) -> None:
+    """Bring weights as is fastest, by the least median of rounds, which take all in turn."""
+    times: dict[Pace, list[float]] = {each: [] for each in candidates}
+    for _ in range(ROUNDS):
+        for each in candidates:
+            model.set_pace(each)
+            times[each].append(median(model.milliseconds(context, True, tokens)))
+    for each, its in times.items():
+        print(f"{each}: {' '.join(f'{x:.4f}' for x in its)} ms")
+    model.set_pace(min(times, key=lambda each: min(times[each])))
+
+
+def main() -> None:
+    """Compare model after model."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("shapes", nargs="+", choices=SHAPES)
+    parser.add_argument("--qformat", choices=("fp8", "w4a8_mxfp4_fp8"), default="fp8")
+    parser.add_argument("--tokens", type=int, choices=TOKENS, default=1, help="of a step")
+    parser.add_argument("--contexts", default="1,2,63,64,65,700,1000,1024,1025,1999,3001,4095")
+    parser.add_argument("--times", default="1000,2000,4000")
+    parser.add_argument("--pace", type=pace_of, default=[])
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    tokens = arguments.tokens
+    stored, chosen = {}, {}
+    failed = False
+    bandwidth = median(read_bandwidth())
+    print(f"a plain read: {bandwidth:.3f} TB/s")
+    for name in arguments.shapes:
+        model = Model(name, tokens, qformat=arguments.qformat)
+        assert model.chains, f"{name}: its layers are none that one launch can take"
+        if arguments.pace:
+            context = int(arguments.times.partition(",")[0])
+            choose_pace(model, context, tokens, arguments.pace)
+        tactic = model.chains[0].tactic
+        contexts = map(int, arguments.contexts.split(","))
+        different = [
+            context
+            for context in contexts
+            if context >= tokens and not model.has_same_bits(context, tokens)
+        ]
+        spread = float(model.logits[0].std())
+        verdict = f"bits differ at {different}" if different else "same bits"
+        layers = model.chains[0].layers
+        print(f"{name}: {len(layers)} layers, {tactic.pace}, logits of {spread:.1f}: {verdict}")
+        failed |= bool(different)
+        times = {}
+        for context in map(int, arguments.times.split(",")):
+            many, one = (model.milliseconds(context, way, tokens) for way in (False, True))
+            times[str(kv_bucket(context, model.program.limits))] = {
+                "launches": round(median(many), 4),
+                "one_launch": round(median(one), 4),
+            }
+            num_bytes = weight_bytes(model.plan) + context * model.cache.numel() // CONTEXT
+            floor = num_bytes / bandwidth / 1e9
+            told = ", ".join(
+                f"{what} {x[0]:.4f} {median(x):.4f} {x[-1]:.4f} ({floor / median(x):.1%} of a read)"
+                for what, x in (("launches", many), ("one launch", one))
+            )
+            print(f"{name} at {context}: least, median, most ms a step: {told}", flush=True)
+        stored[shape_key(layers[0], tokens)] = times
+        chosen[shape_key(layers[0], tokens)] = tactic.pace
+        del model, layers
+        torch.cuda.empty_cache()
+    if arguments.output is not None:
+        found = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+        found["ms"] = {**found.get("ms", {}), **stored}
+        found["pace"] = {**found.get("pace", {}), **chosen}
+        of = "_mxfp4" * (arguments.qformat != "fp8") + f"_n{tokens}" * (tokens > 1)
+        found[f"measured{of}"] = provenance()
+        replace(arguments.output, json.dumps(found, indent=1, sort_keys=True) + "\n")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

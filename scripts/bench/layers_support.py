@@ -1,0 +1,186 @@
+"""Steps of a model with random weights, its decoder layers as one launch or as many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmctl.builder.config import BuildRequest
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, StepShape
+from llmctl.plugins.backends.cuda.program import CudaProgram
+from llmctl.plugins.backends.cuda.queue import DeviceQueue
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.fused.decoder_layers.kernel import find_chains
+from llmctl.plugins.fused.decoder_layers.tactics import EVERYWHERE, Pace, measured_tactic
+from llmctl.plugins.ops.packed_linear.layout import FORMS, MXFP4
+from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.engines.graphs import capture_graph, kv_bucket, shape_of
+from llmctl.runtime.engines.planted_weights import FP8_SPREAD, MXFP4_SPREAD, random_mxfp4
+from scripts.bench.plan_support import plan_shape
+from scripts.models.planted_shapes import SHAPES, Shape
+
+CONTEXT = 4096  # tokens of the cache
+STEPS, REPLAYS = 10, 12  # steps of a graph, and how often it is timed
+
+
+class Program(CudaProgram):
+    """Compiles what it launches."""
+
+    def _find(self, spec: KernelSpec) -> Any:
+        if spec.name not in self._loaded:
+            self._loaded[spec.name] = self._driver.load(compile_kernel(spec))
+        return self._loaded[spec.name]
+
+
+class Model:
+    """A model of a shape in `SHAPES`, or of one given, in device memory. Scales are such that every
+    layer counts for the logits."""
+
+    def __init__(
+        self,
+        shape: str | Shape,
+        tokens: int = 1,
+        request: BuildRequest | None = None,
+        kv_algo: str | None = "FP8",
+        qformat: str = "fp8",
+        quantized_head: bool = False,
+        scale: float = 1 / 32,
+    ) -> None:
+        """`tokens`: the most of a step that one launch takes; `kv_algo`: FP8, INT8 or None, the
+        model's own type; `qformat`: of the weights, as `llmctl quantize` has it, and of the output
+        projection's with `quantized_head`; `scale`: of tokens, keys and values."""
+        shape = SHAPES[shape] if isinstance(shape, str) else shape
+        excluded = [] if quantized_head else ["lm_head"]
+        request = request or BuildRequest(max_batch_size=4, max_seq_len=CONTEXT)
+        plan, limits = plan_shape(shape, request, kv_algo, qformat, excluded)
+        self.queue = DeviceQueue()
+        generator = torch.Generator(device="cuda").manual_seed(0)
+
+        def normal(size: torch.Size, spread: float, dtype: torch.dtype) -> torch.Tensor:
+            made = torch.empty(size, device="cuda", dtype=dtype)
+            for piece in made.view(-1).split(1 << 26):
+                values = torch.randn(piece.shape, device="cuda", generator=generator) * spread
+                piece.copy_(values.clamp(-400, 400))
+            return made
+
+        weights = {}
+        for tensor in plan.tensors:
+            if tensor.kind != "weight":
+                continue
+            dtype = getattr(torch, tensor.dtype)
+            size = torch.Size(int(n) for n in tensor.shape)
+            if tensor.name.endswith("weight_scale"):
+                weight = next(t for t in plan.tensors if tensor.name == f"{t.name}_scale")
+                inner = int(weight.shape[1]) * FORMS[weight.dtype].columns
+                spread = MXFP4_SPREAD if weight.dtype == MXFP4 else FP8_SPREAD
+                weights[tensor.name] = torch.full(
+                    size, 1 / (spread * inner**0.5), dtype=dtype, device="cuda"
+                )
+            elif tensor.name.endswith("_scale"):
+                weights[tensor.name] = torch.full(size, scale, dtype=dtype, device="cuda")
+            elif tensor.dtype == MXFP4:
+                weights[tensor.name] = torch.empty(size, dtype=dtype, device="cuda")
+                random_mxfp4(weights[tensor.name], generator)
+            else:
+                spread = FP8_SPREAD if dtype == torch.float8_e4m3fn else 1.0
+                weights[tensor.name] = normal(size, spread, dtype)
+        arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device="cuda")
+        tensors = bind_plan(plan, weights, arena)
+        self.calls = make_calls(plan, tensors)
+        self.plan = plan
+        self.logits = tensors[plan.logits]
+        self.program = Program(self.calls, [], limits)
+        self.chains = find_chains(self.calls, limits, {tokens: EVERYWHERE})
+        if self.chains:
+            self.set_pace(measured_tactic(self.chains[0].layers[0], tokens).pace)
+        self.block = limits.tokens_per_block
+        blocks = CONTEXT // self.block
+        cache = normal(
+            torch.Size(kv_cache_shape(plan, blocks)), 32.0, getattr(torch, plan.kv_cache.dtype)
+        )
+        self.program.bind_kv_cache(cache)
+        self.cache = cache.view(torch.uint8)
+        self.before = self.cache.clone()
+        self.order = np.random.default_rng(3).permutation(blocks).astype(np.int32)
+        torch.cuda.synchronize()
+
+    def step(
+        self, context: int, tokens: int, padding: int = 0, rows: int = 1
+    ) -> tuple[StepInputs, StepShape]:
+        """The last tokens of one request, with padding behind them, and the shape of the grids.
+        `rows`: how many of them get logits, the last ones."""
+        positions = np.arange(context - tokens, context, dtype=np.int32)
+        slots = self.order[positions // self.block] * self.block + positions % self.block
+        extended = np.pad(positions, (0, padding))
+        step = StepInputs(
+            token_ids=np.arange(7, 7 + tokens + padding, dtype=np.int32),
+            position_ids=extended,
+            cu_q=np.array([0, tokens], np.int32),
+            kv_len=np.array([context], np.int32),
+            block_tables=self.order[None].copy(),
+            slot_mapping=np.pad(slots, (0, padding), constant_values=-1).astype(np.int32),
+            logit_rows=np.arange(tokens - rows, tokens, dtype=np.int32).clip(0),
+        )
+        shape = replace(shape_of(step), max_query_len=tokens + padding)
+        return step, replace(shape, max_kv_len=kv_bucket(context, self.program.limits))
+
+    def set_pace(self, pace: Pace) -> None:
+        """How the one launch brings weights from now on."""
+        self.chains = [
+            replace(chain, tactic=replace(chain.tactic, pace=pace)) for chain in self.chains
+        ]
+
+    def use(self, one_launch: bool) -> None:
+        """Choose how the next steps run."""
+        self.program._chains = self.chains if one_launch else []
+        self.program.forget()
+
+    def run(self, step: StepInputs, shape: StepShape, one_launch: bool) -> list[torch.Tensor]:
+        """Logits and cache after a step."""
+        self.use(one_launch)
+        self.cache.copy_(self.before)
+        torch.cuda.synchronize()
+        self.program.upload(step, self.queue.handle)
+        self.program.enqueue(shape, self.queue.handle)
+        torch.cuda.synchronize()
+        return [self.logits[: step.num_rows].clone(), self.cache.clone()]
+
+    def has_same_bits(self, context: int, tokens: int, padding: int = 0) -> bool:
+        """Whether a step gives the same logits and cache either way."""
+        step, shape = self.step(context, tokens, padding)
+        many, one = (self.run(step, shape, way) for way in (False, True))
+        return all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(many, one, strict=True)
+        )
+
+    def milliseconds(
+        self, context: int, one_launch: bool, tokens: int = 1, rows: int = 1
+    ) -> list[float]:
+        """Of a step: for each replay of a graph of steps."""
+        self.use(one_launch)
+        step, shape = self.step(context, tokens, rows=rows)
+        self.program.upload(step, self.queue.handle)
+        self.program.enqueue(shape, self.queue.handle)
+        self.queue.synchronize()
+
+        def record() -> None:
+            for _ in range(STEPS):
+                self.program.enqueue(shape, self.queue.handle)
+
+        graph = capture_graph(self.queue, record)
+        times = []
+        for _ in range(REPLAYS):
+            begin, end = self.queue.make_event(), self.queue.make_event()
+            with self.queue.scope():
+                begin.record()
+            graph.replay()
+            with self.queue.scope():
+                end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / STEPS)
+        return sorted(times)

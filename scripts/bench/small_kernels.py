@@ -1,0 +1,181 @@
+"""Times the kernels between the matrix products, in CUDA graphs of programmatic launches.
+
+    python -m scripts.bench.small_kernels [--vocab 128256] [--hidden 8192]
+
+One line per kernel and number of rows: microseconds a launch, median and range over replays. A
+launch waits for the one before it, as in a model, so this is latency and not throughput.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.driver import cuda_driver
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    DeviceStep,
+    Launch,
+    LaunchEnv,
+    StepLimits,
+    StepShape,
+)
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.device_loop import kernel as rounds
+from llmctl.plugins.device_loop.state import RoundState
+from llmctl.plugins.ops.rms_norm.kernel import launches as norm_launches
+from llmctl.plugins.ops.sampling import kernel as sampling
+from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
+from scripts.bench.rows import elapsed_ms
+
+REPEATS = 50  # launches of a graph
+REPLAYS = 25
+ROWS = (1, 11, 176)
+PREFERENCES = {
+    "greedy": {"greedy": 1},
+    "temperature": {},
+    "top_k 50": {"top_k": 50},
+    "top_p 0.9": {"top_p": 0.9},
+    "top_k 50, top_p 0.9": {"top_k": 50, "top_p": 0.9},
+    "min_p 0.05": {"min_p": 0.05},
+}
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device="cuda")
+
+
+def make_step(limits: StepLimits) -> DeviceStep:
+    tokens, batch = limits.max_num_tokens, limits.max_batch_size
+    blocks = limits.max_seq_len // limits.tokens_per_block
+    return DeviceStep(
+        token_ids=integers(tokens),
+        position_ids=integers(tokens),
+        cu_q=integers(batch + 1),
+        kv_len=integers(batch),
+        block_tables=integers(batch, blocks),
+        slot_mapping=integers(tokens),
+        logit_rows=integers(tokens),
+    )
+
+
+def measure(launches: Sequence[Launch]) -> tuple[float, float, float]:
+    """Minimum, median and maximum microseconds of one run of the launches."""
+    driver = cuda_driver()
+    prepared = [
+        driver.prepare(driver.load(compile_kernel(x.spec)), x.grid, x.arguments, True)
+        for x in launches
+    ]
+
+    def record() -> None:
+        for _ in range(REPEATS):
+            for start in prepared:
+                start(torch.cuda.current_stream().cuda_stream)
+
+    record()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        record()
+    times = [1e3 * ms / REPEATS for ms in elapsed_ms(graph.replay, REPLAYS)[3:]]
+    return min(times), statistics.median(times), max(times)
+
+
+def report(what: str, rows: int, launches: Sequence[Launch]) -> None:
+    least, median, most = measure(launches)
+    print(f"{what:<44}{rows:>5}{median:>9.2f}{least:>9.2f}{most:>9.2f}", flush=True)
+
+
+def norm(rows: int, hidden: int) -> list[Launch]:
+    x, residual, weight = (
+        torch.randn(shape, device="cuda").bfloat16()
+        for shape in ((rows, hidden), (rows, hidden), (hidden,))
+    )
+    out = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device="cuda")
+    scale = torch.tensor([0.01], device="cuda")
+    inputs = {"x": x, "weight": weight, "residual": residual, "scale": scale}
+    outputs = {"out": out, "residual_out": torch.empty_like(residual)}
+    call = OpCall("rms_norm", "norm", inputs, outputs, {"epsilon": 1e-5})
+    limits = StepLimits(rows, rows, rows, 4096, 10, 32, "bfloat16")
+    env = LaunchEnv(make_step(limits), integers(1), limits, "tokens", no_scratch)
+    return norm_launches(call, env, StepShape(rows, rows, rows, 1, 1))
+
+
+def no_scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    raise AssertionError(f"row-wise kernels need no scratch; {name} {shape} {dtype} was asked for")
+
+
+def arrays(rows: int, **preferences: float) -> SamplingArrays:
+    made = SamplingArrays.allocate(rows, "cuda")
+    made.greedy.zero_()
+    made.seed_low.copy_(torch.arange(rows))
+    for name, value in preferences.items():
+        getattr(made, name).fill_(value)
+    return made
+
+
+def time_sampling(vocab: int) -> None:
+    for name, spread in (("flat", 1.0), ("peaked", 4.0)):
+        logits = torch.randn(max(ROWS), vocab, device="cuda") * spread
+        scratch = SamplingScratch.allocate(max(ROWS), vocab, "cuda")
+        positions, out = integers(max(ROWS)), integers(max(ROWS))
+        if name == "flat":
+            for rows in ROWS:
+                report("argmax", rows, [sampling.argmax(logits, out, scratch, rows)])
+        for what, preferences in PREFERENCES.items():
+            for rows in ROWS:
+                made = arrays(rows, **preferences)
+                is_wide = "top_k" not in preferences and bool({"top_p", "min_p"} & set(preferences))
+                launches = sampling.sample(
+                    logits, out, scratch, rows, made, positions, has_wide=is_wide
+                )
+                report(f"sample {name}, {what}", rows, launches)
+
+
+def time_rounds(vocab: int) -> None:
+    for batch in (1, 8, 64):
+        draft_len = 10
+        state = RoundState.allocate(batch, draft_len, "cuda")
+        for tensor in (state.committed, state.capacity, state.max_len):
+            tensor.fill_(2000)
+        tokens = batch * (draft_len + 1)
+        limits = StepLimits(tokens, tokens, batch, 4096, draft_len, 32, "bfloat16")
+        step = make_step(limits)
+        steps = {
+            "draft_first": rounds.draft_first(state, step, limits, batch),
+            "draft_next": rounds.draft_next(state, step, limits, batch, 1),
+            "verify": rounds.verify(state, step, limits, batch, draft_len),
+            "accept": rounds.accept(state, batch, draft_len),
+        }
+        for name, launch in steps.items():
+            report(f"rounds.{name}, requests:", batch, [launch])
+        logits = torch.randn(batch, vocab, device="cuda")
+        scratch = SamplingScratch.allocate(batch, vocab, "cuda")
+        drawn = sampling.argmax(logits, state.drafts, scratch, batch, stride=draft_len)
+        report("argmax, rounds.draft_next, requests:", batch, [drawn, steps["draft_next"]])
+        both = rounds.draw_next(logits, scratch, state, step, limits, batch, 1)
+        report("rounds.draw_next, requests:", batch, [both])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--hidden", type=int, default=8192)
+    options = parser.parse_args()
+    print(f"{'kernel':<44}{'rows':>5}{'us':>9}{'min':>9}{'max':>9}")
+    for rows in ROWS:
+        (launch,) = norm(rows, options.hidden)
+        report(f"rms_norm {options.hidden}, residual, FP8", rows, [launch])
+        for num_warps in (8, 16):
+            other = replace(launch, spec=replace(launch.spec, num_warps=num_warps))
+            report(f"  with {num_warps} warps", rows, [other])
+    time_rounds(options.vocab)
+    time_sampling(options.vocab)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""llmctl beside other systems on the same load."""

@@ -1,0 +1,1 @@
+"""Checkpoints of known shapes with random or planted weights."""

@@ -1,0 +1,198 @@
+"""Whether the waits of `fused/decoder_layers` end in any order of events: a model of a ring.
+
+    python -m scripts.profile.ring_model [--seeds 12] [--held 1] [--full-alone]
+
+The copying warps of copy.cuh, the two teams of product.cuh, and what comes of copies, take turns by
+lot, some 5 or 20 times as often as others. A barrier tells its parity and nothing else. What waits
+for other blocks is left out: those always answer. Says for shapes and shares of a block in how many
+of the runs nobody could go on, and ends with 1 where there was one.
+
+--held: units of gate and up that four more warps take (hold.cuh). --full-alone: a
+copying warp that waits for an earlier chunk does not see that the chunk's unit is used up, as it
+was until 2fc297d.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+
+SHAPES = {  # weight rows and K of the four products, and weight rows of a group
+    "1b": ((3072, 2048, 16), (2048, 2048, 16), (16384, 2048, 16), (2048, 8192, 8)),
+    "3b": ((5120, 3072, 16), (3072, 3072, 8), (16384, 3072, 16), (3072, 8192, 8)),
+    "8b": ((6144, 4096, 16), (4096, 4096, 8), (28672, 4096, 16), (4096, 14336, 8)),
+    "narrow": ((768, 512, 16), (512, 512, 8), (4096, 512, 16), (512, 2048, 8)),
+}
+PACE = (4, 4, 6)  # chunks on their way: small products, gate and up's first units, the rest
+STAGES, CHUNKS, LAYERS, BLOCKS = 6, 4, 4, 132
+STUCK = 20_000  # turns without an event
+
+
+class AnotherTurn(Exception):
+    """Somebody takes a unit before it is there: its barrier tells of two turns ago."""
+
+
+class Barrier:
+    """Phases that are complete, of `count` arrivals each."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.count, self.arrived, self.phases = count, 0, 0
+
+    def arrive(self) -> None:
+        """The last one completes a phase."""
+        self.arrived += 1
+        if self.arrived == self.count:
+            self.arrived, self.phases = 0, self.phases + 1
+
+    def is_over(self, turn: int) -> bool:
+        """As `mbarrier.try_wait.parity` answers for the phase of a turn."""
+        return self.phases % 2 != turn % 2
+
+    def meet(self) -> Iterator[None]:
+        """Arrive, and wait for all."""
+        phase = self.phases
+        self.arrive()
+        while self.phases == phase:
+            yield
+
+
+class Block:
+    """A thread block whose layers have so many units of each product."""
+
+    def __init__(
+        self,
+        units: tuple[int, ...],
+        held: int = 0,
+        full_alone: bool = False,
+        stages: int = STAGES,
+        pace: tuple[int, int, int] = PACE,
+    ) -> None:
+        self.units, self.held, self.full_alone = units, held, full_alone
+        self.stages, self.pace = stages, pace
+        self.full = [[Barrier() for _ in range(CHUNKS)] for _ in range(stages)]
+        self.empty = [Barrier() for _ in range(stages)]
+        self.there: dict[tuple[int, int], int] = {}  # which unit's chunk a slot has
+        self.under_way: list[tuple[int, int]] = []
+        self.meeting, self.done = Barrier(2), Barrier(3)
+        self.tokens, self.sums = Barrier(3), Barrier(3)
+
+    def copy(self, chunk: int) -> Iterator[None]:
+        """A warp of copy.cuh."""
+        number = 0
+        for product in list(range(4)) * LAYERS:
+            for unit in range(self.units[product]):
+                ahead = product == 2 and unit < self.stages
+                most = self.pace[0 if product < 2 else 1 if ahead else 2]
+                turn, slot = divmod(number, self.stages)
+                while turn and not self.empty[slot].is_over(turn - 1):
+                    yield
+                behind, its = divmod(CHUNKS * number + chunk - most, CHUNKS)
+                while behind >= 0 and not self._came(behind, its):
+                    yield
+                self.under_way.append((number, chunk))
+                number += 1
+                yield
+
+    def _came(self, unit: int, chunk: int) -> bool:
+        turn, slot = divmod(unit, self.stages)
+        is_used = self.empty[slot].is_over(turn) and not self.full_alone
+        return is_used or self.full[slot][chunk].is_over(turn)
+
+    def _use(self, number: int) -> Iterator[None]:
+        turn, slot = divmod(number, self.stages)
+        for chunk in range(CHUNKS):
+            while not self.full[slot][chunk].is_over(turn):
+                yield
+            if self.there.get((slot, chunk)) != number:
+                raise AnotherTurn
+        yield
+        self.empty[slot].arrive()
+
+    def multiply(self, team: int) -> Iterator[None]:
+        """A team of product.cuh."""
+        taken = 0
+        for product in list(range(4)) * LAYERS:
+            held = self.held if product == 2 else 0
+            yield from (self.tokens if held else self.meeting).meet()
+            for unit in range(held + ((team ^ taken ^ held) & 1), self.units[product], 2):
+                yield from self._use(taken + unit)
+            taken += self.units[product]
+            yield from (self.sums if held else self.meeting).meet()
+            if product == 0 and self.held:
+                self.done.arrive()
+
+    def hold(self) -> Iterator[None]:
+        """The warps of 30e0049 that hold units."""
+        number = sum(self.units[:2])
+        for _ in range(LAYERS):
+            yield from self.done.meet()
+            for unit in range(self.held):
+                yield from self._use(number + unit)
+            yield from self.tokens.meet()
+            self.sums.arrive()
+            number += sum(self.units)
+
+    def ends(self, seed: int) -> bool:
+        """Whether everyone comes to the end. Raises AnotherTurn."""
+        lot = random.Random(seed)
+        actors = [self.copy(chunk) for chunk in range(CHUNKS)]
+        actors += [self.multiply(team) for team in range(2)] + [self.hold()] * (self.held > 0)
+        speeds = [lot.choice((1, 1, 1, 5, 20)) for _ in actors]
+        quiet, last = 0, -1
+        while actors:
+            at = lot.choices(range(len(actors)), speeds)[0]
+            if next(actors[at], self) is self:
+                del actors[at], speeds[at]
+            if self.under_way and lot.random() < 0.3:
+                number, chunk = self.under_way.pop(lot.randrange(min(len(self.under_way), 6)))
+                self.there[number % self.stages, chunk] = number
+                self.full[number % self.stages][chunk].arrive()
+            events = len(actors) + self._events()
+            quiet, last = (quiet + 1, last) if events == last else (0, events)
+            if quiet > STUCK and not self.under_way:
+                return False
+        return True
+
+    def _events(self) -> int:
+        meetings = (self.meeting, self.done, self.tokens, self.sums)
+        barriers = [*sum(self.full, []), *self.empty, *meetings]
+        return sum(100 * (b.count * b.phases + b.arrived) for b in barriers) + len(self.under_way)
+
+
+def shares(shape: tuple[tuple[int, int, int], ...]) -> list[tuple[int, ...]]:
+    """Units of each product that blocks have, all kinds (`Size` and `Share` of chain.cuh)."""
+    found, turn, products = set(), 0, []
+    for rows, inner, group_rows in shape:
+        products.append((rows // group_rows, -(-inner // 512 * group_rows // 64), turn))
+        turn = (turn + rows // group_rows) % BLOCKS
+    for block in range(BLOCKS):
+        firsts = [(groups, units, (block - turn) % BLOCKS) for groups, units, turn in products]
+        found.add(tuple(-(-max(g - first, 0) // BLOCKS) * units for g, units, first in firsts))
+    return sorted(found)
+
+
+def main() -> None:
+    """Run them all."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=12)
+    parser.add_argument("--held", type=int, default=0)
+    parser.add_argument("--full-alone", action="store_true")
+    arguments = parser.parse_args()
+    stuck = 0
+    for name, shape in SHAPES.items():
+        for units in shares(shape):
+            if units[2] < arguments.held:
+                continue
+            block = [
+                Block(units, arguments.held, arguments.full_alone).ends(seed)
+                for seed in range(arguments.seeds)
+            ]
+            stuck += block.count(False)
+            print(f"{name}, units {units}: {block.count(False)} of {len(block)} got stuck")
+    sys.exit(stuck > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+# Sourced by scripts/quickstart and scripts/test: a virtual environment with llmctl in it.
+#
+#   make_environment EXTRA    installs ".[EXTRA]" in place and sets $python
+#
+# The active virtual environment is used when there is one, .venv otherwise.
+
+torch_version=2.13.0 # the version the tests run on; any from 2.8 on works
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+
+say() { printf '%s\n' "$*" >&2; }
+
+fail() {
+    say "error[$1]: $2"
+    say "fix: $3"
+    exit 1
+}
+
+# The first interpreter that runs (a shim on the path may not) and has a version that fits.
+find_python() {
+    for candidate in python3.12 python3.11 python3.13 python3; do
+        if "$candidate" -c \
+            'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+            >/dev/null 2>&1; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+# A virtual environment with pip, also where Debian's python3-venv is missing.
+make_venv() {
+    base=$(find_python) || fail PythonMissing \
+        "no Python from 3.11 to 3.13 was found" "sudo apt-get install python3 python3-venv"
+    say "making $1 with $base"
+    "$base" -m venv "$1" >/dev/null 2>&1 && return
+    rm -rf "$1"
+    say "Debian's python3-venv is missing; fetching pip from PyPI"
+    "$base" -m venv --without-pip "$1" >/dev/null &&
+        "$base" scripts/setup/bootstrap_pip.py "$1/bin/python" && return
+    rm -rf "$1"
+    fail VenvMissing "$base cannot make a virtual environment with pip in it" \
+        "sudo apt-get install python3-venv"
+}
+
+# pip without its remarks, unless it fails.
+quiet_pip() {
+    log=$(mktemp)
+    if "$python" -m pip "$@" >"$log" 2>&1; then
+        rm -f "$log"
+    else
+        cat "$log" >&2
+        rm -f "$log"
+        fail InstallFailed "pip $* failed, see above" "mend what pip names and run this again"
+    fi
+}
+
+# PyTorch without its CUDA libraries (gigabytes that the cpu backend never loads) where possible.
+install_torch() {
+    "$python" -c 'import torch' >/dev/null 2>&1 && return
+    say "installing PyTorch $torch_version for CPU (about 200 MB)"
+    "$python" -m pip install --quiet --retries 1 --timeout 20 \
+        --index-url "$torch_cpu_index" "torch==$torch_version" >/dev/null 2>&1 && return
+    say "$torch_cpu_index did not answer; taking the default index (its build may be gigabytes)"
+    quiet_pip install "torch==$torch_version"
+}
+
+make_environment() {
+    environment=${VIRTUAL_ENV:-$PWD/.venv}
+    python=$environment/bin/python
+    "$python" -m pip --version >/dev/null 2>&1 || {
+        # Only what this script made may be made again.
+        [ -z "${VIRTUAL_ENV:-}" ] || fail PipMissing "the active environment $environment has no pip" \
+            "deactivate it, or: $python -m ensurepip"
+        rm -rf "$environment"
+        make_venv "$environment"
+    }
+    install_torch
+    say "installing llmctl, compiling its kernels"
+    quiet_pip install --editable ".[$1]"
+}

@@ -1,0 +1,1 @@
+"""The TensorRT backends: building real shapes, checking engines on a GPU."""

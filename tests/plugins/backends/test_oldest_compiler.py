@@ -1,0 +1,50 @@
+"""CUDA sources compiled by the oldest NVRTC that pyproject.toml takes: PyTorch for a GPU brings one
+that is older than the newest, on which all other tests run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmctl.builder.engine_kernels import kernel_specs
+from llmctl.plugins.backends.cuda import nvrtc
+from llmctl.plugins.backends.cuda.compiler import PLUGINS, compile_kernel
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
+from scripts.bench.plan_support import planned
+
+OLDEST = Path(sys.prefix) / "oldest-nvrtc"  # scripts/test installs it
+
+
+@pytest.fixture
+def oldest(monkeypatch, tmp_path):
+    if not OLDEST.exists():
+        pytest.skip(f"no {OLDEST}: scripts/test installs it")
+    found = list(OLDEST.glob("nvidia/*/lib/libnvrtc.so.*"))
+    monkeypatch.setattr(nvrtc, "_in_wheels", lambda: [str(path) for path in found])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("llmctl.plugins.backends.cuda.compiler._memo", {})
+    for cached in (nvrtc.nvrtc, nvrtc.version):
+        cached.cache_clear()
+    yield
+    for cached in (nvrtc.nvrtc, nvrtc.version):
+        cached.cache_clear()
+
+
+def one_of_each_source() -> dict[str, KernelSpec]:
+    """The last of a source is the one with most to do: two tokens, many heads."""
+    found = {}
+    for name, qformat in (("1b", "fp8"), ("8b", "w4a8_mxfp4_fp8")):
+        for spec in kernel_specs(*planned(name, "FP8", qformat)):
+            if not spec.is_triton:
+                found[spec.source] = spec
+    return found
+
+
+def test_every_cuda_source_compiles_with_the_oldest_compiler_without_spills(oldest):
+    assert nvrtc.version() == "13.0"
+    specs = one_of_each_source()
+    assert set(specs) == {str(path.relative_to(PLUGINS)) for path in PLUGINS.glob("*/*.cu")}
+    for spec in specs.values():
+        assert compile_kernel(spec).local_bytes == 0, spec.name

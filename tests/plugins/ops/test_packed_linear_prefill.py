@@ -1,0 +1,187 @@
+"""The packed products of many tokens, compiled: instructions, registers, tile shapes, grids."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+import torch
+from support.kernel import disassemble
+
+from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    DeviceStep,
+    LaunchEnv,
+    StepLimits,
+    StepShape,
+    TensorMap,
+)
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.ops.packed_linear.kernel import kernels, launches
+from llmctl.plugins.ops.packed_linear.layout import packed_shape
+from llmctl.plugins.ops.packed_linear.prefill import (
+    LONG,
+    NARROW,
+    SQUARE,
+    WIDE,
+    Variant,
+    choose,
+    prefill_launch,
+    prefill_spec,
+    variants_of,
+)
+
+FP8, BF16, FP16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
+MAX_TOKENS = 2048
+MAX_SHARED = 227 * 1024  # of a thread block on compute capability 9.0
+
+
+def limits(kv_dtype: str = "float8_e4m3fn") -> StepLimits:
+    return StepLimits(MAX_TOKENS, 8, 8, 4096, 10, 32, kv_dtype)
+
+
+def meta(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def make_call(
+    op: str, kind: torch.dtype, out: torch.dtype, rows: int = 4096, inner: int = 1024, **more: bool
+) -> OpCall:
+    shape = packed_shape(rows, inner, kind.itemsize)
+    inputs = {"x": meta(MAX_TOKENS, inner, dtype=kind), "weight": meta(*shape, dtype=kind)}
+    model = BF16 if kind == FP8 else kind
+    if kind == FP8:
+        inputs["weight_scale"] = meta(shape[0] * 64)
+        inputs["x_scale"] = meta(MAX_TOKENS if more.get("per_token") else 1)
+    if more.get("bias"):
+        inputs["bias"] = meta(shape[0] * 64, dtype=model)
+    attributes: dict[str, int | float | str | bool] = {}
+    role, width = "out", rows
+    if op == "packed_linear_swiglu":
+        attributes, width = {"dtype": str(model).removeprefix("torch.")}, rows // 2
+        if out == FP8:
+            inputs["scale"] = meta(1)
+    elif op == "packed_linear_rope_kv":
+        role, width = "q", rows // 2
+        inputs |= {"rotary": meta(4096, 128), "k_scale": meta(1), "v_scale": meta(1)}
+        attributes = {"layer": 0, "num_heads": 16, "num_kv_heads": 8, "head_size": 128}
+    return OpCall(op, op, inputs, {role: meta(MAX_TOKENS, width, dtype=out)}, attributes)
+
+
+CALLS = {
+    "fp8": make_call("packed_linear", FP8, BF16),
+    "fp8 per token with bias": make_call("packed_linear", FP8, BF16, per_token=True, bias=True),
+    "fp8 logits": make_call("packed_linear", FP8, FP32),
+    "fp8 swiglu": make_call("packed_linear_swiglu", FP8, FP8),
+    "fp8 swiglu to bf16": make_call("packed_linear_swiglu", FP8, BF16),
+    "fp8 rope": make_call("packed_linear_rope_kv", FP8, BF16),
+    "bf16": make_call("packed_linear", BF16, BF16),
+    "bf16 swiglu": make_call("packed_linear_swiglu", BF16, BF16),
+    "fp16 rope": make_call("packed_linear_rope_kv", FP16, FP16),
+}
+COMPILED = [(name, variant) for name, call in CALLS.items() for variant in variants_of(call)]
+
+
+@cache
+def compiled(name: str, variant: Variant) -> CompiledKernel:
+    return compile_kernel(prefill_spec(CALLS[name], variant, limits()))
+
+
+def instructions(kernel: CompiledKernel) -> list[str]:
+    return [line for line in disassemble(kernel).splitlines() if line.lstrip().startswith("/*")]
+
+
+@pytest.mark.parametrize(("name", "variant"), COMPILED, ids=lambda v: getattr(v, "name", v))
+def test_every_variant_keeps_its_sums_in_registers(name, variant):
+    kernel = compiled(name, variant)
+    assert kernel.local_bytes == 0
+    assert kernel.threads == 384
+    assert kernel.registers <= 65536 // kernel.threads
+    assert kernel.shared_bytes <= MAX_SHARED
+    assert kernel.cluster == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "instruction"),
+    [
+        ("fp8", WIDE, "QGMMA.64x128x32.F32.E4M3.E4M3"),
+        ("fp8 swiglu", WIDE, "QGMMA.64x128x32.F32.E4M3.E4M3"),
+        ("fp8", SQUARE, "QGMMA.64x128x32.F32.E4M3.E4M3"),
+        ("fp8 rope", NARROW, "QGMMA.64x64x32.F32.E4M3.E4M3"),
+        ("bf16", LONG, "HGMMA.64x256x16.F32.BF16"),
+        ("fp16 rope", SQUARE, "HGMMA.64x128x16.F32"),
+    ],
+)
+def test_products_are_warpgroup_instructions_fed_by_bulk_copies(name, variant, instruction):
+    lines = instructions(compiled(name, variant))
+    products = [line for line in lines if "GMMA" in line]
+    assert products and all(instruction in line for line in products)
+    assert len(products) == 4 * variant.wg_tiles  # 32 bytes each of a chunk, per row tile
+    copies = [line for line in lines if "UBLKCP" in line]
+    assert copies and not any("MULTICAST" in line for line in copies)
+    assert any("UTMALDG.2D" in line for line in lines)
+    assert any("STSM" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["fp8 rope", "fp16 rope"])
+def test_int8_caches_are_written_by_every_variant_rounding_to_nearest_with_nan_as_0(name):
+    call = CALLS[name]
+    for variant in variants_of(call):
+        kernel = compile_kernel(prefill_spec(call, variant, limits("int8")))
+        assert kernel.local_bytes == 0 and kernel.registers <= 65536 // kernel.threads
+        found = re.findall(r"\bF2I\.\S+", "".join(instructions(kernel)))
+        signed = [name for name in found if ".U" not in name]  # integers divide through unsigned
+        # no suffix of a direction: to nearest even; NTZ: NaN to zero
+        assert signed and set(signed) == {"F2I.NTZ"} and len(signed) % 8 == 0
+
+
+def test_sums_are_stored_while_products_run():
+    """Between a row tile's products and the wait for them lies the store of the other row tile."""
+    lines = instructions(compiled("fp8", WIDE))
+    marks = [
+        kind
+        for line in lines
+        for word, kind in (("QGMMA", "p"), ("DEPBAR.LE gsb0, 0x0", "w"), ("STSM", "s"))
+        if word in line
+    ]
+    runs = "".join(mark for i, mark in enumerate(marks) if i == 0 or mark != marks[i - 1])
+    assert runs == "pswpsws"  # the last store follows the last unit
+
+
+def test_a_step_of_more_tokens_than_the_small_kernels_take_is_one_launch_of_this_kernel():
+    call = CALLS["fp8"]
+    step = DeviceStep(*(meta(MAX_TOKENS, dtype=torch.int32) for _ in range(7)))
+    env = LaunchEnv(step, meta(1), limits(), "tokens", lambda *_: meta(1))
+    names = {spec.name for spec in kernels(call, limits())}
+    for tokens in (129, 300, 2048):
+        (launch,) = launches(call, env, StepShape(tokens, 1, 1, tokens, tokens))
+        assert launch.spec.source == "ops/packed_linear/prefill.cu"
+        assert launch.spec.name in names
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("tokens", [65, 128, 1000, 2048])
+def test_a_grid_fills_the_device_at_most_once(name, tokens):
+    call = CALLS[name]
+    step = DeviceStep(*(meta(MAX_TOKENS, dtype=torch.int32) for _ in range(7)))
+    env = LaunchEnv(step, meta(1, 1), limits(), "tokens", lambda *_: meta(1))
+    for variant in variants_of(call):
+        launch = prefill_launch(call, env, tokens, variant)
+        blocks = launch.grid[0]
+        assert launch.grid[1:] == (1, 1)
+        tiles = -(-4096 // variant.rows) * -(-tokens // variant.tokens)
+        assert blocks == min(132, tiles)
+        assert len(launch.arguments) == len(launch.spec.arguments)
+        tensor_map = launch.arguments[0]
+        assert isinstance(tensor_map, TensorMap)
+        assert tensor_map.box_rows == variant.tokens
+        assert tensor_map.box_columns * call.inputs["x"].element_size() == 128
+
+
+def test_wide_tiles_wait_until_there_are_enough_of_them():
+    call = make_call("packed_linear", FP8, BF16, rows=8192, inner=8192)
+    assert choose(call, 96, 132) == NARROW
+    assert choose(call, 256, 132) == SQUARE
+    assert choose(call, 2048, 132) == WIDE
+    assert choose(make_call("packed_linear", BF16, BF16, rows=8192), 2048, 132) == LONG

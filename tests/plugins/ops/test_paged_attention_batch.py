@@ -1,0 +1,109 @@
+"""The attention kernel of many requests: what it compiles to, which steps it serves, and where it
+cuts contexts. tests/gpu compares its bits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from support.attention import FP8, INT8, NOT_BY_WARP, World
+from support.kernel import compile_all
+
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.ops.paged_attention import batch, kernel, verification
+from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units
+
+MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (4096,), "kv_dtype": FP8}
+
+
+def launched(world: World, counts: list[int], max_kv_len: int) -> list[Launch]:
+    """What a step of requests with so many tokens launches on a GPU."""
+    parts = [(0, 64 - min(count, 64), count) for count in counts]
+    step = world.step(parts)
+    env = replace(world.env(step), use_pdl=True)
+    return kernel.launches(world.call(parts), env, world.shape(step, max_kv_len=max_kv_len))
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("kv", ["bfloat16", "float16", "fp8", "int8", "fp8 of float16"])
+def test_it_compiles_to_tensor_core_instructions_without_spills(size, kv):
+    dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
+    kv_dtype = {"fp8": FP8, "int8": INT8}.get(kv.split()[0], dtype)
+    world = World(32, 8, size, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
+    specs = batch.batch_specs(world.call([(0, 0, 1)]), world.limits())
+    assert len(specs) == len(batch.COLUMNS)
+    for spec, binary, code in compile_all(specs):
+        assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
+        assert "HMMA.16816.F32" in code and "LDGSTS" in code and "LDSM" in code, spec.name
+        assert 4 * (binary.shared_bytes + 1024) <= 228 * 1024, "four warps to a multiprocessor"
+
+
+@pytest.mark.parametrize("specs", [batch.batch_specs, verification.verification_specs])
+@pytest.mark.parametrize("tokens_per_block", [8, 16, 64, 128, 1024])
+def test_kernels_of_warps_compile_for_every_page_size(tokens_per_block, specs):
+    world = World(8, 2, 128, (64,), kv_dtype=FP8, tokens_per_block=tokens_per_block)
+    for spec in specs(world.call([(0, 0, 1)]), world.limits()):
+        assert compile_kernel(spec).local_bytes == 0
+
+
+def test_rows_of_a_request_fit_the_columns_of_the_instruction():
+    world = World(**MODEL)
+    assert launched(world, [1] * 64, 1024)[0].spec.constants["COLUMNS"] == 8
+    assert launched(world, [2] * 64, 1024)[0].spec.constants["COLUMNS"] == 16
+    assert launched(world, [3] * 64, 1024)[0].spec.is_triton
+    wide = World(**{**MODEL, "kv_heads": 4})  # 16 query heads each
+    assert launched(wide, [1] * 64, 1024)[0].spec.constants["COLUMNS"] == 16
+    assert launched(wide, [2] * 64, 1024)[0].spec.is_triton
+
+
+def test_beside_chunks_every_request_is_served_by_one_kernel():
+    world = World(**MODEL)
+    context, generation = launched(world, [1] * 60 + [700, 2], 1024)
+    assert context.spec.entry == "chunk"
+    assert generation.spec.entry == "batch"
+    assert generation.spec.constants["COLUMNS"] == 8
+    assert context.arguments[-1] == 2, "the context kernel takes requests of two tokens and more"
+
+
+@pytest.mark.parametrize("max_kv_len", [1, 700, 4096, 5000, 131072])
+@pytest.mark.parametrize("requests", [9, 16, 64, 256])
+def test_parts_cover_the_longest_context_and_their_units_find_room(requests, max_kv_len):
+    world = World(**MODEL, max_batch_size=256)
+    (launch,) = launched(world, [1] * requests, max_kv_len)
+    part_tiles, max_entries = launch.arguments[-2:]
+    assert launch.grid == (launch.grid[0], 8, requests)
+    tiles = -(-max_kv_len // KEYS)
+    assert (launch.grid[0] - 1) * part_tiles < tiles <= launch.grid[0] * part_tiles
+    if launch.grid[0] > 1:
+        stored = count_units(max_kv_len) - count_units(part_tiles * KEYS)
+        assert 1 + stored <= max_entries
+        partial, counters = launch.arguments[10], launch.arguments[11]
+        floats = (128 * 8 // 32 + 3) * 32  # sums and state of eight columns
+        assert requests * 8 * max_entries * floats <= partial.numel()
+        assert requests * 8 <= counters.numel()
+
+
+def test_contexts_are_whole_where_requests_are_many_and_cut_where_they_are_few():
+    world = World(**MODEL, max_batch_size=256)
+    assert launched(world, [1] * 64, 1024)[0].grid[0] == 1
+    assert launched(world, [1] * 9, 1024)[0].grid[0] == 4
+    assert launched(world, [1] * 256, 1 << 17)[0].grid[0] <= 8
+
+
+def test_each_launch_is_of_a_binary_that_was_built():
+    for sizes in ({"size": 64}, {"heads": 32}, {"kv_heads": 4}, {"kv_dtype": INT8}):
+        world = World(**{**MODEL, **sizes})
+        built = kernel.kernels(world.call([(0, 0, 1)]), world.limits())
+        for counts in ([1] * 3, [2] * 9, [1] * 64, [1] * 30 + [100], [4] * 20):
+            for launch in launched(world, counts, 1024):
+                assert launch.spec in built
+
+
+@pytest.mark.parametrize("other", NOT_BY_WARP, ids=lambda other: ", ".join(other))
+def test_what_it_does_not_cover_stays_with_triton(other):
+    world = World(**{**MODEL, **other})
+    assert not batch.covers_batch(world.call([(0, 0, 1)]), world.limits())
+    assert all(launch.spec.is_triton for launch in launched(world, [1] * 64, 64))

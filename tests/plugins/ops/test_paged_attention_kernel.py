@@ -1,0 +1,227 @@
+"""Paged attention kernels: interpreted against the reference, cut in many ways, and compiled."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.attention import FP8, INT8, World, mismatches, same_bits, weight_rounding
+from support.kernel import KERNEL_DTYPES, compile_all, launch_env, step_shape
+
+from llmctl.errors import Unsupported
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.interpret import run_launches
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.core.examples import Example, make_example
+from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention.reference import reference
+from llmctl.plugins.ops.paged_attention.spec import SPEC
+from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units, unit_start
+
+CASES = [
+    case
+    for case in SPEC.cases
+    if case["dtype"] in KERNEL_DTYPES and case["head_size"] in kernel.HEAD_SIZES
+]
+
+
+def label(case: object) -> str:
+    return ".".join(map(str, case.values())) if isinstance(case, dict) else str(case)
+
+
+def execute(launches: list[Launch]) -> None:
+    with np.errstate(all="ignore"):  # rows of no request may divide by zero
+        run_launches(launches)
+
+
+def run_reference(example: Example) -> torch.Tensor:
+    call = example.call
+    reference(call.inputs, call.outputs, call.attributes, example.step, example.kv_cache)
+    return call.outputs["out"].float()
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_kernels_compute_what_the_reference_does(case):
+    found = make_example("paged_attention", case)
+    wanted = run_reference(found.clone())
+    bound = weight_rounding(found)
+    execute(kernel.launches(found.call, launch_env(found), step_shape(found.step)))
+    out = found.call.outputs["out"]
+    rounding = SPEC.tolerance[str(out.dtype).removeprefix("torch.")]
+    excess = (out.float() - wanted).abs() - (bound + rounding.atol + rounding.rtol * wanted.abs())
+    assert excess.max() <= 0  # and NaN is not
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        # beyond 1,024 keys units are two tiles long: one such unit, and a part of the next
+        {"heads": 2, "kv_heads": 1, "kv_dtype": FP8, "quantize_out": True, "lengths": (1160, 90)},
+        {"lengths": (200, 150), "size": 128, "heads": 7, "kv_heads": 1, "tokens_per_block": 8},
+        {"lengths": (333, 90), "size": 80, "window": 70, "tokens_per_block": 128},
+        {"lengths": (200, 150), "kv_dtype": INT8, "quantize_out": True},
+        {"lengths": (420, 300), "window": 90, "sinks": 5},
+        {"lengths": (420, 190), "window": 210, "sinks": 130, "size": 128, "kv_dtype": FP8},
+        # in units of two tiles: sinks end within a tile, the window begins within a unit
+        {"lengths": (1400, 90), "window": 150, "sinks": 70, "heads": 2, "kv_heads": 1},
+    ],
+    ids=label,
+)
+def test_a_rows_bits_do_not_depend_on_how_steps_are_cut(world):
+    """Alone, split, in a chunk, in a draft, in a batch, with padding, under any bound."""
+    world = {"heads": 4, "kv_heads": 2, "size": 64, **world}
+    assert mismatches(World(**world), execute) == []
+
+
+@pytest.mark.parametrize(
+    ("window", "sinks"), [(24, 4), (40, 33), (64, 32), (100, 64), (9, 8), (300, 5), (200, 150)]
+)
+def test_windows_with_sinks_compute_what_the_reference_does(window, sinks):
+    case = {
+        **CASES[0],
+        "requests": "70+33 3+164 1+290 5+0 17+300",
+        "window": window,
+        "tokens_per_block": 8,
+    }
+    found = make_example("paged_attention", case)
+    found.call.attributes["sink_tokens"] = sinks
+    wanted = run_reference(found.clone())
+    bound = weight_rounding(found)
+    execute(kernel.launches(found.call, launch_env(found), step_shape(found.step)))
+    rounding = SPEC.tolerance[str(case["dtype"])]
+    difference = (found.call.outputs["out"].float() - wanted).abs()
+    assert (difference <= bound + rounding.atol + rounding.rtol * wanted.abs()).all()
+
+
+@pytest.mark.parametrize("size", [64, 128])  # they load ahead differently
+def test_a_window_asked_for_gives_the_bits_of_the_checkpoints(size):
+    own = World(4, 2, size, (330,), window=70)
+    asked = replace(own, sinks=0, scratch={})
+    for part in ([(0, 0, 330)], [(0, 329, 1)], [(0, 319, 11)]):
+        assert same_bits(own.run(part, execute)[0], asked.run(part, execute)[0])
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("window", "sinks"), [(40, 0), (40, 3), (130, 70)])
+def test_nothing_is_read_between_the_sinks_and_the_window_beyond_a_tile(window, sinks, size):
+    """Entries of the block table that were dropped may hold anything."""
+    world = World(4, 2, size, (500,), window=window, sinks=sinks)
+    wanted = {}
+    for start, count in ((499, 1), (489, 11), (450, 50)):
+        wanted[start, count] = world.run([(0, start, count)], execute)[0]
+    first = -(-sinks // KEYS) * KEYS // world.tokens_per_block
+    for (start, count), rows in wanted.items():
+        oldest = (start + 1 - (window - sinks)) // KEYS * KEYS // world.tokens_per_block
+        assert oldest - first >= 6
+        kept = world.tables[0].clone()
+        world.tables[0, first:oldest] = 1 << 30  # far outside the cache
+        assert same_bits(world.run([(0, start, count)], execute)[0], rows)
+        world.tables[0] = kept
+
+
+def test_int8_gives_the_bits_of_a_float16_cache_that_holds_the_same_numbers():
+    """Every whole number from -127 to 127 is read exactly, and -128, which is never written."""
+    queries = {"dtype": torch.float16, "lengths": (300,), "spread": 0.02}
+    world = World(4, 2, 64, kv_dtype=INT8, **queries)
+    world.cache.flatten()[:256] = torch.arange(-128, 128).to(torch.int8)
+    wide = World(4, 2, 64, kv_dtype=torch.float16, **queries)
+    wide.cache.copy_(world.cache)
+    wide.scales = world.scales
+    for part in ([(0, 0, 300)], [(0, 299, 1)], [(0, 289, 11)]):
+        assert same_bits(world.run(part, execute)[0], wide.run(part, execute)[0])
+
+
+def test_a_tree_sees_its_branches_and_the_context():
+    """Two branches of one root: each must get the bits that it gets as a plain draft."""
+    length, tokens = 150, 6
+    plain = World(4, 2, 64, (length,), kv_dtype=FP8)
+    #          0
+    #        1   3      token 2 follows 1, tokens 4 and 5 follow 3
+    ancestors = [{0}, {0, 1}, {0, 1, 2}, {0, 3}, {0, 3, 4}, {0, 3, 5}]
+    mask = torch.zeros((1, 33, 2), dtype=torch.int32)
+    for token, seen in enumerate(ancestors):
+        mask[0, token, 0] = sum(1 << other for other in seen)
+    world = replace(plain, tree_mask=mask, scratch={})
+    part = [(0, length - tokens, tokens)]
+    found = world.run(part, execute)[0]
+    step, call = world.step(part), world.call(part)
+    reference(call.inputs, call.outputs, call.attributes, step, world.cache)
+    torch.testing.assert_close(found, call.outputs["out"], rtol=2**-7, atol=2**-9)
+    chain = plain.run(part, execute)[0]
+    assert same_bits(found[:3], chain[:3])  # the first branch is a plain draft
+    assert not same_bits(found[3], chain[3])
+
+
+def test_a_tree_wider_than_a_word_matches_the_reference():
+    length, tokens = 120, 40
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.randint(-(2**31), 2**31, (1, tokens, 2), generator=generator).int()
+    mask[0, :, 0] |= 1
+    world = World(4, 2, 64, (length,), tree_mask=mask)
+    part = [(0, length - tokens, tokens)]
+    found = world.run(part, execute)[0]
+    step, call = world.step(part), world.call(part)
+    reference(call.inputs, call.outputs, call.attributes, step, world.cache)
+    torch.testing.assert_close(found, call.outputs["out"], rtol=2**-7, atol=2**-6)
+
+
+def test_units_are_few_and_short():
+    assert [count_units(n * KEYS) for n in (0, 1, 16, 17, 18, 32)] == [0, 1, 16, 17, 17, 24]
+    assert count_units(1 << 17) <= 16 + 8 * 7
+    assert [unit_start(n) for n in (0, 1, 16, 17, 24, 25)] == [0, 1, 16, 18, 32, 36]
+    assert all(count_units(unit_start(n) * KEYS + 1) == n + 1 for n in range(60))
+
+
+def test_splits_are_counted_so_that_all_run_at_once():
+    """They wait for each other: two thread blocks must fit an SM, and no more may be launched."""
+    for batch in (1, 3, 16, 64):
+        for tokens in (1, 11, 17):
+            world = World(64, 8, 128, (64,), kv_dtype=FP8)
+            parts = [(0, 64 - tokens, tokens)] * batch
+            step = world.step(parts)
+            shape = world.shape(step, max_kv_len=1 << 17)
+            (launch,) = kernel.launches(world.call(parts), world.env(step), shape)
+            splits, heads, requests = launch.grid
+            assert splits == 1 or splits * heads * requests <= 2 * world.limits().num_sms
+
+
+KINDS = ("bfloat16", "float16", "fp8", "fp8 of float16", "int8", "int8 of float16")
+STORED = {"fp8": FP8, "int8": INT8}  # keys and values; else the model's type
+LLAMA = {"70b": (64, 8, 128), "8b": (32, 8, 128), "3b": (24, 8, 128), "1b": (32, 8, 64)}
+HEADS = {**LLAMA, "80 wide": (8, 1, 80), "96 wide": (8, 1, 96)}
+COMPILED = [(heads, kv) for heads in ("70b", "1b", "80 wide", "96 wide") for kv in KINDS]
+
+
+@pytest.mark.parametrize(("heads", "kv"), [*COMPILED, ("8b", "fp8"), ("3b", "fp8")])
+def test_kernels_compile_to_tensor_core_groups_without_spills(heads, kv):
+    """For the heads of real models, and an engine of few requests."""
+    dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
+    kv_dtype = STORED.get(kv.split()[0], dtype)
+    sizes = HEADS[heads]
+    world = World(*sizes, (64,), dtype, kv_dtype, quantize_out=kv_dtype != dtype, max_batch_size=4)
+    for spec, binary, code in compile_all(kernel.kernels(world.call([(0, 0, 1)]), world.limits())):
+        assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
+        is_group = spec.entry not in ("batch", "verification")  # whose products are of one warp
+        assert ("HGMMA" in code) == is_group, spec.name
+        assert bool(re.search(r"\bHMMA", code)) != is_group, spec.name
+        assert "ACQBULK" in code and "PREEXIT" in code, f"{spec.name} leaves launches unordered"
+        if "generation" in spec.name:  # splits wait for each other: two must fit an SM
+            assert 2 * binary.threads * (-(-binary.registers // 8) * 8) <= 1 << 16
+            assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
+
+
+@pytest.mark.parametrize("kv_dtype", [FP8, INT8])
+@pytest.mark.parametrize("extra", [{"window": 4096}, {"tree_mask": torch.zeros((4, 17, 1)).int()}])
+def test_windows_and_trees_compile_without_spills(extra, kv_dtype):
+    world = World(8, 1, 128, (64,), kv_dtype=kv_dtype, **extra)
+    for spec in kernel.kernels(world.call([(0, 0, 1)]), world.limits()):
+        assert compile_kernel(spec).local_bytes == 0, spec.name
+
+
+def test_head_sizes_without_a_kernel_are_named():
+    world = World(2, 1, 18, (64,))
+    with pytest.raises(Unsupported, match=r"head size 18 .* wanted head size 64, 80, 96, 128"):
+        kernel.kernels(world.call([(0, 0, 1)]), world.limits())

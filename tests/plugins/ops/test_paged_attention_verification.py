@@ -1,0 +1,116 @@
+"""The attention kernel of verifications and of few requests: what it compiles to, and which steps
+it serves. tests/gpu compares its bits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from support.attention import FP8, INT8, NOT_BY_WARP, World, short_launch
+from support.kernel import compile_all
+
+from llmctl.plugins.ops.paged_attention import kernel, verification
+from llmctl.plugins.ops.paged_attention.tiles import count_units
+
+WIDE = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (64,), "kv_dtype": FP8}
+NARROW = {**WIDE, "heads": 32}
+
+
+def variant(world: World, requests: int, tokens: int, max_kv_len: int = 1024) -> str:
+    """The variant of a launch; empty if another kernel serves the step."""
+    launch = short_launch(world, requests, tokens, max_kv_len)
+    return launch.spec.name.split(".")[-1] if launch.spec.entry == "verification" else ""
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("kv_dtype", [FP8, INT8, torch.bfloat16])
+def test_blocks_hand_on_through_shared_memory_and_have_room(size, kv_dtype):
+    """test_paged_attention_kernel.py looks at products, spills and launches."""
+    world = World(64, 8, size, (64,), kv_dtype=kv_dtype, quantize_out=kv_dtype == FP8)
+    specs = verification.verification_specs(world.call([(0, 0, 1)]), world.limits())
+    names = [spec.name.split(".")[-1] for spec in specs]
+    if size == 64:  # not wide
+        assert names == [f"k2u{units}r{rows}" for units in (8, 10, 12) for rows in (8, 16)]
+    elif kv_dtype == torch.bfloat16:  # 16-bit tiles have room for four units alone
+        assert names == ["k4u4r8", "k5u4r8", "k6u4r8"]
+    else:
+        of = ((4, 8), (5, 10), (6, 12))
+        assert names == [n for k, u in of for n in (f"k{k}u4r8", f"k2u{u}r8", f"k2u{u}r16")]
+    for spec, binary, code in compile_all(specs):
+        assert "STAS" in code and "LDGSTS" in code and "LDSM" in code, spec.name
+        assert binary.shared_bytes <= 227 * 1024
+
+
+def test_a_model_with_wide_heads_splits_a_context_four_ways_while_blocks_are_few():
+    world = World(**WIDE)
+    assert variant(world, 1, 1) == variant(world, 1, 3) == variant(world, 3, 1) == "k4u4r8"
+    assert variant(world, 1, 4) == variant(world, 1, 8) == variant(world, 8, 1) == "k2u8r8"
+    assert variant(world, 1, 9) == variant(world, 1, 16) == variant(world, 4, 4) == "k2u8r16"
+    assert variant(world, 1, 17) == "", "the blocks would not run at once"
+    assert variant(World(**NARROW), 1, 1) == "k2u8r8"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "names"),
+    [(1, "k4u4r8 k5u4r8 k6u4r8"), (2, "k4u4r8 k5u4r8 k6u4r8"), (3, "k4u4r8 k2u10r8 k2u12r8")]
+    + [(4, "k2u8r8 k2u10r8 k2u12r8"), (11, "k2u8r16 k2u10r16 k2u12r16")],
+)
+def test_up_to_2048_tokens_all_units_are_taken_at_once(tokens, names):
+    world = World(**WIDE)
+    short, middle, long = names.split()
+    found = [variant(world, 1, tokens, most) for most in (1024, 1088, 1536, 2048, 4096)]
+    assert found == [short, middle, middle, long, short]
+    for name, most in ((short, 1024), (middle, 1536), (long, 2048)):
+        splits, units = map(int, re.findall(r"[ku](\d+)", name))
+        assert splits * units == count_units(most)
+
+
+def test_small_pages_leave_no_registers_for_the_most_rows():
+    world = World(**{**WIDE, "tokens_per_block": 16})
+    assert variant(world, 1, 4, 2048) == "k2u12r8" and variant(world, 1, 11, 2048) == "k2u8r16"
+
+
+def test_small_heads_are_served_where_clusters_of_generation_find_no_room():
+    world = World(**{**NARROW, "size": 64})
+    assert variant(world, 1, 11) == ""
+    assert variant(world, 3, 1) == variant(world, 4, 4) == "k2u8r8"
+
+
+def test_long_contexts_and_many_requests_stay_with_the_other_kernels():
+    world = World(**WIDE)
+    assert variant(world, 1, 1, verification.MAX_CONTEXT) != ""
+    assert short_launch(world, 1, 1, verification.MAX_CONTEXT + 1).spec.entry == "generation"
+    assert short_launch(world, 64, 1, 1024).spec.entry == "batch"
+
+
+def test_a_16_bit_cache_has_room_for_half_as_many_units():
+    world = World(**{**WIDE, "kv_dtype": torch.bfloat16})
+    assert variant(world, 1, 1) == "k4u4r8" and variant(world, 1, 1, 2048) == "k6u4r8"
+    assert short_launch(world, 1, 8, 1024).spec.entry == "generation"
+
+
+@pytest.mark.parametrize("sizes", [{}, {"heads": 24}, {"size": 64}, {"kv_heads": 4}], ids=str)
+def test_blocks_run_at_once_and_cover_every_token(sizes):
+    world = World(**{**WIDE, **sizes})
+    call, limits = world.call([(0, 0, 1)]), world.limits()
+    built = kernel.kernels(call, limits)
+    group = world.heads // world.kv_heads
+    for requests in (1, 2, 3, 8):
+        for tokens in range(1, kernel.SHORT + 1):
+            launch = short_launch(world, requests, tokens, 1024)
+            assert launch.spec in built
+            if launch.spec.entry != "verification":
+                continue
+            splits, groups, of_requests = launch.grid
+            assert splits == launch.spec.cluster and of_requests == requests
+            assert splits * groups * of_requests <= limits.num_sms
+            block_tokens = launch.arguments[12]
+            assert block_tokens * group <= launch.spec.constants["ROWS"]
+            assert block_tokens * (groups // world.kv_heads) >= tokens
+
+
+@pytest.mark.parametrize("other", NOT_BY_WARP, ids=lambda other: ", ".join(other))
+def test_what_it_does_not_cover_stays_with_the_other_kernels(other):
+    world = World(**{**WIDE, **other})
+    assert variant(world, 1, 1) == ""

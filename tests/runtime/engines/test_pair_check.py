@@ -1,0 +1,122 @@
+"""Which engines may work together, told from their config.json alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmctl.builder.engine_format import SCHEMA_VERSION, EngineConfig
+from llmctl.errors import PairMismatch
+from llmctl.runtime.engines.pair_check import check_pair, check_target
+
+NONE, DRAFT_TOKENS_EXTERNAL = 1, 2  # values of speculative_decoding_mode
+
+
+def engine(*, max_draft_len=0, vocab_size=1024, tokens_per_block=32, max_seq_len=512, **changes):
+    """A config as `llmctl build` writes it, in the fields that matter here."""
+    tokenizer = {"files": ["tokenizer.json"], "hash": "a" * 64, "vocab_size": 1000}
+    base = EngineConfig(
+        version=SCHEMA_VERSION,
+        backend="cpu",
+        pretrained_config={"vocab_size": vocab_size},
+        build_config={
+            "max_draft_len": max_draft_len,
+            "speculative_decoding_mode": DRAFT_TOKENS_EXTERNAL if max_draft_len else NONE,
+            "tokens_per_block": tokens_per_block,
+            "max_seq_len": max_seq_len,
+        },
+        plugin_config={},
+        source={},
+        tokenizer=tokenizer,
+        versions={},
+        command="llmctl build",
+    )
+    return replace(base, **changes)
+
+
+def with_tokenizer(content_hash, vocab_size=1000):
+    return {"files": [], "hash": content_hash, "vocab_size": vocab_size}
+
+
+def test_a_matching_pair_uses_the_draft_len_asked_for():
+    assert check_pair(engine(max_draft_len=4), engine(), 3) == 3
+
+
+def test_without_a_draft_len_the_target_is_used_to_its_limit():
+    assert check_pair(engine(max_draft_len=4), engine(), None) == 4
+    assert check_target(engine(max_draft_len=7), None) == 7
+
+
+def test_swapped_engines_are_recognised():
+    with pytest.raises(PairMismatch, match="swapped") as caught:
+        check_pair(engine(), engine(max_draft_len=4), 4)
+    assert "--draft-engine" in caught.value.fix
+
+
+@pytest.mark.parametrize("draft_len, flag", [(5, "--max_draft_len 5"), (None, "--max_draft_len 1")])
+def test_a_target_without_room_for_drafts_names_the_flags_to_rebuild_with(draft_len, flag):
+    for check in (
+        lambda: check_pair(engine(), engine(), draft_len),
+        lambda: check_target(engine(), draft_len),
+    ):
+        with pytest.raises(PairMismatch, match="cannot verify drafts") as caught:
+            check()
+        assert "--speculative_decoding_mode draft_tokens_external" in caught.value.fix
+        assert flag in caught.value.fix
+
+
+def test_a_draft_len_beyond_the_target_names_both_numbers():
+    with pytest.raises(PairMismatch, match="draft_len is 9; .* max_draft_len 4") as caught:
+        check_pair(engine(max_draft_len=4), engine(), 9)
+    assert "lower the draft length to 4" in caught.value.fix
+    assert "--max_draft_len 9" in caught.value.fix
+
+
+def test_tokenizers_are_compared_by_content_and_not_by_file_name():
+    target = engine(max_draft_len=4)
+    same = {"files": ["other.json"], "hash": "a" * 64, "vocab_size": 1000}
+    assert check_pair(target, engine(tokenizer=same), 4) == 4
+    with pytest.raises(PairMismatch, match=r"aaaaaaaaaaaa.*bbbbbbbbbbbb"):
+        check_pair(target, engine(tokenizer=with_tokenizer("b" * 64)), 4)
+    with pytest.raises(PairMismatch, match="built without tokenizer files"):
+        check_pair(target, engine(tokenizer=with_tokenizer(None, None)), 4)
+
+
+def test_a_padded_vocabulary_width_may_differ_under_one_tokenizer():
+    target = engine(max_draft_len=4, vocab_size=1088)
+    assert check_pair(target, engine(vocab_size=1024), 4) == 4
+    assert check_pair(engine(max_draft_len=4), engine(vocab_size=1088), 4) == 4
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused_with_both_widths():
+    with pytest.raises(PairMismatch, match="1000 tokens; vocab_size is 1024 .* and 900"):
+        check_pair(engine(max_draft_len=4), engine(vocab_size=900), 4)
+
+
+def test_without_tokenizers_the_widths_must_be_equal():
+    bare = with_tokenizer(None, None)
+    target = engine(max_draft_len=4, tokenizer=bare)
+    assert check_pair(target, engine(tokenizer=bare), 4) == 4
+    with pytest.raises(PairMismatch, match="vocab_size is 1024 in the target and 1025"):
+        check_pair(target, engine(tokenizer=bare, vocab_size=1025), 4)
+
+
+@pytest.mark.parametrize(
+    "draft, words",
+    [
+        (engine(tokens_per_block=64), "tokens_per_block is 32 in the target and 64"),
+        (engine(backend="cuda"), "backend is 'cpu' in the target and 'cuda'"),
+    ],
+)
+def test_what_must_be_equal_is_named_with_both_values(draft, words):
+    with pytest.raises(PairMismatch, match=words):
+        check_pair(engine(max_draft_len=4), draft, 4)
+
+
+def test_a_shorter_draft_is_allowed():
+    assert check_pair(engine(max_draft_len=4), engine(max_seq_len=128), 4) == 4
+
+
+def test_a_draft_that_could_be_a_target_itself_is_allowed():
+    assert check_pair(engine(max_draft_len=4), engine(max_draft_len=2), 4) == 4

@@ -1,0 +1,366 @@
+"""Random traffic through scheduler and KV cache, against a model of what the caches contain.
+
+The model writes, for every slot, a hash of the whole token prefix that the slot's K/V depends on.
+Before a step computes anything, each sequence reads all slots it relies on and must find exactly
+its own prefix there, in the target's cache and in the draft's. After every step the same holds of
+every block in the tree, on the device and in host memory: it has committed tokens only.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from itertools import count
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmctl.runtime.api.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
+from llmctl.runtime.kv_cache import AttentionWindow, CopyKind, KvCacheManager, most_step_tokens
+from llmctl.runtime.request import FinishReason, Request, Sequence
+from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
+from llmctl.runtime.schedule.scheduler import (
+    CapacitySchedulerPolicy,
+    Limits,
+    Scheduler,
+    SchedulerConfig,
+)
+
+RUNNING = FinishReason.NOT_FINISHED
+VOCABULARY = 2  # so that prompts and outputs of different sequences often coincide
+
+
+def prefix_hashes(tokens):
+    """For each position, a value that depends on all tokens up to it."""
+    hashes, state = [], 0
+    for token in tokens:
+        state = hash((state, token))
+        hashes.append(state)
+    return hashes
+
+
+class Contents:
+    """What one engine's KV cache holds."""
+
+    def __init__(self, tokens_per_block):
+        self.size = tokens_per_block
+        self.slots = {}
+        self.host = {}
+        self.under_way = []  # (batch, block, what will be in its slots), in the order of landing
+
+    def copy_block(self, copy, batch, is_aside):
+        """What comes from host memory may land later, and then over whatever is there."""
+        source = self.host if copy.kind is CopyKind.ONBOARD else self.slots
+        destination = self.host if copy.kind is CopyKind.OFFLOAD else self.slots
+        if copy.kind is not CopyKind.ONBOARD:
+            blocks = {copy.src_block}
+            blocks |= {copy.dst_block} if copy.kind is CopyKind.WITHIN else set()
+            if any(block in blocks for _, block, _ in self.under_way):
+                self.land(batch)
+        content = [source.get((copy.src_block, offset)) for offset in range(copy.num_tokens)]
+        if is_aside and copy.kind is CopyKind.ONBOARD:
+            self.under_way.append((batch, copy.dst_block, content))
+        else:
+            destination.update({(copy.dst_block, i): value for i, value in enumerate(content)})
+
+    def land(self, batch):
+        """The copies of this batch and those before arrive."""
+        while self.under_way and self.under_way[0][0] <= batch:
+            _, block, content = self.under_way.pop(0)
+            self.slots.update({(block, offset): value for offset, value in enumerate(content)})
+
+    def write(self, sequence, tokens, start, end):
+        hashes = prefix_hashes(tokens)
+        for position in range(start, end):
+            block = sequence.block_table[position // self.size]
+            self.slots[block, position % self.size] = hashes[position]
+
+    def check(self, sequence, end, is_seen=lambda position: True):
+        for position, expected in enumerate(prefix_hashes(sequence.tokens[:end])):
+            if not is_seen(position):
+                continue
+            block = sequence.block_table[position // self.size]
+            found = self.slots.get((block, position % self.size))
+            assert found == expected, f"position {position} of block {block} is another's"
+
+    def check_tree(self, tree, copies, counts=lambda node: True):
+        unfinished = {block for _, block, _ in self.under_way} | {c.dst_block for c in copies}
+        tokens = {tree.root: ()}
+        for node in tree.nodes():
+            tokens[node] = tokens[node.parent] + node.key
+            if not counts(node) or (node.is_on_device and node.block_id in unfinished):
+                continue
+            place = node.block_id if node.is_on_device else node.host_slot
+            held = self.slots if node.is_on_device else self.host
+            found = [held.get((place, offset)) for offset in range(self.size)]
+            assert found == prefix_hashes(tokens[node])[-self.size :], "a block with a wrong token"
+
+
+class Traffic:
+    """Drives one scheduler with random requests and random acceptance, checking every step."""
+
+    def __init__(self, generator, config, cache, limits):
+        self.random = generator
+        self.config = config
+        self.cache = cache
+        self.limits = limits
+        self.scheduler = Scheduler(config, cache, limits)
+        self.target = Contents(cache.tokens_per_block)
+        self.draft = Contents(cache.tokens_per_block)
+        self.is_aside = cache._store.arrivals._is_on
+        self.sequences = []
+        self.started = []
+        self.budget = limits.max_num_tokens
+        self.stems = [[generator.randrange(VOCABULARY) for _ in range(60)] for _ in range(3)]
+
+    def arrive(self):
+        chance, limits, size = self.random, self.limits, self.cache.tokens_per_block
+        longest = min(limits.max_seq_len, self.cache.num_usable_blocks * size + 1)
+        if not self.config.enable_chunked_context:
+            longest = min(longest, limits.max_num_tokens + 1)
+        num_prompt_tokens = chance.randint(1, chance.choice([longest - 1, min(6, longest - 1)]))
+        stem = chance.choice(self.stems)[: chance.randint(0, num_prompt_tokens)]
+        rest = num_prompt_tokens - len(stem)
+        tokens = stem + [chance.randrange(VOCABULARY) for _ in range(rest)]
+        longest_output = longest - num_prompt_tokens
+        max_tokens = chance.choice([longest_output, chance.randint(1, longest_output)])
+        sequence = Sequence(
+            sequence_id=len(self.sequences),
+            request_id=len(self.sequences),
+            request=Request(
+                tuple(tokens),
+                max_tokens=max_tokens,
+                kv_cache_retention_config=self.retention(num_prompt_tokens),
+            ),
+            index=0,
+            tokens=tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            max_len=num_prompt_tokens + max_tokens,
+        )
+        self.sequences.append(sequence)
+        self.scheduler.add(sequence)
+
+    def retention(self, num_prompt_tokens):
+        chance = self.random
+        if chance.random() < 0.6:
+            return None
+        first = chance.randrange(num_prompt_tokens)
+        priority, decode_priority = chance.randint(0, 100), chance.randint(0, 100)
+        prompt = TokenRangeRetentionConfig(first, None, priority, chance.choice([None, 5e3]))
+        return KvCacheRetentionConfig((prompt,), decode_priority, chance.choice([None, 5e3]))
+
+    def cancel_one(self):
+        running = [s for s in self.sequences if s.finish_reason is RUNNING]
+        if running:
+            sequence = self.random.choice(running)
+            self.scheduler.cancel(sequence)
+            sequence.finish_reason = FinishReason.CANCELLED
+            assert not sequence.block_table
+
+    def step(self, cancel_inside):
+        scheduler = self.scheduler
+        batch = scheduler.schedule()
+        self.cache.check_invariants()
+        assert bool(batch.slices) == scheduler.has_work, "work waits but nothing runs"
+        self.check_batch(batch)
+        self.note_starts()
+        self.copy_blocks()
+        for part in batch.slices:  # all reads see the caches before anything is written
+            self.check_contents(part)
+        outcomes = [self.run(part) for part in batch.slices]
+        if cancel_inside:
+            self.cancel_one()
+        for part, outcome in zip(batch.slices, outcomes, strict=True):
+            if part.sequence.finish_reason is RUNNING:
+                self.commit(part, *outcome)
+        scheduler.update(batch)
+        self.cache.check_invariants()
+        store = self.cache._store
+        self.target.check_tree(store.tree, [])
+        if self.cache.has_draft:
+            self.draft.check_tree(store.tree, store.copies, lambda node: node.has_draft)
+        assert all(copy.kind is CopyKind.WITHIN for copy in store.copies)
+        assert self.cache.has_draft or not store.copies
+
+    def copy_blocks(self):
+        """In the order of the cache, in both engines; what comes from host memory may be late."""
+        arrivals = self.cache.arrivals
+        copies, batch = self.cache.pending_copies(), arrivals.hand_over()
+        engines = (self.target, self.draft) if self.cache.has_draft else (self.target,)
+        for engine in engines:
+            for copy in copies:
+                engine.copy_block(copy, batch, self.is_aside)
+        landed = batch if arrivals.take_wait() else batch - self.random.randint(0, 4)
+        for engine in engines:
+            engine.land(landed)
+        if landed > 0:
+            arrivals.note_arrived(landed)
+
+    def check_contents(self, part):
+        """Whatever a query of this step, or of any later one, can see."""
+        sequence, window = part.sequence, self.cache.window
+        if window is None or not self.cache.outgrows_window(sequence):
+            self.target.check(sequence, part.start)
+            self.draft.check(sequence, sequence.draft_kv_len)
+            return
+
+        def is_seen(oldest, position):
+            return position >= oldest or position < window.sink_tokens
+
+        starts = (part.start, sequence.draft_kv_len)
+        kept = [partial(is_seen, window.oldest(start)) for start in starts]
+        self.target.check(sequence, part.start, kept[0])
+        if part.start - sequence.draft_kv_len <= window.draft_lag:
+            self.draft.check(sequence, sequence.draft_kv_len, kept[1])
+        most = self.cache.num_blocks_to_hold(sequence, sequence.max_len - 1)
+        assert self.cache.num_held_blocks(sequence) <= most
+
+    def run(self, part):
+        """Write what the engines would write; (accepted drafts, emitted tokens)."""
+        sequence, drafts = part.sequence, []
+        accepted = self.random.randint(0, part.draft_len)
+        emitted = [self.random.randrange(VOCABULARY) for _ in range(accepted + 1)]
+        if part.draft_len:
+            drafts = emitted[:accepted]
+            drafts += [-1] * (part.draft_len - accepted)  # rejected: nobody may ever find it
+        tokens = sequence.tokens + drafts
+        end = part.start + part.num_tokens + part.draft_len
+        self.refuse_shared_writes(sequence, part.start, end)
+        self.target.write(sequence, tokens, part.start, end)
+        if self.cache.has_draft and (part.draft_len or self.random.random() < 0.5):
+            # The last draft is never fed; a round without drafts may leave the draft behind.
+            draft_end = max(part.start + part.num_tokens, end - 1)
+            # Of the draft's part, what the target has computed is the same whoever writes it.
+            self.refuse_shared_writes(sequence, part.start, draft_end)
+            self.draft.write(sequence, tokens, sequence.draft_kv_len, draft_end)
+            return accepted, emitted, draft_end
+        return accepted, emitted, sequence.draft_kv_len
+
+    def refuse_shared_writes(self, writer, start, end):
+        size = self.cache.tokens_per_block
+        written = set(writer.block_table[start // size : -(-end // size)])
+        written -= {self.cache._null_block}  # where a draft writes that lags too far behind
+        for other in self.scheduler.active:
+            assert other is writer or written.isdisjoint(other.block_table)
+
+    def commit(self, part, accepted, emitted, draft_end):
+        sequence = part.sequence
+        sequence.kv_len = part.start + part.num_tokens + accepted
+        if part.needs_logits:
+            if self.random.random() < 0.1:  # a stop inside the accepted run
+                emitted = emitted[: self.random.randint(1, len(emitted))]
+                sequence.finish_reason = FinishReason.END_ID
+            sequence.tokens += emitted
+            assert len(sequence.tokens) <= sequence.max_len
+            sequence.kv_len = min(sequence.kv_len, len(sequence.tokens) - 1)
+            if sequence.finish_reason is RUNNING and len(sequence.tokens) == sequence.max_len:
+                sequence.finish_reason = FinishReason.LENGTH
+        sequence.draft_kv_len = min(draft_end, sequence.kv_len)
+
+    def check_batch(self, batch):
+        limits, size = self.limits, self.cache.tokens_per_block
+        parts = batch.slices
+        assert len({part.sequence.sequence_id for part in parts}) == len(parts)
+        assert len(parts) <= limits.max_batch_size
+        assert sum(part.num_tokens + part.draft_len for part in parts) <= limits.max_num_tokens
+        num_context_tokens = sum(part.num_tokens for part in batch.context)
+        others = sum(1 + part.draft_len for part in batch.generation)
+        if num_context_tokens > size:
+            assert num_context_tokens + others <= self.budget
+        for part in parts:
+            sequence = part.sequence
+            held = len(sequence.block_table) * size
+            assert sequence.kv_len == part.start and part.num_tokens >= 1
+            assert part.start + part.num_tokens + part.draft_len <= held
+            assert sequence.draft_kv_len <= sequence.kv_len
+        for part in batch.context:
+            assert part.sequence.is_context and part.draft_len == 0
+            if not part.needs_logits:
+                assert self.config.enable_chunked_context
+                assert (part.start + part.num_tokens) % size == 0
+        for part in batch.generation:
+            sequence = part.sequence
+            assert sequence.kv_len == len(sequence.tokens) - 1 and part.needs_logits
+            room = sequence.max_len - len(sequence.tokens) - 1
+            assert 0 <= part.draft_len <= min(limits.max_draft_len, room)
+
+    def note_starts(self):
+        seen = set(self.started)
+        self.started += [s.sequence_id for s in self.scheduler.active if s.sequence_id not in seen]
+
+    def drain(self):
+        """Run to the end; bounded, so a starving sequence fails the test."""
+        for _ in range(3000):
+            if not self.scheduler.has_work:
+                return
+            self.step(cancel_inside=False)
+        raise AssertionError("a sequence starves")
+
+
+@st.composite
+def setups(draw):
+    size = draw(st.sampled_from([1, 2, 4, 8]))
+    policy = draw(st.sampled_from(CapacitySchedulerPolicy))
+    config = SchedulerConfig(
+        capacity_scheduler_policy=policy,
+        context_chunking_policy=draw(st.sampled_from(ContextChunkingPolicy)),
+        # A paused sequence must be able to come back in one step: `arrive` sees to it.
+        enable_chunked_context=draw(st.booleans()),
+    )
+    max_num_tokens, max_draft_len = draw(st.integers(size, 40)), draw(st.integers(0, 5))
+    window = None
+    if draw(st.booleans()):
+        width = draw(st.integers(1, 30))
+        tile = draw(st.sampled_from([1, 2, 8]))
+        window = AttentionWindow(width, draw(st.integers(0, width - 1)), tile, draft_lag=tile)
+    cache = KvCacheManager(
+        num_blocks=draw(st.integers(2, 24)),
+        tokens_per_block=size,
+        enable_block_reuse=draw(st.sampled_from([True, True, False])),
+        enable_partial_reuse=draw(st.booleans()),
+        has_draft=draw(st.booleans()),
+        num_host_blocks=draw(st.sampled_from([0, 0, 1, 3, 20])),
+        offload_min_priority=draw(st.sampled_from([0, 35, 60])),
+        window=window,
+        max_step_tokens=most_step_tokens(max_num_tokens, max_draft_len),
+        clock=count().__next__,
+        onboards_aside=draw(st.booleans()),
+    )
+    limits = Limits(
+        max_batch_size=draw(st.integers(1, 6)),
+        max_num_tokens=max_num_tokens,
+        max_seq_len=draw(st.integers(2, 60)),
+        max_draft_len=max_draft_len,
+    )
+    return config, cache, limits, draw(st.integers(0, 2**32))
+
+
+@settings(max_examples=400)
+@given(setups())
+def test_random_traffic_keeps_every_promise(setup):
+    config, cache, limits, seed = setup
+    chance = random.Random(seed)
+    traffic = Traffic(chance, config, cache, limits)
+    for _ in range(40):
+        for _ in range(chance.choice([0, 0, 1, 3])):
+            traffic.arrive()
+        if config.enable_chunked_context and chance.random() < 0.1:
+            traffic.budget = chance.randint(cache.tokens_per_block, limits.max_num_tokens)
+            traffic.scheduler.set_token_budget(traffic.budget)
+        if chance.random() < 0.1:
+            traffic.cancel_one()
+        traffic.step(cancel_inside=chance.random() < 0.05)
+    traffic.drain()
+    assert all(sequence.finish_reason is not RUNNING for sequence in traffic.sequences)
+    assert all(not sequence.block_table for sequence in traffic.sequences)
+    assert traffic.started == sorted(traffic.started), "somebody overtook"
+    totals = cache.stats()
+    assert totals.used_num_blocks == 0
+    counts = [sequence.blocks for sequence in traffic.sequences]
+    assert sum(item.num_reused for item in counts) == totals.reused_blocks
+    assert sum(item.num_missed for item in counts) == totals.missed_blocks
+    assert sum(item.num_reused_tokens for item in counts) == totals.reused_tokens
+    if not cache.num_host_blocks:  # where what comes back takes a block, too
+        assert sum(item.num_new for item in counts) == totals.alloc_new_blocks
+    if config.capacity_scheduler_policy is not CapacitySchedulerPolicy.MAX_UTILIZATION:
+        assert traffic.scheduler.num_paused == 0

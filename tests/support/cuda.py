@@ -1,0 +1,175 @@
+"""A GPU made of the CPU's kernels, so that the host's part of the CUDA backend runs without one.
+
+The program keeps a step's integers in arrays of its own, as the device does, runs whatever shape is
+enqueued from what it finds there, and checks that padding is what kernels rely on. Arithmetic is
+the cpu backend's, so tokens must equal that backend's bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmctl.builder.engine_format import open_engine, read_engine_config
+from llmctl.plugins.backends.cpu import CpuProgram, CpuSampling
+from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
+from llmctl.plugins.backends.cuda.queue import DeviceQueue
+from llmctl.plugins.core.calls import OpCall, StepInputs
+from llmctl.plugins.device_loop import reference
+from llmctl.plugins.ops.sampling.arrays import SamplingScratch
+from llmctl.plugins.ops.sampling.spec import SamplingRow
+from llmctl.runtime.engines.cuda_engine import CudaExecutable
+from llmctl.runtime.request import SamplingConfig
+
+
+class FakeProgram:
+    """`CudaProgram` with CPU tensors."""
+
+    def __init__(self, calls: list[OpCall], limits: StepLimits) -> None:
+        self.limits = limits
+        self.shapes: list[StepShape] = []  # as enqueued
+        max_blocks = -(-limits.max_seq_len // limits.tokens_per_block)
+
+        def stale(*shape: int) -> torch.Tensor:
+            return torch.full(shape, 10**6, dtype=torch.int32)
+
+        self.step = DeviceStep(
+            token_ids=stale(limits.max_num_tokens),
+            position_ids=stale(limits.max_num_tokens),
+            cu_q=stale(limits.max_batch_size + 1),
+            kv_len=stale(limits.max_batch_size),
+            block_tables=stale(limits.max_batch_size, max_blocks),
+            slot_mapping=stale(limits.max_num_tokens),
+            logit_rows=stale(limits.max_num_rows),
+        )
+        self._program = CpuProgram(calls)
+
+    def upload(self, step: StepInputs, stream: int) -> None:
+        for field in fields(DeviceStep):
+            source = torch.from_numpy(getattr(step, field.name))
+            target = getattr(self.step, field.name)
+            if field.name == "block_tables":
+                target[: len(source), : source.shape[1]] = source
+            else:
+                target[: len(source)] = source
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        self._kv_cache = kv_cache
+
+    def enqueue(self, shape: StepShape, stream: int) -> None:
+        self.shapes.append(shape)
+        step = self.step
+        cu_q = step.cu_q[: shape.num_requests + 1].numpy()
+        kv_len = step.kv_len[: shape.num_requests].numpy()
+        tokens, requests = int(cu_q[-1]), int((kv_len > 0).sum())
+        counts = np.diff(cu_q)
+        assert tokens <= shape.num_tokens
+        assert (counts[:requests] > 0).all() and (counts[requests:] == 0).all()
+        assert counts.max() <= shape.max_query_len and kv_len.max() <= shape.max_kv_len
+        assert (step.slot_mapping[:tokens] >= 0).all()
+        assert (step.slot_mapping[tokens : shape.num_tokens] == -1).all()
+        assert (step.position_ids[tokens : shape.num_tokens] == 0).all()
+        assert (step.logit_rows[: shape.num_rows] < tokens).all()
+        self._program.run(
+            StepInputs(
+                token_ids=step.token_ids[:tokens].numpy(),
+                position_ids=step.position_ids[:tokens].numpy(),
+                cu_q=cu_q[: requests + 1],
+                kv_len=kv_len[:requests],
+                block_tables=np.ascontiguousarray(step.block_tables[:requests].numpy()),
+                slot_mapping=step.slot_mapping[:tokens].numpy(),
+                logit_rows=step.logit_rows[: shape.num_rows].numpy(),
+            ),
+            self._kv_cache,
+        )
+
+    def launch(self, launches: Sequence[Launch], stream: int) -> None:
+        for launch in launches:
+            launch_sampling(launch)
+
+
+@dataclass
+class FakeGraph:
+    """What was recorded, done again."""
+
+    record: Callable[[], None]
+    num_replays: int = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self.record()
+
+
+class FakeCapture:
+    """Makes fake graphs and keeps them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[FakeGraph] = []
+
+    def __call__(self, record: Callable[[], None]) -> FakeGraph:
+        self.graphs.append(FakeGraph(record))
+        return self.graphs[-1]
+
+
+def open_on_fake_device(engine_dir: Path, queue: DeviceQueue) -> tuple[CudaExecutable, FakeCapture]:
+    """A cpu engine as one of the CUDA backend."""
+    capture = FakeCapture()
+    config = read_engine_config(engine_dir)
+    plan, weights = open_engine(engine_dir)
+    return CudaExecutable(config, plan, weights, FakeProgram, queue, capture), capture
+
+
+def bookkeeping_by_reference() -> SimpleNamespace:
+    """What stands for `plugins.device_loop.kernel`: functions instead of launches, to be called."""
+    names = ("draft_first", "draft_next", "verify", "accept")
+    found = {name: partial(partial, getattr(reference, name)) for name in names}
+
+    def draw_next(logits: torch.Tensor, scratch: SamplingScratch, *rest: Any) -> partial[None]:
+        return partial(reference.draw_next, logits, *rest)
+
+    return SimpleNamespace(**found, draw_next=draw_next)
+
+
+def launch_sampling(launch: Launch) -> None:
+    """Argmax and draws with the CPU's code; of the launches of a draw the last does it."""
+    logits, out = launch.arguments[:2]
+    assert isinstance(logits, torch.Tensor) and isinstance(out, torch.Tensor)
+    assert logits.data_ptr() % 16 == 0, "kernels take pointers to be aligned"
+    name = launch.spec.name
+    if name.startswith("sampling.argmax"):
+        rows = launch.grid[1]
+        stride, offset = launch.arguments[-2:]
+        found = CpuSampling().argmax(logits[:rows].numpy())
+    elif name.startswith("sampling.finish"):
+        per_request, first, stride, offset, rows = launch.arguments[-5:]
+        drawn = [_row(launch, row, per_request, first) for row in range(rows)]
+        found = CpuSampling().sample_rows(logits[:rows].numpy(), drawn)
+    else:
+        assert name.startswith(("sampling.scan", "sampling.weigh", "sampling.sift")), name
+        return
+    for row, token in enumerate(found.tolist()):
+        out.view(-1)[row * stride + offset] = token
+
+
+def _row(launch: Launch, row: int, per_request: int, first: int) -> SamplingRow:
+    """The sampling row that the kernel's arrays describe."""
+    arrays = launch.arguments[2:11]
+    assert all(array.data_ptr() % 16 == 0 for array in arrays)
+    temperature, top_k, top_p, min_p, low, high, stream, greedy, position = (
+        array[row // per_request].item() for array in arrays
+    )
+    params = SamplingConfig(
+        temperature=0.0 if greedy else temperature,
+        top_k=int(top_k),
+        top_p=top_p,
+        min_p=min_p,
+    )
+    seed = (low & 0xFFFFFFFF) | (high & 0xFFFFFFFF) << 32
+    return SamplingRow(params, seed, position + first + row % per_request, stream=stream)

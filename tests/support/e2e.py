@@ -1,0 +1,98 @@
+"""The demo pair as engines, and running requests through them, for the end-to-end tests."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
+from llmctl.cli.run.speculation import Speculation
+from llmctl.runtime.api.executor import Executor
+from llmctl.runtime.request import Request
+
+DRAFT_LEN = 4
+Outputs = list[list[tuple[int, ...]]]  # per request, per returned sequence
+PromptMaker = Callable[[int], list[tuple[int, ...]]]
+
+
+def llmctl(*arguments: object) -> None:
+    command = [sys.executable, "-m", "llmctl.cli.entry", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@dataclass(frozen=True)
+class DemoPair:
+    """Checkpoints and engines by name: target-float32, target-bfloat16, target-fp8, draft-fp8."""
+
+    folder: Path
+    examples: Path
+
+    def engine(self, name: str) -> Path:
+        """The engine directory, built on first use."""
+        with self._making(name) as path:
+            if not path.exists():
+                self._build(name, path)
+        return path
+
+    @contextmanager
+    def _making(self, name: str) -> Iterator[Path]:
+        """The path of that name, while no other worker makes it."""
+        with open(self.folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield self.folder / name
+
+    def _build(self, name: str, path: Path) -> None:
+        role, dtype = name.split("-")
+        checkpoint = self.examples / f"demo-{role}"
+        options: list[object] = ["--max-batch-size", 16, "--max-seq-len", 1024]
+        if role == "target":
+            options += ["--speculative-decoding-mode", "draft_tokens_external"]
+            options += ["--max-draft-len", DRAFT_LEN]
+        if dtype == "fp8":
+            checkpoint = self.quantized(role)
+        else:
+            options += ["--dtype", dtype]
+        llmctl("build", "--backend", "cpu", "--checkpoint-dir", checkpoint, "--output-dir", path,
+               *options)  # fmt: skip
+
+    def quantized(self, role: str) -> Path:
+        """The FP8 checkpoint with FP8 KV scales, calibrated on the default text."""
+        with self._making(f"{role}-fp8-checkpoint") as path:
+            if not path.exists():
+                llmctl("quantize", "--model-dir", self.examples / f"demo-{role}", "--output-dir",
+                       path, "--qformat", "fp8", "--kv-cache-dtype", "fp8", "--calib-size", 16,
+                       "--calib-max-seq-length", 256)  # fmt: skip
+        return path
+
+    @contextmanager
+    def executor(self, target: str, draft: str | None = None, **options: Any) -> Iterator[Executor]:
+        """A running executor of the named engines."""
+        speculation = None
+        if draft == "ngram":
+            speculation = Speculation(DRAFT_LEN, max_ngram=3)
+        elif draft is not None:
+            speculation = Speculation(DRAFT_LEN, draft_engine=self.engine(draft))
+        engine_options = EngineOptions(self.engine(target), speculation, **options)
+        with OpenEngines(check_engines(engine_options)).executor() as executor:
+            yield executor
+
+
+def run_all(executor: Executor, requests: list[Request]) -> Outputs:
+    """Outputs of every request, per returned sequence, all enqueued together."""
+    ids = executor.enqueue_requests(requests)
+    outputs: dict[int, list[tuple[int, ...]]] = {request_id: [] for request_id in ids}
+    open_ids = set(ids)
+    while open_ids:
+        for response in executor.await_responses():
+            assert response.result is not None, response.error
+            outputs[response.request_id].append(response.result.output_token_ids)
+            if response.result.is_final:
+                open_ids.discard(response.request_id)
+    return [sorted(outputs[request_id]) for request_id in ids]

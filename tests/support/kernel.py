@@ -1,0 +1,119 @@
+"""What kernel tests share: an example's step as device arrays, a run in the interpreter, and
+binaries as text."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+
+from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
+from llmctl.plugins.backends.cuda.cubin import elf_sections
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    DeviceStep,
+    KernelSpec,
+    LaunchEnv,
+    StepLimits,
+    StepShape,
+)
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.core.examples import Example
+from llmctl.plugins.core.operators import operator_module
+
+KERNEL_DTYPES = ("bfloat16", "float16")  # the cuda backend has no float32 models
+
+
+def device_step(step: StepInputs, device: str = "cpu") -> DeviceStep:
+    """The arrays of a step, at its own size."""
+    names = DeviceStep.__dataclass_fields__
+    arrays = {name: torch.from_numpy(getattr(step, name)).clone().to(device) for name in names}
+    return DeviceStep(**arrays)
+
+
+def step_shape(step: StepInputs) -> StepShape:
+    """The extents of a step without padding."""
+    new = step.cu_q[1:] - step.cu_q[:-1]
+    return StepShape(
+        step.num_tokens,
+        step.num_requests,
+        step.num_rows,
+        int(new.max()),
+        int(step.kv_len.max()),
+    )
+
+
+def limits_for(example: Example) -> StepLimits:
+    """Limits that the example's step just reaches."""
+    step, cache = example.step, example.kv_cache
+    return StepLimits(
+        max_num_tokens=step.num_tokens,
+        max_num_rows=step.num_rows,
+        max_batch_size=step.num_requests,
+        max_seq_len=int(step.kv_len.max()),
+        max_draft_len=0,
+        tokens_per_block=cache.shape[4],
+        kv_dtype=str(cache.dtype).removeprefix("torch."),
+    )
+
+
+def launch_env(example: Example, extent: str = "tokens") -> LaunchEnv:
+    """What the example's launches may use, on CPU tensors."""
+    scratch: dict[str, torch.Tensor] = {}
+
+    def make(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return scratch.setdefault(name, torch.zeros(shape, dtype=dtype))
+
+    return LaunchEnv(
+        step=device_step(example.step),
+        kv_cache=example.kv_cache,
+        limits=limits_for(example),
+        extent="rows" if extent == "rows" else "tokens",
+        scratch=make,
+        use_pdl=False,
+    )
+
+
+def interpret(example: Example) -> None:
+    """Run the example's call through its Triton launches."""
+    from llmctl.plugins.backends.cuda.interpret import run_launches
+
+    kernel = operator_module(example.call.op, "kernel")
+    env, shape = launch_env(example), step_shape(example.step)
+    launches = kernel.launches(example.call, env, shape)
+    assert [launch.spec for launch in launches] == kernel.kernels(example.call, env.limits)
+    with np.errstate(all="ignore"):  # as on the device, inf / inf is NaN without a word
+        run_launches(launches)
+
+
+def disassemble(kernel: CompiledKernel, capability: str = "9.0a") -> str:
+    """The machine code of a kernel for a compute capability as text, by the disassembler that comes
+    with Triton."""
+    return _disassemble([kernel], capability)[0]
+
+
+def compile_all(specs: Sequence[KernelSpec]) -> Iterator[tuple[KernelSpec, CompiledKernel, str]]:
+    """Each with its binary and that one's machine code as text."""
+    kernels = [compile_kernel(spec) for spec in specs]
+    return zip(specs, kernels, _disassemble(kernels, "9.0a"), strict=True)
+
+
+def _disassemble(kernels: Sequence[CompiledKernel], capability: str) -> list[str]:
+    """All in one call, as one run of instructions: a call takes 0.3 s, however little there is."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    codes = [dict(elf_sections(kernel.cubin))[f".text.{kernel.entry}"] for kernel in kernels]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "code"
+        path.write_bytes(b"".join(codes))
+        command = [str(tool), "--binary", "SM" + capability.replace(".", ""), str(path)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    ends = accumulate(len(code) for code in codes)
+    starts = [
+        text.index(f"/*{end - len(code):04x}*/") for code, end in zip(codes, ends, strict=True)
+    ]
+    return [text[start:end] for start, end in pairwise([*starts, len(text)])]
