@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llmctl.plugins.ops.sampling.spec import SamplingBackend
     from llmctl.runtime.api.executor import Executor
     from llmctl.runtime.drafting.drafter import Drafter
-    from llmctl.runtime.engines.engine import Executable
+    from llmctl.runtime.engines.engine import Engine
     from llmctl.runtime.engines.memory_plan import KvCachePlan
     from llmctl.runtime.engines.open_cuda import OpenedPair
     from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
@@ -92,8 +92,8 @@ class OpenEngines:
         options = checked.options
         speculation = options.speculation
         self.checked = checked
-        self.target: Executable
-        self.draft: Executable | None = None
+        self.target: Engine
+        self.draft: Engine | None = None
         self.kv_plan: KvCachePlan
         self.device_name: str | None = None  # of a GPU
         self._on_device: OpenedPair | None = None
@@ -107,7 +107,7 @@ class OpenEngines:
             log([note])
 
     def _open_on_cpu(self, options: EngineOptions, draft_dir: Path | None) -> None:
-        from llmctl.runtime.engines.engine import open_executable
+        from llmctl.runtime.engines.engine import open_cpu_engine
         from llmctl.runtime.engines.memory_plan import DEFAULT_FREE_FRACTION, plan_kv_cache
         from llmctl.runtime.kv_cache import most_step_tokens
 
@@ -115,9 +115,9 @@ class OpenEngines:
             from llmctl.plugins.backends.cpu import set_num_threads
 
             set_num_threads(options.num_threads)
-        self.target = open_executable(options.engine_dir, options.windows)
+        self.target = open_cpu_engine(options.engine_dir, options.windows)
         if draft_dir is not None:
-            self.draft = open_executable(draft_dir, options.windows)
+            self.draft = open_cpu_engine(draft_dir, options.windows)
         fraction = options.free_fraction
         self.kv_plan = plan_kv_cache(
             self.target,

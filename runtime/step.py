@@ -17,7 +17,7 @@ from llmctl.runtime.request import Sequence
 
 
 class StepRunner(Protocol):
-    """What the loop and a drafter need of an engine; `runtime.engines.engine.Executable` is one."""
+    """What the loop and a drafter need of an engine; `runtime.engines.engine.Engine` is one."""
 
     vocab_size: int
     max_seq_len: int

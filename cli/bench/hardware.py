@@ -21,7 +21,7 @@ from llmctl.cli.inspect.cost import Step, op_bytes
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import Plan
-    from llmctl.runtime.engines.engine import Executable
+    from llmctl.runtime.engines.engine import Engine
 
 MOST_BYTES = 1 << 30  # of a buffer that is read to measure; far larger than a GPU's caches
 LEAST_BYTES = 1 << 20
@@ -38,7 +38,7 @@ class Reads:
     draft_kv_per_block: int
 
     @classmethod
-    def of(cls, target: Executable, draft: Executable | None) -> Reads:
+    def of(cls, target: Engine, draft: Engine | None) -> Reads:
         """The figures of loaded engines."""
         return cls(
             weight_reads(target.plan),

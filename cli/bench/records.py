@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from time import perf_counter, time
 from typing import Any, NamedTuple
 
-from llmctl.runtime.stats.column_table import Columns
+from llmctl.runtime.stats.column_table import ColumnTable
 from llmctl.runtime.stats.counters import IterationStats
 
 
@@ -41,7 +41,7 @@ class RequestRecord:
     asked_tokens: int
     due_s: float
     submit_s: float | None = None
-    arrivals: Columns[Arrival] = field(default_factory=lambda: Columns(Arrival, "di"))
+    arrivals: ColumnTable[Arrival] = field(default_factory=lambda: ColumnTable(Arrival, "di"))
     output_ids: list[int] = field(default_factory=list)
     is_done: bool = False
     error: str | None = None
@@ -135,7 +135,7 @@ def _step(
         queued_requests=item.num_queued_requests,
         kv_used_blocks=cache.used_num_blocks,
         kv_max_blocks=cache.max_num_blocks,
-        rounds=Columns(
+        rounds=ColumnTable(
             Round, "qiii", ((indexes[request_id], *rest) for request_id, *rest in item.rounds)
         ),
     )
@@ -144,4 +144,4 @@ def _step(
 def _as_dict(record: RequestRecord | StepRecord) -> dict[str, Any]:
     """Fields by name, rows as lists."""
     named = ((item.name, getattr(record, item.name)) for item in fields(record))
-    return {name: list(v) if isinstance(v, Columns) else v for name, v in named}
+    return {name: list(v) if isinstance(v, ColumnTable) else v for name, v in named}

@@ -12,7 +12,7 @@ from llmctl.cli.run.generate import Row
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
     from llmctl.cli.engines import OpenEngines
-    from llmctl.runtime.engines.engine import Executable
+    from llmctl.runtime.engines.engine import Engine
     from llmctl.runtime.kv_cache import KvCacheStats
     from llmctl.runtime.stats.counters import SpeculationStats
 
@@ -168,7 +168,7 @@ def architecture(config: EngineConfig) -> str:
     return str(found)
 
 
-def _engine_line(role: str, engine: Executable) -> str:
+def _engine_line(role: str, engine: Engine) -> str:
     line = (
         f"{role}: {architecture(engine.config)}, {engine.weight_bytes / 1e6:.1f} MB of weights, "
         f"backend {engine.config.backend}"

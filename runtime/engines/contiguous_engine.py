@@ -20,8 +20,8 @@ from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device
 from llmctl.plugins.backends.tensorrt.execution import ADDRESS_ALIGNMENT, PlanSet
 from llmctl.plugins.backends.tensorrt.opened import PieceFormat
 from llmctl.plugins.core.calls import OpCall, StepInputs
-from llmctl.runtime.engines.cuda_engine import CudaExecutable, DeviceProgram
-from llmctl.runtime.engines.engine import Executable, make_calls
+from llmctl.runtime.engines.cuda_engine import CudaEngine, DeviceProgram
+from llmctl.runtime.engines.engine import Engine, make_calls
 from llmctl.runtime.engines.graphs import GraphCache
 from llmctl.runtime.engines.slot_groups import (
     Group,
@@ -35,7 +35,7 @@ PIECE = "whole"
 _QUERY = "query_"  # outputs that are there for their layout alone
 
 
-class LinearExecutable(CudaExecutable):
+class ContiguousEngine(CudaEngine):
     """Runs the plan of a whole model.
 
     A step of generation or verification that is one group is captured and replayed; it is fed from
@@ -109,7 +109,7 @@ class LinearExecutable(CudaExecutable):
 
     def allocate_host_blocks(self, num_blocks: int) -> None:
         """Raises Unsupported: a slot is a whole sequence, too much to move for a shared prefix."""
-        Executable.allocate_host_blocks(self, num_blocks)
+        Engine.allocate_host_blocks(self, num_blocks)
 
     def run(self, step: StepInputs) -> DeviceLogits:
         """Enqueue one step, group by group; logits of step.logit_rows in that order."""

@@ -13,13 +13,13 @@ from llmctl.builder.engine_format import EngineConfig, Plan
 from llmctl.errors import OutOfMemory
 from llmctl.plugins.backends.cpu import CpuProgram
 from llmctl.plugins.core.calls import StepInputs
-from llmctl.runtime.engines.engine import Executable, bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.engines.engine import Engine, bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind
 
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
 
-class CpuExecutable(Executable):
+class CpuEngine(Engine):
     """Runs a plan with the compiled kernels of `plugins.backends.cpu`."""
 
     def __init__(self, config: EngineConfig, plan: Plan, weights: Mapping[str, torch.Tensor]):

@@ -14,7 +14,7 @@ from llmctl.errors import OutOfMemory
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
 from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall, StepInputs
-from llmctl.runtime.engines.engine import Executable, bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.engines.engine import Engine, bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.engines.graphs import (
     Buckets,
     GraphCache,
@@ -55,7 +55,7 @@ Capture = Callable[[Callable[[], None]], Replayable]
 LEAST_FED = 64  # tokens that `feed` pads to at least
 
 
-class CudaExecutable(Executable):
+class CudaEngine(Engine):
     """Runs a plan on the queue's device.
 
     `make_program` binds the operators to the compiled kernels. Steps that repeat in shape are

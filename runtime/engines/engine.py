@@ -30,7 +30,7 @@ from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windo
 NO_WINDOWS = WindowOptions()
 
 
-class Executable(ABC):
+class Engine(ABC):
     """What every backend's engine has. Not thread-safe: one step at a time.
 
     `run` takes a packed step and returns logits [rows, vocab_size] float32, valid until the next
@@ -86,7 +86,7 @@ class Executable(ABC):
         """Execute one packed step; logits of step.logit_rows in that order."""
 
 
-def open_executable(engine_dir: Path, windows: WindowOptions = NO_WINDOWS) -> Executable:
+def open_cpu_engine(engine_dir: Path, windows: WindowOptions = NO_WINDOWS) -> Engine:
     """Load an engine directory of the cpu backend; `open_cuda` loads those of a GPU.
 
     `windows` narrow the model's own. Raises BadConfig for windows that cannot be, EngineNotFound,
@@ -98,11 +98,11 @@ def open_executable(engine_dir: Path, windows: WindowOptions = NO_WINDOWS) -> Ex
             f"the engine was built for backend {config.backend!r}; 'cpu' is wanted here",
             fix="rebuild with: llmctl build --backend cpu",
         )
-    from llmctl.runtime.engines.cpu_engine import CpuExecutable
+    from llmctl.runtime.engines.cpu_engine import CpuEngine
 
     plan, weights = open_engine(engine_dir, rank=0)
     plan = apply_windows(plan, windows, int(config.build_config["max_seq_len"]), config.backend)
-    return CpuExecutable(config, plan, weights)
+    return CpuEngine(config, plan, weights)
 
 
 def bind_plan(

@@ -31,7 +31,7 @@ import torch
 
 from llmctl.errors import DeviceFailure, OutOfMemory
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
-from llmctl.runtime.engines.streams import Lane, Mark, main_lane, side_lane
+from llmctl.runtime.engines.streams import Mark, Stream, main_stream, side_stream
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind
 from llmctl.runtime.stats.process_memory import PinnedMemory
 
@@ -44,7 +44,7 @@ MOST_AT_ONCE = 64  # blocks; at 18 us of host each, and 3 ms of the link for tho
 class HostBlocks:
     """`num_blocks` places for blocks of `num_layers` times `layer_bytes` bytes, in pinned memory.
 
-    `lanes` are the main one, the one out and the one in; those of `queue` where not given. Raises
+    `streams` are the main one, the one out and the one in; those of `queue` where not given. Raises
     OutOfMemory.
     """
 
@@ -54,13 +54,13 @@ class HostBlocks:
         num_blocks: int,
         num_layers: int,
         layer_bytes: int,
-        lanes: tuple[Lane, Lane, Lane] | None = None,
+        streams: tuple[Stream, Stream, Stream] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
-        self._main, self._out, self._in = lanes or (
-            main_lane(queue),
-            side_lane(queue),
-            side_lane(queue),
+        self._main, self._out, self._in = streams or (
+            main_stream(queue),
+            side_stream(queue),
+            side_stream(queue),
         )
         num_bytes = num_blocks * num_layers * layer_bytes
         shape = (num_layers, layer_bytes)
@@ -81,10 +81,12 @@ class HostBlocks:
             ) from error
         self._next_buffer = 0
         self._sent: dict[int, Mark] = {}  # the last transfer from each buffer
-        self._waiting: deque[tuple[torch.Tensor, list[BlockCopy]]] = deque()  # for the lane in
-        self._num_given = 0  # groups for the lane in, ever
+        self._waiting: deque[tuple[torch.Tensor, list[BlockCopy]]] = (
+            deque()
+        )  # for the inward stream
+        self._num_given = 0  # groups for the inward stream, ever
         self._slot_marks: dict[int, Mark] = {}  # the last transfer from or to each place
-        self._block_marks: dict[int, Mark] = {}  # the last work of the lane in on each block
+        self._block_marks: dict[int, Mark] = {}  # the last work of the inward stream on each block
 
     def copy(self, cache: torch.Tensor, copies: Sequence[BlockCopy]) -> Arrival | None:
         """Start copies in order; cache is uint8 [num_layers, blocks, layer_bytes]. What is not
@@ -115,7 +117,7 @@ class HostBlocks:
                 raise
 
     def advance(self, most: float = MOST_AT_ONCE) -> None:
-        """Hand the lane in up to `most` blocks of what waits for it."""
+        """Hand the inward stream up to `most` blocks of what waits for it."""
         if self._waiting:
             self._in.wait(self._main.mark())
         while self._waiting and most > 0:
@@ -129,7 +131,7 @@ class HostBlocks:
             most -= len(group)
 
     def mark_of(self, number: int) -> Mark | None:
-        """A mark behind the first `number` groups for the lane in; None while some wait."""
+        """A mark behind the first `number` groups for the inward stream; None while some wait."""
         return self._in.mark() if self._num_given - len(self._waiting) >= number else None
 
     def hold(self) -> None:
@@ -176,7 +178,7 @@ class HostBlocks:
             self._send(cache, group)
 
     def _send(self, cache: torch.Tensor, group: Sequence[BlockCopy]) -> None:
-        """Gather blocks on the main lane, and let them leave beside."""
+        """Gather blocks on the main stream, and let them leave beside."""
         indices = [(self._next_buffer + i) % NUM_BUFFERS for i in range(len(group))]
         self._next_buffer = (indices[-1] + 1) % NUM_BUFFERS
         slots, blocks = _ends(group)
@@ -207,7 +209,7 @@ class HostBlocks:
 
 
 class _Arrival:
-    """The first `number` groups that the lane in was given."""
+    """The first `number` groups that the inward stream was given."""
 
     def __init__(self, host: HostBlocks, number: int) -> None:
         self._host = host
@@ -215,7 +217,7 @@ class _Arrival:
         self._mark = host.mark_of(number)
 
     def is_done(self) -> bool:
-        """See Arrival. Each time the lane in is handed some more."""
+        """See Arrival. Each time the inward stream is handed some more."""
         with device_errors("bringing KV blocks from host memory"):
             self._host.advance()
             if self._mark is None:
@@ -268,9 +270,9 @@ def _ends(group: Iterable[BlockCopy]) -> tuple[list[int], list[int]]:
     return slots, blocks
 
 
-def _wait_for(lane: Lane, marks: Mapping[int, Mark], keys: Iterable[int]) -> None:
+def _wait_for(stream: Stream, marks: Mapping[int, Mark], keys: Iterable[int]) -> None:
     for mark in {marks[key] for key in keys if key in marks}:
-        lane.wait(mark)
+        stream.wait(mark)
 
 
 def _copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

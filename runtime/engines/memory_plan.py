@@ -14,7 +14,7 @@ DEFAULT_FREE_FRACTION = 0.5  # of the memory that is free now; a CPU shares it w
 
 
 class KvShape(Protocol):
-    """What the plan needs to know of an executable."""
+    """What the plan needs to know of an engine."""
 
     @property
     def tokens_per_block(self) -> int: ...

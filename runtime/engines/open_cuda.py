@@ -25,7 +25,7 @@ from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.sampling.cuda import MAX_ROWS, CudaSampling, scratch_bytes
-from llmctl.runtime.engines.cuda_engine import CudaExecutable
+from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.device_check import require_device
 from llmctl.runtime.engines.engine import NO_WINDOWS, kv_bytes_per_block
 from llmctl.runtime.engines.graphs import MAX_GRAPHS
@@ -58,8 +58,8 @@ Launcher = Callable[[Sequence[Launch]], None]
 class OpenedPair:
     """Loaded engines on one stream, and the sampling that serves both."""
 
-    target: CudaExecutable
-    draft: CudaExecutable | None
+    target: CudaEngine
+    draft: CudaEngine | None
     sampling: CudaSampling
     loads: tuple[tuple[str, LoadReport], ...]  # by role
 
@@ -140,7 +140,7 @@ class EngineFile:
             max_seq_len=int(build["max_seq_len"]),
         )
 
-    def load(self, queue: DeviceQueue) -> tuple[CudaExecutable, LoadReport]:
+    def load(self, queue: DeviceQueue) -> tuple[CudaEngine, LoadReport]:
         """The engine with its weights, read or generated, on the queue's device."""
         if self.config.backend in TENSORRT_BACKENDS:
             return self._load_tensorrt(queue)
@@ -150,9 +150,9 @@ class EngineFile:
         def make_program(calls: list[OpCall], limits: StepLimits) -> CudaProgram:
             return CudaProgram(calls, binaries, limits, queue.device)
 
-        return CudaExecutable(self.config, self.plan, weights, make_program, queue), report
+        return CudaEngine(self.config, self.plan, weights, make_program, queue), report
 
-    def _load_tensorrt(self, queue: DeviceQueue) -> tuple[CudaExecutable, LoadReport]:
+    def _load_tensorrt(self, queue: DeviceQueue) -> tuple[CudaEngine, LoadReport]:
         reports: list[LoadReport] = []
 
         def load() -> Mapping[str, torch.Tensor]:
@@ -252,7 +252,7 @@ def _vocab(plan: Plan) -> int:
     return int(width)
 
 
-def _launcher(target: CudaExecutable, draft: CudaExecutable | None) -> Launcher:
+def _launcher(target: CudaEngine, draft: CudaEngine | None) -> Launcher:
     """Launches sampling kernels out of the engine that has them for the logits' vocabulary."""
 
     def launch(launches: Sequence[Launch]) -> None:

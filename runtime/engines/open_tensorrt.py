@@ -1,4 +1,4 @@
-"""Opens a TensorRT engine: its plans, our kernels between them, and the executable of both."""
+"""Opens a TensorRT engine: its plans, our kernels between them, and the engine of both."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from llmctl.plugins.backends.cuda.kernel_spec import NUM_SMS, StepLimits
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.backends.tensorrt.execution import PlanSet
-from llmctl.plugins.backends.tensorrt.plan_calls import PieceExecutor
+from llmctl.plugins.backends.tensorrt.plan_calls import PieceRunner
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.packed_linear.layout import MXFP4
 from llmctl.plugins.ops.packed_linear.tactics import MANY, parse_tactic
-from llmctl.runtime.engines.contiguous_engine import PIECE, LinearExecutable, output_bytes
-from llmctl.runtime.engines.cuda_engine import CudaExecutable
+from llmctl.runtime.engines.contiguous_engine import PIECE, ContiguousEngine, output_bytes
+from llmctl.runtime.engines.cuda_engine import CudaEngine
 
 
 def is_linear(config: EngineConfig) -> bool:
@@ -65,8 +65,8 @@ def open_tensorrt(
     trt: Any,
     capability: str,
     load: Callable[[], Mapping[str, torch.Tensor]],
-) -> CudaExecutable:
-    """The executable of an engine on the queue's device.
+) -> CudaEngine:
+    """The engine on the queue's device.
 
     `stored` has the engine file's plans and cubins, `trt` is the package, `capability` that of the
     device, `load` brings the weights there; it is called last, so that what TensorRT refuses is
@@ -81,12 +81,12 @@ def open_tensorrt(
             replace(limits, num_sms=_num_sms(queue.device)),
             queue.device,
             use_pdl=uses_pdl(capability),
-            executors={TENSORRT_OP: PieceExecutor(plans)},
+            runners={TENSORRT_OP: PieceRunner(plans)},
         )
 
     if is_linear(config):
-        return LinearExecutable(config, plan, load(), make_program, queue, plans)
-    return CudaExecutable(
+        return ContiguousEngine(config, plan, load(), make_program, queue, plans)
+    return CudaEngine(
         config,
         plan,
         load(),

@@ -1,6 +1,6 @@
 """Streams of a device as whoever orders work between them sees them.
 
-Work of one lane runs in its order; between lanes only `wait` makes an order. On a cpu everything
+Work of one stream runs in its order; between streams only `wait` makes an order. On a cpu everything
 runs at once, which is one of the orders allowed.
 """
 
@@ -15,14 +15,14 @@ from llmctl.plugins.backends.cuda.queue import DeviceQueue, new_event, new_strea
 
 
 class Mark(Protocol):
-    """A place in a lane."""
+    """A place in a stream."""
 
     def query(self) -> bool:
         """True once everything before it is done. Does not wait."""
 
 
-class Lane(Protocol):
-    """What is given to it runs in order, beside other lanes."""
+class Stream(Protocol):
+    """What is given to it runs in order, beside other streams."""
 
     def run(self, work: Callable[[], None]) -> None:
         """Enqueue what `work` does to tensors of the device."""
@@ -31,17 +31,17 @@ class Lane(Protocol):
         """A mark behind all work so far."""
 
     def wait(self, mark: Mark) -> None:
-        """Let the work to come wait for a mark of another lane."""
+        """Let the work to come wait for a mark of another stream."""
 
 
-class StreamLane:
+class CudaStream:
     """A CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
     def run(self, work: Callable[[], None]) -> None:
-        """See Lane, as for all that follow."""
+        """See Stream, as for all that follow."""
         with torch.cuda.stream(self._stream):
             work()
 
@@ -62,11 +62,11 @@ class _Done:
         return True
 
 
-class HostLane:
+class HostStream:
     """A cpu: done when `run` returns."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """See Lane, as for all that follow."""
+        """See Stream, as for all that follow."""
         work()
 
     def mark(self) -> Mark:
@@ -76,14 +76,14 @@ class HostLane:
         assert mark.query()
 
 
-def main_lane(queue: DeviceQueue) -> Lane:
-    """The lane of the engines' steps."""
-    return HostLane() if queue.stream is None else StreamLane(queue.stream)
+def main_stream(queue: DeviceQueue) -> Stream:
+    """The stream of the engines' steps."""
+    return HostStream() if queue.stream is None else CudaStream(queue.stream)
 
 
-def side_lane(queue: DeviceQueue) -> Lane:
+def side_stream(queue: DeviceQueue) -> Stream:
     """A new one beside it. Its kernels are short, and start as soon as any multiprocessor has
     room: they would else wait until a step leaves some idle."""
     if queue.stream is None:
-        return HostLane()
-    return StreamLane(new_stream(queue.device, is_urgent=True))
+        return HostStream()
+    return CudaStream(new_stream(queue.device, is_urgent=True))

@@ -105,7 +105,7 @@ class SyntheticDrafter:
 LOT_LAUNCHES = 24  # kernels that `force` enqueues, at most
 
 
-class DeviceLots:
+class DeviceAcceptanceDraws:
     """The same lots where a device accepts by itself: it rewrites what the target drew."""
 
     def __init__(self, acceptance: SyntheticAcceptance, device: torch.device | str) -> None:

@@ -29,10 +29,10 @@ from llmctl.plugins.device_loop.state import (
     RoundState,
 )
 from llmctl.runtime.drafting.draft_engine.feeding import cut
-from llmctl.runtime.engines.cuda_engine import LEAST_FED, Capture, CudaExecutable
+from llmctl.runtime.engines.cuda_engine import LEAST_FED, Capture, CudaEngine
 from llmctl.runtime.engines.graphs import GraphCache, capture_graph, capture_when, kv_bucket
 from llmctl.runtime.generate.sampler import is_by_logits
-from llmctl.runtime.generate.synthetic_acceptance import DeviceLots, SyntheticAcceptance
+from llmctl.runtime.generate.synthetic_acceptance import DeviceAcceptanceDraws, SyntheticAcceptance
 from llmctl.runtime.request import Sequence
 from llmctl.runtime.rounds.round_work import (
     RoundShape,
@@ -63,8 +63,8 @@ class CudaRoundRunner:
 
     def __init__(
         self,
-        target: CudaExecutable,
-        draft: CudaExecutable | None,
+        target: CudaEngine,
+        draft: CudaEngine | None,
         draft_len: int,
         capture: Capture | None = None,
         acceptance: SyntheticAcceptance | None = None,
@@ -94,7 +94,7 @@ class CudaRoundRunner:
                 target.max_batch_size, most_drafts, device, slots=RING_SLOTS, ring=ring
             )
             self._upload = RoundUpload(self._state, engines, self._queue)
-            lots = DeviceLots(acceptance, device) if acceptance is not None else None
+            lots = DeviceAcceptanceDraws(acceptance, device) if acceptance is not None else None
             self._work = RoundWork(target, draft, self._queue, self._state, lots)
         capture = partial(
             capture_when,

@@ -19,9 +19,9 @@ from llmctl.plugins.device_loop import kernel as bookkeeping
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.ops.sampling import kernel as sampling
 from llmctl.plugins.ops.sampling.arrays import SamplingScratch
-from llmctl.runtime.engines.cuda_engine import CudaExecutable
+from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.graphs import MAX_GRAPHS
-from llmctl.runtime.generate.synthetic_acceptance import LOT_LAUNCHES, DeviceLots
+from llmctl.runtime.generate.synthetic_acceptance import LOT_LAUNCHES, DeviceAcceptanceDraws
 from llmctl.runtime.rounds.upload import Drawing
 
 LAUNCHES_A_STEP = 6  # beside the operators: feeding it, drawing from its logits (4), acceptance
@@ -44,11 +44,11 @@ class RoundWork:
 
     def __init__(
         self,
-        target: CudaExecutable,
-        draft: CudaExecutable | None,
+        target: CudaEngine,
+        draft: CudaEngine | None,
         queue: DeviceQueue,
         state: RoundState,
-        lots: DeviceLots | None,
+        lots: DeviceAcceptanceDraws | None,
     ) -> None:
         """Allocates what drawing tokens takes."""
         self._target, self._draft = target, draft
@@ -79,7 +79,7 @@ class RoundWork:
                 self._draw(draft, drafts, shape, batch, first=index, stride=stride, offset=index),
             )
 
-    def _feed_draft(self, draft: CudaExecutable, shape: RoundShape, index: int) -> None:
+    def _feed_draft(self, draft: CudaEngine, shape: RoundShape, index: int) -> None:
         """Describe the draft's step `index`; of greedy drafts, draw the one that it is fed with."""
         state, program = self._state, draft.program
         described = state, program.step, program.limits, shape.batch
@@ -105,7 +105,7 @@ class RoundWork:
             self._lots.force(state, batch, shape.draft_len)
         self._launch(target, [bookkeeping.accept(state, batch, shape.draft_len)])
 
-    def _forward(self, engine: CudaExecutable, shape: RoundShape, count: int, rows: int) -> None:
+    def _forward(self, engine: CudaEngine, shape: RoundShape, count: int, rows: int) -> None:
         step = StepShape(
             num_tokens=shape.batch * count,
             num_requests=shape.batch,
@@ -117,7 +117,7 @@ class RoundWork:
 
     def _draw(
         self,
-        engine: CudaExecutable,
+        engine: CudaEngine,
         out: torch.Tensor,
         shape: RoundShape,
         rows: int,
@@ -146,7 +146,7 @@ class RoundWork:
             has_wide=shape.drawing is Drawing.WIDE,
         )
 
-    def _launch(self, engine: CudaExecutable, launches: Items[Launch]) -> None:
+    def _launch(self, engine: CudaEngine, launches: Items[Launch]) -> None:
         engine.program.launch(launches, self._queue.handle)
 
 

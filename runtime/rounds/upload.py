@@ -18,7 +18,7 @@ from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.ops.sampling.kernel import is_wide
 from llmctl.plugins.ops.sampling.spec import MAX_TOP_K
-from llmctl.runtime.engines.cuda_engine import CudaExecutable
+from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.request import Sequence
 
 _WORD = 0xFFFFFFFF
@@ -35,9 +35,7 @@ class Drawing(enum.Enum):
 class RoundUpload:
     """Writes one RoundState and the block tables of the engines that share it."""
 
-    def __init__(
-        self, state: RoundState, engines: Items[CudaExecutable], queue: DeviceQueue
-    ) -> None:
+    def __init__(self, state: RoundState, engines: Items[CudaEngine], queue: DeviceQueue) -> None:
         self._state = state
         self._engines = engines
         self._queue = queue

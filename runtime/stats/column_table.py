@@ -13,7 +13,7 @@ from typing import Generic, TypeVar, overload
 Row = TypeVar("Row", bound=tuple[float, ...])
 
 
-class Columns(Sequence[Row], Generic[Row]):
+class ColumnTable(Sequence[Row], Generic[Row]):
     """Looks like a list of rows; each is made when it is asked for.
 
     `kinds` has a letter for each field of `make`, as `array.array` has them: "q" for integers, "i"

@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 from llmctl.runtime.generate.verify import Commit
 from llmctl.runtime.kv_cache import KvCacheStats
 from llmctl.runtime.request import Batch
-from llmctl.runtime.stats.column_table import Columns
+from llmctl.runtime.stats.column_table import ColumnTable
 
 Item = TypeVar("Item")
 
@@ -251,14 +251,14 @@ def static_batching_stats(
     )
 
 
-def round_stats(commits: Items[Commit]) -> Columns[RoundStats]:
+def round_stats(commits: Items[Commit]) -> ColumnTable[RoundStats]:
     """What a finished step did for each of its generation sequences, in packed order."""
     rows = [
         # Drafts behind a stop do not count.
         (c.sequence.request_id, c.num_drafts, min(c.accepted, c.num_tokens), c.num_tokens)
         for c in commits
     ]
-    return Columns(RoundStats, "qiii", rows)
+    return ColumnTable(RoundStats, "qiii", rows)
 
 
 def spec_decoding_stats(

@@ -35,7 +35,7 @@ import torch
 from llmctl.builder.engine_format import read_engine_config
 from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.run.speculation import Speculation
-from llmctl.runtime.engines.engine import Executable
+from llmctl.runtime.engines.engine import Engine
 from scripts.bench.request_timing import Timed, generate
 from scripts.bench.rows import Table, read_bandwidth, row, weight_bytes
 
@@ -98,13 +98,13 @@ class Bench:
             sys.exit(f"wrong text at token {place}: {tokens[place]}, wanted {wanted[place]}")
 
 
-def read_bytes(engine: Executable, context: int) -> int:
+def read_bytes(engine: Engine, context: int) -> int:
     """Bytes that a step must read: weights but the embedding's, and the context's KV."""
     kv_bytes = context * engine.kv_bytes_per_block // engine.tokens_per_block
     return weight_bytes(engine.plan) + kv_bytes
 
 
-def prompt_ms(engine: Executable, count: int) -> float:
+def prompt_ms(engine: Engine, count: int) -> float:
     """A prompt at the FP8 peak: all linear layers but the head, which runs for one token."""
     config = engine.config.pretrained_config
     hidden, size = config["hidden_size"], config["head_size"]

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from llmctl.plugins.core.calls import StepInputs
-from llmctl.runtime.engines.engine import Executable, open_executable
+from llmctl.runtime.engines.engine import Engine, open_cpu_engine
 from scripts.demo.evaluation import Logits
 
 
 def engine_logits(engine_dir: Path) -> Logits:
     """ids [batch, length] -> logits [batch, length, vocab], each row from an empty cache."""
-    engine = open_executable(engine_dir)
+    engine = open_cpu_engine(engine_dir)
     engine.allocate_kv_cache(-(-engine.max_seq_len // engine.tokens_per_block))
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ def engine_logits(engine_dir: Path) -> Logits:
     return logits
 
 
-def _row_logits(engine: Executable, ids: np.ndarray) -> torch.Tensor:
+def _row_logits(engine: Engine, ids: np.ndarray) -> torch.Tensor:
     """Logits of every position of one row, as many at a time as the engine has rows for."""
     num_blocks = -(-len(ids) // engine.tokens_per_block)
     table = np.arange(num_blocks, dtype=np.int32)[None]

@@ -19,7 +19,7 @@ from llmctl.cli.run.speculation import Speculation
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.api.executor import Executor
-from llmctl.runtime.engines.engine import Executable, open_executable
+from llmctl.runtime.engines.engine import Engine, open_cpu_engine
 from llmctl.runtime.request import Request, SamplingConfig
 
 FP8_MAX = 448.0
@@ -84,7 +84,7 @@ def _at(
     return list(enumerate(zip(done, (a, b, c), strict=True)))
 
 
-def pack(shares: Sequence[Share], engine: Executable) -> StepInputs:
+def pack(shares: Sequence[Share], engine: Engine) -> StepInputs:
     """The step of an engine whose blocks 1.. of every slot follow each other."""
     size = engine.tokens_per_block
     width = -(-engine.max_seq_len // size)
@@ -104,9 +104,9 @@ def pack(shares: Sequence[Share], engine: Executable) -> StepInputs:
     )
 
 
-def compare_logits(engine: Executable, reference: Path, ids: Sequence[int], out: Findings) -> None:
+def compare_logits(engine: Engine, reference: Path, ids: Sequence[int], out: Findings) -> None:
     """Run every step on the engine and on the cpu backend."""
-    wanted = open_executable(reference)
+    wanted = open_cpu_engine(reference)
     for executable in (engine, wanted):
         executable.allocate_kv_cache(_blocks(executable))
     agree = total = 0
@@ -121,7 +121,7 @@ def compare_logits(engine: Executable, reference: Path, ids: Sequence[int], out:
     out.best_agree = (agree, total)
 
 
-def _blocks(engine: Executable) -> int:
+def _blocks(engine: Engine) -> int:
     return 3 * -(-engine.max_seq_len // engine.tokens_per_block)
 
 
@@ -201,7 +201,7 @@ def _speed(executor: Executor, requests: list[Request]) -> float:
     return sum(map(len, outputs)) / (perf_counter() - began)
 
 
-def _prefill_speed(engine: Executable, ids: Sequence[int]) -> float:
+def _prefill_speed(engine: Engine, ids: Sequence[int]) -> float:
     count = min(engine.max_num_tokens, engine.max_seq_len, len(ids))
     step = pack([Share(0, 0, ids[:count], 1)], engine)
     _numpy(engine.run(step))

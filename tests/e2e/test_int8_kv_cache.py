@@ -11,7 +11,7 @@ from support.e2e import DRAFT_LEN, DemoPair, PromptMaker, llmctl, run_all
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
-from llmctl.runtime.engines.engine import open_executable
+from llmctl.runtime.engines.engine import open_cpu_engine
 from llmctl.runtime.request import Request, SamplingConfig
 
 
@@ -35,15 +35,15 @@ def test_text_is_the_same_with_drafts_reuse_and_host_memory_and_near_the_exact_c
         Request(prompt, 16, SamplingConfig(0.8, 0, seed=index) if index % 2 else SamplingConfig())
         for index, prompt in enumerate(prompts(30) * 2)
     ]
-    target = open_executable(engine)
+    target = open_cpu_engine(engine)
     assert target.plan.kv_cache.dtype == "int8"
     with Executor(
         target, None, ExecutorConfig(KvCacheConfig(200, enable_block_reuse=False)), CpuSampling()
     ) as executor:
         wanted = [run_all(executor, [request])[0] for request in requests]
-    drafter = DraftTargetDrafter(open_executable(demo.engine("draft-fp8")), DRAFT_LEN)
+    drafter = DraftTargetDrafter(open_cpu_engine(demo.engine("draft-fp8")), DRAFT_LEN)
     config = ExecutorConfig(KvCacheConfig(30, num_host_blocks=200), check_invariants=True)
-    with Executor(open_executable(engine), drafter, config, CpuSampling()) as executor:
+    with Executor(open_cpu_engine(engine), drafter, config, CpuSampling()) as executor:
         assert run_all(executor, requests) == wanted
         assert executor.get_latest_iteration_stats()[-1].kv_cache_stats.onboarded_blocks > 0
     with demo.executor("target-fp8") as executor:

@@ -10,7 +10,7 @@ from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.core.reference import ReferenceProgram
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
-from llmctl.runtime.engines.engine import open_executable
+from llmctl.runtime.engines.engine import open_cpu_engine
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window
 from llmctl.runtime.request import Request, SamplingConfig
 from llmctl.runtime.step import Span, pack
@@ -30,10 +30,10 @@ def run(
     demo: DemoPair, requests: list[Request], *, is_ring: bool, draft: bool = False, blocks: int = 60
 ) -> tuple[Outputs, list[int]]:
     """(outputs, blocks in use after every step)."""
-    target = open_executable(demo.engine("target-fp8"), WINDOW)
+    target = open_cpu_engine(demo.engine("target-fp8"), WINDOW)
     drafter, plans = None, [target.plan]
     if draft:
-        engine = open_executable(demo.engine("draft-fp8"), WINDOW)
+        engine = open_cpu_engine(demo.engine("draft-fp8"), WINDOW)
         drafter = DraftTargetDrafter(engine, DRAFT_LEN)
         plans.append(engine.plan)
     window = cache_window(plans, WINDOW, target.max_seq_len) if is_ring else None
@@ -83,10 +83,10 @@ def test_logits_are_those_of_the_reference_mask(demo: DemoPair, requests: list[R
     tokens = list(request.input_token_ids)
     sequence = Sequence(1, 1, request, 0, tokens, len(tokens), 999, block_table=list(range(8)))
     step = pack([Span(sequence, 0, len(tokens))], 32)
-    engine = open_executable(folder, WINDOW)
+    engine = open_cpu_engine(folder, WINDOW)
     engine.allocate_kv_cache(8)
     found = np.array(engine.run(step))
-    engine = open_executable(folder)
+    engine = open_cpu_engine(folder)
     engine.allocate_kv_cache(8)
     without = np.array(engine.run(step))
     plan, weights = open_engine(folder)

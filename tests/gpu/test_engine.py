@@ -198,10 +198,10 @@ def test_logits_agree_with_the_cpu_backend(
     engines: Engines, prompt: Callable[[int, int], tuple[int, ...]], kind: str
 ) -> None:
     """Prompt chunks, decoding and verification, launched directly and replayed."""
-    from llmctl.runtime.engines.engine import open_executable
+    from llmctl.runtime.engines.engine import open_cpu_engine
 
     windows = WINDOWS if kind == "windows" else WindowOptions()
-    reference = open_executable(engines.path("target", kind, "cpu"), windows)
+    reference = open_cpu_engine(engines.path("target", kind, "cpu"), windows)
     target = engines.open(kind, None).target
     ids = prompt(1000, sum(CHUNKS))
     num_blocks = -(-len(ids) // target.tokens_per_block)

@@ -101,14 +101,14 @@ def slow_link(opened: OpenedPair, pause_s: Callable[[], float]) -> None:
     """Let every move beside the steps begin with a pause."""
     engines = [opened.target] if opened.draft is None else [opened.target, opened.draft]
     for blocks in (engine._host_blocks for engine in engines):
-        for lane in () if blocks is None else (blocks._in, blocks._out):
-            lane.run = late(type(lane).run, lane, pause_s)  # a double
+        for stream in () if blocks is None else (blocks._in, blocks._out):
+            stream.run = late(type(stream).run, stream, pause_s)  # a double
 
 
-def late(run: Callable, lane: object, pause_s: Callable[[], float]) -> Callable:
+def late(run: Callable, stream: object, pause_s: Callable[[], float]) -> Callable:
     def paused(work: Callable[[], None]) -> None:
-        run(lane, lambda: torch.cuda._sleep(int(CYCLES_PER_S * pause_s())))
-        run(lane, work)
+        run(stream, lambda: torch.cuda._sleep(int(CYCLES_PER_S * pause_s())))
+        run(stream, work)
 
     return paused
 

@@ -25,7 +25,7 @@ from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.device_loop import reference
 from llmctl.plugins.ops.sampling.arrays import SamplingScratch
 from llmctl.plugins.ops.sampling.spec import SamplingRow
-from llmctl.runtime.engines.cuda_engine import CudaExecutable
+from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.request import SamplingConfig
 
 
@@ -118,12 +118,12 @@ class FakeCapture:
         return self.graphs[-1]
 
 
-def open_on_fake_device(engine_dir: Path, queue: DeviceQueue) -> tuple[CudaExecutable, FakeCapture]:
+def open_on_fake_device(engine_dir: Path, queue: DeviceQueue) -> tuple[CudaEngine, FakeCapture]:
     """A cpu engine as one of the CUDA backend."""
     capture = FakeCapture()
     config = read_engine_config(engine_dir)
     plan, weights = open_engine(engine_dir)
-    return CudaExecutable(config, plan, weights, FakeProgram, queue, capture), capture
+    return CudaEngine(config, plan, weights, FakeProgram, queue, capture), capture
 
 
 def bookkeeping_by_reference() -> SimpleNamespace:

@@ -9,14 +9,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
-from llmctl.runtime.engines.engine import Executable, open_executable
+from llmctl.runtime.engines.engine import Engine, open_cpu_engine
 
 VOCAB = 131
 MAX_SEQ_LEN = 640
 DRAFT_LEN = 4
 
 
-def build_pair(folder: Path, hidden_size: int = 32) -> tuple[Executable, Executable]:
+def build_pair(folder: Path, hidden_size: int = 32) -> tuple[Engine, Engine]:
     """(target, draft); the draft is the target with noise on its weights, so that about half of
     its tokens stand."""
     engines = []
@@ -31,7 +31,7 @@ def build_pair(folder: Path, hidden_size: int = 32) -> tuple[Executable, Executa
             tokens_per_block=16,
         )
         run_build(plan_build(checkpoint, request, backend="cpu"), engine)
-        engines.append(open_executable(engine))
+        engines.append(open_cpu_engine(engine))
     return engines[0], engines[1]
 
 

@@ -26,7 +26,7 @@ from llmctl.errors import CorruptEngine, DeviceFailure, OutOfMemory, RebuildNeed
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.backends.tensorrt import packages
 from llmctl.plugins.backends.tensorrt.execution import PlanSet
-from llmctl.plugins.backends.tensorrt.plan_calls import PieceExecutor
+from llmctl.plugins.backends.tensorrt.plan_calls import PieceRunner
 from llmctl.plugins.core.calls import OpCall, row_extents
 
 real = pytest.importorskip("tensorrt_rtx", reason="the networks are TensorRT's")
@@ -117,7 +117,7 @@ def test_full_tensorrt_has_no_runtime_configuration(monkeypatch, networks) -> No
 
 
 def test_every_binding_gets_the_address_of_its_tensor(module, networks, env) -> None:
-    executor = PieceExecutor(open_plans(module, networks))
+    executor = PieceRunner(open_plans(module, networks))
     call = call_of(networks["last"])
     module.faults.add("execute")
     (run,) = executor.prepare(call, env, shape(7, 3))
@@ -134,7 +134,7 @@ def test_every_binding_gets_the_address_of_its_tensor(module, networks, env) -> 
 
 def test_a_piece_used_again_is_told_only_what_differs(module, networks, env, monkeypatch) -> None:
     monkeypatch.setattr("fake_tensorrt.Context._compute", lambda self: None)
-    executor = PieceExecutor(open_plans(module, networks))
+    executor = PieceRunner(open_plans(module, networks))
     first, second = call_of(networks["last"], 1), call_of(networks["last"], 2)
     second = replace(second, outputs=first.outputs)
     runs = [executor.prepare(call, env, shape(7, 3))[0] for call in (first, second)]
@@ -156,7 +156,7 @@ def test_sizes_that_come_back_keep_contexts_whose_shapes_never_change(
 ) -> None:
     """While a graph is captured, as a draft loop of steps of two tokens and of one is."""
     monkeypatch.setattr("fake_tensorrt.Context._compute", lambda self: None)
-    executor = PieceExecutor(open_plans(module, networks))
+    executor = PieceRunner(open_plans(module, networks))
     before = len(module.contexts)
     call = call_of(networks["first"])
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_sizes_that_come_back_keep_contexts_whose_shapes_never_change(
 def test_sizes_that_may_be_anything_get_no_context_of_their_own(
     found, module, networks, env
 ) -> None:
-    executor = PieceExecutor(open_plans(module, networks))
+    executor = PieceRunner(open_plans(module, networks))
     before = len(module.contexts)
     executor.prepare(call_of(networks["first"]), env, found)
     assert len(module.contexts) == before
@@ -228,20 +228,20 @@ def test_the_profile_is_the_narrowest_that_holds_the_step(
     tokens, profile, module, networks, env, monkeypatch
 ) -> None:
     monkeypatch.setattr("fake_tensorrt.Context._compute", lambda self: None)
-    executor = PieceExecutor(open_plans(module, networks))
+    executor = PieceRunner(open_plans(module, networks))
     (run,) = executor.prepare(call_of(networks["first"]), env, shape(tokens, 1))
     run(STREAM)
     assert module.runs[-1].profile == profile
 
 
 def test_a_piece_without_a_row_to_compute_is_left_out(module, networks, env) -> None:
-    executor = PieceExecutor(open_plans(module, networks))
+    executor = PieceRunner(open_plans(module, networks))
     assert executor.prepare(call_of(networks["last"]), env, shape(7, 0)) == []
     assert len(executor.prepare(call_of(networks["first"]), env, shape(7, 0))) == 1
 
 
 def test_outputs_say_whether_they_have_tokens_or_rows(module, networks) -> None:
-    executor = PieceExecutor(open_plans(module, networks))
+    executor = PieceRunner(open_plans(module, networks))
     assert dict(executor.extents(call_of(networks["last"]))) == {"logits": "rows"}
     assert set(executor.extents(call_of(networks["first"])).values()) == {"tokens"}
 
@@ -297,7 +297,7 @@ def test_plans_that_cannot_be_opened_are_refused(fault, error, message, module, 
 def test_steps_that_cannot_be_run_fail_by_name(
     fault, error, message, module, networks, env
 ) -> None:
-    executor = PieceExecutor(open_plans(module, networks))
+    executor = PieceRunner(open_plans(module, networks))
     module.faults.add(fault)
     (run,) = executor.prepare(call_of(networks["first"]), env, shape(7, 0))
     with pytest.raises(error, match=message):
@@ -323,7 +323,7 @@ def test_full_tensorrt_takes_plans_of_its_own_version_only(monkeypatch, networks
 
 
 def test_a_step_beyond_every_profile_is_an_engine_at_fault(module, networks, env) -> None:
-    executor = PieceExecutor(open_plans(module, networks))
+    executor = PieceRunner(open_plans(module, networks))
     with pytest.raises(CorruptEngine, match="no profile of the plan first holds {'tokens': 601}"):
         executor.prepare(call_of(networks["first"]), env, shape(601, 1))
 
@@ -337,7 +337,7 @@ def test_a_cache_that_would_be_copied_is_refused(module, tmp_path) -> None:
 
 
 def test_a_binding_that_is_not_aligned_is_a_bug(module, networks, env) -> None:
-    executor = PieceExecutor(open_plans(module, networks))
+    executor = PieceRunner(open_plans(module, networks))
     call = call_of(networks["first"])
     name = next(iter(call.outputs))
     odd = replace(call, outputs={**call.outputs, name: call.outputs[name][64:]})

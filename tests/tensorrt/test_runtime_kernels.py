@@ -66,7 +66,7 @@ def test_an_engine_holds_every_kernel_that_its_steps_launch(capability, form, tm
         "cpu",
         driver,
         use_pdl=uses_pdl(capability),
-        executors={TENSORRT_OP: NoPlans()},
+        runners={TENSORRT_OP: NoPlans()},
     )
     program.bind_kv_cache(
         torch.zeros(kv_cache_shape(plan, 8), dtype=getattr(torch, plan.kv_cache.dtype))

@@ -70,7 +70,7 @@ class Driver(Protocol):
     def make_event(self) -> Any: ...
 
 
-class Executor(Protocol):
+class OperatorRunner(Protocol):
     """Runs the calls of an operator that is not made of our kernels (TensorRT's plans)."""
 
     def extents(self, call: OpCall) -> Mapping[str, Extent]:
@@ -95,13 +95,13 @@ class CudaProgram:
         device: torch.device | str = "cuda",
         driver: Driver | None = None,
         use_pdl: bool = True,
-        executors: Mapping[str, Executor] | None = None,
+        runners: Mapping[str, OperatorRunner] | None = None,
     ) -> None:
-        self._executors = dict(executors or {})  # by operator
+        self._runners = dict(runners or {})  # by operator
         stated = {}
         for call in calls:
-            if call.op in self._executors:
-                stated[call.name] = self._executors[call.op].extents(call)
+            if call.op in self._runners:
+                stated[call.name] = self._runners[call.op].extents(call)
             else:
                 check_call(call)
         self._use_pdl = use_pdl  # as the binaries were compiled: `compiler.uses_pdl`
@@ -112,7 +112,7 @@ class CudaProgram:
         self._arguments = {name: kernel.arguments for name, kernel in kernels.items()}
         self._loaded = {name: self._driver.load(kernel) for name, kernel in kernels.items()}
         self._calls = tuple(zip(calls, row_extents(calls, stated), strict=True))
-        own = {call.op for call in calls} - set(self._executors)
+        own = {call.op for call in calls} - set(self._runners)
         self._modules = {op: operator_module(op, "kernel") for op in own}
         self._inputs = StepBuffer(limits, self._device, self._driver)
         self.step: DeviceStep = self._inputs.step
@@ -177,7 +177,7 @@ class CudaProgram:
         """Pack ahead what steps of so many tokens and rows launch, but for attention."""
         self._driver.make_current()
         for index, (call, _) in enumerate(self._calls):
-            if call.op not in _BY_REQUEST and call.op not in self._executors:
+            if call.op not in _BY_REQUEST and call.op not in self._runners:
                 self._pack(index, shape)
 
     def launch(self, launches: Sequence[Launch], stream: int) -> None:
@@ -214,8 +214,8 @@ class CudaProgram:
             return Packed([self._prepare(launch)], [launch])
         call, extent = self._calls[index]
         env = self._envs[extent]
-        if call.op in self._executors:
-            return Packed(self._executors[call.op].prepare(call, env, shape), [])
+        if call.op in self._runners:
+            return Packed(self._runners[call.op].prepare(call, env, shape), [])
         if call.op in _BY_REQUEST:
             return self._pack_like(index, shape, shape)
         count = env.count(shape)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from llmctl.plugins.core.calls import Extent, OpCall
 
 
-class PieceExecutor:
+class PieceRunner:
     """Runs the calls of the operator "tensorrt": one piece each, with the call's tensors bound."""
 
     def __init__(self, plans: PlanSet) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmctl.runtime.drafting.length.acceptance import Acceptance
-from llmctl.runtime.drafting.length.budget import LEASH, Account
+from llmctl.runtime.drafting.length.budget import LEASH, DraftBudget
 from llmctl.runtime.drafting.length.costs import CatchUp, StepCosts
 from llmctl.runtime.drafting.length.lengths import best_length, best_lengths, rate, round_lengths
 from llmctl.runtime.generate.verify import Commit
@@ -46,7 +46,7 @@ class AdaptiveLengths:
         self.beside_prompts = not is_common  # the host leads such steps, so rounds tell no cost
         self.costs = StepCosts()
         self._acceptance = Acceptance()
-        self._account = Account()
+        self._budget = DraftBudget()
         self._catch_up = CatchUp(on_device=is_common)
         self._most = most
         self._has_engine = has_engine
@@ -87,12 +87,12 @@ class AdaptiveLengths:
         if plain_s is None or self._since_plain >= REFRESH:
             self._trial_rounds = 0
             return [0] * batch
-        self._account.open(plain_s)
+        self._budget.open(plain_s)
         if self._trial_rounds:
             return [TRIAL_LENGTH] * batch
         if self._num_steps % REPLAN and len(self._lengths) == batch:
             last = [self._lengths.get(sequence.sequence_id, -1) for sequence in generation]
-            stays = self._account.lead > -LEASH * plain_s if self._is_on else max(last) == 0
+            stays = self._budget.lead > -LEASH * plain_s if self._is_on else max(last) == 0
             if stays and min(last) >= 0:
                 return last
         most_drafts = self.costs.most_drafts(batch)
@@ -103,15 +103,15 @@ class AdaptiveLengths:
         lengths = self._best(acceptance, min(self._most, most))
         gain = self._promise(acceptance, lengths)
         if self._is_on:
-            if self._account.lead > (0.0 if gain < 1 else -LEASH * plain_s):
+            if self._budget.lead > (0.0 if gain < 1 else -LEASH * plain_s):
                 return [max(1, length) for length in lengths] if self._is_common else lengths
             self._is_on, self._current = False, 0
-        elif gain > MARGIN and self._account.credit >= -plain_s:
+        elif gain > MARGIN and self._budget.credit >= -plain_s:
             cost_s = self._catch_up_s(self._behind(generation, lengths), batch)
             steps = min(HORIZON, _most_left(generation))
-            if self._account.promised(gain, steps, plain_s) >= cost_s:
+            if self._budget.promised(gain, steps, plain_s) >= cost_s:
                 self._is_on = self._has_begun = True
-                self._account.begin()
+                self._budget.begin()
                 return lengths
         return self._try(generation, plain_s)
 
@@ -168,7 +168,7 @@ class AdaptiveLengths:
             lag = sum(_lag(generation[index]) for index in ranked[:count])
             cost_s = self.costs.step_s(batch, length, length * count) - plain_s
             cost_s += self._catch_up_s(lag, batch)
-            if self._account.credit >= max(cost_s, 0.1 * plain_s):
+            if self._budget.credit >= max(cost_s, 0.1 * plain_s):
                 for index in ranked[:count]:
                     lengths[index] = length
                 break
@@ -181,7 +181,7 @@ class AdaptiveLengths:
         cost_s = TRIAL_ROUNDS * round_s
         cost_s += self._catch_up_s(self._behind(generation, lengths), batch)
         is_late = _most_left(generation) < HORIZON / 2
-        if is_late or self._account.credit < max(cost_s, 0.1 * plain_s):
+        if is_late or self._budget.credit < max(cost_s, 0.1 * plain_s):
             return [0] * batch
         self._trial_rounds = TRIAL_ROUNDS
         return lengths
@@ -237,7 +237,7 @@ class AdaptiveLengths:
         if plain_s is None:
             return
         if depth == 0:
-            self._account.note_plain(plain_s)
+            self._budget.note_plain(plain_s)
             return
         tokens = sum(min(commit.accepted, commit.num_drafts) + 1 for commit in generated)
         spent_s = elapsed_s if step_s is None else step_s
@@ -245,7 +245,7 @@ class AdaptiveLengths:
             spent_s = min(spent_s, FAR * expected_s)
         gain_s = tokens / batch * plain_s - spent_s
         is_first, self._has_begun = self._has_begun, False
-        self._account.note_drafts(gain_s, plain_s, is_usual=not is_first and not is_new)
+        self._budget.note_drafts(gain_s, plain_s, is_usual=not is_first and not is_new)
 
 
 def _lag(sequence: Sequence) -> int:

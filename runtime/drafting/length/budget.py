@@ -17,7 +17,7 @@ ALLOWANCE = 0.01
 START, LEASH, MOST_CREDIT = 1.5, 3.0, 10.0  # plain steps
 
 
-class Account:
+class DraftBudget:
     """Seconds, judged against a plain step's of the batch at hand."""
 
     def __init__(self) -> None:

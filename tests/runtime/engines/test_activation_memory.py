@@ -14,7 +14,7 @@ from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.engines.engine import open_executable
+from llmctl.runtime.engines.engine import open_cpu_engine
 from llmctl.runtime.request import Request
 
 CHUNK = 1024
@@ -46,7 +46,7 @@ def engine_dir(tmp_path_factory) -> Path:
 
 
 def test_prompts_of_1k_and_100k_tokens_run_in_the_same_activation_memory(engine_dir):
-    target = open_executable(engine_dir)
+    target = open_cpu_engine(engine_dir)
     arena_bytes = target.plan.arena_bytes
     num_blocks = -(-(LONGEST + 64) // target.tokens_per_block)
     config = ExecutorConfig(KvCacheConfig(num_blocks, enable_block_reuse=False))

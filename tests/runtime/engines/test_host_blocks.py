@@ -1,6 +1,6 @@
 """Blocks move between streams in an order that leaves no step with another's content.
 
-The lanes here run their work in any order that their marks allow, so whatever is not ordered goes
+The streams here run their work in any order that their marks allow, so whatever is not ordered goes
 wrong sooner or later.
 """
 
@@ -30,13 +30,13 @@ class Mark:
         return self.is_passed
 
 
-class Lane:
+class Stream:
     """Work that has been given, and has not been done."""
 
     def __init__(self, device):
         self.device = device
         self.waiting = []
-        device.lanes.append(self)
+        device.streams.append(self)
 
     def run(self, work):
         self.waiting.append(work)
@@ -70,22 +70,22 @@ class Device:
 
     def __init__(self, seed=0):
         self.random = np.random.default_rng(seed)
-        self.lanes = []
-        self.main, self.out, self.inward = (Lane(self) for _ in range(3))
+        self.streams = []
+        self.main, self.out, self.inward = (Stream(self) for _ in range(3))
         self.favour = self.random.dirichlet([0.5] * 3)
 
     def advance(self, count):
         for _ in range(count):
-            self.lanes[self.random.choice(3, p=self.favour)].advance()
+            self.streams[self.random.choice(3, p=self.favour)].advance()
 
     def finish(self):
-        while sum(lane.advance() for lane in self.lanes):
+        while sum(stream.advance() for stream in self.streams):
             pass
-        assert not any(lane.waiting for lane in self.lanes), "lanes wait for each other"
+        assert not any(stream.waiting for stream in self.streams), "streams wait for each other"
 
     def host_blocks(self, num_blocks):
-        lanes = (self.main, self.out, self.inward)
-        return HostBlocks(DeviceQueue("cpu"), num_blocks, LAYERS, LAYER_BYTES, lanes)
+        streams = (self.main, self.out, self.inward)
+        return HostBlocks(DeviceQueue("cpu"), num_blocks, LAYERS, LAYER_BYTES, streams)
 
 
 def content(value):

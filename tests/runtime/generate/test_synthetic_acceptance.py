@@ -15,7 +15,7 @@ from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
 from llmctl.runtime.generate.synthetic_acceptance import (
     LOT_LAUNCHES,
-    DeviceLots,
+    DeviceAcceptanceDraws,
     SyntheticAcceptance,
     SyntheticDrafter,
 )
@@ -88,7 +88,7 @@ def test_the_memory_plan_counts_the_kernels_that_force_acceptance():
             return func(*args, **(kwargs or {}))
 
     state = RoundState.allocate(8, 4, "cpu")
-    lots = DeviceLots(SyntheticAcceptance(RATES, seed=5), "cpu")
+    lots = DeviceAcceptanceDraws(SyntheticAcceptance(RATES, seed=5), "cpu")
     with Count():
         lots.force(state, 8, 4)
     assert 10 < Count.num_ops <= LOT_LAUNCHES
@@ -100,7 +100,7 @@ def test_a_device_takes_the_lots_that_the_host_would(agrees):
     acceptance = SyntheticAcceptance(RATES, seed=5)
     generator = np.random.default_rng(0)
     state = RoundState.allocate(batch, draft_len, "cpu")
-    lots = DeviceLots(acceptance, "cpu")
+    lots = DeviceAcceptanceDraws(acceptance, "cpu")
     for _ in range(30):
         lengths = generator.integers(2, 500, batch)
         roots = generator.integers(0, 50, batch)

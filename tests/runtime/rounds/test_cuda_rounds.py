@@ -98,7 +98,7 @@ class Program:
 
 @pytest.fixture
 def make_engine(fake, monkeypatch):
-    """A fake engine that also has what a runner asks of a CudaExecutable."""
+    """A fake engine that also has what a runner asks of a CudaEngine."""
 
     monkeypatch.setattr("llmctl.runtime.rounds.round_work.bookkeeping", bookkeeping_by_reference())
 

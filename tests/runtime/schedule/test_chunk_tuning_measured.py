@@ -11,7 +11,7 @@ import pytest
 from support.tiny_pair import build_pair
 
 from llmctl.plugins.backends.cpu.binding import num_threads, set_num_threads
-from llmctl.runtime.engines.engine import Executable
+from llmctl.runtime.engines.engine import Engine
 from llmctl.runtime.request import Request, Sequence
 from llmctl.runtime.schedule.chunk_tuning import KneeTuner
 from llmctl.runtime.step import Span, pack
@@ -20,7 +20,7 @@ REPEATS = 9
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Iterator[Executable]:
+def target(tmp_path_factory) -> Iterator[Engine]:
     engine, _ = build_pair(tmp_path_factory.mktemp("wide"), hidden_size=384)
     engine.allocate_kv_cache(engine.max_num_tokens // engine.tokens_per_block)
     before = num_threads()
@@ -29,7 +29,7 @@ def target(tmp_path_factory) -> Iterator[Executable]:
     set_num_threads(before)
 
 
-def time_step(target: Executable, num_tokens: int) -> float:
+def time_step(target: Engine, num_tokens: int) -> float:
     """Seconds of one prompt chunk."""
     ids = np.random.default_rng(0).integers(0, target.vocab_size, num_tokens + 1).tolist()
     sequence = Sequence(1, 1, Request(tuple(ids), 4), 0, ids, len(ids), len(ids) + 4)
@@ -40,7 +40,7 @@ def time_step(target: Executable, num_tokens: int) -> float:
     return perf_counter() - began
 
 
-def share_of_best(target: Executable) -> float:
+def share_of_best(target: Engine) -> float:
     """Tokens/s at the size that a new controller finds, over those of the best size."""
     block, most = target.tokens_per_block, target.max_num_tokens - target.tokens_per_block
     tuner = KneeTuner(block, most)

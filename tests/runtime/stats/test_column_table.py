@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from llmctl.runtime.stats.column_table import Columns
+from llmctl.runtime.stats.column_table import ColumnTable
 
 
 class Point(NamedTuple):
@@ -20,7 +20,7 @@ ROWS = [(1, 0.5), (2**40, -1.0), (3, 2.25)]
 
 @pytest.mark.parametrize("start", [0, 2, 3])
 def test_columns_are_a_sequence_of_the_rows_they_were_given(start):
-    columns = Columns(Point, "qd", ROWS[:start])
+    columns = ColumnTable(Point, "qd", ROWS[:start])
     for row in ROWS[start:]:
         columns.append(row)
     assert len(columns) == 3 and columns == [Point(*row) for row in ROWS]
@@ -30,14 +30,14 @@ def test_columns_are_a_sequence_of_the_rows_they_were_given(start):
 
 
 def test_columns_without_rows_are_empty():
-    columns = Columns(Point, "qd")
+    columns = ColumnTable(Point, "qd")
     assert not columns and list(columns) == [] == columns[:]
     with pytest.raises(IndexError):
         columns[0]
 
 
 def test_a_long_history_adds_no_objects_for_garbage_collections_to_walk():
-    columns = Columns(Point, "qd")
+    columns = ColumnTable(Point, "qd")
     gc.collect()
     before = len(gc.get_objects())
     for number in range(10_000):

@@ -73,13 +73,11 @@ class HostProgram(CudaProgram):
         limits: StepLimits,
         device: torch.device,
         use_pdl: bool,
-        executors: Mapping[str, Any],
+        runners: Mapping[str, Any],
     ) -> None:
         assert not use_pdl, "RTX kernels are launched plainly"
         ours = dict.fromkeys(OUR_OPS, ReferenceExecutor())
-        super().__init__(
-            calls, [], limits, "cpu", RecordingDriver(), use_pdl, {**executors, **ours}
-        )
+        super().__init__(calls, [], limits, "cpu", RecordingDriver(), use_pdl, {**runners, **ours})
 
     def launch(self, launches: Sequence[Any], stream: int) -> None:
         for launch in launches:
