@@ -14,7 +14,7 @@ from llmctl.plugins.ops.sampling.arrays import SamplingArrays
 if TYPE_CHECKING:
     import torch
 
-# ColumnTable of a record: committed tokens before the round, accepted drafts a, emitted tokens a + 1,
+# Columns of a record: committed tokens before the round, accepted drafts a, emitted tokens a + 1,
 # then the emitted tokens, and zeros.
 RECORD_COMMITTED, RECORD_ACCEPTED, RECORD_EMITTED, RECORD_TOKENS = 0, 1, 2, 3
 

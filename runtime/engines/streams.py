@@ -1,6 +1,6 @@
 """Streams of a device as whoever orders work between them sees them.
 
-Work of one stream runs in its order; between streams only `wait` makes an order. On a cpu everything
+Work of one stream runs in order; between streams only `wait` makes an order. On a cpu everything
 runs at once, which is one of the orders allowed.
 """
 
