@@ -63,7 +63,7 @@ def test_every_import_points_down_the_stack(repository: Path) -> None:
 
 
 def test_the_import_check_sees_a_wrong_import(tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text("from llmctl.runtime import core\nimport llmctl.cli.main\n")
+    (tmp_path / "x.py").write_text("from llmctl.runtime import request\nimport llmctl.cli.main\n")
     assert imported_modules(tmp_path / "x.py") == ["llmctl.runtime.request", "llmctl.cli.main"]
 
 
