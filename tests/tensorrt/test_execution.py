@@ -133,7 +133,7 @@ def test_every_binding_gets_the_address_of_its_tensor(module, networks, env) -> 
 
 
 def test_a_piece_used_again_is_told_only_what_differs(module, networks, env, monkeypatch) -> None:
-    monkeypatch.setattr("fake_tensorrt.Context._compute", lambda self: None)
+    monkeypatch.setattr("support.tensorrt.fake_tensorrt.Context._compute", lambda self: None)
     executor = PieceRunner(open_plans(module, networks))
     first, second = call_of(networks["last"], 1), call_of(networks["last"], 2)
     second = replace(second, outputs=first.outputs)
@@ -155,7 +155,7 @@ def test_sizes_that_come_back_keep_contexts_whose_shapes_never_change(
     module, networks, env, monkeypatch
 ) -> None:
     """While a graph is captured, as a draft loop of steps of two tokens and of one is."""
-    monkeypatch.setattr("fake_tensorrt.Context._compute", lambda self: None)
+    monkeypatch.setattr("support.tensorrt.fake_tensorrt.Context._compute", lambda self: None)
     executor = PieceRunner(open_plans(module, networks))
     before = len(module.contexts)
     call = call_of(networks["first"])
@@ -227,7 +227,7 @@ def test_a_cache_folder_that_cannot_be_written_is_no_failure(
 def test_the_profile_is_the_narrowest_that_holds_the_step(
     tokens, profile, module, networks, env, monkeypatch
 ) -> None:
-    monkeypatch.setattr("fake_tensorrt.Context._compute", lambda self: None)
+    monkeypatch.setattr("support.tensorrt.fake_tensorrt.Context._compute", lambda self: None)
     executor = PieceRunner(open_plans(module, networks))
     (run,) = executor.prepare(call_of(networks["first"]), env, shape(tokens, 1))
     run(STREAM)
