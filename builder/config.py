@@ -7,16 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from llmctl.builder.models.family import DTYPES, ModelConfig
+from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.errors import BadConfig, Unsupported
 
-SPECULATIVE_MODES = {  # the number stored in config.json, as upstream
-    "none": 1,
-    "draft_tokens_external": 2,
-    "medusa": 4,
-    "lookahead_decoding": 8,
-    "explicit_draft_tokens": 16,
-    "eagle": 32,
-}
 _MOST = 2**31 - 1  # positions, slots and rows are counted in 32 bits
 KV_CACHE_DTYPES = ("auto", "fp8", "int8", "none")
 

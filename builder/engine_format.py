@@ -39,6 +39,7 @@ from llmctl.builder.plan import (
     trt_memory_bytes,
     weight_bytes,
 )
+from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.errors import CorruptEngine, EngineNotFound, RebuildNeeded
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ __all__ = [
     "CONFIG_FILE",
     "Dim",
     "EngineConfig",
+    "SPECULATIVE_MODES",
     "KvCacheSpec",
     "Plan",
     "PlanKernel",

@@ -12,8 +12,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from llmctl.plugins.ops.sampling.spec import Logits
-from llmctl.runtime.drafting.drafter import Drafter, Proposal
-from llmctl.runtime.generate.verify import Commit, Verifier
+from llmctl.runtime.drafting.drafter import Drafter
+from llmctl.runtime.drafting.drafts import Drafts
+from llmctl.runtime.generate.commit import Commit
+from llmctl.runtime.generate.verify import Verifier
 from llmctl.runtime.kv_cache.block_mover import BlockMover
 from llmctl.runtime.request import Batch, Sequence
 from llmctl.runtime.rounds.rounds import Rounds
@@ -41,7 +43,7 @@ class _Led(NamedTuple):
     """A step that the host leads, started."""
 
     batch: Batch
-    proposals: list[Proposal]
+    drafts: list[Drafts]
     logits: Logits
     draft_s: float
     verify_began: float
@@ -138,16 +140,16 @@ class Loop:
         """Propose, and run the target."""
         self._was_round = False
         draft_began = perf_counter()
-        proposals = self._drafter.propose(batch)
+        drafts = self._drafter.propose(batch)
         draft_s = perf_counter() - draft_began
-        step = pack(_spans(batch, proposals), self._target.tokens_per_block)
+        step = pack(_spans(batch, drafts), self._target.tokens_per_block)
         verify_began = perf_counter()
-        return _Led(batch, proposals, self._target.run(step), draft_s, verify_began)
+        return _Led(batch, drafts, self._target.run(step), draft_s, verify_began)
 
     def _finish_led(self, led: _Led) -> StepReport:
         """Verify, accept, commit."""
-        batch, proposals, logits = led.batch, led.proposals, led.logits
-        owners, tokens = self._verifier.draw(batch, proposals, logits)
+        batch, drafts, logits = led.batch, led.drafts, led.logits
+        owners, tokens = self._verifier.draw(batch, drafts, logits)
         verify_s = perf_counter() - led.verify_began
         was_awaited = len(logits) > 0 or isinstance(logits, np.ndarray)
         if self.awaits_prompts and not was_awaited:
@@ -188,13 +190,13 @@ class Loop:
         return StepReport(batch, commits, step_s, draft_s, verify_s, period_s, elapsed_s)
 
 
-def _spans(batch: Batch, proposals: Items[Proposal]) -> list[Span]:
+def _spans(batch: Batch, drafts: Items[Drafts]) -> list[Span]:
     spans = [
         Span(item.sequence, item.start, item.start + item.num_tokens, (), item.needs_logits)
         for item in batch.context
     ]
-    for item, proposal in zip(batch.generation, proposals, strict=True):
-        assert len(proposal.token_ids) <= item.draft_len, "more drafts than blocks were reserved"
+    for item, proposed in zip(batch.generation, drafts, strict=True):
+        assert len(proposed.tokens) <= item.draft_len, "more drafts than blocks were reserved"
         end = item.start + item.num_tokens
-        spans.append(Span(item.sequence, item.start, end, proposal.token_ids))
+        spans.append(Span(item.sequence, item.start, end, proposed.tokens))
     return spans

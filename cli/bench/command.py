@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from typer import Option
 
 from llmctl.cli import engine_options as engine
 from llmctl.cli.run import options as option
+from llmctl.cli.run.drafting import parameters, parse_method
 from llmctl.cli.signatures import give_parameters
 from llmctl.errors import BadConfig
 from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy
@@ -96,11 +96,9 @@ Json = Annotated[bool, Option("--json", help="Only the JSON line: no tables, no 
 _REQUIRED = inspect.Parameter.empty
 _COMMON: dict[str, tuple[Any, Any]] = {
     "engine_dir": (option.EngineDir, _REQUIRED),
-    "draft_engine": (option.DraftEngine, None),
+    **{name: (annotation, None) for name, annotation in parameters().items()},
     "draft_len": (option.DraftLen, None),
     "adaptive_draft_len": (option.AdaptiveDraftLen, False),
-    "draft_target_model_config": (option.DraftTargetModelConfig, None),
-    "ngram_config": (option.NgramConfig, None),
     "baseline": (Baseline, False),
     "sweep_draft_len": (SweepDraftLen, None),
     "synthetic_acceptance": (SyntheticAcceptanceOption, None),
@@ -213,32 +211,26 @@ def _run(
     from llmctl.cli.bench.publish import publish_results
     from llmctl.cli.bench.session import BenchOptions, Files, Session
     from llmctl.cli.bench.sweep import parse_sweep
-    from llmctl.cli.engines import EngineOptions
     from llmctl.cli.run.prompts import sampling_config
-    from llmctl.cli.run.speculation import parse_speculation
+    from llmctl.runtime.open import EngineOptions
 
     sweep = parse_sweep(given["sweep_draft_len"]) if given["sweep_draft_len"] is not None else ()
     if sweep and given["draft_len"] is not None:
         raise BadConfig("--sweep-draft-len and --draft-len are both given")
     if sweep and given["adaptive_draft_len"]:
         raise BadConfig("--sweep-draft-len measures fixed lengths, without --adaptive-draft-len")
-    draft_len = max(sweep) if sweep and given["draft_engine"] else given["draft_len"]
-    speculation = parse_speculation(
-        given["draft_engine"],
-        given["draft_target_model_config"],
-        draft_len,
-        given["ngram_config"],
-    )
-    if sweep and speculation is not None:  # of n-grams, too: the longest is what is checked
-        speculation = replace(speculation, draft_len=max(sweep))
-    if given["adaptive_draft_len"] and speculation is None:
-        raise BadConfig("--adaptive-draft-len is given without a draft")
+    if sweep:  # the longest is what is checked
+        method = parse_method(given, None, is_adaptive=False)
+        method = method.with_draft_len(max(sweep))
+    else:
+        is_adaptive = given["adaptive_draft_len"]
+        method = parse_method(given, given["draft_len"], is_adaptive=is_adaptive)
     seed = given["random_seed"]
     options = BenchOptions(
         command=command,
         engines=EngineOptions(
             engine_dir=given["engine_dir"],
-            speculation=speculation,
+            method=method,
             free_fraction=given["kv_cache_free_gpu_mem_fraction"],
             enable_block_reuse=given["kv_cache_enable_block_reuse"],
             enable_chunked_context=given["enable_chunked_context"],

@@ -30,7 +30,7 @@ NUM_READS = 9
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What steps read, in bytes. Without a draft engine its figures are 0."""
+    """What steps read, in bytes; of all engines that draft together, 0 where none does."""
 
     target_weights: int
     draft_weights: int
@@ -38,13 +38,13 @@ class Reads:
     draft_kv_per_block: int
 
     @classmethod
-    def of(cls, target: Engine, draft: Engine | None) -> Reads:
+    def of(cls, target: Engine, beside: Sequence[Engine]) -> Reads:
         """The figures of loaded engines."""
         return cls(
             weight_reads(target.plan),
-            weight_reads(draft.plan) if draft is not None else 0,
+            sum(weight_reads(engine.plan) for engine in beside),
             target.kv_bytes_per_block,
-            draft.kv_bytes_per_block if draft is not None else 0,
+            sum(engine.kv_bytes_per_block for engine in beside),
         )
 
     def step_bytes(self, step: StepRecord) -> int:

@@ -54,7 +54,7 @@ def main_way(measured: Measured, report: Mapping[str, Any]) -> Way:
 
 
 def _figures(measured: Measured, way: Way) -> dict[str, Any]:
-    num_gpus = 0 if measured.checked.target.backend == "cpu" else 1
+    num_gpus = int(measured.checked.is_on_gpu)
     return {
         **compute(way.recording, num_gpus),
         "hardware_limit": limit_json(measured.reads, measured.bandwidth, way.recording.steps),

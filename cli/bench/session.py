@@ -15,10 +15,11 @@ from llmctl.cli.bench.load import LoadOptions, make_requests, read_load
 from llmctl.cli.bench.progress import Progress
 from llmctl.cli.bench.records import Recording
 from llmctl.cli.bench.synthetic import Lot, parse_lot
-from llmctl.cli.engines import CheckedEngines, EngineOptions, OpenEngines, check_engines
 from llmctl.cli.output_files import require_writable
+from llmctl.cli.run.drafting import require_drafts
 from llmctl.cli.run.report import architecture
 from llmctl.errors import BadConfig
+from llmctl.runtime.open import CheckedEngines, EngineOptions, OpenEngines, check_engines
 
 if TYPE_CHECKING:
     from llmctl.runtime.request import Request
@@ -57,21 +58,18 @@ class BenchOptions:
     is_json: bool = False
 
     def __post_init__(self) -> None:
-        speculation = self.engines.speculation
+        method = self.engines.method
         for name, is_asked in (
             ("--baseline", self.has_baseline),
             ("--sweep-draft-len", self.sweep),
             ("--synthetic-acceptance", self.synthetic_acceptance is not None),
         ):
-            if is_asked and speculation is None:
-                raise BadConfig(
-                    f"{name} is about drafts, and there are none",
-                    fix="add --draft-engine DIR or --ngram-config",
-                )
+            if is_asked:
+                require_drafts(f"{name} is about drafts, and there are none", method)
         if self.has_baseline and self.sweep:
             raise BadConfig("--sweep-draft-len measures the baseline too; leave out --baseline")
         is_synthetic = self.synthetic_acceptance is not None
-        if is_synthetic and speculation is not None and speculation.acceptance != "tokens":
+        if is_synthetic and method.acceptance != "tokens":
             raise BadConfig("--synthetic-acceptance takes the place of acceptance by logits")
 
 
@@ -119,13 +117,12 @@ class Session:
         requests = make_requests(options.load, prompts, engine_dir, checked.target)
         ways = self._ways(checked)
         lot = self._lot(checked)
-        is_cpu = checked.target.backend == "cpu"
         bandwidth = None
-        if not is_cpu:  # before engines take what memory there is
+        if checked.is_on_gpu:  # before engines take what memory there is
             bandwidth = measure_gpu()
         engines = OpenEngines(checked, self._log)
-        reads = Reads.of(engines.target, engines.draft)
-        if is_cpu:
+        reads = Reads.of(engines.target, engines.opened.beside)
+        if not checked.is_on_gpu:
             bandwidth = measure_cpu(reads.target_weights)
         facts = _engine_facts(engines)
         measured = Measured(options, checked, requests, ways, reads, bandwidth, facts, lot)
@@ -194,7 +191,7 @@ class Session:
 
 
 def _name(way: Way, options: BenchOptions) -> str:
-    if options.engines.speculation is None:
+    if not options.engines.method.is_drafting:
         return "requests"
     return f"draft length {way.draft_len}" if way.draft_len else "without drafts"
 
@@ -204,20 +201,16 @@ def _engine_facts(engines: OpenEngines) -> dict[str, Any]:
     from importlib.metadata import version
 
     config = engines.checked.target
-    speculation = engines.checked.options.speculation
+    method = engines.checked.options.method
     quantization = config.pretrained_config.get("quantization") or {}
     return {
         "model": architecture(config),
         "engine_dir": str(engines.checked.options.engine_dir),
-        "draft_engine_dir": str(speculation.draft_engine)
-        if speculation and speculation.draft_engine
-        else None,
-        "draft_method": None
-        if speculation is None
-        else ("draft engine" if speculation.draft_engine else "n-gram"),
+        "draft_engine_dir": next(map(str, method.engines.values()), None),
+        "draft_method": method.name if method.is_drafting else None,
         "draft_len": engines.checked.draft_len,
         "backend": config.backend,
-        "device": engines.device_name or processor_name(),
+        "device": engines.opened.device_name or processor_name(),
         "dtype": config.pretrained_config.get("dtype"),
         "quantization": quantization.get("quant_algo"),
         "kv_cache_dtype": quantization.get("kv_cache_quant_algo"),

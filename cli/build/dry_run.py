@@ -1,8 +1,8 @@
 """`llmctl build --dry-run`: what an engine takes of a memory, and what fits beside it.
 
 The memory is a GPU's, named or present, or this machine's for the cpu. On a GPU the plan is the one
-that `run` makes before it loads an engine (runtime/engines/memory_plan.py): weights, activations, scratch and
-graphs first, then a share of the rest for the KV cache.
+that `run` makes before it loads an engine (runtime/engines/memory_plan.py): weights, activations,
+scratch and graphs first, then a share of the rest for the KV cache.
 """
 
 from __future__ import annotations

@@ -6,9 +6,12 @@ by name (cli/refused.py). Heavy imports happen after every option has been check
 
 from __future__ import annotations
 
+from typing import Any
+
 from llmctl.cli import engine_options as engine
 from llmctl.cli.argv import expand_lists
 from llmctl.cli.run import options as option
+from llmctl.cli.run.drafting import parse_method, with_method_options
 from llmctl.cli.run.options import LogLevel
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy
@@ -24,6 +27,7 @@ def prepare_argv(argv: list[str]) -> list[str]:
     )
 
 
+@with_method_options
 def run(
     engine_dir: option.EngineDir,
     max_output_len: option.MaxOutputLen,
@@ -31,11 +35,8 @@ def run(
     input_file: option.InputFile = None,
     max_input_length: option.MaxInputLength = None,
     chat: option.Chat = False,
-    draft_engine: option.DraftEngine = None,
     draft_len: option.DraftLen = None,
     adaptive_draft_len: option.AdaptiveDraftLen = False,
-    draft_target_model_config: option.DraftTargetModelConfig = None,
-    ngram_config: option.NgramConfig = None,
     verify_exact: option.VerifyExact = False,
     temperature: option.Temperature = None,
     top_k: option.TopK = None,
@@ -74,6 +75,7 @@ def run(
     run_profiling: option.RunProfiling = False,
     log_level: option.LogLevelOption = LogLevel.info,
     as_json: option.Json = False,
+    **drafting: Any,
 ) -> int:
     """Generate text with an engine, alone or with a draft engine.
 
@@ -110,25 +112,17 @@ def run(
             )
     if streaming_interval is not None and not streaming:
         raise BadConfig("--streaming-interval is given without --streaming")
-    from llmctl.cli.engines import EngineOptions
     from llmctl.cli.run.prompts import PromptOptions, sampling_config, word_lists
     from llmctl.cli.run.session import Files, Session, SessionOptions
-    from llmctl.cli.run.speculation import parse_speculation
     from llmctl.runtime.kv_cache.attention_windows import WindowOptions
+    from llmctl.runtime.open import EngineOptions
 
-    speculation = parse_speculation(
-        draft_engine, draft_target_model_config, draft_len, ngram_config
-    )
-    if adaptive_draft_len and speculation is None:
-        raise BadConfig(
-            "--adaptive-draft-len is given without a draft",
-            fix="add --draft-engine DIR or --ngram-config",
-        )
+    method = parse_method(drafting, draft_len, is_adaptive=adaptive_draft_len)
     needs_log_probs = output_log_probs_npy is not None or output_cum_log_probs_npy is not None
     options = SessionOptions(
         engines=EngineOptions(
             engine_dir=engine_dir,
-            speculation=speculation,
+            method=method,
             adaptive_draft_len=adaptive_draft_len,
             free_fraction=kv_cache_free_gpu_memory_fraction,
             max_tokens=max_tokens_in_paged_kv_cache,

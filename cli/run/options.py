@@ -26,10 +26,6 @@ class LogLevel(enum.StrEnum):
 # ---- engines ----
 
 EngineDir = Annotated[Path, Option("--engine-dir", help="The (target) engine.")]
-DraftEngine = Annotated[
-    Path | None,
-    Option("--draft-engine", "--draft-engine-dir", help="Engine of the draft model."),
-]
 DraftLen = Annotated[
     int | None,
     Option("--draft-len", help="Drafts a round; default: the target's max_draft_len."),
@@ -39,22 +35,6 @@ AdaptiveDraftLen = Annotated[
     Option(
         "--adaptive-draft-len",
         help="Draft as many tokens as pay, none where drafts lose; the draft length is the most.",
-    ),
-]
-DraftTargetModelConfig = Annotated[
-    str | None,
-    Option(
-        "--draft-target-model-config",
-        help='"[draft_len,[draft devices],[target devices],use_logits]", "[4,[0],[0],False]".',
-        hidden=True,
-    ),
-]
-NgramConfig = Annotated[
-    str | None,
-    Option(
-        "--ngram-config",
-        "--prompt-lookup-config",
-        help='Draft from the text itself: "[draft_len,max_ngram,[devices]]", as in "[10,2,[0]]".',
     ),
 ]
 VerifyExact = Annotated[

@@ -11,9 +11,10 @@ from llmctl.cli.run.generate import Row
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
-    from llmctl.cli.engines import OpenEngines
     from llmctl.runtime.engines.engine import Engine
+    from llmctl.runtime.engines.opening import OpenedEngines
     from llmctl.runtime.kv_cache import KvCacheStats
+    from llmctl.runtime.open import OpenEngines
     from llmctl.runtime.stats.counters import SpeculationStats
 
 LOG_LEVELS = ("verbose", "info", "warning", "error", "internal_error")  # most to least
@@ -145,9 +146,8 @@ def stats_lines(stats: RunStats) -> list[str]:
 def engine_lines(engines: OpenEngines, *, is_verbose: bool) -> list[str]:
     """Which engines run, on what, with how much cache."""
     plan = engines.kv_plan
-    lines = [_engine_line("target", engines.target)]
-    if engines.draft is not None:
-        lines.append(_engine_line("draft", engines.draft))
+    opened = engines.opened
+    lines = [_engine_line(role, engine, opened) for role, engine in opened.engines.items()]
     lines.append(
         f"KV cache: {plan.num_blocks} blocks of {engines.target.tokens_per_block} tokens, "
         f"{plan.total_bytes / 1e6:.1f} MB, limited by {plan.limited_by}"
@@ -168,13 +168,8 @@ def architecture(config: EngineConfig) -> str:
     return str(found)
 
 
-def _engine_line(role: str, engine: Engine) -> str:
-    line = (
+def _engine_line(role: str, engine: Engine, opened: OpenedEngines) -> str:
+    return (
         f"{role}: {architecture(engine.config)}, {engine.weight_bytes / 1e6:.1f} MB of weights, "
-        f"backend {engine.config.backend}"
+        f"{opened.facts(engine)}"
     )
-    if engine.config.backend == "cpu":
-        from llmctl.plugins.backends.cpu import num_threads
-
-        line += f" with {num_threads()} threads"
-    return line

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from llmctl.builder.engine_format import EngineConfig
-from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.output_files import require_writable
+from llmctl.cli.run.drafting import require_drafts
 from llmctl.cli.run.generate import Row, SequenceOutput, generate
 from llmctl.cli.run.output import StreamPrinter, print_rows, row_json, run_json
 from llmctl.cli.run.prompts import PromptOptions, make_rows, read_all
@@ -22,6 +22,7 @@ from llmctl.cli.run.text_io import (
 )
 from llmctl.cli.tokenizer import Tokenizer, engine_tokenizer, tokenizer_hash
 from llmctl.errors import BadConfig, ExactnessViolation, LlmctlError
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 
 NUM_PROFILING_RUNS = 10  # warm-up runs, and timed runs after them, as in run.py
 
@@ -52,10 +53,10 @@ class SessionOptions:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        if self.is_verifying and self.engines.speculation is None:
-            raise BadConfig(
+        if self.is_verifying:
+            require_drafts(
                 "--verify-exact compares decoding with and without drafts, and there are none",
-                fix="add --draft-engine DIR or --ngram-config",
+                self.engines.method,
             )
 
 
@@ -209,7 +210,7 @@ def _sequences(row: Row) -> list[SequenceOutput]:
 
 def _require_comparable(engines: EngineOptions, rows: Sequence[Row]) -> None:
     """Refuse --verify-exact where drafts may change tokens by design. Raises BadConfig."""
-    if engines.speculation is None or engines.speculation.acceptance == "tokens":
+    if engines.method.acceptance == "tokens":
         return
     if any(row.request and not row.request.sampling_config.is_greedy for row in rows):
         raise BadConfig(

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from types import TracebackType
-from typing import overload
+from typing import Any, overload
 
+from llmctl.errors import BadConfig
 from llmctl.plugins.ops.sampling.spec import SamplingBackend
 from llmctl.runtime.api.executor_config import ExecutorConfig, KvCacheConfig
 from llmctl.runtime.api.inbox import Inbox
 from llmctl.runtime.api.mailbox import Deliver, Mailbox
-from llmctl.runtime.drafting.drafter import Drafter, NoDrafter
+from llmctl.runtime.drafting.drafter import Drafter
+from llmctl.runtime.drafting.plain.drafter import NoDrafter
 from llmctl.runtime.kv_cache import KvCacheEventManager
 from llmctl.runtime.request import Request, Response
 from llmctl.runtime.rounds.rounds import RoundRunner
@@ -92,6 +96,41 @@ class Executor:
         if isinstance(request_id, int):
             return self._mailbox.take(request_id, timeout_s)
         return self._mailbox.take_each(request_id, timeout_s)
+
+    def generate(self, prompt: Request | Items[int], **request: Any) -> Iterator[int]:
+        """New tokens of one output, one by one as steps bring them.
+
+        prompt: token ids, with the other fields of Request (max_tokens at least) by name, or a
+        whole Request of one returned sequence. Closing the iterator cancels the request. Raises
+        what ended the request instead of an output.
+        """
+        if not isinstance(prompt, Request):
+            prompt = Request(tuple(prompt), **request)
+        if prompt.sampling_config.num_return_sequences != 1:
+            raise BadConfig(
+                f"num_return_sequences is {prompt.sampling_config.num_return_sequences}; generate "
+                "gives the tokens of one",
+                fix="enqueue_request and await_responses",
+            )
+        output = replace(prompt.output_config, return_all_generated_tokens=False)
+        request_id = self.enqueue_request(replace(prompt, streaming=True, output_config=output))
+        is_final = False
+        try:
+            while not is_final:
+                for response in self.await_responses(request_id):
+                    if response.result is None:
+                        is_final = True
+                        raise response.error or AssertionError("neither a result nor an error")
+                    is_final = response.result.is_final
+                    yield from response.result.output_token_ids
+        finally:
+            if not is_final:
+                self.cancel_request(request_id)
+                while not any(
+                    response.has_error or (response.result and response.result.is_final)
+                    for response in self.await_responses(request_id)
+                ):
+                    pass  # steps that were under way; the last response says that it has ended
 
     def get_num_responses_ready(self, request_id: int | None = None) -> int:
         """Responses that await_responses would return without waiting."""

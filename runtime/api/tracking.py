@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from time import monotonic
 
-from llmctl.runtime.generate.verify import Commit
+from llmctl.runtime.generate.commit import Commit
 from llmctl.runtime.request import FinishReason, Request, Response, Result, Sequence
 from llmctl.runtime.stats.counters import RequestStage, RequestStats
 from llmctl.runtime.stats.request_metrics import PerfTrace, kv_cache_metrics

@@ -1,31 +1,18 @@
-"""What the loop asks of a method of drafting."""
+"""What the loop, and rounds on a device, ask of a method of drafting."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
 
-
-@dataclass(slots=True)
-class Proposal:
-    """Drafts for one generation slice, in order; no more than its draft_len, possibly none.
-
-    `probs` [len(token_ids), target vocab] are the distributions the drafts were really drawn from;
-    None says the drafts are to be accepted by tokens. `num_forced` drafts stand whatever the target
-    says; None outside of benchmarks (runtime/generate/synthetic_acceptance.py).
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    probs: NDArray[np.float64] | None = None
-    num_forced: int | None = None
+if TYPE_CHECKING:
+    from llmctl.runtime.engines.cuda_engine import CudaEngine
+    from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 
 
 class Drafter(Protocol):
@@ -42,35 +29,47 @@ class Drafter(Protocol):
     def copy_blocks(self, copies: Items[BlockCopy]) -> Arrival | None:
         """Copy blocks of the drafter's own KV cache; see StepRunner."""
 
-    def propose(self, batch: Batch) -> list[Proposal]:
-        """One proposal per generation slice. Context slices are fed to a draft engine here."""
+    def propose(self, batch: Batch) -> list[Drafts]:
+        """Drafts of every generation slice. Context slices are fed to a draft engine here."""
 
     def commit(self, batch: Batch, accepted: Items[int]) -> None:
-        """The round is over: `accepted[i]` drafts of generation slice i stand, and the sequences
-        carry their new tokens."""
+        """The round is over: `accepted[i]` drafts of generation slice i were accepted, and the
+        sequences carry their new tokens."""
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence that ended, for any reason."""
 
 
-class NoDrafter:
-    """Plain decoding."""
+class DeviceDrafter(Protocol):
+    """Drafts where the device leads a round: what it enqueues, and what the host must know of it.
 
-    max_draft_len = 0
-    has_engine = False
+    Everything but `enqueue_drafts` is called between rounds, or for rounds that are read.
+    """
 
-    def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
-        """Nothing to prepare."""
+    draft_len: int  # drafts a round, at most; 0: plain decoding
+    max_requests: int | None  # of a round, by its engines' limits; None: no limit of its own
+    falls_behind: bool  # True where a round without drafts leaves tokens that its cache lacks
 
-    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
-        """Nothing to copy."""
+    @property
+    def engines(self) -> tuple[CudaEngine, ...]:
+        """What it runs beside the target."""
 
-    def propose(self, batch: Batch) -> list[Proposal]:
-        """No drafts for anyone."""
-        return [Proposal()] * len(batch.generation)
+    def bind(self, steps: DeviceSteps) -> None:
+        """Called once, before anything else: how it runs steps and draws tokens."""
 
-    def commit(self, batch: Batch, accepted: Items[int]) -> None:
-        """Nothing to keep."""
+    def prepare(self) -> None:
+        """Pack ahead what `catch_up` launches. Caches are there, and no sequence yet."""
 
-    def release(self, sequence: Sequence) -> None:
-        """Nothing to forget."""
+    def is_behind(self, sequence: Sequence) -> bool:
+        """True when its cache lacks more of the sequence than a round feeds."""
+
+    def catch_up(self, sequences: Items[Sequence]) -> None:
+        """Compute what its cache lacks, up to what a round feeds. No round is in flight."""
+
+    def enqueue_drafts(self, shape: RoundShape) -> None:
+        """Enqueue the drafts of a round into the request state; does not wait. Captured as a CUDA
+        graph, so it may depend on `shape` alone."""
+
+    def note(self, sequence: Sequence, committed: int, accepted: int, draft_len: int) -> None:
+        """A round of `draft_len` drafts was read: `accepted` of them followed the `committed`
+        tokens, and the sequence carries its new tokens."""

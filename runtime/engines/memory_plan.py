@@ -1,4 +1,4 @@
-"""What fits: target and draft are planned together, from numbers, before anything is allocated."""
+"""What fits: all engines are planned together, from numbers, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class KvCachePlan:
     """The shared number of blocks and what limited it."""
 
     num_blocks: int
-    bytes_per_block: int  # target and draft together
+    bytes_per_block: int  # of all engines together
     free_bytes: int
     limited_by: str  # "free memory" | "max_tokens" | "max_batch_size"
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of both caches."""
+        """Bytes of all caches."""
         return self.num_blocks * self.bytes_per_block
 
 
@@ -52,8 +52,7 @@ def free_memory_bytes() -> int:
 
 
 def plan_kv_cache(
-    target: KvShape,
-    draft: KvShape | None,
+    engines: Sequence[KvShape],
     *,
     free_fraction: float = DEFAULT_FREE_FRACTION,
     max_tokens: int | None = None,
@@ -61,7 +60,8 @@ def plan_kv_cache(
     window: AttentionWindow | None = None,
     max_step_tokens: int = 0,
 ) -> KvCachePlan:
-    """Blocks for both caches: the smallest of what memory, `max_tokens` and the batch limit allow.
+    """Blocks for the caches of all engines, the target's first: the smallest of what memory,
+    `max_tokens` and the batch limit allow.
 
     The batch limit is twice max_batch_size full sequences: more can never be in use, the second
     half leaves finished sequences in the cache for reuse. With a `window` a long sequence holds a
@@ -72,7 +72,8 @@ def plan_kv_cache(
     if not 0 < free_fraction < 1:
         raise BadConfig(f"the KV cache memory fraction is {free_fraction}; it must be in (0, 1)")
     free = free_memory_bytes() if free_bytes is None else free_bytes
-    bytes_per_block = target.kv_bytes_per_block + (draft.kv_bytes_per_block if draft else 0)
+    target = engines[0]
+    bytes_per_block = sum(engine.kv_bytes_per_block for engine in engines)
     blocks_per_sequence = -(-target.max_seq_len // target.tokens_per_block)
     num_null = 0  # blocks that stand for what rings have given back
     if window is not None:
@@ -130,7 +131,7 @@ RESERVED_BYTES = 512 << 20  # loaded kernels, the driver's own, and the allocato
 class EngineMemory:
     """Device memory that one engine takes, in bytes, and the size of its sequences."""
 
-    role: str  # "target" | "draft"
+    role: str  # "target", or that of an engine beside it
     weight_bytes: int
     activation_bytes: int  # the arena, logits included
     scratch_bytes: int  # kernels' between each other, sampling's, and buffers of a host tier
@@ -151,7 +152,7 @@ class EngineMemory:
 class DevicePlan:
     """Who gets how much of a device's memory."""
 
-    engines: tuple[EngineMemory, ...]  # target, then draft if there is one
+    engines: tuple[EngineMemory, ...]  # the target first
     kv_cache: KvCachePlan
     total_bytes: int  # of the device
 
@@ -182,8 +183,7 @@ class DevicePlan:
 
 
 def plan_device(
-    target: EngineMemory,
-    draft: EngineMemory | None,
+    engines: Sequence[EngineMemory],
     *,
     free_bytes: int,
     total_bytes: int,
@@ -192,26 +192,24 @@ def plan_device(
     window: AttentionWindow | None = None,
     max_step_tokens: int = 0,
 ) -> DevicePlan:
-    """Weights, activations and graphs first; both KV caches share what `free_fraction` of the rest
+    """Weights, activations and graphs first; all KV caches share what `free_fraction` of the rest
     and the other bounds of `plan_kv_cache` allow.
 
     Raises OutOfMemory with the numbers when the engines do not fit, or leave no room for a block.
     """
-    engines = (target,) if draft is None else (target, draft)
     fixed = sum(engine.fixed_bytes for engine in engines) + RESERVED_BYTES
     left = free_bytes - fixed
     if left <= 0:
         raise _does_not_fit(engines, fixed, free_bytes, total_bytes)
     kv_cache = plan_kv_cache(
-        target,
-        draft,
+        engines,
         free_fraction=free_fraction,
         max_tokens=max_tokens,
         free_bytes=left,
         window=window,
         max_step_tokens=max_step_tokens,
     )
-    return DevicePlan(engines, replace(kv_cache, free_bytes=free_bytes), total_bytes)
+    return DevicePlan(tuple(engines), replace(kv_cache, free_bytes=free_bytes), total_bytes)
 
 
 def _does_not_fit(

@@ -1,8 +1,8 @@
 """Opening engines on a GPU: device and memory are checked first, weights are read second.
 
-pair = plan_pair(target_dir, draft_dir)     reads headers, allocates nothing
-pair.memory.lines()                         the plan, for people
-opened = pair.load()
+planned = plan_engines({"target": dir, "draft": dir})   reads headers, allocates nothing
+planned.memory.lines()                                  the plan, for people
+opened = planned.load()
 """
 
 from __future__ import annotations
@@ -48,47 +48,46 @@ from llmctl.runtime.engines.tensorrt_check import BACKENDS as TENSORRT_BACKENDS
 from llmctl.runtime.engines.tensorrt_check import present_capability, require_tensorrt
 from llmctl.runtime.kv_cache import most_step_tokens
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows, cache_window
-from llmctl.runtime.rounds.round_work import ahead_of_need, graph_launches, most_requests
 from llmctl.runtime.rounds.upload import state_bytes
+from llmctl.runtime.rounds.verification import MOST_FED, ahead_of_need, graph_launches
 
 Launcher = Callable[[Sequence[Launch]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedPair:
-    """Loaded engines on one stream, and the sampling that serves both."""
+class LoadedEngines:
+    """Engines on one stream by role, the target first, and the sampling that serves all."""
 
-    target: CudaEngine
-    draft: CudaEngine | None
+    engines: Mapping[str, CudaEngine]
     sampling: CudaSampling
-    loads: tuple[tuple[str, LoadReport], ...]  # by role
+    loads: Mapping[str, LoadReport]  # by role
+
+    @property
+    def target(self) -> CudaEngine:
+        """The engine whose text is generated."""
+        return self.engines["target"]
 
     @property
     def has_rounds(self) -> bool:
         """Whether generation can run on the device by itself."""
-        return all(e.has_rounds for e in (self.target, self.draft) if e is not None)
+        return all(engine.has_rounds for engine in self.engines.values())
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedPair:
+class PlannedEngines:
     """Engines that fit the device; their weights are still on disk."""
 
-    target: EngineFile
-    draft: EngineFile | None
+    files: Mapping[str, EngineFile]  # by role, the target first
     memory: DevicePlan
     device_name: str
 
-    def load(self) -> OpenedPair:
+    def load(self) -> LoadedEngines:
         """Read the weights. Raises OutOfMemory, DeviceFailure, CorruptEngine."""
         queue = DeviceQueue("cuda")
-        target, load = self.target.load(queue)
-        loads = [("target", load)]
-        draft = None
-        if self.draft is not None:
-            draft, load = self.draft.load(queue)
-            loads.append(("draft", load))
-        sampling = CudaSampling(queue, _launcher(target, draft))
-        return OpenedPair(target, draft, sampling, tuple(loads))
+        loaded = {role: file.load(queue) for role, file in self.files.items()}
+        engines = {role: engine for role, (engine, _) in loaded.items()}
+        sampling = CudaSampling(queue, _launcher(list(engines.values())))
+        return LoadedEngines(engines, sampling, {role: load for role, (_, load) in loaded.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +117,17 @@ class EngineFile:
         sampling: int = 0,
         *,
         round_steps: int = 1,
-        has_draft: bool = False,
+        num_engines: int = 1,
         ahead: Sequence[int] = (),
     ) -> EngineMemory:
         """What the engine takes on a device, with `sampling` bytes for drawing tokens and for
-        rounds. Graphs are those of its own steps and of rounds, each of `round_steps` steps, or as
-        many as `ahead` says of each that is captured before the first request."""
+        rounds. Graphs are those of its own steps and of rounds of `num_engines` engines, each of
+        `round_steps` steps, or as many as `ahead` says of each that is captured before the first
+        request."""
         build = self.config.build_config
         batch, drafts = int(build["max_batch_size"]), int(build["max_draft_len"])
         kernels = kernels_a_step(self.plan, batch * max(drafts + 1, 2))  # as `Buckets` has them
-        launches = MAX_GRAPHS * kernels + graph_launches(kernels, round_steps, has_draft, ahead)
+        launches = MAX_GRAPHS * kernels + graph_launches(kernels, round_steps, num_engines, ahead)
         return EngineMemory(
             role=role,
             weight_bytes=allocated_bytes(self.plan),
@@ -176,49 +176,45 @@ class EngineFile:
         return weights, report
 
 
-def plan_pair(
-    target_dir: Path,
-    draft_dir: Path | None = None,
+def plan_engines(
+    folders: Mapping[str, Path],
     *,
     free_fraction: float | None = None,
     max_tokens: int | None = None,
     windows: WindowOptions = NO_WINDOWS,
     lengths: Sequence[int] = (),
     has_host_tier: bool = False,
-) -> PlannedPair:
-    """Find a place for both engines on the device that is there. `lengths`: draft lengths whose
-    graphs are captured before the first request. has_host_tier: whether KV blocks move to host
-    memory, which takes buffers.
+) -> PlannedEngines:
+    """Find a place for all engines on the device that is there. `folders` by role, the target
+    first. `lengths`: draft lengths whose graphs are captured before the first request.
+    has_host_tier: whether KV blocks move to host memory, which takes buffers.
 
     Raises what `EngineFile.open` raises, NoDevice, RebuildNeeded (another compute capability) and
     OutOfMemory.
     """
-    target = EngineFile.open(target_dir, windows)
-    draft = EngineFile.open(draft_dir, windows) if draft_dir is not None else None
-    files = [file for file in (target, draft) if file is not None]
-    for file in files:
+    files = {role: EngineFile.open(folder, windows) for role, folder in folders.items()}
+    for file in files.values():
         require_device(file.config)
+    target, *beside = files.values()
     limits = target.config.build_config
     draft_len = int(limits["max_draft_len"])
-    plans = [file.plan for file in files]
+    plans = [file.plan for file in files.values()]
     sampling = sampling_bytes(plans)
     sampling += state_bytes(int(limits["max_batch_size"]), draft_len)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
-    batch = most_requests(
-        (int(file.config.build_config["max_batch_size"]) for file in files),
-        None if draft is None else draft.plan.max_num_tokens,
-    )
-    ahead = [length for _, length in ahead_of_need(batch, lengths)]
+    most = [int(file.config.build_config["max_batch_size"]) for file in files.values()]
+    most += [file.plan.max_num_tokens // MOST_FED for file in beside]
+    ahead = [length for _, length in ahead_of_need(min(most), lengths)]
     memories = [
-        target.memory("target", sampling, ahead=[1] * len(ahead), has_draft=draft is not None)
+        file.memory(role, sampling, num_engines=len(files), ahead=[1] * len(ahead))
+        if file is target
+        else file.memory(role, round_steps=draft_len, num_engines=len(files), ahead=ahead)
+        for role, file in files.items()
     ]
-    if draft is not None:
-        memories.append(draft.memory("draft", round_steps=draft_len, has_draft=True, ahead=ahead))
     if has_host_tier:
         memories = [_with_host_tier(memory) for memory in memories]
     memory = plan_device(
-        memories[0],
-        memories[1] if draft is not None else None,
+        memories,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         free_fraction=DEFAULT_DEVICE_FRACTION if free_fraction is None else free_fraction,
@@ -226,7 +222,7 @@ def plan_pair(
         window=cache_window(plans, windows, int(limits["max_seq_len"])),
         max_step_tokens=most_step_tokens(target.plan.max_num_tokens, draft_len),
     )
-    return PlannedPair(target, draft, memory, torch.cuda.get_device_name())
+    return PlannedEngines(files, memory, torch.cuda.get_device_name())
 
 
 def _with_host_tier(memory: EngineMemory) -> EngineMemory:
@@ -252,14 +248,14 @@ def _vocab(plan: Plan) -> int:
     return int(width)
 
 
-def _launcher(target: CudaEngine, draft: CudaEngine | None) -> Launcher:
-    """Launches sampling kernels out of the engine that has them for the logits' vocabulary."""
+def _launcher(engines: Sequence[CudaEngine]) -> Launcher:
+    """Launches sampling kernels out of the first engine that has them for the logits' width."""
 
     def launch(launches: Sequence[Launch]) -> None:
         logits = launches[0].arguments[0]
         assert isinstance(logits, torch.Tensor)
-        is_target = draft is None or logits.shape[1] == target.vocab_size
-        engine = target if is_target or draft is None else draft
+        fitting = [engine for engine in engines if engine.vocab_size == logits.shape[1]]
+        engine = fitting[0] if fitting else engines[-1]
         engine.program.launch(launches, engine.queue.handle)
 
     return launch

@@ -1,12 +1,12 @@
-"""Which drafts stand. Pure functions: logits, probabilities and randomness are arguments.
+"""Which drafts are accepted. Pure functions: drafts, probabilities and randomness are arguments.
 
-Accept by tokens (rule R4): the target draws its own token at every row and the run goes on while
-the draft says the same. Every emitted token is a plain draw from the target, so nothing about
-the draft can change the output.
+Accept by tokens: the target draws its own token at every row and the path goes on while a draft
+says the same. Every emitted token is a plain draw from the target, so nothing about the draft can
+change the output.
 
-Accept by logits (rule R2): drafts were drawn from known distributions; each is kept with
-probability min(1, p / q), and after a rejection the next token comes from the normalised
-max(p - q, 0). The output has the target's distribution.
+Accept by logits (Leviathan et al. 2023, arXiv:2211.17192): drafts were drawn from known
+distributions; each is kept with probability min(1, p / q), and after a rejection the next token
+comes from the normalised max(p - q, 0). The output has the target's distribution.
 """
 
 from __future__ import annotations
@@ -16,18 +16,31 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from llmctl.runtime.drafting.drafts import ROOT, Drafts
+
 Probs = NDArray[np.float64]
 
 
-def accept_tokens(draft_tokens: Sequence[int], target_tokens: Sequence[int]) -> tuple[int, int]:
-    """Return (accepted, next_token): how many drafts stand, and the token that follows them.
+def accept_tokens(drafts: Drafts, target_tokens: Sequence[int]) -> tuple[Sequence[int], int]:
+    """Return (path, next_token): the indices of the drafts that are accepted, from the root down,
+    and the token that follows them.
 
-    draft_tokens [k]; target_tokens [k + 1], the i-th being the target's own draw after i drafts.
+    target_tokens [T + 1]: the target's own draw after the last committed token, then after each
+    draft.
     """
-    accepted = 0
-    while accepted < len(draft_tokens) and draft_tokens[accepted] == target_tokens[accepted]:
-        accepted += 1
-    return accepted, target_tokens[accepted]
+    tokens = drafts.tokens
+    if drafts.parents is None:
+        accepted = 0
+        while accepted < len(tokens) and tokens[accepted] == target_tokens[accepted]:
+            accepted += 1
+        return range(accepted), target_tokens[accepted]
+    path: list[int] = []
+    last = ROOT
+    for index, parent in enumerate(drafts.parents):  # parents come before their children
+        if parent == last and tokens[index] == target_tokens[1 + last]:
+            path.append(index)
+            last = index
+    return path, target_tokens[1 + last]
 
 
 def accept_logits(

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from llmctl.errors import BadConfig
 from llmctl.plugins.device_loop.state import RoundState
-from llmctl.runtime.drafting.drafter import Drafter, Proposal
+from llmctl.runtime.drafting.drafter import Drafter
+from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
@@ -88,12 +89,12 @@ class SyntheticDrafter:
     def copy_blocks(self, copies: Items[BlockCopy]) -> Arrival | None:
         return self._drafter.copy_blocks(copies)
 
-    def propose(self, batch: Batch) -> list[Proposal]:
-        proposals = self._drafter.propose(batch)
-        for item, proposal in zip(batch.generation, proposals, strict=True):
+    def propose(self, batch: Batch) -> list[Drafts]:
+        drafts = self._drafter.propose(batch)
+        for item, proposed in zip(batch.generation, drafts, strict=True):
             wanted = self._acceptance.accepted(item.sequence)
-            proposal.num_forced = min(wanted, len(proposal.token_ids))
-        return proposals
+            proposed.num_forced = min(wanted, len(proposed.tokens))
+        return drafts
 
     def commit(self, batch: Batch, accepted: Items[int]) -> None:
         self._drafter.commit(batch, accepted)

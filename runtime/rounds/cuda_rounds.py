@@ -1,15 +1,16 @@
 """Rounds as two CUDA graphs: the draft loop, and verification with acceptance.
 
-Both (`round_work.py`) read and write the request state on the device, so round after round is
-two graph launches. A round's record lands in pinned host memory and is valid once its event has
-passed. Graphs are captured when a batch size, a way of sampling or a reach of the cache is first
-needed; without drafts, and where their lengths adapt, those of greedy rounds with little in the
-cache are there before the first request, for a capture takes as long as ten steps.
+Both read and write the request state on the device, so round after round is two graph launches. A
+round's record lands in pinned host memory and is valid once its event has passed. Graphs
+are captured when a batch size, a way of sampling or a reach of the cache is first needed; without
+drafts, and where their lengths adapt, those of greedy rounds with little in the cache are there
+before the first request, for a capture takes as long as ten steps.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,29 +22,23 @@ from numpy.typing import NDArray
 
 from llmctl.errors import LlmctlError
 from llmctl.plugins.backends.cuda.queue import Event, device_errors
-from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.device_loop.state import (
     RECORD_COMMITTED,
     RECORD_EMITTED,
     RECORD_TOKENS,
     RoundState,
 )
-from llmctl.runtime.drafting.draft_engine.feeding import cut
-from llmctl.runtime.engines.cuda_engine import LEAST_FED, Capture, CudaEngine
+from llmctl.runtime.drafting.drafter import DeviceDrafter
+from llmctl.runtime.engines.cuda_engine import Capture, CudaEngine
 from llmctl.runtime.engines.graphs import GraphCache, capture_graph, capture_when, kv_bucket
 from llmctl.runtime.generate.sampler import is_by_logits
 from llmctl.runtime.generate.synthetic_acceptance import DeviceAcceptanceDraws, SyntheticAcceptance
 from llmctl.runtime.request import Sequence
-from llmctl.runtime.rounds.round_work import (
-    RoundShape,
-    RoundWork,
-    ahead_of_need,
-    graphs_kept,
-    most_requests,
-)
+from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 from llmctl.runtime.rounds.rounds import RoundReport, RoundResult
 from llmctl.runtime.rounds.upload import Drawing, RoundUpload
-from llmctl.runtime.step import Span, pack, pack_tables
+from llmctl.runtime.rounds.verification import ahead_of_need, enqueue_verification, graphs_kept
+from llmctl.runtime.step import pack_tables
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
 Events = tuple[Event, Event, Event]
@@ -59,27 +54,24 @@ class _InFlight:
 
 
 class CudaRoundRunner:
-    """Rounds of a target engine, alone or with a draft engine, on their common stream."""
+    """Rounds of a target engine and what drafts for it, on their common stream."""
 
     def __init__(
         self,
         target: CudaEngine,
-        draft: CudaEngine | None,
-        draft_len: int,
+        drafter: DeviceDrafter,
         capture: Capture | None = None,
         acceptance: SyntheticAcceptance | None = None,
         lengths: Items[int] = (),
     ) -> None:
         """`lengths`: draft lengths whose graphs `prepare` captures."""
-        self.draft_len = draft_len
-        self.has_draft_engine = draft is not None
-        engines = [engine for engine in (target, draft) if engine is not None]
-        self.max_batch_size = most_requests(
-            (engine.max_batch_size for engine in engines),
-            None if draft is None else draft.max_num_tokens,
-        )
+        self.drafter = drafter
+        engines = [target, *drafter.engines]
+        self.max_batch_size = min(engine.max_batch_size for engine in engines)
+        if drafter.max_requests is not None:
+            self.max_batch_size = min(self.max_batch_size, drafter.max_requests)
         self.max_tokens = min(engine.max_seq_len for engine in engines)
-        self._target, self._draft = target, draft
+        self._target = target
         self._queue = target.queue
         most_drafts = target.max_draft_len
         ring = torch.zeros(
@@ -94,8 +86,13 @@ class CudaRoundRunner:
                 target.max_batch_size, most_drafts, device, slots=RING_SLOTS, ring=ring
             )
             self._upload = RoundUpload(self._state, engines, self._queue)
-            lots = DeviceAcceptanceDraws(acceptance, device) if acceptance is not None else None
-            self._work = RoundWork(target, draft, self._queue, self._state, lots)
+            forced = None
+            if acceptance is not None:
+                forced = DeviceAcceptanceDraws(acceptance, device)
+            steps = DeviceSteps(engines, self._queue, self._state)
+        drafter.bind(steps)
+        # What graphs are captured from does not know the runner: in a cycle they would outlive it.
+        self._verify: Callable[[RoundShape], None] = partial(enqueue_verification, steps, forced)
         capture = partial(
             capture_when,
             lambda: all(engine.is_capturable() for engine in engines),
@@ -104,10 +101,10 @@ class CudaRoundRunner:
         self._lengths = tuple(lengths)
         ahead = ahead_of_need(self.max_batch_size, self._lengths)
         # Adaptive draft lengths verify more shapes than they draft, so each kind has its own bound.
-        kept = graphs_kept(draft is not None)
+        kept = graphs_kept(len(engines))
         self._draft_graphs: GraphCache[RoundShape] = GraphCache(
             capture,
-            kept * draft_len + sum(length for _, length in ahead),
+            kept * drafter.draft_len + sum(length for _, length in ahead),
             lambda shape: shape.draft_len,
         )
         self._verify_graphs: GraphCache[RoundShape] = GraphCache(capture, kept + len(ahead))
@@ -134,35 +131,13 @@ class CudaRoundRunner:
             self._target.prepare_prompts(max_num_tokens)
         if not self._lengths:
             return
-        shape, size = self._shape(0, 0), self._target.tokens_per_block
+        shape = self._shape(0, 0)
         for batch, draft_len in ahead_of_need(
             min(max_batch_size, self.max_batch_size), self._lengths
         ):
             self._run(replace(shape, batch=batch, draft_len=draft_len))
-        if self._draft is not None:
-            power = LEAST_FED
-            while power <= self._draft.max_num_tokens:
-                for num_tokens in (3 * power // 4, power):
-                    self._draft.feed(_unwritten(num_tokens, self._draft.max_seq_len, size))
-                power *= 2
+        self.drafter.prepare()
         self.abandon()
-
-    def catch_up(self, sequences: Items[Sequence]) -> None:
-        """Feed the draft engine what it lacks of these sequences; see RoundRunner."""
-        draft = self._draft
-        assert draft is not None, "nothing to catch up with"
-        ends = [len(sequence.tokens) - 2 for sequence in sequences]
-        spans = [
-            Span(sequence, sequence.draft_kv_len, end, needs_logits=False)
-            for sequence, end in zip(sequences, ends, strict=True)
-            if sequence.draft_kv_len < end
-        ]
-        for call in cut(spans, draft.max_num_tokens, draft.max_batch_size):
-            step = pack(call, draft.tokens_per_block)
-            np.minimum(step.token_ids, draft.vocab_size - 1, out=step.token_ids)  # as when drafting
-            draft.feed(step)
-            for span in call:
-                span.sequence.draft_kv_len = span.end
 
     def begin(self, sequences: Items[Sequence]) -> None:
         """Write the requests' state; the rest of the batch is padding."""
@@ -208,13 +183,13 @@ class CudaRoundRunner:
     def _run(self, shape: RoundShape) -> Events:
         """Enqueue a round; what passes before it, between drafting and verification, and after."""
         events = self._take_events()
-        work = self._work
+        draft, verify = self.drafter.enqueue_drafts, self._verify
         with device_errors("running a round"), self._queue.scope():
             events[0].record()
-            if self._draft is not None and shape.draft_len:
-                self._draft_graphs.run(shape, lambda: work.draft_loop(shape))
+            if shape.draft_len:
+                self._draft_graphs.run(shape, lambda: draft(shape))
             events[1].record()
-            self._verify_graphs.run(shape, lambda: work.verify(shape))
+            self._verify_graphs.run(shape, lambda: verify(shape))
             events[2].record()
         return events
 
@@ -230,19 +205,3 @@ class CudaRoundRunner:
             return self._spare_events.pop()
         began, drafted, ended = (self._queue.make_event() for _ in range(3))
         return began, drafted, ended
-
-
-def _unwritten(num_tokens: int, max_seq_len: int, tokens_per_block: int) -> StepInputs:
-    """A step of prompts that leaves no trace in the cache."""
-    lengths = np.full(-(-num_tokens // max_seq_len), max_seq_len, np.int32)
-    lengths[-1] -= lengths.sum() - num_tokens
-    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    return StepInputs(
-        token_ids=np.zeros_like(positions),
-        position_ids=positions,
-        cu_q=np.concatenate([[0], lengths.cumsum()]).astype(np.int32),
-        kv_len=lengths,
-        block_tables=np.zeros((len(lengths), -(-max_seq_len // tokens_per_block)), np.int32),
-        slot_mapping=np.full_like(positions, -1),
-        logit_rows=np.zeros(0, np.int32),
-    )

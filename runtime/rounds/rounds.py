@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from llmctl.errors import BadLogits
-from llmctl.runtime.generate.stop import first_stop
-from llmctl.runtime.generate.verify import Commit
+from llmctl.runtime.drafting.drafter import DeviceDrafter
+from llmctl.runtime.generate.commit import Commit, commit
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.request import Batch, Sequence, Slice
 from llmctl.runtime.schedule.scheduler import Scheduler
@@ -50,8 +50,7 @@ class RoundReport:
 class RoundRunner(Protocol):
     """A device that can run rounds by itself."""
 
-    draft_len: int  # drafts per round, at most; 0: plain decoding
-    has_draft_engine: bool
+    drafter: DeviceDrafter
     max_batch_size: int  # sequences
     max_tokens: int  # no position of a round may lie beyond this many tokens
 
@@ -61,10 +60,6 @@ class RoundRunner(Protocol):
     def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
         """Called once, when the caches are there: do ahead what rounds of up to so many sequences,
         and steps with prompts of up to so many tokens, would have to do when first needed."""
-
-    def catch_up(self, sequences: Items[Sequence]) -> None:
-        """Feed the draft engine what it lacks of each sequence but the last two tokens, which a
-        round feeds, and note it in draft_kv_len. No round is in flight; `begin` comes next."""
 
     def begin(self, sequences: Items[Sequence]) -> None:
         """Make these the sequences of the next rounds, in the state the host sees now."""
@@ -136,9 +131,10 @@ class Rounds:
         is_known = sequences == self._resident and [len(s.tokens) for s in sequences] == ends
         draft_len = self._common_length(sequences)
         assert draft_len is not None, "start without can_run"
-        behind = [item for item in sequences if draft_len and self._lacks_drafts(item)]
+        drafter = self._runner.drafter
+        behind = [item for item in sequences if draft_len and drafter.is_behind(item)]
         if behind:
-            self._runner.catch_up(behind)
+            drafter.catch_up(behind)
         if behind or not is_known:
             self._runner.begin(sequences)
             self._resident = sequences
@@ -177,7 +173,7 @@ class Rounds:
     def _common_length(self, sequences: Items[Sequence]) -> int | None:
         """The draft length planned for all of these; None: they differ."""
         common = self._scheduler.draft_lengths.common
-        if common is None or not self._runner.draft_len:
+        if common is None or not self._runner.drafter.draft_len:
             return common
         caps = [sequence.request.max_draft_len for sequence in sequences]
         return None if any(cap is not None and cap < common for cap in caps) else common
@@ -186,15 +182,9 @@ class Rounds:
         """The draft length of the round after those in flight; None: it must wait."""
         self._scheduler.draft_lengths.plan(self._resident)
         draft_len = self._common_length(self._resident)
-        # A round without drafts leaves a token that the draft engine's cache lacks.
-        if draft_len and self._runner.has_draft_engine and 0 in self._in_flight:
+        if draft_len and self._runner.drafter.falls_behind and 0 in self._in_flight:
             return None
         return draft_len
-
-    def _lacks_drafts(self, sequence: Sequence) -> bool:
-        """True when the draft engine's cache lacks more than the two tokens that it is fed."""
-        committed = len(sequence.tokens)
-        return self._runner.has_draft_engine and sequence.draft_kv_len < committed - 2
 
     def _enqueue(self, draft_len: int) -> None:
         tables = [sequence.block_table for sequence in self._resident]
@@ -236,8 +226,7 @@ class Rounds:
         self, sequence: Sequence, result: RoundResult, draft_len: int
     ) -> tuple[Slice, Commit]:
         """Append what the round brought, cut at the first stop."""
-        tokens = sequence.tokens
-        committed, run = len(tokens), result.tokens
+        committed, run = len(sequence.tokens), result.tokens
         assert result.num_committed == committed, "host and device disagree on a length"
         if min(run) < 0:
             raise BadLogits(
@@ -246,11 +235,7 @@ class Rounds:
             )
         num_drafts = min(draft_len, sequence.max_len - committed - 1)
         accepted = len(run) - 1
-        num_kept, sequence.finish_reason = first_stop(sequence, run)
-        tokens += run[:num_kept]
-        most = len(tokens) - 1
-        sequence.kv_len = min(committed + accepted, most)
-        if self._runner.has_draft_engine and draft_len:  # the last draft was never fed to the draft
-            sequence.draft_kv_len = min(committed + min(accepted, draft_len - 1), most)
-        item = Slice(sequence, committed - 1, 1, num_drafts)
-        return item, Commit(sequence, num_kept, num_drafts, accepted)
+        done = commit(sequence, run, range(accepted), num_drafts)
+        if draft_len:
+            self._runner.drafter.note(sequence, committed, accepted, draft_len)
+        return Slice(sequence, committed - 1, 1, num_drafts), done

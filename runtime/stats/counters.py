@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from llmctl.runtime.generate.verify import Commit
+from llmctl.runtime.generate.commit import Commit
 from llmctl.runtime.kv_cache import KvCacheStats
 from llmctl.runtime.request import Batch
 from llmctl.runtime.stats.column_table import ColumnTable

@@ -31,9 +31,9 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.plugins.backends.cpu import instruction_sets, num_threads
 from llmctl.plugins.backends.cpu.binding import load_kernels
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 from scripts.compare import peers
 

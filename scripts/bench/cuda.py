@@ -33,9 +33,11 @@ import numpy as np
 import torch
 
 from llmctl.builder.engine_format import read_engine_config
-from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
-from llmctl.cli.run.speculation import Speculation
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.engines.engine import Engine
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from scripts.bench.request_timing import Timed, generate
 from scripts.bench.rows import Table, read_bandwidth, row, weight_bytes
 
@@ -71,12 +73,12 @@ class Bench:
         """A target, alone or with a draft. Whatever was open before must have been let go."""
         gc.collect()
         torch.cuda.empty_cache()
-        speculation = None
+        method: DraftMethod = PlainDecoding()
         if draft is not None:
             folder, draft_len = draft_of(draft)
-            speculation = Speculation(draft_len=draft_len, draft_engine=self.engines / folder)
+            method = DraftEngine(self.engines / folder, draft_len)
         options = EngineOptions(
-            self.engines / target, speculation, max_tokens=8192, enable_block_reuse=False
+            self.engines / target, method, max_tokens=8192, enable_block_reuse=False
         )
         began = perf_counter()
         opened = OpenEngines(check_engines(options), log=lambda lines: print("\n".join(lines)))
@@ -172,8 +174,8 @@ def pair(bench: Bench, opened: OpenEngines, name: str) -> None:
     device_ms = [1e3 * (run.draft_s + run.verify_s) / run.rounds for run in runs]
     host_ms = [r - d for r, d in zip(round_ms, device_ms, strict=True)]
     first_ms = [1e3 * run.arrivals[0][0] for run in runs]
-    assert opened.draft is not None
-    reads = [read_bytes(each, PROMPT + OUTPUT // 2) for each in (opened.draft, opened.target)]
+    (draft,) = opened.opened.beside
+    reads = [read_bytes(each, PROMPT + OUTPUT // 2) for each in (draft, opened.target)]
     draft_floor, verify_floor = (1e3 * num_bytes / bench.bandwidth for num_bytes in reads)
     floor_ms = draft_len * draft_floor + verify_floor
     published = PUBLISHED[name.rpartition("+")[2].partition("-")[0]]
@@ -202,8 +204,7 @@ def pair(bench: Bench, opened: OpenEngines, name: str) -> None:
 
 def expected_length(opened: OpenEngines, draft_len: int) -> float:
     """Tokens a round where each draft token is accepted with probability p: (1-p^(k+1))/(1-p)."""
-    assert opened.checked.draft is not None
-    p = float(opened.checked.draft.weights["acceptance"])
+    p = float(opened.checked.configs["draft"].weights["acceptance"])
     return (1 - p ** (draft_len + 1)) / (1 - p)
 
 

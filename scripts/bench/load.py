@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
-from llmctl.cli.run.speculation import Speculation
 from llmctl.runtime.api.executor import Executor
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 from llmctl.runtime.stats.counters import IterationStats
 from scripts.bench.rows import provenance
@@ -235,8 +235,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=600)
     parser.add_argument("--sizes", default="256,512,1024,2048,4096,8192")
     arguments = parser.parse_args()
-    speculation = Speculation(None, draft_engine=arguments.draft)
-    options = EngineOptions(arguments.target, speculation, adaptive_draft_len=True)
+    options = EngineOptions(arguments.target, DraftEngine(arguments.draft), adaptive_draft_len=True)
     options = replace(options, enable_block_reuse=False)
     engines = OpenEngines(check_engines(options))
     tables = Tables(arguments.output, arguments.raw)

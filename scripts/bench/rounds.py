@@ -20,7 +20,7 @@ from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.plugins.ops.sampling.spec import SamplingBackend
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.drafting.drafter import Drafter, NoDrafter
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.generate.verify import Verifier
@@ -71,7 +71,7 @@ def round_s(
     engine = IdleEngine(vocab)
     drafter: Drafter = NoDrafter()
     if rule != "no draft":
-        drafter = DraftTargetDrafter(IdleEngine(vocab), DRAFT_LEN)
+        drafter = DraftEngineDrafter(IdleEngine(vocab), DRAFT_LEN)
     kv_cache = KvCacheManager(NUM_BLOCKS, 32, has_draft=drafter.has_engine)
     limits = Limits(8, 64, MAX_LEN, drafter.max_draft_len)
     scheduler = Scheduler(SchedulerConfig(), kv_cache, limits)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from llmctl.cli.bench.driver import Driver, Pace, add_iteration
 from llmctl.cli.bench.records import Arrival, Clock, Recording, RequestRecord
 from llmctl.cli.bench.session import STEPS_KEPT
-from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
-from llmctl.cli.run.speculation import Speculation
 from llmctl.runtime.api.executor import Executor
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 from scripts.bench.rows import Row, row
 
@@ -76,8 +77,8 @@ def build_pair(
 
 def open_engines(engine: Path, draft: Path | None, draft_len: int) -> OpenEngines:
     """Loaded engines that keep nothing of earlier prompts."""
-    speculation = Speculation(draft_len, draft_engine=draft) if draft is not None else None
-    options = EngineOptions(engine, speculation, enable_block_reuse=False)
+    method = DraftEngine(draft, draft_len) if draft is not None else PlainDecoding()
+    options = EngineOptions(engine, method, enable_block_reuse=False)
     return OpenEngines(check_engines(options))
 
 

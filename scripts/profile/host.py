@@ -31,9 +31,9 @@ import numpy as np
 import torch
 
 import llmctl.runtime.loop as loop_module
-from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.api.executor_config import ExecutorConfig, KvCacheConfig
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 from scripts.profile.host_stub import StubDevice, StubRunner, StubSampling, StubTarget
 

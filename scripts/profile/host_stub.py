@@ -17,7 +17,9 @@ import torch
 from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.device_loop.state import RECORD_COMMITTED, RECORD_EMITTED, RECORD_TOKENS
+from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
 from llmctl.runtime.rounds.cuda_rounds import RING_SLOTS, CudaRoundRunner
+from llmctl.runtime.rounds.device_steps import RoundShape
 
 TOKEN = 77  # what it says after everything
 
@@ -115,12 +117,12 @@ class StubRunner(CudaRoundRunner):
     """The CUDA backend's rounds with arrays of its own; a graph writes a record."""
 
     def __init__(self, target: Any, device: StubDevice) -> None:
-        super().__init__(target, None, 0, lambda record: SimpleNamespace(replay=record))
+        super().__init__(target, NoDeviceDrafter(), lambda record: SimpleNamespace(replay=record))
         self._device = device
         self._done: dict[int, float] = {}
-        self._work: Any = SimpleNamespace(verify=self._verify)
+        self._verify = self._write_record
 
-    def _verify(self, shape: object) -> None:
+    def _write_record(self, shape: RoundShape) -> None:
         count, slot = self._num_requests, self._num_started % RING_SLOTS
         committed = self._state.committed[:count].numpy()
         record = self._ring[slot, :count]

@@ -19,9 +19,11 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
-from llmctl.cli.run.speculation import Speculation
 from llmctl.runtime.api.executor import Executor
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 
 DRAFT_LEN = 10
@@ -110,11 +112,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences in flight")
     parser.add_argument("--context", type=int, default=1000, help="tokens of each prompt")
     arguments = parser.parse_args()
-    speculation = None
+    method: DraftMethod = PlainDecoding()
     if arguments.draft:
-        speculation = Speculation(DRAFT_LEN, arguments.engines / arguments.draft)
+        method = DraftEngine(arguments.engines / arguments.draft, DRAFT_LEN)
     room = max(8192, 2 * arguments.batch * (arguments.context + 256))
-    options = EngineOptions(arguments.engines / arguments.target, speculation, max_tokens=room)
+    options = EngineOptions(arguments.engines / arguments.target, method, max_tokens=room)
     opened = OpenEngines(check_engines(options))
     plain = kernels_of(opened, arguments, is_speculative=False)
     report(f"{arguments.target} plain step of {arguments.batch}", plain)

@@ -14,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
-from llmctl.cli.run.speculation import Speculation
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.api.executor import Executor
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.ngram.method import NgramLookup
 from llmctl.runtime.engines.engine import Engine, open_cpu_engine
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request, SamplingConfig
 
 FP8_MAX = 448.0
@@ -178,15 +179,15 @@ def check_engine(engines: Engines, ids: Sequence[int], num_tokens: int) -> Findi
     with pair.executor() as executor:
         found.differing["draft"] = _differing(generate(executor, requests), plain)
         found.tokens_s["draft"] = _speed(executor, single)
-    options = EngineOptions(engines.target, Speculation(DRAFT_LEN, max_ngram=3))
+    options = EngineOptions(engines.target, NgramLookup(DRAFT_LEN, 3))
     with OpenEngines(check_engines(options)).executor() as executor:
         found.differing["n-gram"] = _differing(generate(executor, requests), plain)
     found.num_requests = len(requests)
     return found
 
 
-def _draft(folder: Path) -> Speculation:
-    return Speculation(DRAFT_LEN, draft_engine=folder)
+def _draft(folder: Path) -> DraftEngine:
+    return DraftEngine(folder, DRAFT_LEN)
 
 
 def _differing(found: Outputs, wanted: Outputs) -> int:

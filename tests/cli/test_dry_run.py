@@ -42,7 +42,7 @@ def test_a_gpu_s_plan_is_the_one_that_run_makes_before_loading(planned):
         max_seq_len=512,
     )
     here = GPUS["h200"].memory_bytes
-    plan = plan_device(memory, None, free_bytes=here, total_bytes=here)
+    plan = plan_device([memory], free_bytes=here, total_bytes=here)
     assert found["reserved_bytes"] == RESERVED_BYTES
     assert found["max_kv_tokens"] == 32 * plan.kv_cache.num_blocks
     assert found["total_bytes"] == plan.total_bytes

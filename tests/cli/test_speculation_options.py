@@ -6,26 +6,39 @@ from pathlib import Path
 
 import pytest
 
-from llmctl.cli.run.speculation import Speculation, parse_speculation
 from llmctl.errors import BadConfig, Unsupported
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.methods import choose_method
+from llmctl.runtime.drafting.ngram.method import NgramLookup
+from llmctl.runtime.drafting.plain.method import PlainDecoding
 
 DRAFT = Path("draft")
+
+
+def choose(engine, config, draft_len, ngram) -> DraftMethod:
+    values = {
+        "draft_engine": engine,
+        "draft_target_model_config": config,
+        "ngram_config": ngram,
+    }
+    return choose_method(values, draft_len)
 
 
 @pytest.mark.parametrize(
     "arguments, wanted",
     [
-        ((None, None, None, None), None),
-        ((DRAFT, None, None, None), Speculation(None, DRAFT)),
-        ((DRAFT, None, 3, None), Speculation(3, DRAFT)),
-        ((DRAFT, "[4,[0],[0],False]", None, None), Speculation(4, DRAFT)),
-        ((DRAFT, " [4, [0], [0], False] ", 4, None), Speculation(4, DRAFT)),
-        ((DRAFT, "[4,[0],[0],True]", None, None), Speculation(4, DRAFT, acceptance="logits")),
-        ((None, None, None, "[10,2,[0]]"), Speculation(10, max_ngram=2)),
+        ((None, None, None, None), PlainDecoding()),
+        ((DRAFT, None, None, None), DraftEngine(DRAFT)),
+        ((DRAFT, None, 3, None), DraftEngine(DRAFT, 3)),
+        ((DRAFT, "[4,[0],[0],False]", None, None), DraftEngine(DRAFT, 4)),
+        ((DRAFT, " [4, [0], [0], False] ", 4, None), DraftEngine(DRAFT, 4)),
+        ((DRAFT, "[4,[0],[0],True]", None, None), DraftEngine(DRAFT, 4, "logits")),
+        ((None, None, None, "[10,2,[0]]"), NgramLookup(10, 2)),
     ],
 )
 def test_options_become_one_method(arguments, wanted):
-    assert parse_speculation(*arguments) == wanted
+    assert choose(*arguments) == wanted
 
 
 @pytest.mark.parametrize(
@@ -51,11 +64,11 @@ def test_options_become_one_method(arguments, wanted):
 )
 def test_malformed_and_contradicting_options_are_named(arguments, words):
     with pytest.raises(BadConfig, match=words.replace("[", r"\[")):
-        parse_speculation(*arguments)
+        choose(*arguments)
 
 
 @pytest.mark.parametrize("devices", ["[1]", "[0,1]", "[]"])
 def test_several_devices_are_refused_with_the_form_that_works(devices):
     with pytest.raises(Unsupported) as caught:
-        parse_speculation(DRAFT, f"[4,[0],{devices},False]", None, None)
+        choose(DRAFT, f"[4,[0],{devices},False]", None, None)
     assert "[0]" in caught.value.fix

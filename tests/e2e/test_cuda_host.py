@@ -15,7 +15,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.sampling.cuda import CudaSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
 from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
@@ -51,7 +51,7 @@ def fake_executor(
     if draft == "ngram":
         drafter = NgramDrafter(DRAFT_LEN, 3)
     elif draft is not None:
-        drafter = DraftTargetDrafter(open_on_fake_device(demo.engine(draft), queue)[0], DRAFT_LEN)
+        drafter = DraftEngineDrafter(open_on_fake_device(demo.engine(draft), queue)[0], DRAFT_LEN)
     config = ExecutorConfig(
         KvCacheConfig(num_blocks=300),
         acceptance=acceptance,

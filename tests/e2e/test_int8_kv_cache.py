@@ -10,7 +10,7 @@ from support.e2e import DRAFT_LEN, DemoPair, PromptMaker, llmctl, run_all
 
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.engines.engine import open_cpu_engine
 from llmctl.runtime.request import Request, SamplingConfig
 
@@ -41,7 +41,7 @@ def test_text_is_the_same_with_drafts_reuse_and_host_memory_and_near_the_exact_c
         target, None, ExecutorConfig(KvCacheConfig(200, enable_block_reuse=False)), CpuSampling()
     ) as executor:
         wanted = [run_all(executor, [request])[0] for request in requests]
-    drafter = DraftTargetDrafter(open_cpu_engine(demo.engine("draft-fp8")), DRAFT_LEN)
+    drafter = DraftEngineDrafter(open_cpu_engine(demo.engine("draft-fp8")), DRAFT_LEN)
     config = ExecutorConfig(KvCacheConfig(30, num_host_blocks=200), check_invariants=True)
     with Executor(open_cpu_engine(engine), drafter, config, CpuSampling()) as executor:
         assert run_all(executor, requests) == wanted

@@ -15,7 +15,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.sampling.cuda import CudaSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.request import Request, SamplingConfig
 
 MAX_TOKENS = 320  # in the cache: two prompts, so that most are evicted before they return
@@ -50,7 +50,7 @@ def on_fake_device(demo: DemoPair, draft: str | None) -> Iterator[Executor]:
     target, _ = open_on_fake_device(demo.engine("target-fp8"), queue)
     drafter = None
     if draft is not None:
-        drafter = DraftTargetDrafter(open_on_fake_device(demo.engine(draft), queue)[0], DRAFT_LEN)
+        drafter = DraftEngineDrafter(open_on_fake_device(demo.engine(draft), queue)[0], DRAFT_LEN)
     blocks = KvCacheConfig(MAX_TOKENS // target.tokens_per_block, num_host_blocks=100)
     config = ExecutorConfig(blocks)
     with Executor(target, drafter, config, CudaSampling(queue, launch)) as executor:

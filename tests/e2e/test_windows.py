@@ -9,7 +9,7 @@ from support.e2e import DRAFT_LEN, DemoPair, Outputs, PromptMaker, run_all
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.core.reference import ReferenceProgram
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.engines.engine import open_cpu_engine
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window
 from llmctl.runtime.request import Request, SamplingConfig
@@ -34,7 +34,7 @@ def run(
     drafter, plans = None, [target.plan]
     if draft:
         engine = open_cpu_engine(demo.engine("draft-fp8"), WINDOW)
-        drafter = DraftTargetDrafter(engine, DRAFT_LEN)
+        drafter = DraftEngineDrafter(engine, DRAFT_LEN)
         plans.append(engine.plan)
     window = cache_window(plans, WINDOW, target.max_seq_len) if is_ring else None
     config = ExecutorConfig(

@@ -15,11 +15,14 @@ import pytest
 from support.e2e import DRAFT_LEN, Outputs, llmctl, run_all
 from support.gpu import quantize
 
-from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
-from llmctl.cli.run.speculation import Speculation
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.runtime.api.executor import Executor
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.ngram.method import NgramLookup
+from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
 
 # int8: of the KV cache; mxfp4: of the weights; windows: asked for by run
@@ -67,14 +70,14 @@ class Engines:
         """draft: None, "ngram", "engine" or "logits" (the engine, accepted by logits)."""
         known = self.opened.get((kind, draft))
         if known is None:
-            speculation = None
+            method: DraftMethod = PlainDecoding()
             if draft == "ngram":
-                speculation = Speculation(DRAFT_LEN, max_ngram=3)
+                method = NgramLookup(DRAFT_LEN, 3)
             elif draft is not None:
-                speculation = Speculation(DRAFT_LEN, draft_engine=self.path("draft", kind))
+                method = DraftEngine(self.path("draft", kind), DRAFT_LEN)
                 if draft == "logits":
-                    speculation = replace(speculation, acceptance="logits")
-            options = EngineOptions(self.path("target", kind), speculation, max_tokens=16384)
+                    method = replace(method, acceptance="logits")
+            options = EngineOptions(self.path("target", kind), method, max_tokens=16384)
             if kind == "windows":
                 options = replace(options, windows=WINDOWS)
             known = self.opened[kind, draft] = OpenEngines(check_engines(options))

@@ -19,9 +19,11 @@ from support.load import Outcome, differences, random_requests, run_alone, run_u
 
 from llmctl.builder.engine_format import read_engine_config
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
-from llmctl.runtime.engines.open_cuda import OpenedPair, plan_pair
+from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
+from llmctl.runtime.engines.open_cuda import LoadedEngines, plan_engines
 from llmctl.runtime.request import Request
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
@@ -60,7 +62,7 @@ class CountingRunner(CudaRoundRunner):
 class Pair:
     """A loaded pair, its traffic, and the answers that requests get alone."""
 
-    opened: OpenedPair
+    opened: LoadedEngines
     requests: list[Request]
     alone: list[Outcome]
 
@@ -72,11 +74,11 @@ class Pair:
         if draft == "ngram":
             drafter = NgramDrafter(DRAFT_LEN, 3)
         elif draft == "engine":
-            assert opened.draft is not None
-            drafter = DraftTargetDrafter(opened.draft, DRAFT_LEN)
-            runner = CountingRunner(opened.target, opened.draft, DRAFT_LEN)
+            draft_engine = opened.engines["draft"]
+            drafter = DraftEngineDrafter(draft_engine, DRAFT_LEN)
+            runner = CountingRunner(opened.target, DeviceDraftEngine(draft_engine, DRAFT_LEN))
         else:
-            runner = CountingRunner(opened.target, None, 0)
+            runner = CountingRunner(opened.target, NoDeviceDrafter())
         with Executor(opened.target, drafter, config, opened.sampling, runner) as executor:
             generator = np.random.default_rng(seed)
             outcomes = run_under_load(executor, self.requests, generator)
@@ -143,12 +145,14 @@ def prompt(repository: Path) -> Callable[[int, int], tuple[int, ...]]:
 def pair(request: pytest.FixtureRequest, folder: Path, prompt) -> Pair:
     name = request.param
     target = folder / f"{name}-target"
-    opened = plan_pair(target, folder / f"{name}-draft", max_tokens=32 * NUM_BLOCKS).load()
+    opened = plan_engines(
+        {"target": target, "draft": folder / f"{name}-draft"}, max_tokens=32 * NUM_BLOCKS
+    ).load()
     vocab = int(read_engine_config(target).pretrained_config["vocab_size"])
     generator = np.random.default_rng(PAIRS.index(name))
     requests = random_requests(generator, prompt, vocab, NUM_REQUESTS)
     config = ExecutorConfig(KvCacheConfig(NUM_BLOCKS, enable_block_reuse=False))
-    runner = CudaRoundRunner(opened.target, None, 0)
+    runner = CudaRoundRunner(opened.target, NoDeviceDrafter())
     with Executor(opened.target, None, config, opened.sampling, runner) as executor:
         alone = run_alone(executor, requests)
     return Pair(opened, requests, alone)

@@ -14,8 +14,12 @@ import torch
 from support.e2e import DRAFT_LEN, Outputs, llmctl, run_all
 
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
-from llmctl.runtime.engines.open_cuda import OpenedPair, plan_pair
+from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+from llmctl.runtime.drafting.drafter import DeviceDrafter, Drafter
+from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
+from llmctl.runtime.drafting.plain.drafter import NoDrafter
+from llmctl.runtime.engines.open_cuda import LoadedEngines, plan_engines
 from llmctl.runtime.kv_cache import KvCacheStats
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window
 from llmctl.runtime.request import Request, SamplingConfig
@@ -62,14 +66,13 @@ def build_all(folder: Path, examples: Path) -> None:
             job.result()
 
 
-def load(folder: Path, kind: str) -> OpenedPair:
-    return plan_pair(
-        folder / f"{kind}-target", folder / f"{kind}-draft", max_tokens=32 * MANY_BLOCKS
-    ).load()
+def load(folder: Path, kind: str) -> LoadedEngines:
+    folders = {role: folder / f"{kind}-{role}" for role in ("target", "draft")}
+    return plan_engines(folders, max_tokens=32 * MANY_BLOCKS).load()
 
 
 def run(
-    opened: OpenedPair, requests: list[Request], config: KvCacheConfig, *, draft: bool,
+    opened: LoadedEngines, requests: list[Request], config: KvCacheConfig, *, draft: bool,
     at_once: bool = False, pause_s: Callable[[], float] | None = None,
 ) -> tuple[Outputs, list[KvCacheStats]]:  # fmt: skip
     """Outputs, all requests together or one after another, and the cache after every step. With
@@ -86,21 +89,21 @@ def run(
     return outputs, stats
 
 
-def open_executor(opened: OpenedPair, config: KvCacheConfig, *, draft: bool) -> Executor:
-    drafter, engine = None, None
+def open_executor(opened: LoadedEngines, config: KvCacheConfig, *, draft: bool) -> Executor:
+    drafter: Drafter = NoDrafter()
+    device_drafter: DeviceDrafter = NoDeviceDrafter()
     if draft:
-        assert opened.draft is not None
-        engine = opened.draft
-        drafter = DraftTargetDrafter(engine, DRAFT_LEN)
-    runner = CudaRoundRunner(opened.target, engine, DRAFT_LEN if draft else 0)
+        engine = opened.engines["draft"]
+        drafter = DraftEngineDrafter(engine, DRAFT_LEN)
+        device_drafter = DeviceDraftEngine(engine, DRAFT_LEN)
+    runner = CudaRoundRunner(opened.target, device_drafter)
     settings = ExecutorConfig(config, check_invariants=True, iter_stats_max_iterations=100_000)
     return Executor(opened.target, drafter, settings, opened.sampling, runner)
 
 
-def slow_link(opened: OpenedPair, pause_s: Callable[[], float]) -> None:
+def slow_link(opened: LoadedEngines, pause_s: Callable[[], float]) -> None:
     """Let every move beside the steps begin with a pause."""
-    engines = [opened.target] if opened.draft is None else [opened.target, opened.draft]
-    for blocks in (engine._host_blocks for engine in engines):
+    for blocks in (engine._host_blocks for engine in opened.engines.values()):
         for stream in () if blocks is None else (blocks._in, blocks._out):
             stream.run = late(type(stream).run, stream, pause_s)  # a double
 
@@ -113,7 +116,7 @@ def late(run: Callable, stream: object, pause_s: Callable[[], float]) -> Callabl
     return paused
 
 
-def check_host_tier(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: bool) -> None:
+def check_host_tier(opened: LoadedEngines, prompts: list[tuple[int, ...]], draft: bool) -> None:
     """Prompts that return when the device has long forgotten them."""
     requests = [
         Request((*prompt, 50 + turn), 20, SamplingConfig(0.8, 0, seed=turn))
@@ -133,7 +136,7 @@ def check_host_tier(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: b
             assert stats[-1].onboarded_blocks > 30 and stats[-1].token_hit_rate > 0.4
 
 
-def check_others_run(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: bool) -> None:
+def check_others_run(opened: LoadedEngines, prompts: list[tuple[int, ...]], draft: bool) -> None:
     """While blocks take a tenth of a second to come back, another request gets its tokens."""
     other = Request(prompts[0], 390, SamplingConfig(0.8, 0, seed=1), streaming=True)
     back = Request((*prompts[1], 9), 20, SamplingConfig(0.8, 0, seed=2), streaming=True)
@@ -171,7 +174,7 @@ def take(executor: Executor, found: dict[int, list[int]]) -> None:
         found.setdefault(response.request_id, []).extend(response.result.output_token_ids)
 
 
-def check_next_turn(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: bool) -> None:
+def check_next_turn(opened: LoadedEngines, prompts: list[tuple[int, ...]], draft: bool) -> None:
     """What was generated is found when the conversation goes on, with the same answers."""
     plain = KvCacheConfig(MANY_BLOCKS, enable_block_reuse=False)
     reusing = KvCacheConfig(MANY_BLOCKS)
@@ -188,7 +191,7 @@ def check_next_turn(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: b
         assert tokens >= len(request.input_token_ids) - 2 - 32, "all of the last turn but a block"
 
 
-def check_ring(opened: OpenedPair, prompts: list[tuple[int, ...]], draft: bool) -> None:
+def check_ring(opened: LoadedEngines, prompts: list[tuple[int, ...]], draft: bool) -> None:
     """Long generations with every block kept, then in a ring."""
     requests = [Request(prompt, 600, SamplingConfig(0.8, 0, seed=5)) for prompt in prompts[:6]]
     wanted, _ = run(opened, requests, KvCacheConfig(MANY_BLOCKS), draft=False, at_once=True)

@@ -14,7 +14,7 @@ import pytest
 
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling, sample_rows
 from llmctl.plugins.ops.sampling.spec import SamplingBackend, SamplingRow
-from llmctl.runtime.drafting.drafter import NoDrafter
+from llmctl.runtime.drafting.plain.drafter import NoDrafter
 from llmctl.runtime.generate.sampler import Sampler, is_by_logits
 from llmctl.runtime.generate.verify import Verifier
 from llmctl.runtime.kv_cache import AttentionWindow, CopyKind, KvCacheManager
@@ -359,8 +359,9 @@ class FakeRunner:
 
     def __init__(self, target: FakeEngine, draft: FakeEngine | None, draft_len: int) -> None:
         self.target, self.draft = target, draft
+        self.drafter = self  # what drafts is part of the fake
         self.draft_len = draft_len
-        self.has_draft_engine = draft is not None
+        self.falls_behind = draft is not None
         self.max_batch_size = 4
         self.max_tokens = min(e.max_seq_len for e in (target, draft) if e is not None)
         self.in_flight: list[list[RoundResult]] = []
@@ -375,6 +376,14 @@ class FakeRunner:
 
     def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
         pass
+
+    def is_behind(self, sequence) -> bool:
+        return self.draft is not None and sequence.draft_kv_len < len(sequence.tokens) - 2
+
+    def note(self, sequence, committed, accepted, draft_len) -> None:
+        if self.draft is not None:  # which never got the last draft
+            valid = committed + min(accepted, draft_len - 1)
+            sequence.draft_kv_len = min(valid, len(sequence.tokens) - 1)
 
     def catch_up(self, sequences) -> None:
         assert not self.in_flight

@@ -16,7 +16,7 @@ from support.tiny_pair import DRAFT_LEN, MAX_SEQ_LEN, VOCAB, build_pair
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
 from llmctl.runtime.request import Request
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
@@ -103,7 +103,7 @@ def test_fakes_under_random_traffic_answer_as_they_do_alone(fake, num_requests, 
     # behind: what a step brought is delivered while the next one runs
     target = Engine(steps_to_land=3, is_asynchronous=method == "behind")
     draft = Engine(agreement=0.7, steps_to_land=2)
-    drafter = None if method in ("none", "behind") else DraftTargetDrafter(draft, 4)
+    drafter = None if method in ("none", "behind") else DraftEngineDrafter(draft, 4)
     runner = fake.Runner(target, draft, 4) if method == "rounds" else None
     if method == "behind":
         runner = fake.Runner(target, None, 0)
@@ -129,7 +129,7 @@ def test_an_engine_under_random_traffic_answers_as_it_does_alone_in_flat_memory(
 ):
     target, draft = pair
     generator = np.random.default_rng(len(method))
-    drafter = DraftTargetDrafter(draft, DRAFT_LEN) if method == "draft" else NgramDrafter(DRAFT_LEN)
+    drafter = DraftEngineDrafter(draft, DRAFT_LEN) if method == "draft" else NgramDrafter(DRAFT_LEN)
     config = ExecutorConfig(
         KvCacheConfig(3 * MAX_SEQ_LEN // 16),
         scheduler=POLICIES[0],

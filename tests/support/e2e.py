@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
-from llmctl.cli.run.speculation import Speculation
 from llmctl.runtime.api.executor import Executor
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.ngram.method import NgramLookup
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 
 DRAFT_LEN = 4
@@ -74,12 +77,12 @@ class DemoPair:
     @contextmanager
     def executor(self, target: str, draft: str | None = None, **options: Any) -> Iterator[Executor]:
         """A running executor of the named engines."""
-        speculation = None
+        method: DraftMethod = PlainDecoding()
         if draft == "ngram":
-            speculation = Speculation(DRAFT_LEN, max_ngram=3)
+            method = NgramLookup(DRAFT_LEN, 3)
         elif draft is not None:
-            speculation = Speculation(DRAFT_LEN, draft_engine=self.engine(draft))
-        engine_options = EngineOptions(self.engine(target), speculation, **options)
+            method = DraftEngine(self.engine(draft), DRAFT_LEN)
+        engine_options = EngineOptions(self.engine(target), method, **options)
         with OpenEngines(check_engines(engine_options)).executor() as executor:
             yield executor
 

@@ -17,10 +17,13 @@ from support.tensorrt.fake_machine import pretend
 from support.tensorrt.fake_tensorrt import FakeModule
 
 from llmctl.builder.build import run_build
-from llmctl.cli.engines import EngineOptions, OpenEngines, check_engines
 from llmctl.cli.main import execute
-from llmctl.cli.run.speculation import Speculation
 from llmctl.errors import DeviceFailure
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.ngram.method import NgramLookup
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request, SamplingConfig
 
 DRAFT_LEN = 4
@@ -83,12 +86,12 @@ def wanted(engines: dict[str, Path], requests: list[Request]) -> Outputs:
         return run_all(executor, requests)
 
 
-def speculation_of(kind: str | None, cache: str, engines: dict[str, Path]) -> Speculation | None:
+def method_of(kind: str | None, cache: str, engines: dict[str, Path]) -> DraftMethod:
     if kind is None:
-        return None
+        return PlainDecoding()
     if kind == "ngram":
-        return Speculation(DRAFT_LEN, max_ngram=3)
-    return Speculation(DRAFT_LEN, draft_engine=engines[f"draft {cache}"])
+        return NgramLookup(DRAFT_LEN, 3)
+    return DraftEngine(engines[f"draft {cache}"], DRAFT_LEN)
 
 
 @pytest.mark.parametrize("cache", ["paged", "continuous"])
@@ -96,7 +99,7 @@ def speculation_of(kind: str | None, cache: str, engines: dict[str, Path]) -> Sp
 def test_text_is_that_of_the_cpu_backend(
     kind, cache, engines, requests, wanted, graphs, module
 ) -> None:
-    options = EngineOptions(engines[f"target {cache}"], speculation_of(kind, cache, engines))
+    options = EngineOptions(engines[f"target {cache}"], method_of(kind, cache, engines))
     with OpenEngines(check_engines(options)).executor() as executor:
         assert run_all(executor, requests) == wanted
     pieces = [run.piece for run in module.runs]

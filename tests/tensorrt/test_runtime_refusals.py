@@ -16,10 +16,10 @@ from support.tensorrt.fake_machine import pretend, pretend_gpu
 from support.tensorrt.fake_tensorrt import FakeModule
 
 from llmctl.builder.engine_format import CONFIG_FILE, SCHEMA_VERSION, EngineConfig
-from llmctl.cli.engines import EngineOptions, check_engines
 from llmctl.errors import CorruptEngine, NoDevice, RebuildNeeded, Unsupported
-from llmctl.runtime.engines.open_cuda import plan_pair
+from llmctl.runtime.engines.open_cuda import plan_engines
 from llmctl.runtime.engines.tensorrt_check import require_tensorrt
+from llmctl.runtime.open import EngineOptions, check_engines
 
 BUILD = {
     "max_batch_size": 2,
@@ -165,6 +165,6 @@ def test_plans_are_refused_before_weights_are_read(monkeypatch, tmp_path) -> Non
         raise AssertionError("weights are read")
 
     monkeypatch.setattr("llmctl.runtime.engines.open_cuda.load_weights", read)
-    planned = plan_pair(folder)
+    planned = plan_engines({"target": folder})
     with pytest.raises(CorruptEngine, match="cannot open the plan first"):
         planned.load()

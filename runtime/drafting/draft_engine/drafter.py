@@ -32,7 +32,7 @@ from llmctl.plugins.ops.sampling.spec import (
     SamplingRow,
 )
 from llmctl.runtime.drafting.draft_engine.feeding import cut
-from llmctl.runtime.drafting.drafter import Proposal
+from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
@@ -58,7 +58,7 @@ class _Round:
         return self.tokens[-1] == self.sequence.request.end_id
 
 
-class DraftTargetDrafter:
+class DraftEngineDrafter:
     """Runs a draft engine for all generation sequences together, up to `max_draft_len` steps."""
 
     has_engine = True
@@ -88,7 +88,7 @@ class DraftTargetDrafter:
         """Copy blocks of the draft's cache; see StepRunner."""
         return self._draft.copy_blocks(copies)
 
-    def propose(self, batch: Batch) -> list[Proposal]:
+    def propose(self, batch: Batch) -> list[Drafts]:
         """Feed what is missing, then draft step by step, all sequences together."""
         self._rounds = {}
         limit = self._draft.max_seq_len
@@ -105,7 +105,7 @@ class DraftTargetDrafter:
                 spans.append(Span(sequence, sequence.draft_kv_len, committed))
         self._feed(spans)
         self._extend()
-        return [self._proposal(item.sequence) for item in batch.generation]
+        return [self._drafts(item.sequence) for item in batch.generation]
 
     def commit(self, batch: Batch, accepted: Items[int]) -> None:
         """Rewind each sequence's draft cache to what the target confirmed."""
@@ -189,11 +189,11 @@ class DraftTargetDrafter:
         for index, row_probs in zip(sampled, probs, strict=True):
             rounds[index].probs.append(row_probs)
 
-    def _proposal(self, sequence: Sequence) -> Proposal:
+    def _drafts(self, sequence: Sequence) -> Drafts:
         done = self._rounds.get(sequence.sequence_id)
         if done is None:
-            return Proposal()
-        return Proposal(done.tokens, np.stack(done.probs) if done.probs else None)
+            return Drafts()
+        return Drafts(done.tokens, probs=np.stack(done.probs) if done.probs else None)
 
 
 def _narrow(logits: Logits, vocab_size: int) -> Logits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from llmctl.runtime.generate.verify import Commit
+from llmctl.runtime.generate.commit import Commit
 from llmctl.runtime.request import Sequence
 
 FORGET = 0.9  # weight of the past, per step; more where few drafts were judged in it

@@ -19,7 +19,7 @@ from llmctl.runtime.drafting.length.acceptance import Acceptance
 from llmctl.runtime.drafting.length.budget import LEASH, DraftBudget
 from llmctl.runtime.drafting.length.costs import CatchUp, StepCosts
 from llmctl.runtime.drafting.length.lengths import best_length, best_lengths, rate, round_lengths
-from llmctl.runtime.generate.verify import Commit
+from llmctl.runtime.generate.commit import Commit
 from llmctl.runtime.request import Sequence
 
 MARGIN = 1.02  # by which a change must promise to be faster

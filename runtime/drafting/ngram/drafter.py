@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from llmctl.errors import BadConfig
-from llmctl.runtime.drafting.drafter import Proposal
+from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
@@ -35,10 +35,10 @@ class NgramDrafter:
     def copy_blocks(self, copies: Items[BlockCopy]) -> None:
         """No cache."""
 
-    def propose(self, batch: Batch) -> list[Proposal]:
+    def propose(self, batch: Batch) -> list[Drafts]:
         """Copies from history, empty where the last token never occurred before."""
         return [
-            Proposal(self._index(item.sequence).lookup(min(item.draft_len, self.max_draft_len)))
+            Drafts(self._index(item.sequence).lookup(min(item.draft_len, self.max_draft_len)))
             for item in batch.generation
         ]
 

@@ -24,7 +24,7 @@ from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime import loop
 from llmctl.runtime.api import tracking
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
 from llmctl.runtime.request import FinishReason, OutputConfig, Request, SamplingConfig
 from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
@@ -96,7 +96,7 @@ def test_requests_from_many_threads_get_the_plain_answer(fake, make, drafter):
     drafters = {
         "none": None,
         "ngram": NgramDrafter(4),
-        "draft": DraftTargetDrafter(fake.Engine(agreement=0.7), 4),
+        "draft": DraftEngineDrafter(fake.Engine(agreement=0.7), 4),
     }
     executor = make(drafter=drafters[drafter])
     wrong = []
@@ -122,7 +122,7 @@ def test_requests_from_many_threads_get_the_plain_answer(fake, make, drafter):
 
 
 def test_streaming_delivers_each_token_once_and_says_when_it_is_over(fake, make):
-    executor = make(drafter=DraftTargetDrafter(fake.Engine(agreement=0.7), 3))
+    executor = make(drafter=DraftEngineDrafter(fake.Engine(agreement=0.7), 3))
     request = Request(PROMPT, 25, streaming=True)
     results = [r.result for r in collect(executor, executor.enqueue_request(request))]
     tokens = [token for result in results for token in result.output_token_ids]
@@ -152,7 +152,7 @@ def test_log_probs_are_those_of_the_target_with_and_without_a_draft(fake, make):
     output = OutputConfig(return_log_probs=True)
     request = Request(PROMPT, 20, SamplingConfig(top_k=5, temperature=2.0), output)
     plain = answer(make(), request).result
-    drafter = DraftTargetDrafter(fake.Engine(agreement=0.5), 4)
+    drafter = DraftEngineDrafter(fake.Engine(agreement=0.5), 4)
     drafted = answer(make(drafter=drafter), request).result
     wanted = []
     for count, token in enumerate(plain.output_token_ids):
@@ -198,7 +198,7 @@ def test_n_returns_without_block_reuse_give_the_same(fake):
 @pytest.mark.parametrize("agreement", [0.0, 0.9])
 def test_adaptive_draft_lengths_change_no_token(fake, make, name, agreement):
     target, draft = fake.Engine(max_batch_size=4), fake.Engine(agreement=agreement)
-    drafter = NgramDrafter(6) if name == "ngram" else DraftTargetDrafter(draft, 6)
+    drafter = NgramDrafter(6) if name == "ngram" else DraftEngineDrafter(draft, 6)
     runner = fake.Runner(target, draft, 6) if name == "rounds" else None
     executor = make(target, drafter=drafter, runner=runner, adaptive_draft_len=True)
     requests = [Request((n, *PROMPT), 60, SamplingConfig(top_k=3, seed=n)) for n in range(12)]
@@ -211,7 +211,7 @@ def test_adaptive_draft_lengths_change_no_token(fake, make, name, agreement):
 
 
 def test_a_request_may_ask_for_fewer_drafts_or_none(fake, make):
-    executor = make(drafter=DraftTargetDrafter(fake.Engine(agreement=0.9), 6))
+    executor = make(drafter=DraftEngineDrafter(fake.Engine(agreement=0.9), 6))
     for most in (0, 2):
         request = Request(PROMPT, 30, max_draft_len=most)
         response = answer(executor, request)
@@ -523,7 +523,7 @@ def test_a_step_that_raises_fails_the_requests_it_touched_and_nobody_else(fake, 
     target = fake.Engine(max_batch_size=2)
     target.fail_at = 4
     draft = fake.Engine(agreement=0.5)
-    executor = make(target, DraftTargetDrafter(draft, 2))
+    executor = make(target, DraftEngineDrafter(draft, 2))
     requests = [Request((n, *PROMPT), 30) for n in range(5)]
     ids = executor.enqueue_requests(requests)
     for index, (request_id, request) in enumerate(zip(ids, requests, strict=True)):
@@ -564,7 +564,7 @@ def test_a_failure_while_blocks_are_copied_fails_every_request_that_holds_some(f
 def test_a_draft_that_raises_fails_the_requests_of_the_step(fake, make):
     draft = fake.Engine()
     draft.fail_at = 3
-    executor = make(drafter=DraftTargetDrafter(draft, 4))
+    executor = make(drafter=DraftEngineDrafter(draft, 4))
     assert str(answer(executor, Request(PROMPT, 10)).error) == "the engine broke"
     assert not answer(executor, Request(PROMPT, 10)).has_error
 
@@ -584,7 +584,7 @@ def test_nan_logits_fail_the_request_by_name(fake, make, role, sampling, accepta
 
     target = Broken() if role == "target" else fake.Engine()
     draft = Broken() if role == "draft" else fake.Engine()
-    executor = make(target, DraftTargetDrafter(draft, 2), acceptance=acceptance)
+    executor = make(target, DraftEngineDrafter(draft, 2), acceptance=acceptance)
     response = answer(executor, Request(PROMPT, 20, sampling))
     assert isinstance(response.error, BadLogits) and f"the {role} engine" in str(response.error)
 
@@ -688,7 +688,7 @@ def test_a_step_time_target_needs_chunked_context(fake, make):
 
 
 def test_iteration_stats_are_bounded_and_drained(fake, make):
-    executor = make(drafter=DraftTargetDrafter(fake.Engine(), 3), iter_stats_max_iterations=4)
+    executor = make(drafter=DraftEngineDrafter(fake.Engine(), 3), iter_stats_max_iterations=4)
     answer(executor, Request(tuple(range(20)), 30))
     executor.shutdown()
     stats = executor.get_latest_iteration_stats()
@@ -704,7 +704,7 @@ def test_iteration_stats_are_bounded_and_drained(fake, make):
 
 
 def test_the_rounds_of_the_iterations_add_up_to_the_totals(fake, make):
-    executor = make(drafter=DraftTargetDrafter(fake.Engine(agreement=0.6), 3))
+    executor = make(drafter=DraftEngineDrafter(fake.Engine(agreement=0.6), 3))
     tokens = answer(executor, Request(PROMPT, 40)).result.output_token_ids
     executor.shutdown()
     total, steps = executor.get_speculation_stats(), executor.get_latest_iteration_stats()
@@ -752,7 +752,7 @@ def test_request_stats_follow_a_request_to_its_end(fake, make):
 
 
 def test_speculation_totals_add_up(fake, make):
-    executor = make(drafter=DraftTargetDrafter(fake.Engine(agreement=0.6), 3))
+    executor = make(drafter=DraftEngineDrafter(fake.Engine(agreement=0.6), 3))
     for number in range(10):
         answer(executor, Request((number, *PROMPT), 40))
     executor.shutdown()
@@ -785,7 +785,7 @@ def test_every_request_ends_in_exactly_one_state_and_no_block_leaks(
     drafter = {
         "none": lambda: None,
         "ngram": lambda: NgramDrafter(3),
-        "draft": lambda: DraftTargetDrafter(fake.Engine(agreement=0.7), 3),
+        "draft": lambda: DraftEngineDrafter(fake.Engine(agreement=0.7), 3),
     }[name]()
     policies = CapacitySchedulerPolicy
     policy = policies.MAX_UTILIZATION if pauses else policies.GUARANTEED_NO_EVICT

@@ -13,7 +13,7 @@ from llmctl.errors import BadConfig, ExecutorClosed, QueueFull
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.async_executor import AsyncExecutor
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.request import FinishReason, OutputConfig, Request, SamplingConfig
 from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
 
@@ -44,7 +44,7 @@ def stream(index: int = 0, max_tokens: int = 20, **rest) -> Request:
 
 
 def test_tokens_arrive_one_by_one_for_many_readers_of_one_event_loop(fake, make):
-    executor = AsyncExecutor(make(drafter=DraftTargetDrafter(fake.Engine(agreement=0.7), 3)))
+    executor = AsyncExecutor(make(drafter=DraftEngineDrafter(fake.Engine(agreement=0.7), 3)))
 
     async def read(index: int) -> list[int]:
         return [token async for token in executor.generate(stream(index))]
@@ -207,7 +207,7 @@ def test_request_fields_outside_their_range_are_refused_by_name(field):
 
 
 def test_a_result_tells_times_blocks_and_drafts_where_asked(fake, make):
-    executor = make(drafter=DraftTargetDrafter(fake.Engine(agreement=0.8), 4))
+    executor = make(drafter=DraftEngineDrafter(fake.Engine(agreement=0.8), 4))
     output = OutputConfig(return_perf_metrics=True)
     prompt = tuple(range(17))  # 4 blocks of 4, and the last token
     found = []

@@ -12,7 +12,7 @@ from llmctl.errors import DeviceFailure, OutOfMemory
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.request import FinishReason, OutputConfig, Request, SamplingConfig
 from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
 
@@ -135,7 +135,7 @@ def test_whatever_call_fails_every_request_ends_and_the_next_is_right(fake, meth
         draft_engine = fake.Engine(agreement=0.7, steps_to_land=1)
         target = faults.wrap(engine, "run", "copy_blocks")
         draft = faults.wrap(draft_engine, "run", "copy_blocks")
-        drafter = None if method in ("plain", "behind") else DraftTargetDrafter(draft, 3)
+        drafter = None if method in ("plain", "behind") else DraftEngineDrafter(draft, 3)
         runner = None
         if method in ("rounds", "behind"):
             runner = fake.Runner(engine, *((None, 0) if is_behind else (draft_engine, 3)))
@@ -164,7 +164,7 @@ def test_a_real_engine_goes_on_after_a_failure_at_any_call(pair, method):
     sampling = faults.wrap(CpuSampling(), "argmax", "sample_rows", "log_softmax_at")
 
     def make() -> Executor:
-        drafter = DraftTargetDrafter(draft, DRAFT_LEN) if method == "draft" else None
+        drafter = DraftEngineDrafter(draft, DRAFT_LEN) if method == "draft" else None
         config = ExecutorConfig(KvCacheConfig(MAX_SEQ_LEN // 16), check_invariants=True)
         return Executor(target, drafter, config, sampling)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmctl.errors import BadConfig, PairMismatch
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.request import Request, SamplingConfig
 
 PROMPT = (3, 1, 4, 1, 5)
@@ -14,7 +14,7 @@ PROMPT = (3, 1, 4, 1, 5)
 
 def pair(fake, draft_len: int, agreement: float = 1.0, num_blocks: int = 200, **draft_size):
     draft = fake.Engine(agreement=agreement, **draft_size)
-    drafter = DraftTargetDrafter(draft, draft_len)
+    drafter = DraftEngineDrafter(draft, draft_len)
     return fake.Harness(fake.Engine(), drafter, draft=draft, num_blocks=num_blocks), draft
 
 
@@ -50,7 +50,7 @@ def test_a_perfect_draft_is_accepted_for_seeded_sampling_too(fake):
 @pytest.mark.parametrize("by_logits", [False, True])
 def test_an_unrelated_draft_leaves_the_output_right(fake, by_logits):
     draft = fake.Engine(agreement=0.0)
-    drafter = DraftTargetDrafter(draft, 4)
+    drafter = DraftEngineDrafter(draft, 4)
     harness = fake.Harness(fake.Engine(), drafter, draft=draft, by_logits=by_logits)
     sequence = harness.add(Request(PROMPT, 60))
     harness.run()
@@ -63,12 +63,12 @@ def test_an_unrelated_draft_leaves_the_output_right(fake, by_logits):
 def test_rejection_at_every_position_with_a_block_border_at_every_offset(fake, place, offset):
     """Blocks hold 4 tokens; the prompt's length moves the border through the round."""
 
-    class WrongAt(DraftTargetDrafter):
+    class WrongAt(DraftEngineDrafter):
         def propose(self, batch):
             proposals = super().propose(batch)
             for proposal in proposals:
-                if place < len(proposal.token_ids):
-                    proposal.token_ids[place] = (proposal.token_ids[place] + 1) % 23
+                if place < len(proposal.tokens):
+                    proposal.tokens[place] = (proposal.tokens[place] + 1) % 23
             return proposals
 
     draft = fake.Engine()
@@ -141,7 +141,7 @@ def test_ids_the_target_lacks_are_never_proposed(fake):
 def test_a_draft_with_fewer_ids_than_the_target_works(fake, by_logits):
     draft = fake.Engine(vocab_size=20)
     harness = fake.Harness(
-        fake.Engine(), DraftTargetDrafter(draft, 3), draft=draft, by_logits=by_logits
+        fake.Engine(), DraftEngineDrafter(draft, 3), draft=draft, by_logits=by_logits
     )
     config = SamplingConfig(temperature=2.0, top_k=0, frequency_penalty=0.1)
     sequence = harness.add(Request(tuple(range(15, 23)), 60, config))
@@ -176,18 +176,18 @@ def test_reused_prompts_are_valid_in_the_drafts_cache_too(fake):
 
 def test_kept_distributions_have_one_row_per_draft_over_the_targets_ids(fake):
     draft = fake.Engine(extra_vocab=5)
-    drafter = DraftTargetDrafter(draft, 3)
+    drafter = DraftEngineDrafter(draft, 3)
     harness = fake.Harness(fake.Engine(), drafter, draft=draft, by_logits=True)
     harness.add(Request(PROMPT, 20, SamplingConfig(temperature=1.0, top_k=5)))
     harness.step()
     proposal = drafter.propose(harness.scheduler.schedule())[0]
     assert proposal.probs.shape == (3, 23)
     np.testing.assert_allclose(proposal.probs.sum(axis=1), 1)
-    assert (proposal.probs[range(3), proposal.token_ids] > 0).all()
+    assert (proposal.probs[range(3), proposal.tokens] > 0).all()
 
 
 def test_a_draft_length_below_one_and_another_block_size_are_refused(fake):
     with pytest.raises(BadConfig, match="max_draft_len is 0"):
-        DraftTargetDrafter(fake.Engine(), 0)
+        DraftEngineDrafter(fake.Engine(), 0)
     with pytest.raises(PairMismatch, match="8 tokens per KV block, the target engine 4"):
-        fake.Harness(fake.Engine(), DraftTargetDrafter(fake.Engine(tokens_per_block=8), 2))
+        fake.Harness(fake.Engine(), DraftEngineDrafter(fake.Engine(tokens_per_block=8), 2))

@@ -14,7 +14,7 @@ def lookup(drafter: NgramDrafter, tokens: list[int], draft_len: int = 4, sequenc
     request = Request(tuple(tokens), 10)
     sequence = Sequence(sequence_id, 1, request, 0, tokens, len(tokens), len(tokens) + 10)
     batch = Batch(generation=(Slice(sequence, len(tokens) - 1, 1, draft_len),))
-    return drafter.propose(batch)[0].token_ids
+    return drafter.propose(batch)[0].tokens
 
 
 def naive(tokens: list[int], num_tokens: int, max_ngram: int) -> list[int]:
@@ -55,7 +55,7 @@ def test_growing_histories_agree_with_a_naive_scan(max_ngram):
     while len(tokens) < 300:
         draft_len = int(generator.integers(0, 8))
         batch = Batch(generation=(Slice(sequence, len(tokens) - 1, 1, draft_len),))
-        found = drafter.propose(batch)[0].token_ids
+        found = drafter.propose(batch)[0].tokens
         assert found == naive(tokens, min(draft_len, 6), max_ngram)
         tokens += generator.integers(0, 4, generator.integers(1, 6)).tolist()
 

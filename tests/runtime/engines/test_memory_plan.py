@@ -19,32 +19,32 @@ class Shape:
 
 
 def test_memory_limits_the_pool_and_both_models_share_the_fraction() -> None:
-    plan = plan_kv_cache(Shape(900), Shape(100), free_fraction=0.5, free_bytes=20_000)
+    plan = plan_kv_cache([Shape(900), Shape(100)], free_fraction=0.5, free_bytes=20_000)
     assert (plan.num_blocks, plan.bytes_per_block) == (10, 1000)
     assert (plan.limited_by, plan.total_bytes) == ("free memory", 10_000)
 
 
 def test_the_pool_never_exceeds_what_the_batch_limit_can_use() -> None:
-    plan = plan_kv_cache(Shape(1000), None, free_bytes=10**12)
+    plan = plan_kv_cache([Shape(1000)], free_bytes=10**12)
     assert (plan.num_blocks, plan.limited_by) == (2 * 8 * 4, "max_batch_size")
 
 
 def test_a_token_cap_is_combined_by_minimum() -> None:
-    plan = plan_kv_cache(Shape(1000), None, max_tokens=70, free_bytes=10**12)
+    plan = plan_kv_cache([Shape(1000)], max_tokens=70, free_bytes=10**12)
     assert (plan.num_blocks, plan.limited_by) == (2, "max_tokens")
-    plan = plan_kv_cache(Shape(1000), None, max_tokens=10**9, free_bytes=10_000)
+    plan = plan_kv_cache([Shape(1000)], max_tokens=10**9, free_bytes=10_000)
     assert (plan.num_blocks, plan.limited_by) == (5, "free memory")
 
 
 def test_a_pool_of_no_blocks_is_refused_with_the_numbers() -> None:
     with pytest.raises(OutOfMemory, match="0 blocks of 5.00 MB.*limited by free memory"):
-        plan_kv_cache(Shape(5_000_000), None, free_bytes=1_000_000)
+        plan_kv_cache([Shape(5_000_000)], free_bytes=1_000_000)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0, 2.0])
 def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
     with pytest.raises(BadConfig, match="fraction"):
-        plan_kv_cache(Shape(1000), None, free_fraction=fraction)
+        plan_kv_cache([Shape(1000)], free_fraction=fraction)
 
 
 def test_free_memory_is_read_from_the_kernel() -> None:

@@ -21,11 +21,11 @@ from llmctl.builder.engine_format import (
     PlanTensor,
     write_engine,
 )
-from llmctl.cli.engines import EngineOptions, check_engines
 from llmctl.errors import NoDevice, OutOfMemory, RebuildNeeded, Unsupported
 from llmctl.runtime.engines.host_blocks import BLOCKS_ON_DEVICE
 from llmctl.runtime.engines.memory_plan import RESERVED_BYTES
-from llmctl.runtime.engines.open_cuda import plan_pair
+from llmctl.runtime.engines.open_cuda import plan_engines
+from llmctl.runtime.open import EngineOptions, check_engines
 
 WIDTH = 1 << 20  # elements of the only weight
 
@@ -116,7 +116,7 @@ def test_a_card_with_too_few_multiprocessors_is_refused_with_both_counts(
         check_engines(options)
     assert "MIG" in refused.value.fix and "--backend cpu" in refused.value.fix
     with pytest.raises(RebuildNeeded, match="has 114"):
-        plan_pair(options.engine_dir)
+        plan_engines({"target": options.engine_dir})
     gpu["sms"] = 132
     check_engines(options)
 
@@ -130,7 +130,7 @@ def test_a_pair_is_planned_together_from_its_headers(
     tmp_path: Path, gpu: dict[str, object]
 ) -> None:
     target, draft = write(tmp_path / "target"), write(tmp_path / "draft")
-    pair = plan_pair(target, draft)
+    pair = plan_engines({"target": target, "draft": draft})
     roles = [engine.role for engine in pair.memory.engines]
     assert roles == ["target", "draft"] and pair.device_name == "NVIDIA A100"
     assert all(engine.weight_bytes == 2 * WIDTH for engine in pair.memory.engines)
@@ -140,12 +140,14 @@ def test_a_pair_is_planned_together_from_its_headers(
         blocks,
         "max_batch_size",
     )
-    assert plan_pair(target, None, max_tokens=64).memory.kv_cache.num_blocks == 2
+    assert plan_engines({"target": target}, max_tokens=64).memory.kv_cache.num_blocks == 2
 
 
 def test_a_host_tier_has_buffers_on_the_device(tmp_path: Path, gpu: dict[str, object]) -> None:
-    folders = write(tmp_path / "target"), write(tmp_path / "draft")
-    without, with_tier = (plan_pair(*folders, has_host_tier=tier).memory for tier in (False, True))
+    folders = {role: write(tmp_path / role) for role in ("target", "draft")}
+    without, with_tier = (
+        plan_engines(folders, has_host_tier=tier).memory for tier in (False, True)
+    )
     for before, after in zip(without.engines, with_tier.engines, strict=True):
         buffers = after.scratch_bytes - before.scratch_bytes
         assert buffers == BLOCKS_ON_DEVICE * before.kv_bytes_per_block > 0
@@ -157,14 +159,14 @@ def test_engines_that_do_not_fit_are_refused_with_numbers(
     gpu["memory"] = (RESERVED_BYTES + 3 * WIDTH, 80 * 10**9)
     target, draft = write(tmp_path / "target"), write(tmp_path / "draft")
     with pytest.raises(OutOfMemory, match="target 0.00 GB.*draft 0.00 GB.*0.54 GB free of 80.00"):
-        plan_pair(target, draft)
+        plan_engines({"target": target, "draft": draft})
 
 
 def test_both_engines_are_asked_for_their_device(tmp_path: Path, gpu: dict[str, object]) -> None:
     target, draft = write(tmp_path / "target"), write(tmp_path / "draft", capability="10.0")
     assert json.loads((draft / CONFIG_FILE).read_text())["compute_capability"] == "10.0"
     with pytest.raises(RebuildNeeded, match=r"10\.0"):
-        plan_pair(target, draft)
+        plan_engines({"target": target, "draft": draft})
 
 
 def test_the_plan_counts_generated_weights(tmp_path: Path, gpu: dict[str, object]) -> None:

@@ -16,7 +16,8 @@ from transformers.generation.logits_process import (
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.plugins.ops.sampling.spec import SamplingBackend
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+from llmctl.runtime.drafting.drafts import ROOT, Drafts
 from llmctl.runtime.generate import verify
 from llmctl.runtime.generate.accept import accept_logits, accept_tokens
 from llmctl.runtime.request import Request, SamplingConfig
@@ -27,10 +28,50 @@ Q = np.array([[0.2, 0.2, 0.3, 0.3], [0.4, 0.3, 0.2, 0.1]])
 
 def test_by_tokens_the_run_ends_at_the_first_difference():
     target = [4, 5, 6]
-    assert accept_tokens([4, 5], target) == (2, 6)
-    assert accept_tokens([4, 9], target) == (1, 5)
-    assert accept_tokens([9, 5], target) == (0, 4)
-    assert accept_tokens([], target) == (0, 4)
+    for drafts, wanted in (([4, 5], (2, 6)), ([4, 9], (1, 5)), ([9, 5], (0, 4)), ([], (0, 4))):
+        path, token = accept_tokens(Drafts(drafts), target)
+        assert (list(path), token) == (list(range(wanted[0])), wanted[1])
+
+
+#   root - 4 - 5 - 6      tokens 0, 2, 4 of the tree
+#        \   \ 7          token 3
+#         8               token 1
+TREE = Drafts([4, 8, 5, 7, 6], [ROOT, ROOT, 0, 0, 2])
+
+
+@pytest.mark.parametrize(
+    ("target", "wanted"),
+    [
+        ([4, 5, 0, 6, 0, 9], ([0, 2, 4], 9)),
+        ([4, 7, 0, 6, 3, 9], ([0, 3], 3)),
+        ([8, 5, 2, 6, 3, 9], ([1], 2)),
+        ([9, 5, 2, 6, 3, 9], ([], 9)),
+        ([4, 9, 2, 6, 3, 9], ([0], 9)),
+    ],
+)
+def test_a_tree_is_walked_down_while_a_child_is_the_targets_own_token(target, wanted):
+    """target[0] follows the root, target[1 + i] token i."""
+    assert accept_tokens(TREE, target) == wanted
+
+
+def test_a_chain_written_as_a_tree_is_accepted_as_the_chain():
+    generator = np.random.default_rng(1)
+    for _ in range(200):
+        length = int(generator.integers(0, 6))
+        tokens = generator.integers(0, 3, length).tolist()
+        target = generator.integers(0, 3, length + 1).tolist()
+        chain, tree = Drafts(tokens), Drafts(tokens, list(range(-1, length - 1)))
+        path, token = accept_tokens(chain, target)
+        assert accept_tokens(tree, target) == (list(path), token)
+        assert [list(tree.path_to(i)) for i in range(length)] == [
+            list(chain.path_to(i)) for i in range(length)
+        ]
+
+
+@pytest.mark.parametrize("parents", [[0], [-1, 1], [-2], [-1, -1, 3]])
+def test_a_tree_has_parents_before_children(parents):
+    with pytest.raises(AssertionError):
+        Drafts([1] * len(parents), parents)
 
 
 def test_by_logits_the_first_token_follows_the_target_over_a_grid_of_uniforms():
@@ -104,7 +145,7 @@ def sampled_joint(
     """Counts [V, V, V] over seeds, from whole runs of the loop, and the share accepted."""
     size = {"vocab_size": VOCAB, "max_batch_size": 50, "max_num_tokens": 512}
     target, draft = fake.Engine(**size), fake.Engine(**size, agreement=agreement)
-    drafter = DraftTargetDrafter(draft, draft_len)
+    drafter = DraftEngineDrafter(draft, draft_len)
     harness = fake.Harness(target, drafter, num_blocks=400, by_logits=by_logits, sampling=sampling)
     sequences = [
         # A fourth token leaves room for a round of two drafts after the first.
@@ -161,7 +202,7 @@ def test_a_lossy_rule_fails_the_same_test(fake, monkeypatch):
 def test_greedy_requests_are_exact_under_accept_by_logits(fake):
     for agreement in (1.0, 0.5):
         draft = fake.Engine(agreement=agreement)
-        drafter = DraftTargetDrafter(draft, 4)
+        drafter = DraftEngineDrafter(draft, 4)
         harness = fake.Harness(fake.Engine(), drafter, draft=draft, by_logits=True)
         sequence = harness.add(Request((3, 1, 4), 40))
         harness.run()

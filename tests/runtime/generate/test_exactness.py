@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
 from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
@@ -57,7 +57,7 @@ def make_drafter(fake, name: str, generator: np.random.Generator):
         max_num_tokens=int(generator.choice([48, 7])),
         extra_vocab=int(generator.choice([0, 3])),
     )
-    return DraftTargetDrafter(draft, draft_len), draft
+    return DraftEngineDrafter(draft, draft_len), draft
 
 
 def random_harness(fake, name: str, generator: np.random.Generator):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor
 
 from llmctl.errors import BadConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.generate.repetition import NgramBans
 from llmctl.runtime.request import Request, SamplingConfig
 
@@ -51,7 +51,7 @@ def test_an_answer_repeats_no_ngram_with_drafts_as_without(fake, size, temperatu
     prompt = (3, 1, 4, 5) if size == 1 else (3, 1, 4, 1, 5)
     request = Request(prompt, 15 if size == 1 else 60, config)
     draft = fake.Engine(agreement=0.8)
-    harness = fake.Harness(fake.Engine(), DraftTargetDrafter(draft, 4), draft=draft)
+    harness = fake.Harness(fake.Engine(), DraftEngineDrafter(draft, 4), draft=draft)
     sequence = harness.add(request)
     harness.run()
     tokens = sequence.tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.generate.stop import banned_next, first_stop
 from llmctl.runtime.request import FinishReason, OutputConfig, Request, SamplingConfig, Sequence
 
@@ -85,7 +85,7 @@ def test_whatever_offset_a_stop_has_in_an_accepted_run_the_output_ends_there(fak
             rest = {"max_tokens": 24, "stop_words": (tuple(tokens[length - 2 : length]),)}
         request = Request(PROMPT, output_config=OutputConfig(return_log_probs=True), **rest)
         draft = fake.Engine()
-        harness = fake.Harness(fake.Engine(), DraftTargetDrafter(draft, draft_len), draft=draft)
+        harness = fake.Harness(fake.Engine(), DraftEngineDrafter(draft, draft_len), draft=draft)
         sequence = harness.add(request)
         while harness.scheduler.has_work:
             last = harness.step().commits[-1]

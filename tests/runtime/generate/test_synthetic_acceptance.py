@@ -12,7 +12,7 @@ from llmctl.plugins.device_loop import reference
 from llmctl.plugins.device_loop.state import RECORD_ACCEPTED, RoundState
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.generate.synthetic_acceptance import (
     LOT_LAUNCHES,
     DeviceAcceptanceDraws,
@@ -59,7 +59,7 @@ def test_a_length_beyond_the_drafts_is_refused(length):
 @pytest.mark.parametrize("agreement", [0.0, 1.0])
 def test_rounds_keep_drafts_by_lot_whatever_the_target_says(fake, agreement):
     acceptance = SyntheticAcceptance(RATES)
-    drafter = DraftTargetDrafter(fake.Engine(agreement=agreement), len(RATES))
+    drafter = DraftEngineDrafter(fake.Engine(agreement=agreement), len(RATES))
     config = ExecutorConfig(
         KvCacheConfig(200), check_invariants=True, iter_stats_max_iterations=10_000
     )

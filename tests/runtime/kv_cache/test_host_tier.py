@@ -21,7 +21,7 @@ from llmctl.errors import BadConfig, DeviceFailure
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig
 from llmctl.runtime.api.executor_config import KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.kv_cache import BlockCopy, CopyKind, KvCacheManager
 from llmctl.runtime.request import Request, SamplingConfig
 
@@ -180,7 +180,7 @@ def test_output_with_a_host_tier_is_the_plain_answer(fake, agreement, on_device,
     draft, drafter = None, None
     if agreement is not None:
         draft = fake.Engine(agreement=agreement, steps_to_land=steps_to_land and steps_to_land + 1)
-        drafter = DraftTargetDrafter(draft, 4)
+        drafter = DraftEngineDrafter(draft, 4)
     target = fake.Engine(steps_to_land=steps_to_land)
     harness = fake.Harness(
         target, drafter, draft=draft, num_blocks=40, num_host_blocks=30, on_device=on_device

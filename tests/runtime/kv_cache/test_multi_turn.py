@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.kv import BLOCK, make_sequence
 
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.request import Request, SamplingConfig, Sequence
@@ -40,7 +40,7 @@ def harness_of(fake, kind, on_device, **options):
         drafter, lengths = NgramDrafter(DRAFT_LEN), SwitchedLengths(DRAFT_LEN)
     elif kind != "plain":
         draft = fake.Engine(agreement=0.7, max_seq_len=400)
-        drafter = DraftTargetDrafter(draft, DRAFT_LEN)
+        drafter = DraftEngineDrafter(draft, DRAFT_LEN)
         lengths = SwitchedLengths(0 if kind == "off" else DRAFT_LEN)
         lengths.period = 7 if kind == "by turns" else None
     target = fake.Engine(max_seq_len=400)

@@ -8,7 +8,7 @@ import pytest
 from support.kv import BLOCK, attached, make_sequence, num_cached, run_and_release
 
 from llmctl.errors import BadConfig, OutOfMemory
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.engines.memory_plan import plan_kv_cache
 from llmctl.runtime.kv_cache import (
     AttentionWindow,
@@ -80,7 +80,7 @@ def test_answers_from_a_ring_are_those_of_the_mask(
     draft, drafter = None, None
     if agreement is not None:
         draft = windowed(max_seq_len=600, agreement=agreement)
-        drafter = DraftTargetDrafter(draft, 4)
+        drafter = DraftEngineDrafter(draft, 4)
     harness = harness_of(
         target,
         drafter,
@@ -143,10 +143,10 @@ def test_the_memory_plan_has_room_for_a_full_batch_of_rings_and_no_more_than_twi
     draft, drafter = None, None
     if agreement is not None:
         draft = windowed(max_seq_len=length, agreement=agreement)
-        drafter = DraftTargetDrafter(draft, 4)
+        drafter = DraftEngineDrafter(draft, 4)
     step_tokens = most_step_tokens(target.max_num_tokens, target.max_draft_len)
     asked = {"free_bytes": 10**12, "window": ring(), "max_step_tokens": step_tokens}
-    plan = plan_kv_cache(target, None, **asked)
+    plan = plan_kv_cache([target], **asked)
     per_sequence = ring().most_blocks(step_tokens, BLOCK)
     assert plan.num_blocks == 2 * batch * per_sequence + 1 < 2 * batch * length / BLOCK / 5
     # Half of the plan, the half that is not there for reuse, runs the batch without a wait.
@@ -172,7 +172,7 @@ def test_a_window_as_long_as_a_sequence_costs_no_more_than_the_sequence(windowed
     target = windowed(max_seq_len=40)
     target.kv_bytes_per_block = 1000
     wide = AttentionWindow(39)
-    plan = plan_kv_cache(target, None, free_bytes=10**12, window=wide, max_step_tokens=48)
+    plan = plan_kv_cache([target], free_bytes=10**12, window=wide, max_step_tokens=48)
     assert plan.num_blocks == 2 * target.max_batch_size * 10 + 1
 
 

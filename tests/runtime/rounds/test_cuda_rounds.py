@@ -26,11 +26,13 @@ from llmctl.plugins.backends.cuda.queue import DeviceQueue, HostEvent
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
 from llmctl.runtime.request import FinishReason, Request, SamplingConfig
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
-from llmctl.runtime.rounds.round_work import graph_launches
 from llmctl.runtime.rounds.upload import state_bytes
+from llmctl.runtime.rounds.verification import graph_launches
 
 DRAFT_LEN = 3
 BROKEN = "CUDA error: an illegal memory access was encountered"
@@ -100,7 +102,8 @@ class Program:
 def make_engine(fake, monkeypatch):
     """A fake engine that also has what a runner asks of a CudaEngine."""
 
-    monkeypatch.setattr("llmctl.runtime.rounds.round_work.bookkeeping", bookkeeping_by_reference())
+    for place in ("rounds.verification", "drafting.draft_engine.device"):
+        monkeypatch.setattr(f"llmctl.runtime.{place}.bookkeeping", bookkeeping_by_reference())
 
     class DeviceEngine(fake.Engine):
         def __init__(self, queue: DeviceQueue, **rest) -> None:
@@ -193,13 +196,11 @@ class Device:
         self.queue = DeviceQueue("cpu")
         self.target = make_engine(self.queue)
         self.draft = make_engine(self.queue, agreement=0.8, **draft) if with_draft else None
-        self.drafter = DraftTargetDrafter(self.draft, DRAFT_LEN) if self.draft else None
+        self.drafter = DraftEngineDrafter(self.draft, DRAFT_LEN) if self.draft else None
         engines = [self.target] + ([self.draft] if self.draft else [])
         self.capture = Capture([engine.program for engine in engines])
-        draft_len = DRAFT_LEN if with_draft else 0
-        self.runner = CudaRoundRunner(
-            self.target, self.draft, draft_len, self.capture, lengths=lengths
-        )
+        drafts = DeviceDraftEngine(self.draft, DRAFT_LEN) if self.draft else NoDeviceDrafter()
+        self.runner = CudaRoundRunner(self.target, drafts, self.capture, lengths=lengths)
 
     @contextmanager
     def executor(self) -> Iterator[Executor]:
@@ -323,7 +324,7 @@ def test_graphs_of_adaptive_lengths_are_there_before_the_first_request(fake, mak
         assert sequence.tokens[sequence.num_prompt_tokens :] == wanted
     for steps, ahead in ((1, [1] * 9), (DRAFT_LEN, [0, 1, DRAFT_LEN] * 3)):
         launches = device.capture.launches_alive(steps > 1)
-        assert sum(launches) <= graph_launches(1, steps, True, ahead)
+        assert sum(launches) <= graph_launches(1, steps, 2, ahead)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +377,7 @@ def test_an_executor_that_ended_is_freed_with_its_graphs_at_once(make_engine):
 def test_graphs_are_few_and_no_larger_than_the_memory_plan_says(
     fake, make_engine, monkeypatch, with_draft
 ):
-    monkeypatch.setattr("llmctl.runtime.rounds.round_work.MAX_GRAPHS", 4)
+    monkeypatch.setattr("llmctl.runtime.rounds.verification.MAX_GRAPHS", 4)
     device = Device(make_engine, with_draft)
     harness = fake.Harness(device.target, device.drafter, draft=device.draft, runner=device.runner)
     # batches of up to 1, 2, 4 and 8 requests, all greedy or mixed
@@ -387,9 +388,9 @@ def test_graphs_are_few_and_no_larger_than_the_memory_plan_says(
         gc.collect()
         assert len(device.capture.alive) <= 4
         has_draft = device.draft is not None
-        planned = graph_launches(1, 1, has_draft)  # the fakes' forward pass is one launch
+        planned = graph_launches(1, 1, 1 + has_draft)  # the fakes' forward pass is one launch
         if has_draft:
-            planned += graph_launches(1, DRAFT_LEN, True)
+            planned += graph_launches(1, DRAFT_LEN, 2)
         assert sum(device.capture.launches.values()) <= planned
     assert device.capture.num_captured > 4
 
@@ -404,7 +405,7 @@ def test_graphs_are_few_and_no_larger_than_the_memory_plan_says(
 def test_adaptive_lengths_keep_each_engines_graphs_within_its_plan(
     fake, make_engine, monkeypatch, max_graphs, choices, batches, seed
 ):
-    monkeypatch.setattr("llmctl.runtime.rounds.round_work.MAX_GRAPHS", max_graphs)
+    monkeypatch.setattr("llmctl.runtime.rounds.verification.MAX_GRAPHS", max_graphs)
     device = Device(make_engine)
     harness = fake.Harness(
         device.target,
@@ -421,7 +422,7 @@ def test_adaptive_lengths_keep_each_engines_graphs_within_its_plan(
             harness.step()
             for is_draft, steps in ((False, 1), (True, DRAFT_LEN)):
                 launches = capture.launches_alive(is_draft)
-                assert sum(launches) <= graph_launches(1, steps, True)
+                assert sum(launches) <= graph_launches(1, steps, 2)
                 assert is_draft or len(launches) <= max_graphs // 2
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmctl.errors import BadLogits
-from llmctl.runtime.drafting.draft_engine.drafter import DraftTargetDrafter
+from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.request import FinishReason, Request, SamplingConfig
 from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
 
@@ -44,7 +44,7 @@ def make_harness(fake, agreement, generator, **rest):
             max_seq_len=int(generator.choice([96, 50])),
             extra_vocab=int(generator.choice([0, 3])),
         )
-        drafter = DraftTargetDrafter(draft, int(generator.integers(1, 7)))
+        drafter = DraftEngineDrafter(draft, int(generator.integers(1, 7)))
     return fake.Harness(fake.Engine(), drafter, draft=draft, on_device=True, **rest)
 
 
@@ -92,7 +92,7 @@ class RandomLengths:
 def test_draft_lengths_that_change_from_round_to_round_change_no_token(fake, on_device, schedule):
     generator = np.random.default_rng([schedule, 5])
     draft = fake.Engine(agreement=0.8, max_seq_len=int(generator.choice([96, 50])))
-    drafter = DraftTargetDrafter(draft, 6)
+    drafter = DraftEngineDrafter(draft, 6)
     lengths = RandomLengths(np.random.default_rng(schedule), 6)
     harness = fake.Harness(
         fake.Engine(), drafter, draft=draft, on_device=on_device, draft_lengths=lengths
@@ -124,7 +124,7 @@ def test_a_drafter_left_behind_catches_up_and_the_device_goes_on_by_itself(fake)
     draft = fake.Engine(agreement=1.0)
     harness = fake.Harness(
         fake.Engine(),
-        DraftTargetDrafter(draft, 4),
+        DraftEngineDrafter(draft, 4),
         draft=draft,
         on_device=True,
         draft_lengths=Planned(*[0] * 20, 4),
@@ -143,7 +143,7 @@ def test_prompts_are_read_without_drafts_beside_them_where_lengths_say_so(fake, 
     draft, lengths = fake.Engine(agreement=1.0), Planned(4)
     lengths.beside_prompts = beside
     harness = fake.Harness(
-        fake.Engine(), DraftTargetDrafter(draft, 4), draft=draft, on_device=True,
+        fake.Engine(), DraftEngineDrafter(draft, 4), draft=draft, on_device=True,
         draft_lengths=lengths,
     )  # fmt: skip
     first, drafted = harness.add(request()), {True: set(), False: set()}

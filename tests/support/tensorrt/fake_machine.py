@@ -110,7 +110,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, module: FakeModule) -> list[FakeGra
     )
     for place in ("engines.cuda_engine", "rounds.cuda_rounds"):
         monkeypatch.setattr(f"llmctl.runtime.{place}.capture_graph", capture)
-    monkeypatch.setattr("llmctl.runtime.rounds.round_work.bookkeeping", bookkeeping_by_reference())
+    for place in ("rounds.verification", "drafting.draft_engine.device"):
+        monkeypatch.setattr(f"llmctl.runtime.{place}.bookkeeping", bookkeeping_by_reference())
     for place in ("plugins.backends.tensorrt.execution", "runtime.engines.contiguous_engine"):
         monkeypatch.setattr(f"llmctl.{place}.ADDRESS_ALIGNMENT", 64)
     monkeypatch.setitem(fake_tensorrt.ALIGNMENT, "bytes", 64)

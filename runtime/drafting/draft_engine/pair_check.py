@@ -9,34 +9,7 @@ from __future__ import annotations
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import PairMismatch
-
-DRAFT_MODE = "draft_tokens_external"
-_DRAFT_MODE_NUMBER = 2  # its value in build_config; the numbering is TensorRT-LLM's
-
-
-def check_target(target: EngineConfig, draft_len: int | None) -> int:
-    """The draft length to use: `draft_len`, or what the engine was built for when None.
-
-    Raises PairMismatch when the engine cannot verify that many drafts.
-    """
-    most = int(target.build_config["max_draft_len"])
-    wanted = draft_len if draft_len is not None else max(most, 1)
-    rebuild = (
-        "rebuild the target with: llmctl build "
-        f"--speculative_decoding_mode {DRAFT_MODE} --max_draft_len {wanted}"
-    )
-    if not _verifies_drafts(target):
-        raise PairMismatch(
-            f"the target engine was built without --speculative_decoding_mode {DRAFT_MODE}; "
-            "it cannot verify drafts",
-            fix=rebuild,
-        )
-    if wanted > most:
-        raise PairMismatch(
-            f"draft_len is {wanted}; the target engine was built for max_draft_len {most}",
-            fix=f"lower the draft length to {most}, or {rebuild}" if most else rebuild,
-        )
-    return wanted
+from llmctl.runtime.drafting.target_check import DRAFT_MODE, check_target, verifies_drafts
 
 
 def check_pair(target: EngineConfig, draft: EngineConfig, draft_len: int | None) -> int:
@@ -46,7 +19,7 @@ def check_pair(target: EngineConfig, draft: EngineConfig, draft_len: int | None)
     as the tokenizers have the same content; max_batch_size (the draft runs in groups); and
     max_seq_len (beyond the draft's, generation goes on without drafts).
     """
-    if _verifies_drafts(draft) and not _verifies_drafts(target):
+    if verifies_drafts(draft) and not verifies_drafts(target):
         raise PairMismatch(
             "draft and target look swapped: the engine given as draft was built with "
             f"--speculative_decoding_mode {DRAFT_MODE}, the one given as target was not",
@@ -84,10 +57,6 @@ def _check_vocabulary(target: EngineConfig, draft: EngineConfig) -> None:
             f"and {widths[1]} in the draft",
             fix=fix,
         )
-
-
-def _verifies_drafts(config: EngineConfig) -> bool:
-    return bool(config.build_config["speculative_decoding_mode"] == _DRAFT_MODE_NUMBER)
 
 
 def _short(content_hash: object) -> str:

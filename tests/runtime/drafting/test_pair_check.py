@@ -8,7 +8,8 @@ import pytest
 
 from llmctl.builder.engine_format import SCHEMA_VERSION, EngineConfig
 from llmctl.errors import PairMismatch
-from llmctl.runtime.engines.pair_check import check_pair, check_target
+from llmctl.runtime.drafting.draft_engine.pair_check import check_pair
+from llmctl.runtime.drafting.target_check import check_target
 
 NONE, DRAFT_TOKENS_EXTERNAL = 1, 2  # values of speculative_decoding_mode
 

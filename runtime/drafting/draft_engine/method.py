@@ -1,0 +1,61 @@
+"""Drafts from a second engine, as a method: what it opens and what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmctl.runtime.drafting.method import AcceptRule
+
+if TYPE_CHECKING:
+    from llmctl.builder.engine_format import EngineConfig
+    from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
+    from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+    from llmctl.runtime.engines.cuda_engine import CudaEngine
+    from llmctl.runtime.engines.engine import Engine
+
+ROLE = "draft"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftEngine:
+    """See DraftMethod for every member."""
+
+    name = "draft engine"
+    is_drafting = True
+    engine: Path
+    draft_len: int | None = None
+    acceptance: AcceptRule = "tokens"
+
+    @property
+    def is_device_led(self) -> bool:
+        """By tokens alone: distributions are the host's."""
+        return self.acceptance == "tokens"
+
+    @property
+    def engines(self) -> Mapping[str, Path]:
+        """The draft engine."""
+        return {ROLE: self.engine}
+
+    def with_draft_len(self, draft_len: int) -> DraftEngine:
+        """See DraftMethod, as for all that follow."""
+        return replace(self, draft_len=draft_len)
+
+    def check(self, target: EngineConfig, beside: Mapping[str, EngineConfig]) -> int:
+        from llmctl.runtime.drafting.draft_engine.pair_check import check_pair
+
+        return check_pair(target, beside[ROLE], self.draft_len)
+
+    def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> DraftEngineDrafter:
+        from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+
+        return DraftEngineDrafter(engines[ROLE], draft_len)
+
+    def make_device_drafter(
+        self, engines: Mapping[str, CudaEngine], draft_len: int
+    ) -> DeviceDraftEngine:
+        from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
+
+        return DeviceDraftEngine(engines[ROLE], draft_len)

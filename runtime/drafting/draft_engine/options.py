@@ -1,0 +1,60 @@
+"""The options of a draft engine: --draft-engine, and run.py's --draft-target-model-config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmctl.errors import BadConfig
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.list_options import (
+    parse_list,
+    positive,
+    require_equal_length,
+    require_one_device,
+)
+from llmctl.runtime.drafting.method import MethodOption, MethodRow
+
+_CONFIG = "--draft-target-model-config"
+_FORM = "[draft_len, [draft devices], [target devices], use_logits]"
+
+
+def _make(values: Mapping[str, Any], draft_len: int | None) -> DraftEngine | None:
+    engine, config = values["draft_engine"], values["draft_target_model_config"]
+    if engine is None:
+        if config is not None:
+            raise BadConfig(f"{_CONFIG} is given without a draft", fix="add --draft-engine DIR")
+        return None
+    if config is None:
+        return DraftEngine(engine, draft_len)
+    found = parse_list(_CONFIG, config, 4, _FORM)
+    use_logits = found[3]
+    if not isinstance(use_logits, bool):
+        raise BadConfig(f"use_logits in {_CONFIG} is {use_logits!r}; it must be True or False")
+    require_one_device(_CONFIG, found[1])
+    require_one_device(_CONFIG, found[2])
+    count = positive(_CONFIG, "draft_len", found[0])
+    require_equal_length(_CONFIG, count, draft_len)
+    return DraftEngine(engine, count, "logits" if use_logits else "tokens")
+
+
+ROW = MethodRow(
+    how="--draft-engine DIR",
+    options=(
+        MethodOption(
+            "draft_engine",
+            ("--draft-engine", "--draft-engine-dir"),
+            Path,
+            "Engine of the draft model.",
+        ),
+        MethodOption(
+            "draft_target_model_config",
+            (_CONFIG,),
+            str,
+            '"[draft_len,[draft devices],[target devices],use_logits]", "[4,[0],[0],False]".',
+            is_hidden=True,
+        ),
+    ),
+    make=_make,
+)

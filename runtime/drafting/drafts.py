@@ -1,0 +1,51 @@
+"""What is proposed for one sequence in one step: a chain of tokens, or a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROOT = -1  # the parent of whatever follows the last committed token
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Drafted tokens of one generation slice; no more than its draft_len, possibly none.
+
+    tokens [T]. parents [T]: the index in `tokens` of each token's parent, always smaller than its
+    own, or ROOT; siblings have distinct tokens. None is a chain: every token follows the one
+    before. probs [T, target vocab] are the distributions that a chain was drawn from; None says
+    that the drafts are accepted by tokens. `num_forced` drafts of a chain are accepted whatever the
+    target says; None outside of benchmarks (runtime/generate/synthetic_acceptance.py).
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] | None = None
+    probs: NDArray[np.float64] | None = None
+    num_forced: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.parents is None:
+            return
+        assert len(self.parents) == len(self.tokens), "a parent for every token"
+        assert all(ROOT <= parent < i for i, parent in enumerate(self.parents)), "parents first"
+        assert self.probs is None and self.num_forced is None, "these are about chains"
+
+    def path_to(self, index: int) -> Items[int]:
+        """Indices of the tokens from the root's child down to `index`; none for ROOT."""
+        if self.parents is None:
+            return range(index + 1)
+        path = []
+        while index != ROOT:
+            path.append(index)
+            index = self.parents[index]
+        return path[::-1]
+
+    def tokens_to(self, index: int) -> list[int]:
+        """The tokens of that path."""
+        if self.parents is None:
+            return self.tokens[: index + 1]
+        return [self.tokens[node] for node in self.path_to(index)]

@@ -1,0 +1,43 @@
+"""run.py's options that squeeze a list into a string, read strictly."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from llmctl.errors import BadConfig, Unsupported
+
+
+def parse_list(option: str, text: str, length: int, form: str) -> list[Any]:
+    """The list of so many values that `text` spells. Raises BadConfig."""
+    try:
+        value = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        value = None
+    if not isinstance(value, list) or len(value) != length:
+        raise BadConfig(f"{option} is {text!r}; it must have the form {form}")
+    return value
+
+
+def require_one_device(option: str, devices: object) -> None:
+    """Raises BadConfig for what is no list of devices, Unsupported for another list than [0]."""
+    if not isinstance(devices, list) or not all(type(device) is int for device in devices):
+        raise BadConfig(f"{option} has the devices {devices!r}; a list such as [0] is wanted")
+    if devices != [0]:
+        raise Unsupported(
+            f"{option} names the devices {devices}; the engine runs on one device, [0]",
+            fix="write [0] for both models",
+        )
+
+
+def positive(option: str, name: str, value: object) -> int:
+    """The value, an integer of at least 1. Raises BadConfig."""
+    if type(value) is not int or value < 1:
+        raise BadConfig(f"{name} in {option} is {value!r}; it must be an integer >= 1")
+    return value
+
+
+def require_equal_length(option: str, found: int, draft_len: int | None) -> None:
+    """Raises BadConfig where --draft-len is given and says something else."""
+    if draft_len is not None and draft_len != found:
+        raise BadConfig(f"{option} says draft_len {found}, --draft-len says {draft_len}")

@@ -1,0 +1,46 @@
+"""The table of drafting methods, and the choice of one from options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmctl.errors import BadConfig
+from llmctl.runtime.drafting.draft_engine.options import ROW as DRAFT_ENGINE
+from llmctl.runtime.drafting.method import DraftMethod, MethodOption, MethodRow
+from llmctl.runtime.drafting.ngram.options import ROW as NGRAM
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+
+METHODS: tuple[MethodRow, ...] = (DRAFT_ENGINE, NGRAM)
+
+
+def method_options(methods: tuple[MethodRow, ...] = METHODS) -> list[MethodOption]:
+    """Every method's options, in the order of the table."""
+    return [option for row in methods for option in row.options]
+
+
+def how_to_draft(methods: tuple[MethodRow, ...] = METHODS) -> str:
+    """The options that ask for drafts, for fixes."""
+    return "add " + " or ".join(row.how for row in methods)
+
+
+def choose_method(
+    values: Mapping[str, Any],
+    draft_len: int | None = None,
+    methods: tuple[MethodRow, ...] = METHODS,
+) -> DraftMethod:
+    """The method that the values of `method_options` ask for; plain decoding where none is.
+
+    Raises BadConfig for malformed or contradicting values, Unsupported for several devices.
+    """
+    if draft_len is not None and draft_len < 1:
+        raise BadConfig(f"--draft-len is {draft_len}; it must be at least 1")
+    chosen = [(row, found) for row in methods if (found := row.make(values, draft_len)) is not None]
+    if len(chosen) > 1:
+        given = [row.how.split()[0] for row, _ in chosen]
+        raise BadConfig(f"{' and '.join(given)} are both given; one method drafts at a time")
+    if chosen:
+        return chosen[0][1]
+    if draft_len is not None:
+        raise BadConfig("--draft-len is given without a draft", fix=how_to_draft(methods))
+    return PlainDecoding()

@@ -1,0 +1,53 @@
+"""N-gram lookup as a method: it opens nothing, and the host leads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmctl.runtime.drafting.method import AcceptRule
+
+if TYPE_CHECKING:
+    from llmctl.builder.engine_format import EngineConfig
+    from llmctl.runtime.drafting.drafter import DeviceDrafter
+    from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
+    from llmctl.runtime.engines.cuda_engine import CudaEngine
+    from llmctl.runtime.engines.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class NgramLookup:
+    """See DraftMethod for every member."""
+
+    name = "n-gram"
+    is_drafting = True
+    is_device_led = False
+    draft_len: int | None
+    max_ngram: int
+    acceptance: AcceptRule = "tokens"
+
+    @property
+    def engines(self) -> Mapping[str, Path]:
+        """None."""
+        return {}
+
+    def with_draft_len(self, draft_len: int) -> NgramLookup:
+        """See DraftMethod, as for all that follow."""
+        return replace(self, draft_len=draft_len)
+
+    def check(self, target: EngineConfig, beside: Mapping[str, EngineConfig]) -> int:
+        from llmctl.runtime.drafting.target_check import check_target
+
+        return check_target(target, self.draft_len)
+
+    def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> NgramDrafter:
+        from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
+
+        return NgramDrafter(draft_len, self.max_ngram)
+
+    def make_device_drafter(
+        self, engines: Mapping[str, CudaEngine], draft_len: int
+    ) -> DeviceDrafter:
+        raise AssertionError("is_device_led is False")

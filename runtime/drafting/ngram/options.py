@@ -1,0 +1,44 @@
+"""The option of n-gram lookup: run.py's --ngram-config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmctl.runtime.drafting.list_options import (
+    parse_list,
+    positive,
+    require_equal_length,
+    require_one_device,
+)
+from llmctl.runtime.drafting.method import MethodOption, MethodRow
+from llmctl.runtime.drafting.ngram.method import NgramLookup
+
+_CONFIG = "--ngram-config"
+_FORM = "[draft_len, max_ngram, [devices]]"
+
+
+def _make(values: Mapping[str, Any], draft_len: int | None) -> NgramLookup | None:
+    config = values["ngram_config"]
+    if config is None:
+        return None
+    found = parse_list(_CONFIG, config, 3, _FORM)
+    require_one_device(_CONFIG, found[2])
+    count = positive(_CONFIG, "draft_len", found[0])
+    max_ngram = positive(_CONFIG, "max_ngram", found[1])
+    require_equal_length(_CONFIG, count, draft_len)
+    return NgramLookup(count, max_ngram)
+
+
+ROW = MethodRow(
+    how=_CONFIG,
+    options=(
+        MethodOption(
+            "ngram_config",
+            (_CONFIG, "--prompt-lookup-config"),
+            str,
+            'Draft from the text itself: "[draft_len,max_ngram,[devices]]", as in "[10,2,[0]]".',
+        ),
+    ),
+    make=_make,
+)

@@ -1,0 +1,1 @@
+"""No drafts: one token a step."""

@@ -1,0 +1,33 @@
+"""Plain decoding, as the method of drafting that never drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from llmctl.runtime.drafting.drafts import Drafts
+from llmctl.runtime.generate.sampler import Sampler
+from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
+from llmctl.runtime.request import Batch, Sequence
+
+
+class NoDrafter:
+    """See Drafter for every method."""
+
+    max_draft_len = 0
+    has_engine = False
+
+    def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
+        """Nothing to prepare."""
+
+    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
+        """Nothing to copy."""
+
+    def propose(self, batch: Batch) -> list[Drafts]:
+        """No drafts for anyone."""
+        return [Drafts()] * len(batch.generation)
+
+    def commit(self, batch: Batch, accepted: Items[int]) -> None:
+        """Nothing to keep."""
+
+    def release(self, sequence: Sequence) -> None:
+        """Nothing to forget."""

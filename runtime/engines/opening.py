@@ -1,0 +1,128 @@
+"""Opening engines by backend: what is asked of each, and what comes back.
+
+A backend is a row of `_OPENERS`; callers ask nothing else about it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmctl.errors import Unsupported
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window
+
+if TYPE_CHECKING:
+    from llmctl.builder.engine_format import EngineConfig, Plan
+    from llmctl.plugins.ops.sampling.spec import SamplingBackend
+    from llmctl.runtime.drafting.method import DraftMethod
+    from llmctl.runtime.engines.engine import Engine
+    from llmctl.runtime.engines.memory_plan import KvCachePlan
+    from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
+    from llmctl.runtime.kv_cache import AttentionWindow
+    from llmctl.runtime.rounds.rounds import RoundRunner
+
+TARGET = "target"  # the role of the engine whose text is generated
+Log = Callable[[list[str]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """What opening engines needs to know besides their folders."""
+
+    draft_len: int
+    lengths: tuple[int, ...]  # draft lengths whose CUDA graphs are there before the first request
+    free_fraction: float | None
+    max_tokens: int | None
+    has_host_tier: bool
+    num_threads: int | None
+    windows: WindowOptions
+
+
+class OpenedEngines(ABC):
+    """Loaded engines by role, with the KV caches planned for all of them together."""
+
+    engines: Mapping[str, Engine]
+    kv_plan: KvCachePlan
+    sampling: SamplingBackend
+    device_name: str | None = None  # of a GPU
+    window: AttentionWindow | None  # what no layer of any engine sees any more may be dropped
+
+    @property
+    def target(self) -> Engine:
+        """The engine whose text is generated."""
+        return self.engines[TARGET]
+
+    @property
+    def beside(self) -> list[Engine]:
+        """The engines that draft."""
+        return [engine for role, engine in self.engines.items() if role != TARGET]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Of all engines."""
+        return [engine.plan for engine in self.engines.values()]
+
+    def find_window(self, windows: WindowOptions) -> AttentionWindow | None:
+        """`window`, for these engines."""
+        return cache_window(self.plans, windows, self.target.max_seq_len)
+
+    @abstractmethod
+    def facts(self, engine: Engine) -> str:
+        """What a line about an engine says of its backend."""
+
+    @abstractmethod
+    def make_round_runner(
+        self,
+        method: DraftMethod,
+        draft_len: int,
+        acceptance: SyntheticAcceptance | None,
+        lengths: tuple[int, ...],
+    ) -> RoundRunner | None:
+        """What runs generation on the device by itself; None where the host leads."""
+
+
+class Opener(ABC):
+    """One backend's way to open engines."""
+
+    on_gpu: bool
+
+    @abstractmethod
+    def check(self, config: EngineConfig, num_threads: int | None) -> None:
+        """Can an engine run here? Reads no weights. Raises Unsupported, NoDevice, RebuildNeeded."""
+
+    @abstractmethod
+    def open(self, folders: Mapping[str, Path], request: OpenRequest, log: Log) -> OpenedEngines:
+        """Load the engines, the target first. `log` gets lines for people meanwhile."""
+
+
+def _cpu() -> Opener:
+    from llmctl.runtime.engines.open_cpu import CpuOpener
+
+    return CpuOpener()
+
+
+def _gpu() -> Opener:
+    from llmctl.runtime.engines.open_gpu import GpuOpener
+
+    return GpuOpener()
+
+
+_OPENERS: Mapping[str, Callable[[], Opener]] = {
+    "cpu": _cpu,
+    "cuda": _gpu,
+    "tensorrt": _gpu,
+    "tensorrt-rtx": _gpu,
+}
+
+
+def opener_of(backend: str) -> Opener:
+    """The opener of a backend's engines. Raises Unsupported for one that is not known."""
+    if backend not in _OPENERS:
+        raise Unsupported(
+            f"the engine was built for backend {backend!r}; known: {', '.join(_OPENERS)}",
+            fix="rebuild with: llmctl build --backend cpu",
+        )
+    return _OPENERS[backend]()

@@ -1,0 +1,41 @@
+"""The end of a step for one sequence: accepted drafts become tokens, and its lengths follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from llmctl.runtime.generate.stop import first_stop
+from llmctl.runtime.request import Sequence
+
+
+class Commit(NamedTuple):
+    """What one slice added to its sequence. Context chunks before the last add nothing."""
+
+    sequence: Sequence
+    num_tokens: int  # new committed tokens
+    num_drafts: int = 0
+    accepted: int = 0  # drafts that the accept rule kept
+    # Of a tree: (from, to) positions in the cache of accepted drafts that do not lie where their
+    # tokens are now, in an order in which they may be copied one after the other.
+    moves: tuple[tuple[int, int], ...] = ()
+
+
+def commit(sequence: Sequence, run: list[int], path: Items[int], num_drafts: int) -> Commit:
+    """Append `run`, which is cut at the first stop: the tokens of the accepted drafts, then the
+    target's own.
+
+    path: indices of the accepted drafts among the `num_drafts` of the step. Draft i was computed
+    at position len(tokens) + i of the cache. Sets tokens, kv_len and finish_reason.
+    """
+    tokens = sequence.tokens
+    committed, accepted = len(tokens), len(path)
+    num_kept, sequence.finish_reason = first_stop(sequence, run)
+    del run[num_kept:]
+    tokens += run
+    sequence.kv_len = min(committed + accepted, len(tokens) - 1)
+    moves: tuple[tuple[int, int], ...] = ()
+    if accepted and path[-1] != accepted - 1:  # else they are the first ones, in order
+        places = zip(path, range(sequence.kv_len - committed), strict=False)
+        moves = tuple((committed + i, committed + depth) for i, depth in places if i != depth)
+    return Commit(sequence, num_kept, num_drafts, accepted, moves)

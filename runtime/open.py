@@ -1,0 +1,204 @@
+"""From options to a ready executor: engines checked first, loaded second, one memory plan for all.
+
+    engines = OpenEngines(check_engines(EngineOptions(target_dir, method)))
+    with engines.executor() as executor: ...
+
+The command line, the benchmarks and `llmctl.open` are thin callers of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmctl.builder.engine_format import EngineConfig, read_engine_config
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.length.lengths import round_lengths
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.engines.opening import TARGET, Log, OpenRequest, opener_of
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions, what_windows_save
+from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy, SchedulerConfig
+from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
+
+if TYPE_CHECKING:
+    from llmctl.runtime.api.executor import Executor
+    from llmctl.runtime.drafting.drafter import Drafter
+    from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Which engines, and how they share the machine."""
+
+    engine_dir: Path
+    method: DraftMethod = PlainDecoding()
+    adaptive_draft_len: bool = False
+    free_fraction: float | None = None
+    max_tokens: int | None = None
+    host_memory_bytes: int | None = None
+    enable_block_reuse: bool = True
+    enable_chunked_context: bool = True
+    scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
+    max_batch_size: int | None = None  # no more than the engine's
+    max_num_tokens: int | None = None
+    max_step_ms: float | Literal["auto"] | None = None
+    num_threads: int | None = None
+    windows: WindowOptions = WindowOptions()
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Engine directories by role, the target first."""
+        return {TARGET: self.engine_dir, **self.method.engines}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedEngines:
+    """Configurations that fit together, by role; no weight has been read."""
+
+    options: EngineOptions
+    configs: Mapping[str, EngineConfig]
+    draft_len: int  # drafts a round, at most
+
+    @property
+    def target(self) -> EngineConfig:
+        """Of the engine whose text is generated."""
+        return self.configs[TARGET]
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the engines run on a GPU."""
+        return opener_of(self.target.backend).on_gpu
+
+
+def check_engines(options: EngineOptions) -> CheckedEngines:
+    """Read every config.json and check that the engines fit together, and this machine.
+
+    Raises EngineNotFound, CorruptEngine, RebuildNeeded, PairMismatch, Unsupported; of a GPU's
+    engines also NoDevice where there is none.
+    """
+    configs = {role: read_engine_config(folder) for role, folder in options.folders.items()}
+    target = configs[TARGET]
+    draft_len = options.method.check(target, configs)
+    opener_of(target.backend).check(target, options.num_threads)
+    return CheckedEngines(options, configs, draft_len)
+
+
+class OpenEngines:
+    """Loaded engines and their common KV cache plan; makes executors.
+
+    `log` gets lines for people while loading: on a GPU the memory plan, then the loading speed.
+    """
+
+    def __init__(self, checked: CheckedEngines, log: Log = lambda lines: None) -> None:
+        options = checked.options
+        self.checked = checked
+        request = OpenRequest(
+            draft_len=checked.draft_len,
+            lengths=self._lengths(options.method, checked.draft_len),
+            free_fraction=options.free_fraction,
+            max_tokens=options.max_tokens,
+            has_host_tier=options.host_memory_bytes is not None,
+            num_threads=options.num_threads,
+            windows=options.windows,
+        )
+        self.opened = opener_of(checked.target.backend).open(options.folders, request, log)
+        self.target = self.opened.target
+        self.kv_plan = self.opened.kv_plan
+        note = what_windows_save(self.opened.plans, self.opened.window)
+        if note is not None:
+            log([note])
+
+    def executor(
+        self,
+        *,
+        is_speculative: bool = True,
+        draft_len: int | None = None,
+        acceptance: SyntheticAcceptance | None = None,
+        num_iterations_kept: int = 1000,
+    ) -> Executor:
+        """A running executor; only one may be alive at a time, they share the engines.
+
+        draft_len: drafts a round, if not the ones checked; no more than the target verifies.
+        acceptance: drafts are accepted at random; for benchmarks.
+        """
+        from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+        from llmctl.runtime.engines.memory_plan import host_blocks
+
+        options = self.checked.options
+        method = options.method if is_speculative else PlainDecoding()
+        config = ExecutorConfig(
+            kv_cache=KvCacheConfig(
+                num_blocks=self.kv_plan.num_blocks,
+                enable_block_reuse=options.enable_block_reuse,
+                num_host_blocks=host_blocks(self.kv_plan, options.host_memory_bytes),
+                window=self.opened.window,
+            ),
+            scheduler=SchedulerConfig(
+                options.scheduler_policy,
+                options.context_chunking_policy,
+                options.enable_chunked_context,
+            ),
+            acceptance=method.acceptance,
+            adaptive_draft_len=options.adaptive_draft_len and method.is_drafting,
+            max_batch_size=options.max_batch_size,
+            max_num_tokens=options.max_num_tokens,
+            max_step_ms=options.max_step_ms,
+            iter_stats_max_iterations=num_iterations_kept,
+        )
+        count = self.checked.draft_len if draft_len is None else draft_len
+        lengths = self._lengths(method, count)
+        if method != options.method:  # not what memory is planned for
+            lengths = ()
+        return Executor(
+            self.target,
+            self._drafter(method, count, acceptance),
+            config,
+            self.opened.sampling,
+            self.opened.make_round_runner(method, count, acceptance, lengths),
+        )
+
+    def _lengths(self, method: DraftMethod, draft_len: int) -> tuple[int, ...]:
+        """What rounds on a device draft, where their graphs are to be there from the start: 0
+        without drafts, and whatever may come where lengths adapt."""
+        if not method.is_drafting:
+            return (0,)
+        if not self.checked.options.adaptive_draft_len or not method.is_device_led:
+            return ()
+        return tuple(round_lengths(draft_len))
+
+    def _drafter(
+        self, method: DraftMethod, draft_len: int, acceptance: SyntheticAcceptance | None
+    ) -> Drafter:
+        drafter = method.make_drafter(self.opened.engines, draft_len)
+        if acceptance is None:
+            return drafter
+        from llmctl.runtime.generate.synthetic_acceptance import SyntheticDrafter
+
+        return SyntheticDrafter(drafter, acceptance)
+
+
+def open_executor(
+    engine: Path | str,
+    draft: DraftMethod | Path | str | None = None,
+    *,
+    log: Log = lambda lines: None,
+    **options: Any,
+) -> Executor:
+    """Open an engine directory, and what drafts for it: an engine directory, or any DraftMethod.
+
+    Further options are the fields of EngineOptions. Raises what `check_engines` raises, BadConfig,
+    OutOfMemory and DeviceFailure.
+    """
+    method: DraftMethod
+    if draft is None:
+        method = PlainDecoding()
+    elif isinstance(draft, (str, Path)):
+        method = DraftEngine(Path(draft))
+    else:
+        method = draft
+    checked = check_engines(EngineOptions(Path(engine), method, **options))
+    return OpenEngines(checked, log).executor()

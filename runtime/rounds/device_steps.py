@@ -1,0 +1,95 @@
+"""Steps within a round: forward passes on the request state, and draws from their logits.
+
+Everything is enqueued on the engines' common stream; nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from llmctl.plugins.backends.cuda.kernel_spec import Launch, StepShape
+from llmctl.plugins.backends.cuda.queue import DeviceQueue
+from llmctl.plugins.device_loop.state import RoundState
+from llmctl.plugins.ops.sampling import kernel as sampling
+from llmctl.plugins.ops.sampling.arrays import SamplingScratch
+from llmctl.runtime.engines.cuda_engine import CudaEngine
+from llmctl.runtime.rounds.upload import Drawing
+
+
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """What a graph is captured for."""
+
+    batch: int  # requests, padding included
+    max_kv_len: int
+    drawing: Drawing
+    draft_len: int
+
+
+class DeviceSteps:
+    """What drafting and verification share: the request state, and running engines on it."""
+
+    def __init__(self, engines: Items[CudaEngine], queue: DeviceQueue, state: RoundState) -> None:
+        """Allocates what drawing tokens takes. The target comes first among `engines`."""
+        self.target = engines[0]
+        self.state = state
+        self._queue = queue
+        rows = max(engine.max_num_rows for engine in engines)
+        self._scratch = {
+            vocab: SamplingScratch.allocate(rows, vocab, queue.device)
+            for vocab in {engine.vocab_size for engine in engines}
+        }
+
+    def scratch(self, engine: CudaEngine) -> SamplingScratch:
+        """What drawing from an engine's logits works in."""
+        return self._scratch[engine.vocab_size]
+
+    def launch(self, engine: CudaEngine, launches: Items[Launch]) -> None:
+        """Enqueue kernels that an engine holds."""
+        engine.program.launch(launches, self._queue.handle)
+
+    def forward(self, engine: CudaEngine, shape: RoundShape, count: int, rows: int) -> None:
+        """Run an engine on `count` tokens of each request, `rows` of them with logits."""
+        step = StepShape(
+            num_tokens=shape.batch * count,
+            num_requests=shape.batch,
+            num_rows=rows,
+            max_query_len=count,
+            max_kv_len=min(shape.max_kv_len, engine.max_seq_len),
+        )
+        engine.program.enqueue(step, self._queue.handle)
+
+    def draw(
+        self,
+        engine: CudaEngine,
+        out: torch.Tensor,
+        shape: RoundShape,
+        rows: int,
+        *,
+        per_request: int = 1,
+        first: int = 0,
+        stride: int = 1,
+        offset: int = 0,
+    ) -> None:
+        """Tokens of the engine's logits; row r draws position committed + first + r's own place."""
+        logits, scratch = engine.logits, self.scratch(engine)
+        if shape.drawing is Drawing.GREEDY:
+            drawn = [sampling.argmax(logits, out, scratch, rows, stride=stride, offset=offset)]
+        else:
+            drawn = sampling.sample(
+                logits,
+                out,
+                scratch,
+                rows,
+                self.state.sampling,
+                self.state.committed,
+                per_request=per_request,
+                first=first,
+                stride=stride,
+                offset=offset,
+                has_wide=shape.drawing is Drawing.WIDE,
+            )
+        self.launch(engine, drawn)

@@ -1,0 +1,58 @@
+"""`llmctl.open`: the engines of a directory in three lines of Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+from support.e2e import DemoPair, PromptMaker, run_all
+
+import llmctl
+from llmctl.errors import BadConfig, EngineNotFound
+from llmctl.runtime.drafting.ngram.method import NgramLookup
+from llmctl.runtime.request import Request, SamplingConfig
+
+
+def test_tokens_come_one_by_one_and_are_those_of_the_executor(
+    demo: DemoPair, prompts: PromptMaker
+) -> None:
+    prompt = prompts(1)[0]
+    with llmctl.open(demo.engine("target-float32")) as executor:
+        wanted = list(run_all(executor, [Request(prompt, max_tokens=24)])[0][0])
+        assert list(executor.generate(prompt, max_tokens=24)) == wanted
+    drafts = (demo.engine("draft-float32"), str(demo.engine("draft-float32")), NgramLookup(4, 3))
+    for draft in drafts:
+        with llmctl.open(demo.engine("target-float32"), draft=draft, max_batch_size=2) as executor:
+            assert list(executor.generate(prompt, max_tokens=24)) == wanted
+            assert executor.get_speculation_stats().draft_tokens > 0
+
+
+def test_an_iterator_that_is_closed_cancels_its_request(demo: DemoPair) -> None:
+    with llmctl.open(demo.engine("target-float32")) as executor:
+        tokens = executor.generate([5, 6, 7], max_tokens=900)
+        assert len(list(islice(tokens, 3))) == 3
+        tokens.close()
+        assert executor.get_num_responses_ready() == 0
+        short = list(executor.generate([5, 6, 7], max_tokens=4))
+        assert len(short) == 4
+
+
+def test_what_cannot_be_is_raised_where_it_is_asked_for(demo: DemoPair, tmp_path) -> None:
+    with pytest.raises(EngineNotFound):
+        llmctl.open(tmp_path / "nothing")
+    with llmctl.open(demo.engine("target-float32")) as executor:
+        two = SamplingConfig(temperature=1.0, top_k=5, num_return_sequences=2)
+        with pytest.raises(BadConfig, match="num_return_sequences is 2"):
+            next(executor.generate([1], max_tokens=2, sampling_config=two))
+        with pytest.raises(BadConfig, match=r"token id"):
+            next(executor.generate([10**6], max_tokens=2))
+        with pytest.raises(TypeError, match="no_such_field"):
+            next(executor.generate([1], max_tokens=2, no_such_field=1))
+
+
+def test_importing_the_package_imports_no_engine() -> None:
+    script = "import sys, llmctl; print(sorted({'torch', 'numpy', 'typer'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
