@@ -11,109 +11,42 @@ from __future__ import annotations
 from functools import partial
 from time import monotonic
 
-from llmctl.errors import PairMismatch
-from llmctl.plugins.ops.sampling.spec import SamplingBackend
 from llmctl.runtime.api.delivery import Delivery
 from llmctl.runtime.api.executor_config import ExecutorConfig
 from llmctl.runtime.api.inbox import Inbox
 from llmctl.runtime.api.mailbox import Mailbox
 from llmctl.runtime.api.tracking import TrackedRequest
+from llmctl.runtime.assembly import Parts
 from llmctl.runtime.drafting.drafter import Drafter
-from llmctl.runtime.drafting.length.adaptive import AdaptiveLengths
 from llmctl.runtime.generate.sampler import Sampler
-from llmctl.runtime.generate.verify import Verifier
-from llmctl.runtime.kv_cache import KvCacheEventManager, KvCacheManager, most_step_tokens
-from llmctl.runtime.kv_cache.block_mover import BlockMover
-from llmctl.runtime.loop import Loop, StepReport
+from llmctl.runtime.loop import StepReport
 from llmctl.runtime.request import FinishReason, Response, Sequence
-from llmctl.runtime.rounds.rounds import RoundRunner, Rounds
 from llmctl.runtime.schedule.admission import check_token_ids
-from llmctl.runtime.schedule.chunk_tuning import SeenSteps, make_tuner
-from llmctl.runtime.schedule.scheduler import Limits, Scheduler
-from llmctl.runtime.stats.recorder import Recorder
-from llmctl.runtime.step import StepRunner
 
 
 class Worker:
-    """Owns everything a step touches. `run` is the body of the executor's thread."""
+    """Drives the parts that `assemble` has wired. `run` is the body of the executor's thread."""
 
     def __init__(
-        self,
-        target: StepRunner,
-        drafter: Drafter,
-        config: ExecutorConfig,
-        sampling: SamplingBackend,
-        inbox: Inbox,
-        mailbox: Mailbox,
-        round_runner: RoundRunner | None = None,
+        self, parts: Parts, config: ExecutorConfig, inbox: Inbox, mailbox: Mailbox
     ) -> None:
-        if drafter.max_draft_len > target.max_draft_len:
-            raise PairMismatch(
-                f"the drafter proposes up to {drafter.max_draft_len} tokens a round; "
-                f"the target engine was built for max_draft_len {target.max_draft_len}",
-                fix="lower the draft length, or rebuild the target with a larger --max_draft_len",
-            )
-        cache = config.kv_cache
-        self.kv_cache = KvCacheManager(
-            cache.num_blocks,
-            target.tokens_per_block,
-            cache.enable_block_reuse,
-            cache.enable_partial_reuse,
-            has_draft=drafter.has_engine,
-            num_host_blocks=cache.num_host_blocks,
-            offload_min_priority=cache.secondary_offload_min_priority,
-            events=KvCacheEventManager(cache.event_buffer_max_size),
-            window=cache.window,
-            # A round on a device may be a whole round ahead of what the host has read.
-            max_step_tokens=most_step_tokens(target.max_num_tokens, drafter.max_draft_len),
-            onboards_aside=target.onboards_aside,
-        )
-        engine_limits = Limits(
-            max_batch_size=target.max_batch_size,
-            max_num_tokens=target.max_num_tokens,
-            max_seq_len=target.max_seq_len,
-            max_draft_len=drafter.max_draft_len,
-        )
-        limits = config.limits(engine_limits)
-        self._lengths: AdaptiveLengths | None = None
-        if config.adaptive_draft_len and drafter.max_draft_len:
-            self._lengths = AdaptiveLengths(
-                drafter.max_draft_len,
-                has_engine=drafter.has_engine,
-                is_common=round_runner is not None,
-            )
-        self.scheduler = Scheduler(config.scheduler, self.kv_cache, limits, self._lengths)
-        self._tuner: SeenSteps | None = None
-        if config.max_step_ms is not None:
-            block = target.tokens_per_block
-            self._tuner = make_tuner(config.max_step_ms, block, limits.max_num_tokens)
-            self.scheduler.set_token_budget(self._tuner.budget)
+        self.kv_cache = parts.kv_cache
+        self.scheduler = parts.scheduler
+        self.recorder = parts.recorder
+        self._loop = parts.loop
+        self._lengths, self._tuner = parts.lengths, parts.tuner
         self._config = config
-        self._target = target
-        self._drafter = drafter
-        self._sampler = Sampler(target.vocab_size, sampling)
-        target.allocate_kv_cache(cache.num_blocks)
-        if cache.num_host_blocks:
-            target.allocate_host_blocks(cache.num_host_blocks)
-        drafter.prepare(self.kv_cache, self._sampler, config.acceptance == "logits")
-        verifier = Verifier(self._sampler)
-        mover = BlockMover(self.kv_cache, target, drafter)
-        rounds = None
-        if round_runner is not None:
-            is_limited = self._tuner is not None  # then steps must be in time, the first as well
-            round_runner.prepare(limits.max_batch_size, is_limited * limits.max_num_tokens)
-            rounds = Rounds(round_runner, self.scheduler, self.kv_cache, mover.start)
-        self._loop = Loop(target, self.scheduler, mover, drafter, verifier, rounds)
-        self.recorder = Recorder(config, self._loop, self.scheduler, self.kv_cache, engine_limits)
+        self._target = parts.target
+        self._sampler = parts.sampler
         self._inbox = inbox
         self._mailbox = mailbox
         self._active: dict[int, TrackedRequest] = {}  # not ended, by request id
         self._next_sequence_id = 1
         # Neither knows this worker: in a cycle its graphs and scratch would outlive the executor.
-        self._forget = partial(_forget, drafter, self._sampler)
+        self._forget = partial(_forget, parts.drafter, self._sampler)
         self._delivery = Delivery(self._active, self.recorder, mailbox, self._forget)
         # Until the device has its next step; not where the host computes that, or waits for drafts.
-        is_soon = target.is_asynchronous and not drafter.max_draft_len
+        is_soon = parts.target.is_asynchronous and not parts.drafter.max_draft_len
         self._defers = is_soon and not self.recorder.is_prompt
 
     def run(self) -> None:

@@ -19,6 +19,7 @@ from llmctl.plugins.ops.sampling.spec import SamplingBackend
 from llmctl.runtime.api.executor_config import ExecutorConfig, KvCacheConfig
 from llmctl.runtime.api.inbox import Inbox
 from llmctl.runtime.api.mailbox import Deliver, Mailbox
+from llmctl.runtime.assembly import assemble
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.plain.drafter import NoDrafter
 from llmctl.runtime.kv_cache import KvCacheEventManager
@@ -51,9 +52,8 @@ class Executor:
         self._mailbox = Mailbox()
         self._inbox = Inbox(self._mailbox, config.max_queue_size)
         drafter = drafter if drafter is not None else NoDrafter()
-        self._worker = Worker(
-            target, drafter, config, sampling, self._inbox, self._mailbox, round_runner
-        )
+        parts = assemble(target, drafter, config, sampling, round_runner)
+        self._worker = Worker(parts, config, self._inbox, self._mailbox)
         self._thread = threading.Thread(
             target=self._worker.run, name="llmctl-executor", daemon=True
         )

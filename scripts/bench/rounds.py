@@ -21,7 +21,8 @@ from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.plugins.ops.sampling.spec import SamplingBackend
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
-from llmctl.runtime.drafting.drafter import Drafter, NoDrafter
+from llmctl.runtime.drafting.drafter import Drafter
+from llmctl.runtime.drafting.plain.drafter import NoDrafter
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.generate.verify import Verifier
 from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager

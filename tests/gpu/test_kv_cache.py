@@ -195,8 +195,7 @@ def check_ring(opened: LoadedEngines, prompts: list[tuple[int, ...]], draft: boo
     """Long generations with every block kept, then in a ring."""
     requests = [Request(prompt, 600, SamplingConfig(0.8, 0, seed=5)) for prompt in prompts[:6]]
     wanted, _ = run(opened, requests, KvCacheConfig(MANY_BLOCKS), draft=False, at_once=True)
-    assert opened.draft is not None
-    plans = [opened.target.plan, opened.draft.plan]
+    plans = [engine.plan for engine in opened.engines.values()]
     window = cache_window(plans, WindowOptions(), MAX_SEQ_LEN)
     assert window is not None and window.size == WINDOW
     config = KvCacheConfig(120, window=window)

@@ -1,0 +1,104 @@
+"""From engines and a configuration to the parts that the worker drives, wired to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmctl.errors import PairMismatch
+from llmctl.plugins.ops.sampling.spec import SamplingBackend
+from llmctl.runtime.api.executor_config import ExecutorConfig
+from llmctl.runtime.drafting.drafter import Drafter
+from llmctl.runtime.drafting.length.adaptive import AdaptiveLengths
+from llmctl.runtime.generate.sampler import Sampler
+from llmctl.runtime.generate.verify import Verifier
+from llmctl.runtime.kv_cache import KvCacheEventManager, KvCacheManager, most_step_tokens
+from llmctl.runtime.kv_cache.block_mover import BlockMover
+from llmctl.runtime.loop import Loop
+from llmctl.runtime.rounds.rounds import RoundRunner, Rounds
+from llmctl.runtime.schedule.chunk_tuning import SeenSteps, make_tuner
+from llmctl.runtime.schedule.scheduler import Limits, Scheduler
+from llmctl.runtime.stats.recorder import Recorder
+from llmctl.runtime.step import StepRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the worker drives. `lengths` and `tuner` learn from steps where they are asked for."""
+
+    target: StepRunner
+    drafter: Drafter
+    sampler: Sampler
+    kv_cache: KvCacheManager
+    scheduler: Scheduler
+    loop: Loop
+    recorder: Recorder
+    lengths: AdaptiveLengths | None
+    tuner: SeenSteps | None
+
+
+def assemble(
+    target: StepRunner,
+    drafter: Drafter,
+    config: ExecutorConfig,
+    sampling: SamplingBackend,
+    round_runner: RoundRunner | None,
+) -> Parts:
+    """Allocate the caches and wire everything. Raises PairMismatch, BadConfig, OutOfMemory."""
+    if drafter.max_draft_len > target.max_draft_len:
+        raise PairMismatch(
+            f"the drafter proposes up to {drafter.max_draft_len} tokens a round; "
+            f"the target engine was built for max_draft_len {target.max_draft_len}",
+            fix="lower the draft length, or rebuild the target with a larger --max_draft_len",
+        )
+    kv_cache = _kv_cache(target, drafter, config)
+    engine_limits = Limits(
+        max_batch_size=target.max_batch_size,
+        max_num_tokens=target.max_num_tokens,
+        max_seq_len=target.max_seq_len,
+        max_draft_len=drafter.max_draft_len,
+    )
+    limits = config.limits(engine_limits)
+    lengths: AdaptiveLengths | None = None
+    if config.adaptive_draft_len and drafter.max_draft_len:
+        lengths = AdaptiveLengths(
+            drafter.max_draft_len,
+            has_engine=drafter.has_engine,
+            is_common=round_runner is not None,
+        )
+    scheduler = Scheduler(config.scheduler, kv_cache, limits, lengths)
+    tuner: SeenSteps | None = None
+    if config.max_step_ms is not None:
+        tuner = make_tuner(config.max_step_ms, target.tokens_per_block, limits.max_num_tokens)
+        scheduler.set_token_budget(tuner.budget)
+    sampler = Sampler(target.vocab_size, sampling)
+    target.allocate_kv_cache(kv_cache.num_blocks)
+    if kv_cache.num_host_blocks:
+        target.allocate_host_blocks(kv_cache.num_host_blocks)
+    drafter.prepare(kv_cache, sampler, config.acceptance == "logits")
+    mover = BlockMover(kv_cache, target, drafter)
+    rounds: Rounds | None = None
+    if round_runner is not None:
+        is_limited = tuner is not None  # then steps must be in time, the first as well
+        round_runner.prepare(limits.max_batch_size, is_limited * limits.max_num_tokens)
+        rounds = Rounds(round_runner, scheduler, kv_cache, mover.start)
+    loop = Loop(target, scheduler, mover, drafter, Verifier(sampler), rounds)
+    recorder = Recorder(config, loop, scheduler, kv_cache, engine_limits)
+    return Parts(target, drafter, sampler, kv_cache, scheduler, loop, recorder, lengths, tuner)
+
+
+def _kv_cache(target: StepRunner, drafter: Drafter, config: ExecutorConfig) -> KvCacheManager:
+    cache = config.kv_cache
+    return KvCacheManager(
+        cache.num_blocks,
+        target.tokens_per_block,
+        cache.enable_block_reuse,
+        cache.enable_partial_reuse,
+        has_draft=drafter.has_engine,
+        num_host_blocks=cache.num_host_blocks,
+        offload_min_priority=cache.secondary_offload_min_priority,
+        events=KvCacheEventManager(cache.event_buffer_max_size),
+        window=cache.window,
+        # A round on a device may be a whole round ahead of what the host has read.
+        max_step_tokens=most_step_tokens(target.max_num_tokens, drafter.max_draft_len),
+        onboards_aside=target.onboards_aside,
+    )
