@@ -6,12 +6,16 @@ from collections.abc import Callable
 
 from llmctl.builder.models.family import ModelConfig
 from llmctl.errors import BadConfig, Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 
-TENSORRT_BACKENDS = ("tensorrt", "tensorrt-rtx")
-BACKENDS = ("cpu", "cuda", *TENSORRT_BACKENDS)
 COMPUTE_CAPABILITY = "9.0"  # H100, H200: the only one there are kernels for
 CUDA_HEAD_SIZES = (64, 80, 96, 128)
 CUDA_ROW_MULTIPLE = 16  # elements: TMA and bulk copies move multiples of 16 bytes
+
+
+def is_auto(backend: str) -> bool:
+    """Whether the machine decides: never for TensorRT."""
+    return backend == "auto"
 
 
 def choose_backend(backend: str, has_gpu: Callable[[], bool]) -> str:
@@ -22,7 +26,7 @@ def choose_backend(backend: str, has_gpu: Callable[[], bool]) -> str:
     names = ("auto", *BACKENDS)
     if backend not in names:
         raise BadConfig(f"backend is {backend}; it must be one of {', '.join(names)}")
-    if backend == "auto":
+    if is_auto(backend):
         return "cuda" if has_gpu() else "cpu"
     return backend
 
@@ -39,7 +43,7 @@ def has_supported_gpu() -> bool:
 
 def require_cache_type(cache_type: str, backend: str) -> None:
     """Raise Unsupported for a layout of the KV cache that the backend's attention cannot read."""
-    if cache_type == "continuous" and backend not in TENSORRT_BACKENDS:
+    if cache_type == "continuous" and cache_type not in BACKENDS[backend].cache_types:
         raise Unsupported(
             f"--kv-cache-type continuous is refused: every kernel of the {backend} backend reads "
             "the paged cache",
@@ -54,7 +58,7 @@ def require_cache_type(cache_type: str, backend: str) -> None:
 
 def require_ranks(tp_size: int, backend: str) -> None:
     """Raise Unsupported for several ranks where no kernel adds up over them."""
-    if tp_size > 1 and backend not in TENSORRT_BACKENDS:
+    if tp_size > 1 and not BACKENDS[backend].has_ranks:
         raise Unsupported(
             f"--tp-size {tp_size} is refused: engines of the {backend} backend have one rank",
             fix="--tp-size 1, or --backend tensorrt-rtx",
@@ -67,7 +71,7 @@ def choose_capability(requested: str | None, backend: str) -> str | None:
     Raises BadConfig where it has no effect and Unsupported for one without kernels. TensorRT's
     targets are chosen by `tensorrt.package.choose_targets`.
     """
-    if backend != "cuda":
+    if not BACKENDS[backend].packs_linears:
         if requested is not None:
             raise BadConfig(
                 f"--compute-capability {requested} has no effect on {backend} engines",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmctl.builder.backends import TENSORRT_BACKENDS, choose_capability
+from llmctl.builder.backends import choose_capability
 from llmctl.builder.config import BuildConfig
 from llmctl.builder.engine_format import Plan, PlanKernel
 from llmctl.builder.engine_kernels import (
@@ -19,6 +19,7 @@ from llmctl.builder.engine_kernels import (
 from llmctl.builder.tensorrt.engine import compile_pieces
 from llmctl.builder.tensorrt.package import Package, choose_targets, open_package
 from llmctl.builder.tensorrt.pieces import Piece
+from llmctl.plugins.backends.backend import BACKENDS
 
 Binaries = dict[str, bytes]  # by the name of the engine file's tensor
 
@@ -43,7 +44,7 @@ class Target:
 
 def find_package(backend: str) -> Package | None:
     """What compiles the plans of a backend, if it has any. Raises NoDevice."""
-    return open_package(backend) if backend in TENSORRT_BACKENDS else None
+    return open_package(backend) if BACKENDS[backend].compiles_plans else None
 
 
 def choose_target(

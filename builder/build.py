@@ -56,6 +56,7 @@ from llmctl.builder.sources import LargestScale, RowScales, Source
 from llmctl.builder.tensorrt.pieces import Piece
 from llmctl.builder.tokenizer import describe_tokenizer
 from llmctl.errors import OutputExists, Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.publish import publish, require_space
 from llmctl.quantize.checkpoint import DTYPES as STORED_DTYPES
 from llmctl.quantize.checkpoint import Checkpoint
@@ -144,15 +145,17 @@ def plan_build(
     require_ranks(request.tp_size, backend)
     package = find_package(backend)
     is_generated = load_format.is_generated
-    if is_generated and backend == "cpu":
+    generators = BACKENDS[backend].generated_weights
+    if is_generated and not generators:
         raise Unsupported(
             f"--load-format {load_format.name}: weights are generated on a GPU, and the backend is "
             f"{backend}",
             fix="--backend cuda, or a checkpoint of scripts.models.make_planted_checkpoints",
         )
-    if load_format.name == "planted" and package is not None:
+    if is_generated and load_format.name not in generators:
         raise Unsupported(
-            f"--load-format planted: the {backend} backend has no generator of planted weights",
+            f"--load-format {load_format.name}: the {backend} backend has no generator of "
+            f"{load_format.name} weights",
             fix="--load-format dummy, or a checkpoint of scripts.models.make_planted_checkpoints",
         )
     checkpoint = open_config(checkpoint_dir) if is_generated else Checkpoint.open(checkpoint_dir)
@@ -160,7 +163,7 @@ def plan_build(
     model = model_config(checkpoint.config, where)
     local = local_model(model, request.tp_size)
     dtype = choose_dtype(request.dtype, model, _stored_dtype(checkpoint))
-    if backend != "cpu":
+    if BACKENDS[backend].on_gpu:
         require_gpu_model(local, dtype, backend)
     require_readable(checkpoint)
     require_weights(checkpoint.quantization, backend)

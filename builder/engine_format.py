@@ -41,6 +41,7 @@ from llmctl.builder.plan import (
 )
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.errors import CorruptEngine, EngineNotFound, RebuildNeeded
+from llmctl.plugins.backends.backend import BACKENDS
 
 if TYPE_CHECKING:
     import torch
@@ -206,6 +207,11 @@ def read_engine_config(folder: Path) -> EngineConfig:
     for name in (f.name for f in fields(EngineConfig) if str(f.type).startswith("Mapping")):
         if not isinstance(raw[name], dict):
             raise CorruptEngine(f"{path}: {name} is not an object", fix="build the engine again")
+    if raw["backend"] not in BACKENDS:
+        raise CorruptEngine(
+            f"{path} names the backend {raw['backend']!r}; known: {', '.join(BACKENDS)}",
+            fix="build the engine again",
+        )
     for name, kinds in _REQUIRED.items():
         *outer, last = name.split(".")
         holder: dict[str, Any] = reduce(getitem, outer, raw)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.scales import find_kv_scales
 from llmctl.errors import BadConfig, Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.quantize.checkpoint import Checkpoint
 
 _DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8"}
@@ -39,9 +40,9 @@ def choose_kv_cache(
         return KvCacheChoice(_DTYPES[requested], None)
     if requested == "none":
         return KvCacheChoice(dtype, None)
-    if requested == "int8" and backend not in ("cpu", "cuda"):
+    if requested not in BACKENDS[backend].quantized_kv_cache:
         raise Unsupported(
-            f"an INT8 KV cache has no kernels on backend {backend!r}",
+            f"an {requested.upper()} KV cache has no kernels on backend {backend!r}",
             fix="--kv-cache-dtype none, an FP8 KV cache (llmctl quantize --kv-cache-dtype fp8), or "
             "--backend cuda or cpu",
         )
@@ -66,5 +67,5 @@ def _require_unit_scales_possible(requested: str, algo: str | None, backend: str
         raise BadConfig(f"{option} is for an FP8 KV cache", fix="add --kv-cache-dtype fp8")
     if algo is not None:
         raise BadConfig(f"{option} is given, and the checkpoint has KV scales for {algo}")
-    if backend not in ("cpu", "cuda"):
+    if not BACKENDS[backend].has_unit_kv_scales:
         raise Unsupported(f"{option} is not available on backend {backend!r}")

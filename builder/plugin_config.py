@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmctl.errors import BadConfig, Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 
 SWITCH = ("enable", "disable")
 MODEL_DTYPES = ("float16", "float32", "bfloat16")
@@ -172,7 +173,7 @@ OPTIONS: Mapping[str, PluginOption] = {
 
 def options_for(backend: str, cache_type: str) -> Mapping[str, PluginOption]:
     """The table as it holds for a backend and a form of the KV cache."""
-    if not backend.startswith("tensorrt"):
+    if not BACKENDS[backend].compiles_plans:
         return OPTIONS
     from llmctl.builder.tensorrt.plugin_options import tensorrt_options
 
@@ -193,7 +194,7 @@ def resolve_plugins(
     for option in options_for(backend, cache_type).values():
         value = given.get(option.name, option.default)
         names = [dtype if word == "model" else word for word in option.accepted]
-        foreign = () if backend == "cuda" else option.cuda_only
+        foreign = () if BACKENDS[backend].packs_linears else option.cuda_only
         names = [name for name in names if name not in foreign]
         is_refused = value in option.needs_fp8 and not is_fp8
         if value not in names or is_refused:

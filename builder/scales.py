@@ -21,6 +21,7 @@ from llmctl.errors import (
     UnknownQuantization,
     Unsupported,
 )
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo
 from llmctl.quantize.format import MXFP4_BLOCK, QuantizationInfo
 
@@ -97,7 +98,7 @@ def require_readable(checkpoint: Checkpoint) -> None:
 
 def require_weights(info: QuantizationInfo | None, backend: str) -> None:
     """Raise Unsupported where a backend has no product of these weights."""
-    if info is not None and info.algo == MXFP4_ALGO and backend not in ("cpu", "cuda"):
+    if info is not None and info.algo == MXFP4_ALGO and not BACKENDS[backend].has_block_scales:
         raise Unsupported(
             f"weights in {info.algo} are refused: the {backend} backend has no product of them",
             fix="--backend cuda, or a checkpoint of `llmctl quantize --qformat fp8`",

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmctl.builder.engine_format import EngineConfig, read_engine_config
-from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.length.lengths import round_lengths
 from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.methods import as_method
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.engines.opening import TARGET, Log, OpenRequest, opener_of
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, what_windows_save
@@ -193,12 +193,5 @@ def open_executor(
     Further options are the fields of EngineOptions. Raises what `check_engines` raises, BadConfig,
     OutOfMemory and DeviceFailure.
     """
-    method: DraftMethod
-    if draft is None:
-        method = PlainDecoding()
-    elif isinstance(draft, (str, Path)):
-        method = DraftEngine(Path(draft))
-    else:
-        method = draft
-    checked = check_engines(EngineOptions(Path(engine), method, **options))
+    checked = check_engines(EngineOptions(Path(engine), as_method(draft), **options))
     return OpenEngines(checked, log).executor()

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 
 from llmctl.builder.network import Network
 
-# Bytes. cpu: a cache line, and the widest vector register. cuda: a cache line and a row of the
-# swizzle; TMA asks for 16. tensorrt: what it aligns its own tensors to.
-ALIGNMENT = {"cpu": 64, "cuda": 128, "tensorrt": 256, "tensorrt-rtx": 256}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from llmctl.builder.backends import TENSORRT_BACKENDS
 from llmctl.builder.config import BuildConfig
 from llmctl.builder.engine_format import KvCacheSpec, Plan
 from llmctl.builder.models.family import ModelConfig
@@ -18,7 +17,6 @@ from llmctl.builder.passes.fuse import (
 )
 from llmctl.builder.passes.gather import hoist_gather
 from llmctl.builder.passes.lower import lower
-from llmctl.builder.passes.memory import ALIGNMENT
 from llmctl.builder.passes.merge import merge_linears
 from llmctl.builder.passes.pack import pack_linears
 from llmctl.builder.passes.quantize import LinearScales, quantize_linears
@@ -27,6 +25,7 @@ from llmctl.builder.sources import RotaryTable
 from llmctl.builder.tensorrt.pieces import Piece, cut
 from llmctl.builder.tensorrt.plugin_options import gives_gemms_to_us
 from llmctl.builder.tensorrt.whole import make_whole
+from llmctl.plugins.backends.backend import BACKENDS
 
 
 def run_passes(
@@ -46,15 +45,16 @@ def run_passes(
     network = fuse_residual(network)
     network = quantize_linears(network, linear_scales)
     network = lower_attention(network, rotary, kv_scales)
-    if backend not in TENSORRT_BACKENDS:  # whose layers gather no FP8
+    able = BACKENDS[backend]
+    if able.gathers_fp8:
         network = quantize_before_gather(network)
     network = fuse_quantize(network, _quantizing_ops(plugin_config))
-    if backend == "cuda":
+    if able.packs_linears:
         is_fused = plugin_config["gemm_swiglu_plugin"] != "disable"
         network = pack_linears(network, fuse_swiglu=is_fused)
         network = fuse_embedding(network)
     pieces: tuple[Piece, ...] = ()
-    if backend in TENSORRT_BACKENDS:
+    if able.compiles_plans:
         if gives_gemms_to_us(plugin_config):
             network = pack_linears(network)
         if limits.kv_cache_type == "CONTINUOUS":
@@ -62,7 +62,7 @@ def run_passes(
         else:
             network, pieces = cut(network, limits.tp_size)
     network = choose_tactics(network, backend)
-    sizes = (limits.max_num_tokens, limits.max_num_rows, ALIGNMENT[backend])
+    sizes = (limits.max_num_tokens, limits.max_num_rows, able.arena_alignment)
     return network, lower(network, cache, *sizes), pieces
 
 

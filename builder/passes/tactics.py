@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from llmctl.builder.engine_format import TENSORRT_OP
 from llmctl.builder.network import Network, Node
+from llmctl.plugins.backends.backend import BACKENDS
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
 _MAIN_ROLES = ("weight", "x", "qkv", "q")  # of linear and embedding, the rest, attention
@@ -26,8 +27,7 @@ def _tactic(network: Network, node: Node, backend: str) -> str:
     if node.op == TENSORRT_OP:
         return f"{backend}.{node.attributes['piece']}"
     if not node.op.startswith("packed_linear"):
-        backend = "cuda" if backend.startswith("tensorrt") else backend
-        return f"{backend}.{node.op}.{_type(network, node)}"
+        return f"{BACKENDS[backend].kernels}.{node.op}.{_type(network, node)}"
     from llmctl.plugins.ops.packed_linear.tactics import choose_tactic
 
     row_tiles, chunks = network.tensors[node.inputs["weight"]].shape[:2]

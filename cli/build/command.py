@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from llmctl.builder.backends import BACKENDS
+from llmctl.builder.backends import is_auto
 from llmctl.cli.build.options import (
     LIMITS,
     LOG_LEVELS,
@@ -29,6 +29,7 @@ from llmctl.cli.build.options import (
 from llmctl.cli.build.result import print_key, print_result, write_engine
 from llmctl.cli.output_files import replacing, require_writable
 from llmctl.errors import BadConfig
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.publish import require_place
 
 
@@ -271,7 +272,7 @@ def _build(
         return
     for notice in engine.notices:
         log.warning("note: %s", notice)
-    if backend == "auto":
+    if is_auto(backend):
         log.info("backend: %s", engine.config.backend)
     with ExitStack() as network:  # both or neither: the text is on the disk before the engine
         if visualize_network is not None:

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmctl.builder.backends import is_auto
 from llmctl.cli.gpus import GB, Gpu, default_gpu, find_gpu, present_gpu
 from llmctl.errors import BadConfig, Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 
 if TYPE_CHECKING:
     from llmctl.builder.build import EnginePlan
@@ -49,7 +51,7 @@ def backend_for(backend: str, gpu: str | None) -> str:
         "tensorrt-rtx": RTX_CAPABILITIES,
         "tensorrt": (found.compute_capability,),
     }
-    if backend == "auto":
+    if is_auto(backend):
         able = [name for name in ("cuda", "tensorrt-rtx") if _serves(serving[name], found)]
         if not able:
             raise Unsupported(
@@ -74,7 +76,7 @@ def _serves(capabilities: tuple[str, ...], gpu: Gpu) -> bool:
 def needs_binaries(backend: str) -> bool:
     """Whether a plan needs what is compiled: TensorRT's plans say what memory they take, our own
     kernels take none worth a word."""
-    return backend in ("tensorrt", "tensorrt-rtx")
+    return not is_auto(backend) and BACKENDS[backend].compiles_plans
 
 
 def choose_memory(
@@ -83,7 +85,7 @@ def choose_memory(
     """The memory to plan for; capability: the compute capabilities of the engine, with commas.
 
     Raises BadConfig."""
-    if backend == "cpu":
+    if not BACKENDS[backend].on_gpu:
         if gpu is not None or gpu_memory_gb is not None:
             raise BadConfig("--gpu and --gpu-memory have no effect on cpu engines")
         return _host_memory()

@@ -39,6 +39,7 @@ from llmctl.cli.gpus import (
 )
 from llmctl.cli.inspect.cost import DECODE, Step, fused, op_bytes, step_bytes
 from llmctl.errors import BadConfig
+from llmctl.plugins.backends.backend import BACKENDS
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -100,7 +101,7 @@ def _reading(
     config: EngineConfig, read: int, gpu: str | None, read_gb_s: float | None
 ) -> tuple[str | None, float | None]:
     """(whose memory, bytes a second that a step of `read` bytes gets)."""
-    is_cpu = config.backend == "cpu"
+    is_cpu = not BACKENDS[config.backend].on_gpu
     has_four_bits = config.pretrained_config["quantization"]["quant_algo"] == MXFP4_ALGO
     shares = FOUR_BIT_SHARES if has_four_bits else STEP_SHARES
     if read_gb_s is not None:

@@ -51,8 +51,7 @@ class Executor:
         self.config = config
         self._mailbox = Mailbox()
         self._inbox = Inbox(self._mailbox, config.max_queue_size)
-        drafter = drafter if drafter is not None else NoDrafter()
-        parts = assemble(target, drafter, config, sampling, round_runner)
+        parts = assemble(target, drafter or NoDrafter(), config, sampling, round_runner)
         self._worker = Worker(parts, config, self._inbox, self._mailbox)
         self._thread = threading.Thread(
             target=self._worker.run, name="llmctl-executor", daemon=True

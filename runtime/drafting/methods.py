@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.draft_engine.options import ROW as DRAFT_ENGINE
 from llmctl.runtime.drafting.method import DraftMethod, MethodOption, MethodRow
 from llmctl.runtime.drafting.ngram.options import ROW as NGRAM
@@ -22,6 +24,13 @@ def method_options(methods: tuple[MethodRow, ...] = METHODS) -> list[MethodOptio
 def how_to_draft(methods: tuple[MethodRow, ...] = METHODS) -> str:
     """The options that ask for drafts, for fixes."""
     return "add " + " or ".join(row.how for row in methods)
+
+
+def as_method(draft: DraftMethod | Path | str | None) -> DraftMethod:
+    """A method as it is, an engine directory as the draft engine, None as plain decoding."""
+    if draft is None:
+        return PlainDecoding()
+    return DraftEngine(Path(draft)) if isinstance(draft, (str, Path)) else draft
 
 
 def choose_method(

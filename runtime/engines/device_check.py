@@ -6,8 +6,8 @@ import torch
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import NoDevice, RebuildNeeded
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.plugins.backends.cuda.kernel_spec import NUM_SMS
-from llmctl.runtime.engines.tensorrt_check import BACKENDS as TENSORRT_BACKENDS
 from llmctl.runtime.engines.tensorrt_check import require_tensorrt
 
 
@@ -15,7 +15,7 @@ def require_device(config: EngineConfig) -> None:
     """Raises NoDevice without a GPU, RebuildNeeded with one the kernels are not compiled for or
     that cannot run as many thread blocks at once as they rely on; for TensorRT's engines what
     `require_tensorrt` raises."""
-    if config.backend in TENSORRT_BACKENDS:
+    if BACKENDS[config.backend].compiles_plans:
         require_tensorrt(config)
         return
     wanted = config.compute_capability

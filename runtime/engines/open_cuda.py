@@ -20,6 +20,7 @@ from llmctl.builder.engine_format import (
     open_engine,
     read_engine_config,
 )
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.plugins.backends.cuda.kernel_spec import Launch, StepLimits
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
@@ -44,7 +45,6 @@ from llmctl.runtime.engines.open_tensorrt import (
     open_tensorrt,
     plan_scratch_bytes,
 )
-from llmctl.runtime.engines.tensorrt_check import BACKENDS as TENSORRT_BACKENDS
 from llmctl.runtime.engines.tensorrt_check import present_capability, require_tensorrt
 from llmctl.runtime.kv_cache import most_step_tokens
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows, cache_window
@@ -142,7 +142,7 @@ class EngineFile:
 
     def load(self, queue: DeviceQueue) -> tuple[CudaEngine, LoadReport]:
         """The engine with its weights, read or generated, on the queue's device."""
-        if self.config.backend in TENSORRT_BACKENDS:
+        if BACKENDS[self.config.backend].compiles_plans:
             return self._load_tensorrt(queue)
         weights, report = self._load_weights(queue)
         binaries = load_binaries(self.plan, self.tensors, str(self.config.compute_capability))

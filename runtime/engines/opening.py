@@ -1,6 +1,6 @@
 """Opening engines by backend: what is asked of each, and what comes back.
 
-A backend is a row of `_OPENERS`; callers ask nothing else about it.
+Callers ask nothing else about a backend.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmctl.errors import Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window
 
 if TYPE_CHECKING:
@@ -110,19 +110,6 @@ def _gpu() -> Opener:
     return GpuOpener()
 
 
-_OPENERS: Mapping[str, Callable[[], Opener]] = {
-    "cpu": _cpu,
-    "cuda": _gpu,
-    "tensorrt": _gpu,
-    "tensorrt-rtx": _gpu,
-}
-
-
 def opener_of(backend: str) -> Opener:
-    """The opener of a backend's engines. Raises Unsupported for one that is not known."""
-    if backend not in _OPENERS:
-        raise Unsupported(
-            f"the engine was built for backend {backend!r}; known: {', '.join(_OPENERS)}",
-            fix="rebuild with: llmctl build --backend cpu",
-        )
-    return _OPENERS[backend]()
+    """The opener of a backend's engines."""
+    return _gpu() if BACKENDS[backend].on_gpu else _cpu()

@@ -14,7 +14,6 @@ from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import NoDevice, RebuildNeeded, Unsupported
 from llmctl.plugins.backends.tensorrt.packages import PACKAGES, RTX_CAPABILITIES, load_package
 
-BACKENDS = tuple(PACKAGES)
 _HOPPER = "9.0"
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from llmctl.builder.engine_format import Plan, PlanOp
 from llmctl.errors import BadConfig, Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.runtime.kv_cache import AttentionWindow, common_window
 
 
@@ -44,7 +45,7 @@ def apply_windows(plan: Plan, options: WindowOptions, max_seq_len: int, backend:
         _require_room_for_sinks(windows, options.sink_tokens)
     if windows == cache.windows and not options.sink_tokens:
         return plan
-    if backend not in ("cpu", "cuda"):
+    if not BACKENDS[backend].has_windows_at_run_time:
         raise Unsupported(
             f"--max-attention-window-size and --sink-token-length change how kernels attend; those "
             f"of backend {backend!r} are compiled for the checkpoint's windows "

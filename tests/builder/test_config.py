@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from llmctl.builder.backends import (
-    BACKENDS,
     choose_backend,
     choose_capability,
     require_cache_type,
@@ -18,6 +17,7 @@ from llmctl.builder.config import BuildRequest, choose_dtype, resolve_build_conf
 from llmctl.builder.models import model_config
 from llmctl.builder.plugin_config import OPTIONS, options_for, resolve_plugins
 from llmctl.errors import BadConfig, CorruptFile, UnknownArchitecture, Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,0 +1,72 @@
+"""Questions that one folder owns are not asked elsewhere.
+
+A row is a pattern of Python code and the folders that may hold it. Whoever needs the answer asks
+the object that knows: `BACKENDS[name]`, a `DraftMethod`, a weight scheme, an architecture.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+SOURCES = ("cli", "quantize", "builder", "runtime", "plugins")
+ROOMS: dict[str, tuple[str, ...]] = {
+    # which backend: the table, the choice of one, and TensorRT's two packages among themselves
+    r"\bbackend (==|!=|in|not in) ?[\"(]": (
+        "plugins/backends",
+        "builder/backends.py",
+        "builder/tensorrt",
+        "runtime/engines",
+    ),
+    r"\bTENSORRT_BACKENDS\b": (),
+    # is there a draft: the methods, which include plain decoding
+    r"\b(draft|drafter|draft_engine|speculation) is (not )?None\b": ("runtime/drafting",),
+    r"\bhas_draft(_engine)?\b": ("runtime/drafting", "runtime/kv_cache", "runtime/assembly.py"),
+}
+
+
+def code_lines(path: Path) -> list[str]:
+    """The lines of a file without comments and strings of their own (docstrings)."""
+    text = path.read_text()
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        is_docstring = token.type == tokenize.STRING and token.string.startswith(('"""', 'r"""'))
+        if token.type == tokenize.COMMENT or is_docstring:
+            (first, start), (last, stop) = token.start, token.end
+            for number in range(first - 1, last):
+                line = lines[number]
+                begin = start if number == first - 1 else 0
+                end = stop if number == last - 1 else len(line)
+                lines[number] = line[:begin] + " " * (end - begin) + line[end:]
+    return lines
+
+
+@pytest.mark.parametrize("pattern", ROOMS)
+def test_a_question_is_asked_where_it_belongs(repository: Path, pattern: str) -> None:
+    found = []
+    for folder in SOURCES:
+        for path in sorted((repository / folder).rglob("*.py")):
+            name = path.relative_to(repository).as_posix()
+            if name.startswith(ROOMS[pattern]) and ROOMS[pattern]:
+                continue
+            found += [
+                f"{name}:{number}: {line.strip()}"
+                for number, line in enumerate(code_lines(path), 1)
+                if re.search(pattern, line)
+            ]
+    assert not found, "\n".join(found)
+
+
+def test_the_check_sees_code_and_no_prose(tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text('"""Where draft is None."""\nif draft is None:  # draft is None\n    pass\n')
+    assert [re.search("draft is None", line) is not None for line in code_lines(path)] == [
+        False,
+        True,
+        False,
+    ]
+    assert code_lines(path)[1].count("draft is None") == 1
