@@ -22,7 +22,6 @@ def named(text: str) -> list[str]:
 def test_every_path_exists(repository: Path, page: str) -> None:
     text = (repository / page).read_text()
     missing = [path for path in named(text) if not list(repository.glob(path.rstrip("/")))]
-    # What an addition would make has a name of its own in each list.
     links = [
         link for link in _LINK.findall(text) if not ((repository / page).parent / link).exists()
     ]

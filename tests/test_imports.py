@@ -16,6 +16,7 @@ ALLOWED = {
     "builder": {"builder", "plugins"} | ROOT,
     "runtime": {"runtime", "plugins"} | ROOT,
     "plugins": {"plugins"} | ROOT,
+    "__init__": {"runtime"},
     "errors": set(),
     "publish": {"errors"},
 }
@@ -30,7 +31,7 @@ ARTEFACTS = {
 def source_files(repository: Path) -> list[Path]:
     folders = [name for name in ALLOWED if (repository / name).is_dir()]
     files = [path for name in folders for path in sorted((repository / name).rglob("*.py"))]
-    return [*files, repository / "errors.py", repository / "publish.py"]
+    return [*files, *(repository / f"{name}.py" for name in ("__init__", "errors", "publish"))]
 
 
 def imported_modules(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from itertools import islice
@@ -27,6 +28,15 @@ def test_tokens_come_one_by_one_and_are_those_of_the_executor(
         with llmctl.open(demo.engine("target-float32"), draft=draft, max_batch_size=2) as executor:
             assert list(executor.generate(prompt, max_tokens=24)) == wanted
             assert executor.get_speculation_stats().draft_tokens > 0
+
+
+def test_the_readme_s_lines_run(demo: DemoPair, repository, capsys, monkeypatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (repository / "README.md").read_text(), re.DOTALL)
+    for name in ("target", "draft"):
+        code = code.replace(f'"out/{name}"', repr(str(demo.engine(f"{name}-float32"))))
+    monkeypatch.chdir(repository)
+    exec(compile(code, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 60
 
 
 def test_an_iterator_that_is_closed_cancels_its_request(demo: DemoPair) -> None:
