@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from llmctl.errors import PairMismatch
 from llmctl.plugins.ops.sampling.spec import SamplingBackend
 from llmctl.runtime.api.executor_config import ExecutorConfig
+from llmctl.runtime.drafting.cache_groups import cache_groups
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.length.adaptive import AdaptiveLengths
 from llmctl.runtime.generate.sampler import Sampler
@@ -50,7 +51,8 @@ def assemble(
             f"the target engine was built for max_draft_len {target.max_draft_len}",
             fix="lower the draft length, or rebuild the target with a larger --max_draft_len",
         )
-    kv_cache = _kv_cache(target, drafter, config)
+    groups = cache_groups(target, drafter)
+    kv_cache = _kv_cache(target, drafter, config, tuple(groups))
     engine_limits = Limits(
         max_batch_size=target.max_batch_size,
         max_num_tokens=target.max_num_tokens,
@@ -75,7 +77,7 @@ def assemble(
     if kv_cache.num_host_blocks:
         target.allocate_host_blocks(kv_cache.num_host_blocks)
     drafter.prepare(kv_cache, sampler, config.acceptance == "logits")
-    mover = BlockMover(kv_cache, target, drafter)
+    mover = BlockMover(kv_cache, groups)
     rounds: Rounds | None = None
     if round_runner is not None:
         is_limited = tuner is not None  # then steps must be in time, the first as well
@@ -86,14 +88,16 @@ def assemble(
     return Parts(target, drafter, sampler, kv_cache, scheduler, loop, recorder, lengths, tuner)
 
 
-def _kv_cache(target: StepRunner, drafter: Drafter, config: ExecutorConfig) -> KvCacheManager:
+def _kv_cache(
+    target: StepRunner, drafter: Drafter, config: ExecutorConfig, groups: tuple[str, ...]
+) -> KvCacheManager:
     cache = config.kv_cache
     return KvCacheManager(
         cache.num_blocks,
         target.tokens_per_block,
         cache.enable_block_reuse,
         cache.enable_partial_reuse,
-        has_draft=drafter.has_engine,
+        groups=groups,
         num_host_blocks=cache.num_host_blocks,
         offload_min_priority=cache.secondary_offload_min_priority,
         events=KvCacheEventManager(cache.event_buffer_max_size),

@@ -136,10 +136,11 @@ class BlockCounts:
 class Sequence:
     """The state of one returned sequence; everything released on cancel hangs off it.
 
-    `tokens` is prompt + committed output. `kv_len` counts target KV entries that are valid, so a
-    sequence in generation satisfies kv_len == len(tokens) - 1 (the last token, the root of the
-    next round, is not in the cache yet). Fewer means context work is left: a fresh prompt, or a
-    sequence that was paused and recomputes.
+    `tokens` is prompt + committed output. `kv_lens` counts KV entries that are valid in each
+    cache group, and `kv_len` those of the first, the target's. So a sequence in generation
+    satisfies kv_len == len(tokens) - 1 (the last token, the root of the next round, is not in the
+    cache yet). Fewer means context work is left: a fresh prompt, or a sequence that was paused and
+    recomputes.
     """
 
     sequence_id: int
@@ -149,12 +150,20 @@ class Sequence:
     tokens: list[int]
     num_prompt_tokens: int
     max_len: int  # tokens never grows past this: prompt + max_tokens, cut at max_seq_len
-    kv_len: int = 0
-    draft_kv_len: int = 0  # valid entries in the draft engine's cache (0 when there is none)
+    kv_lens: list[int] = field(default_factory=lambda: [0])  # valid entries in each cache group
     block_table: list[int] = field(default_factory=list)
     blocks: BlockCounts = field(default_factory=BlockCounts)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
+
+    @property
+    def kv_len(self) -> int:
+        """Valid entries in the target's cache."""
+        return self.kv_lens[0]
+
+    @kv_len.setter
+    def kv_len(self, num_tokens: int) -> None:
+        self.kv_lens[0] = num_tokens
 
     @property
     def seed(self) -> int:
@@ -170,7 +179,7 @@ class Sequence:
     def is_context(self) -> bool:
         """True while more than the root token waits to enter the cache."""
         num_tokens = len(self.tokens)
-        return self.kv_len < num_tokens - 1 or num_tokens == self.num_prompt_tokens
+        return self.kv_lens[0] < num_tokens - 1 or num_tokens == self.num_prompt_tokens
 
 
 class Slice(NamedTuple):

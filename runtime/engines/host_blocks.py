@@ -163,8 +163,8 @@ class HostBlocks:
 
     def _move_at_once(self, cache: torch.Tensor, group: Sequence[BlockCopy]) -> None:
         """Copies that the next step relies on, or whose blocks it overwrites."""
-        source, destination, _, kind = group[0]
-        is_within = kind is CopyKind.WITHIN
+        source, destination = group[0].src_block, group[0].dst_block
+        is_within = group[0].kind is CopyKind.WITHIN
         slots, blocks = ([], [source, destination]) if is_within else _ends(group)
         for _, others in self._waiting:
             other_slots, other_blocks = _ends(others)
@@ -263,7 +263,7 @@ def _must_follow(copy: BlockCopy, other: BlockCopy) -> bool:
 def _ends(group: Iterable[BlockCopy]) -> tuple[list[int], list[int]]:
     """The places in host memory and the blocks of the device that copies between them touch."""
     slots, blocks = [], []
-    for source, destination, _, kind in group:
+    for source, destination, _, kind, _ in group:
         is_coming = kind is CopyKind.ONBOARD
         slots.append(source if is_coming else destination)
         blocks.append(destination if is_coming else source)

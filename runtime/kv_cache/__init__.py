@@ -5,6 +5,7 @@ store.py        free blocks, cached ones, those in host memory, and how they cha
 radix_tree.py   full blocks by content
 eviction.py     the order in which unused ones go
 events.py       what happened, for readers outside
+groups.py       sets of layers, each with a valid length a sequence
 arrivals.py     blocks whose content is still on its way from host memory
 prefix.py       what the tree knows of a sequence's tokens
 moves.py        copies that must happen before the next step
@@ -15,7 +16,7 @@ audit.py        a recount, for tests
 
 from llmctl.runtime.kv_cache.events import KvCacheEvent, KvCacheEventManager
 from llmctl.runtime.kv_cache.manager import KvCacheManager
-from llmctl.runtime.kv_cache.moves import Arrival, BlockCopy, CopyKind
+from llmctl.runtime.kv_cache.moves import Arrival, BlockCopy, BlockHolder, CopyKind
 from llmctl.runtime.kv_cache.prefix import PrefixMatch
 from llmctl.runtime.kv_cache.stats import KvCacheStats
 from llmctl.runtime.kv_cache.window import AttentionWindow, common_window, most_step_tokens
@@ -24,6 +25,7 @@ __all__ = [
     "Arrival",
     "AttentionWindow",
     "BlockCopy",
+    "BlockHolder",
     "CopyKind",
     "KvCacheEvent",
     "KvCacheEventManager",

@@ -11,7 +11,11 @@ from llmctl.runtime.kv_cache.store import BlockStore
 
 
 def check_leases(
-    leases: Iterable[Lease], store: BlockStore, tokens_per_block: int, null_block: int | None
+    leases: Iterable[Lease],
+    store: BlockStore,
+    tokens_per_block: int,
+    null_block: int | None,
+    num_groups: int,
 ) -> None:
     """Recount all leases and the store; AssertionError on the first contradiction. `null_block`
     stands in tables for what was given back."""
@@ -24,13 +28,16 @@ def check_leases(
         kept = [block for block in own if block != null_block]
         assert len(own) - len(kept) == lease.num_dropped
         private += kept
-        assert sequence.kv_len <= len(sequence.block_table) * size
-        assert sequence.draft_kv_len <= len(sequence.block_table) * size
+        assert len(sequence.kv_lens) == len(lease.num_computed) == num_groups
+        assert max(sequence.kv_lens) <= len(sequence.block_table) * size
+        assert max(lease.num_computed) <= tail.depth, "a group counts blocks that are not there"
         for index, node in enumerate(path_to(tail)):
             assert sequence.block_table[index] == node.block_id
             assert tuple(sequence.tokens[index * size : (index + 1) * size]) == node.key
             users[node] = users.get(node, 0) + 1
     check_store(store, users, private)
+    for node in store.tree.nodes():
+        assert node.groups & 1 and node.groups < 1 << num_groups, "groups that there are not"
 
 
 def check_store(store: BlockStore, users: Mapping[Node, int], private: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Carries out what the KV cache moves, in the caches of target and draft engine alike.
+"""Carries out what the KV cache moves, in every cache group.
 
 Copies are started in the cache's order before the step that follows. Those from host memory may
 still be under way while it runs: the cache hears when they have arrived, and only a step that
@@ -8,20 +8,19 @@ cannot do without them waits, on the device.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 
-from llmctl.runtime.drafting.drafter import Drafter
-from llmctl.runtime.kv_cache import Arrival, KvCacheManager
-from llmctl.runtime.step import StepRunner
+from llmctl.runtime.kv_cache import Arrival, BlockHolder, KvCacheManager
 
 
 class BlockMover:
-    """Between one KV cache and the engines that hold its contents. The loop's thread owns it."""
+    """Between one KV cache and what holds its contents, by the name of the group. The loop's
+    thread owns it."""
 
-    def __init__(self, kv_cache: KvCacheManager, target: StepRunner, drafter: Drafter) -> None:
+    def __init__(self, kv_cache: KvCacheManager, holders: Mapping[str, BlockHolder]) -> None:
         self._kv_cache = kv_cache
-        self._target = target
-        self._drafter = drafter
+        self._holders = [holders[group] for group in kv_cache.groups]
         self._under_way: deque[tuple[int, list[Arrival]]] = deque()  # batches, oldest first
         self.has_failed = False  # the last `start`, so that copies may be missing
 
@@ -48,8 +47,9 @@ class BlockMover:
         if copies:
             parts: list[Arrival] = []
             self._under_way.append((arrivals.hand_over(), parts))
-            for engine in (self._target, self._drafter):
-                arrival = engine.copy_blocks(copies)
+            for group, holder in enumerate(self._holders):
+                wanted = [copy for copy in copies if copy.groups >> group & 1]
+                arrival = holder.copy_blocks(wanted) if wanted else None
                 if arrival is not None:
                     parts.append(arrival)
         if arrivals.take_wait():

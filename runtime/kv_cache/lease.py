@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmctl.runtime.api.retention import Retention
+from llmctl.runtime.kv_cache.groups import mark_computed
 from llmctl.runtime.kv_cache.radix_tree import Node
 from llmctl.runtime.kv_cache.window import AttentionWindow
 from llmctl.runtime.request import Sequence
@@ -11,16 +12,25 @@ from llmctl.runtime.request import Sequence
 class Lease:
     """The first tail.depth blocks of the sequence are in the tree; `num_dropped` entries of its
     table, behind the sinks, stand for blocks that it gave back. `arrival` is the batch of copies
-    after which it may run; `num_drafted` of the blocks in the tree are marked as drafted for it."""
+    after which it may run; in each group, so many of its
+    blocks in the tree as `num_computed` says are marked as computed."""
 
-    __slots__ = ("arrival", "num_drafted", "num_dropped", "sequence", "tail")
+    __slots__ = ("arrival", "num_computed", "num_dropped", "sequence", "tail")
 
-    def __init__(self, sequence: Sequence, tail: Node) -> None:
+    def __init__(self, sequence: Sequence, tail: Node, num_computed: list[int]) -> None:
         self.sequence = sequence
         self.tail = tail
         self.num_dropped = 0
-        self.num_drafted = 0
+        self.num_computed = num_computed
         self.arrival = 0
+
+    def mark_computed(self, tokens_per_block: int) -> None:
+        """Note in the tree what the groups behind group 0 have computed of its blocks since."""
+        for group, length in enumerate(self.sequence.kv_lens[1:], 1):
+            num_blocks = min(length // tokens_per_block, self.tail.depth)
+            if num_blocks > self.num_computed[group]:
+                self.num_computed[group] = num_blocks
+                mark_computed(self.tail, num_blocks, group)
 
     def retention(self, node: Node, tokens_per_block: int) -> Retention | None:
         """What the request says of a block on the path; None: nothing."""
@@ -30,13 +40,12 @@ class Lease:
         return config.of_block((node.depth - 1) * tokens_per_block, self.sequence.num_prompt_tokens)
 
     def drop_unseen(
-        self, window: AttentionWindow, tokens_per_block: int, null_block: int, *, has_draft: bool
+        self, window: AttentionWindow, tokens_per_block: int, null_block: int
     ) -> list[int]:
         """Put `null_block` for the blocks before the window of every query to come; those."""
         sequence, table = self.sequence, self.sequence.block_table
-        position = sequence.kv_len
-        if has_draft:  # a draft that lags behind looks back from where it is
-            position = max(min(position, sequence.draft_kv_len), position - window.draft_lag)
+        # A group that lags behind looks back from where it is.
+        position = max(min(sequence.kv_lens), sequence.kv_len - window.group_lag)
         first = -(-window.sink_end // tokens_per_block) + self.num_dropped
         end = max(first, window.oldest(position) // tokens_per_block)
         unseen = table[first:end]

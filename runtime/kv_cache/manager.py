@@ -2,30 +2,25 @@
 
 Every block is in exactly one place: on the free list, private to one sequence, or in the radix
 tree (in use by the sequences on its path, or unused and waiting to be hit or evicted). Only
-private blocks are ever written. One block id stands for the same tokens in the target's cache
-and, where there is a draft engine, in the draft's: blocks are allocated and reused in pairs. A
-block that was computed while drafts were off lacks the draft's part; whoever drafts next computes
-it, the same bits as anybody else would.
+private blocks are ever written. One block id stands for the same tokens in every cache group, so
+blocks are allocated and reused in all together. A block may lack the content of a group that
+lagged behind; whoever needs it next computes it, the same bits as anybody else would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Row
 from time import monotonic
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.api.retention import DEFAULT_PRIORITY
 from llmctl.runtime.kv_cache.audit import check_leases
 from llmctl.runtime.kv_cache.events import KvCacheEventManager
+from llmctl.runtime.kv_cache.groups import change_over, groups_with, leading_blocks, publishable
 from llmctl.runtime.kv_cache.lease import Lease
 from llmctl.runtime.kv_cache.moves import BlockCopy
-from llmctl.runtime.kv_cache.prefix import (
-    PrefixMatch,
-    find_prefix,
-    mark_drafted,
-    num_drafted,
-    within_reach,
-)
+from llmctl.runtime.kv_cache.prefix import PrefixMatch, find_prefix, within_reach
 from llmctl.runtime.kv_cache.radix_tree import Node, path_to
 from llmctl.runtime.kv_cache.stats import KvCacheStats, PromptCounters, make_stats
 from llmctl.runtime.kv_cache.store import BlockStore
@@ -41,6 +36,8 @@ class KvCacheManager:
     `offload_min_priority` move to `num_host_blocks` places in host memory; with `onboards_aside`
     they come back while other sequences run, and `is_arriving` tells who has to wait for them.
 
+    `groups` names the sets of KV layers that have a valid length of their own (groups.py).
+
     With a `window` a sequence that outgrows it takes no part in reuse and gives back what no layer
     sees any more; `max_step_tokens` is the most that a step computes of it. What it gave back is
     one and the same block in its table, which nobody owns and nobody reads.
@@ -52,7 +49,7 @@ class KvCacheManager:
         tokens_per_block: int,
         enable_block_reuse: bool = True,
         enable_partial_reuse: bool = True,
-        has_draft: bool = False,
+        groups: Row[str] = ("target",),
         num_host_blocks: int = 0,
         offload_min_priority: int = DEFAULT_PRIORITY,
         events: KvCacheEventManager | None = None,
@@ -71,7 +68,7 @@ class KvCacheManager:
         self.num_host_blocks = num_host_blocks
         self.enable_block_reuse = enable_block_reuse
         self.enable_partial_reuse = enable_block_reuse and enable_partial_reuse
-        self.has_draft = has_draft
+        self.groups = tuple(groups)
         self.version = 0  # changes whenever a request that did not fit may fit now
         self.events = KvCacheEventManager(0) if events is None else events
         self._store = BlockStore(
@@ -131,36 +128,37 @@ class KvCacheManager:
     def attach(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Start a lease from a fresh `lookup`; returns the number of tokens reused.
 
-        Sets the sequence's block_table, kv_len and draft_kv_len. A partial match becomes a
+        Sets the sequence's block_table and kv_lens. A partial match becomes a
         private copy, and what lies in host memory comes back: see `pending_copies`.
         """
         assert sequence.sequence_id not in self._leases and not sequence.block_table
         store = self._store
         full = within_reach(store, match.full)
-        lease = self._leases[sequence.sequence_id] = Lease(sequence, full)
+        path = path_to(full)
+        num_computed = leading_blocks(path, len(self.groups))
+        lease = self._leases[sequence.sequence_id] = Lease(sequence, full, num_computed)
         partial = match.partial if full is match.full else None
         if partial is not None:
             store.touch(partial)
         store.use_path(full)
-        path = path_to(full)
         for node in path:
             self._retain(lease, node)
         table = sequence.block_table
         table.extend(node.block_id for node in path)
         num_tokens = full.depth * self.tokens_per_block
-        lease.num_drafted = num_drafted(path)
-        sequence.draft_kv_len = lease.num_drafted * self.tokens_per_block if self.has_draft else 0
+        lens = [count * self.tokens_per_block for count in num_computed]
         num_copied = 0
         if partial is not None and partial.is_cached and store.num_available:
             num_copied = match.num_partial_tokens
             table.append(store.copy_of(partial, num_copied))
-            if self.has_draft and partial.has_draft and sequence.draft_kv_len == num_tokens:
-                sequence.draft_kv_len += num_copied
+            for group, length in enumerate(lens):
+                if length == num_tokens and partial.groups >> group & 1:
+                    lens[group] += num_copied
             num_tokens += num_copied
         num_missed = self.num_blocks_for(len(sequence.tokens) - 1) - len(table)
         self._prompts.count(sequence, full.depth, num_copied, num_missed, num_tokens)
         lease.arrival = self.arrivals.latest(table)
-        sequence.kv_len = num_tokens
+        sequence.kv_lens = lens
         return num_tokens
 
     def is_arriving(self, sequence: Sequence) -> bool:
@@ -196,58 +194,49 @@ class KvCacheManager:
         that block and frees its own: the contents are equal, so one copy is enough.
         """
         size = self.tokens_per_block
-        valid = drafted = sequence.kv_len
-        if self.has_draft:
-            drafted = min(valid, sequence.draft_kv_len)
-            if drafted >= len(sequence.tokens) - 2:  # a round in flight may write what it lacks
-                valid = drafted
         lease = self._leases[sequence.sequence_id]
         if self.window is not None and self.outgrows_window(sequence):
             self._drop_unseen(lease, self.window)
             return
         if not self.enable_block_reuse:
             return
+        valid = publishable(sequence.kv_lens, len(sequence.tokens))
         if valid >= (lease.tail.depth + 1) * size:
             assert valid < len(sequence.tokens), "a cache entry of a token that is not committed"
             for index in range(lease.tail.depth, valid // size):
-                self._publish_block(lease, index, drafted)
+                self._publish_block(lease, index)
             self.version += 1
-        if drafted >= (lease.num_drafted + 1) * size and self.has_draft:
-            lease.num_drafted = min(drafted, sequence.draft_kv_len) // size
-            mark_drafted(lease.tail, lease.num_drafted)
+        if len(self.groups) > 1:
+            lease.mark_computed(size)
 
-    def _publish_block(self, lease: Lease, index: int, drafted: int) -> None:
-        """Publish one more block of a sequence, of which the draft engine has seen `drafted`
-        tokens."""
+    def _publish_block(self, lease: Lease, index: int) -> None:
+        """Publish one more block of a sequence."""
         sequence, size = lease.sequence, self.tokens_per_block
         table, start = sequence.block_table, index * size
         key = tuple(sequence.tokens[start : start + size])
-        has_draft = drafted >= start + size
-        node = self._store.publish(lease.tail, key, table[index], has_draft)
-        if not has_draft and node.block_id != table[index]:  # of the draft's, it has its own part
-            if node.has_draft and sequence.draft_kv_len >= start:
-                sequence.draft_kv_len = start + size
-            sequence.draft_kv_len = min(sequence.draft_kv_len, start + size * node.has_draft)
-        table[index] = node.block_id
+        computed = groups_with(sequence.kv_lens, start + size)
+        node = self._store.publish(lease.tail, key, table[index], computed)
+        if node.block_id != table[index]:
+            change_over(sequence.kv_lens, computed, node, start, start + size)
+            table[index] = node.block_id
         self._retain(lease, node)
         lease.tail = node
 
     def release(self, sequence: Sequence) -> None:
         """End the lease: published blocks stay cached while there is room, the rest is free.
 
-        The sequence's block_table, kv_len and draft_kv_len are reset.
+        The sequence's block_table and kv_lens are reset.
         """
         lease = self._leases.pop(sequence.sequence_id)
         own = sequence.block_table[lease.tail.depth :]
         self._store.give_back(block for block in reversed(own) if block != self._null_block)
         self._store.leave_path(lease.tail)
         sequence.block_table.clear()
-        sequence.kv_len = 0
-        sequence.draft_kv_len = 0
+        sequence.kv_lens = [0] * len(self.groups)
         self.version += 1
 
     def pending_copies(self) -> list[BlockCopy]:
-        """Hand over the copies to perform before the next step, in this order, in every cache.
+        """Hand over the copies to perform before the next step, in this order, in every group.
 
         Each is handed over once. The order matters: a source may have been given to somebody
         else since, who writes it in the step or as the target of a later copy.
@@ -259,11 +248,11 @@ class KvCacheManager:
         """After a step that raised, once nobody holds a block: copies may be missing.
 
         Most of those within the device were for sequences that have ended. Contents that were to
-        move between device and host, or to another block for the draft's part, are lost, and with
-        them all that is cached.
+        move between device and host, or to a block that lacks a group, are lost, and with them all
+        that is cached.
         """
         assert not self._leases
-        if self.num_host_blocks or self.has_draft:
+        if self.num_host_blocks or len(self.groups) > 1:
             self._store.forget()
         self._store.copies.clear()
         self.version += 1
@@ -278,14 +267,13 @@ class KvCacheManager:
 
         For tests: walks all blocks and all leases.
         """
-        check_leases(self._leases.values(), self._store, self.tokens_per_block, self._null_block)
+        size, num_groups = self.tokens_per_block, len(self.groups)
+        check_leases(self._leases.values(), self._store, size, self._null_block, num_groups)
 
     def _drop_unseen(self, lease: Lease, window: AttentionWindow) -> None:
         """Give back the blocks that lie before the window of every query to come."""
         assert self._null_block is not None
-        unseen = lease.drop_unseen(
-            window, self.tokens_per_block, self._null_block, has_draft=self.has_draft
-        )
+        unseen = lease.drop_unseen(window, self.tokens_per_block, self._null_block)
         if unseen:
             self._store.give_back(reversed(unseen))
             self.version += 1

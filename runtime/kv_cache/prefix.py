@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Row
 from typing import NamedTuple
 
@@ -48,23 +47,3 @@ def within_reach(store: BlockStore, full: Node) -> Node:
         excess -= 1
         num_in_host -= 1
     return full
-
-
-def num_drafted(path: Iterable[Node]) -> int:
-    """Leading blocks of a path that hold what the draft engine computed, too."""
-    count = 0
-    for node in path:
-        if not node.has_draft:
-            break
-        count += 1
-    return count
-
-
-def mark_drafted(tail: Node, num_blocks: int) -> None:
-    """The draft engine has computed the first `num_blocks` blocks of the path down to `tail`."""
-    node = tail
-    while node.depth > num_blocks and node.parent is not None:
-        node = node.parent
-    while node.parent is not None and not node.has_draft:
-        node.has_draft = True
-        node = node.parent

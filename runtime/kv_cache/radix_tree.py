@@ -25,7 +25,7 @@ class Node:
         "depth",
         "duration_s",
         "expires_at",
-        "has_draft",
+        "groups",
         "host_slot",
         "key",
         "last_used",
@@ -40,7 +40,7 @@ class Node:
         self.key = key
         self.block_id = block_id  # on the device, or NOWHERE
         self.host_slot = NOWHERE  # in host memory; just one of the two is set until it is removed
-        self.has_draft = False  # the draft engine, if there is one, has computed it as well
+        self.groups = 1  # the cache groups that have its content, a bit each; group 0 always
         self.block_hash: int | None = None  # names the content in events; None where they are off
         self.children: dict[tuple[int, ...], Node] = {}
         self.num_device_children = 0

@@ -134,33 +134,33 @@ class BlockStore:
         node.last_used = self._tick
         self._enlist(node)
 
-    def publish(
-        self, parent: Node, key: tuple[int, ...], block_id: int, has_draft: bool = False
-    ) -> Node:
-        """Make a block of a sequence that uses `parent` findable; its publisher uses the result.
+    def publish(self, parent: Node, key: tuple[int, ...], block_id: int, groups: int = 1) -> Node:
+        """Make a block of a sequence that uses `parent` findable, with the content of these groups;
+        its publisher uses the result.
 
         Where the content is known already, the block found first stays (see `Node.block_id`) and
-        `block_id` is free again, after what only it has of the draft's was copied; what lay in host
+        `block_id` is free again, after the groups that only it has were copied; what lay in host
         memory only is replaced by `block_id`.
         """
         node = parent.children.get(key)
         if node is None:
             node = self.tree.add(parent, key, block_id)
-            node.has_draft = has_draft
+            node.groups = groups
             node.num_users = 1
             self._announce(node)
             return node
         self.use(node)
         if node.is_on_device:
             self.arrivals.need(node.block_id)
-            if has_draft and not node.has_draft:  # of the target's, both hold the same bits
-                self.copies.append(BlockCopy(block_id, node.block_id, self._tokens_per_block))
-                node.has_draft = True
+            if missing := groups & ~node.groups:
+                copy = BlockCopy(block_id, node.block_id, self._tokens_per_block, groups=missing)
+                self.copies.append(copy)
+                node.groups |= missing
             self.free.append(block_id)
         else:
             self.free_slots.append(node.host_slot)
             self._settle(node, block_id)
-            node.has_draft = has_draft
+            node.groups = groups
         return node
 
     def retain(self, node: Node, retention: Retention) -> None:

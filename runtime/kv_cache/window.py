@@ -14,8 +14,8 @@ from llmctl.errors import BadConfig
 # Kernels read whole tiles of keys at multiples of this and mask what is not seen: 64 on a GPU, 32
 # on a CPU. So nothing is dropped that shares a tile with a token in sight.
 KEY_TILE = 64
-# How far a draft engine may lag behind and find its own window whole; beyond, it guesses worse.
-DRAFT_LAG = 64
+# How far a cache group may lag behind and find its own window whole; beyond, it reads less.
+GROUP_LAG = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class AttentionWindow:
     size: int
     sink_tokens: int = 0
     key_tile: int = KEY_TILE
-    draft_lag: int = DRAFT_LAG
+    group_lag: int = GROUP_LAG
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -50,7 +50,7 @@ class AttentionWindow:
 
     def most_blocks(self, step_tokens: int, tokens_per_block: int) -> int:
         """Blocks that a sequence holds at most while steps compute up to `step_tokens` of it."""
-        reach = self.size - self.sink_tokens + self.key_tile + self.draft_lag + step_tokens
+        reach = self.size - self.sink_tokens + self.key_tile + self.group_lag + step_tokens
         return -(-reach // tokens_per_block) + 1 + -(-self.sink_end // tokens_per_block)
 
 

@@ -20,6 +20,7 @@ from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.plugins.ops.sampling.spec import SamplingBackend
+from llmctl.runtime.drafting.cache_groups import cache_groups
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.plain.drafter import NoDrafter
@@ -73,12 +74,13 @@ def round_s(
     drafter: Drafter = NoDrafter()
     if rule != "no draft":
         drafter = DraftEngineDrafter(IdleEngine(vocab), DRAFT_LEN)
-    kv_cache = KvCacheManager(NUM_BLOCKS, 32, has_draft=drafter.has_engine)
+    groups = cache_groups(engine, drafter)
+    kv_cache = KvCacheManager(NUM_BLOCKS, 32, groups=tuple(groups))
     limits = Limits(8, 64, MAX_LEN, drafter.max_draft_len)
     scheduler = Scheduler(SchedulerConfig(), kv_cache, limits)
     sampler = Sampler(vocab, backend)
     drafter.prepare(kv_cache, sampler, rule == "by logits")
-    mover = BlockMover(kv_cache, engine, drafter)
+    mover = BlockMover(kv_cache, groups)
     loop = Loop(engine, scheduler, mover, drafter, Verifier(sampler))
     request = Request((1, 2, 3), MAX_LEN - 3, params)
     scheduler.add(Sequence(1, 1, request, 0, [1, 2, 3], 3, MAX_LEN))

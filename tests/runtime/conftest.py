@@ -14,6 +14,7 @@ import pytest
 
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling, sample_rows
 from llmctl.plugins.ops.sampling.spec import SamplingBackend, SamplingRow
+from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP, cache_groups
 from llmctl.runtime.drafting.plain.drafter import NoDrafter
 from llmctl.runtime.generate.sampler import Sampler, is_by_logits
 from llmctl.runtime.generate.verify import Verifier
@@ -213,7 +214,7 @@ class AuditedScheduler(Scheduler):
         for item in batch.slices:
             committed = len(item.sequence.tokens)
             assert item.sequence.kv_len <= committed - 1, "an entry of a token that was cut"
-            assert item.sequence.draft_kv_len <= committed - 1, "a draft entry of a cut token"
+            assert max(item.sequence.kv_lens) <= committed - 1, "a draft entry of a cut token"
         super().update(batch)
 
 
@@ -239,12 +240,13 @@ class Harness:
     ) -> None:
         self.target, self.draft = target, draft
         self.drafter = drafter or NoDrafter()
+        groups = cache_groups(target, self.drafter)
         self.kv_cache = KvCacheManager(
             num_blocks,
             target.tokens_per_block,
             reuse,
             reuse,
-            has_draft=self.drafter.has_engine,
+            groups=tuple(groups),
             num_host_blocks=num_host_blocks,
             window=window,
             max_step_tokens=max(target.max_num_tokens, 2 * self.drafter.max_draft_len + 3),
@@ -266,7 +268,7 @@ class Harness:
         self.runner, self.rounds = runner, None
         if on_device:
             self.runner = FakeRunner(target, draft, self.drafter.max_draft_len)
-        mover = BlockMover(self.kv_cache, target, self.drafter)
+        mover = BlockMover(self.kv_cache, groups)
         if self.runner is not None:
             self.rounds = Rounds(self.runner, self.scheduler, self.kv_cache, mover.start)
         self.loop = Loop(
@@ -335,10 +337,10 @@ class Harness:
         """Every cache entry that counts as valid holds the committed token of its position."""
         self.kv_cache.check_invariants()
         for sequence in self.scheduler.active:
-            assert max(sequence.kv_len, sequence.draft_kv_len) <= len(sequence.tokens) - 1
+            assert max(sequence.kv_lens) <= len(sequence.tokens) - 1
             self._audit_cache(self.target, sequence, sequence.kv_len)
             if self.draft is not None:
-                self._audit_cache(self.draft, sequence, sequence.draft_kv_len)
+                self._audit_cache(self.draft, sequence, sequence.kv_lens[DRAFT_GROUP])
 
     def _audit_cache(self, engine, sequence: Sequence, length: int) -> None:
         """But for blocks that copies will have filled before the next step reads them."""
@@ -378,21 +380,21 @@ class FakeRunner:
         pass
 
     def is_behind(self, sequence) -> bool:
-        return self.draft is not None and sequence.draft_kv_len < len(sequence.tokens) - 2
+        return self.draft is not None and sequence.kv_lens[DRAFT_GROUP] < len(sequence.tokens) - 2
 
     def note(self, sequence, committed, accepted, draft_len) -> None:
         if self.draft is not None:  # which never got the last draft
             valid = committed + min(accepted, draft_len - 1)
-            sequence.draft_kv_len = min(valid, len(sequence.tokens) - 1)
+            sequence.kv_lens[DRAFT_GROUP] = min(valid, len(sequence.tokens) - 1)
 
     def catch_up(self, sequences) -> None:
         assert not self.in_flight
         self.num_caught_up += 1
         for sequence in sequences:
             end = len(sequence.tokens) - 2
-            for position in range(sequence.draft_kv_len, end):
+            for position in range(sequence.kv_lens[DRAFT_GROUP], end):
                 self._write(self.draft, sequence.block_table, position, sequence.tokens[position])
-            sequence.draft_kv_len = end
+            sequence.kv_lens[DRAFT_GROUP] = end
 
     def begin(self, sequences) -> None:
         self.num_begun += 1

@@ -6,6 +6,7 @@ from llmctl.runtime.api.retention import KvCacheRetentionConfig, TokenRangeReten
 from llmctl.runtime.request import Request, Sequence
 
 BLOCK = 4
+PAIR = ("target", "draft")
 
 
 class Clock:
@@ -40,8 +41,7 @@ def start(cache, sequence_id, tokens, retention=None):
 
 
 def advance(cache, sequence, token):
-    sequence.kv_len = len(sequence.tokens)
-    sequence.draft_kv_len = sequence.kv_len if cache.has_draft else 0
+    sequence.kv_lens = [len(sequence.tokens)] * len(cache.groups)
     sequence.tokens.append(token)
     cache.publish(sequence)
     cache.check_invariants()

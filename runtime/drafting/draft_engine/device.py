@@ -8,6 +8,7 @@ import numpy as np
 
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.device_loop import kernel as bookkeeping
+from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.draft_engine.feeding import cut
 from llmctl.runtime.engines.cuda_engine import LEAST_FED, CudaEngine
 from llmctl.runtime.request import Sequence
@@ -44,22 +45,22 @@ class DeviceDraftEngine:
             power *= 2
 
     def is_behind(self, sequence: Sequence) -> bool:
-        return sequence.draft_kv_len < len(sequence.tokens) - MOST_FED
+        return sequence.kv_lens[DRAFT_GROUP] < len(sequence.tokens) - MOST_FED
 
     def catch_up(self, sequences: Items[Sequence]) -> None:
         draft = self._draft
         ends = [len(sequence.tokens) - MOST_FED for sequence in sequences]
         spans = [
-            Span(sequence, sequence.draft_kv_len, end, needs_logits=False)
+            Span(sequence, sequence.kv_lens[DRAFT_GROUP], end, needs_logits=False)
             for sequence, end in zip(sequences, ends, strict=True)
-            if sequence.draft_kv_len < end
+            if sequence.kv_lens[DRAFT_GROUP] < end
         ]
         for call in cut(spans, draft.max_num_tokens, draft.max_batch_size):
             step = pack(call, draft.tokens_per_block)
             np.minimum(step.token_ids, draft.vocab_size - 1, out=step.token_ids)  # as when drafting
             draft.feed(step)
             for span in call:
-                span.sequence.draft_kv_len = span.end
+                span.sequence.kv_lens[DRAFT_GROUP] = span.end
 
     def enqueue_drafts(self, shape: RoundShape) -> None:
         steps, draft = self._steps, self._draft
@@ -76,7 +77,7 @@ class DeviceDraftEngine:
     def note(self, sequence: Sequence, committed: int, accepted: int, draft_len: int) -> None:
         # The last draft was never fed to the draft engine.
         valid = committed + min(accepted, draft_len - 1)
-        sequence.draft_kv_len = min(valid, len(sequence.tokens) - 1)
+        sequence.kv_lens[DRAFT_GROUP] = min(valid, len(sequence.tokens) - 1)
 
     def _feed(self, shape: RoundShape, index: int) -> None:
         """Describe the draft's step `index`; of greedy drafts, draw the one that it is fed with."""

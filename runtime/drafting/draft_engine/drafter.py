@@ -31,6 +31,7 @@ from llmctl.plugins.ops.sampling.spec import (
     Logits,
     SamplingRow,
 )
+from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.draft_engine.feeding import cut
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
@@ -95,14 +96,16 @@ class DraftEngineDrafter:
         spans = []
         for item in batch.context:
             end = min(item.start + item.num_tokens, limit)
-            spans.append(Span(item.sequence, item.sequence.draft_kv_len, end, needs_logits=False))
+            spans.append(
+                Span(item.sequence, item.sequence.kv_lens[DRAFT_GROUP], end, needs_logits=False)
+            )
         for item in batch.generation:
             sequence, committed = item.sequence, len(item.sequence.tokens)
             # The last draft is not fed, so it may lie one past the draft's last position.
             wanted = min(item.draft_len, self.max_draft_len, limit - committed + 1)
             if wanted > 0:
                 self._rounds[sequence.sequence_id] = _Round(sequence, wanted, committed)
-                spans.append(Span(sequence, sequence.draft_kv_len, committed))
+                spans.append(Span(sequence, sequence.kv_lens[DRAFT_GROUP], committed))
         self._feed(spans)
         self._extend()
         return [self._drafts(item.sequence) for item in batch.generation]
@@ -114,7 +117,7 @@ class DraftEngineDrafter:
             done = self._rounds.pop(sequence.sequence_id, None)
             if done is not None:
                 valid = done.num_committed + min(num_accepted, done.num_fed)
-                sequence.draft_kv_len = min(valid, len(sequence.tokens) - 1)
+                sequence.kv_lens[DRAFT_GROUP] = min(valid, len(sequence.tokens) - 1)
 
     def release(self, sequence: Sequence) -> None:
         """Forget an unfinished round."""
@@ -125,7 +128,7 @@ class DraftEngineDrafter:
         for call in cut(spans, self._draft.max_num_tokens, self._draft.max_batch_size):
             logits = self._run(pack(call, self._draft.tokens_per_block))
             for span in call:
-                span.sequence.draft_kv_len = span.end
+                span.sequence.kv_lens[DRAFT_GROUP] = span.end
             ready = [self._rounds[s.sequence.sequence_id] for s in call if s.needs_logits]
             if ready:
                 self._choose(logits, ready)

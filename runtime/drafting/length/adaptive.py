@@ -15,6 +15,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
+from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.length.acceptance import Acceptance
 from llmctl.runtime.drafting.length.budget import LEASH, DraftBudget
 from llmctl.runtime.drafting.length.costs import CatchUp, StepCosts
@@ -250,7 +251,9 @@ class AdaptiveLengths:
 
 def _lag(sequence: Sequence) -> int:
     """Committed tokens that the drafter's cache lacks, beyond the two that every round feeds."""
-    return max(0, len(sequence.tokens) - 2 - sequence.draft_kv_len)
+    lens = sequence.kv_lens
+    num_read = lens[DRAFT_GROUP] if len(lens) > DRAFT_GROUP else 0  # without a cache: nothing
+    return max(0, len(sequence.tokens) - 2 - num_read)
 
 
 def _most_left(generation: Items[Sequence]) -> int:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.length.adaptive import AdaptiveLengths
 from llmctl.runtime.drafting.length.costs import StepCosts
 from llmctl.runtime.drafting.length.lengths import FixedLengths, best_length, best_lengths, rate
@@ -82,7 +83,7 @@ class Fleet:
         self.is_common = is_common = getattr(lengths, "_is_common", False)
         self.shares = list(shares)
         self.sequences = [
-            SimpleNamespace(sequence_id=index, tokens=[0] * 50, draft_kv_len=49, max_len=10**6)
+            SimpleNamespace(sequence_id=index, tokens=[0] * 50, kv_lens=[0, 49], max_len=10**6)
             for index in range(len(shares))
         ]
         if isinstance(lengths, AdaptiveLengths):  # the prompts
@@ -101,8 +102,8 @@ class Fleet:
             stands = self.chance.random(length) < share
             accepted = int(np.cumprod(stands).sum())
             if length:
-                lag += max(0, len(sequence.tokens) - 2 - sequence.draft_kv_len)
-                sequence.draft_kv_len = len(sequence.tokens) + min(accepted, length - 1)
+                lag += max(0, len(sequence.tokens) - 2 - sequence.kv_lens[DRAFT_GROUP])
+                sequence.kv_lens[DRAFT_GROUP] = len(sequence.tokens) + min(accepted, length - 1)
             sequence.tokens += [0] * (accepted + 1)
             commits.append(SimpleNamespace(sequence=sequence, num_drafts=length, accepted=accepted))
         depth, batch = max(wanted), len(wanted)

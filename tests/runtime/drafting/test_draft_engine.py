@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from llmctl.errors import BadConfig, PairMismatch
+from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.request import Request, SamplingConfig
 
@@ -90,7 +91,7 @@ def test_rounds_without_drafts_are_caught_up_when_drafting_resumes(fake):
     harness.scheduler._rounds = lambda generation, _: plan(generation, 0)  # a full step
     for _ in range(9):
         harness.step()
-    assert sequence.draft_kv_len == 5 and sequence.kv_len == 14
+    assert sequence.kv_lens[DRAFT_GROUP] == 5 and sequence.kv_len == 14
     harness.scheduler._rounds = plan
     draft.num_tokens.clear()
     harness.step()

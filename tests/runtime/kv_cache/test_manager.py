@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from support.kv import BLOCK, advance, attached, make_sequence, run_and_release, start
+from support.kv import BLOCK, PAIR, advance, attached, make_sequence, run_and_release, start
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
@@ -111,23 +111,23 @@ def test_only_full_blocks_of_committed_tokens_are_published():
 
 
 def test_with_a_draft_blocks_are_published_only_where_both_caches_are_valid():
-    cache = KvCacheManager(16, BLOCK, has_draft=True)
+    cache = KvCacheManager(16, BLOCK, groups=PAIR)
     sequence = make_sequence(1, range(9))
     cache.match_and_attach(sequence)
     assert cache.reserve(sequence, 9)
-    sequence.kv_len, sequence.draft_kv_len = 8, 7
+    sequence.kv_lens = [8, 7]
     cache.publish(sequence)
     other = make_sequence(2, range(9))
     assert cache.match_and_attach(other) == 4
-    assert (other.kv_len, other.draft_kv_len) == (4, 4)
+    assert other.kv_lens == [4, 4]
 
 
-def test_without_a_draft_a_hit_leaves_draft_kv_len_alone():
+def test_a_hit_without_a_draft_sets_the_targets_length_alone():
     cache = KvCacheManager(16, BLOCK)
     run_and_release(cache, 1, range(9))
     other = make_sequence(2, range(9))
     cache.match_and_attach(other)
-    assert (other.kv_len, other.draft_kv_len) == (8, 0)
+    assert other.kv_lens == [8]
 
 
 def test_sequences_that_computed_the_same_block_end_up_with_one_copy():
@@ -175,10 +175,10 @@ def test_reserve_evicts_as_much_as_it_needs():
 
 
 def test_release_forgets_nothing_that_was_published_and_resets_the_sequence():
-    cache = KvCacheManager(4, BLOCK, has_draft=True)
+    cache = KvCacheManager(4, BLOCK, groups=PAIR)
     sequence = start(cache, 1, range(10))
     cache.release(sequence)
-    assert (sequence.block_table, sequence.kv_len, sequence.draft_kv_len) == ([], 0, 0)
+    assert (sequence.block_table, sequence.kv_lens) == ([], [0, 0])
     assert cache.stats().free_num_blocks == 4
     assert cache.match_and_attach(make_sequence(2, range(10))) == 8
 
@@ -246,7 +246,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.cache = KvCacheManager(7, 2, has_draft=True)
+        self.cache = KvCacheManager(7, 2, groups=PAIR)
         self.next_id = 0
 
     @rule(target=running, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
@@ -256,7 +256,7 @@ class CacheMachine(RuleBasedStateMachine):
         match = self.cache.lookup(sequence)
         num_available = self.cache.num_available_blocks
         reused = self.cache.attach(sequence, match)
-        assert sequence.draft_kv_len <= reused < len(tokens)
+        assert sequence.kv_lens[1] <= reused < len(tokens)
         assert match.num_blocks_in_use <= match.full.depth
         cost = len(sequence.block_table) - match.num_blocks_in_use
         assert self.cache.num_available_blocks == num_available - cost
@@ -274,7 +274,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(sequence=running)
     def draft_catches_up(self, sequence):
-        sequence.draft_kv_len = sequence.kv_len
+        sequence.kv_lens[1] = sequence.kv_len
 
     @rule(sequence=running)
     def publish(self, sequence):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.kv import BLOCK, make_sequence
+from support.kv import BLOCK, PAIR, make_sequence
 
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
@@ -68,7 +68,7 @@ def audit_tree(harness):
         if not node.is_on_device or node.block_id in pending:
             continue
         engines = [harness.target]
-        engines += [harness.draft] if harness.draft is not None and node.has_draft else []
+        engines += [harness.draft] if harness.draft is not None and node.groups == 3 else []
         for engine in engines:
             start = node.block_id * engine.tokens_per_block
             assert tuple(engine.cache[start : start + engine.tokens_per_block]) == node.key
@@ -116,11 +116,11 @@ def test_drafts_come_back_over_blocks_that_the_draft_engine_never_read(fake, on_
     _, said, _ = turn(harness, [1, 2, 3, 4, 5], 60, 1)
     lengths.common = DRAFT_LEN
     nodes = harness.kv_cache._store.tree.nodes()
-    assert sum(not node.has_draft for node in nodes) > 10
+    assert sum(node.groups == 1 for node in nodes) > 10
     found, said, request = turn(harness, [*said, 9], 30, 2)
     assert found >= 60
     assert said[-30:] == fake.plain_answer(harness.target, request)[0]
-    assert all(node.has_draft for node in nodes), "read in the next prompt, once for everybody"
+    assert all(node.groups == 3 for node in nodes), "read in the next prompt, once for everybody"
     stats = harness.loop.stats
     assert stats.draft_tokens and stats.accepted_tokens > 0.4 * stats.draft_tokens
 
@@ -147,39 +147,39 @@ def grown(cache, sequence_id, tokens, num_drafted):
     cache.match_and_attach(sequence)
     assert cache.reserve(sequence, len(tokens))
     sequence.kv_len = len(tokens) - 1
-    sequence.draft_kv_len = num_drafted
+    sequence.kv_lens[1] = num_drafted
     cache.publish(sequence)
     cache.check_invariants()
     return sequence
 
 
 def test_a_block_without_the_drafts_part_is_given_it_by_whoever_has_it():
-    cache = KvCacheManager(16, BLOCK, has_draft=True)
+    cache = KvCacheManager(16, BLOCK, groups=PAIR)
     first, second = make_sequence(1, range(13)), make_sequence(2, range(13))
     for sequence, drafted in ((first, 0), (second, 12)):
         cache.match_and_attach(sequence)
         assert cache.reserve(sequence, 13)
-        sequence.kv_len, sequence.draft_kv_len = 12, drafted
+        sequence.kv_lens = [12, drafted]
     own = list(second.block_table)
     cache.publish(first)
     assert cache.lookup(make_sequence(3, range(13))).full.depth == 3
     cache.publish(second)
     moves = [(copy.src_block, copy.dst_block) for copy in cache.pending_copies()]
     assert moves == list(zip(own[:3], first.block_table[:3], strict=True))
-    assert second.block_table[:3] == first.block_table[:3] and second.draft_kv_len == 12
+    assert second.block_table[:3] == first.block_table[:3] and second.kv_lens[1] == 12
     cache.check_invariants()
     third = make_sequence(3, range(13))
-    assert cache.match_and_attach(third) == 12 and third.draft_kv_len == 12
+    assert cache.match_and_attach(third) == 12 and third.kv_lens[1] == 12
 
 
 def publish_alike(first_drafted: int, second_drafted: int) -> tuple[KvCacheManager, list[Sequence]]:
     """Two sequences of the same tokens, of which the draft engine has read so many."""
-    cache = KvCacheManager(16, BLOCK, has_draft=True)
+    cache = KvCacheManager(16, BLOCK, groups=PAIR)
     pair = [make_sequence(1, range(13)), make_sequence(2, range(13))]
     for sequence, drafted in zip(pair, (first_drafted, second_drafted), strict=True):
         cache.match_and_attach(sequence)
         assert cache.reserve(sequence, 13)
-        sequence.kv_len, sequence.draft_kv_len = 12, drafted
+        sequence.kv_lens = [12, drafted]
     for sequence in pair:
         cache.publish(sequence)
     return cache, pair
@@ -187,16 +187,16 @@ def publish_alike(first_drafted: int, second_drafted: int) -> tuple[KvCacheManag
 
 def test_a_lagging_draft_gains_from_blocks_that_another_drafted():
     cache, (first, second) = publish_alike(12, 0)
-    assert second.block_table[:3] == first.block_table[:3] and second.draft_kv_len == 12
+    assert second.block_table[:3] == first.block_table[:3] and second.kv_lens[1] == 12
     assert cache.pending_copies() == []
 
 
 def test_what_a_draft_computed_of_a_block_ends_where_its_owner_changes_over():
     _, (_, second) = publish_alike(0, 6)
-    assert second.draft_kv_len == 4, "two tokens of the second block were in the one given up"
+    assert second.kv_lens[1] == 4, "two tokens of the second block were in the one given up"
 
 
 def test_a_block_that_a_round_in_flight_may_still_write_is_not_published():
-    cache = KvCacheManager(16, BLOCK, has_draft=True)
+    cache = KvCacheManager(16, BLOCK, groups=PAIR)
     grown(cache, 1, range(13), 11)
     assert cache.lookup(make_sequence(2, range(14))).full.depth == 2

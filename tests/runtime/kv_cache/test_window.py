@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.kv import BLOCK, attached, make_sequence, num_cached, run_and_release
+from support.kv import BLOCK, PAIR, attached, make_sequence, num_cached, run_and_release
 
 from llmctl.errors import BadConfig, OutOfMemory
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
@@ -67,7 +67,7 @@ def harness_of(fake):
 
 
 def ring(**rest):
-    return AttentionWindow(SIZE, SINKS, key_tile=TILE, draft_lag=8, **rest)
+    return AttentionWindow(SIZE, SINKS, key_tile=TILE, group_lag=8, **rest)
 
 
 @pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
@@ -211,14 +211,14 @@ def test_a_sequence_that_outgrows_the_window_takes_no_part_in_reuse_and_a_short_
 
 
 def test_a_draft_that_lags_keeps_its_own_window():
-    cache = make_cache(has_draft=True)
+    cache = make_cache(groups=PAIR)
     sequence = make_sequence(1, range(100))
     cache.match_and_attach(sequence)
     assert cache.reserve(sequence, 100)
-    sequence.kv_len, sequence.draft_kv_len = 90, 10
+    sequence.kv_lens = [90, 10]
     cache.publish(sequence)  # too far behind: it may guess worse, and holds no more for that
     assert cache.num_held_blocks(sequence) == 1 + 25 - ring().oldest(82) // BLOCK
-    sequence.draft_kv_len = 85
+    sequence.kv_lens[1] = 85
     cache.publish(sequence)
     assert ring().oldest(85) == 64
     assert sequence.block_table[16] != cache._null_block == sequence.block_table[15]

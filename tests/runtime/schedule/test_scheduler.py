@@ -44,7 +44,7 @@ def make_sequence(num_prompt_tokens, max_tokens=8, first_token=None):
 def make_scheduler(
     num_blocks=64, batch=8, tokens=64, draft_len=0, seq_len=200, has_draft=False, **config
 ):
-    cache = KvCacheManager(num_blocks, BLOCK, has_draft=has_draft)
+    cache = KvCacheManager(num_blocks, BLOCK, groups=("target", "draft")[: 1 + has_draft])
     limits = Limits(batch, tokens, seq_len, draft_len)
     return Scheduler(SchedulerConfig(**config), cache, limits), cache
 
@@ -60,7 +60,7 @@ def finish_step(scheduler, batch, accepted=0):
             sequence.kv_len += taken
             if len(sequence.tokens) >= sequence.max_len:
                 sequence.finish_reason = FinishReason.LENGTH
-        sequence.draft_kv_len = sequence.kv_len
+        sequence.kv_lens = [sequence.kv_len] * len(sequence.kv_lens)
     scheduler.update(batch)
 
 
@@ -238,7 +238,7 @@ def test_max_utilization_pauses_the_latest_started_and_it_finishes_later():
     while not scheduler.waiting:
         finish_step(scheduler, scheduler.schedule())
     assert scheduler.waiting == (second,) and scheduler.num_paused == 1
-    assert second.kv_len == second.draft_kv_len == 0 and not second.block_table
+    assert not any(second.kv_lens) and not second.block_table
     assert second.num_new_tokens > 0, "the tokens of a paused sequence are kept"
     while scheduler.has_work:
         finish_step(scheduler, scheduler.schedule())

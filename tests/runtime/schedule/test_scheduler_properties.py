@@ -39,6 +39,11 @@ def prefix_hashes(tokens):
     return hashes
 
 
+def drafted(sequence):
+    """Tokens that are valid in the draft's cache; none where there is no draft."""
+    return sum(sequence.kv_lens[1:])
+
+
 class Contents:
     """What one engine's KV cache holds."""
 
@@ -177,16 +182,16 @@ class Traffic:
         self.cache.check_invariants()
         store = self.cache._store
         self.target.check_tree(store.tree, [])
-        if self.cache.has_draft:
-            self.draft.check_tree(store.tree, store.copies, lambda node: node.has_draft)
+        if len(self.cache.groups) > 1:
+            self.draft.check_tree(store.tree, store.copies, lambda node: node.groups >> 1)
         assert all(copy.kind is CopyKind.WITHIN for copy in store.copies)
-        assert self.cache.has_draft or not store.copies
+        assert len(self.cache.groups) > 1 or not store.copies
 
     def copy_blocks(self):
         """In the order of the cache, in both engines; what comes from host memory may be late."""
         arrivals = self.cache.arrivals
         copies, batch = self.cache.pending_copies(), arrivals.hand_over()
-        engines = (self.target, self.draft) if self.cache.has_draft else (self.target,)
+        engines = (self.target, self.draft) if len(self.cache.groups) > 1 else (self.target,)
         for engine in engines:
             for copy in copies:
                 engine.copy_block(copy, batch, self.is_aside)
@@ -201,17 +206,17 @@ class Traffic:
         sequence, window = part.sequence, self.cache.window
         if window is None or not self.cache.outgrows_window(sequence):
             self.target.check(sequence, part.start)
-            self.draft.check(sequence, sequence.draft_kv_len)
+            self.draft.check(sequence, drafted(sequence))
             return
 
         def is_seen(oldest, position):
             return position >= oldest or position < window.sink_tokens
 
-        starts = (part.start, sequence.draft_kv_len)
+        starts = (part.start, drafted(sequence))
         kept = [partial(is_seen, window.oldest(start)) for start in starts]
         self.target.check(sequence, part.start, kept[0])
-        if part.start - sequence.draft_kv_len <= window.draft_lag:
-            self.draft.check(sequence, sequence.draft_kv_len, kept[1])
+        if part.start - drafted(sequence) <= window.group_lag:
+            self.draft.check(sequence, drafted(sequence), kept[1])
         most = self.cache.num_blocks_to_hold(sequence, sequence.max_len - 1)
         assert self.cache.num_held_blocks(sequence) <= most
 
@@ -227,14 +232,14 @@ class Traffic:
         end = part.start + part.num_tokens + part.draft_len
         self.refuse_shared_writes(sequence, part.start, end)
         self.target.write(sequence, tokens, part.start, end)
-        if self.cache.has_draft and (part.draft_len or self.random.random() < 0.5):
+        if len(self.cache.groups) > 1 and (part.draft_len or self.random.random() < 0.5):
             # The last draft is never fed; a round without drafts may leave the draft behind.
             draft_end = max(part.start + part.num_tokens, end - 1)
             # Of the draft's part, what the target has computed is the same whoever writes it.
             self.refuse_shared_writes(sequence, part.start, draft_end)
-            self.draft.write(sequence, tokens, sequence.draft_kv_len, draft_end)
+            self.draft.write(sequence, tokens, drafted(sequence), draft_end)
             return accepted, emitted, draft_end
-        return accepted, emitted, sequence.draft_kv_len
+        return accepted, emitted, drafted(sequence)
 
     def refuse_shared_writes(self, writer, start, end):
         size = self.cache.tokens_per_block
@@ -255,7 +260,8 @@ class Traffic:
             sequence.kv_len = min(sequence.kv_len, len(sequence.tokens) - 1)
             if sequence.finish_reason is RUNNING and len(sequence.tokens) == sequence.max_len:
                 sequence.finish_reason = FinishReason.LENGTH
-        sequence.draft_kv_len = min(draft_end, sequence.kv_len)
+        if len(self.cache.groups) > 1:
+            sequence.kv_lens[1] = min(draft_end, sequence.kv_len)
 
     def check_batch(self, batch):
         limits, size = self.limits, self.cache.tokens_per_block
@@ -272,7 +278,7 @@ class Traffic:
             held = len(sequence.block_table) * size
             assert sequence.kv_len == part.start and part.num_tokens >= 1
             assert part.start + part.num_tokens + part.draft_len <= held
-            assert sequence.draft_kv_len <= sequence.kv_len
+            assert drafted(sequence) <= sequence.kv_len
         for part in batch.context:
             assert part.sequence.is_context and part.draft_len == 0
             if not part.needs_logits:
@@ -312,13 +318,13 @@ def setups(draw):
     if draw(st.booleans()):
         width = draw(st.integers(1, 30))
         tile = draw(st.sampled_from([1, 2, 8]))
-        window = AttentionWindow(width, draw(st.integers(0, width - 1)), tile, draft_lag=tile)
+        window = AttentionWindow(width, draw(st.integers(0, width - 1)), tile, group_lag=tile)
     cache = KvCacheManager(
         num_blocks=draw(st.integers(2, 24)),
         tokens_per_block=size,
         enable_block_reuse=draw(st.sampled_from([True, True, False])),
         enable_partial_reuse=draw(st.booleans()),
-        has_draft=draw(st.booleans()),
+        groups=draw(st.sampled_from([("target",), ("target", "draft")])),
         num_host_blocks=draw(st.sampled_from([0, 0, 1, 3, 20])),
         offload_min_priority=draw(st.sampled_from([0, 35, 60])),
         window=window,

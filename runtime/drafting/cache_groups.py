@@ -1,0 +1,16 @@
+"""The groups of KV layers that a target and its drafter keep under one block table."""
+
+from __future__ import annotations
+
+from llmctl.runtime.drafting.drafter import Drafter
+from llmctl.runtime.kv_cache import BlockHolder
+
+DRAFT_GROUP = 1  # the draft engine's index among the groups; the target's is 0
+
+
+def cache_groups(target: BlockHolder, drafter: Drafter) -> dict[str, BlockHolder]:
+    """What holds each group, by name and in the order of their indices."""
+    groups: dict[str, BlockHolder] = {"target": target}
+    if drafter.has_engine:
+        groups["draft"] = drafter
+    return groups
