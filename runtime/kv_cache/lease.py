@@ -26,11 +26,13 @@ class Lease:
 
     def mark_computed(self, tokens_per_block: int) -> None:
         """Note in the tree what the groups behind group 0 have computed of its blocks since."""
-        for group, length in enumerate(self.sequence.kv_lens[1:], 1):
-            num_blocks = min(length // tokens_per_block, self.tail.depth)
-            if num_blocks > self.num_computed[group]:
-                self.num_computed[group] = num_blocks
-                mark_computed(self.tail, num_blocks, group)
+        lens = self.sequence.kv_lens
+        for group, count in enumerate(self.num_computed):
+            if group and lens[group] >= (count + 1) * tokens_per_block:
+                num_blocks = min(lens[group] // tokens_per_block, self.tail.depth)
+                if num_blocks > count:
+                    self.num_computed[group] = num_blocks
+                    mark_computed(self.tail, num_blocks, group)
 
     def retention(self, node: Node, tokens_per_block: int) -> Retention | None:
         """What the request says of a block on the path; None: nothing."""

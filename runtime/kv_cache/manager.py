@@ -200,13 +200,14 @@ class KvCacheManager:
             return
         if not self.enable_block_reuse:
             return
-        valid = publishable(sequence.kv_lens, len(sequence.tokens))
-        if valid >= (lease.tail.depth + 1) * size:
+        lens, first = sequence.kv_lens, (lease.tail.depth + 1) * size
+        # Group 0 alone tells of most steps that they completed no block.
+        if lens[0] >= first and (valid := publishable(lens, len(sequence.tokens))) >= first:
             assert valid < len(sequence.tokens), "a cache entry of a token that is not committed"
             for index in range(lease.tail.depth, valid // size):
                 self._publish_block(lease, index)
             self.version += 1
-        if len(self.groups) > 1:
+        if len(lens) > 1:
             lease.mark_computed(size)
 
     def _publish_block(self, lease: Lease, index: int) -> None:
