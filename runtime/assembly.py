@@ -64,7 +64,7 @@ def assemble(
     if config.adaptive_draft_len and drafter.max_draft_len:
         lengths = AdaptiveLengths(
             drafter.max_draft_len,
-            has_engine=drafter.has_engine,
+            has_cache=bool(drafter.holders),
             is_common=round_runner is not None,
         )
     scheduler = Scheduler(config.scheduler, kv_cache, limits, lengths)

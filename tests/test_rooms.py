@@ -25,7 +25,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     r"\bTENSORRT_BACKENDS\b": (),
     # is there a draft: the methods, which include plain decoding
     r"\b(draft|drafter|draft_engine|speculation) is (not )?None\b": ("runtime/drafting",),
-    r"\bhas_draft(_engine)?\b": ("runtime/drafting", "runtime/kv_cache", "runtime/assembly.py"),
+    r"\bhas_(draft|engine|draft_engine)\b": (),
+    r"\bdraft_kv_len\b|\bnum_drafted\b": (),
 }
 
 

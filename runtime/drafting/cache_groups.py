@@ -10,7 +10,4 @@ DRAFT_GROUP = 1  # the draft engine's index among the groups; the target's is 0
 
 def cache_groups(target: BlockHolder, drafter: Drafter) -> dict[str, BlockHolder]:
     """What holds each group, by name and in the order of their indices."""
-    groups: dict[str, BlockHolder] = {"target": target}
-    if drafter.has_engine:
-        groups["draft"] = drafter
-    return groups
+    return {"target": target, **drafter.holders}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Protocol
 
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
-from llmctl.runtime.kv_cache import Arrival, BlockCopy, KvCacheManager
+from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
 
 if TYPE_CHECKING:
@@ -19,15 +20,12 @@ class Drafter(Protocol):
     """Proposes drafts and keeps whatever state that needs. Called by the loop's thread only."""
 
     max_draft_len: int  # most drafts it proposes a round
-    has_engine: bool  # True when it keeps a KV cache of its own under the target's block ids
+    holders: Mapping[str, BlockHolder]  # caches of its own under the target's block ids, by name
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         """Called once, before any round: make room for the target's block ids and take the
         sampler of the target. With `keep_probs`, sampled drafts come with their distributions
         (accept by logits); a method with one-hot proposals has none to give."""
-
-    def copy_blocks(self, copies: Items[BlockCopy]) -> Arrival | None:
-        """Copy blocks of the drafter's own KV cache; see StepRunner."""
 
     def propose(self, batch: Batch) -> list[Drafts]:
         """Drafts of every generation slice. Context slices are fed to a draft engine here."""

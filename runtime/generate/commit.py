@@ -33,9 +33,9 @@ def commit(sequence: Sequence, run: list[int], path: Items[int], num_drafts: int
     num_kept, sequence.finish_reason = first_stop(sequence, run)
     del run[num_kept:]
     tokens += run
-    sequence.kv_len = min(committed + accepted, len(tokens) - 1)
+    valid = sequence.kv_lens[0] = min(committed + accepted, len(tokens) - 1)
     moves: tuple[tuple[int, int], ...] = ()
     if accepted and path[-1] != accepted - 1:  # else they are the first ones, in order
-        places = zip(path, range(sequence.kv_len - committed), strict=False)
+        places = zip(path, range(valid - committed), strict=False)
         moves = tuple((committed + i, committed + depth) for i, depth in places if i != depth)
     return Commit(sequence, num_kept, num_drafts, accepted, moves)

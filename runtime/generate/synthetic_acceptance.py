@@ -22,7 +22,7 @@ from llmctl.plugins.device_loop.state import RoundState
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
-from llmctl.runtime.kv_cache import Arrival, BlockCopy, KvCacheManager
+from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
 
 NUM_LOTS = 1 << 16
@@ -78,16 +78,13 @@ class SyntheticDrafter:
 
     def __init__(self, drafter: Drafter, acceptance: SyntheticAcceptance) -> None:
         self.max_draft_len = drafter.max_draft_len
-        self.has_engine = drafter.has_engine
+        self.holders = drafter.holders
         self._drafter = drafter
         self._acceptance = acceptance
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         """See Drafter, as for all that follow."""
         self._drafter.prepare(kv_cache, sampler, keep_probs)
-
-    def copy_blocks(self, copies: Items[BlockCopy]) -> Arrival | None:
-        return self._drafter.copy_blocks(copies)
 
     def propose(self, batch: Batch) -> list[Drafts]:
         drafts = self._drafter.propose(batch)

@@ -215,7 +215,7 @@ class Scheduler:
         for sequence in list(ranked):
             if sequence.sequence_id not in self._active:
                 break  # paused just now, like all of a weaker claim
-            start = sequence.kv_len
+            start = sequence.kv_lens[0]
             end = start + least_chunk(start, len(sequence.tokens), self._chunk_unit)
             while not self._kv_cache.reserve(sequence, end):
                 weakest = ranked.pop()
@@ -245,7 +245,7 @@ class Scheduler:
 
     def _demand(self, sequence: Sequence) -> int:
         """Context tokens a started sequence takes before the next one gets any."""
-        start, end = sequence.kv_len, len(sequence.tokens)
+        start, end = sequence.kv_lens[0], len(sequence.tokens)
         if self._takes_turns:
             return least_chunk(start, end, self._chunk_unit)
         return end - start

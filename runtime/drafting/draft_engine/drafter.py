@@ -17,6 +17,7 @@ accept-by-logits drafts have a stream of their own and their distributions are k
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -33,9 +34,10 @@ from llmctl.plugins.ops.sampling.spec import (
 )
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.draft_engine.feeding import cut
+from llmctl.runtime.drafting.draft_engine.method import ROLE
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
-from llmctl.runtime.kv_cache import Arrival, BlockCopy, KvCacheManager
+from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
 from llmctl.runtime.step import Span, StepRunner, block_tables, pack, pack_next
 
@@ -62,13 +64,12 @@ class _Round:
 class DraftEngineDrafter:
     """Runs a draft engine for all generation sequences together, up to `max_draft_len` steps."""
 
-    has_engine = True
-
     def __init__(self, draft: StepRunner, max_draft_len: int) -> None:
         if max_draft_len < 1:
             raise BadConfig(f"max_draft_len is {max_draft_len}; it must be at least 1")
         self.max_draft_len = max_draft_len
         self._draft = draft
+        self.holders: Mapping[str, BlockHolder] = {ROLE: draft}
         self._rounds: dict[int, _Round] = {}  # by sequence id, between propose and commit
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
@@ -84,10 +85,6 @@ class DraftEngineDrafter:
             self._draft.allocate_host_blocks(kv_cache.num_host_blocks)
         self._sampler = sampler
         self._keep_probs = keep_probs
-
-    def copy_blocks(self, copies: Items[BlockCopy]) -> Arrival | None:
-        """Copy blocks of the draft's cache; see StepRunner."""
-        return self._draft.copy_blocks(copies)
 
     def propose(self, batch: Batch) -> list[Drafts]:
         """Feed what is missing, then draft step by step, all sequences together."""

@@ -42,7 +42,7 @@ class AdaptiveLengths:
     `plan` before the step before was observed.
     """
 
-    def __init__(self, most: int, *, has_engine: bool, is_common: bool) -> None:
+    def __init__(self, most: int, *, has_cache: bool, is_common: bool) -> None:
         self.common: int | None = 0
         self.beside_prompts = not is_common  # the host leads such steps, so rounds tell no cost
         self.costs = StepCosts()
@@ -50,7 +50,7 @@ class AdaptiveLengths:
         self._budget = DraftBudget()
         self._catch_up = CatchUp(on_device=is_common)
         self._most = most
-        self._has_engine = has_engine
+        self._has_cache = has_cache
         self._is_common = is_common
         self._candidates = round_lengths(most)
         self._lengths: dict[int, int] = {}  # by sequence id, as planned
@@ -189,14 +189,14 @@ class AdaptiveLengths:
 
     def _behind(self, generation: Items[Sequence], lengths: list[int]) -> int:
         """Tokens that the drafter must read before it can draft so."""
-        if not self._has_engine:
+        if not self._has_cache:
             return 0
         lags = [_lag(s) for s, length in zip(generation, lengths, strict=True) if length]
         few = 0 if self._is_common else FEW_TOKENS * len(lags)
         return sum(lags) if sum(lags) > few else 0
 
     def _catch_up_s(self, lag: int, batch: int) -> float:
-        return self._catch_up.seconds(lag, self.costs.draft_s(batch)) if self._has_engine else 0.0
+        return self._catch_up.seconds(lag, self.costs.draft_s(batch)) if self._has_cache else 0.0
 
     # ---- after a step ----
 

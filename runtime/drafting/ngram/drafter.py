@@ -7,19 +7,21 @@ itself, so a short period ("abab") continues at full length.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from types import MappingProxyType
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
-from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
+from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
 
 
 class NgramDrafter:
     """Drafts from each sequence's own tokens. No engine, no KV."""
 
-    has_engine = False
+    holders: Mapping[str, BlockHolder] = MappingProxyType({})
 
     def __init__(self, max_draft_len: int, max_ngram: int = 3) -> None:
         for name, value in (("max_draft_len", max_draft_len), ("max_ngram", max_ngram)):
@@ -31,9 +33,6 @@ class NgramDrafter:
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         """Nothing to prepare: a copy is a one-hot proposal, accepted by tokens."""
-
-    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
-        """No cache."""
 
     def propose(self, batch: Batch) -> list[Drafts]:
         """Copies from history, empty where the last token never occurred before."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from types import MappingProxyType
 
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
-from llmctl.runtime.kv_cache import BlockCopy, KvCacheManager
+from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
 
 
@@ -14,13 +16,10 @@ class NoDrafter:
     """See Drafter for every method."""
 
     max_draft_len = 0
-    has_engine = False
+    holders: Mapping[str, BlockHolder] = MappingProxyType({})
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         """Nothing to prepare."""
-
-    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
-        """Nothing to copy."""
 
     def propose(self, batch: Batch) -> list[Drafts]:
         """No drafts for anyone."""

@@ -17,6 +17,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLim
 from llmctl.plugins.device_loop import kernel, reference
 from llmctl.plugins.device_loop.state import RECORD_TOKENS, RoundState
 from llmctl.plugins.ops.sampling.arrays import SamplingScratch
+from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.accept import accept_tokens
 
 UNTOUCHED = -77
@@ -136,7 +137,8 @@ def test_accepting_equals_the_reference_and_the_hosts_rule(made):
         room = max(0, min(draft_len, int(state.max_len[request]) - committed - 1))
         drafts = state.drafts[request, :room].tolist()
         drawn = state.targets[request * (draft_len + 1) :][: room + 1].tolist()
-        kept, token = accept_tokens(drafts, drawn)
+        path, token = accept_tokens(Drafts(drafts), drawn)
+        kept = len(path)
         emitted = [*drafts[:kept], token]
         row = record[request].tolist()
         assert row[:RECORD_TOKENS] == [committed, kept, kept + 1]

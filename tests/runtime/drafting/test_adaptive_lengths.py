@@ -76,10 +76,10 @@ MACHINES = {
 class Fleet:
     """Sequences that generate for ever, each with its own acceptance."""
 
-    def __init__(self, machine, shares, lengths, *, noise=0.03, has_engine=True):
+    def __init__(self, machine, shares, lengths, *, noise=0.03, has_cache=True):
         self.machine, self.lengths, self.noise = machine, lengths, noise
         self.chance = np.random.default_rng(len(shares))
-        self.has_engine = has_engine
+        self.has_cache = has_cache
         self.is_common = is_common = getattr(lengths, "_is_common", False)
         self.shares = list(shares)
         self.sequences = [
@@ -109,7 +109,7 @@ class Fleet:
         depth, batch = max(wanted), len(wanted)
         scatter = 1 + self.chance.uniform(-self.noise, self.noise)
         step_s = scatter * self.machine.step_s(
-            batch, depth, sum(wanted), lag if self.has_engine else 0
+            batch, depth, sum(wanted), lag if self.has_cache else 0
         )
         draft_s = self.machine.draft_s(batch, depth)
         is_start = self.is_common and depth > 0 and lag > 0
@@ -133,7 +133,7 @@ class Fleet:
 
 
 def adaptive(**options) -> AdaptiveLengths:
-    return AdaptiveLengths(MOST, has_engine=True, **{"is_common": True, **options})
+    return AdaptiveLengths(MOST, has_cache=True, **{"is_common": True, **options})
 
 
 def expected_rate(machine: Machine, batch: int, share: float, length: int) -> float:
@@ -213,8 +213,8 @@ def test_it_switches_off_where_the_batch_makes_it_lose_and_on_again():
 
 
 def test_without_an_engine_nothing_lags():
-    lengths = AdaptiveLengths(4, has_engine=False, is_common=False)
-    fleet = Fleet(MACHINES["8B, 1B draft"], [0.9] * 8, lengths, has_engine=False)
+    lengths = AdaptiveLengths(4, has_cache=False, is_common=False)
+    fleet = Fleet(MACHINES["8B, 1B draft"], [0.9] * 8, lengths, has_cache=False)
     fleet.run(100)
     assert np.mean(fleet.used[-20:]) > 2
 
