@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cuda_build import CASES, LIMITS, quantize
 from support.mxfp4 import Checkpoints
 from transformers import (
     AutoModelForCausalLM,
@@ -203,3 +204,41 @@ def some_tokens() -> Callable[..., list[int]]:
         return np.random.default_rng(7).integers(0, vocab_size, count).tolist()
 
     return tokens
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, module_model: Callable[..., Any]
+) -> Callable[[str], Path]:
+    """checkpoints(case) -> its folder, made once."""
+    made: dict[str, Path] = {}
+
+    def checkpoint(case: str) -> Path:
+        if case not in made:
+            family, fields, quantization = CASES[case]
+            folder = tmp_path_factory.mktemp("checkpoint")
+            model = module_model(family, dtype="bfloat16", gain=0.5, **fields)
+            model.save_pretrained(folder)
+            if quantization != "none":
+                quantize(folder, is_static=quantization == "static")
+            made[case] = folder
+        return made[case]
+
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def cuda_engines(
+    checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """cuda_engines(case) -> the folder of its cuda engine, built once."""
+    made: dict[str, Path] = {}
+
+    def engine(case: str) -> Path:
+        if case not in made:
+            folder = tmp_path_factory.mktemp("engine") / "cuda"
+            run_build(plan_build(checkpoints(case), BuildRequest(**LIMITS), backend="cuda"), folder)
+            made[case] = folder
+        return made[case]
+
+    return engine

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.main import replace_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmctl.cli.main import execute
@@ -139,3 +140,38 @@ def bench(llmctl, engines):
 def drafted(engines) -> list[object]:
     """Options that make the draft engine draft 3 tokens a round."""
     return ["--draft-engine", engines.draft, "--draft-len", 3]
+
+
+@pytest.fixture
+def run(llmctl, engines):
+    def call(*argv, engine=None, tokens=12):
+        return llmctl(
+            "run", "--engine_dir", engine or engines.target, "--max_output_len", tokens, *argv
+        )
+
+    return call
+
+
+@pytest.fixture
+def outputs(run):
+    """The outputs of a run as JSON objects."""
+
+    def call(*argv, **options):
+        done = run(*argv, "--json", "--log_level", "error", **options)
+        assert done.code == 0, done
+        return json.loads(done.out)["outputs"]
+
+    return call
+
+
+@pytest.fixture
+def command_that_raises(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Replace `llmctl run` by a command without options that raises."""
+
+    def install(error: BaseException) -> None:
+        def command() -> None:
+            raise error
+
+        replace_run(monkeypatch, command)
+
+    return install

@@ -1,0 +1,113 @@
+"""`llmctl run`: profiling, logs, --verify-exact, and engines that cannot run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.run import TWO
+
+
+def test_profiling_prints_batch_size_and_mean_latency(run):
+    done = run(*TWO, "--run_profiling", tokens=2)
+    assert done.code == 0
+    assert done.out.startswith("batch_size: 2, mean latency of 10 runs: ")
+    assert float(done.out.split()[-2]) > 0
+
+
+def test_log_levels_show_less_and_more(run):
+    assert "target kernel: linear" in run(*TWO, "--log_level", "verbose").err
+    assert "target kernel" not in run(*TWO).err
+    assert run(*TWO, "--log_level", "warning").err == ""
+
+
+def test_verify_exact_says_how_many_tokens_are_equal(run, engines):
+    done = run(*TWO, "--draft-engine", engines.draft, "--verify-exact")
+    assert done.code == 0 and "tokens equal plain decoding" in done.err
+
+
+def test_verify_exact_refuses_sampled_drafts_accepted_by_logits(run, engines, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"prompt": "x =", "temperature": 2.0}')
+    flags = ["--draft-engine", engines.draft, "--verify-exact"]
+    flags += ["--draft_target_model_config", "[4,[0],[0],True]"]
+    done = run(*flags, "--input_file", tmp_path / "x.jsonl")
+    assert done.code == 2 and "acceptance by tokens" in done.err
+    assert run(*flags, "--input_text", "x =").code == 0  # greedy: identical under either rule
+
+
+def test_verify_exact_fails_at_the_first_divergence(run, engines, monkeypatch):
+    from llmctl.cli.run import session
+
+    original = session.generate
+
+    def lying(executor, rows, listener=None):
+        seconds = original(executor, rows, listener)
+        if len(rows) == 2:  # the run under test; the check runs one row at a time
+            rows[1].sequences[0].token_ids[3] += 1
+        return seconds
+
+    monkeypatch.setattr(session, "generate", lying)
+    done = run(*TWO, "--draft-engine", engines.draft, "--verify-exact")
+    assert done.code == 1
+    assert "error[ExactnessViolation]: Text 1 Seq 0: output token 3" in done.err
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--num_beams", "2"], "error[Unsupported]: --num-beams is 2"),
+        (["--verify-exact"], "--draft-engine"),
+        (["--temperature", "inf"], "temperature is inf"),
+        (["--presence_penalty", "nan"], "presence_penalty is nan"),
+        (["--frequency_penalty", "inf"], "frequency_penalty is inf"),
+        (["--repetition_penalty", "inf"], "repetition_penalty is inf"),
+        (["--end_id", "99999"], "--end-id is 99999"),
+        (["--streaming_interval", "3"], "--streaming"),
+        (["--stop_words", ""], "--stop-words holds an empty word"),
+        (["--input_text", "a\udcff"], "is not UTF-8"),
+        (["--num_threads", "100000"], "must be 1 to 1024"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--top_p", "1.5"], "top_p is 1.5"),
+        (["--input_text", "a", "--input_file", "x.txt"], "--input-file are both given"),
+        (["--input_file", "absent.txt"], "does not exist"),
+        (["--stop_words", "a", "--stop_words", "b"], "given 2 times for 1 prompts"),
+        (["--output_csv", "/no/such/folder/x.csv"], "cannot be written"),
+        (["--kv_cache_free_gpu_memory_fraction", "1.5"], "must be in (0, 1)"),
+    ],
+)
+def test_bad_values_are_usage_errors(run, argv, words):
+    done = run(*argv)
+    assert done.code == 2 and words in done.err and done.out == ""
+
+
+def test_json_and_streaming_do_not_go_together(run):
+    done = run("--json", "--streaming")
+    assert done.code == 2 and json.loads(done.out)["error"]["name"] == "BadConfig"
+
+
+def test_swapped_engines_are_recognised_before_any_weight_is_read(run, engines, tmp_path):
+    for engine in (engines.target, engines.draft):
+        copy = tmp_path / engine.name
+        copy.mkdir()
+        (copy / "config.json").write_bytes((engine / "config.json").read_bytes())
+    done = run(
+        "--draft-engine", tmp_path / "target", "--input-text", "x", engine=tmp_path / "draft"
+    )
+    assert done.code == 1 and "error[PairMismatch]" in done.err and "swapped" in done.err
+
+
+def test_a_truncated_engine_is_named(run, engines, tmp_path):
+    for name in ("config.json", "rank0.engine", "tokenizer"):
+        (tmp_path / name).symlink_to(engines.target / name)
+    (tmp_path / "rank0.engine").unlink()
+    data = (engines.target / "rank0.engine").read_bytes()
+    (tmp_path / "rank0.engine").write_bytes(data[:-1000])
+    done = run(*TWO, engine=tmp_path)
+    assert done.code == 1 and "error[CorruptEngine]" in done.err
+
+
+def test_an_engine_of_another_schema_asks_for_a_rebuild(run, engines, tmp_path):
+    config = json.loads((engines.target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"version": 0}))
+    done = run(*TWO, engine=tmp_path)
+    assert done.code == 4 and "error[RebuildNeeded]" in done.err and "fix: " in done.err

@@ -1,0 +1,64 @@
+"""What tests of cuda builds share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+# 5 heads of 80 leave padding in the last row tile, and so does a vocabulary of 131.
+SMALL = {
+    "hidden_size": 144,
+    "intermediate_size": 208,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
+
+
+LIMITS = {"max_batch_size": 1, "max_num_tokens": 48, "max_draft_len": 47, "max_seq_len": 96}
+
+
+FP8_MAX = 448.0
+
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("llama", {**SMALL, "head_dim": 80}, "none"),
+    "llama tied, biases": (
+        "llama",
+        {"head_dim": 64, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+        "none",
+    ),
+    "qwen2": ("qwen2", {"hidden_size": 128, "num_attention_heads": 2}, "none"),
+    "qwen3": ("qwen3", {**SMALL, "head_dim": 64}, "none"),
+    "llama fp8": ("llama", {**SMALL, "head_dim": 80}, "static"),
+    "qwen2 fp8": ("qwen2", {"hidden_size": 128, "num_attention_heads": 2}, "static"),
+    "llama fp8 rows, tokens": ("llama", {**SMALL, "head_dim": 64}, "dynamic"),
+}
+
+
+def quantize(folder: Path, is_static: bool) -> None:
+    """Make a BF16 checkpoint one of ModelOpt's FP8; every scale differs from every other."""
+    tensors = load_file(folder / "model.safetensors")
+    for index, name in enumerate(sorted(n for n in tensors if n.endswith("_proj.weight"))):
+        weight, module = tensors[name].float(), name.removesuffix(".weight")
+        amax = weight.abs().amax() if is_static else weight.abs().amax(1, keepdim=True)
+        scale = amax * (1 + index / 64) / FP8_MAX
+        tensors[f"{module}.weight_scale"] = scale
+        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+        if is_static:
+            tensors[f"{module}.input_scale"] = torch.tensor((8 + index / 8) / FP8_MAX)
+            if module.endswith(("k_proj", "v_proj")):
+                tensors[f"{module}.{module[-6]}_scale"] = torch.tensor((9 + index / 8) / FP8_MAX)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    algo = "FP8" if is_static else "FP8_PER_CHANNEL_PER_TOKEN"
+    kv_algo = "FP8" if is_static else None
+    quantization = {
+        "quant_algo": algo,
+        "kv_cache_quant_algo": kv_algo,
+        "exclude_modules": ["lm_head"],
+    }
+    document = {"producer": {"name": "modelopt"}, "quantization": quantization}
+    (folder / "hf_quant_config.json").write_text(json.dumps(document))
