@@ -10,6 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.bad_checkpoints import (
+    FP8,
+    LINEARS,
+    QUANTIZATION,
+    Tensors,
+    configure,
+)
+from support.checkpoint import edit
 from support.cuda_build import CASES, LIMITS, quantize
 from support.mxfp4 import Checkpoints
 from transformers import (
@@ -242,3 +250,28 @@ def cuda_engines(
         return made[case]
 
     return engine
+
+
+@pytest.fixture
+def plain(new_model, save) -> Path:
+    """An unquantized checkpoint of one layer."""
+    return Path(save(new_model("llama", num_hidden_layers=1)))
+
+
+@pytest.fixture
+def quantized(plain: Path) -> Path:
+    """The same in FP8 with KV scales, written by hand."""
+
+    def change(tensors: Tensors) -> None:
+        for name in LINEARS:
+            module = f"model.layers.0.{name}"
+            weight = tensors[f"{module}.weight"]
+            scale = weight.abs().max() / 448
+            tensors[f"{module}.weight"] = (weight / scale).to(FP8)
+            tensors[f"{module}.weight_scale"] = scale
+            tensors[f"{module}.input_scale"] = torch.tensor(0.01)
+        for part in "kv":
+            tensors[f"model.layers.0.self_attn.{part}_proj.{part}_scale"] = torch.tensor(0.01)
+
+    configure(plain, quantization_config={**QUANTIZATION, "kv_cache_scheme": "FP8"})
+    return edit(plain, change)

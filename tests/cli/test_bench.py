@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import time
 
 import numpy as np
 import pytest
 from support.bench import raw
-
-from llmctl.errors import BadConfig, PromptTooLong
-
-SHORT = ["--target-input-len", 12, "--target-output-len", 9]
+from support.bench_runs import SHORT
 
 
 def spread(values):
@@ -209,103 +202,3 @@ def test_json_leaves_stderr_alone_and_the_file_repeats_the_line(bench, tmp_path)
     path = tmp_path / "report.json"
     report, done = bench("latency", *SHORT, "--json", "--report-json", path)
     assert done.err == "" and json.loads(path.read_text()) == report
-
-
-# ---- what is refused ----
-
-
-def test_an_end_id_that_no_engine_can_draw_is_refused(llmctl, engines):
-    vocab_size = json.loads((engines.target / "config.json").read_text())["pretrained_config"][
-        "vocab_size"
-    ]
-    done = llmctl("bench", "latency", "--engine-dir", engines.target, *SHORT,
-                  "--num-requests", 1, "--eos-id", vocab_size)  # fmt: skip
-    assert done.code == 2 and f"ids are 0 to {vocab_size - 1}" in done.err
-
-
-@pytest.mark.parametrize(
-    ("argv", "error", "said"),
-    [
-        (["--target-input-len", 500, "--target-output-len", 20], PromptTooLong, "500 prompt"),
-        (["--baseline"], BadConfig, "--baseline is about drafts"),
-        (["--num-requests", 3, "--dataset", "DATA"], BadConfig, "has 1 rows"),
-        (["--dataset", "DATA", "--target-input-len", 3], BadConfig, "has its own prompts"),
-        (["--dataset", "data.txt"], BadConfig, "a .jsonl file of requests is wanted"),
-        (["--dataset", "none.jsonl"], BadConfig, "--dataset none.jsonl does not exist"),
-        (["--concurrency", 0], BadConfig, "--concurrency is 0"),
-        (["--request-rate", 0], BadConfig, "--request-rate is 0"),
-        (["--raw", "/nowhere/raw.jsonl"], BadConfig, "cannot be written"),
-    ],
-)
-def test_impossible_benchmarks_are_refused_before_anything_runs(
-    llmctl, engines, tmp_path, argv, error, said
-):
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"input_ids": [5], "output_tokens": 3}))
-    words = [data if word == "DATA" else word for word in argv]
-    done = llmctl("bench", "throughput", "--engine-dir", engines.target, *words)
-    assert done.code == error.exit_code and f"error[{error.__name__}]" in done.err
-    assert said in done.err and done.out == ""
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"input_ids": [5]}, "row 0 of DATA has no output_tokens"),
-        ({"input_ids": [99999], "output_tokens": 2}, "row 0 has token id 99999"),
-        ({"input_ids": [5] * 600, "output_tokens": 2}, "row 0 has 600 prompt tokens"),
-        ({"input_ids": [5], "output_tokens": 2, "stop_words": ["a"]}, "has stop_words"),
-    ],
-)
-def test_a_bad_row_is_named(llmctl, engines, tmp_path, row, said):
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps(row))
-    done = llmctl("bench", "latency", "--engine-dir", engines.target, "--dataset", data)
-    assert done.code in (1, 2) and said.replace("DATA", str(data)) in done.err
-
-
-# ---- a long run ----
-
-
-def test_a_thousand_requests_show_progress_and_ctrl_c_leaves_a_partial_report(
-    program, engines, tmp_path
-):
-    path = tmp_path / "raw.jsonl"
-    argv = ["bench", "throughput", "--engine-dir", engines.target, "--num-requests", 1000,
-            "--target-input-len", 16, "--target-output-len", 64, "--raw", path]  # fmt: skip
-    process = subprocess.Popen(
-        [*program, *map(str, argv)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    with process:
-        for line in process.stderr:
-            if line.startswith("100 of 1,000 requests, "):
-                break
-        else:
-            pytest.fail("no progress")
-        os.kill(process.pid, signal.SIGINT)
-        began = time.monotonic()
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and time.monotonic() - began < 30
-    report = json.loads(out)
-    done = report["request_info"]["num_finished"]
-    assert report["is_partial"] and 100 <= done < 1000
-    assert f"PARTIAL: interrupted; {done} requests had finished" in err
-    requests, _ = raw(path)
-    assert len(requests) == 1000 and sum(item["is_done"] for item in requests) == done
-    finished = [item for item in requests if item["is_done"]]
-    total_s = max(i["arrivals"][-1][0] for i in finished) - min(i["submit_s"] for i in finished)
-    assert report["performance"]["total_latency_ms"] == pytest.approx(1e3 * total_s)
-
-
-def test_options_of_trtllm_bench_that_do_not_apply_are_refused_with_a_reason(llmctl, engines):
-    for option, said in (("--tp", "parallelism"), ("--iteration_log", "--raw writes every step")):
-        done = llmctl("bench", "latency", "--engine_dir", engines.target, option, "x")
-        assert done.code == 2 and "error[Unsupported]" in done.err and said in done.err
-
-
-@pytest.mark.parametrize("command", ["latency", "throughput"])
-def test_no_option_is_both_refused_and_defined(llmctl, command):
-    from llmctl.cli.refused import _BENCH_REASONS
-
-    defined = set(re.findall(r"--([a-z-]+)", llmctl("bench", command, "--help-all").out))
-    assert defined and not defined & set(_BENCH_REASONS)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
-from support.tensorrt.checkpoints import VOCAB
-from support.tensorrt.evaluated import Request, Steps
+from support.tensorrt.checkpoints import VOCAB, write_checkpoint
+from support.tensorrt.evaluated import Request, Steps, networks_of, plan_engine
+from support.tensorrt.execution import aligned, real
+from support.tensorrt.fake_tensorrt import (
+    FakeModule,
+)
+from support.tensorrt.small_networks import Net
+
+from llmctl.builder.tensorrt.networks import PieceNetwork
+from llmctl.plugins.backends.tensorrt import packages
 
 
 @pytest.fixture
@@ -37,3 +48,35 @@ def steps() -> Steps:
 def float32_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks, which no kernel would run, with float32 where there are 16 bits otherwise."""
     monkeypatch.setattr("llmctl.builder.build.require_gpu_model", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def networks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PieceNetwork]:
+    """The pieces of a model with two layers, of profiles for few and for many tokens."""
+    folder = tmp_path_factory.mktemp("model") / "checkpoint"
+    checkpoint = write_checkpoint(folder, "llama", "fp8", num_hidden_layers=2)
+    return networks_of(plan_engine(checkpoint, "tensorrt-rtx", max_num_tokens=600, max_seq_len=640))
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeModule:
+    monkeypatch.setattr(packages, "_loggers", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return FakeModule(real)
+
+
+@pytest.fixture
+def env() -> SimpleNamespace:
+    arrays = {name: aligned(4096) for name in ("token_ids", "logit_rows")}
+    limits = SimpleNamespace(max_draft_len=4, max_batch_size=4)
+    return SimpleNamespace(step=SimpleNamespace(**arrays), limits=limits)
+
+
+@pytest.fixture
+def net() -> Net:
+    return Net()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(3)

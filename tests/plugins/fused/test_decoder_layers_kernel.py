@@ -1,0 +1,224 @@
+"""When one launch of decoder layers is taken, and its binary; bits: tests/gpu."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from support.decoder_layers import ONE, chain_of, env_of, measured
+from support.driver import RecordingDriver
+from support.kernel import disassemble
+
+from llmctl.builder.engine_kernels import (
+    kernel_specs,
+    meta_cache,
+    meta_calls,
+)
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.program import CudaProgram
+from llmctl.plugins.fused.decoder_layers.chain import find_layers
+from llmctl.plugins.fused.decoder_layers.kernel import (
+    chain_launch,
+    chain_spec,
+    find_chain,
+    find_chains,
+    serves,
+)
+from llmctl.plugins.fused.decoder_layers.tactics import EVERYWHERE, Pace, stored_tactics
+from scripts.bench.plan_support import planned
+from scripts.models.planted_shapes import SHAPES, Shape
+
+
+def test_steps_take_the_way_that_is_faster_at_their_context(monkeypatch):
+    plan, limits = planned("1b")
+    faster, slower = {"launches": 2.0, "one_launch": 1.0}, {"launches": 1.0, "one_launch": 2.0}
+    times = {"4096": faster, "1024": faster, "2048": slower}
+    key = "h2048.i8192.a32.8x64"
+    measured(monkeypatch, {key: times}, {key: [3, 4, 7, 8, 1]})
+    calls = [call for call, _ in meta_calls(plan)]
+    built = find_chain(find_layers(calls, limits), limits)
+    assert built is not None
+    name = chain_spec(built, limits).name
+    assert name.endswith(".p3_4_7_8_1.1024+2048-4096+")
+    measured(monkeypatch, {}, {})  # an engine has its own
+    whole, found = find_chains(calls, limits, stored_tactics(["embedding.bf16", name]))
+    assert found == built and whole.is_whole and chain_spec(whole, limits).name == name
+    env = env_of("1b")
+    served = {
+        context: serves(found, env, replace(ONE, max_kv_len=context))
+        for context in (1, 1024, 1025, 1500, 2048, 2049, 4096, 4097)
+    }
+    assert served == {
+        1: True,
+        1024: True,
+        1025: False,
+        1500: False,
+        2048: False,
+        2049: True,
+        4096: True,
+        4097: False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({}, True),
+        ({"num_tokens": 2, "max_query_len": 2}, False),
+        ({"num_requests": 2, "num_tokens": 2, "num_rows": 2}, False),
+        ({"max_kv_len": 4096}, True),
+        ({"max_kv_len": 8192}, False),
+        ({"num_tokens": 0, "num_rows": 0}, False),
+    ],
+)
+def test_only_small_steps_of_one_request_are_served(change, wanted):
+    found = chain_of("1b")
+    assert found is not None
+    assert serves(found, env_of("1b"), replace(ONE, **change)) == wanted
+
+
+def test_shapes_that_gain_nothing_or_were_not_measured_keep_their_launches(monkeypatch):
+    plan, limits = planned("1b")
+    calls = [call for call, _ in meta_calls(plan)]
+    faster, slower = {"launches": 2.0, "one_launch": 1.0}, {"launches": 1.0, "one_launch": 2.0}
+    for times, wanted in (
+        ({"1024": faster}, True),
+        ({"1024": slower}, False),
+        ({"1024": faster, "4096": slower}, True),
+        ({}, False),
+    ):
+        measured(monkeypatch, {"h2048.i8192.a32.8x64": times}, {})
+        assert (find_chain(find_layers(calls, limits), limits) is not None) == wanted
+        names = [spec.name for spec in kernel_specs(plan, limits)]
+        assert any(name.startswith("decoder_layers.") for name in names) == wanted
+
+
+@pytest.mark.parametrize("name", ["1b", "tiny"])
+def test_models_of_another_form_keep_their_launches(name):
+    if name == "1b":
+        assert chain_of("1b", qformat=None) is None  # weights of 16 bits
+    else:
+        assert chain_of("tiny") is None  # K is no multiple of 512
+
+
+def test_a_model_whose_heads_share_more_rows_takes_fewer_tokens():
+    assert chain_of("70b", most_tokens=2) is None
+    assert chain_of("8b", most_tokens=2) is not None
+
+
+def test_the_kernel_multiplies_with_wgmma_and_spills_nothing():
+    plan, limits = planned("1b")
+    found = chain_of("1b")
+    assert found is not None and plan
+    kernel = compile_kernel(chain_spec(found, limits))
+    assert kernel.local_bytes == 0 and kernel.threads == 384
+    code = disassemble(kernel)
+    products = len(re.findall(r"QGMMA\.64x8x32\.F32\.E4M3\.E4M3", code))
+    assert products == 4 * 16, "four products, a chain of 16 each"
+    waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
+    assert waits == 4, "the compiler put waits into the chains"
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(("kv_algo", "held"), [("FP8", 1), ("INT8", 1), (None, 1), ("FP8", 2)])
+def test_units_are_held_in_registers(kv_algo, held, tokens):
+    """As the products take them: nothing spills, and nothing waits between a unit's products."""
+    found = chain_of("1b", most_tokens=tokens, kv_algo=kv_algo)
+    assert found is not None
+    pace = replace(EVERYWHERE, pace=Pace(3, 3, 5, 8, held))
+    kernel = compile_kernel(chain_spec(replace(found, tactic=pace), planned("1b", kv_algo)[1]))
+    assert kernel.local_bytes == 0 and kernel.threads == 512 and kernel.registers == 128
+    code = disassemble(kernel)
+    from_registers = re.findall(r"QGMMA\.64x8x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
+    assert len(from_registers) == 16 * held
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 5, "four products, and what is held"
+    assert len(re.findall(r"LDSM\.16\.M88\.4", code)) >= 16 * held
+
+
+@pytest.mark.parametrize("name", ["1b", "8b"])
+def test_weights_of_four_bits_are_multiplied_from_registers(name):
+    _, limits = planned(name, qformat="w4a8_mxfp4_fp8")
+    found = chain_of(name, qformat="w4a8_mxfp4_fp8")
+    assert found is not None
+    kernel = compile_kernel(chain_spec(found, limits))
+    assert kernel.local_bytes == 0 and kernel.shared_bytes <= 227 << 10
+    code = disassemble(kernel)
+    products = re.findall(r"QGMMA\.64x8x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
+    assert len(products) == 4 * 16, "four products, a chain of 16 each"
+    waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
+    assert waits == 4, "the compiler put waits into the chains"
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "kv_algo", "qformat"),
+    [
+        *(("3b", "FP8", each) for each in ("fp8", "w4a8_mxfp4_fp8")),
+        *(("8b", "INT8", "fp8"), ("8b", None, "w4a8_mxfp4_fp8"), ("1b", "FP8", "w4a8_mxfp4_fp8")),
+        *(("1b", "INT8", "fp8"), ("70b", None, "fp8")),
+    ],
+)
+def test_the_kernel_spills_nothing_in_other_shapes_and_caches(name, kv_algo, qformat, tokens):
+    options = {"kv_algo": kv_algo, "qformat": qformat}
+    found = chain_of(name, most_tokens=tokens, **options)
+    assert (found is None) == (name == "70b" and tokens == 2)
+    if found is not None:
+        kernel = compile_kernel(chain_spec(found, planned(name, **options)[1]))
+        assert kernel.shared_bytes <= 227 << 10 and kernel.registers <= 168
+        assert kernel.local_bytes == 0
+
+
+def test_a_program_puts_the_launch_in_the_place_of_the_calls(monkeypatch):
+    shape = Shape(512, 2048, 3, 8, 2, 64, 8.0, vocab=64, bos=0, eos=(1,))
+    monkeypatch.setitem(SHAPES, "narrow", shape)
+    plan, limits = planned("narrow")
+    calls = [call for call, _ in meta_calls(plan)]
+    chains = [
+        find_chain(find_layers(calls, limits), limits, tactic=EVERYWHERE, whole=whole)
+        for whole in (True, False)
+    ]
+    assert chains[0] is not None
+    for binaries, wanted in (([chain_spec(chains[0], limits)], True), ([], False)):
+        program = CudaProgram(calls, binaries, limits, "meta", driver=RecordingDriver())
+        program.bind_kv_cache(meta_cache(plan, limits))
+        for number, (found, num_rows) in enumerate(zip(chains, (1, 0), strict=True)):
+            assert found is not None
+            outside = [*range(found.start), -1 - number, *range(found.stop, len(calls))]
+            parts = program.parts(replace(ONE, num_rows=num_rows))
+            assert parts == (outside if wanted else list(range(len(calls))))
+        assert program.parts(replace(ONE, num_requests=2, num_tokens=2)) == list(range(len(calls)))
+
+
+def test_steps_of_two_tokens_have_a_launch_of_their_own_where_that_is_faster(monkeypatch):
+    plan, limits = planned("1b")
+    calls = [call for call, _ in meta_calls(plan)]
+    faster = {"4096": {"launches": 2.0, "one_launch": 1.0}}
+    slower = {"4096": {"launches": 1.0, "one_launch": 2.0}}
+    one, two = ONE, replace(ONE, num_tokens=2, max_query_len=2)
+    for of_one, of_two, wanted in (
+        (faster, faster, {1: -1, 2: -3}),  # one token: with the last layer, without it
+        (faster, slower, {1: -1}),
+        (slower, faster, {2: -1}),
+    ):
+        table = {"h2048.i8192.a32.8x64": of_one, "h2048.i8192.a32.8x64.n2": of_two}
+        measured(monkeypatch, table, {})
+        chains = find_chains(calls, limits)
+        specs = list({spec.name: spec for spec in (chain_spec(c, limits) for c in chains)}.values())
+        assert [spec.name for spec in kernel_specs(plan, limits) if spec in specs] == [
+            spec.name for spec in specs
+        ]
+        sizes: dict[str, int] = {}
+        env = env_of("1b", sizes)
+        for chain in chains:
+            chain_launch(chain, env, replace(ONE, num_tokens=chain.tokens))
+        assert len(sizes) == 2 * len(specs), "each has an exchange and counters of its own"
+        program = CudaProgram(calls, specs, limits, "meta", driver=RecordingDriver())
+        program.bind_kv_cache(meta_cache(plan, limits))
+        found = {
+            tokens: part
+            for tokens, shape in ((1, one), (2, two))
+            for part in program.parts(shape)
+            if part < 0
+        }
+        assert found == wanted
