@@ -71,3 +71,15 @@ def test_the_check_sees_code_and_no_prose(tmp_path: Path) -> None:
         False,
     ]
     assert code_lines(path)[1].count("draft is None") == 1
+
+
+def test_a_file_is_read_in_one_sitting(repository: Path) -> None:
+    folders = (*SOURCES, "scripts", "tests")
+    kinds = {".py", ".cu", ".cuh", ".cpp", ".h"}
+    files = [path for folder in folders for path in (repository / folder).rglob("*")]
+    long = [
+        path.relative_to(repository).as_posix()
+        for path in files
+        if path.suffix in kinds and len(path.read_text().splitlines()) > 300
+    ]
+    assert not long, "over 300 lines: " + ", ".join(long)

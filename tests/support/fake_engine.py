@@ -1,0 +1,223 @@
+"""A model small enough to recompute by hand, behind the interface of an engine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmctl.plugins.ops.sampling.reference import sample_rows
+from llmctl.plugins.ops.sampling.spec import SamplingRow
+from llmctl.runtime.kv_cache import CopyKind
+from llmctl.runtime.request import FinishReason, Request
+
+MASK = 2**64 - 1
+COEFFICIENTS = np.random.default_rng(0).integers(1, 2**63, 4096, dtype=np.uint64) | np.uint64(1)
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser: uint64 -> uint64, well mixed."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def share(seed: int, count: int) -> np.ndarray:
+    """`count` values in [0, 1) that follow from `seed`."""
+    lanes = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (mix(lanes ^ np.uint64(seed)) >> np.uint64(11)) / 2.0**53
+
+
+def fold(tokens: np.ndarray) -> int:
+    """A number that changes with any token and its place."""
+    products = (tokens.astype(np.uint64) + np.uint64(1)) * COEFFICIENTS[: len(tokens)]
+    return int(mix(products.sum(dtype=np.uint64)[None])[0])
+
+
+class FakeArrival:
+    """Blocks that land some steps later, over whatever is there by then."""
+
+    def __init__(self, engine: FakeEngine, device: np.ndarray) -> None:
+        self.engine, self.device = engine, device
+        self.steps_left = engine.steps_to_land
+        self.contents: list[tuple[int, np.ndarray]] = []
+
+    def is_done(self) -> bool:
+        self.steps_left -= 1  # asked once a step
+        if self.steps_left < 0:
+            self.hold()
+        return not self.contents
+
+    def hold(self) -> None:
+        """What was started before lands before."""
+        for arrival in list(self.engine.under_way):
+            for block, content in arrival.contents:
+                self.device[block] = content
+            arrival.contents.clear()
+            self.engine.under_way.remove(arrival)
+            if arrival is self:
+                return
+
+
+class FakeEngine:
+    """Logits follow mostly from the last two tokens and a little from all of them.
+
+    As a draft: with probability 1 - agreement, decided by the context, the logits are another
+    row's, shifted by one id. `extra_vocab` ids beyond the common ones carry the highest logits.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 23,
+        max_seq_len: int = 96,
+        max_batch_size: int = 8,
+        max_num_tokens: int = 48,
+        max_draft_len: int = 8,
+        tokens_per_block: int = 4,
+        agreement: float = 1.0,
+        extra_vocab: int = 0,
+        whole_context: float = 3.0,
+        steps_to_land: int | None = None,
+        is_asynchronous: bool = False,
+    ) -> None:
+        self.is_asynchronous = is_asynchronous
+        self.common_vocab = vocab_size
+        self.vocab_size = vocab_size + extra_vocab
+        self.max_seq_len = max_seq_len
+        self.max_batch_size = max_batch_size
+        self.max_num_tokens = max_num_tokens
+        self.max_draft_len = max_draft_len
+        self.tokens_per_block = tokens_per_block
+        self.agreement = agreement
+        self.whole_context = whole_context
+        self.num_runs = 0
+        self.num_tokens: list[int] = []
+        self.num_copies = 0
+        self.fail_at: int | None = None
+        self.fail_copies = False
+        self.steps_to_land = steps_to_land  # of what comes from host memory; None: it is there
+        self.onboards_aside = steps_to_land is not None
+        self.under_way: list[FakeArrival] = []
+        self._rows: dict[bytes, np.ndarray] = {}
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        self.cache = np.full(num_blocks * self.tokens_per_block, -1, np.int64)
+
+    def allocate_host_blocks(self, num_blocks: int) -> None:
+        self.host = np.full((num_blocks, self.tokens_per_block), -1, np.int64)
+
+    def copy_blocks(self, copies):
+        self.num_copies += len(copies)
+        if self.fail_copies:
+            raise RuntimeError("the copy broke")
+        device = self.cache.reshape(-1, self.tokens_per_block)
+        arrival = FakeArrival(self, device)
+        for copy in copies:
+            late = {block for item in self.under_way for block, _ in item.contents}
+            is_late = copy.kind is CopyKind.ONBOARD and self.onboards_aside
+            if not is_late and late & {copy.src_block, copy.dst_block}:
+                self.under_way[-1].hold()  # a later copy finds what an earlier one brings
+            source = self.host if copy.kind is CopyKind.ONBOARD else device
+            destination = self.host if copy.kind is CopyKind.OFFLOAD else device
+            if is_late:
+                arrival.contents.append((copy.dst_block, source[copy.src_block].copy()))
+                if arrival not in self.under_way:
+                    self.under_way.append(arrival)
+            else:
+                destination[copy.dst_block] = source[copy.src_block]
+        return arrival if arrival.contents else None
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """The row of logits after `tokens` [n]."""
+        tokens = np.asarray(tokens, np.int64)
+        known = self._rows.get(tokens.tobytes())
+        if known is None:
+            known = self._rows[tokens.tobytes()] = self._compute(tokens)
+        return known
+
+    def _compute(self, tokens: np.ndarray) -> np.ndarray:
+        everything = fold(tokens)
+        row = 8 * share(fold(tokens[-2:]), self.common_vocab)
+        row += self.whole_context * share(everything, self.common_vocab)
+        if share(everything ^ 0x5A5A, 1)[0] >= self.agreement:
+            row = np.roll(row, 1)
+        padding = np.full(self.vocab_size - self.common_vocab, 99.0)
+        return np.concatenate([row, padding]).astype(np.float32)
+
+    def run(self, step) -> np.ndarray:
+        self.num_runs += 1
+        self.num_tokens.append(len(step.token_ids))
+        if self.num_runs == self.fail_at:
+            raise RuntimeError("the engine broke")
+        self._check(step)
+        self.cache[step.slot_mapping] = step.token_ids
+        rows = np.empty((len(step.logit_rows), self.vocab_size), np.float32)
+        for index, row in enumerate(step.logit_rows):
+            request = int(np.searchsorted(step.cu_q, row, side="right")) - 1
+            length = int(step.position_ids[row]) + 1
+            rows[index] = self.logits(self.read(step.block_tables[request], length))
+        return rows
+
+    def read(self, table, length: int, is_there=None) -> np.ndarray:
+        """The first `length` cached tokens of a block table, which are all there, or those of a
+        mask [length]."""
+        positions = np.arange(length)
+        size = self.tokens_per_block
+        tokens = self.cache[
+            np.asarray(table, np.int64)[positions // size] * size + positions % size
+        ]
+        known = tokens if is_there is None else tokens[is_there]
+        assert (known >= 0).all(), "a slot that was never written"
+        return tokens
+
+    def _check(self, step) -> None:
+        """What every backend relies on."""
+        for name in step.__slots__:
+            array = getattr(step, name)
+            assert array.dtype == np.int32 and array.flags.c_contiguous, name
+        counts = np.diff(step.cu_q)
+        assert len(step.token_ids) == step.cu_q[-1] <= self.max_num_tokens
+        assert 0 < len(counts) <= self.max_batch_size and (counts > 0).all()
+        assert len(step.kv_len) == len(step.block_tables) == len(counts)
+        # Two that share a block may both compute the draft's part of it, which is the same.
+        written = dict(zip(step.slot_mapping.tolist(), step.token_ids.tolist(), strict=True))
+        assert [written[slot] for slot in step.slot_mapping.tolist()] == step.token_ids.tolist()
+        assert (step.token_ids >= 0).all() and (step.token_ids < self.vocab_size).all()
+        for request, (first, last) in enumerate(zip(step.cu_q, step.cu_q[1:], strict=False)):
+            positions = step.position_ids[first:last]
+            end = step.kv_len[request]
+            assert positions.tolist() == list(range(end - len(positions), end))
+            assert end <= self.max_seq_len
+            size = self.tokens_per_block
+            slots = step.block_tables[request][positions // size] * size + positions % size
+            assert slots.tolist() == step.slot_mapping[first:last].tolist()
+
+
+def plain_answer(engine: FakeEngine, request: Request, index: int = 0):
+    """(new tokens, finish reason) of one token after another, with no cache and no runtime."""
+    params = request.sampling_config
+    prompt = list(request.input_token_ids)
+    new: list[int] = []
+    while True:
+        tokens = prompt + new
+        banned = [
+            word[-1]
+            for word in request.bad_words
+            if tokens[len(tokens) - len(word) + 1 :] == list(word[:-1])
+        ]
+        size = params.no_repeat_ngram_size
+        if size:
+            ngrams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+            last = tuple(tokens[len(tokens) - size + 1 :])
+            banned += [ngram[-1] for ngram in ngrams if ngram[:-1] == last]
+        if request.end_id is not None and len(new) < params.min_tokens:
+            banned.append(request.end_id)
+        counts = np.bincount(tokens, minlength=engine.vocab_size).astype(np.int32)
+        row = SamplingRow(params, params.seed + index, len(tokens), counts, tuple(banned))
+        new.append(int(sample_rows(engine.logits(np.array(tokens))[None], [row])[0]))
+        if new[-1] == request.end_id:
+            return new, FinishReason.END_ID
+        if len(new) >= params.min_tokens and any(
+            tuple(new[-len(word) :]) == word for word in request.stop_words
+        ):
+            return new, FinishReason.STOP_WORDS
+        if len(new) == request.max_tokens or len(prompt) + len(new) == engine.max_seq_len:
+            return new, FinishReason.LENGTH
