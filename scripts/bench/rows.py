@@ -107,6 +107,13 @@ def weight_bytes(plan: Plan) -> int:
     )
 
 
+def command_line() -> str:
+    """How this program was started, without a path of this machine."""
+    spec = sys.modules["__main__"].__spec__
+    program = ["-m", spec.name] if spec is not None else [Path(sys.argv[0]).name]
+    return " ".join(["python", *program, *sys.argv[1:]])
+
+
 def provenance() -> dict[str, Any]:
     """What every stored row carries."""
     commit = subprocess.run(

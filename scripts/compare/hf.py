@@ -71,7 +71,10 @@ def main() -> None:
     rows = measured.rows(pairs)
     print("\n".join(map(format_row, rows)))
     names = ("llmctl", "torch", "transformers")
-    facts = {"command": " ".join(sys.argv), "versions": {name: version(name) for name in names}}
+    facts = {
+        "command": " ".join(["python -m scripts.compare.hf", *sys.argv[1:]]),
+        "versions": {name: version(name) for name in names},
+    }
     peers.write_json(arguments.output, rows, facts)
 
 

@@ -122,7 +122,7 @@ def stage(name: str) -> Iterator[None]:
 def describe_run(device: torch.device) -> dict[str, object]:
     is_cuda = device.type == "cuda"
     return {
-        "command": " ".join(["python", "scripts/demo/train.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", "scripts.demo.train", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name() if is_cuda else "CPU",
         "python": platform.python_version(),
         "torch": torch.__version__,
