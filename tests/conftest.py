@@ -44,3 +44,16 @@ def h200_rows(repository: Path) -> dict[str, float]:
     """What was measured on an H200, by name, in the units of docs/performance/h200.jsonl."""
     lines = (repository / "docs/performance/h200.jsonl").read_text().splitlines()
     return {row["name"]: row["value"] for row in map(json.loads, lines)}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the time went: seconds of all phases by folder, over all workers."""
+    seconds: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folder = "/".join(report.nodeid.split("::")[0].split("/")[:-1])
+                seconds[folder] = seconds.get(folder, 0.0) + report.duration
+    parts = sorted(seconds.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{folder} {spent:.0f}" for folder, spent in parts if spent >= 1)
+    terminalreporter.write_line(f"seconds by folder, all workers together: {shown}")

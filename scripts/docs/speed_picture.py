@@ -94,8 +94,8 @@ def draw(pairs: list[Pair]) -> str:
                 f'<text x="{LEFT + width + 6:.1f}" y="{y + 16}">{speed:.0f}</text>',
             ]
     parts.append(
-        f'<text class="note" x="0" y="{height - 8}">TensorRT-LLM as NVIDIA published it; vLLM on the same '
-        "machine, 500 in, 200 out. Draft length 10.</text>"
+        f'<text class="note" x="0" y="{height - 8}">TensorRT-LLM as NVIDIA published it; vLLM on '
+        "the same machine, 500 in, 200 out. Draft length 10.</text>"
     )
     return "\n".join([*parts, "</svg>", ""])
 
