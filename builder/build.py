@@ -171,7 +171,7 @@ def plan_build(
     if is_generated:
         declare_tensors(checkpoint, recorded, model.num_hidden_layers)
     shapes = checkpoint_shapes(recorded, checkpoint.quantization)
-    # Dtypes before shapes: codes of four bits have a shape of their own, and the dtype tells why.
+    # Dtypes before shapes: 4-bit codes have a shape of their own, and the dtype tells why.
     linear_scales = find_linear_scales(checkpoint, recorded)
     checkpoint.require(shapes)
     cache_dtype, kv_scales = choose_kv_cache(

@@ -1,9 +1,9 @@
-"""Sources of MXFP4 weights: codes of four bits and powers of two for blocks of 32, as ModelOpt
+"""Sources of MXFP4 weights: 4-bit codes and powers of two for blocks of 32, as ModelOpt
 stores them, as E4M3 numbers with a scale for each row.
 
 A block's power relative to its row's largest, and a code times that, are exact in E4M3 within 15
 powers (plugins/ops/packed_linear/mxfp4.py). So the CPU multiplies FP8 weights, CUDA the same
-numbers of four bits each. A block further below would round: it is refused unless all its codes
+4-bit numbers each. A block further below would round: it is refused unless all its codes
 are zero.
 """
 

@@ -5,7 +5,7 @@
 The bandwidth of a GPU is its datasheet's. READ_SHARE is what a copy-free read of
 large buffers reaches of that; step_share is what a decoding step of batch 1 reaches of the read.
 Both were measured, see docs/performance/h200.md and h100.md. Steps of small models reach less
-because launches and waits do not shrink with them, and so do steps of weights of four bits, which
+because launches and waits do not shrink with them, and so do steps of 4-bit weights, which
 wait as often for fewer bytes. Below the smallest measured model the share is that model's, which
 promises too much; above the largest it is that one's.
 """

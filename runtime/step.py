@@ -1,4 +1,4 @@
-"""From slices and drafts to the packed integers of one step (design section 4)."""
+"""From slices and drafts to the packed integers of one step."""
 
 from __future__ import annotations
 

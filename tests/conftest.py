@@ -56,4 +56,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 seconds[folder] = seconds.get(folder, 0.0) + report.duration
     parts = sorted(seconds.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{folder} {spent:.0f}" for folder, spent in parts if spent >= 1)
-    terminalreporter.write_line(f"seconds by folder, all workers together: {shown}")
+    if shown:
+        terminalreporter.write_line(f"seconds by folder, all workers together: {shown}")

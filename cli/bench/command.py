@@ -57,7 +57,7 @@ SyntheticAcceptanceOption = Annotated[
     str | None,
     Option(
         "--synthetic-acceptance",
-        help="Drafts stand by lot: mean tokens a round, or rates by position, as vLLM has them.",
+        help="Accept drafts at random: mean tokens a round, or rates by position, as in vLLM.",
     ),
 ]
 EosId = Annotated[

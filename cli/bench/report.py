@@ -31,7 +31,7 @@ def report_json(measured: Measured) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "command": options.command,
         "is_partial": measured.is_partial,
-        "synthetic_acceptance": measured.lot.to_json() if measured.lot is not None else None,
+        "synthetic_acceptance": measured.forced.to_json() if measured.forced is not None else None,
         "engine": measured.engine_facts | {"draft_len": main.draft_len},
         "load": _load_json(options, len(measured.requests)),
         **_figures(measured, main),
@@ -123,7 +123,7 @@ def raw_lines(measured: Measured) -> Iterator[str]:
     for way in measured.ways:
         mark = {
             "draft_len": way.draft_len,
-            "is_synthetic_acceptance": measured.lot is not None and way.draft_len > 0,
+            "is_synthetic_acceptance": measured.forced is not None and way.draft_len > 0,
         }
         records = [item.to_json() for item in way.recording.requests]
         records += [item.to_json() for item in way.recording.steps]

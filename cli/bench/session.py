@@ -14,7 +14,7 @@ from llmctl.cli.bench.hardware import Reads, measure_cpu, measure_gpu, processor
 from llmctl.cli.bench.load import LoadOptions, make_requests, read_load
 from llmctl.cli.bench.progress import Progress
 from llmctl.cli.bench.records import Recording
-from llmctl.cli.bench.synthetic import Lot, parse_lot
+from llmctl.cli.bench.synthetic import ForcedAcceptance, parse_forced
 from llmctl.cli.output_files import require_writable
 from llmctl.cli.run.drafting import require_drafts
 from llmctl.cli.run.report import architecture
@@ -92,7 +92,7 @@ class Measured:
     reads: Reads
     bandwidth: float | None
     engine_facts: dict[str, Any]
-    lot: Lot | None = None  # of drafts that stand whatever the target says
+    forced: ForcedAcceptance | None = None  # of drafts, whatever the target says
     interrupt: type[BaseException] | None = None  # what ended the session early
 
     @property
@@ -116,7 +116,7 @@ class Session:
         engine_dir = options.engines.engine_dir
         requests = make_requests(options.load, prompts, engine_dir, checked.target)
         ways = self._ways(checked)
-        lot = self._lot(checked)
+        forced = self._forced(checked)
         bandwidth = None
         if checked.is_on_gpu:  # before engines take what memory there is
             bandwidth = measure_gpu()
@@ -125,7 +125,7 @@ class Session:
         if not checked.is_on_gpu:
             bandwidth = measure_cpu(reads.target_weights)
         facts = _engine_facts(engines)
-        measured = Measured(options, checked, requests, ways, reads, bandwidth, facts, lot)
+        measured = Measured(options, checked, requests, ways, reads, bandwidth, facts, forced)
         total = len(requests) * options.iterations * len(ways)
         try:
             with Progress(total, is_quiet=options.is_json) as progress:
@@ -141,11 +141,11 @@ class Session:
         ways = [Way(checked.draft_len)]
         return [*ways, Way(0)] if options.has_baseline else ways
 
-    def _lot(self, checked: CheckedEngines) -> Lot | None:
+    def _forced(self, checked: CheckedEngines) -> ForcedAcceptance | None:
         options = self._options
         if options.synthetic_acceptance is None:
             return None
-        return parse_lot(
+        return parse_forced(
             options.synthetic_acceptance,
             checked.draft_len,
             is_sweep=bool(options.sweep),
@@ -153,7 +153,7 @@ class Session:
         )
 
     def _run(self, engines: OpenEngines, measured: Measured, progress: Progress) -> None:
-        """All iterations; ways take turns, so that a slow spell of the machine hits them alike."""
+        """All iterations; ways alternate, so that a slow spell of the machine hits them alike."""
         iterations, ways = self._options.iterations, measured.ways
         if len(ways) == 1:
             with self._driver(engines, measured, ways[0], progress) as driver:
@@ -170,11 +170,11 @@ class Session:
         self, engines: OpenEngines, measured: Measured, way: Way, progress: Progress
     ) -> Iterator[Driver]:
         """A driver of an executor that has run its warm-up."""
-        count, requests, lot = self._options.warmup, measured.requests, measured.lot
+        count, requests, forced = self._options.warmup, measured.requests, measured.forced
         with engines.executor(
             is_speculative=way.draft_len > 0,
             draft_len=way.draft_len,
-            acceptance=lot.acceptance(way.draft_len) if lot and way.draft_len else None,
+            acceptance=forced.acceptance(way.draft_len) if forced and way.draft_len else None,
             num_iterations_kept=STEPS_KEPT,
         ) as executor:
             if count:

@@ -9,13 +9,11 @@ from typing import Any
 from llmctl.errors import BadConfig
 from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
 
-NOTICE = (
-    "SYNTHETIC ACCEPTANCE: drafts stand by lot, not by what the target says; text is meaningless"
-)
+NOTICE = "SYNTHETIC ACCEPTANCE: drafts are accepted at random; the text is meaningless"
 
 
 @dataclass(frozen=True, slots=True)
-class Lot:
+class ForcedAcceptance:
     """What the option said: mean tokens a round, or the rate of every position."""
 
     length: float | None
@@ -35,7 +33,7 @@ class Lot:
         return {"acceptance_length": self.length, "acceptance_rates": rates, "note": NOTICE}
 
 
-def parse_lot(text: str, most_drafts: int, *, is_sweep: bool, seed: int) -> Lot:
+def parse_forced(text: str, most_drafts: int, *, is_sweep: bool, seed: int) -> ForcedAcceptance:
     """A number, mean tokens a round from 1 to draft_len + 1; or a list of draft_len rates, the
     i-th being the probability that the first i drafts all stand. Raises BadConfig."""
     try:
@@ -49,17 +47,17 @@ def parse_lot(text: str, most_drafts: int, *, is_sweep: bool, seed: int) -> Lot:
                 "length",
                 fix=f"give {most_drafts} rates instead, as in [0.9,0.8,...]",
             )
-        lot = Lot(float(value), None, seed)
+        forced = ForcedAcceptance(float(value), None, seed)
     elif (
         isinstance(value, list)
         and len(value) == most_drafts
         and all(isinstance(item, int | float) for item in value)
     ):
-        lot = Lot(None, tuple(map(float, value)), seed)
+        forced = ForcedAcceptance(None, tuple(map(float, value)), seed)
     else:
         raise BadConfig(
             f"--synthetic-acceptance is {text!r}; a mean length such as 3.5 is wanted, or a list "
             f"of {most_drafts} rates, one per draft"
         )
-    lot.acceptance(most_drafts)  # refuses what cannot be
-    return lot
+    forced.acceptance(most_drafts)  # refuses what cannot be
+    return forced

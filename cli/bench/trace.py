@@ -26,7 +26,7 @@ def trace_json(measured: Measured) -> dict[str, Any]:
         for event in _way_events(number, f"draft length {way.draft_len}", way.recording)
     ]
     other: dict[str, Any] = {"is_partial": measured.is_partial}
-    if measured.lot is not None:
+    if measured.forced is not None:
         other["synthetic_acceptance"] = NOTICE
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 

@@ -22,7 +22,7 @@ Extent = Literal["tokens", "rows"]
 
 @dataclass(slots=True)
 class StepInputs:
-    """The packed tokens of one step, as C-contiguous int32 arrays (design section 4).
+    """The packed tokens of one step, as C-contiguous int32 arrays.
 
     N tokens of B requests, context requests first; R rows get logits.
     """

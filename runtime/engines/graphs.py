@@ -21,7 +21,7 @@ from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.core.calls import StepInputs
 
 # Tokens; shorter contexts share the first one's grids, whose idle blocks exit at once. Behind these
-# come powers of two. 1,536 tokens are 20 units of attention (`Variant` in verification.py).
+# come powers of two. 1,536 tokens are 20 work items of attention (`Variant` in verification.py).
 _KV_BUCKETS = (1024, 1536)
 _ANY_QUERY = 32  # tokens of one request, beyond which kernels do not care how many there are
 MAX_GRAPHS = 24  # of an engine's own steps, and of its rounds; the memory plan counts on it

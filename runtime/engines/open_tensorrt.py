@@ -115,7 +115,7 @@ def _most_launches(op: PlanOp, dtypes: Mapping[str, str], tokens: int) -> int:
     """Kernels of ours that an operator launches at most; dtypes: of the plan's tensors.
 
     Attention to chunks and to single tokens are two. A product is one, and one more each for a norm
-    that it does not have in steps too large, and for weights of four bits that many tokens meet:
+    that it does not have in steps too large, and for 4-bit weights that many tokens meet:
     they are expanded first.
     """
     if op.op == "paged_attention":

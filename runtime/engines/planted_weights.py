@@ -28,7 +28,7 @@ from llmctl.plugins.ops.packed_linear.mxfp4 import OCTET_BYTES, OCTET_CODES, STE
 
 CHUNK = 1 << 25  # elements made at a time
 FP8_SPREAD = 112.0  # standard deviation of FP8 weights: a quarter of the largest value
-# Codes of four bits are drawn evenly (2.93 root mean square), blocks' steps from the three below 15
+# 4-bit codes are drawn evenly (2.93 root mean square), blocks' steps from the three below 15
 # (powers 2**4 to 2**6, 42.3 root mean square).
 MXFP4_STEPS = (12, 15)
 MXFP4_SPREAD = 124.0
@@ -145,7 +145,7 @@ def _random(tensor: torch.Tensor, spread: float, generator: torch.Generator) -> 
 
 
 def random_mxfp4(packed: torch.Tensor, generator: torch.Generator) -> None:
-    """Random codes and steps in a packed weight of four bits, [RT, KT, 64, 136]."""
+    """Random codes and steps in a packed 4-bit weight, [RT, KT, 64, 136]."""
     device = packed.device
     for part in _row_chunks(packed.view(-1, OCTET_BYTES)):
         codes, steps = part[:, :OCTET_CODES], part[:, OCTET_CODES:]

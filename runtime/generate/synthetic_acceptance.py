@@ -1,10 +1,10 @@
-"""Acceptance by lot instead of by comparison: a measure of speed at a chosen acceptance.
+"""Acceptance drawn at random instead of by comparison: speed at a chosen acceptance.
 
 For benchmarks alone: the text is meaningless, its speed is that of a draft of this acceptance. The
 meaning is vLLM's ("rejection_sample_method": "synthetic"): rates[i] is the probability that the
 first i + 1 drafts of a round all stand; after them comes the target's own token.
 
-Lots are a table that is drawn once; a round takes the one that its request's last token and length
+The draws are a table made once; a round takes the entry that its request's last token and length
 point to. So host and device agree, and a run can be repeated.
 """
 
@@ -25,17 +25,17 @@ from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
 
-NUM_LOTS = 1 << 16
-_LENGTH_STRIDE, _TOKEN_STRIDE = 40_503, 30_011  # odd: neighbours get lots far apart
+NUM_DRAWS = 1 << 16
+_LENGTH_STRIDE, _TOKEN_STRIDE = 40_503, 30_011  # odd: neighbours get draws far apart
 
 
 @dataclass(frozen=True)
 class SyntheticAcceptance:
-    """rates [draft_len], non-increasing; the seed of the lots. Raises BadConfig."""
+    """rates [draft_len], non-increasing; the seed of the draws. Raises BadConfig."""
 
     rates: tuple[float, ...]
     seed: int = 0
-    lots: NDArray[np.int32] = field(init=False, repr=False, compare=False)  # accepted drafts
+    accepted_drafts: NDArray[np.int32] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         rates = np.array(self.rates, float)
@@ -44,10 +44,10 @@ class SyntheticAcceptance:
                 f"the synthetic acceptance rates are {list(self.rates)}; each must be in [0, 1] "
                 "and none above the one before it"
             )
-        # A lot u keeps draft i where u < rates[i]: with probability rates[i], and i - 1 as well.
-        draws = np.random.default_rng(self.seed).random(NUM_LOTS)
-        lots = (draws[:, None] < rates).sum(axis=1).astype(np.int32)
-        object.__setattr__(self, "lots", lots)
+        # A draw u keeps draft i where u < rates[i]: with probability rates[i], and i - 1 as well.
+        draws = np.random.default_rng(self.seed).random(NUM_DRAWS)
+        accepted = (draws[:, None] < rates).sum(axis=1).astype(np.int32)
+        object.__setattr__(self, "accepted_drafts", accepted)
 
     @classmethod
     def from_length(cls, length: float, draft_len: int, seed: int = 0) -> SyntheticAcceptance:
@@ -70,11 +70,11 @@ class SyntheticAcceptance:
     def accepted(self, sequence: Sequence) -> int:
         """Drafts that stand in the next round of a sequence."""
         place = len(sequence.tokens) * _LENGTH_STRIDE + sequence.tokens[-1] * _TOKEN_STRIDE
-        return int(self.lots[place % NUM_LOTS])
+        return int(self.accepted_drafts[place % NUM_DRAWS])
 
 
 class SyntheticDrafter:
-    """A drafter whose drafts stand by lot."""
+    """A drafter whose drafts are accepted at random."""
 
     def __init__(self, drafter: Drafter, acceptance: SyntheticAcceptance) -> None:
         self.max_draft_len = drafter.max_draft_len
@@ -100,24 +100,24 @@ class SyntheticDrafter:
         self._drafter.release(sequence)
 
 
-LOT_LAUNCHES = 24  # kernels that `force` enqueues, at most
+FORCE_LAUNCHES = 24  # kernels that `force` enqueues, at most
 
 
 class DeviceAcceptanceDraws:
-    """The same lots where a device accepts by itself: it rewrites what the target drew."""
+    """The same draws where a device accepts by itself: it rewrites what the target drew."""
 
     def __init__(self, acceptance: SyntheticAcceptance, device: torch.device | str) -> None:
-        self._lots = torch.from_numpy(acceptance.lots).to(device)
+        self._table = torch.from_numpy(acceptance.accepted_drafts).to(device)
 
     def force(self, state: RoundState, batch: int, draft_len: int) -> None:
         """Make the target's tokens equal the drafts that shall stand, and the next one differ.
         Enqueues on the current stream, between the target's draws and acceptance."""
         length, last = state.committed[:batch].long(), state.root[:batch].long()
         place = length * _LENGTH_STRIDE + last * _TOKEN_STRIDE
-        accepted = self._lots[place % NUM_LOTS]
+        accepted = self._table[place % NUM_DRAWS]
         drafts = state.drafts[:batch, :draft_len]
         targets = state.targets[: batch * (draft_len + 1)].view(batch, draft_len + 1)[:, :-1]
-        index = torch.arange(draft_len, dtype=torch.int32, device=self._lots.device)
+        index = torch.arange(draft_len, dtype=torch.int32, device=self._table.device)
         stands = index < accepted[:, None]
         other = torch.where(targets == drafts, (drafts - 1).abs(), targets)
         targets.copy_(torch.where(stands, drafts, other))

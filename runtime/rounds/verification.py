@@ -13,7 +13,7 @@ from collections.abc import Sequence as Items
 
 from llmctl.plugins.device_loop import kernel as bookkeeping
 from llmctl.runtime.engines.graphs import MAX_GRAPHS
-from llmctl.runtime.generate.synthetic_acceptance import LOT_LAUNCHES, DeviceAcceptanceDraws
+from llmctl.runtime.generate.synthetic_acceptance import FORCE_LAUNCHES, DeviceAcceptanceDraws
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 
 LAUNCHES_A_STEP = 6  # beside the operators: feeding it, drawing from its logits (4), acceptance
@@ -73,4 +73,4 @@ def graph_launches(
     ahead = list(ahead)
     steps = graphs_kept(num_engines) * num_steps + sum(ahead)
     num_graphs = graphs_kept(num_engines) + len(ahead)
-    return steps * (num_kernels + LAUNCHES_A_STEP) + num_graphs * LOT_LAUNCHES
+    return steps * (num_kernels + LAUNCHES_A_STEP) + num_graphs * FORCE_LAUNCHES

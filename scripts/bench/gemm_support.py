@@ -87,7 +87,7 @@ class Bench:
         return out.view(FP8).view(shape)
 
     def four_bits(self, rows: int, inner: int) -> torch.Tensor:
-        """A random packed weight of four bits."""
+        """A random packed 4-bit weight."""
         form = FORMS[MXFP4]
         tiles, chunks = -(-rows // TILE_ROWS), -(-inner // form.columns)
         shape = (tiles, chunks, TILE_ROWS, form.block_bytes // TILE_ROWS)
@@ -97,7 +97,7 @@ class Bench:
 
     def call(self, op: str, rows: int, inner: int, dtype: str = "fp8", **extra: Any) -> OpCall:
         """A call of the given packed rows and K; x is FP8 (or `dtype`), scales random. "mxfp4" has
-        weights of four bits."""
+        4-bit weights."""
         is_quantized = dtype in ("fp8", "mxfp4")
         kind = FP8 if is_quantized else getattr(torch, dtype)
         model = torch.bfloat16 if is_quantized else kind

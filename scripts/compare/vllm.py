@@ -156,9 +156,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         rows = compare(arguments, arguments.engines or Path(scratch))
     if arguments.synthetic_acceptance is not None:
-        print(
-            "SYNTHETIC ACCEPTANCE: drafts stand by lot; texts are meaningless, and so is likeness"
-        )
+        print("SYNTHETIC ACCEPTANCE: drafts are accepted at random; texts are meaningless")
     print("\n".join(map(format_row, rows)))
     facts = provenance()
     facts["versions"] |= versions

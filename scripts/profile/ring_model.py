@@ -2,14 +2,10 @@
 
     python -m scripts.profile.ring_model [--seeds 12] [--held 1] [--full-alone]
 
-The copying warps of copy.cuh, the two teams of product.cuh, and what comes of copies, take turns by
-lot, some 5 or 20 times as often as others. A barrier tells its parity and nothing else. What waits
-for other blocks is left out: those always answer. Says for shapes and shares of a block in how many
-of the runs nobody could go on, and ends with 1 where there was one.
-
---held: units of gate and up that four more warps take (hold.cuh). --full-alone: a
-copying warp that waits for an earlier chunk does not see that the chunk's unit is used up, as it
-was until 2fc297d.
+The copying warps of copy.cuh, the two teams of product.cuh, and what comes of copies, run in random
+order, some 5 or 20 times as often as others. A barrier tells its parity and no more. Waiting for
+other CTAs is left out: those always answer. Says for shapes and shares of a CTA in how many of the
+runs nobody could go on, and ends with 1 where there was one.
 """
 
 from __future__ import annotations
@@ -136,17 +132,17 @@ class Block:
 
     def ends(self, seed: int) -> bool:
         """Whether everyone comes to the end. Raises AnotherTurn."""
-        lot = random.Random(seed)
+        rng = random.Random(seed)
         actors = [self.copy(chunk) for chunk in range(CHUNKS)]
         actors += [self.multiply(team) for team in range(2)] + [self.hold()] * (self.held > 0)
-        speeds = [lot.choice((1, 1, 1, 5, 20)) for _ in actors]
+        speeds = [rng.choice((1, 1, 1, 5, 20)) for _ in actors]
         quiet, last = 0, -1
         while actors:
-            at = lot.choices(range(len(actors)), speeds)[0]
+            at = rng.choices(range(len(actors)), speeds)[0]
             if next(actors[at], self) is self:
                 del actors[at], speeds[at]
-            if self.under_way and lot.random() < 0.3:
-                number, chunk = self.under_way.pop(lot.randrange(min(len(self.under_way), 6)))
+            if self.under_way and rng.random() < 0.3:
+                number, chunk = self.under_way.pop(rng.randrange(min(len(self.under_way), 6)))
                 self.there[number % self.stages, chunk] = number
                 self.full[number % self.stages][chunk].arrive()
             events = len(actors) + self._events()

@@ -1,4 +1,4 @@
-"""`llmctl bench`: drafts that stand by lot, and which number of drafts is best."""
+"""`llmctl bench`: drafts accepted at random, and which number of drafts is best."""
 
 from __future__ import annotations
 

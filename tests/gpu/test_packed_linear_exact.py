@@ -140,7 +140,7 @@ def shared_tiles(call: OpCall) -> list[DecodeVariant]:
 
 
 def many_launches(call: OpCall, env: LaunchEnv) -> dict[str, list[Launch]]:
-    """Of every tile shape; weights of four bits are expanded before."""
+    """Of every tile shape; 4-bit weights are expanded before."""
     if not is_mxfp4(call):
         return {v.name: [prefill_launch(call, env, TOKENS, v)] for v in variants_of(call)}
     fp8 = expanded_call(call, env.scratch)

@@ -59,7 +59,7 @@ class Stream:
 
 
 class Device:
-    """Lanes that run by lot; `favour` them unequally."""
+    """Lanes that run at random; `favour` them unequally."""
 
     def __init__(self, seed=0):
         self.random = np.random.default_rng(seed)

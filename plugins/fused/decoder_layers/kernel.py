@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 MIN_STAGES, MAX_RING_BYTES = 4, 6 * 32768
 _SHARED_LIMIT = 227 * 1024  # of a thread block
-_TABLE_BYTES = 255 + 128  # of the numbers of four bits
+_TABLE_BYTES = 255 + 128  # of the 4-bit numbers
 _COLUMNS = 8  # rows of attention that a team takes
-_TEAMS = 2  # of warps in a block, that take units of attention
+_TEAMS = 2  # of warps in a block, that take work items of attention
 _FINISHED = 32  # sums of a row group and a token that a block finishes at once
 _WARPS = 12  # of a block: eight compute, four copy
 _LAYER_BYTES = 23 * 8  # `Layer` in chain.cuh
@@ -74,7 +74,7 @@ class Room:
     """How a thread block divides its shared memory, bytes."""
 
     unit: int  # of the ring
-    table: int  # the numbers of four bits
+    table: int  # the 4-bit numbers
     work: int  # tokens and sums, or keys and values
     stages: int  # slots of the ring
     slots: int  # of a team, for tiles of keys and values

@@ -1,4 +1,4 @@
-"""Weights of four bits as FP8 weights in scratch memory, for the products of many tokens: the
+"""4-bit weights as FP8 weights in scratch memory, for the products of many tokens: the
 binary and launch of `expand.cu`, and the call that multiplies what it makes."""
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ CHUNK_BYTES = 128
 _PIECES = 8  # 16-byte pieces of a chunk
 PIECE = torch.complex128  # the dtype of 16 bytes; pieces are only ever moved
 _GROUP = 16  # rows of one warp in a tile
-MXFP4 = "uint8"  # the dtype of packed weights of four bits
+MXFP4 = "uint8"  # the dtype of packed 4-bit weights
 
 
 @dataclass(frozen=True, slots=True)

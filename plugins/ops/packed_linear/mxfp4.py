@@ -1,4 +1,4 @@
-"""Weights of four bits for the packed matrix products, and the E4M3 numbers that they are.
+"""4-bit weights for the packed matrix products, and the E4M3 numbers that they are.
 
 MXFP4 (OCP Microscaling Formats 1.0, 5.3.3): codes E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign) in
 blocks of 32 along K, each with a power of two. A row's powers are kept relative to the row: a step

@@ -139,7 +139,7 @@ def prefill_spec(
 
 
 def prefill_launches(call: OpCall, env: LaunchEnv, tokens: int) -> list[Launch]:
-    """Multiply the first `tokens` rows of `x`; weights of four bits are expanded before."""
+    """Multiply the first `tokens` rows of `x`; 4-bit weights are expanded before."""
     if not is_mxfp4(call):
         return [prefill_launch(call, env, tokens)]
     expanded = expanded_call(call, env.scratch)

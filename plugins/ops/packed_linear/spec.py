@@ -47,7 +47,7 @@ def row_tiles(rows: int) -> int:
 
 
 def inner_chunks(dims: Mapping[str, int]) -> int:
-    """Blocks along K: of C elements, or of the columns of four bits whose rows have C bytes."""
+    """Blocks along K: of C elements, or of the 4-bit columns whose rows have C bytes."""
     columns = {ROW_BYTES: FORMS[MXFP4].columns}.get(dims["C"], dims["C"])
     return -(-dims["K"] // columns)
 

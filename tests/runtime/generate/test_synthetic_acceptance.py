@@ -1,4 +1,4 @@
-"""Acceptance by lot: its rates, on the host and on a device, and vLLM's two ways to give them."""
+"""Acceptance drawn at random: its rates on the host and on a device, and vLLM's two options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.generate.synthetic_acceptance import (
-    LOT_LAUNCHES,
+    FORCE_LAUNCHES,
     DeviceAcceptanceDraws,
     SyntheticAcceptance,
     SyntheticDrafter,
@@ -91,7 +91,7 @@ def test_the_memory_plan_counts_the_kernels_that_force_acceptance():
     lots = DeviceAcceptanceDraws(SyntheticAcceptance(RATES, seed=5), "cpu")
     with Count():
         lots.force(state, 8, 4)
-    assert 10 < Count.num_ops <= LOT_LAUNCHES
+    assert 10 < Count.num_ops <= FORCE_LAUNCHES
 
 
 @pytest.mark.parametrize("agrees", [True, False])
