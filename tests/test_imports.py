@@ -84,3 +84,12 @@ def test_every_package_folder_is_listed_for_installation(repository: Path) -> No
 def test_every_folder_with_modules_is_a_package(repository: Path, name: str) -> None:
     for module in (repository / name).rglob("*.py"):
         assert (module.parent / "__init__.py").exists(), module
+
+
+def test_every_file_that_is_installed_lies_in_a_package(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["*"]
+    files = [path for pattern in patterns for path in (repository / "plugins").rglob(pattern)]
+    assert len(files) > 40
+    for path in files:
+        assert (path.parent / "__init__.py").exists(), f"{path} would not be installed"
