@@ -197,6 +197,7 @@ def _spans(batch: Batch, drafts: Items[Drafts]) -> list[Span]:
     ]
     for item, proposed in zip(batch.generation, drafts, strict=True):
         assert len(proposed.tokens) <= item.draft_len, "more drafts than blocks were reserved"
+        assert proposed.parents is None, "attention orders keys by slot: it verifies chains alone"
         end = item.start + item.num_tokens
         spans.append(Span(item.sequence, item.start, end, proposed.tokens))
     return spans

@@ -86,3 +86,14 @@ def test_a_method_runs_through_the_whole_runtime_and_changes_no_token(demo: Demo
         assert run_all(executor, requests) == wanted
         stats = executor.get_speculation_stats()
     assert stats.draft_tokens > 0
+
+
+def test_a_tree_is_not_verified_as_if_it_were_a_chain(demo: DemoPair, monkeypatch):
+    """Until attention addresses keys through a tree, one that is proposed ends its request."""
+    monkeypatch.setattr(
+        RepeatDrafter, "propose", lambda self, batch: [Drafts([1], [-1]) for _ in batch.generation]
+    )
+    method = choose_method({**NOTHING, "repeat_last": 3}, None, TABLE)
+    opened = OpenEngines(check_engines(EngineOptions(demo.engine("target-bfloat16"), method)))
+    with opened.executor() as executor, pytest.raises(AssertionError, match="chains alone"):
+        list(executor.generate([1, 2, 3], max_tokens=8))
