@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGES = ["README.md", "docs/architecture.md", "docs/adding.md"]
+PAGES = ["README.md", "docs/architecture.md", "docs/adding.md", "docs/speculation.md"]
 _FOLDERS = "cli|quantize|builder|runtime|plugins|tests|scripts|docs|examples"
 _PATH = re.compile(rf"`((?:{_FOLDERS})/[\w./<>-]*)`")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
