@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-PAGES = ["README.md", "docs/architecture.md", "docs/adding.md", "docs/speculation.md"]
+_ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    path.relative_to(_ROOT).as_posix()
+    for path in (_ROOT / "README.md", *sorted(_ROOT.glob("docs/**/*.md")))
+]
 _FOLDERS = "cli|quantize|builder|runtime|plugins|tests|scripts|docs|examples"
 _PATH = re.compile(rf"`((?:{_FOLDERS})/[\w./<>-]*)`")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
