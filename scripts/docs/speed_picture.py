@@ -95,7 +95,7 @@ def draw(pairs: list[Pair]) -> str:
             ]
     parts.append(
         f'<text class="note" x="0" y="{height - 8}">TensorRT-LLM as NVIDIA published it; vLLM on '
-        "the same machine, 500 in, 200 out. Draft length 10.</text>"
+        "the same machine, 500 in, 200 out. 10 drafts; 6.1 tokens a round.</text>"
     )
     return "\n".join([*parts, "</svg>", ""])
 
