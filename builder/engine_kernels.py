@@ -22,6 +22,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     LaunchEnv,
     StepLimits,
     StepShape,
+    step_shapes,
 )
 from llmctl.plugins.core.calls import Extent, OpCall
 from llmctl.plugins.core.operators import operator_module
@@ -51,7 +52,10 @@ def step_limits(plan: Plan, build: BuildConfig) -> StepLimits:
 
 def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
     """Every binary that steps and rounds of this engine may launch, by name, each once."""
+    import torch
+
     from llmctl.plugins.device_loop import kernel as rounds
+    from llmctl.plugins.ops.kv_compact import kernel as kv_compact
     from llmctl.plugins.ops.sampling import kernel as sampling
 
     (vocab_size,) = [t.shape[1] for t in plan.tensors if t.name == plan.logits]
@@ -60,6 +64,10 @@ def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
         *sampling.kernels(vocab_size),
         *rounds.kernels(limits.max_batch_size, limits.max_draft_len, vocab_size),
     ]
+    if limits.takes_trees:
+        cache = plan.kv_cache
+        token_bytes = cache.head_size * getattr(torch, cache.dtype).itemsize
+        found += kv_compact.kernels(cache.num_kv_heads, cache.tokens_per_block, token_bytes)
     for call, _ in distinct_calls(plan):
         found += _module(call.op).kernels(call, limits)
     chains = find_chains([call for call, _ in meta_calls(plan)], limits)
@@ -124,14 +132,17 @@ def scratch_bytes(plan: Plan, limits: StepLimits) -> int:
 
 def planned_shapes(limits: StepLimits) -> list[StepShape]:
     """Steps of each kind at their largest: a long prompt chunk, alone and beside generation, and a
-    full batch that is verified or generates. And few tokens of one request, as many as products
-    have kernels for, in short contexts and in long ones: some ask for what no larger step does.
+    full batch that is verified (trees or chains) or generates. And few tokens of one request, as
+    many as products have kernels for, in short contexts and in long ones: some ask for what no
+    larger step does.
     """
     batch, rows, longest = limits.max_batch_size, limits.max_num_rows, limits.max_seq_len
     most = limits.max_num_tokens
     few = [count for count in (*range(1, 18), 24, 32, 48, 64, 96, 128, 192, 256) if count <= most]
     contexts = [length for length in (1024, longest) if length <= longest]
+    tree = limits.max_draft_len + 1 if limits.takes_trees else 0
     return [
+        StepShape(rows, batch, rows, limits.max_draft_len + 1, longest, tree),
         StepShape(most, 1, 1, most, longest),
         StepShape(most, batch, batch, most - batch + 1, longest),
         StepShape(rows, batch, rows, limits.max_draft_len + 1, longest),
@@ -211,10 +222,8 @@ def meta_step(limits: StepLimits) -> DeviceStep:
     """The arrays of a step, without memory."""
     import torch
 
-    blocks = -(-limits.max_seq_len // limits.tokens_per_block)
-    tokens, rows, batch = limits.max_num_tokens, limits.max_num_rows, limits.max_batch_size
-    shapes = [(tokens,), (tokens,), (batch + 1,), (batch,), (batch, blocks), (tokens,), (rows,)]
-    return DeviceStep(*(_meta(shape, torch.int32) for shape in shapes))
+    shapes = step_shapes(limits)
+    return DeviceStep(**{name: _meta(shape, torch.int32) for name, shape in shapes.items()})
 
 
 def meta_cache(plan: Plan, limits: StepLimits) -> torch.Tensor:

@@ -21,7 +21,7 @@ from llmctl.runtime.request import Batch, Sequence
 from llmctl.runtime.rounds.rounds import Rounds
 from llmctl.runtime.schedule.scheduler import Scheduler
 from llmctl.runtime.stats.counters import SpeculationStats
-from llmctl.runtime.step import Span, StepRunner, pack
+from llmctl.runtime.step import Span, StepRunner, pack, slots_of
 
 Outcome = TypeVar("Outcome")
 
@@ -142,7 +142,8 @@ class Loop:
         draft_began = perf_counter()
         drafts = self._drafter.propose(batch)
         draft_s = perf_counter() - draft_began
-        step = pack(_spans(batch, drafts), self._target.tokens_per_block)
+        spans = _spans(batch, drafts, self._target.takes_trees)
+        step = pack(spans, self._target.tokens_per_block)
         verify_began = perf_counter()
         return _Led(batch, drafts, self._target.run(step), draft_s, verify_began)
 
@@ -156,12 +157,20 @@ class Loop:
             logits.queue.synchronize()
             was_awaited = True
         commits = self._verifier.commit(owners, tokens, logits)
+        self._compact(commits)
         rounds = commits[len(batch.context) :]
         self._drafter.commit(batch, [commit.accepted for commit in rounds])
         ended = perf_counter()
         period_s = ended - self._began if was_awaited else None
         times = (led.draft_s, verify_s, period_s, self._note_end(ended))
         return self._finish(batch, commits, *times)
+
+    def _compact(self, commits: list[Commit]) -> None:
+        """Bring the keys of accepted paths to where their tokens are."""
+        size = self._target.tokens_per_block
+        moves = [slots_of(c.sequence.block_table, c.moves, size) for c in commits if c.moves]
+        if moves:
+            self._target.compact(moves)
 
     def _note_end(self, ended: float) -> float:
         """Seconds between the ends of the last step, if there was one, and of this."""
@@ -190,14 +199,15 @@ class Loop:
         return StepReport(batch, commits, step_s, draft_s, verify_s, period_s, elapsed_s)
 
 
-def _spans(batch: Batch, drafts: Items[Drafts]) -> list[Span]:
+def _spans(batch: Batch, drafts: Items[Drafts], takes_trees: bool) -> list[Span]:
     spans = [
         Span(item.sequence, item.start, item.start + item.num_tokens, (), item.needs_logits)
         for item in batch.context
     ]
     for item, proposed in zip(batch.generation, drafts, strict=True):
         assert len(proposed.tokens) <= item.draft_len, "more drafts than blocks were reserved"
-        assert proposed.parents is None, "attention orders keys by slot: it verifies chains alone"
         end = item.start + item.num_tokens
-        spans.append(Span(item.sequence, item.start, end, proposed.tokens))
+        tokens, parents = proposed.tokens, proposed.parents
+        assert parents is None or takes_trees, "a tree for an engine that verifies chains alone"
+        spans.append(Span(item.sequence, item.start, end, tokens, parents=parents))
     return spans

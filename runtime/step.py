@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.core.calls import StepInputs, Trees
 from llmctl.plugins.ops.sampling.spec import Logits
-from llmctl.runtime.kv_cache import Arrival, BlockCopy
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, Move
 from llmctl.runtime.request import Sequence
 
 
@@ -27,6 +27,7 @@ class StepRunner(Protocol):
     tokens_per_block: int
     onboards_aside: bool  # what comes from host memory may be under way while steps run
     is_asynchronous: bool  # `run` returns before the step has been computed
+    takes_trees: bool  # drafts of a step may be trees
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
     def allocate_host_blocks(self, num_blocks: int) -> None: ...
@@ -36,13 +37,17 @@ class StepRunner(Protocol):
         for that step but not for a later copy; None: everything is there."""
 
     def run(self, step: StepInputs) -> Logits: ...
+    def compact(self, moves: Items[Items[Move]]) -> None:
+        """Move keys and values of accepted paths, (from, to) slots of each request, before the
+        next step. None of a request's moves overwrites what a later one of it reads."""
 
 
 @dataclass(slots=True)
 class Span:
     """tokens[start:end] of one sequence, then its drafts, in one packed step.
 
-    With `needs_logits` the last committed token and every draft get a row of logits.
+    With `needs_logits` the last committed token and every draft get a row of logits. `parents` make
+    a tree of the drafts (`Drafts.parents`); then end = start + 1, the root.
     """
 
     sequence: Sequence
@@ -50,6 +55,7 @@ class Span:
     end: int
     drafts: Items[int] = ()
     needs_logits: bool = True
+    parents: Items[int] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -84,6 +90,10 @@ def pack(spans: Items[Span], tokens_per_block: int) -> StepInputs:
         owners = np.repeat(np.arange(len(spans)), counts)
         blocks, offsets = np.divmod(positions, np.int32(tokens_per_block))
         slots = tables[owners, blocks] * np.int32(tokens_per_block) + offsets
+    trees = None
+    if any(span.parents for span in spans):
+        assert all(span.end == span.start + 1 for span in spans if span.parents), "roots alone"
+        trees = pack_trees([span.parents for span in spans], prefix, positions)
     return StepInputs(
         token_ids=np.array(token_ids, np.int32),
         position_ids=positions,
@@ -92,7 +102,47 @@ def pack(spans: Items[Span], tokens_per_block: int) -> StepInputs:
         block_tables=tables,
         slot_mapping=slots,
         logit_rows=np.array(logit_rows, np.int32),
+        trees=trees,
     )
+
+
+def pack_trees(
+    parents: Items[Items[int] | None], cu_q: NDArray[np.int32], position_ids: NDArray[np.int32]
+) -> Trees:
+    """The trees of a step, by the parents of each request's drafts (none: a chain). Sets the
+    positions of a tree's tokens: the root's, which is there, and their depth."""
+    starts = np.full(len(parents), -1, np.int32)
+    tables: list[NDArray[np.int32]] = []
+    num_rows = 0
+    for index, drafts in enumerate(parents):
+        if not drafts:
+            continue
+        paths, depths = find_paths(drafts)
+        first = cu_q[index]
+        position_ids[first : cu_q[index + 1]] = position_ids[first] + depths
+        starts[index] = num_rows
+        num_rows += len(paths)
+        tables.append(paths)
+    packed = np.zeros((num_rows, max(table.shape[1] for table in tables)), np.int32)
+    row = 0
+    for table in tables:
+        packed[row : row + len(table), : table.shape[1]] = table
+        row += len(table)
+    return Trees(starts, packed)
+
+
+def find_paths(parents: Items[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(paths [T + 1, longest], depths [T + 1]) of a root and the T drafts of a tree; `Trees` says
+    what a path is, `Drafts` what parents are."""
+    depths = np.zeros(1 + len(parents), np.int32)
+    for draft, parent in enumerate(parents):
+        depths[1 + draft] = depths[1 + parent] + 1
+    paths = np.zeros((len(depths), int(depths.max()) + 1), np.int32)
+    for token, parent in enumerate(parents, 1):
+        depth = depths[token]
+        paths[token, :depth] = paths[1 + parent, :depth]
+        paths[token, depth] = token
+    return paths, depths
 
 
 def block_tables(sequences: Items[Sequence]) -> NDArray[np.int32]:
@@ -120,6 +170,16 @@ def slots_at(
     blocks, offsets = np.divmod(positions, np.int32(tokens_per_block))
     slots: NDArray[np.int32] = table[blocks] * np.int32(tokens_per_block) + offsets
     return slots
+
+
+def slots_of(table: Items[int], moves: Items[Move], tokens_per_block: int) -> list[Move]:
+    """Moves between positions of one sequence as moves between slots."""
+
+    def slot(position: int) -> int:
+        block, offset = divmod(position, tokens_per_block)
+        return table[block] * tokens_per_block + offset
+
+    return [(slot(source), slot(target)) for source, target in moves]
 
 
 def pack_next(

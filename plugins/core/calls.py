@@ -21,6 +21,20 @@ Extent = Literal["tokens", "rows"]
 
 
 @dataclass(slots=True)
+class Trees:
+    """Which requests of a step verify a tree of tokens, and how those follow one another.
+
+    All tokens that such a request has in the step are its tree: the root, then every token behind
+    its parent. The key of token i lies i places behind the root's in the cache, whatever its
+    position; its position is the root's plus its depth. So the key that token i sees at a position
+    d behind the root's is the one of token paths[start + i][d].
+    """
+
+    start: NDArray[np.int32]  # [B] row of `paths` that is the request's root; -1: it has no tree
+    paths: NDArray[np.int32]  # [P, W] a token's path: root (0) first, itself last; then anything
+
+
+@dataclass(slots=True)
 class StepInputs:
     """The packed tokens of one step, as C-contiguous int32 arrays.
 
@@ -34,6 +48,7 @@ class StepInputs:
     block_tables: NDArray[np.int32]  # [B, max_blocks] block ids; unused entries may be anything
     slot_mapping: NDArray[np.int32]  # [N] block_id * tokens_per_block + offset
     logit_rows: NDArray[np.int32]  # [R] indices into the packed tokens
+    trees: Trees | None = None  # None: the tokens of every request follow one another
 
     @property
     def num_tokens(self) -> int:

@@ -61,6 +61,7 @@ class ContiguousEngine(CudaEngine):
             queue,
             is_capturable=lambda: plans.is_capturable(queue.handle),
         )
+        self.takes_trees = False  # its masks are those of chains
         self._plans = plans
         self._slot_graphs: GraphCache[Group] = GraphCache(self._capture)
         self._most_repeated = max(self.max_draft_len + 1, 2)  # tokens a request; as Buckets

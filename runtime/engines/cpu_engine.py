@@ -13,8 +13,9 @@ from llmctl.builder.engine_format import EngineConfig, Plan
 from llmctl.errors import OutOfMemory
 from llmctl.plugins.backends.cpu import CpuProgram
 from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.ops.kv_compact.reference import compact
 from llmctl.runtime.engines.engine import Engine, bind_plan, kv_cache_shape, make_calls
-from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind, Move
 
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
@@ -57,6 +58,11 @@ class CpuEngine(Engine):
             source, destination = pools[copy.kind]
             destination[:, copy.dst_block].copy_(source[:, copy.src_block])
         return None
+
+    def compact(self, moves: Sequence[Sequence[Move]]) -> None:
+        """Move keys and values of accepted paths."""
+        assert self._kv_cache is not None, "allocate_kv_cache comes first"
+        compact(self._kv_cache, [move for own in moves for move in own])
 
     def run(self, step: StepInputs) -> NDArray[np.float32]:
         """Execute one packed step; logits of step.logit_rows in that order."""

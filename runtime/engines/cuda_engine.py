@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from llmctl.builder.engine_format import EngineConfig, Plan
@@ -14,6 +15,7 @@ from llmctl.errors import OutOfMemory
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
 from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall, StepInputs
+from llmctl.plugins.ops.kv_compact.kernel import compact_launch
 from llmctl.runtime.engines.engine import Engine, bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.engines.graphs import (
     Buckets,
@@ -25,7 +27,7 @@ from llmctl.runtime.engines.graphs import (
     shape_of,
 )
 from llmctl.runtime.engines.host_blocks import HostBlocks
-from llmctl.runtime.kv_cache import Arrival, BlockCopy
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, Move
 
 
 class DeviceProgram(Protocol):
@@ -147,6 +149,18 @@ class CudaEngine(Engine):
         layers, num_blocks = self._kv_cache.shape[:2]
         blocks = self._kv_cache.view(torch.uint8).view(layers, num_blocks, -1)
         return self._host_blocks.copy(blocks, copies)
+
+    def compact(self, moves: Sequence[Sequence[Move]]) -> None:
+        """Enqueue the moves of accepted paths, in one launch."""
+        assert self._kv_cache is not None, "allocate_kv_cache comes first"
+        starts = np.cumsum([0, *map(len, moves)], dtype=np.int32)
+        flat = np.array([move for own in moves for move in own], np.int32)
+        room = -len(starts) % 4  # arrays begin at 16 bytes
+        both = np.concatenate((starts, np.zeros(room, np.int32), flat.ravel()))
+        held = self.queue.to_device(torch.from_numpy(both))
+        places = held[len(starts) + room :].view(-1, 2)
+        launch = compact_launch(self._kv_cache, held[: len(starts)], places)
+        self.program.launch([launch], self.queue.handle)
 
     def run(self, step: StepInputs) -> DeviceLogits:
         """Enqueue one packed step; logits of step.logit_rows in that order."""

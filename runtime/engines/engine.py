@@ -24,7 +24,7 @@ from llmctl.builder.engine_format import (
 from llmctl.errors import Unsupported
 from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.ops.sampling.spec import Logits
-from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind, Move
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows
 
 NO_WINDOWS = WindowOptions()
@@ -51,6 +51,7 @@ class Engine(ABC):
         self.max_num_tokens = plan.max_num_tokens
         self.max_num_rows = plan.max_num_rows
         self.max_draft_len = int(build["max_draft_len"])
+        self.takes_trees = self.max_draft_len > 1  # two drafts may branch
         self.tokens_per_block = plan.kv_cache.tokens_per_block
 
     @property
@@ -80,6 +81,11 @@ class Engine(ABC):
             assert copy.kind is CopyKind.WITHIN, "allocate_host_blocks comes first"
             self.copy_block(copy.src_block, copy.dst_block)
         return None
+
+    @abstractmethod
+    def compact(self, moves: Sequence[Sequence[Move]]) -> None:
+        """Move keys and values of all layers between slots, for each request in order, after the
+        steps and copies before; see StepRunner."""
 
     @abstractmethod
     def run(self, step: StepInputs) -> Logits:

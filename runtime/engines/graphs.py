@@ -31,12 +31,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 def shape_of(step: StepInputs) -> StepShape:
     """The shape of a step as it is."""
+    lens = np.diff(step.cu_q)
     return StepShape(
         num_tokens=step.num_tokens,
         num_requests=step.num_requests,
         num_rows=step.num_rows,
-        max_query_len=int(np.diff(step.cu_q).max()),
+        max_query_len=int(lens.max()),
         max_kv_len=int(step.kv_len.max()),
+        max_tree_len=0 if step.trees is None else int(lens[step.trees.start >= 0].max()),
     )
 
 
@@ -80,6 +82,7 @@ class Buckets:
             num_rows=rows,
             max_query_len=query,
             max_kv_len=kv_bucket(shape.max_kv_len, limits),
+            max_tree_len=query if shape.max_tree_len else 0,
         )
 
     def round_up(self, shape: StepShape) -> StepShape:
@@ -93,6 +96,7 @@ class Buckets:
             num_tokens=min(-(-shape.num_tokens // unit) * unit, limits.max_num_tokens),
             max_query_len=query if query <= _ANY_QUERY else _power_of_two(query),
             max_kv_len=kv_bucket(shape.max_kv_len, limits),
+            max_tree_len=self.max_query_len if shape.max_tree_len else 0,
         )
 
     def prompt_shapes(self, max_num_tokens: int) -> list[StepShape]:
@@ -111,6 +115,9 @@ def pad(step: StepInputs, shape: StepShape) -> StepInputs:
         shape.num_rows,
     ):
         return step
+    trees = step.trees
+    if trees is not None:
+        trees = replace(trees, start=_extend(trees.start, shape.num_requests, -1))
     return StepInputs(
         token_ids=_extend(step.token_ids, shape.num_tokens, 0),
         position_ids=_extend(step.position_ids, shape.num_tokens, 0),
@@ -119,6 +126,7 @@ def pad(step: StepInputs, shape: StepShape) -> StepInputs:
         block_tables=_extend(step.block_tables, shape.num_requests, 0),
         slot_mapping=_extend(step.slot_mapping, shape.num_tokens, -1),
         logit_rows=_extend(step.logit_rows, shape.num_rows, 0),
+        trees=trees,
     )
 
 

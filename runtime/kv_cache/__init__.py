@@ -16,7 +16,7 @@ audit.py        a recount, for tests
 
 from llmctl.runtime.kv_cache.events import KvCacheEvent, KvCacheEventManager
 from llmctl.runtime.kv_cache.manager import KvCacheManager
-from llmctl.runtime.kv_cache.moves import Arrival, BlockCopy, BlockHolder, CopyKind
+from llmctl.runtime.kv_cache.moves import Arrival, BlockCopy, BlockHolder, CopyKind, Move
 from llmctl.runtime.kv_cache.prefix import PrefixMatch
 from llmctl.runtime.kv_cache.stats import KvCacheStats
 from llmctl.runtime.kv_cache.window import AttentionWindow, common_window, most_step_tokens
@@ -31,6 +31,7 @@ __all__ = [
     "KvCacheEventManager",
     "KvCacheManager",
     "KvCacheStats",
+    "Move",
     "PrefixMatch",
     "common_window",
     "most_step_tokens",

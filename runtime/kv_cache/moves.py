@@ -29,6 +29,9 @@ class BlockCopy(NamedTuple):
     groups: int = ALL_GROUPS  # a bit each
 
 
+Move = tuple[int, int]  # of one token's keys and values: slots (block id, offset) from and to
+
+
 class Arrival(Protocol):
     """Copies from host memory that a group has under way."""
 

@@ -23,6 +23,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     LaunchEnv,
     StepLimits,
     StepShape,
+    step_shapes,
 )
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.device_loop import kernel as rounds
@@ -50,17 +51,7 @@ def integers(*shape: int) -> torch.Tensor:
 
 
 def make_step(limits: StepLimits) -> DeviceStep:
-    tokens, batch = limits.max_num_tokens, limits.max_batch_size
-    blocks = limits.max_seq_len // limits.tokens_per_block
-    return DeviceStep(
-        token_ids=integers(tokens),
-        position_ids=integers(tokens),
-        cu_q=integers(batch + 1),
-        kv_len=integers(batch),
-        block_tables=integers(batch, blocks),
-        slot_mapping=integers(tokens),
-        logit_rows=integers(tokens),
-    )
+    return DeviceStep(**{name: integers(*shape) for name, shape in step_shapes(limits).items()})
 
 
 def measure(launches: Sequence[Launch]) -> tuple[float, float, float]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import pytest
-from support.e2e import DemoPair, run_all
+from support.e2e import DemoPair, PromptMaker, run_all
+from support.tree_drafter import TreeDrafter
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.drafts import Drafts
@@ -18,8 +20,9 @@ from llmctl.runtime.drafting.methods import METHODS, choose_method, how_to_draft
 from llmctl.runtime.drafting.plain.drafter import NoDrafter
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.drafting.target_check import check_target
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
-from llmctl.runtime.request import Request
+from llmctl.runtime.request import Request, SamplingConfig
 
 
 class RepeatDrafter(NoDrafter):
@@ -88,12 +91,33 @@ def test_a_method_runs_through_the_whole_runtime_and_changes_no_token(demo: Demo
     assert stats.draft_tokens > 0
 
 
-def test_a_tree_is_not_verified_as_if_it_were_a_chain(demo: DemoPair, monkeypatch):
-    """Until attention addresses keys through a tree, one that is proposed ends its request."""
-    monkeypatch.setattr(
-        RepeatDrafter, "propose", lambda self, batch: [Drafts([1], [-1]) for _ in batch.generation]
-    )
-    method = choose_method({**NOTHING, "repeat_last": 3}, None, TABLE)
-    opened = OpenEngines(check_engines(EngineOptions(demo.engine("target-bfloat16"), method)))
-    with opened.executor() as executor, pytest.raises(AssertionError, match="chains alone"):
-        list(executor.generate([1, 2, 3], max_tokens=8))
+@dataclass(frozen=True)
+class Trees(RepeatLast):
+    """Random trees with the right path somewhere, where `answers` know it."""
+
+    answers: Any = None
+
+    def make_drafter(self, engines, draft_len):
+        return TreeDrafter(draft_len, lambda sequence: self.answers[sequence.request_id - 1], 64)
+
+
+@pytest.mark.parametrize("name", ["target-bfloat16", "target-fp8"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_trees_change_no_token(demo: DemoPair, prompts: PromptMaker, name, window):
+    """Greedy and seeded requests with penalties, 24 in flight on 16 places, chunks, reuse."""
+    configs = [
+        SamplingConfig(),
+        SamplingConfig(temperature=0.8, top_k=0, seed=5),
+        SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.1),
+    ]
+    requests = [Request(prompt, 40, configs[index % 3]) for index, prompt in enumerate(prompts(24))]
+    options = {} if window is None else {"windows": WindowOptions((window,), 4)}
+    with demo.executor(name, enable_block_reuse=False, **options) as executor:
+        wanted = [run_all(executor, [request])[0] for request in requests]
+    answers = [outputs[0] for outputs in wanted]
+    method = Trees(4, answers=answers)
+    opened = OpenEngines(check_engines(EngineOptions(demo.engine(name), method, **options)))
+    with opened.executor() as executor:
+        assert run_all(executor, requests) == wanted
+        stats = executor.get_speculation_stats()
+    assert stats.accepted_tokens > 200

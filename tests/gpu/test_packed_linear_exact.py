@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 from support.gpu import execute
+from support.kernel import device_step
 
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import (
-    DeviceStep,
     Launch,
     LaunchEnv,
     StepLimits,
@@ -85,8 +85,7 @@ def make(op: str, dtype: str, inner: int, *, heads: int = 8, kv_dtype: str = FP8
 
 
 def environment(example: Example) -> LaunchEnv:
-    names = DeviceStep.__dataclass_fields__
-    arrays = {name: torch.from_numpy(getattr(example.step, name)).cuda() for name in names}
+    step = device_step(example.step, "cuda")
     cache = example.kv_cache
     kv_dtype = str(cache.dtype).removeprefix("torch.")
     limits = StepLimits(TOKENS, TOKENS, 1, 512, 0, cache.shape[4], kv_dtype)
@@ -95,7 +94,7 @@ def environment(example: Example) -> LaunchEnv:
     def room(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return scratch.setdefault(name, torch.zeros(shape, dtype=dtype, device="cuda"))
 
-    return LaunchEnv(DeviceStep(**arrays), cache, limits, "tokens", room)
+    return LaunchEnv(step, cache, limits, "tokens", room)
 
 
 def outcome(call: OpCall, cache: torch.Tensor, found: list[Launch]) -> list[torch.Tensor]:

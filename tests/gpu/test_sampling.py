@@ -141,6 +141,8 @@ def test_round_kernels_equal_the_reference(batch: int, draft_len: int):
         block_tables=torch.randperm(batch * 12, generator=generator).int().reshape(batch, 12),
         slot_mapping=integers(0, 9, tokens),
         logit_rows=integers(0, 9, tokens),
+        tree_start=integers(0, 9, batch),
+        paths=integers(0, 9, tokens, draft_len + 1),
     )
     for which, extra in (("draft_first", ()), ("draft_next", (1,)), ("verify", (draft_len,))):
         found, wanted = moved(step, "cuda"), moved(step, "cpu")

@@ -6,12 +6,14 @@ computes chosen rows in one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmctl.plugins.backends.cuda.kernel_spec import (
     DeviceStep,
@@ -24,6 +26,8 @@ from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.core.examples import Example
 from llmctl.plugins.ops.paged_attention import kernel
 from llmctl.plugins.ops.paged_attention.reference import reference
+from llmctl.runtime.step import pack_trees
+from support.kernel import step_arrays
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 KV_SCALES = {FP8: (0.75, 1.25), INT8: (0.021, 0.034)}
@@ -47,7 +51,8 @@ class World:
     tokens_per_block: int = 32
     layers: int = 1
     max_batch_size: int = 64
-    tree_mask: torch.Tensor | None = None
+    # Parents of a request's drafts (`Drafts`): its parts of as many tokens and a root are trees.
+    trees: Mapping[int, Sequence[int]] = field(default_factory=dict)
     device: str = "cpu"
     seed: int = 0
     spread: float = 1.0  # of the queries: larger makes weights more uneven
@@ -100,7 +105,7 @@ class World:
             max_num_rows=8192,
             max_batch_size=self.max_batch_size,
             max_seq_len=max(self.lengths),
-            max_draft_len=16,
+            max_draft_len=max([16, *map(len, self.trees.values())]),
             tokens_per_block=self.tokens_per_block,
             kv_dtype=str(self.kv_dtype).removeprefix("torch."),
         )
@@ -112,14 +117,19 @@ class World:
         kv_len = torch.tensor([start + count for _, start, count in parts]).int()
         tokens = int(cu_q[-1])
         zeros = torch.zeros(tokens, dtype=torch.int32)
+        found = [self.trees.get(request, ()) for request, *_ in parts]
+        parents = [p if len(p) + 1 == n else () for p, (*_, n) in zip(found, parts, strict=True)]
+        packed = torch.cat(positions).numpy()
+        trees = pack_trees(parents, cu_q.numpy(), packed) if any(parents) else None
         return StepInputs(
             token_ids=zeros.numpy(),
-            position_ids=torch.cat(positions).numpy(),
+            position_ids=packed,
             cu_q=cu_q.numpy(),
             kv_len=kv_len.numpy(),
             block_tables=self.tables[[request for request, _, _ in parts]].numpy(),
             slot_mapping=zeros.numpy(),
             logit_rows=zeros[:1].numpy(),
+            trees=trees,
         )
 
     def call(self, parts: Sequence[Part], padding: int = 0) -> OpCall:
@@ -130,17 +140,15 @@ class World:
         out = torch.empty_like(q, dtype=FP8 if self.quantize_out else self.dtype)
         out.view(torch.uint8).fill_(0x55)
         inputs = {"q": q, **self.scales}
-        if self.tree_mask is not None:
-            inputs["tree_mask"] = self.tree_mask
         return OpCall("paged_attention", "attention", inputs, {"out": out}, self.attributes)
 
     def env(self, step: StepInputs, padding: int = 0) -> LaunchEnv:
         """The step's arrays on the device, with padding requests of no tokens at the end."""
 
-        def array(name: str) -> torch.Tensor:
-            values = torch.from_numpy(getattr(step, name)).clone()
-            if name in ("cu_q", "kv_len") and padding:
-                last = values[-1:] if name == "cu_q" else torch.zeros(1, dtype=torch.int32)
+        def array(name: str, numbers: NDArray[np.int32]) -> torch.Tensor:
+            values = torch.from_numpy(numbers)
+            if name in ("cu_q", "kv_len", "tree_start") and padding:
+                last = torch.zeros(1, dtype=torch.int32) if name == "kv_len" else values[-1:]
                 values = torch.cat((values, last.expand(padding)))
             if name == "block_tables" and padding:
                 values = torch.cat((values, values[:1].expand(padding, -1)))
@@ -152,7 +160,7 @@ class World:
             assert self.scratch[name].shape == shape
             return self.scratch[name]
 
-        arrays = {name: array(name) for name in DeviceStep.__dataclass_fields__}
+        arrays = {name: array(name, numbers) for name, numbers in step_arrays(step).items()}
         is_cuda = self.device != "cpu"  # else interpreted
         return LaunchEnv(
             DeviceStep(**arrays), self.cache, self.limits(), "tokens", scratch, is_cuda
@@ -166,6 +174,7 @@ class World:
             step.num_rows,
             int((step.cu_q[1:] - step.cu_q[:-1]).max()),
             int(step.kv_len.max()),
+            self.limits().max_draft_len + 1 if step.trees else 0,
         )
         return changed(exact, **bounds)
 
@@ -276,7 +285,6 @@ NOT_BY_WARP = (
     {"tokens_per_block": 24},
     {"tokens_per_block": 4},
     {"kv_heads": 2},  # 32 query heads each
-    {"tree_mask": torch.zeros((4, 17, 1)).int()},
 )
 
 

@@ -8,7 +8,7 @@ the cpu backend's, so tokens must equal that backend's bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +19,29 @@ import torch
 
 from llmctl.builder.engine_format import open_engine, read_engine_config
 from llmctl.plugins.backends.cpu import CpuProgram, CpuSampling
-from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    DeviceStep,
+    Launch,
+    StepLimits,
+    StepShape,
+    step_shapes,
+)
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
-from llmctl.plugins.core.calls import OpCall, StepInputs
+from llmctl.plugins.core.calls import OpCall, StepInputs, Trees
 from llmctl.plugins.device_loop import reference
 from llmctl.plugins.ops.sampling.arrays import SamplingScratch
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.request import SamplingConfig
+from support.kernel import step_arrays
+
+
+def stale_step(limits: StepLimits) -> DeviceStep:
+    """Arrays that hold what must not be read."""
+    shapes = step_shapes(limits)
+    return DeviceStep(
+        **{name: torch.full(shape, 10**6, dtype=torch.int32) for name, shape in shapes.items()}
+    )
 
 
 class FakeProgram:
@@ -35,29 +50,15 @@ class FakeProgram:
     def __init__(self, calls: list[OpCall], limits: StepLimits) -> None:
         self.limits = limits
         self.shapes: list[StepShape] = []  # as enqueued
-        max_blocks = -(-limits.max_seq_len // limits.tokens_per_block)
-
-        def stale(*shape: int) -> torch.Tensor:
-            return torch.full(shape, 10**6, dtype=torch.int32)
-
-        self.step = DeviceStep(
-            token_ids=stale(limits.max_num_tokens),
-            position_ids=stale(limits.max_num_tokens),
-            cu_q=stale(limits.max_batch_size + 1),
-            kv_len=stale(limits.max_batch_size),
-            block_tables=stale(limits.max_batch_size, max_blocks),
-            slot_mapping=stale(limits.max_num_tokens),
-            logit_rows=stale(limits.max_num_rows),
-        )
+        self.step = stale_step(limits)
         self._program = CpuProgram(calls)
 
     def upload(self, step: StepInputs, stream: int) -> None:
-        for field in fields(DeviceStep):
-            source = torch.from_numpy(getattr(step, field.name))
-            target = getattr(self.step, field.name)
-            if field.name == "block_tables":
+        for name, numbers in step_arrays(step).items():
+            source, target = torch.from_numpy(numbers), getattr(self.step, name)
+            if name in ("block_tables", "paths"):
                 target[: len(source), : source.shape[1]] = source
-            else:
+            elif name != "tree_start" or step.trees is not None:
                 target[: len(source)] = source
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -77,6 +78,11 @@ class FakeProgram:
         assert (step.slot_mapping[tokens : shape.num_tokens] == -1).all()
         assert (step.position_ids[tokens : shape.num_tokens] == 0).all()
         assert (step.logit_rows[: shape.num_rows] < tokens).all()
+        trees = None
+        if shape.max_tree_len:
+            starts = step.tree_start[:requests].numpy()
+            assert counts[:requests][starts >= 0].max() <= shape.max_tree_len
+            trees = Trees(starts, step.paths.numpy())
         self._program.run(
             StepInputs(
                 token_ids=step.token_ids[:tokens].numpy(),
@@ -86,6 +92,7 @@ class FakeProgram:
                 block_tables=np.ascontiguousarray(step.block_tables[:requests].numpy()),
                 slot_mapping=step.slot_mapping[:tokens].numpy(),
                 logit_rows=step.logit_rows[: shape.num_rows].numpy(),
+                trees=trees,
             ),
             self._kv_cache,
         )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, StepLimits
+from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
@@ -19,7 +19,7 @@ from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
 from llmctl.runtime.request import Request, SamplingConfig
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
-from support.cuda import FakeCapture, FakeGraph, launch_sampling
+from support.cuda import FakeCapture, FakeGraph, launch_sampling, stale_step
 
 DRAFT_LEN = 3
 
@@ -39,20 +39,7 @@ class Program:
             kv_dtype="bfloat16",
         )
 
-        def stale(*shape: int) -> torch.Tensor:
-            return torch.full(shape, 10**6, dtype=torch.int32)
-
-        limits = self.limits
-        blocks = -(-limits.max_seq_len // limits.tokens_per_block)
-        self.step = DeviceStep(
-            token_ids=stale(limits.max_num_tokens),
-            position_ids=stale(limits.max_num_tokens),
-            cu_q=stale(limits.max_batch_size + 1),
-            kv_len=stale(limits.max_batch_size),
-            block_tables=stale(limits.max_batch_size, blocks),
-            slot_mapping=stale(limits.max_num_tokens),
-            logit_rows=stale(limits.max_num_rows),
-        )
+        self.step = stale_step(self.limits)
         self.num_launches = 0
         self.fail: Exception | None = None
 

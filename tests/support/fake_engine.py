@@ -85,6 +85,7 @@ class FakeEngine:
         self.max_batch_size = max_batch_size
         self.max_num_tokens = max_num_tokens
         self.max_draft_len = max_draft_len
+        self.takes_trees = True
         self.tokens_per_block = tokens_per_block
         self.agreement = agreement
         self.whole_context = whole_context
@@ -153,13 +154,24 @@ class FakeEngine:
         for index, row in enumerate(step.logit_rows):
             request = int(np.searchsorted(step.cu_q, row, side="right")) - 1
             length = int(step.position_ids[row]) + 1
-            rows[index] = self.logits(self.read(step.block_tables[request], length))
+            places: int | np.ndarray = length
+            if step.trees is not None and step.trees.start[request] >= 0:
+                places = np.arange(length)
+                root = step.position_ids[step.cu_q[request]]
+                path = step.trees.paths[step.trees.start[request] + row - step.cu_q[request]]
+                places[root:] = root + path[: length - root]
+            rows[index] = self.logits(self.read(step.block_tables[request], places))
         return rows
 
-    def read(self, table, length: int, is_there=None) -> np.ndarray:
-        """The first `length` cached tokens of a block table, which are all there, or those of a
-        mask [length]."""
-        positions = np.arange(length)
+    def compact(self, moves) -> None:
+        for own in moves:
+            for source, target in own:
+                self.cache[target] = self.cache[source]
+
+    def read(self, table, places: int | np.ndarray, is_there=None) -> np.ndarray:
+        """The first so many cached tokens of a block table, or those at some places, which are all
+        there, or those of a mask."""
+        positions = np.arange(places) if isinstance(places, int) else places
         size = self.tokens_per_block
         tokens = self.cache[
             np.asarray(table, np.int64)[positions // size] * size + positions % size
@@ -172,6 +184,8 @@ class FakeEngine:
         """What every backend relies on."""
         for name in step.__slots__:
             array = getattr(step, name)
+            if name == "trees":
+                continue
             assert array.dtype == np.int32 and array.flags.c_contiguous, name
         counts = np.diff(step.cu_q)
         assert len(step.token_ids) == step.cu_q[-1] <= self.max_num_tokens
@@ -184,10 +198,14 @@ class FakeEngine:
         for request, (first, last) in enumerate(zip(step.cu_q, step.cu_q[1:], strict=False)):
             positions = step.position_ids[first:last]
             end = step.kv_len[request]
-            assert positions.tolist() == list(range(end - len(positions), end))
+            places = np.arange(end - len(positions), end)
+            if step.trees is None or step.trees.start[request] < 0:
+                assert positions.tolist() == places.tolist()
+            else:
+                assert self.takes_trees and positions[0] == places[0]
             assert end <= self.max_seq_len
             size = self.tokens_per_block
-            slots = step.block_tables[request][positions // size] * size + positions % size
+            slots = step.block_tables[request][places // size] * size + places % size
             assert slots.tolist() == step.slot_mapping[first:last].tolist()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.backends.cuda.cubin import elf_sections
@@ -22,7 +23,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepLimits,
     StepShape,
 )
-from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.core.calls import StepInputs, Trees
 from llmctl.plugins.core.examples import Example
 from llmctl.plugins.core.operators import operator_module
 
@@ -31,9 +32,17 @@ KERNEL_DTYPES = ("bfloat16", "float16")  # the cuda backend has no float32 model
 
 def device_step(step: StepInputs, device: str = "cpu") -> DeviceStep:
     """The arrays of a step, at its own size."""
-    names = DeviceStep.__dataclass_fields__
-    arrays = {name: torch.from_numpy(getattr(step, name)).clone().to(device) for name in names}
+    arrays = {name: torch.from_numpy(array).to(device) for name, array in step_arrays(step).items()}
     return DeviceStep(**arrays)
+
+
+def step_arrays(step: StepInputs) -> dict[str, NDArray[np.int32]]:
+    """Copies of a step's arrays by their names on the device."""
+    no_trees = Trees(np.full(step.num_requests, -1, np.int32), np.zeros((1, 1), np.int32))
+    trees = step.trees or no_trees
+    paths = {"tree_start": trees.start.copy(), "paths": trees.paths.copy()}
+    names = [name for name in DeviceStep.__dataclass_fields__ if name not in paths]
+    return {name: getattr(step, name).copy() for name in names} | paths
 
 
 def step_shape(step: StepInputs) -> StepShape:

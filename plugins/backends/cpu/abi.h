@@ -12,7 +12,7 @@ namespace llmctl {
 
 class Pool;
 
-constexpr int32_t kAbiVersion = 3;  // binding.py holds the same number
+constexpr int32_t kAbiVersion = 4;  // binding.py holds the same number
 constexpr int kMaxTensors = 8;
 constexpr int kMaxAttributes = 8;
 constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time
@@ -57,9 +57,29 @@ struct Step {
   const int32_t* slot_mapping;
   const int32_t* logit_rows;
   void* kv_cache;  // [layers, blocks, 2, kv heads, tokens_per_block, head_size]
-  int32_t kv_dtype, num_layers, num_kv_heads, tokens_per_block, head_size, reserved;
+  int32_t kv_dtype, num_layers, num_kv_heads, tokens_per_block, head_size, path_width;
   int64_t num_blocks;
+  const int32_t* tree_start;  // null: no request has a tree
+  const int32_t* paths;       // [num_paths, path_width]
+  int64_t num_paths;
 };
+
+// Where the keys lie that one token of a tree sees: behind the root's position, its own path's.
+struct Path {
+  const int32_t* tokens = nullptr;  // null: keys lie in the order of their positions
+  int64_t root = 0;                 // its position
+  int64_t place(int64_t position) const {
+    return tokens != nullptr && position >= root ? root + tokens[position - root] : position;
+  }
+};
+
+// The root's position and the paths of a request's tree; no paths where it has none.
+inline Path tree_of(const Step& step, int64_t request) {
+  if (step.tree_start == nullptr || step.tree_start[request] < 0) return Path{};
+  const int64_t count = step.cu_q[request + 1] - step.cu_q[request];
+  return Path{step.paths + (int64_t)step.tree_start[request] * step.path_width,
+              step.kv_len[request] - count};
+}
 
 // How one row of logits is sampled: SamplingRow of plugins/ops/sampling/spec.py.
 struct SamplingRow {

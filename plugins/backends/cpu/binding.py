@@ -16,7 +16,7 @@ from llmctl.errors import BadConfig, NoDevice, OutOfMemory, Unsupported
 
 LIBRARY_PATH = Path(__file__).with_name("libllmctl_cpu.so")
 MAX_THREADS = 1024  # each has a stack and 1 MiB of scratch
-ABI_VERSION = 3  # kAbiVersion in abi.h
+ABI_VERSION = 4  # kAbiVersion in abi.h
 MAX_TENSORS = 8
 MAX_ATTRIBUTES = 8
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "int8": 4}
@@ -68,8 +68,11 @@ class Step(ctypes.Structure):
         ("num_kv_heads", c_int32),
         ("tokens_per_block", c_int32),
         ("head_size", c_int32),
-        ("reserved", c_int32),
+        ("path_width", c_int32),
         ("num_blocks", c_int64),
+        ("tree_start", c_void_p),
+        ("paths", c_void_p),
+        ("num_paths", c_int64),
     ]
 
 

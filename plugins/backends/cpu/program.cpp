@@ -4,26 +4,17 @@
 // ops were checked against their specs before they came here. A step's integers are checked here,
 // because a wrong one would read or write outside the tensors.
 #include <atomic>
-#include <cstdio>
 #include <cstdlib>
 #include <new>
 #include <string>
 #include <vector>
 
 #include "abi.h"
-#include "exports.h"
 #include "pool.h"
+#include "step_checks.h"
 
 namespace llmctl {
 namespace {
-
-thread_local char g_message[256] = "";
-
-template <class... Args>
-int fail(Status status, const char* format, Args... args) {
-  std::snprintf(g_message, sizeof(g_message), format, args...);
-  return status;
-}
 
 struct Isa {
   const char* name;
@@ -77,52 +68,6 @@ int check_op(const Op& op) {
       return kDone;
     default: return kDone;
   }
-}
-
-// Every value of `values` must lie in [0, limit).
-int check_range(const char* what, const int32_t* values, int64_t count, int64_t limit) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (values[i] < 0 || values[i] >= limit) {
-      return fail(kBadStep, "%s[%lld] is %d; it must be from 0 to %lld", what, (long long)i,
-                  values[i], (long long)limit - 1);
-    }
-  }
-  return kDone;
-}
-
-// The paged cache: slots, positions and block tables, for programs that use it.
-int check_requests(const Step& step) {
-  const int64_t slots = step.num_blocks * step.tokens_per_block;
-  if (int bad = check_range("slot_mapping", step.slot_mapping, step.num_tokens, slots)) return bad;
-  if (int bad = check_range("position_ids", step.position_ids, step.num_tokens, INT32_MAX)) {
-    return bad;
-  }
-  const int64_t requests = step.num_requests;
-  if (step.cu_q[0] != 0 || step.cu_q[requests] != step.num_tokens) {
-    return fail(kBadStep, "cu_q runs from %d to %d; it must run from 0 to %d", step.cu_q[0],
-                step.cu_q[requests], step.num_tokens);
-  }
-  for (int64_t r = 0; r < requests; ++r) {
-    const int64_t blocks =
-        (step.kv_len[r] + step.tokens_per_block - 1) / step.tokens_per_block;
-    if (step.cu_q[r + 1] < step.cu_q[r] || blocks > step.max_blocks) {
-      return fail(kBadStep, "request %lld has tokens %d to %d and %d KV entries in %d blocks",
-                  (long long)r, step.cu_q[r], step.cu_q[r + 1], step.kv_len[r], step.max_blocks);
-    }
-    if (int bad = check_range("block_tables", step.block_tables + r * step.max_blocks, blocks,
-                              step.num_blocks)) {
-      return bad;
-    }
-    for (int64_t i = step.cu_q[r]; i < step.cu_q[r + 1]; ++i) {
-      const bool is_ordered = i == step.cu_q[r] || step.position_ids[i] > step.position_ids[i - 1];
-      if (!is_ordered || step.position_ids[i] >= step.kv_len[r]) {
-        return fail(kBadStep, "position_ids[%lld] is %d; positions of a request must increase "
-                    "and stay below its kv_len %d", (long long)i, step.position_ids[i],
-                    step.kv_len[r]);
-      }
-    }
-  }
-  return kDone;
 }
 
 int check_step(const Program& program, const Step& step) {

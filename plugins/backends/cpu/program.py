@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from llmctl.errors import Unsupported
 from llmctl.plugins.backends.cpu.binding import DTYPES, Op, Step, TensorRef, check, load_kernels
 from llmctl.plugins.core.calls import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.core.operators import SPECS, check_call
@@ -71,6 +70,12 @@ class CpuProgram:
         packed.logit_rows = _address(step.logit_rows)
         assert len(step.position_ids) == len(step.slot_mapping) == packed.num_tokens
         assert len(step.cu_q) - 1 == len(step.block_tables) == packed.num_requests
+        trees = step.trees
+        packed.tree_start = None if trees is None else _address(trees.start)
+        if trees is not None:
+            assert len(trees.start) == packed.num_requests and trees.paths.ndim == 2
+            packed.paths = _address(trees.paths)
+            packed.num_paths, packed.path_width = trees.paths.shape
         status = self._run(self._handle, self._step_address)
         if status:
             check(status)
@@ -94,11 +99,6 @@ def _address(array: NDArray[np.int32]) -> int:
 
 def _pack(call: OpCall, extent: Extent) -> Op:
     spec = SPECS[call.op]
-    if "tree_mask" in call.inputs:
-        raise Unsupported(
-            f"{call.op} {call.name!r} has a tree mask; the cpu kernels verify linear drafts only",
-            fix="build for --backend cuda",
-        )
     op = Op(kind=KINDS.index(call.op), uses_rows=extent == "rows")
     for index, role in enumerate((*spec.inputs, *spec.outputs)):
         tensor = call.inputs.get(role.name, call.outputs.get(role.name))

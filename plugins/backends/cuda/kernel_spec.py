@@ -66,6 +66,11 @@ class StepLimits:
     kv_dtype: str  # torch name
     num_sms: int = NUM_SMS
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether the engine verifies trees of drafts: two may branch."""
+        return self.max_draft_len > 1
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
@@ -80,6 +85,7 @@ class StepShape:
     num_rows: int
     max_query_len: int  # most tokens of one request
     max_kv_len: int  # no request's kv_len is larger
+    max_tree_len: int = 0  # most tokens of a request with a tree; 0: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,24 @@ class DeviceStep:
     block_tables: torch.Tensor  # [max_batch_size, max_blocks]
     slot_mapping: torch.Tensor  # [max_num_tokens]; -1: write nothing
     logit_rows: torch.Tensor  # [max_num_rows]
+    tree_start: torch.Tensor  # [max_batch_size]; of a step with trees (`Trees`)
+    paths: torch.Tensor  # [max_num_rows, max_draft_len + 1]; of a step with trees
+
+
+def step_shapes(limits: StepLimits) -> dict[str, tuple[int, ...]]:
+    """The maximum shape of each array of a `DeviceStep`."""
+    tokens, rows, batch = limits.max_num_tokens, limits.max_num_rows, limits.max_batch_size
+    return {
+        "token_ids": (tokens,),
+        "position_ids": (tokens,),
+        "cu_q": (batch + 1,),
+        "kv_len": (batch,),
+        "block_tables": (batch, -(-limits.max_seq_len // limits.tokens_per_block)),
+        "slot_mapping": (tokens,),
+        "logit_rows": (rows,),
+        "tree_start": (batch,),
+        "paths": (rows, limits.max_draft_len + 1),
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, StepLimits
-from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, StepLimits, step_shapes
+from llmctl.plugins.core.calls import StepInputs, Trees
 
 _RING = 4  # pinned copies of the step: uploads that may be in flight
+_LISTS = ("token_ids", "position_ids", "slot_mapping", "cu_q", "kv_len", "logit_rows")
+_ORDER = (*_LISTS, "block_tables", "tree_start", "paths")
 _ALIGNMENT = 64  # elements of int32, so every array starts at 256 bytes
 
 
@@ -27,22 +29,15 @@ class Copies(Protocol):
 class StepBuffer:
     """The step's arrays, one after another in one device buffer, and pinned copies of it.
 
-    Block tables come last: an upload stops behind the rows that its requests use.
+    Block tables come last: an upload stops behind the rows that its requests use. Behind them lie
+    the arrays of trees, which only a step that has some uploads, in a copy of their own.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device, driver: Copies) -> None:
         self._max_seq_len = limits.max_seq_len
-        max_blocks = -(-limits.max_seq_len // limits.tokens_per_block)
-        shapes: dict[str, tuple[int, ...]] = {
-            "token_ids": (limits.max_num_tokens,),
-            "position_ids": (limits.max_num_tokens,),
-            "slot_mapping": (limits.max_num_tokens,),
-            "cu_q": (limits.max_batch_size + 1,),
-            "kv_len": (limits.max_batch_size,),
-            "logit_rows": (limits.max_num_rows,),
-            "block_tables": (limits.max_batch_size, max_blocks),
-        }
-        assert set(shapes) == {field.name for field in fields(DeviceStep)}
+        known = step_shapes(limits)
+        assert set(known) == {field.name for field in fields(DeviceStep)} == {*_ORDER}
+        shapes = {name: known[name] for name in _ORDER}
         self._starts: dict[str, int] = {}
         size = 0
         for name, shape in shapes.items():
@@ -72,7 +67,7 @@ class StepBuffer:
         self._next = (slot + 1) % _RING
         self._events[slot].wait()  # its last transfer: done long ago, unless the host runs ahead
         arrays = self._slots[slot]
-        for name in ("token_ids", "position_ids", "slot_mapping", "cu_q", "kv_len", "logit_rows"):
+        for name in _LISTS:
             _fill(arrays[name], getattr(step, name), name)
         rows, width = step.block_tables.shape
         table = arrays["block_tables"]
@@ -81,10 +76,30 @@ class StepBuffer:
         # A draft engine may be made for fewer tokens than the target, whose tables it gets.
         width = min(width, table.shape[1])
         table[:rows, :width] = step.block_tables[:, :width]
-        used = self._starts["block_tables"] + rows * table.shape[1]
-        source = self._pinned[slot].data_ptr()
-        self._driver.copy_to_device(self._buffer.data_ptr(), source, 4 * used, stream)
+        self._copy(slot, 0, self._starts["block_tables"] + rows * table.shape[1], stream)
+        if step.trees is not None:
+            self._upload_trees(step.trees, slot, stream)
         self._events[slot].record(stream)
+
+    def _upload_trees(self, trees: Trees, slot: int, stream: int) -> None:
+        arrays = self._slots[slot]
+        _fill(arrays["tree_start"], trees.start, "tree_start")
+        num_paths, width = trees.paths.shape
+        paths = arrays["paths"]
+        assert num_paths <= len(paths), (
+            f"{num_paths} tokens of trees; the engine takes {len(paths)}"
+        )
+        assert width <= paths.shape[1], "a path longer than the engine's drafts"
+        paths[:num_paths, :width] = trees.paths
+        end = self._starts["paths"] + num_paths * paths.shape[1]
+        self._copy(slot, self._starts["tree_start"], end, stream)
+
+    def _copy(self, slot: int, start: int, end: int, stream: int) -> None:
+        """Elements [start, end) of a pinned copy to the device."""
+        target, source = self._buffer.data_ptr(), self._pinned[slot].data_ptr()
+        self._driver.copy_to_device(
+            target + 4 * start, source + 4 * start, 4 * (end - start), stream
+        )
 
 
 def _fill(target: NDArray[np.int32], source: NDArray[np.int32], name: str) -> None:

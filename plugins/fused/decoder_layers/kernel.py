@@ -174,6 +174,7 @@ def serves(chain: Chain, env: LaunchEnv, shape: StepShape) -> bool:
     return (
         env.use_pdl
         and shape.num_requests == 1
+        and shape.max_tree_len == 0
         and shape.num_tokens == chain.tokens
         and (shape.num_rows == 1 or not chain.is_whole)
         and chain.tactic.gains_at(shape.max_kv_len)

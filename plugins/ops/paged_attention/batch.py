@@ -33,7 +33,6 @@ def covers_batch(call: OpCall, limits: StepLimits) -> bool:
     return (
         int(call.attributes["head_size"]) in (64, 128)
         and int(call.attributes["window"]) == 0
-        and "tree_mask" not in call.inputs
         and page >= 8
         and page & (page - 1) == 0
         and group_size(call) <= MAX_ROWS

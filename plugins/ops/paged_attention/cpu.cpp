@@ -3,7 +3,9 @@
 // An item is one KV head of one request for a block of queries; all query heads of the group and
 // all its queries share each tile of keys. A tile is 32 keys at an absolute position (a multiple
 // of 32), and tiles follow one another in order, so a query's result does not depend on the chunk
-// or batch it came in: a tile without visible keys for a query changes nothing of it.
+// or batch it came in: a tile without visible keys for a query changes nothing of it. In a tree of
+// tokens, tiles that reach behind the root are read for each token by itself, along its path: the
+// same keys in the same places of a tile as when that path is decoded token by token.
 //
 // Scores: lanes are keys, and one multiply-add per element of the head, even and odd elements in
 // two chains. Output: lanes are elements, and one multiply-add per key in order.
@@ -35,11 +37,11 @@ struct Workspace {
 };
 static_assert((2 * kMaxRows + 2 * kTileKeys) * kMaxHeadSize * 4 <= (int64_t)kScratchBytes, "fits");
 
-// Softmax and output of rows that already have scores against the tile at `first`.
-void absorb_tile(Workspace& w, const Shape& shape, int64_t num_rows, int64_t first,
+// Softmax and output of rows [begin, end) that already have scores against the tile at `first`.
+void absorb_tile(Workspace& w, const Shape& shape, int64_t begin, int64_t end, int64_t first,
                  int64_t count) {
   const int64_t padded = shape.padded_size();
-  for (int64_t r = 0; r < num_rows; ++r) {
+  for (int64_t r = begin; r < end; ++r) {
     const int64_t position = w.rows[r].position;
     int64_t high = smaller(count, position + 1 - first);
     int64_t low = larger(0, shape.oldest_seen(position) - first);
@@ -56,12 +58,12 @@ void absorb_tile(Workspace& w, const Shape& shape, int64_t num_rows, int64_t fir
       w.factors[r] = soften(w.rows[r], w.scores + r * kTileKeys, low, high);
     }
   }
-  int64_t r = 0;
-  for (; r + kOutputRows <= num_rows; r += kOutputRows) {
+  int64_t r = begin;
+  for (; r + kOutputRows <= end; r += kOutputRows) {
     add_all_values<kOutputRows>(w.scores + r * kTileKeys, w.tile.values, padded, count,
                                 w.factors + r, w.outputs + r * padded);
   }
-  for (; r < num_rows; ++r) {
+  for (; r < end; ++r) {
     add_all_values<1>(w.scores + r * kTileKeys, w.tile.values, padded, count, w.factors + r,
                       w.outputs + r * padded);
   }
@@ -73,7 +75,7 @@ struct Attention {
   const Step& step;
   Shape shape;
   float key_scale, value_scale;
-  enum { kQ, kKScale, kVScale, kOutScale, kTreeMask, kOut };  // the spec's roles in order
+  enum { kQ, kKScale, kVScale, kOutScale, kOut };  // the spec's roles in order
 
   Attention(const Op& op, const Step& step)
       : op(op), step(step), key_scale(1.0f), value_scale(1.0f) {
@@ -104,26 +106,45 @@ struct Attention {
     });
     std::memset(w.outputs, 0, num_rows * padded * sizeof(float));
 
-    const int64_t oldest = w.rows[0].position, newest = w.rows[num_rows - 1].position;
+    const Path tree = tree_of(step, request);
+    int64_t oldest = w.rows[0].position, newest = oldest;  // in a tree they come in any order
+    for (int64_t r = heads; r < num_rows; r += heads) {
+      oldest = smaller(oldest, w.rows[r].position);
+      newest = larger(newest, w.rows[r].position);
+    }
     const int64_t begin = shape.oldest_seen(oldest) / kTileKeys * kTileKeys;
     const int32_t* blocks = step.block_tables + request * step.max_blocks;
-    const float scale = shape.softmax_scale * key_scale;
-    for (int64_t first = shape.sinks > 0 ? 0 : begin; first <= newest; first += kTileKeys) {
-      if (first >= shape.sinks) first = larger(first, begin);  // from the sinks to the window
-      const int64_t count = smaller(kTileKeys, newest + 1 - first);
+    // One tile for rows [from, to), whose keys lie along `path`.
+    const auto take = [&](const Path& path, int64_t from, int64_t to, int64_t first,
+                          int64_t count) {
+      const float scale = shape.softmax_scale * key_scale;
       with_cache_type(step.kv_dtype, [&](auto type) {
-        w.tile.read<decltype(type)>(step, shape, blocks, kv_head, first, count);
+        w.tile.read<decltype(type)>(step, shape, blocks, kv_head, path, first, count);
       });
-      int64_t r = 0;
-      for (; r + kScoreRows <= num_rows; r += kScoreRows) {
+      int64_t r = from;
+      for (; r + kScoreRows <= to; r += kScoreRows) {
         score_rows<kScoreRows>(w.queries + r * padded, padded, w.tile.keys, size, scale,
                                w.scores + r * kTileKeys);
       }
-      for (; r < num_rows; ++r) {
+      for (; r < to; ++r) {
         score_rows<1>(w.queries + r * padded, padded, w.tile.keys, size, scale,
                       w.scores + r * kTileKeys);
       }
-      absorb_tile(w, shape, num_rows, first, count);
+      absorb_tile(w, shape, from, to, first, count);
+    };
+    for (int64_t first = shape.sinks > 0 ? 0 : begin; first <= newest; first += kTileKeys) {
+      if (first >= shape.sinks) first = larger(first, begin);  // from the sinks to the window
+      const int64_t count = smaller(kTileKeys, newest + 1 - first);
+      if (tree.tokens == nullptr || first + kTileKeys <= tree.root) {
+        take(Path{}, 0, num_rows, first, count);
+        continue;
+      }
+      for (int64_t r = 0; r < num_rows; r += heads) {
+        const int64_t nth = start + r / heads - step.cu_q[request];
+        const int64_t own = smaller(kTileKeys, w.rows[r].position + 1 - first);
+        const Path path{tree.tokens + nth * step.path_width, tree.root};
+        if (own > 0) take(path, r, r + heads, first, own);
+      }
     }
     write_rows(w, num_rows, heads, head, start);
   }

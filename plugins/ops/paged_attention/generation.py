@@ -1,7 +1,7 @@
 """The kernel for few tokens and short waits: binaries and launches of `generation.cu`.
 
 It gives the bits of the Triton kernels, so a step may use either. It covers head sizes 64 and 128
-without windows, trees and INT8 caches, and is used where few thread blocks have to be fast
+without windows and INT8 caches, and is used where few thread blocks have to be fast
 together; many requests keep the GPU busy anyway.
 """
 
@@ -58,7 +58,6 @@ def covers(call: OpCall, limits: StepLimits) -> bool:
         int(call.attributes["head_size"]) in (64, 128)
         and int(call.attributes["window"]) == 0
         and limits.kv_dtype != "int8"
-        and "tree_mask" not in call.inputs
         and page > 1
         and page & (page - 1) == 0
     )

@@ -1,10 +1,11 @@
 """Paged attention on a GPU: which binaries there are, and how a step launches them.
 
-Generation and verification (up to SHORT tokens a request, or a whole token tree) split the keys
+Generation and verification (up to SHORT tokens a request, or a whole tree of tokens) split the keys
 over thread blocks; longer requests, the context chunks, do not. A step that may hold both launches
 both kernels, and each passes over the other's requests: what a row gets is the same in either.
 Where few thread blocks have to be fast together, verification.cu or generation.cu takes the short
-requests; where many requests have a token or two each, batch.cu. chunk.cu takes context chunks.
+requests; where many requests have a token or two each, batch.cu. chunk.cu takes context chunks. In
+a step with trees all short requests go to the one kernel that knows paths (triton_tree.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ from llmctl.plugins.ops.paged_attention.triton_specs import (
     context_rows,
     context_spec,
     split_spec,
-    tree_tokens,
     window_arguments,
 )
 from llmctl.plugins.ops.paged_attention.verification import (
@@ -78,6 +78,7 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     )
     return [
         *(make(each, limits) for each in (call, asked) for make in (split_spec, _context_spec)),
+        *([split_spec(call, limits, has_trees=True)] if limits.takes_trees else []),
         *(generation_specs(call, limits) if covers(call, limits) else []),
         *(spec for make in by_warp for spec in make(call, limits)),
         *([chunk_spec(call, limits)] if covers_chunks(call, limits) else []),
@@ -88,10 +89,15 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     """Attend for every token of the step's requests; the cache already holds their keys."""
     if shape.num_tokens == 0 or shape.num_requests == 0:
         return []
-    short = tree_tokens(call) or SHORT  # longer than a tree: a context chunk
+    if shape.max_tree_len:
+        short = max(SHORT, shape.max_tree_len)  # longer than a tree: a context chunk
+        trees = _split(call, env, shape, short, has_trees=True)
+        is_all = shape.max_query_len <= short
+        return [trees] if is_all else [_context(call, env, shape, short + 1), trees]
+    short = SHORT
     if shape.max_query_len <= short:
         return [_generation(call, env, shape, short)]
-    if shape.num_requests == 1 and not tree_tokens(call):
+    if shape.num_requests == 1:
         return [_context(call, env, shape, 1)]
     # Beside chunks most requests have one token; the context kernel takes who has a few more.
     batch = _batch(call, env, shape, most_tokens(call))
@@ -101,16 +107,21 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
 
 
 def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch:
-    limits = env.limits
-    heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
+    size = int(call.attributes["head_size"])
     # The ring of a small model's next product fills beside generation.cu, which needs less room.
     ways = (_few, _verification) if size == 64 else (_verification, _few)
     for way in ways:
         if (special := way(call, env, shape, short)) is not None:
             return special
     batch = _batch(call, env, shape, shape.max_query_len)
-    if batch is not None:
-        return batch
+    return batch if batch is not None else _split(call, env, shape, short)
+
+
+def _split(
+    call: OpCall, env: LaunchEnv, shape: StepShape, short: int, has_trees: bool = False
+) -> Launch:
+    limits = env.limits
+    heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
     most = min(shape.max_query_len, short)
     num_blocks = -(-most // (ROWS // group_size(call)))
     block_tokens = -(-most // num_blocks)
@@ -126,19 +137,21 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
     step = env.step
     arguments: tuple[torch.Tensor | int | float, ...] = (
         *own_tensors(call, env),
-        call.inputs.get("tree_mask", step.cu_q),
+        step.tree_start,
+        step.paths,
         partial,
         states,
         counters,
         logit_scale(call),
         step.block_tables.stride(0),
+        step.paths.stride(0),
         block_tokens,
         entries,
         short,
-        *window_arguments(call),
+        *window_arguments(call, has_trees),
     )
     grid = (splits, heads * num_blocks, shape.num_requests)
-    return Launch(split_spec(call, limits), grid, arguments)
+    return Launch(split_spec(call, limits, has_trees), grid, arguments)
 
 
 def _verification(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch | None:

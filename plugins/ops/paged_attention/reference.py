@@ -4,14 +4,16 @@ A query at position p sees keys j <= p and, with a window W > 0, j > p - W. With
 first S keys are always seen and count towards the window: j < S or j > p - (W - S). Checked against
 torch's scaled_dot_product_attention with an explicit mask.
 
-With `tree_mask` [B, T, ceil(T/32)], a request of up to T tokens is a tree: its token i sees the
-context before the step, and token j of the step where bit j % 32 of word j // 32 of row i is set.
+The tokens of a request with a tree (`StepInputs.trees`) see, behind the context before the step,
+the tokens on their own path alone, in the order of the path. So each gets what it would get if its
+path were decoded token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 
 from llmctl.plugins.core.calls import StepInputs
@@ -26,20 +28,13 @@ def attention(
     softmax_scale: float,
     window: int,
     sinks: int = 0,
-    tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [heads, Q, D] at absolute `positions` [Q]; k, v [heads, L, D] -> [heads, Q, D] float32."""
     scores = (q @ k.transpose(-1, -2)) * softmax_scale
     keys = torch.arange(k.shape[1], device=q.device)
     visible = keys <= positions[:, None]
-    is_near = torch.ones_like(visible)
     if window > 0:
-        is_near = (keys > positions[:, None] - (window - sinks)) | (keys < sinks)
-    visible &= is_near
-    if tree is not None:  # [Q, Q] bool: the step's own tokens
-        first = k.shape[1] - len(tree)
-        visible[:, :first] = is_near[:, :first]
-        visible[:, first:] = tree
+        visible &= (keys > positions[:, None] - (window - sinks)) | (keys < sinks)
     return torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ v
 
 
@@ -50,10 +45,20 @@ def gather_keys(cache: torch.Tensor, blocks: torch.Tensor, kv_len: int) -> torch
     return pages.reshape(num_kv_heads, -1, size)[:, :kv_len]
 
 
-def tree_bits(words: torch.Tensor, count: int) -> torch.Tensor:
-    """int32 [T, ceil(T/32)] -> bool [count, count]: what a tree's tokens see of each other."""
-    bits = torch.arange(count, device=words.device)
-    return (words[:count, bits // 32] >> (bits % 32)) & 1 == 1
+def token_keys(step: StepInputs, request: int, kv_len: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Tokens of the step, of a tree one by one, and where the keys that they see lie in the cache,
+    in the order of positions."""
+    start, stop = int(step.cu_q[request]), int(step.cu_q[request + 1])
+    row = -1 if step.trees is None else int(step.trees.start[request])
+    if row < 0:
+        yield slice(start, stop), torch.arange(kv_len)
+        return
+    assert step.trees is not None
+    root = kv_len - (stop - start)
+    for nth in range(stop - start):
+        depth = int(step.position_ids[start + nth]) - root
+        path = torch.from_numpy(step.trees.paths[row + nth, : depth + 1].astype(np.int64))
+        yield slice(start + nth, start + nth + 1), torch.cat((torch.arange(root), root + path))
 
 
 def reference(
@@ -70,7 +75,6 @@ def reference(
     cache = kv_cache[int(attributes["layer"])]
     positions = torch.from_numpy(step.position_ids).to(q.device)
     for request in range(step.num_requests):
-        start, stop = int(step.cu_q[request]), int(step.cu_q[request + 1])
         kv_len = int(step.kv_len[request])
         num_blocks = -(-kv_len // cache.shape[3])
         blocks = torch.from_numpy(step.block_tables[request, :num_blocks]).to(q.device, torch.int64)
@@ -81,21 +85,19 @@ def reference(
         if "v_scale" in inputs:
             v = v * inputs["v_scale"]
         groups = num_heads // num_kv_heads
-        tree = None
-        if "tree_mask" in inputs and stop - start <= inputs["tree_mask"].shape[1]:
-            tree = tree_bits(inputs["tree_mask"][request], stop - start)
-        heads = q[start:stop].view(stop - start, num_heads, size).float().transpose(0, 1)
-        result = attention(
-            heads,
-            k.repeat_interleave(groups, dim=0),
-            v.repeat_interleave(groups, dim=0),
-            positions[start:stop],
-            float(attributes["softmax_scale"]),
-            int(attributes["window"]),
-            int(attributes.get("sink_tokens", 0)),
-            tree,
-        )
-        rows = result.transpose(0, 1).reshape(stop - start, -1).to(q.dtype)
-        out[start:stop] = (
-            quantize_static(rows, inputs["out_scale"]) if "out_scale" in inputs else rows
-        )
+        for tokens, places in token_keys(step, request, kv_len):
+            count = tokens.stop - tokens.start
+            seen = places.to(q.device)
+            result = attention(
+                q[tokens].view(count, num_heads, size).float().transpose(0, 1),
+                k[:, seen].repeat_interleave(groups, dim=0),
+                v[:, seen].repeat_interleave(groups, dim=0),
+                positions[tokens],
+                float(attributes["softmax_scale"]),
+                int(attributes["window"]),
+                int(attributes.get("sink_tokens", 0)),
+            )
+            rows = result.transpose(0, 1).reshape(count, -1).to(q.dtype)
+            out[tokens] = (
+                quantize_static(rows, inputs["out_scale"]) if "out_scale" in inputs else rows
+            )

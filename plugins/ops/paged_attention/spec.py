@@ -19,7 +19,6 @@ SPEC = OpSpec(
         Role("k_scale", ("float32",), ("1",), optional=True),
         Role("v_scale", ("float32",), ("1",), optional=True),
         Role("out_scale", ("float32",), ("1",), optional=True),
-        Role("tree_mask", ("int32",), ("B", "T", "words"), optional=True),
     ),
     outputs=(Role("out", ("T", FP8), ("N", "q")),),
     attributes={

@@ -73,14 +73,15 @@ struct Tile {
 
   template <class C>
   void read(const Step& step, const Shape& shape, const int32_t* blocks, int64_t kv_head,
-            int64_t first, int64_t count) {
+            const Path& path, int64_t first, int64_t count) {
     using E = typename C::Element;
     const int64_t size = shape.size, padded = shape.padded_size();
     const int64_t per_block = step.tokens_per_block;
     const int64_t plane = shape.num_kv_heads * per_block * size;  // from K to V
     const E* rows[kTileKeys];
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t block = blocks[(first + j) / per_block], offset = (first + j) % per_block;
+      const int64_t at = path.place(first + j);
+      const int64_t block = blocks[at / per_block], offset = at % per_block;
       const int64_t page = (shape.layer * step.num_blocks + block) * 2 * shape.num_kv_heads;
       rows[j] = static_cast<const E*>(step.kv_cache) +
                 ((page + kv_head) * per_block + offset) * size;

@@ -1,6 +1,6 @@
 """Attention of requests with few tokens: units of keys over thread blocks, then merged.
 
-triton_state.py says why every row's bits stay the same.
+triton_state.py says why every row's bits stay the same, triton_tree.py how trees keep them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from llmctl.plugins.ops.paged_attention.triton_state import (
     merge,
     merge_entries,
     sees,
-    sees_tree,
     store_rows,
     widen,
 )
@@ -31,6 +30,7 @@ from llmctl.plugins.ops.paged_attention.triton_tiles import (
     tile_at,
     unit_index,
 )
+from llmctl.plugins.ops.paged_attention.triton_tree import attend_paths, tree_of
 
 
 @triton.jit
@@ -45,12 +45,14 @@ def generation(
     cu_q,
     kv_lens,
     block_tables,
-    tree_mask,
+    tree_start,
+    paths,
     partial_acc,
     partial_state,
     counters,
     softmax_scale,
     table_stride,
+    path_stride,
     block_tokens,
     max_entries,
     max_tokens,
@@ -66,7 +68,7 @@ def generation(
     TOKENS_PER_BLOCK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    TREE_TOKENS: tl.constexpr,
+    HAS_TREES: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
     STATIC: tl.constexpr,
@@ -77,7 +79,8 @@ def generation(
     A block of rows is block_tokens tokens (block_tokens * GROUP <= ROWS). softmax_scale includes
     log2(e). A request with more than max_entries units is not split. AHEAD: what is on its way
     while a tile is computed: 0 nothing, 1 the next tile's pages, 2 also its keys and values. REACH
-    and SINKS are as in `context`; tiles of sinks that do not touch the window are split 0's.
+    and SINKS are as in `context`; tiles of sinks that do not touch the window are split 0's. With
+    HAS_TREES requests may be trees (AHEAD is 0 then): `Trees` says what tree_start and paths hold.
     """
     if PDL:
         gdc_launch_dependents()
@@ -108,17 +111,19 @@ def generation(
     stored = row_mask[:, None] & (dims < SIZE)[None, :]
     queries = load_queries(q + offset[:, None] + dims[None, :], stored, inner)
     # Which tiles the rows can see, and which of those are this split's.
-    # Positions are at least limit - count + token: bounds that need no further load.
+    # Positions are at least limit - count + token, those of a tree at least its root's: bounds that
+    # need no further load.
     first_tile = 0
     before = 0
+    lowest = limit - count + first_token
+    if HAS_TREES:
+        root, tree_row = tree_of(tree_start, request, limit, count)
+        lowest = tl.minimum(lowest, root)
     if HAS_WINDOW:
-        first_tile = tl.maximum(limit - count + first_token - REACH + 1, 0) // KEYS
+        first_tile = tl.maximum(lowest - REACH + 1, 0) // KEYS
         if HAS_SINKS:
             first_tile, before = skip_to(first_tile, SINKS)
     end_tile = (limit + KEYS - 1) // KEYS
-    if TREE_TOKENS > 0:
-        WORDS: tl.constexpr = (TREE_TOKENS + 31) // 32
-        words = tree_mask + (request * TREE_TOKENS + token) * WORDS
     num_tiles = end_tile - first_tile
     if num_tiles <= 0:
         return
@@ -165,7 +170,36 @@ def generation(
     for step in tl.range(begin - before, end):
         tile = tile_at(step, begin, before, HAS_SINKS)
         next_tile = tile_at(step + 1, begin, before, HAS_SINKS)
-        if AHEAD > 1:
+        if HAS_TREES:
+            unit_largest, unit_total, unit_acc = attend_paths(
+                queries,
+                keys_base,
+                table,
+                tile,
+                loaded,
+                position,
+                token,
+                first_token,
+                tl.minimum(block_tokens, count - first_token),
+                root,
+                paths + tree_row * path_stride,
+                path_stride,
+                unit_largest,
+                unit_total,
+                unit_acc,
+                scale,
+                limit,
+                REACH,
+                SINKS,
+                HAS_WINDOW,
+                HAS_SINKS,
+                HEADS,
+                TOKENS_PER_BLOCK,
+                SIZE,
+                WIDTH,
+                inner,
+            )
+        elif AHEAD > 1:
             # The next tile is on its way while this one is computed, and the pages after it.
             next_k, next_v = load_tile(
                 keys_base, pages, next_tile, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH
@@ -178,34 +212,19 @@ def generation(
             k, v = load_tile(keys_base, pages, tile, loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
             if AHEAD > 0:
                 pages = load_pages(table, next_tile, loaded, TOKENS_PER_BLOCK)
-        key = keys_of(tile)
-        if TREE_TOKENS > 0:
-            visible = sees_tree(
-                key,
-                position,
-                limit,
-                limit - count,
-                words,
-                row_mask,
-                REACH,
-                SINKS,
-                HAS_WINDOW,
-                HAS_SINKS,
-                WORDS,
+        if not HAS_TREES:
+            visible = sees(keys_of(tile), position, limit, REACH, SINKS, HAS_WINDOW, HAS_SINKS)
+            unit_largest, unit_total, unit_acc = attend(
+                queries,
+                widen(k, inner),
+                widen(v, inner),
+                visible,
+                unit_largest,
+                unit_total,
+                unit_acc,
+                scale,
+                True,
             )
-        else:
-            visible = sees(key, position, limit, REACH, SINKS, HAS_WINDOW, HAS_SINKS)
-        unit_largest, unit_total, unit_acc = attend(
-            queries,
-            widen(k, inner),
-            widen(v, inner),
-            visible,
-            unit_largest,
-            unit_total,
-            unit_acc,
-            scale,
-            True,
-        )
         if AHEAD > 1:
             k = next_k
             v = next_v

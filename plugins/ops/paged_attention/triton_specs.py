@@ -10,30 +10,31 @@ from llmctl.plugins.ops.paged_attention.source_specs import group_size, tensor_t
 
 ROWS = 64  # generation: rows of a thread block, one tensor-core instruction high
 _MERGED_ROWS = 4  # rows that one pass of a merge takes
+NO_WINDOW = 1 << 30  # tokens that a row may look back where there is no window
 _MIN_REQUESTS = 64  # context: with fewer the compiler takes more registers than there are
 _GENERATION = "llmctl.plugins.ops.paged_attention.triton_generation"
 _CONTEXT = "llmctl.plugins.ops.paged_attention.triton_context"
 
 
-def split_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
-    """Requests of few tokens, whose keys are split over thread blocks."""
-    words = tree_tokens(call)
-    names, constants = _variant(call, limits)
+def split_spec(call: OpCall, limits: StepLimits, has_trees: bool = False) -> KernelSpec:
+    """Requests of few tokens, whose keys are split over thread blocks; chains alone, or trees too
+    (one binary for every window)."""
+    names, constants = _variant(call, limits, has_trees)
     return KernelSpec(
-        name=".".join(["paged_attention.generation", *names] + [f"tree{words}"] * (words > 0)),
+        name=".".join(["paged_attention.generation", *names] + ["trees"] * has_trees),
         source=f"{_GENERATION}:generation",
         arguments=(
             *tensor_types(call, limits),
-            *("*i32", "*fp32", "*fp32", "*i32"),
+            *("*i32", "*i32", "*fp32", "*fp32", "*i32"),
             "fp32",
-            *["i32"] * (4 + len(window_arguments(call))),
+            *["i32"] * (5 + len(window_arguments(call, has_trees))),
         ),
         constants={
             **constants,
             "ROWS": ROWS,
             "MERGED_ROWS": _MERGED_ROWS,
-            "AHEAD": _ahead(call, limits),
-            "TREE_TOKENS": words,
+            "AHEAD": 0 if has_trees else _ahead(call, limits),
+            "HAS_TREES": has_trees,
         },
         num_warps=4,
         num_stages=1,
@@ -42,8 +43,6 @@ def split_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
 
 def _ahead(call: OpCall, limits: StepLimits) -> int:
     """What the generation kernel loads ahead: as much as leaves no register in local memory."""
-    if tree_tokens(call) and window_arguments(call):
-        return 0
     if int(call.attributes["head_size"]) == 64:
         return 2
     return 1 if limits.kv_dtype == FP8 else 0
@@ -67,10 +66,12 @@ def context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     )
 
 
-def _variant(call: OpCall, limits: StepLimits) -> tuple[list[str], dict[str, Constant]]:
+def _variant(
+    call: OpCall, limits: StepLimits, takes_window: bool = False
+) -> tuple[list[str], dict[str, Constant]]:
     """What tells both kernels' binaries apart: the parts of a name, and the constants."""
     size, window = int(call.attributes["head_size"]), int(call.attributes["window"])
-    is_asked = bool(window_arguments(call))
+    is_asked = bool(window_arguments(call, takes_window))
     constants: dict[str, Constant] = {} if is_asked else {"REACH": window, "SINKS": 0}
     heads, group = int(call.attributes["num_kv_heads"]), group_size(call)
     scaled = [role for role in ("k_scale", "v_scale", "out_scale") if role in call.inputs]
@@ -84,7 +85,7 @@ def _variant(call: OpCall, limits: StepLimits) -> tuple[list[str], dict[str, Con
         "WIDTH": 64 if size == 64 else 128,
         "TOKENS_PER_BLOCK": limits.tokens_per_block,
         **constants,
-        "HAS_WINDOW": window > 0,
+        "HAS_WINDOW": window > 0 or takes_window,
         "HAS_SINKS": is_asked,
         "K_SCALE": "k_scale" in scaled,
         "V_SCALE": "v_scale" in scaled,
@@ -98,14 +99,9 @@ def context_rows(call: OpCall) -> int:
     return 64 if int(call.attributes["head_size"]) == 64 else 128
 
 
-def window_arguments(call: OpCall) -> tuple[int, ...]:
-    """The arguments REACH and SINKS; none where they are constants."""
-    if "sink_tokens" not in call.attributes:
+def window_arguments(call: OpCall, always: bool = False) -> tuple[int, ...]:
+    """The arguments REACH and SINKS; none where they are constants, unless `always` is asked."""
+    if "sink_tokens" not in call.attributes and not always:
         return ()
-    window, sinks = int(call.attributes["window"]), int(call.attributes["sink_tokens"])
-    return (window - sinks, sinks)
-
-
-def tree_tokens(call: OpCall) -> int:
-    """Tokens of the largest token tree; 0 without one."""
-    return call.inputs["tree_mask"].shape[1] if "tree_mask" in call.inputs else 0
+    window, sinks = int(call.attributes["window"]), int(call.attributes.get("sink_tokens", 0))
+    return (window - sinks, sinks) if window > 0 else (NO_WINDOW, 0)

@@ -84,33 +84,6 @@ def is_near(key, position, reach, sinks, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def sees_tree(
-    key,
-    position,
-    limit,
-    first,
-    words,
-    row_mask,
-    reach,
-    sinks,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """Like `sees`, but which of the step's own tokens are visible is a bit per token."""
-    visible = (key < tl.minimum(first, limit))[None, :] & row_mask[:, None]
-    if HAS_WINDOW:
-        visible = visible & is_near(key, position, reach, sinks, HAS_SINKS)
-    for word in tl.static_range(WORDS):
-        bit = key - first - 32 * word
-        held = tl.load(words + word, mask=row_mask, other=0)
-        chosen = (held[:, None] >> tl.minimum(tl.maximum(bit, 0), 31)[None, :]) & 1
-        inside = (bit >= 0) & (bit < 32) & (key < limit)
-        visible = visible | (inside[None, :] & (chosen == 1))
-    return visible
-
-
-@triton.jit
 def load_scales(softmax_scale, k_scale, v_scale, out_scale, K_SCALE, V_SCALE, STATIC):
     """The factor of logits, that of values, and what the output is multiplied by."""
     scale = softmax_scale

@@ -112,10 +112,25 @@ def load_tile(
 ):
     """Keys and values [KEYS, WIDTH] of one head, whose first block is at `cache`."""
     key = keys_of(tile)
+    return load_keys(cache, pages, key, key < limit, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
+
+
+@triton.jit
+def load_keys(
+    cache,
+    pages,
+    place,
+    is_there,
+    HEADS: tl.constexpr,
+    TOKENS_PER_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The same of keys at these places of a request's cache; zeros for those that are not there."""
     one: tl.constexpr = HEADS * TOKENS_PER_BLOCK * SIZE  # elements of a block's keys
-    row = pages.to(tl.int64) * (2 * one) + (key % TOKENS_PER_BLOCK) * SIZE
+    row = pages.to(tl.int64) * (2 * one) + (place % TOKENS_PER_BLOCK) * SIZE
     dims = tl.arange(0, WIDTH)
-    mask = (key < limit)[:, None]
+    mask = is_there[:, None]
     if WIDTH != SIZE:
         mask = mask & (dims < SIZE)[None, :]
     pointers = cache + row[:, None] + dims[None, :]

@@ -13,7 +13,12 @@ from support.kernel import compile_all
 
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.interpret import run_launches
-from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    DeviceStep,
+    Launch,
+    StepLimits,
+    step_shapes,
+)
 from llmctl.plugins.device_loop import kernel, reference
 from llmctl.plugins.device_loop.state import RECORD_TOKENS, RoundState
 from llmctl.plugins.ops.sampling.arrays import SamplingScratch
@@ -32,18 +37,11 @@ def make_step(limits: StepLimits) -> DeviceStep:
     def full(*shape: int) -> torch.Tensor:
         return torch.full(shape, UNTOUCHED, dtype=torch.int32)
 
-    tokens, batch = limits.max_num_tokens, limits.max_batch_size
-    blocks = -(-limits.max_seq_len // limits.tokens_per_block)
+    arrays = {name: full(*shape) for name, shape in step_shapes(limits).items()}
+    batch, blocks = arrays["block_tables"].shape
     tables = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(1))
-    return DeviceStep(
-        token_ids=full(tokens),
-        position_ids=full(tokens),
-        cu_q=full(batch + 1),
-        kv_len=full(batch),
-        block_tables=tables.to(torch.int32).reshape(batch, blocks),
-        slot_mapping=full(tokens),
-        logit_rows=full(limits.max_num_rows),
-    )
+    arrays["block_tables"] = tables.to(torch.int32).reshape(batch, blocks)
+    return DeviceStep(**arrays)
 
 
 @st.composite

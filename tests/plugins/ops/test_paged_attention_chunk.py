@@ -92,7 +92,6 @@ def test_it_serves_chunks_and_what_is_beside_them():
         {"size": 64},
         {"size": 96},
         {"tokens_per_block": 24},
-        {"tree_mask": torch.zeros((4, 17, 1)).int()},
         {"max_batch_size": 5000},
     ],
     ids=str,

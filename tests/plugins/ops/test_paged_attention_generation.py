@@ -100,7 +100,6 @@ def test_a_block_of_rows_fits_a_tensor_core_instruction_and_covers_every_token()
         {"size": 96},
         {"tokens_per_block": 24},
         {"tokens_per_block": 1},
-        {"tree_mask": torch.zeros((4, 17, 1)).int()},
     ],
 )
 def test_what_it_does_not_cover_stays_with_the_other_kernels(other):

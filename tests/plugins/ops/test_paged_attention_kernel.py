@@ -14,7 +14,7 @@ from support.kernel import KERNEL_DTYPES, compile_all, launch_env, step_shape
 from llmctl.errors import Unsupported
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.interpret import run_launches
-from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch
 from llmctl.plugins.core.examples import Example, make_example
 from llmctl.plugins.ops.paged_attention import kernel
 from llmctl.plugins.ops.paged_attention.reference import reference
@@ -134,40 +134,6 @@ def test_int8_gives_the_bits_of_a_float16_cache_that_holds_the_same_numbers():
         assert same_bits(world.run(part, execute)[0], wide.run(part, execute)[0])
 
 
-def test_a_tree_sees_its_branches_and_the_context():
-    """Two branches of one root: each must get the bits that it gets as a plain draft."""
-    length, tokens = 150, 6
-    plain = World(4, 2, 64, (length,), kv_dtype=FP8)
-    #          0
-    #        1   3      token 2 follows 1, tokens 4 and 5 follow 3
-    ancestors = [{0}, {0, 1}, {0, 1, 2}, {0, 3}, {0, 3, 4}, {0, 3, 5}]
-    mask = torch.zeros((1, 33, 2), dtype=torch.int32)
-    for token, seen in enumerate(ancestors):
-        mask[0, token, 0] = sum(1 << other for other in seen)
-    world = replace(plain, tree_mask=mask, scratch={})
-    part = [(0, length - tokens, tokens)]
-    found = world.run(part, execute)[0]
-    step, call = world.step(part), world.call(part)
-    reference(call.inputs, call.outputs, call.attributes, step, world.cache)
-    torch.testing.assert_close(found, call.outputs["out"], rtol=2**-7, atol=2**-9)
-    chain = plain.run(part, execute)[0]
-    assert same_bits(found[:3], chain[:3])  # the first branch is a plain draft
-    assert not same_bits(found[3], chain[3])
-
-
-def test_a_tree_wider_than_a_word_matches_the_reference():
-    length, tokens = 120, 40
-    generator = torch.Generator().manual_seed(1)
-    mask = torch.randint(-(2**31), 2**31, (1, tokens, 2), generator=generator).int()
-    mask[0, :, 0] |= 1
-    world = World(4, 2, 64, (length,), tree_mask=mask)
-    part = [(0, length - tokens, tokens)]
-    found = world.run(part, execute)[0]
-    step, call = world.step(part), world.call(part)
-    reference(call.inputs, call.outputs, call.attributes, step, world.cache)
-    torch.testing.assert_close(found, call.outputs["out"], rtol=2**-7, atol=2**-6)
-
-
 def test_units_are_few_and_short():
     assert [count_units(n * KEYS) for n in (0, 1, 16, 17, 18, 32)] == [0, 1, 16, 17, 17, 24]
     assert count_units(1 << 17) <= 16 + 8 * 7
@@ -195,6 +161,14 @@ HEADS = {**LLAMA, "80 wide": (8, 1, 80), "96 wide": (8, 1, 96)}
 COMPILED = [(heads, kv) for heads in ("70b", "1b", "80 wide", "96 wide") for kv in KINDS]
 
 
+def of_chains(world: World) -> list[KernelSpec]:
+    """All kernels but the one for trees (test_paged_attention_trees.py)."""
+    specs = kernel.kernels(world.call([(0, 0, 1)]), world.limits())
+    found = [spec for spec in specs if not spec.constants.get("HAS_TREES")]
+    assert len(found) == len(specs) - 1
+    return found
+
+
 @pytest.mark.parametrize(("heads", "kv"), [*COMPILED, ("8b", "fp8"), ("3b", "fp8")])
 def test_kernels_compile_to_tensor_core_groups_without_spills(heads, kv):
     """For the heads of real models, and an engine of few requests."""
@@ -202,7 +176,7 @@ def test_kernels_compile_to_tensor_core_groups_without_spills(heads, kv):
     kv_dtype = STORED.get(kv.split()[0], dtype)
     sizes = HEADS[heads]
     world = World(*sizes, (64,), dtype, kv_dtype, quantize_out=kv_dtype != dtype, max_batch_size=4)
-    for spec, binary, code in compile_all(kernel.kernels(world.call([(0, 0, 1)]), world.limits())):
+    for spec, binary, code in compile_all(of_chains(world)):
         assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         is_group = spec.entry not in ("batch", "verification")  # whose products are of one warp
         assert ("HGMMA" in code) == is_group, spec.name
@@ -214,10 +188,9 @@ def test_kernels_compile_to_tensor_core_groups_without_spills(heads, kv):
 
 
 @pytest.mark.parametrize("kv_dtype", [FP8, INT8])
-@pytest.mark.parametrize("extra", [{"window": 4096}, {"tree_mask": torch.zeros((4, 17, 1)).int()}])
-def test_windows_and_trees_compile_without_spills(extra, kv_dtype):
-    world = World(8, 1, 128, (64,), kv_dtype=kv_dtype, **extra)
-    for spec in kernel.kernels(world.call([(0, 0, 1)]), world.limits()):
+def test_windows_compile_without_spills(kv_dtype):
+    world = World(8, 1, 128, (64,), kv_dtype=kv_dtype, window=4096)
+    for spec in of_chains(world):
         assert compile_kernel(spec).local_bytes == 0, spec.name
 
 

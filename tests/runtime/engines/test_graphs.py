@@ -100,6 +100,9 @@ def test_a_padded_step_keeps_the_step_and_adds_nothing_that_a_kernel_may_see(
     assert bucket.max_kv_len >= found.max_kv_len and bucket.max_query_len >= found.max_query_len
     for name in StepInputs.__slots__:
         before, after = getattr(step, name), getattr(padded, name)
+        if name == "trees":
+            assert before is after is None
+            continue
         assert after.dtype == np.int32 and (after[: len(before)] == before).all()
     assert (padded.slot_mapping[tokens:] == -1).all() and not padded.position_ids[tokens:].any()
     assert (padded.cu_q[count:] == tokens).all() and not padded.kv_len[count:].any()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import pytest
+from support.tree_drafter import TreeDrafter
 
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
@@ -43,9 +46,18 @@ def random_request(generator: np.random.Generator, pool: list[list[int]]) -> Req
     )
 
 
-def make_drafter(fake, name: str, generator: np.random.Generator):
+def make_drafter(fake, name: str, generator: np.random.Generator, target):
     """(drafter, draft engine or None)."""
     draft_len = int(generator.integers(1, 7))
+    if name == "trees":
+        answer = lru_cache(lambda request, index: fake.plain_answer(target, request, index)[0])
+        drafter = TreeDrafter(
+            draft_len + 2,
+            lambda sequence: answer(sequence.request, sequence.index),
+            VOCAB,
+            draft_len,
+        )
+        return drafter, None
     if name == "none":
         return None, None
     if name == "ngram":
@@ -70,7 +82,7 @@ def random_harness(fake, name: str, generator: np.random.Generator):
         max_num_tokens=int(generator.choice([10, 17, 48])),
         max_batch_size=int(generator.choice([2, 8])),
     )
-    drafter, draft = make_drafter(fake, name, generator)
+    drafter, draft = make_drafter(fake, name, generator, target)
     return fake.Harness(
         target,
         drafter,
@@ -81,7 +93,7 @@ def random_harness(fake, name: str, generator: np.random.Generator):
     )
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "perfect", "good", "random"])
+@pytest.mark.parametrize("name", ["none", "ngram", "perfect", "good", "random", "trees"])
 @pytest.mark.parametrize("schedule", range(12))
 def test_any_schedule_with_any_drafter_gives_the_plain_answer(fake, name, schedule):
     generator = np.random.default_rng([schedule, len(name)])
@@ -107,3 +119,32 @@ def test_the_random_schedules_reach_pauses_reuse_and_acceptance(fake):
         reused += harness.kv_cache.stats().reused_blocks
         accepted += harness.loop.stats.accepted_tokens
     assert num_paused > 3 and reused > 20 and accepted > 100 and truncated > 3
+
+
+def test_accepted_paths_of_trees_move_in_the_cache(fake):
+    """The harness audits the cache after every step; here that there is something to audit."""
+    moved = requests_with_moves = stopped = 0
+    for schedule in range(6):
+        generator = np.random.default_rng([7, schedule])
+        harness = random_harness(fake, "trees", generator)
+        pool = [generator.integers(0, VOCAB, 24).tolist()]
+        for _ in range(12):
+            harness.add(random_request(generator, pool))
+        while harness.scheduler.has_work:
+            commits = harness.step().commits
+            moved += sum(len(commit.moves) for commit in commits)
+            requests_with_moves = max(requests_with_moves, sum(bool(c.moves) for c in commits))
+            stopped += sum(c.num_tokens < c.accepted + 1 and bool(c.moves) for c in commits)
+        assert harness.drafter.num_trees > 20
+    assert moved > 100 and requests_with_moves > 1 and stopped > 0
+
+
+def test_a_cache_that_is_not_compacted_is_noticed(fake, monkeypatch):
+    monkeypatch.setattr(fake.Engine, "compact", lambda self, moves: None)
+    generator = np.random.default_rng(7)
+    harness = random_harness(fake, "trees", generator)
+    harness.add(random_request(generator, [[1, 2, 3]]))
+    with pytest.raises(AssertionError):
+        for _ in range(20):
+            harness.add(random_request(generator, [[1, 2, 3]]))
+            harness.run()

@@ -36,10 +36,12 @@ def windowed(fake):
             first = max(self.sinks, len(tokens) - self.reach)
             return super().logits(np.concatenate([tokens[: self.sinks], tokens[first:]]))
 
-        def read(self, table, length):
+        def read(self, table, places):
             """The cached tokens, with zeros where nobody looks."""
-            positions = np.arange(length)
-            seen = (positions < self.sinks) | (positions >= length - self.reach)
+            positions = np.arange(places) if isinstance(places, int) else places
+            length = len(positions)
+            seen = np.arange(length) < self.sinks
+            seen |= np.arange(length) >= length - self.reach
             blocks = np.asarray(table, np.int64)[positions // self.tokens_per_block]
             found = self.cache[blocks * self.tokens_per_block + positions % self.tokens_per_block]
             assert (found[seen] >= 0).all(), "a slot that was never written"

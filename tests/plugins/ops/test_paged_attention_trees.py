@@ -1,0 +1,97 @@
+"""Trees of tokens: each token gets the bits of decoding its path token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from support.attention import weight_rounding
+from support.kernel import compile_all
+from support.trees import SHAPES, WORLDS, differing_tokens, random_parents, world_of
+
+from llmctl.plugins.backends.cuda.interpret import run_launches
+from llmctl.plugins.core.examples import Example
+from llmctl.plugins.ops.paged_attention import triton_generation
+from llmctl.plugins.ops.paged_attention.reference import reference
+from llmctl.plugins.ops.paged_attention.spec import SPEC
+from llmctl.plugins.ops.paged_attention.triton_specs import split_spec
+from llmctl.plugins.ops.paged_attention.triton_state import attend, sees, widen
+from llmctl.plugins.ops.paged_attention.triton_tiles import keys_of, load_keys
+
+
+def execute(launches) -> None:
+    with np.errstate(all="ignore"):  # rows of no request may divide by zero
+        run_launches(launches)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_get_the_bits_of_decoding_their_paths(world, shape):
+    """With tiles' borders (64 keys) in front of, inside and behind the tree; where units are two
+    tiles they are covered on a GPU."""
+    for root in (57, 63, 64):
+        assert not differing_tokens(world_of(world, SHAPES[shape]), root, execute)
+
+
+def test_trees_share_a_step_with_chains_and_prompts():
+    for name in ("64, FP8", "96, float16, sinks"):
+        assert not differing_tokens(world_of(name, random_parents(9, 3)), 122, execute, beside=True)
+
+
+def test_a_mask_over_places_of_the_cache_would_not_do(monkeypatch):
+    """It is what the bits above are worth: the same keys in other tiles give other bits."""
+
+    @triton.jit
+    def masked(
+        queries, keys_base, table, tile, loaded, position, token, first_token, num_tokens, root,
+        paths, path_stride, largest, total, acc, scale, limit, reach, sinks, HAS_WINDOW, HAS_SINKS,
+        HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH, INNER,
+    ):  # fmt: skip
+        key = keys_of(tile)
+        visible = sees(key, position, root, reach, sinks, HAS_WINDOW, HAS_SINKS)
+        for depth in tl.range(0, 16):
+            on_path = (position >= root + depth) & (position >= root)
+            node = tl.load(paths + token * path_stride + depth, mask=on_path, other=-1)
+            visible = visible | ((key - root)[None, :] == node[:, None]) & on_path[:, None]
+        pages = tl.load(table + key // TOKENS_PER_BLOCK, mask=key < loaded, other=0)
+        k, v = load_keys(keys_base, pages, key, key < loaded, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH)
+        k, v = widen(k, INNER), widen(v, INNER)
+        return attend(queries, k, v, visible, largest, total, acc, scale, True)
+
+    world = world_of("64, FP8", SHAPES["a path at the highest places"])
+    assert not differing_tokens(world, 57, execute)
+    monkeypatch.setattr(triton_generation, "attend_paths", masked)
+    part = [(0, 57, 10)]
+    found, step, call = world.run(part, execute)[0], world.step(part), world.call(part)
+    reference(call.inputs, call.outputs, call.attributes, step, world.cache)
+    torch.testing.assert_close(found, call.outputs["out"], rtol=2**-6, atol=2**-6)
+    assert differing_tokens(world, 57, execute)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_kernels_compute_what_the_reference_does(world):
+    for seed, drafts in enumerate((1, 5, 23)):
+        made = world_of(world, random_parents(drafts, seed))
+        part = [(0, 60, drafts + 1)]
+        found, step, call = made.run(part, execute)[0], made.step(part), made.call(part)
+        slack = weight_rounding(Example(call, step, made.cache))
+        reference(call.inputs, call.outputs, call.attributes, step, made.cache)
+        wanted = call.outputs["out"].float()
+        rounding = SPEC.tolerance[str(found.dtype).removeprefix("torch.")]
+        allowed = slack + rounding.atol + rounding.rtol * wanted.abs()
+        assert ((found.float() - wanted).abs() <= allowed).all()  # and NaN is not
+
+
+def test_the_kernel_compiles_with_few_spills_and_two_fit_a_multiprocessor():
+    """Splits wait for each other, as those of chains do. Wide heads take all registers: two states
+    of 64 rows, and keys and values that are gathered."""
+    for name in WORLDS:
+        world = world_of(name, [-1, -1])
+        spec = split_spec(world.call([(0, 0, 3)]), world.limits(), has_trees=True)
+        ((_, binary, code),) = compile_all([spec])
+        assert binary.local_bytes <= (0 if world.size == 64 else 256), spec.name
+        assert "HGMMA" in code, spec.name
+        assert 2 * binary.threads * (-(-binary.registers // 8) * 8) <= 1 << 16
+        assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
