@@ -58,6 +58,8 @@ CONTEXT = [("70B", True, 1, n, n) for n in (512, 2048, 8192)] + [
     ("70B", True, 1, 2048, 16384),
     ("1B", True, 1, 2048, 2048),
 ]
+# Model, FP8 keys, tokens of one request's tree, context. Every second token has three children.
+TREES = [(m, True, n, c) for m in ("70B", "8B") for c in (1024, 8192, 32768) for n in (16, 32, 64)]
 SMALL: dict[str, Any] = {"heads": 8, "kv_heads": 2, "size": 128, "lengths": (700, 333)}
 CHECKED: list[dict[str, Any]] = [
     {"kv_dtype": FP8, "quantize_out": True},
@@ -82,7 +84,7 @@ def main() -> None:
     parser.add_argument("--compile", type=Path)
     parser.add_argument("--binaries", type=Path)
     parser.add_argument("--skip-checks", action="store_true")
-    parser.add_argument("--only", default="", help="time generation of one model, as 8B")
+    parser.add_argument("--only", default="", help="time generation of one model, as 8B, or trees")
     arguments = parser.parse_args()
     if arguments.compile:
         for world in [checked(i, "cpu") for i in range(len(CHECKED))] + [
@@ -161,7 +163,7 @@ def check() -> None:
 
 
 def measure(only: str) -> None:
-    """Time generation and context chunks; of one model generation alone."""
+    """Time generation, trees and context chunks; of one model generation alone."""
     for model, is_fp8, batch, tokens, context in GENERATION:
         if only not in ("", model):
             continue
@@ -175,6 +177,12 @@ def measure(only: str) -> None:
             f"{read / seconds / 1e12:.2f} TB/s, {read / seconds / READ_LIMIT:.0%} of reads",
             flush=True,
         )
+    for model, is_fp8, tokens, context in TREES if only in ("", "trees") else ():
+        world = big(model, is_fp8, 1, context)
+        world.trees = {
+            0: [(index - 1) // 3 * 2 - 1 if index else -1 for index in range(tokens - 1)]
+        }
+        report_tree(world, f"{model} {'fp8 ' if is_fp8 else 'bf16'}", tokens, context)
     for model, is_fp8, batch, tokens, context in () if only else CONTEXT:
         world = big(model, is_fp8, batch, context, layers=4)
         seconds, low = time_layers(world, [(0, context - tokens, tokens)])
@@ -185,6 +193,19 @@ def measure(only: str) -> None:
             f"{seconds * 1e6:.1f} us (min {low * 1e6:.1f}), {rate:.0f} TFLOP/s",
             flush=True,
         )
+
+
+def report_tree(world: World, name: str, tokens: int, context: int) -> None:
+    """The time of a tree, and that of a chain of 11 beside it."""
+    seconds, low = time_layers(world, [(0, context - tokens, tokens)])
+    chain, _ = time_layers(replace(world, trees={}, scratch={}), [(0, context - 11, 11)])
+    read = world.cache[0].nbytes * context / padded(world)
+    print(
+        f"{name} tree of {tokens:2} context {context:6}: {seconds * 1e6:8.2f} us (min "
+        f"{low * 1e6:.2f}), {read / seconds / READ_LIMIT:.0%} of reads; a chain of 11: "
+        f"{chain * 1e6:.2f} us",
+        flush=True,
+    )
 
 
 def padded(world: World) -> int:
