@@ -40,6 +40,7 @@ def test_the_engine_holds_weights_kernels_and_plans(engine: Path) -> None:
         "rope_kv_write",
         "rounds",
         "sampling",
+        "kv_compact",
     }
     # merged weights in plain rows, as the cpu backend has them
     assert tensors["model.layers.0.self_attn.qkv_proj.weight"].shape == (8 * 64, 64)

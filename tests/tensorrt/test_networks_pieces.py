@@ -7,7 +7,6 @@ in FP8, values that fall to the other side of a rounding boundary because of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from support.tensorrt.evaluated import (
 from support.tensorrt.fake_machine import pretend_gpu
 
 from llmctl.plugins.backends.tensorrt import packages
+from llmctl.runtime.step import pack_trees
 
 trt = pytest.importorskip("tensorrt_rtx", reason="the networks are TensorRT's")
 
@@ -118,28 +118,13 @@ def test_products_given_to_our_kernels_leave_pieces_that_fit_them(
     assert max(errors.values()) <= TOLERANCE["fp8"], errors
 
 
-PARENTS = (0, 0, 1, 0, 3)  # two branches of two tokens below the root
-DEPTHS = np.array([0, 1, 2, 1, 2])
+PARENTS = (-1, 0, -1, 2)  # two branches of two tokens below the root
 BRANCHES = ([0, 1, 2], [0, 3, 4])
-
-
-def with_tree(bound: Bound, requests: int) -> None:
-    """Let attention see a tree of five tokens in every request of five."""
-    words = torch.zeros((requests, 5, 1), dtype=torch.int32)
-    for node in range(5):
-        at, seen = node, 1
-        while at:
-            seen |= 1 << at
-            at = PARENTS[at]
-        words[:, node, 0] = seen
-    for index, call in enumerate(bound.calls):
-        if call.op == "paged_attention":
-            bound.calls[index] = replace(call, inputs={**call.inputs, "tree_mask": words})
 
 
 @pytest.mark.parametrize("form", ["float16", "fp8"])
 def test_branches_of_trees_get_the_logits_of_plain_chains(form, tmp_path) -> None:
-    """Pieces know nothing of trees: positions and masks are our kernels'."""
+    """Pieces know nothing of trees: positions and paths are our kernels'."""
     checkpoint = write_checkpoint(tmp_path / "c", "llama", form)
     rng = np.random.default_rng(6)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (9, 17)]
@@ -154,11 +139,8 @@ def test_branches_of_trees_get_the_logits_of_plain_chains(form, tmp_path) -> Non
         chains.append(reference.logits(step).reshape(2, 3, VOCAB))
     found, _ = bind_evaluated(checkpoint)
     found.logits(make_step(start))
-    with_tree(found, len(start))
     step = make_step([r.then(tree, 5) for r, tree in zip(start, trees, strict=True)])
-    step.position_ids = np.concatenate([r.done + len(r.tokens) + DEPTHS for r in start]).astype(
-        np.int32
-    )
+    step.trees = pack_trees([PARENTS] * len(start), step.cu_q, step.position_ids)
     logits = found.logits(step).reshape(2, 5, VOCAB)
     for branch, wanted in zip(BRANCHES, chains, strict=True):
         error = np.abs(logits[:, branch] - wanted).max() / np.abs(wanted).max()

@@ -17,6 +17,7 @@ from llmctl.plugins.backends.cuda.compiler import runs_on, uses_pdl
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.device_loop import kernel as rounds
+from llmctl.plugins.ops.kv_compact import kernel as kv_compact
 from llmctl.plugins.ops.sampling import kernel as sampling
 from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
 
@@ -25,6 +26,7 @@ SHAPES = (
     StepShape(20, 4, 20, 5, 96),
     StepShape(64, 1, 1, 64, 96),
     StepShape(40, 3, 3, 30, 64),
+    StepShape(20, 4, 20, 5, 96, 5),
     StepShape(64, 1, 0, 64, 64),
 )
 
@@ -77,11 +79,16 @@ def test_an_engine_holds_every_kernel_that_its_steps_launch(capability, form, tm
     assert not any(launch.use_pdl for launch in driver.enqueued)
     for part in ("rope_kv_write", "paged_attention.generation", "paged_attention.context"):
         assert any(name.startswith(part) for name in names), part
+    assert any(name.endswith(".trees") for name in names)
+    cache = plan.kv_cache
+    token_bytes = cache.head_size * getattr(torch, cache.dtype).itemsize
+    kv_sizes = (cache.num_kv_heads, cache.tokens_per_block, token_bytes)
     beside = {
         spec.name
         for spec in (
             *sampling.kernels(131),
             *rounds.kernels(limits.max_batch_size, limits.max_draft_len, 131),
+            *kv_compact.kernels(*kv_sizes),
         )
     }
     held = {spec.name for spec in specs}

@@ -58,7 +58,8 @@ HEAD_SIZES = (64, 80, 96, 128)
 OWN_ROLES = frozenset({"q", "k_scale", "v_scale", "out_scale", "out"})
 _FEW_GROUPS = 16  # of requests and KV heads: split over thread blocks that wait for each other
 SHORT = 17  # tokens: verification of 16 drafts
-_PARTIAL_BYTES = 64 << 20  # partial results of split requests; what does not fit is not split
+_PARTIAL_BYTES = 64 << 20  # partial results of split requests, at least a whole tree's; what does
+# not fit is not split
 # What a run asks for comes with sink_tokens; those binaries take both numbers as arguments.
 _ANY_WINDOW: dict[str, int] = {"window": 1, "sink_tokens": 0}
 
@@ -241,10 +242,13 @@ def partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for the units of split requests, and counters for each group of splits."""
     size, limits = int(call.attributes["head_size"]), env.limits
     groups = limits.max_batch_size * int(call.attributes["num_kv_heads"])
-    wanted = limits.num_sms * count_units(limits.max_seq_len) * ROWS * (size + 2)
+    a_row = count_units(limits.max_seq_len) * (size + 2)
+    wanted = limits.num_sms * ROWS * a_row
+    largest_tree = (limits.max_draft_len + 1) * int(call.attributes["num_heads"]) * a_row
+    room = max(_PARTIAL_BYTES // 4, largest_tree if limits.takes_trees else 0)
     name = f"paged_attention.d{size}"
     return (
-        env.scratch(f"{name}.partial", (min(wanted, _PARTIAL_BYTES // 4),), torch.float32),
+        env.scratch(f"{name}.partial", (min(wanted, room),), torch.float32),
         env.scratch(f"{name}.counters", (max(32 * limits.num_sms, groups),), torch.int32),
     )
 

@@ -172,33 +172,11 @@ def generation(
         next_tile = tile_at(step + 1, begin, before, HAS_SINKS)
         if HAS_TREES:
             unit_largest, unit_total, unit_acc = attend_paths(
-                queries,
-                keys_base,
-                table,
-                tile,
-                loaded,
-                position,
-                token,
-                first_token,
-                tl.minimum(block_tokens, count - first_token),
-                root,
-                paths + tree_row * path_stride,
-                path_stride,
-                unit_largest,
-                unit_total,
-                unit_acc,
-                scale,
-                limit,
-                REACH,
-                SINKS,
-                HAS_WINDOW,
-                HAS_SINKS,
-                HEADS,
-                TOKENS_PER_BLOCK,
-                SIZE,
-                WIDTH,
-                inner,
-            )
+                queries, keys_base, table, tile, loaded, position, token, first_token,
+                tl.minimum(block_tokens, count - first_token), root, paths + tree_row * path_stride,
+                path_stride, unit_largest, unit_total, unit_acc, scale, limit, REACH, SINKS,
+                HAS_WINDOW, HAS_SINKS, HEADS, TOKENS_PER_BLOCK, SIZE, WIDTH, inner,
+            )  # fmt: skip
         elif AHEAD > 1:
             # The next tile is on its way while this one is computed, and the pages after it.
             next_k, next_v = load_tile(
