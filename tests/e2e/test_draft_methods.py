@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 from support.e2e import DemoPair, PromptMaker, run_all
-from support.tree_drafter import TreeDrafter
+from support.tree_drafter import RandomTrees
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.drafts import Drafts
@@ -91,16 +90,6 @@ def test_a_method_runs_through_the_whole_runtime_and_changes_no_token(demo: Demo
     assert stats.draft_tokens > 0
 
 
-@dataclass(frozen=True)
-class Trees(RepeatLast):
-    """Random trees with the right path somewhere, where `answers` know it."""
-
-    answers: Any = None
-
-    def make_drafter(self, engines, draft_len):
-        return TreeDrafter(draft_len, lambda sequence: self.answers[sequence.request_id - 1], 64)
-
-
 @pytest.mark.parametrize("name", ["target-bfloat16", "target-fp8"])
 @pytest.mark.parametrize("window", [None, 40])
 def test_trees_change_no_token(demo: DemoPair, prompts: PromptMaker, name, window):
@@ -114,8 +103,7 @@ def test_trees_change_no_token(demo: DemoPair, prompts: PromptMaker, name, windo
     options = {} if window is None else {"windows": WindowOptions((window,), 4)}
     with demo.executor(name, enable_block_reuse=False, **options) as executor:
         wanted = [run_all(executor, [request])[0] for request in requests]
-    answers = [outputs[0] for outputs in wanted]
-    method = Trees(4, answers=answers)
+    method = RandomTrees(4, wanted)
     opened = OpenEngines(check_engines(EngineOptions(demo.engine(name), method, **options)))
     with opened.executor() as executor:
         assert run_all(executor, requests) == wanted

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.e2e import DRAFT_LEN, Outputs, llmctl, run_all
 from support.gpu import quantize
+from support.tree_drafter import RandomTrees
 
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.runtime.api.executor import Executor
@@ -164,6 +165,23 @@ def test_speculative_output_alone_equals_plain_output_alone(
     with engines.executor(kind, "engine") as executor:
         alone = [run_all(executor, [request])[0] for request in requests]
     assert alone == plain_alone(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_change_no_token(
+    engines: Engines,
+    requests: list[Request],
+    plain_alone: Callable[[str], Outputs],
+    kind: str,
+) -> None:
+    method = RandomTrees(DRAFT_LEN, plain_alone(kind))
+    options = EngineOptions(engines.path("target", kind), method, max_tokens=16384)
+    if kind == "windows":
+        options = replace(options, windows=WINDOWS)
+    with OpenEngines(check_engines(options)).executor() as executor:
+        assert run_all(executor, requests) == plain_alone(kind)
+        assert executor.get_speculation_stats().accepted_tokens > 200
+        assert run_all(executor, requests) == plain_alone(kind), "with blocks that are reused"
 
 
 def test_greedy_output_accepted_by_logits_equals_plain_output(

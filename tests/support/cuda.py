@@ -29,6 +29,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import OpCall, StepInputs, Trees
 from llmctl.plugins.device_loop import reference
+from llmctl.plugins.ops.kv_compact.reference import compact
 from llmctl.plugins.ops.sampling.arrays import SamplingScratch
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 from llmctl.runtime.engines.cuda_engine import CudaEngine
@@ -99,7 +100,13 @@ class FakeProgram:
 
     def launch(self, launches: Sequence[Launch], stream: int) -> None:
         for launch in launches:
-            launch_sampling(launch)
+            if launch.spec.name.startswith("kv_compact"):
+                _, starts, moves, _ = launch.arguments
+                assert isinstance(starts, torch.Tensor) and isinstance(moves, torch.Tensor)
+                assert starts[-1] == len(moves) and launch.grid[1] == len(starts) - 1
+                compact(self._kv_cache, [(int(a), int(b)) for a, b in moves.tolist()])
+            else:
+                launch_sampling(launch)
 
 
 @dataclass

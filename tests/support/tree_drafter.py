@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
 
+from llmctl.builder.engine_format import EngineConfig
 from llmctl.runtime.drafting.drafts import ROOT, Drafts
 from llmctl.runtime.drafting.plain.drafter import NoDrafter
+from llmctl.runtime.drafting.target_check import check_target
 from llmctl.runtime.request import Batch
 from llmctl.runtime.request import Sequence as Generated
+from support.e2e import Outputs
 
 Answer = Callable[[Generated], Sequence[int]]  # all tokens that the target will generate
 
@@ -40,6 +47,37 @@ class TreeDrafter(NoDrafter):
             self.num_trees += made.parents is not None
             proposed.append(made)
         return proposed
+
+
+@dataclass(frozen=True)
+class RandomTrees:
+    """The method: as many drafts as the engine takes, around `answers` of requests in order."""
+
+    draft_len: int | None
+    answers: Outputs
+    name = "random trees"
+    is_drafting = True
+    is_device_led = False
+    acceptance = "tokens"
+    engines: ClassVar[Mapping[str, Path]] = MappingProxyType({})
+
+    def with_draft_len(self, draft_len: int) -> RandomTrees:
+        return replace(self, draft_len=draft_len)
+
+    def check(self, target: EngineConfig, beside: Mapping[str, EngineConfig]) -> list[str]:
+        return check_target(target, self.draft_len)
+
+    def make_drafter(self, engines: object, draft_len: int) -> TreeDrafter:
+        return drafter_of(self.answers, draft_len)
+
+
+def drafter_of(answers: Outputs, draft_len: int) -> TreeDrafter:
+    """For requests that are enqueued in the order of their answers, over and over."""
+
+    def answer(sequence: Generated) -> Sequence[int]:
+        return answers[(sequence.request_id - 1) % len(answers)][0]
+
+    return TreeDrafter(draft_len, answer, vocab=64)
 
 
 def random_tree(draw: random.Random, right: Sequence[int], size: int, vocab: int) -> Drafts:
