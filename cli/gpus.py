@@ -24,7 +24,7 @@ READ_SHARE = 4.488 / 4.8  # H200: `read` in docs/performance/h200.md over the da
 Shares: TypeAlias = tuple[tuple[float, float], ...]  # (bytes a step reads, share of the bandwidth)
 # decode-1b, -3b, -8b, -70b of h200.md
 STEP_SHARES: Shares = ((1.517e9, 0.837), (3.667e9, 0.846), (8.10e9, 0.955), (70.7e9, 0.995))
-# Of four bits: steps of 1B and 3B in one launch, without sampling (tactics.json), decode-8b-mxfp4
+# 4-bit weights: steps of 1B and 3B in one launch, without sampling (tactics.json), 8b-mxfp4
 FOUR_BIT_SHARES: Shares = ((1.061e9, 0.592), (2.348e9, 0.576), (4.832e9, 0.752))
 CPU_STEP_SHARE = 0.83  # of the read bandwidth, docs/performance/cpu.md: 80 to 87 %
 GB = 10**9

@@ -21,7 +21,7 @@ class QuantizationInfo:
 
     method: "modelopt", "compressed-tensors" or "fp8". algo uses ModelOpt's vocabulary:
     "FP8" (one weight scale a tensor), "FP8_PER_CHANNEL_PER_TOKEN" (one a row),
-    "FP8_BLOCK_SCALES" (one a 128x128 block), "W4A8_MXFP4_FP8" (four bits, a power of two for 32),
+    "FP8_BLOCK_SCALES" (one a 128x128 block), "W4A8_MXFP4_FP8" (4-bit, a power of two for 32),
     None when only the KV cache is quantized, or the name as found when it is none of these.
     weight_strategy is "tensor", "channel", "block", "group" or None; activations "static",
     "dynamic" or None. exclude holds module names, wildcards (ModelOpt) or `re:` patterns

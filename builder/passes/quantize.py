@@ -16,7 +16,7 @@ FP8 = "float8_e4m3fn"
 @dataclass(frozen=True, slots=True)
 class LinearScales:
     """The scale tensors of one FP8 linear; no input_scale: each token gets its own as it runs.
-    is_mxfp4: its weight has four bits (mxfp4.py), which the products of FP8 take."""
+    is_mxfp4: its weight is 4-bit (mxfp4.py), which the products of FP8 take."""
 
     weight_scale: str
     input_scale: str | None

@@ -6,7 +6,7 @@
 Times are medians of a graph's replays, beside torch._scaled_mm or torch.matmul for the same sizes.
 torch._scaled_mm adds in float32 now and then, as the packed products do, or ("fast") keeps a sum in
 the tensor cores, which hold fewer bits of it. mxfp4 is what comes before such a product where
-weights have four bits: writing the weight in FP8, beside what a plain read of as many bytes takes.
+weights are 4-bit: writing the weight in FP8, beside what a plain read of as many bytes takes.
 Bits are compared elsewhere (tests/gpu/test_packed_linear_exact.py).
 """
 

@@ -80,7 +80,7 @@ class Recipe:
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether quantized linears have four bits."""
+        """Whether quantized linears are 4-bit."""
         return self.quantization == MXFP4_FORMAT
 
     def documents(self) -> dict[str, dict[str, Any]]:

@@ -91,7 +91,7 @@ def test_logits_are_those_of_transformers_with_modelopts_numbers(
     found = engine.run(tokens)
     assert relative_l2(found, wanted) < MAX_RELATIVE_L2
     plain = AutoModelForCausalLM.from_pretrained(source)
-    assert relative_l2(found, logits_of(plain, tokens)) > 5 * MAX_RELATIVE_L2  # four bits show
+    assert relative_l2(found, logits_of(plain, tokens)) > 5 * MAX_RELATIVE_L2  # 4-bit weights show
 
 
 def test_weights_are_stored_as_fp8_that_are_modelopts_numbers(

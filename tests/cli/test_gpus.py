@@ -41,7 +41,7 @@ def test_the_documentation_names_the_same_shares(repository: Path) -> None:
     assert f"x {READ_SHARE:.3f} x share" in text
     row = next(line for line in text.splitlines() if line.startswith("| share |"))
     assert re.findall(r"([\d.]+) %", row) == [f"{100 * share:.1f}" for _, share in STEP_SHARES]
-    row = next(line for line in text.splitlines() if line.startswith("| share of four bits |"))
+    row = next(line for line in text.splitlines() if line.startswith("| share of 4-bit weights |"))
     assert re.findall(r"([\d.]+) %", row) == [f"{100 * s:.1f}" for _, s in FOUR_BIT_SHARES]
 
 
@@ -56,7 +56,7 @@ def test_the_share_grows_with_the_step_and_ends_where_measurements_end() -> None
     sizes = [10.0**exponent for exponent in range(6, 13)]
     shares = [step_share(size) for size in sizes]
     assert shares == sorted(shares)
-    for measured in (STEP_SHARES, FOUR_BIT_SHARES):  # of four bits 1B's was more than 3B's
+    for measured in (STEP_SHARES, FOUR_BIT_SHARES):  # with 4-bit weights 1B's was more than 3B's
         assert step_share(sizes[0], measured) == measured[0][1]
         assert step_share(sizes[-1], measured) == measured[-1][1]
         for (low, one), (high, other) in pairwise(measured):

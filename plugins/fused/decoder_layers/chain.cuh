@@ -76,7 +76,7 @@ struct Share {
   }
 };
 
-// Shared memory: the numbers of four bits, a ring of weights, ROOM for tokens and sums or for attention,
+// Shared memory: the 4-bit numbers, a ring of weights, ROOM for tokens and sums or for attention,
 // sums of squares, this layer's tensors and the next one's.
 struct Shared {
   u32 base, table, ring, tokens, squares, layers;

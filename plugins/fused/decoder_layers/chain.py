@@ -3,7 +3,7 @@
 A layer is: normalize (in the product or ahead of it), QKV with rotary embedding and KV write,
 attention, output projection, normalize, gate and up with SwiGLU, down. In a model's last layer the
 rows that get logits are gathered behind attention, and their residual. Weights and tokens of every
-product are FP8 with one scale for all tokens, or all weights have four bits.
+product are FP8 with one scale for all tokens, or all weights are 4-bit.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Layer:
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether weights have four bits."""
+        """Whether weights are 4-bit."""
         return is_mxfp4(self.qkv)
 
     @property

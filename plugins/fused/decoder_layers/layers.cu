@@ -1,6 +1,6 @@
 // Decoder layers for a token or two, in one kernel: the time of a step is that of reading the weights.
 //
-// One thread block a multiprocessor. Four warps (two, for weights of four bits) copy this block's share
+// One thread block a multiprocessor. Four warps (two, for 4-bit weights) copy this block's share
 // of all weights, product after product, through a ring of STAGES units (copy.cuh); they never wait for
 // another block, so while numbers are handed on and while attention runs, weights of what follows arrive.
 // Eight warps compute: each product takes its tokens as other blocks finish them (exchange.cuh) and
@@ -14,7 +14,7 @@
 // end (and, beside it, which half of the exchange comes first), arrivals, arrivals of each KV head. All
 // but the half are zero before and after.
 //
-// Macros: MXFP4 (0 | 1: weights of four bits), MODEL_TYPE, KV_TYPE, HIDDEN, INTERMEDIATE, NUM_HEADS,
+// Macros: MXFP4 (0 | 1: 4-bit weights), MODEL_TYPE, KV_TYPE, HIDDEN, INTERMEDIATE, NUM_HEADS,
 // NUM_KV_HEADS, HEAD_SIZE, O_GROUP and DOWN_GROUP (weight rows that a block takes at once: 8 | 16),
 // TOKENS_PER_BLOCK, TOKENS (most of a step), NUM_BLOCKS (of the grid), STAGES, IN_FLIGHT_SMALL,
 // IN_FLIGHT_AHEAD, IN_FLIGHT, EARLY_QKV and HELD (tactics.py), ROOM (of shared memory: chain.cuh), SLOTS

@@ -85,7 +85,7 @@ DEVICE void start_chunk(u32 weights, u32 tokens, int chunk, float (&part)[S::OPE
   product_commit();
 }
 
-// The same for weights of four bits.
+// The same for 4-bit weights.
 template <class S>
 DEVICE void start_expanded(const Mxfp4Chunk& weights, u32 tokens, int chunk,
                            float (&part)[S::OPERAND_ROWS / 2]) {
@@ -100,7 +100,7 @@ DEVICE void start_expanded(const Mxfp4Chunk& weights, u32 tokens, int chunk,
   product_commit();
 }
 
-// A unit of four bits. Each chunk has registers of its own, and none that products read are written while
+// A unit of 4-bit weights. Each chunk has registers of its own, and none that products read are written while
 // they run: so no product waits, and the second chunk is expanded while the first is multiplied.
 template <class S>
 DEVICE void multiply_expanded(const Shared& shared, u32 slot, u32 parity, u32 stage, u32 tokens,

@@ -94,7 +94,7 @@ def argument_values(call: OpCall, env: LaunchEnv, tokens: int) -> tuple[Argument
 
 
 def is_mxfp4(call: OpCall) -> bool:
-    """Whether the weight has four bits (mxfp4.py)."""
+    """Whether the weight is 4-bit (mxfp4.py)."""
     return name_of(call.inputs["weight"]) == MXFP4
 
 

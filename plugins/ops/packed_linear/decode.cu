@@ -16,7 +16,7 @@
 // tile that two blocks share is summed by one after the other: no block may have none. K must have
 // a multiple of CHUNKS chunks.
 //
-// Weights of four bits (MXFP4) have chunks of 256 columns, which meet two chunks of tokens. Warps expand
+// 4-bit weights (MXFP4) have chunks of 256 columns, which meet two chunks of tokens. Warps expand
 // them to E4M3 in registers on the way to the same products.
 //
 // Macros: INPUT_TYPE (E4M3 | BF16 | FP16: of tokens), MXFP4 (0 | 1), TOKENS (8 ... 64), ROW_TILES,

@@ -28,7 +28,7 @@ struct Slice {
   }
 };
 
-// Products of one chunk of weights of four bits, finished: registers that products read must not be
+// Products of one chunk of 4-bit weights, finished: registers that products read must not be
 // written meanwhile, or ptxas would let every product wait for the one before it.
 template <int ACTIVE>
 DEVICE void multiply_expanded(u32 table, u32 block, u32 tokens, float (&part)[ACTIVE][TOKENS / 2],

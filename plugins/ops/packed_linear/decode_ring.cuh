@@ -10,7 +10,7 @@
 #include "ops/packed_linear/epilogue.cuh"
 #include "ops/packed_linear/mxfp4.cuh"
 
-// A packed block: 64 rows x 128 bytes, or 64 rows x 256 columns of four bits. BOXES chunks of 128 bytes
+// A packed block: 64 rows x 128 bytes, or 64 rows x 256 4-bit columns. BOXES chunks of 128 bytes
 // of the tokens meet one.
 constexpr int BLOCK_BYTES = MXFP4 ? 8 * MXFP4_OCTET_BYTES : 8192, BOXES = MXFP4 ? 2 : 1;
 constexpr int X_BYTES = TOKENS * 128;
@@ -27,7 +27,7 @@ constexpr int PART_BYTES = 512;   // 16 rows x 8 tokens of float32
 static_assert(CLUSTER == 1 || IS_FP8, "only sums in intervals can be divided over blocks");
 static_assert(SPLIT != 0 || ROW_TILES == 1, "shared tiles are handed on one by one");
 static_assert(INTERVAL % CHUNKS == 0, "an interval ends with a slot");
-static_assert(!MXFP4 || (IS_FP8 && !NORM), "four bits meet FP8 tokens, which come normalized");
+static_assert(!MXFP4 || (IS_FP8 && !NORM), "4-bit weights meet FP8 tokens, which come normalized");
 
 // What one block works on, and the slots of the ring it goes through, in order.
 #if SPLIT != 0

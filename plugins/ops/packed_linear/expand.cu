@@ -1,4 +1,4 @@
-// Packed weights of four bits as packed FP8 weights, for the kernel for many tokens: there each number
+// Packed 4-bit weights as packed FP8 weights, for the kernel for many tokens: there each number
 // meets so many tokens that writing it and reading it again costs little.
 //
 // A thread block takes one packed block, 64 rows x 256 columns, and makes two of 64 rows x 128 bytes in

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
-_HALVES = 2  # FP8 blocks that one block of four bits becomes
+_HALVES = 2  # FP8 blocks that one 4-bit block becomes
 
 
 def expanded_call(call: OpCall, allocate: Allocate) -> OpCall:

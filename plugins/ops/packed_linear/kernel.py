@@ -1,5 +1,5 @@
 """CUDA kernels of the packed products: `decode.cu` for few tokens, `prefill.cu` for many, with
-`expand.cu` before it where weights have four bits.
+`expand.cu` before it where weights are 4-bit.
 
 A product with a norm is one launch where its variant normalizes, else two.
 """

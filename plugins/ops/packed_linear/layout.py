@@ -4,7 +4,7 @@ A packed weight is [RT, KT, 64, C]: 64-row tiles, then chunks of 128 bytes of K 
 [64, 128 bytes] block is 8 KiB, contiguous, and already has the 128-byte swizzle that wgmma reads:
 the 16-byte piece c of row r lies at piece c XOR (r mod 8). So one bulk copy brings a block, and
 shared memory needs no further arrangement. Rows and columns beyond the matrix are zero. Weights of
-four bits have blocks of another form: mxfp4.py.
+4-bit weights have blocks of another form: mxfp4.py.
 
 Rows are packed in an order of their own, so that values which an epilogue combines meet in one
 thread: the accumulator of a thread holds rows r and r + 8 of every group of 16.
@@ -70,7 +70,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
-    """packed [RT, KT, 64, C] -> weight [rows, inner] in packed row order; E4M3 of four bits."""
+    """packed [RT, KT, 64, C] -> weight [rows, inner] in packed row order; E4M3 of 4-bit ones."""
     if packed.dtype == torch.uint8:
         return unpack_mxfp4(packed, rows, inner)
     tiles, chunks, _, columns = packed.shape

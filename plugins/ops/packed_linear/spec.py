@@ -52,8 +52,8 @@ def inner_chunks(dims: Mapping[str, int]) -> int:
     return -(-dims["K"] // columns)
 
 
-# Of weights; activations are FP8 for four bits, else alike. Scales go with FP8 only. `inner` is a
-# multiple of 16 bytes (bulk copies), for four bits of a block.
+# Of weights; activations are FP8 beside 4-bit ones, else alike. Scales go with FP8 only. `inner` is
+# a multiple of 16 bytes (bulk copies), for 4-bit weights of a block.
 _DTYPES = ("bfloat16", "float16", FP8, MXFP4)
 
 SPEC = OpSpec(
