@@ -223,7 +223,11 @@ def _build(
     ] = False,
     log_level: Annotated[
         str,
-        typer.Option("--log-level", metavar="|".join(LOG_LEVELS), help="What is told on stderr."),
+        typer.Option(
+            "--log-level",
+            metavar="|".join(LOG_LEVELS),
+            help="Least severe messages on stderr.",
+        ),
     ] = "info",
     **plugins: str | None,
 ) -> None:

@@ -125,7 +125,7 @@ class TrackedRequest:
         return responses
 
     def stats(self, was_scheduled: bool) -> RequestStats:
-        """Where the request stands after a step."""
+        """The state of the request after a step."""
         lead = next(
             (s for s in self.sequences if s.finish_reason is FinishReason.NOT_FINISHED),
             self.sequences[0],

@@ -46,7 +46,7 @@ def accept_tokens(drafts: Drafts, target_tokens: Sequence[int]) -> tuple[Sequenc
 def accept_logits(
     draft_tokens: Sequence[int], draft_probs: Probs, target_probs: Probs, uniforms: Probs
 ) -> tuple[int, Probs]:
-    """Return (accepted, next_probs): how many drafts stand, and what to draw the next token from.
+    """Return (accepted, next_probs): accepted drafts, and what to draw the next token from.
 
     draft_tokens [k]; draft_probs [k, vocab]; target_probs [k + 1, vocab]; uniforms [k] in [0, 1).
     """

@@ -2,7 +2,7 @@
 
 For benchmarks alone: the text is meaningless, its speed is that of a draft of this acceptance. The
 meaning is vLLM's ("rejection_sample_method": "synthetic"): rates[i] is the probability that the
-first i + 1 drafts of a round all stand; after them comes the target's own token.
+first i + 1 drafts of a round are all accepted; after them comes the target's own token.
 
 The draws are a table made once; a round takes the entry that its request's last token and length
 point to. So host and device agree, and a run can be repeated.
@@ -68,7 +68,7 @@ class SyntheticAcceptance:
         return 1 + sum(self.rates)
 
     def accepted(self, sequence: Sequence) -> int:
-        """Drafts that stand in the next round of a sequence."""
+        """Drafts that are accepted in the next round of a sequence."""
         place = len(sequence.tokens) * _LENGTH_STRIDE + sequence.tokens[-1] * _TOKEN_STRIDE
         return int(self.accepted_drafts[place % NUM_DRAWS])
 
@@ -110,7 +110,7 @@ class DeviceAcceptanceDraws:
         self._table = torch.from_numpy(acceptance.accepted_drafts).to(device)
 
     def force(self, state: RoundState, batch: int, draft_len: int) -> None:
-        """Make the target's tokens equal the drafts that shall stand, and the next one differ.
+        """Make the target's tokens equal the drafts to be accepted, and the next one differ.
         Enqueues on the current stream, between the target's draws and acceptance."""
         length, last = state.committed[:batch].long(), state.root[:batch].long()
         place = length * _LENGTH_STRIDE + last * _TOKEN_STRIDE
@@ -118,6 +118,6 @@ class DeviceAcceptanceDraws:
         drafts = state.drafts[:batch, :draft_len]
         targets = state.targets[: batch * (draft_len + 1)].view(batch, draft_len + 1)[:, :-1]
         index = torch.arange(draft_len, dtype=torch.int32, device=self._table.device)
-        stands = index < accepted[:, None]
+        is_accepted = index < accepted[:, None]
         other = torch.where(targets == drafts, (drafts - 1).abs(), targets)
-        targets.copy_(torch.where(stands, drafts, other))
+        targets.copy_(torch.where(is_accepted, drafts, other))

@@ -32,7 +32,7 @@ MOST_IN_FLIGHT = 2
 
 
 class RoundResult(NamedTuple):
-    """What one round added to one sequence: the drafts that stand, then the target's own token."""
+    """What one round added to one sequence: the accepted drafts, then the target's own token."""
 
     num_committed: int  # tokens before the round
     tokens: list[int]  # accepted + 1

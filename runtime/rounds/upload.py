@@ -42,7 +42,7 @@ class RoundUpload:
         self._tokens_per_block = engines[0].tokens_per_block
 
     def write_sequences(self, sequences: Items[Sequence]) -> Drawing:
-        """Where each request stands and how it is drawn; the rest of the batch becomes padding.
+        """How far each request is and how it is drawn; the rest of the batch becomes padding.
 
         Returns what drawing takes; where all are greedy the arrays of sampling stay as they are.
         """

@@ -27,7 +27,7 @@ from llmctl.runtime.stats.process_memory import MemoryUsage, pinned_bytes
 
 
 class Moment(NamedTuple):
-    """How things stand at the end of a step, before the next one changes them."""
+    """Queue lengths and memory at the end of a step, before the next one changes them."""
 
     timestamp: float  # seconds since the epoch
     now_s: float  # monotonic

@@ -67,7 +67,7 @@ class AdaptiveLengths:
 
     @property
     def acceptance(self) -> float:
-        """The share of drafts that stood lately, of those judged."""
+        """The share of drafts accepted lately, of those judged."""
         return self._acceptance.shared
 
     # ---- before a step ----

@@ -5,7 +5,7 @@ tokens per second of the whole step,
 
     (b + sum over sequences i and depths j <= k_i of a_i^j) / step_s
 
-where a_i is the share of i's drafts that stand, one after the other.
+where a_i is the share of i's drafts that are accepted, one after the other.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def best_lengths(
     """The best length of each sequence, 0 to `most`, where a step takes plain_s, draft_s for every
     draft of the longest, and token_s for every draft of anybody.
 
-    For a rate R, a draft is worth it if the chance that it stands exceeds R times the time it
+    For a rate R, a draft is worth it if the chance that it is accepted exceeds R times the time it
     adds; the R that such a step has is a better R, until it stays.
     """
     batch = len(acceptance)
@@ -109,6 +109,6 @@ def best_lengths(
 
 
 def _powers(acceptance: NDArray[np.float64], depth: int) -> NDArray[np.float64]:
-    """[b, depth]: the chance that drafts 1 to j + 1 all stand."""
+    """[b, depth]: the chance that drafts 1 to j + 1 are all accepted."""
     chances: NDArray[np.float64] = np.repeat(acceptance[:, None], depth, axis=1)
     return chances.cumprod(axis=1, dtype=np.float64)
