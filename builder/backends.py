@@ -7,8 +7,8 @@ from collections.abc import Callable
 from llmctl.builder.models.family import ModelConfig
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.backends.cuda.arch import HOPPER
 
-COMPUTE_CAPABILITY = "9.0"  # H100, H200: the only one there are kernels for
 CUDA_HEAD_SIZES = (64, 80, 96, 128)
 CUDA_ROW_MULTIPLE = 16  # elements: TMA and bulk copies move multiples of 16 bytes
 
@@ -32,13 +32,13 @@ def choose_backend(backend: str, has_gpu: Callable[[], bool]) -> str:
 
 
 def has_supported_gpu() -> bool:
-    """Whether torch sees a GPU of COMPUTE_CAPABILITY."""
+    """Whether torch sees a GPU that the kernels are for."""
     import torch
 
     if not torch.cuda.is_available():
         return False
     major, minor = torch.cuda.get_device_capability()
-    return f"{major}.{minor}" == COMPUTE_CAPABILITY
+    return f"{major}.{minor}" == HOPPER.capability
 
 
 def require_cache_type(cache_type: str, backend: str) -> None:
@@ -78,13 +78,13 @@ def choose_capability(requested: str | None, backend: str) -> str | None:
                 fix="--backend cuda",
             )
         return None
-    if requested not in (None, COMPUTE_CAPABILITY):
+    if requested not in (None, HOPPER.capability):
         raise Unsupported(
-            f"--compute-capability {requested}: kernels use wgmma (sm_90a), which only "
-            f"{COMPUTE_CAPABILITY} has",
-            fix=f"--compute-capability {COMPUTE_CAPABILITY}",
+            f"--compute-capability {requested}: kernels use wgmma ({HOPPER.cuda_target}), which "
+            f"only {HOPPER.capability} has",
+            fix=f"--compute-capability {HOPPER.capability}",
         )
-    return COMPUTE_CAPABILITY
+    return HOPPER.capability
 
 
 def require_gpu_model(model: ModelConfig, dtype: str, backend: str) -> None:

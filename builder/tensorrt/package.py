@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmctl.errors import BadConfig, NoDevice, Unsupported
-from llmctl.plugins.backends.tensorrt.packages import PACKAGES, RTX_CAPABILITIES, load_package
-
-FP8_CAPABILITY = (8, 9)  # the oldest with FP8 tensor cores
+from llmctl.plugins.backends.cuda.arch import ARCHS, HOPPER, RTX_CAPABILITIES
+from llmctl.plugins.backends.tensorrt.packages import PACKAGES, load_package
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +56,19 @@ def choose_targets(requested: str | None, backend: str, is_fp8: bool) -> tuple[s
     if backend == "tensorrt":
         return (_present_gpu(requested),)
     if requested is None:
-        return tuple(c for c in RTX_CAPABILITIES if not is_fp8 or _number(c) >= FP8_CAPABILITY)
+        return tuple(c for c in RTX_CAPABILITIES if ARCHS[c].has_fp8 or not is_fp8)
     targets = tuple(dict.fromkeys(_spelled(word) for word in requested.split(",")))
     for target in targets:
         if target not in RTX_CAPABILITIES:
             raise Unsupported(
                 f"--compute-capability {target}: TensorRT-RTX engines are built for "
                 f"{', '.join(RTX_CAPABILITIES)}"
-                + ("; it does not support Hopper" if target == "9.0" else ""),
-                fix="--backend cuda" if target == "9.0" else "--compute-capability 8.9,12.0",
+                + ("; it does not support Hopper" if target == HOPPER.capability else ""),
+                fix="--backend cuda"
+                if target == HOPPER.capability
+                else "--compute-capability 8.9,12.0",
             )
-        if is_fp8 and _number(target) < FP8_CAPABILITY:
+        if is_fp8 and not ARCHS[target].has_fp8:
             raise Unsupported(
                 f"--compute-capability {target}: the engine has FP8 tensors, and GPUs before 8.9 "
                 "have no FP8 tensor cores",

@@ -42,12 +42,11 @@ def backend_for(backend: str, gpu: str | None) -> str:
     Raises BadConfig, and Unsupported for a GPU that no backend serves or `backend` does not."""
     if gpu is None:
         return backend
-    from llmctl.builder.backends import COMPUTE_CAPABILITY
-    from llmctl.plugins.backends.tensorrt.packages import RTX_CAPABILITIES
+    from llmctl.plugins.backends.cuda.arch import HOPPER, RTX_CAPABILITIES
 
     found = find_gpu(gpu)
     serving = {
-        "cuda": (COMPUTE_CAPABILITY,),
+        "cuda": (HOPPER.capability,),
         "tensorrt-rtx": RTX_CAPABILITIES,
         "tensorrt": (found.compute_capability,),
     }

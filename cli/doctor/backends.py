@@ -10,10 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmctl.builder.backends import COMPUTE_CAPABILITY
 from llmctl.errors import LlmctlError, NoDevice, Unsupported
-from llmctl.plugins.backends.cuda.kernel_spec import NUM_SMS
-from llmctl.plugins.backends.tensorrt.packages import RTX_CAPABILITIES
+from llmctl.plugins.backends.cuda.arch import HOPPER, RTX_CAPABILITIES
 
 _PROBE = 'extern "C" __global__ void probe(int* out) { out[threadIdx.x] = 1; }'
 Gpus = Sequence[dict[str, Any]]
@@ -78,7 +76,7 @@ def _compile_for_gpu() -> str:
     from llmctl.plugins.backends.cuda.sources import triton_version
     from llmctl.plugins.ops.gather_rows.kernel import gather_spec
 
-    compile_source(_PROBE, "probe.cu", ["--gpu-architecture=sm_90a"])
+    compile_source(_PROBE, "probe.cu", [f"--gpu-architecture={HOPPER.cuda_target}"])
     compile_anew(gather_spec(torch.empty(1, 64)))  # Triton's
     return f"Triton {triton_version()}, NVRTC {version()}, kernels kept in {cache_folder()}"
 
@@ -107,15 +105,16 @@ def _first(gpus: Gpus, driver_cuda: str | None) -> dict[str, Any]:
 
 def _cuda_runs(gpu: dict[str, Any]) -> str:
     capability = gpu["compute_capability"]
-    if capability != COMPUTE_CAPABILITY:
+    if capability != HOPPER.capability:
         raise Unsupported(
             f"{gpu['name']} has compute capability {capability}; there are kernels for "
-            f"{COMPUTE_CAPABILITY} (H100, H200)",
+            f"{HOPPER.capability} (H100, H200)",
             fix="--backend tensorrt-rtx" if capability in RTX_CAPABILITIES else "--backend cpu",
         )
-    if gpu["multiprocessors"] < NUM_SMS:
+    if gpu["multiprocessors"] < HOPPER.num_sms:
         raise Unsupported(
-            f"{gpu['name']} shows {gpu['multiprocessors']} multiprocessors; kernels need {NUM_SMS}",
+            f"{gpu['name']} shows {gpu['multiprocessors']} multiprocessors; kernels need "
+            f"{HOPPER.num_sms}",
             fix="a whole H100 SXM or H200, not a slice of one (MIG)",
         )
     return f"{gpu['name']}, {gpu['multiprocessors']} multiprocessors"
@@ -151,7 +150,7 @@ def _named(gpu: dict[str, Any]) -> str:
 
 def _is_rtx(gpu: dict[str, Any]) -> str:
     if gpu["compute_capability"] not in RTX_CAPABILITIES:
-        is_hopper = gpu["compute_capability"] == COMPUTE_CAPABILITY
+        is_hopper = gpu["compute_capability"] == HOPPER.capability
         raise Unsupported(
             f"TensorRT-RTX does not run on {_named(gpu)}: it serves RTX GPUs of "
             f"{', '.join(RTX_CAPABILITIES)}",

@@ -7,7 +7,7 @@ import torch
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import NoDevice, RebuildNeeded
 from llmctl.plugins.backends.backend import BACKENDS
-from llmctl.plugins.backends.cuda.kernel_spec import NUM_SMS
+from llmctl.plugins.backends.cuda.arch import ARCHS
 from llmctl.runtime.engines.tensorrt_check import require_tensorrt
 
 
@@ -37,9 +37,10 @@ def require_device(config: EngineConfig) -> None:
             fix="run it on an H100 or H200, or rebuild with: llmctl build --backend cpu",
         )
     num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    if num_sms < NUM_SMS:
+    needed = ARCHS[found].num_sms
+    if num_sms < needed:
         raise RebuildNeeded(
-            f"the engine's kernels need {NUM_SMS} multiprocessors, whose thread blocks wait for "
+            f"the engine's kernels need {needed} multiprocessors, whose thread blocks wait for "
             f"each other; {torch.cuda.get_device_name()} has {num_sms}",
             fix="run it on a whole H100 SXM or H200 (not a MIG slice), or rebuild with: "
             "llmctl build --backend cpu",

@@ -15,8 +15,9 @@ from llmctl.builder.engine_format import (
     PlanOp,
     TrtPiece,
 )
+from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel, uses_pdl
-from llmctl.plugins.backends.cuda.kernel_spec import NUM_SMS, StepLimits
+from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.backends.tensorrt.execution import PlanSet
@@ -156,4 +157,4 @@ def load_binaries(
 def _num_sms(device: torch.device) -> int:
     """Multiprocessors that thread blocks which wait for each other may count on; no more than the
     scratch memory was planned for."""
-    return min(NUM_SMS, torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(HOPPER.num_sms, torch.cuda.get_device_properties(device).multi_processor_count)

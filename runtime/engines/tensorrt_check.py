@@ -12,9 +12,8 @@ import torch
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import NoDevice, RebuildNeeded, Unsupported
-from llmctl.plugins.backends.tensorrt.packages import PACKAGES, RTX_CAPABILITIES, load_package
-
-_HOPPER = "9.0"
+from llmctl.plugins.backends.cuda.arch import HOPPER, RTX_CAPABILITIES
+from llmctl.plugins.backends.tensorrt.packages import PACKAGES, load_package
 
 
 def require_tensorrt(config: EngineConfig) -> Any:
@@ -77,7 +76,7 @@ def _alternatives(backend: str, found: str | None) -> str:
     if found is None:
         where = "an RTX GPU" if backend == "tensorrt-rtx" else "the GPU it was built for"
         return f"run it where there is {where}, or rebuild with: llmctl build --backend cpu"
-    if found == _HOPPER:
+    if found == HOPPER.capability:
         return (
             "rebuild with: llmctl build --backend cuda (our kernels for Hopper), "
             "--backend tensorrt on this machine, or --backend cpu"

@@ -24,7 +24,7 @@ import torch
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.errors import LlmctlError
-from llmctl.plugins.backends.tensorrt.packages import RTX_CAPABILITIES
+from llmctl.plugins.backends.cuda.arch import RTX_CAPABILITIES
 from llmctl.runtime.engines.tensorrt_check import present_capability, require_machine
 from scripts.tensorrt.checks import DRAFT_LEN, Engines, Findings, check_engine, write_fp8
 

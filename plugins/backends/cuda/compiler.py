@@ -19,6 +19,7 @@ from typing import Any
 
 from llmctl.errors import KernelCompileError, Unsupported
 from llmctl.plugins.backends.cuda import nvrtc
+from llmctl.plugins.backends.cuda.arch import ARCHS, HOPPER
 from llmctl.plugins.backends.cuda.cubin import read_cubin
 from llmctl.plugins.backends.cuda.kernel_spec import Constant, KernelSpec
 from llmctl.plugins.backends.cuda.sources import (
@@ -31,12 +32,6 @@ from llmctl.plugins.backends.cuda.sources import (
 from llmctl.plugins.core.cache_home import cache_home
 
 PLUGINS = Path(__file__).resolve().parents[2]
-CAPABILITIES = ("8.6", "8.9", "9.0", "12.0")
-HOPPER = "9.0"  # CUDA C++ kernels are for it alone; so is programmatic dependent launch here
-FP8_CAPABILITY = 8.9  # the first that converts E4M3
-# Most shared memory of a thread block, bytes (CUDA programming guide, technical specifications).
-MAX_SHARED_BYTES = {"9.0": 227 << 10}
-DEFAULT_MAX_SHARED_BYTES = 99 << 10
 # Triton appends pointers to two scratch areas to every kernel's parameters; no kernel of ours may
 # use them, so a launch passes null.
 TRITON_HIDDEN_ARGUMENTS = 2
@@ -71,11 +66,12 @@ class CompiledKernel:
 
 
 def runs_on(spec: KernelSpec, capability: str) -> bool:
-    """Whether there is a binary of this spec for a compute capability: CUDA C++ is Hopper's, and
-    E4M3 is not known before Ada."""
+    """Whether there is a binary of this spec for a compute capability: not every one has CUDA C++
+    sources, or E4M3."""
+    arch = ARCHS[capability]
     if not spec.is_triton:
-        return capability == HOPPER
-    return float(capability) >= FP8_CAPABILITY or "*fp8e4nv" not in spec.arguments
+        return bool(arch.cuda_target)
+    return arch.has_fp8 or "*fp8e4nv" not in spec.arguments
 
 
 def compiler_versions(specs: Iterable[KernelSpec]) -> dict[str, str]:
@@ -93,19 +89,19 @@ def is_needed(spec: KernelSpec, capability: str) -> bool:
 def uses_pdl(capability: str) -> bool:
     """Whether kernels of a compute capability wait for their predecessor themselves; the launch
     must ask for it where they do, and must not where they do not."""
-    return capability == HOPPER
+    return ARCHS[capability].has_pdl
 
 
-def compile_kernel(spec: KernelSpec, capability: str = HOPPER) -> CompiledKernel:
+def compile_kernel(spec: KernelSpec, capability: str = HOPPER.capability) -> CompiledKernel:
     """Compile one spec, or take it from the cache.
 
     Raises Unsupported for another compute capability, NoDevice where a compiler is not installed,
     KernelCompileError where the source does not compile or does not have the spec's arguments.
     """
-    if capability not in CAPABILITIES:
+    if capability not in ARCHS:
         raise Unsupported(
             f"there are no kernels for compute capability {capability}; "
-            f"wanted one of {', '.join(CAPABILITIES)}"
+            f"wanted one of {', '.join(ARCHS)}"
         )
     if not runs_on(spec, capability):
         raise Unsupported(f"{spec.name} cannot be compiled for compute capability {capability}")
@@ -120,12 +116,12 @@ def compile_kernel(spec: KernelSpec, capability: str = HOPPER) -> CompiledKernel
     return _memo[key]
 
 
-def compile_anew(spec: KernelSpec, capability: str = HOPPER) -> CompiledKernel:
+def compile_anew(spec: KernelSpec, capability: str = HOPPER.capability) -> CompiledKernel:
     """What `compile_kernel` does where nothing is cached, and keeps nothing."""
-    return _compile_triton(spec, capability) if spec.is_triton else _compile_cuda(spec)
+    return _compile_triton(spec, capability) if spec.is_triton else _compile_cuda(spec, capability)
 
 
-def is_cached(spec: KernelSpec, capability: str = HOPPER) -> bool:
+def is_cached(spec: KernelSpec, capability: str = HOPPER.capability) -> bool:
     """Whether `compile_kernel` would find the spec in the cache folder."""
     return _read(cache_folder() / f"{_key(spec, capability)}.kernel") is not None
 
@@ -177,7 +173,7 @@ def _compile_triton(spec: KernelSpec, capability: str) -> CompiledKernel:
     metadata = built.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise KernelCompileError(f"{spec.name} needs Triton's global scratch memory")
-    room = MAX_SHARED_BYTES.get(capability, DEFAULT_MAX_SHARED_BYTES)
+    room = ARCHS[capability].max_shared_bytes
     if metadata.shared > room:
         raise KernelCompileError(
             f"{spec.name} needs {metadata.shared} bytes of shared memory; "
@@ -193,10 +189,10 @@ def _compile_triton(spec: KernelSpec, capability: str) -> CompiledKernel:
     )
 
 
-def _compile_cuda(spec: KernelSpec) -> CompiledKernel:
+def _compile_cuda(spec: KernelSpec, capability: str) -> CompiledKernel:
     path = PLUGINS / spec.source
     options = [
-        "--gpu-architecture=sm_90a",
+        f"--gpu-architecture={ARCHS[capability].cuda_target}",
         "--std=c++17",
         f"--include-path={PLUGINS}",
         f"--include-path={path.parent}",

@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from llmctl.plugins.backends.cuda.arch import HOPPER
+
 if TYPE_CHECKING:
     import torch
 
     from llmctl.plugins.core.calls import Extent
 
 Constant = int | float | str | bool
-NUM_SMS = 132  # multiprocessors of an H100 SXM and an H200; thread blocks that wait count on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class StepLimits:
     max_draft_len: int
     tokens_per_block: int
     kv_dtype: str  # torch name
-    num_sms: int = NUM_SMS
+    num_sms: int = HOPPER.num_sms
 
     @property
     def takes_trees(self) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 from llmctl.errors import NoDevice
 
 PACKAGES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # backend -> import name
-RTX_CAPABILITIES = ("8.6", "8.9", "12.0")  # Ampere, Ada, Blackwell RTX: all that RTX serves here
 INSTALL = {
     "tensorrt": "pip install 'llmctl[tensorrt]' --extra-index-url https://pypi.nvidia.com",
     "tensorrt-rtx": "pip install 'llmctl[tensorrt-rtx]'",

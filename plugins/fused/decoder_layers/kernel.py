@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.dtypes import pointer, short_name
 from llmctl.plugins.backends.cuda.kernel_spec import (
     KernelSpec,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
 MIN_STAGES, MAX_RING_BYTES = 4, 6 * 32768
-_SHARED_LIMIT = 227 * 1024  # of a thread block
 _TABLE_BYTES = 255 + 128  # of the 4-bit numbers
 _COLUMNS = 8  # rows of attention that a team takes
 _TEAMS = 2  # of warps in a block, that take work items of attention
@@ -249,5 +249,5 @@ def _room(layer: Layer, limits: StepLimits, tokens: int) -> Room | None:
 
 
 def _stages(room: Room) -> int:
-    fitting = (_SHARED_LIMIT - room.num_bytes) // (room.unit + 40)
+    fitting = (HOPPER.max_shared_bytes - room.num_bytes) // (room.unit + 40)
     return min(fitting, MAX_RING_BYTES // room.unit)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.dtypes import pointer
 from llmctl.plugins.backends.cuda.kernel_spec import (
     Constant,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
 TOKEN_TILES = (8, 16, 24, 32, 64)
-SHARED_LIMIT = 227 * 1024  # of a thread block
 SHARED_HALF = 112 * 1024  # two thread blocks fit a multiprocessor (1 KiB each is reserved)
 MAX_BLOCKS, MAX_HANDED = 264, 64  # blocks and tokens of sums that blocks hand on
 _PART_BYTES = 512  # 16 rows x 8 tokens of float32
@@ -128,7 +128,7 @@ class DecodeVariant:
             and self.tokens in TOKEN_TILES
             and (self.split <= 1 or (is_fp8 and self.split in (2, 4) and intervals >= self.split))
             and (self.split != 0 or self.row_tiles == 1)
-            and self.shared_bytes(chunks) <= SHARED_LIMIT
+            and self.shared_bytes(chunks) <= HOPPER.max_shared_bytes
             and self.fill <= self.stages
             and (not self.normalizes or self._normalizes_width(chunks * (128 if is_fp8 else 64)))
             and not (self.normalizes and self.form == FORMS[MXFP4])

@@ -16,6 +16,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.ops.packed_linear.arguments import name_of
 from llmctl.plugins.ops.packed_linear.decode import SHARED_HALF, DecodeVariant
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 MANY = "many"  # the kernel for many tokens, which chooses its tile by itself
 FEW_TOKENS = (8, 16, 32, 64)  # upper ends of the entries for few tokens
-_NUM_SMS = 132
 _FEWEST_STAGES = 3  # that keep enough reads in flight
 _SMALL_WEIGHT = 24 << 20  # bytes that a few microseconds read
 RING_ROOM = 206 * 1024  # leaves room for small kernels beside a waiting product
@@ -79,15 +79,15 @@ def default_variant(tokens: int, row_tiles: int, chunks: int, dtype: str) -> Dec
     """
     form, is_fp8 = FORMS[dtype], dtype in (FP8, MXFP4)
     intervals = -(-chunks // form.interval)
-    splits = [k for k in (4, 2) if is_fp8 and row_tiles * k <= _NUM_SMS and intervals >= k]
+    splits = [k for k in (4, 2) if is_fp8 and row_tiles * k <= HOPPER.num_sms and intervals >= k]
     if row_tiles * chunks * form.block_bytes <= _SMALL_WEIGHT:
         for split in splits:
             variant = DecodeVariant(tokens, 1, 1, 0, split, form=form)
             variant = _filled(variant, chunks, SHARED_HALF)
             if variant.stages >= _FEWEST_STAGES:
                 return variant
-    each = -(-row_tiles // _NUM_SMS)
-    is_even = each == 1 or row_tiles >= 0.95 * each * _NUM_SMS
+    each = -(-row_tiles // HOPPER.num_sms)
+    is_even = each == 1 or row_tiles >= 0.95 * each * HOPPER.num_sms
     share = 2 if is_even and each > 1 and tokens <= 16 else 1
     ways = [2, 1] if 2 in splits else [1] if is_even else [0]
     for split, wide in itertools.product(ways, (4, 2, 1)):

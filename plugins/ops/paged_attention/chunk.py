@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmctl.plugins.backends.cuda.compiler import HOPPER, MAX_SHARED_BYTES
+from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.ops.paged_attention.generation import covers
 from llmctl.plugins.ops.paged_attention.source_specs import group_size, source_variant, tensor_types
@@ -69,7 +69,7 @@ def chunk_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     stage_bytes = 2 * operand_bytes + 4 * 8  # keys and values, and their barriers
     # Queries of two items; the items, their barriers, the next item, the requests and one more.
     fixed_bytes = 4 * operand_bytes + 2 * 6 * 4 + 4 * 8 + 16 + 16 * (requests + 1)
-    stages = min((MAX_SHARED_BYTES[HOPPER] - fixed_bytes) // stage_bytes, _MOST_STAGES)
+    stages = min((HOPPER.max_shared_bytes - fixed_bytes) // stage_bytes, _MOST_STAGES)
     return KernelSpec(
         name=".".join(["paged_attention.chunk", *words, f"b{requests}"]),
         source="ops/paged_attention/chunk.cu",

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from llmctl.errors import Unsupported
-from llmctl.plugins.backends.cuda.compiler import HOPPER
+from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.kernel_spec import (
     KernelSpec,
     Launch,
@@ -235,7 +235,7 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
 def _context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     """Triton's kernel for chunks, whose place chunk.cu takes on Hopper where it can."""
     spec = context_spec(call, limits)
-    return replace(spec, unused_on=HOPPER) if covers_chunks(call, limits) else spec
+    return replace(spec, unused_on=HOPPER.capability) if covers_chunks(call, limits) else spec
 
 
 def partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.ops.paged_attention.source_specs import group_size, source_variant, tensor_types
@@ -24,7 +25,6 @@ MAX_CONTEXT = 4096  # tokens: a warp takes its tiles one by one
 # Dimensions of all heads from which on more than two thread blocks to a context are faster, and the
 # most blocks: two to a multiprocessor are slower than half as many with more units each.
 _WIDE, _MOST_OF_SPLIT = 5120, 96
-_SHARED_LIMIT = 227 * 1024  # of a thread block
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _variants(call: OpCall, limits: StepLimits) -> list[Variant]:
 
 def fits(variant: Variant, call: OpCall, limits: StepLimits) -> bool:
     """Whether a token's rows, the tiles of the cache and a tile's page numbers find room."""
-    has_room = variant.shared_bytes(call, limits) <= _SHARED_LIMIT
+    has_room = variant.shared_bytes(call, limits) <= HOPPER.max_shared_bytes
     has_registers = limits.tokens_per_block >= 32 or variant.units * variant.rows <= 128
     return has_room and has_registers and group_size(call) <= variant.rows
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.kernel import disassemble
 
+from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import (
     DeviceStep,
@@ -34,7 +35,6 @@ from llmctl.plugins.ops.packed_linear.prefill import (
 
 FP8, BF16, FP16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
 MAX_TOKENS = 2048
-MAX_SHARED = 227 * 1024  # of a thread block on compute capability 9.0
 
 
 def limits(kv_dtype: str = "float8_e4m3fn") -> StepLimits:
@@ -98,7 +98,7 @@ def test_every_variant_keeps_its_sums_in_registers(name, variant):
     assert kernel.local_bytes == 0
     assert kernel.threads == 384
     assert kernel.registers <= 65536 // kernel.threads
-    assert kernel.shared_bytes <= MAX_SHARED
+    assert kernel.shared_bytes <= HOPPER.max_shared_bytes
     assert kernel.cluster == 1
 
 

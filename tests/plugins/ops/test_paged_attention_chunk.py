@@ -10,9 +10,8 @@ import torch
 from support.attention import FP8, INT8, Part, World
 from support.kernel import disassemble
 
+from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.compiler import (
-    HOPPER,
-    MAX_SHARED_BYTES,
     compile_kernel,
     is_needed,
 )
@@ -63,7 +62,7 @@ def test_its_shared_memory_has_room_for_requests_and_some_tiles(requests):
     spec = chunk.chunk_spec(world.call(PROMPT), world.limits())
     stages = spec.constants["STAGES"]
     assert isinstance(stages, int) and stages >= 3
-    assert spec.shared_bytes <= MAX_SHARED_BYTES[HOPPER]
+    assert spec.shared_bytes <= HOPPER.max_shared_bytes
     assert spec.shared_bytes >= (4 + 2 * stages) * 64 * 128 * 2 + 16 * (requests + 1)
 
 
@@ -75,11 +74,11 @@ def test_it_serves_chunks_and_what_is_beside_them():
     assert alone.grid == (world.limits().num_sms, 1, 1)
     beside = launches_of(world, [(0, 0, 600), *[(1, 300, 1)] * 3])
     assert [each.spec.entry for each in beside] == ["chunk", "batch"]
-    needed = [spec for spec in built if is_needed(spec, HOPPER)]
+    needed = [spec for spec in built if is_needed(spec, HOPPER.capability)]
     assert all(each.spec in needed for each in (alone, *beside))
     (triton,) = [spec for spec in built if spec.unused_on]
     assert triton.source.endswith("triton_context:context") and is_needed(triton, "8.9")
-    assert not is_needed(triton, HOPPER), "an engine for Hopper would never launch it"
+    assert not is_needed(triton, HOPPER.capability), "an engine for Hopper would never launch it"
     (short,) = launches_of(world, [(0, 0, 18)])
     assert short.grid == (16, 1, 1)  # an item for each KV head, and those that a request may add
 
