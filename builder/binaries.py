@@ -11,6 +11,7 @@ from llmctl.builder.engine_format import Plan, PlanKernel
 from llmctl.builder.engine_kernels import (
     OnKernel,
     compile_kernels,
+    fused_calls,
     kernel_specs,
     plan_kernel,
     scratch_bytes,
@@ -89,4 +90,7 @@ def make_binaries(
             kernels.append(plan_kernel(kernel, label))
             binaries[kernels[-1].tensor] = kernel.cubin
         scratch = max(scratch, scratch_bytes(plan, sizes))
+        names = {spec.name for spec in specs}
+        fused = tuple(each for each in fused_calls(plan, sizes) if each.kernel in names)
+        plan = replace(plan, fused=fused)
     return replace(plan, kernels=tuple(kernels), scratch_bytes=scratch), binaries, compilers

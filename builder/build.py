@@ -167,7 +167,13 @@ def plan_build(
         require_gpu_model(local, dtype, backend)
     require_readable(checkpoint)
     require_weights(checkpoint.quantization, backend)
-    recorded = build_network(model, dtype)
+    if request.outputs and BACKENDS[backend].compiles_plans:
+        raise Unsupported(
+            f"outputs beside logits ({', '.join(request.outputs)}) are not available on backend "
+            f"{backend!r}",
+            fix="--backend cuda or --backend cpu",
+        )
+    recorded = build_network(model, dtype, request.outputs)
     if is_generated:
         declare_tensors(checkpoint, recorded, model.num_hidden_layers)
     shapes = checkpoint_shapes(recorded, checkpoint.quantization)
@@ -192,7 +198,7 @@ def plan_build(
         tuple(0 if window >= limits.max_seq_len else window for window in model.windows),
     )
     if limits.tp_size > 1:
-        recorded = reduce_partial_sums(build_network(local, dtype))
+        recorded = reduce_partial_sums(build_network(local, dtype, request.outputs))
     network, plan, pieces = run_passes(
         recorded, model, limits, plugin_config, linear_scales, kv_scales, cache, backend
     )

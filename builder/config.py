@@ -33,6 +33,7 @@ class BuildRequest:
     logits_dtype: str = "float32"
     gather_context_logits: bool = False
     tp_size: int = 1
+    outputs: tuple[str, ...] = ()  # beside logits: builder/models/decoder.py names them
 
     def __post_init__(self) -> None:
         sizes = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "tp_size")

@@ -72,7 +72,7 @@ __all__ = [
     "write_engine",
 ]
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 CONFIG_FILE = "config.json"
 TOKENIZER_FOLDER = "tokenizer"
 

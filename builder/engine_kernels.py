@@ -24,9 +24,14 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
     step_shapes,
 )
-from llmctl.plugins.core.calls import Extent, OpCall
+from llmctl.plugins.core.calls import Extent, FusedCalls, OpCall
 from llmctl.plugins.core.operators import operator_module
-from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, chain_spec, find_chains
+from llmctl.plugins.fused.decoder_layers.kernel import (
+    Chain,
+    chain_launch,
+    chain_spec,
+    find_chains,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +75,7 @@ def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
         found += kv_compact.kernels(cache.num_kv_heads, cache.tokens_per_block, token_bytes)
     for call, _ in distinct_calls(plan):
         found += _module(call.op).kernels(call, limits)
-    chains = find_chains([call for call, _ in meta_calls(plan)], limits)
+    chains = plan_chains(plan, limits)
     found += [chain_spec(chain, limits) for chain in chains]
     specs: dict[str, KernelSpec] = {}
     for spec in found:
@@ -106,6 +111,23 @@ def compile_kernels(
     return [compiled[spec.name] for spec in specs]
 
 
+def plan_chains(plan: Plan, limits: StepLimits) -> list[Chain]:
+    """Layers that one launch may compute. It stores nothing between them, so there are none where
+    that is an output."""
+    extents = {tensor.name: tensor.shape[0] for tensor in plan.tensors}
+    if any(extents[tensor] == "tokens" for tensor in plan.outputs.values()):
+        return []
+    return find_chains([call for call, _ in meta_calls(plan)], limits)
+
+
+def fused_calls(plan: Plan, limits: StepLimits) -> tuple[FusedCalls, ...]:
+    """Those layers as the plan records them."""
+    return tuple(
+        FusedCalls(chain.start, chain.stop, chain_spec(chain, limits).name)
+        for chain in plan_chains(plan, limits)
+    )
+
+
 def plan_kernel(kernel: CompiledKernel, capability: str = "") -> PlanKernel:
     """A compiled kernel as the plan describes it."""
     return PlanKernel(kernel.name, len(kernel.cubin), kernel.metadata(), capability)
@@ -125,7 +147,7 @@ def scratch_bytes(plan: Plan, limits: StepLimits) -> int:
         for shape in planned_shapes(limits):
             _module(call.op).launches(call, env, shape)
     env = LaunchEnv(step, kv_cache, limits, "tokens", scratch)
-    for chain in find_chains([call for call, _ in meta_calls(plan)], limits):
+    for chain in plan_chains(plan, limits):
         chain_launch(chain, env, StepShape(chain.tokens, 1, 1, chain.tokens, chain.tokens))
     return sum(sizes.values())
 

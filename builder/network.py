@@ -42,6 +42,18 @@ class Node:
     tactic: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor that whoever runs the network reads after each step."""
+
+    tensor: str
+    for_all_tokens: bool = False  # else for the rows that get logits
+
+
+LOGITS = "logits"
+OUTPUT_OP = "output"  # of the nodes that stand for outputs among the consumers of a tensor
+
+
 @dataclass(slots=True)
 class Network:
     """A recorded model. Passes take one and return another; nodes are in execution order."""
@@ -50,12 +62,21 @@ class Network:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)  # weights only
     nodes: list[Node] = field(default_factory=list)
-    output: str = ""
+    outputs: dict[str, Output] = field(default_factory=dict)  # by name; LOGITS is always one
+
+    @property
+    def logits(self) -> str:
+        """The tensor of the logits."""
+        return self.outputs[LOGITS].tensor
 
     def copy(self) -> Network:
         """A network that can be rewritten without touching this one."""
         return replace(
-            self, tensors=dict(self.tensors), sources=dict(self.sources), nodes=list(self.nodes)
+            self,
+            tensors=dict(self.tensors),
+            sources=dict(self.sources),
+            nodes=list(self.nodes),
+            outputs=dict(self.outputs),
         )
 
     def add_activation(self, name: str, dtype: str, shape: tuple[Dim, ...]) -> Tensor:
@@ -76,8 +97,14 @@ class Network:
         return next((node for node in self.nodes if name in node.outputs.values()), None)
 
     def consumers(self, name: str) -> list[Node]:
-        """The nodes that read a tensor, in execution order."""
-        return [node for node in self.nodes if name in node.inputs.values()]
+        """The nodes that read a tensor, in execution order; then one for each output it is, so
+        that no pass takes a tensor away whose only reader is outside."""
+        readers = [node for node in self.nodes if name in node.inputs.values()]
+        return readers + [
+            Node(OUTPUT_OP, output, {"x": name}, {})
+            for output, found in self.outputs.items()
+            if found.tensor == name
+        ]
 
     def replace_nodes(self, old: Iterable[Node], new: Iterable[Node], at: Node) -> None:
         """Remove `old` and put `new` where `at` (one of `old`) was."""
@@ -99,8 +126,10 @@ class Network:
             else n
             for n in self.nodes
         ]
-        if self.output == old:
-            self.output = new
+        self.outputs = {
+            name: replace(found, tensor=new) if found.tensor == old else found
+            for name, found in self.outputs.items()
+        }
 
     def prune(self) -> None:
         """Drop tensors and sources that no node touches."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from llmctl.builder.container import DTYPES
+from llmctl.plugins.core.calls import FusedCalls
 
 # "tokens": rows of the packed step; "rows": rows that get logits
 Dim = int | str
@@ -102,18 +103,28 @@ class KvCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an executable runs each step, in order. `logits` is [rows, vocab_size] float32."""
+    """What an executable runs each step, in order.
+
+    `outputs` are tensors that hold what a step computed until the next one, by name: "logits"
+    [rows, vocab_size] float32, and what else was asked for when the engine was built.
+    """
 
     tensors: tuple[PlanTensor, ...]
     ops: tuple[PlanOp, ...]
     kv_cache: KvCacheSpec
-    logits: str
+    outputs: Mapping[str, str]
     arena_bytes: int
     max_num_tokens: int
     max_num_rows: int
     kernels: tuple[PlanKernel, ...] = ()  # cuda: every binary that a step or a round may launch
     scratch_bytes: int = 0  # cuda: what kernels ask of `LaunchEnv.scratch`, at most
     trt_pieces: tuple[TrtPiece, ...] = ()  # tensorrt: what its operators "tensorrt" run
+    fused: tuple[FusedCalls, ...] = ()  # cuda: of `ops`, what one launch may do instead; first wins
+
+    @property
+    def logits(self) -> str:
+        """The tensor of the logits."""
+        return self.outputs["logits"]
 
     def to_json(self) -> str:
         """The plan as strict JSON (no NaN)."""
@@ -132,7 +143,8 @@ class Plan:
             TrtPiece(**{**p, "bindings": tuple(p["bindings"]), "profiles": tuple(p["profiles"])})
             for p in raw.pop("trt_pieces", ())  # absent: an engine of before there were any
         )
-        return Plan(tensors, ops, spec, kernels=kernels, trt_pieces=pieces, **raw)
+        fused = tuple(FusedCalls(**each) for each in raw.pop("fused"))
+        return Plan(tensors, ops, spec, kernels=kernels, trt_pieces=pieces, fused=fused, **raw)
 
 
 def weight_bytes(plan: Plan) -> int:

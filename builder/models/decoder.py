@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from llmctl.builder.functional import (
     add,
     embedding,
@@ -14,25 +16,45 @@ from llmctl.builder.functional import (
     silu,
 )
 from llmctl.builder.models.family import ModelConfig
-from llmctl.builder.network import Network, Tensor, recording
+from llmctl.builder.network import LOGITS, Network, Output, Tensor, recording
+from llmctl.errors import BadConfig
 
 EMBEDDING = "model.embed_tokens"
 LM_HEAD = "lm_head"
+HIDDEN = "hidden"
 
 
-def build_network(model: ModelConfig, dtype: str) -> Network:
-    """Record the model in `dtype`; the output is logits [rows, vocab_size] float32."""
+def build_network(model: ModelConfig, dtype: str, outputs: Sequence[str] = ()) -> Network:
+    """Record the model in `dtype`. Its outputs are logits [rows, vocab_size] float32 and those
+    asked for: HIDDEN, what the output projection reads [rows, hidden_size]; "layers.3", what layer
+    3 reads before its norm [tokens, hidden_size], for any layer.
+    """
     with recording(Network(dtype)) as network:
         weight = parameter(f"{EMBEDDING}.weight", model.vocab_size, model.hidden_size)
         hidden = embedding(weight, name=EMBEDDING)
         for layer in range(model.num_hidden_layers):
+            if f"layers.{layer}" in outputs:
+                network.outputs[f"layers.{layer}"] = Output(hidden.name, for_all_tokens=True)
             hidden = _layer(model, layer, hidden)
         hidden = gather_rows(hidden, name="model.gather_rows")
         hidden = _norm(model, hidden, "model.norm")
         if not model.tie_word_embeddings:
             weight = parameter(f"{LM_HEAD}.weight", model.vocab_size, model.hidden_size)
-        network.output = linear(hidden, weight, name=LM_HEAD, dtype="float32").name
+        if HIDDEN in outputs:
+            network.outputs[HIDDEN] = Output(hidden.name)
+        logits = linear(hidden, weight, name=LM_HEAD, dtype="float32")
+        network.outputs[LOGITS] = Output(logits.name)
+    _require_known(outputs, network.outputs, model.num_hidden_layers)
     return network
+
+
+def _require_known(outputs: Sequence[str], found: Mapping[str, Output], num_layers: int) -> None:
+    for name in outputs:
+        if name not in found:
+            raise BadConfig(
+                f"the model has no output {name!r}; {HIDDEN} and layers.0 to "
+                f"layers.{num_layers - 1} are there"
+            )
 
 
 def _layer(model: ModelConfig, layer: int, hidden: Tensor) -> Tensor:

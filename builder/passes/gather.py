@@ -49,9 +49,10 @@ def hoist_gather(network: Network) -> Network:
 
 
 def _needed_for_all_tokens(network: Network) -> set[str]:
-    """Names of the attention nodes and of everything they are computed from."""
+    """Names of the attention nodes, of what computes outputs for all tokens, and of everything
+    they are computed from."""
     needed: set[str] = set()
-    wanted: set[str] = set()  # tensors
+    wanted = {found.tensor for found in network.outputs.values() if found.for_all_tokens}
     for node in reversed(network.nodes):
         if node.op == "gpt_attention" or wanted.intersection(node.outputs.values()):
             needed.add(node.name)

@@ -29,7 +29,7 @@ def lower(
         tensors=tuple(tensors),
         ops=tuple(ops),
         kv_cache=cache,
-        logits=network.output,
+        outputs={name: found.tensor for name, found in network.outputs.items()},
         arena_bytes=arena_bytes,
         max_num_tokens=max_num_tokens,
         max_num_rows=max_num_rows,

@@ -48,7 +48,7 @@ def plan_memory(
 
 
 def _buffers(network: Network, rows: Mapping[str, int], alignment: int) -> list[_Buffer]:
-    last_read: dict[str, int] = {network.output: len(network.nodes)}
+    last_read = {found.tensor: len(network.nodes) for found in network.outputs.values()}
     for index, node in enumerate(network.nodes):
         last_read.update({t: max(index, last_read.get(t, 0)) for t in node.inputs.values()})
     buffers: dict[str, _Buffer] = {}

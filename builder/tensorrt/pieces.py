@@ -108,7 +108,7 @@ def _piece(
         t
         for node in nodes
         for t in node.outputs.values()
-        if t == network.output or any(id(n) not in inside for n in network.consumers(t))
+        if t == network.logits or any(id(n) not in inside for n in network.consumers(t))
     )
     names: dict[str, str] = {}  # tensor -> what it is called in the piece
     for tensor in (*read, *made):
@@ -165,7 +165,7 @@ def _incoming(network: Network, tensor: str) -> str:
 
 def _outgoing(network: Network, tensor: str) -> str:
     """What an activation that leaves a piece is called there."""
-    if tensor == network.output:
+    if tensor == network.logits:
         return "logits"
     if any(node.op == "rope_kv_write" for node in network.consumers(tensor)):
         return "qkv"

@@ -37,7 +37,7 @@ def make_whole(
     whole = pieces[0]
     inputs = {b.name: b.name for b in whole.bindings if b.name in network.sources}
     inputs |= {name: STEP + name for name in whole.step}
-    node = Node(TENSORRT_OP, "model", inputs, {"logits": network.output}, {"piece": WHOLE})
+    node = Node(TENSORRT_OP, "model", inputs, {"logits": network.logits}, {"piece": WHOLE})
     result = network.copy()
     result.nodes = [node]
     result.prune()
@@ -55,7 +55,7 @@ def _piece(network: Network, cache: KvCacheSpec, limits: BuildConfig, is_tree: b
     inputs = [Binding(name, True, cache.dtype, slots) for name in caches]
     outputs = [Binding(f"{name}_out", False, cache.dtype, slots, alias=name) for name in caches]
     step = _step(limits, network.dtype, is_tree)
-    (vocab,) = network.tensors[network.output].shape[1:]
+    (vocab,) = network.tensors[network.logits].shape[1:]
     attention = [node for node in network.nodes if node.op == "paged_attention"]
     for node in attention:
         heads, size = int(node.attributes["num_heads"]), int(node.attributes["head_size"])
@@ -71,7 +71,7 @@ def _piece(network: Network, cache: KvCacheSpec, limits: BuildConfig, is_tree: b
         {t.name: t for t in network.tensors.values()},
         (*weights, *inputs, *step, *outputs),
         tuple(binding.name for binding in step),
-        outputs={"logits": network.output},
+        outputs={"logits": network.logits},
         num_ranks=limits.tp_size,
     )
 

@@ -63,6 +63,8 @@ def describe_engine(
         "config": fields,
         "memory": _memory(config, plan),
         "step": predicted,
+        "outputs": dict(plan.outputs),
+        "fused": [asdict(each) for each in plan.fused],
         "layers": list(describe_layers(plan, step, predicted["read_bytes_s"])),
         "kernels": [
             {

@@ -29,6 +29,9 @@ def engine_text(engine: Mapping[str, Any]) -> Iterator[str]:
     for group in engine["layers"]:
         yield from ("", _title(group))
         yield from table([_OP_HEAD, *map(_op_row, group["ops"])], right=(1, 2, 3))
+    yield from ("", f"outputs: {', '.join(engine['outputs'])}")
+    for each in engine["fused"]:
+        yield f"operators {each['start']} to {each['stop'] - 1} in one launch: {each['kernel']}"
     if engine["kernels"]:
         yield from ("", f"kernels ({len(engine['kernels'])})")
         head = ("name", "registers", "threads", "shared", "local", "bytes")

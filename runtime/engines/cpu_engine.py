@@ -29,6 +29,7 @@ class CpuEngine(Engine):
         self._arena = _aligned_empty(plan.arena_bytes)
         tensors = bind_plan(plan, weights, self._arena)
         self._program = CpuProgram(make_calls(plan, tensors))
+        self._outputs = {name: tensors[tensor] for name, tensor in plan.outputs.items()}
         self._logits = tensors[plan.logits].numpy()
         self._kv_cache: torch.Tensor | None = None
         self._host_blocks: torch.Tensor | None = None

@@ -88,6 +88,7 @@ class CudaEngine(Engine):
             arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device=queue.device)
         queue.synchronize()
         tensors = bind_plan(plan, weights, arena)
+        self._outputs = {name: tensors[tensor] for name, tensor in plan.outputs.items()}
         self.logits = tensors[plan.logits]  # [max_num_rows, vocab_size] float32
         self.program = make_program(make_calls(plan, tensors), step_limits(config, plan))
         self._buckets = Buckets(self.program.limits)

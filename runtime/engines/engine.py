@@ -51,6 +51,7 @@ class Engine(ABC):
         self.max_num_tokens = plan.max_num_tokens
         self.max_num_rows = plan.max_num_rows
         self.max_draft_len = int(build["max_draft_len"])
+        self._outputs: dict[str, torch.Tensor] = {}
         self.takes_trees = self.max_draft_len > 1  # two drafts may branch
         self.tokens_per_block = plan.kv_cache.tokens_per_block
 
@@ -86,6 +87,17 @@ class Engine(ABC):
     def compact(self, moves: Sequence[Sequence[Move]]) -> None:
         """Move keys and values of all layers between slots, for each request in order, after the
         steps and copies before; see StepRunner."""
+
+    def output(self, name: str) -> torch.Tensor:
+        """What the last step computed of an output of the plan, valid until the next one: as many
+        rows as the largest step has tokens (or rows of logits), the step's own first."""
+        if name not in self._outputs:
+            raise Unsupported(
+                f"the engine was built without the output {name!r}; it has "
+                f"{', '.join(self._outputs)}",
+                fix="build it again with that output",
+            )
+        return self._outputs[name]
 
     @abstractmethod
     def run(self, step: StepInputs) -> Logits:

@@ -148,7 +148,8 @@ class EngineFile:
         binaries = load_binaries(self.plan, self.tensors, str(self.config.compute_capability))
 
         def make_program(calls: list[OpCall], limits: StepLimits) -> CudaProgram:
-            return CudaProgram(calls, binaries, limits, queue.device)
+            fused = self.plan.fused
+            return CudaProgram(calls, binaries, limits, queue.device, fused=fused)
 
         return CudaEngine(self.config, self.plan, weights, make_program, queue), report
 

@@ -53,7 +53,8 @@ def apply_windows(plan: Plan, options: WindowOptions, max_seq_len: int, backend:
             fix="leave them out, or rebuild with: llmctl build --backend cuda (or cpu)",
         )
     ops = tuple(_with_window(op, windows, options.sink_tokens) for op in plan.ops)
-    return replace(plan, ops=ops, kv_cache=replace(cache, windows=windows))
+    # What computes whole layers in one launch knows no windows that are asked for.
+    return replace(plan, ops=ops, kv_cache=replace(cache, windows=windows), fused=())
 
 
 def cache_window(

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from llmctl.builder.engine_kernels import kernel_specs, meta_cache
+from llmctl.builder.engine_kernels import fused_calls, kernel_specs, meta_cache
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel
 from llmctl.plugins.backends.cuda.driver import CudaDriver
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, StepShape
@@ -52,7 +52,9 @@ def program_of(name: str) -> CudaProgram:
     kernels = map(without_code, kernel_specs(plan, limits))
     with patch("ctypes.CDLL", return_value=SilentLibrary()):
         driver = CudaDriver()
-    program = CudaProgram(bound(plan), kernels, limits, "meta", driver)
+    program = CudaProgram(
+        bound(plan), kernels, limits, "meta", driver, fused=fused_calls(plan, limits)
+    )
     program.bind_kv_cache(meta_cache(plan, limits))
     return program
 

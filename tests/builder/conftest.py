@@ -103,8 +103,12 @@ class Engine:
 
     plan: Plan
     program: Program
-    logits: torch.Tensor
+    tensors: dict[str, torch.Tensor]
     kv_cache: torch.Tensor
+
+    def output(self, name: str) -> torch.Tensor:
+        """An output of the plan, at its largest size."""
+        return self.tensors[self.plan.outputs[name]]
 
     def run(self, tokens: list[int], start: int = 0) -> torch.Tensor:
         """Logits of every token of one step: tokens at positions start, start + 1, ..."""
@@ -121,7 +125,7 @@ class Engine:
             logit_rows=np.arange(len(tokens), dtype=np.int32),
         )
         self.program.run(step, self.kv_cache)
-        return self.logits[: len(tokens)].clone()
+        return self.output("logits")[: len(tokens)].clone()
 
 
 def open_for_test(folder: Path, program_name: str) -> Engine:
@@ -154,7 +158,7 @@ def open_for_test(folder: Path, program_name: str) -> Engine:
     num_blocks = -(-plan.max_num_tokens // cache.tokens_per_block)
     shape = (cache.num_layers, num_blocks, 2, cache.num_kv_heads, cache.tokens_per_block)
     kv_cache = torch.zeros((*shape, cache.head_size), dtype=getattr(torch, cache.dtype))
-    return Engine(plan, PROGRAMS[program_name](calls), tensors[plan.logits], kv_cache)
+    return Engine(plan, PROGRAMS[program_name](calls), tensors, kv_cache)
 
 
 @pytest.fixture

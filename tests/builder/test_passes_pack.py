@@ -115,7 +115,7 @@ def test_tensors_that_live_together_never_share_bytes(
                     assert other not in node.outputs.values()
                     del holder[other]
             holder[name] = (start, stop)
-    assert network.output in holder
+    assert network.logits in holder
 
 
 def test_a_deep_network_needs_no_more_memory_than_a_shallow_one() -> None:
@@ -127,4 +127,4 @@ def test_the_plan_survives_json() -> None:
     cache = KvCacheSpec(3, 2, 8, 32, "bfloat16", (0, 0, 0))
     plan = lower(choose_tactics(finish(record(), all_scales()), "cpu"), cache, 64, 8, 64)
     assert Plan.from_json(plan.to_json()) == plan
-    assert json.loads(plan.to_json())["logits"] == "lm_head.out"
+    assert json.loads(plan.to_json())["outputs"] == {"logits": "lm_head.out"}

@@ -42,10 +42,9 @@ from llmctl.plugins.backends.cuda.rebinding import (
     own_tensors,
 )
 from llmctl.plugins.backends.cuda.step_buffer import StepBuffer
-from llmctl.plugins.core.calls import Extent, OpCall, StepInputs, row_extents
+from llmctl.plugins.core.calls import Extent, FusedCalls, OpCall, StepInputs, row_extents
 from llmctl.plugins.core.operators import check_call, operator_module
-from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, find_chains, serves
-from llmctl.plugins.fused.decoder_layers.tactics import stored_tactics
+from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, open_chains, serves
 
 # Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
 MAX_PREPARED, MAX_COUNTS = 64, 128
@@ -96,6 +95,7 @@ class CudaProgram:
         driver: Driver | None = None,
         use_pdl: bool = True,
         runners: Mapping[str, OperatorRunner] | None = None,
+        fused: Sequence[FusedCalls] = (),
     ) -> None:
         self._runners = dict(runners or {})  # by operator
         stated = {}
@@ -126,8 +126,7 @@ class CudaProgram:
             for each in self._calls
         ]
         self._models: dict[Hashable, Model] = {}  # by look: of the step packed last
-        stored = stored_tactics(self._loaded)  # of what the engine was built with
-        self._chains = find_chains(calls, limits, stored) if stored else []
+        self._chains = open_chains(calls, limits, fused)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Use this cache from now on; captured graphs keep the one they were captured with."""

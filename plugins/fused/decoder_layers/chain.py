@@ -187,6 +187,21 @@ def find_layers(calls: Sequence[OpCall], limits: StepLimits) -> list[Layer]:
     return max(runs, key=len)
 
 
+def read_layers(calls: Sequence[OpCall], start: int, stop: int, limits: StepLimits) -> list[Layer]:
+    """Calls [start, stop) as layers of one form that follow each other; none if they are not."""
+    layers: list[Layer] = []
+    at = start
+    while 0 <= at < stop <= len(calls):
+        layer = _layer_at(calls, at, limits)
+        if layer is None or layer.stop > stop or (layers and not _follows(layer, layers[-1])):
+            return []
+        if not layers and layer.qkv_norm is not None:
+            return []
+        layers.append(layer)
+        at = layer.stop
+    return layers if at == stop else []
+
+
 def _follows(layer: Layer, last: Layer) -> bool:
     norm = layer.qkv_norm
     return (

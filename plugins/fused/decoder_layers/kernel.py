@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmctl.errors import CorruptEngine
 from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.dtypes import pointer, short_name
 from llmctl.plugins.backends.cuda.kernel_spec import (
@@ -24,7 +25,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepLimits,
     StepShape,
 )
-from llmctl.plugins.fused.decoder_layers.chain import Layer, find_layers, layer_fields
+from llmctl.plugins.fused.decoder_layers.chain import Layer, find_layers, layer_fields, read_layers
 from llmctl.plugins.fused.decoder_layers.tactics import (
     MAX_CONTEXT,
     NAME,
@@ -32,12 +33,13 @@ from llmctl.plugins.fused.decoder_layers.tactics import (
     Tactic,
     measured_tactic,
     shape_key,
+    stored_tactics,
 )
 from llmctl.plugins.ops.packed_linear.layout import form_of
 from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units
 
 if TYPE_CHECKING:
-    from llmctl.plugins.core.calls import OpCall
+    from llmctl.plugins.core.calls import FusedCalls, OpCall
 
 MIN_STAGES, MAX_RING_BYTES = 4, 6 * 32768
 _TABLE_BYTES = 255 + 128  # of the 4-bit numbers
@@ -98,6 +100,31 @@ def find_chains(
         chain = find_chain(layers, limits, most_tokens=tokens, tactic=tactic, whole=whole)
         found += [] if chain is None else [chain]
     return found
+
+
+def open_chains(
+    calls: Sequence[OpCall], limits: StepLimits, fused: Sequence[FusedCalls]
+) -> list[Chain]:
+    """The chains of an engine as it was built. Raises CorruptEngine where the calls named are not
+    whole layers that such a kernel computes, or another version of llmctl named it."""
+    return [_open_chain(calls, limits, each) for each in fused]
+
+
+def _open_chain(calls: Sequence[OpCall], limits: StepLimits, fused: FusedCalls) -> Chain:
+    layers = read_layers(calls, fused.start, fused.stop, limits)
+    for tokens, tactic in stored_tactics([fused.kernel]).items():
+        room = _room(layers[0], limits, tokens) if layers else None
+        if room is not None:
+            chain = Chain(fused.start, fused.stop, tuple(layers), tokens, room, tactic)
+            # The last layer's rows are those of a step's only token.
+            is_known = tokens in TOKENS and (tokens == 1 or not chain.is_whole)
+            if is_known and chain_spec(chain, limits).name == fused.kernel:
+                return chain
+    raise CorruptEngine(
+        f"operators {fused.start} to {fused.stop} of the plan are not layers that "
+        f"{fused.kernel!r} computes",
+        fix="build the engine again",
+    )
 
 
 def find_chain(

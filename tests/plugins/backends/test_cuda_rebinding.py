@@ -10,7 +10,7 @@ import torch
 from support.driver import Prepared, RecordingDriver
 
 from llmctl.builder.engine_format import Plan
-from llmctl.builder.engine_kernels import kernel_specs, meta_cache
+from llmctl.builder.engine_kernels import fused_calls, kernel_specs, meta_cache
 from llmctl.plugins.backends.cuda import program as program_module
 from llmctl.plugins.backends.cuda.kernel_spec import (
     KernelSpec,
@@ -44,7 +44,9 @@ def enqueued(
 ) -> RecordingDriver:
     """What steps of all shapes enqueue, one after the other."""
     driver = RecordingDriver()
-    program = CudaProgram(calls, kernel_specs(plan, limits), limits, "meta", driver)
+    program = CudaProgram(
+        calls, kernel_specs(plan, limits), limits, "meta", driver, fused=fused_calls(plan, limits)
+    )
     program.bind_kv_cache(cache)
     for shape in SHAPES:
         program.enqueue(shape, 0)

@@ -11,21 +11,25 @@ from support.driver import RecordingDriver
 from support.kernel import disassemble
 
 from llmctl.builder.engine_kernels import (
+    fused_calls,
     kernel_specs,
     meta_cache,
     meta_calls,
 )
+from llmctl.errors import CorruptEngine
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.program import CudaProgram
+from llmctl.plugins.core.calls import FusedCalls
 from llmctl.plugins.fused.decoder_layers.chain import find_layers
 from llmctl.plugins.fused.decoder_layers.kernel import (
     chain_launch,
     chain_spec,
     find_chain,
     find_chains,
+    open_chains,
     serves,
 )
-from llmctl.plugins.fused.decoder_layers.tactics import EVERYWHERE, Pace, stored_tactics
+from llmctl.plugins.fused.decoder_layers.tactics import EVERYWHERE, Pace
 from scripts.bench.plan_support import planned
 from scripts.models.planted_shapes import SHAPES, Shape
 
@@ -42,7 +46,9 @@ def test_steps_take_the_way_that_is_faster_at_their_context(monkeypatch):
     name = chain_spec(built, limits).name
     assert name.endswith(".p3_4_7_8_1.1024+2048-4096+")
     measured(monkeypatch, {}, {})  # an engine has its own
-    whole, found = find_chains(calls, limits, stored_tactics(["embedding.bf16", name]))
+    last = find_layers(calls, limits)[-1]
+    records = [FusedCalls(built.start, stop, name) for stop in (last.stop, built.stop)]
+    whole, found = open_chains(calls, limits, records)
     assert found == built and whole.is_whole and chain_spec(whole, limits).name == name
     env = env_of("1b")
     served = {
@@ -179,8 +185,11 @@ def test_a_program_puts_the_launch_in_the_place_of_the_calls(monkeypatch):
         for whole in (True, False)
     ]
     assert chains[0] is not None
-    for binaries, wanted in (([chain_spec(chains[0], limits)], True), ([], False)):
-        program = CudaProgram(calls, binaries, limits, "meta", driver=RecordingDriver())
+    spec = chain_spec(chains[0], limits)
+    fused = [FusedCalls(c.start, c.stop, spec.name) for c in chains if c is not None]
+    for records, wanted in ((fused, True), ([], False)):
+        driver = RecordingDriver()
+        program = CudaProgram(calls, [spec], limits, "meta", driver=driver, fused=records)
         program.bind_kv_cache(meta_cache(plan, limits))
         for number, (found, num_rows) in enumerate(zip(chains, (1, 0), strict=True)):
             assert found is not None
@@ -213,7 +222,10 @@ def test_steps_of_two_tokens_have_a_launch_of_their_own_where_that_is_faster(mon
         for chain in chains:
             chain_launch(chain, env, replace(ONE, num_tokens=chain.tokens))
         assert len(sizes) == 2 * len(specs), "each has an exchange and counters of its own"
-        program = CudaProgram(calls, specs, limits, "meta", driver=RecordingDriver())
+        fused = fused_calls(plan, limits)
+        assert [each.kernel for each in fused] == [chain_spec(c, limits).name for c in chains]
+        driver = RecordingDriver()
+        program = CudaProgram(calls, specs, limits, "meta", driver=driver, fused=fused)
         program.bind_kv_cache(meta_cache(plan, limits))
         found = {
             tokens: part
@@ -222,3 +234,26 @@ def test_steps_of_two_tokens_have_a_launch_of_their_own_where_that_is_faster(mon
             if part < 0
         }
         assert found == wanted
+
+
+def test_a_record_of_calls_that_are_no_layers_is_refused(monkeypatch):
+    """An engine may come from a stranger: what is not whole layers of that kernel never runs."""
+    measured(
+        monkeypatch, {"h2048.i8192.a32.8x64": {"4096": {"launches": 2.0, "one_launch": 1.0}}}, {}
+    )
+    plan, limits = planned("1b")
+    calls = [call for call, _ in meta_calls(plan)]
+    whole, part = fused_calls(plan, limits)
+    assert [c.start for c in open_chains(calls, limits, (whole, part))] == [whole.start, part.start]
+    other = whole.kernel.replace(".n1.", ".n2.")
+    for start, stop, kernel in (
+        (whole.start + 1, whole.stop, whole.kernel),
+        (whole.start, whole.stop - 1, whole.kernel),
+        (-5, whole.stop, whole.kernel),
+        (whole.start, len(calls) + 9, whole.kernel),
+        (whole.start, whole.start, whole.kernel),
+        (whole.start, whole.stop, other),
+        (whole.start, whole.stop, "embedding.bf16"),
+    ):
+        with pytest.raises(CorruptEngine, match="are not layers"):
+            open_chains(calls, limits, [FusedCalls(start, stop, kernel)])

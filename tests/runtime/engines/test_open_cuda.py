@@ -37,7 +37,7 @@ def write(folder: Path, capability: str = "9.0", **build: object) -> Path:
         PlanTensor("logits", "activation", "float32", ("rows", 128), 0),
     )
     cache = KvCacheSpec(2, 2, 64, 32, "bfloat16", (0, 0))
-    plan = Plan(tensors, (), cache, "logits", 512 * 40, 256, 40, scratch_bytes=1000)
+    plan = Plan(tensors, (), cache, {"logits": "logits"}, 512 * 40, 256, 40, scratch_bytes=1000)
 
     def chunks(name: str) -> Iterator[torch.Tensor]:
         yield torch.zeros(WIDTH, dtype=torch.bfloat16)
