@@ -24,7 +24,8 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
     step_shapes,
 )
-from llmctl.plugins.core.calls import Extent, FusedCalls, OpCall
+from llmctl.plugins.core.calls import Extent, OpCall
+from llmctl.plugins.core.fused_calls import FusedCalls
 from llmctl.plugins.core.operators import operator_module
 from llmctl.plugins.fused.decoder_layers.kernel import (
     Chain,

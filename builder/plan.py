@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from llmctl.builder.container import DTYPES
-from llmctl.plugins.core.calls import FusedCalls
+from llmctl.plugins.core.fused_calls import FusedCalls
 
 # "tokens": rows of the packed step; "rows": rows that get logits
 Dim = int | str

@@ -82,15 +82,6 @@ class OpCall:
     tactic: str = ""  # the kernel the builder chose; its meaning is the operator's own
 
 
-@dataclass(frozen=True, slots=True)
-class FusedCalls:
-    """Calls [start, stop) of a program whose place one launch of `kernel` takes in some steps."""
-
-    start: int
-    stop: int
-    kernel: str
-
-
 class Program(Protocol):
     """A list of calls that a backend runs once per step."""
 

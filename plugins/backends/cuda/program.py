@@ -42,7 +42,8 @@ from llmctl.plugins.backends.cuda.rebinding import (
     own_tensors,
 )
 from llmctl.plugins.backends.cuda.step_buffer import StepBuffer
-from llmctl.plugins.core.calls import Extent, FusedCalls, OpCall, StepInputs, row_extents
+from llmctl.plugins.core.calls import Extent, OpCall, StepInputs, row_extents
+from llmctl.plugins.core.fused_calls import FusedCalls
 from llmctl.plugins.core.operators import check_call, operator_module
 from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, open_chains, serves
 

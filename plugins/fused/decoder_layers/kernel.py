@@ -39,7 +39,8 @@ from llmctl.plugins.ops.packed_linear.layout import form_of
 from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units
 
 if TYPE_CHECKING:
-    from llmctl.plugins.core.calls import FusedCalls, OpCall
+    from llmctl.plugins.core.calls import OpCall
+    from llmctl.plugins.core.fused_calls import FusedCalls
 
 MIN_STAGES, MAX_RING_BYTES = 4, 6 * 32768
 _TABLE_BYTES = 255 + 128  # of the 4-bit numbers

@@ -19,7 +19,7 @@ from llmctl.builder.engine_kernels import (
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.program import CudaProgram
-from llmctl.plugins.core.calls import FusedCalls
+from llmctl.plugins.core.fused_calls import FusedCalls
 from llmctl.plugins.fused.decoder_layers.chain import find_layers
 from llmctl.plugins.fused.decoder_layers.kernel import (
     chain_launch,
