@@ -182,8 +182,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for number, (command, versions, date, commit) in enumerate(runs, 1):
         text.append(f"{number}. `{command}` · {versions} · {date} · commit {commit}")
     text += [
-        "\nLimits: the bytes a step must read over the read bandwidth measured in the same run, or"
-        " the FP8 peak; of loading the link to the device.\n",
+        "\nShare of limit: for steps, the bytes that must be read divided by the read bandwidth"
+        " measured in the same run; for prompts, the FP8 peak; for loading, the bandwidth of the"
+        " link to the device.\n",
         "| what | unit | median | minimum | maximum | share of limit | run | |",
         "|---|---|---|---|---|---|---|---|",
     ]
