@@ -40,6 +40,12 @@ class Unsupported(LlmctlError):
     exit_code = 2
 
 
+class BadKey(LlmctlError):
+    """A file of a signing key cannot be read, or holds another key than is wanted."""
+
+    exit_code = 2
+
+
 # ---- checkpoints (exit 1) ----
 
 
@@ -110,6 +116,10 @@ class EngineNotFound(LlmctlError):
 
 class CorruptEngine(LlmctlError):
     """An engine file is truncated or contradicts its config.json."""
+
+
+class UntrustedEngine(LlmctlError):
+    """An engine is not signed by the trusted builder, or is not what that builder signed."""
 
 
 class RebuildNeeded(LlmctlError):
@@ -184,6 +194,10 @@ class OutOfDisk(ResourceError):
 
 class OutOfMemory(ResourceError):
     """Weights, KV cache and activations do not fit the memory that is there."""
+
+
+class MissingPackage(ResourceError):
+    """A Python package that an option needs is not installed."""
 
 
 class NoDevice(ResourceError):

@@ -48,11 +48,14 @@ from llmctl.builder.scales import (
     check_unused,
     checkpoint_shapes,
     find_linear_scales,
+    read_scales,
     require_readable,
     require_weights,
 )
 from llmctl.builder.sharding import Shard, local_model, reduce_partial_sums
-from llmctl.builder.sources import LargestScale, RowScales, Source
+from llmctl.builder.signature import sign_engine
+from llmctl.builder.signing_keys import SigningKey
+from llmctl.builder.sources import Source
 from llmctl.builder.tensorrt.pieces import Piece
 from llmctl.builder.tokenizer import describe_tokenizer
 from llmctl.errors import OutputExists, Unsupported
@@ -205,7 +208,7 @@ def plan_build(
     if is_generated:
         plan = mark_generated(plan, network.sources)
     else:
-        _check_scales(checkpoint, network, limits.tp_size)
+        read_scales(checkpoint, network, limits.tp_size)
     binaries: Binaries = {}
     compilers: dict[str, str] = {}
     if with_binaries:
@@ -246,9 +249,12 @@ def plan_build(
 
 
 def run_build(
-    engine: EnginePlan, output_dir: Path, on_progress: Callable[[int], None] = lambda _: None
+    engine: EnginePlan,
+    output_dir: Path,
+    on_progress: Callable[[int], None] = lambda _: None,
+    key: SigningKey | None = None,
 ) -> EngineConfig:
-    """Write the engine directory; it appears whole or not at all.
+    """Write the engine directory, signed where there is a key; it appears whole or not at all.
 
     Raises OutputExists, OutOfDisk, BadTensorValue (weights are checked while they stream).
     """
@@ -279,6 +285,8 @@ def run_build(
             shutil.copyfile(path, scratch / TOKENIZER_FOLDER / path.name)
         config = replace(engine.config, files=files)
         (scratch / CONFIG_FILE).write_text(config.to_json())
+        if key is not None:
+            sign_engine(scratch, key)
     return config
 
 
@@ -287,13 +295,3 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
     if info is None:  # also where nothing is stored
         return "bfloat16" if not checkpoint.tensors else "float32"
     return STORED_DTYPES[info.dtype][0]
-
-
-def _check_scales(checkpoint: Checkpoint, network: Network, num_ranks: int) -> None:
-    """Read every scale once, so a bad one is named before anything is written."""
-    for source in network.sources.values():
-        if isinstance(source, LargestScale | RowScales):
-            for rank in range(num_ranks):
-                for _ in source.chunks(Shard(checkpoint, rank, num_ranks)):
-                    pass
-    checkpoint.release()

@@ -60,6 +60,7 @@ __all__ = [
     "TENSORRT_OP",
     "TOKENIZER_FOLDER",
     "TrtPiece",
+    "config_path",
     "engine_bytes",
     "engine_file",
     "kv_bytes_per_token",
@@ -170,17 +171,23 @@ _REQUIRED: dict[str, tuple[type, ...]] = {  # what readers of config.json rely o
 }
 
 
-def read_engine_config(folder: Path) -> EngineConfig:
-    """config.json of an engine directory.
-
-    Raises EngineNotFound, CorruptEngine, or RebuildNeeded for another schema version.
-    """
+def config_path(folder: Path) -> Path:
+    """The config.json of an engine directory. Raises EngineNotFound where there is none."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise EngineNotFound(
             f"{folder} is not an engine directory: it has no {CONFIG_FILE}",
             fix=f"llmctl build --checkpoint-dir CHECKPOINT --output-dir {folder}",
         )
+    return path
+
+
+def read_engine_config(folder: Path) -> EngineConfig:
+    """config.json of an engine directory.
+
+    Raises EngineNotFound, CorruptEngine, or RebuildNeeded for another schema version.
+    """
+    path = config_path(folder)
     try:
         raw = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -14,6 +14,8 @@ from llmctl.plugins.core.fused_calls import FusedCalls
 # "tokens": rows of the packed step; "rows": rows that get logits
 Dim = int | str
 TENSORRT_OP = "tensorrt"  # an operator of a plan that runs one of its `trt_pieces`
+# Names of what is machine code in an engine file: our kernels, and TensorRT's plans.
+CODE_PREFIXES = _KERNEL, _TRT_PLAN = "kernel:", "plan:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class PlanKernel:
     @property
     def tensor(self) -> str:
         """The name of the cubin in the engine file."""
-        return f"kernel:{self.capability}:{self.name}" if self.capability else f"kernel:{self.name}"
+        capability = f"{self.capability}:" if self.capability else ""
+        return f"{_KERNEL}{capability}{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class TrtPiece:
     @property
     def tensor(self) -> str:
         """The name of the plan in the engine file."""
-        return f"plan:{self.name}"
+        return f"{_TRT_PLAN}{self.name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
 from llmctl.builder.mxfp4 import MXFP4_ALGO
 from llmctl.builder.network import Network
 from llmctl.builder.passes.quantize import LinearScales
-from llmctl.builder.sources import Rows
+from llmctl.builder.sharding import Shard
+from llmctl.builder.sources import LargestScale, Rows, RowScales
 from llmctl.errors import (
     BadTensorShape,
     MissingTensor,
@@ -237,3 +238,13 @@ def checkpoint_shapes(
         shapes[weight] = (rows, inner // 2)
         shapes[f"{weight}_scale"] = (rows, inner // MXFP4_BLOCK)
     return shapes
+
+
+def read_scales(checkpoint: Checkpoint, network: Network, num_ranks: int) -> None:
+    """Read every scale once, so a bad one is named before anything is written."""
+    for source in network.sources.values():
+        if isinstance(source, LargestScale | RowScales):
+            for rank in range(num_ranks):
+                for _ in source.chunks(Shard(checkpoint, rank, num_ranks)):
+                    pass
+    checkpoint.release()

@@ -5,6 +5,7 @@ Written like those of `run_options.py`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Option
@@ -35,6 +36,15 @@ def chunking_policy(given: ContextChunkingPolicy | None, is_chunked: bool) -> Co
     return given or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
 
 
+TrustedBuilder = Annotated[
+    Path | None,
+    Option(
+        "--trusted-builder",
+        metavar="KEYFILE",
+        help="Refuse engines that this public key did not sign, or that changed since.",
+        hidden=True,
+    ),
+]
 EnableBlockReuse = Annotated[
     bool,
     Option(

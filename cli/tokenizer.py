@@ -112,7 +112,7 @@ class Tokenizer:
 
         try:
             full: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                self.folder, local_files_only=True
+                self.folder, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # whatever it meets in a file that says other than it expects
             raise TokenizerError(

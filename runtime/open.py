@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmctl.builder.engine_format import EngineConfig, read_engine_config
+from llmctl.builder.signature import require_signed
+from llmctl.builder.signing_keys import PublicKey
 from llmctl.runtime.drafting.length.lengths import round_lengths
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.methods import as_method
@@ -47,6 +49,7 @@ class EngineOptions:
     max_num_tokens: int | None = None
     max_step_ms: float | Literal["auto"] | None = None
     num_threads: int | None = None
+    trusted_builder: Path | str | None = None  # public key that must have signed every engine
     windows: WindowOptions = WindowOptions()
 
     @property
@@ -78,8 +81,13 @@ def check_engines(options: EngineOptions) -> CheckedEngines:
     """Read every config.json and check that the engines fit together, and this machine.
 
     Raises EngineNotFound, CorruptEngine, RebuildNeeded, PairMismatch, Unsupported; of a GPU's
-    engines also NoDevice where there is none.
+    engines also NoDevice where there is none. With a trusted builder also BadKey, MissingPackage
+    and UntrustedEngine.
     """
+    if options.trusted_builder is not None:
+        builder = PublicKey.read(Path(options.trusted_builder))
+        for folder in options.folders.values():
+            require_signed(folder, builder)
     configs = {role: read_engine_config(folder) for role, folder in options.folders.items()}
     target = configs[TARGET]
     draft_len = options.method.check(target, configs)

@@ -25,6 +25,8 @@ ARTEFACTS = {
     ("builder", "llmctl.quantize.format"),
     ("builder", "llmctl.quantize.checkpoint"),
     ("runtime", "llmctl.builder.engine_format"),
+    ("runtime", "llmctl.builder.signature"),
+    ("runtime", "llmctl.builder.signing_keys"),
 }
 
 

@@ -122,6 +122,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "max_num_tokens": (engine.MaxNumTokens, None),
     "max_step_ms": (engine.MaxStepMs, None),
     "num_threads": (option.NumThreads, None),
+    "trusted_builder": (engine.TrustedBuilder, None),
     "report": (Report, None),
     "trace": (Trace, None),
     "raw": (Raw, None),
@@ -240,6 +241,7 @@ def _run(
             max_num_tokens=given["max_num_tokens"],
             max_step_ms=engine.step_target(given["max_step_ms"]),
             num_threads=given["num_threads"],
+            trusted_builder=given["trusted_builder"],
         ),
         load=LoadOptions(
             dataset=given["dataset"],

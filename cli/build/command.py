@@ -21,9 +21,11 @@ from llmctl.builder.backends import is_auto
 from llmctl.cli.build.options import (
     LIMITS,
     LOG_LEVELS,
+    Sign,
     build_request,
     make_load_format,
     make_logger,
+    read_signing_key,
     with_plugin_options,
 )
 from llmctl.cli.build.result import print_key, print_result, write_engine
@@ -212,6 +214,7 @@ def _build(
             help="Print what equal engines share, a hash of all that goes in; write nothing.",
         ),
     ] = False,
+    sign: Sign = None,
     visualize_network: Annotated[
         Path | None,
         typer.Option(
@@ -253,6 +256,7 @@ def _build(
     if cache_key and (dry_run or visualize_network is not None):
         option = "--dry-run" if dry_run else "--visualize-network"
         raise BadConfig(f"--cache-key prints a key and plans nothing; it cannot go with {option}")
+    key = read_signing_key(sign, writes_nothing=dry_run or cache_key)
     if not cache_key and not dry_run:
         require_place(output_dir)
     if visualize_network is not None:
@@ -283,13 +287,13 @@ def _build(
             file = network.enter_context(replacing(visualize_network, "w"))
             print(engine.network, file=file, flush=True)
         if not dry_run:
-            write_engine(engine, output_dir, with_progress=log.isEnabledFor(logging.INFO))
+            write_engine(engine, output_dir, key, with_progress=log.isEnabledFor(logging.INFO))
     if dry_run:
         from llmctl.cli.build.dry_run_text import print_plan
 
         print_plan(engine, output_dir, gpu, gpu_memory, as_json)
         return
-    print_result(engine, output_dir, time.monotonic() - start, as_json)
+    print_result(engine, output_dir, key, time.monotonic() - start, as_json)
 
 
 build = with_plugin_options(_build)

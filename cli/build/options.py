@@ -19,6 +19,7 @@ from llmctl.errors import BadConfig, CorruptFile
 if TYPE_CHECKING:
     from llmctl.builder.config import BuildRequest
     from llmctl.builder.planted import LoadFormat
+    from llmctl.builder.signing_keys import SigningKey
 
 LOG_LEVELS = {  # trtllm-build's names -> Python's levels
     "internal_error": logging.CRITICAL,
@@ -46,6 +47,27 @@ LIMITS = (  # options that are fields of BuildRequest
     "gather_context_logits",
     "tp_size",
 )
+
+
+Sign = Annotated[
+    Path | None,
+    typer.Option(
+        "--sign",
+        metavar="KEYFILE",
+        help="Sign the engine with this Ed25519 key (OpenSSH or PEM), for --trusted-builder.",
+    ),
+]
+
+
+def read_signing_key(path: Path | None, *, writes_nothing: bool) -> SigningKey | None:
+    """The key of --sign. Raises BadKey and MissingPackage, and BadConfig where nothing is built."""
+    if path is None:
+        return None
+    if writes_nothing:
+        raise BadConfig("--sign signs an engine; --dry-run and --cache-key write none")
+    from llmctl.builder.signing_keys import SigningKey
+
+    return SigningKey.read(path)
 
 
 def build_request(path: Path | None, given: dict[str, Any]) -> BuildRequest:

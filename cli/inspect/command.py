@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from llmctl.cli import engine_options as engine
 from llmctl.cli.output_files import replacing, require_writable
 from llmctl.errors import BadConfig, EngineNotFound
 
@@ -50,6 +51,15 @@ def inspect(
             "--graph", help="Also draw the engine's operators: a page (.html) or Graphviz (.dot)."
         ),
     ] = None,
+    trusted_builder: engine.TrustedBuilder = None,
+    check_weights: Annotated[
+        bool,
+        typer.Option(
+            "--check-weights",
+            help="With --trusted-builder: read the weights, too, about a second a gigabyte.",
+            hidden=True,
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything as one JSON object.")
     ] = False,
@@ -69,22 +79,30 @@ def inspect(
         raise BadConfig(f"--graph {graph}: its name must end in {' or '.join(GRAPH_SUFFIXES)}")
     if graph is not None:
         require_writable(graph)
+    if check_weights and trusted_builder is None:
+        raise BadConfig("--check-weights is given without --trusted-builder")
     if not path.is_dir():
         raise EngineNotFound(
             f"{path} is not a directory", fix="give an engine directory or a checkpoint folder"
         )
     if _is_checkpoint(path):
-        for name in ("graph", "gpu", "read_bandwidth", "tokens", "context_len"):
+        for name in ("graph", "gpu", "read_bandwidth", "tokens", "context_len", "trusted_builder"):
             if _is_given(context, name):
                 option = f"--{name.replace('_', '-')}"
                 raise BadConfig(f"{option} is for engines, and {path} is a checkpoint")
         described, lines = _checkpoint(path)
     else:
+        from llmctl.builder.signature import require_signed
+        from llmctl.builder.signing_keys import PublicKey
         from llmctl.cli.inspect.cost import Step
         from llmctl.cli.inspect.engine import describe_engine
         from llmctl.cli.inspect.engine_text import engine_text
 
+        if trusted_builder is not None:
+            require_signed(path, PublicKey.read(trusted_builder), with_weights=check_weights)
         described = describe_engine(path, Step(tokens, context_len), gpu, read_bandwidth)
+        if trusted_builder is not None:
+            described["signature"]["state"] = "trusted"
         limits = described["config"]["build_config"]
         for option, value, limit in (
             ("--context-len", context_len, "max_seq_len"),

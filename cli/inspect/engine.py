@@ -26,6 +26,7 @@ from llmctl.builder.engine_format import (
     weight_bytes,
 )
 from llmctl.builder.mxfp4 import MXFP4_ALGO
+from llmctl.builder.signature import describe_signature
 from llmctl.cli.gpus import (
     CPU_STEP_SHARE,
     FOUR_BIT_SHARES,
@@ -61,6 +62,7 @@ def describe_engine(
     return {
         "path": str(folder),
         "config": fields,
+        "signature": describe_signature(folder),
         "memory": _memory(config, plan),
         "step": predicted,
         "outputs": dict(plan.outputs),

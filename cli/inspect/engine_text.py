@@ -22,7 +22,8 @@ _KERNEL_COLUMNS = ("registers", "threads", "shared_bytes", "local_bytes", "num_b
 
 def engine_text(engine: Mapping[str, Any]) -> Iterator[str]:
     yield str(engine["path"])
-    yield from table(list(summary_rows(engine["config"])))
+    origin = ("signature", signature_text(engine["signature"]))
+    yield from table([*summary_rows(engine["config"]), origin])
     yield from ("", "memory")
     yield from table(list(memory_rows(engine)))
     yield from ("", step_line(engine["step"]))
@@ -78,6 +79,18 @@ def summary_rows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "tokenizer", str(config["tokenizer"].get("hash") or "none")
     yield "versions", ", ".join(f"{name} {text}" for name, text in config["versions"].items())
     yield "command", str(config["command"]) or "none (built by a program)"
+
+
+def signature_text(signature: Mapping[str, str | None]) -> str:
+    """Whose it is, and what is known of it."""
+    state, key = signature["state"], signature["key"]
+    if state == "unsigned":
+        return "none (unsigned)"
+    if state == "trusted":
+        return f"{key}, the trusted builder's"
+    if state == "valid":
+        return f"{key}, by the key it names (--trusted-builder KEYFILE compares it with yours)"
+    return f"{state}{f', by {key}' if key else ''}: {signature['problem']}"
 
 
 def memory_rows(engine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -63,6 +63,7 @@ def run(
     context_chunking_policy: engine.ContextChunking = None,
     max_step_ms: engine.MaxStepMs = None,
     num_threads: option.NumThreads = None,
+    trusted_builder: engine.TrustedBuilder = None,
     tokenizer_dir: option.TokenizerDir = None,
     no_add_special_tokens: option.NoAddSpecialTokens = False,
     streaming: option.Streaming = False,
@@ -136,6 +137,7 @@ def run(
             ),
             max_step_ms=engine.step_target(max_step_ms),
             num_threads=num_threads,
+            trusted_builder=trusted_builder,
         ),
         prompts=PromptOptions(
             input_text=tuple(input_text or ()),

@@ -126,6 +126,20 @@ def test_a_chat_whose_tokenizer_transformers_cannot_read_is_named(
         Tokenizer(folder).chat_prompt("hi")
 
 
+def test_code_that_a_tokenizer_brings_is_refused_without_a_question(
+    tmp_path, make_tokenizer, chat_template, monkeypatch, capsys
+):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run code"))
+    own = {"AutoTokenizer": ["own.OwnTokenizer", None]}
+    folder = make_tokenizer(tmp_path / "t", chat_template=chat_template, auto_map=own)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "OwnTokenizer"}))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass OwnTokenizer: 0\n")
+    with pytest.raises(TokenizerError, match="custom code"):
+        Tokenizer(folder).chat_prompt("hi")
+    assert not (tmp_path / "ran").exists() and capsys.readouterr().out == ""
+
+
 def test_a_chat_without_a_template_is_named(tmp_path, make_tokenizer):
     with pytest.raises(TokenizerError, match="no chat template"):
         Tokenizer(make_tokenizer(tmp_path)).chat_prompt("hi")
