@@ -38,7 +38,7 @@ from llmctl.runtime.stats.counters import IterationStats
 from scripts.bench.rows import provenance
 from scripts.bench.rows import replace as replace_file
 
-ACCEPTANCES = (0.0, 0.5, 0.9)  # of each draft, after those before it stood
+ACCEPTANCES = (0.0, 0.5, 0.9)  # of each draft, if those before it were accepted
 MAX_STEP_MS = (10.0, 20.0, "auto")
 PROMPT, LONG_PROMPT = 16, 4000
 NUM_SETTLE, NUM_ALONE, NUM_BESIDE, NUM_GENERATING = 24, 16, 8, 16  # requests of a chunks row
@@ -97,7 +97,7 @@ class Tables:
         common = self._common
         versions = ", ".join(f"{name} {value}" for name, value in common["versions"].items())
         text = [
-            "# What adapts under load\n",
+            "# Adaptive draft lengths and prompt chunks under load\n",
             f"`{common['command']}` · {versions} · {common['date']} · commit {common['commit']}",
         ]
         for part, head in HEADS.items():

@@ -43,11 +43,11 @@ ARRIVALS = "arrivals"
 IDS = (100, 4_000)  # ordinary tokens of every model here
 SHARES = ("p50", "p90", "p99")
 MEANING = """\
-Greedy requests, streamed, no two with a common beginning, no tokenizer; times are the client's.
-TTFT is from submission (of the long prompts, where such arrive), ITL the time between responses.
-Wrong texts are outputs that differ from what planted weights imply, in any token. vLLM has its
-server's defaults (compilation, CUDA graphs, tokens a step where none are given) without prefix
-caching."""
+Greedy, streamed requests without common prefixes, sent as token ids; times are measured by the
+client. TTFT is measured from submission (in the load `arrivals`, of the long prompts), ITL is the
+time between responses. Wrong texts are outputs in which any token differs from what the planted
+weights imply. vLLM has its server's defaults (compilation, CUDA graphs, tokens per step where
+none are given) without prefix caching."""
 FIGURES = {"ttft_ms": "TTFT ms", "itl_ms": "ITL ms"}
 
 

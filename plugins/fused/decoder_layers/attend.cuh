@@ -1,12 +1,13 @@
-// Attention of one request with few tokens in layers.cu. Teams take units of one KV head; then the
-// units of a head are merged from left to right, a slice of its rows in each of several blocks.
+// Attention of one request with few tokens in layers.cu. Groups of four warps (`team`) compute the work
+// items (`unit`, see tiles.py) of one KV head each; then the work items of a head are merged from left to
+// right, a slice of its rows in each of several blocks.
 #pragma once
 
 #include "fused/decoder_layers/attend_unit.cuh"
 
 namespace attention {
 
-// All units of a head from left to right, a pair of dimensions to a lane.
+// Merges all work items of a head from left to right; each lane has a pair of dimensions.
 DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, float value_scale,
                         float quanta, const int* arrived, int expected) {
 #pragma unroll 1
@@ -14,10 +15,10 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
     const int pair = slice * SLICE_PAIRS + i, row = pair / (SIZE / 2);
     if (pair >= PAIRS) continue;
     const int nth = pair % (SIZE / 2);
-    // `StatePlace` pairs dimensions 16 i + 2 r and the next, or 16 i + r and 8 behind it.
+    // `StatePlace` pairs dimensions 16 i + 2 r and the next, or 16 i + r and the one 8 further.
     const int dim = IS_BYTE ? 2 * nth : nth / 8 * 16 + nth % 8, apart = IS_BYTE ? 1 : 8;
     const int at = ATTENDED_AT + row / GROUP * ATTENDED + (head * GROUP + row % GROUP) * SIZE + dim;
-    // All have read what the layer before left there.
+    // All threads have read what the previous layer left there.
     if (IS_BYTE) clear<2>(x, at);
     else clear<1>(x, at), clear<1>(x, at + apart);
     u8 low = 0, high = 0;
@@ -25,7 +26,7 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
       const u8* state = x.now + state_at(head, 0) + row * 8;
       const u8* sum = x.now + sums_at(head, 0) + (row * SIZE + 2 * nth) * 4;
       float largest = minus_infinity(), total = 0.0f, a = 0.0f, b = 0.0f;
-      made(state), made(sum);  // while others arrive
+      made(state), made(sum);  // while other values arrive
       Arrivals::ask(arrived, expected - EARLY_WARPS);
       const uint2 nothing = {__float_as_uint(minus_infinity()), NO_SUM};
       constexpr int AT_ONCE = 16;
@@ -34,13 +35,13 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
         uint2 m[AT_ONCE], y[AT_ONCE];
         const u8 *states = state + unit * STATE_BYTES, *sums = sum + unit * SUMS_BYTES;
         int count = s.units - unit;
-        u32 least;  // from the last one on: all are asked for before one is looked at
+        u32 least;  // starting with the last one: all are requested before any is read
         do {
-          // Or all addresses and conditions are made before the first load.
+          // Keeps the compiler from computing all addresses and conditions before the first load.
           asm volatile("" : "+l"(states), "+l"(sums), "+r"(count));
 #pragma unroll
           for (int j = 0; j < AT_ONCE; ++j) {
-            const bool is_there = j < count;  // if not, its numbers change nothing
+            const bool is_there = j < count;  // if not, its values change nothing
             m[j] = look8(states + j * STATE_BYTES, is_there, nothing);
             y[j] = look8(sums + j * SUMS_BYTES, is_there, {NO_SUM, NO_SUM});
           }
@@ -67,7 +68,7 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
                                       __fmul_rn(MODEL_TYPE::unpack(u16(two >> 16)), quanta));
       low = u8(out), high = u8(out >> 8);
     }
-    // Zeros where a token is padding: somebody waits for it.
+    // Zeros for a padding token: other blocks wait for its values, too.
     if (IS_BYTE) put((u16*)(x.now + at), u16(inverted(low) | inverted(high) << 8));
     else give(x, at, low), give(x, at + apart, high);
   }
@@ -88,8 +89,8 @@ DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const S
       __syncwarp();
       if (lane_id() == 0) Arrivals::add(heads + 32 * work.head);
       StatePlace(x.now + x.other, work.head, work.unit).clear();
-      if (task + TEAMS * NUM_BLOCKS < tasks) team_meet();  // the next unit's tiles come there
-    } else if (is_first_layer) {  // a request before may have had more units
+      if (task + TEAMS * NUM_BLOCKS < tasks) team_meet();  // the next work item's tiles are written there
+    } else if (is_first_layer) {  // an earlier request may have had more work items
       StatePlace(x.now + x.other, task % HEADS, task / HEADS).clear();
     }
   }
@@ -104,7 +105,7 @@ DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const S
     }
   }
   arrivals.expected += HEADS * SLICES;
-  meet();  // the tokens of the next product come where keys and values were
+  meet();  // the next product's tokens are written where keys and values were
 }
 }  // namespace attention
 #undef HEADS

@@ -1,8 +1,8 @@
-// What a team of four warps needs to know to take units of attention in layers.cu: where keys and values
-// lie, what is the same in all layers, and where a unit's state goes. Each warp copies 16 keys of a tile and
-// their values.
+// What a group of four warps (`team`) needs to process attention work items (`unit`) in layers.cu: where keys
+// and values are stored, what is the same in all layers, and where a work item's state is written. Each warp
+// copies 16 keys of a tile and their values.
 //
-// Its macros hold until the end of attend.cuh.
+// Its macros are used until the end of attend.cuh.
 #pragma once
 
 #include "fused/decoder_layers/exchange.cuh"
@@ -17,19 +17,20 @@ namespace attention {
 #include "ops/paged_attention/batch_state.cuh"
 
 static_assert(TOKENS * GROUP <= COLUMNS, "the rows of a request are the columns of a product");
-constexpr int SLICES = NUM_BLOCKS / HEADS;  // blocks that merge a head
-constexpr int PAIRS = TOKENS * GROUP * SIZE / 2;  // of dimensions, of a head
+constexpr int SLICES = NUM_BLOCKS / HEADS;  // blocks that share the merge of a head
+constexpr int PAIRS = TOKENS * GROUP * SIZE / 2;  // pairs of dimensions of a head
 constexpr int SLICE_PAIRS = (PAIRS + SLICES - 1) / SLICES;
 constexpr int TEAM = 4, TEAMS = WARPS / TEAM;  // warps
-constexpr int MERGER = TEAM;                   // the warp that merges: short contexts need one team
-constexpr int OWN_STEPS = STEPS / TEAM;        // of a warp: blocks of 16 dimensions
+constexpr int MERGER = TEAM;                   // the warp that merges: in short contexts only the first team has attention work
+constexpr int OWN_STEPS = STEPS / TEAM;        // a warp's share, in blocks of 16 dimensions
 constexpr int SLOT_BYTES = 2 * TILE_BYTES;     // keys and values
 typedef StateOf<OWN_STEPS> OwnState;
 static_assert(BLOCKS == TEAM && STEPS % TEAM == 0, "a warp has 16 keys, and a part of the dimensions");
 static_assert(TEAMS * SLOTS * SLOT_BYTES <= ROOM, "tiles of each team");
 static_assert(SLOTS == 1 || SLOTS == 2, "a tile, and the next");
-// A unit's second tile has a slot of its own, or waits in registers for the first one's where there are
-// enough (it comes to L2 else). Then its pages' numbers are read once a step, not once a layer.
+// A work item's second tile has a slot of its own, or waits in registers for the first one's slot if there
+// are enough registers (otherwise it is prefetched to L2). Then its page numbers are read once per step, not
+// once per layer.
 constexpr bool KEEPS = SLOTS == 1 && LINE <= 128 && TOKENS == 1 && !MXFP4 && HELD == 0;
 constexpr bool READS_AHEAD = SLOTS == 2 || KEEPS;
 
@@ -41,10 +42,10 @@ DEVICE int warp_of_team() { return threadIdx.x / 32 % TEAM; }
 DEVICE void team_meet() {
   asm volatile("bar.sync %0, %1;" ::"r"(int(2 + threadIdx.x / (32 * TEAM))), "n"(32 * TEAM) : "memory");
 }
-// The first unit of the block's teams, counted over all heads.
+// The first work item of the block's teams, counted over all heads.
 DEVICE int first_task() { return threadIdx.x / (32 * TEAM) * NUM_BLOCKS + blockIdx.x; }
 
-// Where the warp's keys of a tile lie.
+// Where the warp's keys of a tile are stored.
 struct Pages {
   static constexpr int KEYS_OF_WARP = KEYS / TEAM;
   static constexpr int COUNT = (KEYS_OF_WARP + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK;
@@ -72,7 +73,7 @@ struct Step {
   int table_stride;
   int num_rows, num_tokens, limit, tiles, units;
   int seen[2], all_see;  // the last key that the lane's columns see, and that all see
-  Pages pages, ahead;    // of the team's first tile, and of the one behind it (READS_AHEAD)
+  Pages pages, ahead;    // of the team's first tile, and of the next one (READS_AHEAD)
 
   DEVICE Step(const int* cu_q, const int* kv_lens, const int* tables, const int* positions,
               float scale, int stride)
@@ -99,13 +100,14 @@ struct Step {
   }
 };
 
-constexpr int STATE_BYTES = COLUMNS * 8, SUMS_BYTES = COLUMNS * SIZE * 4;  // of a unit
+constexpr int STATE_BYTES = COLUMNS * 8, SUMS_BYTES = COLUMNS * SIZE * 4;  // per work item
 DEVICE int state_at(int head, int unit) {
   return STATES_AT + (head * MAX_UNITS + unit) * STATE_BYTES;
 }
 DEVICE int sums_at(int head, int unit) { return SUMS_AT + (head * MAX_UNITS + unit) * SUMS_BYTES; }
 
-// A warp's part of a unit's state in one half, for whoever merges it: the lane's first pair of each.
+// A warp's part of a work item's state in one of the two exchange buffers, read by the block that merges it:
+// the lane's first pair of each.
 struct StatePlace {
   static constexpr int ROW = SIZE * 4, STEP = 16 * 4;  // bytes of sums
   u8 *state, *sums;

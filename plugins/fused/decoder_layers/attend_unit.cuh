@@ -1,21 +1,21 @@
-// Units of attention in layers.cu: how a team of four warps takes one, with the code of batch.cu. Each warp
-// copies 16 keys of a tile and their values, and multiplies those keys; all take all logits, and each
-// multiplies a quarter of the values' dimensions.
+// Work items of attention (`unit`) in layers.cu: how a group of four warps (`team`) computes one, with the
+// code of batch.cu. Each warp copies 16 keys of a tile and their values and multiplies those keys; all read
+// all logits, and each multiplies a quarter of the value dimensions.
 //
-// The keys and values of the step's own tokens come from the blocks that made them, all others from
-// the cache, and those are on their way before the queries are there.
+// The keys and values of the step's own tokens come from the blocks that compute them, all others from
+// the cache; the latter are loaded before the queries are available.
 #pragma once
 
 #include "fused/decoder_layers/attend_step.cuh"
 
 namespace attention {
-// A unit that a team takes, and the warp's part of its tiles.
+// The work item of a team, and the warp's part of its tiles.
 struct Work {
   const Cached* cache;
   const int* table;
   u32 slots;
   int head, unit, tile, end, limit;
-  Pages pages, ahead;  // of the tile to copy next, and of the one behind it
+  Pages pages, ahead;  // of the tile to copy next, and of the one after it
 
   DEVICE Work(const Step& s, const Cached* cache_, u32 slots_, int task) {
     cache = cache_, table = s.block_tables, limit = s.limit;
@@ -50,10 +50,10 @@ struct Work {
     else if (its + 1 < end) pages.load(table, its + 1, limit);
     if (READS_AHEAD && its + 2 < end) ahead.load(table, its + 2, limit);
   }
-  // To L2, what `copy` will ask for next, where its place is not free yet.
+  // Prefetches to L2 what `copy` will load next, while its slot is not free yet.
   DEVICE void prefetch_next(int its) const {
-    constexpr int LINES = LINE > 128 ? LINE / 128 : 1;  // of a key
-    // With two slots it is asked for a tile ahead; pages of less than a warp's keys are rare.
+    constexpr int LINES = LINE > 128 ? LINE / 128 : 1;  // lines of a key
+    // With two slots the copy itself is one tile ahead; pages smaller than a warp's keys are rare.
     if (SLOTS > 1 || Pages::COUNT > 1 || its >= end) return;
 #pragma unroll
     for (int line = 0; line < LINES; ++line) {
@@ -63,7 +63,7 @@ struct Work {
 };
 static_assert(2 * Pages::KEYS_OF_WARP == 32, "a lane for each key and each value");
 
-// A unit's second tile with KEEPS: what a warp would copy of it.
+// A work item's second tile with KEEPS: in registers, the part that a warp would copy.
 struct Kept {
   static constexpr int COUNT = Pages::KEYS_OF_WARP / KEY_STEP;
   uint4 chunks[2][COUNT];
@@ -96,8 +96,8 @@ struct Kept {
   }
 };
 
-// What other blocks make for a team's unit in this layer: queries, and of the step's own tokens whose
-// keys are the warp's a lane's chunk of keys and values. All of it is asked for at once.
+// What other blocks compute for a team's work item in this layer: queries and, for those of the step's own
+// tokens whose keys belong to the warp, a lane's chunk of keys and values. All of it is requested at once.
 struct Fresh {
   uint4 chunks[TOKENS][2];
   int first_key;  // of the step's own tokens
@@ -114,7 +114,7 @@ struct Fresh {
     const int row = anew(lane_id() / 4), head = work.head;
     const int at = ((row / GROUP * HEADS + head) * GROUP + row % GROUP) * SIZE + query_dimension(0, 0);
     queries = x.now + Q_AT + at * 2, cached = x.now + KV_AT + head * LINE + lane_id() * 16;
-    made(queries), made(cached);  // while others arrive
+    made(queries), made(cached);  // while other values arrive
   }
   DEVICE void take(const Step& s, const Work& work, Queries& to) {
     const bool is_real = lane_id() / 4 < s.num_rows;
@@ -152,7 +152,7 @@ struct Fresh {
       to.store(0, i, ~pairs[i].x, ~pairs[i].y);
     }
   }
-  // To the keys or values of a tile.
+  // Writes them to the keys or values of a tile.
   DEVICE void add_to(u32 slot, const Step& s, int tile, int kv) const {
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
@@ -165,7 +165,7 @@ struct Fresh {
   }
 };
 
-// The warps' logits lie where their keys were, for all of the team.
+// The warps' logits are stored where their keys were, for all warps of the team.
 DEVICE void share_logits(const LogitsOf<1>& own, u32 keys) {
   const u32 to = keys + warp_of_team() * (16 * LINE) + lane_id() * 16;
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(own[0][0][0]),
@@ -210,7 +210,7 @@ DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals
     wait_for_copies<0>();
     fresh.add_to(keys, s, tile, 1);
     team_meet();
-    if (SLOTS == 2 && tile + 1 < work.end) work.copy(tile + 1);  // nobody reads there any more
+    if (SLOTS == 2 && tile + 1 < work.end) work.copy(tile + 1);  // no warp reads there any more
     Logits logits;
     load_logits(logits, keys);
     u32 weights[1][BLOCKS][2];

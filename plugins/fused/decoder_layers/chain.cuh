@@ -1,5 +1,5 @@
-// What the stages of layers.cu have in common: a layer's tensors, shared memory, and which part of a
-// product a thread block takes.
+// What the stages of layers.cu share: a layer's tensors, shared memory, and the division of a product among
+// thread blocks.
 #pragma once
 
 #include "backends/cuda/sm90/hopper.cuh"
@@ -9,13 +9,13 @@
 typedef MODEL_TYPE::Storage Value;
 typedef KV_TYPE::Storage Cached;
 
-struct Weights {  // FP8 or MXFP4, and what turns sums into numbers
+struct Weights {  // FP8 or MXFP4 weights, and the scales of their sums
   const u8* weight;
   const float *weight_scale, *x_scale;
   const Value* bias;
 };
 
-// The tensors of one layer, in the order of `layer_fields` (chain.py). Null where there is none.
+// The tensors of one layer, in the order of `layer_fields` (chain.py). Null if a layer has none.
 struct Layer {
   Weights qkv, o, gate_up, down;
   const uint4 *qkv_norm, *mlp_norm;
@@ -26,46 +26,46 @@ struct Layer {
 static_assert(sizeof(Layer) == 23 * 8, "as kernel.py has it");
 
 constexpr int COMPUTE = 256, WARPS = COMPUTE / 32;  // threads that compute
-constexpr int COPY = 128;                           // that copy
-constexpr int HOLD = HELD > 0 ? 128 : 0;            // and that hold weights in registers
-// Registers of a thread. A multiprocessor has 512 for one of each four warps; a held unit takes 64.
+constexpr int COPY = 128;                           // threads that copy
+constexpr int HOLD = HELD > 0 ? 128 : 0;            // threads that hold weights in registers
+// Registers per thread. A multiprocessor has 512 for one thread of each of four warps; a held ring unit takes 64.
 constexpr int COPY_REGISTERS = 40, HOLD_REGISTERS = 40 + 64 * HELD;
 constexpr int COMPUTE_REGISTERS = HELD > 0 ? (512 - COPY_REGISTERS - HOLD_REGISTERS) / 16 * 8 : 232;
-constexpr int INTERVAL_BYTES = 512;                 // of K, summed by one chain of products
+constexpr int INTERVAL_BYTES = 512;                 // of K, summed by one chain of wgmma
 constexpr int CHUNKS = MXFP4 ? 2 : 4;               // packed blocks of an interval
 constexpr int ROW_BYTES = MXFP4 ? 136 : 128;        // of a row of a packed block
 constexpr int BLOCK_BYTES = 64 * ROW_BYTES;
 constexpr int UNIT_BYTES = CHUNKS * BLOCK_BYTES;    // weight rows times intervals of K: 64
-constexpr int SUM_BYTES = TOKENS * 64 * 4;          // of a unit
+constexpr int SUM_BYTES = TOKENS * 64 * 4;          // per ring unit
 
 constexpr int QKV_ROWS = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE, ATTENDED = NUM_HEADS * HEAD_SIZE;
 
-// A product of ROWS weight rows by K. A block takes groups of GROUP_ROWS rows: 16, whose units have 4
-// intervals of K, or 8, whose units have 8. A layer's products take the blocks in turn: one begins where
-// the one before it ended, so that what does not divide evenly evens out.
+// A product of ROWS weight rows by K. A block processes groups of GROUP_ROWS rows: 16, whose ring units have
+// 4 intervals of K, or 8, whose ring units have 8. A ring unit is what one slot of the ring holds. Each product
+// of a layer starts at the block after the last one of the previous product, so that remainders are spread.
 template <int ROWS, int K_, int GROUP_ROWS_, int TURN_, int HELD_ = 0>
 struct Size {
   static constexpr int K = K_, TURN = TURN_, GROUP_ROWS = GROUP_ROWS_, GROUPS = ROWS / GROUP_ROWS;
-  static constexpr int HELD_UNITS = HELD_;  // of a block, in registers of their own (hold.cuh)
+  static constexpr int HELD_UNITS = HELD_;  // of a block, held in registers (hold.cuh)
   static constexpr int INTERVALS = K / INTERVAL_BYTES, UNIT_INTERVALS = 64 / GROUP_ROWS;
-  static constexpr int UNITS = (INTERVALS + UNIT_INTERVALS - 1) / UNIT_INTERVALS;  // of a group
+  static constexpr int UNITS = (INTERVALS + UNIT_INTERVALS - 1) / UNIT_INTERVALS;  // of a group of rows
   static constexpr int OPERAND_ROWS = (UNIT_INTERVALS * TOKENS + 7) / 8 * 8;  // columns of a product
-  static constexpr int OPERAND_BYTES = 4 * OPERAND_ROWS * 128;  // tokens at a unit's intervals
+  static constexpr int OPERAND_BYTES = 4 * OPERAND_ROWS * 128;  // the tokens at a ring unit's intervals
   static constexpr int TOKEN_BYTES = UNITS * OPERAND_BYTES;
   static constexpr int NEXT_TURN = (TURN + GROUPS) % NUM_BLOCKS;
-  static constexpr int SHARERS = GROUPS < NUM_BLOCKS ? GROUPS : NUM_BLOCKS;  // blocks with a part
-  static constexpr int MOST = (GROUPS + NUM_BLOCKS - 1) / NUM_BLOCKS;        // groups of a block
+  static constexpr int SHARERS = GROUPS < NUM_BLOCKS ? GROUPS : NUM_BLOCKS;  // blocks with a share of the product
+  static constexpr int MOST = (GROUPS + NUM_BLOCKS - 1) / NUM_BLOCKS;        // the most groups of a block
   static_assert(ROWS % 64 == 0 && K % INTERVAL_BYTES == 0, "whole tiles and intervals");
   static_assert(MOST * TOKENS <= 4 * WARPS, "a block's sums are finished at once");
   static_assert(ROOM >= TOKEN_BYTES + MOST * UNITS * SUM_BYTES, "tokens and sums");
 };
-typedef Size<QKV_ROWS, HIDDEN, 16, 0> QkvSize;  // 16: epilogues of rows 8 apart
+typedef Size<QKV_ROWS, HIDDEN, 16, 0> QkvSize;  // 16: the epilogue combines rows 8 apart
 typedef Size<HIDDEN, ATTENDED, O_GROUP, QkvSize::NEXT_TURN> OSize;
 typedef Size<2 * INTERMEDIATE, HIDDEN, 16, OSize::NEXT_TURN, HELD> GateUpSize;
 typedef Size<HIDDEN, INTERMEDIATE, DOWN_GROUP, GateUpSize::NEXT_TURN> DownSize;
 static_assert(GateUpSize::GROUPS >= NUM_BLOCKS, "no block is far behind another: exchange.cuh");
 
-// The groups of rows of a product that fall to this block: first, first + NUM_BLOCKS, ...
+// The groups of rows of a product that this block computes: first, first + NUM_BLOCKS, ...
 template <class S>
 struct Share {
   int first, count;
@@ -76,7 +76,7 @@ struct Share {
   }
 };
 
-// Shared memory: the 4-bit numbers, a ring of weights, ROOM for tokens and sums or for attention,
+// Shared memory: the table of 4-bit numbers, a ring of weights, ROOM for tokens and sums or for attention,
 // sums of squares, this layer's tensors and the next one's.
 struct Shared {
   u32 base, table, ring, tokens, squares, layers;
@@ -90,26 +90,27 @@ struct Shared {
     full = layers + 2 * sizeof(Layer);
     empty = full + 8 * CHUNKS * STAGES;
   }
-  // Of a product's units, behind its tokens.
+  // The sums of a product's ring units, stored after its tokens.
   template <class S>
   DEVICE u32 sums() const {
     return tokens + S::TOKEN_BYTES;
   }
 };
 
-// The same number, which the compiler takes for a new one. With two tokens what is made of it would
-// otherwise be kept from layer to layer, and spill.
+// The same number, but opaque to the compiler. Otherwise, with two tokens, values derived from it would be
+// kept from layer to layer and spill.
 DEVICE int anew(int x) {
   if (TOKENS > 1) asm volatile("" : "+r"(x));
   return x;
 }
-// Made by here: what others wait for should not begin with making addresses.
+// Forces the value to be computed by this point: work that other blocks wait for should not start with
+// computing addresses.
 DEVICE void made(u32& x) { asm volatile("" : "+r"(x)); }
 DEVICE void made(const u8*& x) { asm volatile("" : "+l"(x)); }
-// To L2: behind weights under way, a read of memory takes longer than blocks wait for each other.
+// Prefetches to L2: queued behind weights, a read from memory takes longer than blocks wait for each other.
 DEVICE void prefetch(u64 at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTE) : "memory"); }
-// With the threads of hold.cuh. Barriers 2 and 3 are of teams (attend_unit.cuh).
+// Includes the threads of hold.cuh. Barriers 2 and 3 belong to teams (attend_unit.cuh).
 constexpr int QKV_IS_DONE = 4, TOKENS_ARE_THERE = 5, SUMS_ARE_THERE = 6;
 template <int BARRIER>
 DEVICE void holders_meet() {

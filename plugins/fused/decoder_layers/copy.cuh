@@ -1,13 +1,13 @@
-// How the weights of layers.cu get to a block: a warp for each chunk of an interval copies the block's
-// share of all products, one after the other, through the ring. They wait for no other block. Only so
-// many chunks of units are on their way: more would not come faster, and all else would queue behind them.
-// From a layer's down projection to the next one's gate and up, blocks mostly hand numbers on: the weights
-// that come meanwhile may come more slowly, and the numbers come sooner.
+// How the weights of layers.cu get to a block: one warp for each chunk of an interval copies the block's
+// share of all products, one after another, through the ring. These warps wait for no other block. Only a
+// limited number of chunks is requested at once: more would not arrive faster, and every other request would
+// queue behind them. From a layer's down projection to the next layer's gate and up, blocks mostly exchange
+// results: there the limit is lower, so that weights arrive more slowly and results sooner.
 #pragma once
 
 #include "fused/decoder_layers/chain.cuh"
 
-// Whether the phase of this parity is over, as soon as it is or not after a while; and the same at once.
+// Whether the phase of this parity is over. The first waits for it up to a time limit, the second does not wait.
 #define ASK_BARRIER(name, instruction)                                          \
   DEVICE bool name(u32 barrier, u32 parity) {                                   \
     u32 is_over;                                                                \
@@ -26,10 +26,10 @@ ASK_BARRIER(barrier_try, try_wait)
 ASK_BARRIER(barrier_is_over, test_wait)
 #undef ASK_BARRIER
 
-// For a chunk that mostly another warp copies. That one may be two turns of the ring further, and then the
-// chunk's barrier tells the same as before it came: so what is used up counts, too. That cannot be
-// mistaken, for no unit of the next turn is used up while this warp's chunk of it is missing
-// (scripts/profile/ring_model.py).
+// For a chunk that mostly another warp copies. That warp may be two passes over the ring ahead, and then the
+// parity of the chunk's barrier is the same as before it arrived; so a slot that was already consumed counts,
+// too. This is unambiguous, because no unit of the next pass can be consumed while this warp's chunk of it
+// is missing (scripts/profile/ring_model.py).
 DEVICE void wait_for_chunk(const Shared& shared, int behind) {
   const u32 at = behind % (CHUNKS * STAGES), parity = behind / (CHUNKS * STAGES) & 1;
   while (!barrier_try(shared.full + 8 * at, parity)) {
@@ -37,7 +37,7 @@ DEVICE void wait_for_chunk(const Shared& shared, int behind) {
   }
 }
 
-// IN_FIRST chunks at most for the block's FIRST units, then IN_REST.
+// At most IN_FIRST chunks in flight for the block's first FIRST units, then IN_REST.
 template <class S, int FIRST, int IN_FIRST, int IN_REST>
 DEVICE void copy_product(const Shared& shared, const u8* weight, int chunk, u32& number, u64 policy) {
   const Share<S> share;
@@ -67,7 +67,7 @@ DEVICE void copy_product(const Shared& shared, const u8* weight, int chunk, u32&
   }
 }
 
-// By one thread of each warp.
+// Called by one thread of each warp.
 DEVICE void copy_all(const Shared& shared, const Layer* layers, int num_layers, int chunk) {
   const u64 once = evict_first_policy();
   const auto load = [&](int layer, const u8* (&weights)[4]) {
@@ -81,7 +81,7 @@ DEVICE void copy_all(const Shared& shared, const Layer* layers, int num_layers, 
 #pragma unroll 1
   for (int l = 0; l < num_layers; ++l) {
     const u8* next[4];
-    load(l + 1, next);  // a layer ahead, for nothing should wait for an address
+    load(l + 1, next);  // a layer ahead, so that nothing waits for an address
     copy_product<QkvSize, 0, 0, IN_FLIGHT_SMALL>(shared, weights[0], chunk, number, once);
     copy_product<OSize, 0, 0, IN_FLIGHT_SMALL>(shared, weights[1], chunk, number, once);
     copy_product<GateUpSize, STAGES, IN_FLIGHT_AHEAD, IN_FLIGHT>(shared, weights[2], chunk, number,

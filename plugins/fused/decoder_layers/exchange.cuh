@@ -1,16 +1,17 @@
-// How blocks hand numbers to each other: in global memory, where a number says itself that it has
-// arrived. All ones is a NaN in every type (another one takes its place), so numbers are stored
-// inverted and zero means absent. A reader asks again until nothing is absent, so
-// no block waits until its writes are seen. So that not all of them ask all the time, one thread of a
-// block first waits for a counter, which may be ahead of the numbers. It waits for all but a few: when
-// the answer comes, theirs are mostly there.
+// How blocks pass results to each other: through global memory, where the value itself shows whether it has
+// arrived. All ones is a NaN in every type (results that are this NaN become another NaN), so values are
+// stored inverted, and zero means absent. A reader polls until no value is absent, so no writer waits until
+// its stores are visible. To keep all threads from polling, one thread of a block first waits for a counter,
+// which may be ahead of the values. It waits for all but the last few counts: by the time the answer arrives,
+// the values of those are mostly there.
 //
-// There are two halves, for layers in turn. Whoever writes a number of this layer clears the place of
-// the same number in the other half, where nobody waits for it: mostly when it has counted. Then nobody
-// reads there any more: every block needs something of every stage that all have done before it, and
-// has read what was there to do its part of that. Nor does anybody yet: who looks for the next layer's
-// number there has needed what its writer did since.
-// Which half comes first is kept from launch to launch, for the last layer's half is not cleared.
+// There are two buffers (`half`), used by alternate layers. Whoever writes a value of this layer clears the
+// place of the same value in the other buffer, usually after it has increased the counter, when no block waits
+// for it. This is safe. No block still reads the old value: every block needs a result of every stage that
+// all blocks have contributed to before it, and has read the old values to make its own contribution. And no
+// block polls for the new value yet: a block that looks for the next layer's value there has needed a result
+// that the clearing block wrote since.
+// Which buffer comes first is remembered from launch to launch, because the last layer's is not cleared.
 #pragma once
 
 #include "fused/decoder_layers/chain.cuh"
@@ -28,8 +29,8 @@ constexpr int HALF = SUMS_AT + NUM_KV_HEADS * MAX_UNITS * 8 * HEAD_SIZE * 4;
 static_assert(2 * HALF == EXCHANGE_BYTES, "as allocated");
 
 struct Exchange {
-  u8* now;           // this layer's half
-  long long other;   // from there to the other one
+  u8* now;           // this layer's buffer
+  long long other;   // offset from there to the other buffer
 
   DEVICE void start(u8* base, int half) {
     now = base + half * HALF;
@@ -53,26 +54,27 @@ DEVICE void put(uint2* to, uint2 x) {
 }
 
 template <class Word>
-DEVICE Word inverted(Word x) {  // a NaN of all ones becomes the one without its sign
+DEVICE Word inverted(Word x) {  // a NaN of all ones becomes the NaN without the sign bit
   const Word y = Word(~x);
   return y ? y : Word(Word(1) << (8 * sizeof(Word) - 1));
 }
 
-// A number of 8 or 16 bits at byte `at` of the half.
+// Writes an 8-bit or 16-bit value at byte `at` of this layer's buffer.
 DEVICE void give(const Exchange& x, int at, u8 value) { put(x.now + at, u32(inverted(value))); }
 DEVICE void give(const Exchange& x, int at, u16 value) { put((u16*)(x.now + at), inverted(value)); }
-// Its place in the other half.
+// Clears its place in the other buffer.
 template <int BYTES>
 DEVICE void clear(const Exchange& x, int at) {
   if (BYTES == 1) put(x.now + x.other + at, u32(0));
   else put((u16*)(x.now + x.other + at), u16(0));
 }
-// Parts of attention lie there as they are, zero as the negative one: of sums it does not matter which.
+// Partial results of attention are stored without inversion, zero as negative zero: for sums the sign of zero
+// does not matter.
 constexpr u32 NO_SUM = 0x80000000u;
 DEVICE u32 present(float x) { return __float_as_uint(x) ? __float_as_uint(x) : NO_SUM; }
 DEVICE void put_pair(u8* to, float a, float b) { put((uint2*)to, {present(a), present(b)}); }
 
-// What lies there now, still inverted.
+// What is stored there now, still inverted.
 DEVICE uint4 look16(const u8* at) {
   uint4 x;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -81,7 +83,7 @@ DEVICE uint4 look16(const u8* at) {
                : "memory");
   return x;
 }
-// `otherwise` where it is none that somebody makes.
+// `otherwise` where no block writes a value.
 DEVICE uint2 look8(const u8* at, bool is_there, uint2 otherwise) {
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -98,7 +100,7 @@ DEVICE u32 look4(const u8* at) {
   return x;
 }
 
-// Not zero where a number of BYTES is absent in a word: bits of TOPS, without branches.
+// Nonzero if a value of BYTES bytes is absent in a word: bits of TOPS, without branches.
 template <int BYTES>
 DEVICE u32 gaps(u32 x) {
   constexpr u32 ONES = BYTES == 1 ? 0x01010101u : BYTES == 2 ? 0x00010001u : 1u;
@@ -111,11 +113,11 @@ DEVICE u32 gaps(const uint4& x) {
 }
 DEVICE uint4 upright(const uint4& x) { return {~x.x, ~x.y, ~x.z, ~x.w}; }
 
-// Arrivals that nobody waits for: of blocks (8 to 32 are as good), and of warps with a head's units (those
-// of one).
+// Arrivals that are not waited for: of blocks (any number from 8 to 32 is equally fast), and of warps with a
+// head's work items (those of one item).
 constexpr int EARLY = 8, EARLY_WARPS = 4;
 
-// Counts those that have done their part of a stage, of all stages so far.
+// Counts the arrivals of all stages so far: those that have done their part of a stage.
 struct Arrivals {
   int* counter;
   int expected;
@@ -137,7 +139,7 @@ struct Arrivals {
     if (threadIdx.x % 32 == 0) ask(counter, expected - EARLY);
     __syncwarp();
   }
-  // All of the block's threads, or all of its first warp's, have given what the block makes.
+  // All of the block's threads, or all of its first warp's, have written what the block computes.
   template <bool IS_OF_ONE_WARP>
   DEVICE void arrive() const {
     if (IS_OF_ONE_WARP) __syncwarp();
@@ -146,8 +148,8 @@ struct Arrivals {
   }
 };
 
-// COUNT pieces of 16 bytes of this thread, `stride` apart, those that `has` says. `meanwhile` is done
-// while they are on their way.
+// Reads COUNT pieces of 16 bytes for this thread, `stride` apart, those for which `has` is true. `meanwhile`
+// runs while they are in flight.
 template <int BYTES, int COUNT, class Has, class Meanwhile>
 DEVICE void take_pieces(uint4 (&to)[COUNT], const u8* from, int stride, const Has& has,
                         const Meanwhile& meanwhile) {
@@ -166,8 +168,8 @@ DEVICE void take_pieces(uint4 (&to)[COUNT], const u8* from, int stride, const Ha
   for (int i = 0; i < COUNT; ++i) to[i] = upright(to[i]);
 }
 
-// A cached number as it is handed on. Integers have no NaN, but neither have they -128: they are given
-// with their lower bits inverted, so that this is what all ones mean.
+// A cached value as it is exchanged. Integers have no NaN, but -128 does not occur either: they are written
+// with their lower bits inverted, so that -128 is all ones.
 template <class Type>
 struct CachedWord {
   typedef u16 Word;

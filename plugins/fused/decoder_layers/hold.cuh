@@ -1,6 +1,6 @@
-// Units of gate and up that four warps keep in registers. From one layer's down projection to the next
-// one's gate and up, blocks mostly hand numbers on, and the memory could bring more than the ring has room
-// for: each unit that these warps take out of it makes room for another one.
+// Ring units of gate and up weights that four warps keep in registers. From one layer's down projection to the
+// next layer's gate and up, blocks mostly exchange results, and more weights could be loaded than the ring has
+// room for: each unit that these warps take out of the ring makes room for another one.
 #pragma once
 
 #include "fused/decoder_layers/product.cuh"
@@ -8,11 +8,11 @@
 #if HELD > 0
 static_assert(!MXFP4, "units are held as the tensor cores take them: FP8");
 static_assert(HELD <= GateUpSize::GROUPS / NUM_BLOCKS * GateUpSize::UNITS, "every block has as many");
-// Of a turn of the ring a barrier says no more than whether it is even. So who waits for a slot to be full
-// has to know that it was full in the turn before, as all were that came ahead of QKV's end.
+// A barrier's parity only tells whether a pass over the ring is even or odd. So a thread that waits for a slot
+// to be full has to know that it was full in the previous pass, as all slots filled before the end of QKV were.
 static_assert(OSize::MOST * OSize::UNITS + HELD <= STAGES, "a turn before is not behind QKV");
 
-// A unit of the ring as `HeldProduct` takes it.
+// A unit of the ring in the registers that `HeldProduct` reads.
 struct HeldUnit {
   u32 pieces[4 * CHUNKS][4];
 
@@ -33,12 +33,12 @@ struct HeldUnit {
                      : "memory");
       }
     }
-    // What comes there next is written by another proxy.
+    // The slot is next written by another proxy (the copy engine).
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     if (lane == 0) barrier_arrive(shared.empty + 8 * slot);
   }
-  // The bits of `start_chunk` for all chunks.
+  // The same result, bit for bit, as `start_chunk` for all chunks.
   template <class S>
   DEVICE void start(u32 tokens, float (&part)[S::OPERAND_ROWS / 2]) const {
 #pragma unroll
@@ -49,12 +49,12 @@ struct HeldUnit {
   }
 };
 
-// By the four warps, in all layers.
+// Run by the four warps in all layers.
 DEVICE void hold_all(const Shared& shared, int num_layers) {
   typedef GateUpSize S;
   const int ahead = Share<QkvSize>().count * QkvSize::UNITS + Share<OSize>().count * OSize::UNITS;
   const int units = ahead + Share<S>().count * S::UNITS + Share<DownSize>().count * DownSize::UNITS;
-  u32 number = ahead;  // of the ring: the layer's first that is held
+  u32 number = ahead;  // in the ring: the layer's first unit that is held
 #pragma unroll 1
   for (int l = 0; l < num_layers; ++l, number += units) {
     HeldUnit held[HELD];

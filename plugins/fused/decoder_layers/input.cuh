@@ -1,13 +1,13 @@
-// How the tokens of a product get to shared memory, in every block: as they are, or with their
-// residual added, normalized and quantized (the bits of decode_norm.cuh).
+// How every block loads the tokens of a product into shared memory: unchanged, or with the residual added,
+// normalized and quantized (the bits of decode_norm.cuh).
 //
-// With units of n intervals, interval i of token t is row i % n + n t of the operand: the products of n
-// intervals run side by side, each in its own columns.
+// With ring units of n intervals, interval i of token t is row i % n + n t of the operand: the products of n
+// intervals are computed side by side, each in its own columns.
 #pragma once
 
 #include "fused/decoder_layers/exchange.cuh"
 
-// Where the 16 bytes lie that hold byte `at` of a token of product S.
+// The address of the 16 bytes that contain byte `at` of a token of product S.
 template <class S>
 DEVICE u32 token_place(u32 tokens, int token, int at) {
   const int interval = at / INTERVAL_BYTES, chunk = at % INTERVAL_BYTES / 128, piece = at % 128 / 16;
@@ -16,7 +16,7 @@ DEVICE u32 token_place(u32 tokens, int token, int at) {
          (chunk * S::OPERAND_ROWS + row) * 128 + ((piece ^ row % 8) << 4);
 }
 
-// wgmma reads what was stored.
+// so that wgmma sees the stores
 template <class S>
 DEVICE void tokens_are_ready() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -24,10 +24,11 @@ DEVICE void tokens_are_ready() {
   else meet();
 }
 
-// Whether the places of tokens are made before the tokens are there. Those of two are too many.
+// Whether the addresses of tokens are computed before the tokens arrive. Those of two tokens take too many
+// registers.
 constexpr bool ARE_PLACES_KEPT = TOKENS == 1;
 
-// FP8 tokens of a product. IS_EXCHANGED: other blocks of this launch make them.
+// FP8 tokens of a product. IS_EXCHANGED: they are computed by other blocks of this launch.
 template <class S, bool IS_EXCHANGED>
 DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u8* x, int tokens) {
   constexpr int PIECES = S::K / 16, ROUNDS = (TOKENS * PIECES + COMPUTE - 1) / COMPUTE;
@@ -64,14 +65,14 @@ DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u
 
 constexpr int NORM_PARTS = HIDDEN / 256, NORM_UNITS = (NORM_PARTS + WARPS - 1) / WARPS;
 
-// The thread's units of a row, 8 elements each.
+// The thread's groups of a row, 8 elements each.
 struct NormUnits {
   static DEVICE int part(int i) { return WARPS * i + threadIdx.x / 32; }
   static DEVICE int unit(int i) { return 32 * part(i) + threadIdx.x % 32; }
   static DEVICE bool has(int i) { return NORM_PARTS % WARPS == 0 || part(i) < NORM_PARTS; }
 };
 
-// The residual, of which every block adds up all.
+// The residual: every block adds up all of it.
 struct Residual : NormUnits {
   uint4 units[TOKENS][NORM_UNITS];
   DEVICE Residual(const uint4* from, int tokens) {
@@ -85,7 +86,7 @@ struct Residual : NormUnits {
   }
 };
 
-// Adds what a product made to the residual.
+// Adds the result of a product to the residual.
 struct Norm : NormUnits {
   uint4 factors[NORM_UNITS];
   float scale;
@@ -98,7 +99,7 @@ struct Norm : NormUnits {
     }
   }
 
-  // `residual` gets the sums, and `also` if it is not null.
+  // The sums are stored to `residual`, and to `also` if it is not null.
   template <class S, int EARLY_BY, class Meanwhile>
   DEVICE void bring(const Shared& shared, const Arrivals& arrivals, const u8* delta, Residual& residual,
                     uint4* also, float epsilon, int tokens, const Meanwhile& meanwhile) {

@@ -1,30 +1,31 @@
-// Decoder layers for a token or two, in one kernel: the time of a step is that of reading the weights.
+// All decoder layers for one or two tokens in one kernel: the time of a step is that of reading the weights.
 //
-// One thread block a multiprocessor. Four warps (two, for 4-bit weights) copy this block's share
-// of all weights, product after product, through a ring of STAGES units (copy.cuh); they never wait for
-// another block, so while numbers are handed on and while attention runs, weights of what follows arrive.
-// Eight warps compute: each product takes its tokens as other blocks finish them (exchange.cuh) and
-// multiplies what the ring holds (product.cuh); attend.cuh is what lies between. Four more may hold some
-// units of gate and up, where the ring is too small for what could come meanwhile (hold.cuh).
+// One thread block per multiprocessor. Four warps (two for 4-bit weights) copy this block's share of all
+// weights, product after product, through a ring of STAGES units (copy.cuh); they never wait for another
+// block, so the next weights arrive while results are exchanged and while attention runs.
+// Eight warps compute: each product reads its tokens as other blocks finish them (exchange.cuh) and
+// multiplies what the ring holds (product.cuh); attend.cuh has the attention between products. Four more warps
+// may hold some units of gate and up if the ring is too small for what could be loaded meanwhile (hold.cuh).
 //
-// Every number has the bits that the kernels of one operator each give it: the same intervals of K in
-// the same order, the same norm, epilogues, units and merges.
+// Every result has the same bits as the kernels of the single operators give: the same intervals of K in
+// the same order, the same norm, epilogues, attention work items and merges.
 //
-// All blocks must run at once, for they wait for each other. `counters`, a line apart: blocks at their
-// end (and, beside it, which half of the exchange comes first), arrivals, arrivals of each KV head. All
-// but the half are zero before and after.
+// All blocks must run at the same time, because they wait for each other. `counters`, one cache line each:
+// blocks that have ended (and, next to it, which exchange buffer comes first), arrivals, arrivals for each KV
+// head. All except the buffer index are zero before and after.
 //
 // Macros: MXFP4 (0 | 1: 4-bit weights), MODEL_TYPE, KV_TYPE, HIDDEN, INTERMEDIATE, NUM_HEADS,
-// NUM_KV_HEADS, HEAD_SIZE, O_GROUP and DOWN_GROUP (weight rows that a block takes at once: 8 | 16),
-// TOKENS_PER_BLOCK, TOKENS (most of a step), NUM_BLOCKS (of the grid), STAGES, IN_FLIGHT_SMALL,
+// NUM_KV_HEADS, HEAD_SIZE, O_GROUP and DOWN_GROUP (weight rows that a block processes at once: 8 | 16),
+// TOKENS_PER_BLOCK, TOKENS (the most of a step), NUM_BLOCKS (of the grid), STAGES, IN_FLIGHT_SMALL,
 // IN_FLIGHT_AHEAD, IN_FLIGHT, EARLY_QKV and HELD (tactics.py), ROOM (of shared memory: chain.cuh), SLOTS
-// (tiles of a team that takes units of attention: 1 | 2), MAX_UNITS, EXCHANGE_BYTES.
+// (tiles in shared memory per team of four warps that computes attention: 1 | 2), MAX_UNITS (attention work
+// items), EXCHANGE_BYTES.
 
 #include "fused/decoder_layers/attend.cuh"
 #include "fused/decoder_layers/copy.cuh"
 #include "fused/decoder_layers/hold.cuh"
 
-// Where two numbers of a group of queries, keys or values lie: at `at` and `apart` behind it.
+// The addresses of two values of a group of queries, keys or values: `at`, and `apart` further.
 struct RotatedPlace {
   int at, apart;
   bool is_query;
@@ -36,7 +37,7 @@ struct RotatedPlace {
   }
 };
 
-// Two numbers of queries, keys or values; the cache gets them when others have them.
+// Two values of queries, keys or values; they are written to the cache after they were given to other blocks.
 struct CachedPair {
   Cached *to, left, right;  // of the cache: null for queries
   Divisor divisor;          // by its scale
@@ -68,7 +69,7 @@ DEVICE Value finish_plain(const PlainEnd::Epilogue& e, const PlainEnd::Rows& row
   return half ? plain_end::finish_one(e, rows, t, 1, sum) : plain_end::finish_one(e, rows, t, 0, sum);
 }
 
-// Which number of [TOKENS, HIDDEN] is an item's, of its r-th row.
+// The index in [TOKENS, HIDDEN] of a result's r-th row.
 template <class S>
 DEVICE int hidden_place(const Item<S>& item, int r) {
   return item.token * HIDDEN + item.row() + 8 * r;
@@ -77,7 +78,7 @@ DEVICE int activated_at(const Item<GateUpSize>& item) {
   return ACTIVATED_AT + item.token * INTERMEDIATE + 8 * item.group + threadIdx.x % 32 / 4;
 }
 
-// A thread's field of a layer, read a layer ahead, for nothing should wait for an address.
+// A thread's field of a layer, read a layer ahead, so that nothing waits for an address.
 DEVICE u64 load_field(const Layer* layer) {
   return threadIdx.x < sizeof(Layer) / 8 ? __ldg((const u64*)layer + threadIdx.x) : 0;
 }
@@ -96,8 +97,8 @@ DEVICE void prefetch_scales(u64 scales) {
 }
 // NVRTC 13.2 does not know __builtin_offsetof.
 #define FIELD_OF(NAME) (int((const char*)&((const Layer*)0)->NAME - (const char*)0) / 8)
-// What a thread's field of the next layer points to, but weights and cache: what all blocks read, a line
-// by each.
+// Prefetches what a thread's field of the next layer points to, except weights and cache: data that all blocks
+// read, one line by each block.
 DEVICE void prefetch_field(u64 field) {
   const int i = threadIdx.x, block = blockIdx.x;
   if (i >= sizeof(Layer) / 8 || !field) return;
@@ -119,7 +120,7 @@ DEVICE void prefetch_field(u64 field) {
 }
 #undef FIELD_OF
 
-template <int COUNT, bool ARE_MORE>  // than a thread had to begin with
+template <int COUNT, bool ARE_MORE>  // ARE_MORE: more than a thread had at the start
 DEVICE void take_registers() {
   if (ARE_MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
   else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -150,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
     return;
   }
 #endif
-  if (threadIdx.x >= COMPUTE) {  // leave registers to those that compute
+  if (threadIdx.x >= COMPUTE) {  // leave registers to the warps that compute
     take_registers<COPY_REGISTERS, false>();
     const int chunk = (threadIdx.x - COMPUTE) / 32;
     if (lane_id() == 0 && chunk < CHUNKS) copy_all(shared, all, num_layers, chunk);
@@ -186,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
           meanwhile();
         } else {
           Norm norm(layer->qkv_norm, w.x_scale);
-          const u8* delta = exchange.now + exchange.other + DOWN_AT;  // of the layer before
+          const u8* delta = exchange.now + exchange.other + DOWN_AT;  // of the previous layer
           norm.bring<QkvSize, EARLY_QKV>(shared, arrivals, delta, kept, nullptr, epsilon, tokens,
                                          meanwhile);
         }
@@ -207,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
       };
       product<QkvSize, RopeEnd>(shared, arrivals, tokens, taken, e, bring, finish, clear_places);
     }
-    meet();  // keys and values come where tokens and sums were
+    meet();  // keys and values are written where tokens and sums were
     if (HELD > 0) holders_arrive<QKV_IS_DONE>();
     attention::attend(step, exchange, layer, shared, arrivals, counters + 64, heads_expected, l == 0);
     {

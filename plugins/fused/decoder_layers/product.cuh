@@ -1,7 +1,7 @@
-// The products of layers.cu. A block takes groups of weight rows with all of K, so no block adds to
-// another's sums: a product's 64 rows are 16 rows at four intervals of K or 8 rows at eight, and its
-// columns the tokens at the same intervals. Where row and column are of one interval lies what is
-// wanted.
+// The products of layers.cu. A block processes groups of weight rows with all of K, so no block adds to
+// another block's sums: the 64 rows of a wgmma are 16 rows at four intervals of K or 8 rows at eight, and its
+// columns the tokens at the same intervals. Only the results whose row and column have the same interval are
+// used.
 #pragma once
 
 #include "fused/decoder_layers/input.cuh"
@@ -28,7 +28,7 @@ namespace rope_end {
 #undef EPILOGUE
 #undef OUT_TYPE
 
-// What a namespace of epilogue_values.cuh has for one product.
+// The epilogue of one product: names from a namespace of epilogue_values.cuh.
 #define END_OF(NAME, SPACE)                                                                    \
   struct NAME {                                                                                \
     typedef SPACE::Epilogue Epilogue;                                                          \
@@ -49,7 +49,7 @@ DEVICE void store_sum(u32 at, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
 }
 
-// Of a unit's product, [tokens, intervals, rows]; `to` is the lane's row.
+// Stores the result of a ring unit, [tokens, intervals, rows]; `to` is the lane's row.
 template <class S>
 DEVICE void store_sums(u32 to, const float (&part)[S::OPERAND_ROWS / 2]) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -72,7 +72,7 @@ DEVICE void store_sums(u32 to, const float (&part)[S::OPERAND_ROWS / 2]) {
   }
 }
 
-// Starts the products of one chunk of a unit at `weights` and its tokens.
+// Starts the products of one chunk of a ring unit at `weights` with its tokens.
 template <class S>
 DEVICE void start_chunk(u32 weights, u32 tokens, int chunk, float (&part)[S::OPERAND_ROWS / 2]) {
   product_fence();
@@ -100,8 +100,8 @@ DEVICE void start_expanded(const Mxfp4Chunk& weights, u32 tokens, int chunk,
   product_commit();
 }
 
-// A unit of 4-bit weights. Each chunk has registers of its own, and none that products read are written while
-// they run: so no product waits, and the second chunk is expanded while the first is multiplied.
+// A ring unit of 4-bit weights. Each chunk has its own registers, and no register that a running product reads
+// is written: so no product waits, and the second chunk is expanded while the first is multiplied.
 template <class S>
 DEVICE void multiply_expanded(const Shared& shared, u32 slot, u32 parity, u32 stage, u32 tokens,
                               float (&part)[S::OPERAND_ROWS / 2]) {
@@ -113,10 +113,11 @@ DEVICE void multiply_expanded(const Shared& shared, u32 slot, u32 parity, u32 st
   start_expanded<S>(second, tokens, 1, part);
 }
 
-// Multiplies the block's units by the tokens in shared memory; `taken` counts units of the ring. Two
-// teams of four warps take units in turn. In an even ring a slot is always the same team's. In an odd one, or
-// where units are held, the unit there a turn before was another's, and a barrier two turns behind tells the same:
-// so it has to be there when the unit before last is, whose chunks came only as others before them had.
+// Multiplies the block's ring units by the tokens in shared memory; `taken` counts units of the ring. Two
+// groups of four warps (`team`) process units alternately. If the ring has an even number of slots, a slot is
+// always used by the same team. If it is odd, or if units are held, the slot's previous unit belonged to the
+// other team, and a barrier two passes behind has the same parity; so the unit is only waited for once the unit
+// before last is there, whose chunks are only loaded after those before them.
 constexpr int SEEN_BEFORE = CHUNKS * (STAGES - 2);
 static_assert((STAGES % 2 == 0 && HELD == 0) || (IN_FLIGHT_SMALL <= SEEN_BEFORE && IN_FLIGHT_AHEAD <= SEEN_BEFORE &&
                                   IN_FLIGHT <= SEEN_BEFORE),
@@ -157,13 +158,13 @@ DEVICE float load_sum(u32 at) {
   return x;
 }
 
-// What a thread finishes of a product: one token, and one row of one of the block's groups or, where
-// groups have 16, also the eighth after it.
+// The results of a product that a thread finishes: for one token, one row of one of the block's groups and,
+// if groups have 16 rows, also the row 8 further.
 template <class S>
 struct Item {
   static constexpr int ROWS = S::GROUP_ROWS / 8;
   int nth, group, token;
-  bool is_mine, is_real;  // is_mine: also tokens that the step does not have
+  bool is_mine, is_real;  // is_mine: true also for padding tokens
   DEVICE Item(const Share<S>& share, int tokens) {
     const int item = anew(threadIdx.x / 32 * 4 + threadIdx.x % 4);
     nth = item / TOKENS, token = item % TOKENS;
@@ -171,11 +172,11 @@ struct Item {
     is_mine = nth < share.count;
     is_real = is_mine && token < tokens;
   }
-  DEVICE int row() const { return S::GROUP_ROWS * group + threadIdx.x % 32 / 4; }  // the first
+  DEVICE int row() const { return S::GROUP_ROWS * group + threadIdx.x % 32 / 4; }  // the first row
   DEVICE int group_of_16() const { return S::GROUP_ROWS == 16 ? group : group / 2; }
-  DEVICE int half(int r) const { return S::GROUP_ROWS == 16 ? r : group % 2; }  // of those 16
+  DEVICE int half(int r) const { return S::GROUP_ROWS == 16 ? r : group % 2; }  // of the 16 rows
 
-  // Intervals of K in ascending order.
+  // Adds intervals of K in ascending order.
   DEVICE void add_up(const Shared& shared, float (&sum)[ROWS]) const {
     constexpr int LINE = S::GROUP_ROWS * 4;
 #pragma unroll
@@ -192,8 +193,8 @@ struct Item {
   }
 };
 
-// One product: read what needs no other block, bring the tokens, multiply, finish, and when others may
-// go on clear the other half's places.
+// One product: read what depends on no other block, load the tokens, multiply, finish, and, once other blocks
+// can continue, clear its places in the other exchange buffer.
 template <class S, class End, class Bring, class Give, class Clear>
 DEVICE void product(const Shared& shared, Arrivals& arrivals, int tokens, u32& taken,
                     const typename End::Epilogue& e, const Bring& bring, const Give& give_sums,
@@ -203,7 +204,7 @@ DEVICE void product(const Shared& shared, Arrivals& arrivals, int tokens, u32& t
   typename End::Rows rows;
   typename End::Token token = {};
   if (item.is_real) End::load(e, item.group_of_16(), item.token, rows, token);
-  const int team = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform, and so are addresses
+  const int team = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform in the warp, and so are addresses
   bring(share.count > 0, token);
   multiply<S>(shared, share, team, taken);
   if (item.is_real) {
@@ -211,7 +212,7 @@ DEVICE void product(const Shared& shared, Arrivals& arrivals, int tokens, u32& t
     item.add_up(shared, sum);
     give_sums(item, rows, token, sum);
   }
-  if (share.count) arrivals.arrive<(S::MOST * TOKENS <= 4)>();  // four items a warp
+  if (share.count) arrivals.arrive<(S::MOST * TOKENS <= 4)>();  // four results per warp
   if (item.is_mine) clear_places(item);
   arrivals.expected += S::SHARERS;
 }

@@ -4,24 +4,25 @@
 // A thread block has one warp that copies and four that multiply. The copying thread keeps a ring
 // of STAGES slots full: CHUNKS chunks of K (128 bytes each) of ROW_TILES tiles of 64 weight rows,
 // and of TOKENS tokens. Weights depend on no other kernel, so the ring is filled with them before
-// the kernel waits for its predecessor; what remains after the wait are the token chunks. Blocks
-// are persistent: each has a run of neighbouring row tiles, and the ring streams on into the next
+// the kernel waits for its predecessor; only the token chunks are loaded after the wait. Blocks
+// are persistent: each has a range of adjacent row tiles, and the ring continues with the next
 // tiles while the last ones are stored.
 //
 // Order of summation (the same in every packed product): FP8 in intervals of 512 of K, each a
 // chain of wgmma from zero, added to the sum in float32 in ascending order; 16-bit types in one
-// chain over K. With SPLIT > 1 a cluster shares one group of row tiles, each block a run of
+// chain over K. With SPLIT > 1 a cluster shares one group of row tiles, each block a range of
 // intervals. Blocks send every interval's part to the block that owns its rows, and that block adds
-// the parts in the same order. With SPLIT == 0 blocks have equal shares of all intervals, and a
-// tile that two blocks share is summed by one after the other: no block may have none. K must have
+// the parts in the same order. With SPLIT == 0 all blocks have the same number of intervals, and a
+// tile shared by two blocks is summed by one after the other; every block must have some. K must have
 // a multiple of CHUNKS chunks.
 //
-// 4-bit weights (MXFP4) have chunks of 256 columns, which meet two chunks of tokens. Warps expand
-// them to E4M3 in registers on the way to the same products.
+// 4-bit weights (MXFP4) have chunks of 256 columns, which are multiplied by two chunks of tokens. Warps
+// expand them to E4M3 in registers for the same products.
 //
 // Macros: INPUT_TYPE (E4M3 | BF16 | FP16: of tokens), MXFP4 (0 | 1), TOKENS (8 ... 64), ROW_TILES,
-// CHUNKS, STAGES, SPLIT (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), FILL (slots on
-// their way during the ring's first turn; 0: all), NORM (decode_norm.cuh), and those of epilogue.cuh.
+// CHUNKS, STAGES, SPLIT (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), FILL (slots
+// requested at once during the first pass over the ring; 0: all), NORM (decode_norm.cuh), and those of
+// epilogue.cuh.
 // Grid: x blocks (times SPLIT), y token tiles.
 
 #include "ops/packed_linear/decode_cluster.cuh"
@@ -35,7 +36,7 @@
 #define HANDOVER_VALUES nullptr, nullptr
 #endif
 
-// Of a multiprocessor, as far as registers allow.
+// Blocks per multiprocessor, as far as registers allow.
 constexpr bool HAS_MANY_REGISTERS = NORM ? UNITS > 3 || HIDDEN > 4096 : MXFP4 && ROW_TILES > 1;
 constexpr int BLOCKS = ROW_TILES * TOKENS <= 16 && !HAS_MANY_REGISTERS ? 2 : 1;
 

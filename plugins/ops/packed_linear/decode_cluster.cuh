@@ -1,4 +1,4 @@
-// Sums of the kernel for few tokens that a cluster shares: each block multiplies a run of intervals
+// Sums of the kernel for few tokens when a cluster shares them: each block multiplies a range of intervals
 // and sends every interval's part to the block that owns its rows.
 #pragma once
 
@@ -16,7 +16,7 @@ DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e,
   const int intervals = (chunks + INTERVAL - 1) / INTERVAL;
   constexpr int SLICES = ACTIVE * OWNED * OCTETS;
   constexpr int ROUNDS = (SLICES + 3) / 4;
-  const bool holds = warp < SLICES;  // one slice is prepared ahead; the rest come as they come
+  const bool holds = warp < SLICES;  // one slice is prepared ahead, the others in order of arrival
   Slice held;
   if (holds) {
     held.load_rows(e, walk.tile + warp / (OWNED * OCTETS),
@@ -29,7 +29,7 @@ DEVICE void multiply_share(const Shared& shared, Walk& walk, const Epilogue& e,
   const u32 owner = warp / OWNED;
   const u32 parts = remote_address(shared.parts, owner);
   const u32 parts_full = remote_address(shared.parts_full, owner);
-  cluster_wait();  // every block of the cluster has its barriers
+  cluster_wait();  // every block of the cluster has initialised its barriers
   const auto send = [&](float (&part)[ACTIVE][TOKENS / 2], int chunk) {
 #pragma unroll
     for (int i = 0; i < ACTIVE * OCTETS; ++i) {

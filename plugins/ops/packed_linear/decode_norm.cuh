@@ -1,13 +1,13 @@
-// Tokens of the kernel for few tokens: copied by the copying warp, or, with NORM, added to their
+// How the kernel for few tokens gets its tokens: copied by the copying warp or, with NORM, added to their
 // residual, normalized, quantized and written to shared memory by the multiplying warps themselves.
-// A row that every block reads costs less than a kernel of its own in the chain of a step.
+// Doing this in every block takes less time than a separate kernel in the chain of a step.
 //
-// The bits are those of plugins/ops/rms_norm/triton_kernel.py, whose warps hold 256 neighbouring
-// elements and whose threads 8: a thread's squares are added in order, then lanes and then warps by
-// butterflies. Here a warp takes the part of several of those. Latency is all that counts, so more
-// warps than multiply share the work.
+// The bits are those of plugins/ops/rms_norm/triton_kernel.py, whose warps hold 256 adjacent
+// elements and whose threads hold 8: a thread's squares are added in order, then lanes and then warps by
+// butterfly shuffles. Here one warp computes the part of several of those. Only latency matters, so
+// additional warps that do not multiply share the work.
 //
-// Macros with NORM: HIDDEN (a multiple of 256 * NORM_WARPS), NORM_WARPS (4, and those that help).
+// Macros with NORM: HIDDEN (a multiple of 256 * NORM_WARPS), NORM_WARPS (4, plus helping warps).
 #pragma once
 
 #include "ops/packed_linear/decode_ring.cuh"
@@ -15,7 +15,7 @@
 #include "backends/cuda/sm90/norm_math.cuh"
 #endif
 
-// Meeting of the multiplying warps alone.
+// A barrier for the multiplying warps alone.
 DEVICE void meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
 #if !NORM
@@ -38,7 +38,7 @@ struct Tokens {
       float epsilon
 
 constexpr int HELPERS = 32 * (NORM_WARPS - 4);  // threads that normalize and do not multiply
-constexpr int UNIT = 8;                         // elements of a thread that lie side by side
+constexpr int UNIT = 8;                         // adjacent elements of a thread
 constexpr int PARTS = HIDDEN / (32 * UNIT);     // sums of 256 elements
 constexpr int UNITS = PARTS / NORM_WARPS;       // of each thread
 static_assert(HIDDEN % (32 * UNIT) == 0 && PARTS <= 32 && PARTS % NORM_WARPS == 0, "whole units");
@@ -46,7 +46,7 @@ static_assert(HIDDEN % (32 * UNIT) == 0 && PARTS <= 32 && PARTS % NORM_WARPS == 
 struct Tokens {
   const uint4* delta;
   const uint4* residual;
-  uint4* residual_out;  // null: nobody needs it
+  uint4* residual_out;  // null: not needed
   float epsilon;
   int tokens;
   Divisor divisor;
@@ -60,14 +60,14 @@ struct Tokens {
     for (int i = 0; i < UNITS; ++i) factors[i] = __ldg(weights + unit(i));
   }
 
-  static DEVICE int part(int i) {  // the copying warp lies between the multiplying ones and helpers
+  static DEVICE int part(int i) {  // the copying warp is between the multiplying and the helping warps
     const int warp = threadIdx.x / 32;
     return NORM_WARPS * i + warp - (warp >= THREADS / 32);
   }
   static DEVICE void meet() { asm volatile("bar.sync 2, %0;" ::"n"(32 * NORM_WARPS) : "memory"); }
   static DEVICE int unit(int i) { return 32 * part(i) + threadIdx.x % 32; }
 
-  // Eight elements as the operand that `start_slot` reads.
+  // Stores eight elements in the operand that `start_slot` reads.
   DEVICE void write(const Shared& shared, int token, int i, const uint4& y) const {
     const int byte = unit(i) * UNIT * INPUT_TYPE::bytes;
     const u32 to = shared.tokens + byte / 128 * X_BYTES + token * 128 +
@@ -83,7 +83,7 @@ struct Tokens {
     }
   }
 
-  // This thread's part of a token's row, the residual added.
+  // This thread's part of a token's row, with the residual added.
   DEVICE void load(int token, uint4 (&h)[UNITS]) const {
     const int first = token * (HIDDEN / UNIT);
     uint4 added[UNITS];
@@ -125,7 +125,7 @@ struct Tokens {
   DEVICE void wait(const Shared& shared, const Walk& walk, const Arrived& arrived) const {
     wait_for_dependencies();
     arrived();
-#pragma unroll 1  // once is the rule, and instructions that are far away take time too
+#pragma unroll 1  // mostly one iteration, and fetching more instructions takes time
     for (int t = 0; t < tokens; ++t) {
       uint4 h[UNITS];
       load(t, h);
@@ -141,7 +141,7 @@ struct Tokens {
         for (int i = 0; i < UNITS; ++i) residual_out[t * (HIDDEN / UNIT) + unit(i)] = h[i];
       }
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what was stored
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // so that wgmma sees the stores
     if (threadIdx.x < CONSUMERS) {
       meet();
     } else {

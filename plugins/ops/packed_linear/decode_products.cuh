@@ -1,4 +1,4 @@
-// Products of the kernel for few tokens: four warps multiply what the ring brings, in intervals.
+// Products of the kernel for few tokens: four warps multiply the contents of the ring, in intervals.
 #pragma once
 
 #include "ops/packed_linear/decode_norm.cuh"
@@ -28,8 +28,8 @@ struct Slice {
   }
 };
 
-// Products of one chunk of 4-bit weights, finished: registers that products read must not be
-// written meanwhile, or ptxas would let every product wait for the one before it.
+// Computes the products of one chunk of 4-bit weights and waits for them: registers that running products read
+// must not be written, or ptxas would make every product wait for the previous one.
 template <int ACTIVE>
 DEVICE void multiply_expanded(u32 table, u32 block, u32 tokens, float (&part)[ACTIVE][TOKENS / 2],
                               bool is_first) {
@@ -57,7 +57,7 @@ DEVICE void multiply_expanded(u32 table, u32 block, u32 tokens, float (&part)[AC
 template <int ACTIVE>
 DEVICE void start_slot(const Shared& shared, const Walk& walk, float (&part)[ACTIVE][TOKENS / 2],
                        bool is_first) {
-  if (FILL > 0) barrier_wait(shared.first + 8 * walk.slot, 0);  // over since the first turn
+  if (FILL > 0) barrier_wait(shared.first + 8 * walk.slot, 0);  // already over after the first pass
   barrier_wait(shared.full + 8 * walk.slot, walk.phase);
   // From lane 0, so that the compiler knows descriptors to be uniform in the warp.
   const u32 stage = __shfl_sync(~0u, shared.ring + walk.slot * STAGE_BYTES, 0);
@@ -101,8 +101,8 @@ DEVICE void finish_products(float (&part)[ACTIVE][TOKENS / 2]) {
   for (int r = 0; r < ACTIVE; ++r) keep_order(part[r]);
 }
 
-// One interval into `part`. While its first slot is multiplied, `use` takes the interval before,
-// which is in `before` (first chunk `chunk_before`, negative if there is none: then `meanwhile`).
+// Computes one interval into `part`. While its first slot is multiplied, `use` processes the previous interval,
+// which is in `before` (first chunk `chunk_before`, negative if there is none: then `meanwhile` runs).
 template <int ACTIVE, class Use, class Meanwhile>
 DEVICE void multiply_interval(const Shared& shared, Walk& walk, float (&part)[ACTIVE][TOKENS / 2],
                               float (&before)[ACTIVE][TOKENS / 2], int& chunk_before, int& busy,
@@ -127,7 +127,7 @@ DEVICE void multiply_interval(const Shared& shared, Walk& walk, float (&part)[AC
   chunk_before = begin;
 }
 
-// All of the block's intervals of ACTIVE row tiles, in order; use(part, first chunk) takes each.
+// All of the block's intervals of ACTIVE row tiles, in order; use(part, first chunk) processes each.
 template <int ACTIVE, class Use, class Meanwhile>
 DEVICE void multiply_intervals(const Shared& shared, Walk& walk, const Use& use,
                                const Meanwhile& meanwhile) {

@@ -1,5 +1,5 @@
-// What a block of the kernel for few tokens works on, and the ring of slots through which one warp
-// brings it: weights, and tokens unless the block normalizes them itself (decode_norm.cuh).
+// The work of one block of the kernel for few tokens, and the ring of slots that one warp fills for it with
+// weights and, unless the block normalizes them itself (decode_norm.cuh), with tokens.
 #pragma once
 
 #ifndef NORM
@@ -10,8 +10,8 @@
 #include "ops/packed_linear/epilogue.cuh"
 #include "ops/packed_linear/mxfp4.cuh"
 
-// A packed block: 64 rows x 128 bytes, or 64 rows x 256 4-bit columns. BOXES chunks of 128 bytes
-// of the tokens meet one.
+// A packed block: 64 rows x 128 bytes, or 64 rows x 256 4-bit columns. It is multiplied by
+// BOXES chunks of 128 bytes of the tokens.
 constexpr int BLOCK_BYTES = MXFP4 ? 8 * MXFP4_OCTET_BYTES : 8192, BOXES = MXFP4 ? 2 : 1;
 constexpr int X_BYTES = TOKENS * 128;
 constexpr int WEIGHT_BYTES = (ROW_TILES * CHUNKS * BLOCK_BYTES + 1023) / 1024 * 1024;
@@ -29,7 +29,7 @@ static_assert(SPLIT != 0 || ROW_TILES == 1, "shared tiles are handed on one by o
 static_assert(INTERVAL % CHUNKS == 0, "an interval ends with a slot");
 static_assert(!MXFP4 || (IS_FP8 && !NORM), "4-bit weights meet FP8 tokens, which come normalized");
 
-// What one block works on, and the slots of the ring it goes through, in order.
+// The work of one block, and the slots of the ring that it uses, in order.
 #if SPLIT != 0
 
 struct Walk {
@@ -61,9 +61,9 @@ struct Walk {
   }
 #else
 
-// Every block has the same number of intervals, so that its first and last tile may be shared with
-// its neighbours. It begins with the leading part of its last tile and leaves the sum to the next
-// block, which ends with the rest of that tile and so need not wait for it.
+// Every block has the same number of intervals, so its first and last tile may be shared with
+// its neighbours. It starts with the leading part of its last tile and leaves that sum to the next
+// block, which computes the rest of the tile last and so need not wait for it.
 struct Walk {
   static constexpr int active = 1;
   int tile, first, last;  // of the current piece: row tile, chunks
@@ -121,9 +121,9 @@ struct Walk {
 struct Shared {
   u32 table;  // with MXFP4
   u32 ring;
-  u32 tokens, squares;  // with NORM: all chunks of the tokens; sums that make their norms
+  u32 tokens, squares;  // with NORM: all chunks of the tokens; sums of squares for their norms
   u32 parts, full, empty, parts_full;
-  u32 first;  // with FILL: the weights of a slot's first turn are there
+  u32 first;  // with FILL: the weights of a slot's first pass have arrived
   DEVICE explicit Shared(u32 base) {
     table = (base + 255) & ~255u;
     ring = (base + (MXFP4 ? 255 + MXFP4_TABLE_BYTES : 0) + 1023) & ~1023u;
@@ -185,12 +185,12 @@ DEVICE void copy_tokens(const Shared& shared, const Walk& walk, const TensorMap*
   }
 }
 
-// With FILL the first turn asks for no more than that many slots at once: what the kernel before
-// this one still has to read does not wait behind a whole ring of weights. Its tokens come by
-// themselves (`first_tokens`), for the copying warp may still wait for weights then.
+// With FILL, the first pass over the ring requests no more than that many slots at once, so that what the
+// preceding kernel still has to read does not queue behind a whole ring of weights. The tokens of that pass are
+// loaded separately (`first_tokens`), because the copying warp may still be waiting for weights then.
 DEVICE void fill_ring(const Shared& shared, const TensorMap* x, const u8* weight, int row_tiles,
                       int chunks, int tokens) {
-  const u32 x_bytes = min(tokens, TOKENS) * 128;  // of a box: rows that no token needs stay behind
+  const u32 x_bytes = min(tokens, TOKENS) * 128;  // of a box: rows without a token are not loaded
   const u64 once = evict_first_policy(), often = evict_last_policy();
   prefetch_map(x);
   Walk walk(row_tiles, chunks), behind = walk;
@@ -211,7 +211,7 @@ DEVICE void fill_ring(const Shared& shared, const TensorMap* x, const u8* weight
   }
 }
 
-// The helping warp with FILL: the tokens of the first turn, as soon as they are there.
+// The helping warp with FILL: loads the tokens of the first pass as soon as they are available.
 DEVICE void first_tokens(const Shared& shared, const TensorMap* x, int row_tiles, int chunks,
                          int tokens) {
   const u32 x_bytes = min(tokens, TOKENS) * 128;

@@ -1,9 +1,9 @@
-// Whole sums of the kernel for few tokens, and sums that a block hands to the next.
+// Complete sums of the kernel for few tokens, and partial sums that a block passes to the next block.
 #pragma once
 
 #include "ops/packed_linear/decode_products.cuh"
 
-// ---- sums handed from a block to the next ----
+// ---- partial sums passed from one block to the next ----
 
 struct Handover {
   float4* sums;  // [blocks, TOKENS / 8, 128 threads]
@@ -30,7 +30,7 @@ DEVICE void take_over(const Handover& h, float (&sum)[TOKENS / 2]) {
     do {
       asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(is_ready) : "l"(ready) : "memory");
     } while (!is_ready);
-    *ready = 0;  // for the next launch; the sums stay until then
+    *ready = 0;  // reset for the next launch; the sums stay valid until then
   }
   meet();
   const float4* from = h.sums + (blockIdx.x - 1) * OCTETS * CONSUMERS + threadIdx.x;
@@ -44,7 +44,7 @@ DEVICE void take_over(const Handover& h, float (&sum)[TOKENS / 2]) {
 template <int ACTIVE>
 DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e,
                            const Handover& handover, const Tokens& tokens, bool& has_waited) {
-  constexpr bool IS_EARLY = ACTIVE * OCTETS <= 2;  // few enough constants to hold on to
+  constexpr bool IS_EARLY = ACTIVE * OCTETS <= 2;  // few enough constants to keep in registers
   constexpr int HELD = IS_EARLY ? ACTIVE * OCTETS : 1;
   const int warp = threadIdx.x / 32;
   Slice held[HELD];

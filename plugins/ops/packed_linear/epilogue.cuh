@@ -2,16 +2,16 @@
 // type, and then SwiGLU (EPILOGUE 1) or the rotary embedding and the KV write (EPILOGUE 2).
 //
 // Macros: EPILOGUE 0 | 1 | 2, MODEL_TYPE (BF16 | FP16), OUT_TYPE (MODEL_TYPE, E4M3 or FP32), and
-// for EPILOGUE 2 KV_TYPE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE. Every kernel ends through here, so
-// that equal sums give equal bits. Products are not contracted with additions: the reference
+// for EPILOGUE 2 KV_TYPE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE. Every kernel uses this epilogue, so
+// that equal sums give equal bits. Products are not contracted with additions, because the reference
 // rounds each.
 #pragma once
 
 #include "backends/cuda/sm90/hopper.cuh"
 #include "ops/packed_linear/epilogue_values.cuh"
 
-// A kernel that writes the cache lets other kernels start only after its own wait. So those behind it
-// may read what earlier steps cached before their own (verification.cu).
+// A kernel that writes the cache lets later kernels start only after its own wait. So these may read what
+// earlier steps cached before their own wait (verification.cu).
 constexpr bool WRITES_CACHE = EPILOGUE == 2;
 
 // The kernel parameters that fill an Epilogue, in the order of `epilogue_arguments` (kernel.py).

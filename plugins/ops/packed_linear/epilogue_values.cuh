@@ -1,5 +1,5 @@
-// The arithmetic of epilogue.cuh, which says what its macros are. A kernel with several epilogues
-// includes it once for each, in a namespace of its own.
+// The arithmetic of epilogue.cuh, where the macros are documented. A kernel with several epilogues
+// includes this file once for each, in separate namespaces.
 
 // Optional inputs are null pointers where they are absent.
 struct Epilogue {
@@ -25,7 +25,7 @@ struct Epilogue {
 
 // A warp holds 16 rows; a thread rows lane / 4 and lane / 4 + 8 of them, and per eight tokens the
 // two tokens 2 (lane % 4) and the next. Constants of the rows may be read before the wait; those of
-// tokens come in two steps, the second to be taken when the first have arrived.
+// tokens are loaded in two steps, the second once the first have arrived.
 struct RowConstants {
   float scale[2], bias[2];
 };
@@ -36,7 +36,7 @@ DEVICE RowConstants load_rows(const Epilogue& e, int group) {  // group: of 16 p
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     rows.scale[half] = e.weight_scale ? __ldg(e.weight_scale + row + 8 * half) : 1.0f;
-    // without a bias, the number that changes nothing when added
+    // without a bias, the value whose addition changes nothing
     rows.bias[half] = e.bias ? MODEL_TYPE::unpack(__ldg(e.bias + row + 8 * half)) : -0.0f;
   }
   return rows;
@@ -174,7 +174,7 @@ DEVICE TokenConstants load_token(const Epilogue& e, int group, int token) {
   return t;
 }
 
-// What depends on what load_token read. Rotations are as they are in memory.
+// Constants that depend on what load_token read. Rotations are as stored in memory.
 DEVICE void complete_token(const Epilogue& e, int group, TokenConstants& t) {
   const int head = group / (HEAD_SIZE / 16);
   if (!is_value(group)) {
@@ -187,13 +187,13 @@ DEVICE void complete_token(const Epilogue& e, int group, TokenConstants& t) {
   }
 }
 
-// Two dimensions of a head, rotated where they are not values: `dim`, and the one `apart` behind it.
+// Two dimensions of a head, rotated unless they are of a value head: `dim`, and the one `apart` further.
 struct Rotated {
   int head, dim, apart;
   float left, right;
 };
 
-// Where this thread's two numbers of a group belong.
+// The position of this thread's two results of a group.
 DEVICE Rotated place_of(int group) {
   constexpr int GROUPS = HEAD_SIZE / 16;  // of a head
   const int first = (is_value(group) ? 16 : 8) * (group % GROUPS);

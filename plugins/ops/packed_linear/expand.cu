@@ -1,9 +1,9 @@
-// Packed 4-bit weights as packed FP8 weights, for the kernel for many tokens: there each number
-// meets so many tokens that writing it and reading it again costs little.
+// Expands packed 4-bit weights to packed FP8 weights for the kernel for many tokens: there each weight is
+// used by so many tokens that writing it and reading it again costs little.
 //
-// A thread block takes one packed block, 64 rows x 256 columns, and makes two of 64 rows x 128 bytes in
-// the order of layout.py. It reads before the kernel before it has ended, and writes after, for that one
-// may still read the numbers of the product before. Grid: blocks along K, row tiles.
+// A thread block expands one packed block of 64 rows x 256 columns into two of 64 rows x 128 bytes in
+// the layout of layout.py. It reads before the preceding kernel has ended and writes after that, because the
+// preceding kernel may still read the weights of the previous product. Grid: blocks along K, row tiles.
 
 #include "ops/packed_linear/mxfp4.cuh"
 

@@ -16,7 +16,7 @@ DEVICE uint2 mxfp4_numbers(int step) {
   return {low | high << 16, two | four << 16};
 }
 
-// Writes the table of all steps; `table` is a multiple of 256. All threads of the block meet after.
+// Writes the table of all steps; `table` is a multiple of 256. A barrier of the whole block must follow.
 DEVICE void make_mxfp4_table(u32 table) {
   if (threadIdx.x < MXFP4_STEPS) {
     const uint2 numbers = mxfp4_numbers(threadIdx.x);
@@ -52,8 +52,8 @@ DEVICE uint2 load_shared_pair(u32 at) {
   return x;
 }
 
-// What a thread needs of 16 rows of its warp by 256 columns, as it lies in shared memory: all reads
-// start before the first is needed. `octets` are two times 8 rows.
+// What a thread needs of 16 rows of its warp by 256 columns, read from shared memory: all reads
+// are issued before the first is used. `octets` are two groups of 8 rows.
 struct Mxfp4Chunk {
   uint4 codes[2][2];    // [octet][half of the columns]
   uint2 numbers[2][8];  // [octet][block of 32 columns]: of the block's power of two
@@ -74,7 +74,7 @@ struct Mxfp4Chunk {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // What was not filled must not lead astray: every masked byte is an offset of the table.
+      // Unfilled slots must not cause wrong addresses: every masked byte is a valid offset in the table.
       const u32 offsets[2] = {steps[r].x & 0x78787878, steps[r].y & 0x78787878};
 #pragma unroll
       for (int i = 0; i < 8; ++i) {  // the table's address with the offset as its lowest byte

@@ -5,16 +5,16 @@
 // rows by TILE_TOKENS tokens; each warpgroup has WG_TILES tiles of 64 rows.
 //
 // Order of summation (that of every packed product): FP8 in intervals of 512, each a chain of wgmma
-// from zero, added to the sum in float32; 16-bit types in one chain. To need only one row tile's
-// interval besides the sums, the interval's token chunks stay in shared memory while a warpgroup
-// goes through its row tiles one after the other.
+// from zero, added to the sum in float32; 16-bit types in one chain. So that registers are needed for only one
+// row tile's interval besides the sums, the interval's token chunks stay in shared memory while a warpgroup
+// processes its row tiles one after another.
 //
-// Macros: INPUT_TYPE (E4M3, BF16 or FP16), EXPANDED (1: expand.cu makes the weights right before),
+// Macros: INPUT_TYPE (E4M3, BF16 or FP16), EXPANDED (1: expand.cu writes the weights right before),
 // WG_TILES, TILE_TOKENS, A_STAGES, B_STAGES, and those of epilogue.cuh.
 
 #include "ops/packed_linear/prefill_load.cuh"
 
-// One warpgroup's way through the rings. A slot is released when the products that read it are
+// One warpgroup's position in the rings. A slot is released when the products that read it are
 // done, which is known one chunk later.
 struct Consumer {
   const Shared& shared;
@@ -29,7 +29,7 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) barrier_arrive(shared.b_empty + 8 * slot);
   }
 
-  // 64 rows x TILE_TOKENS tokens x one chunk, added to `sum` or in its place.
+  // 64 rows x TILE_TOKENS tokens x one chunk, added to `sum` or replacing it.
   DEVICE void multiply(float (&sum)[TILE_TOKENS / 2], int b_slot, bool is_first) const {
     const u64 rows = operand(shared.a + a.slot * A_BYTES + warpgroup * BLOCK_BYTES);
     const u64 tokens = operand(shared.b + b_slot * B_BYTES);
@@ -51,8 +51,8 @@ struct Consumer {
   }
 
   // Begins part = 64 rows x TILE_TOKENS tokens x `count` chunks. The first row tile waits for the
-  // tokens, the last one releases them. Slots are released one product later, or, to `hold`, in
-  // `end`: then all products run on while the caller does something else.
+  // tokens, the last one releases them. Slots are released one product later or, with `hold`, in
+  // `end`: then all products run while the caller does other work.
   DEVICE void begin(float (&part)[TILE_TOKENS / 2], int count, int tile, bool hold) {
 #pragma unroll 1
     for (int chunk = 0; chunk < count; ++chunk) {
@@ -86,7 +86,7 @@ struct Consumer {
         multiply(sum[tile], b.slot, chunk == 0);
         if (chunk > 0 || tile > 0) {
           product_wait<1>();
-          release(tile == 0);  // of the product before, which was the last of its chunk if this is
+          release(tile == 0);  // of the previous product, which was the last of its chunk if this is
         }                      // the first of the next
         a.advance();
       }
@@ -99,7 +99,7 @@ struct Consumer {
   }
 };
 
-// Stores one row tile of a unit.
+// Stores one row tile of a unit (the tile of work of a block).
 struct Store {
   const Epilogue& epilogue;
   const Shared& shared;
@@ -121,7 +121,7 @@ struct Store {
   }
 };
 
-DEVICE void clear(float (&sum)[TILE_TOKENS / 2]) {  // to what changes no number when added
+DEVICE void clear(float (&sum)[TILE_TOKENS / 2]) {  // to the value whose addition changes nothing
 #pragma unroll
   for (int i = 0; i < TILE_TOKENS / 2; ++i) sum[i] = -0.0f;
 }
@@ -187,7 +187,7 @@ DEVICE void consume_chains(Consumer& consumer, const Work& work, const Store& st
 extern "C" __global__ void __launch_bounds__(384, 1)
     prefill(const __grid_constant__ TensorMap x, const u8* __restrict__ weight, int row_tiles,
             int chunks, EPILOGUE_PARAMETERS) {
-  extern __shared__ __align__(1024) u8 raw[];  // the alignment of swizzled blocks
+  extern __shared__ __align__(1024) u8 raw[];  // the alignment that swizzled blocks need
   if (!WRITES_CACHE) launch_dependents();
   const Shared shared(shared_address(raw));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

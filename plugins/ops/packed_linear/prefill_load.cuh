@@ -1,4 +1,4 @@
-// Tiles of the kernel for many tokens, and the two warps that bring them: weight blocks and token
+// The tiles of the kernel for many tokens, and the two warps that load them: weight blocks and token
 // tiles.
 #pragma once
 
@@ -13,7 +13,7 @@ constexpr int LAST = WG_TILES - 1;  // row tile of a warpgroup
 constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
 constexpr int A_BYTES = WARPGROUPS * BLOCK_BYTES;
 constexpr int B_BYTES = TILE_TOKENS * 128;
-constexpr int GROUP_TOKENS = 2048;  // token tiles that go through the weights together
+constexpr int GROUP_TOKENS = 2048;  // token tiles that use the weights at the same time
 
 struct Shared {
   u32 a, b, staging, values, a_full, a_empty, b_full, b_empty;
@@ -29,7 +29,7 @@ struct Shared {
   }
 };
 
-// Which tiles there are. A unit is what a block computes at a time.
+// The tiles of a step. A unit is the tile that a block computes at a time.
 struct Work {
   int row_tiles, chunks, tokens;
 
@@ -40,7 +40,7 @@ struct Work {
   DEVICE int units() const { return row_blocks() * token_tiles(); }
   DEVICE int first() const { return blockIdx.x; }
   DEVICE int stride() const { return gridDim.x; }
-  // Units that run at the same time share weights; a group of token tiles passes over all of them.
+  // Units that run at the same time share weights; a group of token tiles iterates over all weights.
   DEVICE void at(int unit, int& row_block, int& token) const {
     constexpr int GROUP = GROUP_TOKENS / TILE_TOKENS;
     const int group = unit / (GROUP * row_blocks()), start = group * GROUP;
@@ -77,7 +77,7 @@ DEVICE void load_weights(const Shared& shared, const Work& work, const u8* weigh
 #pragma unroll
           for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
             int index = block_tile + warpgroup * WG_TILES + tile;
-            index = min(index, work.row_tiles - 1);  // what lies beyond is computed and dropped
+            index = min(index, work.row_tiles - 1);  // rows beyond the end are computed and dropped
             const u8* from = weight + (u64(index) * work.chunks + chunk) * BLOCK_BYTES;
             const u32 to = shared.a + ring.slot * A_BYTES + warpgroup * BLOCK_BYTES;
             copy_block(to, from, BLOCK_BYTES, full, policy);

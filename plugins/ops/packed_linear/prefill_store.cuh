@@ -1,5 +1,5 @@
-// How a warpgroup of the kernel for many tokens stores its sums: the arithmetic of epilogue.cuh,
-// then through shared memory, so that stores to [tokens, rows] are contiguous.
+// How a warpgroup of the kernel for many tokens stores its sums: the arithmetic of epilogue.cuh, then a
+// transposition through shared memory, so that stores to [tokens, rows] are contiguous.
 //
 // A warp's sums of one 64-row tile are 16 rows; a thread has rows lane / 4 and lane / 4 + 8 of
 // them, and of every eight tokens the two at 2 (lane % 4). The staging area of a warpgroup is [64
@@ -19,7 +19,7 @@ DEVICE u32 staged(u32 staging, int token, int unit) {
   return staging + token * 128 + ((unit ^ (token % 8)) * 16);
 }
 
-// Four 8 x 8 fragments to their transposes; each lane gives the address of one row of one.
+// Stores four 8 x 8 fragments transposed; each lane passes the address of one row of one of them.
 DEVICE void store_transposed(u32 address, const u32 (&fragment)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    address),
@@ -36,8 +36,8 @@ DEVICE uint4 load_unit(u32 address) {
   return unit;
 }
 
-// What the sums of a token need: loaded when a tile begins, kept in shared memory when it ends.
-// A thread brings tokens thread, thread + 128.
+// The constants for a token's sums: loaded when a tile begins, stored in shared memory when it ends.
+// A thread loads tokens thread, thread + 128.
 template <int TOKENS>
 struct TokenValues {
   static constexpr bool HAS_POSITIONS = EPILOGUE == 2;
@@ -89,7 +89,7 @@ constexpr bool is_byte = Type::bytes == 1;
 
 #if EPILOGUE == 1
 
-// 64 packed rows leave 32 columns.
+// 64 packed rows produce 32 columns.
 template <int TOKENS>
 DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int row_tile,
                        int row_tiles, int token0, u32 staging, u32 values, int warpgroup) {
@@ -139,8 +139,8 @@ DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int ro
 
 #else
 
-// The sums of two neighbouring tokens and two rows (r, r + 8) as they leave, before the last
-// rounding: scaled, and rotated where the rows are of a query or key head.
+// The sums of two adjacent tokens and two rows (r, r + 8) before the last rounding: scaled and, if the rows
+// are of a query or key head, rotated.
 template <int TOKENS>
 DEVICE void finish_sums(const Epilogue& e, const RowConstants& rows, int group, u32 values, int at,
                         const float* sums, float (&low)[2], float (&high)[2]) {
@@ -179,7 +179,7 @@ DEVICE void store_floats(const Epilogue& e, int row, int token, const float (&lo
 #if EPILOGUE == 2
 
 // Units of a rotated head alternate between its halves; `turn` orders a tile's units so that
-// neighbouring threads store neighbouring dimensions.
+// adjacent threads store adjacent dimensions.
 DEVICE void store_unit(const Epilogue& e, u32 staging, int line, int first_unit, int turn,
                        int token) {
   constexpr int UNITS = HEAD_SIZE / 8, ROTATED = NUM_HEADS + NUM_KV_HEADS;
@@ -245,7 +245,7 @@ DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int ro
         float low[2], high[2];
         finish_sums<TOKENS>(e, rows, group, values, pass * STAGED_TOKENS + at,
                             &sum[(pass * 8 + octet) * 4], low, high);
-        if constexpr (OUT_TYPE::bytes == 4) {  // eight rows of float32 are a sector as they are
+        if constexpr (OUT_TYPE::bytes == 4) {  // eight rows of float32 already are a whole sector
           store_floats(e, row_tile * 64 + warp * 16 + lane / 4, token1 + at, low, high);
         } else {
           fragment[2 * i] = MODEL_TYPE::pack_pair(low[0], low[1]);

@@ -1,11 +1,11 @@
-// FP8 or INT8 from rows of the model type, as the kernel for many tokens stores them.
+// Conversion of rows of the model type to FP8 or INT8, as the kernel for many tokens stores them.
 #pragma once
 
 #include "ops/packed_linear/epilogue.cuh"
 
 // Division by a scale that is the same for many values: the quotient __fdiv_rn gives, because one
-// correction with a correctly rounded reciprocal rounds correctly (Markstein). Infinity stays, and
-// so does the sign of zero.
+// correction with a correctly rounded reciprocal rounds correctly (Markstein). Infinity and the
+// sign of zero are preserved.
 struct Divisor {
   float scale, reciprocal;
   DEVICE explicit Divisor(const float* pointer) {

@@ -3,23 +3,24 @@
 // Computes the same bits as the Triton kernels of this folder (triton_state.py says how) and as
 // generation.cu. There the 64 rows of a product are mostly empty when every request has one token;
 // here keys are the rows of products and the request's COLUMNS query rows their columns, and a warp
-// keeps everything but the tiles in registers. Tiles come by asynchronous copies into a ring of
-// SLOTS; four warps to a multiprocessor keep the memory busy.
+// keeps everything except the tiles in registers. Tiles are loaded by asynchronous copies into a ring of
+// SLOTS; four warps per multiprocessor are enough to keep the memory busy.
 //
-// A long context is cut into parts of about part_tiles tiles, a warp each. The first part merges
-// its units; every other unit is stored by itself, and the warp that arrives last merges all. Units
-// are merged from left to right.
+// A long context is divided into parts of about part_tiles tiles, one warp each. A work item (`unit` in the
+// code, see tiles.py) is a range of tiles with its own softmax state. The first part merges its work items;
+// every other work item is stored separately, and the warp that finishes last merges all of them, from left
+// to right.
 //
-// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (of keys), GROUP (query heads
+// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
 // for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two), COLUMNS (8 | 16: at least the rows
 // of a request), SLOTS, QUERY_BYTES (of shared memory; 0: queries stay in registers), UNIT (tiles
-// of the first units), K_SCALE, V_SCALE, STATIC.
-// Grid: parts, KV heads, requests. One warp a block.
+// of the first work items), K_SCALE, V_SCALE, STATIC.
+// Grid: parts, KV heads, requests. One warp per block.
 
 #include "ops/paged_attention/batch_state.cuh"
 #include "ops/paged_attention/output.cuh"
 
-// How many warps were here before; what they stored may be read.
+// The number of warps that arrived before; what they stored may be read.
 DEVICE int arrive_at(int* counter) {
   int before = 0;
   __syncwarp();
@@ -34,7 +35,7 @@ DEVICE int arrive_at(int* counter) {
   return before;
 }
 
-DEVICE int next_unit(int tile) {  // the first tile at or behind this one that starts a unit
+DEVICE int next_unit(int tile) {  // the first tile, from this one on, that starts a work item
   const int size = tile < 16 ? 1 : 1 << (highest_bit(tile) - 3);
   return (tile + size - 1) & -size;
 }
@@ -84,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(32, 4)
     ++copied;
     slot_in = slot_in + 1 == SLOTS ? 0 : slot_in + 1;
   };
-  const auto arrive = [&] {  // of the oldest slot; the one used before is free
+  const auto arrive = [&] {  // waits for the oldest slot; the slot used before it is free
     wait_for_copies<SLOTS - 2>();
     __syncwarp();
     copy_next();
@@ -167,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(32, 4)
     if (lane == 0) counters[group] = 0;
     const int num_entries = 1 + count_units(tiles) - count_units(first_end);
     merged.load(entries);
-    unit.load(entries + entry_floats);  // there is room for it, also where it is not used
+    unit.load(entries + entry_floats);  // there is room for it even if it is not used
 #pragma unroll 1
     for (int i = 1; i < num_entries; ++i) {
       State next;

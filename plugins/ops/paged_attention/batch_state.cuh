@@ -1,9 +1,9 @@
-// The state of a unit in a warp of batch.cu, and how a tile is taken into it.
+// The state of a work item (`unit`) in a warp of batch.cu, and how a tile is added to it.
 #pragma once
 
 #include "ops/paged_attention/batch_warp.cuh"
 
-// A unit, or what is merged so far. Sums 0 and 2 of a block are of column 2 (lane % 4), 1 and 3 of
+// A work item, or what has been merged so far. Sums 0 and 2 of a block are of column 2 (lane % 4), 1 and 3 of
 // the next; `largest` is of both, `total` of the one of them that the lane sums up.
 template <int N>
 struct StateOf {  // N blocks of 16 dimensions
@@ -19,7 +19,7 @@ struct StateOf {  // N blocks of 16 dimensions
     }
   }
 
-  // One unit more to the right.
+  // Appends the next work item to the right.
   DEVICE void append(const StateOf& unit) {
     const bool is_odd = lane_id() & 4;
 #pragma unroll
@@ -42,9 +42,9 @@ struct StateOf {  // N blocks of 16 dimensions
     }
   }
 
-  static constexpr int FLOATS = COLUMN_BLOCKS * (N * 4 + 3);  // of a lane
+  static constexpr int FLOATS = COLUMN_BLOCKS * (N * 4 + 3);  // per lane
 
-  // All of it in the order of the lanes, each time a line of 32.
+  // The whole state in lane order, 32 values per line.
   template <class Use>
   DEVICE void each(const Use& use) {
 #pragma unroll
@@ -68,7 +68,7 @@ struct StateOf {  // N blocks of 16 dimensions
 };
 typedef StateOf<STEPS> State;
 
-// Logits to weights, and what was summed before scaled to them. last[n][c]: the last key of the
+// Converts logits to weights, and rescales earlier sums to the same base. last[n][c]: the last key of the
 // tile that a column sees.
 template <int N>
 DEVICE void soften(StateOf<N>& state, Logits& logits, u32 (&weights)[COLUMN_BLOCKS][BLOCKS][2],
@@ -120,7 +120,7 @@ DEVICE void soften(StateOf<N>& state, Logits& logits, u32 (&weights)[COLUMN_BLOC
     sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 16));
     sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 8));
     state.total[n] = __fmaf_rn(state.total[n], is_odd ? fade[1] : fade[0], sum);
-    if (is_first) continue;  // there is nothing to scale
+    if (is_first) continue;  // there is nothing to rescale
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) {
       float& x = state.sums[n][i / 4][i % 4];

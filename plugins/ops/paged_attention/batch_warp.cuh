@@ -1,4 +1,4 @@
-// What a warp of batch.cu does with a tile: copy it and multiply. units.cuh says where tiles lie.
+// What a warp of batch.cu does with a tile: copy it and multiply. units.cuh says where tiles are stored.
 //
 // Products are mma.sync with the tile as left operand, 16 keys (or 16 dimensions of the values)
 // high, and the rows of queries as its 8 columns. A column's bits are those of a row of the wgmma
@@ -21,8 +21,8 @@ static_assert(COLUMNS % 8 == 0, "columns of a product");
 
 // ---- tiles in shared memory ----
 
-// Where a chunk of a key lies: chunks of eight keys that are read together fall on all banks. So
-// another chunk is a matter of `^ (chunk << 4)`, and keys a multiple of 16 on lie as far on.
+// The address of a chunk of a key: chunks of eight keys that are read together fall on all banks. The address
+// of another chunk is that `^ (chunk << 4)`, and keys a multiple of 16 further have addresses as far apart.
 DEVICE int place(int key, int chunk) {
   if (LINE == 64) return key / 2 * 128 + (((key % 2 * 4 + chunk) ^ (key / 2 % 8)) << 4);
   return key * LINE + ((chunk ^ (key % 8)) << 4);
@@ -43,13 +43,13 @@ DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Copies tiles into a ring of slots, keys and values in turn.
+// Copies tiles into a ring of slots, keys and values alternately.
 struct Copier {
   const KV_TYPE::Storage* source;  // the lane's chunk of the first key of the head's page 0
   const int* table;
   int num_entries;      // of the table that the request uses
   int limit;            // keys
-  int first, now, next;  // 32 entries from `first` on, and those behind them, a lane each
+  int first, now, next;  // 32 entries from `first` on, and the next 32, one per lane
 
   // The first entries, read before the request's length is known; `stride`: entries of the table.
   DEVICE int guess(int tile, int stride) const {
@@ -64,7 +64,7 @@ struct Copier {
     at += lane_id();
     return at < num_entries ? load_int(table + at) : 0;
   }
-  // Tiles come in order.
+  // Tiles are copied in order.
   DEVICE void copy(u32 slot, int tile, bool is_values) {
     const int at = tile / TILES_PER_PAGE * TILE_PAGES;
     if (at >= first + 32) {
@@ -92,8 +92,8 @@ struct Copier {
   }
 };
 
-// Four matrices of 8 keys by 16 bytes: keys 0 to 7, 8 to 15, and both again one chunk on. `lane_at`
-// is where the lane's row of the first of them lies.
+// Four matrices of 8 keys by 16 bytes: keys 0 to 7, 8 to 15, and both again one chunk further. `lane_at`
+// is the address of the lane's row of the first of them.
 DEVICE u32 lane_place() { return place(lane_id() % 16, lane_id() / 16); }
 DEVICE void load_matrices(u32 (&x)[4], u32 lane_at, int block, int chunk) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -119,11 +119,11 @@ DEVICE u32 transpose(u32 x) {  // of an 8 x 8 matrix of 16-bit numbers
   return y;
 }
 
-// ---- numbers as the products take them ----
+// ---- conversion to the operand types of products ----
 
 // Bytes 0 and 1, and bytes 2 and 3, as two pairs of float16.
 template <class Type>
-struct Widen {  // 16-bit numbers are taken as they are
+struct Widen {  // 16-bit values need no conversion
   static DEVICE void pairs(u32, u32&, u32&) {}
 };
 template <>
@@ -164,7 +164,7 @@ struct Multiply;
 MULTIPLY(BF16, "bf16.bf16")
 MULTIPLY(FP16, "f16.f16")
 
-// The dimensions that a lane holds of step i of queries: two pairs. Bytes come four to a lane.
+// The dimensions that a lane holds of step i of queries: two pairs. With 8-bit types a lane has four adjacent.
 DEVICE int query_dimension(int i, int pair) {
   return 16 * i + lane_id() % 4 * (IS_BYTE ? 4 : 2) + pair * (IS_BYTE ? 2 : 8);
 }
@@ -174,7 +174,7 @@ DEVICE int value_dimension(int i, int half) {
   return 16 * i + (IS_BYTE ? 2 * row + half : row + 8 * half);
 }
 
-// Both pairs of every step of a lane's queries: in registers, or where these are too few in shared
+// Both pairs of every step of a lane's queries: in registers or, if these are too few, in shared
 // memory.
 template <bool IS_SHARED>
 struct QueriesIn {
@@ -275,7 +275,7 @@ DEVICE void multiply_values(SumsOf<N>& sums, const u32 (&weights)[COLUMN_BLOCKS]
 #pragma unroll
       for (int half = 0; half < (IS_BYTE && N > 1 ? 2 : 1); ++half) {
         u32 a[4];
-        if (IS_BYTE) {  // a lane has two dimensions of two keys: bring the keys together
+        if (IS_BYTE) {  // a lane has two dimensions of two keys: pair the keys
           Widen<KV_TYPE>::pairs(__byte_perm(x[2 * half], 0, 0x3120), a[0], a[1]);
           Widen<KV_TYPE>::pairs(__byte_perm(x[2 * half + 1], 0, 0x3120), a[2], a[3]);
         } else {

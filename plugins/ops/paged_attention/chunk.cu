@@ -1,18 +1,18 @@
 // Paged attention of context chunks: many query tokens of a request against its cached keys.
 //
 // Computes the same bits as the Triton kernels of this folder (triton_state.py says how), like
-// generation.cu, whose units of tiles (unit_state.cuh) it computes for 128 rows: query tokens times the
-// query heads of one KV head.
+// generation.cu, whose work items of tiles (`unit`, unit_state.cuh) it computes for 128 rows: query tokens
+// times the query heads of one KV head.
 //
-// One persistent thread block a multiprocessor takes one item after the other (chunk_load.cuh). Four
-// warps bring keys and values, converted, through rings of STAGES tiles; two warpgroups compute 64
-// rows each. A tile's logits and the values of the tile before are products that start together, and
-// what one warpgroup does between them hides behind those of the other.
+// Each persistent thread block (one per multiprocessor) processes one item after another: a block of query
+// tokens for one KV head (chunk_load.cuh). Four warps load and convert keys and values through rings of STAGES
+// tiles; two warpgroups compute 64 rows each. The logits of a tile and the values of the previous tile are
+// products that start together, and what one warpgroup does between them overlaps with those of the other.
 //
-// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (of keys), GROUP (query heads
+// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
 // for each), SIZE (of a head, a multiple of 64), TOKENS_PER_BLOCK (a power of two), STAGES, UNIT,
 // K_SCALE, V_SCALE, STATIC.
-// Grid: no more than one a multiprocessor. `counter` is zero before and after.
+// Grid: at most one per multiprocessor. `counter` is zero before and after.
 
 #include "ops/paged_attention/chunk_load.cuh"
 #include "ops/paged_attention/output.cuh"
@@ -24,7 +24,7 @@ DEVICE int row_of(int r) {
   return (thread - THREADS) / 32 * 16 + thread % 32 / 4 + 8 * r;
 }
 
-// Appends a unit's values and states to what lies left of it.
+// Appends a work item's values and states to what has been merged to the left of it.
 DEVICE void merge(State& all, const float (&acc)[SIZE / 2], const float (&largest)[2],
                   const float (&total)[2]) {
   float left[2], right[2];
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
   }
   __syncthreads();
   wait_for_dependencies();
-  if (threadIdx.x < THREADS) {  // leave registers to those that compute, of 504 three times 168
+  if (threadIdx.x < THREADS) {  // leave registers to the warps that compute: 504 are three times 168
     asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
     const Step step = {position_ids, cu_q,         kv_lens,   block_tables,
                        table_stride, num_requests, min_tokens};
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
       softening.weigh(s, weights, scale);
       softening.add_weights(unit);
     };
-    bool is_first = true;  // tile of its unit
+    bool is_first = true;  // tile of its work item
     const auto multiply_keys = [&] {
       wait_for_operand(shared.full_keys(keys.slot), keys.parity);
       start_logits(s, queries, shared.keys(keys.slot));
@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
       product_wait<1>();
       release_keys();
       is_first = tile == unit_end;
-      float largest[2], total[2];  // of the unit whose values are being added
+      float largest[2], total[2];  // of the work item whose values are being added
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = unit.largest[r], total[r] = unit.total[r];
       if (is_first) {
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
     product_wait<0>();
     release_values();
     merge(all, unit.acc, unit.largest, unit.total);
-    // Read here: held through the loop, they would take registers from it.
+    // Read here, because keeping them through the loop would cost registers.
     const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
     const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
     store(all, item, out, value_scale, quanta);

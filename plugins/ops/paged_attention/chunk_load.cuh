@@ -1,4 +1,4 @@
-// What chunk.cu's first four warps do: choose what the block computes, and bring keys and values.
+// What chunk.cu's first four warps do: choose what the block computes, and load keys and values.
 #pragma once
 
 #include "ops/paged_attention/operands.cuh"
@@ -9,7 +9,7 @@ constexpr int TOKENS = 64 * WARPGROUPS / GROUP;  // of an item
 // Some query tokens of one request, for one KV head.
 struct Item {
   int head, token, rows;  // `token` counts from the step's first
-  int full_tiles, tiles;  // those before full_tiles are seen whole by all rows; 0 tiles: no item
+  int full_tiles, tiles;  // all rows see all keys of the tiles before full_tiles; 0 tiles: no item
   int limit;              // keys
 };
 
@@ -19,7 +19,7 @@ struct Request {
 };
 
 // Shared memory: queries of two items, a ring of keys and one of values, barriers, two items, the
-// block's next item, and the step's requests with one behind the last.
+// block's next item, and the step's requests plus one entry after the last.
 struct Shared {
   u32 base;
   u8* memory;
@@ -56,7 +56,7 @@ DEVICE int pages_of(int limit) { return (limit + TOKENS_PER_BLOCK - 1) / TOKENS_
 
 DEVICE void meet_loaders() { asm volatile("barrier.sync 1, 128;" ::: "memory"); }
 
-// Reads all requests; one that has fewer than min_tokens has no blocks.
+// Reads all requests; a request with fewer than min_tokens has no blocks.
 DEVICE void read_requests(const Shared& shared, const Step& step) {
   for (int i = threadIdx.x; i < step.num_requests; i += THREADS) {
     const int start = load_int(step.cu_q + i), end = load_int(step.cu_q + i + 1);
@@ -88,7 +88,7 @@ DEVICE void read_requests(const Shared& shared, const Step& step) {
   meet_loaders();
 }
 
-// The request that a block of tokens belongs to: every warp looks for itself.
+// The request that a block of tokens belongs to; every warp searches on its own.
 DEVICE int request_of(const Shared& shared, int num_requests, int block) {
   int request = 0;
 #pragma unroll 1
@@ -100,8 +100,8 @@ DEVICE int request_of(const Shared& shared, int num_requests, int block) {
   return request;
 }
 
-// Item `claim`; begins to read its first tile. Blocks at the end of a request come first: they see
-// most keys.
+// Reads item `claim` and starts to load its first tile. Blocks at the end of a request come first, because
+// they see the most keys.
 DEVICE Item find_item(const Shared& shared, const Step& step, int claim, Loader& loader) {
   const int block = shared.request(step.num_requests).first_block - 1 - claim / HEADS;
   if (block < 0) return {0, 0, 0, 0, 0, 0};
@@ -121,14 +121,14 @@ DEVICE Item find_item(const Shared& shared, const Step& step, int claim, Loader&
   return {head, token, count * GROUP, full_tiles, tiles, limit};
 }
 
-// Tells those that compute that an operand is written. They fence the proxies; here a fence would
-// wait for the loads that are on their way.
+// Tells the computing warps that an operand is written. They do the proxy fence; here a fence would
+// wait for the loads in flight.
 DEVICE void tell(u32 barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
-// Tiles that pass through registers, where they are converted, the next on its way meanwhile.
+// Tiles that are converted in registers while the next one is loaded.
 struct Converted {
   uint4 k[LOADS], v[LOADS];
 
@@ -155,7 +155,7 @@ struct Converted {
   }
 };
 
-// Tiles that are copied as they are; AHEAD of them are on their way.
+// Tiles that are copied without conversion, AHEAD of them in flight.
 struct Copied {
   static constexpr int AHEAD = 2;
 
@@ -183,7 +183,7 @@ struct Copied {
   }
 };
 
-// Queries and numbers of an item; one without tiles says that there are no more.
+// Loads queries and parameters of an item; an item without tiles means that there are no more.
 DEVICE void bring_item(const Shared& shared, const Item& item, const MODEL_TYPE::Storage* q,
                        u32 nth) {
   constexpr int PER_ROW = SIZE / 8, ROW_STEP = THREADS / PER_ROW, COUNT = 64 / ROW_STEP;
@@ -204,7 +204,7 @@ DEVICE void bring_item(const Shared& shared, const Item& item, const MODEL_TYPE:
     for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
       uint4 x[COUNT];
 #pragma unroll
-      for (int i = 0; i < COUNT; ++i) {  // a row that there is not is a copy of the last
+      for (int i = 0; i < COUNT; ++i) {  // a row past the end is a copy of the last row
         const int row = min(64 * warpgroup + first_row + i * ROW_STEP, item.rows - 1);
         const int at = (item.head * GROUP + row % GROUP) * SIZE + piece * 8;
         load_piece(x[i], q + (long long)(item.token + row / GROUP) * (HEADS * GROUP * SIZE) + at);
@@ -221,7 +221,7 @@ DEVICE void bring_item(const Shared& shared, const Item& item, const MODEL_TYPE:
   tell(shared.full_item(nth % 2));
 }
 
-DEVICE int num_blocks() {  // asked for here, not ahead, where it would take a register
+DEVICE int num_blocks() {  // queried here and not earlier, to save a register
   int blocks;
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
   return blocks;
@@ -243,7 +243,7 @@ DEVICE void bring_items(const Shared& shared, const Step& step, const MODEL_TYPE
     tiles.begin(loader, item);
     int next = 0;
     if (threadIdx.x == 0) {
-      next = atomicAdd(counter, 1);  // once for each item
+      next = atomicAdd(counter, 1);  // once per item
       if (next + 1 == shared.request(step.num_requests).first_block * HEADS) *counter = 0;
     }
     tiles.bring(shared, loader, item, ring);

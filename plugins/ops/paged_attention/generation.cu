@@ -1,32 +1,32 @@
-// Paged attention of requests with few tokens, for the shortest time from the cache to the output.
+// Paged attention of requests with few tokens, optimized for the latency from the cache to the output.
 //
 // Computes the same bits as the Triton kernels of this folder (triton_state.py says how): tiles of
-// KEYS keys at fixed positions, one online softmax per unit of tiles (tiles.py), units merged from
-// left to right. The tensor-core instruction, the order of its steps, the order of a row's sum
-// (ascending keys of a thread, then lanes 2 and 1 apart) and every fused multiply-add are those.
+// KEYS keys at fixed positions, one online softmax per work item (`unit`: a range of tiles, tiles.py), work
+// items merged from left to right. The tensor-core instruction, the order of its steps, the order of a row's
+// sum (ascending keys of a thread, then lanes 2 and 1 apart) and every fused multiply-add are the same.
 //
 // A cluster of SPLITS thread blocks has one block of query tokens of one request and KV head. Each
-// thread block takes some of the units. Every unit's state is kept apart and sent to the thread
-// blocks that own its rows, cut into chunks of 64 dimensions; an owner merges its chunks. What is
-// more than PARTS_BYTES hold goes through global memory instead.
+// thread block processes some of the work items. The state of every work item is sent to the thread
+// blocks that own its rows, divided into chunks of 64 dimensions; an owner merges its chunks. What
+// does not fit into PARTS_BYTES goes through global memory instead.
 //
-// Keys and values go from global memory to registers, all of a tile at once, are converted there
-// and stored for the tensor cores; the next tile is on its way while one is computed.
+// Keys and values are loaded from global memory to registers, a whole tile at once, converted there
+// and stored for the tensor cores; the next tile is loaded while one is computed.
 //
-// Before the kernel waits for its predecessor it reads the step's numbers, which may still be those
-// of a step before. They serve to bring the first tile to L2, and after the wait to load it at once.
-// Then they are compared with the true ones, and where they differ, all is loaded again.
+// Before the kernel waits for its predecessor it reads the step's parameters, which may still be those
+// of the previous step. They are used to prefetch the first tile to L2, and to load it right after the wait.
+// Then they are compared with the actual ones; if they differ, everything is loaded again.
 //
-// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (of keys), GROUP (query heads
+// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
 // for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two), SPLITS (an even number),
-// PARTS_BYTES, UNIT (tiles of the first units), REGISTERS (at most, a thread), K_SCALE,
+// PARTS_BYTES, UNIT (tiles of the first work items), REGISTERS (the most per thread), K_SCALE,
 // V_SCALE, STATIC.
 // Grid: SPLITS, KV heads * blocks of tokens, requests.
 
 #include "ops/paged_attention/generation_load.cuh"
 #include "ops/paged_attention/generation_merge.cuh"
 
-// What a thread block gathers in shared memory before it works.
+// What a thread block collects in shared memory before it computes.
 struct Gathered {
   Numbers numbers;
   Handover plan;
@@ -73,7 +73,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 
   Numbers numbers;
   Units units;
-  int number = 0, page = 0;  // a lane's
+  int number = 0, page = 0;  // per lane
   const auto gather = [&] {
     if (gathers) {
       number = read_number(cu_q, kv_lens, request);
@@ -122,7 +122,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     if (!__syncthreads_or(true_number != number || true_page != page)) break;
     gather();
   }
-  if (CLUSTERED) cluster_wait();  // every thread block of the cluster has its barrier
+  if (CLUSTERED) cluster_wait();  // every thread block of the cluster has initialised its barrier
   const int count = numbers.end - numbers.start, limit = numbers.limit;
   if (count > max_tokens || first_token >= count || limit <= 0) return;
 
@@ -142,7 +142,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     stage_queries(queries, x, num_rows);
     bool is_last = false;
 #pragma unroll 1
-    while (!is_last) {  // units
+    while (!is_last) {  // work items
       const int unit = units.unit;
       state.clear();
       bool ends_unit;
@@ -174,7 +174,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         softening.add_weights(state);
         softening.fade_values(state);
         start_values(state, weights, values);
-        if (!is_last) {  // into registers of the logits
+        if (!is_last) {  // into the registers of the logits
           loader.load(next.tile, k, v);
           Units after = next;
           after.next();
@@ -192,7 +192,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   const Parts all = parts();
   const Handover& plan = all.plan;
   const int owned = plan.owned(rank);
-  int* counter = counters + (blockIdx.z * gridDim.y + blockIdx.y) * 32;  // a line each
+  int* counter = counters + (blockIdx.z * gridDim.y + blockIdx.y) * 32;  // one cache line each
   if (!plan.is_shared) {
     meet_all(counter);
   } else if (owned > 0) {

@@ -1,15 +1,15 @@
-// What generation.cu reads besides keys and values: the step's numbers, and queries.
+// What generation.cu reads besides keys and values: the step's parameters, and queries.
 #pragma once
 
 #include "ops/paged_attention/generation_units.cuh"
 
-// ---- the numbers of a step ----
+// ---- the parameters of a step ----
 
 DEVICE Numbers all_numbers(int x) {
   return {__shfl_sync(~0u, x, 0), __shfl_sync(~0u, x, 1), __shfl_sync(~0u, x, 2)};
 }
 
-// Pages of one tile, a lane each; page 0 where there is none, which may be read like any other.
+// Pages of one tile, one per lane; page 0 if there is none (it can be read like any other).
 DEVICE int read_page(const int* table, int tile, int end, int num_pages) {
   const int lane = threadIdx.x % 32, entry = tile / TILES_PER_PAGE * TILE_PAGES + lane;
   int page = 0;

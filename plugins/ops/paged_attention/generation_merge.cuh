@@ -1,5 +1,5 @@
-// Units of generation.cu on their way to the thread blocks that own their rows, their merge, and
-// the output.
+// How generation.cu sends work items (`unit`) to the thread blocks that own their rows, merges them, and
+// writes the output.
 #pragma once
 
 #include "ops/paged_attention/generation_units.cuh"
@@ -11,8 +11,8 @@ DEVICE int own_row(int r) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 
 
 constexpr int CHUNK_BYTES = 256 + 8;  // 64 dimensions and the row's state
 
-// How the units of a block of rows are handed over; the same for every thread, and kept in shared
-// memory, because registers are few while tiles are computed. A chunk is 64 dimensions of a row, as
+// How the work items of a block of rows are transferred; the same for every thread, and kept in shared
+// memory to save registers while tiles are computed. A chunk is 64 dimensions of a row, as
 // 16 records of what one thread holds: dimensions 16 i + 2 j, the next one, and those 8 further, for
 // record 4 i + j. Thread block c / slots owns chunk c.
 struct Handover {
@@ -23,7 +23,7 @@ struct Handover {
 
   DEVICE void plan(int units_, int num_rows) {
     units = units_, chunks = num_rows * HALVES;
-    slots = max((chunks + SPLITS - 1) / SPLITS, 1);  // the numbers may be any before the wait
+    slots = max((chunks + SPLITS - 1) / SPLITS, 1);  // the parameters may have any value before the wait
     reciprocal = 65536 / slots + 1;
     is_shared = CLUSTERED && units * slots * CHUNK_BYTES <= PARTS_BYTES;
   }
@@ -44,7 +44,7 @@ struct Parts {
   }
   DEVICE float2* states() const { return (float2*)(records() + plan.units * plan.chunks * 16); }
 
-  // use(chunk, half, r) for each chunk of which the thread has records.
+  // Calls use(chunk, half, r) for each chunk of which the thread has records.
   template <class Use>
   DEVICE void each_chunk(const Use& use) const {
 #pragma unroll
@@ -105,7 +105,7 @@ DEVICE void meet_all(int* counter) {
   __syncthreads();
 }
 
-// The last that has met the others leaves the counter at zero.
+// The last one to arrive leaves the counter at zero.
 DEVICE void leave_all(int* counter) {
   if (threadIdx.x != 0) return;
   int left;
@@ -116,7 +116,7 @@ DEVICE void leave_all(int* counter) {
   if (left == 2 * SPLITS - 1) *counter = 0;
 }
 
-// From global memory, not from L1.
+// Reads global memory, bypassing L1.
 DEVICE void load_part(float2& state, float4& part, const float2* s, const float4* p) {
   asm volatile("ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];" : "=f"(state.x), "=f"(state.y) : "l"(s));
   asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -128,7 +128,7 @@ struct Merged {
   float largest, total;
   float acc[4];
 
-  // COUNT units from left to right; everything but the sums is computed ahead of them.
+  // Merges COUNT work items from left to right; everything except the sums is computed before them.
   static constexpr int COUNT = 8;
   DEVICE void append(const float2* state, const float4* part) {
     float left[COUNT], right[COUNT];
@@ -149,12 +149,12 @@ struct Merged {
   }
 };
 
-// One record of `units` units, `stride` chunks from each other.
+// Merges one record of `units` work items, `stride` chunks apart.
 template <bool IS_SHARED>
 DEVICE Merged merge_units(const float2* states, const float4* records, int stride, int units) {
   Merged merged = {minus_infinity(), 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
   constexpr int WIDE = SIZE == 128 && !CLUSTERED && !IS_SHARED;  // registers allow for more
-  constexpr int LOADED = (WIDE ? 2 : 1) * Merged::COUNT;         // units at once
+  constexpr int LOADED = (WIDE ? 2 : 1) * Merged::COUNT;         // work items at once
   for (int unit = 0; unit < units; unit += LOADED) {
     float2 state[LOADED];
     float4 part[LOADED];

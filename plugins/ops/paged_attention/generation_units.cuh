@@ -1,13 +1,13 @@
-// How generation.cu shares a context's units among thread blocks.
+// How generation.cu divides the work items (`unit`) of a context among thread blocks.
 #pragma once
 
 #include "ops/paged_attention/operands.cuh"
 
 constexpr int ROWS = 64;
-constexpr int SHARE = SPLITS / 2;  // thread blocks that take the last units
+constexpr int SHARE = SPLITS / 2;  // thread blocks that process the last work items
 
-// The units of one thread block of a cluster: the last SHARE units, which are half of the work, go
-// to one half of the cluster, what is left of them to the other half.
+// The work items of one thread block of a cluster: the last SHARE items, which are half of the work, go
+// to one half of the cluster, those to the left of them to the other half.
 struct Units {
   int unit, step, end, tiles;  // of the request
   int tile, unit_end;

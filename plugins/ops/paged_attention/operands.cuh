@@ -1,5 +1,5 @@
-// Keys and values on their way from the cache to the tensor cores: global memory, registers, operands
-// in shared memory. THREADS threads, the first of a block, bring a tile together.
+// Loads keys and values from the cache for the tensor cores: global memory, registers, operands
+// in shared memory. The first THREADS threads of a block load a tile together.
 #pragma once
 
 #include "ops/paged_attention/units.cuh"
@@ -8,16 +8,16 @@ constexpr int THREADS = 128;
 constexpr int HALVES = SIZE / 64;                    // operands of 64 dimensions: 128 bytes a key
 constexpr int HALF_BYTES = KEYS * 128;
 constexpr int OPERAND_BYTES = HALVES * HALF_BYTES;
-constexpr int PIECES = SIZE * KV_TYPE::bytes / 16;   // of a key, 16 bytes each
+constexpr int PIECES = SIZE * KV_TYPE::bytes / 16;   // per key, 16 bytes each
 constexpr int KEY_STEP = THREADS / PIECES;           // keys that the threads load at once
 constexpr int LOADS = KEYS / KEY_STEP;
-constexpr int STEPS = SIZE / 16;                     // of a product along the head
+constexpr int STEPS = SIZE / 16;                     // of a product along the head dimension
 constexpr bool IS_FP8 = KV_TYPE::bytes == 1;
 static_assert(KEY_STEP <= KEYS && THREADS % PIECES == 0, "a key is loaded by one pass");
 
-// The piece of a key, and the key of those loaded at once, that are the thread's. Where a key is eight
-// pieces, which become sixteen of an operand, eight neighbouring threads have four of each of two keys:
-// then what they store falls on different banks.
+// The thread's piece of a key, and its key among those loaded at once. If a key is eight pieces, which become
+// sixteen of an operand, eight adjacent threads have four pieces of each of two keys, so that
+// their stores fall on different banks.
 DEVICE int own_piece(u32 thread = threadIdx.x) {
   return IS_FP8 && PIECES == 8 ? thread % 4 + thread / 8 % 2 * 4 : thread % PIECES;
 }
@@ -25,7 +25,7 @@ DEVICE int own_key(u32 thread = threadIdx.x) {
   return IS_FP8 && PIECES == 8 ? thread / 16 * 2 + thread / 4 % 2 : thread / PIECES;
 }
 
-// What follows from x is computed here, not ahead of a loop, where it would take registers.
+// Values derived from x are computed here and not before a loop, where they would take registers.
 DEVICE void hold_back(int& x) { asm volatile("" : "+r"(x)); }
 
 DEVICE void load_piece(uint4& x, const void* from) {
@@ -34,8 +34,7 @@ DEVICE void load_piece(uint4& x, const void* from) {
                : "l"(from));
 }
 
-// A thread loads keys `key` + i KEY_STEP of a tile. Where a page holds several of them, they share
-// its number.
+// A thread loads keys `key` + i KEY_STEP of a tile. Keys in the same page share its number.
 constexpr int NUMBERS = SPAN < KEY_STEP ? LOADS : TILE_PAGES;
 
 struct Loader {
@@ -61,7 +60,7 @@ struct Loader {
       if (entry < end) pages[i] = load_int(tables + table + entry);
     }
   }
-  // All keys of a tile, also those behind the last that is written.
+  // Loads all keys of a tile, including those after the last written one.
   DEVICE void load(int tile, uint4 (&k)[LOADS], uint4 (&v)[LOADS]) const {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
@@ -70,12 +69,12 @@ struct Loader {
       load_piece(v[i], from + PAGE);
     }
   }
-  // Its keys or its values.
+  // Loads its keys or its values.
   DEVICE void load(int tile, int is_value, uint4 (&x)[LOADS]) const {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) load_piece(x[i], at(tile, i) + is_value * PAGE);
   }
-  // The same to an operand, 16-bit types; zeros from key `left` on.
+  // Copies them to an operand (16-bit types); zeros from key `left` on.
   DEVICE void copy(int tile, int is_value, u32 target, int left) const {
     const int thread = thread_from_here(), piece = own_piece(thread), key = own_key(thread);
 #pragma unroll
@@ -87,7 +86,7 @@ struct Loader {
                    : "memory");
     }
   }
-  // Bring a tile as far as L2. What others may still write does no harm there.
+  // Prefetches a tile to L2. Data that other blocks may still write does no harm there.
   DEVICE void prefetch(int tile) const {
     constexpr int SHARERS = PIECES < 8 ? PIECES : 8;  // pieces of one line
     if (own_piece() % SHARERS != 0) return;
@@ -109,7 +108,7 @@ struct Loader {
   }
 };
 
-// Zeros for the keys of a tile from `left` on: no weight makes a number of a NaN.
+// Zeros for the keys of a tile from `left` on: a NaN times a weight of zero would still be a NaN.
 DEVICE void clear_from(uint4 (&x)[LOADS], int left) {
   if (left >= KEYS) return;
   const int key = own_key(thread_from_here());
@@ -119,7 +118,7 @@ DEVICE void clear_from(uint4 (&x)[LOADS], int left) {
   }
 }
 
-// Four bytes as four float16.
+// Converts four bytes to four float16.
 DEVICE void widen(u32 x, u32& low, u32& high) {
   asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\n"
       "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
@@ -133,7 +132,7 @@ DEVICE void store_shared(u32 address, u32 a, u32 b, u32 c, u32 d) {
                : "memory");
 }
 
-// Pieces of a tile as an operand: 128 bytes a key, 16-byte parts swizzled.
+// Stores pieces of a tile as an operand: 128 bytes a key, 16-byte parts swizzled.
 DEVICE void stage(u32 target, const uint4 (&x)[LOADS]) {
   const int thread = thread_from_here(), piece = own_piece(thread), key = own_key(thread);
 #pragma unroll

@@ -1,9 +1,9 @@
-// What a kernel writes: sums divided by weights, of the model's type, quantized if asked.
+// The output of a kernel: sums divided by weights, in the model type or quantized.
 #pragma once
 
 #include "backends/cuda/sm90/hopper.cuh"
 
-// Two neighbouring numbers of a row, whose sums are to be multiplied by `factor`.
+// Two adjacent values of a row; their sums are multiplied by `factor`.
 DEVICE u32 finish_pair(float low, float high, float factor, float quanta) {
   // + 0: no negative zeros
   const u32 pair =

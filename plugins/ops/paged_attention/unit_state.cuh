@@ -1,4 +1,4 @@
-// The state of a unit in generation.cu and chunk.cu, and how a tile is taken into it.
+// The state of a work item (`unit`) in generation.cu and chunk.cu, and how a tile is added to it.
 #pragma once
 
 #include "ops/paged_attention/operands.cuh"
@@ -35,7 +35,7 @@ struct Attention;
 ATTENTION(BF16, ".bf16.bf16")
 ATTENTION(FP16, ".f16.f16")
 
-// Rows of 128 bytes are keys here, and the product runs along them: HALVES operands side by side.
+// Here rows of 128 bytes are keys, and the product runs along them: HALVES operands side by side.
 DEVICE u64 transposed_operand(u32 address) {
   return u64((address & 0x3FFFF) >> 4) | (u64(HALF_BYTES >> 4) << 16) | (u64(1024 >> 4) << 32) |
          (u64(1) << 62);
@@ -43,7 +43,7 @@ DEVICE u64 transposed_operand(u32 address) {
 
 DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- the state of a unit ----
+// ---- the state of a work item ----
 
 struct State {
   float largest[2], total[2];
@@ -60,13 +60,13 @@ struct State {
   }
 };
 
-// How a tile is taken into a unit, for each of a thread's rows.
+// How a tile is added to a work item, for each of a thread's rows.
 struct Softening {
   float base[2];  // of the exponents
-  float fade[2];  // of what was summed before
+  float fade[2];  // factor for earlier sums
   float sum[2];   // of the thread's weights
 
-  // MASKED: columns of the tile behind the row's `seen` are not visible.
+  // MASKED: columns of the tile after the row's `seen` are not visible.
   template <bool MASKED>
   DEVICE void find_base(State& state, float (&s)[32], const int (&seen)[2], float scale) {
     float top[2];

@@ -1,11 +1,12 @@
-// Where a context is cut, and what follows from the macros that generation.cu and batch.cu share.
+// How a context is divided into work items (`unit`), and what follows from the macros that generation.cu and
+// batch.cu share.
 #pragma once
 
 #include "backends/cuda/sm90/hopper.cuh"
 
 constexpr int KEYS = 64;
 constexpr long long PAGE = (long long)HEADS * TOKENS_PER_BLOCK * SIZE;  // elements of a page's keys
-constexpr int SPAN = TOKENS_PER_BLOCK < KEYS ? TOKENS_PER_BLOCK : KEYS;  // of one page in a tile
+constexpr int SPAN = TOKENS_PER_BLOCK < KEYS ? TOKENS_PER_BLOCK : KEYS;  // keys of one page in a tile
 constexpr int TILE_PAGES = KEYS / SPAN, TILES_PER_PAGE = TOKENS_PER_BLOCK / SPAN;
 static_assert(UNIT == 1, "the first 16 units are one tile each");
 static_assert(TILE_PAGES <= 32, "a warp reads a tile's pages at once");
@@ -18,7 +19,7 @@ template <class A, class B>
 struct Either<false, A, B> {
   typedef B Type;
 };
-typedef Either<KV_TYPE::bytes == 1, FP16, MODEL_TYPE>::Type Inner;  // of the products' operands
+typedef Either<KV_TYPE::bytes == 1, FP16, MODEL_TYPE>::Type Inner;  // type of the products' operands
 
 template <class A, class B>
 struct Same {
@@ -28,9 +29,9 @@ template <class A>
 struct Same<A, A> {
   static constexpr bool value = true;
 };
-constexpr bool NARROWS = !Same<Inner, MODEL_TYPE>::value;  // queries, to float16
+constexpr bool NARROWS = !Same<Inner, MODEL_TYPE>::value;  // queries are converted to float16
 
-// Two queries as the tensor cores take them.
+// Converts two query values to the type of the tensor core operands.
 DEVICE u32 to_inner(u32 pair) {
   if (!NARROWS) return pair;
   const float low = MODEL_TYPE::unpack(u16(pair)), high = MODEL_TYPE::unpack(u16(pair >> 16));
@@ -39,14 +40,14 @@ DEVICE u32 to_inner(u32 pair) {
   return y;
 }
 
-// The thread's number. What follows from it is computed here, not ahead, where it would take registers.
+// The thread's index. Values derived from it are computed here and not earlier, to save registers.
 DEVICE int thread_from_here() {
   int thread = threadIdx.x;
   asm volatile("" : "+r"(thread));
   return thread;
 }
 
-DEVICE int load_int(const int* p) { return __ldcg(p); }  // not from L1: others write these
+DEVICE int load_int(const int* p) { return __ldcg(p); }  // bypasses L1: other kernels write these
 
 DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
 
@@ -73,13 +74,13 @@ DEVICE int count_units(int tiles) {
   return 16 + 8 * octave + ((last - (16 << octave)) >> (octave + 1)) + 1;
 }
 
-// What a step says of one request.
+// The step parameters of one request.
 struct Numbers {
   int start, end, limit;  // its tokens, its keys
 };
 
-// One warp reads them for its block, a lane each: every block reads the same few lines, and L2 serves
-// the requests for a line one by one.
+// One warp reads them for its block, one per lane: every block reads the same few lines, and L2 serves
+// the requests for one line one after another.
 DEVICE int read_number(const int* cu_q, const int* kv_lens, int request) {
   const int lane = threadIdx.x % 32;
   int x = 0;

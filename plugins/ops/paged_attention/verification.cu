@@ -1,22 +1,22 @@
-// Paged attention of few tokens, as of a verification: ROWS of a request's rows in a thread block.
+// Paged attention of few tokens, as in a verification: ROWS of a request's rows in a thread block.
 //
 // Computes the same bits as the Triton kernels of this folder (triton_state.py says how), with the
 // products of batch.cu. A cluster of SPLITS thread blocks has ROWS query rows of one request and KV
-// head. Each block takes UNITS units at once, a warp each. Then it merges them from left to right, a
-// few dimensions of a row to a thread, and hands what it has on to the block with the next units;
-// the last one stores it. So all that blocks exchange is one state.
+// head. Each block processes UNITS work items (`unit`: a range of tiles, tiles.py) at once, one per warp. It
+// then merges them from left to right, a few dimensions of a row per thread, and passes the merged state to
+// the block with the next work items; the last block stores the result. So blocks exchange only one state.
 //
-// Before the kernel waits for its predecessor it reads the step's numbers, which may still be those
-// of a step before, and copies tiles whose tokens are all of earlier steps. These are complete: what
-// writes the cache lets other kernels start only after its own wait (WRITES_CACHE in epilogue.cuh).
-// After the wait the numbers are compared with the true ones; where they differ, all is loaded again.
+// Before the kernel waits for its predecessor it reads the step's parameters, which may still be those
+// of the previous step, and copies tiles whose tokens are all of earlier steps. These tiles are complete: a
+// kernel that writes the cache lets later kernels start only after its own wait (WRITES_CACHE in epilogue.cuh).
+// After the wait the parameters are compared with the actual ones; if they differ, everything is loaded again.
 //
-// With more than eight units to a block, the second tile of a unit is copied at once, too, if the unit
-// SPARE further on has none and leaves its place.
+// With more than eight work items per block, the second tile of a work item is also copied at once if the work
+// item SPARE further has none and its slot is free.
 //
-// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (of keys), GROUP (query heads
+// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
 // for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two, at least 8), ROWS (8 | 16), UNITS,
-// SPLITS, SHARED_BYTES, UNIT (tiles of the first units), K_SCALE, V_SCALE, STATIC.
+// SPLITS, SHARED_BYTES, UNIT (tiles of the first work items), K_SCALE, V_SCALE, STATIC.
 // Grid: SPLITS, KV heads * blocks of rows, requests.
 
 #include "ops/paged_attention/verification_merge.cuh"
@@ -45,11 +45,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Numbers numbers = {0, 0, 0};
   TileCopier copier(cache, head, table);
   const int first_unit = rank * UNITS + warp, first_tile = unit_start(first_unit);
-  bool has_second = false;  // a second tile in its unit, and a slot that no unit takes
+  bool has_second = false;  // its work item has a second tile, and a slot is unused
   const auto is_old = [&](int tile) {  // all its tokens are of earlier steps
     return (tile + 1) * KEYS <= numbers.limit - (numbers.end - numbers.start);
   };
-  const auto bring = [&](bool old) {  // the first tiles that are old, or those that are not
+  const auto bring = [&](bool old) {  // loads the first tiles that are old, or those that are not
     if (is_old(first_tile) == old) copier.bring(keys, first_tile, gathered.pages, rank);
     if (has_second && is_old(first_tile + 1) == old) {
       copier.bring(keys + SPARE * (2 * TILE_BYTES), first_tile + 1, gathered.pages, rank);
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int from = numbers.start + first_token;  // token
     First now;
     int position = 0;  // of the lane's row
-    if (warp == 0) {   // asked for together with the queries, and used after them
+    if (warp == 0) {   // requested together with the queries, and used after them
       now.read(cu_q, kv_lens, request, table, rank, table_stride);
       const int token = from + lane / GROUP;
       if (lane < num_rows && u32(token) < u32(num_tokens)) position = load_int(position_ids + token);
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wait_for_copies<0>();
     gather();
   }
-  cluster_wait();  // every thread block of the cluster has its barrier
+  cluster_wait();  // every thread block of the cluster has initialised its barrier
   const int count = numbers.end - numbers.start, limit = copier.limit;
   if (count > max_tokens || first_token >= count || limit <= 0) {
     wait_for_copies<0>();
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (goes_on && !has_second) {
           copier.copy(keys, next, 0);
         } else {
-          commit_copies();  // as many as where a tile follows
+          commit_copies();  // the same number of groups as if a tile followed
         }
         int last[COLUMN_BLOCKS][2];
 #pragma unroll
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         merged.send(shared, rank + 1 == SPLITS ? 0 : rank + 1);
       }
     }
-    if (next_unit - warp < units) {  // the block's next units: their tiles come where parts were
+    if (next_unit - warp < units) {  // the block's next work items: their tiles overwrite the parts
       __syncthreads();
       copier.copy(keys, tile, 0);
       copier.copy(keys + TILE_BYTES, tile, 1);

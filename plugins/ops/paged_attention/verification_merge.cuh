@@ -1,26 +1,26 @@
-// Where the thread blocks of verification.cu put units, their merge, and the output.
+// Where the thread blocks of verification.cu store work items (`unit`), how they merge them, and the output.
 #pragma once
 
 #include "ops/paged_attention/output.cuh"
 #include "ops/paged_attention/verification_tiles.cuh"
 
 constexpr int ROW_BYTES = SIZE * 4;
-constexpr int WIDTH = SIZE / 32;        // dimensions of a lane
+constexpr int WIDTH = SIZE / 32;        // dimensions per lane
 DEVICE constexpr int power_of_two(int most) {  // the largest up to `most`
   return most < 2 ? 1 : 2 * power_of_two(most / 2);
 }
 constexpr int MERGERS = power_of_two(WARPS < ROWS ? WARPS : ROWS);  // warps
 constexpr int OWN_ROWS = ROWS / MERGERS;                            // of each
-constexpr int GROUP_UNITS = UNITS > 8 ? UNITS / 2 : UNITS;  // that are merged at once
+constexpr int GROUP_UNITS = UNITS > 8 ? UNITS / 2 : UNITS;  // work items that are merged at once
 constexpr int STATES_BYTES = UNITS * ROWS * 8, MESSAGE_BYTES = ROWS * (ROW_BYTES + 8);
 static_assert(ROWS % MERGERS == 0, "every merging warp has as many rows");
 static_assert(UNITS % GROUP_UNITS == 0, "whole groups");
 static_assert(ROWS * ROW_BYTES <= 2 * TILE_BYTES, "a unit lies where its tiles were");
 
 struct Shared {
-  u32 tiles;    // keys and values of each unit
-  u32 states;   // largest and total of each unit and row, then the factors of each in the merge
-  u32 message;  // what another block has handed on: sums, then largest and total
+  u32 tiles;    // keys and values of each work item
+  u32 states;   // largest and total of each work item and row, later their factors in the merge
+  u32 message;  // the state received from another block: sums, then largest and total
   u32 queries, barrier;
   Gathered* gathered;
 
@@ -34,7 +34,7 @@ struct Shared {
     barrier = queries + ROWS * SIZE * 2;
     gathered = (Gathered*)(memory + BYTES);
   }
-  // Sums of a row of a unit.
+  // Sums of a row of a work item.
   DEVICE u32 sums(int nth, int row) const { return tiles + 2 * nth * TILE_BYTES + row * ROW_BYTES; }
   DEVICE u32 state(int nth, int row) const { return states + (nth * ROWS + row) * 8; }
   DEVICE u32 factors(int nth, int row) const { return state(nth, row) + STATES_BYTES; }
@@ -64,7 +64,7 @@ DEVICE void load_floats(Floats<4>& y, u32 from) {
                : "r"(from)
                : "memory");
 }
-// Into another block's shared memory, counted by that block's barrier.
+// Stores to another block's shared memory, counted by that block's barrier.
 DEVICE void send_floats(u32 to, u32 barrier, const Floats<2>& y) {
   store_remote_pair(to, barrier, y.x[0], y.x[1]);
 }
@@ -72,13 +72,13 @@ DEVICE void send_floats(u32 to, u32 barrier, const Floats<4>& y) {
   store_remote(to, barrier, y.x[0], y.x[1], y.x[2], y.x[3]);
 }
 
-// Where `offset` bytes of a row lie, such that rows that are stored at once fall on all banks.
+// The address of byte `offset` of a row, such that rows that are stored at once fall on all banks.
 DEVICE int turned(int row, int offset) {
   const int turn = IS_BYTE ? row / 2 % 2 * 64 : row / 2 % 4 * 32;
   return offset / 128 * 128 + (offset % 128 ^ turn);
 }
 
-// A warp's unit.
+// Stores a warp's work item.
 DEVICE void store_unit(const Shared& shared, const State& state) {
   const int thread = thread_from_here(), lane = thread % 32, nth = thread / 32;
 #pragma unroll
@@ -95,7 +95,7 @@ DEVICE void store_unit(const Shared& shared, const State& state) {
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
         const float first = state.sums[n][i][c], second = state.sums[n][i][c + 2];
-        if (IS_BYTE) {  // dimensions side by side
+        if (IS_BYTE) {  // adjacent dimensions
           store_floats(to + turned(row, i * 64), {first, second});
         } else {  // or 8 apart
           store_float(to + turned(row, i * 64), first);
@@ -111,7 +111,7 @@ struct Output {
   float value_scale, quanta;
 };
 
-// What a unit adds to a warp's rows, of a lane's dimensions.
+// What a work item contributes to a warp's rows, for a lane's dimensions.
 struct Part {
   Pairs states;  // largest, total
   Floats<WIDTH> sums[OWN_ROWS];
@@ -143,15 +143,16 @@ struct Merged {
       for (int d = 0; d < WIDTH; ++d) sums[i].x[d] = 0.0f;
     }
   }
-  // The block's units from left to right, behind what another block hands on. Everything that needs
-  // no other block is done before the wait for it. Each lane finds the factors of one unit and row.
+  // Merges the block's work items from left to right, after the state received from another block. Everything
+  // that does not need the other block is done before the wait for it. Each lane computes the factors of one
+  // work item and row.
   DEVICE void append(const Shared& shared, int units, bool has_before, u32 parity) {
-    constexpr int SPAN = power_of_two(2 * UNITS - 1);  // lanes for the units of a row
+    constexpr int SPAN = power_of_two(2 * UNITS - 1);  // lanes for the work items of a row
     static_assert(OWN_ROWS * SPAN <= 32, "a lane for each factor");
     const int nth = lane % SPAN, own = lane / SPAN % OWN_ROWS;
     Floats<2> unit = {minus_infinity(), 0.0f};
     if (nth < units) load_floats(unit, shared.state(nth, row + own));
-    float so_far = unit.x[0];  // the largest of this unit and those before it
+    float so_far = unit.x[0];  // the largest of this work item and those before it
 #pragma unroll
     for (int d = 1; d < UNITS; d *= 2) {
       const float other = __shfl_up_sync(~0u, so_far, d, SPAN);
@@ -227,7 +228,7 @@ struct Merged {
       load_floats(sums[i], shared.message + (row + i) * ROW_BYTES + lane * (WIDTH * 4));
       load_floats(state[i], shared.message + ROWS * ROW_BYTES + (row + i) * 8);
     }
-    if (threadIdx.x == 0) barrier_expect(shared.barrier, MESSAGE_BYTES);  // the next
+    if (threadIdx.x == 0) barrier_expect(shared.barrier, MESSAGE_BYTES);  // the next state
   }
   // `at`: of the first token, in heads.
   DEVICE void store(const Output& output, int num_rows, long long at) const {

@@ -1,4 +1,4 @@
-// What verification.cu reads: the step's numbers, tiles of keys and values, queries.
+// What verification.cu reads: the step's parameters, tiles of keys and values, queries.
 #pragma once
 
 #define COLUMNS ROWS  // of a warp: each has all rows
@@ -8,22 +8,22 @@
 constexpr int WARPS = UNITS, THREADS = 32 * WARPS;
 constexpr int FIRST_TILES = unit_start(SPLITS * UNITS) - unit_start((SPLITS - 1) * UNITS);
 constexpr int FIRST_PAGES = FIRST_TILES * KEYS / TOKENS_PER_BLOCK + (TOKENS_PER_BLOCK > KEYS);
-constexpr int SPARE = UNITS == 12 ? 4 : UNITS == 10 ? 2 : UNITS;  // units from one to that whose place it may take
+constexpr int SPARE = UNITS == 12 ? 4 : UNITS == 10 ? 2 : UNITS;  // work items from one to the one whose slot its second tile may use
 constexpr int PAGE_LOADS = (FIRST_PAGES + 31) / 32;
 static_assert(SPLITS > 1, "the block before hands on what is merged");
 static_assert(ROWS <= 32, "a lane reads the position of a row");
 
-// What a thread block gathers in shared memory before it works.
+// What a thread block collects in shared memory before it computes.
 struct Gathered {
   alignas(8) int seen[ROWS];  // the last key that a row sees
   Numbers numbers;
-  int pages[FIRST_PAGES];  // of the block's first units, from first_page() on
+  int pages[FIRST_PAGES];  // of the block's first work items, from first_page() on
   float value_scale, quanta;
 };
 
 DEVICE int first_page(int rank) { return unit_start(rank * UNITS) * KEYS / TOKENS_PER_BLOCK; }
 
-// The numbers as a warp reads them for its block.
+// The step parameters as a warp reads them for its block.
 struct First {
   int number, pages[PAGE_LOADS];
 
@@ -38,7 +38,7 @@ struct First {
       if (is_used) pages[i] = load_int(table + entry + 32 * i);
     }
   }
-  // Behind a request's last page there may be anything.
+  // The entries after a request's last page are undefined.
   DEVICE void give(Gathered& to, int num_pages) const {
     const int lane = lane_id();
     if (lane < 3) ((int*)&to.numbers)[lane] = number;
@@ -68,13 +68,13 @@ struct TileCopier {
     source = cache + head * (TOKENS_PER_BLOCK * SIZE) + lane / CHUNKS * SIZE +
              lane % CHUNKS * (16 / KV_TYPE::bytes);
   }
-  DEVICE void take_pages(const int* first, int tile, int rank) {  // of a tile of the first units
+  DEVICE void take_pages(const int* first, int tile, int rank) {  // of a tile of the first work items
 #pragma unroll
     for (int i = 0; i < TILE_PAGES; ++i) {
       pages[i] = first[tile * KEYS / TOKENS_PER_BLOCK - first_page(rank) + i];
     }
   }
-  // Keys and values of a tile of the block's first units.
+  // Copies keys and values of a tile of the block's first work items.
   DEVICE void bring(u32 slot, int tile, const int* first, int rank) {
     take_pages(first, tile, rank);
     copy(slot, tile, 0);
@@ -92,7 +92,7 @@ struct TileCopier {
     const int inside = TILES_PER_PAGE > 1 ? tile % TILES_PER_PAGE * (KEYS * SIZE) : 0;
     return source + pages[nth] * (2 * PAGE) + is_value * PAGE + inside;
   }
-  // Keys or values; nothing, but counted, for a tile behind the last.
+  // Copies keys or values; for a tile after the last one nothing is copied, but it is counted.
   DEVICE void copy(u32 slot, int tile, int is_value) const {
     const int key = lane_id() / CHUNKS, left = limit - tile * KEYS;
     if (left > 0) {
@@ -116,7 +116,7 @@ struct TileCopier {
   }
 };
 
-// Queries of all rows as the products take them, each warp a part; zeros where there are none.
+// Queries of all rows in the layout of the products, each warp a part; zeros for missing rows.
 DEVICE void stage_queries(u32 target, const MODEL_TYPE::Storage* q, int token, int head,
                           int num_rows, int num_tokens) {
   constexpr int LINES = ROWS / 8 * STEPS, OWN = (LINES + WARPS - 1) / WARPS;

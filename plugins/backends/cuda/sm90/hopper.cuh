@@ -1,5 +1,5 @@
-// What Hopper offers below CUDA C++: barriers, bulk copies, tensor maps, warpgroup products, and
-// conversions. Needs no header of the CUDA toolkit. PTX ISA 8.x names every instruction used.
+// Wrappers for Hopper's PTX instructions: barriers, bulk copies, tensor maps, warpgroup products (wgmma),
+// and conversions. Needs no header of the CUDA toolkit. PTX ISA 8.x documents every instruction used.
 #pragma once
 
 typedef unsigned char u8;
@@ -17,7 +17,7 @@ DEVICE int lane_id() { return threadIdx.x % 32; }
 
 // ---- element types: storage, bytes, conversion from and to float32 ----
 
-// Conversions take two values at a time: the instruction for one runs at a sixteenth of the rate.
+// Conversions process two values at a time: the single-value instruction runs at a sixteenth of the rate.
 struct BF16 {
   typedef u16 Storage;
   static constexpr int bytes = 2;
@@ -61,7 +61,7 @@ struct E4M3 {  // saturates at 448; NaN stays NaN
   }
 };
 
-struct INT8 {  // rounds to nearest even, saturates at 127 either way; NaN becomes 0
+struct INT8 {  // rounds to nearest even, saturates at -127 and 127; NaN becomes 0
   typedef signed char Storage;
   static constexpr int bytes = 1;
   static DEVICE int whole(float x) { return max(-127, min(127, __float2int_rn(x))); }
@@ -99,7 +99,7 @@ DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-DEVICE void barrier_expect(u32 barrier, u32 bytes) {  // arrives, and waits for `bytes` more
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {  // arrives, and makes the phase wait for `bytes` more
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
@@ -167,7 +167,7 @@ DEVICE void copy_block(u32 target, const void* source, u32 bytes, u32 barrier, u
       : "memory");
 }
 
-// A box of a 2-D tensor map, from (column, row); what lies outside arrives as zeros.
+// A box of a 2-D tensor map, from (column, row); elements outside the tensor arrive as zeros.
 DEVICE void copy_box(u32 target, const TensorMap* map, int column, int row, u32 barrier,
                      u64 policy) {
   asm volatile(
@@ -240,7 +240,7 @@ DEVICE void product_wait() {
 }
 
 template <int COUNT>
-DEVICE void keep_order(float (&d)[COUNT]) {  // no use of d moves across
+DEVICE void keep_order(float (&d)[COUNT]) {  // the compiler moves no use of d across this
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }

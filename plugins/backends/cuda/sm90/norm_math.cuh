@@ -1,4 +1,4 @@
-// Arithmetic of a norm and of the quantization behind it, on pairs of the model type, with the bits of
+// Arithmetic of a norm and of the quantization after it, on pairs of the model type, with the same bits as
 // plugins/ops/rms_norm. Macros: MODEL_TYPE, HIDDEN.
 #pragma once
 
@@ -36,9 +36,9 @@ PAIRS(FP16, "f16x2", 0x1p-24f, 0x1p5f)
 typedef Pairs<MODEL_TYPE> Model;
 
 // y / scale for FP8, rounded to nearest: one residual correction of the product with the rounded
-// reciprocal, without a branch for each element. Values are first bounded where they saturate
-// anyway, because infinities have no residual. Scales near the ends of float32's range, those whose
-// bound is not normal in the model's type, and NaN divide truly.
+// reciprocal, without a branch for each element. Values are first clamped to where they saturate
+// anyway, because the correction is not defined for infinities. For scales near the ends of float32's range,
+// scales whose bound is not normal in the model's type, and NaN a true division is used.
 struct Divisor {
   float scale, inverse;
   u32 bound;  // two copies
@@ -62,7 +62,7 @@ struct Divisor {
     units({y}, out);
     return out[0];
   }
-  // Of several units at once: one branch, or they would follow each other.
+  // For several groups of elements at once: with one branch for all, they do not wait for each other.
   template <int COUNT>
   DEVICE void units(const uint4 (&y)[COUNT], uint2 (&out)[COUNT]) const {
     if (inverse == 0.0f) {
@@ -129,7 +129,7 @@ DEVICE uint4 add_units(const uint4& a, const uint4& b) {
 }
 
 // 1 / sqrt(mean square + epsilon) from the row's parts of 256 elements in shared memory: lanes hold
-// one part each and meet in butterflies.
+// one part each and combine them by butterfly shuffles.
 DEVICE float inverse_rms_of(u32 squares, float epsilon) {
   constexpr int PARTS = HIDDEN / 256;
   constexpr int FIRST_STEP = PARTS > 16 ? 16 : PARTS > 8 ? 8 : PARTS > 4 ? 4 : 2;
