@@ -11,7 +11,12 @@ from llmctl.builder.engine_format import KvCacheSpec
 from llmctl.builder.kv_cache import ALGOS as KV_ALGOS
 from llmctl.builder.models.family import ModelConfig
 from llmctl.quantize.checkpoint import Checkpoint
-from llmctl.quantize.format import CONFIG_FILE, GENERATION_CONFIG_FILE, read_json
+from llmctl.quantize.format import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    check_end_ids,
+    read_json,
+)
 
 _PACKAGES = ("llmctl", "torch", "numpy", "safetensors")
 
@@ -49,16 +54,18 @@ def pretrained_config(
             "kv_cache_quant_algo": KV_ALGOS.get(cache.dtype),
             "exclude_modules": list(info.exclude) if info else None,
         },
-        **_special_ids(checkpoint),
+        **_special_ids(checkpoint, model.vocab_size),
     }
 
 
-def _special_ids(checkpoint: Checkpoint) -> dict[str, Any]:
+def _special_ids(checkpoint: Checkpoint, vocab_size: int) -> dict[str, Any]:
     """eos, bos and pad ids: generation_config.json decides, as it does for transformers, because
     chat models list their end-of-turn ids only there. A value is an id, a list of ids or null.
+    Raises CorruptFile for others.
     """
     path = checkpoint.path / GENERATION_CONFIG_FILE
     generation = read_json(path) if path.is_file() else {}
+    check_end_ids(generation, vocab_size, str(path))
     names = ("eos_token_id", "bos_token_id", "pad_token_id")
     return {name: generation.get(name, checkpoint.config.get(name)) for name in names}
 

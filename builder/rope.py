@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmctl.errors import CorruptFile, Unsupported
+from llmctl.quantize.format import FLAG, MAX_POSITIONS, TEXT, check_fields, number, shown
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,27 @@ _REQUIRED = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+}
+# What the parameters may be. A factor below 1 would shorten what the model was trained on.
+_STRETCH, _TURNS = number(1, 1e6), number(0, 1e6)
+_NUMBERS = {
+    "factor": _STRETCH,
+    "low_freq_factor": _TURNS,
+    "high_freq_factor": _TURNS,
+    "beta_fast": _TURNS,
+    "beta_slow": _TURNS,
+    "attention_factor": number(0, 1e3, above=True),
+    "mscale": number(0, 1e3),
+    "mscale_all_dim": number(0, 1e3),
+    "original_max_position_embeddings": number(1, MAX_POSITIONS),
+}
+_FIELDS = {
+    **_NUMBERS,
+    "rope_type": TEXT,
+    "type": TEXT,
+    "truncate": FLAG,
+    "rope_theta": number(1, 1e15, above=True),
+    "partial_rotary_factor": number(0, 1, above=True),
 }
 
 
@@ -134,28 +156,35 @@ def read_rope(config: Mapping[str, Any], default_theta: float, where: str) -> Ro
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise CorruptFile(f"{where}: the RoPE parameters are not an object")
+    scaling = {name: value for name, value in scaling.items() if value is not None}
+    check_fields(scaling, _FIELDS, f"{where}: RoPE parameters")
+    nested = [name for name, value in scaling.items() if isinstance(value, dict)]
+    if nested:
+        raise Unsupported(
+            f"{where}: the RoPE parameters have others under {shown(nested[0])}; one RoPE for all "
+            "layers is supported"
+        )
     if not {"rope_type", "type"} & set(scaling) and "factor" in scaling:
         raise CorruptFile(f"{where}: the RoPE parameters have a factor and no rope_type")
-    rope_type = str(scaling.get("rope_type", scaling.get("type", "default")))
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise Unsupported(
-            f"{where}: rope_type is {rope_type!r}; supported: {', '.join(ROPE_TYPES)}"
+            f"{where}: rope_type is {shown(rope_type)}; supported: {', '.join(ROPE_TYPES)}"
         )
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise Unsupported(f"{where}: partial_rotary_factor is {partial}; only 1.0 is supported")
     theta = scaling.get("rope_theta", config.get("rope_theta"))
     theta = default_theta if theta is None else theta
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
-        raise CorruptFile(f"{where}: rope_theta is {theta!r}; a positive number is wanted")
-    numbers = {
-        key: float(value)
-        for key, value in scaling.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and key != "rope_theta"
-    }
+    numbers = {name: float(scaling[name]) for name in _NUMBERS if name in scaling}
     absent = [key for key in _REQUIRED[rope_type] if numbers.get(key, 0.0) <= 0]
     if absent:
         raise CorruptFile(f"{where}: rope_type {rope_type} lacks a positive {absent[0]}")
+    if rope_type == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
+        raise CorruptFile(
+            f"{where}: high_freq_factor is {numbers['high_freq_factor']:g}; more than "
+            f"low_freq_factor, {numbers['low_freq_factor']:g}, is wanted"
+        )
     if rope_type in ("llama3", "yarn"):
         outside = config.get("original_max_position_embeddings")
         trained = outside or numbers.get("original_max_position_embeddings")
@@ -168,5 +197,5 @@ def read_rope(config: Mapping[str, Any], default_theta: float, where: str) -> Ro
         rope_type,
         float(theta),
         tuple(sorted(numbers.items())),
-        bool(scaling.get("truncate", True)),
+        scaling.get("truncate", True),
     )

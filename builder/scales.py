@@ -24,7 +24,7 @@ from llmctl.errors import (
 )
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo
-from llmctl.quantize.format import MXFP4_BLOCK, QuantizationInfo
+from llmctl.quantize.format import MXFP4_BLOCK, QuantizationInfo, shown
 
 READ_SCHEMES = (
     "ModelOpt FP8, FP8_PER_CHANNEL_PER_TOKEN and W4A8_MXFP4_FP8, compressed-tensors FP8 (tensor or "
@@ -73,7 +73,23 @@ def find_linear_scales(checkpoint: Checkpoint, network: Network) -> dict[str, Li
         if weight in checkpoint.tensors and _is_quantized(checkpoint.info(weight), info, module):
             assert info is not None
             scales[module] = _scales_of(checkpoint, info, module)
+    _require_floats(checkpoint, network, scales)
     return scales
+
+
+def _require_floats(
+    checkpoint: Checkpoint, network: Network, scales: Mapping[str, LinearScales]
+) -> None:
+    """Raises BadTensorShape for integers where weights that are not quantized should be: they
+    would be taken for numbers of the same size."""
+    quantized = {f"{module}.weight" for module in scales}
+    sources = [source for source in network.sources.values() if isinstance(source, Rows)]
+    for name in (name for source in sources for name in source.names):
+        found = checkpoint.tensors.get(name)
+        if found is not None and name not in quantized and found.dtype not in _FLOATS:
+            raise BadTensorShape(
+                f"{name} in {found.file} is {found.dtype}; {', '.join(_FLOATS)} are read"
+            )
 
 
 def require_readable(checkpoint: Checkpoint) -> None:
@@ -90,7 +106,8 @@ def require_readable(checkpoint: Checkpoint) -> None:
     )
     if not is_readable or info.kv_cache_algo not in (None, "FP8", "INT8"):
         found = info.algo if not is_readable else f"a KV cache in {info.kv_cache_algo}"
-        activations = "" if is_readable else f" with {info.activations} activations"
+        found = shown(found).strip("'")
+        activations = "" if is_readable else f" with {shown(info.activations)} activations"
         raise UnknownQuantization(
             f"{checkpoint.path} is quantized by {info.method} as {found}{activations}; "
             f"this version builds {READ_SCHEMES}, with an FP8, INT8 or unquantized KV cache",
@@ -111,11 +128,6 @@ def _is_quantized(weight: TensorInfo, info: QuantizationInfo | None, module: str
     is_stored = weight.dtype in ("F8_E4M3", "U8")
     is_declared = _is_declared(info, module)
     if is_stored == is_declared and (not is_stored or weight.dtype == wanted):
-        if not is_stored and weight.dtype not in _FLOATS:
-            raise BadTensorShape(
-                f"{weight.name} in {weight.file} is {weight.dtype}; F32, BF16, F16 or {wanted} "
-                "is wanted"
-            )
         return is_stored
     if info is None:
         raise UnknownQuantization(

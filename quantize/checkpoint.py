@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from llmctl.quantize.format import (
     parse_json,
     read_json,
     read_quantization,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ DTYPES = {
     "BOOL": ("bool", 1),
 }
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+MAX_NAME_BYTES = 255  # of a file, on every file system there is
+MAX_DIMENSIONS = 8  # of a tensor; weights have two
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -169,10 +173,20 @@ class Checkpoint:
 
 
 def _read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor the folder offers, found as transformers finds it: one file, or an index."""
+    """Every tensor the folder offers, found as transformers finds it: one file, or an index. Where
+    both are there they must tell of the same tensors."""
+    has_index = (folder / INDEX_FILE).is_file()
     if (folder / SINGLE_FILE).is_file():
-        return read_header(folder / SINGLE_FILE)
-    if (folder / INDEX_FILE).is_file():
+        tensors = read_header(folder / SINGLE_FILE)
+        indexed = _read_indexed(folder) if has_index else tensors
+        if indexed != tensors:
+            raise CorruptFile(
+                f"{folder} has {SINGLE_FILE} with {len(tensors)} tensors and {INDEX_FILE} that "
+                f"places {len(indexed)} elsewhere; one of the two is wanted",
+                fix="remove the one that does not belong to this model",
+            )
+        return tensors
+    if has_index:
         return _read_indexed(folder)
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
     if pickles and not any(folder.glob("*.safetensors")):
@@ -195,15 +209,18 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
     tensors = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise CorruptFile(f"{index} places {name} in {shard!r}; a file name is wanted")
+            raise CorruptFile(f"{index} places {name} in {shown(shard)}; a file name is wanted")
         # A link of that name inside the folder is fine (the Hugging Face cache is made of them).
-        if shard != Path(shard).name or "\\" in shard or "\0" in shard:
+        is_name = shard == Path(shard).name and len(os.fsencode(shard)) <= MAX_NAME_BYTES
+        if not is_name or "\\" in shard or "\0" in shard:
             raise UnsafePath(
-                f"{index} places {name} in {shard!r}; only files of the same folder are read",
+                f"{index} places {name} in {shown(shard)}; only files of the same folder are read",
                 fix="do not use this checkpoint unless you know who wrote the index",
             )
         if not shard.endswith(".safetensors"):
-            raise CorruptFile(f"{index} places {name} in {shard!r}; a .safetensors name is wanted")
+            raise CorruptFile(
+                f"{index} places {name} in {shown(shard)}; a .safetensors name is wanted"
+            )
         if shard not in headers:
             if not (folder / shard).is_file():
                 raise MissingTensor(
@@ -226,7 +243,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise _corrupt(path, f"its {size} bytes cannot hold a header of {header_bytes}")
         header = parse_json(file.read(header_bytes), f"the header of {path}")
     start = 8 + header_bytes
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _corrupt(path, f"its __metadata__ is {shown(metadata)}; texts by name are wanted")
     tensors = {name: _entry(path, name, entry, start) for name, entry in header.items()}
     end = start
     for info in sorted(tensors.values(), key=lambda info: (info.offset, info.num_bytes)):
@@ -247,13 +266,13 @@ def _entry(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
     except (TypeError, KeyError, ValueError) as error:
         raise _corrupt(path, f"the entry of {name} lacks dtype, shape or offsets") from error
     if not isinstance(shape, list):
-        raise _corrupt(path, f"{name} has shape {shape!r}")
-    numbers = [*shape, begin, end]
+        raise _corrupt(path, f"{name} has shape {shown(shape)}")
+    numbers = [*shape, begin, end] if len(shape) <= MAX_DIMENSIONS else [-1]
     # bool is an int to Python and not a size to anyone else
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
-        raise _corrupt(path, f"{name} has shape {shape} at {begin}, {end}")
+        raise _corrupt(path, f"{name} has shape {shown(shape)} at {shown(begin)}, {shown(end)}")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _corrupt(path, f"{name} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        raise _corrupt(path, f"{name} has dtype {shown(dtype)}; known: {', '.join(DTYPES)}")
     wanted = math.prod(shape) * DTYPES[dtype][1]
     if end - begin != wanted:
         raise _corrupt(path, f"{name} is {dtype} {shape}: {wanted} bytes, stored {end - begin}")

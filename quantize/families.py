@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmctl.errors import CorruptFile, UnexpectedTensor, UnknownArchitecture
 from llmctl.quantize.checkpoint import Checkpoint
+from llmctl.quantize.config_fields import check_model_fields, named_architectures
+from llmctl.quantize.strict_json import shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -26,7 +28,6 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-MAX_LAYERS = 10_000  # a config that promises more is damaged; the largest known has under 200
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
@@ -72,16 +73,15 @@ def read_model(checkpoint: Checkpoint) -> Model:
     """
     import transformers
 
-    where = checkpoint.path / "config.json"
-    names = checkpoint.config.get("architectures") or [None]
-    architecture = names[0] if isinstance(names, list) else None
+    where = str(checkpoint.path / "config.json")
+    architecture = next(iter(named_architectures(checkpoint.config, FAMILIES, where)), None)
     if architecture not in FAMILIES:
         raise UnknownArchitecture(
-            f"{where} names the architecture {architecture!r}; known: {', '.join(FAMILIES)}"
+            f"{where} names the architecture {shown(architecture)}; known: {', '.join(FAMILIES)}"
         )
-    num_layers = checkpoint.config.get("num_hidden_layers")
-    if type(num_layers) is not int or not 1 <= num_layers <= MAX_LAYERS:
-        raise CorruptFile(f"{where}: num_hidden_layers is {num_layers!r}; 1 to {MAX_LAYERS} wanted")
+    check_model_fields(checkpoint.config, FAMILIES[architecture], where)
+    if checkpoint.config.get("num_hidden_layers") is None:
+        raise CorruptFile(f"{where}: num_hidden_layers is None; a positive integer is wanted")
     model_class = getattr(transformers, architecture)
     try:
         with warnings.catch_warnings():

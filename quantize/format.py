@@ -10,14 +10,24 @@ module and `checkpoint.py`.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmctl.errors import CorruptFile, Unsupported
+from llmctl.quantize.config_fields import FLAG as FLAG
+from llmctl.quantize.config_fields import MAX_POSITIONS as MAX_POSITIONS
+from llmctl.quantize.config_fields import TEXT as TEXT
+from llmctl.quantize.config_fields import Kind as Kind
+from llmctl.quantize.config_fields import check_end_ids as check_end_ids
+from llmctl.quantize.config_fields import check_fields as check_fields
+from llmctl.quantize.config_fields import check_model_fields as check_model_fields
+from llmctl.quantize.config_fields import named_architectures as named_architectures
+from llmctl.quantize.config_fields import number as number
 from llmctl.quantize.found import QuantizationInfo as QuantizationInfo
 from llmctl.quantize.found import read_quantization as read_quantization
+from llmctl.quantize.strict_json import load_strict as load_strict
+from llmctl.quantize.strict_json import shown as shown
 
 CONFIG_FILE = "config.json"
 QUANT_CONFIG_FILE = "hf_quant_config.json"
@@ -63,32 +73,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """Parse one JSON object strictly; `where` names its origin in errors. Raises CorruptFile."""
-
-    def refuse_constant(name: str) -> Any:
-        raise ValueError(f"{name} is not JSON")
-
-    def refuse_infinite(text: str) -> float:
-        value = float(text)
-        if not math.isfinite(value):
-            raise ValueError(f"the number {text} does not fit a double")
-        return value
-
-    def refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        unique = dict(pairs)
-        if len(unique) != len(pairs):
-            names = [key for key, _ in pairs]
-            repeated = next(key for key in names if names.count(key) > 1)
-            raise ValueError(f"the key {repeated!r} occurs twice")
-        return unique
-
     try:
-        value = json.loads(
-            data,
-            parse_constant=refuse_constant,
-            parse_float=refuse_infinite,
-            object_pairs_hook=refuse_repeats,
-        )
-    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
+        value = load_strict(data)
+    except ValueError as error:  # JSON and UTF-8 errors are ValueErrors
         raise CorruptFile(
             f"{where} is not valid JSON: {error}",
             fix="fetch the file again",

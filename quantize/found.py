@@ -6,13 +6,21 @@ words in config.json, ModelOpt before 0.31 in hf_quant_config.json.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from re import compile as compile_regex
-from re import error as RegexError
+from functools import cache
 from typing import Any
 
 from llmctl.errors import UnknownQuantization
+from llmctl.quantize.strict_json import shown
+
+# Python's matcher tries choices in all combinations; these bounds keep that below a second.
+_MOST_CHARS, _MOST_CHOICES = 256, (4, 12, 4)  # repetitions, alternatives, groups
+_MOST_EXCLUDED = 10_000  # names and patterns, each tried on every module
+_ESCAPE = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)  # an escaped character, a set of them
+_QUANTIFIER = re.compile(r"(?<![(*+?}])(\*|\+|\?|\{\d*,?\d*\})")
+_REPEATED_GROUP = re.compile(r"\)(\*|\+|\{)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +50,30 @@ class QuantizationInfo:
 
 def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
-        try:
-            return compile_regex(pattern[3:]).match(module) is not None
-        except RegexError as error:
-            raise UnknownQuantization(
-                f"the exclusion {pattern!r} is not a regular expression: {error}"
-            ) from error
+        return _expression(pattern[3:]).match(module) is not None
     return fnmatchcase(module, pattern) or module.startswith(pattern + ".")
+
+
+@cache
+def _expression(text: str) -> re.Pattern[str]:
+    """A checkpoint's regular expression. Raises UnknownQuantization for one that is none, or that
+    could search for longer than anybody waits: few choices, and none within a repetition."""
+    bare = _ESCAPE.sub("x", text)
+    choices = len(_QUANTIFIER.findall(bare)), bare.count("|"), bare.count("(")
+    is_simple = all(found <= most for found, most in zip(choices, _MOST_CHOICES, strict=True))
+    if len(text) > _MOST_CHARS or not is_simple or _REPEATED_GROUP.search(bare):
+        raise UnknownQuantization(
+            f"the exclusion {shown('re:' + text)} is too involved to be tried on every module: at "
+            f"most {_MOST_CHARS} characters, {_MOST_CHOICES[0]} repetitions, {_MOST_CHOICES[1]} "
+            f"alternatives and {_MOST_CHOICES[2]} groups are read, and no repetition of a group",
+            fix="name the modules, or write a simpler expression",
+        )
+    try:
+        return re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UnknownQuantization(
+            f"the exclusion {shown('re:' + text)} is not a regular expression: {error}"
+        ) from error
 
 
 def read_quantization(
@@ -59,13 +84,15 @@ def read_quantization(
     config: config.json. nested: hf_quant_config.json or None; it speaks when config.json is
     silent (ModelOpt before 0.31). Raises UnknownQuantization for a method llmctl does not read.
     """
-    found = config.get("quantization_config") or config.get("compression_config")
+    found = config.get("quantization_config")
+    if found is None or found == {}:
+        found = config.get("compression_config")
     if found is None and nested is not None:
-        return _modelopt(nested.get("quantization", nested), where)
+        name, found = "quantization of hf_quant_config.json", nested.get("quantization", nested)
+        return _modelopt(_required_object(found, name, where), where)
     if found is None:
         return None
-    if not isinstance(found, dict):
-        raise UnknownQuantization(f"{where}: quantization_config is not an object")
+    found = _required_object(found, "quantization_config", where)
     method = str(found.get("quant_method", "")).lower()
     if not method and "config_groups" in found:
         method = "compressed-tensors"
@@ -76,7 +103,7 @@ def read_quantization(
     }.get(method)
     if reader is None:
         raise UnknownQuantization(
-            f"{where}: quant_method is {method or 'absent'!r}; "
+            f"{where}: quant_method is {shown(method or 'absent')}; "
             "llmctl reads modelopt, compressed-tensors and fp8",
         )
     return reader(found, where)
@@ -93,9 +120,9 @@ _MODELOPT_ALGOS: dict[str, tuple[str, str, str | None]] = {
 
 
 def _modelopt(found: dict[str, Any], where: str) -> QuantizationInfo:
-    name = found.get("quant_algo")
+    name = _name(found, "quant_algo", where)
     algo, strategy, activations = _MODELOPT_ALGOS.get(str(name).upper(), (name, None, None))
-    kv_cache = found.get("kv_cache_quant_algo")
+    kv_cache = _name(found, "kv_cache_quant_algo", where)
     if kv_cache is None:
         kv_cache = _kv_cache_algo(found.get("kv_cache_scheme"))
     exclude = found.get("exclude_modules") or found.get("ignore")
@@ -115,6 +142,11 @@ def _compressed_tensors(found: dict[str, Any], where: str) -> QuantizationInfo:
     weights = _object(group, "weights", where)
     inputs = _object(group, "input_activations", where)
     strategy = weights.get("strategy")
+    if not isinstance(inputs.get("dynamic", False), bool | None):
+        raise UnknownQuantization(
+            f"{where}: dynamic of the activations is {shown(inputs['dynamic'])}; true or false is "
+            "wanted"
+        )
     is_fp8 = weights.get("type") == "float" and weights.get("num_bits") == 8
     algos = {
         "tensor": "FP8",
@@ -139,7 +171,7 @@ def _fp8(found: dict[str, Any], where: str) -> QuantizationInfo:
     is_block = found.get("weight_block_size") is not None
     if is_block and found["weight_block_size"] != [128, 128]:
         raise UnknownQuantization(
-            f"{where}: weight_block_size is {found['weight_block_size']}; [128, 128] is read"
+            f"{where}: weight_block_size is {shown(found['weight_block_size'])}; [128, 128] is read"
         )
     exclude = found.get("modules_to_not_convert") or found.get("ignored_layers")
     return QuantizationInfo(
@@ -160,6 +192,15 @@ def _kv_cache_algo(scheme: Any) -> str | None:
     return {"float8": "FP8", "int8": "INT8"}.get(name, name)
 
 
+def _required_object(value: Any, name: str, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UnknownQuantization(
+            f"{where}: {name} is {shown(value)}; an object is wanted",
+            fix="fetch the file again, or correct it",
+        )
+    return value
+
+
 def _object(parent: Any, key: str, where: str) -> dict[str, Any]:
     value = parent.get(key) if isinstance(parent, dict) else None
     if value is not None and not isinstance(value, dict):
@@ -167,8 +208,19 @@ def _object(parent: Any, key: str, where: str) -> dict[str, Any]:
     return value or {}
 
 
+def _name(found: dict[str, Any], key: str, where: str) -> str | None:
+    value = found.get(key)
+    if value is not None and not isinstance(value, str):
+        raise UnknownQuantization(f"{where}: {key} is {shown(value)}; a name or null is wanted")
+    return value
+
+
 def _strings(value: Any, where: str) -> tuple[str, ...]:
-    values = value or []
+    values = [] if value is None else value
     if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
         raise UnknownQuantization(f"{where}: the excluded modules are not a list of names")
+    if len(values) > _MOST_EXCLUDED:
+        raise UnknownQuantization(
+            f"{where}: {len(values)} modules are excluded; at most {_MOST_EXCLUDED} are read"
+        )
     return tuple(values)

@@ -11,6 +11,7 @@ from llmctl.builder.models.mistral import MISTRAL
 from llmctl.builder.models.qwen2 import QWEN2
 from llmctl.builder.models.qwen3 import QWEN3
 from llmctl.errors import UnknownArchitecture
+from llmctl.quantize.format import named_architectures, shown
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 
@@ -18,9 +19,10 @@ FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 def find_family(config: Mapping[str, Any], where: str) -> Family:
     """The family that config.json names, by `architectures` or, where absent, `model_type`.
 
-    Raises UnknownArchitecture, listing the known ones.
+    Raises UnknownArchitecture, listing the known ones, and CorruptFile for names that are none.
     """
-    architectures = config.get("architectures") or []
+    known = [family.architecture for family in FAMILIES]
+    architectures = named_architectures(config, known, where)
     model_type = config.get("model_type")
     for family in FAMILIES:
         if architectures == [family.architecture]:
@@ -28,12 +30,12 @@ def find_family(config: Mapping[str, Any], where: str) -> Family:
         if not architectures and model_type == family.model_type:
             return family
     raise UnknownArchitecture(
-        f"{where} names architecture {architectures or model_type!r}; "
-        f"known: {', '.join(family.architecture for family in FAMILIES)}",
+        f"{where} names architecture {shown(architectures or model_type)}; "
+        f"known: {', '.join(known)}",
         fix="use a checkpoint of one of these families",
     )
 
 
 def model_config(config: Mapping[str, Any], where: str) -> ModelConfig:
-    """The normalised model of a config.json."""
+    """The normalised model of a config.json. Raises what both of its steps do."""
     return read_model_config(find_family(config, where), config, where)

@@ -13,9 +13,13 @@ from typing import Any
 
 from llmctl.builder.rope import Rope, read_rope
 from llmctl.errors import CorruptFile, Unsupported
+from llmctl.quantize.format import MAX_POSITIONS, check_model_fields
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_LAYERS = 10_000  # far more than any model has; each is described and named
+
+# Fields whose null is not the family's default: no window, as many heads as queries have, their
+# size by division.
+_NULL_IS_A_VALUE = ("sliding_window", "num_key_value_heads", "head_dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +86,24 @@ def late_layers_window(config: Mapping[str, Any], num_layers: int) -> tuple[int,
         return full_attention(config, num_layers)
     kinds = config.get("layer_types")
     if kinds is None:
-        first = int(config["max_window_layers"])
+        first = config["max_window_layers"]
         kinds = ["sliding_attention" if i >= first else "full" for i in range(num_layers)]
-    return tuple(int(window) if kind == "sliding_attention" else 0 for kind in kinds)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def read_model_config(family: Family, config: Mapping[str, Any], where: str) -> ModelConfig:
-    """Normalise config.json. Raises CorruptFile for impossible numbers, Unsupported for features
-    that no family here has (another activation, partial rotary, ...).
+    """Normalise config.json. Raises CorruptFile for values of the wrong type and impossible
+    numbers, Unsupported for features that no family here has (another activation, partial rotary).
     """
-    known = {**family.defaults, **config}
+    check_model_fields(config, family.model_type, where)
+    given = {k: v for k, v in config.items() if v is not None or k in _NULL_IS_A_VALUE}
+    known = {**family.defaults, **given}
 
     def size(name: str, default: int | None = None) -> int:
-        value = known.get(name)
+        value: int | None = known.get(name)
         value = default if value is None else value
-        if type(value) is not int or value <= 0:
-            raise CorruptFile(f"{where}: {name} is {value!r}; a positive integer is wanted")
+        if value is None:
+            raise CorruptFile(f"{where}: {name} is None; a positive integer is wanted")
         return value
 
     activation = known.get("hidden_act", "silu")
@@ -105,8 +111,6 @@ def read_model_config(family: Family, config: Mapping[str, Any], where: str) -> 
         raise Unsupported(f"{where}: hidden_act is {activation!r}; 'silu' is supported")
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     layers, kv_heads = size("num_hidden_layers"), size("num_key_value_heads", heads)
-    if layers > MAX_LAYERS:
-        raise CorruptFile(f"{where}: num_hidden_layers is {layers}; at most {MAX_LAYERS} are built")
     head_size = size("head_dim", hidden // heads)
     if heads % kv_heads or head_size % 2:
         raise CorruptFile(
@@ -116,13 +120,18 @@ def read_model_config(family: Family, config: Mapping[str, Any], where: str) -> 
     windows = family.windows(known, layers)
     if len(windows) != layers:
         raise CorruptFile(f"{where}: layer_types has {len(windows)} entries for {layers} layers")
-    epsilon = known.get("rms_norm_eps", 1e-6)
-    if not isinstance(epsilon, int | float) or not 0 <= epsilon < 1:
-        raise CorruptFile(f"{where}: rms_norm_eps is {epsilon!r}; a number in [0, 1) is wanted")
+    max_positions = size("max_position_embeddings")
+    rope = read_rope(known, 10000.0, where)
+    stretched = rope.stretched_length(max_positions)
+    if stretched > MAX_POSITIONS:
+        raise CorruptFile(
+            f"{where}: RoPE stretches {max_positions} positions to {stretched}; at most "
+            f"{MAX_POSITIONS} are built"
+        )
     dtype = known.get("dtype", known.get("torch_dtype"))
     return ModelConfig(
         family=family,
-        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        dtype=None if dtype is None else dtype.removeprefix("torch."),
         vocab_size=size("vocab_size"),
         hidden_size=hidden,
         intermediate_size=size("intermediate_size"),
@@ -130,12 +139,12 @@ def read_model_config(family: Family, config: Mapping[str, Any], where: str) -> 
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_size=head_size,
-        norm_epsilon=float(epsilon),
-        max_position_embeddings=size("max_position_embeddings"),
-        tie_word_embeddings=bool(known.get("tie_word_embeddings", False)),
+        norm_epsilon=float(known.get("rms_norm_eps", 1e-6)),
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=known.get("tie_word_embeddings", False),
         has_qkv_bias=family.qkv_bias(known),
         has_o_bias=family.o_bias(known),
         has_mlp_bias=family.mlp_bias(known),
         windows=windows,
-        rope=read_rope(known, 10000.0, where),
+        rope=rope,
     )

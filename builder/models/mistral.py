@@ -7,7 +7,7 @@ from llmctl.builder.models.family import Family, never
 
 
 def _one_window(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    return (int(config["sliding_window"] or 0),) * num_layers
+    return (config["sliding_window"] or 0,) * num_layers
 
 
 MISTRAL = Family(

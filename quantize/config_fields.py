@@ -1,0 +1,152 @@
+"""What each field of a model's config.json may be: one table of types and ranges.
+
+`build` and `quantize` hold a config against it before they compute with any number of it. null
+stands for an absent field, as in transformers. The ranges are far beyond any published model; they
+keep a damaged number from being told of as a disk or a memory that is too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmctl.errors import CorruptFile, UnknownArchitecture
+from llmctl.quantize.strict_json import shown
+
+MAX_LAYERS = 10_000  # each is described and named
+MAX_POSITIONS = 1 << 27  # tokens; a rotary table of that length takes tens of GB
+MAX_WIDTH = 1 << 24  # of every other size: features, heads, ids
+MAX_END_IDS = 256  # each ends an output as a stop word
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a field may hold, in words and as a test."""
+
+    wanted: str
+    accepts: Callable[[Any], bool]
+
+
+def integer(least: int, most: int) -> Kind:
+    """A whole number; true and false, which Python counts as numbers, are none."""
+    return Kind(
+        f"an integer from {least}, at most {most},",
+        lambda value: type(value) is int and least <= value <= most,
+    )
+
+
+def number(least: float, most: float, *, above: bool = False) -> Kind:
+    """A number in [least, most], or with `above` in (least, most]."""
+    return Kind(
+        f"a number {'above' if above else 'from'} {least:g}, at most {most:g},",
+        lambda value: (
+            type(value) in (int, float)
+            and (least < value if above else least <= value)
+            and value <= most
+        ),
+    )
+
+
+def _is_list_of(value: object, kind: type, most: int) -> bool:
+    return (
+        isinstance(value, list) and len(value) <= most and all(type(item) is kind for item in value)
+    )
+
+
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TEXT = Kind("text", lambda value: isinstance(value, str))
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+NAMES = Kind("a list of names", lambda value: _is_list_of(value, str, 256))
+_ID = integer(-1, (1 << 31) - 1)  # -1: models write it for "none"
+IDS = Kind(
+    f"a token id or a list of at most {MAX_END_IDS}",
+    lambda value: (
+        _ID.accepts(value)
+        or (_is_list_of(value, int, MAX_END_IDS) and all(map(_ID.accepts, value)))
+    ),
+)
+_SIZE = integer(1, MAX_WIDTH)
+
+SPECIAL_IDS = {"eos_token_id": IDS, "bos_token_id": IDS, "pad_token_id": IDS}
+MODEL_FIELDS = {
+    **SPECIAL_IDS,
+    "vocab_size": _SIZE,
+    "hidden_size": _SIZE,
+    "intermediate_size": _SIZE,
+    "num_hidden_layers": integer(1, MAX_LAYERS),
+    "num_attention_heads": _SIZE,
+    "num_key_value_heads": _SIZE,
+    "head_dim": _SIZE,
+    "max_position_embeddings": integer(1, MAX_POSITIONS),
+    "original_max_position_embeddings": integer(1, MAX_POSITIONS),
+    "rms_norm_eps": number(0, 0.5),
+    "hidden_act": TEXT,
+    "tie_word_embeddings": FLAG,
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    "use_sliding_window": FLAG,
+    "sliding_window": integer(0, (1 << 31) - 1),
+    "max_window_layers": integer(0, MAX_LAYERS),
+    "layer_types": Kind(
+        f"a list of {' and '.join(LAYER_TYPES)}",
+        lambda value: (
+            _is_list_of(value, str, MAX_LAYERS) and all(kind in LAYER_TYPES for kind in value)
+        ),
+    ),
+    "rope_theta": number(1, 1e15, above=True),
+    "partial_rotary_factor": number(0, 1, above=True),
+    "rope_scaling": OBJECT,
+    "rope_parameters": OBJECT,
+    "dtype": TEXT,
+    "torch_dtype": TEXT,
+}
+
+
+def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> None:
+    """Raises CorruptFile for the first field that is there, not null, and not of its kind."""
+    for name, kind in kinds.items():
+        value = values.get(name)
+        if value is not None and not kind.accepts(value):
+            raise CorruptFile(f"{where}: {name} is {shown(value)}; {kind.wanted} is wanted")
+
+
+def named_architectures(config: Mapping[str, Any], known: Iterable[str], where: str) -> list[str]:
+    """`architectures`, empty where it is absent. Raises UnknownArchitecture where it is no list of
+    names, CorruptFile for a `model_type` that is no text."""
+    found = config.get("architectures")
+    if found is not None and not NAMES.accepts(found):
+        raise UnknownArchitecture(
+            f"{where}: architectures is {shown(found)}; {NAMES.wanted} is wanted, of "
+            f"{', '.join(known)}",
+            fix='correct it, for example to ["LlamaForCausalLM"]',
+        )
+    check_fields(config, {"model_type": TEXT}, where)
+    return list(found or ())
+
+
+def check_model_fields(config: Mapping[str, Any], model_type: str, where: str) -> None:
+    """Raises CorruptFile for a field of the wrong type or outside its range, for an end id outside
+    the vocabulary, and where `model_type` is not that of the architecture."""
+    check_fields(config, MODEL_FIELDS, where)
+    if config.get("model_type") not in (None, model_type):
+        raise CorruptFile(
+            f"{where}: model_type is {shown(config['model_type'])}; the architecture "
+            f"{shown(config.get('architectures'))} wants {model_type!r}",
+            fix="correct the one of the two that is wrong",
+        )
+    check_end_ids(config, config.get("vocab_size"), where)
+
+
+def check_end_ids(values: Mapping[str, Any], vocab_size: int | None, where: str) -> None:
+    """Raises CorruptFile for an end id that no output can hold: nothing would ever end there."""
+    check_fields(values, SPECIAL_IDS, where)
+    found = values.get("eos_token_id")
+    ids: Iterable[int] = found if isinstance(found, list) else () if found is None else (found,)
+    outside = [item for item in ids if not 0 <= item < (vocab_size or item + 1)]
+    if outside:
+        raise CorruptFile(
+            f"{where}: eos_token_id holds {outside[0]}; the vocabulary has the ids 0 to "
+            f"{(vocab_size or 0) - 1}"
+        )
