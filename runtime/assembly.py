@@ -1,4 +1,4 @@
-"""From engines and a configuration to the parts that the worker drives, wired to each other."""
+"""Connects engines and a configuration to the parts that the worker runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmctl.runtime.kv_cache import KvCacheEventManager, KvCacheManager, most_st
 from llmctl.runtime.kv_cache.block_mover import BlockMover
 from llmctl.runtime.loop import Loop
 from llmctl.runtime.rounds.rounds import RoundRunner, Rounds
-from llmctl.runtime.schedule.chunk_tuning import SeenSteps, make_tuner
+from llmctl.runtime.schedule.chunk_tuning import AwaitedSteps, make_tuner
 from llmctl.runtime.schedule.scheduler import Limits, Scheduler
 from llmctl.runtime.stats.recorder import Recorder
 from llmctl.runtime.step import StepRunner
@@ -24,7 +24,7 @@ from llmctl.runtime.step import StepRunner
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the worker drives. `lengths` and `tuner` learn from steps where they are asked for."""
+    """What the worker runs. `lengths` and `tuner`, where requested, learn from finished steps."""
 
     target: StepRunner
     drafter: Drafter
@@ -34,7 +34,7 @@ class Parts:
     loop: Loop
     recorder: Recorder
     lengths: AdaptiveLengths | None
-    tuner: SeenSteps | None
+    tuner: AwaitedSteps | None
 
 
 def assemble(
@@ -44,7 +44,7 @@ def assemble(
     sampling: SamplingBackend,
     round_runner: RoundRunner | None,
 ) -> Parts:
-    """Allocate the caches and wire everything. Raises PairMismatch, BadConfig, OutOfMemory."""
+    """Allocate the caches and connect the parts. Raises PairMismatch, BadConfig, OutOfMemory."""
     if drafter.max_draft_len > target.max_draft_len:
         raise PairMismatch(
             f"the drafter proposes up to {drafter.max_draft_len} tokens a round; "
@@ -68,7 +68,7 @@ def assemble(
             is_common=round_runner is not None,
         )
     scheduler = Scheduler(config.scheduler, kv_cache, limits, lengths)
-    tuner: SeenSteps | None = None
+    tuner: AwaitedSteps | None = None
     if config.max_step_ms is not None:
         tuner = make_tuner(config.max_step_ms, target.tokens_per_block, limits.max_num_tokens)
         scheduler.set_token_budget(tuner.budget)
@@ -80,7 +80,7 @@ def assemble(
     mover = BlockMover(kv_cache, groups)
     rounds: Rounds | None = None
     if round_runner is not None:
-        is_limited = tuner is not None  # then steps must be in time, the first as well
+        is_limited = tuner is not None  # then every step has a time limit, including the first
         round_runner.prepare(limits.max_batch_size, is_limited * limits.max_num_tokens)
         rounds = Rounds(round_runner, scheduler, kv_cache, mover.start)
     loop = Loop(target, scheduler, mover, drafter, Verifier(sampler), rounds)
@@ -102,7 +102,7 @@ def _kv_cache(
         offload_min_priority=cache.secondary_offload_min_priority,
         events=KvCacheEventManager(cache.event_buffer_max_size),
         window=cache.window,
-        # A round on a device may be a whole round ahead of what the host has read.
+        # A device round may be one whole round ahead of what the host has read.
         max_step_tokens=most_step_tokens(target.max_num_tokens, drafter.max_draft_len),
         onboards_aside=target.onboards_aside,
     )

@@ -1,4 +1,4 @@
-"""One step of generation. `Loop.step` is the table of contents of the runtime."""
+"""One step of generation. `Loop.step` is the best place to start reading the runtime."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class StepReport:
     step_s: float
     draft_s: float
     verify_s: float
-    period_s: float | None  # the time it took of the device; None: not to be seen
-    elapsed_s: float  # since the step before ended
+    period_s: float | None  # device time of the step; None: it could not be measured
+    elapsed_s: float  # since the previous step ended
 
 
-class _Led(NamedTuple):
-    """A step that the host leads, started."""
+class _HostStep(NamedTuple):
+    """A started step that the host controls (not a device round)."""
 
     batch: Batch
     drafts: list[Drafts]
@@ -50,13 +50,13 @@ class _Led(NamedTuple):
 
 
 class Loop:
-    """Drives scheduler, drafter, target and accept rule. One thread owns it.
+    """Runs scheduler, drafter, target and accept rule. One thread owns it.
 
-    `step` is `launch` and then `finish`. Between the two the device works, and there is time for
-    whatever the next step does not need.
+    `step` is `launch` followed by `finish`. Between the two the device works, and the host has time
+    for whatever the next step does not need.
 
-    After a step that raised, the sequences it touched are in an unknown state: cancel `touched`
-    before the next step, or every active one where that is None.
+    After a step that raised, its sequences are in an unknown state: cancel `touched` before the
+    next step, or every active sequence if that is None.
     """
 
     def __init__(
@@ -69,33 +69,37 @@ class Loop:
         rounds: Rounds | None = None,
     ) -> None:
         self.stats = SpeculationStats()
-        self.awaits_prompts = False  # whether steps that give no token are waited for all the same
-        self.touched: list[Sequence] | None = None  # by the last step; None: every active one
+        self.awaits_prompts = False  # whether to wait even for steps that produce no token
+        self.touched: list[Sequence] | None = (
+            None  # sequences in the last step; None: every active one
+        )
         self._target = target
         self._scheduler = scheduler
         self._mover = mover
         self._drafter = drafter
         self._verifier = verifier
         self._rounds = rounds
-        self._began = 0.0  # the step under way
-        self._led: _Led | None = None  # by the host, not by the device alone
+        self._began = 0.0  # start of the current step
+        self._host_step: _HostStep | None = (
+            None  # a started step, if the host controls it; None: a device round
+        )
         self._is_first_round = False
-        self._ended: float | None = None  # the last step
+        self._ended: float | None = None  # end of the last step
         self._was_round = False
 
     def step(self) -> StepReport:
-        """One round by the device alone where it can, else one step led by the host. Needs
+        """One device round where possible, else one step controlled by the host. Needs
         scheduler.has_work."""
         self.launch()
         return self.finish()
 
     def launch(self) -> None:
-        """The first half of a step: decide, and start it. Waits for nothing where the engine runs
-        on a device and there are no drafts to make."""
+        """The first half of a step: schedule it and start it. Does not wait if the engine runs on a
+        device and no drafts have to be made."""
         self._began = perf_counter()
         rounds = self._rounds
         self.touched = None
-        self._led = None
+        self._host_step = None
         if rounds is not None and rounds.has_result:
             self._in_rounds(rounds.run_ahead)
             self._is_first_round = False
@@ -109,15 +113,16 @@ class Loop:
             self._in_rounds(partial(rounds.start, batch))
             self._is_first_round = True
             return
-        self._led = self._start(batch)
+        self._host_step = self._start(batch)
 
     def finish(self) -> StepReport:
-        """The second half: wait for what was started, accept, commit, publish, release."""
-        if self._led is not None:
-            return self._finish_led(self._led)
+        """The second half: wait for the started step, accept, commit, publish blocks, release
+        sequences."""
+        if self._host_step is not None:
+            return self._finish_host_step(self._host_step)
         assert self._rounds is not None
         done = self._in_rounds(self._rounds.advance)
-        # While one round is read the next one runs: only from end to end is a round's time seen.
+        # While one round is read the next one runs, so a round's time is measured from end to end.
         ended = perf_counter()
         elapsed_s = self._note_end(ended)
         is_steady = not self._is_first_round and self._was_round
@@ -126,17 +131,19 @@ class Loop:
         return self._finish(done.batch, done.commits, *times)
 
     def _in_rounds(self, act: Callable[[], Outcome]) -> Outcome:
-        """Part of a round; none is left in flight where it raises."""
+        """Run part of a round; if it raises, no round is left in flight."""
         try:
             return act()
         except BaseException:
             assert self._rounds is not None
             self._rounds.abandon()
             if self._mover.has_failed:
-                self.touched = None  # what was to be moved is lost, whoever it was for
+                self.touched = (
+                    None  # data of failed copies is lost, and any sequence may have needed it
+                )
             raise
 
-    def _start(self, batch: Batch) -> _Led:
+    def _start(self, batch: Batch) -> _HostStep:
         """Propose, and run the target."""
         self._was_round = False
         draft_began = perf_counter()
@@ -145,13 +152,13 @@ class Loop:
         spans = _spans(batch, drafts, self._target.takes_trees)
         step = pack(spans, self._target.tokens_per_block)
         verify_began = perf_counter()
-        return _Led(batch, drafts, self._target.run(step), draft_s, verify_began)
+        return _HostStep(batch, drafts, self._target.run(step), draft_s, verify_began)
 
-    def _finish_led(self, led: _Led) -> StepReport:
+    def _finish_host_step(self, step: _HostStep) -> StepReport:
         """Verify, accept, commit."""
-        batch, drafts, logits = led.batch, led.drafts, led.logits
+        batch, drafts, logits = step.batch, step.drafts, step.logits
         owners, tokens = self._verifier.draw(batch, drafts, logits)
-        verify_s = perf_counter() - led.verify_began
+        verify_s = perf_counter() - step.verify_began
         was_awaited = len(logits) > 0 or isinstance(logits, np.ndarray)
         if self.awaits_prompts and not was_awaited:
             logits.queue.synchronize()
@@ -162,18 +169,19 @@ class Loop:
         self._drafter.commit(batch, [commit.accepted for commit in rounds])
         ended = perf_counter()
         period_s = ended - self._began if was_awaited else None
-        times = (led.draft_s, verify_s, period_s, self._note_end(ended))
+        times = (step.draft_s, verify_s, period_s, self._note_end(ended))
         return self._finish(batch, commits, *times)
 
     def _compact(self, commits: list[Commit]) -> None:
-        """Bring the keys of accepted paths to where their tokens are."""
+        """Move the keys and values of accepted paths to the positions of their tokens."""
         size = self._target.tokens_per_block
         moves = [slots_of(c.sequence.block_table, c.moves, size) for c in commits if c.moves]
         if moves:
             self._target.compact(moves)
 
     def _note_end(self, ended: float) -> float:
-        """Seconds between the ends of the last step, if there was one, and of this."""
+        """Seconds from the end of the last step (if there was one, else from the start of this one)
+        to the end of this step."""
         last = self._began if self._ended is None else self._ended
         self._ended = ended
         return ended - last
@@ -191,7 +199,7 @@ class Loop:
         self._scheduler.update(batch)
         rounds = commits[len(batch.context) :]
         step_s = perf_counter() - self._began
-        if rounds:  # what only reads prompts is no part of a round's time
+        if rounds:  # steps that only read prompts do not count as round time
             self.stats.add_rounds(rounds)
             self.stats.draft_s += draft_s
             self.stats.verify_s += verify_s

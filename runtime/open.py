@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Which engines, and how they share the machine."""
+    """Which engines to open, and how they use the machine."""
 
     engine_dir: Path
     method: DraftMethod = PlainDecoding()
@@ -45,7 +45,7 @@ class EngineOptions:
     enable_chunked_context: bool = True
     scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
-    max_batch_size: int | None = None  # no more than the engine's
+    max_batch_size: int | None = None  # at most the engine's
     max_num_tokens: int | None = None
     max_step_ms: float | Literal["auto"] | None = None
     num_threads: int | None = None
@@ -60,11 +60,11 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class CheckedEngines:
-    """Configurations that fit together, by role; no weight has been read."""
+    """Configurations that fit together, by role; no weight has been read yet."""
 
     options: EngineOptions
     configs: Mapping[str, EngineConfig]
-    draft_len: int  # drafts a round, at most
+    draft_len: int  # the most drafts per round
 
     @property
     def target(self) -> EngineConfig:
@@ -98,7 +98,7 @@ def check_engines(options: EngineOptions) -> CheckedEngines:
 class OpenEngines:
     """Loaded engines and their common KV cache plan; makes executors.
 
-    `log` gets lines for people while loading: on a GPU the memory plan, then the loading speed.
+    `log` receives progress lines while loading: on a GPU the memory plan, then the loading speed.
     """
 
     def __init__(self, checked: CheckedEngines, log: Log = lambda lines: None) -> None:
@@ -128,10 +128,10 @@ class OpenEngines:
         acceptance: SyntheticAcceptance | None = None,
         num_iterations_kept: int = 1000,
     ) -> Executor:
-        """A running executor; only one may be alive at a time, they share the engines.
+        """A running executor. Only one may be alive at a time, because they share the engines.
 
-        draft_len: drafts a round, if not the ones checked; no more than the target verifies.
-        acceptance: drafts are accepted at random; for benchmarks.
+        draft_len: drafts per round, if different from the checked options; at most what the target
+        verifies. acceptance: accept drafts at random, for benchmarks.
         """
         from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
         from llmctl.runtime.engines.memory_plan import host_blocks
@@ -159,7 +159,7 @@ class OpenEngines:
         )
         count = self.checked.draft_len if draft_len is None else draft_len
         lengths = self._lengths(method, count)
-        if method != options.method:  # not what memory is planned for
+        if method != options.method:  # memory was planned for other options
             lengths = ()
         return Executor(
             self.target,

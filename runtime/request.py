@@ -1,7 +1,7 @@
-"""The nouns of the runtime: what a user asks for, what one step runs, what comes back.
+"""The data types of the runtime: what a user asks for, what one step runs, what comes back.
 
-Plain data, no tensors and no policy. Field names follow the executor API of the TensorRT-LLM
-engine era in snake_case, so its users find what they know.
+Plain data, no tensors and no policy. Field names are those of TensorRT-LLM's executor API, in
+snake_case.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class FinishReason(enum.Enum):
 @refused.refuses(refused.SAMPLING)
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """How the next token is drawn. top_k and top_p both unset, or temperature 0, is greedy.
+    """How the next token is drawn. If top_k and top_p are both unset, or temperature is 0, it is
+    greedy.
 
-    top_k 0 means no limit. Penalties and no_repeat_ngram_size see the prompt and everything
+    top_k 0 means no limit. Penalties and no_repeat_ngram_size count the prompt and everything
     generated so far.
     """
 
@@ -47,8 +48,8 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0  # no run of so many tokens comes twice; 0: any may
-    min_tokens: int = 0  # end_id and stop words are not honoured before this many new tokens
+    no_repeat_ngram_size: int = 0  # no sequence of so many tokens occurs twice; 0: no limit
+    min_tokens: int = 0  # end_id and stop words are ignored before this many new tokens
     num_return_sequences: int = 1  # sequence i samples with seed + i
 
     def __post_init__(self) -> None:
@@ -88,8 +89,8 @@ class OutputConfig:
 @refused.refuses(refused.REQUEST)
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt. Stop and bad words are token-id lists; a stop word's own tokens are kept. An
-    end_id of -1 is none."""
+    """One prompt. Stop and bad words are lists of token ids; the tokens of a stop word are kept in
+    the output. An end_id of -1 means none."""
 
     input_token_ids: tuple[int, ...]
     max_tokens: int
@@ -102,8 +103,8 @@ class Request:
     client_id: int | None = None
     allotted_time_ms: float | None = None
     kv_cache_retention_config: KvCacheRetentionConfig | None = None
-    max_draft_len: int | None = None  # drafts a round, at most; None: as the executor decides
-    priority: float = 0.5  # 0 to 1: who starts first, and who is paused last
+    max_draft_len: int | None = None  # the most drafts per round; None: the executor decides
+    priority: float = 0.5  # 0 to 1: higher starts earlier and is paused later
 
     def __post_init__(self) -> None:
         if self.end_id == -1:
@@ -123,24 +124,24 @@ class Request:
 
 @dataclass(slots=True)
 class BlockCounts:
-    """KV blocks of a sequence over its life; what it looks up again after a pause counts again."""
+    """KV blocks of a sequence over its life. A lookup after a pause counts again."""
 
-    num_new: int = 0  # taken to write: computed, or copied from a partly matching one
+    num_new: int = 0  # allocated to write: computed, or copied from a partly matching block
     num_shared: int = 0  # full blocks found in the cache
-    num_reused: int = 0  # found, those that matched in part included
-    num_missed: int = 0  # of the tokens looked up, not found
+    num_reused: int = 0  # found, including partial matches
+    num_missed: int = 0  # looked up and not found
     num_reused_tokens: int = 0
 
 
 @dataclass(slots=True)
 class Sequence:
-    """The state of one returned sequence; everything released on cancel hangs off it.
+    """The state of one returned sequence; cancelling releases everything it refers to.
 
-    `tokens` is prompt + committed output. `kv_lens` counts KV entries that are valid in each
-    cache group, and `kv_len` those of the first, the target's. So a sequence in generation
-    satisfies kv_len == len(tokens) - 1 (the last token, the root of the next round, is not in the
-    cache yet). Fewer means context work is left: a fresh prompt, or a sequence that was paused and
-    recomputes.
+    `tokens` is prompt + committed output. `kv_lens` counts the valid KV entries in each cache
+    group, and `kv_len` those of the first group, the target's. A sequence in generation has kv_len
+    == len(tokens) - 1 (the last token, the root of the next round, is not in the cache yet). With
+    fewer entries there is context work left: a new prompt, or a paused sequence that recomputes its
+    context.
     """
 
     sequence_id: int
@@ -149,7 +150,7 @@ class Sequence:
     index: int  # which of num_return_sequences
     tokens: list[int]
     num_prompt_tokens: int
-    max_len: int  # tokens never grows past this: prompt + max_tokens, cut at max_seq_len
+    max_len: int  # the most tokens: prompt + max_tokens, limited by max_seq_len
     kv_lens: list[int] = field(default_factory=lambda: [0])  # valid entries in each cache group
     block_table: list[int] = field(default_factory=list)
     blocks: BlockCounts = field(default_factory=BlockCounts)
@@ -177,7 +178,7 @@ class Sequence:
 
     @property
     def is_context(self) -> bool:
-        """True while more than the root token waits to enter the cache."""
+        """True while more than the root token has to be added to the cache."""
         num_tokens = len(self.tokens)
         return self.kv_lens[0] < num_tokens - 1 or num_tokens == self.num_prompt_tokens
 
@@ -185,14 +186,14 @@ class Sequence:
 class Slice(NamedTuple):
     """What one step computes for one sequence.
 
-    Tokens tokens[start : start + num_tokens] enter the cache, then up to `draft_len` proposed
-    tokens. `needs_logits` is false only for a context chunk that is not the last.
+    Tokens tokens[start : start + num_tokens] are added to the cache, then up to `draft_len`
+    proposed tokens. `needs_logits` is false only for a context chunk that is not the last one.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
-    draft_len: int = 0  # most draft tokens that blocks and limits allow this round
+    draft_len: int = 0  # the most draft tokens that blocks and limits allow in this round
 
     @property
     def needs_logits(self) -> bool:
@@ -213,9 +214,10 @@ class Batch:
         return self.context + self.generation
 
 
-@dataclass(slots=True)  # not frozen, here and below: that makes them five times as slow to make
+@dataclass(slots=True)  # not frozen, here and below: creating frozen ones takes five times as long
 class Result:
-    """Tokens of one sequence. Streaming responses carry only the new ones unless asked."""
+    """Tokens of one sequence. Streaming responses contain only the new ones unless requested
+    otherwise."""
 
     sequence_index: int
     output_token_ids: tuple[int, ...]
@@ -224,7 +226,7 @@ class Result:
     finish_reason: FinishReason
     log_probs: tuple[float, ...] | None = None
     cum_log_prob: float | None = None
-    # How the tokens came about, which is no part of what they are. Steps with the request so far:
+    # How the tokens were made; not part of the result itself. Steps with the request so far:
     decoding_iter: int = field(default=0, compare=False)
     request_perf_metrics: RequestPerfMetrics | None = field(default=None, compare=False)
 

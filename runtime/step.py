@@ -1,4 +1,4 @@
-"""From slices and drafts to the packed integers of one step."""
+"""Packs slices and drafts into the integer arrays of one step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from llmctl.runtime.request import Sequence
 
 
 class StepRunner(Protocol):
-    """What the loop and a drafter need of an engine; `runtime.engines.engine.Engine` is one."""
+    """What the loop and a drafter need from an engine; `runtime.engines.engine.Engine` implements
+    it."""
 
     vocab_size: int
     max_seq_len: int
@@ -25,29 +26,29 @@ class StepRunner(Protocol):
     max_num_tokens: int
     max_draft_len: int
     tokens_per_block: int
-    onboards_aside: bool  # what comes from host memory may be under way while steps run
+    onboards_aside: bool  # copies from host memory may be in flight while steps run
     is_asynchronous: bool  # `run` returns before the step has been computed
-    takes_trees: bool  # drafts of a step may be trees
+    takes_trees: bool  # drafts may be trees
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
     def allocate_host_blocks(self, num_blocks: int) -> None: ...
 
     def copy_blocks(self, copies: Items[BlockCopy]) -> Arrival | None:
-        """Start copies in order, before the next step. What comes from host memory may be late,
-        for that step but not for a later copy; None: everything is there."""
+        """Start copies in order, before the next step. Copies from host memory may complete after
+        that step starts, but before any later copy; returns None if everything is complete."""
 
     def run(self, step: StepInputs) -> Logits: ...
     def compact(self, moves: Items[Items[Move]]) -> None:
-        """Move keys and values of accepted paths, (from, to) slots of each request, before the
-        next step. None of a request's moves overwrites what a later one of it reads."""
+        """Move keys and values of accepted paths, (from, to) slots of each request, before the next
+        step. No move of a request overwrites what a later move of it reads."""
 
 
 @dataclass(slots=True)
 class Span:
     """tokens[start:end] of one sequence, then its drafts, in one packed step.
 
-    With `needs_logits` the last committed token and every draft get a row of logits. `parents` make
-    a tree of the drafts (`Drafts.parents`); then end = start + 1, the root.
+    With `needs_logits` the last committed token and every draft get a row of logits. With `parents`
+    the drafts are a tree (`Drafts.parents`); then end = start + 1, the root.
     """
 
     sequence: Sequence
@@ -109,8 +110,8 @@ def pack(spans: Items[Span], tokens_per_block: int) -> StepInputs:
 def pack_trees(
     parents: Items[Items[int] | None], cu_q: NDArray[np.int32], position_ids: NDArray[np.int32]
 ) -> Trees:
-    """The trees of a step, by the parents of each request's drafts (none: a chain). Sets the
-    positions of a tree's tokens: the root's, which is there, and their depth."""
+    """The trees of a step, from the parents of each request's drafts (None: a chain). Sets the
+    positions of tree tokens: the position of the root, which is already there, plus their depth."""
     starts = np.full(len(parents), -1, np.int32)
     tables: list[NDArray[np.int32]] = []
     num_rows = 0
@@ -151,13 +152,13 @@ def block_tables(sequences: Items[Sequence]) -> NDArray[np.int32]:
 
 
 def pack_tables(tables: Items[Items[int]]) -> NDArray[np.int32]:
-    """The same for tables as they are."""
+    """The same for given tables."""
     if len(tables) == 1:
         return np.array(tables, np.int32)
     lens = np.fromiter(map(len, tables), np.int32, len(tables))
     width = int(lens.max(initial=0))
     packed = np.zeros((len(tables), width), np.int32)
-    # One array for all: a row at a time costs more than a step of 256 requests can spare.
+    # One array for all rows: filling it row by row is too slow for a step of 256 requests.
     flat = np.fromiter(chain.from_iterable(tables), np.int32, int(lens.sum()))
     packed[np.arange(width) < lens[:, None]] = flat
     return packed

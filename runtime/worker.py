@@ -1,9 +1,9 @@
-"""The thread behind the executor: takes requests in, steps the loop, sends responses out.
+"""The executor's thread: receives requests, steps the loop, sends responses.
 
-Every request ends in exactly one of four ways: finished (or timed out) and cancelled requests get
-a final result, refused and failed ones an error response. A step that raises fails every
-request it touched with the error it raised; their sequences are dropped and the worker goes on with
-the others. If even that raises, the executor closes, and whatever is left fails with that error.
+Every request ends in exactly one of four ways: finished (or timed out) and cancelled requests get a
+final result, refused and failed ones an error response. A step that raises fails every request in
+it with the error it raised; their sequences are dropped and the worker continues with the others.
+If even that raises, the executor closes, and all remaining requests fail with that error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmctl.runtime.schedule.admission import check_token_ids
 
 
 class Worker:
-    """Drives the parts that `assemble` has wired. `run` is the body of the executor's thread."""
+    """Runs the parts that `assemble` has connected. `run` is the body of the executor's thread."""
 
     def __init__(
         self, parts: Parts, config: ExecutorConfig, inbox: Inbox, mailbox: Mailbox
@@ -40,44 +40,46 @@ class Worker:
         self._sampler = parts.sampler
         self._inbox = inbox
         self._mailbox = mailbox
-        self._active: dict[int, TrackedRequest] = {}  # not ended, by request id
+        self._active: dict[int, TrackedRequest] = {}  # requests that have not ended, by id
         self._next_sequence_id = 1
-        # Neither knows this worker: in a cycle its graphs and scratch would outlive the executor.
+        # Neither refers to this worker: in a reference cycle its graphs and scratch would outlive
+        # the executor.
         self._forget = partial(_forget, parts.drafter, self._sampler)
         self._delivery = Delivery(self._active, self.recorder, mailbox, self._forget)
-        # Until the device has its next step; not where the host computes that, or waits for drafts.
+        # Delayed until the device has its next step; not if the host computes steps or waits for
+        # drafts.
         is_soon = parts.target.is_asynchronous and not parts.drafter.max_draft_len
         self._defers = is_soon and not self.recorder.is_prompt
 
     def run(self) -> None:
-        """Work until the inbox is closed; then end whatever is left."""
+        """Work until the inbox is closed; then end all remaining requests."""
         try:
             while self._receive():
                 self._expire()
                 if self.scheduler.has_work:
                     self._step()
             self._close(None)
-        except Exception as error:  # not even recovery worked: nobody may wait for ever
+        except Exception as error:  # recovery failed, too: no caller may be left waiting
             self._close(error)
 
     def _receive(self) -> bool:
-        """Take in what has arrived, waiting for it when idle; False when the inbox is closed."""
+        """Receive what has arrived, waiting for it when idle; False when the inbox is closed."""
         is_idle = not self._active
         if is_idle and self._config.check_invariants:
             self.kv_cache.check_invariants()
-        errand = self._inbox.receive(is_idle)
-        self._active |= {tracked.request_id: tracked for tracked in errand.arrived}
-        if errand.cancelled:
+        update = self._inbox.receive(is_idle)
+        self._active |= {tracked.request_id: tracked for tracked in update.arrived}
+        if update.cancelled:
             self._delivery.flush()
-        for tracked in errand.arrived:
+        for tracked in update.arrived:
             self._admit(tracked)
-        for request_id in errand.cancelled:
+        for request_id in update.cancelled:
             if request_id in self._active:
                 self._end(self._active[request_id], FinishReason.CANCELLED)
-        return not errand.is_closed or (errand.drains and bool(self._active))
+        return not update.is_closed or (update.drains and bool(self._active))
 
     def _admit(self, tracked: TrackedRequest) -> None:
-        """Hand the request's sequences to the scheduler, or refuse it."""
+        """Give the request's sequences to the scheduler, or refuse it."""
         try:
             check_token_ids(tracked.request, self._target.vocab_size)
             tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
@@ -87,7 +89,7 @@ class Worker:
                 ready, tracked.held = ready[:1], ready[1:]
             for sequence in ready:
                 self.scheduler.add(sequence)
-        except Exception as error:  # whatever it is, it belongs to this request
+        except Exception as error:  # any error here is that of this request
             self._fail(tracked, error)
 
     def _expire(self) -> None:
@@ -96,21 +98,21 @@ class Worker:
         if late:
             self._delivery.flush()
         for request_id in late:
-            if request_id in self._active:  # else it has ended meanwhile
+            if request_id in self._active:  # else it has ended in the meantime
                 self._end(self._active[request_id], FinishReason.TIMED_OUT)
 
     def _step(self) -> None:
-        """Start a step, deliver the one before it meanwhile, and bring it to its end."""
+        """Start a step, deliver the results of the previous one meanwhile, and finish it."""
         try:
             self._loop.launch()
-        except Exception as error:  # whatever it is, it belongs to the requests of this step
+        except Exception as error:  # any error here is that of the requests in this step
             self._delivery.flush()
             self._fail_step(error)
             return
         self._delivery.flush()
         try:
             report = self._loop.finish()
-        except Exception as error:  # likewise
+        except Exception as error:  # the same
             self._fail_step(error)
             return
         self._learn(report)
@@ -120,7 +122,7 @@ class Worker:
             self._delivery.flush()
 
     def _learn(self, report: StepReport) -> None:
-        """What the step says of how to cut the next one."""
+        """Update the limit for prompt chunks from the measured step."""
         if self._lengths is not None:
             context = report.batch.context
             self._lengths.observe(
@@ -136,20 +138,20 @@ class Worker:
             is_seen = report.period_s is not None
             self._tuner.observe(num_tokens, report.step_s, was_awaited=is_seen)
             self.scheduler.set_token_budget(self._tuner.budget)
-            self._loop.awaits_prompts = self._tuner.is_curious
+            self._loop.awaits_prompts = self._tuner.wants_wait
 
     def _fail_step(self, error: Exception) -> None:
-        """Fail the requests that the step touched, and nobody else."""
+        """Fail the requests in the step, and no others."""
         touched = self._loop.touched
         ids = {s.request_id for s in (self.scheduler.active if touched is None else touched)}
         for request_id in ids:
             self._fail(self._active[request_id], error)
-        if touched is None:  # perhaps before what it was to copy was copied
+        if touched is None:  # perhaps before its copies were complete
             self.kv_cache.abandon_copies()
 
     def _note_started(self, report: StepReport) -> list[TrackedRequest]:
-        """The requests whose first slice ran in this step. Whoever waited for a prompt that is in
-        the cache now goes to the scheduler."""
+        """The requests whose first slice ran in this step. Sequences that waited for a prompt to be
+        in the cache are now given to the scheduler."""
         started = []
         for item, commit in zip(report.batch.context, report.commits, strict=False):
             tracked = self._active[item.sequence.request_id]
@@ -174,7 +176,7 @@ class Worker:
         self._retire(tracked, [tracked.refuse(error)])
 
     def _retire(self, tracked: TrackedRequest, responses: list[Response]) -> None:
-        # Post before releasing: if that raises, the request has had its answer.
+        # Post before releasing, so that the request has its response even if releasing raises.
         del self._active[tracked.request_id]
         self._mailbox.post(responses)
         if not tracked.is_started:
@@ -184,8 +186,8 @@ class Worker:
             self._forget(sequence)
 
     def _close(self, error: Exception | None) -> None:
-        """The last act: everybody who still waits gets an answer. May be called again with the
-        error that the first call raised."""
+        """Shut down: every waiting caller gets a response. May be called again with the error that
+        the first call raised."""
         if error is None:
             self._delivery.flush()
         self._inbox.close()
@@ -196,7 +198,7 @@ class Worker:
                 tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
             for tracked in list(self._active.values()):
                 self._end(tracked, FinishReason.CANCELLED)
-        else:  # nothing is released: the state that raised is not to be trusted
+        else:  # nothing is released: the state may be inconsistent
             while self._active:
                 self._mailbox.post([self._active.popitem()[1].refuse(error)])
         self._mailbox.close()

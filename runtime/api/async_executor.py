@@ -16,53 +16,54 @@ from llmctl.runtime.api.mailbox import is_final
 from llmctl.runtime.request import Request, Response
 
 
-class _Courier:
-    """Carries responses from the executor's thread to an event loop. Waking the loop costs more
-    than the rest, so what comes while it is about to wake goes along."""
+class _LoopBridge:
+    """Carries responses from the executor's thread to an event loop. Waking the loop is the
+    expensive part, so responses that arrive before it has woken share one wake-up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._bag: deque[tuple[asyncio.Queue[Response], Response]] = deque()
-        self._is_called = False
+        self._pending: deque[tuple[asyncio.Queue[Response], Response]] = deque()
+        self._is_scheduled = False
 
     def post(self, queue: asyncio.Queue[Response], response: Response) -> None:
-        """On the executor's thread."""
-        self._bag.append((queue, response))
-        if not self._is_called:
-            self._is_called = True
+        """Called on the executor's thread."""
+        self._pending.append((queue, response))
+        if not self._is_scheduled:
+            self._is_scheduled = True
             with suppress(RuntimeError):  # the event loop is closed: nobody reads any more
-                self.loop.call_soon_threadsafe(self._unload)
+                self.loop.call_soon_threadsafe(self._deliver)
 
-    def _unload(self) -> None:
-        """On the event loop's thread. What is put into the bag from here on calls again."""
-        self._is_called = False
-        while self._bag:
-            queue, response = self._bag.popleft()
+    def _deliver(self) -> None:
+        """Called on the event loop's thread. A response that is posted after this has started
+        schedules a new call."""
+        self._is_scheduled = False
+        while self._pending:
+            queue, response = self._pending.popleft()
             queue.put_nowait(response)
 
 
 class AsyncExecutor:
-    """An asyncio face of an executor, which may be used directly at the same time.
+    """The asyncio API of an executor, which may be used directly at the same time.
 
-    Whoever stops reading early, by `break`, cancellation or an exception, cancels the request.
+    Leaving an iterator early, by `break`, cancellation or an exception, cancels the request.
     """
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self._last_courier: _Courier | None = None
+        self._last_bridge: _LoopBridge | None = None
 
-    def _courier(self) -> _Courier:
-        """That of the running event loop."""
+    def _bridge(self) -> _LoopBridge:
+        """The bridge to the running event loop."""
         loop = asyncio.get_running_loop()
-        courier = self._last_courier
-        if courier is None or courier.loop is not loop:
-            courier = self._last_courier = _Courier(loop)
-        return courier
+        bridge = self._last_bridge
+        if bridge is None or bridge.loop is not loop:
+            bridge = self._last_bridge = _LoopBridge(loop)
+        return bridge
 
     async def responses(self, request: Request) -> AsyncGenerator[Response, None]:
         """Every response, up to the final one. Raises ExecutorClosed or QueueFull."""
         arrived: asyncio.Queue[Response] = asyncio.Queue()
-        post = self._courier().post
+        post = self._bridge().post
 
         def deliver(response: Response) -> None:
             post(arrived, response)
@@ -79,8 +80,8 @@ class AsyncExecutor:
                 self.executor.cancel_request(request_id)
 
     async def generate(self, request: Request) -> AsyncGenerator[int, None]:
-        """The output token by token, as it comes; the request must be streaming and have one
-        sequence. Raises the error that ended the request, if one did."""
+        """The output token by token, as it is generated; the request must be streaming and have one
+        sequence. Raises the error that ended the request, if there was one."""
         sampling, output = request.sampling_config, request.output_config
         if not request.streaming or output.return_all_generated_tokens:
             raise BadConfig(

@@ -1,7 +1,7 @@
-"""From a committed step to the responses and statistics that it gives rise to.
+"""Makes the responses and statistics of a committed step.
 
-None of that feeds the next step. So where a device computes, it gets its next step first, and what
-the last one brought is delivered while it is busy.
+The next step does not depend on them. So where a device computes, it first gets its next step, and
+the results of the last one are delivered while it is busy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class _Held(NamedTuple):
 
 
 class Delivery:
-    """The last step, until `flush`. `active` are the requests that have not ended, by id; whatever
-    ends is taken out, and its sequences are passed to `forget`.
+    """Holds the last step until `flush`. `active` are the requests that have not ended, by id;
+    requests that end are removed, and their sequences are passed to `forget`.
 
-    Whoever ends or fails requests flushes first, so that each gets what it is due in order.
+    Code that ends or fails requests has to flush first, so that each request gets its responses in
+    order.
     """
 
     def __init__(
@@ -43,13 +44,13 @@ class Delivery:
         self._held: _Held | None = None
 
     def hold(self, report: StepReport, started: list[TrackedRequest], num_queued: int) -> None:
-        """A step has been committed; the one before has been flushed."""
+        """Keep a committed step; the previous one has been flushed."""
         assert self._held is None
         moment = self._recorder.look(len(self._active), num_queued)
         self._held = _Held(report, moment, started)
 
     def flush(self) -> None:
-        """Post what the step produced, count it, and retire what it completed; once."""
+        """Post the responses of the step, count it, and retire the requests it completed; once."""
         if self._held is None:
             return
         (report, moment, started), self._held = self._held, None

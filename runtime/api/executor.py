@@ -1,7 +1,7 @@
-"""The front door: requests in from any thread, responses out, one worker thread in between.
+"""The executor: requests from any thread in, responses out, one worker thread in between.
 
-The shape is that of the TensorRT-LLM C++ executor, in snake_case. Every request ends in exactly one
-of finished, refused, cancelled or failed; `runtime.worker` says how.
+The API is that of TensorRT-LLM's C++ executor, in snake_case. Every request ends in exactly one of
+finished, refused, cancelled or failed; see `runtime.worker`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["Executor", "ExecutorConfig", "KvCacheConfig"]
 
 
 class Executor:
-    """Runs requests on a target engine, with a drafter or without. Thread-safe.
+    """Runs requests on a target engine, with or without a drafter. Thread-safe.
 
-    `sampling` is the sampling of the target's backend; it draws the drafter's tokens too. With a
-    `round_runner`, which must propose what `drafter` proposes, generation runs on the device
+    `sampling` is the sampling of the target's backend; it also draws the drafter's tokens. With a
+    `round_runner`, which must propose the same drafts as `drafter`, generation runs on the device
     without waiting for the host. Raises PairMismatch when drafter and target do not fit together.
     """
 
@@ -56,22 +56,22 @@ class Executor:
         self._thread = threading.Thread(
             target=self._worker.run, name="llmctl-executor", daemon=True
         )
-        # What the engines and libraries are made of stays: full garbage collections, during which
-        # no token comes, need not walk it. Undone by `shutdown`.
+        # Objects of engines and libraries live as long as the executor: full garbage collections,
+        # which stop generation, need not visit them. Undone by `shutdown`.
         gc.freeze()
         self._thread.start()
 
     def enqueue_request(self, request: Request, deliver: Deliver | None = None) -> int:
         """Queue one request; returns its id at once. Raises ExecutorClosed or QueueFull.
 
-        With `deliver`, its responses are passed to that on the executor's thread, and
-        await_responses never has them; it must not block. A request whose `deliver` raises is
-        cancelled, and what it raised goes to threading.excepthook.
+        With `deliver`, its responses are passed to that callable on the executor's thread and do
+        not appear in await_responses; it must not block. A request whose `deliver` raises is
+        cancelled, and the exception goes to threading.excepthook.
         """
         return self._inbox.put([request], deliver)[0]
 
     def enqueue_requests(self, requests: Items[Request]) -> list[int]:
-        """Queue all or none of the requests; ids in the same order."""
+        """Queue all requests or none; returns ids in the same order."""
         return self._inbox.put(requests)
 
     @overload
@@ -97,11 +97,11 @@ class Executor:
         return self._mailbox.take_each(request_id, timeout_s)
 
     def generate(self, prompt: Request | Items[int], **request: Any) -> Iterator[int]:
-        """New tokens of one output, one by one as steps bring them.
+        """New tokens of one output, one by one as they are generated.
 
-        prompt: token ids, with the other fields of Request (max_tokens at least) by name, or a
-        whole Request of one returned sequence. Closing the iterator cancels the request. Raises
-        what ended the request instead of an output.
+        prompt: token ids, with the other fields of Request (at least max_tokens) as keywords, or a
+        whole Request for one sequence. Closing the iterator cancels the request. Raises the error
+        that ended the request, if there was one.
         """
         if not isinstance(prompt, Request):
             prompt = Request(tuple(prompt), **request)
@@ -129,15 +129,16 @@ class Executor:
                     response.has_error or (response.result and response.result.is_final)
                     for response in self.await_responses(request_id)
                 ):
-                    pass  # steps that were under way; the last response says that it has ended
+                    # results of steps in flight; the last response says that the request has ended
+                    pass
 
     def get_num_responses_ready(self, request_id: int | None = None) -> int:
         """Responses that await_responses would return without waiting."""
         return self._mailbox.count(request_id)
 
     def cancel_request(self, request_id: int) -> None:
-        """Ask for the end of a request; its final result says CANCELLED. No effect on one that
-        has ended."""
+        """Ask for the end of a request; its final result says CANCELLED. No effect if it has
+        ended."""
         self._inbox.cancel(request_id)
 
     def can_enqueue_requests(self) -> bool:
@@ -145,7 +146,7 @@ class Executor:
         return not self._inbox.is_closed
 
     def get_latest_iteration_stats(self) -> list[IterationStats]:
-        """Steps since the last call, oldest first, as many as the history holds."""
+        """Steps since the last call, oldest first, up to the size of the history."""
         return self._worker.recorder.drain_iterations()
 
     def get_latest_request_stats(self) -> list[RequestStatsPerIteration]:
@@ -153,7 +154,7 @@ class Executor:
         return self._worker.recorder.drain_requests()
 
     def get_kv_cache_event_manager(self) -> KvCacheEventManager:
-        """Where to read what the KV cache stores and removes; see `event_buffer_max_size`."""
+        """The events of the KV cache: blocks stored and removed; see `event_buffer_max_size`."""
         return self._worker.kv_cache.events
 
     def get_speculation_stats(self) -> SpeculationStats:
@@ -161,8 +162,8 @@ class Executor:
         return self._worker.recorder.speculation()
 
     def shutdown(self, *, drain: bool = False) -> None:
-        """Cancel what is left, or with `drain` finish it, and wait for the worker to end. Any
-        number of times; one without `drain` cuts one with it short."""
+        """Cancel unfinished requests, or with `drain` finish them, and wait for the worker to end.
+        May be called any number of times; a call without `drain` cuts short one with it."""
         self._inbox.close(drain=drain)
         self._thread.join()
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""What an executor may be told, checked where it is built."""
+"""Configuration of an executor, checked when it is created."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from llmctl.runtime.schedule.scheduler import Limits, SchedulerConfig
 @refused.refuses(refused.KV_CACHE)
 @dataclass(frozen=True, slots=True)
 class KvCacheConfig:
-    """The paged cache; `memory_plan.plan_kv_cache` finds num_blocks from a memory budget.
+    """The paged cache; `memory_plan.plan_kv_cache` computes num_blocks from a memory budget.
 
     Evicted blocks whose priority is at least `secondary_offload_min_priority` move to
-    `num_host_blocks` places in host memory and come back when they are hit.
+    `num_host_blocks` slots in host memory and are copied back when they are reused.
     """
 
     num_blocks: int
@@ -26,7 +26,7 @@ class KvCacheConfig:
     enable_partial_reuse: bool = True
     num_host_blocks: int = 0
     secondary_offload_min_priority: int = DEFAULT_PRIORITY
-    event_buffer_max_size: int = 0  # events kept for a reader; 0: none are made
+    event_buffer_max_size: int = 0  # events kept for a reader; 0: no events
     window: AttentionWindow | None = None  # common to all layers of all engines: `common_window`
 
     def __post_init__(self) -> None:
@@ -48,16 +48,18 @@ class KvCacheConfig:
 @refused.refuses(refused.EXECUTOR)
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:
-    """Everything but the engines. A history of 0 iterations is not kept."""
+    """Everything except the engines. With a history of 0 iterations none is kept."""
 
     kv_cache: KvCacheConfig
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     acceptance: Literal["tokens", "logits"] = "tokens"  # rule for sampled requests with a draft
-    adaptive_draft_len: bool = False  # as many drafts as pay, the drafter's max_draft_len at most
-    # Context chunks shrink to keep steps within this time, or ("auto") as far as costs nothing.
+    adaptive_draft_len: bool = (
+        False  # choose the draft length by measured cost, at most the drafter's max_draft_len
+    )
+    # Context chunks shrink to keep steps within this time, or ("auto") as far as throughput allows.
     max_step_ms: float | Literal["auto"] | None = None
-    max_batch_size: int | None = None  # sequences in a step; None: as many as the engine takes
-    max_num_tokens: int | None = None  # packed tokens of a step; likewise
+    max_batch_size: int | None = None  # sequences per step; None: the engine's limit
+    max_num_tokens: int | None = None  # packed tokens per step; None: the engine's limit
     max_queue_size: int | None = None  # requests that have not started; None: no limit
     iter_stats_max_iterations: int = 1000
     request_stats_max_iterations: int = 0

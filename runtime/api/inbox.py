@@ -1,4 +1,4 @@
-"""What callers ask of the worker: new requests, cancellations, the end. Thread-safe."""
+"""What callers send to the worker: new requests, cancellations, shutdown. Thread-safe."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from llmctl.runtime.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
-    """What has come in since the worker last looked."""
+class InboxUpdate:
+    """What has arrived since the worker last looked."""
 
     arrived: list[TrackedRequest]
     cancelled: set[int]
     is_closed: bool
-    drains: bool  # closed, but what has been taken is to be finished
+    drains: bool  # closed, but accepted requests are to be finished
 
 
 class Inbox:
-    """Requests on their way to the worker. A request is queued until the worker says it started
-    or ended, so `max_queue_size` also counts those that wait in the scheduler."""
+    """Passes requests to the worker. A request counts as queued until the worker says that it
+    started or ended, so `max_queue_size` also limits those that wait in the scheduler."""
 
     def __init__(self, mailbox: Mailbox, max_queue_size: int | None) -> None:
         self._mailbox = mailbox
@@ -46,12 +46,12 @@ class Inbox:
 
     @property
     def is_closed(self) -> bool:
-        """True once nothing is taken any more."""
+        """True once no more requests are accepted."""
         return self._is_closed
 
     def put(self, requests: Items[Request], deliver: Deliver | None = None) -> list[int]:
-        """Queue all or none; the new ids. `deliver`: see Mailbox.open. Raises ExecutorClosed or
-        QueueFull."""
+        """Queue all or none; returns the new ids. `deliver`: see Mailbox.open. Raises
+        ExecutorClosed or QueueFull."""
         limit = self._max_queue_size
         now_s = monotonic()
         with self._changed:
@@ -72,28 +72,29 @@ class Inbox:
         return ids
 
     def cancel(self, request_id: int) -> None:
-        """Pass a cancellation on."""
+        """Pass a cancellation to the worker."""
         with self._changed:
             self._cancelled.add(request_id)
             self._changed.notify()
 
     def close(self, *, drain: bool = False) -> None:
-        """Take nothing more, and tell the worker to finish what there is or to cancel it."""
+        """Accept nothing more, and tell the worker to finish the accepted requests or to cancel
+        them."""
         with self._changed:
             self._is_closed = True
             self._drains = drain
             self._changed.notify()
 
     def leave_queue(self, num_requests: int) -> None:
-        """The worker started or ended so many queued requests."""
+        """The worker has started or ended so many queued requests."""
         with self._changed:
             self._num_queued -= num_requests
 
-    def receive(self, is_idle: bool) -> Errand:
-        """Everything new; when `is_idle`, waits until there is something."""
+    def receive(self, is_idle: bool) -> InboxUpdate:
+        """Everything new; if `is_idle`, waits until there is something."""
         with self._changed:
             while is_idle and not (self._arrived or self._cancelled or self._is_closed):
                 self._changed.wait()
-            errand = Errand(self._arrived, self._cancelled, self._is_closed, self._drains)
+            update = InboxUpdate(self._arrived, self._cancelled, self._is_closed, self._drains)
             self._arrived, self._cancelled = [], set()
-        return errand
+        return update

@@ -12,14 +12,16 @@ from llmctl.errors import RequestError
 from llmctl.runtime.request import Response
 
 Deliver = Callable[[Response], None]
-_Taker = tuple[Deliver, Callable[[int], None]]  # and who cancels the request if it raises
+_Receiver = tuple[
+    Deliver, Callable[[int], None]
+]  # the callable, and what cancels the request if it raises
 
 
-_NOBODY: _Taker = (lambda response: None, lambda request_id: None)
+_NOBODY: _Receiver = (lambda response: None, lambda request_id: None)
 
 
-class _Bell(threading.Condition):
-    """What the readers of one request wait at, all on the mailbox's lock: a step that answers one
+class _Waiters(threading.Condition):
+    """The readers that wait for one request, all with the mailbox's lock: a step that answers one
     of many requests does not wake the readers of all."""
 
     def __init__(self, lock: threading.Lock) -> None:
@@ -32,10 +34,10 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bells: dict[int | None, _Bell] = {}  # by the request waited for; None: any
+        self._waiters: dict[int | None, _Waiters] = {}  # by the request waited for; None: any
         self._ready: dict[int, list[Response]] = {}
         self._open: set[int] = set()
-        self._deliver: dict[int, _Taker] = {}
+        self._deliver: dict[int, _Receiver] = {}
         self._is_closed = False
 
     def open(
@@ -44,59 +46,59 @@ class Mailbox:
         deliver: Deliver | None = None,
         cancel: Callable[[int], None] = lambda request_id: None,
     ) -> None:
-        """Announce requests, before anything can be posted for them. `deliver` gets their
-        responses instead of this mailbox, on the thread that posts: it must not block. It may ask
-        the executor for more, or to cancel. A request whose `deliver` raises is given to `cancel`
-        and gets nothing more; what was raised goes to threading.excepthook."""
+        """Announce requests, before anything can be posted for them. `deliver` receives their
+        responses instead of this mailbox, on the thread that posts: it must not block. It may call
+        the executor, for new requests or to cancel. A request whose `deliver` raises is passed to
+        `cancel` and gets nothing more; the exception goes to threading.excepthook."""
         with self._lock:
             self._open.update(request_ids)
             if deliver is not None:
                 self._deliver.update(dict.fromkeys(request_ids, (deliver, cancel)))
 
     def post(self, responses: Items[Response]) -> None:
-        """Deliver; wakes those who wait for any of these, once for all."""
+        """Deliver responses; wakes each reader of any of them once."""
         calls: list[Response] = []
-        takers: dict[int, _Taker] = {}
+        receivers: dict[int, _Receiver] = {}
         with self._lock:
             for response in responses:
                 request_id = response.request_id
                 assert request_id in self._open, "a response after the final one"
-                taker = self._deliver.get(request_id)
-                if taker is None:
+                receiver = self._deliver.get(request_id)
+                if receiver is None:
                     ready = self._ready.get(request_id)
                     if ready is None:
                         self._ready[request_id] = [response]
                     else:
                         ready.append(response)
                     continue
-                takers[request_id] = taker
+                receivers[request_id] = receiver
                 calls.append(response)
                 if is_final(response):
                     self._open.discard(request_id)
                     del self._deliver[request_id]
-            if self._bells:
-                self._ring({None, *(response.request_id for response in responses)})
-        for response in calls:  # not under the lock: they may open requests
+            if self._waiters:
+                self._notify({None, *(response.request_id for response in responses)})
+        for response in calls:  # not under the lock: the callables may open requests
             request_id = response.request_id
-            deliver, cancel = takers[request_id]
+            deliver, cancel = receivers[request_id]
             try:
                 deliver(response)
-            except BaseException as error:  # nobody else's request ends by it
-                takers[request_id] = _NOBODY
+            except BaseException as error:  # it must not end any other request
+                receivers[request_id] = _NOBODY
                 with self._lock:
                     if request_id in self._deliver:
                         self._deliver[request_id] = _NOBODY
                 cancel(request_id)
                 thread = threading.current_thread()
                 told = threading.ExceptHookArgs((type(error), error, error.__traceback__, thread))
-                with suppress(Exception):  # a hook that raises has nobody to tell
+                with suppress(Exception):  # there is no one to report an error of the hook to
                     threading.excepthook(told)
 
     def close(self) -> None:
-        """Nothing more will be posted; readers of any request stop waiting."""
+        """Nothing more will be posted; all readers stop waiting."""
         with self._lock:
             self._is_closed = True
-            self._ring(set(self._bells))
+            self._notify(set(self._waiters))
 
     def take_any(self, timeout_s: float | None) -> list[Response]:
         """All ready responses; waits for at least one. Empty after the timeout or `close`."""
@@ -144,30 +146,30 @@ class Mailbox:
     def _wait(
         self, request_id: int | None, is_due: Callable[[], bool], timeout_s: float | None
     ) -> None:
-        """Until it is due, asked again whenever somebody rings for the request."""
+        """Wait until `is_due`, which is checked whenever the request's waiters are notified."""
         if is_due():
             return
-        bell = self._bells.get(request_id)
-        if bell is None:
-            bell = self._bells[request_id] = _Bell(self._lock)
-        bell.num_waiting += 1
+        waiters = self._waiters.get(request_id)
+        if waiters is None:
+            waiters = self._waiters[request_id] = _Waiters(self._lock)
+        waiters.num_waiting += 1
         try:
-            bell.wait_for(is_due, timeout_s)
+            waiters.wait_for(is_due, timeout_s)
         finally:
-            bell.num_waiting -= 1
-            if not bell.num_waiting:
-                del self._bells[request_id]
+            waiters.num_waiting -= 1
+            if not waiters.num_waiting:
+                del self._waiters[request_id]
 
-    def _ring(self, request_ids: set[int | None]) -> None:
-        for request_id in request_ids & self._bells.keys():
-            self._bells[request_id].notify_all()
+    def _notify(self, request_ids: set[int | None]) -> None:
+        for request_id in request_ids & self._waiters.keys():
+            self._waiters[request_id].notify_all()
 
     def _take(self, request_id: int) -> list[Response]:
         responses = self._ready.pop(request_id, [])
         if responses and is_final(responses[-1]):
             self._open.discard(request_id)
-            if self._bells:
-                self._ring({request_id})  # other readers of this request wait in vain
+            if self._waiters:
+                self._notify({request_id})  # other readers of this request would wait for ever
         return responses
 
 

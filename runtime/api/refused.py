@@ -1,7 +1,7 @@
-"""Arguments of TensorRT-LLM's executor that are not offered here, and why.
+"""Arguments of TensorRT-LLM's executor that are not supported here, and why.
 
-They are refused by name, so that a program written for that executor learns what it would lose. A
-value that asks for nothing (None, and the original's neutral ones) is taken.
+They are refused with an error, so that a program written for that executor does not lose a feature
+silently. Values that ask for nothing (None, and TensorRT-LLM's neutral values) are accepted.
 """
 
 from __future__ import annotations

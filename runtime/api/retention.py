@@ -1,8 +1,8 @@
-"""How long the KV blocks of a request are worth keeping once nobody uses them.
+"""How long the KV blocks of a request are worth keeping when no sequence uses them.
 
-Of unused blocks the lowest priority goes first, and within a priority the least recently used. A
-retention with a duration falls back to the default priority when its time, counted from the
-moment the last user lets go, is over. Names are those of the TensorRT-LLM executor in snake_case.
+Among unused blocks the lowest priority is evicted first, and within a priority the least recently
+used. A retention with a duration falls back to the default priority when its time, counted from the
+end of the last use, is over. Names are those of the TensorRT-LLM executor in snake_case.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DEFAULT_PRIORITY = 35  # TensorRT-LLM's
 
 
 class Retention(NamedTuple):
-    """What a request says of one block."""
+    """The retention that a request sets for one block."""
 
     priority: int
     duration_ms: float | None = None  # None: for ever
@@ -46,10 +46,11 @@ class TokenRangeRetentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheRetentionConfig:
-    """Retention of a request's blocks: by ranges of its prompt, and one for its output.
+    """Retention of a request's blocks: for ranges of its prompt, and for its output.
 
-    A block belongs to the range that holds its first token; a block in no range, and any block of a
-    request without this, keeps what it has (at first the default priority).
+    A block belongs to the range that contains its first token; a block in no range, and any block
+    of a request without this configuration, keeps its current retention (initially the default
+    priority).
     """
 
     token_range_retention_configs: tuple[TokenRangeRetentionConfig, ...] = ()
@@ -73,7 +74,7 @@ class KvCacheRetentionConfig:
                 )
 
     def of_block(self, first_token: int, num_prompt_tokens: int) -> Retention | None:
-        """What holds for the block that begins at position `first_token`; None: nothing said."""
+        """The retention of the block that begins at position `first_token`; None: not set."""
         if first_token >= num_prompt_tokens:
             return Retention(self.decode_retention_priority, self.decode_duration_ms)
         for item in self.token_range_retention_configs:

@@ -1,4 +1,4 @@
-"""The life of one request inside the executor, and the responses it gives rise to."""
+"""The life of one request inside the executor, and its responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TrackedRequest:
     """A request from enqueue to its final response. The executor's thread owns it once received.
 
     `held` are sequences not yet given to the scheduler: with block reuse they wait until the first
-    has computed the prompt they share.
+    sequence has computed the prompt they share.
     """
 
     request_id: int
@@ -35,7 +35,7 @@ class TrackedRequest:
 
     @property
     def is_out_of_time(self) -> bool:
-        """True when the request asked for an end by now."""
+        """True when the request's allotted time is over."""
         allotted_ms = self.request.allotted_time_ms
         return allotted_ms is not None and monotonic() - self.arrived_s >= allotted_ms / 1e3
 
@@ -60,10 +60,11 @@ class TrackedRequest:
         self.num_unfinished = count
 
     def respond(self, sequence: Sequence) -> Response:
-        """What is new of a sequence; final when it finished, by its finish_reason.
+        """The response with the new tokens of a sequence; final when it has finished, by its
+        finish_reason.
 
-        Counts a finished sequence off. A cancelled one ends with no tokens; one that timed out
-        carries what it had generated.
+        Counts finished sequences. A cancelled one ends with no tokens; one that timed out has what
+        it had generated.
         """
         request = self.request
         output = request.output_config
@@ -100,7 +101,7 @@ class TrackedRequest:
         return Response(self.request_id, request.client_id, result)
 
     def note(self, commit: Commit, iteration: int, now_s: float) -> None:
-        """One of its sequences had a part in this step."""
+        """One of its sequences was part of this step."""
         trace = self.trace
         if trace.last_iter != iteration:
             self.num_iterations += 1

@@ -1,4 +1,4 @@
-"""The groups of KV layers that a target and its drafter keep under one block table."""
+"""The groups of KV layers that a target and its drafter have under one block table."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ DRAFT_GROUP = 1  # the draft engine's index among the groups; the target's is 0
 
 
 def cache_groups(target: BlockHolder, drafter: Drafter) -> dict[str, BlockHolder]:
-    """What holds each group, by name and in the order of their indices."""
+    """The holder of each group's contents, by name and in the order of the group indices."""
     return {"target": target, **drafter.holders}

@@ -1,4 +1,4 @@
-"""What the loop, and rounds on a device, ask of a method of drafting."""
+"""The interface between a draft method and the loop or device rounds."""
 
 from __future__ import annotations
 
@@ -17,56 +17,59 @@ if TYPE_CHECKING:
 
 
 class Drafter(Protocol):
-    """Proposes drafts and keeps whatever state that needs. Called by the loop's thread only."""
+    """Proposes drafts and keeps the state for that. Called only by the loop's thread."""
 
-    max_draft_len: int  # most drafts it proposes a round
-    holders: Mapping[str, BlockHolder]  # caches of its own under the target's block ids, by name
+    max_draft_len: int  # the most drafts it proposes per round
+    # its own KV caches, indexed by the target's block ids, by name
+    holders: Mapping[str, BlockHolder]
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
-        """Called once, before any round: make room for the target's block ids and take the
-        sampler of the target. With `keep_probs`, sampled drafts come with their distributions
-        (accept by logits); a method with one-hot proposals has none to give."""
+        """Called once, before any round: allocate caches for the target's block ids and keep the
+        target's sampler. With `keep_probs`, sampled drafts come with their distributions
+        (acceptance by logits); a method with one-hot proposals has none to give."""
 
     def propose(self, batch: Batch) -> list[Drafts]:
-        """Drafts of every generation slice. Context slices are fed to a draft engine here."""
+        """Drafts for every generation slice. A draft engine also reads the context slices here."""
 
     def commit(self, batch: Batch, accepted: Items[int]) -> None:
         """The round is over: `accepted[i]` drafts of generation slice i were accepted, and the
-        sequences carry their new tokens."""
+        sequences contain their new tokens."""
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence that ended, for any reason."""
 
 
 class DeviceDrafter(Protocol):
-    """Drafts where the device leads a round: what it enqueues, and what the host must know of it.
+    """Drafting in device rounds: what it enqueues, and what the host has to know about it.
 
-    Everything but `enqueue_drafts` is called between rounds, or for rounds that are read.
+    All methods except `enqueue_drafts` are called between rounds, or for rounds that have been
+    read.
     """
 
-    draft_len: int  # drafts a round, at most; 0: plain decoding
-    max_requests: int | None  # of a round, by its engines' limits; None: no limit of its own
-    falls_behind: bool  # True where a round without drafts leaves tokens that its cache lacks
+    draft_len: int  # the most drafts per round; 0: plain decoding
+    max_requests: int | None  # the most requests per round, by its engines' limits; None: no limit
+    falls_behind: bool  # True if its cache lacks tokens after a round without drafts
 
     @property
     def engines(self) -> tuple[CudaEngine, ...]:
-        """What it runs beside the target."""
+        """The engines that it runs besides the target."""
 
     def bind(self, steps: DeviceSteps) -> None:
-        """Called once, before anything else: how it runs steps and draws tokens."""
+        """Called once, before anything else, with what runs steps and draws tokens."""
 
     def prepare(self) -> None:
-        """Pack ahead what `catch_up` launches. Caches are there, and no sequence yet."""
+        """Pack the launches of `catch_up` in advance. Caches exist, and no sequence has started."""
 
     def is_behind(self, sequence: Sequence) -> bool:
-        """True when its cache lacks more of the sequence than a round feeds."""
+        """True when its cache lacks more tokens of the sequence than a round reads."""
 
     def catch_up(self, sequences: Items[Sequence]) -> None:
-        """Compute what its cache lacks, up to what a round feeds. No round is in flight."""
+        """Compute what its cache lacks, up to the tokens that a round reads. No round is in
+        flight."""
 
     def enqueue_drafts(self, shape: RoundShape) -> None:
-        """Enqueue the drafts of a round into the request state; does not wait. Captured as a CUDA
-        graph, so it may depend on `shape` alone."""
+        """Enqueue the drafting of a round, which writes to the request state; does not wait.
+        Captured as a CUDA graph, so it may depend only on `shape`."""
 
     def note(self, sequence: Sequence, committed: int, accepted: int, draft_len: int) -> None:
         """A round of `draft_len` drafts was read: `accepted` of them followed the `committed`

@@ -13,13 +13,13 @@ ROOT = -1  # the parent of whatever follows the last committed token
 
 @dataclass(slots=True)
 class Drafts:
-    """Drafted tokens of one generation slice; no more than its draft_len, possibly none.
+    """The drafted tokens of one generation slice; at most its draft_len, possibly none.
 
     tokens [T]. parents [T]: the index in `tokens` of each token's parent, always smaller than its
-    own, or ROOT; siblings have distinct tokens. None is a chain: every token follows the one
-    before. probs [T, target vocab] are the distributions that a chain was drawn from; None says
-    that the drafts are accepted by tokens. `num_forced` drafts of a chain are accepted whatever the
-    target says; None outside of benchmarks (runtime/generate/synthetic_acceptance.py).
+    own, or ROOT; siblings have distinct tokens. None means a chain: every token follows the one
+    before. probs [T, target vocab] are the distributions that a chain was drawn from; None means
+    acceptance by tokens. `num_forced` drafts of a chain are accepted whatever the target says; None
+    except in benchmarks (runtime/generate/synthetic_acceptance.py).
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""run.py's options that squeeze a list into a string, read strictly."""
+"""run.py's options that contain a list in a string, parsed strictly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmctl.errors import BadConfig, Unsupported
 
 
 def parse_list(option: str, text: str, length: int, form: str) -> list[Any]:
-    """The list of so many values that `text` spells. Raises BadConfig."""
+    """Parse `text` as a list of so many values. Raises BadConfig."""
     try:
         value = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -20,7 +20,8 @@ def parse_list(option: str, text: str, length: int, form: str) -> list[Any]:
 
 
 def require_one_device(option: str, devices: object) -> None:
-    """Raises BadConfig for what is no list of devices, Unsupported for another list than [0]."""
+    """Raises BadConfig if the value is not a list of devices, Unsupported for a list other than
+    [0]."""
     if not isinstance(devices, list) or not all(type(device) is int for device in devices):
         raise BadConfig(f"{option} has the devices {devices!r}; a list such as [0] is wanted")
     if devices != [0]:
@@ -38,6 +39,6 @@ def positive(option: str, name: str, value: object) -> int:
 
 
 def require_equal_length(option: str, found: int, draft_len: int | None) -> None:
-    """Raises BadConfig where --draft-len is given and says something else."""
+    """Raises BadConfig if --draft-len is given with a different value."""
     if draft_len is not None and draft_len != found:
         raise BadConfig(f"{option} says draft_len {found}, --draft-len says {draft_len}")

@@ -1,7 +1,8 @@
-"""What a method of drafting is: how it is asked for, what it opens, what runs it.
+"""The interface of a draft method: how it is requested, what it opens, what runs it.
 
-A method is a folder beside this file with a `ROW` in its `options.py`; `methods.py` lists the rows.
-Nothing here, and no `options.py`, imports torch: the command line reads them for its help.
+A method is a folder in this package with a `ROW` in its `options.py`; `methods.py` lists the rows.
+Neither this file nor any `options.py` imports torch, because the command line reads them for its
+help.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ AcceptRule = Literal["tokens", "logits"]
 
 
 class DraftMethod(Protocol):
-    """One way to draft, with the values it was asked for. Immutable."""
+    """One way to draft, with its option values. Immutable."""
 
     @property
     def name(self) -> str:
-        """As reports say it."""
+        """The name shown in reports."""
 
     @property
     def is_drafting(self) -> bool:
-        """False for plain decoding alone."""
+        """False only for plain decoding."""
 
     @property
     def draft_len(self) -> int | None:
-        """Drafts a round, at most; None: as many as the target engine was built for."""
+        """The most drafts per round; None: as many as the target engine was built for."""
 
     @property
     def acceptance(self) -> AcceptRule:
@@ -41,26 +42,26 @@ class DraftMethod(Protocol):
 
     @property
     def is_device_led(self) -> bool:
-        """Whether a device can draft for itself, so that it leads rounds."""
+        """Whether drafting can run on the device, so that generation uses device rounds."""
 
     @property
     def engines(self) -> Mapping[str, Path]:
-        """Engine directories to open beside the target, by role."""
+        """Engine directories to open besides the target, by role."""
 
     def with_draft_len(self, draft_len: int) -> DraftMethod:
-        """The same with another length."""
+        """The same method with another draft length."""
 
     def check(self, target: EngineConfig, beside: Mapping[str, EngineConfig]) -> int:
-        """The draft length to use. Reads no weights. Raises PairMismatch where the engines do not
-        fit together."""
+        """The draft length to use. Reads no weights. Raises PairMismatch if the engines do not fit
+        together."""
 
     def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> Drafter:
-        """What the host leads; `engines` by role, the target among them."""
+        """The drafter for steps controlled by the host; `engines` by role, including the target."""
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int
     ) -> DeviceDrafter:
-        """What the device leads; only of a method that says so."""
+        """The drafter for device rounds; only called if `is_device_led`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,9 @@ class MethodOption:
 
 @dataclass(frozen=True, slots=True)
 class MethodRow:
-    """A method in the table. `make(values, draft_len)` gives None where its options are not set,
-    and raises BadConfig or Unsupported where they are wrong; `draft_len` is that of --draft-len.
-    `how` is what a user types to ask for it."""
+    """A method in the table. `make(values, draft_len)` returns None if its options are not set, and
+    raises BadConfig or Unsupported if they are wrong; `draft_len` is that of --draft-len. `how` is
+    what a user types to request it."""
 
     how: str
     options: tuple[MethodOption, ...]

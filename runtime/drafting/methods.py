@@ -1,4 +1,4 @@
-"""The table of drafting methods, and the choice of one from options."""
+"""The table of draft methods, and the choice of one from the options."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def method_options(methods: tuple[MethodRow, ...] = METHODS) -> list[MethodOptio
 
 
 def how_to_draft(methods: tuple[MethodRow, ...] = METHODS) -> str:
-    """The options that ask for drafts, for fixes."""
+    """The options that request drafts, for hints in error messages."""
     return "add " + " or ".join(row.how for row in methods)
 
 
 def as_method(draft: DraftMethod | Path | str | None) -> DraftMethod:
-    """A method as it is, an engine directory as the draft engine, None as plain decoding."""
+    """A method unchanged, an engine directory as a draft engine, None as plain decoding."""
     if draft is None:
         return PlainDecoding()
     return DraftEngine(Path(draft)) if isinstance(draft, (str, Path)) else draft
@@ -38,7 +38,7 @@ def choose_method(
     draft_len: int | None = None,
     methods: tuple[MethodRow, ...] = METHODS,
 ) -> DraftMethod:
-    """The method that the values of `method_options` ask for; plain decoding where none is.
+    """The method that the values of `method_options` request; plain decoding if there is none.
 
     Raises BadConfig for malformed or contradicting values, Unsupported for several devices.
     """

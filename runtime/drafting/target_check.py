@@ -9,7 +9,7 @@ DRAFT_MODE = "draft_tokens_external"
 
 
 def verifies_drafts(config: EngineConfig) -> bool:
-    """Whether it was built to verify drafts that come from outside of it."""
+    """Whether the engine was built to verify drafts from outside."""
     return bool(config.build_config["speculative_decoding_mode"] == SPECULATIVE_MODES[DRAFT_MODE])
 
 

@@ -1,12 +1,12 @@
 """Which drafts are accepted. Pure functions: drafts, probabilities and randomness are arguments.
 
-Accept by tokens: the target draws its own token at every row and the path goes on while a draft
-says the same. Every emitted token is a plain draw from the target, so nothing about the draft can
-change the output.
+Acceptance by tokens: the target draws its own token at every row, and the path continues as long as
+a draft equals it. Every emitted token is a plain draw from the target, so drafts cannot change the
+output.
 
-Accept by logits (Leviathan et al. 2023, arXiv:2211.17192): drafts were drawn from known
-distributions; each is kept with probability min(1, p / q), and after a rejection the next token
-comes from the normalised max(p - q, 0). The output has the target's distribution.
+Acceptance by logits (Leviathan et al. 2023, arXiv:2211.17192): drafts were drawn from known
+distributions; each is kept with probability min(1, p / q), and after a rejection the next token is
+drawn from the normalised max(p - q, 0). The output has the target's distribution.
 """
 
 from __future__ import annotations

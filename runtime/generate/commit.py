@@ -1,4 +1,4 @@
-"""The end of a step for one sequence: accepted drafts become tokens, and its lengths follow."""
+"""The end of a step for one sequence: accepted drafts become tokens, and lengths are updated."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Commit(NamedTuple):
     sequence: Sequence
     num_tokens: int  # new committed tokens
     num_drafts: int = 0
-    accepted: int = 0  # drafts that the accept rule kept
-    # Of a tree: (from, to) positions in the cache of accepted drafts that do not lie where their
-    # tokens are now, in an order in which they may be copied one after the other.
+    accepted: int = 0  # accepted drafts
+    # For a tree: (from, to) cache positions of accepted drafts that are not at the positions of
+    # their tokens, in an order in which they may be copied one after another.
     moves: tuple[tuple[int, int], ...] = ()
 
 
 def commit(sequence: Sequence, run: list[int], path: Items[int], num_drafts: int) -> Commit:
-    """Append `run`, which is cut at the first stop: the tokens of the accepted drafts, then the
-    target's own.
+    """Append `run`, cut at the first stop: the tokens of the accepted drafts, then the target's
+    own.
 
-    path: indices of the accepted drafts among the `num_drafts` of the step. Draft i was computed
-    at position len(tokens) + i of the cache. Sets tokens, kv_len and finish_reason.
+    path: indices of the accepted drafts among the `num_drafts` of the step. Draft i was computed at
+    cache position len(tokens) + i. Sets tokens, kv_len and finish_reason.
     """
     tokens = sequence.tokens
     committed, accepted = len(tokens), len(path)
@@ -35,7 +35,8 @@ def commit(sequence: Sequence, run: list[int], path: Items[int], num_drafts: int
     tokens += run
     valid = sequence.kv_lens[0] = min(committed + accepted, len(tokens) - 1)
     moves: tuple[tuple[int, int], ...] = ()
-    if accepted and path[-1] != accepted - 1:  # else they are the first ones, in order
+    # else the accepted drafts are the first ones, in order
+    if accepted and path[-1] != accepted - 1:
         places = zip(path, range(valid - committed), strict=False)
         moves = tuple((committed + i, committed + depth) for i, depth in places if i != depth)
     return Commit(sequence, num_kept, num_drafts, accepted, moves)

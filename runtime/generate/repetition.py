@@ -6,13 +6,13 @@ from collections.abc import Sequence as Tokens
 
 
 class NgramBans:
-    """The n-grams of one sequence, prompt included, by all but their last token. They follow a list
-    that only grows; drafts on a path count, and are not kept."""
+    """The n-grams of one sequence, including its prompt, indexed by all but their last token. It
+    follows a list that only grows; drafts on a path are counted but not stored."""
 
     __slots__ = ("_followers", "_num_seen", "_size")
 
     def __init__(self, size: int) -> None:
-        self._size = size  # at least 1; 1: no token comes twice
+        self._size = size  # at least 1; 1: no token occurs twice
         self._followers: dict[tuple[int, ...], set[int]] = {}
         self._num_seen = 0
 

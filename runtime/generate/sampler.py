@@ -1,4 +1,4 @@
-"""Binds a sequence to the sampling rows of its next tokens: seed, position, bans, counts.
+"""The sampling parameters of a sequence's next tokens: seed, position, bans, counts.
 
 Target and draft use the same rows, so a draft applies the request's own transforms.
 """
@@ -64,7 +64,7 @@ class Sampler:
         )
 
     def require_tokens(self, tokens: list[int], role: str) -> list[int]:
-        """The drawn tokens as they are. Raises BadLogits when a row of logits held NaN."""
+        """The drawn tokens unchanged. Raises BadLogits if a row of logits contained NaN."""
         if tokens and min(tokens) < 0:
             raise BadLogits(
                 f"the {role} engine computed NaN logits in {sum(token < 0 for token in tokens)} of "
@@ -85,8 +85,8 @@ class Sampler:
 
 
 def is_by_logits(request: Request) -> bool:
-    """True when a token follows from its logits, seed and position, and not from what stands before
-    it in the sequence (min_tokens apart)."""
+    """True if a token depends only on its logits, seed and position, and not on earlier tokens of
+    the sequence (except through min_tokens)."""
     params = request.sampling_config
     return not (request.bad_words or has_penalties(params) or params.no_repeat_ngram_size)
 

@@ -1,8 +1,8 @@
 """Where a run of newly accepted tokens ends: end id, stop words, length.
 
 A run is scanned token by token in order, and everything after the first stop is dropped before
-anything is committed, so tokens, log-probs and cache lengths are cut at one place. The end id and
-a stop word's own tokens are kept.
+anything is committed, so tokens, log-probs and cache lengths are cut at the same place. The end id
+and the tokens of a stop word are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def first_stop(sequence: Sequence, run: Tokens[int]) -> tuple[int, FinishReason]
     request = sequence.request
     room = sequence.max_len - len(sequence.tokens)
     if len(run) < room and not request.stop_words and request.end_id not in run:
-        return len(run), FinishReason.NOT_FINISHED  # almost always
+        return len(run), FinishReason.NOT_FINISHED  # the common case
     num_new_tokens = sequence.num_new_tokens
     for index, token in enumerate(run):
         num_kept = index + 1
@@ -38,7 +38,7 @@ def first_stop(sequence: Sequence, run: Tokens[int]) -> tuple[int, FinishReason]
 def _ends_in_stop_word(sequence: Sequence, run: Tokens[int]) -> bool:
     words = sequence.request.stop_words
     longest = max(map(len, words))
-    # Copies a short tail only: the history may be long.
+    # Copies only a short tail: the history may be long.
     start = max(sequence.num_prompt_tokens, len(sequence.tokens) - longest)
     tail = (*sequence.tokens[start:], *run)
     return any(tail[-len(word) :] == word for word in words)

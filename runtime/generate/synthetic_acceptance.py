@@ -1,11 +1,11 @@
-"""Acceptance drawn at random instead of by comparison: speed at a chosen acceptance.
+"""Drafts accepted at random instead of by comparison, to measure speed at a chosen acceptance.
 
-For benchmarks alone: the text is meaningless, its speed is that of a draft of this acceptance. The
-meaning is vLLM's ("rejection_sample_method": "synthetic"): rates[i] is the probability that the
+Only for benchmarks: the text is meaningless, its speed is that of a draft with this acceptance. The
+definition is vLLM's ("rejection_sample_method": "synthetic"): rates[i] is the probability that the
 first i + 1 drafts of a round are all accepted; after them comes the target's own token.
 
-The draws are a table made once; a round takes the entry that its request's last token and length
-point to. So host and device agree, and a run can be repeated.
+The draws are a table made once; a round uses the entry selected by its request's last token and
+length. So host and device agree, and a run can be repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
 
 NUM_DRAWS = 1 << 16
-_LENGTH_STRIDE, _TOKEN_STRIDE = 40_503, 30_011  # odd: neighbours get draws far apart
+_LENGTH_STRIDE, _TOKEN_STRIDE = 40_503, 30_011  # odd: adjacent values get distant draws
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ class SyntheticAcceptance:
 
     @classmethod
     def from_length(cls, length: float, draft_len: int, seed: int = 0) -> SyntheticAcceptance:
-        """Rates whose mean tokens a round, the target's own included, are `length`, with as little
-        spread as that can have: whole drafts first, then a fraction, then none. As vLLM has it."""
+        """Rates whose mean tokens per round, including the target's own, are `length`, with the
+        least possible spread: certain drafts first, then one with a fractional probability, then
+        none. The same as vLLM's."""
         if not 1 <= length <= draft_len + 1:
             raise BadConfig(
                 f"the synthetic acceptance length is {length}; with {draft_len} drafts a round it "
@@ -100,11 +101,11 @@ class SyntheticDrafter:
         self._drafter.release(sequence)
 
 
-FORCE_LAUNCHES = 24  # kernels that `force` enqueues, at most
+FORCE_LAUNCHES = 24  # the most kernels that `force` enqueues
 
 
 class DeviceAcceptanceDraws:
-    """The same draws where a device accepts by itself: it rewrites what the target drew."""
+    """The same draws for device rounds: it overwrites the tokens that the target drew."""
 
     def __init__(self, acceptance: SyntheticAcceptance, device: torch.device | str) -> None:
         self._table = torch.from_numpy(acceptance.accepted_drafts).to(device)

@@ -18,7 +18,7 @@ from llmctl.runtime.request import Batch, Sequence, Slice
 
 
 class Owner(NamedTuple):
-    """A slice, its drafts, and the rows of logits [first, end) that are its own."""
+    """A slice, its drafts, and its rows of logits [first, end)."""
 
     item: Slice
     drafts: Drafts
@@ -50,10 +50,10 @@ class Verifier:
         return [self._commit_one(owner, tokens, logits) for owner in owners]
 
     def _target_tokens(self, owners: list[Owner], logits: Logits) -> list[int]:
-        """The target's own token at every row, under the drafts before it (accept by tokens).
+        """The target's own token at every row, given the drafts before it (acceptance by tokens).
 
-        Rows after the first difference are drawn in vain, and all at once costs less than row by
-        row. Rows of drafts that are accepted by logits get 0.
+        Rows after the first difference are drawn although they are not needed: drawing all rows at
+        once costs less than one by one. Rows of drafts that are accepted by logits get 0.
         """
         sampler = self._sampler
         if all(sampler.is_plain(owner.item.sequence) for owner in owners):

@@ -1,13 +1,13 @@
 """Paged KV cache bookkeeping: which block holds what, and who may use it. Integers only.
 
 manager.py      leases of sequences: attach, reserve, publish, release
-store.py        free blocks, cached ones, those in host memory, and how they change places
+store.py        free blocks, cached ones, those in host memory, and how they move between these
 radix_tree.py   full blocks by content
-eviction.py     the order in which unused ones go
-events.py       what happened, for readers outside
-groups.py       sets of layers, each with a valid length a sequence
-arrivals.py     blocks whose content is still on its way from host memory
-prefix.py       what the tree knows of a sequence's tokens
+eviction.py     the order in which unused blocks are evicted
+events.py       events about cached blocks, for external readers
+groups.py       sets of layers, each with its own valid length per sequence
+arrivals.py     blocks whose content is still being copied from host memory
+prefix.py       the longest cached prefix of a sequence's tokens
 moves.py        copies that must happen before the next step
 window.py       what a sequence still needs when no layer sees further back
 stats.py        counters

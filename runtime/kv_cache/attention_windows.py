@@ -1,7 +1,7 @@
-"""Attention windows asked for when an engine is opened, over those of its model.
+"""Attention windows requested when an engine is opened, in addition to those of its model.
 
-Kernels of the cpu and cuda backends take windows as they run, so a plan is given narrower ones.
-TensorRT's are compiled for the windows of the checkpoint, and another window is refused by name.
+Kernels of the cpu and cuda backends take windows as arguments, so a plan can be given narrower
+ones. TensorRT plans are compiled for the windows of the checkpoint; other windows are refused.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from llmctl.runtime.kv_cache import AttentionWindow, common_window
 
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
-    """`sizes` in tokens, a layer each and repeated over the layers; empty: the model's own.
-    `sink_tokens`: the first tokens, which every window keeps and counts."""
+    """`sizes` in tokens, one per layer and repeated over the layers; empty: those of the model.
+    `sink_tokens`: the first tokens, which stay visible in every window and count towards its
+    size."""
 
     sizes: tuple[int, ...] = ()
     sink_tokens: int = 0
@@ -32,9 +33,9 @@ class WindowOptions:
 
 
 def apply_windows(plan: Plan, options: WindowOptions, max_seq_len: int, backend: str) -> Plan:
-    """The plan with each layer's window cut to what is asked for; the same plan if that is nothing.
+    """The plan with each layer's window reduced to the requested size; the same plan if none is.
 
-    Raises BadConfig for sinks that no window holds, Unsupported on a backend that cannot.
+    Raises BadConfig for more sinks than a window holds, Unsupported on a backend without this.
     """
     cache = plan.kv_cache
     windows = tuple(
@@ -53,16 +54,18 @@ def apply_windows(plan: Plan, options: WindowOptions, max_seq_len: int, backend:
             fix="leave them out, or rebuild with: llmctl build --backend cuda (or cpu)",
         )
     ops = tuple(_with_window(op, windows, options.sink_tokens) for op in plan.ops)
-    # What computes whole layers in one launch knows no windows that are asked for.
+    # The kernel that computes whole layers in one launch does not support requested windows.
     return replace(plan, ops=ops, kv_cache=replace(cache, windows=windows), fused=())
 
 
 def cache_window(
     plans: Sequence[Plan], options: WindowOptions, max_seq_len: int
 ) -> AttentionWindow | None:
-    """What the KV cache may drop for engines that run together; None: nothing.
+    """The window outside of which the KV cache may drop blocks, for engines that run together;
+    None: it must keep all.
 
-    Raises BadConfig for more sizes than any engine has layers."""
+    Raises BadConfig for more sizes than any engine has layers.
+    """
     num_layers = max(len(plan.kv_cache.windows) for plan in plans)
     if len(options.sizes) > num_layers:
         raise BadConfig(
@@ -70,14 +73,14 @@ def cache_window(
             "layers"
         )
     if any(plan.kv_cache.tokens_per_block >= max_seq_len for plan in plans):
-        return None  # a block that holds a whole sequence is never behind a window
+        return None  # a block that holds a whole sequence is never outside a window
     return common_window([plan.kv_cache.windows for plan in plans], options.sink_tokens)
 
 
 def what_windows_save(plans: Sequence[Plan], window: AttentionWindow | None) -> str | None:
-    """How far windows bound the KV cache, for people; None where no layer has one.
+    """How far windows limit the KV cache, as text; None if no layer has a window.
 
-    All layers of all engines share one table of blocks a sequence, so the widest decides.
+    All layers of all engines share one block table per sequence, so the widest window decides.
     """
     windows = [size for plan in plans for size in plan.kv_cache.windows]
     num_full = windows.count(0)
@@ -108,7 +111,7 @@ def _at(sizes: Sequence[int], layer: int) -> int:
 
 
 def _narrowest(sizes: Iterable[int], max_seq_len: int) -> int:
-    """The smallest window; 0 where all of a sequence is seen."""
+    """The smallest window; 0 for full attention."""
     return min((size for size in sizes if 0 < size < max_seq_len), default=0)
 
 

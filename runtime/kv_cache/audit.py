@@ -18,7 +18,7 @@ def check_leases(
     num_groups: int,
 ) -> None:
     """Recount all leases and the store; AssertionError on the first contradiction. `null_block`
-    stands in tables for what was given back."""
+    takes the place of blocks that were given back."""
     size = tokens_per_block
     users: dict[Node, int] = {}
     private = [] if null_block is None else [null_block]

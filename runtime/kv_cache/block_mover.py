@@ -1,8 +1,8 @@
-"""Carries out what the KV cache moves, in every cache group.
+"""Carries out the KV cache's block copies, in every cache group.
 
-Copies are started in the cache's order before the step that follows. Those from host memory may
-still be under way while it runs: the cache hears when they have arrived, and only a step that
-cannot do without them waits, on the device.
+Copies are started in the cache's order before the next step. Copies from host memory may still be
+in flight while it runs: the cache is told when they are complete, and only a step that needs them
+waits, on the device.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from llmctl.runtime.kv_cache import Arrival, BlockHolder, KvCacheManager
 
 
 class BlockMover:
-    """Between one KV cache and what holds its contents, by the name of the group. The loop's
-    thread owns it."""
+    """Connects one KV cache with the holders of its contents, by group name. The loop's thread owns
+    it."""
 
     def __init__(self, kv_cache: KvCacheManager, holders: Mapping[str, BlockHolder]) -> None:
         self._kv_cache = kv_cache
         self._holders = [holders[group] for group in kv_cache.groups]
-        self._under_way: deque[tuple[int, list[Arrival]]] = deque()  # batches, oldest first
-        self.has_failed = False  # the last `start`, so that copies may be missing
+        # batches in flight, oldest first
+        self._under_way: deque[tuple[int, list[Arrival]]] = deque()
+        self.has_failed = False  # the last `start` failed, so copies may be missing
 
     def poll(self) -> None:
-        """Tell the cache what has arrived. Does not wait. A copy that failed raises, once."""
+        """Tell the cache which copies are complete. Does not wait. A failed copy raises, once."""
         under_way = self._under_way
         try:
             while under_way and all(arrival.is_done() for arrival in under_way[0][1]):
@@ -33,14 +34,14 @@ class BlockMover:
         except BaseException:
             for _, arrivals in under_way:
                 for arrival in arrivals:
-                    with suppress(Exception):  # nothing may land in what others are given next
+                    with suppress(Exception):  # no copy may write to blocks that are reused next
                         arrival.hold()
             under_way.clear()
             raise
 
     def start(self) -> None:
-        """Start every pending copy; where the next step needs what is under way, the devices wait
-        for it before that step."""
+        """Start every pending copy; if the next step needs copies that are in flight, the devices
+        wait for them before that step."""
         self.has_failed = True
         arrivals = self._kv_cache.arrivals
         copies = self._kv_cache.pending_copies()

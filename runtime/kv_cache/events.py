@@ -1,8 +1,8 @@
-"""What happened to the cached blocks, for whoever routes requests by what a cache holds.
+"""Events about cached blocks, for programs that route requests by cache contents.
 
-Events are kept in a bounded buffer, the oldest dropped; reading takes them out. Names are those of
-the TensorRT-LLM executor in snake_case. A block's hash follows from its tokens and its parent's
-hash alone, so that processes agree on it.
+Events are kept in a bounded buffer that drops the oldest; reading removes them. Names are those of
+the TensorRT-LLM executor in snake_case. A block's hash is a function of its tokens and its parent's
+hash, so that processes agree on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheCreatedData:
-    """The cache is there: blocks by level, 0 the engine's device, 1 host memory."""
+    """The cache was created: blocks by level, 0 the engine's device, 1 host memory."""
 
     num_blocks_per_cache_level: tuple[int, ...]
 
@@ -46,7 +46,7 @@ class KvCacheStoredBlockData:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheStoredData:
-    """Blocks that continue one another, the first continuing `parent_hash` (None: the start)."""
+    """Consecutive blocks; the first one continues `parent_hash` (None: the start)."""
 
     parent_hash: int | None
     blocks: tuple[KvCacheStoredBlockData, ...]
@@ -61,7 +61,7 @@ class KvCacheRemovedData:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheUpdatedData:
-    """A block that moved to another level, or has another priority."""
+    """A block that moved to another level, or got another priority."""
 
     block_hash: int
     cache_level: Change | None = None
@@ -73,14 +73,14 @@ EventData = KvCacheCreatedData | KvCacheStoredData | KvCacheRemovedData | KvCach
 
 @dataclass(frozen=True, slots=True)
 class KvCacheEvent:
-    """Ids count up by one, so a reader sees what it missed."""
+    """Ids increase by one, so a reader can detect missed events."""
 
     event_id: int
     data: EventData
 
 
 class KvCacheEventManager:
-    """The buffer. The cache's thread writes, any thread reads; off when its size is 0."""
+    """The event buffer. The cache's thread writes, any thread reads; disabled if its size is 0."""
 
     def __init__(self, max_size: int) -> None:
         self.is_on = max_size > 0
@@ -89,7 +89,7 @@ class KvCacheEventManager:
         self._changed = threading.Condition()
 
     def add(self, data: EventData) -> None:
-        """Append an event; the oldest falls out of a full buffer."""
+        """Append an event; a full buffer drops the oldest."""
         if not self.is_on:
             return
         with self._changed:
@@ -113,7 +113,7 @@ class KvCacheEventManager:
 
 
 def block_hash(parent_hash: int | None, tokens: Row[int]) -> int:
-    """64 bits that name `tokens` after everything that `parent_hash` names."""
+    """A 64-bit hash of `tokens` following the block with `parent_hash`."""
     digest = blake2b(digest_size=8)
     digest.update(
         struct.pack(f"<?Q{len(tokens)}q", parent_hash is not None, parent_hash or 0, *tokens)

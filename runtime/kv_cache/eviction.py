@@ -1,8 +1,8 @@
-"""Heaps of tree nodes whose entries go stale instead of being removed.
+"""Heaps of tree nodes with lazy deletion.
 
-A node is entered again whenever its key changes, so an entry counts only while it says what is
-still true of its node. Stale entries are dropped when they come up, or all at once when they
-outnumber the nodes there can be.
+A node is pushed again whenever its key changes; an entry is current only if its key is still that
+of its node. Stale entries are dropped when they reach the top, or all at once when they outnumber
+the nodes there can be.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ Key = tuple[float, int]  # (priority, last use) or (time, 0)
 
 
 class LazyHeap:
-    """Nodes by key, the smallest first. `is_current(key, node)` tells an entry that still counts;
-    at most `capacity` nodes are current at a time."""
+    """Nodes by key, the smallest first. `is_current(key, node)` tells whether an entry is still
+    valid; at most `capacity` nodes are current at a time."""
 
     def __init__(self, is_current: Callable[[Key, Node], bool], capacity: int) -> None:
         self._is_current = is_current
         self._most_entries = 2 * capacity + 64
         self._entries: list[tuple[Key, int, Node]] = []
-        self._numbers = count()  # so that nodes are never compared
+        self._numbers = count()  # tie-breaker, so that nodes are never compared
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def has(self, key: Key, node: Node) -> bool:
-        """True when the node is entered under this key. Looks at every entry."""
+        """True if the node has an entry with this key. Looks at every entry."""
         return any(entry[0] == key and entry[2] is node for entry in self._entries)
 
     def push(self, key: Key, node: Node) -> None:
-        """Enter a node under its present key."""
+        """Push a node with its current key."""
         heappush(self._entries, (key, next(self._numbers), node))
         if len(self._entries) > self._most_entries:
             current = {
@@ -57,17 +57,17 @@ class LazyHeap:
 
 
 def worth(node: Node) -> Key:
-    """What orders the blocks to evict: the lowest priority first, then the least recently used."""
+    """The eviction key of a block: the lowest priority first, then the least recently used."""
     return node.priority, node.last_used
 
 
 def is_device_victim(key: Key, node: Node) -> bool:
-    """True while `node` may be evicted from the device, and for this reason."""
+    """True while `node` may be evicted from the device, with this key."""
     return node.is_device_leaf and key == worth(node)
 
 
 def is_host_victim(key: Key, node: Node) -> bool:
-    """True while `node` may be evicted from host memory, and for this reason."""
+    """True while `node` may be evicted from host memory, with this key."""
     return node.is_host_leaf and key == worth(node)
 
 

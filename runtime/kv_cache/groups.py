@@ -1,8 +1,8 @@
 """Cache groups: sets of KV layers that share a valid length per sequence.
 
 All groups share one block table per sequence: a block id stands for the same tokens in each. Group
-0 governs scheduling, and every block in the tree has its content; the others may lag behind. A set
-of groups is a bit mask, group g being bit g.
+0 governs scheduling, and every block in the tree has its content; the other groups may lag behind.
+A set of groups is a bit mask, bit g for group g.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable
 
 from llmctl.runtime.kv_cache.radix_tree import Node
 
-# A group that lacks no more than this of the committed tokens has kept up: a round in flight may
-# be writing what it lacks.
+# A group that lacks at most so many of the committed tokens is up to date: a round in flight may
+# be writing them.
 KEPT_UP = 2
 
 
 def publishable(lens: list[int], num_tokens: int) -> int:
-    """Tokens of `num_tokens` committed ones that no step in flight writes any more, given the valid
+    """How many of `num_tokens` committed tokens no step in flight writes any more, given the valid
     length of each group."""
     valid = lens[0]
     for length in lens:
@@ -27,7 +27,7 @@ def publishable(lens: list[int], num_tokens: int) -> int:
 
 
 def groups_with(lens: list[int], num_tokens: int) -> int:
-    """The groups that hold so many tokens."""
+    """The groups that have at least so many tokens."""
     return sum(1 << group for group, length in enumerate(lens) if length >= num_tokens)
 
 
@@ -52,8 +52,9 @@ def mark_computed(tail: Node, num_blocks: int, group: int) -> None:
 
 
 def change_over(lens: list[int], own: int, node: Node, start: int, end: int) -> None:
-    """Adjust the valid lengths of a sequence whose block of tokens [start, end), full in the groups
-    `own`, gives way to that of `node`: of another group, only the node's content counts."""
+    """Adjust the valid lengths of a sequence when its block of tokens [start, end), which is full
+    in the groups `own`, is replaced by the block of `node`: in the other groups only the content of
+    `node` is valid."""
     for group, length in enumerate(lens):
         if not own >> group & 1:
             if not node.groups >> group & 1:

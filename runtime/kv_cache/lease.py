@@ -1,4 +1,4 @@
-"""What the cache keeps of a sequence that holds blocks."""
+"""What the cache tracks for a sequence that holds blocks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from llmctl.runtime.request import Sequence
 
 class Lease:
     """The first tail.depth blocks of the sequence are in the tree; `num_dropped` entries of its
-    table, behind the sinks, stand for blocks that it gave back. `arrival` is the batch of copies
-    after which it may run; in each group, so many of its
-    blocks in the tree as `num_computed` says are marked as computed."""
+    table, after the sinks, stand for blocks that it gave back. `arrival` is the batch of copies
+    after which it may run. `num_computed` is, for each group, how many of its blocks in the tree
+    are marked as computed."""
 
     __slots__ = ("arrival", "num_computed", "num_dropped", "sequence", "tail")
 
@@ -25,7 +25,7 @@ class Lease:
         self.arrival = 0
 
     def mark_computed(self, tokens_per_block: int) -> None:
-        """Note in the tree what the groups behind group 0 have computed of its blocks since."""
+        """Mark in the tree what the groups other than group 0 have computed of its blocks since."""
         lens = self.sequence.kv_lens
         for group, count in enumerate(self.num_computed):
             if group and lens[group] >= (count + 1) * tokens_per_block:
@@ -35,7 +35,7 @@ class Lease:
                     mark_computed(self.tail, num_blocks, group)
 
     def retention(self, node: Node, tokens_per_block: int) -> Retention | None:
-        """What the request says of a block on the path; None: nothing."""
+        """The request's retention for a block on the path; None: not set."""
         config = self.sequence.request.kv_cache_retention_config
         if config is None:
             return None
@@ -44,9 +44,10 @@ class Lease:
     def drop_unseen(
         self, window: AttentionWindow, tokens_per_block: int, null_block: int
     ) -> list[int]:
-        """Put `null_block` for the blocks before the window of every query to come; those."""
+        """Replace blocks outside the window of every future query by `null_block`; returns those
+        blocks."""
         sequence, table = self.sequence, self.sequence.block_table
-        # A group that lags behind looks back from where it is.
+        # The window of a group that lags behind starts at its own position.
         position = max(min(sequence.kv_lens), sequence.kv_len - window.group_lag)
         first = -(-window.sink_end // tokens_per_block) + self.num_dropped
         end = max(first, window.oldest(position) // tokens_per_block)

@@ -1,10 +1,10 @@
-"""Who holds which KV block: reuse by content, growth, publication, release.
+"""Which sequence holds which KV block: reuse by content, growth, publication, release.
 
-Every block is in exactly one place: on the free list, private to one sequence, or in the radix
-tree (in use by the sequences on its path, or unused and waiting to be hit or evicted). Only
-private blocks are ever written. One block id stands for the same tokens in every cache group, so
-blocks are allocated and reused in all together. A block may lack the content of a group that
-lagged behind; whoever needs it next computes it, the same bits as anybody else would.
+Every block is in exactly one place: on the free list, private to one sequence, or in the radix tree
+(used by the sequences on its path, or unused until it is reused or evicted). Only private blocks
+are ever written. A block id stands for the same tokens in every cache group, so blocks are
+allocated and reused in all groups together. A block may lack the content of a group that lagged
+behind; the next sequence that needs it computes it, with the same bits.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ class KvCacheManager:
     """Leases KV blocks to sequences. Not thread-safe: the loop's thread owns it.
 
     A sequence is attached once (`match_and_attach`), grows with `reserve`, publishes what it has
-    computed, and gives everything back with `release`. Evicted blocks of at least
-    `offload_min_priority` move to `num_host_blocks` places in host memory; with `onboards_aside`
-    they come back while other sequences run, and `is_arriving` tells who has to wait for them.
+    computed, and returns everything with `release`. Evicted blocks of at least
+    `offload_min_priority` move to `num_host_blocks` slots in host memory; with `onboards_aside`
+    they are copied back while other sequences run, and `is_arriving` tells which sequences have to
+    wait for them.
 
-    `groups` names the sets of KV layers that have a valid length of their own (groups.py).
+    `groups` names the sets of KV layers with their own valid length (groups.py).
 
-    With a `window` a sequence that outgrows it takes no part in reuse and gives back what no layer
-    sees any more; `max_step_tokens` is the most that a step computes of it. What it gave back is
-    one and the same block in its table, which nobody owns and nobody reads.
+    With a `window`, a sequence that outgrows it is excluded from reuse and gives back blocks that
+    no layer sees any more; `max_step_tokens` is the most tokens of it that a step computes. In its
+    table all given-back blocks are replaced by one null block that no sequence owns or reads.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class KvCacheManager:
         self.enable_block_reuse = enable_block_reuse
         self.enable_partial_reuse = enable_block_reuse and enable_partial_reuse
         self.groups = tuple(groups)
-        self.version = 0  # changes whenever a request that did not fit may fit now
+        self.version = 0  # changes whenever a request that did not fit might fit now
         self.events = KvCacheEventManager(0) if events is None else events
         self._store = BlockStore(
             num_blocks,
@@ -92,11 +93,11 @@ class KvCacheManager:
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that could be handed out now: free ones and cached ones nobody uses."""
+        """Blocks that can be allocated now: free ones, and cached ones without users."""
         return self._store.num_available
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that num_tokens tokens fill, the last one perhaps in part."""
+        """Blocks that num_tokens tokens occupy, the last one perhaps partially."""
         return -(-num_tokens // self.tokens_per_block)
 
     @property
@@ -105,11 +106,12 @@ class KvCacheManager:
         return self.num_blocks - (self._null_block is not None)
 
     def outgrows_window(self, sequence: Sequence) -> bool:
-        """True for a sequence whose oldest tokens no layer will see in the end."""
+        """True for a sequence whose oldest tokens will eventually be outside every layer's
+        window."""
         return self.window is not None and sequence.max_len > self.window.size
 
     def num_blocks_to_hold(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks that a sequence holds at most on its way to num_tokens tokens."""
+        """The most blocks that a sequence holds until it has num_tokens tokens."""
         wanted = self.num_blocks_for(num_tokens)
         return min(wanted, self._ring_blocks) if self.outgrows_window(sequence) else wanted
 
@@ -126,10 +128,10 @@ class KvCacheManager:
         return find_prefix(tree, sequence.tokens, size, with_partial=with_partial)
 
     def attach(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Start a lease from a fresh `lookup`; returns the number of tokens reused.
+        """Start a lease from a new `lookup`; returns the number of tokens reused.
 
-        Sets the sequence's block_table and kv_lens. A partial match becomes a
-        private copy, and what lies in host memory comes back: see `pending_copies`.
+        Sets the sequence's block_table and kv_lens. A partial match becomes a private copy, and
+        blocks in host memory are copied back: see `pending_copies`.
         """
         assert sequence.sequence_id not in self._leases and not sequence.block_table
         store = self._store
@@ -162,7 +164,7 @@ class KvCacheManager:
         return num_tokens
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """True while blocks of an attached sequence are on their way from host memory."""
+        """True while blocks of an attached sequence are being copied from host memory."""
         return not self.arrivals.has_arrived(self._leases[sequence.sequence_id].arrival)
 
     def match_and_attach(self, sequence: Sequence) -> int:
@@ -187,11 +189,11 @@ class KvCacheManager:
         return (len(sequence.block_table) + self._store.num_available) * self.tokens_per_block
 
     def publish(self, sequence: Sequence) -> None:
-        """Make the full blocks of committed tokens findable by others; of a sequence that outgrows
-        the window, give back what nobody sees.
+        """Make the full blocks of committed tokens available for reuse; a sequence that outgrows
+        the window gives back what no layer sees.
 
-        Where another sequence has published the same content first, this one changes over to
-        that block and frees its own: the contents are equal, so one copy is enough.
+        If another sequence has published the same content first, this one switches to that block
+        and frees its own: the contents are equal, so one copy is enough.
         """
         size = self.tokens_per_block
         lease = self._leases[sequence.sequence_id]
@@ -201,7 +203,7 @@ class KvCacheManager:
         if not self.enable_block_reuse:
             return
         lens, first = sequence.kv_lens, (lease.tail.depth + 1) * size
-        # Group 0 alone tells of most steps that they completed no block.
+        # For most steps, group 0 alone shows that they completed no block.
         if lens[0] >= first and (valid := publishable(lens, len(sequence.tokens))) >= first:
             assert valid < len(sequence.tokens), "a cache entry of a token that is not committed"
             for index in range(lease.tail.depth, valid // size):
@@ -224,7 +226,8 @@ class KvCacheManager:
         lease.tail = node
 
     def release(self, sequence: Sequence) -> None:
-        """End the lease: published blocks stay cached while there is room, the rest is free.
+        """End the lease: published blocks stay cached as long as there is room, the others are
+        freed.
 
         The sequence's block_table and kv_lens are reset.
         """
@@ -237,20 +240,21 @@ class KvCacheManager:
         self.version += 1
 
     def pending_copies(self) -> list[BlockCopy]:
-        """Hand over the copies to perform before the next step, in this order, in every group.
+        """The copies to perform before the next step, in this order, in every group; each is
+        returned once.
 
-        Each is handed over once. The order matters: a source may have been given to somebody
-        else since, who writes it in the step or as the target of a later copy.
+        The order matters: a source block may since have been given to another sequence, which
+        writes it in the step or as the target of a later copy.
         """
         copies, self._store.copies = self._store.copies, []
         return copies
 
     def abandon_copies(self) -> None:
-        """After a step that raised, once nobody holds a block: copies may be missing.
+        """Called after a step that raised, when no block is in use: copies may be missing.
 
-        Most of those within the device were for sequences that have ended. Contents that were to
-        move between device and host, or to a block that lacks a group, are lost, and with them all
-        that is cached.
+        Most copies within the device were for sequences that have ended. Contents that were to move
+        between device and host, or to a block that lacks a group, are lost, so everything cached is
+        discarded.
         """
         assert not self._leases
         if self.num_host_blocks or len(self.groups) > 1:
@@ -272,7 +276,7 @@ class KvCacheManager:
         check_leases(self._leases.values(), self._store, size, self._null_block, num_groups)
 
     def _drop_unseen(self, lease: Lease, window: AttentionWindow) -> None:
-        """Give back the blocks that lie before the window of every query to come."""
+        """Give back the blocks that are outside the window of every future query."""
         assert self._null_block is not None
         unseen = lease.drop_unseen(window, self.tokens_per_block, self._null_block)
         if unseen:
@@ -280,7 +284,7 @@ class KvCacheManager:
             self.version += 1
 
     def _retain(self, lease: Lease, node: Node) -> None:
-        """Tell the store what the sequence's request says of this block, if anything."""
+        """Tell the store the retention that the sequence's request sets for this block, if any."""
         retention = lease.retention(node, self.tokens_per_block)
         if retention is not None:
             self._store.retain(node, retention)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 
 class CopyKind(enum.Enum):
-    """From where to where."""
+    """The direction of a copy."""
 
     WITHIN = "within"  # device block to device block
     OFFLOAD = "offload"  # device block to host slot
@@ -19,8 +19,8 @@ ALL_GROUPS = -1  # every bit is set
 
 
 class BlockCopy(NamedTuple):
-    """Copy `src_block` to `dst_block`, all layers of some groups, before the step. num_tokens
-    matter."""
+    """Copy `src_block` to `dst_block`, all layers of some groups, before the step. Only the first
+    num_tokens tokens are needed."""
 
     src_block: int
     dst_block: int
@@ -29,22 +29,23 @@ class BlockCopy(NamedTuple):
     groups: int = ALL_GROUPS  # a bit each
 
 
-Move = tuple[int, int]  # of one token's keys and values: slots (block id, offset) from and to
+Move = tuple[int, int]  # moves one token's keys and values: from and to slots (block id, offset)
 
 
 class Arrival(Protocol):
-    """Copies from host memory that a group has under way."""
+    """Copies from host memory that are in flight for one group."""
 
     def is_done(self) -> bool:
-        """True once they are there. Does not wait; asked once a step, it may start more of them."""
+        """True once they are complete. Does not wait; called once per step, and may start more of
+        them."""
 
     def hold(self) -> None:
-        """Let whatever the device is given from now on wait for them."""
+        """Make all later work on the device wait for them."""
 
 
 class BlockHolder(Protocol):
     """Holds the contents of one group of KV layers, on the device and in host memory."""
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
-        """Start copies in order, before the next step. What comes from host memory may be late,
-        for that step but not for a later copy; None: everything is there."""
+        """Start copies in order, before the next step. Copies from host memory may complete after
+        that step starts, but before any later copy; returns None if everything is complete."""

@@ -1,4 +1,4 @@
-"""What the tree knows of the tokens that a sequence begins with, and how much of it can be used."""
+"""The longest cached prefix of a sequence's tokens, and how much of it can be used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmctl.runtime.kv_cache.store import BlockStore
 
 
 class PrefixMatch(NamedTuple):
-    """What the tree knows of a sequence's tokens: `full` ends the path of shared full blocks."""
+    """A cached prefix of a sequence's tokens: `full` ends the path of shared full blocks."""
 
     full: Node
     partial: Node | None  # a child of `full` that agrees on its first num_partial_tokens
@@ -21,8 +21,8 @@ class PrefixMatch(NamedTuple):
 def find_prefix(
     tree: RadixTree, tokens: Row[int], tokens_per_block: int, *, with_partial: bool
 ) -> PrefixMatch:
-    """The longest known prefix of `tokens`. The last token is never part of it: its logits are
-    wanted, so it has to be computed."""
+    """The longest cached prefix of `tokens`. The last token is never part of it: its logits are
+    needed, so it has to be computed."""
     limit = len(tokens) - 1
     full = tree.longest_match(tokens, limit)
     partial, num_partial_tokens = None, 0
@@ -30,14 +30,14 @@ def find_prefix(
         start = full.depth * tokens_per_block
         rest = tokens[start : min(start + tokens_per_block, limit)]
         partial, num_partial_tokens = tree.partial_match(full, rest)
-    node = full  # users only grow towards the root
+    node = full  # the number of users only increases towards the root
     while node.parent is not None and node.num_users == 0:
         node = node.parent
     return PrefixMatch(full, partial, num_partial_tokens, node.depth)
 
 
 def within_reach(store: BlockStore, full: Node) -> Node:
-    """The deepest node on the path whose blocks in host memory find room on the device."""
+    """The deepest node on the path for whose blocks in host memory there is room on the device."""
     path = path_to(full)
     num_unused = sum(node.is_on_device and node.num_users == 0 for node in path)
     num_in_host = sum(not node.is_on_device for node in path)

@@ -1,9 +1,9 @@
 """Prefix tree of full KV blocks, keyed by token content and chained through the parent.
 
-A node is one block whose content is known: the keys on the path from the root are exactly the
-tokens it was computed from. Its content lies on the device or in host memory. A sequence that uses
-a node uses its whole path, and what is used lies on the device; eviction takes leaves. So along a
-path come used blocks, then unused ones on the device, then those in host memory.
+A node is one block with known content: the keys on the path from the root are exactly the tokens it
+was computed from. Its content is on the device or in host memory. A sequence that uses a node uses
+its whole path, and used nodes are on the device; eviction removes leaves. So a path has used blocks
+first, then unused ones on the device, then those in host memory.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ class Node:
         self.parent = parent
         self.key = key
         self.block_id = block_id  # on the device, or NOWHERE
-        self.host_slot = NOWHERE  # in host memory; just one of the two is set until it is removed
+        # in host memory; exactly one of the two is set until it is removed
+        self.host_slot = NOWHERE
         self.groups = 1  # the cache groups that have its content, a bit each; group 0 always
-        self.block_hash: int | None = None  # names the content in events; None where they are off
+        # identifies the content in events; None if events are off
+        self.block_hash: int | None = None
         self.children: dict[tuple[int, ...], Node] = {}
         self.num_device_children = 0
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.num_users = 0
-        self.last_used = 0  # a tick of the store's clock of uses
+        self.last_used = 0  # the store's use counter at the last use
         self.priority = DEFAULT_PRIORITY
         self.duration_s: float | None = None  # how long the priority lasts once unused
         self.expires_at: float | None = None  # when it ends; None while used or without end
@@ -58,7 +60,7 @@ class Node:
 
     @property
     def is_cached(self) -> bool:
-        """False once the content is gone from everywhere."""
+        """False once the content is neither on the device nor in host memory."""
         return self.is_on_device or self.host_slot != NOWHERE
 
     @property

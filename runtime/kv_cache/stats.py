@@ -1,4 +1,4 @@
-"""What the cache counts. The first nine fields are those of the TensorRT-LLM executor."""
+"""Counters of the cache. The first nine fields are those of the TensorRT-LLM executor."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class KvCacheStats:
     alloc_new_blocks: int
     reused_blocks: int
     missed_blocks: int
-    cached_num_blocks: int = 0  # of the free ones: their content can still be hit
-    reused_tokens: int = 0  # of prompts, found in the cache
-    prompt_tokens: int = 0  # of prompts, that could have been found
+    cached_num_blocks: int = 0  # free blocks whose content can still be reused
+    reused_tokens: int = 0  # prompt tokens found in the cache
+    prompt_tokens: int = 0  # prompt tokens that could have been found
     evicted_blocks: int = 0  # contents that left the device, offloaded ones included
     host_max_num_blocks: int = 0
     host_used_num_blocks: int = 0
@@ -47,7 +47,7 @@ class KvCacheStats:
 
 @dataclass(slots=True)
 class PromptCounters:
-    """What sequences found when they attached, over the life of the cache."""
+    """What attached sequences found in the cache, over its life."""
 
     full_blocks: int = 0
     partial_blocks: int = 0

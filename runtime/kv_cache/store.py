@@ -1,8 +1,8 @@
-"""Where the blocks are: free, in the tree on the device, or in the tree in host memory.
+"""Where blocks are: free, in the tree on the device, or in the tree in host memory.
 
 A block is taken from the free list, else from the least valuable unused leaf of the tree. With a
-host tier the content of such a leaf moves to host memory, where it gives way in turn to what is
-worth more, and moves back to the device when it is hit.
+host tier the content of such a leaf moves to host memory, where it is in turn replaced by more
+valuable content, and moves back to the device when it is reused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llmctl.runtime.kv_cache.radix_tree import NOWHERE, Node, RadixTree, path_to
 
 
 class BlockStore:
-    """Blocks and the tree of what they hold. Knows nothing of sequences but how many use a node."""
+    """Blocks and the tree of their contents; of sequences it knows only how many use each node."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class BlockStore:
         self._events = event_manager
         self._clock = clock
         self.free = list(range(num_blocks - 1, -1, -1))
-        # The oldest first: one that was freed just now may still be read by a copy under way.
+        # The oldest first: a block freed just now may still be read by a copy in flight.
         self.free_slots = deque(range(num_host_blocks))
         self.victims = LazyHeap(is_device_victim, num_blocks)
         self.host_victims = LazyHeap(is_host_victim, num_host_blocks)
@@ -81,14 +81,14 @@ class BlockStore:
         self.free.extend(block_ids)
 
     def copy_of(self, node: Node, num_tokens: int) -> int:
-        """A block of its own with the first tokens of `node`; needs num_available > 0."""
+        """A private block with the first tokens of `node`; needs num_available > 0."""
         if node.is_on_device:
             source = node.block_id
             block_id = self.take_block()
-            if block_id != source:  # else it was the last one left, and is simply taken over
+            if block_id != source:  # else it was the last available block, and is used directly
                 self.copies.append(BlockCopy(source, block_id, num_tokens))
             return block_id
-        node.num_users += 1  # not to be evicted while a block is found
+        node.num_users += 1  # must not be evicted while a block is being found
         block_id = self.take_block()
         node.num_users -= 1
         self.touch(node)
@@ -105,7 +105,8 @@ class BlockStore:
         node.num_users += 1
 
     def use_path(self, node: Node) -> None:
-        """Count one more user of `node` and of everything above it, all brought to the device.
+        """Count one more user of `node` and of everything above it, and bring all of it to the
+        device.
 
         Needs as many available blocks as there are nodes in host memory on the path.
         """
@@ -171,7 +172,7 @@ class BlockStore:
         node.duration_s = None if milliseconds is None else milliseconds / 1e3
 
     def forget(self) -> None:
-        """Drop every cached content and every copy not yet performed. Nobody may use a node."""
+        """Drop all cached contents and every copy not yet performed. No node may have users."""
         for node in list(self.tree.root.children.values()):
             self._drop(node)
         self.copies.clear()
@@ -180,7 +181,7 @@ class BlockStore:
     # ---- leaving the device, and coming back ----
 
     def _evict(self) -> int:
-        """Give up the least valuable leaf on the device: to host memory, or for good."""
+        """Evict the least valuable leaf on the device: to host memory, or completely."""
         self._expire()
         found = self.victims.peek()
         assert found is not None, "a block is taken where none is available"
@@ -205,10 +206,8 @@ class BlockStore:
         return block_id
 
     def _slot_for(self, node: Node) -> int | None:
-        """A place in host memory for a leaf of the device; None where it is not worth one.
-
-        What is continued by blocks in host memory is worth as much as they are.
-        """
+        """A slot in host memory for a leaf of the device; None if it is not valuable enough. A leaf
+        that is continued by blocks in host memory is as valuable as they are."""
         is_needed = bool(node.children)
         if node.priority < self._offload_min_priority and not is_needed:
             return None
@@ -230,13 +229,13 @@ class BlockStore:
         self._settle(node, block_id)
 
     def _bring(self, slot: int, block_id: int, num_tokens: int) -> None:
-        """Copy a block of host memory to the device."""
+        """Copy a block from host memory to the device."""
         self.copies.append(BlockCopy(slot, block_id, num_tokens, CopyKind.ONBOARD))
         self.arrivals.expect(block_id)
         self.num_onboarded += 1
 
     def _settle(self, node: Node, block_id: int) -> None:
-        """A node of host memory lies in `block_id` from now on."""
+        """A node of host memory is in `block_id` from now on."""
         node.block_id, node.host_slot = block_id, NOWHERE
         assert node.parent is not None
         node.parent.num_device_children += 1
@@ -261,14 +260,14 @@ class BlockStore:
             self._events.add(events.KvCacheRemovedData(tuple(hashes)))
 
     def _enlist(self, node: Node) -> None:
-        """Enter a node among those to evict, if it may be."""
+        """Add a node to the eviction candidates, if it may be evicted."""
         if node.is_device_leaf:
             self.victims.push(worth(node), node)
         elif node.is_host_leaf:
             self.host_victims.push(worth(node), node)
 
     def _expire(self) -> None:
-        """Let priorities whose time is over fall back to the default."""
+        """Reset expired priorities to the default."""
         while (found := self._expiring.peek()) is not None and found[0][0] <= self._clock():
             node = found[1]
             node.expires_at = node.duration_s = None

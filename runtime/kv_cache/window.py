@@ -1,6 +1,6 @@
 """Which blocks a sequence still needs when no layer sees further back than a window.
 
-Blocks before the window are given back while a sequence grows, so it holds a ring of blocks however
+Blocks before the window are given back as a sequence grows, so it holds a ring of blocks however
 long it gets: the first tokens (sinks), then the window, then what the step computes.
 """
 
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 from llmctl.errors import BadConfig
 
-# Kernels read whole tiles of keys at multiples of this and mask what is not seen: 64 on a GPU, 32
-# on a CPU. So nothing is dropped that shares a tile with a token in sight.
+# Kernels read whole tiles of keys at multiples of this and mask what is not visible: 64 on a GPU,
+# 32 on a CPU. So nothing is dropped that shares a tile with a visible token.
 KEY_TILE = 64
-# How far a cache group may lag behind and find its own window whole; beyond, it reads less.
+# How far a cache group may lag behind and still find its whole window; beyond, it reads less.
 GROUP_LAG = 64
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """Every layer of every engine sees at most `size` tokens: the first `sink_tokens`, and of the
-    others the last."""
+    """Every layer of every engine sees at most `size` tokens: the first `sink_tokens`, and the last
+    ones of the others."""
 
     size: int
     sink_tokens: int = 0
@@ -62,7 +62,7 @@ def most_step_tokens(max_num_tokens: int, max_draft_len: int) -> int:
 def common_window(windows: Iterable[Iterable[int]], sink_tokens: int = 0) -> AttentionWindow | None:
     """The window that holds for every layer of every engine, given theirs (0: full attention).
 
-    None where a layer sees everything: then nothing can be dropped.
+    None if any layer has full attention: then nothing can be dropped.
     """
     sizes = [size for engine in windows for size in engine]
     if not sizes or not all(sizes):

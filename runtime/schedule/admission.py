@@ -1,4 +1,4 @@
-"""What may be asked of a scheduler: policies, limits, and sequences that could ever run."""
+"""What a scheduler accepts: policies, limits, and which sequences could ever run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 class CapacitySchedulerPolicy(enum.Enum):
     """When a waiting sequence may start.
 
-    MAX_UTILIZATION: when its present tokens fit; the latest started are paused, to recompute
-    later, if blocks run out. GUARANTEED_NO_EVICT: when it fits to its full length. STATIC_BATCH:
-    likewise, and only when nothing is active.
+    MAX_UTILIZATION: when its current tokens fit; if blocks run out, the latest started are paused
+    and recomputed later. GUARANTEED_NO_EVICT: when it fits at its full length. STATIC_BATCH: the
+    same, but only when nothing is active.
     """
 
     MAX_UTILIZATION = "max_utilization"
@@ -38,7 +38,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine (target and draft together) can take in one step."""
+    """What the engines (target and draft together) can process in one step."""
 
     max_batch_size: int  # sequences
     max_num_tokens: int  # packed tokens, drafts included
@@ -68,7 +68,7 @@ def refuse_unservable(
             fix="shorten the prompt, or rebuild with a larger --max_seq_len",
         )
     assert num_prompt_tokens < sequence.max_len <= limits.max_seq_len
-    # A paused sequence comes back with all its output as context.
+    # A paused sequence resumes with all its output as context.
     may_pause = config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
     longest = sequence.max_len - 1 if may_pause else num_prompt_tokens
     if not config.enable_chunked_context and longest > limits.max_num_tokens:

@@ -1,10 +1,10 @@
-"""When a waiting sequence may start, what is kept for those that run, and who gives way.
+"""When a waiting sequence may start, which blocks are kept for running ones, and which is paused.
 
-GUARANTEED_NO_EVICT   starts what fits to its full length beside everybody else's; nobody pauses
-STATIC_BATCH          likewise, and only when nothing runs
-MAX_UTILIZATION       starts what fits to the end of its next round; when blocks run out, the
-                      lowest priority pauses first and of those the latest started. What it has
-                      computed stays cached until somebody needs the room.
+GUARANTEED_NO_EVICT   starts a sequence if its full length fits beside the others'; never pauses
+STATIC_BATCH          the same, but only when nothing runs
+MAX_UTILIZATION       starts a sequence if it fits up to the end of its next round; if blocks run
+                      out, the lowest priority is paused, among equals the latest started. What
+                      it has computed stays cached until the blocks are needed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ class Capacity:
         self.may_pause = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
         self._kv_cache = kv_cache
         self._limits = limits
-        self._refused = (-1, -1)  # sequence that did not fit, and the cache version it saw
-        self._promised: int | None = None  # blocks that the active ones may still ask for
+        # the sequence that did not fit, and the cache version at that time
+        self._refused = (-1, -1)
+        self._promised: int | None = None  # blocks that active sequences may still need
 
     def begin(self) -> None:
-        """A step is to be planned: the active sequences are others than before."""
+        """A step is about to be planned: the active sequences may have changed."""
         self._promised = None
 
     def try_start(self, head: Sequence, active: Collection[Sequence]) -> bool:
-        """Attach `head` to its blocks if it may run beside the active sequences, those included
-        that have started since `begin`."""
+        """Attach `head` to its blocks if it may run together with the active sequences, including
+        those that have started since `begin`."""
         kv_cache = self._kv_cache
         attempt = (head.sequence_id, kv_cache.version)
         if attempt == self._refused:
@@ -53,15 +54,16 @@ class Capacity:
         return True
 
     def by_claim(self, active: Collection[Sequence]) -> list[Sequence]:
-        """Active sequences, the last to be paused first. `active` is in the order of the start."""
+        """Active sequences, the last to be paused first. `active` is in the order of their
+        start."""
         return sorted(active, key=lambda sequence: -sequence.request.priority)
 
     def _awaits_shared_block(
         self, head: Sequence, match: PrefixMatch, active: Collection[Sequence]
     ) -> bool:
-        """True while an active sequence computes the very block that `head` would compute first.
+        """True while an active sequence computes the same block that `head` would compute first.
 
-        So n returns of one prompt, or arrivals with one long prefix, compute it once.
+        So several outputs of one prompt, or requests with a common long prefix, compute it once.
         """
         size = self._kv_cache.tokens_per_block
         end = (match.full.depth + 1) * size
@@ -78,11 +80,11 @@ class Capacity:
         )
 
     def _missing_blocks(self, sequence: Sequence) -> int:
-        """Of those that are kept for it, the blocks that an active sequence does not hold yet."""
+        """Of the blocks kept for an active sequence, the number that it does not hold yet."""
         return max(0, self._goal_blocks(sequence) - self._kv_cache.num_held_blocks(sequence))
 
     def _goal_blocks(self, sequence: Sequence) -> int:
-        """Blocks to keep for a sequence before another may start."""
+        """Blocks to keep for a sequence before another one may start."""
         num_tokens = sequence.max_len - 1  # the last token never enters the cache
         if self.may_pause:
             num_tokens = min(num_tokens, len(sequence.tokens) + self._limits.max_draft_len)

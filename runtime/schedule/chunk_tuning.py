@@ -1,8 +1,8 @@
-"""Controllers of the prompt tokens a step takes, from measured step times.
+"""Controllers of the number of prompt tokens per step, using measured step times.
 
-`LatencyTuner` keeps steps within a time; `KneeTuner` finds how far they can be shortened before
-throughput pays for it. Both are given every step with context work (`observe`) and answer with the
-budget of the steps to come, a whole number of blocks.
+`LatencyTuner` keeps steps within a time; `KneeTuner` finds how short steps can be without losing
+throughput. Both observe every step with context work and return the token budget of the next steps,
+a whole number of blocks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ class ChunkTuner(Protocol):
 
 def make_tuner(
     max_step_ms: float | Literal["auto"], tokens_per_block: int, max_num_tokens: int
-) -> SeenSteps:
-    """The controller for a time in milliseconds, or for the knee. Raises BadConfig."""
+) -> AwaitedSteps:
+    """The controller for a time limit in milliseconds, or for the best throughput ("auto"). Raises
+    BadConfig."""
     if max_step_ms == "auto":
-        return SeenSteps(KneeTuner(tokens_per_block, max_num_tokens))
-    return SeenSteps(LatencyTuner(max_step_ms / 1000, tokens_per_block, max_num_tokens))
+        return AwaitedSteps(KneeTuner(tokens_per_block, max_num_tokens))
+    return AwaitedSteps(LatencyTuner(max_step_ms / 1000, tokens_per_block, max_num_tokens))
 
 
-class SeenSteps:
-    """Feeds a tuner with steps whose end is seen.
+class AwaitedSteps:
+    """Passes only measurable steps to a tuner: those that the host waited for.
 
-    On a device a chunk before a prompt's last is only started: the step looks short, and a later
-    one that is waited for long. So steps that nobody waited for count with the next one that was,
-    all as their mean; and of the first CURIOUS every one should be waited for.
+    On a device, a chunk that is not a prompt's last is only started: its step looks short, and a
+    later one that is waited for looks long. So steps that were not waited for are combined with the
+    next one that was, each counting as their mean; and each of the first NUM_FIRST steps should be
+    waited for.
     """
 
-    CURIOUS = 64
+    NUM_FIRST = 64
 
     def __init__(self, tuner: ChunkTuner) -> None:
         self._tuner = tuner
@@ -52,9 +54,9 @@ class SeenSteps:
         return self._tuner.budget
 
     @property
-    def is_curious(self) -> bool:
+    def wants_wait(self) -> bool:
         """Whether the next step should be waited for."""
-        return self._num_seen < self.CURIOUS
+        return self._num_seen < self.NUM_FIRST
 
     def observe(self, num_tokens: int, step_s: float, *, was_awaited: bool) -> None:
         """Learn from a step with context work."""
@@ -70,14 +72,14 @@ class SeenSteps:
 
 
 class StepTimeModel:
-    """step_s = fixed_s + num_tokens * token_s, and how far steps scatter about that.
+    """step_s = fixed_s + num_tokens * token_s, and the scatter of steps around that.
 
-    A regression that forgets. A single step far off counts little; CHANGE of them in a row on the
-    same side say that the machine has changed, and the model begins anew.
+    A regression with exponential forgetting. A single outlier has little weight; CHANGE outliers in
+    a row on the same side mean that the machine has changed, and the model starts again.
     """
 
     FORGET = 0.97  # weight of the past, per step: about 30 steps count
-    FAR = 4.0  # spreads, of at least LEAST_SPREAD
+    FAR = 4.0  # in spreads, each at least LEAST_SPREAD
     LEAST_SPREAD = 0.005
     CHANGE = 3  # steps in a row
 
@@ -86,9 +88,10 @@ class StepTimeModel:
         self._begin()
 
     def _begin(self) -> None:
-        self.knows_slope = False  # False: all steps were of one size, and fixed_s is taken for 0
-        self.spread = 0.02  # mean absolute deviation, as a share of the time
-        self.num_far = 0  # steps in a row that were far off; their side is the sign
+        # False: all steps had the same size, and fixed_s is assumed to be 0
+        self.knows_slope = False
+        self.spread = 0.02  # mean absolute deviation, as a fraction of the time
+        self.num_far = 0  # outliers in a row; the sign is their side
         self._count = self._w = self._n = self._s = self._nn = self._ns = 0.0
 
     def predict(self, num_tokens: int) -> float:
@@ -111,12 +114,12 @@ class StepTimeModel:
                     step_s = expected * (1 + limit * side)
             else:
                 self.num_far = 0
-                if self._count > 2:  # before that the model is a guess
+                if self._count > 2:  # with fewer steps the model is a guess
                     self.spread += 0.1 * (min(abs(off), 0.25) - self.spread)
         self._add(num_tokens, step_s)
 
     def _add(self, num_tokens: int, step_s: float) -> None:
-        # Weighted by 1 / step_s^2, so that deviations count as shares of the time.
+        # Weighted by 1 / step_s^2, so that deviations are relative to the time.
         forget, weight = self.FORGET, step_s**-2
         self._count = forget * self._count + 1
         self._w = forget * self._w + weight
@@ -128,7 +131,7 @@ class StepTimeModel:
         variance = self._nn / self._w - mean_n**2
         if self._count == 1:
             self.token_s = step_s / num_tokens
-        elif variance > (0.05 * mean_n) ** 2:  # else all were of one size: the slope stays
+        elif variance > (0.05 * mean_n) ** 2:  # else all have the same size: the slope is kept
             self.token_s = (self._ns / self._w - mean_n * mean_s) / variance
             self.knows_slope = True
         # Neither part is negative.
@@ -137,12 +140,13 @@ class StepTimeModel:
 
 
 class LatencyTuner:
-    """The largest budget whose steps stay within a time, all but a few that scatter.
+    """The largest budget for which steps, except a few outliers, stay within a time.
 
-    Starts with one block and at most doubles what it has seen, so a long step is never a try.
+    Starts with one block and at most doubles the largest budget seen, so that trying never causes a
+    long step.
     """
 
-    MARGIN = 2.0  # spreads of the step time below the target
+    MARGIN = 2.0  # distance to the target, in spreads of the step time
 
     def __init__(self, max_step_s: float, tokens_per_block: int, max_num_tokens: int) -> None:
         if not max_step_s > 0:
@@ -155,7 +159,7 @@ class LatencyTuner:
         self._tokens_per_block = tokens_per_block
         self._max_num_tokens = max_num_tokens
         self._model = StepTimeModel()
-        self._reach = 0.0  # tokens of the largest step of late
+        self._reach = 0.0  # tokens of the largest recent step
 
     def observe(self, num_tokens: int, step_s: float) -> int:
         """Learn from a step; the new budget."""
@@ -177,14 +181,14 @@ class LatencyTuner:
 class KneeTuner:
     """The shortest steps at (nearly) the best throughput: the knee of tokens/s against step time.
 
-    Measures full steps of max_num_tokens, then of half of it, and so on while tokens/s hold; keeps
-    the smallest size of at least KEEP of the best. Every REVISIT full steps it measures that size's
-    two neighbours again, so it follows a machine or a load that changes.
+    Measures full steps of max_num_tokens tokens, then of half as many, and so on as long as
+    tokens/s hold; keeps the smallest size with at least KEEP of the best. After every REVISIT full
+    steps it measures the two neighbouring sizes again, so it follows changes of machine or load.
     """
 
     STEPS = 5  # full steps that measure a size
     KEEP = 0.97
-    GIVE_UP = 0.88  # of the best tokens/s: still smaller sizes are not tried
+    GIVE_UP = 0.88  # fraction of the best tokens/s: below it, smaller sizes are not tried
     REVISIT = 256
 
     def __init__(self, tokens_per_block: int, max_num_tokens: int) -> None:
@@ -216,7 +220,8 @@ class KneeTuner:
         if len(self._seen) < self.STEPS:
             return
         index = self._to_measure.pop(0)
-        self._speeds[index] = max(self._seen)  # what else runs on a machine makes steps slower only
+        # other work on the machine can only make steps slower
+        self._speeds[index] = max(self._seen)
         self._seen = []
         is_good = self._speeds[index] >= self.GIVE_UP * max(self._speeds.values())
         next_smaller = index + 1
@@ -234,10 +239,10 @@ class KneeTuner:
         self._num_steady = 0
 
     def _revisit(self) -> None:
-        """Measure the size in use and those beside it anew."""
+        """Measure the size in use and its neighbours again."""
         near = range(max(0, self._chosen - 1), min(len(self._sizes), self._chosen + 2))
         self._to_measure = list(near)
-        # What is known of the others was true of another time.
+        # Measurements of the other sizes are out of date.
         self._speeds = {}
         self.budget = self._sizes[self._to_measure[0]]
 

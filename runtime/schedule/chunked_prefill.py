@@ -1,7 +1,7 @@
-"""How much of which prompt one step takes.
+"""How many tokens of which prompt one step reads.
 
-All chunk ends but a prompt's last are at block borders, so chunks are whole numbers of blocks,
-save the first one after a partial-block hit, which completes that block.
+All chunks except a prompt's last end at block boundaries, so chunks are whole numbers of blocks,
+except the first one after a partial-block hit, which completes that block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence as Row
 
 
 class ContextChunkingPolicy(enum.Enum):
-    """Who gets the step's context tokens when they do not suffice for everybody."""
+    """How the step's context tokens are distributed if they do not suffice for all prompts."""
 
     FIRST_COME_FIRST_SERVED = "first_come_first_served"
     EQUAL_PROGRESS = "equal_progress"
@@ -22,8 +22,8 @@ def first_come_chunks(
 ) -> list[int]:
     """Tokens for each (start, end) context span, in order, until the budget is used.
 
-    The first span that does not fit whole is cut at a block border, or left for a later step
-    where tokens_per_block is None (no chunking); whatever follows it waits.
+    The first span that does not fit completely is cut at a block boundary, or left for a later step
+    if tokens_per_block is None (no chunking); all spans after it wait.
     """
     sizes = [0] * len(spans)
     for index, (start, end) in enumerate(spans):
@@ -39,7 +39,7 @@ def first_come_chunks(
 def equal_progress_chunks(
     spans: Row[tuple[int, int]], budget: int, tokens_per_block: int
 ) -> list[int]:
-    """Rounds of one block for each (start, end) span until the budget is used or nobody fits."""
+    """One block for each (start, end) span in turn, until the budget is used or no span fits."""
     sizes = [0] * len(spans)
     progress = True
     while progress:
@@ -54,7 +54,7 @@ def equal_progress_chunks(
 
 
 def least_chunk(start: int, end: int, tokens_per_block: int | None) -> int:
-    """The smallest chunk the span [start, end) can be given: to the next block border or its end.
+    """The smallest possible chunk of the span [start, end): to the next block boundary or its end.
 
     Without chunking (None), the whole span.
     """

@@ -1,8 +1,8 @@
-"""Which sequences run in the next step, how much of each, and in which blocks. Integers only.
+"""Which sequences run in the next step, how many tokens of each, in which blocks. Integers only.
 
-One `schedule()` accounts for generation first (one root token each), then context chunks, then
-draft tokens; drafts shrink before context starves and before anybody is paused. Who may start is
-for `runtime.schedule.capacity` to say, and who is next for `runtime.schedule.waiting_queue`.
+`schedule()` plans generation first (one root token each), then context chunks, then draft tokens;
+drafts are reduced before context starves or a sequence is paused. Which sequences may start is
+decided by `runtime.schedule.capacity`, in which order by `runtime.schedule.waiting_queue`.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ class Scheduler:
 
     @property
     def token_budget(self) -> int:
-        """Most tokens of a step with context work."""
+        """The most tokens of a step with context work."""
         return self._token_budget
 
     def set_token_budget(self, num_tokens: int) -> None:
-        """Let steps with context work hold at most num_tokens tokens from now on.
+        """Limit steps with context work to num_tokens tokens from now on.
 
-        Generation and its drafts are never cut for this; context keeps at least one block.
+        Generation and its drafts are never reduced for this; context work gets at least one block.
         """
         block = self._kv_cache.tokens_per_block
         if self._chunk_unit is None:
@@ -125,8 +125,8 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def schedule(self) -> Batch:
-        """The next step; empty only when there is no work. Blocks are reserved for all of it. Who
-        waits for blocks from host memory is left out while others run."""
+        """The next step; empty only when there is no work. Blocks are reserved for all of it.
+        Sequences that wait for blocks from host memory are left out as long as others run."""
         batch = self._plan()
         if self._active and not batch.slices:
             self._kv_cache.arrivals.await_all()
@@ -157,7 +157,7 @@ class Scheduler:
         """After the step: publish what it completed, release the sequences that finished."""
         active = self._active
         for slice_ in batch.slices:
-            if slice_.sequence.sequence_id in active:  # else cancelled while the step ran
+            if slice_.sequence.sequence_id in active:  # else it was cancelled while the step ran
                 self._kv_cache.publish(slice_.sequence)
         running = FinishReason.NOT_FINISHED
         for sequence in [s for s in active.values() if s.finish_reason is not running]:
@@ -207,14 +207,12 @@ class Scheduler:
         return budget
 
     def _secure_progress(self) -> None:
-        """Reserve a root or least chunk for every active sequence, the strongest claim first.
-
-        Where blocks are short the weakest is paused, so the strongest always runs.
-        """
+        """Reserve a root or smallest chunk for every active sequence, strongest claim first. If
+        blocks run short, the weakest claim is paused, so the strongest always runs."""
         ranked = self._capacity.by_claim(self._active.values())
         for sequence in list(ranked):
             if sequence.sequence_id not in self._active:
-                break  # paused just now, like all of a weaker claim
+                break  # just paused, like all with a weaker claim
             start = sequence.kv_lens[0]
             end = start + least_chunk(start, len(sequence.tokens), self._chunk_unit)
             while not self._kv_cache.reserve(sequence, end):
@@ -232,7 +230,8 @@ class Scheduler:
     # ---- sizing ----
 
     def _context_budget(self, context: list[Sequence], generation: list[Sequence]) -> int:
-        """Tokens for context after generation roots and drafts; drafts yield if it starves."""
+        """Context tokens after generation roots and drafts; drafts are reduced if context would
+        starve."""
         first = context[0] if context else self._waiting.head()
         least = least_chunk(first.kv_len, len(first.tokens), self._chunk_unit)
         num_drafts = sum(self._wanted_draft_len(sequence) for sequence in generation)
@@ -244,7 +243,7 @@ class Scheduler:
         return max(0, min(budget, max(least, tuned)))
 
     def _demand(self, sequence: Sequence) -> int:
-        """Context tokens a started sequence takes before the next one gets any."""
+        """Context tokens that a started sequence gets before the next one gets any."""
         start, end = sequence.kv_lens[0], len(sequence.tokens)
         if self._takes_turns:
             return least_chunk(start, end, self._chunk_unit)

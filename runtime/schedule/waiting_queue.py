@@ -1,9 +1,9 @@
 """The sequences that hold no blocks, in the order in which they may start.
 
-Paused ones come first, the one that was started earliest before the others. Of the rest the highest
-priority is next, and among equals the oldest. So that nobody waits for ever under a stream of
-higher priorities, the oldest is next after every MOST_OVERTAKES starts that passed it over: a
-sequence that finds n others waiting starts as one of the next (n + 1) * (MOST_OVERTAKES + 1).
+Paused sequences come first, the earliest started before the others. Of the rest the highest
+priority is next, among equals the oldest. To prevent starvation by a stream of higher priorities,
+the oldest is next after MOST_OVERTAKES later sequences have started before it: a sequence that
+finds n others waiting is one of the next (n + 1) * (MOST_OVERTAKES + 1) to start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_OVERTAKES = 16
 
 
 class _Entry(NamedTuple):
-    """Compares as the queue orders."""
+    """Ordered like the queue."""
 
     rank: float  # minus the priority
     arrival: int
@@ -28,7 +28,7 @@ class _Entry(NamedTuple):
 
 
 class WaitingQueue:
-    """Every operation takes O(log n) at most, spread over the calls."""
+    """Every operation takes amortized O(log n) time."""
 
     def __init__(self) -> None:
         self._paused: deque[Sequence] = deque()
@@ -41,7 +41,7 @@ class WaitingQueue:
         return len(self._paused) + len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """The paused ones, then by priority and age: what comes next, overtaking aside."""
+        """Paused sequences, then the others by priority and age (ignoring the overtaking rule)."""
         yield from self._paused
         yield from (entry.sequence for entry in sorted(self._entries.values()))
 
@@ -51,19 +51,19 @@ class WaitingQueue:
         return len(self._paused)
 
     def add(self, sequence: Sequence) -> None:
-        """A fresh sequence, behind all of its priority."""
+        """Add a new sequence, after all others of its priority."""
         rank = -sequence.request.priority
         entry = _Entry(rank, next(self._arrivals), sequence)
         self._entries[sequence.sequence_id] = entry
         heapq.heappush(self._ranked, entry)
 
     def add_paused(self, sequence: Sequence) -> None:
-        """A sequence that had to stop, in front of all others."""
+        """Add a paused sequence, before all others."""
         self._paused.appendleft(sequence)
 
     def head(self) -> Sequence:
-        """The next to start; the queue is not empty. Stays the same until it starts or leaves, or
-        somebody of a higher priority arrives."""
+        """The next to start; the queue is not empty. It stays the same until it starts or leaves,
+        or until a sequence of higher priority arrives."""
         if self._paused:
             return self._paused[0]
         if self._num_overtakes >= MOST_OVERTAKES:
@@ -81,7 +81,7 @@ class WaitingQueue:
         self._leave(head)
 
     def discard(self, sequence: Sequence) -> None:
-        """Forget a sequence wherever it waits; no effect on others."""
+        """Remove a sequence wherever it waits; no effect if it does not."""
         if sequence.sequence_id in self._entries:
             self._leave(sequence)
         elif sequence in self._paused:
@@ -95,6 +95,7 @@ class WaitingQueue:
 
     def _leave(self, sequence: Sequence) -> None:
         del self._entries[sequence.sequence_id]
-        if len(self._ranked) > 2 * len(self._entries) + 64:  # mostly entries that have left
+        # mostly entries of sequences that have left
+        if len(self._ranked) > 2 * len(self._entries) + 64:
             self._ranked = list(self._entries.values())
             heapq.heapify(self._ranked)

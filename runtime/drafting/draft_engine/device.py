@@ -1,4 +1,4 @@
-"""A draft engine in rounds that the device leads: each step is fed with what the last one drew."""
+"""A draft engine in device rounds: each step reads the token drawn by the previous step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmctl.runtime.step import Span, pack
 
 
 class DeviceDraftEngine:
-    """See DeviceDrafter. Its cache lies under the target's block ids."""
+    """See DeviceDrafter. Its cache uses the target's block ids."""
 
     falls_behind = True
 
@@ -57,7 +57,7 @@ class DeviceDraftEngine:
         ]
         for call in cut(spans, draft.max_num_tokens, draft.max_batch_size):
             step = pack(call, draft.tokens_per_block)
-            np.minimum(step.token_ids, draft.vocab_size - 1, out=step.token_ids)  # as when drafting
+            np.minimum(step.token_ids, draft.vocab_size - 1, out=step.token_ids)  # as in drafting
             draft.feed(step)
             for span in call:
                 span.sequence.kv_lens[DRAFT_GROUP] = span.end
@@ -65,7 +65,8 @@ class DeviceDraftEngine:
     def enqueue_drafts(self, shape: RoundShape) -> None:
         steps, draft = self._steps, self._draft
         batch, last = shape.batch, shape.draft_len - 1
-        is_greedy = shape.drawing is Drawing.GREEDY  # then a step is described by what draws for it
+        # then the drawing kernel also prepares the step
+        is_greedy = shape.drawing is Drawing.GREEDY
         for index in range(shape.draft_len):
             self._feed(shape, index)
             steps.forward(draft, shape, MOST_FED if index == 0 else 1, batch)
@@ -80,7 +81,8 @@ class DeviceDraftEngine:
         sequence.kv_lens[DRAFT_GROUP] = min(valid, len(sequence.tokens) - 1)
 
     def _feed(self, shape: RoundShape, index: int) -> None:
-        """Describe the draft's step `index`; of greedy drafts, draw the one that it is fed with."""
+        """Prepare the draft's step `index`; with greedy drafts, also draw the token that it
+        reads."""
         steps, program = self._steps, self._draft.program
         described = steps.state, program.step, program.limits, shape.batch
         if index == 0:
@@ -94,7 +96,7 @@ class DeviceDraftEngine:
 
 
 def _unwritten(num_tokens: int, max_seq_len: int, tokens_per_block: int) -> StepInputs:
-    """A step of prompts that leaves no trace in the cache."""
+    """A prompt step that writes nothing to the cache."""
     lengths = np.full(-(-num_tokens // max_seq_len), max_seq_len, np.int32)
     lengths[-1] -= lengths.sum() - num_tokens
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])

@@ -1,18 +1,18 @@
 """Drafts from a second, smaller engine.
 
-The draft engine's KV cache lives under the target's block ids. A round feeds the draft every
-committed token it has not seen (the root alone, the root and the last draft after a full
-acceptance, or more after rounds without drafts), then each draft but the last:
+The draft engine's KV cache uses the target's block ids. In a round the draft engine reads every
+committed token it has not seen (only the root; the root and the last draft after a full acceptance;
+or more after rounds without drafts), then each draft but the last:
 
     tokens   ... t  t  r | d1 d2 d3 d4        c = committed tokens, r = tokens[c - 1]
     fed            [t  r]  d1 d2 d3           valid afterwards: c + 3 entries, d4's is missing
 
-After `a` accepted drafts the first min(c + a, c + 3) entries stay valid. Context slices are fed
-the same chunks as the target, without logits.
+After `a` accepted drafts the first min(c + a, c + 3) entries stay valid. Context slices are read in
+the same chunks as by the target, without logits.
 
-Under accept-by-tokens, sampled requests draw drafts with the noise the target will use at the
-same positions: the likelier both models find a token, the likelier they pick the same one. Under
-accept-by-logits drafts have a stream of their own and their distributions are kept.
+With acceptance by tokens, sampled requests draw drafts with the noise that the target will use at
+the same positions, so the two are likely to pick the same token. With acceptance by logits, drafts
+have their own random stream and their distributions are kept.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from llmctl.runtime.step import Span, StepRunner, block_tables, pack, pack_next
 
 @dataclass(slots=True)
 class _Round:
-    """One sequence's drafts in the making."""
+    """One sequence's drafts while they are made."""
 
     sequence: Sequence
     num_wanted: int
     num_committed: int  # c, when the round began
     tokens: list[int] = field(default_factory=list)
     probs: list[NDArray[np.float64]] = field(default_factory=list)
-    num_fed: int = 0  # drafts whose KV entries exist
+    num_fed: int = 0  # drafts that have KV entries
 
     @property
     def is_done(self) -> bool:
@@ -98,7 +98,7 @@ class DraftEngineDrafter:
             )
         for item in batch.generation:
             sequence, committed = item.sequence, len(item.sequence.tokens)
-            # The last draft is not fed, so it may lie one past the draft's last position.
+            # The last draft is not read, so it may be one past the draft engine's last position.
             wanted = min(item.draft_len, self.max_draft_len, limit - committed + 1)
             if wanted > 0:
                 self._rounds[sequence.sequence_id] = _Round(sequence, wanted, committed)
@@ -155,7 +155,7 @@ class DraftEngineDrafter:
 
     def _run(self, step: StepInputs) -> Logits:
         if self._draft.vocab_size < self._sampler.vocab_size:
-            # Padding of the target's vocabulary: any id the draft has will do for a guess.
+            # Padding of the target's vocabulary: any id of the draft engine can be used instead.
             np.minimum(step.token_ids, self._draft.vocab_size - 1, out=step.token_ids)
         return self._draft.run(step)
 

@@ -1,4 +1,4 @@
-"""Cutting what a draft engine has to read into calls that it can take."""
+"""Splits what a draft engine has to read into calls within its limits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from llmctl.runtime.step import Span
 
 
 def cut(spans: Iterable[Span], max_num_tokens: int, max_batch_size: int) -> Iterator[list[Span]]:
-    """The spans, in order, in calls of so many tokens and sequences at most. Of a span that is cut
-    only the last part needs logits."""
+    """The spans, in order, in calls of at most so many tokens and sequences. If a span is split,
+    only its last part needs logits."""
     call: list[Span] = []
     room = max_num_tokens
     for span in spans:

@@ -1,4 +1,4 @@
-"""Drafts from a second engine, as a method: what it opens and what runs it."""
+"""The draft engine method: which engines it opens and what runs them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DraftEngine:
 
     @property
     def is_device_led(self) -> bool:
-        """By tokens alone: distributions are the host's."""
+        """Only with acceptance by tokens: distributions are handled by the host."""
         return self.acceptance == "tokens"
 
     @property

@@ -1,8 +1,7 @@
-"""Can these engines work together? Asked of their config.json, before any weight is read.
+"""Can these engines work together? Decided from their config.json, before any weight is read.
 
-The commonest ways a draft fails otherwise show up as a crash inside the first step, or as text
-that is right and no faster: engines swapped, a target built without room for drafts, tokenizers
-that look alike.
+Without this check, common mistakes show up as a crash in the first step, or as correct text that is
+no faster: swapped engines, a target built without room for drafts, tokenizers that look alike.
 """
 
 from __future__ import annotations

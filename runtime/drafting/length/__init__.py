@@ -1,1 +1,1 @@
-"""How many tokens to draft: fixed, or what pays by acceptance and cost."""
+"""How many tokens to draft: a fixed number, or the fastest by acceptance and cost."""

@@ -1,4 +1,4 @@
-"""How many drafts are accepted: of all sequences together, and of each."""
+"""How many drafts are accepted, over all sequences and for each."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence as Items
 from llmctl.runtime.generate.commit import Commit
 from llmctl.runtime.request import Sequence
 
-FORGET = 0.9  # weight of the past, per step; more where few drafts were judged in it
-LEAST_JUDGED = 32.0  # drafts that the shared share remembers at least
+FORGET = 0.9  # weight of the past, per step; higher if few drafts were judged in the step
+LEAST_JUDGED = 32.0  # the shared estimate covers at least so many drafts
 FORGET_OWN = 0.95
-PRIOR = (2.8, 4.0)  # accepted drafts, of drafts judged, before the first: 0.7
-SHARED_WEIGHT = 4.0  # judged drafts of all that count for a sequence besides its own
+PRIOR = (2.8, 4.0)  # initial counts: accepted drafts, judged drafts (0.7)
+SHARED_WEIGHT = 4.0  # weight of the shared estimate in that of a sequence, in drafts
 
 
 class Acceptance:
-    """Accepted drafts, of those looked at: the ones behind the first rejection were not."""
+    """Accepted drafts out of those judged: drafts after the first rejection are not judged."""
 
     def __init__(self) -> None:
         self._shared = PRIOR
@@ -23,11 +23,11 @@ class Acceptance:
 
     @property
     def shared(self) -> float:
-        """The share of drafts accepted lately, of those judged."""
+        """The fraction of recently judged drafts that was accepted, over all sequences."""
         return self._shared[0] / self._shared[1]
 
     def of(self, sequence: Sequence) -> float:
-        """The share to expect of a sequence's next draft; below 1."""
+        """The acceptance probability to expect for a sequence's next draft; below 1."""
         accepted, judged = self._own.get(sequence.sequence_id, (0.0, 0.0))
         weight = SHARED_WEIGHT * self.shared
         return min(0.999, (accepted + weight) / (judged + SHARED_WEIGHT))

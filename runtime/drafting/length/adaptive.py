@@ -1,11 +1,11 @@
-"""Draft lengths that follow what is accepted and what it costs, down to none and up again.
+"""Draft lengths that follow acceptance and cost, down to no drafts and up again.
 
-Acceptance is measured per sequence (`acceptance`), costs per batch size (`costs`); `lengths` says
-what is best, and `account` what may be risked for it.
+Acceptance is measured per sequence (`acceptance`), costs per batch size (`costs`); `lengths`
+computes the best lengths, and `budget` limits what may be risked for them.
 
-Where the host leads, each sequence has a length of its own, and a few short drafts tell what more
-would cost. Rounds on a device draft the same for all, so there a trial is a few rounds of one draft
-each. A trial is due at first, and whenever there is credit for it.
+In steps controlled by the host, each sequence has its own length, and a few short drafts show what
+longer ones would cost. Device rounds have one draft length for all sequences, so there a trial is a
+few rounds of one draft each. A trial is made at the start, and whenever there is credit for it.
 """
 
 from __future__ import annotations
@@ -17,34 +17,37 @@ from numpy.typing import NDArray
 
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.length.acceptance import Acceptance
-from llmctl.runtime.drafting.length.budget import LEASH, DraftBudget
+from llmctl.runtime.drafting.length.budget import LEAD_LIMIT, DraftBudget
 from llmctl.runtime.drafting.length.costs import CatchUp, StepCosts
 from llmctl.runtime.drafting.length.lengths import best_length, best_lengths, rate, round_lengths
 from llmctl.runtime.generate.commit import Commit
 from llmctl.runtime.request import Sequence
 
-MARGIN = 1.02  # by which a change must promise to be faster
-TRY_SEQUENCES, TRY_LENGTH = 4, 2  # led by the host
-TRIAL_ROUNDS, TRIAL_LENGTH = 3, 1  # and the round that was planned meanwhile
+MARGIN = 1.02  # expected speed-up needed for a change
+TRY_SEQUENCES, TRY_LENGTH = 4, 2  # in steps controlled by the host
+TRIAL_ROUNDS, TRIAL_LENGTH = 3, 1  # plus the round that was planned in the meantime
 REFRESH = 256  # steps with drafts after which a plain one is timed again
 EXPLORE = 48  # steps between looks at the next shorter and longer length
-GROWTH = 4  # times the drafts that a step may have over the most that was timed
-HORIZON = 64  # steps in which catching up must promise to pay, or fewer if all end before
-FEW_TOKENS = 4  # a drafter led by the host that lacks no more of each takes no longer for it
-REPLAN = 4  # steps for which a decision stays
-FAR = 3.0  # times what a step should take: beyond, it was not the drafts (a graph was captured)
+GROWTH = 4  # a step may have this many times the most drafts that were timed
+HORIZON = 64  # steps within which catching up must be repaid, or fewer if all sequences end before
+# a host-controlled drafter that lacks at most this many tokens of each needs no extra time
+FEW_TOKENS = 4
+REPLAN = 4  # steps for which a decision is kept
+FAR = 3.0  # times the expected duration: longer steps have another cause (a graph capture)
 
 
 class AdaptiveLengths:
-    """Decides how much is drafted. `is_common`: all sequences alike, as device rounds need it.
+    """Decides how much is drafted. `is_common`: one length for all sequences, as device rounds need
+    it.
 
-    The loop's thread calls `plan` before and `observe` after each step; of rounds that run ahead,
-    `plan` before the step before was observed.
+    The loop's thread calls `plan` before and `observe` after each step; for rounds that run ahead,
+    `plan` is called before the previous step was observed.
     """
 
     def __init__(self, most: int, *, has_cache: bool, is_common: bool) -> None:
         self.common: int | None = 0
-        self.beside_prompts = not is_common  # the host leads such steps, so rounds tell no cost
+        # the host controls such steps, so the costs of rounds do not apply
+        self.beside_prompts = not is_common
         self.costs = StepCosts()
         self._acceptance = Acceptance()
         self._budget = DraftBudget()
@@ -56,10 +59,10 @@ class AdaptiveLengths:
         self._lengths: dict[int, int] = {}  # by sequence id, as planned
         self._is_on = self._has_begun = False  # has_begun: no step with drafts since
         self._current = 0  # the common length while on
-        self._trial_rounds = 0  # left of a trial
+        self._trial_rounds = 0  # rounds left of a trial
         self._num_steps = 0
         self._since_plain = 0
-        self._lag = 0  # tokens that the drafter reads before the next step with drafts
+        self._lag = 0  # tokens that the drafter has to read before the next step with drafts
 
     def of(self, sequence: Sequence) -> int:
         """Drafts of a planned sequence; none for others."""
@@ -67,7 +70,7 @@ class AdaptiveLengths:
 
     @property
     def acceptance(self) -> float:
-        """The share of drafts accepted lately, of those judged."""
+        """The fraction of recently judged drafts that was accepted."""
         return self._acceptance.shared
 
     # ---- before a step ----
@@ -93,7 +96,7 @@ class AdaptiveLengths:
             return [TRIAL_LENGTH] * batch
         if self._num_steps % REPLAN and len(self._lengths) == batch:
             last = [self._lengths.get(sequence.sequence_id, -1) for sequence in generation]
-            stays = self._budget.lead > -LEASH * plain_s if self._is_on else max(last) == 0
+            stays = self._budget.lead > -LEAD_LIMIT * plain_s if self._is_on else max(last) == 0
             if stays and min(last) >= 0:
                 return last
         most_drafts = self.costs.most_drafts(batch)
@@ -104,7 +107,7 @@ class AdaptiveLengths:
         lengths = self._best(acceptance, min(self._most, most))
         gain = self._promise(acceptance, lengths)
         if self._is_on:
-            if self._budget.lead > (0.0 if gain < 1 else -LEASH * plain_s):
+            if self._budget.lead > (0.0 if gain < 1 else -LEAD_LIMIT * plain_s):
                 return [max(1, length) for length in lengths] if self._is_common else lengths
             self._is_on, self._current = False, 0
         elif gain > MARGIN and self._budget.credit >= -plain_s:
@@ -117,7 +120,7 @@ class AdaptiveLengths:
         return self._try(generation, plain_s)
 
     def _best(self, acceptance: NDArray[np.float64], most: int) -> list[int]:
-        """The best lengths that promise anything; zeros where none does."""
+        """The best lengths if any is expected to be faster; zeros otherwise."""
         batch = len(acceptance)
         candidates = [n for n in self._candidates if n <= most]
         best, rates = best_length(acceptance, candidates, self.costs)
@@ -135,7 +138,7 @@ class AdaptiveLengths:
         plain_s, draft_s = self.costs.plain_s(batch) or 0.0, self.costs.draft_s(batch)
         best: NDArray[np.int64] = np.full(batch, common, np.int64)
         best_rate = rate(acceptance, best, self.costs)
-        for most in candidates[1:]:  # verification priced as if all drafted that much
+        for most in candidates[1:]:  # verification is costed as if all sequences drafted that much
             token_s = self.costs.extra_s(batch, most * batch) / (most * batch)
             lengths = best_lengths(acceptance, most, plain_s, draft_s, token_s)
             found = rate(acceptance, lengths, self.costs)
@@ -144,7 +147,8 @@ class AdaptiveLengths:
         return [int(length) for length in best]
 
     def _explore(self, best: int, batch: int) -> int:
-        """Now and then a neighbour whose cost has never been measured at this batch size."""
+        """Occasionally a neighbouring length whose cost has not been measured at this batch
+        size."""
         if self._is_on and best and self._num_steps % EXPLORE < 2:
             index = self._candidates.index(best)
             for near in self._candidates[max(1, index - 1) : index + 2]:
@@ -153,12 +157,12 @@ class AdaptiveLengths:
         return best
 
     def _promise(self, acceptance: NDArray[np.float64], lengths: list[int]) -> float:
-        """Expected speed over that of plain decoding."""
+        """Expected speed relative to plain decoding."""
         none = rate(acceptance, np.zeros(len(lengths), np.int64), self.costs)
         return rate(acceptance, np.array(lengths, np.int64), self.costs) / none
 
     def _try(self, generation: Items[Sequence], plain_s: float) -> list[int]:
-        """Drafts if there is credit for them, to learn whether more would pay."""
+        """Trial drafts, if there is credit for them, to learn whether more would be faster."""
         if self._is_common:
             return self._try_rounds(generation, plain_s)
         batch = len(generation)
@@ -188,7 +192,7 @@ class AdaptiveLengths:
         return lengths
 
     def _behind(self, generation: Items[Sequence], lengths: list[int]) -> int:
-        """Tokens that the drafter must read before it can draft so."""
+        """Tokens that the drafter must read before it can draft with these lengths."""
         if not self._has_cache:
             return 0
         lags = [_lag(s) for s, length in zip(generation, lengths, strict=True) if length]
@@ -209,11 +213,11 @@ class AdaptiveLengths:
         draft_s: float,
         elapsed_s: float,
     ) -> None:
-        """Learn from a step, also from one of context work alone. elapsed_s: since the step before
-        ended; step_s: what a step like it takes where one follows the other, None if that is not to
-        be seen."""
+        """Learn from a step, including steps of context work alone. elapsed_s: time since the end
+        of the previous step; step_s: the duration of such a step in an uninterrupted sequence of
+        steps, None if it could not be measured."""
         if not generated:
-            if num_context_tokens and not self._is_common:  # a device is not waited for
+            if num_context_tokens and not self._is_common:  # steps on a device are not waited for
                 self._catch_up.observe(num_context_tokens, draft_s, draft_s / num_context_tokens)
             return
         self._num_steps += 1
@@ -257,5 +261,5 @@ def _lag(sequence: Sequence) -> int:
 
 
 def _most_left(generation: Items[Sequence]) -> int:
-    """Steps without drafts until the last of these ends, at most."""
+    """The most steps without drafts until the last of these sequences ends."""
     return max(sequence.max_len - len(sequence.tokens) for sequence in generation)

@@ -1,24 +1,24 @@
 """What drafting has gained and lost, in seconds, and what it may still risk.
 
-A step with drafts gains what its tokens would have taken without, less what it took. Because
-acceptance and costs are estimates, two accounts keep speculation from losing to plain decoding
-whatever they say:
+The gain of a step with drafts is the time that its tokens would have taken without drafts, minus
+its own time. Because acceptance and costs are estimates, two accounts keep speculation from being
+slower than plain decoding, even if the estimates are wrong:
 
-- `credit` earns ALLOWANCE of every plain step and what steps with drafts gain. To start drafting,
-  or to try whether it would pay, there must be credit for it. So all that is lost to trying is
-  that share, and the first START plain steps' worth.
-- `lead` is what drafting has gained since it began, up to LEASH plain steps. Below minus that it
-  stops, whatever the estimates say.
+- `credit` earns ALLOWANCE of every plain step and the gains of steps with drafts. Starting to
+  draft, or trying whether it would be faster, needs credit. So the total loss from trying is
+  limited to that fraction plus the first START plain steps' worth.
+- `lead` is what drafting has gained since it began, at most LEAD_LIMIT plain steps. Below minus
+  LEAD_LIMIT drafting stops, whatever the estimates say.
 """
 
 from __future__ import annotations
 
 ALLOWANCE = 0.01
-START, LEASH, MOST_CREDIT = 1.5, 3.0, 10.0  # plain steps
+START, LEAD_LIMIT, MAX_CREDIT = 1.5, 3.0, 10.0  # plain steps
 
 
 class DraftBudget:
-    """Seconds, judged against a plain step's of the batch at hand."""
+    """Accounts in seconds, compared with the time of a plain step of the current batch."""
 
     def __init__(self) -> None:
         self.credit = 0.0
@@ -26,7 +26,7 @@ class DraftBudget:
         self._is_open = False
 
     def open(self, plain_s: float) -> None:
-        """Once, when it is known what a plain step takes: the first credit."""
+        """Called once, when the time of a plain step is known: the initial credit."""
         if not self._is_open:
             self._is_open = True
             self.credit = START * plain_s
@@ -36,19 +36,20 @@ class DraftBudget:
         self.lead = 0.0
 
     def promised(self, gain: float, steps: int, plain_s: float) -> float:
-        """Credit and what so many steps, `gain` times as fast as plain ones, promise to add."""
-        return self.credit + min(steps * (gain - 1), MOST_CREDIT) * plain_s
+        """Credit plus the expected gain of so many steps that are `gain` times as fast as plain
+        ones."""
+        return self.credit + min(steps * (gain - 1), MAX_CREDIT) * plain_s
 
     def note_plain(self, plain_s: float) -> None:
         """A step without drafts."""
         self._add(ALLOWANCE * plain_s, plain_s)
 
     def note_drafts(self, gain_s: float, plain_s: float, *, is_usual: bool) -> None:
-        """A step with drafts. What is not usual is paid once, out of the credit alone."""
+        """A step with drafts. Unusual, one-time costs are paid from the credit alone."""
         self._add(gain_s, plain_s)
         if is_usual:
-            self.lead = min(self.lead + gain_s, LEASH * plain_s)
+            self.lead = min(self.lead + gain_s, LEAD_LIMIT * plain_s)
 
     def _add(self, seconds: float, plain_s: float) -> None:
         if self._is_open:
-            self.credit = min(self.credit + seconds, MOST_CREDIT * plain_s)
+            self.credit = min(self.credit + seconds, MAX_CREDIT * plain_s)

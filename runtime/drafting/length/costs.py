@@ -1,12 +1,13 @@
-"""What a step of generation costs with drafts and without, learned from the steps themselves.
+"""The cost of a generation step with and without drafts, learned from measured steps.
 
     step_s = plain_s(b) + depth * draft_s(b) + extra_s(b, n)
 
-b sequences propose n drafts in all, the longest of `depth`. plain_s are steps without drafts,
-draft_s is one step of the drafter, extra_s what the target takes longer for n more tokens: points
-that were measured, and straight lines between them. All by batch size, to powers of two.
+b sequences propose n drafts in total, the longest of length `depth`. plain_s is a step without
+drafts, draft_s one step of the drafter, extra_s the additional time of the target for n more
+tokens: measured points, linearly interpolated. All are kept by batch size, rounded to powers of
+two.
 
-A drafter with a cache of its own that was left behind must read what it lacks first (`CatchUp`).
+A drafter with its own cache that is behind must first read the tokens it lacks (`CatchUp`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import log2
 
-TOKENS_A_STEP = 128  # that a GPU reads in the time of one
-PRIOR_DRAFT = 1 / 20  # of a plain step, before a draft was timed: an eighth of the parameters or so
+TOKENS_A_STEP = 128  # tokens that a GPU processes in the time of one
+# of a plain step, before a draft was timed: a draft model of about an eighth of the parameters
+PRIOR_DRAFT = 1 / 20
 
 
 @dataclass(slots=True)
 class _Mean:
-    """A mean that follows, and to which one value far off does little. A first value that is not
-    to be trusted stands until the next one."""
+    """A moving mean that a single outlier changes little. A first value marked as unreliable is
+    replaced by the next one."""
 
     value: float = 0.0
     count: int = 0
@@ -61,8 +63,8 @@ class StepCosts:
     def observe(
         self, batch: int, depth: int, num_drafts: int, step_s: float, draft_s: float
     ) -> None:
-        """Learn from a step of nothing but generation. The first of a kind counts only until the
-        second: graphs are captured in it, memory is touched."""
+        """Learn from a step that only generates. The first step of a kind counts only until the
+        second one, because graphs are captured and memory is touched in it."""
         bucket = self._buckets.setdefault(_bucket(batch), _Bucket())
         is_trusted = depth in bucket.seen
         bucket.seen.add(depth)
@@ -82,14 +84,14 @@ class StepCosts:
         return bucket.plain.value if bucket is not None and bucket.plain.count else None
 
     def draft_s(self, batch: int) -> float:
-        """One step of the drafter; of the nearest batch size where this one's is not known."""
+        """One step of the drafter; of the nearest batch size if this one has not been measured."""
         known = [size for size, bucket in self._buckets.items() if bucket.draft.is_known]
         if not known:
             return PRIOR_DRAFT * (self.plain_s(batch) or 0.0)
         return self._buckets[_nearest(known, batch)].draft.value
 
     def extra_s(self, batch: int, num_drafts: float) -> float:
-        """What verification of so many drafts takes longer than a plain step."""
+        """How much longer verification of so many drafts takes than a plain step."""
         known = [size for size, bucket in self._buckets.items() if bucket.extra]
         if not known or num_drafts <= 0:
             return 0.0
@@ -100,7 +102,7 @@ class StepCosts:
             if num_drafts <= count:
                 return before[1] + slope * (num_drafts - before[0])
             before = (count, max(extra, before[1]))
-        return before[1] / before[0] * num_drafts  # beyond what was measured: in proportion
+        return before[1] / before[0] * num_drafts  # beyond the measured range: proportional
 
     def step_s(self, batch: int, depth: int, num_drafts: float) -> float:
         """A whole step; needs `plain_s`."""
@@ -122,10 +124,10 @@ class StepCosts:
 
 
 class CatchUp:
-    """What a drafter takes to read tokens that it lacks: fixed_s + tokens * token_s.
+    """The time a drafter takes to read tokens that it lacks: fixed_s + tokens * token_s.
 
-    On a device a step of the drafter reads many tokens, and most of what a catch-up is late may be
-    fixed: only large ones say what a token takes. A CPU takes its time for each.
+    On a device one step of the drafter reads many tokens, and most of the delay of a catch-up may
+    be fixed, so only large ones are used to learn token_s. On a CPU every token takes time.
     """
 
     def __init__(self, *, on_device: bool) -> None:
@@ -138,7 +140,7 @@ class CatchUp:
         return self._fixed.value + num_tokens * self._each(draft_s) if num_tokens else 0.0
 
     def observe(self, num_tokens: int, late_s: float, draft_s: float) -> None:
-        """A step that read so many tokens took late_s longer than it takes without."""
+        """A step that read so many tokens took late_s longer than without them."""
         late_s = max(0.0, late_s)
         found, known = late_s / num_tokens, self._each(draft_s)
         if self._on_device:

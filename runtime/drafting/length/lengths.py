@@ -1,11 +1,12 @@
-"""How many tokens each sequence drafts: the same for all, or what pays.
+"""How many tokens each sequence drafts: the same number for all, or the fastest.
 
-`best_lengths` and `best_length` are pure: acceptance and costs in, lengths out. They maximise
+`best_lengths` and `best_length` are pure functions of acceptance and costs. They maximise the
 tokens per second of the whole step,
 
     (b + sum over sequences i and depths j <= k_i of a_i^j) / step_s
 
-where a_i is the share of i's drafts that are accepted, one after the other.
+where a_i is the acceptance probability of sequence i's drafts, given that those before were
+accepted.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from numpy.typing import NDArray
 from llmctl.runtime.drafting.length.costs import StepCosts
 from llmctl.runtime.request import Sequence
 
-ROUND_LENGTHS = (0, 1, 2, 4, 6, 10, 16, 24, 32)  # those of device rounds: a graph each
+ROUND_LENGTHS = (0, 1, 2, 4, 6, 10, 16, 24, 32)  # lengths of device rounds: one graph each
 ITERATIONS = 8  # of Dinkelbach's method, which is done after three or four
 
 
 def round_lengths(most: int) -> list[int]:
-    """What a device round may draft where that is at most `most`."""
+    """The draft lengths that device rounds use if the longest is `most`."""
     return sorted({length for length in ROUND_LENGTHS if length < most} | {most})
 
 
 class DraftLengths(Protocol):
-    """Decides before every step; asked by the scheduler and by device rounds."""
+    """Decides before every step; used by the scheduler and by device rounds."""
 
-    common: int | None  # what all planned sequences draft; None: not the same for all
-    beside_prompts: bool  # whether that holds in steps with prompts too; else they have no drafts
+    common: int | None  # draft length of all planned sequences; None: lengths differ
+    beside_prompts: bool  # whether it also applies to steps with prompts; else these have no drafts
 
     def plan(self, generation: Items[Sequence]) -> None:
         """Decide for these sequences, which are all that generate in the next step."""
 
     def of(self, sequence: Sequence) -> int:
-        """Drafts of a sequence in the next step, at most."""
+        """The most drafts of a sequence in the next step."""
 
 
 class FixedLengths:
-    """`length` for everybody, always."""
+    """`length` drafts for every sequence, always."""
 
     beside_prompts = True
 
@@ -96,7 +97,7 @@ def best_lengths(
     for _ in range(ITERATIONS):
         worth = reach - current * token_s
         gains = np.maximum(worth, 0).sum(axis=0) - current * draft_s
-        depth = int(np.cumprod(gains > 0).sum())  # chances fall with depth, and so do gains
+        depth = int(np.cumprod(gains > 0).sum())  # acceptance falls with depth, and so do gains
         lengths = (worth[:, :depth] > 0).sum(axis=1)
         depth = int(lengths.max(initial=0))
         drafted = np.arange(1, depth + 1) <= lengths[:, None]

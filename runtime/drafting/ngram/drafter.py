@@ -1,8 +1,8 @@
 """Prompt lookup: propose what followed the last tokens when they occurred before.
 
-The longest suffix of up to `max_ngram` tokens that occurred earlier decides; among equal lengths
-the latest occurrence does, being the most local. The copy may run into the tokens it proposes
-itself, so a short period ("abab") continues at full length.
+The longest suffix of up to `max_ngram` tokens that occurred earlier is used; of several
+occurrences, the latest. The copy may continue into the tokens it proposes itself, so a short period
+("abab") continues at full length.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class NgramDrafter:
         """Nothing to prepare: a copy is a one-hot proposal, accepted by tokens."""
 
     def propose(self, batch: Batch) -> list[Drafts]:
-        """Copies from history, empty where the last token never occurred before."""
+        """Copies from the sequence's tokens; empty if the last token never occurred before."""
         return [
             Drafts(self._index(item.sequence).lookup(min(item.draft_len, self.max_draft_len)))
             for item in batch.generation
         ]
 
     def commit(self, batch: Batch, accepted: Items[int]) -> None:
-        """Indexes follow the committed tokens when next asked."""
+        """Nothing to do: indexes are extended with committed tokens at the next lookup."""
 
     def release(self, sequence: Sequence) -> None:
         """Forget the sequence's index."""
@@ -86,7 +86,8 @@ class _NgramIndex:
             if source is not None:
                 copied = tokens[source : source + num_tokens]
                 period = count - source
-                while len(copied) < num_tokens:  # the copy has caught up with itself
+                # the copy continues with the tokens it has just copied
+                while len(copied) < num_tokens:
                     copied.append(copied[len(copied) - period])
                 return copied
         return []

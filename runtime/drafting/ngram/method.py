@@ -1,4 +1,4 @@
-"""N-gram lookup as a method: it opens nothing, and the host leads it."""
+"""The n-gram lookup method: it opens no engine and runs on the host."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""No drafts: one token a step."""
+"""No drafts: one token per step."""

@@ -1,4 +1,4 @@
-"""Plain decoding in rounds: a round is one token of every request."""
+"""Plain decoding in device rounds: a round is one token for every request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain decoding, as the method of drafting that never drafts."""
+"""Plain decoding, as the draft method that never drafts."""
 
 from __future__ import annotations
 

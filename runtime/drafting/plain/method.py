@@ -1,4 +1,4 @@
-"""Plain decoding among the methods: what runs where no drafts are asked for."""
+"""Plain decoding as a draft method: used where no drafts are requested."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
-from llmctl.runtime.api.async_executor import _Courier
+from llmctl.runtime.api.async_executor import _LoopBridge
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.request import FinishReason, Request, Response
 
@@ -175,17 +175,17 @@ def test_an_end_amid_a_load_answers_whoever_had_finished_as_finished(fake, watch
 
 def test_an_event_loop_is_woken_once_for_what_comes_before_it_wakes():
     calls = []
-    courier = _Courier(SimpleNamespace(call_soon_threadsafe=calls.append))
+    bridge = _LoopBridge(SimpleNamespace(call_soon_threadsafe=calls.append))
     queues = [asyncio.Queue(), asyncio.Queue()]
     for number in range(6):
-        courier.post(queues[number % 2], Response(number))
+        bridge.post(queues[number % 2], Response(number))
     assert len(calls) == 1
     calls.pop()()
     assert [[queue.get_nowait().request_id for _ in range(3)] for queue in queues] == [
         [0, 2, 4],
         [1, 3, 5],
     ]
-    courier.post(queues[0], Response(6))
+    bridge.post(queues[0], Response(6))
     assert len(calls) == 1 and queues[0].empty()
     calls.pop()()
     assert queues[0].get_nowait().request_id == 6

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmctl.errors import BadConfig
-from llmctl.runtime.schedule.chunk_tuning import ChunkTuner, KneeTuner, LatencyTuner, SeenSteps
+from llmctl.runtime.schedule.chunk_tuning import AwaitedSteps, ChunkTuner, KneeTuner, LatencyTuner
 
 BLOCK, MOST = 32, 4096
 Cost = Callable[[int], float]
@@ -144,7 +144,7 @@ def test_a_target_that_is_not_positive_is_refused(target_s):
 def test_steps_that_nobody_waits_for_count_when_their_end_is_seen(every, max_step_s):
     """A device takes what is started and says when it is done every so many steps only."""
     cost = MACHINES["8B on a GPU"]
-    tuner = SeenSteps(LatencyTuner(max_step_s, BLOCK, MOST))
+    tuner = AwaitedSteps(LatencyTuner(max_step_s, BLOCK, MOST))
     under_way_s, times = 0.0, []
     for index in range(1, 400):
         num_tokens = tuner.budget
@@ -162,7 +162,7 @@ def test_steps_that_nobody_waits_for_count_when_their_end_is_seen(every, max_ste
 
 def test_the_knee_is_found_from_steps_that_nobody_waits_for():
     cost = MACHINES["8B on a GPU"]
-    tuner = SeenSteps(KneeTuner(BLOCK, MOST))
+    tuner = AwaitedSteps(KneeTuner(BLOCK, MOST))
     awaited = KneeTuner(BLOCK, MOST)
     for _ in range(100):
         started_s = 0.0
