@@ -1,8 +1,9 @@
-"""Engines whose plan holds the KV cache too: one slot of max_seq_len positions a sequence.
+"""Engines whose plan includes the KV cache: one contiguous slot of max_seq_len positions per
+sequence.
 
-To the scheduler a slot is a block that a whole sequence fits in, so nothing else changes. A plan
-reads neighbouring slots as its batch; so a step becomes one run for each group of neighbours that
-read equally many tokens (a chunk of a prompt is a group of its own).
+To the scheduler a slot is a block that holds a whole sequence, so nothing else changes. A plan
+reads adjacent slots as its batch; so a step becomes one run for each group of adjacent slots that
+read the same number of tokens (a prompt chunk is a group of its own).
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from llmctl.runtime.engines.slot_groups import (
 )
 
 PIECE = "whole"
-_QUERY = "query_"  # outputs that are there for their layout alone
+_QUERY = "query_"  # outputs that exist only for their memory layout
 
 
 class ContiguousEngine(CudaEngine):
     """Runs the plan of a whole model.
 
-    A step of generation or verification that is one group is captured and replayed; it is fed from
-    memory that stays where it is. Others are enqueued.
+    A generation or verification step that is one group is captured and replayed; its inputs are at
+    fixed addresses. Other steps are enqueued without capture.
     """
 
     has_rounds = False
@@ -61,7 +62,7 @@ class ContiguousEngine(CudaEngine):
             queue,
             is_capturable=lambda: plans.is_capturable(queue.handle),
         )
-        self.takes_trees = False  # its masks are those of chains
+        self.takes_trees = False  # its masks support only chains
         self._plans = plans
         self._slot_graphs: GraphCache[Group] = GraphCache(self._capture)
         self._most_repeated = max(self.max_draft_len + 1, 2)  # tokens a request; as Buckets
@@ -76,7 +77,7 @@ class ContiguousEngine(CudaEngine):
         self._caches: torch.Tensor | None = None
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Slots for `num_blocks` sequences, zeroed; those that are there stay if they suffice."""
+        """Slots for `num_blocks` sequences, zeroed; existing slots are kept if they suffice."""
         if self._caches is not None and self._caches.shape[2] == num_blocks:
             return
         cache = self.plan.kv_cache
@@ -109,7 +110,7 @@ class ContiguousEngine(CudaEngine):
             self._caches[:, :, destination].copy_(self._caches[:, :, source])
 
     def allocate_host_blocks(self, num_blocks: int) -> None:
-        """Raises Unsupported: a slot is a whole sequence, too much to move for a shared prefix."""
+        """Raises Unsupported: a slot is a whole sequence, too large to move for a shared prefix."""
         Engine.allocate_host_blocks(self, num_blocks)
 
     def run(self, step: StepInputs) -> DeviceLogits:
@@ -134,8 +135,8 @@ class ContiguousEngine(CudaEngine):
         return DeviceLogits(self.logits[: step.num_rows], self.queue)
 
     def _is_repeated(self, group: Group, step: StepInputs) -> bool:
-        """Whether such a group comes back, with its logits as the step wants them, and has a
-        context whose shapes no other step changes under its graph."""
+        """Whether such a group recurs, with its logits in the step's order, and uses an execution
+        context whose shapes no other step changes."""
         is_short = group.length <= self._most_repeated and group.is_whole(step.num_rows)
         return is_short and self._plans.keep(PIECE, group.sizes)
 
@@ -168,7 +169,7 @@ class ContiguousEngine(CudaEngine):
         return found | {f"{name}_out": address for name, address in found.items()}
 
     def _allocate_outputs(self) -> dict[str, torch.Tensor]:
-        """Room for what a run writes beside the caches."""
+        """Memory for what a run writes besides the caches."""
         shapes = output_shapes(self._plans.plans[PIECE].piece)
         dtypes = {b["name"]: getattr(torch, b["dtype"]) for b in self._bindings}
         made: dict[str, torch.Tensor] = {}

@@ -44,12 +44,12 @@ class CpuEngine(Engine):
         self.copy_blocks([BlockCopy(source, destination, self.tokens_per_block)])
 
     def allocate_host_blocks(self, num_blocks: int) -> None:
-        """A second pool beside the first. Pages are touched only when a block first comes."""
+        """A second pool besides the first. Pages are touched only when a block is first used."""
         fix = "lower --kv-cache-host-memory-bytes"
         self._host_blocks = self._zeros(num_blocks, "a host tier of the KV cache", fix)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
-        """Copy in order, at once: here host memory is the device's."""
+        """Copy in order, immediately: on a CPU host memory is the device's memory."""
         assert self._kv_cache is not None, "allocate_kv_cache comes first"
         pools = {CopyKind.WITHIN: (self._kv_cache, self._kv_cache)}
         if self._host_blocks is not None:

@@ -1,4 +1,4 @@
-"""Engines on a GPU: everything lies in device memory, and steps are launches on one stream."""
+"""Engines on a GPU: everything is in device memory, and steps are launches on one stream."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from llmctl.runtime.kv_cache import Arrival, BlockCopy, Move
 
 
 class DeviceProgram(Protocol):
-    """What runs an engine's operators on a device; `backends.cuda.program.CudaProgram` is one."""
+    """Runs an engine's operators on a device; `backends.cuda.program.CudaProgram` is one."""
 
     step: DeviceStep
     limits: StepLimits
@@ -46,10 +46,10 @@ class DeviceProgram(Protocol):
         """Launch every call in order."""
 
     def prepare(self, shape: StepShape) -> None:
-        """Do ahead what the first launch of such a step would have to."""
+        """Do in advance what the first launch of such a step would have to do."""
 
     def launch(self, launches: Sequence[Launch], stream: int) -> None:
-        """Launch kernels beside the program's own."""
+        """Launch kernels besides the program's own."""
 
 
 Capture = Callable[[Callable[[], None]], Replayable]
@@ -60,13 +60,13 @@ LEAST_FED = 64  # tokens that `feed` pads to at least
 class CudaEngine(Engine):
     """Runs a plan on the queue's device.
 
-    `make_program` binds the operators to the compiled kernels. Steps that repeat in shape are
-    captured by `capture`, once `is_capturable`, and replayed. `run` does not wait: whoever reads
-    the logits does.
+    `make_program` binds the operators to the compiled kernels. Steps of recurring shape are
+    captured by `capture`, once `is_capturable`, and replayed. `run` does not wait; reading the
+    logits does.
     """
 
     is_asynchronous = True
-    has_rounds = True  # its steps can be part of a round's graphs
+    has_rounds = True  # its steps can be captured in the graphs of rounds
     onboards_aside = True
 
     def __init__(
@@ -100,12 +100,12 @@ class CudaEngine(Engine):
         self._host_blocks: HostBlocks | None = None
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the paged cache, zeroed; the one that is there stays if it has that size.
+        """Allocate the paged cache, zeroed; an existing one of that size is kept.
 
-        Zeros, because a masked key still meets its value: NaN there would spread.
+        Zeros, because a masked key is still multiplied by its value: NaN there would spread.
         """
         if self._host_blocks is not None:
-            self._host_blocks.settle()  # nothing of former users may land any more
+            self._host_blocks.settle()  # no transfer of former users may be in flight
         shape = kv_cache_shape(self.plan, num_blocks)
         if self._kv_cache is not None and tuple(self._kv_cache.shape) == shape:
             return
@@ -133,7 +133,8 @@ class CudaEngine(Engine):
             blocks[:, destination].copy_(blocks[:, source])
 
     def allocate_host_blocks(self, num_blocks: int) -> None:
-        """Pinned host memory for blocks that leave the device; stays if it has that size."""
+        """Pinned host memory for blocks that leave the device; existing memory of that size is
+        kept."""
         if self._host_blocks is not None and self._host_blocks.num_blocks == num_blocks:
             return  # pinning takes a while
         layers = self.plan.kv_cache.num_layers
@@ -156,7 +157,7 @@ class CudaEngine(Engine):
         assert self._kv_cache is not None, "allocate_kv_cache comes first"
         starts = np.cumsum([0, *map(len, moves)], dtype=np.int32)
         flat = np.array([move for own in moves for move in own], np.int32)
-        room = -len(starts) % 4  # arrays begin at 16 bytes
+        room = -len(starts) % 4  # arrays are aligned to 16 bytes
         both = np.concatenate((starts, np.zeros(room, np.int32), flat.ravel()))
         held = self.queue.to_device(torch.from_numpy(both))
         places = held[len(starts) + room :].view(-1, 2)
@@ -178,14 +179,14 @@ class CudaEngine(Engine):
         return DeviceLogits(self.logits[: step.num_rows], self.queue)
 
     def prepare_prompts(self, max_num_tokens: int) -> None:
-        """Prepare steps with prompts of up to so many tokens: else the first of each size is late,
-        by as much as 10 ms."""
+        """Prepare steps with prompts of up to so many tokens; otherwise the first step of each size
+        is late, by as much as 10 ms."""
         for shape in self._buckets.prompt_shapes(max_num_tokens):
             self.program.prepare(shape)
 
     def feed(self, step: StepInputs) -> None:
-        """Enqueue a step whose logits nobody wants, now and then one of its size: padded to a power
-        of two or three quarters of it, so that its launches are packed already."""
+        """Enqueue a step whose logits are not needed and whose size rarely recurs: it is padded to
+        a power of two or three quarters of one, for which launches are already packed."""
         shape = self._buckets.round_up(shape_of(step))
         power = 1 << (step.num_tokens - 1).bit_length()
         wanted = 3 * power // 4 if step.num_tokens <= 3 * power // 4 else power

@@ -1,4 +1,4 @@
-"""Is the GPU there that an engine was built for? Asked before anything else is."""
+"""Checks that the GPU is one that the engine was built for, before anything else."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from llmctl.runtime.engines.tensorrt_check import require_tensorrt
 
 
 def require_device(config: EngineConfig) -> None:
-    """Raises NoDevice without a GPU, RebuildNeeded with one the kernels are not compiled for or
-    that cannot run as many thread blocks at once as they rely on; for TensorRT's engines what
+    """Raises NoDevice without a GPU, RebuildNeeded with a GPU that the kernels are not compiled for
+    or that cannot run as many thread blocks at once as they need; for TensorRT engines what
     `require_tensorrt` raises."""
     if BACKENDS[config.backend].compiles_plans:
         require_tensorrt(config)

@@ -1,8 +1,8 @@
-"""Steps that repeat in shape are captured once as a CUDA graph and replayed.
+"""Steps of recurring shape are captured once as a CUDA graph and replayed.
 
-A step is padded up to a bucket, so few graphs serve all generation. Padding tokens write nothing
-(slot -1) and belong to no request; padding requests have no tokens. Kernels read everything that
-varies inside a bucket from device memory, so a replay needs an upload and one call.
+A step is padded to a bucket, so few graphs serve all generation. Padding tokens write nothing (slot
+-1) and belong to no request; padding requests have no tokens. Kernels read everything that varies
+within a bucket from device memory, so a replay needs an upload and one call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llmctl.plugins.core.calls import StepInputs
 # come powers of two. 1,536 tokens are 20 work items of attention (`Variant` in verification.py).
 _KV_BUCKETS = (1024, 1536)
 _ANY_QUERY = 32  # tokens of one request, beyond which kernels do not care how many there are
-MAX_GRAPHS = 24  # of an engine's own steps, and of its rounds; the memory plan counts on it
+MAX_GRAPHS = 24  # of an engine's own steps, and of its rounds; the memory plan uses it
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -86,8 +86,9 @@ class Buckets:
         )
 
     def round_up(self, shape: StepShape) -> StepShape:
-        """One of few shapes that covers a step launched directly: packing launches for a new number
-        of tokens takes longer than a sixteenth more of them. Requests and rows stay."""
+        """A larger shape, one of few, for a step that is launched directly: packing launches for a
+        new number of tokens takes longer than processing a sixteenth more tokens. Requests and rows
+        stay the same."""
         limits = self.limits
         unit = max(8, _power_of_two(shape.num_tokens) // 32)
         query = shape.max_query_len
@@ -100,7 +101,8 @@ class Buckets:
         )
 
     def prompt_shapes(self, max_num_tokens: int) -> list[StepShape]:
-        """What `round_up` makes of steps with prompts, of each number of tokens one."""
+        """The shapes that `round_up` gives for steps with prompts, one for each number of
+        tokens."""
         limits = self.limits
         sizes = range(limits.tokens_per_block, min(max_num_tokens, limits.max_num_tokens) + 1)
         shapes = (StepShape(count, 1, 1, count, 1) for count in sizes)
@@ -137,11 +139,10 @@ class Replayable(Protocol):
 
 
 class GraphCache(Generic[Key]):
-    """Graphs by what they were captured for, of sizes (each counts for one where `size` is not
-    given) that are together at most `max_graphs`, the least recently used out first. The first time
-    a key is run its work is launched directly and captured behind that, so no step waits for a
-    capture and nothing is allocated or set up while one is under way. A graph that goes out while
-    the device runs it ends first."""
+    """Graphs by key, with sizes (1 if `size` is not given) that together are at most `max_graphs`;
+    the least recently used is dropped first. The first time a key is run its work is launched
+    directly and captured afterwards, so no step waits for a capture and nothing is allocated or set
+    up during one. A graph that the device is still running completes before it is dropped."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class GraphCache(Generic[Key]):
         return len(self._graphs)
 
     def run(self, key: Key, record: Callable[[], None]) -> None:
-        """Do what `record` enqueues, which is the same for every run of this key."""
+        """Do what `record` enqueues, which must be the same for every run of this key."""
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
@@ -167,7 +168,7 @@ class GraphCache(Generic[Key]):
         record()
         left = self._max_graphs - self._size(key)
         while self._graphs and sum(map(self._size, self._graphs)) > left:
-            self._graphs.popitem(last=False)  # out before in: never more than the plan counts
+            self._graphs.popitem(last=False)  # drop before adding: never more than planned
         self._graphs[key] = self._capture(record)
 
     def clear(self) -> None:
@@ -178,7 +179,7 @@ class GraphCache(Generic[Key]):
 def capture_graph(queue: DeviceQueue, record: Callable[[], None]) -> Replayable:
     """What `record` enqueues on the queue's stream, as a graph. Nothing is executed.
 
-    Unlike torch.cuda.graph this does not wait for the device: whatever runs there runs on.
+    Unlike torch.cuda.graph this does not wait for the device, which continues with its work.
     """
     assert queue.stream is not None, "graphs are captured on a GPU"
     graph = torch.cuda.CUDAGraph()
@@ -197,7 +198,8 @@ def capture_when(
     capture: Callable[[Callable[[], None]], Replayable],
     record: Callable[[], None],
 ) -> Replayable:
-    """A graph of `record`, captured as soon as `is_ready`; until then a replay enqueues again."""
+    """A graph of `record`, captured as soon as `is_ready`; until then a replay enqueues the work
+    again."""
     return capture(record) if is_ready() else _Deferred(is_ready, capture, record)
 
 

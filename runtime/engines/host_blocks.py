@@ -1,20 +1,21 @@
-"""KV blocks in host memory for an engine on a GPU, moved beside the steps.
+"""KV blocks in host memory for an engine on a GPU, copied while steps run.
 
-Nobody waits for the link between host and device but who must, and who waits is the device:
+Only work that needs a copy waits for the link between host and device, and it waits on the device:
 
     main   | gather an evicted block | step, which overwrites it | step | ...
     out                              | transfer to host memory |
     in       | give up a block, bring another into its place | bring | bring | ...
 
-- What a step is about to overwrite is gathered into a buffer by the main stream and leaves from
-  there. Only when every buffer still waits for its transfer does the main stream wait for one.
-- What comes back does so on a stream of its own, behind all work enqueued so far: the block that it
-  comes into may still be in use. So does what leaves to make room for it.
-- A place in host memory is read or written by one transfer after the other, and so is a block that
-  a stream beside the main one works on.
-- The host hands the stream in no more than MOST_AT_ONCE blocks a step, which take it about 1 ms.
+- What a step is about to overwrite is gathered into a buffer by the main stream and transferred
+  from there. Only if every buffer still waits for its transfer does the main stream wait for one.
+- Blocks are copied back on a separate stream, after all work enqueued so far, because the target
+  block may still be in use. The same holds for blocks that leave to make room.
+- Transfers that read or write the same slot in host memory run one after another, and so does work
+  of the other streams on the same block.
+- The host gives the stream at most MOST_AT_ONCE blocks per step, which takes it about 1 ms.
 
-A block's layers lie apart in the cache and together in host memory, so each goes through a buffer.
+A block's layers are separate in the cache and contiguous in host memory, so each goes through a
+buffer.
 """
 
 from __future__ import annotations
@@ -135,24 +136,26 @@ class HostBlocks:
         return self._in.mark() if self._num_given - len(self._waiting) >= number else None
 
     def hold(self) -> None:
-        """Let whatever the device is given from now on wait for all that comes in."""
+        """Make all later work on the device wait for all copies to the device."""
         with device_errors("moving KV blocks"):
             self.advance(math.inf)
             self._main.wait(self._in.mark())
 
     def settle(self) -> None:
-        """The same for all that leaves, too."""
+        """The same for copies from the device, too."""
         self.hold()
         with device_errors("moving KV blocks"):
             self._main.wait(self._out.mark())
 
     def _move_aside(self, cache: torch.Tensor, group: list[BlockCopy]) -> None:
-        """Bring blocks in, and out what was in their places, when it is their turn."""
+        """Copy blocks to the device, and first what was in their places, in the order of the
+        queue."""
         self._waiting.append((cache, group))
         self._num_given += 1
 
     def _exchange(self, cache: torch.Tensor, group: Sequence[BlockCopy]) -> None:
-        """All that leaves, then all that comes: kernels and transfers of a kind together."""
+        """All copies from the device, then all copies to it: kernels and transfers grouped by
+        kind."""
         buffers, slots = list(self._buffers[NUM_BUFFERS:]), self._slots
         leaving = [copy for copy in group if copy.kind is CopyKind.OFFLOAD]
         coming = [copy for copy in group if copy.kind is CopyKind.ONBOARD]

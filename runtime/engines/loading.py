@@ -1,9 +1,9 @@
-"""Weights from an engine file to device memory: file -> pinned ring -> device, all overlapped.
+"""Loads weights from an engine file to device memory: file -> pinned ring -> device, overlapped.
 
-Several threads read the file, each into its own pair of pinned buffers and with a stream of its
-own: while the device fetches one buffer, the thread fills the other. The file is read with pread,
-which for pages that are in the page cache is one copy and no page faults, so the weights never lie
-in this process's memory as a whole.
+Several threads read the file, each with its own pair of pinned buffers and its own stream: while
+the device fetches one buffer, the thread fills the other. The file is read with pread, which for
+cached pages is one copy without page faults, so the weights are never in this process's memory as a
+whole.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What fits: all engines are planned together, from numbers, before anything is allocated."""
+"""Memory planning: all engines are planned together, from numbers, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class KvCachePlan:
 
 
 def free_memory_bytes() -> int:
-    """Memory the kernel says can be taken without swapping (MemAvailable)."""
+    """Memory that the kernel reports as available without swapping (MemAvailable)."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -75,7 +75,7 @@ def plan_kv_cache(
     target = engines[0]
     bytes_per_block = sum(engine.kv_bytes_per_block for engine in engines)
     blocks_per_sequence = -(-target.max_seq_len // target.tokens_per_block)
-    num_null = 0  # blocks that stand for what rings have given back
+    num_null = 0  # null blocks, in place of blocks that rings have given back
     if window is not None:
         ring = window.most_blocks(max_step_tokens, target.tokens_per_block)
         blocks_per_sequence, num_null = min(blocks_per_sequence, ring), 1
@@ -124,7 +124,7 @@ def host_blocks(plan: KvCachePlan, num_bytes: int | None) -> int:
 
 DEFAULT_DEVICE_FRACTION = 0.9  # of what weights, activations and graphs leave
 GRAPH_BYTES_PER_LAUNCH = 16 << 10  # of a captured graph; measured on H200, see docs/performance
-RESERVED_BYTES = 512 << 20  # loaded kernels, the driver's own, and the allocator's rounding
+RESERVED_BYTES = 512 << 20  # loaded kernels, the driver's memory, and the allocator's rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class EngineMemory:
     role: str  # "target", or that of an engine beside it
     weight_bytes: int
     activation_bytes: int  # the arena, logits included
-    scratch_bytes: int  # kernels' between each other, sampling's, and buffers of a host tier
+    scratch_bytes: int  # of kernels, of sampling, and buffers of a host tier
     graph_bytes: int
     kv_bytes_per_block: int
     tokens_per_block: int
@@ -150,7 +150,7 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """Who gets how much of a device's memory."""
+    """How a device's memory is divided."""
 
     engines: tuple[EngineMemory, ...]  # the target first
     kv_cache: KvCachePlan

@@ -24,7 +24,7 @@ class CpuOpener(Opener):
         """Every machine has a CPU."""
 
     def open(self, folders: Mapping[str, Path], request: OpenRequest, log: Log) -> OpenedEngines:
-        """Nothing is said: opening takes no time."""
+        """Logs nothing: opening takes no time."""
         if request.num_threads is not None:
             set_num_threads(request.num_threads)
         engines = {
@@ -60,5 +60,5 @@ class OpenedOnCpu(OpenedEngines):
         acceptance: SyntheticAcceptance | None,
         lengths: tuple[int, ...],
     ) -> None:
-        """The host leads: it is the device."""
+        """None: on a CPU the host is the device."""
         return None

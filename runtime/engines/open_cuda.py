@@ -69,7 +69,7 @@ class LoadedEngines:
 
     @property
     def has_rounds(self) -> bool:
-        """Whether generation can run on the device by itself."""
+        """Whether generation can run on the device without the host."""
         return all(engine.has_rounds for engine in self.engines.values())
 
 
@@ -92,7 +92,7 @@ class PlannedEngines:
 
 @dataclass(frozen=True, slots=True)
 class EngineFile:
-    """One engine as it lies on disk, mapped."""
+    """One engine file, memory-mapped."""
 
     folder: Path
     config: EngineConfig
@@ -186,9 +186,9 @@ def plan_engines(
     lengths: Sequence[int] = (),
     has_host_tier: bool = False,
 ) -> PlannedEngines:
-    """Find a place for all engines on the device that is there. `folders` by role, the target
-    first. `lengths`: draft lengths whose graphs are captured before the first request.
-    has_host_tier: whether KV blocks move to host memory, which takes buffers.
+    """Plan the memory of all engines on the device. `folders` by role, the target first. `lengths`:
+    draft lengths whose graphs are captured before the first request. has_host_tier: whether KV
+    blocks move to host memory, which needs buffers.
 
     Raises what `EngineFile.open` raises, NoDevice, RebuildNeeded (another compute capability) and
     OutOfMemory.

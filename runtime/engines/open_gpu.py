@@ -28,7 +28,7 @@ class GpuOpener(Opener):
         require_device(config)
 
     def open(self, folders: Mapping[str, Path], request: OpenRequest, log: Log) -> OpenedEngines:
-        """Says the memory plan before loading, and the loading speed after."""
+        """Logs the memory plan before loading, and the loading speed afterwards."""
         planned = plan_engines(
             folders,
             free_fraction=request.free_fraction,
@@ -66,7 +66,7 @@ class OpenedOnGpu(OpenedEngines):
         acceptance: SyntheticAcceptance | None,
         lengths: tuple[int, ...],
     ) -> CudaRoundRunner | None:
-        """Rounds of what the device can draft by itself."""
+        """Device rounds, if the method can draft on the device."""
         loaded = self._loaded
         if not loaded.has_rounds or not method.is_device_led:
             return None

@@ -1,6 +1,6 @@
-"""Opening engines by backend: what is asked of each, and what comes back.
+"""Opening engines by backend: the interface that each backend implements.
 
-Callers ask nothing else about a backend.
+Callers use nothing else of a backend.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class OpenedEngines(ABC):
 
     @abstractmethod
     def facts(self, engine: Engine) -> str:
-        """What a line about an engine says of its backend."""
+        """What is printed about an engine's backend."""
 
     @abstractmethod
     def make_round_runner(
@@ -81,7 +81,7 @@ class OpenedEngines(ABC):
         acceptance: SyntheticAcceptance | None,
         lengths: tuple[int, ...],
     ) -> RoundRunner | None:
-        """What runs generation on the device by itself; None where the host leads."""
+        """Runs generation on the device; None if the host controls every step."""
 
 
 class Opener(ABC):

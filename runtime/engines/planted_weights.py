@@ -1,15 +1,15 @@
-"""Weights made on the device instead of read: `--load-format dummy` and `planted`.
+"""Weights generated on the device instead of read: `--load-format dummy` and `planted`.
 
-Both fill every layer with random values of ordinary size. A planted model also has text that is
-known beforehand. Its embedding is a codebook of random signs, one code of H signs per token; the
+Both fill every layer with random values of ordinary size. A planted model also produces text that
+is known in advance. Its embedding is a codebook of random signs, one code of H signs per token; the
 output projections of attention and MLP are scaled so far down that the residual stream stays the
 code of the last token, bit for bit; and the head's row for token v is the code of the token that v
-follows. So the argmax after x is next(x): the codes agree in all H places, and two random codes of
-128 K differ enough for any rounding.
+follows. So the argmax after x is next(x): the codes agree in all H elements, and any two of 128 K
+random codes differ by more than any rounding.
 
-`next` of a target is one cycle over all ordinary tokens, so nothing repeats. A draft of the same
-seed agrees with it at each token with the given probability, independently. Acceptance is then a
-known number, and speed can be measured at any.
+`next` of a target is one cycle over all ordinary tokens, so no text repeats. A draft with the same
+seed agrees with it at each token with the given probability, independently. So acceptance is a
+known number, and speed can be measured at any acceptance.
 """
 
 from __future__ import annotations

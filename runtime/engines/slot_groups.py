@@ -1,4 +1,5 @@
-"""A step over slots of a linear cache, as runs of a plan whose batch is neighbouring slots."""
+"""Splits a step over slots of a contiguous cache into runs of a plan whose batch is adjacent
+slots."""
 
 from __future__ import annotations
 

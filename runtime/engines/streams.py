@@ -1,7 +1,7 @@
-"""Streams of a device as whoever orders work between them sees them.
+"""Streams of a device, as seen by code that orders work between them.
 
-Work of one stream runs in order; between streams only `wait` makes an order. On a cpu everything
-runs at once, which is one of the orders allowed.
+Work on one stream runs in order; between streams only `wait` makes an order. On a CPU everything
+runs immediately, which is one of the allowed orders.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ class Mark(Protocol):
     """A place in a stream."""
 
     def query(self) -> bool:
-        """True once everything before it is done. Does not wait."""
+        """True once all work before it is done. Does not wait."""
 
 
 class Stream(Protocol):
-    """What is given to it runs in order, beside other streams."""
+    """Its work runs in order, concurrently with other streams."""
 
     def run(self, work: Callable[[], None]) -> None:
         """Enqueue what `work` does to tensors of the device."""
 
     def mark(self) -> Mark:
-        """A mark behind all work so far."""
+        """A mark after all work so far."""
 
     def wait(self, mark: Mark) -> None:
-        """Let the work to come wait for a mark of another stream."""
+        """Make later work wait for a mark of another stream."""
 
 
 class CudaStream:
@@ -63,7 +63,7 @@ class _Done:
 
 
 class HostStream:
-    """A cpu: done when `run` returns."""
+    """A CPU: work is done when `run` returns."""
 
     def run(self, work: Callable[[], None]) -> None:
         """See Stream, as for all that follow."""
@@ -82,8 +82,8 @@ def main_stream(queue: DeviceQueue) -> Stream:
 
 
 def side_stream(queue: DeviceQueue) -> Stream:
-    """A new one beside it. Its kernels are short, and start as soon as any multiprocessor has
-    room: they would else wait until a step leaves some idle."""
+    """A new stream. Its kernels are short, and start as soon as any multiprocessor has room;
+    otherwise they would wait until a step leaves some idle."""
     if queue.stream is None:
         return HostStream()
     return CudaStream(new_stream(queue.device, is_urgent=True))

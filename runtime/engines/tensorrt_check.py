@@ -1,7 +1,7 @@
-"""Can this machine run a TensorRT engine? Asked before a plan or a weight is read.
+"""Checks that this machine can run a TensorRT engine, before a plan or a weight is read.
 
-TensorRT-RTX serves RTX GPUs only and refuses Hopper; full TensorRT runs where it was built. Every
-refusal names the GPU, the package and what else would do.
+TensorRT-RTX supports only RTX GPUs and not Hopper; full TensorRT runs where the engine was built.
+Every error names the GPU, the package and the alternative.
 """
 
 from __future__ import annotations

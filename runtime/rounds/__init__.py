@@ -1,1 +1,1 @@
-"""Generation led by the device: draft, verify, accept without asking the host."""
+"""Generation on the device: draft, verify and accept without the host."""

@@ -1,10 +1,10 @@
 """Rounds as two CUDA graphs: the draft loop, and verification with acceptance.
 
-Both read and write the request state on the device, so round after round is two graph launches. A
-round's record lands in pinned host memory and is valid once its event has passed. Graphs
-are captured when a batch size, a way of sampling or a reach of the cache is first needed; without
-drafts, and where their lengths adapt, those of greedy rounds with little in the cache are there
-before the first request, for a capture takes as long as ten steps.
+Both read and write the request state on the device, so each round is two graph launches. A round's
+record is written to pinned host memory and is valid once its event has passed. Graphs are captured
+when a batch size, a way of sampling or a context bucket is first needed. Without drafts, and with
+adaptive draft lengths, the graphs of greedy rounds with short contexts are captured before the
+first request, because a capture takes as long as ten steps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _InFlight:
 
 
 class CudaRoundRunner:
-    """Rounds of a target engine and what drafts for it, on their common stream."""
+    """Runs rounds of a target engine and its drafter on their common stream."""
 
     def __init__(
         self,
@@ -91,7 +91,8 @@ class CudaRoundRunner:
                 forced = DeviceAcceptanceDraws(acceptance, device)
             steps = DeviceSteps(engines, self._queue, self._state)
         drafter.bind(steps)
-        # What graphs are captured from does not know the runner: in a cycle they would outlive it.
+        # The objects that graphs are captured from do not refer to the runner: in a cycle they
+        # would outlive it.
         self._verify: Callable[[RoundShape], None] = partial(enqueue_verification, steps, forced)
         capture = partial(
             capture_when,
@@ -111,8 +112,9 @@ class CudaRoundRunner:
         self._num_started = 0
         self._num_requests = 0
         self._drawing = Drawing.GREEDY
-        self._tables: NDArray[np.int32] = np.zeros((0, 0), np.int32)  # as they lie on the device
-        self._lens: list[int] = []  # blocks of each request in them
+        # the block tables as stored on the device
+        self._tables: NDArray[np.int32] = np.zeros((0, 0), np.int32)
+        self._lens: list[int] = []  # number of blocks of each request in them
         self._in_flight: deque[_InFlight] = deque()
         self._spare_events: list[Events] = []
 
@@ -125,8 +127,9 @@ class CudaRoundRunner:
         return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
 
     def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
-        """Capture the graphs of rounds of up to so many sequences, running each on padding; and
-        pack what catching up launches, and prompts. Caches must be there, and no sequence yet."""
+        """Capture the graphs of rounds of up to so many sequences, running each on padding, and
+        pack the launches of catch-ups and prompts. Caches must exist, and no sequence has
+        started."""
         if max_num_tokens:
             self._target.prepare_prompts(max_num_tokens)
         if not self._lengths:
@@ -146,7 +149,7 @@ class CudaRoundRunner:
         self._drawing = self._upload.write_sequences(sequences)
 
     def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
-        """Two graph launches, after the block tables where they changed."""
+        """Two graph launches, after updating the block tables if they changed."""
         tables, lens = pack_tables(block_tables), list(map(len, block_tables))
         if lens != self._lens or not np.array_equal(tables, self._tables):
             self._upload.write_tables(tables, lens)
@@ -175,13 +178,14 @@ class CudaRoundRunner:
         """Forget the rounds in flight."""
         self._in_flight.clear()
         self._num_requests = 0
-        # The failure has been reported; a device that cannot be waited for fails the next step.
+        # The failure has been reported; if waiting for the device fails, so does the next step.
         with suppress(LlmctlError, RuntimeError):
             self._queue.synchronize()
             self._num_started = int(self._state.counter.item())
 
     def _run(self, shape: RoundShape) -> Events:
-        """Enqueue a round; what passes before it, between drafting and verification, and after."""
+        """Enqueue a round, with events before it, between drafting and verification, and after
+        it."""
         events = self._take_events()
         draft, verify = self.drafter.enqueue_drafts, self._verify
         with device_errors("running a round"), self._queue.scope():
@@ -194,7 +198,7 @@ class CudaRoundRunner:
         return events
 
     def _shape(self, num_blocks: int, draft_len: int) -> RoundShape:
-        """Of a round whose longest request has so many blocks."""
+        """The shape of a round whose longest request has so many blocks."""
         longest = num_blocks * self._target.tokens_per_block
         batch = min(1 << max(0, self._num_requests - 1).bit_length(), self.max_batch_size)
         limits = self._target.program.limits

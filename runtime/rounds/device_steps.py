@@ -21,7 +21,7 @@ from llmctl.runtime.rounds.upload import Drawing
 
 @dataclass(frozen=True, slots=True)
 class RoundShape:
-    """What a graph is captured for."""
+    """The sizes that a graph is captured for."""
 
     batch: int  # requests, padding included
     max_kv_len: int
@@ -30,7 +30,7 @@ class RoundShape:
 
 
 class DeviceSteps:
-    """What drafting and verification share: the request state, and running engines on it."""
+    """Used by drafting and verification: the request state, and engines that run on it."""
 
     def __init__(self, engines: Items[CudaEngine], queue: DeviceQueue, state: RoundState) -> None:
         """Allocates what drawing tokens takes. The target comes first among `engines`."""
@@ -44,7 +44,7 @@ class DeviceSteps:
         }
 
     def scratch(self, engine: CudaEngine) -> SamplingScratch:
-        """What drawing from an engine's logits works in."""
+        """The working memory for drawing from an engine's logits."""
         return self._scratch[engine.vocab_size]
 
     def launch(self, engine: CudaEngine, launches: Items[Launch]) -> None:

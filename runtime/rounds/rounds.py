@@ -1,16 +1,17 @@
-"""Rounds that run on a device, one ahead of what the host has read.
+"""Rounds on a device, one ahead of what the host has read.
 
-A round is: draft k tokens, verify them, accept, advance. The device keeps what that needs (last
-tokens, lengths, random state), so a round starts where the last one ended without asking the host.
-While round i + 1 runs, the host reads round i, cuts it at stops, publishes blocks and answers:
+A round is: draft k tokens, verify them, accept, advance. The device keeps the state for this (last
+tokens, lengths, random state), so a round starts where the last one ended without the host. While
+round i + 1 runs, the host reads round i, cuts it at stops, publishes blocks and sends responses:
 
     device   | round 1 | round 2 | round 3 |
     host     begin 1,2   commit 1, enqueue 3   commit 2 ...
 
-What the host does not know yet, it bounds: blocks are reserved for the most that a round in flight
-can add. A sequence that stopped in round i may have a round i + 1 in flight; its result is dropped,
-and its writes land before anything that a later owner of the blocks enqueues on the same stream.
-Where round i may bring every sequence to its last token, round i + 1 waits until that is known.
+For what the host does not know yet, it uses upper bounds: blocks are reserved for the most tokens
+that a round in flight can add. A sequence that stopped in round i may have a round i + 1 in flight;
+its result is dropped, and its writes complete before anything that a later owner of the blocks
+enqueues on the same stream. If round i may bring every sequence to its last token, round i + 1
+waits until that is known.
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ class RoundReport:
 
 
 class RoundRunner(Protocol):
-    """A device that can run rounds by itself."""
+    """A device that can run rounds without the host."""
 
     drafter: DeviceDrafter
     max_batch_size: int  # sequences
-    max_tokens: int  # no position of a round may lie beyond this many tokens
+    max_tokens: int  # no position of a round may be beyond this many tokens
 
     def can_run(self, sequence: Sequence) -> bool:
-        """True when the device can draw every further token of this sequence by itself."""
+        """True when the device can draw every further token of this sequence without the host."""
 
     def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
-        """Called once, when the caches are there: do ahead what rounds of up to so many sequences,
-        and steps with prompts of up to so many tokens, would have to do when first needed."""
+        """Called once, when the caches exist: prepare what rounds of up to so many sequences, and
+        steps with prompts of up to so many tokens, would otherwise have to do at first use."""
 
     def begin(self, sequences: Items[Sequence]) -> None:
-        """Make these the sequences of the next rounds, in the state the host sees now."""
+        """Make these the sequences of the next rounds, in the state that the host sees now."""
 
     def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
-        """Start one more round of so many drafts behind whatever the device does. Does not wait."""
+        """Start one more round with so many drafts after all work on the device. Does not wait."""
 
     def collect(self) -> RoundReport:
         """Wait for the oldest round in flight."""
@@ -84,7 +85,7 @@ class RoundStep(NamedTuple):
 
 
 class Rounds:
-    """Keeps the device busy with generation and the host one round behind it."""
+    """Keeps the device busy with generation while the host works one round behind it."""
 
     def __init__(
         self,
@@ -94,20 +95,20 @@ class Rounds:
         copy_blocks: Callable[[], None],
     ) -> None:
         self._runner = runner
-        self._copy_blocks = copy_blocks  # starts what is pending in every cache
+        self._copy_blocks = copy_blocks  # starts the pending copies of every cache
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._resident: list[Sequence] = []
-        self._last_read: list[RoundResult] = []  # what the host knows of the device
+        self._last_read: list[RoundResult] = []  # the last results that the host has read
         self._in_flight: deque[int] = deque()  # the draft lengths of rounds enqueued
 
     @property
     def has_result(self) -> bool:
-        """True while a round is in flight that somebody still wants."""
+        """True while a round in flight has results that are still needed."""
         return bool(self._in_flight) and any(map(self._is_running, self._resident))
 
     def can_run(self, batch: Batch) -> bool:
-        """True for a step of nothing but generation that the device can do by itself."""
+        """True for a step without prompts that the device can run without the host."""
         runner = self._runner
         draft_len = self._common_length([item.sequence for item in batch.generation])
         if batch.context or not 0 < len(batch.generation) <= runner.max_batch_size:
@@ -124,7 +125,7 @@ class Rounds:
         return True
 
     def start(self, batch: Batch) -> None:
-        """Enqueue a step for which `can_run` holds, and whatever may follow it unseen."""
+        """Enqueue a step for which `can_run` holds, and the next one if it may run ahead."""
         self._drop_in_flight()
         sequences = [item.sequence for item in batch.generation]
         ends = [result.num_committed + len(result.tokens) for result in self._last_read]
@@ -142,7 +143,7 @@ class Rounds:
         self.run_ahead()
 
     def run_ahead(self) -> None:
-        """Start the round after the one in flight where nothing forbids it."""
+        """Start the round after the one in flight if nothing prevents it."""
         if len(self._in_flight) < MOST_IN_FLIGHT:
             draft_len = self._length_ahead()
             if draft_len is not None and self._may_run_ahead(draft_len):
@@ -192,21 +193,21 @@ class Rounds:
         self._in_flight.append(draft_len)
 
     def _drop_in_flight(self) -> None:
-        """Rounds left over by sequences that have all ended."""
+        """Drop rounds left over from sequences that have all ended."""
         while self._in_flight:
             self._runner.collect()
             self._in_flight.popleft()
             self._last_read = []
 
     def _may_run_ahead(self, draft_len: int) -> bool:
-        """True when the next round, of so many drafts, can only be one of the same sequences."""
+        """True when the next round, with so many drafts, is certain to have the same sequences."""
         scheduler = self._scheduler
         has_room = scheduler.num_active < scheduler.limits.max_batch_size
         if (scheduler.num_waiting and has_room) or scheduler.num_active != len(self._resident):
             return False
-        most = max(self._in_flight) + 1  # tokens that the round in flight can bring
+        most = max(self._in_flight) + 1  # the most tokens of the round in flight
         if all(len(item.tokens) + most >= item.max_len for item in self._resident):
-            # It may end them all, and what comes next would wait for a round that nobody wants.
+            # It may end all sequences, and the next work would wait for a round that is not needed.
             return False
         for sequence in self._resident:
             committed = len(sequence.tokens)
@@ -219,13 +220,13 @@ class Rounds:
             wanted = min(len(sequence.tokens) + most + draft_len + 1, sequence.max_len - 1)
             if not self._kv_cache.reserve(sequence, wanted):
                 return False
-        self._copy_blocks()  # blocks may have been evicted to host memory for these
+        self._copy_blocks()  # allocating these may have evicted blocks to host memory
         return True
 
     def _commit(
         self, sequence: Sequence, result: RoundResult, draft_len: int
     ) -> tuple[Slice, Commit]:
-        """Append what the round brought, cut at the first stop."""
+        """Append the tokens of the round, cut at the first stop."""
         committed, run = len(sequence.tokens), result.tokens
         assert result.num_committed == committed, "host and device disagree on a length"
         if min(run) < 0:

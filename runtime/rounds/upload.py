@@ -1,7 +1,7 @@
-"""The request state of rounds, from the host to the device.
+"""Uploads the request state of rounds from the host to the device.
 
 Written when the sequences of a round change (`write_sequences`) and when their blocks do
-(`write_tables`), on the stream of the rounds, so it lands behind those in flight.
+(`write_tables`), on the stream of the rounds, so it takes effect after the rounds in flight.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _WORD = 0xFFFFFFFF
 
 
 class Drawing(enum.Enum):
-    """What launches it takes to draw a round's tokens; a graph has those it was captured with."""
+    """Which launches draw a round's tokens; a graph contains those it was captured with."""
 
     GREEDY = "greedy"
-    NARROW = "narrow"  # sampled, and few ids are left by every request's filters
+    NARROW = "narrow"  # sampled, and every request's filters leave few ids
     WIDE = "wide"
 
 
@@ -42,9 +42,11 @@ class RoundUpload:
         self._tokens_per_block = engines[0].tokens_per_block
 
     def write_sequences(self, sequences: Items[Sequence]) -> Drawing:
-        """How far each request is and how it is drawn; the rest of the batch becomes padding.
+        """Upload each request's length and sampling parameters; the rest of the batch becomes
+        padding.
 
-        Returns what drawing takes; where all are greedy the arrays of sampling stay as they are.
+        Returns which launches drawing takes; if all requests are greedy, the sampling arrays are
+        unchanged.
         """
         state, arrays = self._state, self._state.sampling
         params = [sequence.request.sampling_config for sequence in sequences]
@@ -91,7 +93,7 @@ class RoundUpload:
 
 
 def state_bytes(max_batch_size: int, max_draft_len: int) -> int:
-    """Device memory of the requests' state; the ring of records lies in host memory."""
+    """Device memory of the requests' state; the ring of records is in host memory."""
     state = RoundState.allocate(max_batch_size, max_draft_len, "meta")
     arrays = [getattr(state, f.name) for f in fields(state) if f.name not in ("ring", "sampling")]
     arrays += [getattr(state.sampling, name) for name in state.sampling.__slots__]

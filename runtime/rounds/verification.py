@@ -1,8 +1,8 @@
 """The verification of a round, and how many graphs rounds take.
 
 Verification reads and writes the request state on the device (plugins/device_loop); nothing here
-waits. Which rounds are captured as CUDA graphs, and when, is decided by `cuda_rounds.py`; how many
-graphs are kept, and which are captured before they are needed, is said here for it and for the
+waits. `cuda_rounds.py` decides which rounds are captured as CUDA graphs, and when; the number of
+graphs kept, and which are captured before they are needed, is defined here for it and for the
 memory plan.
 """
 
@@ -16,16 +16,18 @@ from llmctl.runtime.engines.graphs import MAX_GRAPHS
 from llmctl.runtime.generate.synthetic_acceptance import FORCE_LAUNCHES, DeviceAcceptanceDraws
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 
-LAUNCHES_A_STEP = 6  # beside the operators: feeding it, drawing from its logits (4), acceptance
-# Tokens of a verification whose graph is captured ahead: more are slow, so many drafts seldom pay.
+# besides the operators: preparing the step, drawing from its logits (4), acceptance
+LAUNCHES_A_STEP = 6
+# The most tokens of a verification whose graph is captured ahead: larger ones are slow, and such
+# draft lengths are rarely the fastest.
 AHEAD_TOKENS = 512
 
 
 def enqueue_verification(
     steps: DeviceSteps, forced: DeviceAcceptanceDraws | None, shape: RoundShape
 ) -> None:
-    """One target step over the root and all drafts, then acceptance; `forced` decides it instead
-    of the target where given (benchmarks)."""
+    """One target step over the root and all drafts, then acceptance; `forced`, if given, decides
+    acceptance instead of the target (benchmarks)."""
     target, state, batch = steps.target, steps.state, shape.batch
     program, count = target.program, shape.draft_len + 1
     rows = batch * count
@@ -40,20 +42,20 @@ def enqueue_verification(
 
 # ---- how many graphs ----
 
-# Tokens of a request that the first step of an engine beside the target may be fed: the root, and
-# the last draft of a round that was accepted whole.
+# Tokens of a request that the first step of a draft engine may read: the root, and the last draft
+# of a fully accepted round.
 MOST_FED = 2
 
 
 def graphs_kept(num_engines: int) -> int:
-    """Graphs of one kind, of drafting or of verification, that a runner of so many engines keeps
-    beside those it captured ahead."""
+    """Graphs of one kind, drafting or verification, that a runner of so many engines keeps besides
+    those it captured ahead."""
     return MAX_GRAPHS // min(num_engines, 2)
 
 
 def ahead_of_need(max_batch_size: int, lengths: Items[int]) -> list[tuple[int, int]]:
-    """Batch sizes and draft lengths to capture before the first request: each size that rounds are
-    padded to with each of `lengths`, as far as AHEAD_TOKENS go."""
+    """Batch sizes and draft lengths to capture before the first request: each padded batch size
+    with each of `lengths`, up to AHEAD_TOKENS."""
     sizes = {min(1 << power, max_batch_size) for power in range(max_batch_size.bit_length() + 1)}
     sizes -= {0}
     return [
@@ -67,9 +69,9 @@ def ahead_of_need(max_batch_size: int, lengths: Items[int]) -> list[tuple[int, i
 def graph_launches(
     num_kernels: int, num_steps: int, num_engines: int, ahead: Iterable[int] = ()
 ) -> int:
-    """Launches in all graphs that a runner keeps of one engine, at most: steps of up to
-    `num_kernels` kernels, `num_steps` of them a graph or as many as `ahead` says of each graph
-    captured ahead, and what forces acceptance."""
+    """The most launches in all graphs that a runner keeps of one engine: steps of up to
+    `num_kernels` kernels, `num_steps` of them per graph or as many as `ahead` gives for each graph
+    captured ahead, plus those that force acceptance."""
     ahead = list(ahead)
     steps = graphs_kept(num_engines) * num_steps + sum(ahead)
     num_graphs = graphs_kept(num_engines) + len(ahead)

@@ -1,1 +1,1 @@
-"""What is counted: steps, requests, memory."""
+"""Statistics: steps, requests, memory."""

@@ -1,7 +1,7 @@
-"""Rows of numbers kept as columns, for histories that grow by a row per token.
+"""Rows of numbers stored as columns, for histories that grow by a row per token.
 
-A list of a hundred thousand small objects is walked by every full garbage collection, which stops
-all threads for that time; columns are two or three objects however long they get.
+A list of a hundred thousand small objects is visited by every full garbage collection, which stops
+all threads for that time; columns are two or three objects regardless of length.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ Row = TypeVar("Row", bound=tuple[float, ...])
 
 
 class ColumnTable(Sequence[Row], Generic[Row]):
-    """Looks like a list of rows; each is made when it is asked for.
+    """Behaves like a list of rows; each row is created when it is accessed.
 
-    `kinds` has a letter for each field of `make`, as `array.array` has them: "q" for integers, "i"
-    for small ones, "d" for reals.
+    `kinds` has a type code for each field of `make`, as in `array.array`: "q" for integers, "i" for
+    small ones, "d" for reals.
     """
 
     __slots__ = ("_columns", "_make")

@@ -1,7 +1,8 @@
-"""What the executor counts. Field names are those of the TensorRT-LLM executor, in snake_case.
+"""The statistics of the executor. Field names are those of the TensorRT-LLM executor, in
+snake_case.
 
-`IterationStats` and `RequestStats` histories are bounded and drained by reading, as upstream's
-`get_latest_*` are; `SpeculationStats` is cumulative and reading it changes nothing.
+`IterationStats` and `RequestStats` histories are bounded and cleared by reading, like
+TensorRT-LLM's `get_latest_*`; `SpeculationStats` is cumulative and reading it changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class RequestStage(enum.Enum):
-    """Where a request is. A request of several sequences is where its first unfinished one is."""
+    """The stage of a request; that of its first unfinished sequence if it has several."""
 
     QUEUED = "queued"
     CONTEXT_IN_PROGRESS = "context_in_progress"
@@ -56,8 +57,8 @@ class StaticBatchingStats:
 
 @dataclass(frozen=True, slots=True)
 class SpecDecodingStats:
-    """Drafting in one step. acceptance_length counts the target's own token; draft_overhead is
-    the share of the step spent drafting."""
+    """Drafting in one step. acceptance_length includes the target's own token; draft_overhead is
+    the fraction of the step spent drafting."""
 
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -95,11 +96,13 @@ class IterationStats:
     max_batch_size_static: int  # the engine's
     max_batch_size_runtime: int  # the executor's
     max_num_tokens_static: int
-    max_num_tokens_tuner_recommended: int  # what --max-step-ms has come to; else the runtime's
+    # the budget chosen for --max-step-ms; else the executor's limit
+    max_num_tokens_tuner_recommended: int
     max_num_tokens_runtime: int
-    cpu_mem_usage: int  # bytes of this process in RAM, a tenth of a second ago at most
-    gpu_mem_usage: int  # bytes that it has allocated on the device, likewise; 0 without one
-    pinned_mem_usage: int  # bytes of the KV cache's host tier that the device reads by itself
+    cpu_mem_usage: int  # resident bytes of this process, at most a tenth of a second old
+    # bytes that it has allocated on the device, equally recent; 0 without a device
+    gpu_mem_usage: int
+    pinned_mem_usage: int  # bytes of the KV cache's host tier, which the device reads directly
     kv_cache_stats: KvCacheStats
     inflight_batching_stats: InflightBatchingStats
     static_batching_stats: StaticBatchingStats | None  # None unless STATIC_BATCH
@@ -141,9 +144,9 @@ class RequestStatsPerIteration:
 class SpeculationStats:
     """Totals over all rounds; a round is one generation sequence in one step.
 
-    `accepted_at_position[i]` counts rounds that kept draft i (from 0), `histogram[a]` rounds that
-    kept exactly a drafts; rounds without drafts count in histogram[0]. Times are those of steps
-    with rounds, prompts read beside them included.
+    `accepted_at_position[i]` counts rounds that accepted draft i (from 0), `histogram[a]` rounds
+    that accepted exactly a drafts; rounds without drafts count in histogram[0]. Times are those of
+    steps with rounds, including the prompts read in them.
     """
 
     rounds: int = 0
@@ -204,7 +207,7 @@ class SpeculationStats:
 
 
 class History(Generic[Item]):
-    """The latest `max_items` items; reading takes them out. Kept empty when max_items is 0."""
+    """The latest `max_items` items; reading removes them. Stays empty if max_items is 0."""
 
     def __init__(self, max_items: int) -> None:
         self.is_on = max_items > 0
@@ -254,7 +257,7 @@ def static_batching_stats(
 def round_stats(commits: Items[Commit]) -> ColumnTable[RoundStats]:
     """What a finished step did for each of its generation sequences, in packed order."""
     rows = [
-        # Drafts behind a stop do not count.
+        # Drafts after a stop do not count.
         (c.sequence.request_id, c.num_drafts, min(c.accepted, c.num_tokens), c.num_tokens)
         for c in commits
     ]

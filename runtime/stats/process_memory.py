@@ -1,4 +1,4 @@
-"""How much memory this process holds now."""
+"""The memory that this process uses now."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ READ_EVERY_S = 0.1
 
 
 class MemoryUsage:
-    """What was found last. Finding out takes as long as all else that is counted of a step, so it
-    is done ten times a second at most."""
+    """The last measured memory use. Measuring takes as long as all other statistics of a step, so
+    it is done at most ten times a second."""
 
     def __init__(self) -> None:
         self._read_s = -READ_EVERY_S
@@ -28,7 +28,7 @@ class MemoryUsage:
 
 
 def cpu_bytes() -> int:
-    """Resident bytes; 0 where the system does not tell (it has no /proc)."""
+    """Resident bytes; 0 where the system does not report them (no /proc)."""
     with suppress(OSError, ValueError), open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
@@ -36,7 +36,7 @@ def cpu_bytes() -> int:
 
 def device_bytes() -> int:
     """Bytes that torch has taken on its current device; 0 where no device is in use."""
-    torch = sys.modules.get("torch")  # never imported for this
+    torch = sys.modules.get("torch")  # not imported just for this
     if torch is None or not torch.cuda.is_initialized():
         return 0
     return int(torch.cuda.memory_reserved())

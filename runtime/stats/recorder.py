@@ -78,7 +78,7 @@ class Recorder:
         return self._requests.is_on
 
     def look(self, num_active: int, num_queued: int) -> Moment:
-        """Take down what `record` will need of this moment."""
+        """Record the state of this moment that `record` will need."""
         scheduler = self._scheduler
         return Moment(
             time(),

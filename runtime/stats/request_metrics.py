@@ -1,4 +1,4 @@
-"""What one request cost and when, told with its final result where it asked for that.
+"""Cost and times of one request, returned with its final result if requested.
 
 Field names are those of the TensorRT-LLM executor, in snake_case. Times are seconds on the clock of
 `time.monotonic`.
@@ -13,7 +13,7 @@ from llmctl.runtime.request import Sequence
 
 @dataclass(frozen=True, slots=True)
 class TimingMetrics:
-    """None: it did not come to that."""
+    """None: that stage was not reached."""
 
     arrival_time: float
     first_scheduled_time: float | None
@@ -77,7 +77,7 @@ class RequestPerfMetrics:
 
 @dataclass(slots=True)
 class PerfTrace:
-    """The same in the making."""
+    """The metrics of a request while it runs."""
 
     arrived_s: float
     first_scheduled_s: float | None = None
@@ -89,19 +89,19 @@ class PerfTrace:
     num_accepted_tokens: int = 0
 
     def note_tokens(self, now_s: float) -> None:
-        """Tokens came out."""
+        """Tokens were output."""
         if self.first_token_s is None:
             self.first_token_s = now_s
         self.last_token_s = now_s
 
     def note_step(self, iteration: int) -> None:
-        """The request had a part in this step."""
+        """The request was part of this step."""
         if self.first_iter is None:
             self.first_iter = iteration
         self.last_iter = iteration
 
     def metrics(self, sequences: list[Sequence]) -> RequestPerfMetrics:
-        """What to tell now."""
+        """The metrics up to now."""
         return RequestPerfMetrics(
             TimingMetrics(
                 self.arrived_s, self.first_scheduled_s, self.first_token_s, self.last_token_s
