@@ -1,1 +1,1 @@
-"""Arithmetic on tensors: one folder per operator, with its spec, reference and kernels."""
+"""Computation on tensors: one folder per operator, with its spec, reference and kernels."""

@@ -1,1 +1,1 @@
-"""Who executes a plan: a folder per backend."""
+"""The backends that execute a plan: one folder each."""

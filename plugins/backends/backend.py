@@ -1,6 +1,7 @@
-"""The table of backends: what each can do, as the builder, the runtime and the command line ask it.
+"""The table of backends: what each can do, for the builder, the runtime and the command line.
 
-To add one: a folder beside this file, a row here, and an opener of its engines (runtime/engines).
+To add one: a folder in this package, a row here, and a function that opens its engines
+(runtime/engines).
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Who executes a plan, and what that allows of it."""
+    """A way to execute a plan, and what it supports."""
 
     name: str
     on_gpu: bool
-    kernels: str  # whose kernels its own operators run: the first part of their tactics
+    kernels: str  # the backend whose kernels run its operators: the first part of their tactics
     arena_alignment: int  # bytes
-    compiles_plans: bool = False  # TensorRT's: the network is cut into plans of its own
+    compiles_plans: bool = False  # TensorRT: the network is split into TensorRT plans
     packs_linears: bool = False  # products read weights packed for the tensor core
     gathers_fp8: bool = True
-    has_block_scales: bool = True  # products of weights that have a scale for each block
+    has_block_scales: bool = True  # supports weights with a scale for each block
     cache_types: tuple[str, ...] = ("paged",)
     quantized_kv_cache: tuple[str, ...] = ("fp8", "int8")
     has_unit_kv_scales: bool = True
     has_windows_at_run_time: bool = True
-    has_ranks: bool = False  # kernels that add up over ranks
+    has_ranks: bool = False  # has kernels that sum over ranks
     generated_weights: tuple[str, ...] = ()  # --load-format, besides a checkpoint
 
 

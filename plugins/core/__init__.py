@@ -1,1 +1,1 @@
-"""What every operator and backend shares: specs, the table of operators, calls, random examples."""
+"""Shared by every operator and backend: specs, the table of operators, calls, random examples."""

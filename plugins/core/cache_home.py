@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def cache_home() -> Path:
-    """$XDG_CACHE_HOME, else ~/.cache. Where nobody has a home (a container's user without an
-    entry), a place where nothing can be kept: caches cost time, not correctness."""
+    """$XDG_CACHE_HOME, else ~/.cache. For a user without a home directory (in a container), a path
+    where nothing can be stored: caches cost time, not correctness."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base)
     try:

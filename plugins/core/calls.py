@@ -22,16 +22,17 @@ Extent = Literal["tokens", "rows"]
 
 @dataclass(slots=True)
 class Trees:
-    """Which requests of a step verify a tree of tokens, and how those follow one another.
+    """Which requests of a step verify a tree of tokens, and the paths of its tokens.
 
-    All tokens that such a request has in the step are its tree: the root, then every token behind
-    its parent. The key of token i lies i places behind the root's in the cache, whatever its
-    position; its position is the root's plus its depth. So the key that token i sees at a position
-    d behind the root's is the one of token paths[start + i][d].
+    All tokens that such a request has in the step are its tree: the root, then every token after
+    its parent. The key of token i is stored i places after the root's in the cache, whatever its
+    position; its position is the root's plus its depth. So the key that token i sees at position d
+    after the root's is that of token paths[start + i][d].
     """
 
-    start: NDArray[np.int32]  # [B] row of `paths` that is the request's root; -1: it has no tree
-    paths: NDArray[np.int32]  # [P, W] a token's path: root (0) first, itself last; then anything
+    start: NDArray[np.int32]  # [B] row of `paths` for the request's root; -1: no tree
+    # [P, W] a token's path: root (0) first, itself last; the rest is undefined
+    paths: NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class OpCall:
     inputs: Mapping[str, torch.Tensor]
     outputs: Mapping[str, torch.Tensor]
     attributes: Mapping[str, int | float | str | bool]
-    tactic: str = ""  # the kernel the builder chose; its meaning is the operator's own
+    tactic: str = ""  # the kernel the builder chose, in the operator's own notation
 
 
 class Program(Protocol):
@@ -95,11 +96,11 @@ class Program(Protocol):
 def row_extents(
     calls: Sequence[OpCall], stated: Mapping[str, Mapping[str, Extent]] | None = None
 ) -> list[Extent]:
-    """For each call, whether it computes the step's tokens or only the rows that get logits.
+    """For each call, whether it processes the step's tokens or only the rows that get logits.
 
-    Buffers are told apart by their address, because activations share one arena: what counts is
-    the last call that wrote there. `stated` has the extents of the outputs by role, for the calls
-    (by name) that say so themselves.
+    Buffers are identified by their address, because activations share one arena: the last call that
+    wrote to an address decides. `stated` gives the extents of the outputs by role for calls (by
+    name) that define them.
     """
     written: dict[int, Extent] = {}
     extents: list[Extent] = []

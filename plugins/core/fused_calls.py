@@ -1,5 +1,5 @@
-"""A record of a plan: calls whose place one launch may take. Apart from calls.py, so that reading a
-plan imports no arrays."""
+"""A record in a plan: a range of calls that one launch may replace. Separate from calls.py, so that
+reading a plan does not import numpy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FusedCalls:
-    """Calls [start, stop) of a program whose place one launch of `kernel` takes in some steps."""
+    """Calls [start, stop) of a program that one launch of `kernel` replaces in some steps."""
 
     start: int
     stop: int

@@ -1,7 +1,7 @@
-"""The rules every operator states about itself, and the check that a call obeys them.
+"""What every operator declares about itself, and the check that a call conforms.
 
-A spec is data: roles with their dtype and shape, attributes, tolerances, and the sizes that tests
-and benchmarks use. Builders, backends and tests read the same spec, so it cannot drift from them.
+A spec is data: roles with their dtype and shape, attributes, tolerances, and the sizes for tests
+and benchmarks. Builders, backends and tests read the same spec, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tolerance:
     atol: float
 
 
-# One unit in the last place of each output dtype, plus what another summation order moves.
+# One unit in the last place of each output dtype, plus the effect of another summation order.
 ROUNDING: Mapping[str, Tolerance] = {
     "float32": Tolerance(1e-5, 1e-5),
     "bfloat16": Tolerance(2**-7, 1e-3),
@@ -63,7 +63,7 @@ EXACT: Mapping[str, Tolerance] = {
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:
-    """Everything about an operator that is not arithmetic."""
+    """Everything about an operator except its arithmetic."""
 
     name: str
     inputs: tuple[Role, ...]
@@ -72,7 +72,7 @@ class OpSpec:
     optional_attributes: Mapping[str, type] = field(default_factory=dict)
     derived: Mapping[str, Callable[[Dims], int]] = field(default_factory=dict)
     free: frozenset[str] = frozenset()  # symbols that need not agree between roles
-    alike: tuple[str, ...] = ()  # roles of one dtype, whichever it is
+    alike: tuple[str, ...] = ()  # roles that have the same dtype
     tolerance: Mapping[str, Tolerance] = field(default_factory=lambda: ROUNDING)
     cases: tuple[Case, ...] = ()  # sizes to test
     timed: tuple[Case, ...] = ()  # sizes to time

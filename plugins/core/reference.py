@@ -1,6 +1,6 @@
 """The reference backend: every call through its operator's plain-torch reference.
 
-Slow and obvious. It runs on any device, and it is what every kernel is compared with.
+Slow and simple. It runs on any device, and every kernel is compared with it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The bookkeeping of speculative rounds on the device: what to feed next, and what was accepted."""
+"""The bookkeeping of speculative rounds on the device: inputs of the next pass, and acceptance."""

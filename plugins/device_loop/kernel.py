@@ -38,14 +38,15 @@ def kernels(max_batch_size: int, max_draft_len: int, vocab: int) -> list[KernelS
 
 
 def draft_first(state: RoundState, step: DeviceStep, limits: StepLimits, batch: int) -> Launch:
-    """Feed the draft the last two committed tokens of each request; logits of the second."""
+    """Prepare the draft step of the last two committed tokens of each request; logits of the
+    second."""
     return _feed(state, step, limits, batch, first=-1, count=2, rows=1)
 
 
 def draft_next(
     state: RoundState, step: DeviceStep, limits: StepLimits, batch: int, index: int
 ) -> Launch:
-    """Feed the draft its own token `index` - 1; logits of it. 1 <= index < draft_len."""
+    """Prepare the draft step of its own token `index` - 1; logits of it. 1 <= index < draft_len."""
     return _feed(state, step, limits, batch, first=index, count=1, rows=1)
 
 
@@ -82,13 +83,14 @@ def draw_next(
 def verify(
     state: RoundState, step: DeviceStep, limits: StepLimits, batch: int, draft_len: int
 ) -> Launch:
-    """Feed the target the root and `draft_len` drafts; logits of all. With draft_len 0 this is
-    plain decoding."""
+    """Prepare the target step of the root and `draft_len` drafts; logits of all. With draft_len 0
+    this is plain decoding."""
     return _feed(state, step, limits, batch, first=0, count=draft_len + 1, rows=draft_len + 1)
 
 
 def accept(state: RoundState, batch: int, draft_len: int) -> Launch:
-    """Compare `state.targets` with the drafts, advance the requests and report in the ring."""
+    """Compare `state.targets` with the drafts, advance the requests and write records to the
+    ring."""
     spec = _accept_spec(state.max_batch_size, state.max_draft_len)
     arguments = (
         state.root,

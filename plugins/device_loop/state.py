@@ -1,7 +1,7 @@
-"""The request state that speculative rounds keep on the device, and what a round reports.
+"""The request state that speculative rounds keep on the device, and the records of a round.
 
-A round drafts k tokens, verifies them in one target step and accepts a run of them, all without
-the host. Request b is padding, and nothing of it is read or written, while committed[b] == 0.
+A round drafts k tokens, verifies them in one target step and accepts some of them, all without the
+host. Request b is padding, and nothing of it is read or written, while committed[b] == 0.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _refuse_stale(loaded: ctypes.CDLL) -> None:
 
 
 def check(status: int) -> None:
-    """Raise what a non-zero status of a library function means."""
+    """Raise the error that a non-zero status of a library function stands for."""
     if status == 0:
         return
     message = load_kernels().llmctl_message().decode()

@@ -51,7 +51,7 @@ def source_files() -> list[Path]:
 
 
 def source_hash() -> str:
-    """Identifies the sources, so that a library built from others is noticed."""
+    """Identifies the sources, so that a library built from other sources is detected."""
     digest = hashlib.sha256()
     for path in source_files():
         digest.update(
@@ -73,7 +73,7 @@ def find_compiler() -> list[str]:
 
 
 def compile_library(target: Path) -> None:
-    """Write the shared library to `target`. Exits with the compiler's words on failure."""
+    """Write the shared library to `target`. Exits with the compiler's messages on failure."""
     compiler = find_compiler()
     variants = VARIANTS.get(platform.machine(), VARIANTS["other"])
     defines = f'-DLLMCTL_SOURCE_HASH="{source_hash()}"'
@@ -96,7 +96,7 @@ def compile_library(target: Path) -> None:
         linked = Path(folder, LIBRARY)
         objects = [str(out) for _, out, _ in units]
         _run([*compiler, "-shared", "-pthread", *objects, "-o", str(linked)])
-        # renamed into place: a running process keeps the library it has mapped
+        # renamed into place, so that a running process keeps the library it has mapped
         staged = target.with_name(target.name + ".partial")
         shutil.copyfile(linked, staged)
         os.replace(staged, target)

@@ -1,1 +1,1 @@
-"""The CUDA backend: compiling kernels ahead, launching them, running a plan on a GPU."""
+"""The CUDA backend: compiling kernels ahead of time, launching them, running a plan on a GPU."""

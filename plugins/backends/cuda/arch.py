@@ -1,4 +1,4 @@
-"""What a generation of GPUs has, a row each: the one place that knows.
+"""Properties of each GPU generation, one row each; the only place that defines them.
 
 Sources: CUDA programming guide, technical specifications by compute capability (shared memory);
 NVIDIA's data sheets (multiprocessors).
@@ -18,9 +18,9 @@ class Arch:
     num_sms: int
     """Multiprocessors that launches are planned for. Thread blocks that wait for each other count
     on them; where `serves_rtx` a smaller GPU says how many it has when an engine is opened."""
-    max_shared_bytes: int  # of a thread block
+    max_shared_bytes: int  # per thread block
     has_fp8: bool  # tensor cores and conversions of E4M3
-    cuda_target: str = ""  # what NVRTC compiles the CUDA C++ sources for; empty: there are none
+    cuda_target: str = ""  # NVRTC target of the CUDA C++ sources; empty: there are none
     has_pdl: bool = False  # kernels wait for their predecessor themselves
     serves_rtx: bool = False  # TensorRT-RTX builds engines for it
 

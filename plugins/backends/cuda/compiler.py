@@ -1,6 +1,6 @@
-"""Compiles kernels to cubins, without a GPU: Triton ahead of time, CUDA C++ through NVRTC.
+"""Compiles kernels to cubins without a GPU: Triton ahead of time, CUDA C++ with NVRTC.
 
-What comes out holds everything a launch needs, so that running an engine compiles nothing and
+The result contains everything a launch needs, so that running an engine compiles nothing and
 imports neither compiler. Results are kept in a cache folder, keyed by the kernel's sources, its
 spec and the compilers' versions.
 """
@@ -46,13 +46,13 @@ class CompiledKernel:
     name: str  # KernelSpec.name
     entry: str  # the function within the cubin
     cubin: bytes
-    threads: int  # a thread block
-    shared_bytes: int  # dynamic shared memory of a thread block
+    threads: int  # per thread block
+    shared_bytes: int  # dynamic shared memory per thread block
     arguments: tuple[str, ...]  # KernelSpec.arguments
     cluster: int  # thread blocks per cluster, along x
     num_hidden_arguments: int  # null pointers to pass after the declared arguments
     registers: int  # a thread
-    local_bytes: int  # stack a thread: 0 unless registers spill
+    local_bytes: int  # stack bytes per thread: 0 unless registers spill
 
     def metadata(self) -> dict[str, Any]:
         """Everything but the cubin, as JSON values."""
@@ -75,20 +75,20 @@ def runs_on(spec: KernelSpec, capability: str) -> bool:
 
 
 def compiler_versions(specs: Iterable[KernelSpec]) -> dict[str, str]:
-    """What compiles these kernels. Raises NoDevice where NVRTC is needed and absent."""
+    """The versions of the compilers. Raises NoDevice if NVRTC is needed and absent."""
     kinds = {spec.is_triton for spec in specs}
     found = {"triton": triton_version()} if True in kinds else {}
     return found | ({"nvrtc": nvrtc.version()} if False in kinds else {})
 
 
 def is_needed(spec: KernelSpec, capability: str) -> bool:
-    """Whether an engine for a compute capability holds a binary of this spec."""
+    """Whether an engine for a compute capability contains a binary of this spec."""
     return runs_on(spec, capability) and spec.unused_on != capability
 
 
 def uses_pdl(capability: str) -> bool:
-    """Whether kernels of a compute capability wait for their predecessor themselves; the launch
-    must ask for it where they do, and must not where they do not."""
+    """Whether kernels for a compute capability wait for their predecessor themselves (programmatic
+    dependent launch); launches must then request it, and otherwise must not."""
     return ARCHS[capability].has_pdl
 
 
@@ -117,7 +117,7 @@ def compile_kernel(spec: KernelSpec, capability: str = HOPPER.capability) -> Com
 
 
 def compile_anew(spec: KernelSpec, capability: str = HOPPER.capability) -> CompiledKernel:
-    """What `compile_kernel` does where nothing is cached, and keeps nothing."""
+    """Like `compile_kernel` with an empty cache; stores nothing."""
     return _compile_triton(spec, capability) if spec.is_triton else _compile_cuda(spec, capability)
 
 
@@ -127,7 +127,7 @@ def is_cached(spec: KernelSpec, capability: str = HOPPER.capability) -> bool:
 
 
 _memo: dict[str, CompiledKernel] = {}
-_triton_settings = threading.Lock()  # Triton keeps them for the process, not for a thread
+_triton_settings = threading.Lock()  # Triton has them per process, not per thread
 
 
 def _compile_triton(spec: KernelSpec, capability: str) -> CompiledKernel:
@@ -153,7 +153,7 @@ def _compile_triton(spec: KernelSpec, capability: str) -> CompiledKernel:
         constants["PDL"] = False
     source = triton.compiler.ASTSource(function, signature, constants, aligned)
     target = triton.backends.compiler.GPUTarget("cuda", int(capability.replace(".", "")), 32)
-    # Line numbers name files of this machine: an engine would depend on where it was built.
+    # Line numbers contain file names of this machine: an engine would depend on where it was built.
     options = {
         "ptx_options": "-suppress-debug-info",
         "num_warps": spec.num_warps,
@@ -168,7 +168,7 @@ def _compile_triton(spec: KernelSpec, capability: str) -> CompiledKernel:
         ):
             triton.knobs.cache.dir = scratch
             built = triton.compile(source, target=target, options=options)
-    except Exception as error:  # Triton raises whatever its Python front end met
+    except Exception as error:  # Triton raises any exception of its Python front end
         raise KernelCompileError(f"{spec.name} does not compile: {error}") from error
     metadata = built.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -256,7 +256,7 @@ def _key(spec: KernelSpec, capability: str) -> str:
         sources = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
         compiler = f"nvrtc {nvrtc.version()}"
     described = {**asdict(spec), "constants": sorted(spec.constants.items())}
-    del described["unused_on"]  # says nothing about the binary
+    del described["unused_on"]  # does not affect the binary
     content = json.dumps([_FORMAT, capability, compiler, sources, described], default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 

@@ -33,7 +33,7 @@ Argument: TypeAlias = "torch.Tensor | TensorMap | int | float"
 
 _OUT_OF_MEMORY, _NO_DEVICE = 2, 100
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
-_PORTABLE_CLUSTER = 8  # thread blocks; more must be asked for
+_PORTABLE_CLUSTER = 8  # thread blocks; larger clusters must be requested
 _EVENT_DISABLE_TIMING = 2
 _MAP_TYPES = {"float8_e4m3fn": 0, "uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 _MAP_SWIZZLES = {0: 0, 128: 3}
@@ -70,11 +70,11 @@ class CudaDriver:
             self._thread.is_ready = True
 
     def load(self, kernel: CompiledKernel) -> LoadedKernel:
-        """Load a cubin; its code stays on the device as long as the process lives."""
+        """Load a cubin; its code stays on the device until the process ends."""
         module, function = c_void_p(), c_void_p()
         self._call("cuModuleLoadData", byref(module), kernel.cubin, what=kernel.name)
         self._call("cuModuleGetFunction", byref(function), module, kernel.entry.encode())
-        if kernel.shared_bytes > 48 * 1024:  # what a kernel may use without asking
+        if kernel.shared_bytes > 48 * 1024:  # what a kernel may use without a request
             self._set(function, _MAX_DYNAMIC_SHARED, kernel.shared_bytes, kernel.name)
         if kernel.cluster > _PORTABLE_CLUSTER:
             self._set(function, _NON_PORTABLE_CLUSTER, 1, kernel.name)
@@ -87,7 +87,7 @@ class CudaDriver:
         arguments: Sequence[Argument],
         use_pdl: bool,
     ) -> PackedLaunch:
-        """A launch whose arguments are packed; calling it with a stream enqueues the kernel.
+        """A launch with packed arguments; calling it with a stream enqueues the kernel.
 
         The tensors must outlive it.
         """
@@ -101,7 +101,7 @@ class CudaDriver:
         return PackedLaunch(self, loaded, config, *in_one_piece(packed))
 
     def rebind(self, launch: PackedLaunch, tensors: Mapping[int, torch.Tensor]) -> PackedLaunch:
-        """The launch with these tensors, of the same types, in the place of the arguments of those
+        """The same launch with these tensors, of the same types, for the arguments of the given
         numbers. They must outlive it."""
         return launch.with_pointers({at: tensor.data_ptr() for at, tensor in tensors.items()})
 

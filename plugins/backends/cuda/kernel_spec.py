@@ -1,13 +1,14 @@
-"""What an operator says about its CUDA kernels: which binaries exist, and how a step launches them.
+"""What an operator defines for its CUDA kernels: which binaries exist, and how a step launches
+them.
 
 `plugins/ops/<op>/kernel.py` has two functions:
 
     kernels(call, limits) -> list[KernelSpec]        at build: every binary a step may need
     launches(call, env, shape) -> list[Launch]       at run: what one step launches, in order
 
-Both are pure. `call` holds meta tensors at build and device tensors at run; a `Launch` names
-tensors, not addresses, so the same description runs on a GPU (`program.py`) and, where the kernel
-is Triton, in Triton's interpreter on CPU tensors.
+Both are pure. `call` has meta tensors at build and device tensors at run; a `Launch` refers to
+tensors, not addresses, so the same description runs on a GPU (`program.py`) and, if the kernel is
+Triton, in Triton's interpreter on CPU tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class KernelSpec:
     num_stages: int = 3  # Triton's software pipelining
     shared_bytes: int = 0  # CUDA: dynamic shared memory (Triton decides its own)
     cluster: int = 1  # thread blocks per cluster, along x
-    unused_on: str = ""  # a compute capability where launches always take another kernel instead
+    unused_on: str = ""  # a compute capability on which launches always use another kernel instead
 
     @property
     def is_triton(self) -> bool:
@@ -125,12 +126,12 @@ def step_shapes(limits: StepLimits) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """What a launch may use besides the call's own tensors."""
+    """What a launch may use besides the tensors of the call."""
 
     step: DeviceStep
     kv_cache: torch.Tensor  # [num_layers, num_blocks, 2, num_kv_heads, tokens_per_block, head_size]
     limits: StepLimits
-    extent: Extent  # whether this call works on the step's tokens or on its rows
+    extent: Extent  # whether this call processes the step's tokens or its rows
     scratch: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
     """scratch(name, shape, dtype): zeroed once when first asked for, then the same tensor for every
     call that asks for that name; whoever uses it leaves counters at zero again."""

@@ -1,7 +1,7 @@
-"""Launches as the CUDA driver takes them: a configuration, and the address of each argument.
+"""Launches in the form of the CUDA driver: a configuration, and the address of each argument.
 
-Thousands of them are kept, so each is few objects: garbage collections walk them all. Structures
-and constants are those of CUDA 12's and 13's cuda.h.
+Thousands of them are kept, so each consists of few objects, because garbage collections visit all
+of them. Structures and constants are those of CUDA 12's and 13's cuda.h.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from llmctl.plugins.backends.cuda.compiler import CompiledKernel
     from llmctl.plugins.backends.cuda.driver import CudaDriver
 
-MAP_ALIGNMENT = 64  # bytes, that the driver wants of a tensor map; ctypes promises 8
-_POINTER_ALIGNMENT = 16  # bytes, that kernels want of what they read
+MAP_ALIGNMENT = 64  # bytes, required by the driver for tensor maps; ctypes guarantees 8
+_POINTER_ALIGNMENT = 16  # bytes, required by kernels for what they read
 _CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 
 
@@ -78,8 +78,8 @@ class PackedLaunch:
         self._driver.launch(self._reference, loaded.function, self._pointers, loaded.kernel.name)
 
     def with_pointers(self, values: Mapping[int, int]) -> PackedLaunch:
-        """The same with other values of some arguments, by number, all pointers: a copy of the
-        arguments, a fraction of what describing and checking each of them takes."""
+        """The same launch with other values for some pointer arguments, by number: a copy of the
+        arguments, which takes a fraction of the time of describing and checking each of them."""
         kinds = self._loaded.kernel.arguments
         assert all(kinds[at][0] == "*" for at in values), "only pointers are rebound"
         assert not any(value % _POINTER_ALIGNMENT for value in values.values()), "not aligned"

@@ -1,11 +1,11 @@
 """The CUDA backend's program: every call of a plan as kernel launches on one stream.
 
 Launches are described by `plugins/ops/<op>/kernel.py`, packed once per step shape and then only
-enqueued; of all operators but attention, which depends on requests as well, once per number of
-tokens. Packing a whole step takes longer than most steps do (11 ms for the 229 launches of an 8B
-model), so a call is packed for one layer and rebound for those like it. Everything that differs
-between steps of one shape lies in the arrays of `step`, which one copy from pinned memory fills; so
-a captured graph replays whatever was uploaded last.
+enqueued. (For all operators except attention, which also depends on requests, packed once per
+number of tokens.) Packing a whole step takes longer than most steps do (11 ms for the 229 launches
+of an 8B model), so a call is packed for one layer and rebound for the layers like it. Everything
+that differs between steps of the same shape is in the arrays of `step`, which one copy from pinned
+memory fills; so a captured graph replays whatever was uploaded last.
 
     program.bind_kv_cache(cache)
     program.upload(step, stream)
@@ -49,12 +49,12 @@ from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, open_chains
 
 # Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
 MAX_PREPARED, MAX_COUNTS = 64, 128
-_BY_REQUEST = frozenset({"paged_attention"})  # the others depend on how many tokens or rows alone
+_BY_REQUEST = frozenset({"paged_attention"})  # the others depend only on counts of tokens or rows
 _CHAIN = -1  # in the place of an index: all calls of the first chain; -2: of the second
 
 
 class Driver(Protocol):
-    """What a program needs of `CudaDriver`; tests put a recorder in its place."""
+    """What a program needs of `CudaDriver`; tests use a recorder instead."""
 
     def make_current(self) -> None: ...
     def load(self, kernel: CompiledKernel) -> Any: ...
@@ -71,7 +71,7 @@ class Driver(Protocol):
 
 
 class OperatorRunner(Protocol):
-    """Runs the calls of an operator that is not made of our kernels (TensorRT's plans)."""
+    """Runs the calls of an operator that does not consist of llmctl's kernels (TensorRT plans)."""
 
     def extents(self, call: OpCall) -> Mapping[str, Extent]:
         """Whether each output, by role, has the step's tokens or its rows."""
@@ -126,7 +126,7 @@ class CudaProgram:
             look(*each, self._modules[each[0].op]) if each[0].op in own else None
             for each in self._calls
         ]
-        self._models: dict[Hashable, Model] = {}  # by look: of the step packed last
+        self._models: dict[Hashable, Model] = {}  # by `look`, for the step packed last
         self._chains = open_chains(calls, limits, fused)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ class CudaProgram:
         }
 
     def forget(self) -> None:
-        """Describe and pack all launches anew from now on, for other kernels may be chosen."""
+        """Describe and pack all launches again from now on, because other kernels may be chosen."""
         self._prepared.clear()
         self._models.clear()
         for kept in self._by_count:
@@ -165,7 +165,7 @@ class CudaProgram:
             return
         assert self._envs, "bind_kv_cache comes first"
         steps = []
-        for index in self.parts(shape):  # the device starts while the rest is packed
+        for index in self.parts(shape):  # the device starts while the remaining calls are packed
             packed = self._pack(index, shape)
             packed.enqueue(stream)
             steps.append(packed)
@@ -174,7 +174,7 @@ class CudaProgram:
             self._prepared.popitem(last=False)
 
     def prepare(self, shape: StepShape) -> None:
-        """Pack ahead what steps of so many tokens and rows launch, but for attention."""
+        """Pack in advance what steps of so many tokens and rows launch, except attention."""
         self._driver.make_current()
         for index, (call, _) in enumerate(self._calls):
             if call.op not in _BY_REQUEST and call.op not in self._runners:
@@ -187,18 +187,18 @@ class CudaProgram:
             self._prepare(launch)(stream)
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor of that name, zeroed when it is first asked for (LaunchEnv.scratch)."""
+        """The tensor of that name, zeroed when it is first requested (LaunchEnv.scratch)."""
         found = self._scratch.get(name)
         if found is None:
             found = torch.zeros(shape, dtype=dtype, device=self._device)
-            if found.is_cuda:  # zeroed on torch's stream, used on another
+            if found.is_cuda:  # zeroed on torch's stream, used on a different one
                 torch.cuda.current_stream(self._device).synchronize()
             self._scratch[name] = found
         assert tuple(found.shape) == tuple(shape) and found.dtype == dtype, name
         return found
 
     def parts(self, shape: StepShape) -> list[int]:
-        """The calls to launch one by one; in the place of a chain's, _CHAIN less its number."""
+        """The calls to launch one by one; a chain is represented by _CHAIN minus its number."""
         parts = list(range(len(self._calls)))
         for number, chain in enumerate(self._chains):
             if serves(chain, self._envs["tokens"], shape):
@@ -224,7 +224,7 @@ class CudaProgram:
             kept.move_to_end(count)
             return kept[count]
         packed = Packed([], [])
-        if count:  # a prompt's chunk before the last has no rows of logits
+        if count:  # a prompt's chunk other than the last has no rows of logits
             packed = self._pack_like(index, shape, count)
         kept[count] = packed
         if len(kept) > MAX_COUNTS:
@@ -232,7 +232,7 @@ class CudaProgram:
         return packed
 
     def _pack_like(self, index: int, shape: StepShape, packed_for: Hashable) -> Packed:
-        """As a call that looks like it was packed for the same, where one was."""
+        """Rebind a similar call that was packed for the same shape, if there is one."""
         seen = self._looks[index]
         if seen is None:
             return self._pack_new(index, shape)
@@ -264,8 +264,8 @@ class CudaProgram:
         return self._driver.prepare(self._find(launch.spec), launch.grid, arguments, self._use_pdl)
 
     def _table(self, table: PointerTable) -> torch.Tensor:
-        """The addresses in device memory. They stay as long as the program: a captured graph reads
-        them also when the launch that it was made of is forgotten."""
+        """The addresses in device memory. They are kept as long as the program, because a captured
+        graph reads them even after its launch has been dropped."""
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in table.tensors)
         if addresses not in self._tables:
             self._tables[addresses] = torch.tensor(addresses, dtype=torch.int64).to(self._device)

@@ -1,4 +1,4 @@
-"""The device side of a run as its host sees it: one stream, and logits that stay where they are."""
+"""The device side of a run, as seen by its host: one stream, and logits that stay on the device."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class HostEvent:
 
 
 class DeviceQueue:
-    """A device and the one stream that all work of a run goes through, target and draft alike.
+    """A device and the one stream that all work of a run uses, for target and draft alike.
 
-    On "cpu" everything is done at once; that is how the host's part is tested without a GPU.
+    On "cpu" everything is done immediately; tests of the host's part use that without a GPU.
     """
 
     def __init__(self, device: str | torch.device = "cuda") -> None:
@@ -92,7 +92,7 @@ class DeviceQueue:
 class DeviceLogits:
     """Logits [rows, vocab] float32 in device memory, valid until the engine's next step.
 
-    Rows can be counted, sliced and picked by a list; `numpy` brings them to the host.
+    Rows can be counted, sliced and selected by a list; `numpy` copies them to the host.
     """
 
     __slots__ = ("queue", "tensor")
@@ -133,7 +133,8 @@ class DeviceLogits:
 
 
 def new_stream(device: torch.device, *, is_urgent: bool = False) -> torch.cuda.Stream:
-    """A stream that no other waits for; kernels of an urgent one start before those that wait."""
+    """A stream that no other waits for; kernels of an urgent one start before waiting kernels of
+    others."""
     priority = -1 if is_urgent else 0
     return torch.cuda.Stream(device, priority)
 

@@ -1,9 +1,9 @@
-"""Calls that launch alike: those of a model's layers differ in their own tensors alone.
+"""Calls that launch alike: those of a model's layers differ only in their own tensors.
 
-What they launch is described and packed for one of them, and the others' is a copy of it with other
-pointers (`Driver.rebind`). An operator's `kernel.py` whose launches can be taken over says so with
-`OWN_ROLES`: the roles whose tensors a layer has for itself. Then nothing else in its launches may
-follow from the call, but the layer's part of the cache from the attribute `layer`.
+Their launches are described and packed for one of them, and the others use copies with different
+pointers (`Driver.rebind`). An operator's `kernel.py` whose launches can be rebound says so with
+`OWN_ROLES`: the roles whose tensors belong to one layer. Then nothing else in its launches may
+depend on the call, except the layer's part of the cache, through the attribute `layer`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a call launches, for calls that look like it. packed_for: tokens, rows or a shape."""
+    """The launches of a call, as a template for similar calls. packed_for: tokens, rows or a
+    shape."""
 
     packed_for: Hashable
     packed: Packed
@@ -43,7 +44,7 @@ class Model:
 
 
 def look(call: OpCall, extent: Extent, module: Any) -> Hashable:
-    """Equal for calls that launch alike. None: the operator's launches cannot be taken over."""
+    """Equal for calls that launch alike. None: the operator's launches cannot be rebound."""
     own = getattr(module, "OWN_ROLES", None)
     if own is None:
         return None
@@ -58,7 +59,7 @@ def look(call: OpCall, extent: Extent, module: Any) -> Hashable:
 
 
 def own_tensors(call: OpCall, env: LaunchEnv, module: Any) -> list[torch.Tensor]:
-    """A call's own tensors, in an order that like calls share."""
+    """A call's own tensors, in an order that similar calls share."""
     tensors = {**call.inputs, **call.outputs}
     own = [tensor for role, tensor in tensors.items() if role in module.OWN_ROLES]
     layer = call.attributes.get("layer")
@@ -66,8 +67,8 @@ def own_tensors(call: OpCall, env: LaunchEnv, module: Any) -> list[torch.Tensor]
 
 
 def model_of(packed_for: Hashable, packed: Packed, own: Sequence[torch.Tensor]) -> Model:
-    """What was packed for a call with these own tensors. No other call takes it over where one of
-    them is not an argument as it is, for then something else may follow from it."""
+    """The template for a call with these own tensors. It is not used for other calls if one of them
+    is not itself an argument, because then other arguments may depend on it."""
     numbers = {_place(tensor): number for number, tensor in reversed(list(enumerate(own)))}
     places = [
         {

@@ -1,7 +1,7 @@
-"""What kernels are made of: the text that a binary depends on, found without compiling it.
+"""The source text that a kernel binary depends on, found without compiling it.
 
-The same text gives the same list in every process, so that what one process has compiled and kept
-is found by the next.
+The same text gives the same list in every process, so that a process finds what another one has
+compiled and cached.
 """
 
 from __future__ import annotations

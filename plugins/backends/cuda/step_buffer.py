@@ -1,4 +1,4 @@
-"""The integers of a step on their way to the device: one buffer there, and pinned copies here."""
+"""Uploads the integers of a step to the device: one buffer there, and pinned copies on the host."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Copies(Protocol):
 class StepBuffer:
     """The step's arrays, one after another in one device buffer, and pinned copies of it.
 
-    Block tables come last: an upload stops behind the rows that its requests use. Behind them lie
-    the arrays of trees, which only a step that has some uploads, in a copy of their own.
+    Block tables come last: an upload ends after the rows that its requests use. After them are the
+    arrays of trees, which only a step with trees uploads, in a separate copy.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device, driver: Copies) -> None:

@@ -1,10 +1,10 @@
 """TensorRT plans bound and enqueued step by step.
 
-A plan holds kernels only: weights are bindings like activations, so the same plan serves every
-layer of a model with other addresses. Steps whose sizes come back (generation, verification) have
-an execution context for each size, so nothing but addresses changes while they are captured in a
-graph; all others share one for each profile. All contexts share one scratch buffer, because
-everything runs on one stream, one after the other.
+A plan contains only kernels: weights are bindings like activations, so the same plan serves every
+layer of a model with different addresses. Step sizes that recur (generation, verification) have an
+execution context each, so that only addresses change while they are captured in a graph; all others
+share one context per profile. All contexts share one scratch buffer, because everything runs on one
+stream, one after another.
 
 Written against the documented API of TensorRT 11 and TensorRT-RTX 1.x; docs/tensorrt.md says what
 has been executed.
@@ -29,7 +29,8 @@ Sizes = tuple[tuple[str, int], ...]
 
 
 class Context:
-    """One profile of a plan, ready to be enqueued; remembers what it was last told."""
+    """One profile of a plan, ready to be enqueued; remembers the last shapes and addresses it was
+    given."""
 
     def __init__(self, plan: OpenedPlan, profile: int, stream: int) -> None:
         """Raises OutOfMemory and DeviceFailure."""
@@ -118,8 +119,8 @@ class PlanSet:
             plan.keep_compiled()
 
     def keep(self, piece: str, sizes: Mapping[str, int]) -> bool:
-        """Whether steps of these sizes have a context of their own from now on; False where the
-        plan has as many as it may. It may be made now: not while a stream is captured."""
+        """Whether steps of these sizes have their own context from now on; False if the plan has
+        the most it may have. The context may be created now, so not while a stream is captured."""
         plan, key = self.plans[piece], (piece, tuple(sorted(sizes.items())))
         if key in self._own:
             return True

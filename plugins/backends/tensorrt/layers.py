@@ -1,13 +1,13 @@
-"""The layers of a TensorRT network in the terms that operators use.
+"""Helpers for adding operators to a TensorRT network.
 
 `plugins/ops/<op>/tensorrt.py` has one function:
 
     add_layers(net, inputs, outputs, attributes) -> {role: ITensor}
 
-`inputs` holds TensorRT tensors by role, `outputs` says which dtype and shape each output role must
-get. Activations are two-dimensional, [tokens, width]; what a spec calls a vector is a row here
-([1, width], a weight) or a column ([tokens, 1], a scale per token). The networks are strongly
-typed, so every rounding of the reference is a cast.
+`inputs` has TensorRT tensors by role, `outputs` gives the dtype and shape of each output role.
+Activations are two-dimensional, [tokens, width]; a vector of a spec is a row here ([1, width], a
+weight) or a column ([tokens, 1], a scale per token). The networks are strongly typed, so every
+rounding of the reference is a cast.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Layers:
     # ---- FP8 ----
 
     def quantize(self, x: ITensor) -> ITensor:
-        """x (float32), saturated and rounded to FP8 as it is."""
+        """x (float32), saturated and rounded to FP8 without a scale."""
         one = self.constant(np.float32(1.0))
         layer = self.network.add_quantize(x, one, tensorrt_dtype(self.trt, FP8))
         return self._first(self._named(layer, "quantize"))
@@ -152,9 +152,9 @@ class Layers:
     def finish(
         self, y: ITensor, inputs: Mapping[str, ITensor], outputs: Mapping[str, Wanted]
     ) -> dict[str, ITensor]:
-        """The roles `out` and `out_scale` of y [N, K]: as it is, or quantized where a role says so.
+        """The roles `out` and `out_scale` of y [N, K]: unchanged, or quantized if a role says so.
 
-        The scale divides outside the quantization, as the reference does; so scales can be inputs
+        The scale divides outside the quantization, as in the reference; so scales can be inputs,
         and the product that follows still becomes an FP8 GEMM.
         """
         if outputs["out"].dtype != FP8:
@@ -162,8 +162,8 @@ class Layers:
         wide = self.cast(y, "float32")
         if "out_scale" in outputs:
             largest = self.reduce(self.unary(wide, "ABS"), "MAX", 1)
-            # Divided, not multiplied by 1 / 448: a scale that is one bit off moves values over
-            # borders between FP8 numbers.
+            # Divided, not multiplied by 1 / 448: with a scale that is one bit off some values would
+            # round to other FP8 numbers.
             scale = self.elementwise(largest, self._scalar(FP8_MAX, 2), "DIV")
             scale = self.elementwise(scale, self._scalar(_SMALLEST_SCALE, 2), "MAX")
             quantized = self.quantize(self.elementwise(wide, scale, "DIV"))
@@ -242,7 +242,7 @@ class Layers:
         """x where the condition holds, y elsewhere."""
         return self._first(self._named(self.network.add_select(condition, x, y), "select"))
 
-    # ---- what everything is made with ----
+    # ---- bookkeeping ----
 
     def once(self, key: str, make: Callable[[], T]) -> T:
         """What `make` returns the first time that it is asked for under this key."""

@@ -1,4 +1,4 @@
-"""Serialized plans as TensorRT opens them, checked against what the engine says of them.
+"""Serialized plans opened by TensorRT, and checked against the engine's description of them.
 
 Written against the documented API of TensorRT 11 and TensorRT-RTX 1.x; docs/tensorrt.md says what
 has been executed.
@@ -24,7 +24,7 @@ REBUILD = "build the engine again"
 
 
 class PieceFormat(Protocol):
-    """What an engine says of a plan; `builder.engine_format.TrtPiece` is one."""
+    """An engine's description of a plan; `builder.engine_format.TrtPiece` is one."""
 
     @property
     def name(self) -> str: ...
@@ -37,7 +37,7 @@ class PieceFormat(Protocol):
 
 
 class OpenedPlan:
-    """A deserialized plan whose bindings are those that the engine promises."""
+    """A deserialized plan whose bindings are those that the engine describes."""
 
     def __init__(self, trt: Any, runtime: Any, piece: PieceFormat, data: bytes) -> None:
         """Raises RebuildNeeded for a plan of another version, CorruptEngine for one that cannot be
@@ -114,7 +114,7 @@ class OpenedPlan:
         return CorruptEngine(f"plan {self.piece.name}: binding {name!r} {what}", fix=REBUILD)
 
     def create_context(self) -> Any:
-        """An execution context whose scratch memory is ours; None where TensorRT makes none."""
+        """An execution context that uses our scratch memory; None if TensorRT cannot create one."""
         strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         if self._compiled is None:
             return self.engine.create_execution_context(strategy)
@@ -129,8 +129,8 @@ class OpenedPlan:
 
 
 class _CompiledKernels:
-    """What TensorRT-RTX compiles of a plan when it is loaded: for all contexts once, and kept in a
-    file that it checks against the GPU, the driver and its own version."""
+    """What TensorRT-RTX compiles when it loads a plan: once for all contexts, and cached in a file
+    that it checks against the GPU, the driver and its own version."""
 
     def __init__(self, trt: Any, path: Path) -> None:
         self._trt = trt

@@ -1,7 +1,7 @@
-"""The TensorRT packages as this process has them: which one a backend needs, and its messages.
+"""The TensorRT packages of this process: which one a backend needs, and its log messages.
 
-`tensorrt_rtx` and `tensorrt` have one API. What only one of them or only some versions have is
-looked for by name.
+`tensorrt_rtx` and `tensorrt` have the same API. Features of only one of them or of some versions
+are looked up by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Plans as operators: what `plugins.backends.cuda.program` calls for the operator "tensorrt"."""
+"""TensorRT plans as operators: called by `plugins.backends.cuda.program` for the operator
+"tensorrt"."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class _Run:
 
 
 def _comes_back(shape: StepShape, limits: StepLimits) -> bool:
-    """Whether graphs are captured of such steps: generation, verification and what a draft engine
+    """Whether graphs are captured for such steps: generation, verification, and what a draft engine
     reads after all its drafts were accepted, padded to a batch size (`graphs.Buckets`)."""
     requests = shape.num_requests
     is_short = shape.max_query_len <= max(limits.max_draft_len + 1, 2)

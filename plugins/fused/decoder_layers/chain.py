@@ -29,19 +29,20 @@ _MOST_HIDDEN, _NORM_PART = 8192, 256
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How a product is divided: a thread block takes groups of 8 or 16 weight rows, and a unit of a
-    group is as many intervals of 512 of K as make 64 with its rows."""
+    """How a product is divided: a thread block processes groups of 8 or 16 weight rows, and a ring
+    unit of a group is so many intervals of 512 of K that rows times intervals are 64."""
 
     group_rows: int
-    groups: int  # of a block, at most
+    groups: int  # the most groups per block
     units: int  # of a group
 
     def token_bytes(self, tokens: int) -> int:
-        """Shared memory for FP8 tokens: those at a unit's intervals side by side, by eights."""
+        """Shared memory for FP8 tokens: those at a ring unit's intervals side by side, in groups of
+        eight."""
         return self.units * 512 * (-(-64 // self.group_rows * tokens // 8) * 8)
 
     def sum_bytes(self, tokens: int) -> int:
-        """And for a block's sums: float32, 64 of a unit and token."""
+        """Shared memory for a block's sums: float32, 64 per ring unit and token."""
         return self.groups * self.units * tokens * 256
 
 
@@ -60,8 +61,8 @@ def _share(rows: int, inner: int, is_paired: bool, num_sms: int) -> Share:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's calls: its norms are rms_norm calls, that of qkv may be missing (its tokens then
-    are normalized already)."""
+    """One layer's calls. Its norms are rms_norm calls; that of qkv may be missing (its tokens are
+    then already normalized)."""
 
     start: int  # its first call
     stop: int  # behind its last
@@ -72,7 +73,7 @@ class Layer:
     mlp_norm: OpCall
     gate_up: OpCall
     down: OpCall
-    gathers: tuple[OpCall, ...]  # of the last layer: of what attention gives, and of the residual
+    gathers: tuple[OpCall, ...]  # of the last layer: of the attention output and of the residual
 
     @property
     def residual(self) -> torch.Tensor:
@@ -152,7 +153,7 @@ class Layer:
 
     def shares(self, num_sms: int) -> tuple[Share, ...]:
         """How each product is divided over thread blocks."""
-        pairs = (True, False, True, False)  # epilogues of rows 8 apart
+        pairs = (True, False, True, False)  # the epilogue combines rows 8 apart
         return tuple(
             _share(rows, inner, paired, num_sms)
             for (rows, inner), paired in zip(self.products, pairs, strict=True)

@@ -1,9 +1,9 @@
-"""Decoder layers of a step with one token, or two, as one launch: binary and launch of `layers.cu`.
+"""Decoder layers of a step with one or two tokens in one launch: binary and launch of `layers.cu`.
 
-Not an operator of a plan: a chain is a run of calls whose layers have the form that layers.cu
-knows, and in such steps of one request one launch takes the place of theirs, with the same bits. It
-leaves out intermediate results, which only its own calls would read. Shapes that gain by it are in
-tactics.json (`tactics.py`).
+It is not an operator of a plan: a chain is a range of calls whose layers have a form that layers.cu
+supports, and in such steps of one request one launch replaces theirs, with the same bits. It does
+not store intermediate results, which only the replaced calls would read. The shapes for which it is
+faster are in tactics.json (`tactics.py`).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 MIN_STAGES, MAX_RING_BYTES = 4, 6 * 32768
 _TABLE_BYTES = 255 + 128  # of the 4-bit numbers
-_COLUMNS = 8  # rows of attention that a team takes
-_TEAMS = 2  # of warps in a block, that take work items of attention
-_FINISHED = 32  # sums of a row group and a token that a block finishes at once
+_COLUMNS = 8  # attention rows of a team of four warps
+_TEAMS = 2  # teams of four warps in a block that process attention work items
+_FINISHED = 32  # sums (row group, token) that a block finishes at once
 _WARPS = 12  # of a block: eight compute, four copy
 _LAYER_BYTES = 23 * 8  # `Layer` in chain.cuh
 _LINE = 32  # ints from one counter to the next
@@ -62,7 +62,7 @@ class Chain:
     start: int
     stop: int
     layers: tuple[Layer, ...]
-    tokens: int  # most of a step
+    tokens: int  # the most of a step
     room: Room
     tactic: Tactic
 
@@ -80,7 +80,7 @@ class Room:
     table: int  # the 4-bit numbers
     work: int  # tokens and sums, or keys and values
     stages: int  # slots of the ring
-    slots: int  # of a team, for tiles of keys and values
+    slots: int  # per team, for tiles of keys and values
 
     @property
     def num_bytes(self) -> int:
@@ -92,9 +92,9 @@ class Room:
 def find_chains(
     calls: Sequence[OpCall], limits: StepLimits, stored: Mapping[int, Tactic] | None = None
 ) -> list[Chain]:
-    """The chains whose launches are faster somewhere, for each number of tokens, ascending; of one
-    token also with the last layer, first. stored: tactics by tokens as an engine has them (None: as
-    they were measured)."""
+    """The chains that are faster than separate launches in some steps, for each number of tokens,
+    ascending; for one token, first the chain that includes the last layer. stored: tactics by
+    tokens as stored in an engine (None: the measured ones)."""
     layers, found = find_layers(calls, limits), []
     for tokens, whole in ((1, True), *((tokens, False) for tokens in TOKENS)):
         tactic = None if stored is None else stored.get(tokens, NOWHERE)
@@ -214,7 +214,7 @@ def chain_launch(chain: Chain, env: LaunchEnv, shape: StepShape) -> Launch:
     first, last, limits, step = chain.layers[0], chain.layers[-1], env.limits, env.step
     words = [field for each in chain.layers for field in layer_fields(each, env.kv_cache)]
     num_bytes = exchange_bytes(first, limits, chain.tokens)
-    own = f"{NAME}.n{chain.tokens}"  # what one binary keeps between its launches
+    own = f"{NAME}.n{chain.tokens}"  # memory that one binary keeps between its launches
     return Launch(
         chain_spec(chain, limits),
         (limits.num_sms, 1, 1),
@@ -242,7 +242,7 @@ def chain_launch(chain: Chain, env: LaunchEnv, shape: StepShape) -> Launch:
 
 
 def exchange_bytes(layer: Layer, limits: StepLimits, tokens: int) -> int:
-    """Global memory of exchange.cuh: two halves."""
+    """Global memory of exchange.cuh: two buffers."""
     itemsize: int = getattr(torch, limits.kv_dtype).itemsize
     cached = 2 * layer.num_kv_heads * layer.head_size * itemsize
     row = 3 * layer.attended + cached + 4 * layer.hidden + layer.intermediate

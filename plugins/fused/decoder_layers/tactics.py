@@ -1,6 +1,5 @@
-"""When one launch takes the place of many, and how it gets its weights: as tactics.json has it,
-which scripts/bench/layers.py measured, or an engine that was built by it.
-"""
+"""When one launch replaces many, and how it loads its weights: from tactics.json, measured by
+scripts/bench/layers.py, or as stored in an engine."""
 
 from __future__ import annotations
 
@@ -15,55 +14,56 @@ from typing import Any, NamedTuple
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.fused.decoder_layers.chain import Layer
 
-NAME = "decoder_layers"  # of binaries, and of what they ask of scratch
-MAX_CONTEXT = 4096  # tokens: in longer ones a unit of attention takes a team too long
+NAME = "decoder_layers"  # of binaries, and of their scratch memory
+# tokens: in longer contexts an attention work item takes a team of warps too long
+MAX_CONTEXT = 4096
 Gains = tuple[tuple[int, bool], ...]  # (contexts up to, whether one launch is faster), ascending
 
 
 class Pace(NamedTuple):
-    """How weights come to a block. Of its chunks (8 KiB) so many may be on their way: enough for
-    the memory to be busy, and no more, for what blocks hand on queues behind them. Weights that
-    come while blocks mostly hand on, from one layer's down projection to the next one's gate, may
-    come more slowly; where the ring has no room for all of them, registers have some.
-    """
+    """How fast weights are loaded to a block: the limits are chunks (8 KiB) in flight, enough to
+    keep the memory busy and no more, because results exchanged between blocks queue behind them.
+    From one layer's down projection to the next layer's gate, when blocks mostly exchange results,
+    the limit may be lower; if the ring has no room for all weights, some are held in registers."""
 
-    small: int  # of qkv and output projections
-    ahead: int  # of gate and up, as much as fits into the ring before they begin
-    other: int  # of gate and up, and of down
-    early: int  # blocks whose part of a layer may be missing when the next one asks for it
-    held: int  # units (32 KiB of FP8) of gate and up that wait in registers
+    small: int  # for qkv and output projections
+    ahead: int  # for gate and up, as far as the ring has room before they begin
+    other: int  # for the rest of gate and up, and for down
+    early: int  # the wait for a layer ends when all but so many blocks have finished
+    held: int  # ring units (32 KiB of FP8) of gate and up held in registers
 
 
 @dataclass(frozen=True, slots=True)
 class Tactic:
-    """What was measured of a shape."""
+    """What was measured for a shape."""
 
     gains: Gains
     pace: Pace
 
     def gains_at(self, context: int) -> bool:
-        """Whether one launch is faster in steps that are padded to so many tokens of context."""
+        """Whether one launch is faster in steps padded to so many tokens of context."""
         return next((gain for most, gain in self.gains if context <= most), False)
 
     def words(self) -> list[str]:
-        """As a binary's name ends: contexts up to which one launch is faster ("+") or not ("-")."""
+        """The end of a binary's name: context lengths up to which one launch is faster ("+") or not
+        ("-")."""
         gains = "".join(f"{most}{'-+'[gain]}" for most, gain in self.gains)
         return ["p" + "_".join(map(str, self.pace)), gains]
 
 
-USUAL = Pace(4, 4, 6, 8, 0)  # of shapes that were not measured
+USUAL = Pace(4, 4, 6, 8, 0)  # for shapes that were not measured
 NOWHERE, EVERYWHERE = Tactic((), USUAL), Tactic(((MAX_CONTEXT, True),), USUAL)
 
 
 def shape_key(layer: Layer, tokens: int = 1) -> str:
-    """The layer's sizes and a step's tokens, as tactics.json has them."""
+    """The layer's sizes and a step's tokens, in the notation of tactics.json."""
     heads = f"a{layer.num_heads}.{layer.num_kv_heads}x{layer.head_size}"
     key = f"h{layer.hidden}.i{layer.intermediate}.{heads}"
     return key + ".mxfp4" * layer.is_mxfp4 + f".n{tokens}" * (tokens > 1)
 
 
 def measured_tactic(layer: Layer, tokens: int) -> Tactic:
-    """Of tactics.json: one launch nowhere where it does not have the shape."""
+    """From tactics.json; a shape that is not in it never uses one launch."""
     key, table = shape_key(layer, tokens), _table()
     times = sorted((int(most), each) for most, each in table["ms"].get(key, {}).items())
     gains = tuple((most, each["one_launch"] < each["launches"]) for most, each in times)
@@ -71,8 +71,8 @@ def measured_tactic(layer: Layer, tokens: int) -> Tactic:
 
 
 def stored_tactics(kernels: Iterable[str]) -> dict[int, Tactic]:
-    """What the names of an engine's binaries say of them, by tokens; CorruptEngine where one is
-    named as another version of this program did."""
+    """The tactics in the names of an engine's binaries, by tokens; CorruptEngine if a name is that
+    of another version of llmctl."""
     stored: dict[int, Tactic] = {}
     for name in kernels:
         if not name.startswith(f"{NAME}."):

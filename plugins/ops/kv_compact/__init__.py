@@ -1,1 +1,1 @@
-"""Moves keys and values of an accepted path to where its tokens are."""
+"""Moves keys and values of an accepted path to the cache positions of its tokens."""

@@ -1,8 +1,9 @@
-"""After a tree was verified, the keys of the accepted path lie where its tokens were in the tree.
+"""Moves the keys of an accepted path: after the verification of a tree they are where its tokens
+were in the tree.
 
-A move is a pair of slots (block * tokens_per_block + offset) of one request: from, to. All moves
-of a path may be done at once or one after the other: what a move overwrites is read by it or by
-those before it alone (a path's tokens come in order, and none lies in front of its place).
+A move is a pair of slots (block * tokens_per_block + offset) of one request: from, to. All moves of
+a path may be done at once or one after another: what a move overwrites is read only by itself or by
+moves before it (a path's tokens are in order, and none is stored before its final place).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The packed products of few tokens: binaries and launches of `decode.cu`.
+"""The packed products for few tokens: binaries and launches of `decode.cu`.
 
-A variant is written compactly, as tactics store it: "n8r1c2s6k1g128f2" is a tile of 8 tokens, 1
-row tile and 2 chunks (blocks along K) a slot, 6 slots, no split of K, 128 thread blocks (0: as many
-as suit the shape), 2 slots on their way while the ring is filled for the first time (0: all). k0:
-every block has an equal share of all intervals. With "+norm8" every block normalizes the tokens
-itself, with 8 warps.
+A variant has a compact notation, used in tactics: "n8r1c2s6k1g128f2" is a tile of 8 tokens, 1 row
+tile and 2 chunks (blocks along K) per slot, 6 slots, no split of K, 128 thread blocks (0: chosen by
+shape), 2 slots requested at once in the first pass over the ring (0: all). k0: every block has an
+equal share of all intervals. With "+norm8" every block normalizes the tokens itself, with 8 warps.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ if TYPE_CHECKING:
 
 TOKEN_TILES = (8, 16, 24, 32, 64)
 SHARED_HALF = 112 * 1024  # two thread blocks fit a multiprocessor (1 KiB each is reserved)
-MAX_BLOCKS, MAX_HANDED = 264, 64  # blocks and tokens of sums that blocks hand on
+MAX_BLOCKS, MAX_HANDED = 264, 64  # blocks and tokens of partial sums that blocks pass on
 _PART_BYTES = 512  # 16 rows x 8 tokens of float32
 NORM_PART, MAX_NORM_PARTS = 256, 32  # elements that a warp normalizes at once; of a row
-_NORM_SUMS = 2 * 4 * MAX_NORM_PARTS  # bytes; two rows in turn
+_NORM_SUMS = 2 * 4 * MAX_NORM_PARTS  # bytes; two rows alternately
 _ALIGNMENT = 1024  # of tokens in a slot
 _TABLE_BYTES = 255 + 128  # of the 4-bit numbers
-_SLOT_BARRIERS = 24  # bytes: a slot is full, is empty, has the weights of its first turn
+_SLOT_BARRIERS = 24  # bytes: a slot is full, is empty, has the weights of its first pass
 _WARPS = 5
 _PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)f(\d+)(?:\+norm(\d+))?")
 
@@ -62,8 +61,8 @@ class DecodeVariant:
     stages: int  # slots
     split: int = 1  # thread blocks of a cluster that share K; 0: equal shares of everything
     blocks: int = 0  # thread blocks; 0: see `grid_blocks`
-    fill: int = 0  # slots on their way while the ring is filled for the first time; 0: all
-    norm_warps: int = 0  # that normalize the tokens; 0: they come normalized
+    fill: int = 0  # slots requested at once in the first pass over the ring; 0: all
+    norm_warps: int = 0  # warps that normalize the tokens; 0: they are already normalized
     form: Form = field(default=FORMS[FP8], kw_only=True)  # of the weight; not part of the text
 
     def __str__(self) -> str:
@@ -150,7 +149,7 @@ def grid_blocks(variant: DecodeVariant, row_tiles: int, num_sms: int) -> int:
     """Thread blocks along x: with equal shares of the row tiles, as far as they divide."""
     if variant.split > 1:  # a cluster takes one group of row tiles
         return -(-row_tiles // variant.row_tiles) * variant.split
-    if variant.blocks or variant.split == 0:  # none without work: each waits for the one before it
+    if variant.blocks or variant.split == 0:  # none without work: each waits for the previous one
         return min(variant.blocks or num_sms, row_tiles)
     if row_tiles <= 2 * num_sms:  # two to a multiprocessor
         return -(-row_tiles // variant.row_tiles)

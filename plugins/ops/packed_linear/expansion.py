@@ -1,5 +1,5 @@
-"""4-bit weights as FP8 weights in scratch memory, for the products of many tokens: the
-binary and launch of `expand.cu`, and the call that multiplies what it makes."""
+"""4-bit weights expanded to FP8 weights in scratch memory, for products with many tokens: the
+binary and launch of `expand.cu`, and the call that multiplies the result."""
 
 from __future__ import annotations
 

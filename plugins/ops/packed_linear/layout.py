@@ -1,12 +1,12 @@
-"""How weights lie in memory for the packed matrix products.
+"""The memory layout of weights for the packed matrix products.
 
 A packed weight is [RT, KT, 64, C]: 64-row tiles, then chunks of 128 bytes of K (C elements). Each
 [64, 128 bytes] block is 8 KiB, contiguous, and already has the 128-byte swizzle that wgmma reads:
-the 16-byte piece c of row r lies at piece c XOR (r mod 8). So one bulk copy brings a block, and
-shared memory needs no further arrangement. Rows and columns beyond the matrix are zero. Weights of
-4-bit weights have blocks of another form: mxfp4.py.
+the 16-byte piece c of row r is stored at piece c XOR (r mod 8). So one bulk copy loads a block, and
+shared memory needs no further arrangement. Rows and columns beyond the matrix are zero. Blocks of
+4-bit weights have another form: mxfp4.py.
 
-Rows are packed in an order of their own, so that values which an epilogue combines meet in one
+Rows are packed in a special order, so that values which an epilogue combines are in the same
 thread: the accumulator of a thread holds rows r and r + 8 of every group of 16.
 """
 
@@ -32,8 +32,8 @@ class Form:
 
     block_bytes: int  # of 64 rows
     columns: int  # elements of K
-    token_chunks: int  # of 128 bytes of a token, that meet one block
-    interval: int  # blocks that an FP8 sum takes at once: 512 elements of K
+    token_chunks: int  # chunks of 128 bytes of a token that one block is multiplied by
+    interval: int  # blocks of one interval of an FP8 sum: 512 elements of K
 
 
 FORMS = {

@@ -1,7 +1,7 @@
-"""A packed product that normalizes its tokens: how it is cut into rms_norm and the plain product.
+"""A packed product that normalizes its tokens, split into rms_norm and the plain product.
 
-The two have the bits of the one, so a step may take either: few tokens are normalized by the
-product itself, which spares a kernel in the chain of a step; many by rms_norm.
+Both ways give the same bits, so a step may use either: few tokens are normalized by the product
+itself, which saves a kernel in the chain of a step; many by rms_norm.
 """
 
 from __future__ import annotations

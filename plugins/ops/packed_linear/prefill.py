@@ -1,4 +1,4 @@
-"""The packed products of many tokens: which binaries, and how a step launches them.
+"""The packed products for many tokens: which binaries, and how a step launches them.
 
 A variant is a tile shape. `choose` picks the one whose waves of tiles over the multiprocessors take
 the least time.

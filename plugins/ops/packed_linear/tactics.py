@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 MANY = "many"  # the kernel for many tokens, which chooses its tile by itself
 FEW_TOKENS = (8, 16, 32, 64)  # upper ends of the entries for few tokens
-_FEWEST_STAGES = 3  # that keep enough reads in flight
-_SMALL_WEIGHT = 24 << 20  # bytes that a few microseconds read
-RING_ROOM = 206 * 1024  # leaves room for small kernels beside a waiting product
+_FEWEST_STAGES = 3  # the fewest that keep enough reads in flight
+_SMALL_WEIGHT = 24 << 20  # bytes, read in a few microseconds
+RING_ROOM = 206 * 1024  # leaves room for small kernels on the multiprocessor of a waiting product
 
 
 def parse_tactic(tactic: str) -> list[tuple[int, str]]:
@@ -66,16 +66,16 @@ def normalizes(variant: str) -> bool:
 
 
 def can_normalize(op: str, row_tiles: int, chunks: int, dtype: str) -> bool:
-    """Whether some number of tokens is faster with the norm in the product, as far as measured."""
+    """Whether the norm in the product is measured to be faster for some number of tokens."""
     return any(map(normalizes, _measured(op, row_tiles, chunks, dtype).values()))
 
 
 def default_variant(tokens: int, row_tiles: int, chunks: int, dtype: str) -> DecodeVariant:
-    """The rule for sizes that nobody measured.
+    """The rule for sizes that were not measured.
 
-    Small weights with few rows: K split in clusters, two blocks to a multiprocessor, so that the
-    next product can fill its ring. Otherwise one block with a large ring on each: whole row tiles
-    where these divide nearly evenly over the multiprocessors, else equal shares.
+    Small weights with few rows: K split in clusters, two blocks per multiprocessor, so that the
+    next product can fill its ring. Otherwise one block with a large ring per multiprocessor: whole
+    row tiles if these divide nearly evenly over the multiprocessors, else equal shares.
     """
     form, is_fp8 = FORMS[dtype], dtype in (FP8, MXFP4)
     intervals = -(-chunks // form.interval)

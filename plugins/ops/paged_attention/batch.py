@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 COLUMNS = (8, 16)  # of a tensor-core instruction, and two of them: rows of a request
 MAX_ROWS = COLUMNS[-1]
-# Keys and values on their way to a warp, bytes; at least three tiles of either. Four warps to a
-# multiprocessor then keep the memory busy, and more would find no room.
+# Keys and values in flight to a warp, bytes; at least three tiles of each. Four warps per
+# multiprocessor then keep the memory busy, and there is no room for more.
 _RING_BYTES = 48 << 10
 _WARPS_PER_SM = 4
 
@@ -62,8 +62,9 @@ def batch_launch(
 ) -> Launch:
     """Attend for requests of up to max_tokens tokens, which are at most MAX_ROWS rows.
 
-    partials: room for units of parts behind the first, and a counter for each request and KV head,
-    zero before and after. Where units find no room contexts are not cut into parts.
+    partials: room for the work items of all parts but the first, and a counter for each request and
+    KV head, zero before and after. If there is no room for them, contexts are not divided into
+    parts.
     """
     heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
     rows = max_tokens * group_size(call)
@@ -72,7 +73,7 @@ def batch_launch(
     part_tiles = _part_tiles(tiles, num_requests * heads, env.limits.num_sms)
     floats = columns // 8 * (size // 4 + 3) * 32  # of an entry
     num_parts = -(-tiles // part_tiles)
-    # The first part is an entry, and each unit that starts behind part_tiles.
+    # The first part is an entry, and so is each work item that starts after part_tiles.
     max_entries = 2 + max(count_units(max_kv_len) - count_units(part_tiles * KEYS), 0)
     if num_requests * heads * max_entries * floats > partials[0].numel():
         num_parts, part_tiles, max_entries = 1, max(tiles, 1), 1
@@ -89,10 +90,10 @@ def batch_launch(
 
 
 def _part_tiles(tiles: int, groups: int, num_sms: int) -> int:
-    """Tiles of a part. Storing a unit costs a quarter of reading its keys, so contexts are cut
-    where warps are too few (three to a multiprocessor are enough) or one would take too long (4,096
-    keys). Blocks of parts that a shorter context does not have cost too: there are at most 8 parts
-    where groups are many."""
+    """Tiles of a part. Storing a work item costs a quarter of reading its keys, so contexts are
+    divided only where there are too few warps (three per multiprocessor are enough) or one would
+    take too long (4,096 keys). Blocks of parts that a shorter context does not have cost time, too:
+    there are at most 8 parts if there are many groups."""
     wanted = max(1, (_WARPS_PER_SM - 1) * num_sms // groups)
     most = 32 if groups <= _WARPS_PER_SM * num_sms else 8
     return max(min(64, -(-tiles // wanted)), -(-tiles // most), 4)

@@ -1,8 +1,8 @@
 """The kernel for context chunks: binaries and launches of `chunk.cu`.
 
-It gives the bits of the Triton context kernel, which takes what it does not cover: windows, token
-trees, INT8 caches, pages whose size is no power of two, and head sizes 80, 96 and 64 (where it is
-no faster).
+It gives the bits of the Triton context kernel, which is used for what it does not support: windows,
+token trees, INT8 caches, page sizes that are no power of two, and head sizes 80, 96 and 64 (where
+it is no faster).
 """
 
 from __future__ import annotations

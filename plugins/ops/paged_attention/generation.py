@@ -1,8 +1,8 @@
-"""The kernel for few tokens and short waits: binaries and launches of `generation.cu`.
+"""The kernel for few tokens at low latency: binaries and launches of `generation.cu`.
 
-It gives the bits of the Triton kernels, so a step may use either. It covers head sizes 64 and 128
-without windows and INT8 caches, and is used where few thread blocks have to be fast
-together; many requests keep the GPU busy anyway.
+It gives the bits of the Triton kernels, so a step may use either. It supports head sizes 64 and 128
+without windows and INT8 caches, and is used where few thread blocks have to be fast together; many
+requests keep the GPU busy anyway.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from llmctl.plugins.core.calls import OpCall
 
-SPLITS = 16  # thread blocks that share a block of query tokens, but in the shortest contexts
+SPLITS = 16  # thread blocks that share a block of query tokens, except in the shortest contexts
 ROWS = 64  # of a thread block: one tensor-core instruction high
-# Room for the units that a thread block merges: 16 of 48 rows of head size 128, in clusters of 16.
-# With the operands of that head size it leaves 152 KiB of a multiprocessor to a packed product.
+# Room for the work items that a thread block merges: 16 of 48 rows of head size 128, in clusters of
+# 16. With the operands of that head size it leaves 152 KiB of a multiprocessor to a packed product.
 PARTS_BYTES = 26112
-GATHERED_BYTES = 432  # a step's numbers, as a thread block holds them
+GATHERED_BYTES = 432  # the step parameters in a thread block
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class Variant:
     """One way to build the kernel."""
 
     splits: int  # thread blocks that share a block of query tokens
-    is_clustered: bool = True  # units go through shared memory; else through global memory
+    # work items are sent through shared memory; else through global memory
+    is_clustered: bool = True
 
     def __str__(self) -> str:
         return f"k{self.splits}" if self.is_clustered else f"g{self.splits}"
@@ -111,10 +112,10 @@ def generation_launch(
     logit_scale: float,
     max_tokens: int,
 ) -> Launch | None:
-    """Attend for requests of up to max_tokens tokens; None where `partials` are too small.
+    """Attend for requests of up to max_tokens tokens; None if `partials` are too small.
 
-    partials: room for units, and a line of 32 counters for each block of rows, of which one counts;
-    it is zero before and after.
+    partials: room for work items, and a line of 32 counters for each block of rows, of which one is
+    used; it is zero before and after.
     """
     heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
     cache = env.kv_cache[0]

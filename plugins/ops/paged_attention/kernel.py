@@ -1,11 +1,12 @@
 """Paged attention on a GPU: which binaries there are, and how a step launches them.
 
-Generation and verification (up to SHORT tokens a request, or a whole tree of tokens) split the keys
-over thread blocks; longer requests, the context chunks, do not. A step that may hold both launches
-both kernels, and each passes over the other's requests: what a row gets is the same in either.
-Where few thread blocks have to be fast together, verification.cu or generation.cu takes the short
-requests; where many requests have a token or two each, batch.cu. chunk.cu takes context chunks. In
-a step with trees all short requests go to the one kernel that knows paths (triton_tree.py).
+Kernels for generation and verification (up to SHORT tokens per request, or a whole tree of tokens)
+split the keys over thread blocks; those for longer requests, the context chunks, do not. A step
+that may have both launches both kernels, and each skips the other's requests: the result of a row
+is the same in either. Where few thread blocks have to be fast together, verification.cu or
+generation.cu processes the short requests; where many requests have one or two tokens each,
+batch.cu. chunk.cu processes context chunks. In a step with trees all short requests use the one
+kernel that supports paths (triton_tree.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Where attention cuts a context: part of the arithmetic, the same for every kernel and step.
+"""How attention divides a context: part of the arithmetic, the same for every kernel and step.
 
-A tile is KEYS keys. A unit is UNIT tiles in the first 16 units, and then an eighth of the largest
-power of two (in tiles) below it: 8 units per doubling of the context.
+A tile is KEYS keys. A work item (`unit`) is a range of tiles whose attention is computed
+independently and merged afterwards: UNIT tiles in each of the first 16, and then an eighth of the
+largest power of two (in tiles) below it: 8 work items per doubling of the context.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ UNIT = 1  # a power of two
 
 
 def count_units(num_keys: int) -> int:
-    """How many units a context of so many keys has."""
+    """The number of work items of a context of so many keys."""
     tile, count = 0, 0
     while tile * KEYS < num_keys:
         tile += _unit_tiles(tile)
@@ -20,7 +21,7 @@ def count_units(num_keys: int) -> int:
 
 
 def unit_start(unit: int) -> int:
-    """The first tile of a unit."""
+    """The first tile of a work item."""
     tile = 0
     for _ in range(unit):
         tile += _unit_tiles(tile)
@@ -28,5 +29,5 @@ def unit_start(unit: int) -> int:
 
 
 def _unit_tiles(first: int) -> int:
-    """How many tiles the unit has that begins with this one."""
+    """The number of tiles of the work item that begins with this tile."""
     return max((1 << first.bit_length()) >> 4, UNIT)

@@ -1,4 +1,4 @@
-"""Attention of requests with few tokens: units of keys over thread blocks, then merged.
+"""Attention of requests with few tokens: work items of keys over thread blocks, then merged.
 
 triton_state.py says why every row's bits stay the same, triton_tree.py how trees keep them.
 """

@@ -1,22 +1,24 @@
 """Paged attention on tensor cores, with one order of arithmetic for every row.
 
-A query's bits must not depend on what shares its step, so the keys are cut at fixed absolute
-positions (tiles.py). The tiles of a unit go through one online softmax, and the results of units
-are merged from left to right. Units grow with the context (16 of one tile, 8 of two, 8 of four),
-so there are few of them, and none is longer than an eighth of what precedes it.
+A query's bits must not depend on what else is in its step, so the keys are divided at fixed
+absolute positions (tiles.py). The tiles of a work item (`unit`) go through one online softmax, and
+the results of work items are merged from left to right. Work items grow with the context (16 of one
+tile, 8 of two, 8 of four), so there are few of them, and none is longer than an eighth of what
+precedes it.
 
-Whoever computes a unit gets the same bits: the same 16 products at a time in the tensor cores, over
-the same keys in the same order, sums over keys within one warp's registers and then its lanes.
-Tiles that a row does not see leave its state as it is, bit for bit, so they may be skipped or not.
+Every kernel computes the same bits for a work item: the same 16 products at a time in the tensor
+cores, over the same keys in the same order, and sums over keys first within one warp's registers
+and then over its lanes. Tiles that a row does not see leave its state unchanged, bit for bit, so
+they may be skipped or not.
 
-`generation` (triton_generation.py) splits a request's units over thread blocks, which then merge
-them, each for some of the rows. `context` (triton_context.py) gives each block of query tokens a
-thread block. Here is what both do to a row's state. Rows are query tokens times the
-query heads of one KV head. 64 rows and 4 warps, or 128 and 8: each row's keys lie in one warp.
+`generation` (triton_generation.py) divides a request's work items over thread blocks, which then
+merge them, each for some of the rows. `context` (triton_context.py) gives each block of query
+tokens a thread block. This module has what both do to a row's state. Rows are query tokens times
+the query heads of one KV head. 64 rows and 4 warps, or 128 and 8: each row's keys are in one warp.
 
-FP8 and INT8 keys and values are read as float16, which holds them exactly, and so are the queries
-beside them; 16-bit ones as they are. Sums and states are float32, weights are rounded to the
-values' type.
+FP8 and INT8 keys and values are read as float16, which represents them exactly, and so are the
+queries multiplied with them; 16-bit ones are read unchanged. Sums and states are float32, weights
+are rounded to the values' type.
 """
 
 from __future__ import annotations

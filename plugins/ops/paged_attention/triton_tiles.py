@@ -1,4 +1,5 @@
-"""Tiles of keys, and the units that they form (tiles.py says how, in integers)."""
+"""Tiles of keys, and the work items (`unit`) that they form (tiles.py defines them, in
+integers)."""
 
 from __future__ import annotations
 

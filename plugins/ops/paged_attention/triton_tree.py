@@ -1,10 +1,10 @@
 """Attention of trees of tokens, with the bits of plain decoding.
 
-Decoding a path token by token adds its keys in the order of their positions, in tiles that are cut
-at fixed positions. In a tree the keys of a path lie scattered behind the root, so a mask over tiles
-of the cache would add the same numbers in other tiles: equal as reals, not as bits. Here the tiles
-that reach behind the root are gathered for each token by itself, along its path, and leave the
-other tokens' states as they are. Tiles before the root are shared by all.
+Decoding a path token by token adds its keys in order of position, in tiles at fixed positions. In a
+tree the keys of a path are scattered after the root, so a mask over tiles of the cache would add
+the same numbers in different tiles: equal as real numbers, but not bit for bit. Here the tiles that
+extend past the root are gathered for each token separately, along its path, and leave the states of
+the other tokens unchanged. Tiles before the root are shared by all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The kernel for a verification, and for few tokens at all: binaries and launches of
+"""The kernel for verification, and for few tokens in general: binaries and launches of
 `verification.cu`.
 
-It gives the bits of the other kernels, so a step may use any. It covers what batch.cu does, and is
-used where its thread blocks all run at once, one to a multiprocessor.
+It gives the bits of the other kernels, so a step may use any. It supports the same calls as
+batch.cu, and is used if all its thread blocks run at once, one per multiprocessor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from llmctl.plugins.core.calls import OpCall
 
-MAX_CONTEXT = 4096  # tokens: a warp takes its tiles one by one
+MAX_CONTEXT = 4096  # tokens: a warp processes its tiles one by one
 # Dimensions of all heads from which on more than two thread blocks to a context are faster, and the
 # most blocks: two to a multiprocessor are slower than half as many with more units each.
 _WIDE, _MOST_OF_SPLIT = 5120, 96
@@ -32,15 +32,15 @@ class Variant:
     """One way to build the kernel."""
 
     splits: int  # thread blocks that share a context, a cluster
-    units: int  # that a thread block takes at once, a warp each
+    units: int  # work items that a thread block processes at once, one per warp
     rows: int  # of a thread block
 
     def __str__(self) -> str:
         return f"k{self.splits}u{self.units}r{self.rows}"
 
     def shared_bytes(self, call: OpCall, limits: StepLimits) -> int:
-        """Tiles; states and factors of units; what a block hands on; queries, a barrier; the step's
-        numbers."""
+        """Tiles; states and factors of work items; the state passed between blocks; queries, a
+        barrier; the step parameters."""
         size = int(call.attributes["head_size"])
         tile = KEYS * size * (1 if limits.kv_dtype in (FP8, "int8") else 2)
         states = 2 * self.units * self.rows * 8
