@@ -42,7 +42,7 @@ from llmctl.builder.models.decoder import EMBEDDING, build_network
 from llmctl.builder.network import Network
 from llmctl.builder.passes.pipeline import run_passes
 from llmctl.builder.planted import LoadFormat, declare_tensors, mark_generated, open_config
-from llmctl.builder.plugin_config import resolve_plugins
+from llmctl.builder.plugin_config import rank_notices, resolve_plugins
 from llmctl.builder.provenance import describe_source, pretrained_config, versions
 from llmctl.builder.scales import (
     check_unused,
@@ -192,6 +192,7 @@ def plan_build(
     plugin_config = resolve_plugins(
         plugins or {}, dtype, bool(linear_scales), backend, request.kv_cache_type
     )
+    notices += rank_notices(plugin_config, limits.tp_size)
     cache = KvCacheSpec(
         model.num_hidden_layers,
         local.num_key_value_heads,

@@ -152,7 +152,13 @@ OPTIONS: Mapping[str, PluginOption] = {
             "kernels always choose their tiles by the number of tokens in the step",
             "there is no single-profile form",
         ),
-        _no_such_part("reduce_fusion", _ONE_RANK, "disable"),
+        PluginOption(
+            "reduce_fusion",
+            "disable",
+            ("disable", "enable"),
+            "no effect: an engine of one rank has no sums over ranks to fuse; refused for several",
+            "it is enable or disable",
+        ),
         _no_such_part("user_buffer", _ONE_RANK, "disable"),
         _no_such_part("gemm_allreduce_plugin", _ONE_RANK, "disable"),
         _no_such_part("pp_reduce_scatter", _ONE_RANK, "disable"),
@@ -178,6 +184,20 @@ def options_for(backend: str, cache_type: str) -> Mapping[str, PluginOption]:
     from llmctl.builder.tensorrt.plugin_options import tensorrt_options
 
     return {**OPTIONS, **tensorrt_options(backend, cache_type)}
+
+
+def rank_notices(plugin_config: Mapping[str, str], tp_size: int) -> list[str]:
+    """What people should know of options about several ranks. Raises Unsupported where an engine
+    of `tp_size` ranks cannot honour one."""
+    if plugin_config["reduce_fusion"] != "enable":
+        return []
+    if tp_size > 1:
+        raise Unsupported(
+            f"--reduce_fusion enable is refused with {tp_size} ranks: sums over ranks are "
+            "collectives within TensorRT's plans",
+            fix="--reduce_fusion disable",
+        )
+    return ["reduce_fusion enable: the engine has one rank, so there is nothing to fuse"]
 
 
 def resolve_plugins(

@@ -14,6 +14,7 @@ from llmctl.quantize.checkpoint import Checkpoint
 from llmctl.quantize.format import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
+    RECORD_FILE,
     check_end_ids,
     read_json,
 )
@@ -71,7 +72,8 @@ def _special_ids(checkpoint: Checkpoint, vocab_size: int) -> dict[str, Any]:
 
 
 def describe_source(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Which checkpoint this was: sha256 of config.json and of every safetensors header + its size.
+    """Which checkpoint this was, and what `llmctl quantize` made it from; sha256 of config.json and
+    of every safetensors header + its size.
 
     A header holds every name, dtype, shape and offset; hashing 140 GB of values would take
     minutes and is left to whoever needs it.
@@ -90,7 +92,12 @@ def describe_source(checkpoint: Checkpoint) -> dict[str, Any]:
             "header_sha256": sha256(raw).hexdigest(),
             "bytes": path.stat().st_size,
         }
-    return {"checkpoint": str(checkpoint.path.absolute()), "files": files}
+    source = {"checkpoint": str(checkpoint.path.absolute()), "files": files}
+    record = checkpoint.path / RECORD_FILE
+    made = read_json(record).get("quantize") if record.is_file() else None
+    if isinstance(made, dict) and isinstance(made.get("model_dir"), str):
+        source["quantized_from"] = made["model_dir"]
+    return source
 
 
 def versions() -> dict[str, str]:

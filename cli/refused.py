@@ -62,7 +62,7 @@ _ENGINE = "it is part of the engine; choose it with: llmctl build"
 _PARALLEL = "tensor, pipeline and expert parallelism are not available; an engine runs on one GPU"
 
 _BENCH_REASONS = {
-    "model": "the engine names its model; give --engine-dir",
+    "model": "it is a label before the command: llmctl bench --model NAME latency ...",
     "model-path": "the engine holds all it needs; give --engine-dir",
     "max-seq-len": _ENGINE,
     "beam-width": _BEAM,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 
@@ -42,6 +44,18 @@ def open_streams() -> None:
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     vars(sys)["stderr"] = LossyStream(sys.stderr)
+
+
+def is_stdout_an_empty_file(*others: Path) -> bool:
+    """Whether stdout goes to a file that is empty so far, as `>` of a shell makes one, and is neither
+    stderr nor one of `others`."""
+    try:
+        out, err = os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError):  # closed, or no descriptor at all
+        return False
+    if not stat.S_ISREG(out.st_mode) or out.st_size > 0 or os.path.samestat(out, err):
+        return False
+    return not any(path.exists() and os.path.samestat(out, path.stat()) for path in others)
 
 
 def silence_stdout() -> None:

@@ -47,6 +47,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+RECORD_FILE = "llmctl_quantize.json"  # how the checkpoint was made; other readers ignore it
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 INT8_MAX = 127.0  # largest value of a symmetric int8

@@ -19,6 +19,7 @@ from llmctl.quantize.format import (
     GENERATION_CONFIG_FILE,
     KV_CACHE_DTYPES,
     QUANT_CONFIG_FILE,
+    RECORD_FILE,
     dump_json,
     quantization_documents,
 )
@@ -27,8 +28,6 @@ from llmctl.quantize.writer import ShardWriter
 
 if TYPE_CHECKING:
     import torch
-
-RECORD_FILE = "llmctl_quantize.json"  # how the checkpoint was made; readers ignore it
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,8 @@ class OpenEngines:
     def __init__(self, checked: CheckedEngines, log: Log = lambda lines: None) -> None:
         options = checked.options
         self.checked = checked
+        if options.method.notes:
+            log(list(options.method.notes))
         request = OpenRequest(
             draft_len=checked.draft_len,
             lengths=self._lengths(options.method, checked.draft_len),

@@ -35,7 +35,6 @@ def gives_gemms_to_us(plugin_config: Mapping[str, str]) -> bool:
 def _common() -> tuple[PluginOption, ...]:
     return (
         _without("nccl_plugin", "auto", _COLLECTIVE),
-        _without("reduce_fusion", "disable", _COLLECTIVE),
         _without("gemm_allreduce_plugin", "disable", _COLLECTIVE),
         _without("user_buffer", "disable", _COLLECTIVE),
         _without("pp_reduce_scatter", "disable", "no rank has layers of its own"),

@@ -149,9 +149,21 @@ def _with_common_options(function: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
+@bench.callback()
+def common(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        Option("--model", help="A label; one that the engine's origin is not, is remarked."),
+    ] = None,
+) -> None:
+    context.obj = model
+
+
 @bench.command("latency", short_help="One request at a time.")
 @_with_common_options
 def latency(
+    context: typer.Context,
     *,
     concurrency: Annotated[
         int, Option("--concurrency", min=1, help="Requests in flight.", hidden=True)
@@ -167,12 +179,13 @@ def latency(
       llmctl bench latency --engine-dir out/target --draft-engine out/draft --baseline
       llmctl bench latency --engine-dir out/target --target-input-len 64 --iterations 5
     """
-    return _run("latency", concurrency=concurrency, request_rate=None, given=given)
+    return _run("latency", context.obj, concurrency, None, given)
 
 
 @bench.command("throughput", short_help="Many requests at once.")
 @_with_common_options
 def throughput(
+    context: typer.Context,
     *,
     concurrency: Annotated[
         int, Option("--concurrency", min=-1, help="Most requests in flight; -1: all at once.")
@@ -200,11 +213,15 @@ def throughput(
     if request_rate is not None and not 0 < request_rate < math.inf:
         raise BadConfig(f"--request-rate is {request_rate}; it must be above 0")
     bound = None if concurrency == -1 else concurrency
-    return _run("throughput", concurrency=bound, request_rate=request_rate, given=given)
+    return _run("throughput", context.obj, bound, request_rate, given)
 
 
 def _run(
-    command: str, *, concurrency: int | None, request_rate: float | None, given: dict[str, Any]
+    command: str,
+    label: str | None,
+    concurrency: int | None,
+    request_rate: float | None,
+    given: dict[str, Any],
 ) -> int:
     """From options to exit code; heavy imports happen here."""
     from llmctl.cli.bench.driver import Pace
@@ -265,5 +282,6 @@ def _run(
         synthetic_acceptance=given["synthetic_acceptance"],
         files=Files(given["raw"], given["report"], given["report_json"], given["trace"]),
         is_json=given["as_json"],
+        label=label,
     )
     return publish_results(Session(options).measure())

@@ -19,6 +19,8 @@ from llmctl.runtime.request import Request, SamplingConfig
 if TYPE_CHECKING:
     from llmctl.cli.tokenizer import Tokenizer
 
+# trtllm-bench asks for no suffix, and its guides redirect prepare_dataset.py into .txt files.
+DATASET_SUFFIXES = (".jsonl", ".json", ".txt")
 DEFAULT_INPUT_LEN = 128
 DEFAULT_OUTPUT_LEN = 128
 DEFAULT_NUM_REQUESTS = 10  # without a dataset
@@ -49,12 +51,20 @@ def read_load(options: LoadOptions) -> list[Prompt]:
     """The dataset's rows; nothing without a dataset. Raises BadConfig."""
     if options.dataset is None:
         return []
-    if options.dataset.suffix.lower() != ".jsonl":
+    if options.dataset.suffix.lower() not in DATASET_SUFFIXES:
         raise BadConfig(
-            f"--dataset is {options.dataset}; a .jsonl file of requests is wanted",
+            f"--dataset is {options.dataset}; a {' or '.join(DATASET_SUFFIXES)} file of JSON lines "
+            "is wanted",
             fix="make one with: llmctl dataset --tokenizer ENGINE_DIR --output FILE.jsonl ...",
         )
-    prompts = read_prompts(options.dataset, "--dataset")
+    if options.dataset.is_file() and options.dataset.stat().st_size == 0:
+        raise BadConfig(
+            f"--dataset {options.dataset} is empty, as `> {options.dataset.name}` leaves it where "
+            "the command before it printed nothing",
+            fix=f"llmctl dataset --tokenizer ENGINE_DIR ... > {options.dataset}, and see that it "
+            "ends without an error",
+        )
+    prompts = read_prompts(options.dataset, "--dataset", suffix=".jsonl")
     if options.num_requests > len(prompts):
         raise BadConfig(
             f"--num-requests is {options.num_requests}; {options.dataset} has {len(prompts)} rows"

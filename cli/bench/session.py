@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmctl.cli.bench.driver import Driver, Pace
 from llmctl.cli.bench.hardware import Reads, measure_cpu, measure_gpu, processor_name
+from llmctl.cli.bench.label import label_warning
 from llmctl.cli.bench.load import LoadOptions, make_requests, read_load
 from llmctl.cli.bench.progress import Progress
 from llmctl.cli.bench.records import Recording
@@ -56,6 +57,7 @@ class BenchOptions:
     synthetic_acceptance: str | None = None  # as given; it means something to a draft length
     files: Files = Files()
     is_json: bool = False
+    label: str | None = None  # what the user calls the model
 
     def __post_init__(self) -> None:
         method = self.engines.method
@@ -113,6 +115,9 @@ class Session:
         require_writable(*options.files, source=options.load.dataset)
         prompts = read_load(options.load)
         checked = check_engines(options.engines)
+        warning = label_warning(options.label, checked.target)
+        if warning is not None:
+            print(warning, file=sys.stderr, flush=True)
         engine_dir = options.engines.engine_dir
         requests = make_requests(options.load, prompts, engine_dir, checked.target)
         ways = self._ways(checked)
@@ -124,7 +129,7 @@ class Session:
         reads = Reads.of(engines.target, engines.opened.beside)
         if not checked.is_on_gpu:
             bandwidth = measure_cpu(reads.target_weights)
-        facts = _engine_facts(engines)
+        facts = {"label": options.label} | _engine_facts(engines)
         measured = Measured(options, checked, requests, ways, reads, bandwidth, facts, forced)
         total = len(requests) * options.iterations * len(ways)
         try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from llmctl.cli.streams import is_stdout_an_empty_file
 from llmctl.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -206,6 +207,11 @@ def _tokenizer(chosen: _Common) -> Tokenizer:
 def _write(chosen: _Common, rows: Iterable[DatasetRow]) -> None:
     from llmctl.cli.dataset.rows import summary, write_rows
 
-    written = write_rows(rows, chosen.output, sys.stdout)
+    # prepare_dataset.py's users write `--output FILE ... > rows.txt` and give rows.txt to the
+    # benchmark; rows that went to FILE alone would leave it an empty file.
+    is_printed = chosen.output is None or is_stdout_an_empty_file(chosen.output)
+    written = write_rows(rows, chosen.output, sys.stdout if is_printed else None)
     if not chosen.is_quiet:
+        if is_printed and chosen.output is not None:
+            print(f"rows are in {chosen.output}, and on stdout, which is a file", file=sys.stderr)
         print(summary(written), file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -49,20 +50,21 @@ def random_rows(
 
 
 def write_rows(
-    rows: Iterable[DatasetRow], output: Path | None, stdout: IO[str]
+    rows: Iterable[DatasetRow], output: Path | None, stdout: IO[str] | None
 ) -> list[DatasetRow]:
-    """Print the rows, or write them to a file that appears when it is complete."""
+    """Print the rows where there is a stdout, and write them to a file that appears when it is
+    complete where there is an output."""
     written = []
-    if output is None:
+    with ExitStack() as stack:
+        files = [] if stdout is None else [stdout]
+        if output is not None:
+            files.append(stack.enter_context(replacing(output, "w")))
         for index, row in enumerate(rows):
-            print(row.to_json(index), file=stdout)
+            for file in files:
+                file.write(row.to_json(index) + "\n")
             written.append(row)
-        stdout.flush()
-        return written
-    with replacing(output, "w") as file:
-        for index, row in enumerate(rows):
-            file.write(row.to_json(index) + "\n")
-            written.append(row)
+        if stdout is not None:
+            stdout.flush()
     return written
 
 

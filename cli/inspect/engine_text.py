@@ -76,6 +76,8 @@ def summary_rows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     given = ", ".join(f"{k} {v}" for k, v in weights.items() if k != "load_format")
     yield "load format", f"{weights['load_format']}{': ' if given else ''}{given}"
     yield "source", str(config["source"].get("checkpoint", "unknown"))
+    if "quantized_from" in config["source"]:
+        yield "quantized from", str(config["source"]["quantized_from"])
     yield "tokenizer", str(config["tokenizer"].get("hash") or "none")
     yield "versions", ", ".join(f"{name} {text}" for name, text in config["versions"].items())
     yield "command", str(config["command"]) or "none (built by a program)"

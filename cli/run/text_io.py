@@ -49,11 +49,13 @@ class Prompt:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_prompts(path: Path, option: str = "--input-file") -> list[Prompt]:
-    """The prompts of the file that `option` names, by its suffix. Raises BadConfig for an unknown
-    one or a bad row."""
+def read_prompts(
+    path: Path, option: str = "--input-file", suffix: str | None = None
+) -> list[Prompt]:
+    """The prompts of the file that `option` names, read as its suffix says, or as `suffix` does.
+    Raises BadConfig for an unknown one or a bad row."""
     readers = {".txt": _read_txt, ".csv": _read_csv, ".npy": _read_npy, ".jsonl": _read_jsonl}
-    reader = readers.get(path.suffix.lower())
+    reader = readers.get(suffix or path.suffix.lower())
     if reader is None:
         raise BadConfig(
             f"{option} is {path}; its name must end in one of {', '.join(readers)}",

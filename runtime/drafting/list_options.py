@@ -19,16 +19,27 @@ def parse_list(option: str, text: str, length: int, form: str) -> list[Any]:
     return value
 
 
-def require_one_device(option: str, devices: object) -> None:
-    """Raises BadConfig if the value is not a list of devices, Unsupported for a list other than
-    [0]."""
-    if not isinstance(devices, list) or not all(type(device) is int for device in devices):
+def take_device(option: str, devices: object, role: str) -> list[str]:
+    """Check a list of devices; lines for people where an engine of one rank takes only the first.
+
+    Only engines of one rank run (runtime/open.py checks), and they run on device 0; the devices
+    behind the first are never looked at. Raises BadConfig for what is no list of devices,
+    Unsupported where the first is not 0.
+    """
+    if not isinstance(devices, list) or not all(
+        type(device) is int and device >= 0 for device in devices
+    ):
         raise BadConfig(f"{option} has the devices {devices!r}; a list such as [0] is wanted")
-    if devices != [0]:
+    if len(set(devices)) < len(devices):
+        raise BadConfig(f"{option} names a device twice: {devices}")
+    if devices[:1] != [0]:
         raise Unsupported(
-            f"{option} names the devices {devices}; the engine runs on one device, [0]",
-            fix="write [0] for both models",
+            f"{option} names the devices {devices} for the {role}; engines run on device 0",
+            fix="let the list begin with 0, as [0] does",
         )
+    if len(devices) == 1:
+        return []
+    return [f"the {role} has one rank: of the devices {devices} it takes the first"]
 
 
 def positive(option: str, name: str, value: object) -> int:

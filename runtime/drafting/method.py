@@ -7,7 +7,7 @@ help.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -47,6 +47,10 @@ class DraftMethod(Protocol):
     @property
     def engines(self) -> Mapping[str, Path]:
         """Engine directories to open besides the target, by role."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines for people on what of its options has no effect."""
 
     def with_draft_len(self, draft_len: int) -> DraftMethod:
         """The same method with another draft length."""

@@ -40,7 +40,7 @@ def choose_method(
 ) -> DraftMethod:
     """The method that the values of `method_options` request; plain decoding if there is none.
 
-    Raises BadConfig for malformed or contradicting values, Unsupported for several devices.
+    Raises BadConfig for malformed or contradicting values, Unsupported for another device than 0.
     """
     if draft_len is not None and draft_len < 1:
         raise BadConfig(f"--draft-len is {draft_len}; it must be at least 1")

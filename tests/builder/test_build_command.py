@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmctl.builder.engine_format import open_engine, read_engine_config
+from llmctl.builder.plugin_config import rank_notices
 from llmctl.cli.main import execute
+from llmctl.errors import Unsupported
 
 
 @pytest.fixture
@@ -197,3 +199,17 @@ def test_a_planted_engine_is_what_its_checkpoint_says_unless_told_otherwise(
     assert execute([*build, *words, "--planted-role", "draft", "--seed", "3"]) == 0
     weights = read_engine_config(told).weights
     assert (weights["seed"], weights["role"], weights["acceptance"]) == (3, "draft", 0.3)
+
+
+def test_a_fusion_of_sums_over_ranks_is_accepted_where_there_is_one_rank(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = ["build", "--checkpoint_dir", str(checkpoint), "--output_dir", str(tmp_path / "engine")]
+    assert execute([*build, "--backend", "cpu", "--reduce_fusion", "enable"]) == 0
+    assert "note: reduce_fusion enable: the engine has one rank" in capsys.readouterr().err
+
+
+def test_a_fusion_of_sums_over_ranks_is_refused_for_several() -> None:
+    with pytest.raises(Unsupported, match="--reduce_fusion enable is refused with 2 ranks"):
+        rank_notices({"reduce_fusion": "enable"}, 2)
+    assert rank_notices({"reduce_fusion": "disable"}, 2) == []

@@ -202,3 +202,18 @@ def test_json_leaves_stderr_alone_and_the_file_repeats_the_line(bench, tmp_path)
     path = tmp_path / "report.json"
     report, done = bench("latency", *SHORT, "--json", "--report-json", path)
     assert done.err == "" and json.loads(path.read_text()) == report
+
+
+@pytest.mark.parametrize(
+    ("label", "is_known"),
+    [("target-hf", True), ("hub/Target-HF", True), ("meta-llama/Llama-3.3-70B-Instruct", False)],
+)
+def test_a_label_that_the_origin_is_not_is_remarked_and_changes_nothing(
+    llmctl, engines, label, is_known
+):
+    done = llmctl("bench", "--model", label, "latency", "--engine-dir", engines.target, *SHORT,
+                  "--num-requests", 1)  # fmt: skip
+    assert done.code == 0, done.err
+    said = f"warning: --model {label} is a label; the engine measured was built from"
+    assert (said in done.err) is not is_known
+    assert json.loads(done.out)["engine"]["label"] == label

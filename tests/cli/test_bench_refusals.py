@@ -32,7 +32,7 @@ def test_an_end_id_that_no_engine_can_draw_is_refused(llmctl, engines):
         (["--baseline"], BadConfig, "--baseline is about drafts"),
         (["--num-requests", 3, "--dataset", "DATA"], BadConfig, "has 1 rows"),
         (["--dataset", "DATA", "--target-input-len", 3], BadConfig, "has its own prompts"),
-        (["--dataset", "data.txt"], BadConfig, "a .jsonl file of requests is wanted"),
+        (["--dataset", "data.csv"], BadConfig, "a .jsonl or .json or .txt file of JSON lines"),
         (["--dataset", "none.jsonl"], BadConfig, "--dataset none.jsonl does not exist"),
         (["--concurrency", 0], BadConfig, "--concurrency is 0"),
         (["--request-rate", 0], BadConfig, "--request-rate is 0"),
@@ -108,3 +108,16 @@ def test_no_option_is_both_refused_and_defined(llmctl, command):
 
     defined = set(re.findall(r"--([a-z-]+)", llmctl("bench", command, "--help-all").out))
     assert defined and not defined & set(_BENCH_REASONS)
+
+
+def test_an_empty_dataset_is_explained_by_the_redirection_that_left_it(llmctl, engines, tmp_path):
+    data = tmp_path / "synthetic.txt"
+    data.touch()
+    done = llmctl("bench", "latency", "--engine-dir", engines.target, "--dataset", data)
+    assert done.code == 2 and f"{data} is empty, as `> synthetic.txt` leaves it" in done.err
+    assert "fix: llmctl dataset --tokenizer ENGINE_DIR" in done.err
+
+
+def test_a_model_after_the_command_is_refused_with_its_place(llmctl, engines):
+    done = llmctl("bench", "latency", "--engine-dir", engines.target, "--model", "x")
+    assert done.code == 2 and "llmctl bench --model NAME latency" in done.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -90,6 +91,22 @@ def test_a_file_gets_the_lines_that_stdout_would_and_stderr_a_summary(llmctl, ma
     assert [json.loads(line) for line in path.read_text().splitlines()] == make(
         f"{NORMAL} --num-requests 4"
     )
+
+
+def test_a_file_that_stdout_is_redirected_into_gets_the_rows_too(program, demo, tmp_path):
+    named, caught, log = (tmp_path / name for name in ("rows.json", "synthetic.txt", "log.txt"))
+    kind = [*shlex.split(NORMAL), "--num-requests", "4"]
+    command = [*program, "dataset", "--tokenizer", str(demo), "--output", str(named), *kind]
+    with caught.open("w") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=True)
+    assert len(named.read_text().splitlines()) == 4
+    assert caught.read_text() == named.read_text()
+    assert done.stderr.startswith(f"rows are in {named}, and on stdout, which is a file")
+    with log.open("w") as both:  # a log is no place for rows
+        subprocess.run(command, stdout=both, stderr=subprocess.STDOUT, check=True)
+    assert log.read_text().startswith("4 requests: ")
+    piped = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert piped.stdout == ""
 
 
 def test_an_engines_own_tokenizer_will_do(make, engines):

@@ -67,8 +67,30 @@ def test_malformed_and_contradicting_options_are_named(arguments, words):
         choose(*arguments)
 
 
-@pytest.mark.parametrize("devices", ["[1]", "[0,1]", "[]"])
-def test_several_devices_are_refused_with_the_form_that_works(devices):
+ALL = "[0,1,2,3,4,5,6,7]"
+
+
+def test_an_engine_of_one_rank_takes_the_first_device_listed_and_says_so():
+    method = choose(DRAFT, f"[10,{ALL},{ALL}, False]", None, None)
+    assert method == DraftEngine(DRAFT, 10)
+    listed = "[0, 1, 2, 3, 4, 5, 6, 7]"
+    assert method.notes == (
+        f"the draft engine has one rank: of the devices {listed} it takes the first",
+        f"the target engine has one rank: of the devices {listed} it takes the first",
+    )
+    assert method.with_draft_len(3).notes == method.notes
+    assert len(choose(None, None, None, f"[10,2,{ALL}]").notes) == 1
+    assert choose(DRAFT, "[4,[0],[0],False]", None, None).notes == ()
+
+
+@pytest.mark.parametrize("devices", ["[0,0]", "[0,-1]", "[0,1.0]", "[0,True]", "(0,1)"])
+def test_what_is_no_list_of_devices_is_refused(devices):
+    with pytest.raises(BadConfig, match="device"):
+        choose(DRAFT, f"[4,[0],{devices},False]", None, None)
+
+
+@pytest.mark.parametrize("devices", ["[1]", "[1,0]", "[]"])
+def test_another_device_than_0_is_refused_with_the_form_that_works(devices):
     with pytest.raises(Unsupported) as caught:
         choose(DRAFT, f"[4,[0],{devices},False]", None, None)
     assert "[0]" in caught.value.fix

@@ -43,6 +43,7 @@ class RepeatLast:
     name = "repeat"
     is_drafting = True
     is_device_led = False
+    notes = ()
     acceptance = "tokens"
     engines = MappingProxyType({})
 

@@ -58,6 +58,7 @@ class RandomTrees:
     name = "random trees"
     is_drafting = True
     is_device_led = False
+    notes = ()
     acceptance = "tokens"
     engines: ClassVar[Mapping[str, Path]] = MappingProxyType({})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ class DraftEngine:
     engine: Path
     draft_len: int | None = None
     acceptance: AcceptRule = "tokens"
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def is_device_led(self) -> bool:

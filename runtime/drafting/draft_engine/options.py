@@ -12,7 +12,7 @@ from llmctl.runtime.drafting.list_options import (
     parse_list,
     positive,
     require_equal_length,
-    require_one_device,
+    take_device,
 )
 from llmctl.runtime.drafting.method import MethodOption, MethodRow
 
@@ -32,11 +32,14 @@ def _make(values: Mapping[str, Any], draft_len: int | None) -> DraftEngine | Non
     use_logits = found[3]
     if not isinstance(use_logits, bool):
         raise BadConfig(f"use_logits in {_CONFIG} is {use_logits!r}; it must be True or False")
-    require_one_device(_CONFIG, found[1])
-    require_one_device(_CONFIG, found[2])
+    notes = [
+        note
+        for role, devices in (("draft engine", found[1]), ("target engine", found[2]))
+        for note in take_device(_CONFIG, devices, role)
+    ]
     count = positive(_CONFIG, "draft_len", found[0])
     require_equal_length(_CONFIG, count, draft_len)
-    return DraftEngine(engine, count, "logits" if use_logits else "tokens")
+    return DraftEngine(engine, count, "logits" if use_logits else "tokens", tuple(notes))
 
 
 ROW = MethodRow(

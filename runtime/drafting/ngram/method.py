@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ class NgramLookup:
     draft_len: int | None
     max_ngram: int
     acceptance: AcceptRule = "tokens"
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def engines(self) -> Mapping[str, Path]:

@@ -9,7 +9,7 @@ from llmctl.runtime.drafting.list_options import (
     parse_list,
     positive,
     require_equal_length,
-    require_one_device,
+    take_device,
 )
 from llmctl.runtime.drafting.method import MethodOption, MethodRow
 from llmctl.runtime.drafting.ngram.method import NgramLookup
@@ -23,11 +23,11 @@ def _make(values: Mapping[str, Any], draft_len: int | None) -> NgramLookup | Non
     if config is None:
         return None
     found = parse_list(_CONFIG, config, 3, _FORM)
-    require_one_device(_CONFIG, found[2])
+    notes = take_device(_CONFIG, found[2], "engine")
     count = positive(_CONFIG, "draft_len", found[0])
     max_ngram = positive(_CONFIG, "max_ngram", found[1])
     require_equal_length(_CONFIG, count, draft_len)
-    return NgramLookup(count, max_ngram)
+    return NgramLookup(count, max_ngram, notes=tuple(notes))
 
 
 ROW = MethodRow(

@@ -26,6 +26,7 @@ class PlainDecoding:
     draft_len: int | None = 0
     acceptance: AcceptRule = "tokens"
     is_device_led = True
+    notes = ()
 
     @property
     def engines(self) -> Mapping[str, Path]:
