@@ -47,7 +47,7 @@ def open_streams() -> None:
 
 
 def is_stdout_an_empty_file(*others: Path) -> bool:
-    """Whether stdout goes to a file that is empty so far, as `>` of a shell makes one, and is neither
+    """Whether stdout goes to a file that is still empty, as a shell's `>` makes it, and is neither
     stderr nor one of `others`."""
     try:
         out, err = os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())
