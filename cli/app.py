@@ -65,7 +65,7 @@ EXAMPLES = "\n".join(
 
 
 def make_context(argv: list[str]) -> tuple[Any, Any]:
-    """(command, its context) of a command line, parsed. Raises typer's usage errors."""
+    """The command of a command line, and its context, parsed. Raises typer's usage errors."""
     selected = next((word for word in argv if not word.startswith("-")), None)
     if selected is not None and selected in COMMANDS:
         prepare = getattr(_module(selected), "prepare_argv", None)
@@ -77,7 +77,7 @@ def make_context(argv: list[str]) -> tuple[Any, Any]:
 
 
 def command_path(argv: list[str]) -> str:
-    """The command of a command line, as it is typed: "llmctl bench latency"."""
+    """The command of a command line as typed: "llmctl bench latency"."""
     name = next((word for word in argv if not word.startswith("-")), None)
     if name not in COMMANDS:
         return "llmctl"
@@ -99,7 +99,7 @@ def command_path(argv: list[str]) -> str:
 
 
 def make_command(imported: Collection[str]) -> Any:
-    """The tree of commands; of those not in `imported` there is nothing but the name."""
+    """The tree of commands; commands not in `imported` consist only of their name."""
     app = _new_app()
     app.callback(invoke_without_command=True)(_global_options)
     for name, (_, attribute, summary) in COMMANDS.items():

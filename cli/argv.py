@@ -1,7 +1,7 @@
-"""Options that take a list (`--input_text a b c`), which the option parser does not know.
+"""Options that take a list (`--input_text a b c`), which the option parser does not support.
 
-They are rewritten before parsing: repeated options, or one JSON list where an occurrence has a
-meaning of its own. The joined form `--name=value` keeps values that look like options.
+They are rewritten before parsing: to repeated options, or to one JSON list if each occurrence has
+its own meaning. The joined form `--name=value` keeps values that look like options.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def expand_lists(
         while position < len(argv) and not argv[position].startswith("--"):
             values.append(argv[position])
             position += 1
-        if not values:  # the parser would take the next option for the value
+        if not values:  # the parser would use the next option as the value
             raise BadConfig(f"{name} is given without a value")
         if name in grouped:
             result.append(f"{name}={json.dumps(values)}")

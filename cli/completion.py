@@ -1,7 +1,7 @@
 """`llmctl completion`: a script that completes commands, options and values in a shell.
 
-The script holds all names and starts no program, so completing takes no time; print it again after
-an update. Options are offered with hyphens, also for what was begun with underscores.
+The script contains all names and starts no program, so completion is instant; print it again after
+an update. Options are offered with hyphens, even if underscores were typed.
 """
 
 from __future__ import annotations

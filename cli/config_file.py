@@ -4,7 +4,7 @@
     max_draft_len: 4
     input_text: [first prompt, second]    # options that may be repeated take a list
 
-Values go through the same checks as on the command line, and what is given there wins.
+Values are checked as on the command line, and the command line overrides them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_config(path: Path, command: Any, grouped: Collection[str] = ()) -> dict
 
 
 def given_path(argv: Sequence[str]) -> Path | None:
-    """The file that a command line names, before anything is parsed; the last, as of any option."""
+    """The file named on a command line, before parsing; the last one if there are several."""
     found = None
     for word, following in zip(argv, [*argv[1:], ""], strict=True):
         name, joined, value = word.partition("=")
@@ -53,8 +53,8 @@ def given_path(argv: Sequence[str]) -> Path | None:
 
 
 def asks_for_json(argv: Sequence[str]) -> bool:
-    """Whether the file of a command line turns --json on; False for one that cannot be read, which
-    is told of when the command is parsed."""
+    """Whether the file of a command line turns --json on; False if it cannot be read, which is
+    reported when the command is parsed."""
     path = given_path(argv)
     if path is None:
         return False
@@ -98,7 +98,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def _require_each_once(root: Any) -> None:
-    """Of two equal keys YAML keeps the last without a word. Raises ValueError."""
+    """YAML silently keeps the last of two equal keys. Raises ValueError."""
     keys = [key.value for key, _ in root.value] if root is not None and root.id == "mapping" else []
     twice = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
     if twice is not None:

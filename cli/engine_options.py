@@ -26,7 +26,7 @@ def step_target(text: str | None) -> float | Literal["auto"] | None:
 
 
 def chunking_policy(given: ContextChunkingPolicy | None, is_chunked: bool) -> ContextChunkingPolicy:
-    """The value of --context-chunking-policy. Raises BadConfig where nothing is cut into chunks."""
+    """The value of --context-chunking-policy. Raises BadConfig if chunking is off."""
     if given is not None and not is_chunked:
         raise BadConfig(
             "--context-chunking-policy is about chunks of prompts, and --no-enable-chunked-context "

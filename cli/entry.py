@@ -1,5 +1,5 @@
-"""The program's first lines. A signal that comes while the rest is being imported ends it at once,
-with the exit code a shell expects and no traceback: there is nothing to clean up yet."""
+"""The program's first lines. A signal that arrives while the rest is being imported ends it at
+once, with the exit code a shell expects and no traceback: there is nothing to clean up yet."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""GPUs by name: memory and read bandwidth, and how much of the bandwidth a decoding step gets.
+"""GPUs by name: memory and read bandwidth, and the fraction of it that a decoding step reaches.
 
     predicted step time = bytes read / (bandwidth of the GPU x READ_SHARE x step_share(bytes read))
 
-The bandwidth of a GPU is its datasheet's. READ_SHARE is what a copy-free read of
-large buffers reaches of that; step_share is what a decoding step of batch 1 reaches of the read.
-Both were measured, see docs/performance/h200.md and h100.md. Steps of small models reach less
-because launches and waits do not shrink with them, and so do steps of 4-bit weights, which
-wait as often for fewer bytes. Below the smallest measured model the share is that model's, which
-promises too much; above the largest it is that one's.
+The bandwidth of a GPU is that of its datasheet. READ_SHARE is the fraction of it that a plain read
+of large buffers reaches; step_share is the fraction of that which a decoding step at batch 1
+reaches. Both were measured, see docs/performance/h200.md and h100.md. Steps of small models reach
+less because launches and waits do not shrink with the model, and so do steps of 4-bit weights,
+which wait as often for fewer bytes. Below the smallest measured model its share is used, which is
+too optimistic; above the largest, that one's.
 """
 
 from __future__ import annotations

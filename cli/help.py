@@ -1,8 +1,8 @@
-"""The help of every command: one screen of what is used often, the rest with --help-all.
+"""The help of every command: one screen of common options, the others with --help-all.
 
-An option is hidden (`typer.Option(..., hidden=True)`) when few command lines need it; --help-all
-shows it. Options with a `rich_help_panel` get a section of that name. The lines after "Examples:"
-in a docstring are command lines that work from the root of the repository.
+An option is hidden (`typer.Option(..., hidden=True)`) if it is rarely needed; --help-all shows it.
+Options with a `rich_help_panel` get a section of that name. The lines after "Examples:" in a
+docstring are command lines that work from the root of the repository.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ _SIGNALS: dict[signal.Signals, type[KeyboardInterrupt]] = {
     signal.SIGINT: Interrupted,
     signal.SIGTERM: Terminated,
 }
-REPEAT_S = 1.0  # a signal this soon after another one is the same impatience
+REPEAT_S = 1.0  # a signal this soon after another one counts as the same
 
 
 def main() -> None:
@@ -63,11 +63,11 @@ def main() -> None:
     sys.unraisablehook = _resend_signal
     _install_handlers()
     code = _run(sys.argv[1:])
-    for number in _SIGNALS:  # all is done and said: a late one changes nothing
+    for number in _SIGNALS:  # everything is done: a late signal has no effect
         signal.signal(number, signal.SIG_IGN)
     try:
         sys.stdout.flush()
-    except OSError:  # whatever is wrong with it has been reported
+    except OSError:  # any problem with it has been reported
         silence_stdout()
     sys.exit(code)
 
@@ -83,12 +83,12 @@ def execute(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """The command line, every ending turned into its message and exit code."""
+    """Run the command line; every way to end becomes its message and exit code."""
     argv = list(argv) or ["--help"]
     is_json = "--json" in argv or config_file.asks_for_json(argv)
     try:
         code = _invoke(argv)
-        sys.stdout.flush()  # a full disk or a reader that has gone shows here at the latest
+        sys.stdout.flush()  # a full disk or a closed reader is detected here at the latest
         return code
     except LlmctlError as error:
         fix = error.fix
@@ -105,13 +105,14 @@ def _run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("llmctl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPT
-    except BrokenPipeError:  # the reader of our results has gone: nobody left to tell
+    except BrokenPipeError:  # the reader of our results has closed the pipe
         silence_stdout()
         return EXIT_PIPE
     except Exception as error:
         stop = signal.getsignal(signal.SIGTERM)
         if isinstance(stop, _Stop) and stop.number is not None:
-            # Native code drops exceptions during its imports; what it left half done failed later.
+            # Native code swallows exceptions during its imports; an import it left unfinished
+            # failed later.
             print("llmctl: interrupted", file=sys.stderr)
             return 128 + stop.number
         return _report_unnamed(error, is_json)
@@ -235,8 +236,9 @@ class _Stop:
 
 
 def _resend_signal(unraisable: sys.UnraisableHookArgs) -> None:
-    """Python prints and drops what is raised inside a destructor or a weakref callback, as the
-    ones of the import system are. A signal that ended there comes again when it is over."""
+    """Python prints and drops exceptions raised in a destructor or a weakref callback, such as
+    those of the import system. A signal whose exception was dropped there is sent again
+    afterwards."""
     for number, kind in _SIGNALS.items():
         if unraisable.exc_type is kind:
             again = threading.Timer(REPEAT_S, os.kill, (os.getpid(), number))

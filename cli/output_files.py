@@ -1,4 +1,4 @@
-"""Files that a command writes: checked before any work, whole under their name or not there.
+"""Output files of a command: checked before any work, and complete under their name or absent.
 
 A device or a pipe is written in place; a name of an open descriptor (/dev/stdout, /dev/fd/N) is
 that descriptor, wherever it leads, so that what was written to it before stays.
@@ -22,8 +22,8 @@ _STANDARD = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
 def require_writable(*paths: Path, source: Path | None = None) -> None:
-    """Refuse output files that cannot be written, before anything runs: also two that are one, or
-    one that is `source`, which is read. Raises BadConfig."""
+    """Refuse output files that cannot be written, before anything runs; also two that are the same
+    file, or one that is `source`, which is read. Raises BadConfig."""
     seen: list[Path] = []
     for path in paths:
         try:
@@ -55,7 +55,7 @@ def _require_one(path: Path) -> Path:
 
 
 def _may_replace(path: Path) -> bool:
-    """False for another user's file in a folder that keeps everybody's to themselves (/tmp)."""
+    """False for another user's file in a folder with the sticky bit (/tmp)."""
     folder, me = path.parent.stat(), os.geteuid()
     return not folder.st_mode & stat.S_ISVTX or me in (0, folder.st_uid, path.stat().st_uid)
 
@@ -68,7 +68,7 @@ def _descriptor(path: Path) -> int | None:
 
 
 def is_special(path: Path) -> bool:
-    """What is written as it is: a device, a pipe, an open descriptor; or a link to such."""
+    """Paths that are written in place: a device, a pipe, an open descriptor; or a link to such."""
     is_other = path.exists() and not path.is_file() and not path.is_dir()
     return is_other or _descriptor(path) is not None
 

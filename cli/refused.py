@@ -1,6 +1,6 @@
-"""Options of TensorRT-LLM's run.py and trtllm-bench that this program does not have, and why.
+"""Options of TensorRT-LLM's run.py and trtllm-bench that llmctl does not have, and why.
 
-They are refused by name: an option that is accepted and ignored changes results silently.
+They are refused with a reason: accepting and ignoring an option would silently change results.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def give_parameters(
     signature: inspect.Signature,
     parameters: Sequence[inspect.Parameter],
 ) -> None:
-    """Let `call` have the docstring of `like`, and its signature with these parameters instead."""
+    """Give `call` the docstring of `like`, and its signature with these parameters."""
     call.__doc__ = like.__doc__
     call.__annotations__ = {p.name: p.annotation for p in parameters}
     # what inspect and typer read

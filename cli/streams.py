@@ -1,4 +1,4 @@
-"""stdout and stderr as commands find them: closed, full, or with a narrow encoding."""
+"""stdout and stderr as a command finds them: possibly closed, full, or with a narrow encoding."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 
 class LossyStream:
-    """stderr. Where it cannot take what is said, that is lost, and nothing else: results and the
-    exit code are those of a command that was heard."""
+    """stderr. Messages that cannot be written are lost without any other effect: results and the
+    exit code stay the same."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -34,8 +34,8 @@ class LossyStream:
 
 
 def open_streams() -> None:
-    """Give a closed stdout or stderr somewhere to go, keep a narrow encoding from failing, and let
-    no command fail for what nobody can be told."""
+    """Give a closed stdout or stderr a target, keep a narrow encoding from raising errors, and let
+    no command fail because a message cannot be shown."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

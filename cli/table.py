@@ -1,4 +1,4 @@
-"""Plain tables and sizes for people; nothing is cut off and nothing needs a terminal."""
+"""Plain text tables and sizes; nothing is cut off and nothing needs a terminal."""
 
 from __future__ import annotations
 

@@ -82,8 +82,7 @@ class Tokenizer:
         return text
 
     def decode_so_far(self, token_ids: Sequence[int]) -> str:
-        """The text of an unfinished output, without a last character whose bytes are not all
-        there."""
+        """The text of an unfinished output, without a last character whose bytes are incomplete."""
         return self.decode(token_ids).rstrip(_REPLACEMENT)
 
     def chat_prompt(self, message: str) -> list[int]:

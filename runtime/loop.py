@@ -70,9 +70,7 @@ class Loop:
     ) -> None:
         self.stats = SpeculationStats()
         self.awaits_prompts = False  # whether to wait even for steps that produce no token
-        self.touched: list[Sequence] | None = (
-            None  # sequences in the last step; None: every active one
-        )
+        self.touched: list[Sequence] | None = None  # in the last step; None: every active one
         self._target = target
         self._scheduler = scheduler
         self._mover = mover
@@ -80,9 +78,7 @@ class Loop:
         self._verifier = verifier
         self._rounds = rounds
         self._began = 0.0  # start of the current step
-        self._host_step: _HostStep | None = (
-            None  # a started step, if the host controls it; None: a device round
-        )
+        self._host_step: _HostStep | None = None  # None while a device round runs
         self._is_first_round = False
         self._ended: float | None = None  # end of the last step
         self._was_round = False
@@ -138,9 +134,7 @@ class Loop:
             assert self._rounds is not None
             self._rounds.abandon()
             if self._mover.has_failed:
-                self.touched = (
-                    None  # data of failed copies is lost, and any sequence may have needed it
-                )
+                self.touched = None  # failed copies lost data that any sequence may need
             raise
 
     def _start(self, batch: Batch) -> _HostStep:

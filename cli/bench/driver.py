@@ -1,4 +1,4 @@
-"""Runs a load through an executor and writes down what happens."""
+"""Runs a load through an executor and records what happens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmctl.runtime.stats.counters import IterationStats
 
 
 class Server(Protocol):
-    """What is needed of an executor."""
+    """What the driver needs of an executor."""
 
     def enqueue_requests(self, requests: Sequence[Request]) -> list[int]: ...
     def await_responses(
@@ -28,9 +28,9 @@ class Server(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """When requests are submitted. concurrency None: no bound on requests in flight.
+    """When requests are submitted. concurrency None: no limit on requests in flight.
 
-    request_rate, requests a second, makes arrivals a Poisson process; None: as soon as allowed.
+    request_rate, requests per second, makes arrivals a Poisson process; None: as soon as allowed.
     """
 
     concurrency: int | None = None
@@ -54,7 +54,7 @@ Progress = Callable[[RequestRecord], None]
 def add_iteration(
     recording: Recording, requests: Sequence[Request], pace: Pace
 ) -> list[RequestRecord]:
-    """One iteration more of a recording: an empty record for each request, in order."""
+    """Add an iteration to a recording: an empty record for each request, in order."""
     due = pace.due_times_s(len(requests))
     records = [
         RequestRecord(
@@ -75,7 +75,7 @@ class Driver:
         self._progress = progress
 
     def run(self, requests: Sequence[Request], pace: Pace, recording: Recording) -> None:
-        """Add one iteration to the recording. Whatever is raised, it holds what came before.
+        """Add one iteration to the recording. If anything is raised, it contains what came before.
 
         Raises RequestError when the executor stops.
         """

@@ -1,9 +1,9 @@
-"""The least time that a step can take on this machine, by what it must read from memory.
+"""The minimum time of a step on this machine, from the bytes it must read from memory.
 
-A step of nothing but generation reads the target's weights and the KV cache of its requests once,
-and the draft's as often as it drafts. The floor is those bytes over a read bandwidth measured in
-the same run; its share of the measured time says how much is left to gain. Large batches can be
-bound by arithmetic instead, which this limit does not know.
+A step that only generates reads the target's weights and the KV cache of its requests once, and the
+draft engine's as often as it drafts. The minimum is those bytes divided by a read bandwidth
+measured in the same run; its fraction of the measured time shows how much could still be gained.
+Large batches can be bound by arithmetic instead, which this limit does not cover.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_READS = 9
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What steps read, in bytes; of all engines that draft together, 0 where none does."""
+    """Bytes that steps read, for all draft engines together; 0 if there are none."""
 
     target_weights: int
     draft_weights: int
@@ -48,7 +48,7 @@ class Reads:
         )
 
     def step_bytes(self, step: StepRecord) -> int:
-        """Bytes of a step of nothing but generation; its requests' whole KV blocks count."""
+        """Bytes of a step that only generates; whole KV blocks of its requests are counted."""
         num_drafts = max((item.draft_tokens for item in step.rounds), default=0)
         target = self.target_weights + step.kv_used_blocks * self.target_kv_per_block
         draft = self.draft_weights + step.kv_used_blocks * self.draft_kv_per_block
@@ -71,8 +71,8 @@ def weight_reads(plan: Plan) -> int:
 
 
 def measure_cpu(num_bytes: int) -> float:
-    """Bytes a second, the median of several reads of a buffer of the size that a step reads, so
-    that small models are held against the caches that they fit."""
+    """Bytes per second, the median of several reads of a buffer as large as what a step reads, so
+    that small models are compared with the caches that they fit into."""
     import numpy as np
 
     from llmctl.plugins.backends.cpu.binding import load_kernels
@@ -88,8 +88,8 @@ def measure_cpu(num_bytes: int) -> float:
 
 
 def measure_gpu() -> float | None:
-    """Bytes a second, the median of several reads of 1 GiB, which no cache of a GPU holds; None
-    where memory is short."""
+    """Bytes per second, the median of several reads of 1 GiB, which fits into no cache of a GPU;
+    None if memory is short."""
     import torch
 
     from llmctl.plugins.backends.cuda.queue import new_event
@@ -113,12 +113,12 @@ def measure_gpu() -> float | None:
 def limit_json(
     reads: Reads, bandwidth: float | None, steps: Sequence[StepRecord]
 ) -> dict[str, Any] | None:
-    """The limit over all steps of nothing but generation; None without them or a bandwidth."""
+    """The limit over all steps that only generate; None without such steps or a bandwidth."""
     steps = [step for step in steps if step.rounds and not step.context_requests]
     if bandwidth is None or not steps:
         return None
     floors_ms = [reads.step_bytes(step) / bandwidth * 1e3 for step in steps]
-    # A step that the device ran ahead of the host takes what the device took.
+    # If the device ran ahead of the host, the time of a step is that of the device.
     times_ms = [max(step.step_ms, step.draft_ms + step.verify_ms) for step in steps]
     return {
         "read_bandwidth_gb_s": bandwidth / 1e9,

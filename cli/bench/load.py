@@ -28,9 +28,9 @@ DEFAULT_NUM_REQUESTS = 10  # without a dataset
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Which requests. num_requests 0: the whole dataset, or DEFAULT_NUM_REQUESTS random prompts.
+    """The requests. num_requests 0: the whole dataset, or DEFAULT_NUM_REQUESTS random prompts.
 
-    eos_id -1: every output has exactly the tokens it asked for.
+    eos_id -1: every output has exactly the requested number of tokens.
     """
 
     dataset: Path | None = None
@@ -120,8 +120,8 @@ def make_requests(
 
 
 def _require_fit(request: Request, index: int, config: EngineConfig) -> None:
-    """Long rows are refused before anything runs, as trtllm-bench does: cut, they would change
-    what is measured."""
+    """Rows that are too long are refused before anything runs, as in trtllm-bench: cutting them
+    would change what is measured."""
     room = int(config.build_config["max_seq_len"])
     count = len(request.input_token_ids)
     if count + request.max_tokens > room:

@@ -1,8 +1,8 @@
-"""The metrics of a benchmark: their definitions, computed from raw records and from nothing else.
+"""The metrics of a benchmark: their definitions, computed only from raw records.
 
-Key names end in their unit: _ms, _s, _tok_s (tokens a second), _req_s, _tokens, _blocks; rates
-and shares are fractions of 1. Where trtllm-bench has the metric, the key and the definition are
-its own. Percentile p of n sorted values is the element at index int(n * p), never interpolated.
+Key names end in their unit: _ms, _s, _tok_s (tokens per second), _req_s, _tokens, _blocks; rates
+and fractions are between 0 and 1. Metrics that trtllm-bench has use its key and definition.
+Percentile p of n sorted values is the element at index int(n * p), without interpolation.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def e2e_ms(request: RequestRecord) -> float:
 
 
 def tpot_ms(request: RequestRecord) -> float | None:
-    """None for an output that came all at once."""
+    """None for an output that came in one response."""
     first, last = request.arrivals[0].at_s, request.arrivals[-1].at_s
     count = len(request.output_ids) - 1
     return (last - first) * 1e3 / count if count and last > first else None
@@ -120,7 +120,7 @@ def _request_info(recording: Recording) -> dict[str, Any]:
 
 
 def _performance(done: Sequence[RequestRecord], num_gpus: int) -> dict[str, Any]:
-    """Figures of the whole system: the median over iterations, and each iteration's own."""
+    """System-wide figures: the median over iterations, and those of each iteration."""
     iterations = sorted({item.iteration for item in done})
     each = [
         _one_iteration([r for r in done if r.iteration == number], num_gpus)
@@ -176,7 +176,7 @@ def _decoding(rounds: Sequence[Round]) -> dict[str, Any] | None:
     longest = max(item.draft_tokens for item in rounds)
     kept = [sum(item.accepted_tokens > i for item in rounds) for i in range(longest)]
     asked = [sum(item.draft_tokens > i for item in rounds) for i in range(longest)]
-    # Of rounds that had an i-th draft, those that had kept the one before it.
+    # Of rounds that had an i-th draft, those that accepted the one before it.
     reached = [
         sum(item.draft_tokens > i and item.accepted_tokens >= i for item in rounds)
         for i in range(longest)

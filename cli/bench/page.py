@@ -1,4 +1,4 @@
-"""--report: the benchmark as one HTML page, charts and all, that needs nothing from anywhere."""
+"""--report: the benchmark as one self-contained HTML page with charts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _section(title: str, parts: Iterable[str], *, wide: bool = False) -> str:
 
 
 def _tiles(report: Mapping[str, Any]) -> str:
-    """The few figures that people came for."""
+    """The most important figures."""
     performance, streaming = report["performance"], report["streaming_metrics"]
     found = [
         ("output", performance.get("system_output_throughput_tok_s"), "tok/s"),

@@ -1,4 +1,4 @@
-"""The style sheet of a benchmark's page: light or dark as the reader's system is."""
+"""The style sheet of a benchmark's page, light or dark like the reader's system."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #e3e7ec;

@@ -1,4 +1,4 @@
-"""How far a benchmark is, on stderr: a bar in a terminal, a line now and then elsewhere."""
+"""The progress of a benchmark on stderr: a bar in a terminal, an occasional line elsewhere."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rich.progress import Progress as Bar
 
 from llmctl.cli.bench.records import RequestRecord
 
-LINES = 10  # of a long run, where there is no terminal
+LINES = 10  # in a long run without a terminal
 LONG_RUN = 100  # requests
-SILENCE_S = 5.0  # after which a shorter run says something too
+SILENCE_S = 5.0  # after which a shorter run prints a line, too
 
 
 class Progress:
-    """A listener of the driver, and a context: the bar stands as long as it is open."""
+    """A listener of the driver, and a context manager: the bar is shown while it is open."""
 
     def __init__(self, total: int, *, is_quiet: bool = False) -> None:
         self._total = total
@@ -63,7 +63,7 @@ class Progress:
             self._bar.stop()
 
     def say(self, what: str) -> None:
-        """What runs now."""
+        """Announce what runs now."""
         if self._bar is not None:
             self._bar.update(self._task, description=what)
 

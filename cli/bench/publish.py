@@ -1,4 +1,5 @@
-"""Where a benchmark's results go: files, the table on stderr, the line on stdout, the exit code."""
+"""Publishes a benchmark's results: files, the table on stderr, the line on stdout, the exit
+code."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def publish_results(measured: Measured) -> int:
     line = json.dumps(report, ensure_ascii=False, allow_nan=False)
     try:
         _write_files(measured, report, line)
-    finally:  # what was measured is shown even where a disk is full
+    finally:  # results are shown even if a disk is full
         if not measured.options.is_json:
             print_report(report, make_console())
         print(line, flush=True)

@@ -1,6 +1,6 @@
-"""Raw data of a benchmark: what was asked, when answers came, what every step did.
+"""Raw data of a benchmark: what was requested, when responses arrived, what every step did.
 
-Every figure of a report follows from these (cli/bench/metrics.py). Times are seconds since the
+Every figure of a report is computed from these (cli/bench/metrics.py). Times are seconds since the
 first request of their iteration was submitted, on one clock.
 """
 
@@ -70,7 +70,7 @@ class StepRecord:
 
     @property
     def host_ms(self) -> float:
-        """What is left of the step. Below zero where the device ran ahead of the host."""
+        """The remainder of the step. Negative if the device ran ahead of the host."""
         return self.step_ms - self.draft_ms - self.verify_ms
 
     @property
@@ -101,7 +101,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Recording:
-    """Everything one way of running a load left behind."""
+    """Everything recorded for one way of running a load."""
 
     requests: list[RequestRecord] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""From what was measured to the one JSON object that a benchmark prints."""
+"""Makes the JSON object that a benchmark prints from its recordings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ SCHEMA_VERSION = 1
 
 
 def report_json(measured: Measured) -> dict[str, Any]:
-    """Every figure; at the top the main way's, of a sweep the recommended length's."""
+    """Every figure; at the top level those of the main way, in a sweep of the recommended
+    length."""
     options = measured.options
     sweep = None
     main = measured.ways[0]
@@ -48,7 +49,7 @@ def report_json(measured: Measured) -> dict[str, Any]:
 
 
 def main_way(measured: Measured, report: Mapping[str, Any]) -> Way:
-    """The way whose figures stand at the top of the report."""
+    """The way whose figures are at the top of the report."""
     length = report["engine"]["draft_len"]
     return next(way for way in measured.ways if way.draft_len == length)
 
@@ -87,8 +88,8 @@ def _load_json(options: BenchOptions, num_requests: int) -> dict[str, Any]:
 
 
 def paired(drafted: Recording, plain: Recording) -> dict[str, Any] | None:
-    """How much faster the same requests end with drafts: ratios of each request's end to end time,
-    of each iteration's total, and how many outputs are the same tokens. None without a pair."""
+    """How much faster the same requests end with drafts: ratios of each request's end-to-end time
+    and of each iteration's total, and how many outputs are the same tokens. None without a pair."""
     others = {(item.iteration, item.index): item for item in plain.done}
     pairs = [
         (item, others[item.iteration, item.index])

@@ -1,4 +1,4 @@
-"""One `llmctl bench` from checked options to a report: warm up, run, measure, survive Ctrl-C."""
+"""One `llmctl bench`, from checked options to a report: warm up, run, measure, handle Ctrl-C."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class BenchOptions:
     iterations: int = 1
     has_baseline: bool = False
     sweep: tuple[int, ...] = ()
-    synthetic_acceptance: str | None = None  # as given; it means something to a draft length
+    synthetic_acceptance: str | None = None  # as given; interpreted for a draft length
     files: Files = Files()
     is_json: bool = False
     label: str | None = None  # what the user calls the model
@@ -77,7 +77,8 @@ class BenchOptions:
 
 @dataclass(slots=True)
 class Way:
-    """One way of running the load, and what came of it. draft_len 0: without drafts."""
+    """One way of running the load (with or without drafts, at one draft length), and its recording.
+    draft_len 0: without drafts."""
 
     draft_len: int
     recording: Recording = field(default_factory=Recording)
@@ -85,7 +86,7 @@ class Way:
 
 @dataclass(slots=True)
 class Measured:
-    """What a session found: the ways in the order asked for, the first being the main one."""
+    """The result of a session: the ways in the requested order; the first is the main one."""
 
     options: BenchOptions
     checked: CheckedEngines
@@ -110,7 +111,7 @@ class Session:
         self._options = options
 
     def measure(self) -> Measured:
-        """Run every way. Ctrl-C during the runs ends them; what there is by then counts."""
+        """Run every way. Ctrl-C ends the runs; what has been recorded by then is reported."""
         options = self._options
         require_writable(*options.files, source=options.load.dataset)
         prompts = read_load(options.load)
@@ -123,7 +124,7 @@ class Session:
         ways = self._ways(checked)
         forced = self._forced(checked)
         bandwidth = None
-        if checked.is_on_gpu:  # before engines take what memory there is
+        if checked.is_on_gpu:  # before engines allocate most of the memory
             bandwidth = measure_gpu()
         engines = OpenEngines(checked, self._log)
         reads = Reads.of(engines.target, engines.opened.beside)
@@ -158,7 +159,8 @@ class Session:
         )
 
     def _run(self, engines: OpenEngines, measured: Measured, progress: Progress) -> None:
-        """All iterations; ways alternate, so that a slow spell of the machine hits them alike."""
+        """All iterations; ways alternate, so that a slow period of the machine affects them
+        equally."""
         iterations, ways = self._options.iterations, measured.ways
         if len(ways) == 1:
             with self._driver(engines, measured, ways[0], progress) as driver:

@@ -37,7 +37,7 @@ def short(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Axes: what is plotted lies between x0 and x1, and y0 and y1."""
+    """Axes: the plotted data is between x0 and x1, and y0 and y1."""
 
     x0: float
     x1: float
@@ -106,7 +106,7 @@ def text(x: float, y: float, label: str, anchor: str = "middle", css: str = "lab
 
 
 def chart(frame: Frame, parts: Sequence[str], label: str) -> str:
-    """The whole picture; `label` is for those who cannot see it."""
+    """The whole picture; `label` is a description for screen readers."""
     return (
         f'<svg viewBox="0 0 {frame.width} {frame.height}" role="img" '
         f'aria-label="{escape(label, quote=True)}">{"".join(parts)}</svg>'
@@ -123,8 +123,8 @@ def bars(
     show: Callable[[float], str] = short,
     line: Sequence[float | None] | None = None,
 ) -> str:
-    """A bar per label with its value; `line` is a second series over them. `ceiling`: how high the
-    axis goes when values are per cent."""
+    """One bar per label; `line` is a second series over them. `ceiling`: the height of the axis for
+    values in per cent."""
     count = len(values)
     most = ceiling if ceiling is not None else max([*values, 1e-9]) * 1.12
     ticks = whole_ticks(most) if all(float(v).is_integer() for v in values) else nice_ticks(0, most)
@@ -214,7 +214,7 @@ def _line(
 
 
 def share_bar(parts: Sequence[tuple[str, float]], floor: float, across: str) -> str:
-    """Parts of one time side by side, (css, length), and a line where the limit is."""
+    """Parts of a time side by side, (css, length), and a line at the limit."""
     total = sum(length for _, length in parts)
     ticks = nice_ticks(0, max(total, floor) * 1.02, 8)
     frame = Frame(0, ticks[-1], 0, 1, height=112, width=WIDE)

@@ -1,9 +1,10 @@
-"""Which draft length? Measured speed by length, and what a cost model says beside it.
+"""Which draft length? Measured speed by length, next to the prediction of a cost model.
 
-The model is  speed(k) = E(k) / (k * t_draft + t_verify(k) + t_rest(k))  with E(k) = 1 + the sum of
-the acceptance rates of positions 1 to k. It knows the shortest and the longest length measured:
-rates and t_draft are the longest's, t_verify and t_rest run straight from one to the other. All
-lengths between are predictions; where they miss, time or acceptance does not grow as evenly.
+The model is speed(k) = E(k) / (k * t_draft + t_verify(k) + t_rest(k)) with E(k) = 1 + the sum of
+the acceptance rates of positions 1 to k. It is calibrated on the shortest and the longest length
+measured: rates and t_draft are those of the longest, t_verify and t_rest are interpolated linearly.
+The lengths in between are predictions; where they are wrong, time or acceptance does not change
+linearly.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from llmctl.cli.bench.records import Recording
 from llmctl.errors import BadConfig
 
 MOST_LENGTHS = 64
-CLOSE = 0.99  # lengths this close to the fastest are as good; the shortest of them is recommended
+# lengths this close to the fastest count as equal; the shortest of them is recommended
+CLOSE = 0.99
 
 
 def parse_sweep(text: str) -> tuple[int, ...]:
@@ -40,7 +42,7 @@ def parse_sweep(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One draft length as measured. Times are means over steps of nothing but generation."""
+    """The measurements of one draft length. Times are means over steps that only generate."""
 
     draft_len: int
     decode_tok_s: float  # per user: output tokens after the first / time after the first
@@ -48,7 +50,7 @@ class Point:
     draft_ms: float
     verify_ms: float
     acceptance_length: float
-    rates: tuple[float, ...]  # share of rounds that kept draft i
+    rates: tuple[float, ...]  # fraction of rounds that accepted draft i
 
     @property
     def rest_ms(self) -> float:

@@ -14,28 +14,29 @@ NOTICE = "SYNTHETIC ACCEPTANCE: drafts are accepted at random; the text is meani
 
 @dataclass(frozen=True, slots=True)
 class ForcedAcceptance:
-    """What the option said: mean tokens a round, or the rate of every position."""
+    """The value of the option: mean tokens per round, or the rate of every position."""
 
     length: float | None
     rates: tuple[float, ...] | None
     seed: int
 
     def acceptance(self, draft_len: int) -> SyntheticAcceptance:
-        """Lots for rounds of `draft_len` drafts; of rates, the first ones. Raises BadConfig."""
+        """The random acceptance for rounds of `draft_len` drafts; if rates were given, the first
+        ones. Raises BadConfig."""
         if self.length is not None:
             return SyntheticAcceptance.from_length(self.length, draft_len, self.seed)
         assert self.rates is not None
         return SyntheticAcceptance(self.rates[:draft_len], self.seed)
 
     def to_json(self) -> dict[str, Any]:
-        """Its mark in reports."""
+        """How it is marked in reports."""
         rates = list(self.rates) if self.rates is not None else None
         return {"acceptance_length": self.length, "acceptance_rates": rates, "note": NOTICE}
 
 
 def parse_forced(text: str, most_drafts: int, *, is_sweep: bool, seed: int) -> ForcedAcceptance:
-    """A number, mean tokens a round from 1 to draft_len + 1; or a list of draft_len rates, the
-    i-th being the probability that the first i drafts all stand. Raises BadConfig."""
+    """A number, mean tokens per round from 1 to draft_len + 1; or a list of draft_len rates, the
+    i-th being the probability that the first i drafts are all accepted. Raises BadConfig."""
     try:
         value = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -59,5 +60,5 @@ def parse_forced(text: str, most_drafts: int, *, is_sweep: bool, seed: int) -> F
             f"--synthetic-acceptance is {text!r}; a mean length such as 3.5 is wanted, or a list "
             f"of {most_drafts} rates, one per draft"
         )
-    forced.acceptance(most_drafts)  # refuses what cannot be
+    forced.acceptance(most_drafts)  # raises if it is impossible
     return forced

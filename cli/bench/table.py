@@ -1,4 +1,4 @@
-"""The report for people, on stderr. Every figure stands beside its unit."""
+"""The report as text on stderr. Every figure has its unit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make_console() -> Console:
 
 
 def banner(report: Mapping[str, Any]) -> Iterator[str]:
-    """What makes these figures less than they seem."""
+    """Warnings about what limits the meaning of the figures."""
     info = report["request_info"]
     synthetic = report["synthetic_acceptance"]
     if synthetic is not None:
@@ -88,7 +88,7 @@ def heading(report: Mapping[str, Any]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four digits or so; a dash for what was not measured."""
+    """About four digits; a dash for what was not measured."""
     if value is None:
         return "–"
     if isinstance(value, int) or abs(value) >= 1000:

@@ -1,4 +1,4 @@
-"""One request from submission on: when its tokens came, and what the engines did meanwhile."""
+"""One request from its submission on: when its tokens came, and what the engines did meanwhile."""
 
 from __future__ import annotations
 

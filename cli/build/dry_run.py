@@ -1,8 +1,8 @@
-"""`llmctl build --dry-run`: what an engine takes of a memory, and what fits beside it.
+"""`llmctl build --dry-run`: how much memory an engine needs, and what fits with it.
 
-The memory is a GPU's, named or present, or this machine's for the cpu. On a GPU the plan is the one
-that `run` makes before it loads an engine (runtime/engines/memory_plan.py): weights, activations,
-scratch and graphs first, then a share of the rest for the KV cache.
+The memory is that of a GPU, named or present, or this machine's for the cpu backend. On a GPU the
+plan is the one that `run` makes before it loads an engine (runtime/engines/memory_plan.py):
+weights, activations, scratch and graphs first, then a fraction of the rest for the KV cache.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from llmctl.runtime.engines.memory_plan import EngineMemory
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SHORTEST = 512  # tokens; the lengths of the table double from here to max_seq_len
+SHORTEST = 512  # tokens; the lengths in the table double from here to max_seq_len
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where an engine is to live. gpu: None for the machine's own memory."""
+    """The memory to plan for. gpu: None for the machine's own memory."""
 
     name: str
     total_bytes: int
@@ -115,10 +115,10 @@ def _host_memory() -> Memory:
 
 
 def plan_memory(engine: EnginePlan, memory: Memory, output_dir: Path) -> dict[str, Any]:
-    """The plan as numbers; sizes in bytes. What does not fit is said, not raised.
+    """The plan as numbers; sizes in bytes. If something does not fit, that is reported, not raised.
 
-    fits: whether the engine and one KV block do. table: for each length and batch size, the bytes
-    of everything, None where that is more than there is.
+    fits: whether the engine and one KV block fit. table: for each length and batch size, the bytes
+    of everything, None if that is more than the memory.
     """
     from llmctl.runtime.engines.memory_plan import (
         DEFAULT_DEVICE_FRACTION,

@@ -1,4 +1,4 @@
-"""What `llmctl build` does last: write the engine, and say on stdout what came out."""
+"""The end of `llmctl build`: write the engine, and print the result on stdout."""
 
 from __future__ import annotations
 

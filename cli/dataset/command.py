@@ -1,6 +1,6 @@
-"""`llmctl dataset`: requests for `llmctl bench`, a JSON object a line.
+"""`llmctl dataset`: requests for `llmctl bench`, one JSON object per line.
 
-The form and the options are those of TensorRT-LLM's prepare_dataset.py; the options before the
+The format and the options are those of TensorRT-LLM's prepare_dataset.py; the options before the
 subcommand are common to all of them.
 """
 

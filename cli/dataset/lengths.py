@@ -41,7 +41,7 @@ class NormalLengths:
 
 @dataclass(frozen=True, slots=True)
 class UniformLengths:
-    """Every integer from `least` to `most` alike."""
+    """Every integer from `least` to `most` with equal probability."""
 
     least: int
     most: int

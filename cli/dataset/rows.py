@@ -22,7 +22,7 @@ _HUB_FILES = ["tokenizer.json", "tokenizer_config.json"]
 
 @dataclass(frozen=True, slots=True)
 class DatasetRow:
-    """One request: its prompt as token ids, and how many tokens it asks for."""
+    """One request: its prompt as token ids, and the number of tokens to generate."""
 
     input_ids: Sequence[int]
     output_tokens: int

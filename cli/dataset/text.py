@@ -1,4 +1,4 @@
-"""Requests out of real text: a prompt a row, or pieces of a long text."""
+"""Requests from real text: a prompt per row, or excerpts of a long text."""
 
 from __future__ import annotations
 

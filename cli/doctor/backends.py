@@ -1,7 +1,8 @@
-"""Which backends build and run engines here, and why the others do not.
+"""Which backends can build and run engines here, and why the others cannot.
 
-Every check does the thing itself where that is quick: it loads the CPU's kernels, compiles two
-for a GPU, imports a package. Running on a GPU is judged by what the GPU is.
+A check does the real thing where that is quick: it loads the CPU kernels, compiles two GPU kernels,
+imports a package. Whether a GPU can run engines is judged by its compute capability and number of
+multiprocessors.
 """
 
 from __future__ import annotations

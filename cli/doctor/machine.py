@@ -1,4 +1,4 @@
-"""What is there: processor, memory, GPUs, driver, libraries. Nothing here fails; what is absent is
+"""The machine: processor, memory, GPUs, driver, libraries. Nothing here fails; what is absent is
 None."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the operators of one step read and write, and how long that is predicted to take.
+"""What the operators of one step read and write, and their predicted time.
 
 A step has `tokens` tokens of one sequence (1: plain decoding; draft_len + 1: a verification) whose
-KV cache holds `context_len` tokens. At these sizes time is reading: an operator's prediction is its
-bytes read over the bandwidth that a whole step reaches (cli/gpus.py says how that was measured), so
-the operators' times add up to the step's.
+KV cache has `context_len` tokens. At these sizes time is dominated by reading: an operator's
+prediction is its bytes divided by the bandwidth that a whole step reaches (see cli/gpus.py), so the
+operators' times add up to the step's.
 """
 
 from __future__ import annotations

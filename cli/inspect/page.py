@@ -1,4 +1,4 @@
-"""An engine as one page that needs nothing else: `llmctl inspect DIR --graph out.html`."""
+"""An engine as one self-contained page: `llmctl inspect DIR --graph out.html`."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ Listener = Callable[[Row, int], None]  # (row, index of the sequence that has ne
 def generate(
     executor: RequestQueue, rows: Sequence[Row], listener: Listener | None = None
 ) -> float:
-    """Run every row that has a request to its end; seconds from the first enqueue to the last
-    response. Rows with an error already are left alone."""
+    """Run every row that has a request to its end; returns the seconds from the first enqueue to
+    the last response. Rows that already have an error are skipped."""
     pending = [row for row in rows if row.error is None and row.request is not None]
     requests = [row.request for row in pending if row.request is not None]
     for row, request in zip(pending, requests, strict=True):

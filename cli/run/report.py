@@ -1,4 +1,4 @@
-"""What a run tells about itself on stderr: engines, speed, acceptance."""
+"""What a run reports on stderr: engines, speed, acceptance."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Session:
         stats = self._generate(engines, rows, tokenizer)
         try:
             self._write_files(rows, tokenizer)
-        finally:  # what was generated is shown even where a disk is full
+        finally:  # outputs are shown even if a disk is full
             self._print(rows, tokenizer, stats)
         self._log("info", *stats_lines(stats))
         self._report_rows(rows, engines.target.max_seq_len)
@@ -98,7 +98,8 @@ class Session:
         return _exit_code(rows)
 
     def _tokenizer(self, target: EngineConfig) -> Tokenizer:
-        """The engine's own tokenizer, or the one asked for with a word if its content differs."""
+        """The engine's own tokenizer, or the requested one, with a warning if its content
+        differs."""
         folder = self._options.tokenizer_dir
         if folder is None:
             return engine_tokenizer(self._options.engines.engine_dir, target)
@@ -176,7 +177,7 @@ class Session:
             print_rows(rows, tokenizer, sys.stdout)
 
     def _report_rows(self, rows: Sequence[Row], max_seq_len: int) -> None:
-        """Failures, and outputs that ended before their own limit for want of room."""
+        """Print failures, and outputs that were cut for lack of room before their own limit."""
         for row in rows:
             if isinstance(row.error, LlmctlError):
                 self._log("error", f"error[{row.error.name}]: Text {row.index}: {row.error}")

@@ -12,9 +12,7 @@ from llmctl.errors import RequestError
 from llmctl.runtime.request import Response
 
 Deliver = Callable[[Response], None]
-_Receiver = tuple[
-    Deliver, Callable[[int], None]
-]  # the callable, and what cancels the request if it raises
+_Receiver = tuple[Deliver, Callable[[int], None]]  # and what cancels the request if it raises
 
 
 _NOBODY: _Receiver = (lambda response: None, lambda request_id: None)

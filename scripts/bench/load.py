@@ -156,8 +156,8 @@ def measure_drafts(
             run_all(executor, warm)
         for share in ACCEPTANCES:
             rates = tuple(share ** (index + 1) for index in range(draft_len))
-            lots = SyntheticAcceptance(rates)
-            with engines.executor(acceptance=lots, num_iterations_kept=kept) as executor:
+            synthetic = SyntheticAcceptance(rates)
+            with engines.executor(acceptance=synthetic, num_iterations_kept=kept) as executor:
                 seconds = run_all(executor, work)
                 steps = executor.get_latest_iteration_stats()
             tables.keep(f"adaptive-{batch}-{share}", steps)
