@@ -1,7 +1,7 @@
-"""The one way an artefact gets its final name: write beside, fsync, rename.
+"""How an artefact gets its final name: write to a scratch folder, fsync, rename.
 
-Whatever interrupts the body (an exception, Ctrl-C, a full disk), nothing under the final name
-exists; kill -9 can leave only a hidden `.NAME.<random>.partial` directory beside it.
+Whatever interrupts the body (an exception, Ctrl-C, a full disk), nothing exists under the final
+name; kill -9 can leave only a hidden `.NAME.<random>.partial` directory next to it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def require_space(folder: Path, num_bytes: int) -> None:
 
 
 def _remove(scratch: Path) -> None:
-    """Remove a scratch directory to the end, however often Ctrl-C is pressed meanwhile."""
+    """Remove a scratch directory completely, however often Ctrl-C is pressed meanwhile."""
     while True:
         try:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -61,8 +61,8 @@ def _remove(scratch: Path) -> None:
 
 
 def require_place(final: Path) -> None:
-    """Refuse before any work what `publish` would refuse behind it: a name that is taken, or a
-    place where nothing can be written. Raises OutputExists and BadConfig."""
+    """Refuse before any work what `publish` would refuse after it: a name that is taken, or a place
+    that cannot be written. Raises OutputExists and BadConfig."""
     final = final.absolute()
     if os.path.lexists(final):  # also a link that leads nowhere
         raise OutputExists(final)

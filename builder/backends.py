@@ -1,4 +1,4 @@
-"""The backends: which one to use, for which GPUs, and what each refuses."""
+"""The backends at build time: which one to use, for which GPUs, and what each refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CUDA_ROW_MULTIPLE = 16  # elements: TMA and bulk copies move multiples of 16 byt
 
 
 def is_auto(backend: str) -> bool:
-    """Whether the machine decides: never for TensorRT."""
+    """Whether the backend is chosen by the machine; never TensorRT."""
     return backend == "auto"
 
 
@@ -42,7 +42,7 @@ def has_supported_gpu() -> bool:
 
 
 def require_cache_type(cache_type: str, backend: str) -> None:
-    """Raise Unsupported for a layout of the KV cache that the backend's attention cannot read."""
+    """Raise Unsupported for a KV cache layout that the backend's attention cannot read."""
     if cache_type == "continuous" and cache_type not in BACKENDS[backend].cache_types:
         raise Unsupported(
             f"--kv-cache-type continuous is refused: every kernel of the {backend} backend reads "
@@ -57,7 +57,7 @@ def require_cache_type(cache_type: str, backend: str) -> None:
 
 
 def require_ranks(tp_size: int, backend: str) -> None:
-    """Raise Unsupported for several ranks where no kernel adds up over them."""
+    """Raise Unsupported for several ranks if no kernel can sum over them."""
     if tp_size > 1 and not BACKENDS[backend].has_ranks:
         raise Unsupported(
             f"--tp-size {tp_size} is refused: engines of the {backend} backend have one rank",

@@ -1,4 +1,4 @@
-"""What an engine holds besides weights: our kernels and TensorRT's plans, and for which GPUs."""
+"""Compiled code of an engine: llmctl's kernels and TensorRT's plans, and for which GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ Binaries = dict[str, bytes]  # by the name of the engine file's tensor
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The GPUs that an engine is compiled for, none for the cpu, and what compiles plans."""
+    """The GPUs that an engine is compiled for (none for the cpu backend), and what compiles
+    plans."""
 
     capabilities: tuple[str, ...]
     package: Package | None = None

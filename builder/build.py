@@ -1,7 +1,7 @@
-"""Checkpoint in, engine directory out, in two halves: plan (reads headers) and run (writes).
+"""From a checkpoint to an engine directory, in two halves: plan (reads headers) and run (writes).
 
 `plan_build` decides everything and checks everything that headers and scales can tell; `run_build`
-streams the weights into place. A dry run is the first half alone.
+streams the weights into the engine file. A dry run is the first half alone.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class EnginePlan:
     limits: BuildConfig
     pieces: tuple[Piece, ...]  # tensorrt only
     binaries: Binaries  # by their tensors' names: kernels of cuda, plans of TensorRT
-    notices: tuple[str, ...]  # adjusted limits and unread tensors, for people
+    notices: tuple[str, ...]  # messages about adjusted limits and unread tensors
 
     @property
     def file_bytes(self) -> int:
@@ -261,7 +261,7 @@ def run_build(
     """
     import torch
 
-    if output_dir.exists():  # before the space check: it is the likelier mistake
+    if output_dir.exists():  # before the space check, because it is the more likely mistake
         raise OutputExists(output_dir)
     tokenizer_files = engine.checkpoint.tokenizer_files()
     side_bytes = sum(path.stat().st_size for path in tokenizer_files) + _CONFIG_BYTES

@@ -1,7 +1,7 @@
-"""A name for what a build would produce: builds of one name produce the same engine.
+"""A key for what a build would produce: builds with the same key produce the same engine.
 
-It covers the values of every weight, unlike the hashes that an engine's config.json records, so
-that a checkpoint calibrated or trained again never gets the engine of an older one.
+It covers the values of every weight, unlike the hashes in an engine's config.json, so that a
+checkpoint that was calibrated or trained again never gets an older checkpoint's engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmctl.builder.build import EnginePlan
 from llmctl.quantize.format import CONFIG_FILE
 
 _COMPILERS = ("triton", "nvidia-cuda-nvrtc")  # what kernels are compiled with
-_SOURCES = (".py", ".json", ".cu", ".cuh")  # files of this program that decide what an engine holds
+_SOURCES = (".py", ".json", ".cu", ".cuh")  # source files that determine the content of an engine
 
 
 def cache_key(engine: EnginePlan) -> str:

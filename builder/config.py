@@ -1,4 +1,4 @@
-"""The limits an engine is built for, under TensorRT-LLM's names, and the rules between them."""
+"""The limits an engine is built for, with TensorRT-LLM's names, and the rules between them."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class BuildRequest:
     tokens_per_block: int = 32
     kv_cache_type: str = "paged"
     kv_cache_dtype: str = "auto"
-    kv_cache_unit_scales: bool = False  # FP8 without scales, on request alone
+    kv_cache_unit_scales: bool = False  # assume 1.0 for FP8 without scales; only on request
     logits_dtype: str = "float32"
     gather_context_logits: bool = False
     tp_size: int = 1
-    outputs: tuple[str, ...] = ()  # beside logits: builder/models/decoder.py names them
+    outputs: tuple[str, ...] = ()  # besides logits; the names are in builder/models/decoder.py
 
     def __post_init__(self) -> None:
         sizes = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "tp_size")
         for name in sizes:
             value = getattr(self, name)
-            least = 2 if name == "max_seq_len" else 1  # a prompt and what is said to it
+            least = 2 if name == "max_seq_len" else 1  # a prompt and an output
             _require(value is None or least <= value <= _MOST, name, value, f"{least} to {_MOST}")
         draft_len = self.max_draft_len
         _require(0 <= draft_len <= _MOST, "max_draft_len", draft_len, f"0 to {_MOST}")
@@ -89,7 +89,7 @@ class BuildRequest:
 
 @dataclass(frozen=True, slots=True)
 class BuildConfig:
-    """`build_config` of config.json: the limits in force."""
+    """`build_config` of config.json: the limits in effect."""
 
     max_batch_size: int
     max_seq_len: int
@@ -112,7 +112,7 @@ class BuildConfig:
 
     @property
     def max_num_rows(self) -> int:
-        """Most rows of one step that get logits: a root and its drafts for every sequence."""
+        """The most rows of one step that get logits: a root and its drafts for every sequence."""
         return min(self.max_batch_size * (self.max_draft_len + 1), self.max_num_tokens)
 
 

@@ -1,9 +1,9 @@
-"""The file form of an engine: one safetensors container, written as a stream and mapped to read.
+"""The file format of an engine: one safetensors container, written as a stream and read by mapping.
 
-Layout: 8 bytes little-endian header length, JSON header padded with spaces so that data starts on
-a 64-byte boundary, then the tensors without gaps (the format allows none). Tensors whose size is a
-multiple of 64 come first, the others after them by falling element size, so every tensor is
-aligned for its dtype and nearly every one for vector loads. The safetensors library reads it.
+Layout: 8 bytes little-endian header length, JSON header padded with spaces so that data starts on a
+64-byte boundary, then the tensors without gaps (the format allows none). Tensors whose size is a
+multiple of 64 come first, the others after them by decreasing element size, so every tensor is
+aligned for its dtype and nearly every one for vector loads. The safetensors library can read it.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ TOKENIZER_FOLDER = "tokenizer"
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """config.json of an engine directory, readable before any weight is touched."""
+    """config.json of an engine directory, readable before any weight is read."""
 
     version: int  # SCHEMA_VERSION of the writer
     backend: str  # cpu | cuda | tensorrt | tensorrt-rtx

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from llmctl.plugins.backends.cuda.compiler import CompiledKernel
 
 OnKernel = Callable[[str, int, int], None]  # (name, kernels done, kernels in all)
-MOST_COMPILERS = 8  # at a time, of CUDA C++: eight take 200 MB
+MOST_COMPILERS = 8  # CUDA C++ compilers at a time: eight take 200 MB
 
 
 def step_limits(plan: Plan, build: BuildConfig) -> StepLimits:
@@ -87,10 +87,12 @@ def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
 def compile_kernels(
     specs: Iterable[KernelSpec], capability: str, on_kernel: OnKernel = lambda *_: None
 ) -> list[CompiledKernel]:
-    """Compile every spec that is not in the cache of this machine; kernels in the order of specs.
+    """Compile every spec that is not in this machine's cache; returns kernels in the order of
+    specs.
 
-    Triton's, whose compiler holds Python's lock, one after the other in this thread; those in CUDA
-    C++ beside them on all cores. Raises NoDevice where a compiler is missing, KernelCompileError.
+    Triton's compiler holds Python's lock, so its kernels are compiled one after another in this
+    thread, and those in CUDA C++ in parallel on all cores. Raises NoDevice if a compiler is
+    missing, KernelCompileError.
     """
     from llmctl.plugins.backends.cuda.compiler import compile_kernel
 
@@ -107,14 +109,14 @@ def compile_kernels(
                 else:
                     compiled[spec.name] = beside[spec.name].result()
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # of what has not begun
+            pool.shutdown(cancel_futures=True)  # cancels those that have not started
             raise
     return [compiled[spec.name] for spec in specs]
 
 
 def plan_chains(plan: Plan, limits: StepLimits) -> list[Chain]:
-    """Layers that one launch may compute. It stores nothing between them, so there are none where
-    that is an output."""
+    """Layers that one launch may compute. It stores nothing between them, so there are none if an
+    intermediate result is an output."""
     extents = {tensor.name: tensor.shape[0] for tensor in plan.tensors}
     if any(extents[tensor] == "tokens" for tensor in plan.outputs.values()):
         return []
@@ -135,7 +137,7 @@ def plan_kernel(kernel: CompiledKernel, capability: str = "") -> PlanKernel:
 
 
 def scratch_bytes(plan: Plan, limits: StepLimits) -> int:
-    """Device memory that kernels ask for beside their tensors, over `planned_shapes`."""
+    """Device memory that kernels request besides their tensors, over `planned_shapes`."""
     sizes: dict[str, int] = {}
 
     def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -190,9 +192,10 @@ def plan_launches(
 
 
 def distinct_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
-    """The plan's calls on meta tensors, and whether they work on tokens or on rows.
+    """The plan's calls on meta tensors, and whether they process tokens or rows.
 
-    Calls that differ only in their name and layer are one: the layers of a model share kernels.
+    Calls that differ only in their name and layer are listed once: the layers of a model share
+    kernels.
     """
 
     def signature(call: OpCall, extent: Extent) -> Any:

@@ -1,6 +1,7 @@
-"""The operations a model definition is written in. Each records one node and returns its output.
+"""The operations in which a model definition is written. Each records one node and returns its
+output.
 
-They are the mathematical steps, unfused: merging, fusing and quantizing is the passes' work.
+They are mathematical steps, unfused: merging, fusing and quantizing is done by the passes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In which type keys and values are cached, and which scales of the checkpoint that needs."""
+"""The dtype of cached keys and values, and the checkpoint scales that it needs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class KvCacheChoice(NamedTuple):
 def choose_kv_cache(
     checkpoint: Checkpoint, request: BuildRequest, num_layers: int, dtype: str, backend: str
 ) -> KvCacheChoice:
-    """What the request and the checkpoint say together; `dtype` is the model's.
+    """The KV cache that request and checkpoint ask for together; `dtype` is the model's.
 
-    Scales of 1.0 are never assumed: values beyond 448 would be cut without a word, so they are
-    used only when asked for. Raises MissingTensor without scales, Unsupported, BadConfig.
+    Scales of 1.0 are never assumed, because values beyond 448 would be cut silently; they are used
+    only on request. Raises MissingTensor without scales, Unsupported, BadConfig.
     """
     info = checkpoint.quantization
     algo = info.kv_cache_algo if info is not None else None

@@ -1,6 +1,6 @@
-"""The graph a model is recorded into and the passes rewrite: tensors, nodes, weight sources.
+"""The graph that a model is recorded into and that passes rewrite: tensors, nodes, weight sources.
 
-A tensor is known by its name. Dimensions are integers or one of two symbols: "tokens" (rows of the
+Tensors are identified by name. Dimensions are integers or one of two symbols: "tokens" (rows of the
 packed step) and "rows" (rows that get logits). A weight tensor has a source, which says how its
 bytes come from the checkpoint; nothing is read while a network is built or rewritten.
 """
@@ -44,7 +44,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that whoever runs the network reads after each step."""
+    """A tensor that the runtime reads after each step."""
 
     tensor: str
     for_all_tokens: bool = False  # else for the rows that get logits
@@ -97,8 +97,8 @@ class Network:
         return next((node for node in self.nodes if name in node.outputs.values()), None)
 
     def consumers(self, name: str) -> list[Node]:
-        """The nodes that read a tensor, in execution order; then one for each output it is, so
-        that no pass takes a tensor away whose only reader is outside."""
+        """The nodes that read a tensor, in execution order; then one node for each output it is, so
+        that no pass removes a tensor that only the runtime reads."""
         readers = [node for node in self.nodes if name in node.inputs.values()]
         return readers + [
             Node(OUTPUT_OP, output, {"x": name}, {})

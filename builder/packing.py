@@ -1,4 +1,5 @@
-"""Sources in packed form: the rows of a linear reordered, tiled and swizzled for the tensor core.
+"""Weight sources in packed form: the rows of a linear layer reordered, tiled and swizzled for the
+tensor core.
 
 `plugins/ops/packed_linear/layout.py` defines the layout. Rows are gathered tile by tile from the
 checkpoint's tensors, so writing an engine holds a few tiles of one weight and never all of it.
@@ -26,8 +27,8 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, FP8: 1}  # what tensor cores multiply
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """Which logical row lies where: "plain" (rows), "pair" (width) for gate and up, "rope"
-    (num_heads, num_kv_heads, head_size) for q, k and v."""
+    """The order of logical rows in the packed weight: "plain" (rows), "pair" (width) for gate and
+    up, "rope" (num_heads, num_kv_heads, head_size) for q, k and v."""
 
     kind: Literal["plain", "pair", "rope"]
     sizes: tuple[int, ...]

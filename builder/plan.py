@@ -1,4 +1,4 @@
-"""The plan of an engine: what an executable runs each step, as data."""
+"""The plan of an engine: what the runtime executes each step, as data."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Plan:
     max_num_tokens: int
     max_num_rows: int
     kernels: tuple[PlanKernel, ...] = ()  # cuda: every binary that a step or a round may launch
-    scratch_bytes: int = 0  # cuda: what kernels ask of `LaunchEnv.scratch`, at most
+    scratch_bytes: int = 0  # cuda: the most that kernels request of `LaunchEnv.scratch`
     trt_pieces: tuple[TrtPiece, ...] = ()  # tensorrt: what its operators "tensorrt" run
     fused: tuple[FusedCalls, ...] = ()  # cuda: of `ops`, what one launch may do instead; first wins
 
@@ -144,7 +144,7 @@ class Plan:
         kernels = tuple(PlanKernel(**kernel) for kernel in raw.pop("kernels"))
         pieces = tuple(
             TrtPiece(**{**p, "bindings": tuple(p["bindings"]), "profiles": tuple(p["profiles"])})
-            for p in raw.pop("trt_pieces", ())  # absent: an engine of before there were any
+            for p in raw.pop("trt_pieces", ())  # absent in engines built before these existed
         )
         fused = tuple(FusedCalls(**each) for each in raw.pop("fused"))
         return Plan(tensors, ops, spec, kernels=kernels, trt_pieces=pieces, fused=fused, **raw)

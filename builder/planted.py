@@ -1,8 +1,8 @@
 """Engines without a checkpoint's weights: --load-format dummy and planted.
 
-A folder with config.json (and hf_quant_config.json) is treated as if it held every tensor that the
-config implies, in the layout ModelOpt writes. The engine then stores how `runtime/generated` makes
-the weights instead of the weights.
+A folder with config.json (and hf_quant_config.json) is treated as if it had every tensor that the
+config implies, in ModelOpt's layout. Instead of weights the engine stores how
+`runtime/engines/planted_weights.py` generates them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _STORED_NAMES = {name: stored for stored, (name, _) in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class LoadFormat:
-    """Where weights come from: "auto" is the checkpoint; the other fields are for the others.
+    """Where weights come from: "auto" is the checkpoint; the other fields apply to the other
+    formats.
 
-    planted: a target whose greedy text is known, and drafts of which each token is right with
-    probability `acceptance`, wherever target and draft have the same seed and vocabulary.
+    planted: a target whose greedy text is known, and drafts whose tokens are each right with
+    probability `acceptance`, if target and draft have the same seed and vocabulary.
     """
 
     name: str = "auto"
@@ -102,7 +103,7 @@ def open_config(folder: Path) -> Checkpoint:
 
 
 def declare_tensors(checkpoint: Checkpoint, network: Network, num_layers: int) -> None:
-    """Give the checkpoint every tensor that the network as recorded and its quantization imply."""
+    """Give the checkpoint every tensor that the recorded network and its quantization imply."""
     info = checkpoint.quantization
     shapes = dict(checkpoint_shapes(network, info))
     dtypes = dict.fromkeys(shapes, _STORED_NAMES[network.dtype])

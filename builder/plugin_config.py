@@ -1,8 +1,8 @@
-"""The plugin options of the TensorRT-LLM engine era as one table: values, effect, limits.
+"""TensorRT-LLM's plugin options as one table: values, effect, limits.
 
-Each row either changes the engine or has exactly one meaning here; a value this backend cannot
-honour is refused with the reason, never ignored. Resolved values are stored in config.json under
-`plugin_config`.
+Each option either changes the engine or has exactly one meaning here; a value that this backend
+cannot honour is refused with the reason, never ignored. Resolved values are stored in config.json
+under `plugin_config`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ FP8_ONLY = ("fp8", "disable")
 
 @dataclass(frozen=True, slots=True)
 class PluginOption:
-    """One `--<name>`. `values` are all the words upstream knows, `accepted` those that work here.
+    """One `--<name>`. `values` are all values that TensorRT-LLM has, `accepted` those that work
+    here.
 
     "model" in `accepted` stands for the engine's own dtype. `needs_fp8` values are accepted only
     for an FP8 checkpoint, `cuda_only` values by the cuda backend. `reason` completes "<value> is

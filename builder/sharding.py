@@ -1,9 +1,9 @@
 """Tensor parallelism: each rank's share of the weights, and the sums over ranks.
 
-A rank computes some of the heads and some of the inner width of the MLP, so it is a model of the
-same form with fewer of both; its weights are slices of the checkpoint's. What the projections back
-to the hidden width give are partial sums, which are added up over the ranks. Embedding, norms and
-head are whole on every rank.
+A rank computes some of the heads and part of the MLP's intermediate dimension, so it is a model of
+the same form with fewer of both; its weights are slices of the checkpoint's. The projections back
+to the hidden dimension give partial sums, which are added over the ranks. Embedding, norms and head
+are replicated on every rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def local_model(model: ModelConfig, num_ranks: int) -> ModelConfig:
 
 
 def reduce_partial_sums(network: Network) -> Network:
-    """Insert an all_reduce after every projection that has part of its inner width on each rank.
+    """Insert an all_reduce after every projection whose input dimension is split over ranks.
 
     A bias is added to the sum, once.
     """

@@ -1,4 +1,4 @@
-"""Where the bytes of an engine's weights come from, and the checks they pass on the way.
+"""Where the bytes of an engine's weights come from, and the checks they pass.
 
 A source knows its dtype and shape from headers alone and yields its values in row chunks, so
 writing an engine never holds more than one chunk of one tensor, whatever the model's size.
@@ -17,7 +17,7 @@ from llmctl.errors import BadTensorShape, BadTensorValue
 if TYPE_CHECKING:
     import torch
 
-CHUNK_BYTES = 32 << 20  # large enough for sequential I/O, small beside any model
+CHUNK_BYTES = 32 << 20  # large enough for sequential I/O, small compared with any model
 
 
 class TensorReader(Protocol):
@@ -183,12 +183,12 @@ def require_finite(name: str, chunk: torch.Tensor, what: str) -> None:
     """Raise BadTensorValue ("<name> <what>") where a chunk of any float dtype is not finite."""
     import torch
 
-    # One pass for the extremes: 20 times faster than asking every element (isfinite).
+    # One pass for the extremes: 20 times faster than testing every element (isfinite).
     if chunk.dtype == torch.float8_e4m3fn:  # no infinity; NaN is 0x7F or 0xFF
         is_bad = bool(chunk.view(torch.int8).max() == 0x7F)
         is_bad = is_bad or bool(chunk.view(torch.uint8).max() == 0xFF)
     else:
-        low, high = torch.aminmax(chunk)  # NaN wins in both
+        low, high = torch.aminmax(chunk)  # NaN propagates to both
         is_bad = not math.isfinite(low.item()) or not math.isfinite(high.item())
     if is_bad:
         raise BadTensorValue(

@@ -1,8 +1,8 @@
-"""The tokenizer's part of an engine: its files, and a hash of what it means.
+"""The tokenizer's part of an engine: its files, and a hash of its meaning.
 
-The hash covers what decides token ids (vocabulary, merges, added tokens, normalizer,
-pre-tokenizer), normalised over the spellings of different library versions. So a target and a
-draft compare by content, whatever their files are called or how they are formatted.
+The hash covers what determines token ids (vocabulary, merges, added tokens, normalizer,
+pre-tokenizer), normalised over the spellings of different library versions. So a target and a draft
+are compared by content, whatever their files are called or how they are formatted.
 """
 
 from __future__ import annotations

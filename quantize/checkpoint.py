@@ -1,6 +1,6 @@
-"""Reading a Hugging Face checkpoint folder that nobody vouches for.
+"""Reading an untrusted Hugging Face checkpoint folder.
 
-Headers of every safetensors file are checked before any weight is touched: sizes, overlaps, names,
+Headers of every safetensors file are checked before any weight is read: sizes, overlaps, names,
 paths. Nothing is unpickled and no code of the checkpoint runs. Tensors are private maps of the
 file, so reading one costs page cache and not memory until something writes to it.
 """

@@ -1,7 +1,7 @@
-"""What a checkpoint says about its own quantization, whoever wrote it.
+"""The quantization of a checkpoint according to its own config, for the known exporters.
 
-ModelOpt, compressed-tensors and the "fp8" method of transformers are read; each says it in its own
-words in config.json, ModelOpt before 0.31 in hf_quant_config.json.
+ModelOpt, compressed-tensors and the "fp8" method of transformers are supported; each describes it
+in its own way in config.json, ModelOpt before 0.31 in hf_quant_config.json.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ _REPEATED_GROUP = re.compile(r"\)(\*|\+|\{)")
 
 @dataclass(frozen=True, slots=True)
 class QuantizationInfo:
-    """What a checkpoint says about its own quantization, whoever wrote it.
+    """The quantization that a checkpoint declares.
 
-    method: "modelopt", "compressed-tensors" or "fp8". algo uses ModelOpt's vocabulary:
-    "FP8" (one weight scale a tensor), "FP8_PER_CHANNEL_PER_TOKEN" (one a row),
-    "FP8_BLOCK_SCALES" (one a 128x128 block), "W4A8_MXFP4_FP8" (4-bit, a power of two for 32),
-    None when only the KV cache is quantized, or the name as found when it is none of these.
-    weight_strategy is "tensor", "channel", "block", "group" or None; activations "static",
-    "dynamic" or None. exclude holds module names, wildcards (ModelOpt) or `re:` patterns
-    (compressed-tensors).
+    method: "modelopt", "compressed-tensors" or "fp8". algo uses ModelOpt's vocabulary: "FP8" (one
+    weight scale per tensor), "FP8_PER_CHANNEL_PER_TOKEN" (one per row), "FP8_BLOCK_SCALES" (one per
+    128x128 block), "W4A8_MXFP4_FP8" (4-bit, a power of two per 32 values), None if only the KV
+    cache is quantized, or the declared name if it is none of these. weight_strategy is "tensor",
+    "channel", "block", "group" or None; activations "static", "dynamic" or None. exclude has module
+    names, wildcards (ModelOpt) or `re:` patterns (compressed-tensors).
     """
 
     method: str

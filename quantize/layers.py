@@ -1,13 +1,13 @@
 """Calibration and conversion of one decoder layer (or of lm_head), by ModelOpt.
 
-Max calibration measures unquantized activations, so a model decomposes exactly into its layers:
-the hidden states that leave layer i unquantized are the ones ModelOpt's whole-model calibration
-sends into layer i+1. Calibration is the same for every scheme, since every one has static FP8
-inputs, and what it measures does not depend on how weights are stored. Scales are amax / 448, one a
-tensor; weights are divided by their scale in their own dtype and rounded to float8_e4m3fn, which is
-bit for bit ModelOpt's export (a test compares every tensor). MXFP4 weights are `mxfp4.py`'s work.
-Refused: weights or activations that are not finite. Different from ModelOpt, whose export divides
-by zero there: a tensor that is all zero gets a scale that is not.
+Max calibration measures unquantized activations, so processing layers separately gives exactly the
+same result: the unquantized hidden states after layer i are the ones that ModelOpt's whole-model
+calibration passes to layer i+1. Calibration is the same for every scheme, since every one has
+static FP8 inputs, and its result does not depend on how weights are stored. Scales are amax / 448,
+one per tensor; weights are divided by their scale in their own dtype and rounded to float8_e4m3fn,
+which is bit for bit ModelOpt's export (a test compares every tensor). MXFP4 weights are converted
+by `mxfp4.py`. Weights or activations that are not finite are refused. One difference from ModelOpt,
+whose export divides by zero there: a tensor that is all zero gets a nonzero scale.
 """
 
 from __future__ import annotations
@@ -156,9 +156,10 @@ class LayerQuantizer:
 
 
 def import_modelopt() -> Any:
-    """modelopt.torch.quantization, without its remark that this transformers is untested by it.
+    """modelopt.torch.quantization, without its warning that it was not tested with this
+    transformers version.
 
-    Importing it takes seconds. Raises ImportError where the `quantize` extra is not installed.
+    Importing it takes seconds. Raises ImportError if the `quantize` extra is not installed.
     """
     with _quiet():
         import modelopt.torch.quantization as mtq
@@ -167,7 +168,7 @@ def import_modelopt() -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """ModelOpt prints a line a call and warns about versions; stdout belongs to results."""
+    """ModelOpt prints a line per call and warns about versions; stdout is reserved for results."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield

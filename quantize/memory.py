@@ -1,4 +1,5 @@
-"""How much memory this process may still take: the machine's, or its control group's if less."""
+"""How much more memory this process may use: the machine's, or its control group's if that is
+less."""
 
 from __future__ import annotations
 

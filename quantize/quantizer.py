@@ -1,4 +1,4 @@
-"""Running a planned quantization: layer by layer, straight into the output's shards."""
+"""Runs a planned quantization: layer by layer, straight into the output's shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing safetensors shards whose contents arrive piece by piece.
+"""Writing safetensors shards whose contents arrive in pieces.
 
 Names, dtypes and shapes are known before the first byte, so headers are written first and each
 tensor goes straight to its place: nothing is buffered, whatever the shard size.

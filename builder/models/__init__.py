@@ -1,4 +1,4 @@
-"""The families llmctl builds. To add one: a file with its `Family`, and its name in the table."""
+"""The supported model families. To add one: a file with its `Family`, and its name in the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder every family shares, written once; a family only says which parts it has."""
+"""The decoder shared by every family; a family only defines which parts it has."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A model in our own words. `windows` has one entry a layer, 0 for full attention."""
+    """A model in llmctl's normalised form. `windows` has one entry per layer, 0 for full
+    attention."""
 
     family: Family
     dtype: str | None  # what config.json says; None when it is silent
@@ -75,7 +76,7 @@ def flag(name: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def full_attention(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Every layer sees everything."""
+    """Full attention in every layer."""
     return (0,) * num_layers
 
 

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2, 3.3 and everything that calls itself LlamaForCausalLM."""
+"""Llama 2, 3, 3.1, 3.2, 3.3 and every checkpoint that declares LlamaForCausalLM."""
 
 from llmctl.builder.models.family import Family, flag, full_attention
 

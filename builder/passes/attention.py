@@ -16,9 +16,8 @@ ROTARY = "rotary"
 def lower_attention(
     network: Network, rotary: RotaryTable, kv_scales: Sequence[tuple[str, str]] | None
 ) -> Network:
-    """Split every gpt_attention. kv_scales: (K, V) checkpoint scale names a layer, None when the
-    cache keeps the model dtype. A window that reaches past max_seq_len is full attention.
-    """
+    """Split every gpt_attention. kv_scales: (K, V) checkpoint scale names per layer, None if the
+    cache has the model dtype. A window larger than max_seq_len is full attention."""
     lowered = network.copy()
     lowered.add_weight(ROTARY, rotary)
     for node in network.nodes:

@@ -1,5 +1,5 @@
-"""Fuse neighbours into the plugin that does both: residual and norm, producer and quantization,
-embedding and norm; and make neighbours of what could be one."""
+"""Fuse adjacent nodes into the operator that does both: residual and norm, producer and
+quantization, embedding and norm; and reorder nodes so that they can be fused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUANTIZING_OPS = {
 def fuse_residual(network: Network) -> Network:
     """add(x, residual) then rms_norm(sum) -> rms_norm(x, residual), which also writes the sum.
 
-    The sum is written only where something else reads it.
+    The sum is written only if something else reads it.
     """
     fused = network.copy()
     for add in [node for node in network.nodes if node.op == "add"]:
@@ -36,7 +36,7 @@ def fuse_residual(network: Network) -> Network:
 
 
 def fuse_quantize(network: Network, ops: frozenset[str] = frozenset(QUANTIZING_OPS)) -> Network:
-    """Let `ops` write FP8 where their only reader is a quantize node they can absorb."""
+    """Let `ops` write FP8 if their only reader is a quantize node they can absorb."""
     fused = network.copy()
     for quantize in [node for node in network.nodes if node.op == "quantize"]:
         value = quantize.inputs["x"]
@@ -76,7 +76,7 @@ def fuse_embedding(network: Network) -> Network:
 
 
 def quantize_before_gather(network: Network) -> Network:
-    """quantize(gather_rows(x)) -> gather_rows(quantize(x)) behind attention, with one scale for all
+    """quantize(gather_rows(x)) -> gather_rows(quantize(x)) after attention, with one scale for all
     rows: the same numbers, and attention may then write FP8 in every layer."""
     moved = network.copy()
     for quantize in [node for node in network.nodes if node.op == "quantize"]:

@@ -1,4 +1,5 @@
-"""Network -> Plan: only plugin ops are left, every activation has its place in the arena."""
+"""Network -> Plan: only plugin operators are left, and every activation has its place in the
+arena."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from llmctl.plugins.core.operators import SPECS
 def lower(
     network: Network, cache: KvCacheSpec, max_num_tokens: int, max_num_rows: int, alignment: int
 ) -> Plan:
-    """The plan of a fully rewritten network."""
+    """The plan of a completely rewritten network."""
     foreign = {node.op for node in network.nodes} - set(SPECS) - {TENSORRT_OP}
     assert not foreign, f"no plugin executes {sorted(foreign)}"
     offsets, arena_bytes = plan_memory(network, max_num_tokens, max_num_rows, alignment)

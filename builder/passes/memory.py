@@ -1,8 +1,8 @@
-"""Place activations in one arena: tensors share bytes when their lifetimes do not meet.
+"""Place activations in one arena: tensors share bytes if their lifetimes do not overlap.
 
-Largest first, each at the lowest offset where nothing alive at the same time lies. A residual sum
-takes over the bytes of the residual it was made from where rms_norm makes it, which works in place.
-A product with a norm does not: its thread blocks all read the residual, and one writes the sum.
+Largest first, each at the lowest offset that is free during its lifetime. A residual sum made by
+rms_norm, which works in place, uses the bytes of its input residual. One made by a product with a
+norm does not, because its thread blocks all read the residual while one writes the sum.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Merge linears that read the same input: q, k, v into one, gate and up into one.
+"""Merge linear layers that read the same input: q, k, v into one, gate and up into one.
 
-The merged weight is the parts' rows one after another, so nothing is requantized: an FP8 part
-keeps its own scale, repeated over its rows (see passes/quantize.py).
+The merged weight is the parts' rows one after another, so nothing is requantized: an FP8 part keeps
+its own scale, repeated over its rows (see passes/quantize.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""For the cuda backend: every linear becomes a packed one, fused with what follows it.
+"""For the cuda backend: every linear layer becomes a packed product, fused with what follows it.
 
-A linear before SwiGLU or before RoPE and the KV write computes that in its epilogue. For it the
-rows of gate and up, or the dimensions that rotate together, are interleaved (see
-`plugins/ops/packed_linear/layout.py`), which costs nothing as weights are packed at build anyway. A
-norm before it becomes its part where a product that normalizes was measured to be faster.
+A linear layer before SwiGLU or before RoPE and the KV write computes that in its epilogue. For this
+the rows of gate and up, or the dimensions that rotate together, are interleaved (see
+`plugins/ops/packed_linear/layout.py`), which costs nothing because weights are packed at build
+anyway. A norm before it is included if a product that normalizes was measured to be faster.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _fuse_rope(network: Network, linear: Node, write: Node) -> None:
 
 
 def _can_fuse_swiglu(network: Network, reader: Node) -> bool:
-    """SwiGLU that scales each token needs whole rows, which no tile of the product has."""
+    """SwiGLU with per-token scales needs whole rows, which no tile of the product has."""
     if reader.op != "swiglu" or "out_scale" in reader.outputs:
         return False
     return int(network.tensors[reader.outputs["out"]].shape[1]) % _PAIR_WIDTH == 0

@@ -1,4 +1,4 @@
-"""Give linears the FP8 or MXFP4 weights and activation scales that the checkpoint holds."""
+"""Give linear layers the FP8 or MXFP4 weights and activation scales of the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Choose the kernel of every op: "<backend>.<op>.<type>", the type being that of the main input.
+"""Choose the kernel of every op: "<backend>.<op>.<type>", where the type is that of the main input.
 
 A packed product on a GPU has several kernels and a table of which is fastest for how many tokens:
-its tactic is the row of that table. What a TensorRT engine leaves to us are kernels of cuda.
+its tactic is the row of that table. In a TensorRT engine, operators outside the plans use the cuda
+kernels.
 """
 
 from __future__ import annotations

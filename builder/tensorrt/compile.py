@@ -1,4 +1,4 @@
-"""Networks to serialized plans, and what the builder said about each."""
+"""Compiles networks to serialized plans, with the builder's report on each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class CompiledPiece:
 
 
 def compile_network(package: Package, piece: PieceNetwork, targets: Sequence[str]) -> CompiledPiece:
-    """Build one network for compute capabilities. Raises KernelCompileError with TensorRT's words.
+    """Build one network for compute capabilities. Raises KernelCompileError with TensorRT's
+    message.
 
     One stream: parallel branches would become signals and waits between kernels.
     """

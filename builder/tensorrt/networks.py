@@ -1,6 +1,7 @@
-"""Pieces as TensorRT networks: every node by its operator's `plugins/ops/<op>/tensorrt.py`.
+"""Pieces as TensorRT networks: every node is added by its operator's
+`plugins/ops/<op>/tensorrt.py`.
 
-Nothing is compiled here, so what a network computes can be checked without a GPU and in no time.
+Nothing is compiled here, so what a network computes can be checked quickly and without a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which package builds, for which GPUs, and what it lacks.
+"""Which package builds, for which GPUs, and which features it lacks.
 
-`tensorrt_rtx` builds for GPUs that are absent; `tensorrt` builds for the GPU that is present. Their
-API is one: what only some versions have is looked for by name.
+`tensorrt_rtx` builds for GPUs that are not present; `tensorrt` builds for the GPU that is. They
+have the same API; features of only some versions are looked up by name.
 """
 
 from __future__ import annotations

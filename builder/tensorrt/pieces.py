@@ -1,7 +1,7 @@
-"""Cut a network where our own kernels run, into pieces that TensorRT compiles.
+"""Split a network at llmctl's own kernels, into pieces that TensorRT compiles.
 
-Between two attentions lies the same arithmetic in every layer, and weights are inputs of it; so
-the layers of a model share one piece, bound to other weights each time.
+The part between two attentions is the same computation in every layer, and weights are inputs of
+it; so the layers of a model share one piece, bound to other weights each time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from llmctl.builder.engine_format import TENSORRT_OP, Dim
 from llmctl.builder.network import Network, Node, Tensor
 
-# What our kernels compute: attention always, linears where they were packed for them.
+# Operators of llmctl's kernels: attention always, linear layers if they were packed for them.
 OUTSIDE = frozenset(
     {
         "rope_kv_write",

@@ -1,7 +1,8 @@
-"""What the plugin options mean for TensorRT engines: which kernel is TensorRT's and which is ours.
+"""The plugin options for TensorRT engines: which kernels are TensorRT's and which are llmctl's.
 
-Where a row is absent, `builder.plugin_config.OPTIONS` holds. The paged form runs our attention
-between TensorRT's pieces; the continuous form is one plan, in which every kernel is TensorRT's.
+For options without a row here, `builder.plugin_config.OPTIONS` applies. The paged form runs
+llmctl's attention between TensorRT's pieces; the continuous form is one plan, in which every kernel
+is TensorRT's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the builder says about the engine it made: kernels, their operands, memory.
+"""The builder's report on an engine: kernels, their operands, memory.
 
-With detailed profiling verbosity it prints the engine's layers. That is the only way to look
-inside where no GPU can load the plan.
+With detailed profiling verbosity the builder reports the engine's layers. Without a GPU that can
+load the plan, that is the only way to inspect it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The whole network as one piece: a linear KV cache, padded batches, acceptance inside.
+"""The whole network as one piece: a contiguous KV cache, padded batches, acceptance inside.
 
 Every sequence has a slot of max_seq_len positions in each layer's cache, which the plan updates in
-place. Tokens stay packed in one axis everywhere but in attention.
+place. Tokens stay packed in one axis everywhere except in attention.
 """
 
 from __future__ import annotations
