@@ -167,7 +167,7 @@ def _with_common_options(function: Callable[..., Any], module: Any) -> Callable[
             Path | None,
             typer.Option(
                 "--config",
-                help="YAML file of these options; those given here win over it.",
+                help="YAML file of these options; the command line overrides it.",
                 is_eager=True,
                 expose_value=False,
                 callback=load,

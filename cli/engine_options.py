@@ -58,8 +58,8 @@ FreeMemoryFraction = Annotated[
     float | None,
     Option(
         "--kv-cache-free-gpu-memory-fraction",
-        help="Both KV caches' share of the memory that weights and activations leave free, at "
-        "most; default 0.9 on a GPU, 0.5 of RAM.",
+        help="Fraction of the memory left free by weights and activations that both KV caches may "
+        "use; default 0.9 on a GPU, 0.5 of RAM.",
     ),
 ]
 MaxTokens = Annotated[
@@ -67,7 +67,7 @@ MaxTokens = Annotated[
     Option(
         "--max-tokens-in-paged-kv-cache",
         min=1,
-        help="Upper bound of the KV cache in tokens; the smaller bound counts.",
+        help="Upper bound of the KV cache in tokens; the smaller bound applies.",
         hidden=True,
     ),
 ]
@@ -76,7 +76,7 @@ HostMemoryBytes = Annotated[
     Option(
         "--kv-cache-host-memory-bytes",
         min=1,
-        help="Host memory for evicted KV blocks, which come back when they are hit; default: none.",
+        help="Host memory for evicted KV blocks, which are copied back when reused; default: none.",
         hidden=True,
     ),
 ]
@@ -85,7 +85,7 @@ AttentionWindows = Annotated[
     Option(
         "--max-attention-window-size",
         min=1,
-        help="Tokens that a layer sees: one size for all, or a list that is repeated over the "
+        help="Tokens that a layer attends to: one size for all, or a list repeated over the "
         "layers; default: the model's own.",
         hidden=True,
     ),
@@ -95,7 +95,7 @@ SinkTokenLength = Annotated[
     Option(
         "--sink-token-length",
         min=1,
-        help="First tokens that every window keeps, and counts; default: none.",
+        help="First tokens that stay visible in every window and count towards it; default: none.",
         hidden=True,
     ),
 ]
@@ -103,7 +103,7 @@ EnableChunkedContext = Annotated[
     bool,
     Option(
         "--enable-chunked-context/--no-enable-chunked-context",
-        help="Long prompts enter in chunks beside running requests.",
+        help="Read long prompts in chunks, in the same steps as running requests.",
         show_default="on",
         hidden=True,
     ),
@@ -112,8 +112,9 @@ SchedulerPolicy = Annotated[
     CapacitySchedulerPolicy,
     Option(
         "--scheduler-policy",
-        help="guaranteed-no-evict: requests start when they fit to their end; max-utilization: "
-        "when they fit now, some pausing where the cache is full; static-batch: batch after batch.",
+        help="guaranteed-no-evict: a request starts when the KV cache has room up to its end; "
+        "max-utilization: when it has room now, pausing requests when it is full; static-batch: "
+        "one batch after another.",
         show_default="guaranteed-no-evict",
         hidden=True,
     ),
@@ -122,7 +123,7 @@ ContextChunking = Annotated[
     ContextChunkingPolicy | None,
     Option(
         "--context-chunking-policy",
-        help="Prompts that do not fit a step enter one after the other, or side by side. "
+        help="Prompts that do not fit into a step are read one after another, or in parallel. "
         "(default: first-come-first-served)",
         hidden=True,
     ),
@@ -142,8 +143,8 @@ MaxStepMs = Annotated[
     Option(
         "--max-step-ms",
         metavar="MS|auto",
-        help="Shrink prompt chunks until a step takes no longer, or (auto) as far as throughput "
-        "does not suffer; default: largest chunks.",
+        help="Shrink prompt chunks until steps take no longer than this, or (auto) as far as "
+        "throughput does not suffer; default: largest chunks.",
         hidden=True,
     ),
 ]

@@ -47,14 +47,16 @@ def quantize(
         int, typer.Option("--calib-size", min=1, help="Rows of calibration tokens.")
     ] = 512,
     calib_max_seq_length: Annotated[
-        int, typer.Option("--calib-max-seq-length", min=1, help="Tokens a row.")
+        int, typer.Option("--calib-max-seq-length", min=1, help="Tokens per row.")
     ] = 512,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Rows that calibrate together.")
+        int, typer.Option("--batch-size", min=1, help="Rows calibrated together.")
     ] = 1,
     dtype: Annotated[
         str,
-        typer.Option("--dtype", help="Of what stays unquantized: auto (as stored) or float16, …"),
+        typer.Option(
+            "--dtype", help="Dtype of unquantized tensors: auto (as stored) or float16, …"
+        ),
     ] = "auto",
     device: Annotated[
         str, typer.Option("--device", help="Where calibration runs: cpu or cuda.")

@@ -57,7 +57,7 @@ SyntheticAcceptanceOption = Annotated[
     str | None,
     Option(
         "--synthetic-acceptance",
-        help="Accept drafts at random: mean tokens a round, or rates by position, as in vLLM.",
+        help="Accept drafts at random: mean tokens per round, or rates by position, as in vLLM.",
     ),
 ]
 EosId = Annotated[
@@ -69,7 +69,7 @@ FreeMemoryFraction = Annotated[
     Option(
         "--kv-cache-free-gpu-mem-fraction",
         "--kv-cache-free-gpu-memory-fraction",
-        help="Both KV caches' share of the memory left free; default 0.9 on a GPU, 0.5 of RAM.",
+        help="Fraction of the free memory for both KV caches; default 0.9 on a GPU, 0.5 of RAM.",
         hidden=True,
     ),
 ]
@@ -77,12 +77,12 @@ EnableBlockReuse = Annotated[
     bool,
     Option(
         "--kv-cache-enable-block-reuse/--no-kv-cache-enable-block-reuse",
-        help="Let prompts seen before come from the KV cache.",
+        help="Reuse the KV cache for prompts that were computed before.",
         hidden=True,
     ),
 ]
 Report = Annotated[
-    Path | None, Option("--report", help="HTML page of tables and charts; needs no network.")
+    Path | None, Option("--report", help="Self-contained HTML page of tables and charts.")
 ]
 Trace = Annotated[Path | None, Option("--trace", help="Trace for ui.perfetto.dev, JSON.")]
 Raw = Annotated[Path | None, Option("--raw", help="Every request and step, a JSON line each.")]

@@ -74,7 +74,7 @@ def _build(
     ] = "auto",
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="Of dummy and planted weights. (default: 0)", hidden=True),
+        typer.Option("--seed", help="Seed of dummy and planted weights. (default: 0)", hidden=True),
     ] = None,
     planted_role: Annotated[
         str | None,
@@ -92,7 +92,7 @@ def _build(
     ] = None,
     build_config: Annotated[
         Path | None,
-        typer.Option("--build-config", help="JSON file of these limits; options win over it."),
+        typer.Option("--build-config", help="JSON file of these limits; options override it."),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -211,7 +211,7 @@ def _build(
         bool,
         typer.Option(
             "--cache-key",
-            help="Print what equal engines share, a hash of all that goes in; write nothing.",
+            help="Print a hash of everything that goes into the engine; write nothing.",
         ),
     ] = False,
     sign: Sign = None,

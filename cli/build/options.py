@@ -54,7 +54,7 @@ Sign = Annotated[
     typer.Option(
         "--sign",
         metavar="KEYFILE",
-        help="Sign the engine with this Ed25519 key (OpenSSH or PEM), for --trusted-builder.",
+        help="Ed25519 key (OpenSSH or PEM) to sign the engine with; see docs/security.md.",
     ),
 ]
 

@@ -28,13 +28,14 @@ class LogLevel(enum.StrEnum):
 EngineDir = Annotated[Path, Option("--engine-dir", help="The (target) engine.")]
 DraftLen = Annotated[
     int | None,
-    Option("--draft-len", help="Drafts a round; default: the target's max_draft_len."),
+    Option("--draft-len", help="Draft tokens per round; default: the target's max_draft_len."),
 ]
 AdaptiveDraftLen = Annotated[
     bool,
     Option(
         "--adaptive-draft-len",
-        help="Draft as many tokens as pay, none where drafts lose; the draft length is the most.",
+        help="Choose the draft length by measured acceptance and cost, down to none; --draft-len "
+        "is the maximum.",
     ),
 ]
 VerifyExact = Annotated[
@@ -104,28 +105,34 @@ MinP = Annotated[
     float | None,
     Option(
         "--min-p",
-        help="Least probability kept, as a share of the most likely token's.",
+        help="Minimum probability, relative to the most likely token's.",
         hidden=True,
     ),
 ]
 RepetitionPenalty = Annotated[
     float,
-    Option("--repetition-penalty", help="Divides logits of tokens seen; 1: off.", hidden=True),
+    Option(
+        "--repetition-penalty", help="Divides logits of tokens that occurred; 1: off.", hidden=True
+    ),
 ]
 PresencePenalty = Annotated[
     float,
-    Option("--presence-penalty", help="Taken off logits of tokens seen; 0: off.", hidden=True),
+    Option(
+        "--presence-penalty",
+        help="Subtracted from logits of tokens that occurred; 0: off.",
+        hidden=True,
+    ),
 ]
 FrequencyPenalty = Annotated[
     float,
-    Option("--frequency-penalty", help="Taken off for each time a token was seen.", hidden=True),
+    Option("--frequency-penalty", help="Subtracted for each occurrence of a token.", hidden=True),
 ]
 NoRepeatNgramSize = Annotated[
     int,
     Option(
         "--no-repeat-ngram-size",
         min=0,
-        help="No run of so many tokens comes twice, the prompt's included; 0: off.",
+        help="No sequence of N tokens occurs twice, prompt included; 0: off.",
         hidden=True,
     ),
 ]
@@ -177,7 +184,7 @@ StreamingInterval = Annotated[
     ),
 ]
 OutputCsv = Annotated[
-    Path | None, Option("--output-csv", help="File of token ids, a line an output.", hidden=True)
+    Path | None, Option("--output-csv", help="File of token ids, one output per line.", hidden=True)
 ]
 OutputNpy = Annotated[
     Path | None,
@@ -188,7 +195,7 @@ OutputNpy = Annotated[
     ),
 ]
 OutputJsonl = Annotated[
-    Path | None, Option("--output-jsonl", help="File with one JSON object an output.")
+    Path | None, Option("--output-jsonl", help="File with one JSON object per output.")
 ]
 OutputLogProbsNpy = Annotated[
     Path | None,
