@@ -58,6 +58,7 @@ from llmctl.builder.signing_keys import SigningKey
 from llmctl.builder.sources import Source
 from llmctl.builder.tensorrt.pieces import Piece
 from llmctl.builder.tokenizer import describe_tokenizer
+from llmctl.builder.validation.plan import require_own_plan
 from llmctl.errors import OutputExists, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.publish import publish, require_space
@@ -139,9 +140,8 @@ def plan_build(
     """Decide an engine from the checkpoint's headers and scales; writes nothing.
 
     Compiles kernels and TensorRT's plans, as their size belongs to the plan; `on_kernel` hears of
-    each. Without binaries the result can be looked at, not written. Raises the checkpoint errors
-    of `llmctl.errors`, BadConfig, Unsupported, and NoDevice or KernelCompileError where a kernel
-    or plan cannot be compiled.
+    each. Without binaries the result cannot be written. Raises the checkpoint errors, BadConfig,
+    Unsupported, and NoDevice or KernelCompileError where a kernel or plan cannot be compiled.
     """
     backend = choose_backend(backend, has_supported_gpu)
     require_cache_type(request.kv_cache_type, backend)
@@ -236,6 +236,7 @@ def plan_build(
         compute_capability=target.compute_capability,
         weights=load_format.to_dict(model, checkpoint.config),
     )
+    require_own_plan(config, plan)
     return EnginePlan(
         checkpoint=checkpoint,
         config=config,

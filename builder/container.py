@@ -16,12 +16,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmctl.builder.validation import strict_json
 from llmctl.errors import CorruptEngine
 
 if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 64
+METADATA = "__metadata__"  # the key of a header that is no tensor
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 DTYPES = {  # torch name -> (safetensors name, bytes an element)
     "float32": ("F32", 4),
@@ -32,6 +34,7 @@ DTYPES = {  # torch name -> (safetensors name, bytes an element)
     "int32": ("I32", 4),
     "uint8": ("U8", 1),
 }
+_FIX = "build the engine again"
 _TORCH_NAMES = {stored: name for name, (stored, _) in DTYPES.items()}
 
 
@@ -56,16 +59,11 @@ def layout(entries: Iterable[Entry]) -> list[Entry]:
 
 def encode_header(ordered: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     """The length field and the padded JSON header."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {METADATA: dict(metadata)}
     offset = 0
     for entry in ordered:
-        end = offset + entry.num_bytes
-        header[entry.name] = {
-            "dtype": DTYPES[entry.dtype][0],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
+        header[entry.name] = _described(entry, offset)
+        offset += entry.num_bytes
     text = json.dumps(header, allow_nan=False).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     assert len(text) <= MAX_HEADER_BYTES
@@ -113,14 +111,14 @@ def read_container_header(path: Path) -> tuple[bytes, dict[str, Any]]:
     with path.open("rb") as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        is_aligned = length % 8 == 0  # for every element
+        if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES) or not is_aligned:
             raise corrupt(path, f"its {size} bytes cannot hold a header of {length}")
         raw = file.read(length)
     try:
-        header = json.loads(raw)
-        end = max(
-            (e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0
-        )
+        header = strict_json.parse(raw)
+        ends = (int(e["data_offsets"][1]) for n, e in header.items() if n != METADATA)
+        end = max(ends, default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise corrupt(path, f"its header is not valid: {error}") from error
     if 8 + length + end != size:
@@ -128,30 +126,75 @@ def read_container_header(path: Path) -> tuple[bytes, dict[str, Any]]:
     return prefix + raw, header
 
 
+def check_entries(header: Mapping[str, Any], entries: Iterable[Entry]) -> None:
+    """Raise CorruptEngine where a header does not have these tensors, each where `layout` puts it:
+    without gaps or overlaps, and nothing else."""
+    ordered = layout(entries)
+    if len({entry.name for entry in ordered} - {METADATA}) != len(ordered):
+        raise CorruptEngine("two of its tensors have one name", fix=_FIX)
+    offset = 0
+    for entry in ordered:
+        end = offset + entry.num_bytes
+        found = header.get(entry.name)
+        if found is None:
+            raise CorruptEngine(f"its plan needs {entry.name}, which is not there", fix=_FIX)
+        if not _is_same(found, _described(entry, offset)):
+            raise CorruptEngine(
+                f"{entry.name} is {_shown(found)}, its plan says {entry.dtype} "
+                f"{list(entry.shape)} at [{offset}, {end}]",
+                fix=_FIX,
+            )
+        offset = end
+    if len(header) != len(ordered) + 1:
+        names = {METADATA, *(entry.name for entry in ordered)}
+        odd = next(name for name in header if name not in names)
+        raise CorruptEngine(f"it has a tensor {odd!r}, which its plan does not use", fix=_FIX)
+
+
 def map_container(
     path: Path, header: Mapping[str, Any], data_start: int
 ) -> dict[str, torch.Tensor]:
     """Every tensor as a view of one private map of the file: nothing is read until it is used.
-
-    Raises CorruptEngine when an entry contradicts its own size.
-    """
+    `check_entries` has passed the header."""
     import torch
 
     storage = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     tensors = {}
     for name, entry in header.items():
-        if name == "__metadata__":
+        if name == METADATA:
             continue
-        try:
-            dtype: torch.dtype = getattr(torch, _TORCH_NAMES[entry["dtype"]])
-            begin, end = entry["data_offsets"]
-            data = storage[data_start + begin : data_start + end]
-            tensors[name] = data.view(dtype).view(entry["shape"])
-        except (KeyError, ValueError, TypeError, RuntimeError) as error:
-            raise corrupt(path, f"the entry of {name} is not valid: {error}") from error
+        dtype: torch.dtype = getattr(torch, _TORCH_NAMES[entry["dtype"]])
+        begin, end = entry["data_offsets"]
+        data = storage[data_start + begin : data_start + end]
+        tensors[name] = data.view(dtype).view(entry["shape"])
     return tensors
+
+
+def _is_same(found: Any, wanted: Mapping[str, Any]) -> bool:
+    """JSON alone makes no difference between 1, 1.0 and true."""
+    if found != wanted:
+        return False
+    return all(type(size) is int for size in (*found["shape"], *found["data_offsets"]))
+
+
+def _described(entry: Entry, offset: int) -> dict[str, Any]:
+    """An entry as headers have it."""
+    return {
+        "dtype": DTYPES[entry.dtype][0],
+        "shape": list(entry.shape),
+        "data_offsets": [offset, offset + entry.num_bytes],
+    }
+
+
+def _shown(found: Any) -> str:
+    """What a header says of a tensor, in our words where it has any."""
+    try:
+        dtype = _TORCH_NAMES.get(found["dtype"], found["dtype"])
+        return f"{dtype} {found['shape']} at {found['data_offsets']}"
+    except (KeyError, TypeError):
+        return f"{found!r:.60}"
 
 
 def corrupt(path: Path, what: str) -> CorruptEngine:
     """The error for a damaged engine file."""
-    return CorruptEngine(f"{path} is not a whole engine: {what}", fix="build the engine again")
+    return CorruptEngine(f"{path} is not a whole engine: {what}", fix=_FIX)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import reduce
 from hashlib import sha256
-from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.container import (
     Entry,
+    check_entries,
     corrupt,
     encode_header,
     layout,
@@ -40,6 +39,9 @@ from llmctl.builder.plan import (
     weight_bytes,
 )
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
+from llmctl.builder.validation import strict_json
+from llmctl.builder.validation.config import find_wrong_field
+from llmctl.builder.validation.plan import check_plan
 from llmctl.errors import CorruptEngine, EngineNotFound, RebuildNeeded
 from llmctl.plugins.backends.backend import BACKENDS
 
@@ -145,32 +147,6 @@ def write_engine(
     return {name: {"bytes": num_bytes, "header_sha256": digest}}
 
 
-_NUMBER, _TEXT, _TEXT_OR_NONE, _OBJECT = (int,), (str,), (str, type(None)), (dict,)
-_KINDS = {
-    _NUMBER: "a whole number",
-    _TEXT: "text",
-    _TEXT_OR_NONE: "text or null",
-    _OBJECT: "an object",
-}
-_REQUIRED: dict[str, tuple[type, ...]] = {  # what readers of config.json rely on
-    "pretrained_config.architecture": _TEXT,
-    "pretrained_config.dtype": _TEXT,
-    "pretrained_config.vocab_size": _NUMBER,
-    "pretrained_config.hidden_size": _NUMBER,
-    "pretrained_config.num_hidden_layers": _NUMBER,
-    "pretrained_config.quantization": _OBJECT,
-    "pretrained_config.quantization.quant_algo": _TEXT_OR_NONE,
-    "pretrained_config.quantization.kv_cache_quant_algo": _TEXT_OR_NONE,
-    "build_config.max_batch_size": _NUMBER,
-    "build_config.max_seq_len": _NUMBER,
-    "build_config.max_num_tokens": _NUMBER,
-    "build_config.max_draft_len": _NUMBER,
-    "build_config.tokens_per_block": _NUMBER,
-    "build_config.kv_cache_dtype": _TEXT,
-    "weights.load_format": _TEXT,
-}
-
-
 def config_path(folder: Path) -> Path:
     """The config.json of an engine directory. Raises EngineNotFound where there is none."""
     path = folder / CONFIG_FILE
@@ -189,7 +165,7 @@ def read_engine_config(folder: Path) -> EngineConfig:
     """
     path = config_path(folder)
     try:
-        raw = json.loads(path.read_bytes())
+        raw = strict_json.parse(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CorruptEngine(
             f"{path} is not valid JSON: {error}", fix="build the engine again"
@@ -219,17 +195,9 @@ def read_engine_config(folder: Path) -> EngineConfig:
             f"{path} names the backend {raw['backend']!r}; known: {', '.join(BACKENDS)}",
             fix="build the engine again",
         )
-    for name, kinds in _REQUIRED.items():
-        *outer, last = name.split(".")
-        holder: dict[str, Any] = reduce(getitem, outer, raw)
-        if type(holder.get(last, ...)) not in kinds:
-            found = repr(holder[last]) if last in holder else "missing"
-            raise CorruptEngine(
-                f"{path}: {name} is {found}; {_KINDS[kinds]} is wanted",
-                fix="build the engine again",
-            )
-    if not isinstance(raw["tokenizer"].get("hash", 0), str | None):
-        raise CorruptEngine(f"{path}: tokenizer.hash is no text", fix="build the engine again")
+    wrong = find_wrong_field(raw)
+    if wrong is not None:
+        raise CorruptEngine(f"{path}: {wrong}", fix="build the engine again")
     return EngineConfig(**raw)
 
 
@@ -237,7 +205,7 @@ def read_plan(folder: Path, rank: int = 0) -> Plan:
     """The plan of one rank, from the header of its engine file; no tensor is touched.
 
     Raises what `read_engine_config` raises, and CorruptEngine for a file that is truncated or
-    contradicts config.json.
+    contradicts config.json, and for a plan that is not one that `build` writes (`validation`).
     """
     return _read_header(folder, rank)[0]
 
@@ -247,21 +215,11 @@ def open_engine(folder: Path, rank: int = 0) -> tuple[Plan, dict[str, torch.Tens
 
     Tensors are views of a private map of the file. Weights that are not stored are absent.
 
-    Raises what `read_plan` raises, and CorruptEngine for a file that contradicts its plan.
+    Raises what `read_plan` raises.
     """
     plan, header, data_start = _read_header(folder, rank)
     path = folder / engine_file(rank)
-    tensors = map_container(path, header, data_start)
-    for entry in plan_entries(plan):
-        tensor = tensors.get(entry.name)
-        if tensor is None:
-            raise corrupt(path, f"its plan needs {entry.name}, which is not there")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if (dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
-            raise corrupt(
-                path, f"{entry.name} is {dtype} {list(tensor.shape)}, its plan says {entry}"
-            )
-    return plan, tensors
+    return plan, map_container(path, header, data_start)
 
 
 def _read_header(folder: Path, rank: int) -> tuple[Plan, dict[str, Any], int]:
@@ -277,8 +235,13 @@ def _read_header(folder: Path, rank: int) -> tuple[Plan, dict[str, Any], int]:
         raise corrupt(path, f"{CONFIG_FILE} describes {record}, the file is {found}")
     try:
         plan = Plan.from_json(header["__metadata__"]["plan"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise corrupt(path, f"it holds no readable plan: {error}") from error
+    try:
+        check_plan(config, plan)
+        check_entries(header, plan_entries(plan))
+    except CorruptEngine as error:
+        raise CorruptEngine(f"{path}: {error}", fix=error.fix) from error
     return plan, header, len(raw)
 
 

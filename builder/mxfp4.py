@@ -101,7 +101,7 @@ class PackedMxRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        from llmctl.plugins.ops.packed_linear.layout import FORMS, MXFP4, TILE_ROWS
+        from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4, TILE_ROWS
 
         form = FORMS[MXFP4]
         tiles, chunks = self.order.padded_rows // TILE_ROWS, -(-self.rows.shape[1] // form.columns)
@@ -109,7 +109,7 @@ class PackedMxRows:
 
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
         """Whole row tiles, about CHUNK_BYTES of E4M3 at a time."""
-        from llmctl.plugins.ops.packed_linear.layout import TILE_ROWS
+        from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
         from llmctl.plugins.ops.packed_linear.mxfp4 import pack_mxfp4
 
         codes, steps = [], []

@@ -78,7 +78,8 @@ class PackedRows:
 
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
         """Whole row tiles, about CHUNK_BYTES at a time."""
-        from llmctl.plugins.ops.packed_linear.layout import TILE_ROWS, pack
+        from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
+        from llmctl.plugins.ops.packed_linear.layout import pack
 
         order = self.order.indices()
         step = TILE_ROWS * max(

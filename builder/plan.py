@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from llmctl.builder.container import DTYPES
+from llmctl.builder.validation import strict_json
 from llmctl.plugins.core.fused_calls import FusedCalls
 
 # "tokens": rows of the packed step; "rows": rows that get logits
@@ -135,8 +136,8 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Inverse of `to_json`. Raises KeyError/TypeError on foreign content."""
-        raw: dict[str, Any] = json.loads(text)
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError on foreign content."""
+        raw: dict[str, Any] = strict_json.parse(text)
         tensors = tuple(PlanTensor(**{**t, "shape": tuple(t["shape"])}) for t in raw.pop("tensors"))
         ops = tuple(PlanOp(**op) for op in raw.pop("ops"))
         cache = raw.pop("kv_cache")

@@ -26,8 +26,8 @@ from llmctl.plugins.core.example_parts import (
     random_tensor,
 )
 from llmctl.plugins.core.op_spec import FP8, Case
+from llmctl.plugins.ops.packed_linear.forms import MXFP4
 from llmctl.plugins.ops.packed_linear.layout import (
-    MXFP4,
     pack,
     pair_order,
     plain_order,

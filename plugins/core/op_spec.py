@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from llmctl.plugins.core.calls import OpCall
 
+STEP_SIZES = ("N", "R")  # symbols of what a step decides: its tokens or rows, and rows
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 FP8 = "float8_e4m3fn"
 FP8_MAX = 448.0  # largest finite E4M3 value (OCP FP8 specification, table 1)
@@ -71,7 +72,9 @@ class OpSpec:
     attributes: Mapping[str, type] = field(default_factory=dict)
     optional_attributes: Mapping[str, type] = field(default_factory=dict)
     derived: Mapping[str, Callable[[Dims], int]] = field(default_factory=dict)
-    free: frozenset[str] = frozenset()  # symbols that need not agree between roles
+    one_or: Mapping[str, str] = field(default_factory=dict)  # symbols that are 1, or as another is
+    for_tokens: bool = False  # reads arrays of a step with an entry a token, so N is their number
+    rules: tuple[Callable[[OpCall], str | None], ...] = ()  # what else must hold: op_rules.py
     alike: tuple[str, ...] = ()  # roles that have the same dtype
     tolerance: Mapping[str, Tolerance] = field(default_factory=lambda: ROUNDING)
     cases: tuple[Case, ...] = ()  # sizes to test
@@ -104,6 +107,8 @@ class OpSpec:
             for role in side_roles:
                 if role.name in tensors:
                     self._check_derived(call, role, tensors[role.name], dims)
+        for broken in filter(None, (rule(call) for rule in self.rules)):
+            raise self._error(call, broken)
 
     def _check_attributes(self, call: OpCall) -> None:
         known = {**self.attributes, **self.optional_attributes}
@@ -136,7 +141,7 @@ class OpSpec:
                 call, f"{role.name} has shape {shape}, wanted contiguous {list(role.shape)}"
             )
         for symbol, found in zip(role.shape, shape, strict=True):
-            if symbol in self.derived or symbol in self.free:
+            if symbol in self.derived or symbol in self.one_or:
                 continue
             wanted = dims.setdefault(symbol, int(symbol) if symbol.isdigit() else found)
             if found != wanted:
@@ -146,11 +151,17 @@ class OpSpec:
         self, call: OpCall, role: Role, tensor: torch.Tensor, dims: Mapping[str, int]
     ) -> None:
         for symbol, found in zip(role.shape, tensor.shape, strict=True):
-            if symbol in self.derived and found != self.derived[symbol](dims):
+            if symbol in self.derived:
+                wanted = [self.derived[symbol](dims)]
+            elif symbol in self.one_or:
+                wanted = [1, dims[self.one_or[symbol]]]
+            else:
+                continue
+            if found not in wanted:
                 raise self._error(
                     call,
                     f"{role.name} has shape {tuple(tensor.shape)}, "
-                    f"but {symbol} is {self.derived[symbol](dims)}",
+                    f"but {symbol} is {' or '.join(map(str, wanted))}",
                 )
 
     def _error(self, call: OpCall, what: str) -> CorruptEngine:

@@ -23,7 +23,7 @@ from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.backends.tensorrt.execution import PlanSet
 from llmctl.plugins.backends.tensorrt.plan_calls import PieceRunner
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.packed_linear.layout import MXFP4
+from llmctl.plugins.ops.packed_linear.forms import MXFP4
 from llmctl.plugins.ops.packed_linear.tactics import MANY, parse_tactic
 from llmctl.runtime.engines.contiguous_engine import PIECE, ContiguousEngine, output_bytes
 from llmctl.runtime.engines.cuda_engine import CudaEngine

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import EngineConfig, Plan, PlanOp
 from llmctl.errors import CorruptEngine
-from llmctl.plugins.ops.packed_linear.layout import FORMS, MXFP4, TILE_ROWS, pack
+from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4, TILE_ROWS
+from llmctl.plugins.ops.packed_linear.layout import pack
 from llmctl.plugins.ops.packed_linear.mxfp4 import OCTET_BYTES, OCTET_CODES, STEP_BYTES, pack_signs
 
 CHUNK = 1 << 25  # elements made at a time

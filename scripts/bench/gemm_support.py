@@ -13,7 +13,8 @@ from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.packed_linear.layout import FORMS, MXFP4, TILE_ROWS, packed_shape
+from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4, TILE_ROWS
+from llmctl.plugins.ops.packed_linear.layout import packed_shape
 from llmctl.runtime.engines.planted_weights import random_mxfp4
 from scripts.bench.rows import elapsed_ms
 

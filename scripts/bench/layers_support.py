@@ -16,7 +16,7 @@ from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.fused.decoder_layers.kernel import find_chains
 from llmctl.plugins.fused.decoder_layers.tactics import EVERYWHERE, Pace, measured_tactic
-from llmctl.plugins.ops.packed_linear.layout import FORMS, MXFP4
+from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4
 from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.engines.graphs import capture_graph, kv_bucket, shape_of
 from llmctl.runtime.engines.planted_weights import FP8_SPREAD, MXFP4_SPREAD, random_mxfp4

@@ -38,7 +38,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
 from llmctl.plugins.core.examples import make_example
 from llmctl.plugins.core.op_spec import FP8, Case
 from llmctl.plugins.core.operators import SPECS, has_module
-from llmctl.plugins.ops.packed_linear.layout import MXFP4
+from llmctl.plugins.ops.packed_linear.forms import MXFP4
 from scripts.bench.rows import read_bandwidth
 
 DTYPES = (*KERNEL_DTYPES, FP8, MXFP4)

@@ -26,8 +26,9 @@ from llmctl.plugins.core.examples import Example, add_norm, make_example
 from llmctl.plugins.ops.packed_linear.arguments import is_mxfp4
 from llmctl.plugins.ops.packed_linear.decode import DecodeVariant, decode_launch
 from llmctl.plugins.ops.packed_linear.expansion import expand_launch, expanded_call
+from llmctl.plugins.ops.packed_linear.forms import MXFP4
 from llmctl.plugins.ops.packed_linear.kernel import launches
-from llmctl.plugins.ops.packed_linear.layout import MXFP4, form_of, pack, unpack
+from llmctl.plugins.ops.packed_linear.layout import form_of, pack, unpack
 from llmctl.plugins.ops.packed_linear.prefill import prefill_launch, variants_of
 
 FP8 = "float8_e4m3fn"

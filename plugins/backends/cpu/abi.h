@@ -7,6 +7,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#ifdef LLMCTL_DEBUG
+#include <cstdio>
+#include <cstdlib>
+#endif
+
+// What a kernel relies on and specs and steps were checked for: asked again in debug builds alone.
+#ifdef LLMCTL_DEBUG
+#define LLMCTL_ASSERT(condition)                                                        \
+  ((condition) ? (void)0                                                                \
+               : (std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition), \
+                  std::abort()))
+#else
+#define LLMCTL_ASSERT(condition) ((void)0)
+#endif
 
 namespace llmctl {
 

@@ -72,10 +72,15 @@ def find_compiler() -> list[str]:
     )
 
 
-def compile_library(target: Path) -> None:
-    """Write the shared library to `target`. Exits with the compiler's messages on failure."""
+def compile_library(target: Path, checks: tuple[str, ...] = ()) -> None:
+    """Write the shared library to `target`. Exits with the compiler's messages on failure.
+
+    checks: flags of a build that looks for errors, which has the portable variant alone and the
+    asserts of kernels.
+    """
     compiler = find_compiler()
-    variants = VARIANTS.get(platform.machine(), VARIANTS["other"])
+    variants = VARIANTS.get("other" if checks else platform.machine(), VARIANTS["other"])
+    flags_of_all = (*FLAGS, *WARNINGS, *((*checks, "-DLLMCTL_DEBUG") if checks else ()))
     defines = f'-DLLMCTL_SOURCE_HASH="{source_hash()}"'
     with tempfile.TemporaryDirectory() as folder:
         units = [
@@ -87,7 +92,7 @@ def compile_library(target: Path) -> None:
             for stem in ("program", "pool", "sampling")
         ]
         commands = [
-            [*compiler, *FLAGS, *WARNINGS, *extra, "-c", str(source), "-o", str(out)]
+            [*compiler, *flags_of_all, *extra, "-c", str(source), "-o", str(out)]
             for source, out, extra in units
         ]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -95,7 +100,7 @@ def compile_library(target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         linked = Path(folder, LIBRARY)
         objects = [str(out) for _, out, _ in units]
-        _run([*compiler, "-shared", "-pthread", *objects, "-o", str(linked)])
+        _run([*compiler, "-shared", "-pthread", *checks, *objects, "-o", str(linked)])
         # renamed into place, so that a running process keeps the library it has mapped
         staged = target.with_name(target.name + ".partial")
         shutil.copyfile(linked, staged)

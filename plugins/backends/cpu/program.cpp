@@ -24,7 +24,7 @@ struct Isa {
 // Best first.
 std::vector<Isa> available_isas() {
   std::vector<Isa> isas;
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(LLMCTL_DEBUG)  // debug builds have the portable variant
   __builtin_cpu_init();
   const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -53,15 +53,22 @@ int check_op(const Op& op) {
   switch (op.kind) {
     case kRmsNorm:
     case kQuantize:
-    case kSwiglu:
-      if (t[0].shape[1] > 2 * kMaxRowFloats) {
-        return fail(kUnsupported, "rows of %lld elements; the limit is %lld",
-                    (long long)t[0].shape[1], (long long)kMaxRowFloats);
+    case kSwiglu: {
+      const int64_t width = op.kind == kSwiglu ? t[0].shape[1] / 2 : t[0].shape[1];
+      if (width > kMaxRowFloats) {
+        return fail(kUnsupported, "rows of %lld elements; the limit is %lld", (long long)width,
+                    (long long)kMaxRowFloats);
       }
       return kDone;
+    }
     case kRopeKvWrite:
     case kPagedAttention:
-      if (op.integers[3] > kMaxHeadSize || op.integers[3] % 2 != 0) {
+      if (op.integers[0] < 0 || op.integers[1] < 1 || op.integers[2] < 1) {
+        return fail(kBadStep, "layer %lld of %lld heads and %lld of keys and values",
+                    (long long)op.integers[0], (long long)op.integers[1],
+                    (long long)op.integers[2]);
+      }
+      if (op.integers[3] < 2 || op.integers[3] > kMaxHeadSize || op.integers[3] % 2 != 0) {
         return fail(kUnsupported, "head_size %lld; it must be even and at most %d",
                     (long long)op.integers[3], kMaxHeadSize);
       }
@@ -86,7 +93,8 @@ int check_step(const Program& program, const Step& step) {
       bad = check_range("position_ids", step.position_ids, step.num_tokens, t[1].shape[0]);
     }
     if (op.kind == kRopeKvWrite || op.kind == kPagedAttention) {
-      if (op.integers[0] >= step.num_layers || op.integers[2] != step.num_kv_heads ||
+      const bool has_layer = 0 <= op.integers[0] && op.integers[0] < step.num_layers;
+      if (!has_layer || op.integers[2] != step.num_kv_heads ||
           op.integers[3] != step.head_size) {
         bad = fail(kBadStep, "the KV cache has %d layers of %d heads of %d, the engine differs",
                    step.num_layers, step.num_kv_heads, step.head_size);
@@ -95,6 +103,10 @@ int check_step(const Program& program, const Step& step) {
     const bool is_gather = op.kind == kGatherRows;
     const int64_t capacity = t[op.kind == kEmbedding || is_gather ? 1 : 0].shape[0];
     const int64_t needed = is_gather ? step.num_rows : rows_of(op, step);
+    if (bad == kDone && is_gather && step.num_tokens > t[0].shape[0]) {
+      bad = fail(kBadStep, "rows of %d tokens in the step are gathered from %lld", step.num_tokens,
+                 (long long)t[0].shape[0]);
+    }
     if (bad == kDone && needed > capacity) {
       bad = fail(kBadStep, "%lld rows in the step; the engine was built for at most %lld",
                  (long long)needed, (long long)capacity);

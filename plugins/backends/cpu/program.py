@@ -10,23 +10,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from llmctl.plugins.backends.cpu.binding import DTYPES, Op, Step, TensorRef, check, load_kernels
+from llmctl.plugins.backends.cpu.binding import (
+    DTYPES,
+    KINDS,
+    Op,
+    Step,
+    TensorRef,
+    check,
+    load_kernels,
+)
 from llmctl.plugins.core.calls import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.core.operators import SPECS, check_call
 
 if TYPE_CHECKING:
     import torch
 
-KINDS = (  # the order of Kind in abi.h
-    "embedding",
-    "rms_norm",
-    "linear",
-    "rope_kv_write",
-    "paged_attention",
-    "swiglu",
-    "quantize",
-    "gather_rows",
-)
 _INT32 = np.dtype(np.int32)
 
 

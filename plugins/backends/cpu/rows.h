@@ -87,6 +87,7 @@ static inline float row_scale(const float* row, int64_t width) {
 static inline void write_output(const TensorRef& out, const TensorRef& scale,
                                 const TensorRef& out_scale, int64_t index, const float* row,
                                 int64_t width) {
+  LLMCTL_ASSERT((out.dtype == kF8) == (out_scale.data != nullptr || scale.data != nullptr));
   if (out_scale.data != nullptr) {
     const float own = row_scale(row, width);
     static_cast<float*>(out_scale.data)[index] = own;

@@ -33,7 +33,8 @@ inline int check_range(const char* what, const int32_t* values, int64_t count, i
 inline int check_tree(const Step& step, int64_t request) {
   const int64_t count = step.cu_q[request + 1] - step.cu_q[request];
   const Path tree = tree_of(step, request);
-  if (step.tree_start[request] + count > step.num_paths || tree.root < 0 || count < 1) {
+  if (step.tree_start[request] + count > step.num_paths || tree.root < 0 || count < 1 ||
+      step.path_width < 1) {
     return fail(kBadStep, "request %lld has a tree of %lld tokens in row %d of %lld paths, and %d "
                 "KV entries", (long long)request, (long long)count, step.tree_start[request],
                 (long long)step.num_paths, step.kv_len[request]);
@@ -59,6 +60,10 @@ inline int check_tree(const Step& step, int64_t request) {
 
 // The paged cache: slots, positions and block tables, for programs that use it.
 inline int check_requests(const Step& step) {
+  if (step.num_blocks < 1 || step.tokens_per_block < 1 || step.max_blocks < 0) {
+    return fail(kBadStep, "the KV cache has %lld blocks of %d tokens, and tables of %d",
+                (long long)step.num_blocks, step.tokens_per_block, step.max_blocks);
+  }
   const int64_t slots = step.num_blocks * step.tokens_per_block;
   if (int bad = check_range("slot_mapping", step.slot_mapping, step.num_tokens, slots)) return bad;
   if (int bad = check_range("position_ids", step.position_ids, step.num_tokens, INT32_MAX)) {
@@ -71,8 +76,8 @@ inline int check_requests(const Step& step) {
   }
   for (int64_t r = 0; r < requests; ++r) {
     const int64_t blocks =
-        (step.kv_len[r] + step.tokens_per_block - 1) / step.tokens_per_block;
-    if (step.cu_q[r + 1] < step.cu_q[r] || blocks > step.max_blocks) {
+        ((int64_t)step.kv_len[r] + step.tokens_per_block - 1) / step.tokens_per_block;
+    if (step.cu_q[r + 1] < step.cu_q[r] || step.kv_len[r] < 0 || blocks > step.max_blocks) {
       return fail(kBadStep, "request %lld has tokens %d to %d and %d KV entries in %d blocks",
                   (long long)r, step.cu_q[r], step.cu_q[r + 1], step.kv_len[r], step.max_blocks);
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmctl.plugins.core.op_rules import NORM_LIMITS, scales_output
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role
 
 SPEC = OpSpec(
@@ -17,6 +18,8 @@ SPEC = OpSpec(
         Role("out_scale", ("float32",), ("N",), optional=True),
     ),
     attributes={"epsilon": float},
+    for_tokens=True,
+    rules=(scales_output("out", "scale", "out_scale"), NORM_LIMITS),
     cases=tuple(
         {"tokens": n, "vocab": v, "hidden": h, "dtype": dtype, "scaling": scaling}
         for n, v, h in ((1, 7, 16), (5, 131, 72), (33, 1000, 257))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from llmctl.plugins.core.op_rules import HEAD_RULES
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role
-from llmctl.plugins.ops.packed_linear.layout import MXFP4, TILE_ROWS
+from llmctl.plugins.ops.packed_linear.forms import MXFP4, TILE_ROWS
 from llmctl.plugins.ops.packed_linear.spec import (
-    FREE,
     INPUTS,
     NORM_ATTRIBUTES,
     NORM_INPUTS,
     NORM_OUTPUTS,
+    ONE_OR,
+    RULES,
     TOLERANCE,
     inner_chunks,
     row_tiles,
@@ -40,7 +42,9 @@ SPEC = OpSpec(
         "rows": lambda d: row_tiles(_rows(d)) * TILE_ROWS,
         "q": lambda d: d["num_heads"] * d["head_size"],
     },
-    free=FREE,
+    one_or=ONE_OR,
+    for_tokens=True,
+    rules=(*RULES, *HEAD_RULES),
     tolerance=TOLERANCE,
     cases=tuple(
         {

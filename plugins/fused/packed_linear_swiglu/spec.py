@@ -6,14 +6,16 @@ no tensor tells it.
 
 from __future__ import annotations
 
+from llmctl.plugins.core.op_rules import scales_output
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role
-from llmctl.plugins.ops.packed_linear.layout import MXFP4, TILE_ROWS
+from llmctl.plugins.ops.packed_linear.forms import MXFP4, TILE_ROWS
 from llmctl.plugins.ops.packed_linear.spec import (
-    FREE,
     INPUTS,
     NORM_ATTRIBUTES,
     NORM_INPUTS,
     NORM_OUTPUTS,
+    ONE_OR,
+    RULES,
     TOLERANCE,
     inner_chunks,
     row_tiles,
@@ -30,7 +32,8 @@ SPEC = OpSpec(
         "KT": inner_chunks,
         "rows": lambda d: row_tiles(2 * d["I"]) * TILE_ROWS,
     },
-    free=FREE,
+    one_or=ONE_OR,
+    rules=(*RULES, scales_output("out", "scale")),
     tolerance=TOLERANCE,
     cases=tuple(
         {

@@ -9,7 +9,9 @@ static void copy_rows(const TensorRef& from, const TensorRef& to, const int32_t*
   const int64_t bytes = from.shape[1] * dtype_bytes(from.dtype);
   const auto* source = static_cast<const char*>(from.data);
   auto* target = static_cast<char*>(to.data);
+  LLMCTL_ASSERT(rows <= to.shape[0] && from.shape[1] == to.shape[1] && from.dtype == to.dtype);
   each_row(context.pool, rows, from.shape[1], [&](int64_t row, float*) {
+    LLMCTL_ASSERT(0 <= index[row] && index[row] < from.shape[0]);
     std::memcpy(target + row * bytes, source + index[row] * bytes, bytes);
   });
 }

@@ -8,6 +8,7 @@ SPEC = OpSpec(
     name="embedding",
     inputs=(Role("weight", ("T",), ("V", "H")),),
     outputs=(Role("out", ("T",), ("N", "H")),),
+    for_tokens=True,
     tolerance=EXACT,
     cases=tuple(
         {"tokens": n, "vocab": v, "hidden": h, "dtype": dtype}

@@ -8,6 +8,7 @@ SPEC = OpSpec(
     name="gather_rows",
     inputs=(Role("x", ("T", FP8), ("N", "H")),),
     outputs=(Role("out", ("T", FP8), ("R", "H")),),
+    for_tokens=True,
     alike=("x", "out"),
     tolerance=EXACT,
     cases=tuple(

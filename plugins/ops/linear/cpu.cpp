@@ -183,6 +183,10 @@ void multiply_chunk(const Op& op, float unit, int64_t token, int64_t tokens, Con
 
 static void run_linear(const Op& op, const Step& step, Context& context) {
   const int64_t tokens = rows_of(op, step);
+  LLMCTL_ASSERT(tokens <= op.tensors[0].shape[0] && tokens <= op.tensors[5].shape[0]);
+  LLMCTL_ASSERT(op.tensors[0].shape[1] == op.tensors[1].shape[1]);
+  LLMCTL_ASSERT(op.tensors[3].data == nullptr || op.tensors[3].shape[0] == 1 ||
+                op.tensors[3].shape[0] >= tokens);
   const int64_t chunks = (tokens + kLinearChunkTokens - 1) / kLinearChunkTokens;
   for (int64_t c = 0; c < chunks; ++c) {
     const int64_t first = c * tokens / chunks, last = (c + 1) * tokens / chunks;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmctl.plugins.core.op_rules import scales_input
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role, Tolerance
 
 _PAIRS = (  # activations, weights
@@ -22,7 +23,8 @@ SPEC = OpSpec(
         Role("bias", ("T",), ("O",), optional=True),
     ),
     outputs=(Role("out", ("T", "float32"), ("N", "O")),),
-    free=frozenset({"S"}),
+    one_or={"S": "N"},
+    rules=(scales_input("weight", "weight_scale"), scales_input("x", "x_scale")),
     tolerance={
         "float32": Tolerance(1e-5, 1e-4),
         "bfloat16": Tolerance(2**-7, 1e-3),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Union
 from llmctl.plugins.backends.cuda.dtypes import pointer, short_name
 from llmctl.plugins.backends.cuda.kernel_spec import Constant, LaunchEnv, StepLimits, TensorMap
 from llmctl.plugins.core.op_spec import FP8
-from llmctl.plugins.ops.packed_linear.layout import CHUNK_BYTES, MXFP4
+from llmctl.plugins.ops.packed_linear.forms import CHUNK_BYTES, MXFP4
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,8 @@ from llmctl.plugins.ops.packed_linear.arguments import (
     type_constants,
     type_words,
 )
-from llmctl.plugins.ops.packed_linear.layout import FORMS, MXFP4, TILE_ROWS, Form, form_of
+from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4, TILE_ROWS, Form
+from llmctl.plugins.ops.packed_linear.layout import form_of
 
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall

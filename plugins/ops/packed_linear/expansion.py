@@ -11,7 +11,7 @@ import torch
 
 from llmctl.plugins.backends.cuda.dtypes import pointer
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch
-from llmctl.plugins.ops.packed_linear.layout import CHUNK_BYTES, TILE_ROWS
+from llmctl.plugins.ops.packed_linear.forms import CHUNK_BYTES, TILE_ROWS
 
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall

@@ -12,36 +12,14 @@ thread: the accumulator of a thread holds rows r and r + 8 of every group of 16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from llmctl.plugins.ops.packed_linear.mxfp4 import CHUNK_COLUMNS, ROW_BYTES, unpack_mxfp4
+from llmctl.plugins.ops.packed_linear.forms import CHUNK_BYTES, FORMS, TILE_ROWS, Form
+from llmctl.plugins.ops.packed_linear.mxfp4 import unpack_mxfp4
 
-TILE_ROWS = 64
-CHUNK_BYTES = 128
 _PIECES = 8  # 16-byte pieces of a chunk
 PIECE = torch.complex128  # the dtype of 16 bytes; pieces are only ever moved
 _GROUP = 16  # rows of one warp in a tile
-MXFP4 = "uint8"  # the dtype of packed 4-bit weights
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What the blocks of a packed weight are."""
-
-    block_bytes: int  # of 64 rows
-    columns: int  # elements of K
-    token_chunks: int  # chunks of 128 bytes of a token that one block is multiplied by
-    interval: int  # blocks of one interval of an FP8 sum: 512 elements of K
-
-
-FORMS = {
-    "float8_e4m3fn": Form(8192, 128, 1, 4),
-    "bfloat16": Form(8192, 64, 1, 4),
-    "float16": Form(8192, 64, 1, 4),
-    MXFP4: Form(TILE_ROWS * ROW_BYTES, CHUNK_COLUMNS, 2, 2),
-}
 
 
 def form_of(weight: torch.Tensor) -> Form:

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import torch
 
+from llmctl.plugins.ops.packed_linear.forms import CHUNK_COLUMNS, ROW_BYTES
+
 BLOCK = 32  # columns that share a power of two
 NUM_STEPS = 15
-CHUNK_COLUMNS = 256  # of a packed block
-ROW_BYTES = 136  # of a packed block's row: codes and steps
 _OCTET = 8  # rows that are packed together
 OCTET_BYTES = _OCTET * ROW_BYTES
 OCTET_CODES = _OCTET * CHUNK_COLUMNS // 2  # bytes of codes, ahead of the steps

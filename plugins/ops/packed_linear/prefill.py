@@ -23,7 +23,7 @@ from llmctl.plugins.ops.packed_linear.arguments import (
     type_words,
 )
 from llmctl.plugins.ops.packed_linear.expansion import expand_launch, expand_spec, expanded_call
-from llmctl.plugins.ops.packed_linear.layout import TILE_ROWS
+from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
 
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall

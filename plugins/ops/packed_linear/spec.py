@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from llmctl.plugins.core.op_rules import NORM_LIMITS, packed_operands, scales_input, together
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role, Tolerance
-from llmctl.plugins.ops.packed_linear.layout import FORMS, MXFP4, TILE_ROWS
-from llmctl.plugins.ops.packed_linear.mxfp4 import ROW_BYTES
+from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4, ROW_BYTES, TILE_ROWS
 
 # Inputs that all packed matrix products share.
 INPUTS = (
@@ -31,7 +31,13 @@ NORM_OUTPUTS = (
     Role("residual_out", ("T",), ("N", "K"), optional=True),
 )
 NORM_ATTRIBUTES = {"epsilon": float}
-FREE = frozenset({"S"})
+ONE_OR = {"S": "N"}
+RULES = (
+    scales_input("weight", "weight_scale"),
+    packed_operands,
+    together("norm_weight", "residual", "normal", "epsilon"),
+    NORM_LIMITS,
+)
 TOLERANCE: Mapping[str, Tolerance] = {
     "float32": Tolerance(3e-3, 3e-3),
     "bfloat16": Tolerance(2**-7, 4e-3),
@@ -66,7 +72,8 @@ SPEC = OpSpec(
         "KT": inner_chunks,
         "rows": lambda d: row_tiles(d["O"]) * TILE_ROWS,
     },
-    free=FREE,
+    one_or=ONE_OR,
+    rules=RULES,
     tolerance=TOLERANCE,
     cases=tuple(
         {

@@ -20,7 +20,7 @@ from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.ops.packed_linear.arguments import name_of
 from llmctl.plugins.ops.packed_linear.decode import SHARED_HALF, DecodeVariant
-from llmctl.plugins.ops.packed_linear.layout import FORMS, MXFP4
+from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4
 
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall

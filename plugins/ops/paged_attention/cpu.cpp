@@ -82,6 +82,9 @@ struct Attention {
     shape = Shape{op.integers[0], op.integers[1], op.integers[2],
                   op.integers[3], static_cast<float>(op.reals[4]), op.integers[5],
                   op.integers[6]};
+    LLMCTL_ASSERT(0 <= shape.layer && shape.layer < step.num_layers && shape.window >= 0);
+    LLMCTL_ASSERT(shape.num_kv_heads == step.num_kv_heads && shape.size == step.head_size);
+    LLMCTL_ASSERT(shape.num_heads % shape.num_kv_heads == 0 && shape.sinks >= 0);
     if (op.tensors[kKScale].data) key_scale = *static_cast<float*>(op.tensors[kKScale].data);
     if (op.tensors[kVScale].data) value_scale = *static_cast<float*>(op.tensors[kVScale].data);
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmctl.plugins.core.op_rules import HEAD_RULES, even_groups, scales_output, within
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role, Tolerance
 
 _HEADS = ((7, 1, 64), (4, 2, 80), (6, 6, 96), (8, 2, 128), (2, 1, 18))
@@ -30,6 +31,15 @@ SPEC = OpSpec(
         "window": int,
     },
     optional_attributes={"sink_tokens": int},
+    for_tokens=True,
+    rules=(
+        *HEAD_RULES,
+        even_groups,
+        within("softmax_scale", 0.0, 1.0),
+        within("window", 0, 2**31 - 1),
+        within("sink_tokens", 0, 2**31 - 1),
+        scales_output("out", "out_scale"),
+    ),
     derived={"q": lambda d: d["num_heads"] * d["head_size"]},
     tolerance={
         "float32": Tolerance(1e-5, 2e-6),

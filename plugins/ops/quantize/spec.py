@@ -3,6 +3,7 @@ other; exactly one is present."""
 
 from __future__ import annotations
 
+from llmctl.plugins.core.op_rules import scales_output
 from llmctl.plugins.core.op_spec import EXACT, FP8, OpSpec, Role
 
 SPEC = OpSpec(
@@ -15,6 +16,7 @@ SPEC = OpSpec(
         Role("out", (FP8,), ("N", "K")),
         Role("out_scale", ("float32",), ("N",), optional=True),
     ),
+    rules=(scales_output("out", "scale", "out_scale"),),
     tolerance=EXACT,
     cases=tuple(
         {"tokens": n, "hidden": k, "dtype": dtype, "scaling": scaling}

@@ -30,6 +30,7 @@ static void run_rms_norm(const Op& op, const Step& step, Context& context) {
   const TensorRef& out_scale = op.tensors[6];
   const int64_t width = x.shape[1];
   const float epsilon = static_cast<float>(op.reals[0]);
+  LLMCTL_ASSERT(weight.shape[0] == width && rows_of(op, step) <= x.shape[0]);
   with_model_type(x.dtype, [&](auto type) {
     using T = decltype(type);
     using E = typename T::Element;

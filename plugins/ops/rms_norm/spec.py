@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmctl.plugins.core.op_rules import NORM_LIMITS, scales_output
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role
 
 SPEC = OpSpec(
@@ -18,6 +19,7 @@ SPEC = OpSpec(
         Role("out_scale", ("float32",), ("N",), optional=True),
     ),
     attributes={"epsilon": float},
+    rules=(scales_output("out", "scale", "out_scale"), NORM_LIMITS),
     cases=tuple(
         {"tokens": n, "hidden": h, "dtype": dtype, "scaling": scaling, "residual": residual}
         for n, h in ((1, 16), (5, 72), (33, 257))

@@ -25,6 +25,8 @@ static void run_rope_kv_write(const Op& op, const Step& step, Context& context) 
   const int64_t width = (num_heads + 2 * num_kv_heads) * size;
   const int64_t per_block = step.tokens_per_block;
   const auto* rotary = static_cast<const float*>(op.tensors[kRotary].data);
+  LLMCTL_ASSERT(0 <= layer && layer < step.num_layers && num_kv_heads == step.num_kv_heads);
+  LLMCTL_ASSERT(size == step.head_size && op.tensors[kQkv].shape[1] == width);
 
   with_model_type(op.tensors[kQkv].dtype, [&](auto type) {
     using T = decltype(type);
@@ -39,6 +41,7 @@ static void run_rope_kv_write(const Op& op, const Step& step, Context& context) 
     };
     auto write_cache = [&](const float* head, int64_t which, int64_t kv_head, int64_t slot,
                            const TensorRef& scale) {
+      LLMCTL_ASSERT(0 <= slot && slot < step.num_blocks * per_block);
       const int64_t block = slot / per_block, offset = slot % per_block;
       const int64_t page = ((layer * step.num_blocks + block) * 2 + which) * num_kv_heads + kv_head;
       const int64_t at = (page * per_block + offset) * size;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmctl.plugins.core.op_rules import HEAD_RULES, NORM_LIMITS, together
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role
 
 _HEADS = ((7, 1, 64), (4, 2, 80), (6, 6, 96), (8, 2, 128), (2, 1, 18))
@@ -28,6 +29,8 @@ SPEC = OpSpec(
         "qkv": lambda d: (d["num_heads"] + 2 * d["num_kv_heads"]) * d["head_size"],
         "q": lambda d: d["num_heads"] * d["head_size"],
     },
+    for_tokens=True,
+    rules=(*HEAD_RULES, together("q_norm", "k_norm"), NORM_LIMITS),
     cases=tuple(
         {
             "requests": requests,

@@ -11,6 +11,7 @@ static void run_swiglu(const Op& op, const Step& step, Context& context) {
   const TensorRef &x = op.tensors[0], &scale = op.tensors[1];
   const TensorRef &out = op.tensors[2], &out_scale = op.tensors[3];
   const int64_t width = out.shape[1];
+  LLMCTL_ASSERT(x.shape[1] == 2 * width && rows_of(op, step) <= x.shape[0]);
   const int64_t piece = out_scale.data != nullptr ? width : kSwigluPiece;
   const int64_t pieces = (width + piece - 1) / piece;
   with_model_type(x.dtype, [&](auto type) {

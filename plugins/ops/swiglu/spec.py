@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmctl.plugins.core.op_rules import scales_output
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role
 
 SPEC = OpSpec(
@@ -14,6 +15,7 @@ SPEC = OpSpec(
         Role("out", ("T", FP8), ("N", "I")),
         Role("out_scale", ("float32",), ("N",), optional=True),
     ),
+    rules=(scales_output("out", "scale", "out_scale"),),
     derived={"2I": lambda dims: 2 * dims["I"]},
     cases=tuple(
         {"tokens": n, "hidden": i, "dtype": dtype, "scaling": scaling}

@@ -19,8 +19,8 @@ from llmctl.plugins.ops.packed_linear.decode import (
     DecodeVariant,
     decode_spec,
 )
+from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4
 from llmctl.plugins.ops.packed_linear.kernel import kernels, launches
-from llmctl.plugins.ops.packed_linear.layout import FORMS, MXFP4
 
 VARIANTS_OF_FOUR_BITS = (
     "n8r1c2s5k1g0f2",

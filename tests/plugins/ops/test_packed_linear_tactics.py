@@ -20,8 +20,8 @@ from llmctl.plugins.ops.packed_linear.decode import (
     decode_spec,
     grid_blocks,
 )
+from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4
 from llmctl.plugins.ops.packed_linear.kernel import kernels, launches
-from llmctl.plugins.ops.packed_linear.layout import FORMS, MXFP4
 from llmctl.plugins.ops.packed_linear.tactics import (
     _table,
     choose_tactic,

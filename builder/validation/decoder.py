@@ -1,0 +1,200 @@
+"""Is a plan the decoder that config.json describes? Every value gets a meaning, from the operators
+in order; each operator must read what has the meaning it is for.
+
+The residual stream is numbered by what was added to it: stream 0 is the embedding, stream 2 i + 1
+has the attention of layer i in it, stream 2 i + 2 its MLP. What follows from stream k has number k.
+
+    stream k, branch k -> stream k + 1, normal k + 1         a norm with its residual
+    normal 2 i -> qkv -> q -> heads -> branch 2 i            attention of layer i
+    normal 2 i + 1 -> gate_up -> product -> branch 2 i + 1   its MLP
+    normal 2 L -> logits
+
+Gathering rows and quantizing change no meaning. What quantized a value scales it where it is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from llmctl.builder.plan import Plan, PlanOp
+from llmctl.builder.validation.errors import wrong
+
+_OWN_ROLES = ("weight", "weight_scale", "bias", "norm_weight", "q_norm", "k_norm")
+_EMBEDDINGS = ("embedding", "embedding_norm")
+
+
+class _Meaning(NamedTuple):
+    kind: str
+    number: int
+    scale: str | None = None  # the tensor that a quantized value is scaled by
+
+
+class Decoder:
+    """Walks the operators of a plan. Raises CorruptEngine for one that is not where it belongs."""
+
+    def __init__(self, plan: Plan, num_layers: int, has_tied_head: bool) -> None:
+        self._plan = plan
+        self._last = 2 * num_layers
+        self._has_tied_head = has_tied_head
+        self._values: dict[str, _Meaning] = {}
+        self._embedding = ""
+        self._cache_scales: dict[int, tuple[str | None, ...]] = {}
+        self._own: Counter[str] = Counter()
+
+    def check(self) -> None:
+        """All operators, then what the outputs are."""
+        for op in self._plan.ops:
+            for role in _OWN_ROLES:
+                if role in op.inputs and not self._shares_embedding(op, role):
+                    self._own[op.inputs[role]] += 1
+            _RULES[op.op](self, op)
+        for name, count in self._own.items():
+            if count > 1:
+                raise wrong(f"weight {name!r} is used by {count} operators")
+        layers = sum(meaning.kind == "heads" for meaning in self._values.values())
+        wanted = {"logits": ("logits", self._last), "hidden": ("normal", self._last)}
+        wanted |= {f"layers.{i}": ("stream", 2 * i) for i in range(self._last // 2)}
+        for role, name in self._plan.outputs.items():
+            if role not in wanted:
+                raise wrong(f"the plan has an output {role!r}; {', '.join(wanted)} are there")
+            if self._values[name][:2] != wanted[role]:
+                raise wrong(f"output {role!r} is {name!r}, which holds {self._named(name)}")
+        if "logits" not in self._plan.outputs:
+            raise wrong(f"the plan of {layers} attentions has no output 'logits'")
+
+    # ---- operators ----
+
+    def _embed(self, op: PlanOp) -> None:
+        if self._embedding:
+            raise wrong(f"operator {op.name!r} embeds the tokens a second time")
+        self._embedding = op.inputs["weight"]
+        self._values[op.outputs["embedded" if "embedded" in op.outputs else "out"]] = _Meaning(
+            "stream", 0
+        )
+        if "embedded" in op.outputs:
+            self._values[op.outputs["out"]] = _Meaning("normal", 0, self._quantizer(op))
+
+    def _norm(self, op: PlanOp) -> None:
+        self._values[op.outputs["out"]] = self._normalized(op, self._quantizer(op))
+
+    def _normalized(self, op: PlanOp, scale: str | None) -> _Meaning:
+        """What the norm of `x`, or of x and the residual, gives; the sum is noted."""
+        if "residual" not in op.inputs:
+            self._require(op, "x", "stream", 0)
+            return _Meaning("normal", 0, scale)
+        branch = self._take(op, "x", "branch")
+        self._require(op, "residual", "stream", branch.number)
+        if "residual_out" in op.outputs:
+            self._values[op.outputs["residual_out"]] = _Meaning("stream", branch.number + 1)
+        return _Meaning("normal", branch.number + 1, scale)
+
+    def _multiply(self, op: PlanOp) -> None:
+        """A product: what it is follows from what it reads."""
+        if "norm_weight" in op.inputs:
+            read = self._normalized(op, op.inputs.get("x_scale"))
+            self._values[op.outputs["normal"]] = read
+        else:
+            read = self._take(op, "x", "normal", "heads", "product")
+        if op.inputs.get("x_scale") != read.scale:
+            raise wrong(
+                f"operator {op.name!r} scales its input by {op.inputs.get('x_scale')!r}; "
+                f"{read.scale!r} quantized it"
+            )
+        kind = "branch"
+        if read.kind == "normal":
+            is_last, is_mlp = read.number == self._last, bool(read.number % 2)
+            kind = "logits" if is_last else "gate_up" if is_mlp else "qkv"
+        made = _Meaning(kind, read.number)
+        if op.op == "packed_linear_swiglu":
+            self._expect(op, made, "gate_up")
+            made = _Meaning("product", read.number, op.inputs.get("scale"))
+        if op.op == "packed_linear_rope_kv":
+            self._expect(op, made, "qkv")
+            made = self._cached(op, read.number)
+        out = op.outputs["q" if "q" in op.outputs else "out"]
+        self._values[out] = made
+
+    def _activate(self, op: PlanOp) -> None:
+        read = self._take(op, "x", "gate_up")
+        self._values[op.outputs["out"]] = _Meaning("product", read.number, self._quantizer(op))
+
+    def _write_cache(self, op: PlanOp) -> None:
+        read = self._take(op, "qkv", "qkv")
+        self._values[op.outputs["q"]] = self._cached(op, read.number)
+
+    def _cached(self, op: PlanOp, number: int) -> _Meaning:
+        layer = op.attributes["layer"]
+        if layer != number // 2:
+            raise wrong(f"operator {op.name!r} has the layer {layer}; it is of {number // 2}")
+        self._cache_scales[number] = (op.inputs.get("k_scale"), op.inputs.get("v_scale"))
+        return _Meaning("q", number)
+
+    def _attend(self, op: PlanOp) -> None:
+        read, layer = self._take(op, "q", "q"), op.attributes["layer"]
+        if layer != read.number // 2:
+            raise wrong(f"operator {op.name!r} has the layer {layer}; it is of {read.number // 2}")
+        scales = (op.inputs.get("k_scale"), op.inputs.get("v_scale"))
+        if scales != self._cache_scales[read.number]:
+            raise wrong(f"operator {op.name!r} reads keys and values by other scales than written")
+        made = _Meaning("heads", read.number, op.inputs.get("out_scale"))
+        self._values[op.outputs["out"]] = made
+
+    def _quantize(self, op: PlanOp) -> None:
+        read = self._take(op, "x", "normal", "heads", "product")
+        self._values[op.outputs["out"]] = read._replace(scale=self._quantizer(op))
+
+    def _gather(self, op: PlanOp) -> None:
+        read = self._take(op, "x", "normal", "heads", "product", "stream", "branch")
+        self._values[op.outputs["out"]] = read
+
+    # ---- what they share ----
+
+    def _shares_embedding(self, op: PlanOp, role: str) -> bool:
+        """Whether it is the head of a model whose head is its embedding."""
+        is_weight = role == "weight" and op.inputs[role] == self._embedding
+        return is_weight and self._has_tied_head and op.op not in _EMBEDDINGS
+
+    def _quantizer(self, op: PlanOp) -> str | None:
+        return op.inputs.get("scale") or op.outputs.get("out_scale")
+
+    def _take(self, op: PlanOp, role: str, *kinds: str) -> _Meaning:
+        meaning = self._values.get(op.inputs[role])
+        if meaning is None or meaning.kind not in kinds:
+            raise wrong(
+                f"operator {op.name!r} ({op.op}) reads as {role} {self._named(op.inputs[role])}; "
+                f"wanted {' or '.join(kinds)}"
+            )
+        return meaning
+
+    def _require(self, op: PlanOp, role: str, kind: str, number: int) -> None:
+        if self._take(op, role, kind).number != number:
+            raise wrong(
+                f"operator {op.name!r} ({op.op}) reads as {role} {self._named(op.inputs[role])}; "
+                f"wanted {kind} {number}"
+            )
+
+    def _expect(self, op: PlanOp, made: _Meaning, kind: str) -> None:
+        if made.kind != kind:
+            raise wrong(f"operator {op.name!r} ({op.op}) computes {made.kind} {made.number}")
+
+    def _named(self, tensor: str) -> str:
+        meaning = self._values.get(tensor)
+        return f"{tensor!r} ({'unknown' if meaning is None else f'{meaning[0]} {meaning[1]}'})"
+
+
+_RULES: Mapping[str, Callable[[Decoder, PlanOp], Any]] = {
+    "embedding": Decoder._embed,
+    "embedding_norm": Decoder._embed,
+    "rms_norm": Decoder._norm,
+    "linear": Decoder._multiply,
+    "packed_linear": Decoder._multiply,
+    "packed_linear_swiglu": Decoder._multiply,
+    "packed_linear_rope_kv": Decoder._multiply,
+    "swiglu": Decoder._activate,
+    "rope_kv_write": Decoder._write_cache,
+    "paged_attention": Decoder._attend,
+    "quantize": Decoder._quantize,
+    "gather_rows": Decoder._gather,
+}

@@ -1,0 +1,49 @@
+"""The whole check of a plan beside its config.json."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmctl.builder.plan import TENSORRT_OP, Plan
+from llmctl.builder.validation.agreement import check_agreement
+from llmctl.builder.validation.dataflow import check_dataflow
+from llmctl.builder.validation.decoder import Decoder
+from llmctl.builder.validation.errors import wrong
+from llmctl.builder.validation.operators import check_operators
+from llmctl.builder.validation.schema import check_types
+from llmctl.builder.validation.tensors import check_tensors
+from llmctl.errors import CorruptEngine
+from llmctl.plugins.backends.backend import BACKENDS
+
+if TYPE_CHECKING:
+    from llmctl.builder.engine_format import EngineConfig
+
+
+def check_plan(config: EngineConfig, plan: Plan) -> None:
+    """Raise CorruptEngine where the plan is not one that `build` writes for such a config.json.
+
+    config: with the fields that `find_wrong_field` asks for. Imports no arrays;
+    docs/engine_format.md says how long it takes.
+    """
+    check_types(plan, "plan")
+    backend = BACKENDS[config.backend]
+    if not plan.ops:
+        raise wrong("the plan has no operators")
+    tensors = check_tensors(plan, backend)
+    check_dataflow(plan, tensors)
+    check_operators(plan, tensors, backend, config.pretrained_config["dtype"])
+    check_agreement(config, plan, tensors, backend)
+    has_pieces = any(op.op == TENSORRT_OP for op in plan.ops)
+    if has_pieces != backend.compiles_plans:
+        raise wrong(f"the plan is not one of backend {backend.name!r}")
+    if not has_pieces:
+        model = config.pretrained_config
+        Decoder(plan, model["num_hidden_layers"], bool(model["tie_word_embeddings"])).check()
+
+
+def require_own_plan(config: EngineConfig, plan: Plan) -> None:
+    """The same of a plan that was just made, where a finding is a bug."""
+    try:
+        check_plan(config, plan)
+    except CorruptEngine as error:
+        raise AssertionError(f"the plan is not valid: {error}") from error

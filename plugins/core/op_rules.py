@@ -1,0 +1,118 @@
+"""What specs ask of a call beyond roles, dtypes and shapes: each rule says what is wrong, or None.
+
+A kernel relies on these as it does on shapes. A tensor is whatever has a dtype of torch's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmctl.plugins.core.calls import OpCall
+
+    Rule = Callable[[OpCall], str | None]
+
+QUANTIZED = ("float8_e4m3fn", "uint8")  # what has scales beside it: E4M3, and packed 4-bit weights
+MAX_HEAD_SIZE = 512  # the most that any kernel has room for
+
+
+def name_of(tensor: Any) -> str:
+    """torch's name of a tensor's dtype."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def scales_output(out: str, *scales: str) -> Rule:
+    """A quantized output has exactly one of these scales, any other has none."""
+
+    def rule(call: OpCall) -> str | None:
+        given = [role for role in scales if role in call.inputs or role in call.outputs]
+        dtype = name_of(call.outputs[out])
+        if len(given) == (dtype in QUANTIZED):
+            return None
+        return f"{out} is {dtype} with {len(given)} of the scales {', '.join(scales)}"
+
+    return rule
+
+
+def scales_input(value: str, scale: str) -> Rule:
+    """An input has a scale beside it if it is quantized, and none otherwise."""
+
+    def rule(call: OpCall) -> str | None:
+        dtype = name_of(call.inputs[value])
+        if (scale in call.inputs) == (dtype in QUANTIZED):
+            return None
+        return f"{value} is {dtype} {'with' if scale in call.inputs else 'without'} {scale}"
+
+    return rule
+
+
+def together(*names: str) -> Rule:
+    """All of these roles and attributes are there, or none."""
+
+    def rule(call: OpCall) -> str | None:
+        known = (*call.inputs, *call.outputs, *call.attributes)
+        missing = [name for name in names if name not in known]
+        if len(missing) in (0, len(names)):
+            return None
+        return f"has no {missing[0]!r}, which goes with {', '.join(n for n in names if n in known)}"
+
+    return rule
+
+
+def within(attribute: str, low: float, high: float) -> Rule:
+    """An attribute, where it is given, lies in [low, high]; NaN does not."""
+
+    def rule(call: OpCall) -> str | None:
+        value = call.attributes.get(attribute, low)
+        if isinstance(value, int | float) and math.isfinite(value) and low <= value <= high:
+            return None
+        return f"attribute {attribute} is {value!r}; it must be from {low} to {high}"
+
+    return rule
+
+
+def sound_heads(call: OpCall) -> str | None:
+    """There are heads, and the halves of one rotate together."""
+    heads, kv_heads, size = _heads(call)
+    if heads > 0 and kv_heads > 0 and 0 < size <= MAX_HEAD_SIZE and size % 2 == 0:
+        return None
+    return (
+        f"has {heads} heads and {kv_heads} key and value heads of size {size}; the size must be "
+        f"even and at most {MAX_HEAD_SIZE}"
+    )
+
+
+def even_groups(call: OpCall) -> str | None:
+    """Heads divide evenly over key and value heads."""
+    heads, kv_heads, _ = _heads(call)
+    if kv_heads > 0 and heads % kv_heads == 0:
+        return None
+    return f"has {heads} heads over {kv_heads} key and value heads; they must divide evenly"
+
+
+def _heads(call: OpCall) -> list[int]:
+    return [int(call.attributes[name]) for name in ("num_heads", "num_kv_heads", "head_size")]
+
+
+def packed_operands(call: OpCall) -> str | None:
+    """What meets a packed weight is of its dtype, and FP8 where the weight has 4 bits."""
+    weight = name_of(call.inputs["weight"])
+    wanted = "float8_e4m3fn" if weight == "uint8" else weight
+    side, role = (call.outputs, "normal") if "normal" in call.outputs else (call.inputs, "x")
+    found = name_of(side[role])
+    if found != wanted:
+        return f"{role} is {found}; {wanted} meets a packed weight of {weight}"
+    if ("x_scale" in call.inputs) != (wanted in QUANTIZED):
+        return f"{role} is {found} {'with' if 'x_scale' in call.inputs else 'without'} x_scale"
+    return None
+
+
+NORM_LIMITS = within("epsilon", 0.0, 1.0)
+# What attention and the write before it share; the cache's own layers are the plan's to know.
+HEAD_RULES: tuple[Rule, ...] = (
+    sound_heads,
+    within("layer", 0, 10_000),
+    together("k_scale", "v_scale"),
+)
