@@ -26,17 +26,16 @@ def check_agreement(
 ) -> None:
     """Raises CorruptEngine."""
     try:
-        pairs = [
-            *_limits(config.build_config, plan),
+        _check_cache(plan, config, backend)
+        for name, said, found in (
             *_cache(config, plan),
             *_model(config, plan, tensors),
-        ]
-    except (KeyError, TypeError, IndexError) as error:
+            *_limits(config.build_config, plan),
+        ):
+            if type(said) is not type(found) or said != found:
+                raise wrong(f"config.json says {name} is {said!r}, and the plan has {found!r}")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise wrong(f"config.json lacks what describes the plan: {error!r}") from error
-    for name, said, found in pairs:
-        if type(said) is not type(found) or said != found:
-            raise wrong(f"config.json says {name} is {said!r}, and the plan has {found!r}")
-    _check_cache(plan, config, backend)
     _check_generated(config, plan, backend)
 
 

@@ -11,9 +11,8 @@ from llmctl.builder.plan import TENSORRT_OP, Dim, Plan, PlanOp, PlanTensor
 from llmctl.builder.validation.errors import wrong
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.backends.backend import Backend
-from llmctl.plugins.backends.cpu.binding import KINDS
 from llmctl.plugins.core.op_spec import FP8, MODEL_DTYPES, STEP_SIZES, OpSpec, Role
-from llmctl.plugins.core.operators import SPECS, has_module
+from llmctl.plugins.core.operators import CPU_KINDS, SPECS, has_module
 from llmctl.plugins.ops.packed_linear.forms import TACTIC
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", FP8: "fp8"}
@@ -129,7 +128,7 @@ def _check_tactic(op: PlanOp, call: _Call, backend: Backend) -> None:
 
 @cache
 def _has_kernels(op: str, kernels: str) -> bool:
-    return op in KINDS if kernels == "cpu" else has_module(op, "kernel")
+    return op in CPU_KINDS if kernels == "cpu" else has_module(op, "kernel")
 
 
 def _refused(op: PlanOp, what: str) -> CorruptEngine:

@@ -22,7 +22,8 @@ _JSON = frozenset((*_SCALARS, list, dict))
 
 def check_types(value: Any, name: str) -> None:
     """Raise CorruptEngine where a field of a dataclass is not what its annotation says."""
-    found = _compile(type(value))(value)
+    kind: Any = type(value)
+    found = _compile(kind)(value)
     if found is not None:
         raise CorruptEngine(f"{name}{found}", fix="build the engine again")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from llmctl.builder.container import DTYPES
 from llmctl.builder.plan import Dim, Plan, PlanTensor
@@ -73,15 +72,10 @@ def _num_bytes(tensor: PlanTensor, rows: Mapping[str, int]) -> int:
     if not is_sound or (first is not None and first[0] not in rows):
         wanted = "sizes" if is_weight else "tokens or rows first, then sizes"
         raise wrong(f"{tensor.kind} {tensor.name!r} has shape {list(shape)}; {wanted} are wanted")
-    numbers: list[Any] = [rows[dim] if isinstance(dim, str) else dim for dim in shape]
+    numbers = [rows[dim] if isinstance(dim, str) else dim for dim in shape]
     elements = math.prod(numbers)
     num_bytes = elements * DTYPES[tensor.dtype][1]
-    most = elements * plan_products(rows) if is_weight else 0
+    most = elements * rows["tokens"] if is_weight else 0
     if num_bytes > MOST_BYTES or most > MOST_PRODUCTS:
         raise wrong(f"{tensor.kind} {tensor.name!r} has shape {list(shape)}, beyond all memory")
     return num_bytes
-
-
-def plan_products(rows: Mapping[str, int]) -> int:
-    """How many rows may meet a weight."""
-    return max(rows.values())

@@ -205,7 +205,7 @@ def _split(ops: Sequence[PlanOp]) -> Iterator[tuple[int | None, list[PlanOp]]]:
     """(layer, its operators) in order. A layer starts with the first operator named after it and
     ends where the next one starts: operators named otherwise were moved into it."""
     found = [_LAYER.search(op.name) for op in ops]
-    end = max(index for index, match in enumerate(found) if match) + 1
+    end = max((index for index, match in enumerate(found) if match), default=-1) + 1
     current: int | None = None
     part: list[PlanOp] = []
     for index, (op, match) in enumerate(zip(ops, found, strict=True)):

@@ -40,6 +40,16 @@ _FOLDERS: Mapping[str, tuple[OpSpec, ...]] = {
     ),
     "fused": (EMBEDDING_NORM, PACKED_LINEAR_SWIGLU, PACKED_LINEAR_ROPE_KV),
 }
+CPU_KINDS = (  # what the cpu backend has, in the order of Kind in its abi.h
+    "embedding",
+    "rms_norm",
+    "linear",
+    "rope_kv_write",
+    "paged_attention",
+    "swiglu",
+    "quantize",
+    "gather_rows",
+)
 SPECS: Mapping[str, OpSpec] = {spec.name: spec for specs in _FOLDERS.values() for spec in specs}
 _PACKAGES = {
     "all_reduce": "llmctl.plugins.ops.all_reduce",  # exists within TensorRT's plans alone

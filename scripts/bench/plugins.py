@@ -23,12 +23,11 @@ import torch
 
 from llmctl.plugins.backends import cpu
 from llmctl.plugins.backends.cpu.binding import load_kernels
-from llmctl.plugins.backends.cpu.program import KINDS
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.example_parts import make_step
 from llmctl.plugins.core.examples import Example, make_example
 from llmctl.plugins.core.op_spec import FP8, Case
-from llmctl.plugins.core.operators import SPECS
+from llmctl.plugins.core.operators import CPU_KINDS, SPECS
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 from llmctl.runtime.request import SamplingConfig
 
@@ -234,7 +233,7 @@ def bench_decode(dtype: str, limits: Limits, seconds: float) -> None:
 def main() -> None:
     """Parse options, measure the limits, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--op", choices=[*sorted(KINDS), "sampling"])
+    parser.add_argument("--op", choices=[*sorted(CPU_KINDS), "sampling"])
     parser.add_argument("--threads", type=int, help="default: physical cores")
     parser.add_argument("--isa", choices=cpu.instruction_sets())
     parser.add_argument("--seconds", type=float, default=0.3, help="per case")
@@ -257,7 +256,7 @@ def main() -> None:
         return
     if options.op in (None, "sampling"):
         bench_sampling(limits, options.seconds)
-    for op in sorted(KINDS) if options.op is None else [options.op]:
+    for op in sorted(CPU_KINDS) if options.op is None else [options.op]:
         for case in SPECS[op].timed if op in SPECS else ():
             print(bench_case(op, case, limits, options.seconds), flush=True)
 

@@ -20,16 +20,6 @@ ABI_VERSION = 4  # kAbiVersion in abi.h
 MAX_TENSORS = 8
 MAX_ATTRIBUTES = 8
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "int8": 4}
-KINDS = (  # the order of Kind in abi.h
-    "embedding",
-    "rms_norm",
-    "linear",
-    "rope_kv_write",
-    "paged_attention",
-    "swiglu",
-    "quantize",
-    "gather_rows",
-)
 
 _FIX = "python -m llmctl.plugins.backends.cpu.compile  (or pip install again; needs g++ or clang++)"
 

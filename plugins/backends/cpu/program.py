@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from llmctl.plugins.backends.cpu.binding import (
     DTYPES,
-    KINDS,
     Op,
     Step,
     TensorRef,
@@ -20,7 +19,7 @@ from llmctl.plugins.backends.cpu.binding import (
     load_kernels,
 )
 from llmctl.plugins.core.calls import Extent, OpCall, StepInputs, row_extents
-from llmctl.plugins.core.operators import SPECS, check_call
+from llmctl.plugins.core.operators import CPU_KINDS, SPECS, check_call
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +96,7 @@ def _address(array: NDArray[np.int32]) -> int:
 
 def _pack(call: OpCall, extent: Extent) -> Op:
     spec = SPECS[call.op]
-    op = Op(kind=KINDS.index(call.op), uses_rows=extent == "rows")
+    op = Op(kind=CPU_KINDS.index(call.op), uses_rows=extent == "rows")
     for index, role in enumerate((*spec.inputs, *spec.outputs)):
         tensor = call.inputs.get(role.name, call.outputs.get(role.name))
         if tensor is not None:
