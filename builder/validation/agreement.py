@@ -71,6 +71,8 @@ def _model(config: EngineConfig, plan: Plan, tensors: Mapping[str, PlanTensor]) 
     model, build = config.pretrained_config, config.build_config
     cache, ranks, length = plan.kv_cache, build["tp_size"], build["max_seq_len"]
     logits = tensors[plan.outputs["logits"]]
+    tied = model["tie_word_embeddings"]
+    yield "tie_word_embeddings", tied, bool(tied)
     yield "the logits", ["rows", model["vocab_size"], "float32"], [*logits.shape, logits.dtype]
     heads = {
         "num_heads": model["num_attention_heads"] // ranks,

@@ -38,7 +38,7 @@ def check_plan(config: EngineConfig, plan: Plan) -> None:
         raise wrong(f"the plan is not one of backend {backend.name!r}")
     if not has_pieces:
         model = config.pretrained_config
-        Decoder(plan, model["num_hidden_layers"], bool(model["tie_word_embeddings"])).check()
+        Decoder(plan, model["num_hidden_layers"], model["tie_word_embeddings"]).check()
 
 
 def require_own_plan(config: EngineConfig, plan: Plan) -> None:

@@ -22,6 +22,7 @@ from llmctl.errors import CorruptEngine, LlmctlError
         ("pretrained_config", "num_attention_heads", 4, "num_heads"),
         ("pretrained_config", "norm_epsilon", 1e-5, "norm_epsilon"),
         ("pretrained_config", "norm_epsilon", "1", "norm_epsilon|config.json"),
+        ("pretrained_config", "tie_word_embeddings", None, "tie_word_embeddings is None"),
         ("pretrained_config", "attention_windows", [0, 8], "attention_windows"),
         ("pretrained_config", "eos_token_id", -2, "eos_token_id"),
         ("build_config", "max_seq_len", 10**9, "max_seq_len"),
