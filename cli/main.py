@@ -180,7 +180,7 @@ def _report_unnamed(error: Exception, is_json: bool) -> int:
         asked = re.search(r"tried to allocate (\d+) bytes", str(error))  # PyTorch's
         message = f"the machine has no {int(asked[1]) / 1e9:.3g} GB left" if asked else str(error)
         message = message or "the machine has too little memory"
-        fix = "free memory, or ask for less at once (batch size, tokens a step, KV cache)"
+        fix = "free memory, or ask for less at once (batch size, tokens per step, KV cache)"
         return _report(OutOfMemory.__name__, message, fix, OutOfMemory.exit_code, is_json)
     if isinstance(error, OSError) and error.filename is not None:
         fix = "see that this path exists and that you may use it"

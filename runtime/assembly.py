@@ -47,7 +47,7 @@ def assemble(
     """Allocate the caches and connect the parts. Raises PairMismatch, BadConfig, OutOfMemory."""
     if drafter.max_draft_len > target.max_draft_len:
         raise PairMismatch(
-            f"the drafter proposes up to {drafter.max_draft_len} tokens a round; "
+            f"the drafter proposes up to {drafter.max_draft_len} tokens per round; "
             f"the target engine was built for max_draft_len {target.max_draft_len}",
             fix="lower the draft length, or rebuild the target with a larger --max_draft_len",
         )

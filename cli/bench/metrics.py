@@ -29,7 +29,7 @@ DEFINITIONS = {
     "output_throughput_per_user_tok_s": "mean over requests of output tokens / end to end",
     "output_throughput_per_gpu_tok_s": "system output throughput / number of GPUs",
     "avg_concurrent_requests": "sum of end to end times / (last token - first submission)",
-    "acceptance_length": "tokens a round, the target's own included: 1 + accepted / rounds",
+    "acceptance_length": "tokens per round, the target's own included: 1 + accepted / rounds",
     "acceptance_rate": "accepted / proposed drafts, those behind a rejection included",
     "acceptance_at_position": "share of rounds with an i-th draft that kept it",
     "conditional_acceptance": "share of those that kept draft i-1 which kept draft i as well",
@@ -37,7 +37,7 @@ DEFINITIONS = {
     "verify_ms": "the target's pass in such a step (on a GPU with acceptance)",
     "host_ms": "the rest of such a step; near or below zero where a GPU runs ahead of the host",
     "kv_used_share": "KV blocks held by requests / all blocks, over steps",
-    "step_tokens": "tokens a step: prompt chunks, last tokens and drafts",
+    "step_tokens": "tokens per step: prompt chunks, last tokens and drafts",
     "issue_rate_req_s": "(submissions - 1) / (last - first submission)",
 }
 

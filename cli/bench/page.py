@@ -140,7 +140,7 @@ def _drafts(decoding: Mapping[str, Any]) -> Iterator[str]:
     yield svg.bars(
         list(counts),
         [100 * count / total for count in counts.values()],
-        "tokens a round, the target's own included",
+        "tokens per round, the target's own included",
         "% of rounds",
         show=lambda value: f"{value:.0f}" if value >= 1 else f"{value:.1f}",
     )
@@ -171,7 +171,7 @@ def _steps(recording: Recording, report: Mapping[str, Any]) -> Iterator[str]:
         str(item["most"]) if item["least"] == item["most"] else f"{item['least']}–{item['most']}"
         for item in classes
     ]
-    yield svg.bars(labels, [item["steps"] for item in classes], "tokens a step", "steps")
+    yield svg.bars(labels, [item["steps"] for item in classes], "tokens per step", "steps")
     steps = [step for step in recording.steps if step.iteration == 0]
     thin = steps[:: max(1, len(steps) // 400)]
     used = [(s.end_s, 100 * s.kv_used_blocks / s.kv_max_blocks) for s in thin]
@@ -194,7 +194,7 @@ def _sweep(sweep: Mapping[str, Any]) -> str:
         [str(row["draft_len"]) for row in rows],
         [row["acceptance_length"] for row in rows],
         "draft length",
-        "tokens a round",
+        "tokens per round",
     )
     return _section("Which draft length", [figure, lengths])
 

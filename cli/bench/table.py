@@ -160,7 +160,7 @@ def advice(sweep: Mapping[str, Any]) -> str:
 def _sweep(sweep: Mapping[str, Any]) -> Table:
     ends = " and ".join(map(str, sweep["calibrated_on_draft_lens"]))
     table = Table(box=None, pad_edge=False, caption=f"the cost model knows lengths {ends} only")
-    heads = ("draft length", "speed, tok/s", "model, tok/s", "off by, %", "tokens a round")
+    heads = ("draft length", "speed, tok/s", "model, tok/s", "off by, %", "tokens per round")
     for head in (*heads, "round, ms", "draft, ms", "verify, ms"):
         table.add_column(head, justify="right")
     for row in sweep["rows"]:

@@ -47,7 +47,7 @@ def engine_lines(summary: Mapping[str, Any]) -> Iterator[str]:
         "model": f"{summary['architecture']}, {summary['dtype']}, backend {summary['backend']}",
         "quantization": f"weights {weights}, KV cache {cache}",
         "limits": f"{summary['max_batch_size']} sequences of {summary['max_seq_len']} tokens, "
-        f"{summary['max_num_tokens']} tokens a step, {summary['max_draft_len']} draft tokens",
+        f"{summary['max_num_tokens']} tokens per step, {summary['max_draft_len']} draft tokens",
     }
     if summary["num_trt_pieces"]:
         rows["TensorRT"] = (

@@ -65,7 +65,7 @@ class SyntheticAcceptance:
 
     @property
     def length(self) -> float:
-        """Mean tokens a round."""
+        """Mean tokens per round."""
         return 1 + sum(self.rates)
 
     def accepted(self, sequence: Sequence) -> int:

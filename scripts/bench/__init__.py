@@ -1,1 +1,1 @@
-"""Benchmarks, each with what it measures against."""
+"""Benchmarks."""

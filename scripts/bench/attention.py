@@ -1,4 +1,4 @@
-"""Paged attention on one GPU: correct, the same bits however a step is cut, and how fast.
+"""Paged attention on one GPU: correctness, the same bits however a step is divided, and speed.
 
     python -m scripts.bench.attention --compile binaries   # needs no GPU
     python -m scripts.bench.attention --binaries binaries  # needs no compiler

@@ -1,11 +1,11 @@
-"""Speed of the CPU backend beside Hugging Face transformers: same machine, same weights, one run.
+"""Speed of the CPU backend and of Hugging Face transformers: same machine, same weights, one run.
 
     python -m scripts.bench.cpu [--rounds 5] [--output docs/performance]
 
 Three questions, each a table row with minimum, median and maximum over the rounds:
 
   demo      the demo target, batch 1, greedy: `generate`, ours, `generate(assistant_model=...)`,
-            ours with the draft engine; systems take turns within a round, ratios are per round
+            ours with the draft engine; systems alternate within a round, ratios are per round
   1b        a random checkpoint of Llama-3.2-1B's shape: bytes a decode step must read over its
             time, as a share of the read bandwidth measured in the same process
   help      wall time of the process `llmctl --help`

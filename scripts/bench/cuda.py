@@ -5,13 +5,13 @@
 DIR is what scripts/bench/build_engines built: engines of planted weights. Rows, each with minimum,
 median and maximum over the rounds:
 
-  read           what a plain read of device memory reaches: the limit that shares refer to
+  read           bandwidth of a plain read of device memory: the limit that shares refer to
   decode-*       ms a step without a draft from 1,000 to 1,128 tokens of context: as seen by a
                  client, on the device alone, and what the device waits for the host
   speed-*        tok/s without a draft, 500 in and 512 out, prefill included
   prefill-*      2,048 tokens: ms, and the share of 1,979 TFLOP/s
   pair-*         tok/s of a pair, draft length 10 (-kN: N), 500 in and 1,024 out, prefill included
-                 (its limit is what drafts and verification must read for the tokens that came);
+                 (its limit is what drafts and verification must read for the measured tokens);
                  the acceptance length; ms of a draft step in the loop, of a verification, of a
                  round, and of what the device waits for the host; how much longer a verification
                  takes than a step of one token, both from 1,000 to 1,128 tokens of context and

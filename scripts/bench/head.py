@@ -6,7 +6,7 @@ Two layers of these shapes with random weights, every operator a launch of its o
 over all rows: the least ms of such a step in a CUDA graph, beside what a plain read of its weights
 takes. --sweep tries the head's variants, twice the best of them, and prints an entry for
 packed_linear's tactics.json where one is faster by GAIN_US. Ends with 1 where logits differ,
-which they may not.
+which must not happen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast KV blocks leave a GPU and come back, and what that costs the steps beside it.
+"""How fast KV blocks are copied from a GPU and back, and what that costs steps that run meanwhile.
 
     python -m scripts.bench.host_blocks [--blocks 512] [--layers 32] [--layer-bytes 65536]
 

@@ -4,10 +4,10 @@
         [--tokens 2] [--times 1000,2000,4000] [--pace 3_3_5_8_1,5_3_7_0_0]
         [--output plugins/fused/decoder_layers/tactics.json]
 
-Models of these shapes get random weights. Says at each context whether the logits and the KV cache
+Models of these shapes get random weights. Reports for each context whether logits and KV cache
 have the same bits either way, and the time of a step with one token in a CUDA graph of ten beside
 what a plain read of the same bytes takes; ends with 1 where bits differ. --pace: first chooses
-how weights are brought (`Pace`), by the time at the first context. --output stores that and the
+how weights are loaded (`Pace`), by the time at the first context. --output stores that and the
 times, each for all contexts that are padded to the same length; by them `llmctl build` decides.
 """
 

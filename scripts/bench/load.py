@@ -1,4 +1,4 @@
-"""What adapts under load, on a GPU: draft lengths by batch size and acceptance, prompt chunks.
+"""Adaptive draft lengths and prompt chunks under load, on a GPU.
 
     python -m scripts.bench.load TARGET DRAFT [--output docs/performance] [--batches 1,2,4,...]
         [--tokens 600] [--sizes 256,512,...] [--parts drafts,chunks] [--raw FILE]
@@ -8,9 +8,9 @@ number. --raw writes the steps behind them.
 
 Drafts: tokens/s of plain decoding and of adaptive draft lengths for requests of 16 + `tokens`
 tokens that start together, the drafts accepted at random (`synthetic_acceptance.py`).
-The controller is new every time, so what it loses to finding out is in the numbers. With drafts
-requests end one after the other, so the ratio is told twice: of the whole runs, and from the start
-to the end of the last step in which all of them generate.
+The controller starts anew every time, so the numbers include what it loses to learning. With
+drafts requests end one after another, so the ratio is given twice: of the whole runs, and from the
+start to the end of the last step in which all of them generate.
 
 Chunks: by chunk size and by --max-step-ms, tokens/s of prompts of 4,000 tokens alone, and the time
 from step to step while 16 requests generate and 8 such prompts are read.

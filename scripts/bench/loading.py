@@ -1,4 +1,4 @@
-"""How fast an engine's weights come from its file to a GPU.
+"""How fast an engine's weights are loaded from its file to a GPU.
 
     python -m scripts.bench.loading ENGINE --name 8b [--rounds 5] [--output docs/performance]
 
@@ -8,7 +8,7 @@ Rows, in GB/s (decimal) of what is copied, each with minimum, median and maximum
   load-NAME-cached   an engine whose file is in the page cache
   load-NAME-disk     one whose file has to be read from the disk (its pages dropped before)
 
-An engine that makes its weights (--load-format planted or dummy) is refused.
+An engine with generated weights (--load-format planted or dummy) is refused.
 """
 
 from __future__ import annotations

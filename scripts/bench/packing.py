@@ -1,4 +1,4 @@
-"""Times what a step of a new number of tokens costs the host, without a GPU.
+"""Times the host's work for a step with a new number of tokens, without a GPU.
 
     python -m scripts.bench.packing 1b 8b 70b
 

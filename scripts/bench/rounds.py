@@ -1,4 +1,4 @@
-"""Time what the host does around the engines: one sequence, engines that compute nothing.
+"""Times the host's work around the engines: one sequence, engines that compute nothing.
 
     python -m scripts.bench.rounds [--vocab 4096] [--backend numpy] [--rounds 300]
 

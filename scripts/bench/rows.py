@@ -1,8 +1,8 @@
-"""Measured rows of a benchmark: printed at once, stored at once, merged with what is there.
+"""Measured rows of a benchmark: printed and stored at once, merged with existing rows.
 
 `<device>.jsonl` holds one JSON object a line (name, value, unit, minimum, maximum, share_of_limit,
-note, command, versions, date, commit); `<device>.md` is the same for people. A row that is measured
-again takes the place of the older one, so a long table can be measured in several calls.
+note, command, versions, date, commit); `<device>.md` is the same as a Markdown table. A row that
+is measured again replaces the older one, so a long table can be measured in several calls.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ own. Prints the least ms of a step in a CUDA graph (at its power limit a GPU low
 moves medians of short series) beside what a plain read of its bytes takes: without attention, with
 each variant of verification.cu, with what serves without it, and what that attention costs a layer.
 --try instead times a product's variant against its tactic's. Ends with 1 where logits differ, which
-they may not.
+must not happen.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""llmctl beside other systems on the same load."""
+"""Comparisons of llmctl with other systems under the same load."""

@@ -1,4 +1,4 @@
-"""llmctl beside Hugging Face transformers: same checkpoints, same requests, same machine, one run.
+"""llmctl and Hugging Face transformers: same checkpoints, same requests, same machine, one run.
 
     llmctl dataset --tokenizer examples/demo-target --output data.jsonl text \\
         --input-file examples/heldout.txt --num-requests 4 --input-len-dist 128,0 \\
@@ -7,7 +7,7 @@
         --dataset data.jsonl
 
 Requests run one at a time, greedily: `generate`, ours, `generate(assistant_model=...)`, ours with
-the draft engine. Systems take turns in each round and ratios are taken within a round. Engines are
+the draft engine. Systems alternate in each round and ratios are taken within a round. Engines are
 built for the run; the backend is the one that `llmctl build` picks here.
 """
 

@@ -1,4 +1,4 @@
-"""llmctl beside vLLM under load: the same requests through either, one system a call.
+"""llmctl and vLLM under load: the same requests to either system, one system per call.
 
     python -m scripts.compare.load vllm CHECKPOINT --output docs/performance
     python -m scripts.compare.load llmctl ENGINE --checkpoint CHECKPOINT --output docs/performance
@@ -8,11 +8,11 @@ in flight, each of fixed length. "arrivals" is one more: 32 requests generate wh
 8,192 tokens arrive; its times between tokens are those of the 32 from the first arrival to the last
 first token. Greedy, streamed, no tokenizer. A warm-up of the same shapes comes before each load.
 
-A CHECKPOINT of make_planted_checkpoints makes the load fair: both have its weights, and
-either text is compared with what they imply. vLLM's dummy FP8 weights are nearly all zeros.
+With a CHECKPOINT of make_planted_checkpoints the load is equal: both systems have its weights, and
+the text of each is compared with what they imply. vLLM's dummy FP8 weights are nearly all zeros.
 
 OUTPUT/vllm_load.jsonl keeps a line for each load and system, OUTPUT/vllm_load.md is the table of
-them all, with the ratio to the fastest vLLM. What is measured again takes the older row's place.
+them all, with the ratio to the fastest vLLM. Repeated measurements replace older rows.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="that the engine was built from")
     parser.add_argument("--name", default="8B FP8", help="of the model, in the table")
     parser.add_argument("--loads", default=LOADS, help=f"with commas; default: {LOADS}")
-    parser.add_argument("--max-num-tokens", type=int, help="tokens a step; default: each its own")
+    parser.add_argument("--max-num-tokens", type=int, help="tokens per step; default: each its own")
     parser.add_argument("--max-step-ms", type=float, help="llmctl: a step's time instead")
     parser.add_argument("--whole-prompts", action="store_true", help="llmctl: no chunks")
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"], help="vLLM's")

@@ -1,5 +1,5 @@
-"""The same load through several systems, in turns: for scripts/compare/hf.py, compare_vllm.py and
-bench_cpu.py.
+"""The same load through several systems, alternately: for scripts/compare/hf.py,
+scripts/compare/vllm.py and scripts/bench/cpu.py.
 
 A load is a list of tasks, prompts as token ids and how many tokens to write; a system takes one
 and returns what it wrote. Every output has exactly the tokens asked for, greedily chosen.

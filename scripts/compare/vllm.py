@@ -1,4 +1,4 @@
-"""llmctl beside vLLM: same checkpoints, same requests, same machine, one run. Needs vLLM and a GPU
+"""llmctl and vLLM: same checkpoints, same requests, same machine, one run. Needs vLLM and a GPU
 that both support.
 
     python -m scripts.compare.vllm TARGET --draft DRAFT --dataset data.jsonl --draft-len 10
@@ -6,7 +6,7 @@ that both support.
         --load-format dummy --synthetic-acceptance 6.1
 
 Requests run greedily, one at a time and all at once, without and with the draft model. Each engine
-of vLLM has the GPU to itself, then ours do: they do not take turns, ratios are of equal rounds.
+of vLLM has the GPU to itself, then ours do: they do not alternate, ratios are of equal rounds.
 With --load-format dummy folders need only config files, and both systems make random weights; then
 drafts mean something only with --synthetic-acceptance, which both understand alike.
 """
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--draft-len", type=int, default=4)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
-    parser.add_argument("--synthetic-acceptance", type=float, help="mean tokens a round")
+    parser.add_argument("--synthetic-acceptance", type=float, help="mean tokens per round")
     parser.add_argument("--max-batch-size", type=int, default=64)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="of vLLM")
     parser.add_argument("--rounds", type=int, default=3)

@@ -48,8 +48,8 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def read_pairs() -> list[Pair]:
-    """What the picture shows. Against TensorRT-LLM the pair counts at the number of tokens a round
-    that its acceptance implies, as NVIDIA's figure does."""
+    """What the picture shows. Against TensorRT-LLM the pair counts at the number of tokens per
+    round that its acceptance implies, as NVIDIA's figure does."""
     h200 = {row["name"]: row for row in rows("h200")}
     expected = re.search(r"a round ([\d.]+) tok/s", h200["pair-70b+1b"]["note"])
     assert expected is not None, "the pair's row has no expected speed"
@@ -95,7 +95,7 @@ def draw(pairs: list[Pair]) -> str:
             ]
     parts.append(
         f'<text class="note" x="0" y="{height - 8}">TensorRT-LLM as NVIDIA published it; vLLM on '
-        "the same machine, 500 in, 200 out. 10 drafts; 6.1 tokens a round.</text>"
+        "the same machine, 500 in, 200 out. 10 drafts; 6.1 tokens per round.</text>"
     )
     return "\n".join([*parts, "</svg>", ""])
 

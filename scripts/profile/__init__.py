@@ -1,1 +1,1 @@
-"""Where the time goes."""
+"""Profiling: where the time goes."""

@@ -1,4 +1,4 @@
-"""What the host's Python costs a step, part by part.
+"""CPU time of the host's Python code per step, part by part.
 
     python -m scripts.profile.host [--requests 64,256] [--input 500] [--output 200]
         [--step-ms 4,7.5] [--simulate] [--mixed-ms 30] [--reuse]
@@ -7,7 +7,7 @@
 A closed loop of streaming requests runs through the real executor, its round runner and block
 tables included. Without an engine the device is a stub (`host_stub.py`) that knows every token at
 once; with --simulate it takes --step-ms a round and --mixed-ms a step with prompts in it, and the
-table tells how long it stood idle before each. Of an engine on a GPU nothing is simulated.
+table shows how long it was idle before each. Of an engine on a GPU nothing is simulated.
 
 A part's time is what the executor's thread computed (its CPU time), without the parts within it and
 without waiting for the device; `scheduling` is what decides who runs next. The share is that of a

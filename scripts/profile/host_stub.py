@@ -1,7 +1,7 @@
 """A device that knows every token at once, for `profile_host.py`: what is left is the host's work.
 
 It can be given times: then steps and rounds take that long, one after another, on a clock of their
-own, and it notes how long it stood idle before each.
+own, and it records how long it was idle before each.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 The copying warps of copy.cuh, the two teams of product.cuh, and what comes of copies, run in random
 order, some 5 or 20 times as often as others. A barrier tells its parity and no more. Waiting for
-other CTAs is left out: those always answer. Says for shapes and shares of a CTA in how many of the
-runs nobody could go on, and ends with 1 where there was one.
+other CTAs is left out: those always answer. Reports for shapes and shares of a CTA how many of the
+runs deadlocked, and ends with 1 if any did.
 """
 
 from __future__ import annotations
