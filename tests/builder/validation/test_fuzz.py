@@ -9,7 +9,7 @@ one operator exchanged for each other (norms of query and key), and ids of speci
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.hostile_engine import KINDS, HostileEngine, write_directory, write_text
+from support.json_edits import ACTIONS, Edit, apply
 
 from llmctl.cli.inspect.engine import describe_engine
 from llmctl.errors import LlmctlError
@@ -36,44 +37,13 @@ VALUES = st.one_of(
 )
 PLACES = st.integers(0, 2**20)
 EDITS = st.tuples(
-    st.sampled_from(("set", "set", "copy", "copy", "delete", "repeat", "move", "add")),
+    st.sampled_from(ACTIONS),
     PLACES,
     PLACES,
     VALUES,
 )
 # of the plan's parts as often as one another, however many values they have
 PARTS = ("ops", "ops", "tensors", "kv_cache", "outputs", "")
-
-
-def places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-    """(object or list, key or index) of every value within."""
-    items = enumerate(value) if isinstance(value, list) else value.items()
-    for key, item in items:
-        yield value, key
-        if isinstance(item, list | dict):
-            yield from places(item, depth + 1)
-
-
-def apply(root: Any, edit: tuple[str, int, int, Any]) -> None:
-    """Change one value of a tree of JSON."""
-    action, where, other, value = edit
-    known = list(places(root))
-    if not known:
-        return
-    holder, key = known[where % len(known)]
-    if action == "set":
-        holder[key] = value
-    elif action == "copy":
-        source, at = known[other % len(known)]
-        if type(source[at]) is type(holder[key]) and not isinstance(source[at], list | dict):
-            holder[key] = source[at]
-    elif action == "delete":
-        del holder[key]
-    elif action == "add" and isinstance(holder, dict):
-        holder[f"more{other % 3}"] = value
-    elif isinstance(holder, list) and action in ("repeat", "move", "add"):
-        item = holder[key] if action == "repeat" else holder.pop(key)
-        holder.insert(other % (len(holder) + 1), value if action == "add" else item)
 
 
 def judge(folder: Path, text: list[int]) -> None:
@@ -122,7 +92,7 @@ def test_edited_plans(search: Any, engines: Engines, tmp_path: Path, kind: str) 
     engine, text = engines[kind]
     plan = json.dumps(engine.plan)
 
-    def check(part: str, edits: list[tuple[str, int, int, Any]]) -> None:
+    def check(part: str, edits: list[Edit]) -> None:
         changed = json.loads(plan)
         for edit in edits:
             apply(changed[part] if part else changed, edit)
@@ -137,7 +107,7 @@ def test_edited_configs(search: Any, engines: Engines, tmp_path: Path, kind: str
     engine, text = engines[kind]
     raw, config = engine.bytes(), json.dumps(engine.config)
 
-    def check(part: str, edits: list[tuple[str, int, int, Any]]) -> None:
+    def check(part: str, edits: list[Edit]) -> None:
         changed = json.loads(config)
         for edit in edits:
             apply(changed[part] if part else changed, edit)
@@ -153,7 +123,7 @@ def test_edited_headers(search: Any, engines: Engines, tmp_path: Path, kind: str
     engine, text = engines[kind]
     header = json.dumps(engine.header)
 
-    def check(edits: list[tuple[str, int, int, Any]]) -> None:
+    def check(edits: list[Edit]) -> None:
         changed = json.loads(header)
         for edit in edits:
             apply(changed, edit)
