@@ -19,6 +19,11 @@ from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 
 
+pytestmark = pytest.mark.skipif(
+    not Path(runtime_library()).is_absolute(), reason="the C++ compiler has no AddressSanitizer"
+)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> dict[str, Path]:
     """Engines: tiny ones in a folder, and the demo pair."""
@@ -72,10 +77,8 @@ def test_edited_engines_are_refused_or_write_their_text_under_sanitizers(
     assert len(edits) == NUM_EDITS * len(KINDS)
     for name, found in edits.items():
         assert isinstance(found, str) or found == texts[name.split()[0]], name
-    counted = Counter(
-        "refused" if isinstance(found, str) else "accepted" for found in edits.values()
-    )
-    assert counted["refused"] > 50 and counted["accepted"] > 5, counted
+    counted = Counter(isinstance(found, str) for found in edits.values())
+    assert counted[True] > 50 and counted[False] > 5, "most are refused, some mean the same"
 
 
 def test_the_sanitizers_see_an_access_outside_a_tensor(
@@ -87,7 +90,6 @@ import ctypes, sys, torch
 from pathlib import Path
 from llmctl.plugins.backends.cpu import binding
 binding.LIBRARY_PATH = Path(sys.argv[1])
-from llmctl.plugins.ops.sampling.spec import SamplingRow
 library = binding.load_kernels()
 values = (ctypes.c_float * 8)()
 library.llmctl_argmax(values, 64, 1 << 20, (ctypes.c_int32 * 64)())
