@@ -18,7 +18,6 @@ from support.sanitized import NUM_EDITS, run_pair, runtime_library, sanitized_li
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 
-
 pytestmark = pytest.mark.skipif(
     not Path(runtime_library()).is_absolute(), reason="the C++ compiler has no AddressSanitizer"
 )
