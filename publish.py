@@ -1,24 +1,30 @@
 """How an artefact gets its final name: write to a scratch folder, fsync, rename.
 
 Whatever interrupts the body (an exception, Ctrl-C, a full disk), nothing exists under the final
-name; kill -9 can leave only a hidden `.NAME.<random>.partial` directory next to it.
+name; kill -9 can leave only a hidden `.NAME.<random>.partial` next to it, a directory or a file,
+which the next attempt removes. A lock, which ends with the process that holds it, tells a leftover
+from an output that is being written.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llmctl.errors import BadConfig, OutOfDisk, OutputExists
 
 # The last one is the size limit of one file: FAT32's 4 GB, or `ulimit -f`.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MOST_NAME = 255 - len("..12345678.partial")  # bytes: what a scratch directory has beside the name
+SCRATCH_SUFFIX = ".partial"
+MOST_NAME = 255 - len("..12345678" + SCRATCH_SUFFIX)  # bytes: the scratch's name must fit, too
 
 
 def created_mode(bits: int) -> int:
@@ -67,8 +73,8 @@ def require_place(final: Path) -> None:
     if os.path.lexists(final):  # also a link that leads nowhere
         raise OutputExists(final)
     folder = next(parent for parent in final.parents if os.path.lexists(parent))
-    if len(os.fsencode(final.name)) > _MOST_NAME:
-        why = f"its name is longer than {_MOST_NAME} bytes"
+    if len(os.fsencode(final.name)) > MOST_NAME:
+        why = f"its name is longer than {MOST_NAME} bytes"
     elif not os.path.isdir(folder):
         why = f"{folder} is not a folder"
     elif not os.access(folder, os.W_OK | os.X_OK):
@@ -76,6 +82,82 @@ def require_place(final: Path) -> None:
     else:
         return
     raise BadConfig(f"nothing can be written to {final}: {why}", fix="choose another output folder")
+
+
+def lock_scratch(descriptor: int, path: Path) -> bool:
+    """Mark a scratch directory or file, just made and open, as being written for as long as the
+    descriptor or a copy of it is open. False where another process took it for a leftover."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: nothing there is ever taken for a leftover
+        return True
+    return os.path.lexists(path)
+
+
+def remove_leftovers(final: Path) -> list[Path]:
+    """Remove what killed processes of this user left of earlier attempts at `final`; returns what
+    it removed. What a living process writes is left alone."""
+    final = final.absolute()
+    pattern = re.compile(rf"\.{re.escape(final.name)}\.[a-z0-9_]{{8}}{re.escape(SCRATCH_SUFFIX)}")
+    try:
+        found = [path for path in final.parent.iterdir() if pattern.fullmatch(path.name)]
+    except OSError:  # no such folder, or none that may be read
+        return []
+    return [path for path in sorted(found) if _remove_leftover(path)]
+
+
+def _remove_leftover(path: Path) -> bool:
+    """Whether it was one, and is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # it has got its name meanwhile, or is no file of ours
+        return False
+    try:
+        found = os.fstat(descriptor)
+        is_folder = stat.S_ISDIR(found.st_mode)
+        if found.st_uid != os.geteuid() or not (is_folder or stat.S_ISREG(found.st_mode)):
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_folder:
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError:  # locked: it is being written; or a file system that has no locks
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _make_scratch(final: Path) -> tuple[Path, int]:
+    """A scratch directory beside `final`, and the descriptor that holds its lock."""
+    while True:
+        name = tempfile.mkdtemp(prefix=f".{final.name}.", suffix=SCRATCH_SUFFIX, dir=final.parent)
+        try:
+            descriptor = os.open(name, os.O_RDONLY)
+        except FileNotFoundError:  # taken for a leftover before it had its lock
+            continue
+        if lock_scratch(descriptor, Path(name)):
+            return Path(name), descriptor
+        os.close(descriptor)
+
+
+def write_cached(path: Path, content: bytes) -> None:
+    """Write a file of a cache, whole or not at all. A folder that cannot be written, or that is
+    full, costs time later, and is no failure."""
+    scratch = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            scratch = file.name
+            file.write(content)
+        os.replace(scratch, path)
+    except OSError:
+        if scratch is not None:
+            with suppress(OSError):
+                os.unlink(scratch)
 
 
 @contextmanager
@@ -89,7 +171,7 @@ def publish(final: Path) -> Iterator[Path]:
     if os.path.lexists(final):
         raise OutputExists(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
+    scratch, lock = _make_scratch(final)
     try:
         yield scratch
         for path in [*scratch.rglob("*"), scratch]:
@@ -115,3 +197,5 @@ def publish(final: Path) -> Iterator[Path]:
     except BaseException:  # Ctrl-C included: never leave something that looks finished
         _remove(scratch)
         raise
+    finally:
+        os.close(lock)

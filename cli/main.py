@@ -185,12 +185,22 @@ def _report_unnamed(error: Exception, is_json: bool) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         fix = "see that this path exists and that you may use it"
         return _report(type(error).__name__, str(error), fix, EXIT_FAILURE, is_json)
-    handle, path = tempfile.mkstemp(prefix="llmctl-bug-", suffix=".txt")
-    with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(f"llmctl {' '.join(sys.argv[1:])}\n\n")
-        traceback.print_exception(error, file=file)
+    path = _keep_traceback(error)
     message = f"{type(error).__name__}: {error} (this is a bug in llmctl; traceback in {path})"
     return _report("Bug", message, f"report it with the contents of {path}", EXIT_BUG, is_json)
+
+
+def _keep_traceback(error: Exception) -> str:
+    """Where the traceback is: a file, or stderr where none can be written."""
+    lines = [f"llmctl {' '.join(sys.argv[1:])}\n\n", *traceback.format_exception(error)]
+    try:
+        handle, path = tempfile.mkstemp(prefix="llmctl-bug-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(lines)
+    except OSError:
+        print(*lines, sep="", file=sys.stderr)
+        return "stderr"
+    return path
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -1,7 +1,8 @@
 """Output files of a command: checked before any work, and complete under their name or absent.
 
 A device or a pipe is written in place; a name of an open descriptor (/dev/stdout, /dev/fd/N) is
-that descriptor, wherever it leads, so that what was written to it before stays.
+that descriptor, wherever it leads, so that what was written to it before stays. What killed
+processes left of earlier attempts at the same name is removed, with a word on stderr.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from llmctl.errors import BadConfig
-from llmctl.publish import created_mode
+from llmctl.publish import (
+    MOST_NAME,
+    SCRATCH_SUFFIX,
+    created_mode,
+    lock_scratch,
+    remove_leftovers,
+    require_place,
+)
 
-_MOST_NAME = 255 - len("..12345678")  # bytes: what a scratch file has beside the name
 _STANDARD = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
@@ -35,6 +42,20 @@ def require_writable(*paths: Path, source: Path | None = None) -> None:
         if source is not None and final == source.resolve():
             raise BadConfig(f"{path} is read, and would be replaced; an output needs another name")
         seen.append(final)
+        _sweep(final)
+
+
+def require_new_folder(path: Path) -> None:
+    """Refuse an output folder that cannot be made there, before anything runs. Raises what
+    `require_place` raises."""
+    require_place(path)
+    _sweep(path)
+
+
+def _sweep(final: Path) -> None:
+    """Remove leftovers, before the room that they take is counted."""
+    for path in remove_leftovers(final):
+        print(f"removed {path}, which a killed process left", file=sys.stderr)
 
 
 def _require_one(path: Path) -> Path:
@@ -45,8 +66,8 @@ def _require_one(path: Path) -> Path:
             raise BadConfig(f"{path} cannot be written")
         return final
     folder = final.parent
-    if len(os.fsencode(final.name)) > _MOST_NAME:
-        raise BadConfig(f"{path} cannot be written: its name has over {_MOST_NAME} bytes")
+    if len(os.fsencode(final.name)) > MOST_NAME:
+        raise BadConfig(f"{path} cannot be written: its name has over {MOST_NAME} bytes")
     if not folder.is_dir() or path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise BadConfig(f"{path} cannot be written: {folder} must be a writable folder")
     if final.exists() and not (os.access(final, os.W_OK) and _may_replace(final)):
@@ -102,10 +123,14 @@ class replacing:
         return os.dup(descriptor)
 
     def _open_scratch(self) -> int:
-        prefix = f".{self._path.name}."
-        handle, name = tempfile.mkstemp(prefix=prefix, dir=self._path.parent)
-        self._scratch = Path(name)
-        return handle
+        folder, prefix = self._path.parent, f".{self._path.name}."
+        while True:
+            handle, name = tempfile.mkstemp(prefix=prefix, suffix=SCRATCH_SUFFIX, dir=folder)
+            self._scratch = Path(name)
+            if lock_scratch(handle, self._scratch):
+                self._lock = os.dup(handle)  # held until the file has its name
+                return handle
+            os.close(handle)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
@@ -136,3 +161,5 @@ class replacing:
         finally:
             if not is_named:
                 self._scratch.unlink(missing_ok=True)
+            if not self._is_special:
+                os.close(self._lock)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llmctl.cli.output_files import require_new_folder
 from llmctl.errors import BadConfig, Unsupported
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def quantize(
         quantize_lm_head=quantize_lm_head,
         max_shard_bytes=parse_size(max_shard_size),
     )
+    require_new_folder(output_dir)
     plan = plan_quantization(options)
     result = _run_with_progress(plan)
     if as_json:

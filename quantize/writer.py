@@ -108,11 +108,7 @@ class ShardWriter:
         shard = self._where[name]
         data = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data
         assert name not in self._written, f"{name} written twice"
-        offset = shard.offsets[name]
-        descriptor = self._open(shard)
-        while data:
-            count = os.pwrite(descriptor, data, offset)  # at most 2 GiB a call on Linux
-            data, offset = data[count:], offset + count
+        _write_at(self._open(shard), data, shard.offsets[name])
         self._written.add(name)
         if self._written.issuperset(shard.offsets):
             os.close(self._files.pop(shard.file_name))
@@ -122,7 +118,7 @@ class ShardWriter:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             descriptor = os.open(self.folder / shard.file_name, flags, 0o644)
             self._files[shard.file_name] = descriptor
-            os.pwrite(descriptor, shard.header, 0)
+            _write_at(descriptor, memoryview(shard.header), 0)
         return self._files[shard.file_name]
 
     def __exit__(
@@ -146,3 +142,10 @@ class ShardWriter:
         weight_map = {name: shard.file_name for name, shard in sorted(self._where.items())}
         index = {"metadata": {"total_size": data_bytes}, "weight_map": weight_map}
         (self.folder / INDEX_FILE).write_text(dump_json(index), encoding="utf-8")
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """All of it: one call writes at most 2 GiB on Linux, and less on a disk that is nearly full."""
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count

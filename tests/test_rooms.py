@@ -27,6 +27,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     r"\b(draft|drafter|draft_engine|speculation) is (not )?None\b": ("runtime/drafting",),
     r"\bhas_(draft|engine|draft_engine)\b": (),
     r"\bdraft_kv_len\b|\bnum_drafted\b": (),
+    # the time of day, which may be set back: timestamps for people, never a duration
+    r"\btime\.time\(|from time import .*\btime\b|datetime\.(now|utcnow|today)": (
+        "runtime/stats/recorder.py",
+    ),
     # what a GPU generation has; cli/gpus.py lists products with their compute capability
     r"sm_\d\d|\b227 ?(<<|\*)|\"(8\.6|8\.9|9\.0|12\.0)\"|\((8|9|12), ?\d\)": (
         "plugins/backends/cuda/arch.py",

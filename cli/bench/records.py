@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from time import perf_counter, time
+from time import monotonic
 from typing import Any, NamedTuple
 
 from llmctl.runtime.stats.column_table import ColumnTable
@@ -84,19 +84,18 @@ class StepRecord:
 
 
 class Clock:
-    """Seconds since it was made, and the same for times since the epoch."""
+    """Seconds since it was made."""
 
     def __init__(self) -> None:
-        self._began_s = perf_counter()
-        self._epoch_s = time()
+        self._began_s = monotonic()
 
     def now_s(self) -> float:
         """Seconds so far."""
-        return perf_counter() - self._began_s
+        return monotonic() - self._began_s
 
-    def at_s(self, timestamp: float) -> float:
-        """The moment of a time since the epoch."""
-        return timestamp - self._epoch_s
+    def at_s(self, moment_s: float) -> float:
+        """The same for a time of time.monotonic."""
+        return moment_s - self._began_s
 
 
 @dataclass(slots=True)
@@ -125,7 +124,7 @@ def _step(
     cache, batch = item.kv_cache_stats, item.inflight_batching_stats
     return StepRecord(
         iteration=iteration,
-        end_s=clock.at_s(item.timestamp),
+        end_s=clock.at_s(item.end_s),
         step_ms=item.iter_latency_ms,
         draft_ms=item.draft_latency_ms,
         verify_ms=item.verify_latency_ms,

@@ -29,10 +29,9 @@ from llmctl.cli.build.options import (
     with_plugin_options,
 )
 from llmctl.cli.build.result import print_key, print_result, write_engine
-from llmctl.cli.output_files import replacing, require_writable
+from llmctl.cli.output_files import replacing, require_new_folder, require_writable
 from llmctl.errors import BadConfig
 from llmctl.plugins.backends.backend import BACKENDS
-from llmctl.publish import require_place
 
 
 def _build(
@@ -258,7 +257,7 @@ def _build(
         raise BadConfig(f"--cache-key prints a key and plans nothing; it cannot go with {option}")
     key = read_signing_key(sign, writes_nothing=dry_run or cache_key)
     if not cache_key and not dry_run:
-        require_place(output_dir)
+        require_new_folder(output_dir)
     if visualize_network is not None:
         require_writable(visualize_network)
         if visualize_network.resolve() == output_dir.resolve():

@@ -79,12 +79,15 @@ class RoundStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IterationStats:
-    """One step. Times in milliseconds, `timestamp` (of its end) in seconds since the epoch.
+    """One step. Times in milliseconds.
 
+    Its end is given twice: `timestamp` in seconds since the epoch, for people, and `end_s` by
+    time.monotonic, for differences, as the system's clock may be set while engines run.
     draft_latency_ms and verify_latency_ms are device time where the device runs by itself.
     """
 
     timestamp: float
+    end_s: float
     iter: int
     iter_latency_ms: float
     new_active_requests_queue_latency_ms: float  # summed over requests that started in this step

@@ -144,6 +144,7 @@ class Recorder:
         limits = self._scheduler.limits
         return IterationStats(
             timestamp=moment.timestamp,
+            end_s=moment.now_s,
             iter=self._num_iterations,
             iter_latency_ms=report.step_s * 1e3,
             new_active_requests_queue_latency_ms=sum(

@@ -81,7 +81,7 @@ class Tables:
             return
         rows = [
             (
-                *(round(value, 4) for value in (step.timestamp % 1e4, step.iter_latency_ms)),
+                *(round(value, 4) for value in (step.end_s % 1e4, step.iter_latency_ms)),
                 *(round(ms, 3) for ms in (step.draft_latency_ms, step.verify_latency_ms)),
                 step.inflight_batching_stats.num_ctx_tokens,
                 len(step.rounds),
@@ -130,8 +130,8 @@ def together(steps: list[IterationStats], batch: int) -> float:
     """Tokens/s from the start to the end of the last step in which all requests generate."""
     last = max(index for index, step in enumerate(steps) if len(step.rounds) == batch)
     num_tokens = sum(item.num_tokens for step in steps[: last + 1] for item in step.rounds)
-    began = steps[0].timestamp - steps[0].iter_latency_ms / 1e3
-    return num_tokens / (steps[last].timestamp - began)
+    began = steps[0].end_s - steps[0].iter_latency_ms / 1e3
+    return num_tokens / (steps[last].end_s - began)
 
 
 def measure_drafts(
@@ -208,7 +208,7 @@ def measure_chunks(engines: OpenEngines, sizes: list[int], tables: Tables) -> No
             tables.keep(f"chunks-{name}-beside", steps)
         # From the end of one step to the end of the next, where both prompts and generation ran.
         mixed = [
-            (step.timestamp - before.timestamp, step.inflight_batching_stats.num_ctx_tokens)
+            (step.end_s - before.end_s, step.inflight_batching_stats.num_ctx_tokens)
             for before, step in zip(steps, steps[1:], strict=False)
             if step.rounds and step.inflight_batching_stats.num_ctx_tokens
         ]

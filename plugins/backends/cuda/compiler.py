@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
@@ -30,6 +29,7 @@ from llmctl.plugins.backends.cuda.sources import (
     triton_version,
 )
 from llmctl.plugins.core.cache_home import cache_home
+from llmctl.publish import write_cached
 
 PLUGINS = Path(__file__).resolve().parents[2]
 # Triton appends pointers to two scratch areas to every kernel's parameters; no kernel of ours may
@@ -277,10 +277,4 @@ def _write(path: Path, kernel: CompiledKernel) -> None:
     """Keep a kernel; a cache folder that cannot be written costs time, not correctness."""
     sha256 = hashlib.sha256(kernel.cubin).hexdigest()
     header = json.dumps({"sha256": sha256, "kernel": kernel.metadata()})
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(header.encode() + b"\n" + kernel.cubin)
-        os.replace(file.name, path)
-    except OSError:
-        return
+    write_cached(path, header.encode() + b"\n" + kernel.cubin)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +17,7 @@ from llmctl.errors import CorruptEngine, RebuildNeeded
 from llmctl.plugins.backends.tensorrt.layers import tensorrt_dtype
 from llmctl.plugins.backends.tensorrt.packages import last_error
 from llmctl.plugins.core.cache_home import cache_home
+from llmctl.publish import write_cached
 
 REBUILD = "build the engine again"
 
@@ -163,13 +162,8 @@ class _CompiledKernels:
 
     def keep(self) -> None:
         """Write the file; a folder that cannot be written costs time, not correctness."""
-        if self._cache is None:
-            return
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
-                file.write(bytes(self._cache.serialize()))
-            os.replace(file.name, self._path)
+        if self._cache is not None:
+            write_cached(self._path, bytes(self._cache.serialize()))
 
 
 def cache_folder() -> Path:
