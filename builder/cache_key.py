@@ -47,7 +47,8 @@ def _digests(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def _software_digest() -> str:
-    """Of the code that makes engines and their kernels: versions stand still in a clone."""
+    """Of the code that makes engines and their kernels; a version number alone does not change in a
+    development clone."""
     root = Path(__file__).parent.parent
     folders = (root / "builder", root / "plugins", root / "quantize")
     files = sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in _SOURCES)

@@ -100,14 +100,14 @@ def compile_kernels(
     compiled: dict[str, CompiledKernel] = {}
     with ThreadPoolExecutor(min(MOST_COMPILERS, len(os.sched_getaffinity(0)))) as pool:
         cuda = [spec for spec in specs if not spec.is_triton]
-        beside = {spec.name: pool.submit(compile_kernel, spec, capability) for spec in cuda}
+        pending = {spec.name: pool.submit(compile_kernel, spec, capability) for spec in cuda}
         try:
             for index, spec in enumerate(sorted(specs, key=lambda spec: not spec.is_triton)):
                 on_kernel(spec.name, index, len(specs))
                 if spec.is_triton:
                     compiled[spec.name] = compile_kernel(spec, capability)
                 else:
-                    compiled[spec.name] = beside[spec.name].result()
+                    compiled[spec.name] = pending[spec.name].result()
         except BaseException:
             pool.shutdown(cancel_futures=True)  # cancels those that have not started
             raise

@@ -152,7 +152,7 @@ def _set_help(command: Any) -> None:
 
 
 def _with_common_options(function: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """The function with `--config` and `--help-all` beside its own options, for the parser."""
+    """The function with `--config` and `--help-all` added to its own options, for the parser."""
     if getattr(function, "has_common_options", False):  # a sub-command of an earlier parse
         return function
     signature = inspect.signature(function, eval_str=True)

@@ -141,7 +141,7 @@ def _report(name: str, message: str, fix: str, code: int, is_json: bool) -> int:
         except BrokenPipeError:
             silence_stdout()
             return EXIT_PIPE
-        except OSError:  # a full disk, perhaps what is to be told: stderr is left
+        except OSError:  # a full disk, perhaps the very error to report: stderr remains
             silence_stdout()
     print(f"error[{name}]: {message}", file=sys.stderr)
     if fix:

@@ -2,7 +2,7 @@
 
 `build` and `quantize` hold a config against it before they compute with any number of it. null
 stands for an absent field, as in transformers. The ranges are far beyond any published model; they
-keep a damaged number from being told of as a disk or a memory that is too small.
+keep a damaged number from being reported as too little disk space or memory.
 """
 
 from __future__ import annotations

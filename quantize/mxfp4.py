@@ -49,7 +49,7 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def expand(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What codes [out, in / 2] and scales [out, in / 32] stand for: float32 [out, in]."""
+    """The values of codes [out, in / 2] with scales [out, in / 32]: float32 [out, in]."""
     import torch
 
     sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=codes.device)  # E2M1 without sign

@@ -112,7 +112,7 @@ def _fuse_swiglu(network: Network, linear: Node, swiglu: Node) -> None:
 def _pack_inputs(network: Network, linear: Node, order: RowOrder) -> dict[str, str]:
     """The linear's inputs with weight, weight scale and bias packed.
 
-    A weight that something else reads too (a tied embedding) gets a packed copy beside it.
+    A weight that something else reads too (a tied embedding) gets an additional packed copy.
     """
     inputs = dict(linear.inputs)
     for role in ("weight", "weight_scale", "bias"):

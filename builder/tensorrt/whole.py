@@ -113,7 +113,7 @@ def _step(limits: BuildConfig, dtype: str, is_tree: bool) -> list[Binding]:
 
 
 def _accepted(limits: BuildConfig, is_tree: bool) -> list[Binding]:
-    """What the plan decides by itself, greedily."""
+    """Greedy acceptance inside the plan."""
     found = [Binding("tokens", False, "int32", ("batch", "rows"))]
     if limits.max_draft_len:
         found.append(Binding("accepted", False, "int32", ("batch", 1)))

@@ -126,7 +126,7 @@ class Driver:
 def _take_ready(
     waiting: deque[RequestRecord], num_running: int, concurrency: int | None, now_s: float
 ) -> list[RequestRecord]:
-    """The next requests that are due and that may run beside those that do."""
+    """The next requests that are due and may run together with those in flight."""
     ready: list[RequestRecord] = []
     while waiting and waiting[0].due_s <= now_s:
         if concurrency is not None and num_running + len(ready) >= concurrency:

@@ -38,13 +38,13 @@ class Reads:
     draft_kv_per_block: int
 
     @classmethod
-    def of(cls, target: Engine, beside: Sequence[Engine]) -> Reads:
+    def of(cls, target: Engine, draft_engines: Sequence[Engine]) -> Reads:
         """The figures of loaded engines."""
         return cls(
             weight_reads(target.plan),
-            sum(weight_reads(engine.plan) for engine in beside),
+            sum(weight_reads(engine.plan) for engine in draft_engines),
             target.kv_bytes_per_block,
-            sum(engine.kv_bytes_per_block for engine in beside),
+            sum(engine.kv_bytes_per_block for engine in draft_engines),
         )
 
     def step_bytes(self, step: StepRecord) -> int:

@@ -127,7 +127,7 @@ class Session:
         if checked.is_on_gpu:  # before engines allocate most of the memory
             bandwidth = measure_gpu()
         engines = OpenEngines(checked, self._log)
-        reads = Reads.of(engines.target, engines.opened.beside)
+        reads = Reads.of(engines.target, engines.opened.draft_engines)
         if not checked.is_on_gpu:
             bandwidth = measure_cpu(reads.target_weights)
         facts = {"label": options.label} | _engine_facts(engines)

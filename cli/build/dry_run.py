@@ -182,7 +182,7 @@ def _blocks(tokens: int, tokens_per_block: int) -> int:
 
 
 def _engine_memory(engine: EnginePlan, memory: Memory) -> EngineMemory:
-    """What the engine takes beside its KV cache, as its runtime counts it."""
+    """What the engine takes besides its KV cache, as its runtime counts it."""
     from llmctl.runtime.engines.memory_plan import EngineMemory
 
     limits = engine.limits
@@ -205,10 +205,10 @@ def _engine_memory(engine: EnginePlan, memory: Memory) -> EngineMemory:
     plan = replace(
         engine.plan, scratch_bytes=scratch_bytes(engine.plan, step_limits(engine.plan, limits))
     )
-    beside = sampling_bytes([plan]) + state_bytes(limits.max_batch_size, limits.max_draft_len)
+    other_bytes = sampling_bytes([plan]) + state_bytes(limits.max_batch_size, limits.max_draft_len)
     summary = engine.summary()
-    beside += summary["trt_bytes"] + summary["trt_memory_bytes"]
-    return EngineFile(Path(), engine.config, plan, {}).memory("target", beside)
+    other_bytes += summary["trt_bytes"] + summary["trt_memory_bytes"]
+    return EngineFile(Path(), engine.config, plan, {}).memory("target", other_bytes)
 
 
 def _disk(engine: EnginePlan, output_dir: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-# What an engine needs to be built or run, and what quantizing and compiling need beside it.
+# What an engine needs to be built or run, and what quantizing and compiling need in addition.
 PACKAGES = (
     "llmctl",
     "torch",

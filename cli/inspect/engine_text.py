@@ -137,7 +137,7 @@ def _title(group: Mapping[str, Any]) -> str:
 
 
 def group_name(layers: Sequence[int]) -> str:
-    """ "layers 0-3, 5 (5 alike)", or what stands outside every layer."""
+    """ "layers 0-3, 5 (5 alike)", or what is outside every layer."""
     if not layers:
         return "outside the layers"
     if len(layers) == 1:

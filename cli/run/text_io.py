@@ -18,7 +18,7 @@ from typing import Any
 from llmctl.cli.output_files import replacing
 from llmctl.errors import BadConfig
 
-# Keys a .jsonl row may have beside prompt/input_ids, with the types each may take.
+# Keys a .jsonl row may have besides prompt/input_ids, with the types each may take.
 _NUMBER = (int, float)
 ROW_KEYS: Mapping[str, tuple[type, ...]] = {
     "max_tokens": (int,),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     Rule = Callable[[OpCall], str | None]
 
-QUANTIZED = ("float8_e4m3fn", "uint8")  # what has scales beside it: E4M3, and packed 4-bit weights
+QUANTIZED = ("float8_e4m3fn", "uint8")  # types with scales: E4M3, and packed 4-bit weights
 
 
 def name_of(tensor: Any) -> str:
@@ -36,7 +36,7 @@ def scales_output(out: str, *scales: str) -> Rule:
 
 
 def scales_input(value: str, scale: str) -> Rule:
-    """An input has a scale beside it if it is quantized, and none otherwise."""
+    """An input has a scale if it is quantized, and none otherwise."""
 
     def rule(call: OpCall) -> str | None:
         dtype = name_of(call.inputs[value])
@@ -96,7 +96,7 @@ def _heads(call: OpCall) -> list[int]:
 
 
 def packed_operands(call: OpCall) -> str | None:
-    """What meets a packed weight is of its dtype, and FP8 where the weight has 4 bits."""
+    """The tokens of a packed weight have its dtype, and FP8 if the weight is 4-bit."""
     weight = name_of(call.inputs["weight"])
     wanted = "float8_e4m3fn" if weight == "uint8" else weight
     side, role = (call.outputs, "normal") if "normal" in call.outputs else (call.inputs, "x")

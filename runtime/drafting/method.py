@@ -55,9 +55,9 @@ class DraftMethod(Protocol):
     def with_draft_len(self, draft_len: int) -> DraftMethod:
         """The same method with another draft length."""
 
-    def check(self, target: EngineConfig, beside: Mapping[str, EngineConfig]) -> int:
-        """The draft length to use. Reads no weights. Raises PairMismatch if the engines do not fit
-        together."""
+    def check(self, target: EngineConfig, configs: Mapping[str, EngineConfig]) -> int:
+        """The draft length to use. `configs`: of all engines by role, the target included. Reads no
+        weights. Raises PairMismatch if the engines do not fit together."""
 
     def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> Drafter:
         """The drafter for steps controlled by the host; `engines` by role, including the target."""

@@ -113,7 +113,7 @@ class HostBlocks:
                 self.advance()
                 return _Arrival(self, self._num_given)
             except BaseException:
-                self._waiting.clear()  # nobody will be told of what was started
+                self._waiting.clear()  # no caller will be told about started copies
                 self._main.wait(self._in.mark())
                 raise
 
@@ -181,7 +181,7 @@ class HostBlocks:
             self._send(cache, group)
 
     def _send(self, cache: torch.Tensor, group: Sequence[BlockCopy]) -> None:
-        """Gather blocks on the main stream, and let them leave beside."""
+        """Gather blocks on the main stream, and transfer them on the outward stream."""
         indices = [(self._next_buffer + i) % NUM_BUFFERS for i in range(len(group))]
         self._next_buffer = (indices[-1] + 1) % NUM_BUFFERS
         slots, blocks = _ends(group)

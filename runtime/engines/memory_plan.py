@@ -131,7 +131,7 @@ RESERVED_BYTES = 512 << 20  # loaded kernels, the driver's memory, and the alloc
 class EngineMemory:
     """Device memory that one engine takes, in bytes, and the size of its sequences."""
 
-    role: str  # "target", or that of an engine beside it
+    role: str  # "target", or that of a draft engine
     weight_bytes: int
     activation_bytes: int  # the arena, logits included
     scratch_bytes: int  # of kernels, of sampling, and buffers of a host tier

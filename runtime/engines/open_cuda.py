@@ -196,7 +196,7 @@ def plan_engines(
     files = {role: EngineFile.open(folder, windows) for role, folder in folders.items()}
     for file in files.values():
         require_device(file.config)
-    target, *beside = files.values()
+    target, *drafts = files.values()
     limits = target.config.build_config
     draft_len = int(limits["max_draft_len"])
     plans = [file.plan for file in files.values()]
@@ -204,7 +204,7 @@ def plan_engines(
     sampling += state_bytes(int(limits["max_batch_size"]), draft_len)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     most = [int(file.config.build_config["max_batch_size"]) for file in files.values()]
-    most += [file.plan.max_num_tokens // MOST_FED for file in beside]
+    most += [file.plan.max_num_tokens // MOST_FED for file in drafts]
     ahead = [length for _, length in ahead_of_need(min(most), lengths)]
     memories = [
         file.memory(role, sampling, num_engines=len(files), ahead=[1] * len(ahead))

@@ -53,7 +53,7 @@ def open_plans(
 
 
 def used_pieces(plan: Plan) -> list[TrtPiece]:
-    """The plans that some operator runs; one for token trees may lie beside them."""
+    """The plans that some operator runs; the engine may also have one for token trees."""
     used = {op.attributes.get("piece") for op in plan.ops}
     return [piece for piece in plan.trt_pieces if piece.name in used]
 
@@ -70,7 +70,7 @@ def open_tensorrt(
     """The engine on the queue's device.
 
     `stored` has the engine file's plans and cubins, `trt` is the package, `capability` that of the
-    device, `load` brings the weights there; it is called last, so that what TensorRT refuses is
+    device, `load` loads the weights; it is called last, so that what TensorRT refuses is
     refused before. Raises what `open_plans` raises.
     """
     plans = open_plans(plan, stored, trt, queue)

@@ -56,7 +56,7 @@ class OpenedEngines(ABC):
         return self.engines[TARGET]
 
     @property
-    def beside(self) -> list[Engine]:
+    def draft_engines(self) -> list[Engine]:
         """The engines that draft."""
         return [engine for role, engine in self.engines.items() if role != TARGET]
 

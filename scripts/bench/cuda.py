@@ -174,7 +174,7 @@ def pair(bench: Bench, opened: OpenEngines, name: str) -> None:
     device_ms = [1e3 * (run.draft_s + run.verify_s) / run.rounds for run in runs]
     host_ms = [r - d for r, d in zip(round_ms, device_ms, strict=True)]
     first_ms = [1e3 * run.arrivals[0][0] for run in runs]
-    (draft,) = opened.opened.beside
+    (draft,) = opened.opened.draft_engines
     reads = [read_bytes(each, PROMPT + OUTPUT // 2) for each in (draft, opened.target)]
     draft_floor, verify_floor = (1e3 * num_bytes / bench.bandwidth for num_bytes in reads)
     floor_ms = draft_len * draft_floor + verify_floor

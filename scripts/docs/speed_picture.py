@@ -53,8 +53,8 @@ def read_pairs() -> list[Pair]:
     h200 = {row["name"]: row for row in rows("h200")}
     expected = re.search(r"a round ([\d.]+) tok/s", h200["pair-70b+1b"]["note"])
     assert expected is not None, "the pair's row has no expected speed"
-    beside = [row for row in rows("vllm") if "70b" in row["command"] and "name" in row]
-    vllm = {row["name"]: row["value"] for row in beside}
+    compared = [row for row in rows("vllm") if "70b" in row["command"] and "name" in row]
+    vllm = {row["name"]: row["value"] for row in compared}
     trt = "TensorRT-LLM 0.15"
     return [
         Pair("70B", trt, PUBLISHED["plain"], h200["speed-70b"]["value"]),

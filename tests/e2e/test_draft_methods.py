@@ -50,7 +50,7 @@ class RepeatLast:
     def with_draft_len(self, draft_len):
         return replace(self, draft_len=draft_len)
 
-    def check(self, target, beside):
+    def check(self, target, configs):
         return check_target(target, self.draft_len)
 
     def make_drafter(self, engines, draft_len):

@@ -65,7 +65,7 @@ class RandomTrees:
     def with_draft_len(self, draft_len: int) -> RandomTrees:
         return replace(self, draft_len=draft_len)
 
-    def check(self, target: EngineConfig, beside: Mapping[str, EngineConfig]) -> int:
+    def check(self, target: EngineConfig, configs: Mapping[str, EngineConfig]) -> int:
         return check_target(target, self.draft_len)
 
     def make_drafter(self, engines: object, draft_len: int) -> TreeDrafter:

@@ -1,4 +1,4 @@
-"""The CPU backend's program: all calls of a plan behind one C call per step."""
+"""The CPU backend's program: all calls of a plan in one C call per step."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ def included_files(path: Path, root: Path) -> list[Path]:
     found = [path]
     for current in found:  # grows while it is walked
         for name in _INCLUDE.findall(current.read_text()):
-            beside = [base / name for base in (current.parent, path.parent, root)]
-            existing = [candidate.resolve() for candidate in beside if candidate.is_file()]
+            candidates = [base / name for base in (current.parent, path.parent, root)]
+            existing = [candidate.resolve() for candidate in candidates if candidate.is_file()]
             if not existing:
                 raise KernelCompileError(f'{current}: #include "{name}" is not below {root.name}/')
             if existing[0] not in found:

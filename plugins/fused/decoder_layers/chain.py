@@ -65,7 +65,7 @@ class Layer:
     then already normalized)."""
 
     start: int  # its first call
-    stop: int  # behind its last
+    stop: int  # after its last call
     qkv_norm: OpCall | None
     qkv: OpCall
     attention: OpCall

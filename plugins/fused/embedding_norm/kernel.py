@@ -24,7 +24,7 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     if shape.num_tokens == 0:
         return []
     table, weight, out = call.inputs["weight"], call.inputs["norm_weight"], call.outputs["out"]
-    # A role that is absent is not touched: any tensor of its type stands in.
+    # An absent role is not accessed: any tensor of its type can be passed.
     scale = call.inputs.get("scale", call.outputs.get("out_scale", weight))
     arguments = (
         table,

@@ -1,4 +1,4 @@
-"""Embedding with the norm behind it: roles, sizes."""
+"""Embedding followed by a norm: roles, sizes."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class DecodeVariant:
 
     @property
     def helpers(self) -> int:
-        """Warps beside those that copy weights and multiply."""
+        """Warps in addition to those that copy weights and multiply."""
         return max(self.norm_warps - 4, 0) if self.normalizes else int(self.fill > 0)
 
     @property
@@ -91,7 +91,8 @@ class DecodeVariant:
         return self.norm_warps > 0
 
     def kept_bytes(self, chunks: int) -> int:
-        """Room beside the ring: parts of the rows that a block owns, and normalized tokens."""
+        """Shared memory besides the ring: parts of the rows that a block owns, and normalized
+        tokens."""
         tokens = chunks * self.tokens * 128 + _NORM_SUMS if self.normalizes else 0
         if self.split <= 1:
             return tokens

@@ -25,7 +25,7 @@ from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
-MANY = "many"  # the kernel for many tokens, which chooses its tile by itself
+MANY = "many"  # the kernel for many tokens, which chooses its own tile
 FEW_TOKENS = (8, 16, 32, 64)  # upper ends of the entries for few tokens
 _FEWEST_STAGES = 3  # the fewest that keep enough reads in flight
 _SMALL_WEIGHT = 24 << 20  # bytes, read in a few microseconds

@@ -4,7 +4,7 @@ A query at position p sees keys j <= p and, with a window W > 0, j > p - W. With
 first S keys are always seen and count towards the window: j < S or j > p - (W - S). Checked against
 torch's scaled_dot_product_attention with an explicit mask.
 
-The tokens of a request with a tree (`StepInputs.trees`) see, behind the context before the step,
+The tokens of a request with a tree (`StepInputs.trees`) see, after the context before the step,
 the tokens on their own path alone, in the order of the path. So each gets what it would get if its
 path were decoded token by token.
 """

@@ -69,7 +69,7 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
         return []
     spec, plan = _spec(call)
     out = call.outputs["out"]
-    # A role that is absent is not read: any tensor of its type stands in.
+    # An absent role is not read: any tensor of its type can be passed.
     scales = call.inputs.get("scale", call.outputs.get("out_scale"))
     out_scales = call.outputs.get("out_scale", scales)
     assert scales is not None and out_scales is not None, f"{call.name} has no scale"

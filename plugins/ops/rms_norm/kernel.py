@@ -28,7 +28,7 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
         return []
     weight = call.inputs["weight"]
     out = call.outputs["out"]
-    # A role that is absent is not touched: any tensor of its type stands in.
+    # An absent role is not accessed: any tensor of its type can be passed.
     some_scale = call.outputs.get("out_scale", call.inputs.get("scale"))
     arguments = (
         call.inputs["x"],

@@ -29,7 +29,7 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     spec = _spec(call, env.limits)
     qkv, rotary = call.inputs["qkv"], call.inputs["rotary"]
     all_heads = qkv.shape[1] // int(call.attributes["head_size"])
-    # A role that is absent is not read: any tensor of its type stands in.
+    # An absent role is not read: any tensor of its type can be passed.
     arguments = (
         qkv,
         rotary,

@@ -36,7 +36,7 @@ Logits = Any
 TARGET_STREAM = 0  # the emitted token; also drafts under the accept-by-tokens rule
 DRAFT_STREAM = 1  # drafts whose distribution is kept (accept by logits)
 ACCEPT_STREAM = 2  # the uniform of the accept test
-MAX_TOP_K = 0x7FFFFFFF  # as kernels are told: more than any vocabulary has
+MAX_TOP_K = 0x7FFFFFFF  # passed to kernels for "no limit": more than any vocabulary has
 
 # Noise lies in [MIN_NOISE, MAX_NOISE] because u has 32 bits, so an id whose processed logit is
 # more than NOISE_SPAN below the row's best can never win: backends may skip it.

@@ -26,7 +26,7 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
         return []
     spec, plan = _spec(call)
     x, out = call.inputs["x"], call.outputs["out"]
-    # A role that is absent is not touched: any tensor of its type stands in.
+    # An absent role is not accessed: any tensor of its type can be passed.
     scale = call.inputs.get("scale", call.outputs.get("out_scale", x))
     arguments = (x, scale, out, call.outputs.get("out_scale", scale))
     return [Launch(spec, (rows, plan.num_blocks, 1), arguments)]

@@ -44,10 +44,10 @@ class DraftEngine:
         """See DraftMethod, as for all that follow."""
         return replace(self, draft_len=draft_len)
 
-    def check(self, target: EngineConfig, beside: Mapping[str, EngineConfig]) -> int:
+    def check(self, target: EngineConfig, configs: Mapping[str, EngineConfig]) -> int:
         from llmctl.runtime.drafting.draft_engine.pair_check import check_pair
 
-        return check_pair(target, beside[ROLE], self.draft_len)
+        return check_pair(target, configs[ROLE], self.draft_len)
 
     def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> DraftEngineDrafter:
         from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter

@@ -38,7 +38,7 @@ class NgramLookup:
         """See DraftMethod, as for all that follow."""
         return replace(self, draft_len=draft_len)
 
-    def check(self, target: EngineConfig, beside: Mapping[str, EngineConfig]) -> int:
+    def check(self, target: EngineConfig, configs: Mapping[str, EngineConfig]) -> int:
         from llmctl.runtime.drafting.target_check import check_target
 
         return check_target(target, self.draft_len)

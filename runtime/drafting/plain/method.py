@@ -37,7 +37,7 @@ class PlainDecoding:
         """There is none to change."""
         return self
 
-    def check(self, target: EngineConfig, beside: Mapping[str, EngineConfig]) -> int:
+    def check(self, target: EngineConfig, configs: Mapping[str, EngineConfig]) -> int:
         """Every engine decodes."""
         return 0
 
