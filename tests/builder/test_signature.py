@@ -19,6 +19,7 @@ from support.signing import (
     write_engine_files,
 )
 
+from llmctl.builder.engine_format import open_engine
 from llmctl.builder.signature import (
     FORMAT,
     SIGNATURE_FILE,
@@ -141,6 +142,22 @@ def test_a_change_is_refused_by_its_name(signed, builder, change, named):
         require_signed(signed, builder)
     assert f"{signed / named} is not what {builder.fingerprint} signed" == str(caught.value)
     assert describe_signature(signed)["state"] == "invalid"
+
+
+def test_every_cubin_of_a_cuda_engine_is_covered(cuda_engines, key, builder, tmp_path):
+    folder = shutil.copytree(cuda_engines("llama"), tmp_path / "engine")
+    sign_engine(folder, SigningKey.read(key))
+    require_signed(folder, builder)
+    plan, tensors = open_engine(folder)
+    document = json.loads((folder / SIGNATURE_FILE).read_text())["document"]
+    code = document["engines"]["rank0.engine"]["code"]
+    assert set(code) == {kernel.tensor for kernel in plan.kernels} != set()
+    for name in (min(code), max(code)):
+        change_byte(folder / "rank0.engine", tensors[name].numpy().tobytes(), 70)
+        with pytest.raises(UntrustedEngine) as caught:
+            require_signed(folder, builder)
+        assert f"rank0.engine: {name} is not what" in str(caught.value)
+        change_byte(folder / "rank0.engine", tensors[name].numpy().tobytes(), 70)
 
 
 def test_weights_are_compared_when_asked(signed, builder):
