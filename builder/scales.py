@@ -24,7 +24,7 @@ from llmctl.errors import (
 )
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo
-from llmctl.quantize.format import MXFP4_BLOCK, QuantizationInfo, shown
+from llmctl.quantize.format import MXFP4_BLOCK, QuantizationInfo, clipped
 
 READ_SCHEMES = (
     "ModelOpt FP8, FP8_PER_CHANNEL_PER_TOKEN and W4A8_MXFP4_FP8, compressed-tensors FP8 (tensor or "
@@ -105,11 +105,10 @@ def require_readable(checkpoint: Checkpoint) -> None:
         and info.activations in ("static", "dynamic")
     )
     if not is_readable or info.kv_cache_algo not in (None, "FP8", "INT8"):
-        found = info.algo if not is_readable else f"a KV cache in {info.kv_cache_algo}"
-        found = shown(found).strip("'")
-        activations = "" if is_readable else f" with {shown(info.activations)} activations"
+        found = str(info.algo) if not is_readable else f"a KV cache in {info.kv_cache_algo}"
+        activations = "" if is_readable else f" with {clipped(str(info.activations))} activations"
         raise UnknownQuantization(
-            f"{checkpoint.path} is quantized by {info.method} as {found}{activations}; "
+            f"{checkpoint.path} is quantized by {info.method} as {clipped(found)}{activations}; "
             f"this version builds {READ_SCHEMES}, with an FP8, INT8 or unquantized KV cache",
         )
 

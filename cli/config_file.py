@@ -10,14 +10,21 @@ Values are checked as on the command line, and the command line overrides them.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from llmctl.errors import BadConfig
+from llmctl.quantize.format import shown
 
 _NOT_IN_FILES = ("config", "help", "help-all")
+_MOST_BYTES = 256 << 10  # YAML is read slowly: a second or two
+_MOST_NODES = 20_000
+_KINDS = {"scalar": "value", "sequence": "list"}
+# What plain words and brackets are; YAML finds numbers and dates in words, which stay words here.
+_TAGS = ("str", "int", "float", "bool", "null", "timestamp", "value", "seq", "map")
 
 
 def read_config(path: Path, command: Any, grouped: Collection[str] = ()) -> dict[str, Any]:
@@ -30,14 +37,14 @@ def read_config(path: Path, command: Any, grouped: Collection[str] = ()) -> dict
     params = {name: param for param in command.params for name in _names(param)}
     found: dict[str, Any] = {}
     for key, value in _read_yaml(path).items():
-        name = str(key).replace("_", "-")
+        name = key.replace("_", "-")
         param = params.get(name)
         if param is None:
             raise BadConfig(
-                f"{path}: {key!r} is not an option of `{command.name}`", fix=_fix(name, params)
+                f"{path}: {shown(key)} is not an option of `{command.name}`", fix=_fix(name, params)
             )
         if param.name in found:
-            raise BadConfig(f"{path}: {key!r} sets --{name} a second time")
+            raise BadConfig(f"{path}: {shown(key)} sets --{name} a second time")
         found[param.name] = _value(value, param, f"{path}: {key}", f"--{name}" in grouped)
     return found
 
@@ -59,7 +66,7 @@ def asks_for_json(argv: Sequence[str]) -> bool:
     if path is None:
         return False
     try:
-        return _read_yaml(path).get("json") is True
+        return getattr(_read_yaml(path).get("json"), "flag", None) is True
     except (OSError, BadConfig):
         return False
 
@@ -77,40 +84,88 @@ def _fix(name: str, params: dict[str, Any]) -> str:
     return f"the nearest option is {nearest[0]}"
 
 
-def _read_yaml(path: Path) -> dict[Any, Any]:
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The file's options: texts as they are written, lists, and objects as empty ones.
+
+    Only the tree of the document is read; none of its tags makes a value. So 010 is what the same
+    letters are on the command line, and not the number 8 that YAML would have it be.
+    """
     import yaml
 
     if not path.is_file():
         why = "is not a file" if path.exists() else "does not exist"
         raise BadConfig(f"--config {path} {why}")
-    text = path.read_bytes()
+    if path.stat().st_size > _MOST_BYTES:
+        raise BadConfig(f"{path} has {path.stat().st_size} bytes; at most {_MOST_BYTES} are read")
     try:
-        values = yaml.safe_load(text)
-        json.dumps(values, default=str)  # an anchor may hold itself
-        _require_each_once(yaml.compose(text, yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # also a 13th month
-        raise BadConfig(f"{path} is not YAML of options: {error}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise BadConfig(f"{path} holds a YAML {type(values).__name__}; options by name are wanted")
-    return values
+        root = yaml.compose(path.read_bytes(), yaml.SafeLoader)
+        if root is None:
+            return {}
+        if root.id != "mapping":
+            raise BadConfig(f"{path} holds a YAML {_KINDS[root.id]}; options by name are wanted")
+        tree = _Tree()
+        pairs = [(str(tree.value(key)), value) for key, value in root.value]
+        _require_each_once([key for key, _ in pairs])
+        return {key: tree.value(value) for key, value in pairs}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = str(error) if not isinstance(error, RecursionError) else "it is nested too deeply"
+        raise BadConfig(f"{path} is not YAML of options: {reason}") from error
 
 
-def _require_each_once(root: Any) -> None:
+class _Word(str):
+    """A scalar as it is written; `flag` is what YAML takes it for where that is true or false."""
+
+    flag: bool | None = None
+
+
+class _Tree:
+    """Reads the nodes of a document. Raises ValueError for what is no word, list or object, and
+    where aliases make more of it than anybody wrote."""
+
+    def __init__(self) -> None:
+        from yaml.constructor import SafeConstructor
+
+        self._num_nodes = 0
+        self._values = SafeConstructor()
+
+    def value(self, node: Any, above: tuple[Any, ...] = ()) -> Any:
+        """A word, None for null, a list, or an empty object."""
+        self._num_nodes += 1
+        if self._num_nodes > _MOST_NODES:
+            raise ValueError(f"it has more than {_MOST_NODES} values, repeated aliases among them")
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind not in _TAGS:
+            raise ValueError(f"the tag {shown(node.tag)} is not read")
+        if any(node is parent for parent in above):
+            raise ValueError("Circular: an anchor holds itself")
+        if node.id == "sequence":
+            return [self.value(item, (*above, node)) for item in node.value]
+        if node.id == "mapping":
+            return {}
+        if kind == "null":
+            return None
+        if kind in ("int", "timestamp"):
+            self._values.construct_object(node)  # ValueError for a 13th month
+        word = _Word(node.value)
+        if kind == "bool":
+            word.flag = node.value.lower() in ("true", "yes", "on")
+        return word
+
+
+def _require_each_once(keys: list[str]) -> None:
     """YAML silently keeps the last of two equal keys. Raises ValueError."""
-    keys = [key.value for key, _ in root.value] if root is not None and root.id == "mapping" else []
-    twice = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
+    twice = next((key for key, count in Counter(keys).items() if count > 1), None)
     if twice is not None:
-        raise ValueError(f"{twice!r} is there twice")
+        raise ValueError(f"{shown(twice)} is there twice")
 
 
 def _value(value: Any, param: Any, where: str, is_grouped: bool) -> Any:
     """A value as the parser takes it: text for it to convert, or a flag's true or false."""
     if getattr(param, "is_flag", False):
-        if not isinstance(value, bool):
-            raise BadConfig(f"{where} is {value!r}; it must be true or false")
-        return value
+        flag = getattr(value, "flag", None)
+        if flag is None:
+            raise BadConfig(f"{where} is {_shown(value)}; it must be true or false")
+        return flag
     if not getattr(param, "multiple", False):
         return _text(value, where)
     items = value if isinstance(value, list) else [value]
@@ -121,7 +176,10 @@ def _value(value: Any, param: Any, where: str, is_grouped: bool) -> Any:
 
 
 def _text(value: Any, where: str) -> str:
-    if value is None or isinstance(value, dict | list):
-        shown = "nothing" if value is None else json.dumps(value)
-        raise BadConfig(f"{where} is {shown}; one value is wanted", fix="put it in quotes")
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if not isinstance(value, str):
+        raise BadConfig(f"{where} is {_shown(value)}; one value is wanted", fix="put it in quotes")
+    return str(value)
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else shown(value)

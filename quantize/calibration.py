@@ -8,7 +8,6 @@ standard library's own source, which every machine has; a small varied text is e
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sysconfig
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmctl.errors import BadCalibrationData, TokenizerError
+from llmctl.quantize.strict_json import clipped, load_strict
 
 if TYPE_CHECKING:
     import torch
@@ -117,8 +117,8 @@ def _read_jsonl(path: Path) -> list[str]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = load_strict(line)
+        except ValueError as error:
             raise BadCalibrationData(f"{path}, line {number} is not JSON: {error}") from error
         column = _text_column(row if isinstance(row, dict) else {}, f"{path}, line {number}")
         if not isinstance(row[column], str):
@@ -149,5 +149,5 @@ def _text_column(row: dict[str, object], where: str) -> str:
     for column in TEXT_COLUMNS:
         if column in row:
             return column
-    found = ", ".join(map(str, row)) or "no fields"
+    found = clipped(", ".join(map(str, row)) or "no fields")
     raise BadCalibrationData(f"{where} has {found}; one of {', '.join(TEXT_COLUMNS)} is wanted")

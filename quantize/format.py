@@ -26,6 +26,7 @@ from llmctl.quantize.config_fields import named_architectures as named_architect
 from llmctl.quantize.config_fields import number as number
 from llmctl.quantize.found import QuantizationInfo as QuantizationInfo
 from llmctl.quantize.found import read_quantization as read_quantization
+from llmctl.quantize.strict_json import clipped as clipped
 from llmctl.quantize.strict_json import load_strict as load_strict
 from llmctl.quantize.strict_json import shown as shown
 

@@ -41,8 +41,15 @@ def load_strict(data: str | bytes) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value for an error message, cut where it is long."""
-    text = ascii(value) if isinstance(value, str) else repr(value)
+    """A value as Python writes it, for an error message: cut where it is long."""
+    return clipped(ascii(value) if isinstance(value, str) else repr(value))
+
+
+def clipped(text: str) -> str:
+    """Somebody's words for an error message: cut where they are long, their odd characters (halves
+    of surrogate pairs among them) escaped."""
+    if not text.isprintable():
+        text = text.encode("unicode_escape").decode()
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + " …"
 
 

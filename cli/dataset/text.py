@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from llmctl.cli.dataset.lengths import Lengths
 from llmctl.cli.dataset.rows import DatasetRow
 from llmctl.cli.tokenizer import Tokenizer
 from llmctl.errors import BadConfig
+from llmctl.quantize.format import clipped, load_strict
 
 DEFAULT_INPUT_KEY = "text"
 
@@ -144,7 +144,7 @@ def _read(options: TextOptions) -> list[Mapping[str, str]]:
 
 def _record(line: str, options: TextOptions, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = load_strict(line)
     except ValueError as error:
         raise BadConfig(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict):
@@ -152,7 +152,8 @@ def _record(line: str, options: TextOptions, where: str) -> dict[str, Any]:
     for key in (_input_key(options), options.output_key, options.prompt_key):
         if key is not None and not isinstance(record.get(key), str):
             raise BadConfig(
-                f"{where} has no string {key!r}; its keys are {', '.join(record) or 'none'}",
+                f"{where} has no string {key!r}; its keys are "
+                f"{clipped(', '.join(record) or 'none')}",
                 fix="name the right one with --dataset-input-key",
             )
     return record

@@ -9,14 +9,16 @@ from __future__ import annotations
 import csv
 import io
 import json
-import zipfile
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmctl.cli.output_files import replacing
+from llmctl.cli.run.npy import read_integers
 from llmctl.errors import BadConfig
+from llmctl.quantize.format import load_strict, shown
 
 # Keys a .jsonl row may have besides prompt/input_ids, with the types each may take.
 _NUMBER = (int, float)
@@ -37,6 +39,7 @@ ROW_KEYS: Mapping[str, tuple[type, ...]] = {
     "bad_words": (list,),
     "priority": _NUMBER,
 }
+_NUMBER_WORD = re.compile(r"-?[0-9]{1,20}")  # int() reads also 1_000, and digits of any script
 _ROW_LABEL = "task_id"  # accepted for trtllm-bench's files; results carry the row's index anyway
 
 
@@ -86,33 +89,21 @@ def _read_csv(path: Path) -> list[Prompt]:
     with path.open(encoding="utf-8", newline="") as file:
         for number, row in enumerate(csv.reader(file), start=1):
             where = f"{path}, line {number}"
-            try:
-                ids = [int(item) for item in row if item.strip()]
-            except ValueError as error:
-                raise BadConfig(f"{where}: {error}; token ids are wanted") from error
-            if ids:
+            words = [word for item in row if (word := item.strip())]
+            bad = next((word for word in words if not _NUMBER_WORD.fullmatch(word)), None)
+            if bad is not None:
+                raise BadConfig(f"{where} holds {shown(bad)}; token ids are wanted")
+            if words:
+                ids = [int(word) for word in words]
                 prompts.append(Prompt(token_ids=_checked_ids(ids, where)))
     return prompts
 
 
 def _read_npy(path: Path) -> list[Prompt]:
     """An integer array [rows, tokens]; negative ids are padding."""
-    import numpy as np
-
-    try:
-        with path.open("rb") as file:  # closed also where numpy gives up
-            array = np.load(file, allow_pickle=False)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise BadConfig(f"{path} is not a plain .npy array: {error}") from error
-    if not isinstance(array, np.ndarray):
-        raise BadConfig(f"{path} is an archive of arrays; one plain .npy array is wanted")
-    if array.ndim == 1:
-        array = array[None]
-    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-        raise BadConfig(
-            f"{path} has shape {array.shape} and dtype {array.dtype}; integers [rows, tokens] "
-            "are wanted"
-        )
+    array = read_integers(path)
+    if not array.shape[1]:
+        return []  # whatever number of rows, none has a token
     return [
         Prompt(token_ids=_checked_ids(row[row >= 0].tolist(), f"{path}, row {number}"))
         for number, row in enumerate(array)
@@ -123,7 +114,7 @@ def _checked_ids(ids: Sequence[int], where: str) -> tuple[int, ...]:
     """Ids that can be token ids of some model; the engine compares with its own vocabulary."""
     bad = next((item for item in ids if not 0 <= item < 2**31), None)
     if bad is not None:
-        raise BadConfig(f"{where} holds {bad}; token ids are 0 to {2**31 - 1}")
+        raise BadConfig(f"{where} holds {shown(bad)}; token ids are 0 to {2**31 - 1}")
     return tuple(ids)
 
 
@@ -138,11 +129,8 @@ def _read_jsonl(path: Path) -> list[Prompt]:
 
 def _parse_row(line: str, where: str) -> Prompt:
     try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise BadConfig(f"{where} holds half of a surrogate pair, which is no text") from error
-    except (ValueError, RecursionError) as error:
+        row = load_strict(line)
+    except ValueError as error:
         raise BadConfig(f"{where} is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadConfig(f"{where} is {type(row).__name__}; a JSON object is wanted")
@@ -151,6 +139,8 @@ def _parse_row(line: str, where: str) -> Prompt:
     if ids is not None:  # input_ids win when both are there, as they do in trtllm-bench
         if not isinstance(ids, list) or not all(type(item) is int for item in ids):
             raise BadConfig(f'{where}: "input_ids" must be a list of integers')
+        if not isinstance(text, str | None):
+            raise BadConfig(f'{where}: "prompt" is {shown(text)}, not text')
         text, ids = None, _checked_ids(ids, where)
     elif not isinstance(text, str):
         raise BadConfig(f'{where} has neither a "prompt" string nor "input_ids"')
@@ -166,9 +156,9 @@ def _check_settings(row: Mapping[str, Any], where: str) -> None:
     for key, value in row.items():
         wanted = ROW_KEYS.get(key)
         if wanted is None:
-            raise BadConfig(f"{where} has the key {key!r}; known are: {', '.join(ROW_KEYS)}")
+            raise BadConfig(f"{where} has the key {shown(key)}; known are: {', '.join(ROW_KEYS)}")
         if not isinstance(value, wanted) or isinstance(value, bool):
-            raise BadConfig(f"{where}: {key!r} is {value!r}, not {wanted[-1].__name__}")
+            raise BadConfig(f"{where}: {key!r} is {shown(value)}, not {wanted[-1].__name__}")
         if isinstance(value, int) and abs(value) >= 2**64:
             raise BadConfig(f"{where}: {key!r} is beyond 64 bits")
         if isinstance(value, list) and not all(isinstance(item, str) for item in value):
