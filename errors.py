@@ -197,8 +197,8 @@ class OutOfMemory(ResourceError):
 
 
 class MissingPackage(ResourceError):
-    """A Python package that an option needs is not installed."""
+    """A Python package is not installed; the fix is the command that installs it."""
 
 
 class NoDevice(ResourceError):
-    """The backend needs a device or library that is absent."""
+    """The backend needs a device, or a library of the system, that is absent."""

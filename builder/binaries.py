@@ -45,7 +45,7 @@ class Target:
 
 
 def find_package(backend: str) -> Package | None:
-    """What compiles the plans of a backend, if it has any. Raises NoDevice."""
+    """What compiles the plans of a backend, if it has any. Raises MissingPackage."""
     return open_package(backend) if BACKENDS[backend].compiles_plans else None
 
 
@@ -69,7 +69,7 @@ def make_binaries(
 ) -> tuple[Plan, Binaries, dict[str, str]]:
     """(the plan with its kernels, TensorRT plans and scratch, their bytes, what compiled kernels).
 
-    Raises NoDevice, KernelCompileError.
+    Raises MissingPackage, KernelCompileError.
     """
     binaries: Binaries = {}
     if target.package is not None:

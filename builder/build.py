@@ -141,7 +141,7 @@ def plan_build(
 
     Compiles kernels and TensorRT's plans, as their size belongs to the plan; `on_kernel` hears of
     each. Without binaries the result cannot be written. Raises the checkpoint errors, BadConfig,
-    Unsupported, and NoDevice or KernelCompileError where a kernel or plan cannot be compiled.
+    Unsupported, and MissingPackage or KernelCompileError where a kernel or plan cannot be compiled.
     """
     backend = choose_backend(backend, has_supported_gpu)
     require_cache_type(request.kv_cache_type, backend)

@@ -91,7 +91,7 @@ def compile_kernels(
     specs.
 
     Triton's compiler holds Python's lock, so its kernels are compiled one after another in this
-    thread, and those in CUDA C++ in parallel on all cores. Raises NoDevice if a compiler is
+    thread, and those in CUDA C++ in parallel on all cores. Raises MissingPackage if a compiler is
     missing, KernelCompileError.
     """
     from llmctl.plugins.backends.cuda.compiler import compile_kernel

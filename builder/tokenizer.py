@@ -13,10 +13,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from llmctl.errors import TokenizerError
-from llmctl.quantize.format import read_json
+from llmctl.errors import CorruptFile, TokenizerError
+from llmctl.quantize.format import read_json, shown
 
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def describe_tokenizer(files: Sequence[Path]) -> dict[str, Any]:
@@ -27,12 +29,18 @@ def describe_tokenizer(files: Sequence[Path]) -> dict[str, Any]:
     for one that cannot be read.
     """
     named = {path.name: path for path in files}
+    if TOKENIZER_CONFIG_FILE in named:
+        read_tokenizer_config(named[TOKENIZER_CONFIG_FILE])
     described: dict[str, Any] = {"files": sorted(named)}
     described |= dict.fromkeys(("hash", "sha256", "vocab_size"))
     if TOKENIZER_FILE in named:
         document = read_json(named[TOKENIZER_FILE])
         try:
             meaning = _meaning(document)
+            ids = [*meaning["vocab"].values(), *(token["id"] for token in meaning["added_tokens"])]
+            bad = [i for i in ids if type(i) is not int or not 0 <= i < 1 << 31]
+            if bad:
+                raise ValueError(f"the id {shown(bad[0])}; 0 to {(1 << 31) - 1} are ids")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TokenizerError(
                 f"{named[TOKENIZER_FILE]} has no readable vocabulary: {error!r}",
@@ -41,9 +49,36 @@ def describe_tokenizer(files: Sequence[Path]) -> dict[str, Any]:
         text = json.dumps(meaning, sort_keys=True, ensure_ascii=True)
         described["hash"] = sha256(text.encode()).hexdigest()
         described["sha256"] = file_sha256(named[TOKENIZER_FILE])
-        ids = [*meaning["vocab"].values(), *(token["id"] for token in meaning["added_tokens"])]
         described["vocab_size"] = max(ids, default=-1) + 1
     return described
+
+
+def read_tokenizer_config(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json, empty where there is none. Raises TokenizerError for one that is no
+    object, or whose special tokens are no text: without them a text would not end."""
+    if not path.is_file():
+        return {}
+    fix = "fetch the tokenizer files again"
+    try:
+        config = read_json(path)
+    except CorruptFile as error:
+        raise TokenizerError(str(error), fix=fix) from error
+    for name in SPECIAL_TOKENS:
+        if config.get(name) is not None and special_token(config, name) is None:
+            raise TokenizerError(
+                f"cannot read the tokenizer in {path.parent}: {name} of {path.name} is "
+                f"{shown(config[name])}; text, or an object with `content`, is wanted",
+                fix=fix,
+            )
+    return config
+
+
+def special_token(config: dict[str, Any], name: str) -> str | None:
+    """The text of a special token of tokenizer_config.json."""
+    value = config.get(name)
+    if isinstance(value, dict):  # older files store the AddedToken's fields
+        value = value.get("content")
+    return value if isinstance(value, str) else None
 
 
 def file_sha256(path: Path) -> str:

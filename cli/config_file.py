@@ -98,7 +98,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _MOST_BYTES:
         raise BadConfig(f"{path} has {path.stat().st_size} bytes; at most {_MOST_BYTES} are read")
     try:
-        root = yaml.compose(path.read_bytes(), yaml.SafeLoader)
+        root: Any = yaml.compose(path.read_bytes(), yaml.SafeLoader)
         if root is None:
             return {}
         if root.id != "mapping":

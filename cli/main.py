@@ -25,7 +25,7 @@ import typer
 from llmctl.cli import config_file
 from llmctl.cli.app import command_path, make_context
 from llmctl.cli.streams import open_streams, silence_stdout
-from llmctl.errors import LlmctlError, OutOfDisk, OutOfMemory, Unsupported
+from llmctl.errors import LlmctlError, MissingPackage, OutOfDisk, OutOfMemory, Unsupported
 from llmctl.publish import DISK_FULL
 
 EXIT_FAILURE = 1
@@ -172,7 +172,7 @@ def _report_usage(error: Exception, argv: list[str], is_json: bool) -> int:
 
 
 def _report_unnamed(error: Exception, is_json: bool) -> int:
-    """Exceptions of other libraries: full disk, no memory, file access, or a bug of ours."""
+    """Exceptions of other libraries: full disk, no memory, no package, file access, or a bug."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         fix = "free disk space or choose another file system"
         return _report(OutOfDisk.__name__, str(error), fix, OutOfDisk.exit_code, is_json)
@@ -182,6 +182,10 @@ def _report_unnamed(error: Exception, is_json: bool) -> int:
         message = message or "the machine has too little memory"
         fix = "free memory, or ask for less at once (batch size, tokens per step, KV cache)"
         return _report(OutOfMemory.__name__, message, fix, OutOfMemory.exit_code, is_json)
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("llmctl"):
+        name, fix = MissingPackage.__name__, f"pip install --upgrade 'llmctl' {error.name}"
+        message = f"the Python package {error.name} is not installed, which this command needs"
+        return _report(name, message, fix, MissingPackage.exit_code, is_json)
     if isinstance(error, OSError) and error.filename is not None:
         fix = "see that this path exists and that you may use it"
         return _report(type(error).__name__, str(error), fix, EXIT_FAILURE, is_json)

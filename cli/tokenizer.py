@@ -2,27 +2,38 @@
 
 The `tokenizers` library loads in a hundredth of the time transformers takes. Tests compare ids and
 texts with AutoTokenizer's, which also lets tokenizer.json decide about bos and eos and ignores
-add_bos_token and add_eos_token beside it. Chat templates go through transformers itself.
+add_bos_token and add_eos_token beside it. transformers finds the chat template, and renders it in a
+process of its own (`chat_template.py`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
 
 from llmctl.builder.engine_format import TOKENIZER_FOLDER, EngineConfig
-from llmctl.builder.tokenizer import TOKENIZER_FILE, describe_tokenizer, file_sha256
-from llmctl.errors import BadConfig, CorruptEngine, TokenizerError
+from llmctl.builder.tokenizer import (
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    describe_tokenizer,
+    file_sha256,
+    read_tokenizer_config,
+    special_token,
+)
+from llmctl.cli.chat_template import render
+from llmctl.errors import BadConfig, CorruptEngine, LlmctlError, TokenizerError
+from llmctl.quantize.format import clipped, shown
+from llmctl.quantize.tokenizer_file import guarded, open_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_FETCH = "fetch the tokenizer files again, or name others with --tokenizer-dir"
 _REPLACEMENT = "\ufffd"  # what decoding makes of bytes that are no UTF-8, or not all there yet
 
 
@@ -37,14 +48,15 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json",
                 fix="name the folder of the model's tokenizer with --tokenizer-dir",
             )
-        try:
-            self._backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception for any bad file
-            raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._config = _read_config(folder / "tokenizer_config.json")
+        self._backend = open_tokenizer(path)
+        self._config = read_tokenizer_config(folder / TOKENIZER_CONFIG_FILE)
         self._add_named_special_tokens()
+        if self._special_token("eos_token") is not None and self.end_id is None:
+            raise TokenizerError(
+                f"{folder / TOKENIZER_CONFIG_FILE} names {shown(self._special_token('eos_token'))} "
+                f"as eos_token, which {TOKENIZER_FILE} does not have: no text would end",
+                fix=_FETCH,
+            )
 
     @property
     def end_id(self) -> int | None:
@@ -73,13 +85,21 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise BadConfig(f"{text[:40]!r} cannot be written as UTF-8: {error.reason}") from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+
+        def encoded() -> list[int]:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+
+        return guarded(encoded, f"the tokenizer in {self.folder} cannot encode the text")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids, special tokens left out."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
-        return text
+
+        def decoded() -> str:
+            text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+            return text
+
+        return guarded(decoded, f"the tokenizer in {self.folder} cannot decode the output")
 
     def decode_so_far(self, token_ids: Sequence[int]) -> str:
         """The text of an unfinished output, without a last character whose bytes are incomplete."""
@@ -88,21 +108,39 @@ class Tokenizer:
     def chat_prompt(self, message: str) -> list[int]:
         """One user message in the model's chat template, ready for the reply.
 
-        Raises TokenizerError when there is no template.
+        Raises TokenizerError when there is no template, or one that fails.
         """
+        (found,) = self.chat_prompts([message])
+        if isinstance(found, LlmctlError):
+            raise found
+        return found
+
+    def chat_prompts(self, messages: Sequence[str]) -> list[list[int] | LlmctlError]:
+        """The token ids of each message in the template, or why it has none."""
         full = self._full
         if not full.chat_template:
             raise TokenizerError(
                 f"the tokenizer in {self.folder} has no chat template",
                 fix="leave out --chat, or name a tokenizer that has one with --tokenizer-dir",
             )
-        messages = [{"role": "user", "content": message}]
         try:
-            text = full.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are programs of the model's author
-            raise TokenizerError(f"the chat template in {self.folder} fails: {error}") from error
-        assert isinstance(text, str)
-        return self.encode(text, add_special_tokens=False)
+            template = full.get_chat_template()
+        except Exception as error:  # a set of templates without the usual one
+            raise TokenizerError(
+                f"the tokenizer in {self.folder} has no chat template that is the usual one: "
+                f"{clipped(str(error), 400)}",
+                fix="leave out --chat, or name a tokenizer that has one with --tokenizer-dir",
+            ) from error
+        texts = render(template, dict(full.special_tokens_map), messages, str(self.folder))
+        return [
+            text if isinstance(text, LlmctlError) else self._in_template(text) for text in texts
+        ]
+
+    def _in_template(self, text: str) -> list[int] | LlmctlError:
+        try:
+            return self.encode(text, add_special_tokens=False)
+        except LlmctlError as error:
+            return error
 
     @cached_property
     def _full(self) -> PreTrainedTokenizerBase:
@@ -115,15 +153,14 @@ class Tokenizer:
             )
         except Exception as error:  # whatever it meets in a file that says other than it expects
             raise TokenizerError(
-                f"transformers cannot read the tokenizer in {self.folder}: {error}"
+                f"transformers cannot read the tokenizer in {self.folder}: "
+                f"{clipped(str(error), 400)}",
+                fix=_FETCH,
             ) from error
         return full
 
     def _special_token(self, name: str) -> str | None:
-        value = self._config.get(name)
-        if isinstance(value, dict):  # older files store the AddedToken's fields
-            value = value.get("content")
-        return value if isinstance(value, str) else None
+        return special_token(self._config, name)
 
     def _special_id(self, name: str) -> int | None:
         token = self._special_token(name)
@@ -136,24 +173,12 @@ class Tokenizer:
         """Tokens that tokenizer_config.json calls special are so even if tokenizer.json is
         silent: never split, left out of decoded text."""
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        for name in SPECIAL_TOKENS:
             token = self._special_token(name)
             if token in known or token is None:
                 continue
             if self._backend.token_to_id(token) is not None:
                 self._backend.add_special_tokens([AddedToken(token, special=True)])
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise TokenizerError(f"{path} holds no JSON object")
-    return config
 
 
 def tokenizer_hash(folder: Path) -> str | None:

@@ -12,11 +12,13 @@ import os
 import random
 import sysconfig
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmctl.errors import BadCalibrationData, TokenizerError
 from llmctl.quantize.strict_json import clipped, load_strict
+from llmctl.quantize.tokenizer_file import guarded, open_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -36,18 +38,13 @@ def read_rows(
     is unreadable or too short, TokenizerError when the tokenizer is or gives ids >= `vocab`.
     """
     import torch
-    from tokenizers import Tokenizer
 
-    try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    except Exception as error:  # the library raises plain Exception
-        raise TokenizerError(f"{tokenizer_file} is not a tokenizer: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    tokenizer = open_tokenizer(tokenizer_file)
     wanted = num_rows * row_length
     stream: list[int] = []
+    failure = f"{tokenizer_file} cannot encode the calibration text"
     for document in _documents(dataset, random.Random(seed)):
-        stream += tokenizer.encode(document).ids
+        stream += guarded(partial(tokenizer.encode, document), failure).ids
         if len(stream) >= wanted:
             break
     if len(stream) < wanted:

@@ -15,6 +15,7 @@ from pathlib import Path
 from llmctl.errors import (
     BadConfig,
     BadTensorShape,
+    MissingPackage,
     NoDevice,
     OutOfMemory,
     TokenizerError,
@@ -95,7 +96,7 @@ def plan_quantization(options: QuantizeOptions) -> QuantizePlan:
     """Check the checkpoint, the tokenizer, disk and memory; decide every output tensor.
 
     Raises the errors of Checkpoint.open and read_model, Unsupported, BadCalibrationData,
-    TokenizerError, NoDevice, OutputExists, OutOfDisk, OutOfMemory.
+    TokenizerError, MissingPackage, NoDevice, OutputExists, OutOfDisk, OutOfMemory.
     """
     scheme = find_scheme(options.qformat)
     checkpoint = Checkpoint.open(options.model_dir)
@@ -136,10 +137,10 @@ def plan_quantization(options: QuantizeOptions) -> QuantizePlan:
 
 
 def require_modelopt() -> None:
-    """Raises NoDevice, with the command to install, unless the `quantize` extra is there."""
+    """Raises MissingPackage, with the command to install, unless the `quantize` extra is there."""
     for name in ("modelopt", "requests", "transformers"):  # modelopt 0.47 imports requests
         if importlib.util.find_spec(name) is None:
-            raise NoDevice(
+            raise MissingPackage(
                 f"`llmctl quantize` needs {name}, which is not installed",
                 fix="pip install 'llmctl[quantize]'",
             )

@@ -45,12 +45,12 @@ def shown(value: object) -> str:
     return clipped(ascii(value) if isinstance(value, str) else repr(value))
 
 
-def clipped(text: str) -> str:
-    """Somebody's words for an error message: cut where they are long, their odd characters (halves
-    of surrogate pairs among them) escaped."""
+def clipped(text: str, most: int = _SHOWN_CHARS) -> str:
+    """Somebody's words for an error message: cut after `most` characters, odd ones (halves of
+    surrogate pairs among them) escaped."""
     if not text.isprintable():
         text = text.encode("unicode_escape").decode()
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + " …"
+    return text if len(text) <= most else text[:most] + " …"
 
 
 def _refuse_constant(name: str) -> Any:

@@ -43,7 +43,7 @@ def require(trt: Any, owner: Any, attribute: str, what: str) -> None:
 
 
 def open_package(backend: str) -> Package:
-    """Import the package of a backend. Raises NoDevice with the command that installs it."""
+    """Import the package of a backend. Raises MissingPackage with the command that installs it."""
     return Package(backend, load_package(backend))
 
 

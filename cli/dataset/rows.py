@@ -43,6 +43,12 @@ def random_rows(
     """Prompts of random ordinary tokens: special ones (end of text, ...) are never drawn."""
     generator = np.random.default_rng(seed)
     ordinary = np.array(tokenizer.ordinary_ids, np.int64)
+    if not len(ordinary):
+        raise TokenizerError(
+            f"the tokenizer in {tokenizer.folder} has special tokens alone; prompts are drawn from "
+            "the others",
+            fix="name the model's own tokenizer with --tokenizer",
+        )
     for _ in range(num_requests):
         count = inputs.draw(generator)
         places = generator.integers(0, len(ordinary), count)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmctl.errors import LlmctlError, NoDevice, Unsupported
+from llmctl.errors import LlmctlError, MissingPackage, NoDevice, Unsupported
 from llmctl.plugins.backends.cuda.arch import HOPPER, RTX_CAPABILITIES
 
 _PROBE = 'extern "C" __global__ void probe(int* out) { out[threadIdx.x] = 1; }'
@@ -165,5 +165,7 @@ def _import_modelopt() -> str:
     from importlib.util import find_spec
 
     if find_spec("modelopt") is None:
-        raise NoDevice("nvidia-modelopt is not installed", fix="pip install 'llmctl[quantize]'")
+        raise MissingPackage(
+            "nvidia-modelopt is not installed", fix="pip install 'llmctl[quantize]'"
+        )
     return f"nvidia-modelopt {version('nvidia-modelopt')}"

@@ -66,7 +66,7 @@ def _header(file: IO[bytes], path: Path) -> tuple[tuple[int, ...], bool, Any]:
         if size > _MOST_HEADER:
             raise ValueError(f"a header of {size} bytes; at most {_MOST_HEADER} are read")
         file.seek(len(start))
-        read = npy.read_array_header_1_0 if form == "<H" else npy.read_array_header_2_0
+        read: Any = npy.read_array_header_1_0 if form == "<H" else npy.read_array_header_2_0
         shape, is_fortran, dtype = read(file)
     except Exception as error:  # numpy's parser raises what Python's does, MemoryError among it
         reason = clipped(str(error) or type(error).__name__)

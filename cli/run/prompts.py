@@ -108,10 +108,13 @@ def make_rows(
     `model_end_ids` are further ids that end an output, used unless --end-id is given.
     """
     rows = []
-    for index, prompt in enumerate(prompts):
+    chats: Sequence[list[int] | LlmctlError | None] = [None] * len(prompts)
+    if options.is_chat:
+        chats = _chats(prompts, tokenizer)
+    for index, (prompt, chat) in enumerate(zip(prompts, chats, strict=True)):
         row = Row(index, prompt.text or "")
         try:
-            ids = _token_ids(prompt, options, tokenizer)
+            ids = _token_ids(prompt, chat, options, tokenizer)
             if prompt.text is None or len(ids) == options.max_input_length:
                 row.prompt = tokenizer.decode(ids)
             row.request = _request(index, prompt, ids, options, tokenizer, model_end_ids)
@@ -121,11 +124,26 @@ def make_rows(
     return rows
 
 
-def _token_ids(prompt: Prompt, options: PromptOptions, tokenizer: Tokenizer) -> tuple[int, ...]:
-    if prompt.token_ids is not None:
+def _chats(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> Sequence[list[int] | LlmctlError]:
+    """Every prompt in the chat template, or why it cannot be: one for all where there is none."""
+    try:
+        return tokenizer.chat_prompts([prompt.text or "" for prompt in prompts])
+    except LlmctlError as error:
+        return [error] * len(prompts)
+
+
+def _token_ids(
+    prompt: Prompt,
+    chat: list[int] | LlmctlError | None,
+    options: PromptOptions,
+    tokenizer: Tokenizer,
+) -> tuple[int, ...]:
+    if isinstance(chat, LlmctlError):
+        raise chat
+    if chat is not None:
+        ids = chat
+    elif prompt.token_ids is not None:
         ids = list(prompt.token_ids)
-    elif options.is_chat:
-        ids = tokenizer.chat_prompt(prompt.text or "")
     else:
         ids = tokenizer.encode(prompt.text or "", add_special_tokens=options.add_special_tokens)
     if options.max_input_length is not None:

@@ -19,8 +19,8 @@ from llmctl.plugins.backends.tensorrt.packages import PACKAGES, load_package
 def require_tensorrt(config: EngineConfig) -> Any:
     """The package that runs the engine here.
 
-    Raises NoDevice without a GPU or without the package, RebuildNeeded for a GPU that the engine is
-    not for, Unsupported for an engine of several ranks.
+    Raises NoDevice without a GPU, MissingPackage without it, RebuildNeeded for a GPU that the
+    engine is not for, Unsupported for an engine of several ranks.
     """
     wanted = str(config.compute_capability or "").split(",")
     built = (
@@ -42,7 +42,7 @@ def require_tensorrt(config: EngineConfig) -> Any:
 
 
 def require_machine(backend: str) -> Any:
-    """The package of a backend on a machine whose GPU it serves. Raises NoDevice, RebuildNeeded."""
+    """The package of a backend on a machine whose GPU it serves. Raises as `require_tensorrt`."""
     _require_gpu(backend, f"backend {backend!r} (package {PACKAGES[backend]}) is asked for")
     return load_package(backend)
 

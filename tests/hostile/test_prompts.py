@@ -152,7 +152,7 @@ ROW = {
 }
 
 
-@settings(max_examples=100)
+@settings(max_examples=80)
 @given(mutation=mutations(ROW))
 def test_a_mutated_row_is_refused_or_runs(
     sound: Any, tmp_path_factory: pytest.TempPathFactory, mutation: Mutation
@@ -166,7 +166,7 @@ def test_a_mutated_row_is_refused_or_runs(
         assert not mutation.is_retyped, mutation
 
 
-@settings(max_examples=150)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_flipped_and_cut_arrays_are_refused_or_read_as_integers(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -189,9 +189,7 @@ def test_flipped_and_cut_arrays_are_refused_or_read_as_integers(
 MILLION = 1_000_000
 
 
-@pytest.mark.parametrize(
-    "text", ["x" * MILLION, "a b\t" * (MILLION // 4), "\U0001f642" * (MILLION // 4)]
-)
+@pytest.mark.parametrize("text", ["x" * MILLION, "\U0001f642" * (MILLION // 4)])
 def test_a_prompt_of_a_million_characters_is_refused_for_its_length(
     sound: Any, tmp_path: Path, text: str
 ) -> None:

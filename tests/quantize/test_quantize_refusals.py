@@ -80,7 +80,7 @@ def test_a_missing_extra_names_the_command_that_installs_it(
         "find_spec",
         lambda name, *rest: None if name == "modelopt" else find_spec(name, *rest),
     )
-    with pytest.raises(errors.NoDevice, match="needs modelopt") as caught:
+    with pytest.raises(errors.MissingPackage, match="needs modelopt") as caught:
         plan_tiny(checkpoints(), tmp_path / "out")
     assert caught.value.fix == "pip install 'llmctl[quantize]'"
 

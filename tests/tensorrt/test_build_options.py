@@ -19,7 +19,7 @@ from llmctl.builder.plugin_config import resolve_plugins
 from llmctl.builder.tensorrt.compile import compile_network
 from llmctl.builder.tensorrt.networks import build_networks
 from llmctl.builder.tensorrt.package import Package, choose_targets, open_package, require
-from llmctl.errors import BadConfig, KernelCompileError, NoDevice, Unsupported
+from llmctl.errors import BadConfig, KernelCompileError, MissingPackage, NoDevice, Unsupported
 from llmctl.plugins.backends.tensorrt import packages
 
 SMALL = {"max_batch_size": 4, "max_seq_len": 96, "max_num_tokens": 64}
@@ -81,14 +81,14 @@ def test_an_absent_package_is_named_with_the_command_that_installs_it(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, backend.replace("-", "_"), None)
-    with pytest.raises(NoDevice, match=f"backend '{backend}' needs the package") as caught:
+    with pytest.raises(MissingPackage, match=f"backend '{backend}' needs the package") as caught:
         open_package(backend)
     assert f"pip install 'llmctl[{backend}]'" in caught.value.fix
 
 
 def test_a_folder_of_that_name_is_not_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", ModuleType("tensorrt"))
-    with pytest.raises(NoDevice, match="is not NVIDIA's"):
+    with pytest.raises(MissingPackage, match="is not NVIDIA's"):
         open_package("tensorrt")
 
 

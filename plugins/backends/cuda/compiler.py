@@ -75,7 +75,7 @@ def runs_on(spec: KernelSpec, capability: str) -> bool:
 
 
 def compiler_versions(specs: Iterable[KernelSpec]) -> dict[str, str]:
-    """The versions of the compilers. Raises NoDevice if NVRTC is needed and absent."""
+    """The versions of the compilers. Raises MissingPackage if NVRTC is needed and absent."""
     kinds = {spec.is_triton for spec in specs}
     found = {"triton": triton_version()} if True in kinds else {}
     return found | ({"nvrtc": nvrtc.version()} if False in kinds else {})
@@ -95,8 +95,9 @@ def uses_pdl(capability: str) -> bool:
 def compile_kernel(spec: KernelSpec, capability: str = HOPPER.capability) -> CompiledKernel:
     """Compile one spec, or take it from the cache.
 
-    Raises Unsupported for another compute capability, NoDevice where a compiler is not installed,
-    KernelCompileError where the source does not compile or does not have the spec's arguments.
+    Raises Unsupported for another compute capability, MissingPackage where a compiler is not
+    installed, KernelCompileError where the source does not compile or does not have the spec's
+    arguments.
     """
     if capability not in ARCHS:
         raise Unsupported(

@@ -13,12 +13,12 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p, create_string_buf
 from functools import cache
 from pathlib import Path
 
-from llmctl.errors import KernelCompileError, NoDevice
+from llmctl.errors import KernelCompileError, MissingPackage
 
 
 @cache
 def nvrtc() -> ctypes.CDLL:
-    """The loaded library: the wheel's, else torch's, else the system's; NoDevice if absent."""
+    """The loaded library: the wheel's, else torch's, else the system's; else MissingPackage."""
     wheels = _in_wheels()
     for candidate in (*wheels, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
         try:
@@ -30,7 +30,7 @@ def nvrtc() -> ctypes.CDLL:
             continue
         library.nvrtcGetErrorString.restype = c_char_p
         return library
-    raise NoDevice(
+    raise MissingPackage(
         "NVRTC (libnvrtc.so), which compiles the CUDA kernels, was not found",
         fix='pip install "nvidia-cuda-nvrtc>=13,<14"',
     )

@@ -13,7 +13,7 @@ from inspect import getclosurevars
 from pathlib import Path
 from typing import Any
 
-from llmctl.errors import KernelCompileError, NoDevice
+from llmctl.errors import KernelCompileError, MissingPackage
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
@@ -23,13 +23,13 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 @cache
 def triton_compiler() -> Any:
-    """The `triton` package with its compiler. Raises NoDevice where it is missing."""
+    """The `triton` package with its compiler. Raises MissingPackage where it is missing."""
     try:
         triton = import_module("triton")
         import_module("triton.compiler")
         import_module("triton.backends.compiler")
     except ImportError as error:
-        raise NoDevice(
+        raise MissingPackage(
             f"Triton, which compiles CUDA kernels, cannot be imported: {error}",
             fix='pip install "triton>=3.6,<3.7"',
         ) from error
@@ -37,7 +37,7 @@ def triton_compiler() -> Any:
 
 
 def triton_version() -> str:
-    """The version of the compiler of Triton's kernels. Raises NoDevice where it is missing."""
+    """The version of the compiler of Triton's kernels. Raises MissingPackage."""
     return str(triton_compiler().__version__)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from llmctl.errors import NoDevice
+from llmctl.errors import MissingPackage
 
 PACKAGES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # backend -> import name
 INSTALL = {
@@ -21,7 +21,7 @@ _loggers: dict[str, Any] = {}  # by the package's name
 
 
 def load_package(backend: str) -> Any:
-    """The imported package of a backend. Raises NoDevice with the command that installs it."""
+    """The imported package of a backend. Raises MissingPackage, with the command to install."""
     name = PACKAGES[backend]
     found = ""
     try:
@@ -32,7 +32,7 @@ def load_package(backend: str) -> Any:
         if not hasattr(package, "Runtime"):
             found = f"is not NVIDIA's (it is {getattr(package, '__path__', '?')})"
     if found:
-        raise NoDevice(
+        raise MissingPackage(
             f"backend {backend!r} needs the package {name}, which {found}", fix=INSTALL[backend]
         )
     return package

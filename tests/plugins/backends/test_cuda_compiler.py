@@ -12,7 +12,7 @@ import pytest
 from support.cuda_samples.specs import ADD_ROWS, COPY_BOX, NORM, PRODUCT
 from support.kernel import disassemble
 
-from llmctl.errors import KernelCompileError, NoDevice, Unsupported
+from llmctl.errors import KernelCompileError, MissingPackage, Unsupported
 from llmctl.plugins.backends.cuda import compiler, nvrtc
 from llmctl.plugins.backends.cuda.compiler import (
     CompiledKernel,
@@ -216,7 +216,7 @@ def test_a_missing_compiler_is_named_with_its_fix(monkeypatch):
     monkeypatch.setattr(nvrtc.ctypes, "CDLL", fail_to_load)
     nvrtc.nvrtc.cache_clear()
     try:
-        with pytest.raises(NoDevice, match="NVRTC") as failure:
+        with pytest.raises(MissingPackage, match="NVRTC") as failure:
             nvrtc.nvrtc()
     finally:
         nvrtc.nvrtc.cache_clear()
