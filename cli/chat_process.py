@@ -31,13 +31,13 @@ def main() -> None:
     answers = []
     for message in request["messages"]:
         try:
-            rendered, _ = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[[{"role": "user", "content": message}]],
                 chat_template=request["template"],
                 add_generation_prompt=True,
                 **request["special_tokens"],
             )
-            answers.append(_answer(rendered[0]))
+            answers.append(_answer(rendered[0][0]))
         except MemoryError:
             answers.append({"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"})
         except Exception as error:  # whatever the template raises

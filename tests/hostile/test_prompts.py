@@ -239,4 +239,4 @@ def test_a_file_of_many_rows_is_read_in_the_time_its_size_takes(tmp_path: Path) 
     write(tmp_path / "x.jsonl", "\n".join([json.dumps({"prompt": "a"})] * 20_000))
     start = time.monotonic()
     assert len(read_prompts(tmp_path / "x.jsonl")) == 20_000
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30

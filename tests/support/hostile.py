@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from llmctl.cli.main import execute
 
-TIME_LIMIT_S = 20  # a tiny build or run takes a tenth of a second
+TIME_LIMIT_S = 60  # a tiny build or run takes a tenth of a second, where others leave it time
 MOST_MESSAGE = 1_000  # characters; whatever was found is cut
 NO_ANSWERS = ("", "Bug", "OutOfMemory", "OutOfDisk")
 SPARE_BYTES = 2 << 30  # of address space beside what the process has; a tiny run maps a few MB
