@@ -52,10 +52,10 @@ _REQUIRED: Mapping[str, Wanted] = {
     "build_config.max_draft_len": _whole(0),
     "build_config.tokens_per_block": _whole(1),
     "build_config.kv_cache_dtype": _among(KV_DTYPES),
+    "tokenizer.hash": _TEXT_OR_NONE,
     "weights.load_format": _among(("auto", "dummy", "planted")),
 }
 _OPTIONAL: Mapping[str, Wanted] = {  # where they are given
-    "tokenizer.hash": _TEXT_OR_NONE,
     "tokenizer.sha256": _TEXT_OR_NONE,
     "tokenizer.vocab_size": (
         "a whole number or null",
