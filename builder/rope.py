@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmctl.errors import CorruptFile, Unsupported
-from llmctl.quantize.format import FLAG, MAX_POSITIONS, TEXT, check_fields, number, shown
+from llmctl.quantize.format import ROPE_FIELDS, ROPE_NUMBERS, check_fields, shown
 
 if TYPE_CHECKING:
     import torch
@@ -26,27 +26,6 @@ _REQUIRED = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
-}
-# What the parameters may be. A factor below 1 would shorten what the model was trained on.
-_STRETCH, _TURNS = number(1, 1e6), number(0, 1e6)
-_NUMBERS = {
-    "factor": _STRETCH,
-    "low_freq_factor": _TURNS,
-    "high_freq_factor": _TURNS,
-    "beta_fast": _TURNS,
-    "beta_slow": _TURNS,
-    "attention_factor": number(0, 1e3, above=True),
-    "mscale": number(0, 1e3),
-    "mscale_all_dim": number(0, 1e3),
-    "original_max_position_embeddings": number(1, MAX_POSITIONS),
-}
-_FIELDS = {
-    **_NUMBERS,
-    "rope_type": TEXT,
-    "type": TEXT,
-    "truncate": FLAG,
-    "rope_theta": number(1, 1e15, above=True),
-    "partial_rotary_factor": number(0, 1, above=True),
 }
 
 
@@ -157,7 +136,7 @@ def read_rope(config: Mapping[str, Any], default_theta: float, where: str) -> Ro
     if not isinstance(scaling, dict):
         raise CorruptFile(f"{where}: the RoPE parameters are not an object")
     scaling = {name: value for name, value in scaling.items() if value is not None}
-    check_fields(scaling, _FIELDS, f"{where}: RoPE parameters")
+    check_fields(scaling, ROPE_FIELDS, f"{where}: RoPE parameters")
     nested = [name for name, value in scaling.items() if isinstance(value, dict)]
     if nested:
         raise Unsupported(
@@ -176,7 +155,7 @@ def read_rope(config: Mapping[str, Any], default_theta: float, where: str) -> Ro
         raise Unsupported(f"{where}: partial_rotary_factor is {partial}; only 1.0 is supported")
     theta = scaling.get("rope_theta", config.get("rope_theta"))
     theta = default_theta if theta is None else theta
-    numbers = {name: float(scaling[name]) for name in _NUMBERS if name in scaling}
+    numbers = {name: float(scaling[name]) for name in ROPE_NUMBERS if name in scaling}
     absent = [key for key in _REQUIRED[rope_type] if numbers.get(key, 0.0) <= 0]
     if absent:
         raise CorruptFile(f"{where}: rope_type {rope_type} lacks a positive {absent[0]}")

@@ -69,6 +69,27 @@ IDS = Kind(
 )
 _SIZE = integer(1, MAX_WIDTH)
 
+_TURNS = number(0, 1e6)
+ROPE_NUMBERS = {
+    "factor": number(1, 1e6),  # one below 1 would shorten what the model was trained on
+    "low_freq_factor": _TURNS,
+    "high_freq_factor": _TURNS,
+    "beta_fast": _TURNS,
+    "beta_slow": _TURNS,
+    "attention_factor": number(0, 1e3, above=True),
+    "mscale": number(0, 1e3),
+    "mscale_all_dim": number(0, 1e3),
+    "original_max_position_embeddings": number(1, MAX_POSITIONS),
+}
+_THETA, _PARTIAL = number(1, 1e15, above=True), number(0, 1, above=True)
+ROPE_FIELDS = {
+    **ROPE_NUMBERS,
+    "rope_type": TEXT,
+    "type": TEXT,
+    "truncate": FLAG,
+    "rope_theta": _THETA,
+    "partial_rotary_factor": _PARTIAL,
+}
 SPECIAL_IDS = {"eos_token_id": IDS, "bos_token_id": IDS, "pad_token_id": IDS}
 MODEL_FIELDS = {
     **SPECIAL_IDS,
@@ -95,8 +116,8 @@ MODEL_FIELDS = {
             _is_list_of(value, str, MAX_LAYERS) and all(kind in LAYER_TYPES for kind in value)
         ),
     ),
-    "rope_theta": number(1, 1e15, above=True),
-    "partial_rotary_factor": number(0, 1, above=True),
+    "rope_theta": _THETA,
+    "partial_rotary_factor": _PARTIAL,
     "rope_scaling": OBJECT,
     "rope_parameters": OBJECT,
     "dtype": TEXT,
@@ -130,6 +151,8 @@ def check_model_fields(config: Mapping[str, Any], model_type: str, where: str) -
     """Raises CorruptFile for a field of the wrong type or outside its range, for an end id outside
     the vocabulary, and where `model_type` is not that of the architecture."""
     check_fields(config, MODEL_FIELDS, where)
+    for name in ("rope_scaling", "rope_parameters"):
+        check_fields(config.get(name) or {}, ROPE_FIELDS, f"{where}: {name}")
     if config.get("model_type") not in (None, model_type):
         raise CorruptFile(
             f"{where}: model_type is {shown(config['model_type'])}; the architecture "

@@ -30,6 +30,9 @@ class FinishReason(enum.Enum):
     CANCELLED = "cancelled"
 
 
+MOST_SEQUENCES = 1 << 16  # of one request: each has state from the start
+
+
 @refused.refuses(refused.SAMPLING)
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
@@ -66,7 +69,8 @@ class SamplingConfig:
         ngram = self.no_repeat_ngram_size
         _require(ngram >= 0, "no_repeat_ngram_size", ngram, ">= 0 (0 = off)")
         count = self.num_return_sequences
-        _require(count >= 1, "num_return_sequences", count, ">= 1")
+        wanted = f">= 1, at most {MOST_SEQUENCES}"
+        _require(1 <= count <= MOST_SEQUENCES, "num_return_sequences", count, wanted)
 
     @property
     def is_greedy(self) -> bool:

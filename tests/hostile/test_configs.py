@@ -9,8 +9,21 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from support.hostile import CONFIG, attempt, build, require_named, run, token_ids, write
+from support.hostile import (
+    CONFIG,
+    NO_ANSWERS,
+    attempt,
+    bounded,
+    build,
+    require_named,
+    run,
+    token_ids,
+    write,
+)
 from support.mutations import Mutation, mutations
+
+from llmctl.errors import LlmctlError
+from llmctl.quantize.plan import QuantizeOptions, plan_quantization
 
 TEXT = json.dumps(CONFIG)
 ROPE = CONFIG["rope_scaling"]
@@ -189,5 +202,22 @@ def test_a_mutated_config_is_refused_or_builds_an_engine_that_runs(
     if outcome.code:
         require_named(outcome)
         return
-    assert not mutation.is_retyped, mutation
+    assert not mutation.is_retyped or mutation.path == ("eos_token_id",), mutation  # or a list
     assert len(token_ids(run(engine, "--input-text", "def f"))) == 2
+
+
+@settings(max_examples=80)
+@given(mutation=mutations(CONFIG))
+def test_a_mutated_config_is_refused_or_planned_by_quantize(
+    lasting: Callable[[], Path], mutation: Mutation
+) -> None:
+    folder = lasting()
+    write(folder / "config.json", mutation.apply(CONFIG))
+    options = QuantizeOptions(folder, folder.parent / "out", calib_size=4, calib_max_seq_length=16)
+    with bounded():
+        try:
+            plan_quantization(options)
+        except LlmctlError as error:
+            assert error.name not in NO_ANSWERS and len(str(error)) < 1000, error
+            return
+    assert not mutation.is_retyped or mutation.path == ("eos_token_id",), mutation
