@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
@@ -207,7 +208,7 @@ def read_plan(folder: Path, rank: int = 0) -> Plan:
     Raises what `read_engine_config` raises, and CorruptEngine for a file that is truncated or
     contradicts config.json, and for a plan that is not one that `build` writes (`validation`).
     """
-    return _read_header(folder, rank)[0]
+    return _read_header(folder, rank)[1]
 
 
 def open_engine(folder: Path, rank: int = 0) -> tuple[Plan, dict[str, torch.Tensor]]:
@@ -215,15 +216,20 @@ def open_engine(folder: Path, rank: int = 0) -> tuple[Plan, dict[str, torch.Tens
 
     Tensors are views of a private map of the file. Weights that are not stored are absent.
 
-    Raises what `read_plan` raises.
+    Raises what `read_plan` raises, and CorruptEngine for kernels that are not those of the plan.
     """
-    plan, header, data_start = _read_header(folder, rank)
+    from llmctl.builder.validation.kernels import check_kernels
+
+    config, plan, header, data_start = _read_header(folder, rank)
     path = folder / engine_file(rank)
-    return plan, map_container(path, header, data_start)
+    tensors = map_container(path, header, data_start)
+    with _naming(path):
+        check_kernels(config, plan, tensors)
+    return plan, tensors
 
 
-def _read_header(folder: Path, rank: int) -> tuple[Plan, dict[str, Any], int]:
-    """(plan, the header's entries, where the data starts in bytes)."""
+def _read_header(folder: Path, rank: int) -> tuple[EngineConfig, Plan, dict[str, Any], int]:
+    """Returns (config.json, the plan, the header's entries, where the data starts in bytes)."""
     config = read_engine_config(folder)
     path = folder / engine_file(rank)
     if not path.is_file():
@@ -237,12 +243,19 @@ def _read_header(folder: Path, rank: int) -> tuple[Plan, dict[str, Any], int]:
         plan = Plan.from_json(header["__metadata__"]["plan"])
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise corrupt(path, f"it holds no readable plan: {error}") from error
-    try:
+    with _naming(path):
         check_plan(config, plan)
         check_entries(header, plan_entries(plan))
+    return config, plan, header, len(raw)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Say which file it is that is not valid."""
+    try:
+        yield
     except CorruptEngine as error:
         raise CorruptEngine(f"{path}: {error}", fix=error.fix) from error
-    return plan, header, len(raw)
 
 
 def _metadata(plan: Plan) -> dict[str, str]:

@@ -58,6 +58,16 @@ def step_limits(plan: Plan, build: BuildConfig) -> StepLimits:
 
 def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
     """Every binary that steps and rounds of this engine may launch, by name, each once."""
+    found = step_kernels(plan, limits)
+    found += [chain_spec(chain, limits) for chain in plan_chains(plan, limits)]
+    specs: dict[str, KernelSpec] = {}
+    for spec in found:
+        assert specs.setdefault(spec.name, spec) == spec, f"two kernels are called {spec.name}"
+    return [specs[name] for name in sorted(specs)]
+
+
+def step_kernels(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
+    """Those of single operators, of sampling and of rounds; some are there more than once."""
     import torch
 
     from llmctl.plugins.device_loop import kernel as rounds
@@ -76,12 +86,7 @@ def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
         found += kv_compact.kernels(cache.num_kv_heads, cache.tokens_per_block, token_bytes)
     for call, _ in distinct_calls(plan):
         found += _module(call.op).kernels(call, limits)
-    chains = plan_chains(plan, limits)
-    found += [chain_spec(chain, limits) for chain in chains]
-    specs: dict[str, KernelSpec] = {}
-    for spec in found:
-        assert specs.setdefault(spec.name, spec) == spec, f"two kernels are called {spec.name}"
-    return [specs[name] for name in sorted(specs)]
+    return found
 
 
 def compile_kernels(

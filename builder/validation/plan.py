@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from llmctl.builder.plan import TENSORRT_OP, Plan
 from llmctl.builder.validation.agreement import check_agreement
+from llmctl.builder.validation.binaries import check_binaries
 from llmctl.builder.validation.dataflow import check_dataflow
 from llmctl.builder.validation.decoder import Decoder
 from llmctl.builder.validation.errors import wrong
 from llmctl.builder.validation.operators import check_operators
+from llmctl.builder.validation.pieces import check_pieces
 from llmctl.builder.validation.schema import check_types
 from llmctl.builder.validation.tensors import check_tensors
 from llmctl.errors import CorruptEngine
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
 
 
-def check_plan(config: EngineConfig, plan: Plan) -> None:
+def check_plan(config: EngineConfig, plan: Plan, *, has_binaries: bool = True) -> None:
     """Raise CorruptEngine where the plan is not one that `build` writes for such a config.json.
 
+    has_binaries: false for a plan that nothing was compiled for, which cannot be written.
     config: with the fields that `find_wrong_field` asks for. Imports no arrays;
     docs/engine_format.md says how long it takes.
     """
@@ -33,10 +36,13 @@ def check_plan(config: EngineConfig, plan: Plan) -> None:
     check_dataflow(plan, tensors)
     check_operators(plan, tensors, backend, config.pretrained_config["dtype"])
     check_agreement(config, plan, tensors, backend)
+    check_binaries(config, plan, backend)
     has_pieces = any(op.op == TENSORRT_OP for op in plan.ops)
     if has_pieces != backend.compiles_plans:
         raise wrong(f"the plan is not one of backend {backend.name!r}")
-    if not has_pieces:
+    if has_pieces and has_binaries:
+        check_pieces(plan, tensors)
+    elif not has_pieces:
         model = config.pretrained_config
         Decoder(plan, model["num_hidden_layers"], model["tie_word_embeddings"]).check()
 
@@ -44,6 +50,6 @@ def check_plan(config: EngineConfig, plan: Plan) -> None:
 def require_own_plan(config: EngineConfig, plan: Plan) -> None:
     """The same of a plan that was just made, where a finding is a bug."""
     try:
-        check_plan(config, plan)
+        check_plan(config, plan, has_binaries=bool(plan.kernels or plan.trt_pieces))
     except CorruptEngine as error:
         raise AssertionError(f"the plan is not valid: {error}") from error

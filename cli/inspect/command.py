@@ -60,6 +60,13 @@ def inspect(
             hidden=True,
         ),
     ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Check all that opening the engine checks, kernels and their launches included.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything as one JSON object.")
     ] = False,
@@ -86,7 +93,8 @@ def inspect(
             f"{path} is not a directory", fix="give an engine directory or a checkpoint folder"
         )
     if _is_checkpoint(path):
-        for name in ("graph", "gpu", "read_bandwidth", "tokens", "context_len", "trusted_builder"):
+        names = ("graph", "gpu", "read_bandwidth", "tokens", "context_len", "trusted_builder")
+        for name in (*names, "verify"):
             if _is_given(context, name):
                 option = f"--{name.replace('_', '-')}"
                 raise BadConfig(f"{option} is for engines, and {path} is a checkpoint")
@@ -103,6 +111,10 @@ def inspect(
         described = describe_engine(path, Step(tokens, context_len), gpu, read_bandwidth)
         if trusted_builder is not None:
             described["signature"]["state"] = "trusted"
+        if verify:
+            from llmctl.cli.inspect.verify import verify_engine
+
+            described["verified"] = verify_engine(path)
         limits = described["config"]["build_config"]
         for option, value, limit in (
             ("--context-len", context_len, "max_seq_len"),

@@ -24,6 +24,9 @@ def engine_text(engine: Mapping[str, Any]) -> Iterator[str]:
     yield str(engine["path"])
     origin = ("signature", signature_text(engine["signature"]))
     yield from table([*summary_rows(engine["config"]), origin])
+    if "verified" in engine:
+        counts = ", ".join(f"{count} {name}" for name, count in engine["verified"].items())
+        yield from table([("verified", counts)])
     yield from ("", "memory")
     yield from table(list(memory_rows(engine)))
     yield from ("", step_line(engine["step"]))

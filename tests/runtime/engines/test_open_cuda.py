@@ -22,6 +22,7 @@ from llmctl.builder.engine_format import (
     PlanTensor,
     write_engine,
 )
+from llmctl.builder.validation import kernels
 from llmctl.errors import NoDevice, OutOfMemory, RebuildNeeded, Unsupported
 from llmctl.runtime.engines.host_blocks import BLOCKS_ON_DEVICE
 from llmctl.runtime.engines.memory_plan import RESERVED_BYTES
@@ -68,6 +69,7 @@ def write(folder: Path, capability: str = "9.0", **build: object) -> Path:
 def any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What plans must be is asked in tests/builder/validation; these have no operators."""
     monkeypatch.setattr(engine_format, "check_plan", lambda config, plan: None)
+    monkeypatch.setattr(kernels, "check_kernels", lambda config, plan, stored: None)
 
 
 @pytest.fixture

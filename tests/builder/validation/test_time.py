@@ -1,0 +1,45 @@
+"""Checking a plan is a small part of opening an engine: at most 20 ms for 70B."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from time import process_time
+
+from support.tensorrt.build import LLAMA_8B
+
+from llmctl.builder.build import plan_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.planted import LoadFormat
+from llmctl.builder.validation.plan import check_plan
+
+LLAMA_70B = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+QUANTIZATION = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+
+
+def test_the_plan_of_a_70b_model_is_checked_within_20_ms(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    document = {"producer": {"name": "modelopt"}, "quantization": QUANTIZATION}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(document))
+    request = BuildRequest(max_draft_len=10, max_seq_len=4096)
+    engine = plan_build(
+        tmp_path, request, backend="cuda", load_format=LoadFormat("dummy"), with_binaries=False
+    )
+    assert len(engine.plan.ops) > 500 and len(engine.plan.tensors) > 2000
+    times = []
+    gc.disable()
+    try:
+        for _ in range(7):
+            began = process_time()
+            check_plan(engine.config, engine.plan)
+            times.append(process_time() - began)
+    finally:
+        gc.enable()
+    assert min(times) < 0.020, f"{1e3 * min(times):.1f} ms"
