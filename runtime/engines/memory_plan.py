@@ -33,7 +33,7 @@ class KvCachePlan:
     num_blocks: int
     bytes_per_block: int  # of all engines together
     free_bytes: int
-    limited_by: str  # "free memory" | "max_tokens" | "max_batch_size"
+    limited_by: str  # "free memory" | "max_tokens" | "max_batch_size" | "32-bit slots"
 
     @property
     def total_bytes(self) -> int:
@@ -83,6 +83,7 @@ def plan_kv_cache(
         "free memory": int(free * free_fraction) // bytes_per_block,
         "max_batch_size": 2 * target.max_batch_size * blocks_per_sequence + num_null,
     }
+    limits["32-bit slots"] = (2**31 - 1) // target.tokens_per_block  # steps name slots in 32 bits
     if max_tokens is not None:
         limits["max_tokens"] = max_tokens // target.tokens_per_block
     limited_by = min(limits, key=limits.__getitem__)
