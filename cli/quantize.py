@@ -7,6 +7,7 @@ inside the command, so `--help` stays fast.
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +19,12 @@ from llmctl.cli.output_files import require_new_folder
 from llmctl.errors import BadConfig, Unsupported
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from llmctl.quantize.plan import QuantizePlan
     from llmctl.quantize.quantizer import QuantizeResult
 
+LONG_S = 60.0  # of calibration: it is announced
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -88,6 +92,10 @@ def quantize(
     """
     if export_format != "hf":
         raise Unsupported(f"--export-format {export_format}: only hf is written")
+    # Read by the OpenMP library when torch is imported. Its threads spin while they wait for each
+    # other, and where other programs use the cores too, that keeps the very thread that they wait
+    # for from running: calibration took 5 to 14 times the CPU time (docs/quantize.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from llmctl.quantize.plan import QuantizeOptions, plan_quantization
 
     options = QuantizeOptions(
@@ -143,7 +151,23 @@ def _run_with_progress(plan: QuantizePlan) -> QuantizeResult:
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("layers", total=plan.model.num_layers)
-        return run_quantization(plan, lambda done, total: bar.update(task, completed=done))
+        return run_quantization(
+            plan,
+            progress=lambda done, total: bar.update(task, completed=done),
+            on_estimate=lambda seconds_s: _tell_time(console, plan, seconds_s),
+        )
+
+
+def _tell_time(console: Console, plan: QuantizePlan, seconds_s: float) -> None:
+    """How long calibration will take, where that is worth knowing before it is over."""
+    if seconds_s < LONG_S:
+        return
+    text = f"calibration will take about {seconds_s / 60:.1f} minutes at this speed"
+    if plan.options.device == "cpu":
+        text += "; half the --calib-size takes half of it"
+        if plan.dtype == "float16":  # what oneDNN has no kernels for on most CPUs
+            text += ", and --dtype bfloat16 is several times as fast on most CPUs"
+    console.print(text, soft_wrap=True)
 
 
 def parse_size(text: str) -> int:

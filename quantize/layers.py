@@ -52,11 +52,17 @@ class LayerQuantizer:
     scheme: Scheme
     kv_cache_algo: str | None  # FP8, INT8, or None: not quantized
 
-    def run_layer(self, index: int, hidden: torch.Tensor, batch_size: int) -> Tensors:
+    def run_layer(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        batch_size: int,
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> Tensors:
         """Calibrate layer `index` on `hidden` and yield what the checkpoint stores for it.
 
-        hidden [rows, tokens, hidden_size] enters the layer and is overwritten by what leaves it.
-        Raises BadTensorValue.
+        hidden [rows, tokens, hidden_size] enters the layer and is overwritten by what leaves it;
+        `on_batch` is called after each batch of rows. Raises BadTensorValue.
         """
         import torch
 
@@ -68,6 +74,7 @@ class LayerQuantizer:
             for batch in torch.split(hidden, batch_size):
                 leaving = slice_(inputs_embeds=batch.to(self.device), use_cache=False).logits
                 batch.copy_(leaving)
+                on_batch()
 
         self._calibrate(slice_, calibrate, self._layer_config())
         low, high = hidden.aminmax()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import shutil
 import time
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from llmctl.publish import publish
 from llmctl.quantize import calibration
+from llmctl.quantize.estimate import TimeEstimate
 from llmctl.quantize.families import EMBEDDING, FINAL_NORM, HEAD
 from llmctl.quantize.format import (
     CONFIG_FILE,
@@ -47,9 +49,12 @@ class QuantizeResult:
 
 
 def run_quantization(
-    plan: QuantizePlan, progress: Callable[[int, int], None] = lambda done, total: None
+    plan: QuantizePlan,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    on_estimate: Callable[[float], None] = lambda seconds: None,
 ) -> QuantizeResult:
-    """Calibrate, convert and publish. `progress(layers done, layers in all)` after each layer.
+    """Calibrate, convert and publish. `progress(layers done, layers in all)` after each layer;
+    `on_estimate(seconds of calibration in all)` once, after the first batches.
 
     Raises BadCalibrationData, BadTensorValue, OutputExists, OutOfDisk. Whatever interrupts it,
     nothing exists under output_dir.
@@ -66,7 +71,7 @@ def run_quantization(
     )
     with publish(options.output_dir) as scratch:
         with ShardWriter(scratch, plan.shards) as writer:
-            _write_tensors(plan, rows, writer, progress)
+            _write_tensors(plan, rows, writer, progress, on_estimate)
         _write_documents(plan, scratch)
     return QuantizeResult(
         output_dir=str(options.output_dir),
@@ -87,6 +92,7 @@ def _write_tensors(
     rows: torch.Tensor,
     writer: ShardWriter,
     progress: Callable[[int, int], None],
+    on_estimate: Callable[[float], None],
 ) -> None:
     import torch
 
@@ -105,9 +111,12 @@ def _write_tensors(
     hidden = torch.nn.functional.embedding(rows.to(embedding.device), embedding).cpu()
     writer.write(EMBEDDING, embedding)
     del embedding
+    estimate = TimeEstimate(total * math.ceil(len(rows) / options.batch_size), on_estimate)
     for index in range(total):
         plan.checkpoint.release()
-        for name, tensor in quantizer.run_layer(index, hidden, options.batch_size):
+        for name, tensor in quantizer.run_layer(
+            index, hidden, options.batch_size, estimate.batch_done
+        ):
             writer.write(name, tensor)
         progress(index + 1, total)
     writer.write(FINAL_NORM, quantizer.read(FINAL_NORM))

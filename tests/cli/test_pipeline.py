@@ -54,3 +54,13 @@ def test_an_output_directory_is_never_overwritten(run_process, folder):
     assert done.returncode == 1 and "error[OutputExists]" in done.stderr
     after = sorted(path.stat().st_mtime_ns for path in (folder / "engine").rglob("*"))
     assert after == before
+
+
+def test_threads_of_quantize_wait_without_spinning(run_process, engines, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "true")  # the OpenMP library prints what it has read
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    done = run_process(
+        *("quantize", "--model_dir", engines.target_checkpoint, "--output_dir", tmp_path / "fp8"),
+        *("--calib_size", "1", "--calib_max_seq_length", "8"),
+    )
+    assert done.returncode == 0 and "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
