@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 DEMO_DATASET = "demo"
+_BATCH_ROWS, _MOST_CHARS = 256, 1 << 30  # of a parquet file
 TEXT_COLUMNS = ("text", "article", "content")  # `article` is cnn_dailymail's
 DOCUMENT_CHARS = 32_768  # longer documents are cut: the tokenizer's time grows with the piece
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -131,12 +132,24 @@ def _read_parquet(path: Path) -> list[str]:
     try:
         names = pyarrow.parquet.read_schema(path).names
         column = _text_column(dict.fromkeys(names), str(path))
-        values = pyarrow.parquet.read_table(path, columns=[column]).column(column).to_pylist()
+        file = pyarrow.parquet.ParquetFile(path)
+        texts: list[str] = []
+        num_chars = 0
+        # A few rows at a time: a kilobyte of a compressed file may stand for gigabytes.
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[column]):
+            values = batch.column(0).to_pylist()
+            if not all(isinstance(value, str | None) for value in values):
+                raise BadCalibrationData(f"{path}: the column {column} does not hold text")
+            texts += [value for value in values if value]
+            num_chars += sum(len(value) for value in values if value)
+            if num_chars > _MOST_CHARS:
+                raise BadCalibrationData(
+                    f"{path} holds more than {_MOST_CHARS} characters of text",
+                    fix="name a file with a part of its rows",
+                )
     except pyarrow.ArrowException as error:
         raise BadCalibrationData(f"{path} is not a parquet file: {error}") from error
-    if not all(isinstance(value, str | None) for value in values):
-        raise BadCalibrationData(f"{path}: the column {column} does not hold text")
-    return [value for value in values if value]
+    return texts
 
 
 READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

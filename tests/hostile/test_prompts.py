@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,8 @@ from support.hostile import attempt, bounded, require_named, run, write
 from support.mutations import Mutation, mutations
 
 from llmctl.cli.run.text_io import read_prompts
-from llmctl.errors import BadConfig
+from llmctl.errors import BadCalibrationData, BadConfig
+from llmctl.quantize import calibration
 
 
 def npy(header: str, values: bytes = b"", length: int | None = None, version: int = 1) -> bytes:
@@ -240,3 +243,18 @@ def test_a_file_of_many_rows_is_read_in_the_time_its_size_takes(tmp_path: Path) 
     start = time.monotonic()
     assert len(read_prompts(tmp_path / "x.jsonl")) == 20_000
     assert time.monotonic() - start < 30
+
+
+def test_a_compressed_calibration_file_is_read_up_to_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 GB of text in a kilobyte."""
+    column = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 40_000, pyarrow.int32()), pyarrow.array(["y" * 100_000])
+    )
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd")
+    assert path.stat().st_size < 4096
+    monkeypatch.setattr(calibration, "_MOST_CHARS", 1 << 28)
+    with bounded(), pytest.raises(BadCalibrationData, match="more than 268435456 characters"):
+        calibration.READERS[".parquet"](path)
