@@ -132,6 +132,8 @@ def _read_parquet(path: Path) -> list[str]:
     try:
         names = pyarrow.parquet.read_schema(path).names
         column = _text_column(dict.fromkeys(names), str(path))
+        if names.count(column) > 1:
+            raise BadCalibrationData(f"{path} has {names.count(column)} columns named {column}")
         file = pyarrow.parquet.ParquetFile(path)
         texts: list[str] = []
         num_chars = 0

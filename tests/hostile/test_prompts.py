@@ -258,3 +258,11 @@ def test_a_compressed_calibration_file_is_read_up_to_a_bound(
     monkeypatch.setattr(calibration, "_MOST_CHARS", 1 << 28)
     with bounded(), pytest.raises(BadCalibrationData, match="more than 268435456 characters"):
         calibration.READERS[".parquet"](path)
+
+
+def test_two_calibration_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    pyarrow.parquet.write_table(pyarrow.table(columns, names=["text", "text"]), path)
+    with pytest.raises(BadCalibrationData, match="2 columns named text"):
+        calibration.READERS[".parquet"](path)
