@@ -104,6 +104,7 @@ def fused(op: PlanOp) -> list[str]:
         "packed_linear_rope_kv": [*merged, "rope", "kv_write"],
         "rope_kv_write": [*norms, "rope", "kv_write"],
         "swiglu": ["silu", "mul", *quantize],
+        "silu": ["silu", *add],
         "rms_norm": [*add, "rms_norm", *quantize],
         "embedding_norm": ["embedding", "rms_norm", *quantize],
         "paged_attention": ["attention", *(["quantize"] if "out_scale" in op.inputs else [])],

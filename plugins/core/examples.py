@@ -142,6 +142,15 @@ def _swiglu(case: Case, generator: torch.Generator) -> Example:
     return Example(call, plain_step(tokens), no_cache())
 
 
+def _silu(case: Case, generator: torch.Generator) -> Example:
+    shape, dtype = (int(case["tokens"]), int(case["hidden"])), str(case["dtype"])
+    inputs = {"x": random_tensor(shape, dtype, generator, spread=2)}
+    if case["residual"]:
+        inputs["residual"] = random_tensor(shape, dtype, generator)
+    call = OpCall("silu", "silu", inputs, {"out": empty(shape, dtype)}, {})
+    return Example(call, plain_step(shape[0]), no_cache())
+
+
 def _linear(case: Case, generator: torch.Generator) -> Example:
     tokens, outputs, inner = (int(case[k]) for k in ("tokens", "outputs", "inner"))
     x_dtype, weight_dtype = str(case["x_dtype"]), str(case["dtype"])
@@ -278,6 +287,7 @@ _MAKERS: Mapping[str, Callable[[Case, torch.Generator], Example]] = {
     "quantize": _quantize,
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
+    "silu": _silu,
     "linear": _linear,
     "packed_linear": _packed_linear,
     "packed_linear_swiglu": _packed_linear_swiglu,

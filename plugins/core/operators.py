@@ -21,6 +21,7 @@ from llmctl.plugins.ops.paged_attention.spec import SPEC as PAGED_ATTENTION
 from llmctl.plugins.ops.quantize.spec import SPEC as QUANTIZE
 from llmctl.plugins.ops.rms_norm.spec import SPEC as RMS_NORM
 from llmctl.plugins.ops.rope_kv_write.spec import SPEC as ROPE_KV_WRITE
+from llmctl.plugins.ops.silu.spec import SPEC as SILU
 from llmctl.plugins.ops.swiglu.spec import SPEC as SWIGLU
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _FOLDERS: Mapping[str, tuple[OpSpec, ...]] = {
         ROPE_KV_WRITE,
         PAGED_ATTENTION,
         SWIGLU,
+        SILU,
         QUANTIZE,
         GATHER_ROWS,
     ),
@@ -49,6 +51,7 @@ CPU_KINDS = (  # what the cpu backend has, in the order of Kind in its abi.h
     "swiglu",
     "quantize",
     "gather_rows",
+    "silu",
 )
 SPECS: Mapping[str, OpSpec] = {spec.name: spec for specs in _FOLDERS.values() for spec in specs}
 _PACKAGES = {

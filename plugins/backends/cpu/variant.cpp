@@ -13,6 +13,7 @@
 #include "../../ops/rms_norm/cpu.cpp"
 #include "../../ops/rope_kv_write/cpu.cpp"
 #include "../../ops/sampling/cpu.cpp"
+#include "../../ops/silu/cpu.cpp"
 #include "../../ops/swiglu/cpu.cpp"
 #include "measure.cpp"
 
@@ -31,6 +32,7 @@ const Kernels LLMCTL_TABLE(LLMCTL_ISA) = {
         LLMCTL_ISA::run_swiglu,
         LLMCTL_ISA::run_quantize,
         LLMCTL_ISA::run_gather_rows,
+        LLMCTL_ISA::run_silu,
     },
     LLMCTL_ISA::argmax_rows,
     LLMCTL_ISA::sample_rows,

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.core.calls import OpCall, row_extents
-from llmctl.plugins.core.example_parts import make_step, random_tensor
+from llmctl.plugins.core.example_parts import make_step, no_cache, plain_step, random_tensor
 from llmctl.plugins.core.examples import make_example
 from llmctl.plugins.core.operators import SPECS
 from llmctl.plugins.core.reference import ReferenceProgram
@@ -25,6 +25,7 @@ from llmctl.plugins.ops.paged_attention.reference import attention
 from llmctl.plugins.ops.quantize.reference import quantize_per_token, quantize_static
 from llmctl.plugins.ops.rms_norm.reference import rms_norm
 from llmctl.plugins.ops.rope_kv_write.reference import rotate
+from llmctl.plugins.ops.silu.reference import reference as silu
 from llmctl.plugins.ops.swiglu.reference import swiglu
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,6 +68,18 @@ def test_swiglu_equals_the_transformers_activation(dtype, generator):
     wanted = mlp.act_fn(gate) * up
     # torch's vectorised exp differs from its scalar one by a unit in the last place
     torch.testing.assert_close(swiglu(x), wanted, **_close(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_a_residual_equal_what_torch_computes(dtype, generator):
+    x, residual = (random_tensor((33, 72), dtype, generator, spread=3) for _ in range(2))
+    rest = ({}, plain_step(33), no_cache())
+    out, summed = torch.empty_like(x), torch.empty_like(x)
+    silu({"x": x}, {"out": out}, *rest)
+    wanted = torch.nn.functional.silu(x)
+    torch.testing.assert_close(out, wanted, **_close(dtype))
+    silu({"x": x, "residual": residual}, {"out": summed}, *rest)
+    assert torch.equal(summed, residual + out)
 
 
 def _close(dtype: str) -> dict[str, float]:

@@ -19,6 +19,7 @@ from llmctl.plugins.core.operators import SPECS, operator_module
 OPS = (
     *("embedding", "embedding_norm", "gather_rows", "quantize", "rms_norm", "swiglu"),
     "rope_kv_write",
+    "silu",
 )
 # Nothing here but a sum and an exponential can differ from the references.
 EXACT_OPS = {"embedding", "gather_rows", "quantize"}

@@ -1,0 +1,1 @@
+"""SiLU, with an optional residual added behind it."""
