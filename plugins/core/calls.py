@@ -94,15 +94,17 @@ class Program(Protocol):
 
 
 def row_extents(
-    calls: Sequence[OpCall], stated: Mapping[str, Mapping[str, Extent]] | None = None
+    calls: Sequence[OpCall],
+    stated: Mapping[str, Mapping[str, Extent]] | None = None,
+    row_inputs: Sequence[torch.Tensor] = (),
 ) -> list[Extent]:
     """For each call, whether it processes the step's tokens or only the rows that get logits.
 
     Buffers are identified by their address, because activations share one arena: the last call that
     wrote to an address decides. `stated` gives the extents of the outputs by role for calls (by
-    name) that define them.
+    name) that define them; `row_inputs` have rows before the first call.
     """
-    written: dict[int, Extent] = {}
+    written: dict[int, Extent] = {tensor.data_ptr(): "rows" for tensor in row_inputs}
     extents: list[Extent] = []
     for call in calls:
         extent: Extent = "tokens"

@@ -21,10 +21,10 @@ ROW_ROLES = frozenset({"x", "residual"})
 class ReferenceProgram:
     """A program that calls `plugins/ops/<op>/reference.py` for each operator."""
 
-    def __init__(self, calls: Sequence[OpCall]) -> None:
+    def __init__(self, calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor] = ()) -> None:
         for call in calls:
             check_call(call)
-        self._calls = tuple(zip(calls, row_extents(calls), strict=True))
+        self._calls = tuple(zip(calls, row_extents(calls, row_inputs=row_inputs), strict=True))
         self._functions = {
             op: operator_module(op, "reference").reference for op in {call.op for call in calls}
         }

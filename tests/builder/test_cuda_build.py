@@ -13,6 +13,7 @@ from support.driver import RecordingDriver
 from llmctl.builder import sources
 from llmctl.builder.engine_format import Plan, open_engine, read_engine_config
 from llmctl.builder.packing import PackedRows, RowOrder
+from llmctl.plugins.backends.cuda.device_kernels import DeviceKernels
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.ops.packed_linear import layout
@@ -56,7 +57,7 @@ def test_no_step_launches_more_kernels_than_the_memory_plan_counts(
     config = read_engine_config(cuda_engines(case))
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     calls = make_calls(plan, bind_plan(plan, tensors, arena))
-    monkeypatch.setattr(CudaProgram, "_find", lambda self, spec: spec)
+    monkeypatch.setattr(DeviceKernels, "_find", lambda self, spec: spec)
     limits = step_limits_of(config, plan)
     cache_type: torch.dtype = getattr(torch, plan.kv_cache.dtype)
     program = CudaProgram(calls, [], limits, "cpu", RecordingDriver())
@@ -77,7 +78,7 @@ def test_attention_of_every_layer_is_launched_as_if_it_were_the_only_one(
     plan, tensors = open_engine(cuda_engines(case))
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     calls = make_calls(plan, bind_plan(plan, tensors, arena))
-    monkeypatch.setattr(CudaProgram, "_find", lambda self, spec: spec)
+    monkeypatch.setattr(DeviceKernels, "_find", lambda self, spec: spec)
     limits = step_limits_of(read_engine_config(cuda_engines(case)), plan)
     cache_type: torch.dtype = getattr(torch, plan.kv_cache.dtype)
     program = CudaProgram(calls, [], limits, "cpu", RecordingDriver())

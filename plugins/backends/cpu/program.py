@@ -34,11 +34,12 @@ class CpuProgram:
     hold, NoDevice when the library is not built. Not re-entrant: one step at a time.
     """
 
-    def __init__(self, calls: Sequence[OpCall]) -> None:
+    def __init__(self, calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor] = ()) -> None:
+        """row_inputs: tensors that are there before the first call and have the step's rows."""
         for call in calls:
             check_call(call)
         self._calls = tuple(calls)  # keeps the tensors alive whose addresses the ops hold
-        extents = row_extents(calls)
+        extents = row_extents(calls, row_inputs=row_inputs)
         ops = (Op * len(calls))(*map(_pack, calls, extents))
         handle = ctypes.c_void_p()
         check(load_kernels().llmctl_program_create(ops, len(calls), ctypes.byref(handle)))

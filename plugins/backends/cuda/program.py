@@ -16,22 +16,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from llmctl.errors import CorruptEngine
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel
-from llmctl.plugins.backends.cuda.driver import cuda_driver
+from llmctl.plugins.backends.cuda.device_kernels import DeviceKernels, Driver
 from llmctl.plugins.backends.cuda.kernel_spec import (
     DeviceStep,
-    KernelSpec,
     Launch,
     LaunchEnv,
-    PointerTable,
     StepLimits,
     StepShape,
-    TensorMap,
 )
 from llmctl.plugins.backends.cuda.rebinding import (
     Model,
@@ -50,24 +46,8 @@ from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, open_chains
 # Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
 MAX_PREPARED, MAX_COUNTS = 64, 128
 _BY_REQUEST = frozenset({"paged_attention"})  # the others depend only on counts of tokens or rows
+_EXTENTS: tuple[Extent, ...] = ("tokens", "rows")
 _CHAIN = -1  # in the place of an index: all calls of the first chain; -2: of the second
-
-
-class Driver(Protocol):
-    """What a program needs of `CudaDriver`; tests use a recorder instead."""
-
-    def make_current(self) -> None: ...
-    def load(self, kernel: CompiledKernel) -> Any: ...
-    def prepare(
-        self,
-        loaded: Any,
-        grid: Sequence[int],
-        arguments: Sequence[torch.Tensor | TensorMap | int | float],
-        use_pdl: bool,
-    ) -> Prepared: ...
-    def rebind(self, launch: Any, tensors: Mapping[int, torch.Tensor]) -> Prepared: ...
-    def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None: ...
-    def make_event(self) -> Any: ...
 
 
 class OperatorRunner(Protocol):
@@ -90,14 +70,16 @@ class CudaProgram:
     def __init__(
         self,
         calls: Sequence[OpCall],
-        binaries: Iterable[CompiledKernel],
+        binaries: Iterable[CompiledKernel] | DeviceKernels,
         limits: StepLimits,
         device: torch.device | str = "cuda",
         driver: Driver | None = None,
         use_pdl: bool = True,
         runners: Mapping[str, OperatorRunner] | None = None,
         fused: Sequence[FusedCalls] = (),
+        row_inputs: Sequence[torch.Tensor] = (),
     ) -> None:
+        """row_inputs: tensors that are there before the first call and have the step's rows."""
         self._runners = dict(runners or {})  # by operator
         stated = {}
         for call in calls:
@@ -105,20 +87,18 @@ class CudaProgram:
                 stated[call.name] = self._runners[call.op].extents(call)
             else:
                 check_call(call)
-        self._use_pdl = use_pdl  # as the binaries were compiled: `compiler.uses_pdl`
         self.limits = limits
-        self._device = torch.device(device)
-        self._driver: Driver = driver or cuda_driver(self._device.index or 0)
-        kernels = {kernel.name: kernel for kernel in binaries}
-        self._arguments = {name: kernel.arguments for name, kernel in kernels.items()}
-        self._loaded = {name: self._driver.load(kernel) for name, kernel in kernels.items()}
-        self._calls = tuple(zip(calls, row_extents(calls, stated), strict=True))
+        if isinstance(binaries, DeviceKernels):
+            self._kernels = binaries
+        else:
+            self._kernels = DeviceKernels(binaries, torch.device(device), driver, use_pdl)
+        self._driver = self._kernels.driver
+        self.scratch = self._kernels.scratch  # see LaunchEnv
+        self._calls = tuple(zip(calls, row_extents(calls, stated, row_inputs), strict=True))
         own = {call.op for call in calls} - set(self._runners)
         self._modules = {op: operator_module(op, "kernel") for op in own}
-        self._inputs = StepBuffer(limits, self._device, self._driver)
+        self._inputs = StepBuffer(limits, self._kernels.device, self._driver)
         self.step: DeviceStep = self._inputs.step
-        self._scratch: dict[str, torch.Tensor] = {}
-        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._envs: dict[str, LaunchEnv] = {}
         self._prepared: OrderedDict[StepShape, list[Packed]] = OrderedDict()
         self._by_count: list[OrderedDict[int, Packed]] = [OrderedDict() for _ in calls]
@@ -129,13 +109,24 @@ class CudaProgram:
         self._models: dict[Hashable, Model] = {}  # by `look`, for the step packed last
         self._chains = open_chains(calls, limits, fused)
 
+    def beside(
+        self, calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor] = ()
+    ) -> CudaProgram:
+        """A program of other calls of the engine: it shares the kernels and their scratch memory,
+        and has arrays of a step for itself. It runs on this program's stream."""
+        return CudaProgram(calls, self._kernels, self.limits, row_inputs=row_inputs)
+
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Use this cache from now on; captured graphs keep the one they were captured with."""
         assert kv_cache.dim() == 6 and kv_cache.is_contiguous()
         self.forget()
         self._envs = {
-            extent: LaunchEnv(self.step, kv_cache, self.limits, extent, self.scratch, self._use_pdl)
-            for extent in ("tokens", "rows")
+            extent: LaunchEnv(
+                *(self.step, kv_cache, self.limits, extent),
+                self.scratch,
+                self._kernels.use_pdl,
+            )
+            for extent in _EXTENTS
         }
 
     def forget(self) -> None:
@@ -184,18 +175,7 @@ class CudaProgram:
         """Enqueue launches that belong to no call: rounds and sampling."""
         self._driver.make_current()
         for launch in launches:
-            self._prepare(launch)(stream)
-
-    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor of that name, zeroed when it is first requested (LaunchEnv.scratch)."""
-        found = self._scratch.get(name)
-        if found is None:
-            found = torch.zeros(shape, dtype=dtype, device=self._device)
-            if found.is_cuda:  # zeroed on torch's stream, used on a different one
-                torch.cuda.current_stream(self._device).synchronize()
-            self._scratch[name] = found
-        assert tuple(found.shape) == tuple(shape) and found.dtype == dtype, name
-        return found
+            self._kernels.prepare(launch)(stream)
 
     def parts(self, shape: StepShape) -> list[int]:
         """The calls to launch one by one; a chain is represented by _CHAIN minus its number."""
@@ -211,7 +191,7 @@ class CudaProgram:
         if index <= _CHAIN:
             chain = self._chains[_CHAIN - index]
             launch = chain_launch(chain, self._envs["tokens"], shape)
-            return Packed([self._prepare(launch)], [launch])
+            return Packed([self._kernels.prepare(launch)], [launch])
         call, extent = self._calls[index]
         env = self._envs[extent]
         if call.op in self._runners:
@@ -255,31 +235,4 @@ class CudaProgram:
     def _pack_new(self, index: int, shape: StepShape) -> Packed:
         call, extent = self._calls[index]
         launches = self._modules[call.op].launches(call, self._envs[extent], shape)
-        return Packed([self._prepare(launch) for launch in launches], launches)
-
-    def _prepare(self, launch: Launch) -> Prepared:
-        arguments = tuple(
-            self._table(a) if isinstance(a, PointerTable) else a for a in launch.arguments
-        )
-        return self._driver.prepare(self._find(launch.spec), launch.grid, arguments, self._use_pdl)
-
-    def _table(self, table: PointerTable) -> torch.Tensor:
-        """The addresses in device memory. They are kept as long as the program, because a captured
-        graph reads them even after its launch has been dropped."""
-        addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in table.tensors)
-        if addresses not in self._tables:
-            self._tables[addresses] = torch.tensor(addresses, dtype=torch.int64).to(self._device)
-        return self._tables[addresses]
-
-    def _find(self, spec: KernelSpec) -> Any:
-        loaded = self._loaded.get(spec.name)
-        if loaded is None:
-            raise CorruptEngine(
-                f"the engine has no kernel {spec.name!r}", fix="build the engine again"
-            )
-        if self._arguments[spec.name] != spec.arguments:
-            raise CorruptEngine(
-                f"another version of llmctl built the kernel {spec.name!r}: its arguments differ",
-                fix="build the engine again",
-            )
-        return loaded
+        return Packed([self._kernels.prepare(launch) for launch in launches], launches)

@@ -91,7 +91,7 @@ def test_like_layers_are_packed_once_and_rebound(monkeypatch):
         return OpCall("embedding", f"e{number}", tensors, {"out": torch.zeros(96, 16)}, attributes)
 
     monkeypatch.setattr(program_module, "check_call", lambda call: None)
-    monkeypatch.setattr(program_module, "row_extents", lambda calls, _: ["tokens"] * len(calls))
+    monkeypatch.setattr(program_module, "row_extents", lambda calls, *_: ["tokens"] * len(calls))
     mask = torch.zeros(4)
     calls = [layer(0), layer(1), layer(2, scale=2.0), layer(3, rows=64), layer(4)]
     calls += [layer(5, mask=mask), layer(6, mask=torch.zeros(4)), layer(7, mask=mask)]
