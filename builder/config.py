@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from llmctl.builder.models.family import DTYPES, ModelConfig
-from llmctl.builder.speculative_modes import SPECULATIVE_MODES
+from llmctl.builder.speculative_modes import SPECULATIVE_MODES, available_modes
 from llmctl.errors import BadConfig, Unsupported
 
 _MOST = 2**31 - 1  # positions, slots and rows are counted in 32 bits
@@ -64,12 +64,19 @@ class BuildRequest:
             False,
             "logits are computed for the last prompt token and for generated tokens",
         )
-        if self.speculative_decoding_mode not in (None, "none", "draft_tokens_external"):
+        if not SPECULATIVE_MODES[self.mode].is_available:
             raise Unsupported(
-                f"--speculative-decoding-mode {self.speculative_decoding_mode} is not in this "
-                "version; available: none, draft_tokens_external",
+                f"--speculative-decoding-mode {self.mode} is not in this version; "
+                f"available: {available_modes()}",
                 fix="--speculative-decoding-mode draft_tokens_external",
             )
+
+    @property
+    def mode(self) -> str:
+        """The mode in force: --max-draft-len alone asks for the simplest one."""
+        if self.speculative_decoding_mode is None:
+            return "draft_tokens_external" if self.max_draft_len else "none"
+        return self.speculative_decoding_mode
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any], where: str) -> BuildRequest:
@@ -125,7 +132,7 @@ def resolve_build_config(
     and cut to what max_batch_size sequences can have.
     """
     notices: list[str] = []
-    mode = _speculative_mode(request)
+    _check_mode(request)
     stretched = model.rope.stretched_length(model.max_position_embeddings)
     is_dynamic = model.rope.rope_type == "dynamic"
     max_seq_len = request.max_seq_len
@@ -180,7 +187,7 @@ def resolve_build_config(
         max_num_tokens=max_num_tokens,
         max_beam_width=request.max_beam_width,
         max_draft_len=request.max_draft_len,
-        speculative_decoding_mode=SPECULATIVE_MODES[mode],
+        speculative_decoding_mode=SPECULATIVE_MODES[request.mode].number,
         tokens_per_block=block,
         kv_cache_type=request.kv_cache_type.upper(),
         kv_cache_dtype=kv_cache_dtype,
@@ -191,17 +198,14 @@ def resolve_build_config(
     return config, notices
 
 
-def _speculative_mode(request: BuildRequest) -> str:
-    """--max-draft-len alone implies the only mode there is; the mode alone is a mistake."""
-    mode = request.speculative_decoding_mode
-    if mode is None:
-        return "draft_tokens_external" if request.max_draft_len else "none"
+def _check_mode(request: BuildRequest) -> None:
+    """A mode without drafts is a mistake, and so are drafts without a mode."""
+    mode = request.mode
     if (mode == "none") != (request.max_draft_len == 0):
         raise BadConfig(
             f"speculative_decoding_mode is {mode} with max_draft_len {request.max_draft_len}",
             fix="give --max-draft-len with draft_tokens_external, neither for a draft engine",
         )
-    return mode
 
 
 def choose_dtype(requested: str, model: ModelConfig, stored: str) -> str:

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from llmctl.builder.backends import is_auto
+from llmctl.builder.speculative_modes import available_modes
 from llmctl.cli.build.options import (
     LIMITS,
     LOG_LEVELS,
@@ -136,7 +137,7 @@ def _build(
         str | None,
         typer.Option(
             "--speculative-decoding-mode",
-            help="draft_tokens_external, or none; implied by --max-draft-len.",
+            help=f"{available_modes()}; implied by --max-draft-len.",
         ),
     ] = None,
     tokens_per_block: Annotated[

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llmctl.runtime.engines.engine import Engine
 
 AcceptRule = Literal["tokens", "logits"]
+EXTERNAL_DRAFTS = "draft_tokens_external"  # the build mode of engines that verify any drafts
 
 
 class DraftMethod(Protocol):
@@ -27,6 +28,11 @@ class DraftMethod(Protocol):
     @property
     def name(self) -> str:
         """The name shown in reports."""
+
+    @property
+    def build_mode(self) -> str:
+        """The --speculative_decoding_mode that its target engine is built with, a row of
+        builder/speculative_modes.py; "none": any engine will do."""
 
     @property
     def is_drafting(self) -> bool:

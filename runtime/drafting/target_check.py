@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from llmctl.builder.engine_format import SPECULATIVE_MODES, EngineConfig
 from llmctl.errors import PairMismatch
-
-DRAFT_MODE = "draft_tokens_external"
-
-
-def verifies_drafts(config: EngineConfig) -> bool:
-    """Whether the engine was built to verify drafts from outside."""
-    return bool(config.build_config["speculative_decoding_mode"] == SPECULATIVE_MODES[DRAFT_MODE])
+from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS
 
 
-def check_target(target: EngineConfig, draft_len: int | None) -> int:
+def is_built_for(config: EngineConfig, build_mode: str) -> bool:
+    """Whether an engine was built with this --speculative_decoding_mode."""
+    number = SPECULATIVE_MODES[build_mode].number
+    return bool(config.build_config["speculative_decoding_mode"] == number)
+
+
+def check_target(
+    target: EngineConfig, draft_len: int | None, build_mode: str = EXTERNAL_DRAFTS
+) -> int:
     """The draft length to use: `draft_len`, or what the engine was built for when None.
 
-    Raises PairMismatch when the engine cannot verify that many drafts.
+    Raises PairMismatch when the engine cannot verify that many drafts of a method that needs
+    `build_mode`.
     """
     most = int(target.build_config["max_draft_len"])
     wanted = draft_len if draft_len is not None else max(most, 1)
     rebuild = (
         "rebuild the target with: llmctl build "
-        f"--speculative_decoding_mode {DRAFT_MODE} --max_draft_len {wanted}"
+        f"--speculative_decoding_mode {build_mode} --max_draft_len {wanted}"
     )
-    if not verifies_drafts(target):
+    if not is_built_for(target, build_mode):
         raise PairMismatch(
-            f"the target engine was built without --speculative_decoding_mode {DRAFT_MODE}; "
+            f"the target engine was built without --speculative_decoding_mode {build_mode}; "
             "it cannot verify drafts",
             fix=rebuild,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmctl.runtime.drafting.method import AcceptRule
+from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
@@ -24,6 +24,7 @@ class DraftEngine:
     """See DraftMethod for every member."""
 
     name = "draft engine"
+    build_mode = EXTERNAL_DRAFTS
     is_drafting = True
     engine: Path
     draft_len: int | None = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import PairMismatch
-from llmctl.runtime.drafting.target_check import DRAFT_MODE, check_target, verifies_drafts
+from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS
+from llmctl.runtime.drafting.target_check import check_target, is_built_for
 
 
 def check_pair(target: EngineConfig, draft: EngineConfig, draft_len: int | None) -> int:
@@ -18,10 +19,10 @@ def check_pair(target: EngineConfig, draft: EngineConfig, draft_len: int | None)
     as the tokenizers have the same content; max_batch_size (the draft runs in groups); and
     max_seq_len (beyond the draft's, generation goes on without drafts).
     """
-    if verifies_drafts(draft) and not verifies_drafts(target):
+    if is_built_for(draft, EXTERNAL_DRAFTS) and not is_built_for(target, EXTERNAL_DRAFTS):
         raise PairMismatch(
             "draft and target look swapped: the engine given as draft was built with "
-            f"--speculative_decoding_mode {DRAFT_MODE}, the one given as target was not",
+            f"--speculative_decoding_mode {EXTERNAL_DRAFTS}, the one given as target was not",
             fix="swap the values of --engine-dir and --draft-engine",
         )
     chosen = check_target(target, draft_len)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmctl.runtime.drafting.method import AcceptRule
+from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
@@ -22,6 +22,7 @@ class NgramLookup:
     """See DraftMethod for every member."""
 
     name = "n-gram"
+    build_mode = EXTERNAL_DRAFTS
     is_drafting = True
     is_device_led = False
     draft_len: int | None
@@ -41,7 +42,7 @@ class NgramLookup:
     def check(self, target: EngineConfig, configs: Mapping[str, EngineConfig]) -> int:
         from llmctl.runtime.drafting.target_check import check_target
 
-        return check_target(target, self.draft_len)
+        return check_target(target, self.draft_len, self.build_mode)
 
     def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> NgramDrafter:
         from llmctl.runtime.drafting.ngram.drafter import NgramDrafter

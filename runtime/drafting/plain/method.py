@@ -22,6 +22,7 @@ class PlainDecoding:
     """See DraftMethod for every member."""
 
     name = "none"
+    build_mode = "none"
     is_drafting = False
     draft_len: int | None = 0
     acceptance: AcceptRule = "tokens"

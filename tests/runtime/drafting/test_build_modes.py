@@ -1,0 +1,55 @@
+"""What a method asks of its target engine and what the builder builds are one table's rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.speculative_modes import SPECULATIVE_MODES
+from llmctl.errors import PairMismatch
+from llmctl.runtime.drafting.methods import METHODS, choose_method, method_options
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+
+ASKED = {  # by a row's `how`: values of options that ask for the method
+    "--draft-engine": {"draft_engine": "engine"},
+    "--ngram-config": {"ngram_config": "[4,2,[0]]"},
+}
+NOTHING = {option.name: None for option in method_options()}
+
+
+def config(mode: str, max_draft_len: int) -> SimpleNamespace:
+    number = SPECULATIVE_MODES[mode].number
+    build = {"max_draft_len": max_draft_len, "speculative_decoding_mode": number}
+    return SimpleNamespace(
+        backend="cpu",
+        build_config={"tokens_per_block": 32, **build},
+        tokenizer={"hash": "a", "vocab_size": 10},
+        pretrained_config={"vocab_size": 10},
+    )
+
+
+@pytest.mark.parametrize("row", METHODS, ids=lambda row: row.how)
+def test_a_method_takes_engines_of_its_build_mode_and_no_others(row):
+    (asked,) = [values for how, values in ASKED.items() if row.how.startswith(how)]
+    method = choose_method({**NOTHING, **asked})
+    BuildRequest(speculative_decoding_mode=method.build_mode, max_draft_len=4)  # can be built
+    beside = {role: config("none", 0) for role in method.engines}
+    assert method.check(config(method.build_mode, 4), beside) == 4
+    for mode in SPECULATIVE_MODES:
+        if mode != method.build_mode:
+            with pytest.raises(PairMismatch, match=f"decoding_mode {method.build_mode}"):
+                method.check(config(mode, 4), beside)
+
+
+def test_every_mode_that_can_be_built_has_a_method():
+    methods = [choose_method({**NOTHING, **asked}) for asked in ASKED.values()]
+    used = {method.build_mode for method in (*methods, PlainDecoding())}
+    assert used == {name for name, mode in SPECULATIVE_MODES.items() if mode.is_available}
+
+
+def test_numbers_are_those_of_tensorrt_llm():
+    numbers = {name: mode.number for name, mode in SPECULATIVE_MODES.items()}
+    assert numbers["draft_tokens_external"] == 2 and numbers["eagle"] == 32
+    assert sorted(numbers.values()) == [1 << bit for bit in range(6)]
