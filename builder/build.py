@@ -36,12 +36,19 @@ from llmctl.builder.engine_format import (
     write_engine,
 )
 from llmctl.builder.engine_kernels import OnKernel
+from llmctl.builder.heads.graphs import join, record_heads
 from llmctl.builder.kv_cache import choose_kv_cache
 from llmctl.builder.models import model_config
 from llmctl.builder.models.decoder import EMBEDDING, build_network
 from llmctl.builder.network import Network
 from llmctl.builder.passes.pipeline import run_passes
-from llmctl.builder.planted import LoadFormat, declare_tensors, mark_generated, open_config
+from llmctl.builder.planted import (
+    LoadFormat,
+    declare_tensors,
+    mark_generated,
+    open_config,
+    require_generator,
+)
 from llmctl.builder.plugin_config import rank_notices, resolve_plugins
 from llmctl.builder.provenance import describe_source, pretrained_config, versions
 from llmctl.builder.scales import (
@@ -59,7 +66,7 @@ from llmctl.builder.sources import Source
 from llmctl.builder.tensorrt.pieces import Piece
 from llmctl.builder.tokenizer import describe_tokenizer
 from llmctl.builder.validation.plan import require_own_plan
-from llmctl.errors import OutputExists, Unsupported
+from llmctl.errors import OutputExists
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.publish import publish, require_space
 from llmctl.quantize.checkpoint import DTYPES as STORED_DTYPES
@@ -78,7 +85,7 @@ class EnginePlan:
 
     checkpoint: Checkpoint
     config: EngineConfig  # `files` is filled in when they are written
-    network: Network
+    network: Network  # of the base graph
     plan: Plan
     sources: Mapping[str, Source]
     limits: BuildConfig
@@ -147,20 +154,8 @@ def plan_build(
     require_cache_type(request.kv_cache_type, backend)
     require_ranks(request.tp_size, backend)
     package = find_package(backend)
+    require_generator(load_format, backend)
     is_generated = load_format.is_generated
-    generators = BACKENDS[backend].generated_weights
-    if is_generated and not generators:
-        raise Unsupported(
-            f"--load-format {load_format.name}: weights are generated on a GPU, and the backend is "
-            f"{backend}",
-            fix="--backend cuda, or a checkpoint of scripts.models.make_planted_checkpoints",
-        )
-    if is_generated and load_format.name not in generators:
-        raise Unsupported(
-            f"--load-format {load_format.name}: the {backend} backend has no generator of "
-            f"{load_format.name} weights",
-            fix="--load-format dummy, or a checkpoint of scripts.models.make_planted_checkpoints",
-        )
     checkpoint = open_config(checkpoint_dir) if is_generated else Checkpoint.open(checkpoint_dir)
     where = str(checkpoint_dir / "config.json")
     model = model_config(checkpoint.config, where)
@@ -170,18 +165,14 @@ def plan_build(
         require_gpu_model(local, dtype, backend)
     require_readable(checkpoint)
     require_weights(checkpoint.quantization, backend)
-    if request.outputs and BACKENDS[backend].compiles_plans:
-        raise Unsupported(
-            f"outputs beside logits ({', '.join(request.outputs)}) are not available on backend "
-            f"{backend!r}",
-            fix="--backend cuda or --backend cpu",
-        )
-    recorded = build_network(model, dtype, request.outputs)
+    heads, outputs = record_heads(request, model, dtype, backend)
+    recorded = build_network(model, dtype, outputs)
+    whole = join([recorded, *heads])
     if is_generated:
-        declare_tensors(checkpoint, recorded, model.num_hidden_layers)
-    shapes = checkpoint_shapes(recorded, checkpoint.quantization)
+        declare_tensors(checkpoint, whole, model.num_hidden_layers)
+    shapes = checkpoint_shapes(whole, checkpoint.quantization)
     # Dtypes before shapes: 4-bit codes have a shape of their own, and the dtype tells why.
-    linear_scales = find_linear_scales(checkpoint, recorded)
+    linear_scales = find_linear_scales(checkpoint, whole)
     checkpoint.require(shapes)
     cache_dtype, kv_scales = choose_kv_cache(
         checkpoint, request, model.num_hidden_layers, dtype, backend
@@ -202,21 +193,22 @@ def plan_build(
         tuple(0 if window >= limits.max_seq_len else window for window in model.windows),
     )
     if limits.tp_size > 1:
-        recorded = reduce_partial_sums(build_network(local, dtype, request.outputs))
-    network, plan, pieces = run_passes(
-        recorded, model, limits, plugin_config, linear_scales, kv_scales, cache, backend
+        recorded = reduce_partial_sums(build_network(local, dtype, outputs))
+    graphs, plan, pieces = run_passes(
+        recorded, model, limits, plugin_config, linear_scales, kv_scales, cache, backend, heads
     )
+    sources = join(graphs).sources
     if is_generated:
-        plan = mark_generated(plan, network.sources)
+        plan = mark_generated(plan, sources)
     else:
-        read_scales(checkpoint, network, limits.tp_size)
+        read_scales(checkpoint, sources, limits.tp_size)
     binaries: Binaries = {}
     compilers: dict[str, str] = {}
     if with_binaries:
         plan, binaries, compilers = make_binaries(
             plan, pieces, limits, plugin_config, target, on_kernel
         )
-    used = [name for source in network.sources.values() for name in source.names]
+    used = [name for source in sources.values() for name in source.names]
     unused = check_unused(checkpoint, used, model.num_hidden_layers)
     if unused:
         notices.append(f"not part of the model, left out: {', '.join(unused[:4])}")
@@ -240,9 +232,9 @@ def plan_build(
     return EnginePlan(
         checkpoint=checkpoint,
         config=config,
-        network=network,
+        network=graphs[0],
         plan=plan,
-        sources=network.sources,
+        sources=sources,
         limits=limits,
         pieces=pieces,
         binaries=binaries,

@@ -27,10 +27,12 @@ from llmctl.builder.container import (
     write_container,
 )
 from llmctl.builder.plan import (
+    BASE,
     TENSORRT_OP,
     Dim,
     KvCacheSpec,
     Plan,
+    PlanGraph,
     PlanKernel,
     PlanOp,
     PlanTensor,
@@ -50,12 +52,14 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "BASE",
     "CONFIG_FILE",
     "Dim",
     "EngineConfig",
     "SPECULATIVE_MODES",
     "KvCacheSpec",
     "Plan",
+    "PlanGraph",
     "PlanKernel",
     "PlanOp",
     "PlanTensor",

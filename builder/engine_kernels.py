@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.config import BuildConfig
-from llmctl.builder.engine_format import TENSORRT_OP, Plan, PlanKernel
+from llmctl.builder.engine_format import BASE, TENSORRT_OP, Plan, PlanKernel
 from llmctl.plugins.backends.cuda.kernel_spec import (
     DeviceStep,
     KernelSpec,
@@ -187,7 +187,8 @@ def plan_launches(
     shape: StepShape,
     scratch: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor],
 ) -> list[Launch]:
-    """What a step launches, on meta tensors; calls that differ only in their weights once."""
+    """What all graphs launch for a step, on meta tensors; calls that differ only in their weights
+    once."""
     step, kv_cache = meta_step(limits), meta_cache(plan, limits)
     launches: list[Launch] = []
     for call, extent in distinct_calls(plan):
@@ -197,7 +198,7 @@ def plan_launches(
 
 
 def distinct_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
-    """The plan's calls on meta tensors, and whether they process tokens or rows.
+    """The calls of all graphs on meta tensors, and whether they process tokens or rows.
 
     Calls that differ only in their name and layer are listed once: the layers of a model share
     kernels.
@@ -210,14 +211,14 @@ def distinct_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
         return (call.op, call.tactic, extent, tuple(described), tuple(sorted(attributes.items())))
 
     calls: dict[Any, tuple[OpCall, Extent]] = {}
-    for call, extent in meta_calls(plan):
+    for call, extent in (each for graph in plan.graphs for each in meta_calls(plan, graph)):
         if call.op != TENSORRT_OP:  # launches what TensorRT compiled
             calls.setdefault(signature(call, extent), (call, extent))
     return list(calls.values())
 
 
-def meta_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
-    """The plan's calls in order, on meta tensors: what a call makes is what others take."""
+def meta_calls(plan: Plan, graph: str = BASE) -> list[tuple[OpCall, Extent]]:
+    """The calls of a graph in order, on meta tensors: what a call makes is what others take."""
     import torch
 
     rows = {"tokens": plan.max_num_tokens, "rows": plan.max_num_rows}
@@ -230,7 +231,7 @@ def meta_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
         for t in plan.tensors
     }
     calls: list[tuple[OpCall, Extent]] = []
-    for op in plan.ops:
+    for op in plan.graphs[graph].ops:
         is_rows = any(symbols[name] == "rows" for name in op.outputs.values())
         inputs = {role: made[name] for role, name in op.inputs.items() if name in made}
         outputs = {role: made[name] for role, name in op.outputs.items()}

@@ -6,8 +6,8 @@ They are mathematical steps, unfused: merging, fusing and quantizing is done by 
 
 from __future__ import annotations
 
-from llmctl.builder.engine_format import Dim
-from llmctl.builder.network import Attribute, Node, Tensor, current
+from llmctl.builder.network import Attribute, Input, Node, Output, Tensor, current
+from llmctl.builder.plan import Dim
 from llmctl.builder.sources import Rows
 
 
@@ -15,6 +15,20 @@ def parameter(name: str, *shape: int) -> Tensor:
     """A checkpoint tensor in the model dtype."""
     network = current()
     return network.add_weight(name, Rows(((name, shape),), network.dtype))
+
+
+def graph_input(name: str, *shape: Dim, source: tuple[str, str] | None = None) -> Tensor:
+    """A tensor in the model dtype that is there before the graph runs. source: (graph, output) of
+    the graph that computes it; without one, whoever runs the graph writes it."""
+    network = current()
+    found = network.add_activation(f"{network.name}.{name}", network.dtype, shape)
+    network.inputs[name] = Input(found.name, source)
+    return found
+
+
+def graph_output(name: str, x: Tensor) -> None:
+    """Make x an output of the graph."""
+    current().outputs[name] = Output(x.name, for_all_tokens=x.shape[0] == "tokens")
 
 
 def embedding(weight: Tensor, *, name: str) -> Tensor:

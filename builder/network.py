@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
-from llmctl.builder.engine_format import Dim
+from llmctl.builder.plan import BASE, Dim
 from llmctl.builder.sources import Source
 
 Attribute = int | float | str | bool
@@ -50,6 +50,15 @@ class Output:
     for_all_tokens: bool = False  # else for the rows that get logits
 
 
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor that is there before the network runs: an output of another graph, as (graph,
+    output), or one that whoever runs the network writes."""
+
+    tensor: str
+    source: tuple[str, str] | None = None
+
+
 LOGITS = "logits"
 OUTPUT_OP = "output"  # of the nodes that stand for outputs among the consumers of a tensor
 
@@ -62,7 +71,9 @@ class Network:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)  # weights only
     nodes: list[Node] = field(default_factory=list)
-    outputs: dict[str, Output] = field(default_factory=dict)  # by name; LOGITS is always one
+    outputs: dict[str, Output] = field(default_factory=dict)  # by name; LOGITS is one of the base's
+    inputs: dict[str, Input] = field(default_factory=dict)  # by name; the base graph has none
+    name: str = BASE  # of the graph
 
     @property
     def logits(self) -> str:
@@ -77,6 +88,7 @@ class Network:
             sources=dict(self.sources),
             nodes=list(self.nodes),
             outputs=dict(self.outputs),
+            inputs=dict(self.inputs),
         )
 
     def add_activation(self, name: str, dtype: str, shape: tuple[Dim, ...]) -> Tensor:
@@ -93,7 +105,7 @@ class Network:
         return self.tensors[name]
 
     def producer(self, name: str) -> Node | None:
-        """The node that writes a tensor; None for weights."""
+        """The node that writes a tensor; None for weights and inputs."""
         return next((node for node in self.nodes if name in node.outputs.values()), None)
 
     def consumers(self, name: str) -> list[Node]:

@@ -14,6 +14,7 @@ from llmctl.plugins.core.fused_calls import FusedCalls
 
 # "tokens": rows of the packed step; "rows": rows that get logits
 Dim = int | str
+BASE = "base"  # the graph that every engine has: tokens in, logits out
 TENSORRT_OP = "tensorrt"  # an operator of a plan that runs one of its `trt_pieces`
 # Names of what is machine code in an engine file: our kernels, and TensorRT's plans.
 CODE_PREFIXES = _KERNEL, _TRT_PLAN = "kernel:", "plan:"
@@ -106,11 +107,27 @@ class KvCacheSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanGraph:
+    """A graph of the plan: operators in order, and by name the tensors that it reads from outside
+    and those that it is run for.
+
+    An input that is an output of another graph is there once that one ran; whoever runs this graph
+    writes the others. Inputs and outputs keep their bytes until the base graph runs again; what a
+    graph computes on the way lies where other graphs have theirs.
+    """
+
+    ops: tuple[PlanOp, ...]
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What an executable runs each step, in order.
 
     `outputs` are tensors that hold what a step computed until the next one, by name: "logits"
-    [rows, vocab_size] float32, and what else was asked for when the engine was built.
+    [rows, vocab_size] float32, and what else was asked for when the engine was built. `heads` are
+    graphs beside this one, the base graph: they share its weights and its arena.
     """
 
     tensors: tuple[PlanTensor, ...]
@@ -124,11 +141,23 @@ class Plan:
     scratch_bytes: int = 0  # cuda: the most that kernels request of `LaunchEnv.scratch`
     trt_pieces: tuple[TrtPiece, ...] = ()  # tensorrt: what its operators "tensorrt" run
     fused: tuple[FusedCalls, ...] = ()  # cuda: of `ops`, what one launch may do instead; first wins
+    heads: Mapping[str, PlanGraph] = field(default_factory=dict)  # by name
 
     @property
     def logits(self) -> str:
         """The tensor of the logits."""
         return self.outputs["logits"]
+
+    @property
+    def graphs(self) -> dict[str, PlanGraph]:
+        """Every graph by name, the base graph first."""
+        return {BASE: PlanGraph(self.ops, {}, self.outputs), **self.heads}
+
+    def given_inputs(self, name: str) -> dict[str, str]:
+        """Those inputs of a graph that no graph computes."""
+        computed = {tensor for graph in self.graphs.values() for tensor in graph.outputs.values()}
+        inputs = self.graphs[name].inputs.items()
+        return {name: tensor for name, tensor in inputs if tensor not in computed}
 
     def to_json(self) -> str:
         """The plan as strict JSON (no NaN)."""
@@ -148,7 +177,20 @@ class Plan:
             for p in raw.pop("trt_pieces", ())  # absent in engines built before these existed
         )
         fused = tuple(FusedCalls(**each) for each in raw.pop("fused"))
-        return Plan(tensors, ops, spec, kernels=kernels, trt_pieces=pieces, fused=fused, **raw)
+        heads = {
+            name: PlanGraph(**{**head, "ops": tuple(PlanOp(**op) for op in head["ops"])})
+            for name, head in raw.pop("heads").items()
+        }
+        return Plan(
+            tensors,
+            ops,
+            spec,
+            kernels=kernels,
+            trt_pieces=pieces,
+            fused=fused,
+            heads=heads,
+            **raw,
+        )
 
 
 def weight_bytes(plan: Plan) -> int:

@@ -20,6 +20,7 @@ from llmctl.builder.network import Network
 from llmctl.builder.scales import checkpoint_shapes
 from llmctl.builder.sources import RotaryTable, Source
 from llmctl.errors import BadConfig, CheckpointNotFound, Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.quantize.checkpoint import DTYPES, Checkpoint, TensorInfo
 from llmctl.quantize.format import CONFIG_FILE, QUANT_CONFIG_FILE, read_json, read_quantization
 
@@ -100,6 +101,23 @@ def open_config(folder: Path) -> Checkpoint:
     config = read_json(path)
     nested = read_json(nested_path) if nested_path.is_file() else None
     return Checkpoint(folder, config, {}, read_quantization(config, nested, str(path)))
+
+
+def require_generator(load_format: LoadFormat, backend: str) -> None:
+    """Raise Unsupported where a backend cannot generate such weights."""
+    generators = BACKENDS[backend].generated_weights
+    if load_format.is_generated and not generators:
+        raise Unsupported(
+            f"--load-format {load_format.name}: weights are generated on a GPU, and the backend is "
+            f"{backend}",
+            fix="--backend cuda, or a checkpoint of scripts.models.make_planted_checkpoints",
+        )
+    if load_format.is_generated and load_format.name not in generators:
+        raise Unsupported(
+            f"--load-format {load_format.name}: the {backend} backend has no generator of "
+            f"{load_format.name} weights",
+            fix="--load-format dummy, or a checkpoint of scripts.models.make_planted_checkpoints",
+        )
 
 
 def declare_tensors(checkpoint: Checkpoint, network: Network, num_layers: int) -> None:

@@ -14,7 +14,7 @@ from llmctl.builder.mxfp4 import MXFP4_ALGO
 from llmctl.builder.network import Network
 from llmctl.builder.passes.quantize import LinearScales
 from llmctl.builder.sharding import Shard
-from llmctl.builder.sources import LargestScale, Rows, RowScales
+from llmctl.builder.sources import LargestScale, Rows, RowScales, Source
 from llmctl.errors import (
     BadTensorShape,
     MissingTensor,
@@ -251,9 +251,9 @@ def checkpoint_shapes(
     return shapes
 
 
-def read_scales(checkpoint: Checkpoint, network: Network, num_ranks: int) -> None:
+def read_scales(checkpoint: Checkpoint, sources: Mapping[str, Source], num_ranks: int) -> None:
     """Read every scale once, so a bad one is named before anything is written."""
-    for source in network.sources.values():
+    for source in sources.values():
         if isinstance(source, LargestScale | RowScales):
             for rank in range(num_ranks):
                 for _ in source.chunks(Shard(checkpoint, rank, num_ranks)):

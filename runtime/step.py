@@ -183,6 +183,21 @@ def slots_of(table: Items[int], moves: Items[Move], tokens_per_block: int) -> li
     return [(slot(source), slot(target)) for source, target in moves]
 
 
+def pack_rows(num_inputs: int, rows: Items[int]) -> StepInputs:
+    """A step of a head that reads neither tokens nor a cache: it computes `rows` of its inputs,
+    which have `num_inputs` rows."""
+    none = np.zeros(num_inputs, np.int32)
+    return StepInputs(
+        token_ids=none,
+        position_ids=none,
+        cu_q=np.array([0, num_inputs], np.int32),
+        kv_len=np.ones(1, np.int32),
+        block_tables=np.zeros((1, 1), np.int32),
+        slot_mapping=none - np.int32(1),
+        logit_rows=np.array(rows, np.int32),
+    )
+
+
 def pack_next(
     tokens: NDArray[np.int32],
     positions: NDArray[np.int32],

@@ -1,5 +1,5 @@
-"""Fuse adjacent nodes into the operator that does both: residual and norm, producer and
-quantization, embedding and norm; and reorder nodes so that they can be fused."""
+"""Fuse adjacent nodes into the operator that does both: SiLU and residual, residual and norm,
+producer and quantization, embedding and norm; and reorder nodes so that they can be fused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,20 @@ QUANTIZING_OPS = {
     "swiglu": ("scale", True),
     "paged_attention": ("out_scale", False),
 }
+
+
+def fuse_silu(network: Network) -> Network:
+    """add(silu(x), residual) -> silu(x, residual), where nothing else reads silu(x)."""
+    fused = network.copy()
+    for add in [node for node in network.nodes if node.op == "add"]:
+        silu = fused.producer(add.inputs["x"])
+        if silu is None or silu.op != "silu" or len(fused.consumers(add.inputs["x"])) != 1:
+            continue
+        inputs = {**silu.inputs, "residual": add.inputs["residual"]}
+        node = replace(silu, inputs=inputs, outputs=add.outputs)
+        fused.replace_nodes([silu, add], [node], at=add)
+    fused.prune()
+    return fused
 
 
 def fuse_residual(network: Network) -> Network:

@@ -14,14 +14,19 @@ from llmctl.builder.network import Network, Node
 
 
 def hoist_gather(network: Network) -> Network:
-    """Move the one gather_rows up to the tensors that some attention needs for all tokens."""
+    """Move the one gather_rows up to the tensors that some attention needs for all tokens. Without
+    attention it stays where it was recorded."""
     hoisted = network.copy()
+    if not any(node.op == "gpt_attention" for node in hoisted.nodes):
+        return hoisted
     (gather,) = [node for node in hoisted.nodes if node.op == "gather_rows"]
     hoisted.nodes = [node for node in hoisted.nodes if node is not gather]
     hoisted.redirect(gather.outputs["out"], gather.inputs["x"])
 
     all_tokens = _needed_for_all_tokens(hoisted)
     written_for_all = {t for n in hoisted.nodes if n.name in all_tokens for t in n.outputs.values()}
+    given = (found.tensor for found in hoisted.inputs.values())
+    written_for_all |= {t for t in given if hoisted.tensors[t].shape[0] == "tokens"}
     gathered: dict[str, str] = {}
     rewritten: list[Node] = []
     for node in hoisted.nodes:

@@ -3,35 +3,66 @@ arena."""
 
 from __future__ import annotations
 
-from llmctl.builder.engine_format import TENSORRT_OP, KvCacheSpec, Plan, PlanOp, PlanTensor
+from collections.abc import Sequence
+
+from llmctl.builder.engine_format import (
+    TENSORRT_OP,
+    KvCacheSpec,
+    Plan,
+    PlanGraph,
+    PlanOp,
+    PlanTensor,
+)
 from llmctl.builder.network import Network
 from llmctl.builder.passes.memory import plan_memory
 from llmctl.plugins.core.operators import SPECS
 
 
 def lower(
-    network: Network, cache: KvCacheSpec, max_num_tokens: int, max_num_rows: int, alignment: int
+    network: Network,
+    cache: KvCacheSpec,
+    max_num_tokens: int,
+    max_num_rows: int,
+    alignment: int,
+    heads: Sequence[Network] = (),
 ) -> Plan:
-    """The plan of a completely rewritten network."""
-    foreign = {node.op for node in network.nodes} - set(SPECS) - {TENSORRT_OP}
+    """The plan of a completely rewritten network, and of the heads linked to it (heads.py)."""
+    graphs = (network, *heads)
+    foreign = {node.op for graph in graphs for node in graph.nodes} - set(SPECS) - {TENSORRT_OP}
     assert not foreign, f"no plugin executes {sorted(foreign)}"
-    offsets, arena_bytes = plan_memory(network, max_num_tokens, max_num_rows, alignment)
+    written = [t for graph in graphs for node in graph.nodes for t in node.outputs.values()]
+    assert len(set(written)) == len(written), "two operators write one tensor"
+    sizes = (max_num_tokens, max_num_rows, alignment)
+    offsets, arena_bytes = plan_memory(network, *sizes, heads)
+    found = {t.name: t for graph in graphs for t in graph.tensors.values()}
+    sources = {name for graph in graphs for name in graph.sources}
     tensors = [
         PlanTensor(t.name, "weight", t.dtype, t.shape)
-        if t.name in network.sources
+        if t.name in sources
         else PlanTensor(t.name, "activation", t.dtype, t.shape, offsets[t.name])
-        for t in network.tensors.values()
+        for t in found.values()
     ]
+    lowered = {graph.name: _lower(graph) for graph in graphs}
+    base = lowered.pop(network.name)
+    return Plan(
+        tensors=tuple(tensors),
+        ops=base.ops,
+        kv_cache=cache,
+        outputs=base.outputs,
+        arena_bytes=arena_bytes,
+        max_num_tokens=max_num_tokens,
+        max_num_rows=max_num_rows,
+        heads=lowered,
+    )
+
+
+def _lower(network: Network) -> PlanGraph:
     ops = [
         PlanOp(n.op, n.name, dict(n.inputs), dict(n.outputs), dict(n.attributes), n.tactic)
         for n in network.nodes
     ]
-    return Plan(
-        tensors=tuple(tensors),
+    return PlanGraph(
         ops=tuple(ops),
-        kv_cache=cache,
+        inputs={name: found.tensor for name, found in network.inputs.items()},
         outputs={name: found.tensor for name, found in network.outputs.items()},
-        arena_bytes=arena_bytes,
-        max_num_tokens=max_num_tokens,
-        max_num_rows=max_num_rows,
     )

@@ -13,9 +13,11 @@ from llmctl.builder.passes.fuse import (
     fuse_embedding,
     fuse_quantize,
     fuse_residual,
+    fuse_silu,
     quantize_before_gather,
 )
 from llmctl.builder.passes.gather import hoist_gather
+from llmctl.builder.passes.heads import link_heads
 from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.merge import merge_linears
 from llmctl.builder.passes.pack import pack_linears
@@ -25,7 +27,7 @@ from llmctl.builder.sources import RotaryTable
 from llmctl.builder.tensorrt.pieces import Piece, cut
 from llmctl.builder.tensorrt.plugin_options import gives_gemms_to_us
 from llmctl.builder.tensorrt.whole import make_whole
-from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.backends.backend import BACKENDS, Backend
 
 
 def run_passes(
@@ -37,15 +39,46 @@ def run_passes(
     kv_scales: Sequence[tuple[str, str]] | None,
     cache: KvCacheSpec,
     backend: str,
-) -> tuple[Network, Plan, tuple[Piece, ...]]:
-    """(the network as the backend runs it, its plan, what of it TensorRT compiles)."""
+    heads: Sequence[Network] = (),
+) -> tuple[list[Network], Plan, tuple[Piece, ...]]:
+    """(the graphs as the backend runs them, the base graph first, their plan, what of it TensorRT
+    compiles). `heads` as recorded."""
     rotary = RotaryTable(model.rope, limits.max_seq_len, model.head_size)
+    able = BACKENDS[backend]
+    network, *rewritten = [
+        _fuse(graph, rotary, plugin_config, linear_scales, kv_scales, able)
+        for graph in (recorded, *heads)
+    ]
+    pieces: tuple[Piece, ...] = ()
+    if able.compiles_plans:
+        assert not heads, "plans of TensorRT have no heads"
+        if gives_gemms_to_us(plugin_config):
+            network = pack_linears(network)
+        if limits.kv_cache_type == "CONTINUOUS":
+            network, pieces = make_whole(network, cache, limits)
+        else:
+            network, pieces = cut(network, limits.tp_size)
+    network, *chosen = [choose_tactics(graph, backend) for graph in (network, *rewritten)]
+    linked = link_heads(network, chosen)
+    sizes = (limits.max_num_tokens, limits.max_num_rows, able.arena_alignment)
+    return [network, *linked], lower(network, cache, *sizes, linked), pieces
+
+
+def _fuse(
+    recorded: Network,
+    rotary: RotaryTable,
+    plugin_config: Mapping[str, str],
+    linear_scales: Mapping[str, LinearScales],
+    kv_scales: Sequence[tuple[str, str]] | None,
+    able: Backend,
+) -> Network:
+    """One graph in operators of ours."""
     network = merge_linears(recorded)
+    network = fuse_silu(network)
     network = hoist_gather(network)
     network = fuse_residual(network)
     network = quantize_linears(network, linear_scales)
     network = lower_attention(network, rotary, kv_scales)
-    able = BACKENDS[backend]
     if able.gathers_fp8:
         network = quantize_before_gather(network)
     network = fuse_quantize(network, _quantizing_ops(plugin_config))
@@ -53,17 +86,7 @@ def run_passes(
         is_fused = plugin_config["gemm_swiglu_plugin"] != "disable"
         network = pack_linears(network, fuse_swiglu=is_fused)
         network = fuse_embedding(network)
-    pieces: tuple[Piece, ...] = ()
-    if able.compiles_plans:
-        if gives_gemms_to_us(plugin_config):
-            network = pack_linears(network)
-        if limits.kv_cache_type == "CONTINUOUS":
-            network, pieces = make_whole(network, cache, limits)
-        else:
-            network, pieces = cut(network, limits.tp_size)
-    network = choose_tactics(network, backend)
-    sizes = (limits.max_num_tokens, limits.max_num_rows, able.arena_alignment)
-    return network, lower(network, cache, *sizes), pieces
+    return network
 
 
 def _quantizing_ops(plugin_config: Mapping[str, str]) -> frozenset[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from llmctl.builder.container import DTYPES
-from llmctl.builder.plan import TENSORRT_OP, Plan, PlanOp, PlanTensor
+from llmctl.builder.plan import TENSORRT_OP, Plan, PlanGraph, PlanOp, PlanTensor
 from llmctl.builder.validation.errors import wrong
 from llmctl.builder.validation.tensors import STEP
 from llmctl.errors import CorruptEngine
@@ -17,23 +17,29 @@ _UNREAD = ("normal",)  # outputs that are there for their kernel's own use
 
 def check_dataflow(plan: Plan, tensors: Mapping[str, PlanTensor]) -> None:
     """Raises CorruptEngine. A value lives from the operator that writes it to the last that reads
-    it, an output of the plan to the end; two that live at once share no byte of the arena. The one
-    exception is rms_norm, whose sum may take the place of the residual it is made from.
+    it, an output of the base graph to the end, an input or output of a head (`check_graphs`) from
+    where the base graph ends; two that live at once share no byte of the arena. The one exception
+    is rms_norm, whose sum may take the place of the residual it is made from.
     """
+    ops = [op for graph in plan.graphs.values() for op in graph.ops]
     last_read: dict[str, int] = {}
-    for index, op in enumerate(plan.ops):
+    for index, op in enumerate(ops):
         for name in op.inputs.values():
             last_read[name] = index
     for role, name in plan.outputs.items():
         if name not in tensors or tensors[name].kind != "activation":
             raise wrong(f"output {role!r} is {name!r}, which no operator writes")
-        last_read[name] = len(plan.ops)
+    kept = {name: None for head in plan.heads.values() for name in _ends(head)}
+    last_read |= dict.fromkeys((*plan.outputs.values(), *kept), len(ops))
     spans = _spans(plan)
     alive: dict[str, _Span] = {}
     written: set[str] = set()
-    for index, op in enumerate(plan.ops):
+    for index, op in enumerate(ops):
+        if index == len(plan.ops):
+            _keep(kept, spans, alive)
+            written.update(name for name in plan.heads for name in plan.given_inputs(name).values())
         for role, name in op.inputs.items():
-            if name in spans and name not in alive:
+            if name in spans and (name not in alive or name not in written):
                 state = "written later" if name not in written else "overwritten"
                 raise wrong(f"{_called(op)} reads {role} {name!r}, which is {state}")
             if name not in tensors and not (op.op == TENSORRT_OP and name.startswith(STEP)):
@@ -57,6 +63,19 @@ def check_dataflow(plan: Plan, tensors: Mapping[str, PlanTensor]) -> None:
         raise wrong(f"{tensors[name].kind} {name!r} is used by no operator")
 
 
+def _ends(head: PlanGraph) -> list[str]:
+    return [*head.inputs.values(), *head.outputs.values()]
+
+
+def _keep(kept: Iterable[str], spans: Mapping[str, _Span], alive: dict[str, _Span]) -> None:
+    """From here on these are alive, beside what the base graph leaves."""
+    for name in kept:
+        for other, span in alive.items():
+            if other != name and spans[name][0] < span[1] and span[0] < spans[name][1]:
+                raise wrong(f"{name!r} shares bytes of the arena with {other!r}; heads need both")
+        alive[name] = spans[name]
+
+
 def _require_room(
     op: PlanOp,
     role: str,
@@ -66,7 +85,7 @@ def _require_room(
     index: int,
 ) -> None:
     for other, (start, end) in alive.items():
-        if span[0] >= end or start >= span[1]:
+        if span[0] >= end or start >= span[1] or other == op.outputs[role]:
             continue
         is_in_place = (
             (op.op, role, op.inputs.get("residual")) == ("rms_norm", "residual_out", other)

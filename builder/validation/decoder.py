@@ -49,6 +49,8 @@ class Decoder:
             for role in _OWN_ROLES:
                 if role in op.inputs and not self._shares_embedding(op, role):
                     self._own[op.inputs[role]] += 1
+            if op.op not in _RULES:
+                raise wrong(f"operator {op.name!r} is a {op.op}, which no decoder has")
             _RULES[op.op](self, op)
         for name, count in self._own.items():
             if count > 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
-from llmctl.builder.plan import TENSORRT_OP, Dim, Plan, PlanOp, PlanTensor
+from llmctl.builder.plan import BASE, TENSORRT_OP, Dim, Plan, PlanOp, PlanTensor
 from llmctl.builder.validation.errors import wrong
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.backends.backend import Backend
@@ -55,11 +55,12 @@ def check_operators(
         for name, tensor in tensors.items()
     }
     known: set[tuple[Any, ...]] = set()
-    for op in plan.ops:
+    for name, op in ((name, op) for name, graph in plan.graphs.items() for op in graph.ops):
         if op.op == TENSORRT_OP:  # `pieces.py` asks what TensorRT compiled
             continue
         attributes = op.attributes
         signature = (
+            name == BASE,
             op.op,
             op.tactic,
             *op.inputs,
@@ -71,11 +72,13 @@ def check_operators(
         )
         if signature in known:
             continue
-        _check(op, tensors, backend, dtype)
+        _check(op, tensors, backend, dtype, is_head=name != BASE)
         known.add(signature)
 
 
-def _check(op: PlanOp, tensors: Mapping[str, PlanTensor], backend: Backend, dtype: str) -> None:
+def _check(
+    op: PlanOp, tensors: Mapping[str, PlanTensor], backend: Backend, dtype: str, *, is_head: bool
+) -> None:
     spec = SPECS.get(op.op)
     if spec is None:
         raise wrong(f"operator {op.name!r} is a {op.op!r}; known are {', '.join(SPECS)}")
@@ -91,19 +94,25 @@ def _check(op: PlanOp, tensors: Mapping[str, PlanTensor], backend: Backend, dtyp
     for roles, given in ((spec.inputs, call.inputs), (spec.outputs, call.outputs)):
         for role in roles:
             if role.name in given:
-                _check_role(op, spec, role, given[role.name], dtype)
+                _check_role(op, spec, role, given[role.name], dtype, is_head)
     spec.check(cast(Any, call))
     _check_tactic(op, call, backend)
 
 
-def _check_role(op: PlanOp, spec: OpSpec, role: Role, value: _Value, dtype: str) -> None:
-    """What a step decides has a symbol, and nothing else has; model dtypes are the model's."""
+def _check_role(
+    op: PlanOp, spec: OpSpec, role: Role, value: _Value, dtype: str, is_head: bool
+) -> None:
+    """What a step decides has a symbol, and nothing else has; model dtypes are the model's. A head
+    may gather out of rows: those of the base graph are what its step has tokens of."""
     first = role.shape[0]
     if first in spec.one_or:
         is_sized = value.shape[0] in (1, "tokens", "rows")
     elif first in STEP_SIZES:
-        is_rows = op.op == "gather_rows" and first == "R"
+        is_gather = op.op == "gather_rows"
+        is_rows, is_free = is_gather and first == "R", is_gather and is_head
         wanted = ("rows",) if is_rows else ("tokens",) if spec.for_tokens else ("tokens", "rows")
+        if is_free and not is_rows:
+            wanted = ("tokens", "rows")
         is_sized = value.shape[0] in wanted
     else:
         is_sized = isinstance(value.shape[0], int)

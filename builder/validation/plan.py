@@ -10,6 +10,7 @@ from llmctl.builder.validation.binaries import check_binaries
 from llmctl.builder.validation.dataflow import check_dataflow
 from llmctl.builder.validation.decoder import Decoder
 from llmctl.builder.validation.errors import wrong
+from llmctl.builder.validation.graphs import check_graphs
 from llmctl.builder.validation.operators import check_operators
 from llmctl.builder.validation.pieces import check_pieces
 from llmctl.builder.validation.schema import check_types
@@ -33,6 +34,7 @@ def check_plan(config: EngineConfig, plan: Plan, *, has_binaries: bool = True) -
     if not plan.ops:
         raise wrong("the plan has no operators")
     tensors = check_tensors(plan, backend)
+    check_graphs(plan, tensors)
     check_dataflow(plan, tensors)
     check_operators(plan, tensors, backend, config.pretrained_config["dtype"])
     check_agreement(config, plan, tensors, backend)
@@ -40,6 +42,8 @@ def check_plan(config: EngineConfig, plan: Plan, *, has_binaries: bool = True) -
     has_pieces = any(op.op == TENSORRT_OP for op in plan.ops)
     if has_pieces != backend.compiles_plans:
         raise wrong(f"the plan is not one of backend {backend.name!r}")
+    if has_pieces and plan.heads:
+        raise wrong(f"the plan has heads, and backend {backend.name!r} runs none")
     if has_pieces and has_binaries:
         check_pieces(plan, tensors)
     elif not has_pieces:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ def describe_engine(
         "outputs": dict(plan.outputs),
         "fused": [asdict(each) for each in plan.fused],
         "layers": list(describe_layers(plan, step, predicted["read_bytes_s"])),
+        "heads": list(describe_heads(plan, step, predicted["read_bytes_s"])),
         "kernels": [
             {
                 "name": kernel.name,
@@ -151,20 +152,48 @@ def describe_layers(
     plan: Plan, step: Step = DECODE, read_bytes_s: float | None = None
 ) -> Iterator[dict[str, Any]]:
     """Groups of layers whose operators are alike, in order of their first; [] is outside layers."""
-    tensors = {tensor.name: tensor for tensor in plan.tensors}
-    producers = {tensor: op.name for op in plan.ops for tensor in op.outputs.values()}
+    describe = _describer(plan, step, read_bytes_s)
     groups: dict[str, dict[str, Any]] = {}
     for layer, ops in _split(plan.ops):
-        rows = [
-            _describe(op, layer, tensors)
-            | _cost(op, tensors, plan, step, read_bytes_s)
-            | {"producers": _producers(op, producers, layer)}
-            for op in ops
-        ]
+        rows = [describe(op, layer) for op in ops]
         key = json.dumps(rows)
         group = groups.setdefault(key, {"layers": [], "ops": rows})
         group["layers"] += [] if layer is None else [layer]
     yield from groups.values()
+
+
+def describe_heads(
+    plan: Plan, step: Step = DECODE, read_bytes_s: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """The graphs beside the base graph: where each input comes from ("base.hidden", or "given" by
+    whoever runs the head), its outputs, and its operators as those of layers."""
+    describe = _describer(plan, step, read_bytes_s)
+    computed = {
+        tensor: f"{graph}.{output}"
+        for graph, found in plan.graphs.items()
+        for output, tensor in found.outputs.items()
+    }
+    for name, head in plan.heads.items():
+        yield {
+            "name": name,
+            "inputs": {role: computed.get(t, "given") for role, t in head.inputs.items()},
+            "outputs": list(head.outputs),
+            "ops": [describe(op, None) for op in head.ops],
+        }
+
+
+def _describer(
+    plan: Plan, step: Step, read_bytes_s: float | None
+) -> Callable[[PlanOp, int | None], dict[str, Any]]:
+    """Describes operators of the plan, each with its layer."""
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
+    ops = [op for graph in plan.graphs.values() for op in graph.ops]
+    producers = {tensor: op.name for op in ops for tensor in op.outputs.values()}
+    return lambda op, layer: (
+        _describe(op, layer, tensors)
+        | _cost(op, tensors, plan, step, read_bytes_s)
+        | {"producers": _producers(op, producers, layer)}
+    )
 
 
 def _producers(op: PlanOp, producers: Mapping[str, str], layer: int | None) -> dict[str, str]:

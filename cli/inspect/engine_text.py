@@ -36,6 +36,10 @@ def engine_text(engine: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", f"outputs: {', '.join(engine['outputs'])}")
     for each in engine["fused"]:
         yield f"operators {each['start']} to {each['stop'] - 1} in one launch: {each['kernel']}"
+    for head in engine["heads"]:
+        given = ", ".join(f"{name} ({source})" for name, source in head["inputs"].items())
+        yield from ("", f"head {head['name']}: {given} -> {', '.join(head['outputs'])}")
+        yield from table([_OP_HEAD, *map(_op_row, head["ops"])], right=(1, 2, 3))
     if engine["kernels"]:
         yield from ("", f"kernels ({len(engine['kernels'])})")
         head = ("name", "registers", "threads", "shared", "local", "bytes")

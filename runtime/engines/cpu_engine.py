@@ -15,6 +15,7 @@ from llmctl.plugins.backends.cpu import CpuProgram
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.kv_compact.reference import compact
 from llmctl.runtime.engines.engine import Engine, bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.engines.heads import bind_heads, find_head
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind, Move
 
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
@@ -31,6 +32,10 @@ class CpuEngine(Engine):
         self._program = CpuProgram(make_calls(plan, tensors))
         self._outputs = {name: tensors[tensor] for name, tensor in plan.outputs.items()}
         self._logits = tensors[plan.logits].numpy()
+        self._heads = {
+            head.name: (head, CpuProgram(head.calls, head.row_inputs))
+            for head in bind_heads(plan, tensors)
+        }
         self._kv_cache: torch.Tensor | None = None
         self._host_blocks: torch.Tensor | None = None
 
@@ -71,6 +76,16 @@ class CpuEngine(Engine):
         self._program.run(step, self._kv_cache)
         logits: NDArray[np.float32] = self._logits[: len(step.logit_rows)]
         return logits
+
+    def run_head(
+        self, name: str, step: StepInputs, inputs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Execute a head of the plan; see Engine."""
+        assert self._kv_cache is not None, "allocate_kv_cache comes first"
+        head, program = find_head(self._heads, name)
+        head.write(inputs)
+        program.run(step, self._kv_cache)
+        return head.outputs(step)
 
     def _zeros(self, num_blocks: int, what: str, fix: str) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, self.plan.kv_cache.dtype)

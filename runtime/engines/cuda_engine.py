@@ -26,6 +26,7 @@ from llmctl.runtime.engines.graphs import (
     pad,
     shape_of,
 )
+from llmctl.runtime.engines.heads import bind_heads, find_head
 from llmctl.runtime.engines.host_blocks import HostBlocks
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, Move
 
@@ -50,6 +51,9 @@ class DeviceProgram(Protocol):
 
     def launch(self, launches: Sequence[Launch], stream: int) -> None:
         """Launch kernels besides the program's own."""
+
+    def beside(self, calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor]) -> DeviceProgram:
+        """A program of other calls, with this one's kernels and a step of its own."""
 
 
 Capture = Callable[[Callable[[], None]], Replayable]
@@ -91,6 +95,10 @@ class CudaEngine(Engine):
         self._outputs = {name: tensors[tensor] for name, tensor in plan.outputs.items()}
         self.logits = tensors[plan.logits]  # [max_num_rows, vocab_size] float32
         self.program = make_program(make_calls(plan, tensors), step_limits(config, plan))
+        self._heads = {
+            head.name: (head, self.program.beside(head.calls, head.row_inputs))
+            for head in bind_heads(plan, tensors)
+        }
         self._buckets = Buckets(self.program.limits)
         self._capture = partial(
             capture_when, is_capturable, capture or partial(capture_graph, queue)
@@ -123,7 +131,8 @@ class CudaEngine(Engine):
                 fix="lower --max-tokens-in-paged-kv-cache or --kv-cache-free-gpu-memory-fraction",
             ) from error
         self._kv_cache = raw.view(dtype).view(shape)
-        self.program.bind_kv_cache(self._kv_cache)
+        for program in (self.program, *(program for _, program in self._heads.values())):
+            program.bind_kv_cache(self._kv_cache)
 
     def copy_block(self, source: int, destination: int) -> None:
         """Copy one block over all layers, after everything enqueued before."""
@@ -177,6 +186,19 @@ class CudaEngine(Engine):
             self.program.upload(pad(step, bucket), self.queue.handle)
             self._graphs.run(bucket, lambda: self._enqueue(bucket))
         return DeviceLogits(self.logits[: step.num_rows], self.queue)
+
+    def run_head(
+        self, name: str, step: StepInputs, inputs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Enqueue a head of the plan; see Engine. Its outputs are to be read on the queue."""
+        assert self._kv_cache is not None, "allocate_kv_cache comes first"
+        head, program = find_head(self._heads, name)
+        with device_errors(f"writing the inputs of {name}"), self.queue.scope():
+            head.write(inputs)
+        shape = self._buckets.round_up(shape_of(step))
+        program.upload(pad(step, shape), self.queue.handle)
+        program.enqueue(shape, self.queue.handle)
+        return head.outputs(step)
 
     def prepare_prompts(self, max_num_tokens: int) -> None:
         """Prepare steps with prompts of up to so many tokens; otherwise the first step of each size

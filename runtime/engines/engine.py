@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from llmctl.builder.engine_format import (
+    BASE,
     EngineConfig,
     Plan,
     PlanTensor,
@@ -103,6 +104,20 @@ class Engine(ABC):
     def run(self, step: StepInputs) -> Logits:
         """Execute one packed step; logits of step.logit_rows in that order."""
 
+    @abstractmethod
+    def run_head(
+        self, name: str, step: StepInputs, inputs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Execute a head of the plan, a graph beside the one that `run` executes.
+
+        The step says how many tokens and rows the head has, and for those that embed tokens or
+        gather rows, which (`pack_rows` in step.py packs one of rows alone). inputs: rows for those
+        of its inputs that no graph computes; one that is left out keeps what it had since the last
+        `run`. Outputs, as many rows as the step has tokens or rows, lie where the engine computes
+        and are valid until the same head runs again, or `run`. Raises Unsupported for a head that
+        the engine does not have.
+        """
+
 
 def open_cpu_engine(engine_dir: Path, windows: WindowOptions = NO_WINDOWS) -> Engine:
     """Load an engine directory of the cpu backend; `open_cuda` loads those of a GPU.
@@ -136,8 +151,8 @@ def bind_plan(
     }
 
 
-def make_calls(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[OpCall]:
-    """The plan's operators with their names resolved; arrays of the step (`step.`) are the
+def make_calls(plan: Plan, tensors: Mapping[str, torch.Tensor], graph: str = BASE) -> list[OpCall]:
+    """The operators of a graph with their names resolved; arrays of the step (`step.`) are the
     program's own."""
     return [
         OpCall(
@@ -148,7 +163,7 @@ def make_calls(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[OpCall]:
             attributes=op.attributes,
             tactic=op.tactic,
         )
-        for op in plan.ops
+        for op in plan.graphs[graph].ops
     ]
 
 

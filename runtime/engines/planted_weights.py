@@ -83,7 +83,7 @@ def generate_weights(config: EngineConfig, plan: Plan, weights: Mapping[str, tor
     missing = {t.name for t in plan.tensors if t.kind == "weight" and not t.is_stored}
     device = next(iter(weights.values())).device
     generator = torch.Generator(device).manual_seed(int(recipe["seed"]))
-    for op in plan.ops:
+    for op in (op for graph in plan.graphs.values() for op in graph.ops):
         for role, name in op.inputs.items():
             if name in missing:
                 missing.discard(name)

@@ -48,11 +48,17 @@ def stale_step(limits: StepLimits) -> DeviceStep:
 class FakeProgram:
     """`CudaProgram` with CPU tensors."""
 
-    def __init__(self, calls: list[OpCall], limits: StepLimits) -> None:
+    def __init__(
+        self, calls: list[OpCall], limits: StepLimits, row_inputs: Sequence[torch.Tensor] = ()
+    ) -> None:
         self.limits = limits
+        self._has_cache = any(call.op == "paged_attention" for call in calls)
         self.shapes: list[StepShape] = []  # as enqueued
         self.step = stale_step(limits)
-        self._program = CpuProgram(calls)
+        self._program = CpuProgram(calls, row_inputs)
+
+    def beside(self, calls: list[OpCall], row_inputs: Sequence[torch.Tensor]) -> FakeProgram:
+        return FakeProgram(calls, self.limits, row_inputs)
 
     def upload(self, step: StepInputs, stream: int) -> None:
         for name, numbers in step_arrays(step).items():
@@ -75,7 +81,7 @@ class FakeProgram:
         assert tokens <= shape.num_tokens
         assert (counts[:requests] > 0).all() and (counts[requests:] == 0).all()
         assert counts.max() <= shape.max_query_len and kv_len.max() <= shape.max_kv_len
-        assert (step.slot_mapping[:tokens] >= 0).all()
+        assert not self._has_cache or (step.slot_mapping[:tokens] >= 0).all()
         assert (step.slot_mapping[tokens : shape.num_tokens] == -1).all()
         assert (step.position_ids[tokens : shape.num_tokens] == 0).all()
         assert (step.logit_rows[: shape.num_rows] < tokens).all()

@@ -1,0 +1,1 @@
+"""Heads: graphs beside the base graph of an engine, a module for each build mode that has some."""

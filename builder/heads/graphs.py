@@ -1,0 +1,58 @@
+"""Graphs beside the base graph as a build mode records them, and what they ask of the base graph.
+
+    with recording(Network(dtype, name="medusa")) as head:
+        hidden = graph_input("hidden", "rows", model.hidden_size, source=(BASE, HIDDEN))
+        ...
+        graph_output("logits", linear(x, weight, name="medusa.lm_head", dtype="float32"))
+
+Names of nodes begin with the graph's. A weight that the base graph has too, as its embedding or its
+output projection, is recorded under the same checkpoint name and stored once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.models.family import ModelConfig
+from llmctl.builder.network import Network
+from llmctl.builder.plan import BASE
+from llmctl.builder.speculative_modes import SPECULATIVE_MODES
+from llmctl.errors import Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
+
+
+def record_heads(
+    request: BuildRequest, model: ModelConfig, dtype: str, backend: str
+) -> tuple[list[Network], tuple[str, ...]]:
+    """(the heads of the request's mode, the outputs beside logits of the base graph: those asked
+    for and those that heads read). Raises Unsupported where the backend has neither."""
+    heads = list(SPECULATIVE_MODES[request.mode].record_heads(model, dtype))
+    assert len({BASE, *(head.name for head in heads)}) == 1 + len(heads), "names of graphs"
+    sources = [found.source for head in heads for found in head.inputs.values()]
+    read = [output for graph, output in filter(None, sources) if graph == BASE]
+    outputs = tuple(dict.fromkeys((*request.outputs, *read)))
+    if BACKENDS[backend].compiles_plans and (outputs or heads):
+        what = ", ".join((*(f"head {head.name}" for head in heads), *outputs))
+        raise Unsupported(
+            f"outputs beside logits ({what}) are not available on backend {backend!r}",
+            fix="--backend cuda or --backend cpu",
+        )
+    for head in heads:
+        assert not any(node.op == "gpt_attention" for node in head.nodes), (
+            f"{head.name} attends, and a head has no KV cache of its own yet"
+        )
+    return heads, outputs
+
+
+def join(graphs: Sequence[Network]) -> Network:
+    """All graphs as one network, for what is asked of every weight; it is not run."""
+    base, *heads = graphs
+    joined = base.copy()
+    for head in heads:
+        joined.nodes += head.nodes
+        joined.tensors.update(head.tensors)
+        for name, source in head.sources.items():
+            joined.add_weight(name, source)
+    return replace(joined, inputs={}, outputs=base.outputs)

@@ -1,0 +1,60 @@
+"""Heads of an engine in memory: graphs beside the base graph, which read what that computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+
+from llmctl.builder.engine_format import Plan
+from llmctl.errors import Unsupported
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.runtime.engines.engine import make_calls
+
+Found = TypeVar("Found")
+
+
+class BoundHead:
+    """One head of a plan; `tensors` are all of the plan's by name. Nothing here runs it."""
+
+    def __init__(self, plan: Plan, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        graph = plan.heads[name]
+        extents = {tensor.name: tensor.shape[0] for tensor in plan.tensors}
+        self.name = name
+        self.calls = make_calls(plan, tensors, name)
+        self.row_inputs = [tensors[t] for t in graph.inputs.values() if extents[t] == "rows"]
+        self._given = {name: tensors[t] for name, t in plan.given_inputs(name).items()}
+        self._outputs = {
+            name: (tensors[t], extents[t] == "rows") for name, t in graph.outputs.items()
+        }
+
+    def write(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Copy rows to where the head reads them. An input that is left out stays as it is."""
+        for name, rows in inputs.items():
+            assert name in self._given, (
+                f"{self.name} is given {', '.join(self._given) or 'nothing'}"
+            )
+            self._given[name][: len(rows)].copy_(rows)
+
+    def outputs(self, step: StepInputs) -> dict[str, torch.Tensor]:
+        """What the head computed in this step."""
+        return {
+            name: tensor[: step.num_rows if has_rows else step.num_tokens]
+            for name, (tensor, has_rows) in self._outputs.items()
+        }
+
+
+def find_head(heads: Mapping[str, Found], name: str) -> Found:
+    """What is kept for a head. Raises Unsupported where the engine has none of that name."""
+    if name not in heads:
+        raise Unsupported(
+            f"the engine was built without the head {name!r}; it has {', '.join(heads) or 'none'}",
+            fix="build it again with the --speculative-decoding-mode that has that head",
+        )
+    return heads[name]
+
+
+def bind_heads(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[BoundHead]:
+    """Every head of the plan."""
+    return [BoundHead(plan, name, tensors) for name in plan.heads]
