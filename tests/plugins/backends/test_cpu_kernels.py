@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from llmctl.plugins.backends import cpu
-from llmctl.plugins.backends.cpu.program import KINDS
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.example_parts import make_step, parse_requests
 from llmctl.plugins.core.examples import Example, make_example
 from llmctl.plugins.core.op_spec import FP8
-from llmctl.plugins.core.operators import SPECS
+from llmctl.plugins.core.operators import CPU_KINDS, SPECS
 from llmctl.plugins.core.reference import ReferenceProgram
 
 FUSED = [name for name in cpu.instruction_sets() if name != "generic"]
@@ -53,7 +52,7 @@ def assert_close(op: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("isa", cpu.instruction_sets())
-@pytest.mark.parametrize("op", sorted(KINDS))
+@pytest.mark.parametrize("op", sorted(CPU_KINDS))
 def test_a_kernel_agrees_with_its_reference_on_every_case(op, isa):
     cpu.set_instruction_set(isa)
     for case in SPECS[op].cases:
@@ -85,7 +84,7 @@ def test_rotation_without_norms_equals_the_reference_exactly():
             assert_same_bits(run(example), run(example, ReferenceProgram))
 
 
-@pytest.mark.parametrize("op", sorted(KINDS))
+@pytest.mark.parametrize("op", sorted(CPU_KINDS))
 def test_threads_and_vector_width_do_not_change_a_bit(op):
     for case in SPECS[op].cases[:: 1 if op == "paged_attention" else 2]:
         example = make_example(op, case)
