@@ -68,6 +68,7 @@ from llmctl.builder.tokenizer import describe_tokenizer
 from llmctl.builder.validation.plan import require_own_plan
 from llmctl.errors import OutputExists
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.core.op_spec import FP8
 from llmctl.publish import publish, require_space
 from llmctl.quantize.checkpoint import DTYPES as STORED_DTYPES
 from llmctl.quantize.checkpoint import Checkpoint
@@ -177,12 +178,11 @@ def plan_build(
     cache_dtype, kv_scales = choose_kv_cache(
         checkpoint, request, model.num_hidden_layers, dtype, backend
     )
-    is_fp8 = bool(linear_scales) or cache_dtype == "float8_e4m3fn"
+    has_fp8 = any(s.scheme.activation_dtype == FP8 for s in linear_scales.values())
+    is_fp8 = has_fp8 or cache_dtype == FP8
     target = choose_target(backend, package, compute_capability, is_fp8)
     limits, notices = resolve_build_config(request, model, cache_dtype)
-    plugin_config = resolve_plugins(
-        plugins or {}, dtype, bool(linear_scales), backend, request.kv_cache_type
-    )
+    plugin_config = resolve_plugins(plugins or {}, dtype, has_fp8, backend, request.kv_cache_type)
     notices += rank_notices(plugin_config, limits.tp_size)
     cache = KvCacheSpec(
         model.num_hidden_layers,

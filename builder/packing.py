@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from llmctl.builder.sources import Rows, RowScales, TensorReader, require_finite
+from llmctl.builder.sources import Rows, Source, TensorReader, require_finite
 from llmctl.plugins.core.op_spec import FP8
 
 if TYPE_CHECKING:
     import torch
-
-    from llmctl.builder.mxfp4 import MxRowScales
 
 # Below what malloc maps anew each time (32 MiB): fresh pages cost several times the packing itself.
 CHUNK_BYTES = 4 << 20
@@ -107,7 +105,7 @@ class PackedRows:
 class PackedVector:
     """A bias or the weight scales of a packed linear, in the order of its rows; padding is 0."""
 
-    vector: Rows | RowScales | MxRowScales
+    vector: Source
     order: RowOrder
 
     @property

@@ -15,7 +15,6 @@ from typing import Any
 from llmctl.builder.engine_format import Plan
 from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
 from llmctl.builder.models.family import ModelConfig
-from llmctl.builder.mxfp4 import MXFP4_ALGO
 from llmctl.builder.network import Network
 from llmctl.builder.scales import checkpoint_shapes
 from llmctl.builder.sources import RotaryTable, Source
@@ -128,14 +127,13 @@ def declare_tensors(checkpoint: Checkpoint, network: Network, num_layers: int) -
     for node in network.nodes:
         weight = node.inputs.get("weight", "")
         module = LM_HEAD if weight == f"{EMBEDDING}.weight" else weight.removesuffix(".weight")
-        if node.op != "linear" or info is None or info.algo is None or info.excludes(module):
+        if node.op != "linear" or info is None or info.scheme is None or info.excludes(module):
             continue
-        if info.algo == MXFP4_ALGO:
-            dtypes[weight] = dtypes[f"{weight}_scale"] = "U8"
-        else:
-            dtypes[weight] = "F8_E4M3"
+        storage, scale = info.scheme.storage, f"{weight}_scale"
+        dtypes[weight], dtypes[scale] = storage.dtype, storage.scale_dtype
+        if storage.block is None:
             is_channel = info.weight_strategy == "channel"
-            shapes[f"{weight}_scale"] = (shapes[weight][0], 1) if is_channel else ()
+            shapes[scale] = storage.scale_shape(*shapes[weight], is_channel=is_channel)
         if info.activations == "static":
             shapes[f"{module}.input_scale"] = ()
     if info is not None and info.kv_cache_algo is not None:

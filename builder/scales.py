@@ -1,8 +1,8 @@
-"""Which linears of a checkpoint are FP8, where their scales are, and the KV cache's scales.
+"""Which linears of a checkpoint are quantized, where their scales are, and the KV cache's scales.
 
-Reads checkpoints of ModelOpt (MXFP4 weights among them), compressed-tensors (llm-compressor) and
-AutoFP8. What the config claims and what the headers hold must agree: a weight that should be FP8
-and is not, or the other way round, is refused, because running it would give fluent nonsense.
+Reads checkpoints of ModelOpt, compressed-tensors (llm-compressor) and AutoFP8. What the config
+claims and what the headers hold must agree: a weight that should be quantized and is not, or the
+other way round, is refused, because running it would give fluent nonsense.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
-from llmctl.builder.mxfp4 import MXFP4_ALGO
 from llmctl.builder.network import Network
 from llmctl.builder.passes.quantize import LinearScales
 from llmctl.builder.sharding import Shard
@@ -23,12 +22,15 @@ from llmctl.errors import (
     Unsupported,
 )
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.schemes.scheme import QuantizedScheme
+from llmctl.plugins.schemes.table import quantized_schemes
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo
-from llmctl.quantize.format import MXFP4_BLOCK, QuantizationInfo, clipped
+from llmctl.quantize.format import QuantizationInfo, clipped
 
+*_MOST, _LAST = (known.name for scheme in quantized_schemes() for known in scheme.algorithms)
 READ_SCHEMES = (
-    "ModelOpt FP8, FP8_PER_CHANNEL_PER_TOKEN and W4A8_MXFP4_FP8, compressed-tensors FP8 (tensor or "
-    "channel weights, static or dynamic token activations), AutoFP8"
+    f"ModelOpt {', '.join(_MOST)} and {_LAST}, compressed-tensors FP8 (tensor or channel weights, "
+    "static or dynamic token activations), AutoFP8"
 )
 _FLOATS = ("F32", "BF16", "F16")
 
@@ -55,7 +57,7 @@ _MEANINGFUL = (
 
 
 def find_linear_scales(checkpoint: Checkpoint, network: Network) -> dict[str, LinearScales]:
-    """The FP8 and MXFP4 linears of the network as recorded (before merging), by module name.
+    """The quantized linears of the network as recorded (before merging), by module name.
 
     Absent weights are left to `Checkpoint.require`, which names all of them. Raises
     UnknownQuantization (quantized weights that no config explains), MissingTensor (a scale) or
@@ -71,8 +73,8 @@ def find_linear_scales(checkpoint: Checkpoint, network: Network) -> dict[str, Li
         (weight,) = source.names
         module = weight.removesuffix(".weight")
         if weight in checkpoint.tensors and _is_quantized(checkpoint.info(weight), info, module):
-            assert info is not None
-            scales[module] = _scales_of(checkpoint, info, module)
+            assert info is not None and info.scheme is not None
+            scales[module] = _scales_of(checkpoint, info, info.scheme, module)
     _require_floats(checkpoint, network, scales)
     return scales
 
@@ -100,9 +102,9 @@ def require_readable(checkpoint: Checkpoint) -> None:
     info = checkpoint.quantization
     if info is None:
         return
+    scheme = info.scheme
     is_readable = info.algo is None or (
-        info.algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", MXFP4_ALGO)
-        and info.activations in ("static", "dynamic")
+        scheme is not None and info.activations in scheme.activations
     )
     if not is_readable or info.kv_cache_algo not in (None, "FP8", "INT8"):
         found = str(info.algo) if not is_readable else f"a KV cache in {info.kv_cache_algo}"
@@ -115,7 +117,9 @@ def require_readable(checkpoint: Checkpoint) -> None:
 
 def require_weights(info: QuantizationInfo | None, backend: str) -> None:
     """Raise Unsupported where a backend has no product of these weights."""
-    if info is not None and info.algo == MXFP4_ALGO and not BACKENDS[backend].has_block_scales:
+    scheme = None if info is None else info.scheme
+    if scheme is not None and scheme.name not in BACKENDS[backend].weight_schemes:
+        assert info is not None
         raise Unsupported(
             f"weights in {info.algo} are refused: the {backend} backend has no product of them",
             fix="--backend cuda, or a checkpoint of `llmctl quantize --qformat fp8`",
@@ -123,11 +127,13 @@ def require_weights(info: QuantizationInfo | None, backend: str) -> None:
 
 
 def _is_quantized(weight: TensorInfo, info: QuantizationInfo | None, module: str) -> bool:
-    wanted = "U8" if info is not None and info.algo == MXFP4_ALGO else "F8_E4M3"
-    is_stored = weight.dtype in ("F8_E4M3", "U8")
+    is_stored = weight.dtype in {scheme.storage.dtype for scheme in quantized_schemes()}
     is_declared = _is_declared(info, module)
-    if is_stored == is_declared and (not is_stored or weight.dtype == wanted):
-        return is_stored
+    if not is_stored and not is_declared:
+        return False
+    scheme = None if info is None else info.scheme
+    if is_declared and scheme is not None and weight.dtype == scheme.storage.dtype:
+        return True
     if info is None:
         raise UnknownQuantization(
             f"{weight.name} in {weight.file} is {weight.dtype}, but neither config.json nor "
@@ -149,7 +155,9 @@ def _is_declared(info: QuantizationInfo | None, module: str) -> bool:
     return not any(info.excludes(name) for name in names)
 
 
-def _scales_of(checkpoint: Checkpoint, info: QuantizationInfo, module: str) -> LinearScales:
+def _scales_of(
+    checkpoint: Checkpoint, info: QuantizationInfo, scheme: QuantizedScheme, module: str
+) -> LinearScales:
     names = [f"{module}.weight_scale"]
     if info.activations == "static":
         names.append(f"{module}.input_scale")
@@ -163,15 +171,13 @@ def _scales_of(checkpoint: Checkpoint, info: QuantizationInfo, module: str) -> L
             f"probably {reason}",
             fix="quantize again with calibration data, or fetch the checkpoint again",
         )
-    is_mxfp4 = info.algo == MXFP4_ALGO
-    scale = checkpoint.info(names[0])
-    if is_mxfp4 and scale.dtype != "U8":
+    scale, storage = checkpoint.info(names[0]), scheme.storage
+    if storage.block is not None and scale.dtype != storage.scale_dtype:
         raise BadTensorShape(
-            f"{scale.name} in {scale.file} is {scale.dtype}; {info.algo} has powers of two as U8 "
-            "(E8M0: 127 is 1)",
-            fix="quantize again with `llmctl quantize --qformat w4a8_mxfp4_fp8`",
+            f"{scale.name} in {scale.file} is {scale.dtype}; {info.algo} has {storage.scale_text}",
+            fix=f"quantize again with `llmctl quantize --qformat {scheme.qformat}`",
         )
-    return LinearScales(names[0], names[1] if len(names) > 1 else None, is_mxfp4)
+    return LinearScales(names[0], names[1] if len(names) > 1 else None, scheme)
 
 
 def find_kv_scales(checkpoint: Checkpoint, num_layers: int) -> list[tuple[str, str]]:
@@ -230,24 +236,27 @@ def check_unused(checkpoint: Checkpoint, used: Iterable[str], num_layers: int) -
 def checkpoint_shapes(
     network: Network, info: QuantizationInfo | None
 ) -> Mapping[str, tuple[int, ...]]:
-    """The shape of every checkpoint tensor that the network as recorded reads, MXFP4's included."""
+    """The shape of every checkpoint tensor that the network as recorded reads, scales of blocks
+    included."""
     sources = [source for source in network.sources.values() if isinstance(source, Rows)]
     shapes = {name: shape for source in sources for name, shape in source.parts}
-    if info is None or info.algo != MXFP4_ALGO:
+    if info is None or info.scheme is None:
         return shapes
+    storage = info.scheme.storage
     for node in network.nodes:
         weight = node.inputs.get("weight", "")
         if node.op != "linear" or not _is_declared(info, weight.removesuffix(".weight")):
             continue
         rows, inner = shapes[weight]
-        if inner % MXFP4_BLOCK:
+        if inner % (storage.block or 1):
             raise BadTensorShape(
                 f"{weight} has {inner} columns by config.json; {info.algo} has blocks of "
-                f"{MXFP4_BLOCK}",
+                f"{storage.block}",
                 fix="exclude this module from the quantization",
             )
-        shapes[weight] = (rows, inner // 2)
-        shapes[f"{weight}_scale"] = (rows, inner // MXFP4_BLOCK)
+        shapes[weight] = storage.weight_shape(rows, inner)
+        if storage.block is not None:
+            shapes[f"{weight}_scale"] = storage.scale_shape(rows, inner)
     return shapes
 
 

@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from llmctl.errors import BadConfig
+from llmctl.plugins.schemes.scheme import WeightScheme
 
 READ_SHARE = 4.488 / 4.8  # H200: `read` in docs/performance/h200.md over the datasheet; H100: 0.925
 Shares: TypeAlias = tuple[tuple[float, float], ...]  # (bytes a step reads, share of the bandwidth)
@@ -113,6 +114,12 @@ def step_share(read_bytes: float, shares: Shares = STEP_SHARES) -> float:
             part = math.log(size / low) / math.log(high / low)
             return low_share + part * (high_share - low_share)
     raise AssertionError("the last size is in no range")
+
+
+def shares_of(scheme: WeightScheme | None) -> Shares:
+    """The shares measured for engines with such weights; None: weights that are not quantized."""
+    has_few_bits = scheme is not None and scheme.weight_bytes < 1
+    return FOUR_BIT_SHARES if has_few_bits else STEP_SHARES
 
 
 def effective_read_bytes_s(

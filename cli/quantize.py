@@ -17,6 +17,7 @@ import typer
 
 from llmctl.cli.output_files import require_new_folder
 from llmctl.errors import BadConfig, Unsupported
+from llmctl.plugins.schemes.table import quantized_schemes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from llmctl.quantize.quantizer import QuantizeResult
 
 LONG_S = 60.0  # of calibration: it is announced
+_QFORMATS = " or ".join(scheme.qformat for scheme in quantized_schemes())
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -36,7 +38,7 @@ def quantize(
         Path, typer.Option("--output-dir", help="Folder to create for the quantized checkpoint.")
     ] = Path("exported_model"),
     qformat: Annotated[
-        str, typer.Option("--qformat", help="Quantization scheme: fp8 or w4a8_mxfp4_fp8.")
+        str, typer.Option("--qformat", help=f"Quantization scheme: {_QFORMATS}.")
     ] = "fp8",
     kv_cache_dtype: Annotated[
         str, typer.Option("--kv-cache-dtype", help="fp8, int8, or none to keep the model's dtype.")
@@ -84,7 +86,7 @@ def quantize(
         bool, typer.Option("--json", help="Print the result as one JSON line.")
     ] = False,
 ) -> None:
-    """Quantize a checkpoint to FP8 or MXFP4 with ModelOpt, one layer in memory at a time.
+    """Quantize a checkpoint with ModelOpt, one layer in memory at a time.
 
     Examples:
       llmctl quantize --model-dir examples/demo-target --kv-cache-dtype fp8 --calib-size 32 \\

@@ -1,4 +1,4 @@
-"""The quantized checkpoint: its files, its two config documents, and the schemes llmctl writes.
+"""The quantized checkpoint: its files, its two config documents, and the names of what is written.
 
 The layout is ModelOpt's "unified Hugging Face" one: the source's config.json with a
 `quantization_config` added (flat), hf_quant_config.json beside it (nested), safetensors with the
@@ -9,12 +9,14 @@ module and `checkpoint.py`.
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmctl.errors import CorruptFile, Unsupported
+from llmctl.plugins.schemes.scheme import QuantizedScheme
+from llmctl.plugins.schemes.table import quantized_schemes
 from llmctl.quantize.config_fields import MAX_POSITIONS as MAX_POSITIONS
 from llmctl.quantize.config_fields import ROPE_FIELDS as ROPE_FIELDS
 from llmctl.quantize.config_fields import ROPE_NUMBERS as ROPE_NUMBERS
@@ -24,6 +26,7 @@ from llmctl.quantize.config_fields import check_model_fields as check_model_fiel
 from llmctl.quantize.config_fields import named_architectures as named_architectures
 from llmctl.quantize.found import QuantizationInfo as QuantizationInfo
 from llmctl.quantize.found import read_quantization as read_quantization
+from llmctl.quantize.schemes.table import WRITERS
 from llmctl.quantize.strict_json import clipped as clipped
 from llmctl.quantize.strict_json import load_strict as load_strict
 from llmctl.quantize.strict_json import shown as shown
@@ -51,9 +54,6 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 INT8_MAX = 127.0  # largest value of a symmetric int8
 FP8_MAX = 448.0  # largest finite float8_e4m3fn (OCP FP8 specification, table 1)
-MXFP4_BLOCK = 32  # values that share a power of two (OCP Microscaling Formats 1.0, 5.2)
-MXFP4_SPAN = 14  # between the exponents of a row's largest and smallest blocks (mxfp4.py)
-E8M0_BIAS = 127  # of those exponents as they are stored
 MAX_JSON_BYTES = 64 << 20  # an index of a 1 T-parameter model is about 20 MB
 
 
@@ -93,69 +93,42 @@ def dump_json(value: dict[str, Any]) -> str:
 # ---- schemes llmctl writes ----
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """One row of `--qformat`. `is_ready` is False for rows that keep a place in the table.
-
-    group_size: values along the input dimension that share one weight scale; None: all of them.
-    """
-
-    qformat: str
-    quant_algo: str
-    weights: str
-    activations: str
-    is_ready: bool
-    group_size: int | None = None
-
-
-SCHEMES = {
-    scheme.qformat: scheme
-    for scheme in (
-        Scheme("fp8", "FP8", "float8_e4m3fn per tensor", "float8_e4m3fn static", True),
-        Scheme(
-            "w4a8_mxfp4_fp8",
-            "W4A8_MXFP4_FP8",
-            "float4_e2m1 in groups of 32",
-            "float8_e4m3fn static",
-            True,
-            32,
-        ),
-        Scheme("int8_sq", "W8A8_SQ_PER_CHANNEL", "int8 per channel", "int8 static", False),
-        Scheme("int4_awq", "W4A16_AWQ", "int4 in groups of 128", "as the model", False, 128),
-    )
-}
+NOT_WRITTEN = ("int8_sq", "int4_awq")  # --qformats of TensorRT-LLM that are known by name alone
 # --kv_cache_dtype -> kv_cache_quant_algo
 KV_CACHE_DTYPES: dict[str, str | None] = {"fp8": "FP8", "int8": "INT8", "none": None}
 
 
-def find_scheme(qformat: str) -> Scheme:
+def find_scheme(qformat: str) -> QuantizedScheme:
     """The scheme of a `--qformat`. Raises Unsupported, listing those that work."""
-    scheme = SCHEMES.get(qformat)
-    if scheme is None or not scheme.is_ready:
-        ready = ", ".join(row.qformat for row in SCHEMES.values() if row.is_ready)
-        why = "is not written by this version" if scheme else "is not a known format"
-        raise Unsupported(f"--qformat {qformat} {why}; available: {ready}", fix="--qformat fp8")
-    return scheme
+    schemes = {scheme.qformat: scheme for scheme in quantized_schemes()}
+    if qformat not in schemes:
+        why = (
+            "is not written by this version" if qformat in NOT_WRITTEN else "is not a known format"
+        )
+        raise Unsupported(
+            f"--qformat {qformat} {why}; available: {', '.join(schemes)}", fix="--qformat fp8"
+        )
+    return schemes[qformat]
 
 
 def quantization_documents(
-    scheme: Scheme, kv_cache_algo: str | None, exclude: list[str], producer_version: str
+    scheme: QuantizedScheme, kv_cache_algo: str | None, exclude: list[str], producer_version: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(hf_quant_config.json, config.json's quantization_config), as ModelOpt 0.47 writes them."""
     producer = {"name": "modelopt", "version": producer_version}
     quantization: dict[str, Any] = {
-        "quant_algo": scheme.quant_algo,
+        "quant_algo": scheme.algo,
         "kv_cache_quant_algo": kv_cache_algo,
     }
-    if scheme.group_size is not None:
-        quantization["group_size"] = scheme.group_size
+    if scheme.storage.block is not None:
+        quantization["group_size"] = scheme.storage.block
     nested = {"producer": producer, "quantization": quantization | {"exclude_modules": exclude}}
     number = {"dynamic": False, "num_bits": 8, "type": "float"}
     flat: dict[str, Any] = {}
-    if scheme.quant_algo == "FP8":  # ModelOpt's converter leaves MXFP4 to the name of quant_algo
-        group = {"input_activations": dict(number), "weights": dict(number), "targets": ["Linear"]}
-        flat["config_groups"] = {"group_0": group}
-    flat |= {"ignore": exclude, "quant_algo": scheme.quant_algo}
+    group = WRITERS[scheme.name].config_group
+    if group is not None:
+        flat["config_groups"] = {"group_0": copy.deepcopy(group)}
+    flat |= {"ignore": exclude, "quant_algo": scheme.algo}
     if kv_cache_algo:
         flat["kv_cache_scheme"] = dict(number, type="float" if kv_cache_algo == "FP8" else "int")
     return nested, flat | {"producer": producer, "quant_method": "modelopt"}

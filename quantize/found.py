@@ -13,6 +13,8 @@ from functools import cache
 from typing import Any
 
 from llmctl.errors import UnknownQuantization
+from llmctl.plugins.schemes.scheme import QuantizedScheme
+from llmctl.plugins.schemes.table import quantized_schemes, scheme_of_algo
 from llmctl.quantize.strict_json import shown
 
 # Python's matcher tries choices in all combinations; these bounds keep that below a second.
@@ -29,10 +31,10 @@ class QuantizationInfo:
 
     method: "modelopt", "compressed-tensors" or "fp8". algo uses ModelOpt's vocabulary: "FP8" (one
     weight scale per tensor), "FP8_PER_CHANNEL_PER_TOKEN" (one per row), "FP8_BLOCK_SCALES" (one per
-    128x128 block), "W4A8_MXFP4_FP8" (4-bit, a power of two per 32 values), None if only the KV
-    cache is quantized, or the declared name if it is none of these. weight_strategy is "tensor",
-    "channel", "block", "group" or None; activations "static", "dynamic" or None. exclude has module
-    names, wildcards (ModelOpt) or `re:` patterns (compressed-tensors).
+    128x128 block) and the other algorithms of plugins/schemes/, None if only the KV cache is
+    quantized, or the declared name if it is none of these. weight_strategy is "tensor", "channel",
+    "block", "group" or None; activations "static", "dynamic" or None. exclude has module names,
+    wildcards (ModelOpt) or `re:` patterns (compressed-tensors).
     """
 
     method: str
@@ -41,6 +43,11 @@ class QuantizationInfo:
     exclude: tuple[str, ...]
     weight_strategy: str | None
     activations: str | None
+
+    @property
+    def scheme(self) -> QuantizedScheme | None:
+        """The scheme of the weights; None where none are quantized, or by one that is not read."""
+        return scheme_of_algo(self.algo)
 
     def excludes(self, module: str) -> bool:
         """Whether `module` ("model.layers.0.mlp.up_proj") is stored unquantized by name."""
@@ -108,11 +115,8 @@ def read_quantization(
     return reader(found, where)
 
 
-_MODELOPT_ALGOS: dict[str, tuple[str, str, str | None]] = {
-    # found (upper case) -> algo, weight strategy, activations
-    "FP8": ("FP8", "tensor", "static"),
-    "FP8_PER_CHANNEL_PER_TOKEN": ("FP8_PER_CHANNEL_PER_TOKEN", "channel", "dynamic"),
-    "W4A8_MXFP4_FP8": ("W4A8_MXFP4_FP8", "group", "static"),
+# found (upper case) -> algo, weight strategy, activations, of those that no scheme reads
+_OTHER_ALGOS: dict[str, tuple[str, str, str | None]] = {
     "FP8_PB_WO": ("FP8_BLOCK_SCALES", "block", None),
     "FP8_BLOCK_SCALES": ("FP8_BLOCK_SCALES", "block", "dynamic"),
 }
@@ -120,7 +124,12 @@ _MODELOPT_ALGOS: dict[str, tuple[str, str, str | None]] = {
 
 def _modelopt(found: dict[str, Any], where: str) -> QuantizationInfo:
     name = _name(found, "quant_algo", where)
-    algo, strategy, activations = _MODELOPT_ALGOS.get(str(name).upper(), (name, None, None))
+    known: dict[str, tuple[str, str, str | None]] = {
+        each.name: (each.name, each.weight_strategy, each.activations)
+        for scheme in quantized_schemes()
+        for each in scheme.algorithms
+    }
+    algo, strategy, activations = (known | _OTHER_ALGOS).get(str(name).upper(), (name, None, None))
     kv_cache = _name(found, "kv_cache_quant_algo", where)
     if kv_cache is None:
         kv_cache = _kv_cache_algo(found.get("kv_cache_scheme"))

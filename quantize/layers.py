@@ -2,12 +2,10 @@
 
 Max calibration measures unquantized activations, so processing layers separately gives exactly the
 same result: the unquantized hidden states after layer i are the ones that ModelOpt's whole-model
-calibration passes to layer i+1. Calibration is the same for every scheme, since every one has
-static FP8 inputs, and its result does not depend on how weights are stored. Scales are amax / 448,
-one per tensor; weights are divided by their scale in their own dtype and rounded to float8_e4m3fn,
-which is bit for bit ModelOpt's export (a test compares every tensor). MXFP4 weights are converted
-by `mxfp4.py`. Weights or activations that are not finite are refused. One difference from ModelOpt,
-whose export divides by zero there: a tensor that is all zero gets a nonzero scale.
+calibration passes to layer i+1. Scales of inputs are amax / 448, one per tensor; how weights are
+quantized is up to their scheme (quantize/schemes/). The result is bit for bit ModelOpt's export (a
+test compares every tensor). Weights or activations that are not finite are refused. One difference
+from ModelOpt, whose export divides by zero there: a tensor that is all zero gets a nonzero scale.
 """
 
 from __future__ import annotations
@@ -21,18 +19,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmctl.errors import BadTensorShape, BadTensorValue
+from llmctl.plugins.schemes.scheme import QuantizedScheme
 from llmctl.quantize.checkpoint import Checkpoint
 from llmctl.quantize.families import HEAD, Model, build_slice, layer_prefix
-from llmctl.quantize.format import FP8_MAX, INT8_MAX, Scheme
-from llmctl.quantize.mxfp4 import quantize_blocks
+from llmctl.quantize.format import FP8_MAX, INT8_MAX
+from llmctl.quantize.maxima import calibrated_maximum, require_finite
+from llmctl.quantize.schemes.table import WRITERS
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-# Scale of an all-zero weight, whose FP8 values are zero under any scale. The smallest float16
-# subnormal: finite and nonzero in every float dtype, and never the largest of a fused group.
-ZERO_WEIGHT_SCALE = 2.0**-24
 # Scale of an activation or cache that was zero throughout calibration: what readers assume when
 # no scale is stored, and saturating only beyond 448.
 ZERO_ACTIVATION_SCALE = 1.0
@@ -49,7 +46,7 @@ class LayerQuantizer:
     model: Model
     dtype: torch.dtype
     device: torch.device
-    scheme: Scheme
+    scheme: QuantizedScheme
     kv_cache_algo: str | None  # FP8, INT8, or None: not quantized
 
     def run_layer(
@@ -78,7 +75,7 @@ class LayerQuantizer:
 
         self._calibrate(slice_, calibrate, self._layer_config())
         low, high = hidden.aminmax()
-        _require_finite(low, high, f"the hidden states that leave layer {index}")
+        require_finite(low, high, f"the hidden states that leave layer {index}")
         (layer,) = slice_.model.layers
         for name in self.model.layer_shapes:
             module_name, _, attribute = name.rpartition(".")
@@ -108,7 +105,7 @@ class LayerQuantizer:
             for batch in torch.split(hidden, batch_size):
                 slice_(inputs_embeds=batch.to(self.device), use_cache=False)
 
-        self._calibrate(slice_, calibrate, _head_config())
+        self._calibrate(slice_, calibrate, _head_config(self.scheme))
         yield from _quantized_linear(slice_.lm_head, "lm_head", self.scheme)
         _drop_weights(slice_)
 
@@ -129,7 +126,7 @@ class LayerQuantizer:
         tensor = stored.to(device=self.device, dtype=self.dtype)
         if tensor.numel():
             low, high = torch.aminmax(tensor)
-            _require_finite(low, high, f"{name} in {self.checkpoint.info(name).file}")
+            require_finite(low, high, f"{name} in {self.checkpoint.info(name).file}")
         return tensor
 
     def _load(self, module: torch.nn.Module, prefix: str, shapes: Any) -> None:
@@ -138,7 +135,7 @@ class LayerQuantizer:
 
     def _layer_config(self) -> dict[str, Any]:
         mtq = import_modelopt()
-        config: dict[str, Any] = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
+        config = _preset(mtq, self.scheme)
         if self.kv_cache_algo is not None:  # it measures the same maxima for INT8
             config["quant_cfg"] += copy.deepcopy(mtq.FP8_KV_CFG["quant_cfg"])
         return config
@@ -181,9 +178,13 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _head_config() -> dict[str, Any]:
-    mtq = import_modelopt()
-    config: dict[str, Any] = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
+def _preset(mtq: Any, scheme: QuantizedScheme) -> dict[str, Any]:
+    preset: dict[str, Any] = getattr(mtq, WRITERS[scheme.name].calibration)
+    return copy.deepcopy(preset)
+
+
+def _head_config(scheme: QuantizedScheme) -> dict[str, Any]:
+    config = _preset(import_modelopt(), scheme)
     config["quant_cfg"] += [
         {"quantizer_name": f"*lm_head*{part}_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}}
         for part in ("weight", "input")
@@ -191,57 +192,17 @@ def _head_config() -> dict[str, Any]:
     return config
 
 
-def _quantized_linear(linear: Any, name: str, scheme: Scheme) -> Tensors:
+def _quantized_linear(linear: Any, name: str, scheme: QuantizedScheme) -> Tensors:
     """`.weight` and `.weight_scale` as the scheme has them, `.input_scale` float32 []."""
-    if scheme.group_size is None:
-        weight, scale = _fp8_weight(linear, name)
-    else:
-        weight, scale = quantize_blocks(linear.weight.detach())
+    weight, scale = WRITERS[scheme.name].quantize(linear, name)
     yield f"{name}.weight", weight
     yield f"{name}.weight_scale", scale
     yield f"{name}.input_scale", _activation_scale(linear.input_quantizer, name)
 
 
-def _fp8_weight(linear: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float8_e4m3fn [out, in], float32 [])."""
-    amax = _amax(linear.weight_quantizer, name)
-    scale = amax / FP8_MAX
-    if scale == 0:  # all zero, or so small that the scale is not a float32
-        scale = scale.new_tensor(ZERO_WEIGHT_SCALE)
-    return quantize_weight(linear.weight.detach(), scale), scale
-
-
-def quantize_weight(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """weight / scale as float8_e4m3fn, saturating at 448. scale is a float32 scalar.
-
-    The division rounds to the weight's own dtype first, as ModelOpt's does. Casting a value above
-    464 to float8_e4m3fn is NaN or 448 depending on the device and version, hence the clamp.
-    """
-    import torch
-
-    return (weight / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-
-
 def _activation_scale(quantizer: Any, name: str, largest: float = FP8_MAX) -> torch.Tensor:
-    scale = _amax(quantizer, name) / largest
+    scale = calibrated_maximum(quantizer, name) / largest
     return scale if scale > 0 else scale.new_tensor(ZERO_ACTIVATION_SCALE)
-
-
-def _amax(quantizer: Any, name: str) -> torch.Tensor:
-    """The calibrated maximum of one per-tensor quantizer, float32 []."""
-    found: torch.Tensor | None = quantizer.amax
-    assert found is not None and found.numel() == 1, f"{name}: not one calibrated maximum"
-    amax = found.detach().float().reshape(())
-    _require_finite(amax, amax, f"the largest activation at {name}")
-    return amax
-
-
-def _require_finite(low: torch.Tensor, high: torch.Tensor, what: str) -> None:
-    if not (low.isfinite() and high.isfinite()):
-        raise BadTensorValue(
-            f"{what}: NaN or infinity among the values (least {float(low)}, largest {float(high)})",
-            fix="fetch the checkpoint again; if it was cast to float16, use --dtype bfloat16",
-        )
 
 
 def _drop_weights(slice_: PreTrainedModel) -> None:

@@ -21,13 +21,14 @@ from llmctl.errors import (
     TokenizerError,
     Unsupported,
 )
+from llmctl.plugins.schemes.scheme import QuantizedScheme
 from llmctl.publish import require_place, require_space
 from llmctl.quantize import calibration
 from llmctl.quantize.checkpoint import DTYPES, Checkpoint
 from llmctl.quantize.families import EMBEDDING, FINAL_NORM, HEAD, Model, layer_prefix, read_model
-from llmctl.quantize.format import KV_CACHE_DTYPES, Scheme, find_scheme
+from llmctl.quantize.format import KV_CACHE_DTYPES, find_scheme
 from llmctl.quantize.memory import available_memory_bytes
-from llmctl.quantize.mxfp4 import WORK_BYTES
+from llmctl.quantize.schemes.table import WRITERS
 from llmctl.quantize.writer import ShardPlan, TensorPlan, plan_shards
 
 DTYPE_CODES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
@@ -75,7 +76,7 @@ class QuantizePlan:
     options: QuantizeOptions
     checkpoint: Checkpoint
     model: Model
-    scheme: Scheme
+    scheme: QuantizedScheme
     dtype: str
     row_length: int
     shards: list[ShardPlan]
@@ -153,19 +154,20 @@ def _require_device(device: str) -> None:
         raise NoDevice("--device cuda: torch sees no CUDA device", fix="--device cpu")
 
 
-def _require_whole_groups(model: Model, scheme: Scheme, has_head: bool) -> None:
+def _require_whole_groups(model: Model, scheme: QuantizedScheme, has_head: bool) -> None:
     """Raises Unsupported for a linear whose inputs the scheme cannot cut into its groups."""
-    if scheme.group_size is None:
+    block = scheme.storage.block
+    if block is None:
         return
     prefix = layer_prefix(0)
     shapes = {f"{prefix}{n}": model.layer_shapes[f"{n}.weight"] for n in model.linear_names}
     if has_head:
         shapes["lm_head"] = model.outer_shapes[HEAD]
     for name, (_, inputs) in shapes.items():
-        if inputs % scheme.group_size:
+        if inputs % block:
             raise Unsupported(
                 f"--qformat {scheme.qformat}: {name} has {inputs} inputs; "
-                f"a multiple of {scheme.group_size} is wanted",
+                f"a multiple of {block} is wanted",
                 fix="--qformat fp8",
             )
 
@@ -185,7 +187,7 @@ def _pick_dtype(checkpoint: Checkpoint) -> str:
 
 
 def _planned_tensors(
-    model: Model, scheme: Scheme, dtype: str, options: QuantizeOptions
+    model: Model, scheme: QuantizedScheme, dtype: str, options: QuantizeOptions
 ) -> Iterator[TensorPlan]:
     """Every tensor of the output, in the order in which it will be written."""
     outer = model.outer_shapes
@@ -208,28 +210,26 @@ def _planned_tensors(
         yield TensorPlan(HEAD, dtype, outer[HEAD])
 
 
-def _planned_linear(name: str, shape: tuple[int, ...], scheme: Scheme) -> Iterator[TensorPlan]:
+def _planned_linear(
+    name: str, shape: tuple[int, ...], scheme: QuantizedScheme
+) -> Iterator[TensorPlan]:
     """name ends in `weight`; shape is [out, in]."""
-    rows, columns = shape
-    if scheme.group_size is None:
-        yield TensorPlan(name, "F8_E4M3", shape)
-        yield TensorPlan(f"{name}_scale", "F32", ())
-    else:  # two codes a byte, one E8M0 scale a group
-        yield TensorPlan(name, "U8", (rows, columns // 2))
-        yield TensorPlan(f"{name}_scale", "U8", (rows, columns // scheme.group_size))
+    storage = scheme.storage
+    yield TensorPlan(name, storage.dtype, storage.weight_shape(*shape))
+    yield TensorPlan(f"{name}_scale", storage.scale_dtype, storage.scale_shape(*shape))
     yield TensorPlan(f"{name.removesuffix('weight')}input_scale", "F32", ())
 
 
 def _predict_memory(
-    model: Model, scheme: Scheme, itemsize: int, row_length: int, options: QuantizeOptions
+    model: Model, scheme: QuantizedScheme, itemsize: int, row_length: int, options: QuantizeOptions
 ) -> int:
     """Resident bytes at the peak: an upper estimate, within a factor of two where measured."""
     config, outer = model.config, model.outer_shapes
     largest = max(math.prod(shape) for shape in model.layer_shapes.values())
     layer = sum(math.prod(shape) for shape in model.layer_shapes.values()) * itemsize
-    # The layer, and its largest weight once divided by its scale, in the source's dtype and FP8;
-    # the codes of MXFP4 are smaller, and its division goes piece by piece.
-    piece = 0 if scheme.group_size is None else WORK_BYTES
+    # The layer, and its largest weight once divided by its scale, in the source's dtype and FP8
+    # (codes are smaller), and what the scheme needs beside that.
+    piece = WRITERS[scheme.name].work_bytes
     layer_step = layer + largest * (itemsize + 1) + piece
     head_step = math.prod(outer[EMBEDDING]) * (2 * itemsize + 1) + piece
     tokens = options.calib_size * row_length

@@ -31,6 +31,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
     r"\btime\.time\(|from time import .*\btime\b|datetime\.(now|utcnow|today)": (
         "runtime/stats/recorder.py",
     ),
+    # of which scheme weights are: the tables; a backend and the one launch state what they multiply
+    r"(?i)mxfp4|\balgo (==|!=|in|not in) ": (
+        "plugins/schemes",
+        "builder/schemes",
+        "quantize/schemes",
+        "plugins/backends/backend.py",
+        "plugins/fused/decoder_layers/chain.py",
+    ),
     # what a GPU generation has; cli/gpus.py lists products with their compute capability
     r"sm_\d\d|\b227 ?(<<|\*)|\"(8\.6|8\.9|9\.0|12\.0)\"|\((8|9|12), ?\d\)": (
         "plugins/backends/cuda/arch.py",

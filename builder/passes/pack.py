@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmctl.builder.mxfp4 import MxRows, MxRowScales, PackedMxRows
-from llmctl.builder.network import Network, Node
+from llmctl.builder.network import Attribute, Network, Node
 from llmctl.builder.packing import PackedRows, PackedVector, RowOrder
-from llmctl.builder.sources import Rows, RowScales
+from llmctl.builder.schemes.reading import CodedRows
+from llmctl.builder.sources import Rows, Source
+from llmctl.plugins.schemes.table import find_form
 
 # What must divide evenly for the interleaved orders (layout.py): 8 rows of either half.
 _PAIR_WIDTH, _ROPE_HEAD = 8, 16
@@ -33,8 +34,8 @@ def pack_linears(network: Network, *, fuse_swiglu: bool = True) -> Network:
         else:
             width = packed.tensors[out].shape[1]
             assert isinstance(width, int)
-            inputs = _pack_inputs(packed, linear, RowOrder("plain", (width,)))
-            node = replace(linear, op="packed_linear", inputs=inputs)
+            inputs, attributes = _pack_inputs(packed, linear, RowOrder("plain", (width,)))
+            node = replace(linear, op="packed_linear", inputs=inputs, attributes=attributes)
             packed.replace_nodes([linear], [node], at=linear)
     for node in [node for node in packed.nodes if node.op.startswith("packed_linear")]:
         _fuse_norm(packed, node)
@@ -54,9 +55,10 @@ def _fuse_norm(network: Network, node: Node) -> None:
     if norm.inputs.get("scale") != node.inputs.get("x_scale"):
         return
     weight = network.tensors[node.inputs["weight"]]
-    row_tiles, chunks, _, columns = (int(size) for size in weight.shape)
-    is_padded = chunks * columns != network.tensors[norm.inputs["x"]].shape[1]
-    if is_padded or not can_normalize(node.op, row_tiles, chunks, weight.dtype):
+    row_tiles, chunks = (int(size) for size in weight.shape[:2])
+    form = find_form(weight.dtype, node.attributes)
+    is_padded = chunks * form.columns != network.tensors[norm.inputs["x"]].shape[1]
+    if is_padded or not can_normalize(node.op, row_tiles, chunks, form.name):
         return
     inputs = {
         **node.inputs,
@@ -82,12 +84,13 @@ def _fuse_rope(network: Network, linear: Node, write: Node) -> None:
     names = ("num_heads", "num_kv_heads", "head_size")
     order = RowOrder("rope", tuple(int(write.attributes[name]) for name in names))
     rest = {role: tensor for role, tensor in write.inputs.items() if role != "qkv"}
+    inputs, attributes = _pack_inputs(network, linear, order)
     node = Node(
         "packed_linear_rope_kv",
         linear.name,
-        {**_pack_inputs(network, linear, order), **rest},
+        {**inputs, **rest},
         write.outputs,
-        {name: write.attributes[name] for name in ("layer", *names)},
+        {name: write.attributes[name] for name in ("layer", *names)} | attributes,
     )
     network.replace_nodes([linear, write], [node], at=linear)
 
@@ -101,36 +104,36 @@ def _can_fuse_swiglu(network: Network, reader: Node) -> bool:
 
 def _fuse_swiglu(network: Network, linear: Node, swiglu: Node) -> None:
     width = int(network.tensors[swiglu.outputs["out"]].shape[1])
-    inputs = _pack_inputs(network, linear, RowOrder("pair", (width,)))
+    inputs, attributes = _pack_inputs(network, linear, RowOrder("pair", (width,)))
     if "scale" in swiglu.inputs:
         inputs["scale"] = swiglu.inputs["scale"]
-    attributes = {"dtype": network.dtype}
+    attributes["dtype"] = network.dtype
     node = Node("packed_linear_swiglu", linear.name, inputs, swiglu.outputs, attributes)
     network.replace_nodes([linear, swiglu], [node], at=linear)
 
 
-def _pack_inputs(network: Network, linear: Node, order: RowOrder) -> dict[str, str]:
-    """The linear's inputs with weight, weight scale and bias packed.
+def _pack_inputs(
+    network: Network, linear: Node, order: RowOrder
+) -> tuple[dict[str, str], dict[str, Attribute]]:
+    """The linear's inputs with weight, weight scale and bias packed, and what the plan says of the
+    weight.
 
     A weight that something else reads too (a tied embedding) gets an additional packed copy.
     """
-    inputs = dict(linear.inputs)
+    inputs, attributes = dict(linear.inputs), dict(linear.attributes)
     for role in ("weight", "weight_scale", "bias"):
         if role not in inputs:
             continue
         source = network.sources[inputs[role]]
         if len(network.consumers(inputs[role])) == 1:
             del network.sources[inputs[role]]
-        if role == "weight":
-            packed: PackedMxRows | PackedRows
-            if isinstance(source, MxRows):
-                packed = PackedMxRows(source, order)
-            else:
-                assert isinstance(source, Rows)
-                packed = PackedRows(source, order)
-            inputs[role] = network.add_weight(f"{linear.name}.{role}", packed).name
+        if role != "weight":
+            packed: Source = PackedVector(source, order)
+        elif isinstance(source, Rows):
+            packed = PackedRows(source, order)
         else:
-            assert isinstance(source, Rows | RowScales | MxRowScales)
-            vector = PackedVector(source, order)
-            inputs[role] = network.add_weight(f"{linear.name}.{role}", vector).name
-    return inputs
+            assert isinstance(source, CodedRows)
+            packed = source.packed(order)
+            attributes |= source.form.attributes
+        inputs[role] = network.add_weight(f"{linear.name}.{role}", packed).name
+    return inputs, attributes

@@ -1,32 +1,33 @@
-"""Give linear layers the FP8 or MXFP4 weights and activation scales of the checkpoint."""
+"""Give linear layers the quantized weights and activation scales of the checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from llmctl.builder.mxfp4 import MxRows, MxRowScales
 from llmctl.builder.network import Network, Node
-from llmctl.builder.sources import LargestScale, Rows, RowScales
+from llmctl.builder.schemes.table import READERS
+from llmctl.builder.sources import LargestScale, Rows
 from llmctl.errors import Unsupported
-
-FP8 = "float8_e4m3fn"
+from llmctl.plugins.schemes.scheme import QuantizedScheme
+from llmctl.plugins.schemes.table import titles
 
 
 @dataclass(frozen=True, slots=True)
 class LinearScales:
-    """The scale tensors of one FP8 linear; no input_scale: each token gets its own as it runs.
-    is_mxfp4: its weight is 4-bit (mxfp4.py), which the products of FP8 take."""
+    """The scale tensors of one quantized linear, and the scheme of its weight. Without input_scale
+    each token gets its own scale at run time."""
 
     weight_scale: str
     input_scale: str | None
-    is_mxfp4: bool = False
+    scheme: QuantizedScheme
 
 
 def quantize_linears(network: Network, scales: Mapping[str, LinearScales]) -> Network:
     """Insert a quantize node before every linear whose modules are in `scales`.
 
-    The weight becomes FP8 with one scale an output row: a merged linear repeats each part's scale.
+    The weight becomes what its scheme multiplies, with one scale per output row: a merged linear
+    repeats each part's scale.
     Static input scales of merged parts are combined to their largest. Raises Unsupported when the
     parts of one merged linear are not quantized alike.
     """
@@ -39,12 +40,12 @@ def quantize_linears(network: Network, scales: Mapping[str, LinearScales]) -> Ne
             found = [scales[module] for module in modules if module in scales]
             if not found:
                 continue
-            kinds = {(s.input_scale is None, s.is_mxfp4) for s in found}
+            kinds = {(s.input_scale is None, s.scheme) for s in found}
             if len(found) != len(modules) or len(kinds) != 1:
                 raise Unsupported(
                     f"{', '.join(modules)} are quantized differently; parts of one merged linear "
-                    "must all be FP8 or all MXFP4 with the same kind of activation scale, or all "
-                    "unquantized",
+                    f"must all be {titles(' or all ')} with the same kind of activation scale, or "
+                    "all unquantized",
                     fix="quantize again, excluding all of them or none",
                 )
             _quantize(quantized, node, source, found)
@@ -53,21 +54,15 @@ def quantize_linears(network: Network, scales: Mapping[str, LinearScales]) -> Ne
 
 
 def _quantize(network: Network, node: Node, source: Rows, scales: list[LinearScales]) -> None:
-    rows = [shape[0] for _, shape in source.parts]
-    row_scales: RowScales | MxRowScales
-    numbers: Rows | MxRows
-    if scales[0].is_mxfp4:
-        row_scales = MxRowScales(tuple(zip((n for n, _ in source.parts), rows, strict=True)))
-        numbers = MxRows(source.parts)
-    else:
-        row_scales = RowScales(tuple(zip((s.weight_scale for s in scales), rows, strict=True)))
-        numbers = replace(source, dtype=FP8)
+    scheme = scales[0].scheme
+    reader, stored = READERS[scheme.name], tuple(s.weight_scale for s in scales)
+    numbers, row_scales = reader.numbers(source.parts), reader.row_scales(source.parts, stored)
     weight = node.inputs["weight"]
     del network.sources[weight]
     network.add_weight(weight, numbers)
     scale = network.add_weight(f"{node.name}.weight_scale", row_scales).name
     x = network.tensors[node.inputs["x"]]
-    out = network.add_activation(f"{node.name}.x", FP8, x.shape).name
+    out = network.add_activation(f"{node.name}.x", scheme.activation_dtype, x.shape).name
     inputs, outputs = {"x": x.name}, {"out": out}
     static = [s.input_scale for s in scales if s.input_scale is not None]
     if static:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from llmctl.builder.engine_format import TENSORRT_OP
 from llmctl.builder.network import Network, Node
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.schemes.table import find_form
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
 _MAIN_ROLES = ("weight", "x", "qkv", "q")  # of linear and embedding, the rest, attention
@@ -31,10 +32,11 @@ def _tactic(network: Network, node: Node, backend: str) -> str:
         return f"{BACKENDS[backend].kernels}.{node.op}.{_type(network, node)}"
     from llmctl.plugins.ops.packed_linear.tactics import choose_tactic
 
-    row_tiles, chunks = network.tensors[node.inputs["weight"]].shape[:2]
+    weight, has_norm = network.tensors[node.inputs["weight"]], "norm_weight" in node.inputs
+    row_tiles, chunks = weight.shape[:2]
     assert isinstance(row_tiles, int) and isinstance(chunks, int)
-    dtype, has_norm = network.tensors[node.inputs["weight"]].dtype, "norm_weight" in node.inputs
-    return choose_tactic(node.op, row_tiles, chunks, dtype, has_norm=has_norm)
+    form = find_form(weight.dtype, node.attributes)
+    return choose_tactic(node.op, row_tiles, chunks, form.name, has_norm=has_norm)
 
 
 def _type(network: Network, node: Node) -> str:

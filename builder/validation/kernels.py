@@ -110,12 +110,11 @@ def _check_tactic(call: OpCall) -> None:
     """Every variant of a product can run its weight, and so many tokens."""
     if not call.op.startswith("packed_linear"):
         return
+    from llmctl.plugins.ops.packed_linear.arguments import form_of, is_fp8
     from llmctl.plugins.ops.packed_linear.decode import DecodeVariant
-    from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4
     from llmctl.plugins.ops.packed_linear.tactics import MANY, parse_tactic
 
     weight = call.inputs["weight"]
-    dtype = str(weight.dtype).removeprefix("torch.")
     entries = parse_tactic(call.tactic)
     ends = [most for most, _ in entries]
     if ends != sorted(set(ends)):
@@ -123,12 +122,11 @@ def _check_tactic(call: OpCall) -> None:
     for most, name in entries:
         if name == MANY:
             continue
-        variant = DecodeVariant.parse(name, FORMS[dtype])
+        variant = DecodeVariant.parse(name, form_of(call))
         row_tiles, chunks = weight.shape[:2]
         has_room = most <= variant.tokens or not (variant.split == 0 or variant.normalizes)
         is_norm = not variant.normalizes or "norm_weight" in call.inputs
-        is_fp8 = dtype in ("float8_e4m3fn", MXFP4)
-        if not (has_room and is_norm and variant.fits(row_tiles, chunks, is_fp8)):
+        if not (has_room and is_norm and variant.fits(row_tiles, chunks, is_fp8(call))):
             raise wrong(f"{call.op} {call.name!r}: {name!r} cannot run it for {most} tokens")
 
 

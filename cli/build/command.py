@@ -33,6 +33,7 @@ from llmctl.cli.build.result import print_key, print_result, write_engine
 from llmctl.cli.output_files import replacing, require_new_folder, require_writable
 from llmctl.errors import BadConfig
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.schemes.table import titles
 
 
 def _build(
@@ -40,7 +41,7 @@ def _build(
         Path,
         typer.Option(
             "--checkpoint-dir",
-            help="Hugging Face folder: BF16, FP16, FP32, FP8 or MXFP4; README lists the layouts.",
+            help=f"Hugging Face folder: BF16, FP16, FP32, {titles()}; README lists the layouts.",
         ),
     ],
     output_dir: Annotated[

@@ -1,29 +1,28 @@
 """`llmctl inspect` of a checkpoint: config.json and the headers of its files.
 
 Tensors that differ only in their layer are one row. Of the weights nothing is read; of the scales
-that quantization stored, a number a tensor, a row or a block of 32 (MXFP4), smallest and largest
-are told.
+that quantization stored, one per tensor, row or block, the smallest and largest are shown.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmctl.plugins.schemes.scheme import E8M0, E8M0_BIAS
 from llmctl.quantize.checkpoint import DTYPES, Checkpoint, TensorInfo
-from llmctl.quantize.format import E8M0_BIAS, QuantizationInfo
+from llmctl.quantize.format import QuantizationInfo
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SCALE = re.compile(r"(_scale(_inv|_2)?|\.(k|v|input|output|weight)_scale|_scaling_factor)$")
 _SCALE_DTYPES = ("F32", "F16", "BF16")
-_E8M0 = "U8"  # a power of two, 2**(value - 127); 255 is NaN
-# A tensor: one scale a row of the largest linears is less, and so are MXFP4's of an 8B model.
+# A tensor: one scale a row of the largest linears is less, and so are a byte for 32 of an 8B model.
 _MAX_SCALE_BYTES = 2 << 20
 
 
@@ -37,7 +36,7 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         "model": _model(checkpoint.config),
         "quantization": _quantization(checkpoint.quantization),
         "num_tensors": len(tensors),
-        "num_values": sum(_num_values(info, checkpoint.tensors) for info in tensors),
+        "num_values": sum(_num_values(info, checkpoint) for info in tensors),
         "bytes": sum(info.num_bytes for info in tensors),
         "dtypes": _dtypes(tensors),
         "tensors": [_group(name, infos) for (name, _, _), infos in groups.items()],
@@ -50,11 +49,15 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
     }
 
 
-def _num_values(info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> int:
-    """Elements; two a byte of MXFP4's codes, which are told by their scales."""
-    scale = tensors.get(f"{info.name}_scale")
-    is_packed = info.dtype == "U8" and scale is not None and scale.dtype == _E8M0
-    return math.prod(info.shape) * (2 if is_packed else 1)
+def _num_values(info: TensorInfo, checkpoint: Checkpoint) -> int:
+    """Elements; of a quantized weight, which has scales, the values that these hold."""
+    found = checkpoint.quantization
+    values = 1
+    if found is not None and found.scheme is not None:
+        storage = found.scheme.storage
+        if info.dtype == storage.dtype and f"{info.name}_scale" in checkpoint.tensors:
+            values = storage.values
+    return values * math.prod(info.shape)
 
 
 def _model(config: dict[str, Any]) -> dict[str, Any]:
@@ -158,9 +161,9 @@ def _scales(checkpoint: Checkpoint, name: str, infos: Sequence[TensorInfo]) -> d
 
 def _values(checkpoint: Checkpoint, info: TensorInfo) -> NDArray[np.float32]:
     """A scale's values; none of one that is too large, or no floats and no powers of two."""
-    if info.num_bytes > _MAX_SCALE_BYTES or info.dtype not in (*_SCALE_DTYPES, _E8M0):
+    if info.num_bytes > _MAX_SCALE_BYTES or info.dtype not in (*_SCALE_DTYPES, E8M0):
         return np.empty(0, np.float32)
-    if info.dtype == _E8M0:
+    if info.dtype == E8M0:
         powers = np.full(256, np.nan, np.float32)
         powers[:255] = np.ldexp(np.float32(1), np.arange(255) - E8M0_BIAS)  # exp2 rounds
         found: NDArray[np.float32] = powers[checkpoint.read(info.name).numpy().ravel()]

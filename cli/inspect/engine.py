@@ -25,22 +25,21 @@ from llmctl.builder.engine_format import (
     read_plan,
     weight_bytes,
 )
-from llmctl.builder.mxfp4 import MXFP4_ALGO
 from llmctl.builder.signature import describe_signature
 from llmctl.cli.gpus import (
     CPU_STEP_SHARE,
-    FOUR_BIT_SHARES,
-    STEP_SHARES,
     Gpu,
     default_gpu,
     effective_read_bytes_s,
     find_gpu,
     present_gpu,
+    shares_of,
     step_share,
 )
 from llmctl.cli.inspect.cost import DECODE, Step, fused, op_bytes, step_bytes
 from llmctl.errors import BadConfig
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.schemes.table import scheme_of_algo
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -107,8 +106,7 @@ def _reading(
 ) -> tuple[str | None, float | None]:
     """(whose memory, bytes a second that a step of `read` bytes gets)."""
     is_cpu = not BACKENDS[config.backend].on_gpu
-    has_four_bits = config.pretrained_config["quantization"]["quant_algo"] == MXFP4_ALGO
-    shares = FOUR_BIT_SHARES if has_four_bits else STEP_SHARES
+    shares = shares_of(scheme_of_algo(config.pretrained_config["quantization"]["quant_algo"]))
     if read_gb_s is not None:
         if gpu is not None:
             raise BadConfig("--gpu and --read-bandwidth are both given; one of them is wanted")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from llmctl.plugins.schemes.table import FP8, MXFP4, PLAIN
+
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -21,7 +23,7 @@ class Backend:
     compiles_plans: bool = False  # TensorRT: the network is split into TensorRT plans
     packs_linears: bool = False  # products read weights packed for the tensor core
     gathers_fp8: bool = True
-    has_block_scales: bool = True  # supports weights with a scale for each block
+    weight_schemes: tuple[str, ...] = (PLAIN.name, FP8.name, MXFP4.name)  # that have products
     cache_types: tuple[str, ...] = ("paged",)
     quantized_kv_cache: tuple[str, ...] = ("fp8", "int8")
     has_unit_kv_scales: bool = True
@@ -50,7 +52,7 @@ _ROWS = (
             arena_alignment=256,
             compiles_plans=True,
             gathers_fp8=False,
-            has_block_scales=False,
+            weight_schemes=(PLAIN.name, FP8.name),
             cache_types=("paged", "continuous"),
             quantized_kv_cache=("fp8",),
             has_unit_kv_scales=False,

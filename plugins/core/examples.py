@@ -26,7 +26,6 @@ from llmctl.plugins.core.example_parts import (
     random_tensor,
 )
 from llmctl.plugins.core.op_spec import FP8, Case
-from llmctl.plugins.ops.packed_linear.forms import MXFP4
 from llmctl.plugins.ops.packed_linear.layout import (
     pack,
     pair_order,
@@ -34,7 +33,8 @@ from llmctl.plugins.ops.packed_linear.layout import (
     reorder,
     rope_order,
 )
-from llmctl.plugins.ops.packed_linear.mxfp4 import pack_mxfp4
+from llmctl.plugins.schemes.scheme import packing_of
+from llmctl.plugins.schemes.table import FORMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +178,10 @@ def _packed_inputs(
     case: Case, tokens: int, order: torch.Tensor, generator: torch.Generator
 ) -> tuple[Tensors, str]:
     """Inputs that the packed products share, and the model dtype."""
-    inner, rows, dtype = int(case["inner"]), int((order >= 0).sum()), str(case["dtype"])
-    is_mxfp4 = dtype == MXFP4
-    x_dtype = FP8 if is_mxfp4 else dtype
+    inner, rows, form = int(case["inner"]), int((order >= 0).sum()), FORMS[str(case["dtype"])]
+    x_dtype = form.numbers
     is_fp8 = x_dtype == FP8
-    model_dtype = str(case.get("model_dtype", "bfloat16" if is_fp8 else dtype))
+    model_dtype = str(case.get("model_dtype", "bfloat16" if is_fp8 else x_dtype))
     inputs = {"x": random_tensor((tokens, inner), x_dtype, generator)}
     weight = random_tensor((rows, inner), x_dtype, generator, inner**-0.5)
     if is_fp8:
@@ -192,10 +191,8 @@ def _packed_inputs(
         inputs["weight_scale"] = reorder(spread * (inner**-0.5 / 100), order)
         count = tokens if case["x_scaling"] == "per_token" else 1
         inputs["x_scale"] = torch.rand((count,), generator=generator) + 0.5
-    if is_mxfp4:
-        codes = torch.randint(0, 256, (rows, inner // 2), generator=generator, dtype=torch.uint8)
-        steps = torch.randint(4, 14, (rows, inner // 32), generator=generator, dtype=torch.uint8)
-        inputs["weight"] = pack_mxfp4(reorder(codes, order), reorder(steps, order))
+    if form.is_coded:
+        inputs["weight"] = packing_of(form).pack_random(order, inner, generator)
     else:
         inputs["weight"] = pack(reorder(weight, order))
     if case["bias"]:
@@ -207,7 +204,7 @@ def _packed_linear(case: Case, generator: torch.Generator) -> Example:
     tokens, outputs = int(case["tokens"]), int(case["outputs"])
     inputs, dtype = _packed_inputs(case, tokens, plain_order(outputs), generator)
     made = {"out": empty((tokens, outputs), "float32" if case["out"] == "float32" else dtype)}
-    attributes: dict[str, int | float | str | bool] = {}
+    attributes = FORMS[str(case["dtype"])].attributes
     if case.get("norm"):
         made |= add_norm(inputs, dtype, generator)
         attributes["epsilon"] = 1e-5
@@ -228,7 +225,8 @@ def _packed_linear_swiglu(case: Case, generator: torch.Generator) -> Example:
     tokens, width = int(case["tokens"]), int(case["hidden"])
     inputs, dtype = _packed_inputs(case, tokens, pair_order(width), generator)
     outputs = _quantized_output({**case, "dtype": dtype}, (tokens, width), inputs)
-    call = OpCall("packed_linear_swiglu", "gate_up", inputs, outputs, {"dtype": dtype})
+    attributes = {"dtype": dtype, **FORMS[str(case["dtype"])].attributes}
+    call = OpCall("packed_linear_swiglu", "gate_up", inputs, outputs, attributes)
     return Example(call, plain_step(tokens), no_cache())
 
 
@@ -242,6 +240,7 @@ def _packed_linear_rope_kv(case: Case, generator: torch.Generator) -> Example:
     inputs["rotary"] = torch.cat((angles.cos(), angles.sin()), dim=-1)
     inputs.update(kv_scales(case))
     outputs = {"q": empty((step.num_tokens, heads * size), dtype)}
+    attributes |= FORMS[str(case["dtype"])].attributes
     call = OpCall("packed_linear_rope_kv", "qkv", inputs, outputs, attributes)
     return Example(call, step, filled_cache(case, num_blocks, generator))
 

@@ -9,12 +9,16 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from llmctl.plugins.core.op_spec import FP8
+from llmctl.plugins.schemes.table import FORMS, find_form
+
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
     Rule = Callable[[OpCall], str | None]
 
-QUANTIZED = ("float8_e4m3fn", "uint8")  # types with scales: E4M3, and packed 4-bit weights
+# Types with scales: E4M3, and codes of packed weights.
+QUANTIZED = (FP8, *(form.dtype for form in FORMS.values() if form.is_coded))
 
 
 def name_of(tensor: Any) -> str:
@@ -96,9 +100,9 @@ def _heads(call: OpCall) -> list[int]:
 
 
 def packed_operands(call: OpCall) -> str | None:
-    """The tokens of a packed weight have its dtype, and FP8 if the weight is 4-bit."""
+    """The tokens of a packed weight have the dtype of the weight's numbers."""
     weight = name_of(call.inputs["weight"])
-    wanted = "float8_e4m3fn" if weight == "uint8" else weight
+    wanted = find_form(weight, call.attributes).numbers
     side, role = (call.outputs, "normal") if "normal" in call.outputs else (call.inputs, "x")
     found = name_of(side[role])
     if found != wanted:

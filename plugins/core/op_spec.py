@@ -64,7 +64,11 @@ EXACT: Mapping[str, Tolerance] = {
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:
-    """Everything about an operator except its arithmetic."""
+    """Everything about an operator except its arithmetic.
+
+    `sizes` gets the call before it is checked, and raises CorruptEngine for a call that contradicts
+    itself.
+    """
 
     name: str
     inputs: tuple[Role, ...]
@@ -72,6 +76,7 @@ class OpSpec:
     attributes: Mapping[str, type] = field(default_factory=dict)
     optional_attributes: Mapping[str, type] = field(default_factory=dict)
     derived: Mapping[str, Callable[[Dims], int]] = field(default_factory=dict)
+    sizes: Callable[[OpCall], Dims] = lambda _: {}  # symbols that follow from the call
     one_or: Mapping[str, str] = field(default_factory=dict)  # symbols that are 1, or as another is
     for_tokens: bool = False  # reads arrays of a step with an entry a token, so N is their number
     rules: tuple[Callable[[OpCall], str | None], ...] = ()  # what else must hold: op_rules.py
@@ -84,6 +89,7 @@ class OpSpec:
         """Raise CorruptEngine where the call's roles, dtypes, shapes or attributes are wrong."""
         self._check_attributes(call)
         dims = {key: int(value) for key, value in call.attributes.items() if type(value) is int}
+        dims |= self.sizes(call)
         model_dtype: str | None = None
         for side, roles, tensors in (
             ("input", self.inputs, call.inputs),

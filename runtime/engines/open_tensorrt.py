@@ -23,8 +23,8 @@ from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.backends.tensorrt.execution import PlanSet
 from llmctl.plugins.backends.tensorrt.plan_calls import PieceRunner
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.packed_linear.forms import MXFP4
 from llmctl.plugins.ops.packed_linear.tactics import MANY, parse_tactic
+from llmctl.plugins.schemes.table import find_form
 from llmctl.runtime.engines.contiguous_engine import PIECE, ContiguousEngine, output_bytes
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 
@@ -116,13 +116,16 @@ def _most_launches(op: PlanOp, dtypes: Mapping[str, str], tokens: int) -> int:
     """Kernels of ours that an operator launches at most; dtypes: of the plan's tensors.
 
     Attention to chunks and to single tokens are two. A product is one, and one more each for a norm
-    that it does not have in steps too large, and for 4-bit weights that many tokens meet:
-    they are expanded first.
+    that it does not have in steps too large, and for weights that are codes and meet many tokens:
+    their numbers are made first.
     """
     if op.op == "paged_attention":
         return 2
-    is_packed = op.op.startswith("packed_linear") and dtypes[op.inputs["weight"]] == MXFP4
-    is_expanded = is_packed and _reaches_many(op.tactic, tokens)
+    is_expanded = (
+        op.op.startswith("packed_linear")
+        and find_form(dtypes[op.inputs["weight"]], op.attributes).is_coded
+        and _reaches_many(op.tactic, tokens)
+    )
     return 1 + ("norm_weight" in op.inputs) + is_expanded
 
 

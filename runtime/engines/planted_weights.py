@@ -23,16 +23,12 @@ from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import EngineConfig, Plan, PlanOp
 from llmctl.errors import CorruptEngine
-from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4, TILE_ROWS
+from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
 from llmctl.plugins.ops.packed_linear.layout import pack
-from llmctl.plugins.ops.packed_linear.mxfp4 import OCTET_BYTES, OCTET_CODES, STEP_BYTES, pack_signs
+from llmctl.plugins.schemes.scheme import Form, packing_of
+from llmctl.plugins.schemes.table import find_form
 
 CHUNK = 1 << 25  # elements made at a time
-FP8_SPREAD = 112.0  # standard deviation of FP8 weights: a quarter of the largest value
-# 4-bit codes are drawn evenly (2.93 root mean square), blocks' steps from the three below 15
-# (powers 2**4 to 2**6, 42.3 root mean square).
-MXFP4_STEPS = (12, 15)
-MXFP4_SPREAD = 124.0
 SCALE = 1 / 32  # of activations and KV entries, which are of unit size: FP8 then reaches to 14
 _EMBEDDINGS = ("embedding", "embedding_norm")
 INERT = 2.0**-14  # factor of what must not change the residual stream (BF16 keeps 8 bits)
@@ -97,7 +93,8 @@ def _fill_for(op: PlanOp, role: str, generator: torch.Generator, plan: Plan) -> 
     """How a weight is filled, by what it is to its operator."""
     is_inert = op.name.endswith(("o_proj", "down_proj"))
     if role == "weight_scale":
-        own = MXFP4_SPREAD if _weight_dtype(op, plan) == MXFP4 else FP8_SPREAD
+        own = _form(op, plan).spread
+        assert own is not None, f"{op.name} has scales of weights that need none"
         value = _inner(op, plan) ** -0.5 / own * (INERT if is_inert else 1)
         return lambda tensor: _constant(tensor, value)
     if role in ("scale", "x_scale", "k_scale", "v_scale", "out_scale"):
@@ -108,23 +105,23 @@ def _fill_for(op: PlanOp, role: str, generator: torch.Generator, plan: Plan) -> 
         return lambda tensor: _constant(tensor, 0.0)
     if op.op in _EMBEDDINGS:
         return lambda tensor: _random(tensor, 1.0, generator)
-    if _weight_dtype(op, plan) == MXFP4:
-        return lambda tensor: random_mxfp4(tensor, generator)
-    spread = _inner(op, plan) ** -0.5 * (INERT if is_inert else 1)
-    return lambda tensor: _random(
-        tensor, FP8_SPREAD if tensor.dtype == torch.float8_e4m3fn else spread, generator
-    )
+    form = _form(op, plan)
+    if form.is_coded:
+        return lambda tensor: packing_of(form).fill_random(tensor, generator)
+    spread = form.spread or _inner(op, plan) ** -0.5 * (INERT if is_inert else 1)
+    return lambda tensor: _random(tensor, spread, generator)
 
 
 def _inner(op: PlanOp, plan: Plan) -> int:
     """K of a packed product, whole blocks."""
     (shape,) = [t.shape for t in plan.tensors if t.name == op.inputs["weight"]]
-    return int(shape[1]) * FORMS[_weight_dtype(op, plan)].columns
+    return int(shape[1]) * _form(op, plan).columns
 
 
-def _weight_dtype(op: PlanOp, plan: Plan) -> str:
+def _form(op: PlanOp, plan: Plan) -> Form:
+    """That of a packed product's weight."""
     (dtype,) = [t.dtype for t in plan.tensors if t.name == op.inputs["weight"]]
-    return dtype
+    return find_form(dtype, op.attributes)
 
 
 def _constant(tensor: torch.Tensor, value: float) -> None:
@@ -145,17 +142,6 @@ def _random(tensor: torch.Tensor, spread: float, generator: torch.Generator) -> 
             part.copy_(values)
 
 
-def random_mxfp4(packed: torch.Tensor, generator: torch.Generator) -> None:
-    """Random codes and steps in a packed 4-bit weight, [RT, KT, 64, 136]."""
-    device = packed.device
-    for part in _row_chunks(packed.view(-1, OCTET_BYTES)):
-        codes, steps = part[:, :OCTET_CODES], part[:, OCTET_CODES:]
-        drawn = torch.randint(0, 256, codes.shape, generator=generator, device=device)
-        codes.copy_(drawn)
-        drawn = torch.randint(*MXFP4_STEPS, steps.shape, generator=generator, device=device)
-        steps.copy_(drawn * STEP_BYTES)
-
-
 def _plant(
     recipe: Mapping[str, object],
     plan: Plan,
@@ -165,7 +151,7 @@ def _plant(
     """Codes into the embedding, and the codes of predecessors into the head."""
     (embedding,) = [weights[op.inputs["weight"]] for op in plan.ops if op.op in _EMBEDDINGS]
     (head_op,) = [op for op in plan.ops if op.outputs.get("out") == plan.logits]
-    head = weights[head_op.inputs["weight"]]
+    head, form = weights[head_op.inputs["weight"]], _form(head_op, plan)
     for rows in _row_chunks(embedding):
         signs = torch.rand(rows.shape, generator=generator, device=rows.device) < 0.5
         rows.copy_(signs.to(rows.dtype) * 2 - 1)
@@ -180,7 +166,7 @@ def _plant(
     for tile in range(0, head.shape[0], width):
         wanted = predecessors[tile * TILE_ROWS : (tile + width) * TILE_ROWS]
         codes = embedding[wanted.clamp(min=0)] * (wanted >= 0)[:, None]
-        packed = pack_signs(codes) if head.dtype == torch.uint8 else pack(codes.to(head.dtype))
+        packed = packing_of(form).pack_signs(codes) if form.is_coded else pack(codes.to(head.dtype))
         head[tile : tile + width].view(torch.uint8).copy_(packed.view(torch.uint8))
 
 

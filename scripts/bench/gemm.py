@@ -24,9 +24,8 @@ import torch
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, LaunchEnv, StepShape
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.packed_linear import kernel as product
-from llmctl.plugins.ops.packed_linear.arguments import name_of
+from llmctl.plugins.ops.packed_linear.arguments import form_of
 from llmctl.plugins.ops.packed_linear.decode import NORM_PART, SHARED_HALF, DecodeVariant
-from llmctl.plugins.ops.packed_linear.layout import form_of
 from llmctl.plugins.ops.packed_linear.tactics import (
     MANY,
     RING_ROOM,
@@ -35,6 +34,7 @@ from llmctl.plugins.ops.packed_linear.tactics import (
     tactic_of,
 )
 from llmctl.plugins.ops.paged_attention import kernel as attention
+from llmctl.plugins.schemes.table import quantized_schemes
 from scripts.bench.gemm_support import FP8, LIMITS, MAX_TOKENS, MODELS, Bench, Model, layer
 from scripts.bench.rows import read_bandwidth
 
@@ -133,7 +133,7 @@ class Chain:
     def variants(self, index: int) -> list[str]:
         """What a sweep tries."""
         tiles, chunks = self.weight(index).shape[:2]
-        form = form_of(self.weight(index))
+        form = form_of(self.layers[0].products[index])
         width = 8 if self.tokens <= 8 else 16
         norms = [0]
         if index in NORMED and self.tokens == 1:
@@ -187,7 +187,7 @@ def sweep_fills(chain: Chain, name: str, best: list[str]) -> None:
     """Improve a plan by what rings ask for at once in their first turn; print the best plan."""
     plan = [variant or chain.stored(index) for index, variant in enumerate(best)]
     for index in ORDER:
-        variant = DecodeVariant.parse(plan[index], form_of(chain.weight(index)))
+        variant = DecodeVariant.parse(plan[index], form_of(chain.layers[0].products[index]))
         if variant.normalizes:
             continue
         most = min(variant.stages, MAX_FILL) + 1
@@ -208,8 +208,8 @@ def sweep_fills(chain: Chain, name: str, best: list[str]) -> None:
     print(f"{name} M={chain.tokens}: {chain.time([''] * 4):.2f} -> {chain.time(best):.2f} us")
     for index, variant in enumerate(best):
         tiles, chunks = chain.weight(index).shape[:2]
-        dtype = name_of(chain.weight(index))
-        key = f"{chain.layers[0].products[index].op} {tiles}x{chunks} {dtype}"
+        form = form_of(chain.layers[0].products[index]).name
+        key = f"{chain.layers[0].products[index].op} {tiles}x{chunks} {form}"
         if variant:
             print(json.dumps({key: {str(chain.tokens): variant}}))
 
@@ -219,7 +219,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="70b,8b,3b,1b")
     parser.add_argument("--tokens", default="1,11", help="tokens of a step")
-    parser.add_argument("--dtype", choices=("fp8", "mxfp4"), default="fp8", help="of weights")
+    schemes = [scheme.name for scheme in quantized_schemes()]
+    parser.add_argument("--dtype", choices=schemes, default="fp8", help="of weights")
     parser.add_argument("--sweep", action="store_true", help="look for better tactics")
     parser.add_argument("--fills", action="store_true", help="look for better first turns alone")
     options = parser.parse_args()

@@ -23,6 +23,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.packed_linear.expansion import expand_launch, expanded_call
 from llmctl.plugins.ops.packed_linear.prefill import Variant, choose, prefill_launch, variants_of
+from llmctl.plugins.schemes.table import SCHEMES
 from scripts.bench import gemm_support
 from scripts.bench.gemm_support import FP8, Bench
 from scripts.bench.rows import elapsed_ms, read_bandwidth, warm_up
@@ -113,19 +114,20 @@ def time_model(
         torch.cuda.empty_cache()
 
 
-def time_expansion(bench: Bench, name: str, read: float) -> None:
+def time_expansion(bench: Bench, name: str, scheme: str, read: float) -> None:
     """A row per weight: microseconds of expanding it, and the share of the read limit."""
     for what, rows, inner in SHAPES[name]:
         if what == "swiglu":
             continue
-        call = bench.call("packed_linear", rows, inner, "mxfp4")
+        call = bench.call("packed_linear", rows, inner, scheme)
         expanded = expanded_call(call, bench.scratch)
         launch = expand_launch(call, expanded)
         prepared, stream = bench.prepare(launch), bench.stream.cuda_stream
         us = graph_us(bench.stream, [lambda p=prepared, s=stream: p(s)] * 3)
         moved = call.inputs["weight"].nbytes + expanded.inputs["weight"].nbytes
         share = moved / us / 1e6 / read
-        print(f"{name} mxfp4 {what}: {us:.1f} us for {moved / 1e6:.0f} MB, {share:.1%} of a read")
+        told = f"{us:.1f} us for {moved / 1e6:.0f} MB, {share:.1%} of a read"
+        print(f"{name} {scheme} {what}: {told}")
         del call, expanded
         bench.scratches.clear()
         torch.cuda.empty_cache()
@@ -177,8 +179,8 @@ def main() -> None:
         if "fp8" in options.dtypes:
             time_layer(bench, name, counts)
         for dtype in options.dtypes.split(","):
-            if dtype == "mxfp4":
-                time_expansion(bench, name, median(read_bandwidth()))
+            if dtype in SCHEMES and SCHEMES[dtype].forms[0].is_coded:
+                time_expansion(bench, name, dtype, median(read_bandwidth()))
             else:
                 time_model(bench, name, dtype, counts, variants)
 

@@ -13,9 +13,10 @@ from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4, TILE_ROWS
+from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
 from llmctl.plugins.ops.packed_linear.layout import packed_shape
-from llmctl.runtime.engines.planted_weights import random_mxfp4
+from llmctl.plugins.schemes.scheme import Form, packing_of
+from llmctl.plugins.schemes.table import FORMS, SCHEMES
 from scripts.bench.rows import elapsed_ms
 
 FP8 = torch.float8_e4m3fn
@@ -87,19 +88,19 @@ class Bench:
             part.copy_(wide.clamp(-448, 448).to(FP8).view(torch.uint8))
         return out.view(FP8).view(shape)
 
-    def four_bits(self, rows: int, inner: int) -> torch.Tensor:
-        """A random packed 4-bit weight."""
-        form = FORMS[MXFP4]
+    def codes(self, form: Form, rows: int, inner: int) -> torch.Tensor:
+        """A random packed weight of codes."""
         tiles, chunks = -(-rows // TILE_ROWS), -(-inner // form.columns)
         shape = (tiles, chunks, TILE_ROWS, form.block_bytes // TILE_ROWS)
-        packed = torch.empty(shape, dtype=torch.uint8, device="cuda")
-        random_mxfp4(packed, self.generator)
+        packed = torch.empty(shape, dtype=getattr(torch, form.dtype), device="cuda")
+        packing_of(form).fill_random(packed, self.generator)
         return packed
 
     def call(self, op: str, rows: int, inner: int, dtype: str = "fp8", **extra: Any) -> OpCall:
-        """A call of the given packed rows and K; x is FP8 (or `dtype`), scales random. "mxfp4" has
-        4-bit weights."""
-        is_quantized = dtype in ("fp8", "mxfp4")
+        """A call of the given packed rows and K, scales random. dtype: torch's name of both sides,
+        or a scheme of the weight, where x is FP8."""
+        form = SCHEMES[dtype].forms[0] if dtype in SCHEMES else FORMS[dtype]
+        is_quantized = form.numbers == "float8_e4m3fn"
         kind = FP8 if is_quantized else getattr(torch, dtype)
         model = torch.bfloat16 if is_quantized else kind
         shape = packed_shape(rows, inner, kind.itemsize)
@@ -108,7 +109,7 @@ class Bench:
         if is_quantized:
             inputs = {
                 "x": self.bits(MAX_TOKENS, inner),
-                "weight": self.four_bits(rows, inner) if dtype == "mxfp4" else self.bits(*shape),
+                "weight": self.codes(form, rows, inner) if form.is_coded else self.bits(*shape),
                 "weight_scale": (torch.rand(padded, **random) + 0.5) * inner**-0.5 / 1e4,
                 "x_scale": torch.rand(1, **random) + 0.5,
             }
@@ -117,7 +118,7 @@ class Bench:
                 "x": torch.randn(MAX_TOKENS, inner, **random).to(kind),
                 "weight": torch.randn(shape, **random).mul_(inner**-0.5).to(kind),
             }
-        attributes: dict[str, object] = {}
+        attributes: dict[str, object] = dict(form.attributes)
         if op == "packed_linear":
             out = torch.empty(MAX_TOKENS, rows, dtype=extra.get("out", model), device="cuda")
         elif op == "packed_linear_swiglu":
@@ -133,7 +134,7 @@ class Bench:
             inputs["v_scale"] = torch.full((1,), 0.02, device="cuda")
             heads = ("num_heads", "num_kv_heads", "head_size")
             sizes = (m.heads, m.kv_heads, m.head_size)
-            attributes = {"layer": 0, **dict(zip(heads, sizes, strict=True))}
+            attributes |= {"layer": 0, **dict(zip(heads, sizes, strict=True))}
             cache = torch.zeros(1, 16, 2, m.kv_heads, 32, m.head_size, device="cuda").to(FP8)
             self.env = replace(self.env, kv_cache=cache)
         role = "q" if op == "packed_linear_rope_kv" else "out"

@@ -25,10 +25,10 @@ import torch
 
 from llmctl.builder.config import BuildRequest
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
-from llmctl.plugins.ops.packed_linear.arguments import name_of
+from llmctl.plugins.ops.packed_linear.arguments import form_of, is_fp8
 from llmctl.plugins.ops.packed_linear.decode import DecodeVariant, decode_spec
-from llmctl.plugins.ops.packed_linear.layout import form_of
 from llmctl.plugins.ops.packed_linear.tactics import tactic_of
+from llmctl.plugins.schemes.table import quantized_schemes
 from scripts.bench.layers_support import CONTEXT, Model
 from scripts.bench.rows import read_bandwidth, weight_bytes
 from scripts.models.planted_shapes import SHAPES
@@ -39,7 +39,7 @@ ROOMS = (110 << 10, 134 << 10, 160 << 10, 206 << 10, 222 << 10)  # of a ring
 FILLS = (0, 1, 2)
 BEST = 4  # that are timed again
 GAIN_US = 0.5  # of a step; less is noise
-QFORMATS = {"bf16": "fp8", "fp8": "fp8", "mxfp4": "w4a8_mxfp4_fp8"}  # of the layers
+QFORMATS = {"bf16": "fp8", **{s.name: s.qformat for s in quantized_schemes()}}  # of the layers
 
 
 class Head:
@@ -75,7 +75,7 @@ class Head:
         """Those that can run it."""
         weight = self.call.inputs["weight"]
         tiles, chunks = weight.shape[:2]
-        form, is_fp8 = form_of(weight), name_of(weight) not in ("bfloat16", "float16")
+        form, has_fp8 = form_of(self.call), is_fp8(self.call)
         tokens = 8 if rows <= 8 else 16
         found = []
         for row_tiles, wide, room, split, fill in itertools.product(
@@ -83,7 +83,7 @@ class Head:
         ):
             made = DecodeVariant(tokens, row_tiles, wide, 0, split, fill=fill, form=form)
             made = made.with_stages(chunks, room)
-            if not 3 <= made.stages <= 24 or not made.fits(tiles, chunks, is_fp8):
+            if not 3 <= made.stages <= 24 or not made.fits(tiles, chunks, has_fp8):
                 continue
             found.append(made)
             if split == 1 and row_tiles == 1:
@@ -118,7 +118,7 @@ def sweep(head: Head, rows: int) -> bool:
     if again[0][0] < before - GAIN_US / 1e3:
         weight = head.call.inputs["weight"]
         tiles, chunks = weight.shape[:2]
-        key = f"{head.call.op} {tiles}x{chunks} {name_of(weight)}"
+        key = f"{head.call.op} {tiles}x{chunks} {form_of(head.call).name}"
         tokens = "8" if rows <= 8 else "16"
         print(f"    {before:.4f} -> {again[0][0]:.4f}", json.dumps({key: {tokens: again[0][1]}}))
     return is_same

@@ -24,6 +24,8 @@ import torch
 
 from llmctl.plugins.fused.decoder_layers.kernel import TOKENS
 from llmctl.plugins.fused.decoder_layers.tactics import Pace, shape_key
+from llmctl.plugins.schemes.table import FP8, quantized_schemes
+from llmctl.quantize.format import find_scheme
 from llmctl.runtime.engines.graphs import kv_bucket
 from scripts.bench.layers_support import CONTEXT, Model
 from scripts.bench.rows import provenance, read_bandwidth, replace, weight_bytes
@@ -53,7 +55,8 @@ def main() -> None:
     """Compare model after model."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
-    parser.add_argument("--qformat", choices=("fp8", "w4a8_mxfp4_fp8"), default="fp8")
+    qformats = [scheme.qformat for scheme in quantized_schemes()]
+    parser.add_argument("--qformat", choices=qformats, default="fp8")
     parser.add_argument("--tokens", type=int, choices=TOKENS, default=1, help="of a step")
     parser.add_argument("--contexts", default="1,2,63,64,65,700,1000,1024,1025,1999,3001,4095")
     parser.add_argument("--times", default="1000,2000,4000")
@@ -105,7 +108,8 @@ def main() -> None:
         found = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
         found["ms"] = {**found.get("ms", {}), **stored}
         found["pace"] = {**found.get("pace", {}), **chosen}
-        of = "_mxfp4" * (arguments.qformat != "fp8") + f"_n{tokens}" * (tokens > 1)
+        weights = find_scheme(arguments.qformat)
+        of = f"_{weights.name}" * (weights is not FP8) + f"_n{tokens}" * (tokens > 1)
         found[f"measured{of}"] = provenance()
         replace(arguments.output, json.dumps(found, indent=1, sort_keys=True) + "\n")
     sys.exit(failed)

@@ -16,10 +16,10 @@ from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.fused.decoder_layers.kernel import find_chains
 from llmctl.plugins.fused.decoder_layers.tactics import EVERYWHERE, Pace, measured_tactic
-from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4
+from llmctl.plugins.schemes.scheme import Form, packing_of
+from llmctl.plugins.schemes.table import find_form
 from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.engines.graphs import capture_graph, kv_bucket, shape_of
-from llmctl.runtime.engines.planted_weights import FP8_SPREAD, MXFP4_SPREAD, random_mxfp4
 from scripts.bench.plan_support import plan_shape
 from scripts.models.planted_shapes import SHAPES, Shape
 
@@ -67,6 +67,11 @@ class Model:
                 piece.copy_(values.clamp(-400, 400))
             return made
 
+        forms: dict[str, Form] = {}  # of packed weights, by name
+        for op in plan.ops:
+            if op.op.startswith("packed_linear"):
+                (weight,) = [t for t in plan.tensors if t.name == op.inputs["weight"]]
+                forms[weight.name] = find_form(weight.dtype, op.attributes)
         weights = {}
         for tensor in plan.tensors:
             if tensor.kind != "weight":
@@ -75,19 +80,20 @@ class Model:
             size = torch.Size(int(n) for n in tensor.shape)
             if tensor.name.endswith("weight_scale"):
                 weight = next(t for t in plan.tensors if tensor.name == f"{t.name}_scale")
-                inner = int(weight.shape[1]) * FORMS[weight.dtype].columns
-                spread = MXFP4_SPREAD if weight.dtype == MXFP4 else FP8_SPREAD
+                form = forms[weight.name]
+                inner = int(weight.shape[1]) * form.columns
+                assert form.spread is not None
                 weights[tensor.name] = torch.full(
-                    size, 1 / (spread * inner**0.5), dtype=dtype, device="cuda"
+                    size, 1 / (form.spread * inner**0.5), dtype=dtype, device="cuda"
                 )
             elif tensor.name.endswith("_scale"):
                 weights[tensor.name] = torch.full(size, scale, dtype=dtype, device="cuda")
-            elif tensor.dtype == MXFP4:
+            elif tensor.name in forms and forms[tensor.name].is_coded:
                 weights[tensor.name] = torch.empty(size, dtype=dtype, device="cuda")
-                random_mxfp4(weights[tensor.name], generator)
+                packing_of(forms[tensor.name]).fill_random(weights[tensor.name], generator)
             else:
-                spread = FP8_SPREAD if dtype == torch.float8_e4m3fn else 1.0
-                weights[tensor.name] = normal(size, spread, dtype)
+                spread = forms[tensor.name].spread if tensor.name in forms else None
+                weights[tensor.name] = normal(size, spread or 1.0, dtype)
         arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device="cuda")
         tensors = bind_plan(plan, weights, arena)
         self.calls = make_calls(plan, tensors)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,33 +30,27 @@ import torch
 from safetensors.torch import save_file
 
 from llmctl.builder.planted import ROLES, STANDARD_ACCEPTANCE, LoadFormat, ordinary_tokens
-from llmctl.plugins.ops.packed_linear.mxfp4 import UNIT_STEP, sign_codes
+from llmctl.plugins.schemes.scheme import QuantizedScheme
+from llmctl.plugins.schemes.table import PLAIN, quantized_schemes
 from llmctl.publish import publish, require_space
 from llmctl.quantize.format import (
     CONFIG_FILE,
-    E8M0_BIAS,
-    MXFP4_BLOCK,
     QUANT_CONFIG_FILE,
     find_scheme,
     quantization_documents,
 )
 from llmctl.runtime.engines.planted_weights import (
     CHUNK,
-    FP8_SPREAD,
     INERT,
-    MXFP4_SPREAD,
-    MXFP4_STEPS,
     SCALE,
     next_tokens,
 )
+from scripts.models.planted_makers import MAKERS, random_values
 from scripts.models.planted_shapes import SHAPES, config_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-FP8_MAX = 448.0
 HEAD = "lm_head"
-MXFP4_FORMAT = "w4a8_mxfp4_fp8"
-MXFP4_BYTES = 0.5 + 1 / MXFP4_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +72,9 @@ class Recipe:
         return self.quantization is not None and (module != HEAD or self.quantized_head)
 
     @property
-    def is_mxfp4(self) -> bool:
-        """Whether quantized linears are 4-bit."""
-        return self.quantization == MXFP4_FORMAT
+    def scheme(self) -> QuantizedScheme | None:
+        """Of the linears that are quantized."""
+        return None if self.quantization is None else find_scheme(self.quantization)
 
     def documents(self) -> dict[str, dict[str, Any]]:
         """config.json, and hf_quant_config.json of a quantized checkpoint."""
@@ -93,11 +86,10 @@ class Recipe:
             "acceptance": self.acceptance,
             "ordinary_tokens": [first, stop],
         }
-        if self.quantization is None:
+        if self.scheme is None:
             return {CONFIG_FILE: config}
         exclude = [] if self.quantized_head else [HEAD]
-        scheme = find_scheme(self.quantization)
-        nested, flat = quantization_documents(scheme, "FP8", exclude, "planted")
+        nested, flat = quantization_documents(self.scheme, "FP8", exclude, "planted")
         return {CONFIG_FILE: config | {"quantization_config": flat}, QUANT_CONFIG_FILE: nested}
 
 
@@ -134,7 +126,7 @@ def num_bytes(recipe: Recipe) -> int:
     table = shape.vocab * shape.hidden
 
     def width(is_quantized: bool) -> float:
-        return 2 if not is_quantized else MXFP4_BYTES if recipe.is_mxfp4 else 1
+        return (recipe.scheme if recipe.scheme and is_quantized else PLAIN).weight_bytes
 
     linears = shape.layers * layer * width(recipe.quantization is not None)
     return int(linears + 2 * table + table * width(recipe.is_quantized(HEAD)))
@@ -166,16 +158,14 @@ def _layer(recipe: Recipe, index: int, generator: torch.Generator) -> dict[str, 
         f"{prefix}input_layernorm.weight": ones,
         f"{prefix}post_attention_layernorm.weight": ones.clone(),
     }
-    for name, (rows, columns) in shape.linears().items():
-        spread = columns**-0.5 * (INERT if name.endswith(("o_proj", "down_proj")) else 1)
+    for name, dims in shape.linears().items():
+        spread = dims[1] ** -0.5 * (INERT if name.endswith(("o_proj", "down_proj")) else 1)
         module = f"{prefix}{name}"
-        if recipe.is_mxfp4:
-            tensors |= _mxfp4(module, (rows, columns), spread, generator)
-            continue
-        is_fp8 = recipe.quantization == "fp8"
-        tensors[f"{module}.weight"] = _random((rows, columns), spread, is_fp8, generator)
-        if is_fp8:
-            tensors |= _scales(module, spread / FP8_SPREAD)
+        if recipe.scheme is None:
+            tensors[f"{module}.weight"] = random_values(dims, spread, torch.bfloat16, generator)
+        else:
+            stored = MAKERS[recipe.scheme.name].random(dims, spread, generator)
+            tensors |= _stored(module, *stored)
     if recipe.quantization is not None:
         for name in "kv":
             tensors[f"{prefix}self_attn.{name}_proj.{name}_scale"] = torch.tensor(SCALE)
@@ -198,49 +188,17 @@ def _outer(recipe: Recipe, generator: torch.Generator) -> dict[str, torch.Tensor
         "model.norm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16),
         f"{HEAD}.weight": head,
     }
-    if recipe.is_quantized(HEAD) and recipe.is_mxfp4:
-        tensors[f"{HEAD}.weight"] = sign_codes(head)
-        blocks = (shape.vocab, shape.hidden // MXFP4_BLOCK)
-        tensors[f"{HEAD}.weight_scale"] = torch.full(blocks, E8M0_BIAS, dtype=torch.uint8)
-        tensors[f"{HEAD}.input_scale"] = torch.tensor(SCALE)
-    elif recipe.is_quantized(HEAD):
-        tensors[f"{HEAD}.weight"] = head.to(torch.float8_e4m3fn)
-        tensors |= _scales(HEAD, 1.0)
+    if recipe.scheme is not None and recipe.is_quantized(HEAD):
+        tensors |= _stored(HEAD, *MAKERS[recipe.scheme.name].signs(head))
     return tensors
 
 
-def _mxfp4(
-    module: str, dims: tuple[int, int], spread: float, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """Codes drawn evenly, blocks of three neighbouring powers of two, the spread about this."""
-    rows, columns = dims
-    steps = torch.randint(*MXFP4_STEPS, (rows, columns // MXFP4_BLOCK), generator=generator)
-    power = round(math.log2(spread / MXFP4_SPREAD)) - UNIT_STEP + E8M0_BIAS
+def _stored(module: str, weight: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
     return {
-        f"{module}.weight": torch.randint(
-            0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8
-        ),
-        f"{module}.weight_scale": (steps + power).to(torch.uint8),
+        f"{module}.weight": weight,
+        f"{module}.weight_scale": scale,
         f"{module}.input_scale": torch.tensor(SCALE),
     }
-
-
-def _scales(module: str, weight_scale: float) -> dict[str, torch.Tensor]:
-    return {
-        f"{module}.weight_scale": torch.tensor(weight_scale),
-        f"{module}.input_scale": torch.tensor(SCALE),
-    }
-
-
-def _random(
-    dims: tuple[int, int], spread: float, is_fp8: bool, generator: torch.Generator
-) -> torch.Tensor:
-    """Normal values: BF16 of this spread, or FP8 of FP8_SPREAD for a scale to bring there."""
-    weight = torch.empty(dims, dtype=torch.float8_e4m3fn if is_fp8 else torch.bfloat16)
-    for rows in weight.split(max(1, CHUNK // dims[1])):
-        values = torch.randn(rows.shape, generator=generator)
-        rows.copy_((values * FP8_SPREAD).clamp_(-FP8_MAX, FP8_MAX) if is_fp8 else values * spread)
-    return weight
 
 
 def main() -> None:
@@ -251,7 +209,8 @@ def main() -> None:
     parser.add_argument("--target", choices=SHAPES, help="shape of OUTPUT_DIR/target")
     parser.add_argument("--draft", choices=SHAPES, help="shape of OUTPUT_DIR/draft")
     parser.add_argument("--acceptance", type=float, default=STANDARD_ACCEPTANCE)
-    parser.add_argument("--quantization", choices=["fp8", MXFP4_FORMAT, "none"], default="fp8")
+    qformats = [scheme.qformat for scheme in quantized_schemes()]
+    parser.add_argument("--quantization", choices=[*qformats, "none"], default="fp8")
     parser.add_argument(
         "--quantized-head", action="store_true", help="the output projection in the same format"
     )

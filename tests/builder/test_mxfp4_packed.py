@@ -30,12 +30,13 @@ from llmctl.builder.engine_kernels import (
     scratch_bytes,
     step_limits,
 )
-from llmctl.builder.mxfp4 import MxRows, PackedMxRows
 from llmctl.builder.packing import RowOrder
 from llmctl.builder.planted import LoadFormat
+from llmctl.builder.schemes.mxfp4 import MxRows, PackedMxRows
 from llmctl.plugins.backends.cuda.kernel_spec import LaunchEnv, StepShape
 from llmctl.plugins.core.operators import operator_module
 from llmctl.plugins.ops.packed_linear import layout
+from llmctl.plugins.schemes.mxfp4.packing import unpack
 from llmctl.runtime.engines.open_tensorrt import kernels_a_step
 
 # ---- packed for a GPU ----
@@ -64,10 +65,11 @@ def test_packed_weights_are_four_bits_and_modelopts_numbers(mxfp4_checkpoints) -
         name = op.inputs["weight"]
         shape = (-(-rows // 64), -(-inner // 256), 64, 136)
         assert (tensors[name].dtype, tuple(tensors[name].shape)) == ("uint8", shape)
+        assert op.attributes["scheme"] == "mxfp4"
         weight = values_of(engine, name)
         assert weight.dtype == torch.uint8 and weight.shape == shape
         order = row_order(op.op, rows)
-        packed = layout.unpack(weight, len(order), inner).float()
+        packed = unpack(weight, len(order), inner).float()
         packed *= values_of(engine, op.inputs["weight_scale"])[:, None]
         assert torch.equal(layout.restore(packed, order), wanted), op.name
         assert not packed[order < 0].any()
@@ -86,11 +88,13 @@ def test_packed_weights_are_four_bits_and_modelopts_numbers(mxfp4_checkpoints) -
 
 @pytest.mark.parametrize("case", ["plain", "head, fp8 cache"])
 def test_the_packed_plan_gives_the_logits_of_the_cpu_s_to_the_bit(
-    case: str, mxfp4_checkpoints, build_engine, open_test_engine, some_tokens, tmp_path
+    case: str, mxfp4_checkpoints, build_engine, open_test_engine, some_tokens, tmp_path, monkeypatch
 ) -> None:
     """Both by the operators' references, which unpack weights."""
     tokens = some_tokens(37, VOCAB)
     run_build(plan_cuda(mxfp4_checkpoints(case)), tmp_path / "cuda")
+    # Planned without binaries, which the references do not need.
+    monkeypatch.setattr("llmctl.builder.validation.kernels.check_kernels", lambda *_: None)
     found = open_test_engine(tmp_path / "cuda", "reference").run(tokens)
     plain = build_engine(mxfp4_checkpoints(case), dtype="bfloat16", **CUDA_LIMITS)
     assert torch.equal(found, open_test_engine(plain, "reference").run(tokens))
@@ -106,7 +110,7 @@ def test_a_weight_larger_than_a_chunk_is_made_piece_by_piece(
     whole.append(torch.cat(list(MxRows(parts).chunks(engine.checkpoint))).view(torch.uint8))
     assert whole[1].shape == (576, 96)
     for chunk_bytes, counts in ((1 << 20, (1, 2)), (64 * 96 * 4, (3, 4)), (1, (9, 576))):
-        monkeypatch.setattr("llmctl.builder.mxfp4.CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr("llmctl.builder.schemes.mxfp4.CHUNK_BYTES", chunk_bytes)
         for source, wanted, count in zip((packed, MxRows(parts)), whole, counts, strict=True):
             pieces = list(source.chunks(engine.checkpoint))
             assert len(pieces) == count

@@ -34,7 +34,7 @@ from llmctl.errors import (
     UnknownQuantization,
     Unsupported,
 )
-from llmctl.plugins.ops.packed_linear import layout
+from llmctl.plugins.schemes.mxfp4.packing import unpack
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_a_low_block_is_taken_where_e4m3_holds_it(
     found = weights[f"{DOWN}.weight"].float() * weights[f"{DOWN}.weight_scale"][:, None]
     assert torch.equal(found, modelopt_weight(stored, DOWN))
     engine = plan_cuda(editable)
-    packed = layout.unpack(values_of(engine, f"{DOWN}.weight"), 96, 288).view(torch.uint8)
+    packed = unpack(values_of(engine, f"{DOWN}.weight"), 96, 288).view(torch.uint8)
     assert torch.equal(packed, weights[f"{DOWN}.weight"].view(torch.uint8))
 
 

@@ -36,12 +36,12 @@ from llmctl.errors import DeviceFailure, LlmctlError, Unsupported
 from llmctl.plugins.backends.cuda.compiler import compile_kernel, is_cached
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
 from llmctl.plugins.core.examples import make_example
-from llmctl.plugins.core.op_spec import FP8, Case
+from llmctl.plugins.core.op_spec import Case
 from llmctl.plugins.core.operators import SPECS, has_module
-from llmctl.plugins.ops.packed_linear.forms import MXFP4
+from llmctl.plugins.schemes.table import FORMS
 from scripts.bench.rows import read_bandwidth
 
-DTYPES = (*KERNEL_DTYPES, FP8, MXFP4)
+DTYPES = (*KERNEL_DTYPES, *FORMS)
 CASE_SECONDS = 60  # a case that takes longer hangs
 BUDGET_SECONDS = 170  # for all cases; what is not reached then fails
 LARGE = 2048  # input features of a matrix that takes long to make

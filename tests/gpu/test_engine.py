@@ -17,6 +17,7 @@ from support.gpu import quantize
 from support.tree_drafter import RandomTrees
 
 from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.schemes.table import FP8, MXFP4
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.method import DraftMethod
@@ -59,7 +60,8 @@ class Engines:
                 quantized = self.folder / f"{role}-{kind}-checkpoint"
                 if not quantized.exists():
                     kv_algo = "INT8" if kind == "int8" else "FP8"
-                    quantize(checkpoint, quantized, kv_algo, is_mxfp4=kind == "mxfp4")
+                    scheme = MXFP4 if kind == "mxfp4" else FP8
+                    quantize(checkpoint, quantized, kv_algo, scheme)
                 checkpoint = quantized
             else:
                 options += ["--dtype", kind]

@@ -23,15 +23,16 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 )
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.examples import Example, add_norm, make_example
-from llmctl.plugins.ops.packed_linear.arguments import is_mxfp4
+from llmctl.plugins.ops.packed_linear.arguments import form_of
 from llmctl.plugins.ops.packed_linear.decode import DecodeVariant, decode_launch
 from llmctl.plugins.ops.packed_linear.expansion import expand_launch, expanded_call
-from llmctl.plugins.ops.packed_linear.forms import MXFP4
 from llmctl.plugins.ops.packed_linear.kernel import launches
-from llmctl.plugins.ops.packed_linear.layout import form_of, pack, unpack
+from llmctl.plugins.ops.packed_linear.layout import numbers_of, pack
 from llmctl.plugins.ops.packed_linear.prefill import prefill_launch, variants_of
+from llmctl.plugins.schemes.table import FORMS
 
 FP8 = "float8_e4m3fn"
+CODED = tuple(form.name for form in FORMS.values() if form.is_coded)
 TOKENS = 300  # several tiles of every kernel, the last ones partly empty
 EPSILON = 1e-5
 NORM_CASES = [  # dtype, operator, K, variant
@@ -59,9 +60,9 @@ PLAIN_CASES = [  # dtype, operator, K, cache: every epilogue, a K that ends with
         ("bfloat16", "packed_linear_rope_kv", "bfloat16"),
         ("float16", "packed_linear", "float16"),
         ("float16", "packed_linear_rope_kv", "int8"),
-        (MXFP4, "packed_linear", FP8),
-        (MXFP4, "packed_linear_swiglu", FP8),
-        (MXFP4, "packed_linear_rope_kv", FP8),
+        *((coded, "packed_linear", FP8) for coded in CODED),
+        *((coded, "packed_linear_swiglu", FP8) for coded in CODED),
+        *((coded, "packed_linear_rope_kv", FP8) for coded in CODED),
     )
     for inner in (1056, 4096)
 ]
@@ -72,7 +73,7 @@ SHARED_TILES = ("n16r1c1s6k0g0f0", "n16r1c1s6k0g0f1")
 
 def make(op: str, dtype: str, inner: int, *, heads: int = 8, kv_dtype: str = FP8) -> Example:
     """A product of TOKENS tokens on the device, 384 to 768 rows."""
-    is_fp8 = dtype in (FP8, MXFP4)
+    is_fp8 = FORMS[dtype].numbers == FP8
     case = {"inner": inner, "dtype": dtype, "x_scaling": "static", "bias": False, "tokens": TOKENS}
     case |= {"model_dtype": "bfloat16" if is_fp8 else dtype, "scaling": "none"}
     if op == "packed_linear":
@@ -129,19 +130,19 @@ def normed(op: str, dtype: str, inner: int) -> Example:
 def few_variants(call: OpCall) -> list[DecodeVariant]:
     weight = call.inputs["weight"]
     row_tiles, chunks = weight.shape[:2]
-    parsed = (DecodeVariant.parse(text, form_of(weight)) for text in FEW)
+    parsed = (DecodeVariant.parse(text, form_of(call)) for text in FEW)
     return [v for v in parsed if v.fits(row_tiles, chunks, weight.element_size() == 1)]
 
 
 def shared_tiles(call: OpCall) -> list[DecodeVariant]:
     """Variants whose blocks hand sums on."""
-    form = form_of(call.inputs["weight"])
+    form = form_of(call)
     return [DecodeVariant.parse(text, form) for text in SHARED_TILES]
 
 
 def many_launches(call: OpCall, env: LaunchEnv) -> dict[str, list[Launch]]:
-    """Of every tile shape; 4-bit weights are expanded before."""
-    if not is_mxfp4(call):
+    """Of every tile shape; weights of codes are expanded before."""
+    if not form_of(call).is_coded:
         return {v.name: [prefill_launch(call, env, TOKENS, v)] for v in variants_of(call)}
     fp8 = expanded_call(call, env.scratch)
     return {
@@ -233,14 +234,16 @@ def test_few_and_many_tokens_give_the_same_bits(dtype, op, inner, kv_dtype):
             assert (left[tokens:] == 0x55).all()
 
 
+@pytest.mark.parametrize("coded", CODED)
 @pytest.mark.parametrize("inner", [1056, 4096])
 @pytest.mark.parametrize("op", ["packed_linear", "packed_linear_swiglu", "packed_linear_rope_kv"])
-def test_four_bits_give_the_bits_of_the_fp8_weight_that_they_are(op, inner):
-    example = make(op, MXFP4, inner)
+def test_codes_give_the_bits_of_the_fp8_weight_that_they_are(op, inner, coded):
+    example = make(op, coded, inner)
     call, env = example.call, environment(example)
     packed = call.inputs["weight"]
-    weight = pack(unpack(packed, packed.shape[0] * packed.shape[2], inner))
-    fp8 = replace(call, inputs={**call.inputs, "weight": weight})
+    weight = pack(numbers_of(packed, packed.shape[0] * packed.shape[2], inner, FORMS[coded]))
+    attributes = {name: value for name, value in call.attributes.items() if name != "scheme"}
+    fp8 = replace(call, inputs={**call.inputs, "weight": weight}, attributes=attributes)
     for tokens in (1, 11, TOKENS):
         shape = StepShape(tokens, 1, tokens, tokens, 512)
         wanted = outcome(call, env.kv_cache, launches(fp8, env, shape))
@@ -248,13 +251,14 @@ def test_four_bits_give_the_bits_of_the_fp8_weight_that_they_are(op, inner):
         assert all(map(torch.equal, found, wanted)), tokens
 
 
-def test_an_expanded_weight_is_the_packed_fp8_weight():
-    example = make("packed_linear", MXFP4, 1056)
+@pytest.mark.parametrize("coded", CODED)
+def test_an_expanded_weight_is_the_packed_fp8_weight(coded):
+    example = make("packed_linear", coded, 1056)
     call, env = example.call, environment(example)
     expanded = expanded_call(call, env.scratch)
     execute([expand_launch(call, expanded)])
     found = expanded.inputs["weight"]
     packed = call.inputs["weight"]
-    rows, columns = packed.shape[0] * packed.shape[2], packed.shape[1] * 256
-    wanted = pack(unpack(packed, rows, columns))
+    rows, columns = packed.shape[0] * packed.shape[2], packed.shape[1] * FORMS[coded].columns
+    wanted = pack(numbers_of(packed, rows, columns, FORMS[coded]))
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))

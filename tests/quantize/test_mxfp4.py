@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from llmctl import errors
-from llmctl.quantize import mxfp4
+from llmctl.plugins.schemes.mxfp4.scheme import BLOCK, SPAN
 from llmctl.quantize.checkpoint import Checkpoint
-from llmctl.quantize.format import MXFP4_BLOCK as BLOCK
-from llmctl.quantize.format import MXFP4_SPAN
 from llmctl.quantize.layers import import_modelopt
-from llmctl.quantize.mxfp4 import expand, quantize_blocks
 from llmctl.quantize.quantizer import run_quantization
+from llmctl.quantize.schemes import mxfp4
+from llmctl.quantize.schemes.mxfp4 import expand, quantize_blocks
 
 MXFP4 = "w4a8_mxfp4_fp8"
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -103,7 +102,7 @@ def test_a_block_fourteen_exponents_below_stays_as_modelopt_has_it(top: int) -> 
 def test_a_block_further_below_is_rounded_to_the_lowest_exponent_allowed(
     top: int, below: int
 ) -> None:
-    floor = top - MXFP4_SPAN
+    floor = top - SPAN
     weight = exponent_below(top, floor - below)
     codes, scales = quantize_blocks(weight)
     assert scales.tolist() == [[127 + top, 127 + floor]]
@@ -127,7 +126,7 @@ def test_every_code_relative_to_its_row_is_an_e4m3_number(dtype: torch.dtype) ->
     is_raised = scales != unlimited
     assert 10 < is_raised.sum() < is_raised.numel() / 2  # the rule is at work, and not everywhere
     top = scales.amax(dim=1, keepdim=True)
-    assert torch.equal(scales, unlimited.maximum(top - MXFP4_SPAN))
+    assert torch.equal(scales, unlimited.maximum(top - SPAN))
     relative = torch.ldexp(expand(codes, scales), 127 + 6 - top.int())
     assert relative.abs().max() <= 384
     assert torch.equal(relative.to(torch.float8_e4m3fn).float(), relative)

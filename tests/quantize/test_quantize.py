@@ -12,8 +12,8 @@ import torch
 
 from llmctl import errors
 from llmctl.quantize.checkpoint import Checkpoint
-from llmctl.quantize.layers import ZERO_WEIGHT_SCALE, quantize_weight
 from llmctl.quantize.quantizer import run_quantization
+from llmctl.quantize.schemes.fp8 import ZERO_WEIGHT_SCALE, quantize_weight
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 

@@ -18,7 +18,7 @@ from llmctl.builder.config import BuildRequest
 from llmctl.builder.planted import LoadFormat
 from llmctl.cli.main import execute
 from llmctl.errors import BadConfig, OutputExists
-from llmctl.quantize.mxfp4 import expand
+from llmctl.quantize.schemes.mxfp4 import expand
 from llmctl.runtime.engines.planted_weights import next_tokens, planted_text
 from scripts.models import make_planted_checkpoints as planted
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint

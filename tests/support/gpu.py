@@ -16,6 +16,8 @@ from llmctl.plugins.backends.cuda.driver import cuda_driver
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.ops.sampling import kernel as sampling
 from llmctl.plugins.ops.sampling.arrays import SamplingScratch
+from llmctl.plugins.schemes.scheme import QuantizedScheme
+from llmctl.plugins.schemes.table import FP8, MXFP4
 
 _loaded: dict[str, object] = {}
 
@@ -23,9 +25,11 @@ INPUT_SCALE = 32 / 448  # activations of the demo models stay below 32
 KV_SCALE = 16 / 448
 
 
-def quantize(source: Path, folder: Path, kv_algo: str = "FP8", *, is_mxfp4: bool = False) -> Path:
-    """An FP8 or MXFP4 checkpoint in ModelOpt's layout: per-tensor scales of activations, FP8 or
-    INT8 KV cache."""
+def quantize(
+    source: Path, folder: Path, kv_algo: str = "FP8", scheme: QuantizedScheme = FP8
+) -> Path:
+    """A quantized checkpoint in ModelOpt's layout: per-tensor scales of activations, FP8 or INT8 KV
+    cache."""
     kv_scale = KV_SCALE if kv_algo == "FP8" else KV_SCALE * 448 / 127
     shutil.copytree(source, folder)
     tensors = load_file(source / "model.safetensors")
@@ -33,24 +37,25 @@ def quantize(source: Path, folder: Path, kv_algo: str = "FP8", *, is_mxfp4: bool
         if not name.endswith("_proj.weight"):
             continue
         module = name.removesuffix(".weight")
-        if is_mxfp4:
-            tensors[name], tensors[f"{name}_scale"] = _mxfp4(weight.float())
-        else:
-            scale = weight.float().abs().max() / 448
-            tensors[name] = (weight.float() / scale).to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale"] = scale
+        stored = _QUANTIZERS[scheme.name](weight.float())
+        tensors[name], tensors[f"{name}_scale"] = stored
         tensors[f"{module}.input_scale"] = torch.tensor(INPUT_SCALE)
         if module.endswith(("k_proj", "v_proj")):
             tensors[f"{module}.{module[-6]}_scale"] = torch.tensor(kv_scale)
     save_file(tensors, folder / "model.safetensors")
     quantization = {
-        "quant_algo": "W4A8_MXFP4_FP8" if is_mxfp4 else "FP8",
+        "quant_algo": scheme.algo,
         "kv_cache_quant_algo": kv_algo,
         "exclude_modules": ["lm_head", "model.embed_tokens"],
     }
     document = {"producer": {"name": "modelopt"}, "quantization": quantization}
     (folder / "hf_quant_config.json").write_text(json.dumps(document))
     return folder
+
+
+def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = weight.abs().max() / 448
+    return (weight / scale).to(torch.float8_e4m3fn), scale
 
 
 def _mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,6 +67,9 @@ def _mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     magnitudes = torch.bucketize((blocks / 2 ** power[..., None]).abs().contiguous(), middles)
     codes = (magnitudes + 8 * (blocks < 0)).to(torch.uint8).view(len(weight), -1)
     return codes[:, 0::2] | codes[:, 1::2] << 4, (power + 127).to(torch.uint8)
+
+
+_QUANTIZERS = {FP8.name: _fp8, MXFP4.name: _mxfp4}
 
 
 def execute(launches: Sequence[Launch]) -> None:

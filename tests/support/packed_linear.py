@@ -62,6 +62,7 @@ def make_call(op: str, dtype: torch.dtype, rows: int = 768, inner: int = 2048, o
             outputs = {"q": torch.empty(256, 512, dtype=model)}
             inputs["rotary"] = torch.empty(4096, 64)
             attributes = HEADS
+    attributes = attributes | ({"scheme": "mxfp4"} if dtype == FOUR_BITS else {})
     return OpCall(op, op, inputs, outputs, attributes)
 
 

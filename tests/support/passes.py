@@ -16,6 +16,7 @@ from llmctl.builder.passes.gather import hoist_gather
 from llmctl.builder.passes.merge import merge_linears
 from llmctl.builder.passes.quantize import LinearScales, quantize_linears
 from llmctl.builder.sources import RotaryTable
+from llmctl.plugins.schemes.table import FP8
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,7 +43,7 @@ def record(**fields: Any) -> Network:
 def all_scales(is_static: bool = True, layers: int = 3) -> dict[str, LinearScales]:
     return {
         module: LinearScales(
-            f"{module}.weight_scale", f"{module}.input_scale" if is_static else None
+            f"{module}.weight_scale", f"{module}.input_scale" if is_static else None, FP8
         )
         for layer in range(layers)
         for module in (f"model.layers.{layer}.{name}" for name in LINEARS)

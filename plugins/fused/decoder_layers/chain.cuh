@@ -3,7 +3,7 @@
 #pragma once
 
 #include "backends/cuda/sm90/hopper.cuh"
-#include "ops/packed_linear/mxfp4.cuh"
+#include "schemes/mxfp4/mxfp4.cuh"
 #include "backends/cuda/sm90/norm_math.cuh"
 
 typedef MODEL_TYPE::Storage Value;

@@ -3,7 +3,7 @@
 A layer is: normalize (in the product or ahead of it), QKV with rotary embedding and KV write,
 attention, output projection, normalize, gate and up with SwiGLU, down. In a model's last layer the
 rows that get logits are gathered behind attention, and their residual. Weights and tokens of every
-product are FP8 with one scale for all tokens, or all weights are 4-bit.
+product are FP8 with one scale for all tokens, or all weights are codes that layers.cu knows.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmctl.plugins.core.op_spec import FP8
-from llmctl.plugins.ops.packed_linear.arguments import is_fp8, is_mxfp4
+from llmctl.plugins.ops.packed_linear.arguments import form_of, is_fp8, name_of
 from llmctl.plugins.ops.packed_linear.norm import norm_call
 from llmctl.plugins.ops.paged_attention.batch import covers_batch
+from llmctl.plugins.schemes import table as schemes
 
 if TYPE_CHECKING:
     import torch
 
     from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
     from llmctl.plugins.core.calls import OpCall
+    from llmctl.plugins.schemes.scheme import Form
 
+_COVERED = (*schemes.FP8.forms, *schemes.MXFP4.forms)  # weights that layers.cu multiplies
 _MOST_HIDDEN, _NORM_PART = 8192, 256
 
 
@@ -118,12 +121,12 @@ class Layer:
     @property
     def dtype(self) -> str:
         """The model's own type."""
-        return _name(self.o.outputs["out"])
+        return name_of(self.o.outputs["out"])
 
     @property
-    def is_mxfp4(self) -> bool:
-        """Whether weights are 4-bit."""
-        return is_mxfp4(self.qkv)
+    def weights(self) -> Form:
+        """The form of the packed weights."""
+        return form_of(self.qkv)
 
     @property
     def rotary(self) -> torch.Tensor:
@@ -166,7 +169,7 @@ class Layer:
         scales = [role in self.attention.inputs for role in ("k_scale", "v_scale")]
         return (
             self.products, self.num_kv_heads, self.dtype, self.epsilon, self.logit_scale,
-            norm.attributes["epsilon"], self.is_mxfp4, *scales,
+            norm.attributes["epsilon"], self.weights, *scales,
         )  # fmt: skip
 
 
@@ -278,9 +281,10 @@ def _is_covered(layer: Layer, limits: StepLimits) -> bool:
         all(taken is given for taken, given in passed_on)
         and all("residual" in norm.inputs and "scale" in norm.inputs for norm in norms)
         and all(_is_static(call) for call in products)
-        and len({is_mxfp4(call) for call in products}) == 1
+        and len({form_of(call) for call in products}) == 1
+        and layer.weights in _COVERED
         and "scale" in layer.gate_up.inputs
-        and _name(layer.attention.outputs["out"]) == FP8
+        and name_of(layer.attention.outputs["out"]) == FP8
         and covers_batch(layer.attention, limits)
         and layer.dtype in ("bfloat16", "float16")
         and all(rows % 64 == 0 and inner % 512 == 0 for rows, inner in layer.products)
@@ -291,9 +295,5 @@ def _is_covered(layer: Layer, limits: StepLimits) -> bool:
 
 def _is_static(call: OpCall) -> bool:
     scale = call.inputs.get("x_scale")
-    has_fp8_tokens = _name(call.inputs["x"]) in (FP8, "bfloat16", "float16")
+    has_fp8_tokens = name_of(call.inputs["x"]) in (FP8, "bfloat16", "float16")
     return is_fp8(call) and has_fp8_tokens and scale is not None and scale.numel() == 1
-
-
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -35,15 +35,14 @@ from llmctl.plugins.fused.decoder_layers.tactics import (
     shape_key,
     stored_tactics,
 )
-from llmctl.plugins.ops.packed_linear.layout import form_of
 from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units
+from llmctl.plugins.schemes.table import form_macros
 
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
     from llmctl.plugins.core.fused_calls import FusedCalls
 
 MIN_STAGES, MAX_RING_BYTES = 4, 6 * 32768
-_TABLE_BYTES = 255 + 128  # of the 4-bit numbers
 _COLUMNS = 8  # attention rows of a team of four warps
 _TEAMS = 2  # teams of four warps in a block that process attention work items
 _FINISHED = 32  # sums (row group, token) that a block finishes at once
@@ -167,7 +166,7 @@ def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
             *(pointer(layer.dtype), "*fp32", *["*i32"] * 5, "*u8", "*i32", "fp32", "fp32", "i32"),
         ),
         constants={
-            "MXFP4": int(layer.is_mxfp4),
+            **form_macros(layer.weights),
             "MODEL_TYPE": _TYPES[layer.dtype],
             "KV_TYPE": _TYPES[limits.kv_dtype],
             "HIDDEN": layer.hidden,
@@ -265,9 +264,9 @@ def _room(layer: Layer, limits: StepLimits, tokens: int) -> Room | None:
     itemsize: int = getattr(torch, limits.kv_dtype).itemsize
     tiles = _TEAMS * 2 * KEYS * layer.head_size * itemsize
     smallest = -(-max(work, tiles) // 1024) * 1024
-    form = form_of(layer.qkv.inputs["weight"])
+    form = layer.weights
     unit = form.interval * form.block_bytes  # 16 rows at four intervals of 512 of K, or 8 at eight
-    table = _TABLE_BYTES * layer.is_mxfp4
+    table = form.table_bytes
     stages = _stages(Room(unit, table, smallest, 0, 1))
     if stages < MIN_STAGES:
         return None

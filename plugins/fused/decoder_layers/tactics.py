@@ -59,7 +59,7 @@ def shape_key(layer: Layer, tokens: int = 1) -> str:
     """The layer's sizes and a step's tokens, in the notation of tactics.json."""
     heads = f"a{layer.num_heads}.{layer.num_kv_heads}x{layer.head_size}"
     key = f"h{layer.hidden}.i{layer.intermediate}.{heads}"
-    return key + ".mxfp4" * layer.is_mxfp4 + f".n{tokens}" * (tokens > 1)
+    return key + f".{layer.weights.name}" * layer.weights.is_coded + f".n{tokens}" * (tokens > 1)
 
 
 def measured_tactic(layer: Layer, tokens: int) -> Tactic:

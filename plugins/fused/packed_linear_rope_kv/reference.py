@@ -30,5 +30,5 @@ def reference(
         *(int(attributes[name]) for name in ("num_heads", "num_kv_heads", "head_size"))
     )
     rest = {role: inputs[role] for role in ("rotary", "k_scale", "v_scale") if role in inputs}
-    qkv = product(inputs, order, outputs["q"].dtype)
+    qkv = product(inputs, attributes, order, outputs["q"].dtype)
     rope_kv_write({"qkv": qkv, **rest}, outputs, attributes, step, kv_cache)

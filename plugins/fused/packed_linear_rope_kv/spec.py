@@ -6,18 +6,22 @@ from collections.abc import Mapping
 
 from llmctl.plugins.core.op_rules import HEAD_RULES
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role
-from llmctl.plugins.ops.packed_linear.forms import MXFP4, TILE_ROWS
+from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
 from llmctl.plugins.ops.packed_linear.spec import (
     INPUTS,
-    NORM_ATTRIBUTES,
     NORM_INPUTS,
     NORM_OUTPUTS,
     ONE_OR,
+    OPTIONAL_ATTRIBUTES,
     RULES,
     TOLERANCE,
+    block_sizes,
     inner_chunks,
     row_tiles,
 )
+from llmctl.plugins.schemes.table import FORMS
+
+_CODED = tuple(form.name for form in FORMS.values() if form.is_coded)
 
 
 def _rows(dims: Mapping[str, int]) -> int:
@@ -35,7 +39,8 @@ SPEC = OpSpec(
     ),
     outputs=(Role("q", ("T",), ("N", "q")), *NORM_OUTPUTS),
     attributes={"layer": int, "num_heads": int, "num_kv_heads": int, "head_size": int},
-    optional_attributes=NORM_ATTRIBUTES,
+    optional_attributes=OPTIONAL_ATTRIBUTES,
+    sizes=block_sizes,
     derived={
         "RT": lambda d: row_tiles(_rows(d)),
         "KT": inner_chunks,
@@ -54,7 +59,7 @@ SPEC = OpSpec(
             "num_kv_heads": kv_heads,
             "head_size": size,
             "dtype": dtype,
-            "model_dtype": "bfloat16" if dtype in (FP8, MXFP4) else dtype,
+            "model_dtype": "bfloat16" if dtype in (FP8, *_CODED) else dtype,
             "kv_dtype": kv_dtype,
             "x_scaling": "static",
             "bias": size == 80,
@@ -67,7 +72,7 @@ SPEC = OpSpec(
             (FP8, "bfloat16"),
             (FP8, FP8),
             (FP8, "int8"),
-            (MXFP4, FP8),
+            *((coded, FP8) for coded in _CODED),
             ("float16", "int8"),
         )
     ),

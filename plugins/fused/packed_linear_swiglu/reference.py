@@ -27,4 +27,4 @@ def reference(
     inputs = normalized(inputs, outputs, attributes)
     dtype: torch.dtype = getattr(torch, str(attributes["dtype"]))
     order = pair_order(outputs["out"].shape[1])
-    write_output(swiglu(product(inputs, order, dtype)), inputs, outputs)
+    write_output(swiglu(product(inputs, attributes, order, dtype)), inputs, outputs)

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 from llmctl.plugins.core.op_rules import scales_output
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role
-from llmctl.plugins.ops.packed_linear.forms import MXFP4, TILE_ROWS
+from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
 from llmctl.plugins.ops.packed_linear.spec import (
     INPUTS,
-    NORM_ATTRIBUTES,
     NORM_INPUTS,
     NORM_OUTPUTS,
     ONE_OR,
+    OPTIONAL_ATTRIBUTES,
     RULES,
     TOLERANCE,
+    block_sizes,
     inner_chunks,
     row_tiles,
 )
+from llmctl.plugins.schemes.table import FORMS
+
+_CODED = tuple(form.name for form in FORMS.values() if form.is_coded)
 
 SPEC = OpSpec(
     name="packed_linear_swiglu",
     inputs=(*INPUTS, *NORM_INPUTS, Role("scale", ("float32",), ("1",), optional=True)),
     outputs=(Role("out", ("T", FP8), ("N", "I")), *NORM_OUTPUTS),
     attributes={"dtype": str},
-    optional_attributes=NORM_ATTRIBUTES,
+    optional_attributes=OPTIONAL_ATTRIBUTES,
+    sizes=block_sizes,
     derived={
         "RT": lambda d: row_tiles(2 * d["I"]),
         "KT": inner_chunks,
@@ -41,7 +46,7 @@ SPEC = OpSpec(
             "hidden": i,
             "inner": k,
             "dtype": dtype,
-            "model_dtype": "bfloat16" if dtype in (FP8, MXFP4) else dtype,
+            "model_dtype": "bfloat16" if dtype in (FP8, *_CODED) else dtype,
             "scaling": scaling,
             "x_scaling": "per_token" if m % 2 == 0 else "static",
             "bias": bias,
@@ -52,7 +57,7 @@ SPEC = OpSpec(
             ("float16", "none"),
             (FP8, "none"),
             (FP8, "static"),
-            (MXFP4, "static"),
+            *((coded, "static") for coded in _CODED),
         )
     ),
     timed=tuple(
@@ -68,6 +73,6 @@ SPEC = OpSpec(
         }
         for i, k in ((8192, 2048), (28672, 8192))
         for m in (1, 11)
-        for dtype in (FP8, MXFP4)
+        for dtype in (FP8, *_CODED)
     ),
 )

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Union
 from llmctl.plugins.backends.cuda.dtypes import pointer, short_name
 from llmctl.plugins.backends.cuda.kernel_spec import Constant, LaunchEnv, StepLimits, TensorMap
 from llmctl.plugins.core.op_spec import FP8
-from llmctl.plugins.ops.packed_linear.forms import CHUNK_BYTES, MXFP4
+from llmctl.plugins.ops.packed_linear.forms import CHUNK_BYTES
+from llmctl.plugins.schemes.scheme import Form
+from llmctl.plugins.schemes.table import find_form
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +29,7 @@ _OPTIONAL = ("weight_scale", "x_scale", "bias", "scale", "k_scale", "v_scale")
 def type_constants(call: OpCall, limits: StepLimits) -> dict[str, Constant]:
     """Macros that follow from the call's dtypes and attributes."""
     constants: dict[str, Constant] = {
-        "INPUT_TYPE": "E4M3" if is_mxfp4(call) else _TYPES[name_of(call.inputs["weight"])],
+        "INPUT_TYPE": _TYPES[form_of(call).numbers],
         "MODEL_TYPE": _TYPES[model_dtype(call)],
         "OUT_TYPE": _TYPES[name_of(_out(call))],
         "EPILOGUE": _EPILOGUES[call.op],
@@ -41,7 +43,7 @@ def type_constants(call: OpCall, limits: StepLimits) -> dict[str, Constant]:
 
 def type_words(call: OpCall, limits: StepLimits) -> list[str]:
     """The same for the kernel's name, with the optional inputs the call has."""
-    words = [short_name(name_of(call.inputs["weight"])), short_name(model_dtype(call))]
+    words = [form_of(call).word, short_name(model_dtype(call))]
     words.append(short_name(_out(call).dtype))
     if call.op == "packed_linear_rope_kv":
         heads = [int(call.attributes[k]) for k in ("num_heads", "num_kv_heads", "head_size")]
@@ -93,14 +95,14 @@ def argument_values(call: OpCall, env: LaunchEnv, tokens: int) -> tuple[Argument
     return tuple(values)
 
 
-def is_mxfp4(call: OpCall) -> bool:
-    """Whether the weight is 4-bit (mxfp4.py)."""
-    return name_of(call.inputs["weight"]) == MXFP4
+def form_of(call: OpCall) -> Form:
+    """The form of the packed weight."""
+    return find_form(name_of(call.inputs["weight"]), call.attributes)
 
 
 def is_fp8(call: OpCall) -> bool:
     """Whether products are of FP8 numbers, which are summed in intervals."""
-    return name_of(call.inputs["weight"]) in (FP8, MXFP4)
+    return form_of(call).numbers == FP8
 
 
 def model_dtype(call: OpCall) -> str:

@@ -28,13 +28,14 @@ from llmctl.plugins.ops.packed_linear.arguments import (
     Argument,
     argument_kinds,
     argument_values,
-    is_mxfp4,
+    form_of,
     token_map,
     type_constants,
     type_words,
 )
-from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4, TILE_ROWS, Form
-from llmctl.plugins.ops.packed_linear.layout import form_of
+from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
+from llmctl.plugins.schemes.scheme import Form
+from llmctl.plugins.schemes.table import FORMS, form_macros
 
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
@@ -46,7 +47,6 @@ _PART_BYTES = 512  # 16 rows x 8 tokens of float32
 NORM_PART, MAX_NORM_PARTS = 256, 32  # elements that a warp normalizes at once; of a row
 _NORM_SUMS = 2 * 4 * MAX_NORM_PARTS  # bytes; two rows alternately
 _ALIGNMENT = 1024  # of tokens in a slot
-_TABLE_BYTES = 255 + 128  # of the 4-bit numbers
 _SLOT_BARRIERS = 24  # bytes: a slot is full, is empty, has the weights of its first pass
 _WARPS = 5
 _PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)f(\d+)(?:\+norm(\d+))?")
@@ -117,8 +117,7 @@ class DecodeVariant:
 
     @property
     def _head_bytes(self) -> int:
-        is_mxfp4 = self.form == FORMS[MXFP4]
-        return _ALIGNMENT + _TABLE_BYTES * is_mxfp4
+        return _ALIGNMENT + self.form.table_bytes
 
     def fits(self, row_tiles: int, chunks: int, is_fp8: bool) -> bool:
         """Whether it can run a weight of this many row tiles and chunks."""
@@ -132,7 +131,7 @@ class DecodeVariant:
             and self.shared_bytes(chunks) <= HOPPER.max_shared_bytes
             and self.fill <= self.stages
             and (not self.normalizes or self._normalizes_width(chunks * (128 if is_fp8 else 64)))
-            and not (self.normalizes and self.form == FORMS[MXFP4])
+            and not (self.normalizes and self.form.is_coded)
         )
 
     def _normalizes_width(self, hidden: int) -> bool:
@@ -161,13 +160,13 @@ def grid_blocks(variant: DecodeVariant, row_tiles: int, num_sms: int) -> int:
 
 def decode_spec(call: OpCall, variant: DecodeVariant, limits: StepLimits) -> KernelSpec:
     """The binary of one call and variant; calls of equal dtypes and features share it."""
-    assert variant.form.block_bytes == form_of(call.inputs["weight"]).block_bytes
+    assert variant.form.block_bytes == form_of(call).block_bytes
     chunks = call.inputs["weight"].shape[1]
     intervals = -(-chunks // variant.form.interval) if variant.split > 1 else 0
     handed = ("*fp32", "*i32") if variant.split == 0 else ()
     constants: dict[str, Constant] = {
         **type_constants(call, limits),
-        "MXFP4": int(is_mxfp4(call)),
+        **form_macros(form_of(call)),
         "TOKENS": variant.tokens,
         "ROW_TILES": variant.row_tiles,
         "CHUNKS": variant.chunks,

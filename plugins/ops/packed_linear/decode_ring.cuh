@@ -8,7 +8,7 @@
 #endif
 
 #include "ops/packed_linear/epilogue.cuh"
-#include "ops/packed_linear/mxfp4.cuh"
+#include "schemes/mxfp4/mxfp4.cuh"
 
 // A packed block: 64 rows x 128 bytes, or 64 rows x 256 4-bit columns. It is multiplied by
 // BOXES chunks of 128 bytes of the tokens.

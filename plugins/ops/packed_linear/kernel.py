@@ -1,5 +1,5 @@
 """CUDA kernels of the packed products: `decode.cu` for few tokens, `prefill.cu` for many, with
-`expand.cu` before it where weights are 4-bit.
+one before it that makes the numbers of weights that are codes.
 
 A product with a norm is one launch where its variant normalizes, else two.
 """
@@ -15,8 +15,8 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepLimits,
     StepShape,
 )
+from llmctl.plugins.ops.packed_linear.arguments import form_of
 from llmctl.plugins.ops.packed_linear.decode import DecodeVariant, decode_launch, decode_spec
-from llmctl.plugins.ops.packed_linear.layout import form_of
 from llmctl.plugins.ops.packed_linear.norm import norm_call, product_call
 from llmctl.plugins.ops.packed_linear.prefill import prefill_kernels, prefill_launches
 from llmctl.plugins.ops.packed_linear.tactics import MANY, parse_tactic, tactic_of
@@ -42,7 +42,7 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
         if variant == MANY:
             specs += prefill_kernels(plain, limits)
         else:
-            parsed = DecodeVariant.parse(variant, form_of(call.inputs["weight"]))
+            parsed = DecodeVariant.parse(variant, form_of(call))
             specs.append(decode_spec(call if parsed.normalizes else plain, parsed, limits))
         reached = most
     return specs
@@ -52,7 +52,7 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     """The launches of the entry for the step's tokens."""
     tokens = env.count(shape)
     variant = next(name for most, name in parse_tactic(tactic_of(call)) if tokens <= most)
-    form = form_of(call.inputs["weight"])
+    form = form_of(call)
     parsed = None if variant == MANY else DecodeVariant.parse(variant, form)
     if parsed is not None and parsed.normalizes:
         return [decode_launch(call, env, tokens, parsed)]

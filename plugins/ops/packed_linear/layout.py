@@ -4,7 +4,7 @@ A packed weight is [RT, KT, 64, C]: 64-row tiles, then chunks of 128 bytes of K 
 [64, 128 bytes] block is 8 KiB, contiguous, and already has the 128-byte swizzle that wgmma reads:
 the 16-byte piece c of row r is stored at piece c XOR (r mod 8). So one bulk copy loads a block, and
 shared memory needs no further arrangement. Rows and columns beyond the matrix are zero. Blocks of
-4-bit weights have another form: mxfp4.py.
+weights that are codes have another form, which their scheme describes (plugins/schemes/).
 
 Rows are packed in a special order, so that values which an epilogue combines are in the same
 thread: the accumulator of a thread holds rows r and r + 8 of every group of 16.
@@ -14,17 +14,12 @@ from __future__ import annotations
 
 import torch
 
-from llmctl.plugins.ops.packed_linear.forms import CHUNK_BYTES, FORMS, TILE_ROWS, Form
-from llmctl.plugins.ops.packed_linear.mxfp4 import unpack_mxfp4
+from llmctl.plugins.ops.packed_linear.forms import CHUNK_BYTES, TILE_ROWS
+from llmctl.plugins.schemes.scheme import Form, packing_of
 
 _PIECES = 8  # 16-byte pieces of a chunk
 PIECE = torch.complex128  # the dtype of 16 bytes; pieces are only ever moved
 _GROUP = 16  # rows of one warp in a tile
-
-
-def form_of(weight: torch.Tensor) -> Form:
-    """The form of a packed weight."""
-    return FORMS[str(weight.dtype).removeprefix("torch.")]
 
 
 def packed_shape(rows: int, inner: int, itemsize: int) -> tuple[int, int, int, int]:
@@ -47,10 +42,13 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed.view(tiles, chunks, TILE_ROWS, columns)
 
 
+def numbers_of(packed: torch.Tensor, rows: int, inner: int, form: Form) -> torch.Tensor:
+    """What a packed weight of a form stands for: [rows, inner] in packed row order."""
+    return (packing_of(form).unpack if form.is_coded else unpack)(packed, rows, inner)
+
+
 def unpack(packed: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
-    """packed [RT, KT, 64, C] -> weight [rows, inner] in packed row order; E4M3 of 4-bit ones."""
-    if packed.dtype == torch.uint8:
-        return unpack_mxfp4(packed, rows, inner)
+    """packed [RT, KT, 64, C] of numbers -> weight [rows, inner] in packed row order."""
     tiles, chunks, _, columns = packed.shape
     raw = packed.contiguous().view(torch.uint8)
     if raw.storage_offset() % PIECE.itemsize:

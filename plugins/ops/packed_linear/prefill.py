@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, LaunchEnv, StepLimits
-from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.ops.packed_linear.arguments import (
     argument_kinds,
     argument_values,
-    is_mxfp4,
+    form_of,
+    is_fp8,
     name_of,
     token_map,
     type_constants,
@@ -81,7 +81,7 @@ def variants_of(call: OpCall) -> tuple[Variant, ...]:
     A FP8 sum takes twice the registers, so 256 tokens are not held at once; float32 outputs, few as
     they are, have no wide tiles.
     """
-    if name_of(call.inputs["weight"]) != FP8:
+    if not is_fp8(call):
         return LONG, SQUARE, NARROW
     out = next(iter(call.outputs.values()))
     return (WIDE, SQUARE, NARROW) if name_of(out) != "float32" else (SQUARE, NARROW)
@@ -106,13 +106,13 @@ def _units(variant: Variant, num_tokens: int, row_tiles: int) -> int:
 
 def prefill_kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """Every binary that steps of many tokens may need."""
-    if not is_mxfp4(call):
+    if not form_of(call).is_coded:
         return [prefill_spec(call, variant, limits) for variant in variants_of(call)]
     fp8 = expanded_call(
         call, lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
     )
     specs = [prefill_spec(fp8, variant, limits, is_expanded=True) for variant in variants_of(fp8)]
-    return [expand_spec(), *specs]
+    return [expand_spec(call), *specs]
 
 
 def prefill_spec(
@@ -139,8 +139,8 @@ def prefill_spec(
 
 
 def prefill_launches(call: OpCall, env: LaunchEnv, tokens: int) -> list[Launch]:
-    """Multiply the first `tokens` rows of `x`; 4-bit weights are expanded before."""
-    if not is_mxfp4(call):
+    """Multiply the first `tokens` rows of `x`; numbers of codes are made before."""
+    if not form_of(call).is_coded:
         return [prefill_launch(call, env, tokens)]
     expanded = expanded_call(call, env.scratch)
     launch = prefill_launch(expanded, env, tokens, is_expanded=True)

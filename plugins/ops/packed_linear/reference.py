@@ -8,17 +8,22 @@ import torch
 
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.linear.reference import linear
-from llmctl.plugins.ops.packed_linear.layout import plain_order, restore, unpack
+from llmctl.plugins.ops.packed_linear.layout import numbers_of, plain_order, restore
 from llmctl.plugins.ops.packed_linear.norm import norm_roles
 from llmctl.plugins.ops.rms_norm.reference import add_and_normalize
+from llmctl.plugins.schemes.table import find_form
 
 
 def product(
-    inputs: Mapping[str, torch.Tensor], order: torch.Tensor, dtype: torch.dtype
+    inputs: Mapping[str, torch.Tensor],
+    attributes: Mapping[str, int | float | str | bool],
+    order: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """All rows of `x` times the packed weight, as `dtype` [N, logical rows]."""
-    x = inputs["x"]
-    weight = restore(unpack(inputs["weight"], len(order), x.shape[1]), order)
+    x, packed = inputs["x"], inputs["weight"]
+    form = find_form(str(packed.dtype).removeprefix("torch."), attributes)
+    weight = restore(numbers_of(packed, len(order), x.shape[1], form), order)
     scale, bias = (
         None if role not in inputs else restore(inputs[role], order)
         for role in ("weight_scale", "bias")
@@ -51,4 +56,4 @@ def reference(
     """Multiply all rows of `x`, normalized if there is a norm."""
     inputs = normalized(inputs, outputs, attributes)
     out = outputs["out"]
-    out[: len(inputs["x"])] = product(inputs, plain_order(out.shape[1]), out.dtype)
+    out[: len(inputs["x"])] = product(inputs, attributes, plain_order(out.shape[1]), out.dtype)

@@ -7,15 +7,29 @@ aligned to the largest before they are added, so short of that a part in 2**13 i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from llmctl.plugins.core.op_rules import NORM_LIMITS, packed_operands, scales_input, together
+from llmctl.plugins.core.op_rules import (
+    NORM_LIMITS,
+    name_of,
+    packed_operands,
+    scales_input,
+    together,
+)
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role, Tolerance
-from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4, ROW_BYTES, TILE_ROWS
+from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
+from llmctl.plugins.schemes.table import FORMS, find_form
 
+if TYPE_CHECKING:
+    from llmctl.plugins.core.calls import OpCall
+
+# Of packed weights. Which codes the elements are, where that is not their dtype, the attribute
+# `scheme` says.
+WEIGHT_DTYPES = ("T", FP8, *dict.fromkeys(f.dtype for f in FORMS.values() if f.is_coded))
 # Inputs that all packed matrix products share.
 INPUTS = (
     Role("x", ("T", FP8), ("N", "K")),
-    Role("weight", ("T", FP8, MXFP4), ("RT", "KT", str(TILE_ROWS), "C")),
+    Role("weight", WEIGHT_DTYPES, ("RT", "KT", str(TILE_ROWS), "C")),
     Role("weight_scale", ("float32",), ("rows",), optional=True),
     Role("x_scale", ("float32",), ("S",), optional=True),  # S: 1 or N
     Role("bias", ("T",), ("rows",), optional=True),
@@ -30,7 +44,7 @@ NORM_OUTPUTS = (
     Role("normal", ("T", FP8), ("N", "K"), optional=True),
     Role("residual_out", ("T",), ("N", "K"), optional=True),
 )
-NORM_ATTRIBUTES = {"epsilon": float}
+OPTIONAL_ATTRIBUTES = {"epsilon": float, "scheme": str}  # epsilon: of the norm
 ONE_OR = {"S": "N"}
 RULES = (
     scales_input("weight", "weight_scale"),
@@ -53,20 +67,29 @@ def row_tiles(rows: int) -> int:
 
 
 def inner_chunks(dims: Mapping[str, int]) -> int:
-    """Blocks along K: of C elements, or of the 4-bit columns whose rows have C bytes."""
-    columns = {ROW_BYTES: FORMS[MXFP4].columns}.get(dims["C"], dims["C"])
-    return -(-dims["K"] // columns)
+    """Blocks along K."""
+    return -(-dims["K"] // dims["columns"])
 
 
-# Of weights; activations are FP8 beside 4-bit ones, else alike. Scales go with FP8 only. `inner` is
-# a multiple of 16 bytes (bulk copies), for 4-bit weights of a block.
-_DTYPES = ("bfloat16", "float16", FP8, MXFP4)
+def block_sizes(call: OpCall) -> dict[str, int]:
+    """columns: of K, in a block; C: elements of a block's row. Raises CorruptEngine for a scheme
+    that is not known or not of such a weight."""
+    if "weight" not in call.inputs:
+        return {}
+    form = find_form(name_of(call.inputs["weight"]), call.attributes)
+    return {"columns": form.columns, "C": form.row_elements}
+
+
+# A case's dtype is the name of the weight's form; activations have the dtype of its numbers. Scales
+# go with FP8 only. `inner` is a multiple of 16 bytes (bulk copies), for 4-bit weights of a block.
+_DTYPES = tuple(FORMS)
 
 SPEC = OpSpec(
     name="packed_linear",
     inputs=(*INPUTS, *NORM_INPUTS),
     outputs=(Role("out", ("T", "float32"), ("N", "O")), *NORM_OUTPUTS),
-    optional_attributes=NORM_ATTRIBUTES,
+    optional_attributes=OPTIONAL_ATTRIBUTES,
+    sizes=block_sizes,
     derived={
         "RT": lambda d: row_tiles(d["O"]),
         "KT": inner_chunks,
@@ -120,7 +143,8 @@ SPEC = OpSpec(
             "x_scaling": "static",
             "bias": False,
         }
-        for dtype in ("bfloat16", FP8, MXFP4)
+        for dtype in _DTYPES
+        if dtype != "float16"
         for o, k in ((3072, 2048), (2048, 2048), (2048, 8192), (8192, 8192), (8192, 28672))
         for m in (1, 11)
     ),

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.core.op_spec import FP8
-from llmctl.plugins.ops.packed_linear.arguments import name_of
+from llmctl.plugins.ops.packed_linear.arguments import form_of
 from llmctl.plugins.ops.packed_linear.decode import SHARED_HALF, DecodeVariant
-from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4
+from llmctl.plugins.schemes.table import FORMS
 
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
@@ -46,16 +46,16 @@ def tactic_of(call: OpCall) -> str:
     if call.tactic:
         return call.tactic
     tiles, chunks = call.inputs["weight"].shape[:2]
-    dtype, has_norm = name_of(call.inputs["weight"]), "norm_weight" in call.inputs
-    return choose_tactic(call.op, tiles, chunks, dtype, has_norm=has_norm)
+    has_norm = "norm_weight" in call.inputs
+    return choose_tactic(call.op, tiles, chunks, form_of(call).name, has_norm=has_norm)
 
 
 def choose_tactic(
-    op: str, row_tiles: int, chunks: int, dtype: str, *, has_norm: bool = False
+    op: str, row_tiles: int, chunks: int, form_name: str, *, has_norm: bool = False
 ) -> str:
-    """The tactic of a weight of [row_tiles, chunks] blocks with elements of `dtype`."""
-    measured = _measured(op, row_tiles, chunks, dtype)
-    chosen = {n: str(default_variant(n, row_tiles, chunks, dtype)) for n in FEW_TOKENS}
+    """The tactic of a weight of [row_tiles, chunks] blocks of a form, by its name."""
+    measured = _measured(op, row_tiles, chunks, form_name)
+    chosen = {n: str(default_variant(n, row_tiles, chunks, form_name)) for n in FEW_TOKENS}
     chosen |= {n: v for n, v in measured.items() if has_norm or not normalizes(v)}
     return ";".join([*(f"{n}:{chosen[n]}" for n in sorted(chosen)), f"*:{MANY}"])
 
@@ -65,19 +65,20 @@ def normalizes(variant: str) -> bool:
     return variant != MANY and DecodeVariant.parse(variant).normalizes
 
 
-def can_normalize(op: str, row_tiles: int, chunks: int, dtype: str) -> bool:
+def can_normalize(op: str, row_tiles: int, chunks: int, form_name: str) -> bool:
     """Whether the norm in the product is measured to be faster for some number of tokens."""
-    return any(map(normalizes, _measured(op, row_tiles, chunks, dtype).values()))
+    return any(map(normalizes, _measured(op, row_tiles, chunks, form_name).values()))
 
 
-def default_variant(tokens: int, row_tiles: int, chunks: int, dtype: str) -> DecodeVariant:
+def default_variant(tokens: int, row_tiles: int, chunks: int, form_name: str) -> DecodeVariant:
     """The rule for sizes that were not measured.
 
     Small weights with few rows: K split in clusters, two blocks per multiprocessor, so that the
     next product can fill its ring. Otherwise one block with a large ring per multiprocessor: whole
     row tiles if these divide nearly evenly over the multiprocessors, else equal shares.
     """
-    form, is_fp8 = FORMS[dtype], dtype in (FP8, MXFP4)
+    form = FORMS[form_name]
+    is_fp8 = form.numbers == FP8
     intervals = -(-chunks // form.interval)
     splits = [k for k in (4, 2) if is_fp8 and row_tiles * k <= HOPPER.num_sms and intervals >= k]
     if row_tiles * chunks * form.block_bytes <= _SMALL_WEIGHT:
@@ -111,8 +112,8 @@ def _filled(variant: DecodeVariant, chunks: int, room: int) -> DecodeVariant:
     return replace(filled, stages=min(filled.stages, max(needed, _FEWEST_STAGES)))
 
 
-def _measured(op: str, row_tiles: int, chunks: int, dtype: str) -> dict[int, str]:
-    entries = _table().get(f"{op} {row_tiles}x{chunks} {dtype}", {})
+def _measured(op: str, row_tiles: int, chunks: int, form_name: str) -> dict[int, str]:
+    entries = _table().get(f"{op} {row_tiles}x{chunks} {form_name}", {})
     return {int(tokens): variant for tokens, variant in entries.items()}
 
 

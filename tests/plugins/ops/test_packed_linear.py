@@ -9,7 +9,9 @@ import torch
 from llmctl.plugins.core.examples import make_example
 from llmctl.plugins.core.operators import SPECS
 from llmctl.plugins.core.reference import ReferenceProgram
+from llmctl.plugins.ops.packed_linear.arguments import form_of
 from llmctl.plugins.ops.packed_linear.layout import (
+    numbers_of,
     pack,
     packed_shape,
     pair_order,
@@ -101,7 +103,8 @@ def unfused(example, order):
     inputs = example.call.inputs
     inner = inputs["x"].shape[1]
     plain = {role: inputs[role] for role in ("x", "x_scale") if role in inputs}
-    plain["weight"] = restore(unpack(inputs["weight"], len(order), inner), order)
+    numbers = numbers_of(inputs["weight"], len(order), inner, form_of(example.call))
+    plain["weight"] = restore(numbers, order)
     for role in ("weight_scale", "bias"):
         if role in inputs:
             plain[role] = restore(inputs[role], order)
@@ -142,7 +145,7 @@ def test_the_fused_rope_equals_linear_then_rope_kv_write(case):
     example = make_example("packed_linear_rope_kv", case)
     call, cache = example.call, example.kv_cache.clone()
     ReferenceProgram([call]).run(example.step, example.kv_cache)
-    attributes = call.attributes
+    attributes = {k: v for k, v in call.attributes.items() if k != "scheme"}
     order = rope_order(*(attributes[k] for k in ("num_heads", "num_kv_heads", "head_size")))
     q = call.outputs["q"]
     qkv = torch.empty(len(q), int((order >= 0).sum()), dtype=q.dtype)

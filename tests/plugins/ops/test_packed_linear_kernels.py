@@ -19,8 +19,8 @@ from llmctl.plugins.ops.packed_linear.decode import (
     DecodeVariant,
     decode_spec,
 )
-from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4
 from llmctl.plugins.ops.packed_linear.kernel import kernels, launches
+from llmctl.plugins.schemes.table import MXFP4
 
 VARIANTS_OF_FOUR_BITS = (
     "n8r1c2s5k1g0f2",
@@ -60,7 +60,7 @@ def test_four_bits_are_multiplied_from_registers_and_no_product_waits_for_anothe
     """ptxas puts a wait behind every product whose registers it cannot keep."""
     call = make_call(op, FOUR_BITS)
     texts = VARIANTS_OF_FOUR_BITS if op == "packed_linear" else VARIANTS_OF_FOUR_BITS[:3]
-    variants = [DecodeVariant.parse(text, FORMS[MXFP4]) for text in texts]
+    variants = [DecodeVariant.parse(text, MXFP4.forms[0]) for text in texts]
     specs = [decode_spec(call, variant, LIMITS) for variant in variants]
     for variant, (_, kernel, code) in zip(variants, compile_all(specs), strict=True):
         text = str(variant)

@@ -20,7 +20,6 @@ from llmctl.plugins.ops.packed_linear.decode import (
     decode_spec,
     grid_blocks,
 )
-from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4
 from llmctl.plugins.ops.packed_linear.kernel import kernels, launches
 from llmctl.plugins.ops.packed_linear.tactics import (
     _table,
@@ -28,6 +27,7 @@ from llmctl.plugins.ops.packed_linear.tactics import (
     default_variant,
     parse_tactic,
 )
+from llmctl.plugins.schemes.table import FORMS
 
 
 def test_a_variant_is_the_text_it_prints():
@@ -55,9 +55,9 @@ def test_variants_that_a_weight_cannot_have_are_told_apart():
     assert not fits("n16r1c1s5k1g0f0+norm8")
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", MXFP4])
+@pytest.mark.parametrize("dtype", FORMS)
 def test_the_rule_gives_variants_that_fit_and_the_table_too(dtype):
-    is_fp8 = dtype != "bfloat16"
+    is_fp8 = FORMS[dtype].numbers == "float8_e4m3fn"
     for tiles in (1, 7, 32, 48, 64, 96, 128, 160, 256, 448, 896, 2004):
         for chunks in (1, 2, 16, 18, 32, 64, 112, 224):
             for tokens in (8, 16, 32, 64):

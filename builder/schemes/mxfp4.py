@@ -2,7 +2,7 @@
 stores them, as E4M3 numbers with a scale for each row.
 
 A block's power relative to its row's largest, and a code times that, are exact in E4M3 within 15
-powers (plugins/ops/packed_linear/mxfp4.py). So the CPU multiplies FP8 weights, CUDA the same
+powers (plugins/schemes/mxfp4/packing.py). So the CPU multiplies FP8 weights, CUDA the same
 4-bit numbers each. A block further below would round: it is refused unless all its codes
 are zero.
 """
@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmctl.builder.packing import CHUNK_BYTES, RowOrder, gather_rows
-from llmctl.builder.sources import TensorReader
+from llmctl.builder.schemes.reading import Parts, WeightReader
+from llmctl.builder.sources import Source, TensorReader
 from llmctl.errors import BadTensorValue
 from llmctl.plugins.core.op_spec import FP8
-from llmctl.quantize.format import E8M0_BIAS, MXFP4_BLOCK, MXFP4_SPAN
+from llmctl.plugins.schemes.mxfp4.scheme import BLOCK, SCHEME, SPAN
+from llmctl.plugins.schemes.scheme import E8M0_BIAS, Form
 
 if TYPE_CHECKING:
     import torch
 
-MXFP4_ALGO = "W4A8_MXFP4_FP8"  # ModelOpt's name: these weights, activations FP8 of a static scale
+(_FORM,) = SCHEME.forms
 _LARGEST = 6  # power of two of a row's largest blocks, as a step: 6 * 2**6 is 384 of E4M3's 448
 _NAN = 255  # of E8M0
 _SMALLEST = 7  # exponent of a row's largest block whose scale is a normal float32
@@ -32,7 +34,14 @@ _SMALLEST = 7  # exponent of a row's largest block whose scale is a normal float
 class MxRows:
     """MXFP4 weights stacked along axis 0, as E4M3 [rows, K]."""
 
-    parts: tuple[tuple[str, tuple[int, ...]], ...]  # (checkpoint name of the codes, (rows, K))
+    parts: Parts  # (checkpoint name of the codes, (rows, K))
+
+    @property
+    def form(self) -> Form:
+        return _FORM
+
+    def packed(self, order: RowOrder) -> PackedMxRows:
+        return PackedMxRows(self, order)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,7 +56,7 @@ class MxRows:
         return (sum(shape[0] for _, shape in self.parts), self.parts[0][1][1])
 
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
-        from llmctl.plugins.ops.packed_linear.mxfp4 import expand
+        from llmctl.plugins.schemes.mxfp4.packing import expand
 
         for name, (rows, inner) in self.parts:
             codes, scales = checkpoint.read(name), checkpoint.read(f"{name}_scale")
@@ -97,20 +106,20 @@ class PackedMxRows:
 
     @property
     def dtype(self) -> str:
-        return "uint8"
+        return _FORM.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        from llmctl.plugins.ops.packed_linear.forms import FORMS, MXFP4, TILE_ROWS
+        from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
 
-        form = FORMS[MXFP4]
-        tiles, chunks = self.order.padded_rows // TILE_ROWS, -(-self.rows.shape[1] // form.columns)
-        return (tiles, chunks, TILE_ROWS, form.block_bytes // TILE_ROWS)
+        tiles = self.order.padded_rows // TILE_ROWS
+        chunks = -(-self.rows.shape[1] // _FORM.columns)
+        return (tiles, chunks, TILE_ROWS, _FORM.row_elements)
 
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
         """Whole row tiles, about CHUNK_BYTES of E4M3 at a time."""
         from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
-        from llmctl.plugins.ops.packed_linear.mxfp4 import pack_mxfp4
+        from llmctl.plugins.schemes.mxfp4.packing import pack
 
         codes, steps = [], []
         for name, _ in self.rows.parts:
@@ -121,7 +130,17 @@ class PackedMxRows:
         for start in range(0, len(order), step):
             wanted = order[start : start + step]
             taken = (gather_rows(each, wanted, self.dtype) for each in (codes, steps))
-            yield pack_mxfp4(*taken)
+            yield pack(*taken)
+
+
+class Mxfp4Reader(WeightReader):
+    """Codes and powers of two."""
+
+    def numbers(self, parts: Parts) -> MxRows:
+        return MxRows(parts)
+
+    def row_scales(self, parts: Parts, scales: tuple[str, ...]) -> Source:
+        return MxRowScales(tuple((name, shape[0]) for name, shape in parts))
 
 
 def relative_steps(name: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -135,16 +154,16 @@ def relative_steps(name: str, codes: torch.Tensor, scales: torch.Tensor) -> torc
     if bool((scales == _NAN).any()):
         raise BadTensorValue(f"{name}_scale holds NaN", fix="quantize again, or fetch it again")
     below = _row_exponents(scales)[:, None] - scales.to(torch.int32)
-    steps = MXFP4_SPAN - below
+    steps = SPAN - below
     if bool((steps < 0).any()):
-        is_zero = (codes.view(len(codes), -1, MXFP4_BLOCK // 2) & 0x77).amax(dim=2) == 0
+        is_zero = (codes.view(len(codes), -1, BLOCK // 2) & 0x77).amax(dim=2) == 0
         lost = (steps < 0) & ~is_zero
         if bool(lost.any()):
             row, block = (int(i) for i in lost.nonzero()[0])
             raise BadTensorValue(
                 f"{name}: block {block} of row {row} is 2**{int(below[row, block])} below the "
-                f"row's largest; up to 2**{MXFP4_SPAN} is exact in E4M3",
-                fix="quantize with `llmctl quantize --qformat w4a8_mxfp4_fp8`, which rounds it",
+                f"row's largest; up to 2**{SPAN} is exact in E4M3",
+                fix=f"quantize with `llmctl quantize --qformat {SCHEME.qformat}`, which rounds it",
             )
     return steps.clamp(min=0).to(torch.uint8)
 

@@ -5,7 +5,7 @@
 // the layout of layout.py. It reads before the preceding kernel has ended and writes after that, because the
 // preceding kernel may still read the weights of the previous product. Grid: blocks along K, row tiles.
 
-#include "ops/packed_linear/mxfp4.cuh"
+#include "schemes/mxfp4/mxfp4.cuh"
 
 constexpr int BLOCK_BYTES = 8 * MXFP4_OCTET_BYTES, HALF_BYTES = 8192;
 constexpr int THREADS = 128;

@@ -1,4 +1,4 @@
-// 4-bit weights (mxfp4.py has their layout) as E4M3 numbers in registers, ready to be multiplied.
+// 4-bit weights (packing.py has their layout) as E4M3 numbers in registers, ready to be multiplied.
 #pragma once
 
 #include "backends/cuda/sm90/hopper.cuh"

@@ -15,9 +15,11 @@ of its values round to zero: by less than 1/98304 of the row's largest. Assumed:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from llmctl.quantize.format import E8M0_BIAS, MXFP4_BLOCK, MXFP4_SPAN
+from llmctl.plugins.schemes.mxfp4.scheme import BLOCK, SPAN
+from llmctl.plugins.schemes.scheme import E8M0_BIAS
+from llmctl.quantize.schemes.writing import ConfigGroup, WeightWriter
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,16 @@ if TYPE_CHECKING:
 # this many values that stays within the processor's cache and within WORK_BYTES.
 PIECE_VALUES = 1 << 18
 WORK_BYTES = 100 * PIECE_VALUES
+
+
+class Mxfp4Writer(WeightWriter):
+    """Codes and powers of two, from the weight alone."""
+
+    config_group: ConfigGroup = None  # ModelOpt's converter leaves it to the name of quant_algo
+    work_bytes = WORK_BYTES
+
+    def quantize(self, linear: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_blocks(linear.weight.detach())
 
 
 def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,11 +49,11 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     rows, columns = weight.shape
     codes = weight.new_empty((rows, columns // 2), dtype=torch.uint8)
-    scales = weight.new_empty((rows, columns // MXFP4_BLOCK), dtype=torch.uint8)
+    scales = weight.new_empty((rows, columns // BLOCK), dtype=torch.uint8)
     piece_rows = max(1, PIECE_VALUES // columns)
     pieces = zip(*(torch.split(t, piece_rows) for t in (weight, codes, scales)), strict=True)
     for piece, piece_codes, piece_scales in pieces:
-        found_codes, found_scales = _modelopt_blocks(piece, MXFP4_BLOCK)
+        found_codes, found_scales = _modelopt_blocks(piece, BLOCK)
         piece_codes.copy_(found_codes)
         piece_scales.copy_(found_scales.view(piece_scales.shape))
         _raise_low_blocks(piece, piece_codes, piece_scales)
@@ -55,7 +67,7 @@ def expand(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=codes.device)  # E2M1 without sign
     values = torch.cat([sizes, -sizes])
     pairs = torch.stack([codes & 15, codes >> 4], dim=-1).long()
-    blocks = values[pairs].view(*scales.shape, MXFP4_BLOCK)
+    blocks = values[pairs].view(*scales.shape, BLOCK)
     exponents = scales.to(torch.int32) - E8M0_BIAS
     return torch.ldexp(blocks, exponents.unsqueeze(-1)).view(len(codes), -1)
 
@@ -68,21 +80,19 @@ def _raise_low_blocks(weight: torch.Tensor, codes: torch.Tensor, scales: torch.T
     """
     import torch
 
-    floor = scales.amax(dim=1, keepdim=True).int() - MXFP4_SPAN
-    has_values = ((codes & 0x77) != 0).view(*scales.shape, MXFP4_BLOCK // 2).any(dim=-1)
+    floor = scales.amax(dim=1, keepdim=True).int() - SPAN
+    has_values = ((codes & 0x77) != 0).view(*scales.shape, BLOCK // 2).any(dim=-1)
     is_low = (scales.int() < floor) & has_values
     if not is_low.any():
         return
-    blocks = weight.view(*scales.shape, MXFP4_BLOCK)[is_low].float()
+    blocks = weight.view(*scales.shape, BLOCK)[is_low].float()
     exponents = (floor.expand_as(scales)[is_low] - E8M0_BIAS).float()
     # ModelOpt takes the exponent from the largest value of a block, so that two more values, the
     # first of which asks for the wanted exponent (from 3 to 6 times its power), make it round
     # these blocks too. They share the last byte of each.
     guide = torch.stack([5 * exponents.exp2(), torch.zeros_like(exponents)], dim=1)
-    guided_codes, guided_scales = _modelopt_blocks(
-        torch.cat([blocks, guide], dim=1), MXFP4_BLOCK + 2
-    )
-    codes.view(*scales.shape, MXFP4_BLOCK // 2)[is_low] = guided_codes[:, : MXFP4_BLOCK // 2]
+    guided_codes, guided_scales = _modelopt_blocks(torch.cat([blocks, guide], dim=1), BLOCK + 2)
+    codes.view(*scales.shape, BLOCK // 2)[is_low] = guided_codes[:, : BLOCK // 2]
     scales[is_low] = guided_scales.view(-1)
 
 

@@ -1,4 +1,4 @@
-"""4-bit weights for the packed matrix products, and the E4M3 numbers that they are.
+"""MXFP4 weights for the packed matrix products, and the E4M3 numbers that they are.
 
 MXFP4 (OCP Microscaling Formats 1.0, 5.3.3): codes E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign) in
 blocks of 32 along K, each with a power of two. A row's powers are kept relative to the row: a step
@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import torch
 
-from llmctl.plugins.ops.packed_linear.forms import CHUNK_COLUMNS, ROW_BYTES
+from llmctl.plugins.schemes.mxfp4.scheme import BLOCK, CHUNK_COLUMNS, ROW_BYTES
 
-BLOCK = 32  # columns that share a power of two
 NUM_STEPS = 15
 _OCTET = 8  # rows that are packed together
 OCTET_BYTES = _OCTET * ROW_BYTES
 OCTET_CODES = _OCTET * CHUNK_COLUMNS // 2  # bytes of codes, ahead of the steps
 STEP_BYTES = 8  # a step is stored times this: the offset of its eight numbers in a kernel's table
 UNIT_STEP = 8  # of 2**0
+RANDOM_STEPS = (12, 15)  # of random weights: from, up to but not including
+_PIECE_VALUES = 1 << 25  # of a random weight made at a time
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1 codes
 
 
@@ -48,7 +49,7 @@ def expand(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     return (numbers | (nibbles & 8) << 4).view(torch.float8_e4m3fn)
 
 
-def pack_mxfp4(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+def pack(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     """codes uint8 [rows, K / 2] and steps uint8 [rows, K / 32], rows in packed order ->
     [RT, KT, 64, 136]. Rows and columns beyond the matrix are zero."""
     rows, inner = codes.shape[0], 2 * codes.shape[1]
@@ -79,10 +80,32 @@ def pack_signs(weight: torch.Tensor) -> torch.Tensor:
     """A weight [rows, K] of -1, 0 and 1, packed; exact."""
     shape = (weight.shape[0], weight.shape[1] // BLOCK)
     steps = torch.full(shape, UNIT_STEP, dtype=torch.uint8, device=weight.device)
-    return pack_mxfp4(sign_codes(weight), steps)
+    return pack(sign_codes(weight), steps)
 
 
-def unpack_mxfp4(packed: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
+def pack_random(order: torch.Tensor, inner: int, generator: torch.Generator) -> torch.Tensor:
+    """Arbitrary codes and steps [len(order), inner], packed; rows where order is -1 are zero."""
+    device = order.device
+    shapes = (len(order), inner // 2), (len(order), inner // BLOCK)
+    codes = torch.randint(0, 256, shapes[0], generator=generator, device=device)
+    steps = torch.randint(4, 14, shapes[1], generator=generator, device=device)
+    is_padding = (order < 0)[:, None]
+    codes, steps = (each.masked_fill(is_padding, 0).to(torch.uint8) for each in (codes, steps))
+    return pack(codes, steps)
+
+
+def fill_random(packed: torch.Tensor, generator: torch.Generator) -> None:
+    """Random codes and steps in a packed weight, in place: numbers of the form's spread."""
+    device = packed.device
+    for part in torch.split(packed.view(-1, OCTET_BYTES), _PIECE_VALUES // OCTET_BYTES):
+        codes, steps = part[:, :OCTET_CODES], part[:, OCTET_CODES:]
+        drawn = torch.randint(0, 256, codes.shape, generator=generator, device=device)
+        codes.copy_(drawn)
+        drawn = torch.randint(*RANDOM_STEPS, steps.shape, generator=generator, device=device)
+        steps.copy_(drawn * STEP_BYTES)
+
+
+def unpack(packed: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
     """[RT, KT, 64, 136] -> the E4M3 weight [rows, inner] in packed row order."""
     tiles, chunks = packed.shape[:2]
     octets = packed.reshape(tiles, chunks, _OCTET, OCTET_BYTES)

@@ -1,0 +1,1 @@
+"""How quantized weights are read from a checkpoint: one module per scheme, and `table.py`."""

@@ -1,0 +1,1 @@
+"""FP8 weights with one scale per tensor or per row."""

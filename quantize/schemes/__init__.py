@@ -1,0 +1,1 @@
+"""How weights are quantized: one module per scheme, and `table.py`."""
