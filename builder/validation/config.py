@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.builder.validation.schema import shown
 from llmctl.builder.validation.strict_json import MOST
 from llmctl.plugins.core.op_spec import FP8, MODEL_DTYPES
@@ -34,6 +35,7 @@ def _among(options: tuple[str, ...]) -> Wanted:
 
 _TEXT: Wanted = ("text", lambda v: type(v) is str)
 _TEXT_OR_NONE: Wanted = ("text or null", lambda v: v is None or type(v) is str)
+_MODES = tuple(SPECULATIVE_MODES.values())
 _OBJECT: Wanted = ("an object", lambda v: type(v) is dict)
 _REQUIRED: Mapping[str, Wanted] = {
     "command": _TEXT,
@@ -50,6 +52,10 @@ _REQUIRED: Mapping[str, Wanted] = {
     "build_config.max_seq_len": _whole(1),
     "build_config.max_num_tokens": _whole(1),
     "build_config.max_draft_len": _whole(0),
+    "build_config.speculative_decoding_mode": (
+        f"one of {_MODES} is wanted",
+        lambda v: type(v) is int and v in _MODES,
+    ),
     "build_config.tokens_per_block": _whole(1),
     "build_config.kv_cache_dtype": _among(KV_DTYPES),
     "tokenizer.hash": _TEXT_OR_NONE,

@@ -36,6 +36,8 @@ from llmctl.errors import CorruptEngine, LlmctlError
         ("build_config", "kv_cache_dtype", "bfloat16", "kv_cache_dtype"),
         ("build_config", "kv_cache_type", "CONTINUOUS", "tokens_per_block"),
         ("build_config", "tp_size", 0, "tp_size is 0"),
+        ("build_config", "speculative_decoding_mode", None, "one of .* is wanted"),
+        ("build_config", "speculative_decoding_mode", 1, "speculative_decoding_mode with drafts"),
     ],
 )
 def test_a_config_that_contradicts_the_plan_is_refused(
