@@ -45,7 +45,7 @@ def _limits(build: Mapping[str, Any], plan: Plan) -> Iterator[_Pair]:
     yield "max_num_tokens", build["max_num_tokens"], plan.max_num_tokens
     yield "max_batch_size * (max_draft_len + 1)", rows, plan.max_num_rows
     yield "max_input_len", build["max_input_len"], build["max_seq_len"]
-    has_drafts = build["speculative_decoding_mode"] != SPECULATIVE_MODES["none"]
+    has_drafts = build["speculative_decoding_mode"] != SPECULATIVE_MODES["none"].number
     yield "speculative_decoding_mode with drafts", has_drafts, build["max_draft_len"] > 0
     yield "max_beam_width", build["max_beam_width"], 1
     yield "gather_context_logits", build["gather_context_logits"], False

@@ -35,7 +35,7 @@ def _among(options: tuple[str, ...]) -> Wanted:
 
 _TEXT: Wanted = ("text", lambda v: type(v) is str)
 _TEXT_OR_NONE: Wanted = ("text or null", lambda v: v is None or type(v) is str)
-_MODES = tuple(SPECULATIVE_MODES.values())
+_MODES = tuple(mode.number for mode in SPECULATIVE_MODES.values())
 _OBJECT: Wanted = ("an object", lambda v: type(v) is dict)
 _REQUIRED: Mapping[str, Wanted] = {
     "command": _TEXT,
