@@ -124,8 +124,8 @@ def test_peak_memory_grows_with_a_layer_and_not_with_the_model(
     command = [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path / "short"), str(tmp_path / "deep")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     short, deep = map(int, done.stdout.split())
-    # Eighteen more layers, 340 MB of bfloat16: fewer than three of them may be resident more. What a
-    # layer leaves behind differs from run to run by up to 17 MB, one layer.
+    # Eighteen more layers, 340 MB of bfloat16: fewer than three of them may be resident more. What
+    # a layer leaves behind differs from run to run by up to 17 MB, one layer.
     assert deep - short < 3 * layer_bytes
 
 
