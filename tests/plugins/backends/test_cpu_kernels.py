@@ -204,9 +204,11 @@ def test_every_fp8_value_is_read_exactly(isa):
     values = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn)
     finite = values.float().nan_to_num(0.0)
     eye = torch.eye(256)
+    weight = finite.to(torch.float8_e4m3fn).repeat(8, 1)
+    scaled_x = {"x": values.repeat(256, 1), "x_scale": torch.ones(1)}
     for inputs, wanted in (
-        ({"x": eye, "weight": finite.to(torch.float8_e4m3fn).repeat(8, 1)}, finite),
-        ({"x": values.repeat(256, 1), "weight": eye[:8].contiguous()}, values.float()[:8]),
+        ({"x": eye, "weight": weight, "weight_scale": torch.ones(8)}, finite),
+        ({**scaled_x, "weight": eye[:8].contiguous()}, values.float()[:8]),
     ):
         out = torch.zeros((256, 8))
         call = OpCall("linear", "l", inputs, {"out": out}, {})
@@ -217,7 +219,8 @@ def test_every_fp8_value_is_read_exactly(isa):
             assert out.isnan().all()
     x = finite.to(torch.float8_e4m3fn).repeat(256, 1)
     out = torch.zeros((256, 256))
-    call = OpCall("linear", "l", {"x": x, "weight": eye}, {"out": out}, {})
+    inputs = {"x": x, "x_scale": torch.ones(1), "weight": eye}
+    call = OpCall("linear", "l", inputs, {"out": out}, {})
     cpu.CpuProgram([call]).run(make_step([(256, 0)])[0], torch.zeros(1, 1, 2, 1, 32, 16))
     assert torch.equal(out[0], finite)
 
@@ -232,7 +235,8 @@ def test_rounding_to_16_bits_equals_torch(isa, dtype):
     x = x[x.isfinite()][:, None].contiguous()
     for factor in (1.0, 1.5, 1.37, 2.0**-6, 2.0**-12, 1 + 2.0**-8, 1 + 2.0**-11):
         scale = torch.tensor([factor])
-        inputs = {"x": x, "weight": torch.ones(1, 1, dtype=kind), "weight_scale": scale}
+        one = torch.ones(1, 1).to(torch.float8_e4m3fn)  # scales belong to FP8 weights alone
+        inputs = {"x": x, "weight": one, "weight_scale": scale}
         out = torch.zeros((len(x), 1), dtype=kind)
         call = OpCall("linear", "l", inputs, {"out": out}, {})
         cpu.CpuProgram([call]).run(make_step([(len(x), 0)])[0], torch.zeros(1, 1, 2, 1, 32, 16))
