@@ -20,6 +20,7 @@ from llmctl.plugins.backends.cpu import binding as binding_module
 from llmctl.plugins.backends.cpu import compile as compile_module
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.examples import make_example
+from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.core.operators import SPECS
 
 
@@ -34,6 +35,45 @@ def test_a_call_that_breaks_its_spec_is_refused_at_load():
     wrong = OpCall("linear", "l", {**call.inputs, "weight": torch.zeros(3, 3)}, call.outputs, {})
     with pytest.raises(CorruptEngine, match="'l'"):
         cpu.CpuProgram([wrong])
+
+
+def changed(op, case=None, attributes=None, **tensors):
+    """An example's call with other attributes or tensors."""
+    call = make_example(op, case or SPECS[op].cases[0]).call
+    inputs = {**call.inputs, **{k: v for k, v in tensors.items() if k not in call.outputs}}
+    outputs = {k: tensors.get(k, v) for k, v in call.outputs.items()}
+    return OpCall(op, "it", inputs, outputs, {**call.attributes, **(attributes or {})})
+
+
+@pytest.mark.parametrize("op", ["rope_kv_write", "paged_attention"])
+def test_a_layer_below_zero_is_refused_at_load(op):
+    with pytest.raises(CorruptEngine, match="layer is -1"):
+        cpu.CpuProgram([changed(op, attributes={"layer": -1})])
+
+
+def test_heads_that_do_not_divide_are_refused_at_load():
+    case = {**SPECS["paged_attention"].cases[0], "num_heads": 3, "num_kv_heads": 2}
+    with pytest.raises(CorruptEngine, match="3 heads over 2"):
+        cpu.CpuProgram([make_example("paged_attention", case).call])
+
+
+def test_a_scale_for_some_tokens_alone_is_refused_at_load():
+    case = next(c for c in SPECS["linear"].cases if c["x_dtype"] == FP8 and c["tokens"] == 5)
+    with pytest.raises(CorruptEngine, match="x_scale has shape .2,., but S is 1 or 5"):
+        cpu.CpuProgram([changed("linear", case, x_scale=torch.ones(2))])
+
+
+def test_eight_bits_without_a_scale_are_refused_at_load():
+    out = torch.zeros(1, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(CorruptEngine, match="out is float8_e4m3fn with 0 of the scales"):
+        cpu.CpuProgram([changed("rms_norm", out=out)])
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "quantize"])
+def test_rows_wider_than_a_threads_scratch_are_refused_at_load(op):
+    case = {**SPECS[op].cases[0], "hidden": 300_000, "tokens": 1}
+    with pytest.raises(Unsupported, match="rows of 300000 elements"):
+        cpu.CpuProgram([make_example(op, case).call])
 
 
 @pytest.mark.parametrize("count", [0, -1])
