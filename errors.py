@@ -68,7 +68,7 @@ class UnsafePath(BadCheckpoint):
 
 
 class PickleCheckpoint(BadCheckpoint):
-    """Only pickle weights (.bin/.pt) are present; llmctl never unpickles."""
+    """Only pickle weights (.bin/.pt) are present, or a .pt of heads holds more than tensors."""
 
 
 class MissingTensor(BadCheckpoint):

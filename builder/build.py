@@ -25,6 +25,7 @@ from llmctl.builder.config import BuildConfig, BuildRequest, choose_dtype, resol
 from llmctl.builder.engine_format import (
     CONFIG_FILE,
     SCHEMA_VERSION,
+    SPECULATIVE_MODES,
     TOKENIZER_FOLDER,
     EngineConfig,
     KvCacheSpec,
@@ -166,7 +167,8 @@ def plan_build(
         require_gpu_model(local, dtype, backend)
     require_readable(checkpoint)
     require_weights(checkpoint.quantization, backend)
-    heads, outputs = record_heads(request, model, dtype, backend)
+    request, checkpoint, facts = SPECULATIVE_MODES[request.mode].prepare(request, model, checkpoint)
+    heads, outputs = record_heads(request, model, dtype, facts, backend)
     recorded = build_network(model, dtype, outputs)
     whole = join([recorded, *heads])
     if is_generated:
@@ -181,7 +183,7 @@ def plan_build(
     has_fp8 = any(s.scheme.activation_dtype == FP8 for s in linear_scales.values())
     is_fp8 = has_fp8 or cache_dtype == FP8
     target = choose_target(backend, package, compute_capability, is_fp8)
-    limits, notices = resolve_build_config(request, model, cache_dtype)
+    limits, notices = resolve_build_config(request, model, cache_dtype, facts)
     plugin_config = resolve_plugins(plugins or {}, dtype, has_fp8, backend, request.kv_cache_type)
     notices += rank_notices(plugin_config, limits.tp_size)
     cache = KvCacheSpec(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from llmctl.builder.models.family import DTYPES, ModelConfig
-from llmctl.builder.speculative_modes import SPECULATIVE_MODES, available_modes
+from llmctl.builder.speculative_modes import NONE, SPECULATIVE_MODES, Facts, available_modes
 from llmctl.errors import BadConfig, Unsupported
 
 _MOST = 2**31 - 1  # positions, slots and rows are counted in 32 bits
@@ -33,11 +33,14 @@ class BuildRequest:
     logits_dtype: str = "float32"
     gather_context_logits: bool = False
     tp_size: int = 1
+    draft_model_dir: str | None = None  # folder of the heads; None: they are in the checkpoint
+    num_medusa_heads: int | None = None
+    medusa_choices: str | None = None
     outputs: tuple[str, ...] = ()  # besides logits; the names are in builder/models/decoder.py
 
     def __post_init__(self) -> None:
         sizes = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "tp_size")
-        for name in sizes:
+        for name in (*sizes, "num_medusa_heads"):
             value = getattr(self, name)
             least = 2 if name == "max_seq_len" else 1  # a prompt and an output
             _require(value is None or least <= value <= _MOST, name, value, f"{least} to {_MOST}")
@@ -70,6 +73,14 @@ class BuildRequest:
                 f"available: {available_modes()}",
                 fix="--speculative-decoding-mode draft_tokens_external",
             )
+
+        for name in ("draft_model_dir", "num_medusa_heads", "medusa_choices"):
+            if getattr(self, name) is not None and self.mode != "medusa":
+                raise BadConfig(
+                    f"--{name.replace('_', '-')} is for --speculative-decoding-mode medusa, and "
+                    f"the mode is {self.mode}",
+                    fix="--speculative-decoding-mode medusa",
+                )
 
     @property
     def mode(self) -> str:
@@ -112,6 +123,7 @@ class BuildConfig:
     gather_generation_logits: bool
     strongly_typed: bool = True
     tp_size: int = 1  # ranks, with an engine file each
+    draft_heads: Mapping[str, Any] = field(default_factory=dict)  # what its mode says of its heads
 
     def to_dict(self) -> dict[str, Any]:
         """As stored."""
@@ -124,7 +136,7 @@ class BuildConfig:
 
 
 def resolve_build_config(
-    request: BuildRequest, model: ModelConfig, kv_cache_dtype: str
+    request: BuildRequest, model: ModelConfig, kv_cache_dtype: str, draft_heads: Facts = NONE
 ) -> tuple[BuildConfig, list[str]]:
     """(the limits in force, a sentence for each value that was adjusted or is unusual).
 
@@ -194,6 +206,7 @@ def resolve_build_config(
         gather_context_logits=False,
         gather_generation_logits=True,  # the executor always has them, asked for or not
         tp_size=request.tp_size,
+        draft_heads=dict(draft_heads),
     )
     return config, notices
 

@@ -26,6 +26,9 @@ from llmctl.builder.container import (
     read_container_header,
     write_container,
 )
+from llmctl.builder.heads.medusa.tree import GRAPH as MEDUSA_GRAPH
+from llmctl.builder.heads.medusa.tree import TOP_K, MedusaTree, parse_choices
+from llmctl.builder.heads.medusa.tree import logits_name as medusa_logits
 from llmctl.builder.plan import (
     BASE,
     TENSORRT_OP,
@@ -58,6 +61,8 @@ __all__ = [
     "EngineConfig",
     "SPECULATIVE_MODES",
     "KvCacheSpec",
+    "MEDUSA_GRAPH",
+    "MedusaTree",
     "Plan",
     "PlanGraph",
     "PlanKernel",
@@ -65,13 +70,16 @@ __all__ = [
     "PlanTensor",
     "SCHEMA_VERSION",
     "TENSORRT_OP",
+    "TOP_K",
     "TOKENIZER_FOLDER",
     "TrtPiece",
     "config_path",
     "engine_bytes",
     "engine_file",
     "kv_bytes_per_token",
+    "medusa_logits",
     "open_engine",
+    "parse_choices",
     "plan_entries",
     "read_engine_config",
     "read_plan",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import platform
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 from llmctl.builder.engine_format import KvCacheSpec
 from llmctl.builder.kv_cache import ALGOS as KV_ALGOS
@@ -19,6 +21,7 @@ from llmctl.quantize.format import (
     read_json,
 )
 
+SAFE_SUFFIX = ".safetensors"
 _PACKAGES = ("llmctl", "torch", "numpy", "safetensors")
 
 
@@ -85,11 +88,8 @@ def describe_source(checkpoint: Checkpoint) -> dict[str, Any]:
     }
     stored = {info.file for info in checkpoint.tensors.values() if info.file.name != CONFIG_FILE}
     for path in sorted(stored):
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            raw = prefix + file.read(int.from_bytes(prefix, "little"))
         files[path.name] = {
-            "header_sha256": sha256(raw).hexdigest(),
+            "header_sha256": sha256(_header(path)).hexdigest(),
             "bytes": path.stat().st_size,
         }
     source = {"checkpoint": str(checkpoint.path.absolute()), "files": files}
@@ -98,6 +98,17 @@ def describe_source(checkpoint: Checkpoint) -> dict[str, Any]:
     if isinstance(made, dict) and isinstance(made.get("model_dir"), str):
         source["quantized_from"] = made["model_dir"]
     return source
+
+
+def _header(path: Path) -> bytes:
+    """What says which tensors a file has: its header, or the pickle in a zip of torch."""
+    if path.suffix != SAFE_SUFFIX:
+        with ZipFile(path) as archive:
+            pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return b"".join(archive.read(name) for name in pickles)
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        return prefix + file.read(int.from_bytes(prefix, "little"))
 
 
 def versions() -> dict[str, str]:

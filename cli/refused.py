@@ -9,7 +9,7 @@ _BEAM = "beam search is not available; every request runs with one beam"
 _PROMPT_TUNING = "prompt tuning and multimodal embeddings are not available; prompts are tokens"
 _LOGITS = "whole logits are not kept; --output-log-probs-npy writes the emitted tokens' log-probs"
 _LORA = "LoRA adapters are not available; merge the adapter into the checkpoint before quantizing"
-_TREE = "tree drafting is not available; use --draft-engine or --ngram-config"
+_TREE = "of drafting with trees, Medusa is available: --medusa-choices"
 _COMPARE = "run does not load Hugging Face models; --engine-dir holds all it needs"
 _KERNEL = "the engine's kernels are chosen at build and every one of them is exact"
 _WINDOW = "an attention window that is too large is no error: it sees everything"
@@ -49,7 +49,6 @@ _REASONS = {
     "lora-task-uids": _LORA,
     "language-task-uids": "language adapters are not available",
     "backend": "the engine's backend was chosen with: llmctl build --backend",
-    "medusa-choices": _TREE,
     "eagle-choices": _TREE,
     "eagle-posterior-threshold": _TREE,
     "eagle-use-dynamic-tree": _TREE,
@@ -73,7 +72,6 @@ _BENCH_REASONS = {
     "extra-llm-api-options": "every option has a name of its own: llmctl bench latency --help-all",
     "max-input-len": "rows are never cut; the first that does not fit the engine is named",
     "modality": "prompts are text or token ids",
-    "medusa-choices": _TREE,
     "iteration-log": "--raw writes every step",
     "request-json": "--raw writes every request",
     "output-json": "--raw writes every request with its token ids",

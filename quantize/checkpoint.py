@@ -80,6 +80,7 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: Mapping[str, TensorInfo]
     quantization: QuantizationInfo | None
+    held: Mapping[str, torch.Tensor] = field(default_factory=dict)  # that no safetensors file has
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -108,6 +109,8 @@ class Checkpoint:
         """
         import torch
 
+        if name in self.held:
+            return self.held[name]
         info = self.info(name)
         dtype = getattr(torch, DTYPES[info.dtype][0])
         if info.num_bytes == 0:

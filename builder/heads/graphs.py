@@ -18,17 +18,17 @@ from llmctl.builder.config import BuildRequest
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
 from llmctl.builder.plan import BASE
-from llmctl.builder.speculative_modes import SPECULATIVE_MODES
+from llmctl.builder.speculative_modes import SPECULATIVE_MODES, Facts
 from llmctl.errors import Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 
 
 def record_heads(
-    request: BuildRequest, model: ModelConfig, dtype: str, backend: str
+    request: BuildRequest, model: ModelConfig, dtype: str, facts: Facts, backend: str
 ) -> tuple[list[Network], tuple[str, ...]]:
     """(the heads of the request's mode, the outputs beside logits of the base graph: those asked
     for and those that heads read). Raises Unsupported where the backend has neither."""
-    heads = list(SPECULATIVE_MODES[request.mode].record_heads(model, dtype))
+    heads = list(SPECULATIVE_MODES[request.mode].record_heads(model, dtype, facts))
     assert len({BASE, *(head.name for head in heads)}) == 1 + len(heads), "names of graphs"
     sources = [found.source for head in heads for found in head.inputs.values()]
     read = [output for graph, output in filter(None, sources) if graph == BASE]

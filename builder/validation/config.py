@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
+from llmctl.builder.validation.draft_heads import find_wrong_heads
 from llmctl.builder.validation.schema import shown
 from llmctl.builder.validation.strict_json import MOST
 from llmctl.plugins.core.op_spec import FP8, MODEL_DTYPES
@@ -86,7 +87,8 @@ def find_wrong_field(raw: Mapping[str, Any]) -> str | None:
         holder = raw[outer_name]
         if last in holder and not wanted[1](holder[last]):
             return _named(name, holder[last], wanted[0])
-    return _wrong_ids(raw["pretrained_config"]) or _wrong_recipe(raw)
+    wrong_heads = find_wrong_heads(raw["build_config"].get("draft_heads", {}))
+    return _wrong_ids(raw["pretrained_config"]) or _wrong_recipe(raw) or wrong_heads
 
 
 def _named(name: str, found: Any, wanted: str) -> str:

@@ -9,6 +9,7 @@ from llmctl.builder.validation.agreement import check_agreement
 from llmctl.builder.validation.binaries import check_binaries
 from llmctl.builder.validation.dataflow import check_dataflow
 from llmctl.builder.validation.decoder import Decoder
+from llmctl.builder.validation.draft_heads import check_draft_heads
 from llmctl.builder.validation.errors import wrong
 from llmctl.builder.validation.graphs import check_graphs
 from llmctl.builder.validation.operators import check_operators
@@ -38,6 +39,7 @@ def check_plan(config: EngineConfig, plan: Plan, *, has_binaries: bool = True) -
     check_dataflow(plan, tensors)
     check_operators(plan, tensors, backend, config.pretrained_config["dtype"])
     check_agreement(config, plan, tensors, backend)
+    check_draft_heads(config, plan, tensors)
     check_binaries(config, plan, backend)
     has_pieces = any(op.op == TENSORRT_OP for op in plan.ops)
     if has_pieces != backend.compiles_plans:

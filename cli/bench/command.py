@@ -60,6 +60,10 @@ SyntheticAcceptanceOption = Annotated[
         help="Accept drafts at random: mean tokens per round, or rates by position, as in vLLM.",
     ),
 ]
+TuneTree = Annotated[
+    int | None,
+    Option("--tune-tree", min=1, hidden=True, help="Medusa: the best tree of N drafts, by counts."),
+]
 EosId = Annotated[
     int,
     Option("--eos-id", min=-1, help="Token that ends an output; -1: full length.", hidden=True),
@@ -102,6 +106,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "baseline": (Baseline, False),
     "sweep_draft_len": (SweepDraftLen, None),
     "synthetic_acceptance": (SyntheticAcceptanceOption, None),
+    "tune_tree": (TuneTree, None),
     "dataset": (Dataset, None),
     "num_requests": (NumRequests, 0),
     "target_input_len": (TargetInputLen, None),
@@ -229,6 +234,7 @@ def _run(
     from llmctl.cli.bench.publish import publish_results
     from llmctl.cli.bench.session import BenchOptions, Files, Session
     from llmctl.cli.bench.sweep import parse_sweep
+    from llmctl.cli.bench.tree import counting
     from llmctl.cli.run.prompts import sampling_config
     from llmctl.runtime.open import EngineOptions
 
@@ -243,6 +249,8 @@ def _run(
     else:
         is_adaptive = given["adaptive_draft_len"]
         method = parse_method(given, given["draft_len"], is_adaptive=is_adaptive)
+    if given["tune_tree"] is not None:
+        method = counting(method)
     seed = given["random_seed"]
     options = BenchOptions(
         command=command,
@@ -280,6 +288,7 @@ def _run(
         has_baseline=given["baseline"],
         sweep=sweep,
         synthetic_acceptance=given["synthetic_acceptance"],
+        tune_tree=given["tune_tree"],
         files=Files(given["raw"], given["report"], given["report_json"], given["trace"]),
         is_json=given["as_json"],
         label=label,

@@ -12,6 +12,7 @@ from llmctl.cli.bench.metrics import compute, e2e_ms
 from llmctl.cli.bench.records import Recording
 from llmctl.cli.bench.session import BenchOptions, Measured, Way
 from llmctl.cli.bench.sweep import measure_point, sweep_json
+from llmctl.cli.bench.tree import tree_json
 
 SCHEMA_VERSION = 1
 
@@ -45,6 +46,8 @@ def report_json(measured: Measured) -> dict[str, Any]:
         }
     if options.sweep:
         report["sweep"] = sweep
+    if options.tune_tree is not None:
+        report["tree"] = tree_json(options.engines.method, options.tune_tree)
     return report
 
 

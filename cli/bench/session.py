@@ -55,6 +55,7 @@ class BenchOptions:
     has_baseline: bool = False
     sweep: tuple[int, ...] = ()
     synthetic_acceptance: str | None = None  # as given; interpreted for a draft length
+    tune_tree: int | None = None  # drafts of the tree to find
     files: Files = Files()
     is_json: bool = False
     label: str | None = None  # what the user calls the model
@@ -73,6 +74,11 @@ class BenchOptions:
         is_synthetic = self.synthetic_acceptance is not None
         if is_synthetic and method.acceptance != "tokens":
             raise BadConfig("--synthetic-acceptance takes the place of acceptance by logits")
+        if is_synthetic and method.drafts_trees:
+            raise BadConfig(
+                "--synthetic-acceptance accepts the first drafts of a chain; "
+                f"{method.name} drafts trees"
+            )
 
 
 @dataclass(slots=True)

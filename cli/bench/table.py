@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from llmctl.cli.bench.tree import tree_line
+
 WIDTH = 110  # columns where there is no terminal
 COLUMNS = ("p50", "p90", "p95", "p99", "minimum", "maximum", "average")
 NARROW = 105  # columns below which rows get their short names
@@ -140,6 +142,8 @@ def notes(report: Mapping[str, Any]) -> Iterator[str]:
         )
     if report.get("sweep") is not None:
         yield advice(report["sweep"])
+    if "tree" in report:
+        yield tree_line(report["tree"])
     if report["load"]["kv_cache_block_reuse"]:
         yield "prompts seen before came from the KV cache (block reuse is on)"
 

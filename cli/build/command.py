@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +27,7 @@ from llmctl.cli.build.options import (
     make_load_format,
     make_logger,
     read_signing_key,
-    with_plugin_options,
+    with_table_options,
 )
 from llmctl.cli.build.result import print_key, print_result, write_engine
 from llmctl.cli.output_files import replacing, require_new_folder, require_writable
@@ -138,7 +138,7 @@ def _build(
         str | None,
         typer.Option(
             "--speculative-decoding-mode",
-            help=f"{available_modes()}; implied by --max-draft-len.",
+            help=f"{available_modes()}. (default: the second, given --max-draft-len)",
         ),
     ] = None,
     tokens_per_block: Annotated[
@@ -233,7 +233,7 @@ def _build(
             help="Least severe messages on stderr.",
         ),
     ] = "info",
-    **plugins: str | None,
+    **others: Any,
 ) -> None:
     """Build an engine directory from a checkpoint.
 
@@ -242,7 +242,7 @@ def _build(
       llmctl build --checkpoint-dir out/draft-fp8 --output-dir out/draft --json
       llmctl build --checkpoint-dir out/target-fp8 --gpu h200 --dry-run
     """
-    given = {name: value for name, value in locals().items() if name in LIMITS}
+    given = {name: value for name, value in (locals() | others).items() if name in LIMITS}
     start = time.monotonic()
     log = make_logger(log_level)
     if (gpu is not None or gpu_memory is not None) and not dry_run:
@@ -271,7 +271,7 @@ def _build(
         backend=chosen,
         compute_capability=compute_capability,
         load_format=weights,
-        plugins={name: value for name, value in plugins.items() if value is not None},
+        plugins={k: v for k, v in others.items() if v is not None and k not in LIMITS},
         command=shlex.join(["llmctl", *sys.argv[1:]]),
         on_kernel=lambda name, done, total: log.info("kernel %d of %d: %s", done + 1, total, name),
         with_binaries=not cache_key and (not dry_run or needs_binaries(chosen)),
@@ -297,4 +297,4 @@ def _build(
     print_result(engine, output_dir, key, time.monotonic() - start, as_json)
 
 
-build = with_plugin_options(_build)
+build = with_table_options(_build)

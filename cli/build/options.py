@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +30,19 @@ LOG_LEVELS = {  # trtllm-build's names -> Python's levels
     "debug": logging.DEBUG,
     "trace": logging.DEBUG,
 }
+MODE_OPTIONS: Mapping[str, tuple[type, str]] = {  # those of one --speculative-decoding-mode
+    "draft_model_dir": (
+        str,
+        "For medusa: folder with medusa_lm_head.safetensors or .pt. (default: heads in the "
+        "checkpoint itself)",
+    ),
+    "num_medusa_heads": (int, "For medusa: heads to take. (default: all)"),
+    "medusa_choices": (
+        str,
+        "For medusa: the tree of drafts, [[0],[0,0],[1]] or mc_sim_7b_63. (default: that one, as "
+        "far as the heads go)",
+    ),
+}
 LIMITS = (  # options that are fields of BuildRequest
     "dtype",
     "max_batch_size",
@@ -46,6 +59,7 @@ LIMITS = (  # options that are fields of BuildRequest
     "logits_dtype",
     "gather_context_logits",
     "tp_size",
+    *MODE_OPTIONS,
 )
 
 
@@ -119,10 +133,21 @@ def make_logger(level: str) -> logging.Logger:
     return logger
 
 
-def with_plugin_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Replace `**plugins` by one option for each row of the plugin table, for the parser."""
+def with_table_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Replace `**others` by one option for each row of MODE_OPTIONS and of the plugin table, for
+    the parser."""
     signature = inspect.signature(function, eval_str=True)
     parameters = list(signature.parameters.values())[:-1]
+    for name, (kind, text) in MODE_OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[kind | None, typer.Option(flag, help=text)],
+            )
+        )
     for option in OPTIONS.values():
         values = "|".join("|".join(DTYPES) if v == "model" else v for v in option.accepted)
         text = f"{option.effect}. (default: {option.default})"

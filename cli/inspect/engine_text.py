@@ -80,6 +80,13 @@ def summary_rows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"{build['max_num_tokens']} tokens per step, {build['max_draft_len']} draft tokens, "
         f"{build['tokens_per_block']} tokens a block",
     )
+    heads = build.get("draft_heads")
+    if heads:
+        yield (
+            "draft heads",
+            f"{heads['num_heads']} (medusa) of {heads['num_layers']} residual blocks, "
+            f"a tree of {len(heads['choices'])} drafts",
+        )
     given = ", ".join(f"{k} {v}" for k, v in weights.items() if k != "load_format")
     yield "load format", f"{weights['load_format']}{': ' if given else ''}{given}"
     yield "source", str(config["source"].get("checkpoint", "unknown"))

@@ -34,6 +34,16 @@ class Drafts:
         assert all(ROOT <= parent < i for i, parent in enumerate(self.parents)), "parents first"
         assert self.probs is None and self.num_forced is None, "these are about chains"
 
+    @property
+    def depth(self) -> int:
+        """Tokens of the longest path: the most drafts that can be accepted."""
+        if self.parents is None:
+            return len(self.tokens)
+        depths = {ROOT: 0}
+        for index, parent in enumerate(self.parents):
+            depths[index] = depths[parent] + 1
+        return max(depths.values())
+
     def path_to(self, index: int) -> Items[int]:
         """Indices of the tokens from the root's child down to `index`; none for ROOT."""
         if self.parents is None:

@@ -47,6 +47,10 @@ class DraftMethod(Protocol):
         """The rule for sampled requests (docs/speculation.md)."""
 
     @property
+    def drafts_trees(self) -> bool:
+        """Whether its drafts may be trees."""
+
+    @property
     def is_device_led(self) -> bool:
         """Whether drafting can run on the device, so that generation uses device rounds."""
 

@@ -9,11 +9,12 @@ from typing import Any
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.draft_engine.options import ROW as DRAFT_ENGINE
+from llmctl.runtime.drafting.medusa.options import ROW as MEDUSA
 from llmctl.runtime.drafting.method import DraftMethod, MethodOption, MethodRow
 from llmctl.runtime.drafting.ngram.options import ROW as NGRAM
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 
-METHODS: tuple[MethodRow, ...] = (DRAFT_ENGINE, NGRAM)
+METHODS: tuple[MethodRow, ...] = (DRAFT_ENGINE, NGRAM, MEDUSA)
 
 
 def method_options(methods: tuple[MethodRow, ...] = METHODS) -> list[MethodOption]:

@@ -87,6 +87,11 @@ class CpuEngine(Engine):
         program.run(step, self._kv_cache)
         return head.outputs(step)
 
+    def top_ids(self, logits: Sequence[torch.Tensor], count: int) -> NDArray[np.int64]:
+        """The ids of the largest logits; see Engine."""
+        found: NDArray[np.int64] = torch.stack(list(logits)).topk(count).indices.numpy()
+        return found
+
     def _zeros(self, num_blocks: int, what: str, fix: str) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, self.plan.kv_cache.dtype)
         try:

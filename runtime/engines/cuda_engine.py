@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import EngineConfig, Plan
 from llmctl.errors import OutOfMemory
@@ -199,6 +200,13 @@ class CudaEngine(Engine):
         program.upload(pad(step, shape), self.queue.handle)
         program.enqueue(shape, self.queue.handle)
         return head.outputs(step)
+
+    def top_ids(self, logits: Sequence[torch.Tensor], count: int) -> NDArray[np.int64]:
+        """The ids of the largest logits; see Engine."""
+        with device_errors("choosing among logits"), self.queue.scope():
+            found = torch.stack(list(logits)).topk(count).indices
+        ids: NDArray[np.int64] = self.queue.to_host(found).numpy()
+        return ids
 
     def prepare_prompts(self, max_num_tokens: int) -> None:
         """Prepare steps with prompts of up to so many tokens; otherwise the first step of each size

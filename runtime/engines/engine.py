@@ -12,7 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import (
     BASE,
@@ -117,6 +119,11 @@ class Engine(ABC):
         and are valid until the same head runs again, or `run`. Raises Unsupported for a head that
         the engine does not have.
         """
+
+    @abstractmethod
+    def top_ids(self, logits: Sequence[torch.Tensor], count: int) -> NDArray[np.int64]:
+        """[len(logits), rows, count] on the host: the ids of the largest of each row, the largest
+        first, of outputs of `run_head` [rows, vocab_size]. Waits for them."""
 
 
 def open_cpu_engine(engine_dir: Path, windows: WindowOptions = NO_WINDOWS) -> Engine:

@@ -19,6 +19,7 @@ class Commit(NamedTuple):
     # For a tree: (from, to) cache positions of accepted drafts that are not at the positions of
     # their tokens, in an order in which they may be copied one after another.
     moves: tuple[tuple[int, int], ...] = ()
+    depth: int | None = None  # most drafts that could have been kept; None: all, a chain's
 
 
 def commit(sequence: Sequence, run: list[int], path: Items[int], num_drafts: int) -> Commit:

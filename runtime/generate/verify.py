@@ -88,6 +88,8 @@ class Verifier:
             path, token = self._accept_by_logits(item.sequence, drafts, drafts.probs, rows)
         run = [*(drafts.tokens[index] for index in path), token]
         done = commit(item.sequence, run, path, len(drafts.tokens))
+        if drafts.parents is not None:
+            done = done._replace(depth=drafts.depth)
         if item.sequence.request.output_config.return_log_probs:
             if drafts.parents is None:
                 rows = rows[: done.num_tokens]

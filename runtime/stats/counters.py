@@ -147,7 +147,7 @@ class RequestStatsPerIteration:
 class SpeculationStats:
     """Totals over all rounds; a round is one generation sequence in one step.
 
-    `accepted_at_position[i]` counts rounds that accepted draft i (from 0), `histogram[a]` rounds
+    `accepted_at_position[i]` counts rounds that accepted more than i drafts, `histogram[a]` rounds
     that accepted exactly a drafts; rounds without drafts count in histogram[0]. Times are those of
     steps with rounds, including the prompts read in them.
     """
@@ -181,7 +181,7 @@ class SpeculationStats:
             self.histogram[0] += len(commits) - len(drafted)
         for commit in drafted:
             accepted = min(commit.accepted, commit.num_tokens)
-            self._make_room(commit.num_drafts)
+            self._make_room(commit.num_drafts if commit.depth is None else commit.depth)
             self.draft_tokens += commit.num_drafts
             self.accepted_tokens += accepted
             self.histogram[accepted] += 1

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from llmctl.builder.heads.medusa.tree import DEFAULT, MedusaTree
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.methods import choose_method
 from llmctl.runtime.drafting.ngram.method import NgramLookup
@@ -16,11 +18,12 @@ from llmctl.runtime.drafting.plain.method import PlainDecoding
 DRAFT = Path("draft")
 
 
-def choose(engine, config, draft_len, ngram) -> DraftMethod:
+def choose(engine, config, draft_len, ngram, medusa=None) -> DraftMethod:
     values = {
         "draft_engine": engine,
         "draft_target_model_config": config,
         "ngram_config": ngram,
+        "medusa_choices": medusa,
     }
     return choose_method(values, draft_len)
 
@@ -35,6 +38,9 @@ def choose(engine, config, draft_len, ngram) -> DraftMethod:
         ((DRAFT, " [4, [0], [0], False] ", 4, None), DraftEngine(DRAFT, 4)),
         ((DRAFT, "[4,[0],[0],True]", None, None), DraftEngine(DRAFT, 4, "logits")),
         ((None, None, None, "[10,2,[0]]"), NgramLookup(10, 2)),
+        ((None, None, None, None, "auto"), Medusa()),
+        ((None, None, 5, None, "mc_sim_7b_63"), Medusa(MedusaTree(DEFAULT), 5)),
+        ((None, None, None, None, "[[1, 0]]"), Medusa(MedusaTree(((1,), (1, 0))))),
     ],
 )
 def test_options_become_one_method(arguments, wanted):
@@ -60,6 +66,13 @@ def test_options_become_one_method(arguments, wanted):
         ((None, None, 3, "[10,2,[0]]"), "--draft-len says 3"),
         ((None, None, None, "[10,0,[0]]"), "max_ngram"),
         ((None, None, None, "[10,2]"), "form"),
+        (
+            (None, None, None, None, "built"),
+            "--medusa-choices is built; it must be a list",
+        ),
+        ((None, None, None, None, "[[0, 10]]"), "the path [0, 10]"),
+        ((DRAFT, None, None, None, "auto"), "--draft-engine and --medusa-choices are both given"),
+        ((None, None, 0, None, "auto"), "at least 1"),
     ],
 )
 def test_malformed_and_contradicting_options_are_named(arguments, words):

@@ -11,15 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.ngram.method import NgramLookup
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
+from support.medusa import fit_heads, save_heads
 
 DRAFT_LEN = 4
+TREE_LEN = 15
 Outputs = list[list[tuple[int, ...]]]  # per request, per returned sequence
 PromptMaker = Callable[[int], list[tuple[int, ...]]]
 
@@ -32,7 +37,8 @@ def llmctl(*arguments: object) -> None:
 
 @dataclass(frozen=True)
 class DemoPair:
-    """Checkpoints and engines by name: target-float32, target-bfloat16, target-fp8, draft-fp8."""
+    """Checkpoints and engines by name: target-float32, target-bfloat16, target-fp8, draft-fp8,
+    target-fp8-medusa (with Medusa heads)."""
 
     folder: Path
     examples: Path
@@ -52,12 +58,14 @@ class DemoPair:
             yield self.folder / name
 
     def _build(self, name: str, path: Path) -> None:
-        role, dtype = name.split("-")
+        role, dtype, *heads = name.split("-")
         checkpoint = self.examples / f"demo-{role}"
         options: list[object] = ["--max-batch-size", 16, "--max-seq-len", 1024]
         if role == "target":
-            options += ["--speculative-decoding-mode", "draft_tokens_external"]
-            options += ["--max-draft-len", DRAFT_LEN]
+            mode = "medusa" if heads else "draft_tokens_external"
+            options += ["--speculative-decoding-mode", mode]
+            options += ["--max-draft-len", TREE_LEN if heads else DRAFT_LEN]
+            options += ["--draft-model-dir", self.medusa_heads()] if heads else []
         if dtype == "fp8":
             checkpoint = self.quantized(role)
         else:
@@ -74,12 +82,29 @@ class DemoPair:
                        "--calib-max-seq-length", 256)  # fmt: skip
         return path
 
+    def medusa_heads(self) -> Path:
+        """Four heads that know a little of the held-out text."""
+        from tokenizers import Tokenizer
+        from transformers import AutoModelForCausalLM
+
+        with self._making("medusa-heads") as path:
+            if not path.exists():
+                checkpoint = self.examples / "demo-target"
+                tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+                text = (self.examples / "heldout.txt").read_text()
+                ids = tokenizer.encode(text, add_special_tokens=False).ids[:4096]
+                model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+                save_heads(path, fit_heads(model.eval(), ids, 4, 4096))
+        return path
+
     @contextmanager
     def executor(self, target: str, draft: str | None = None, **options: Any) -> Iterator[Executor]:
         """A running executor of the named engines."""
         method: DraftMethod = PlainDecoding()
         if draft == "ngram":
             method = NgramLookup(DRAFT_LEN, 3)
+        elif draft == "medusa":
+            method = Medusa()
         elif draft is not None:
             method = DraftEngine(self.engine(draft), DRAFT_LEN)
         engine_options = EngineOptions(self.engine(target), method, **options)

@@ -23,13 +23,13 @@ from llmctl.builder.models.decoder import EMBEDDING, HIDDEN, LM_HEAD
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network, Tensor, recording
 from llmctl.builder.plan import BASE
-from llmctl.builder.speculative_modes import BuildMode
+from llmctl.builder.speculative_modes import BuildMode, Facts
 from support.checkpoint import edit
 
 MODE = "medusa"
 
 
-def record(model: ModelConfig, dtype: str) -> list[Network]:
+def record(model: ModelConfig, dtype: str, facts: Facts) -> list[Network]:
     """ "medusa": a residual block on chosen rows of what the base's output projection reads, and
     that projection again. "recurrent": a state that takes in a token, and the same projection."""
 

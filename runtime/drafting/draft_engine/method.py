@@ -26,6 +26,7 @@ class DraftEngine:
     name = "draft engine"
     build_mode = EXTERNAL_DRAFTS
     is_drafting = True
+    drafts_trees = False
     engine: Path
     draft_len: int | None = None
     acceptance: AcceptRule = "tokens"

@@ -24,6 +24,7 @@ class NgramLookup:
     name = "n-gram"
     build_mode = EXTERNAL_DRAFTS
     is_drafting = True
+    drafts_trees = False
     is_device_led = False
     draft_len: int | None
     max_ngram: int

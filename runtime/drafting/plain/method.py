@@ -24,6 +24,7 @@ class PlainDecoding:
     name = "none"
     build_mode = "none"
     is_drafting = False
+    drafts_trees = False
     draft_len: int | None = 0
     acceptance: AcceptRule = "tokens"
     is_device_led = True

@@ -15,13 +15,16 @@ from llmctl.runtime.drafting.plain.method import PlainDecoding
 ASKED = {  # by a row's `how`: values of options that ask for the method
     "--draft-engine": {"draft_engine": "engine"},
     "--ngram-config": {"ngram_config": "[4,2,[0]]"},
+    "--medusa-choices": {"medusa_choices": "auto"},
 }
 NOTHING = {option.name: None for option in method_options()}
 
 
 def config(mode: str, max_draft_len: int) -> SimpleNamespace:
     number = SPECULATIVE_MODES[mode].number
+    heads = {"num_heads": 2, "num_layers": 1, "choices": [[0], [0, 0], [1], [2]]}
     build = {"max_draft_len": max_draft_len, "speculative_decoding_mode": number}
+    build |= {"draft_heads": heads if mode == "medusa" else {}}
     return SimpleNamespace(
         backend="cpu",
         build_config={"tokens_per_block": 32, **build},

@@ -1,0 +1,109 @@
+"""Static trees: which of each head's likeliest tokens are drafted, and after which.
+
+A path says how a node is reached: [0, 2] is the third likeliest token of head 1 after the likeliest
+one of head 0. Head 0 says what follows the token that the target has just chosen, the root.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from llmctl.errors import BadConfig
+
+Path = tuple[int, ...]
+
+GRAPH = "medusa"  # of the heads, beside an engine's base graph
+OPTION = "--medusa-choices"
+TOP_K = 10  # tokens that a head offers, as in the published trees
+FORM = "a list of paths, such as [[0], [0, 0], [1]]"
+
+
+def logits_name(head: int) -> str:
+    """The output of GRAPH that one head gives."""
+    return f"logits.{head}"
+
+
+def _published(text: str) -> tuple[Path, ...]:
+    return tuple(tuple(map(int, path)) for path in text.split())
+
+
+# Trees of FasterDecoding/Medusa by their names, their nodes in the published order.
+PUBLISHED = {
+    "mc_sim_7b_63": _published(
+        "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 "
+        "003 40 21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 "
+        "101 021 90 060 0001 16 070"
+    )
+}
+DEFAULT = PUBLISHED["mc_sim_7b_63"]
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaTree:
+    """All nodes of a tree, every parent before its children, in the order in which they matter:
+    where there is room for fewer, the first ones are drafted."""
+
+    paths: tuple[Path, ...]
+
+    @staticmethod
+    def of(paths: Iterable[Path]) -> MedusaTree:
+        """The tree with these paths, and with what leads to them: [[0, 0, 1]] has three nodes."""
+        nodes: dict[Path, None] = {}
+        for path in paths:
+            nodes.update({path[:length]: None for length in range(1, len(path) + 1)})
+        return MedusaTree(tuple(nodes))
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafts of a round, without the root."""
+        return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        """Heads that it takes: the most drafts that one round can accept."""
+        return max(map(len, self.paths))
+
+    def of_depth(self, depth: int) -> MedusaTree:
+        """The nodes that so many heads can draft."""
+        return MedusaTree(tuple(path for path in self.paths if len(path) <= depth))
+
+
+def parse_choices(text: str) -> MedusaTree:
+    """The tree of --medusa-choices: a published name, or a list of paths as TensorRT-LLM takes it.
+
+    What leads to a path need not be listed. Raises BadConfig.
+    """
+    if text.strip() in PUBLISHED:
+        return MedusaTree.of(PUBLISHED[text.strip()])
+    try:
+        value = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        value = None
+    if not isinstance(value, list) or not value:
+        names = ", ".join(PUBLISHED)
+        raise BadConfig(f"{OPTION} is {_short(text)}; it must be {FORM}, or one of {names}")
+    return MedusaTree.of(check_paths(value))
+
+
+def check_paths(value: Sequence[object]) -> list[Path]:
+    """The paths of a list that may hold anything. Raises BadConfig."""
+    paths: dict[Path, None] = {}
+    for path in value:
+        if not isinstance(path, list | tuple) or not path:
+            raise BadConfig(f"{OPTION} holds {_short(repr(path))}; it must be {FORM}")
+        for rank in path:
+            if type(rank) is not int or not 0 <= rank < TOP_K:
+                raise BadConfig(
+                    f"{OPTION} holds the path {_short(repr(list(path)))}; every element is the rank"
+                    f" of one of a head's {TOP_K} likeliest tokens, 0 to {TOP_K - 1}"
+                )
+        if tuple(path) in paths:
+            raise BadConfig(f"{OPTION} holds the path {list(path)} twice")
+        paths[tuple(path)] = None
+    return list(paths)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."

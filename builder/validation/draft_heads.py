@@ -1,0 +1,72 @@
+"""What config.json says of draft heads (`draft_heads`), and whether the plan has them so.
+
+Drafts are token ids, which the target embeds: logits wider than its vocabulary would lead out of
+its embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from llmctl.builder.heads.medusa.tree import GRAPH, TOP_K, logits_name
+from llmctl.builder.plan import Plan, PlanTensor
+from llmctl.builder.validation.errors import wrong
+from llmctl.builder.validation.strict_json import MOST
+
+if TYPE_CHECKING:
+    from llmctl.builder.engine_format import EngineConfig
+
+
+def find_wrong_heads(found: Any) -> str | None:
+    """Which of its fields is not what readers rely on, and how; None: none. {}: no heads."""
+    if type(found) is not dict:
+        return "build_config.draft_heads is no object"
+    if not found:
+        return None
+    for name, least in (("num_heads", 1), ("num_layers", 0)):
+        value = found.get(name)
+        if type(value) is not int or not least <= value <= MOST:
+            return f"build_config.draft_heads.{name} is {value!r}; a whole number is wanted"
+    if not _is_tree(found.get("choices"), found["num_heads"]):
+        return (
+            "build_config.draft_heads.choices is no tree: a list of paths of up to "
+            f"{found['num_heads']} ranks below {TOP_K}, each behind what leads to it, is wanted"
+        )
+    return None
+
+
+def _is_tree(choices: Any, num_heads: int) -> bool:
+    if type(choices) is not list or not choices:
+        return False
+    known: set[tuple[int, ...]] = {()}
+    for path in choices:
+        if type(path) is not list or not 1 <= len(path) <= num_heads:
+            return False
+        if not all(type(rank) is int and 0 <= rank < TOP_K for rank in path):
+            return False
+        if tuple(path[:-1]) not in known or tuple(path) in known:
+            return False
+        known.add(tuple(path))
+    return True
+
+
+def check_draft_heads(config: EngineConfig, plan: Plan, tensors: Mapping[str, PlanTensor]) -> None:
+    """Raise CorruptEngine where config.json says that there are heads and the plan has others."""
+    facts = config.build_config.get("draft_heads")
+    if not facts:
+        return
+    if set(plan.heads) != {GRAPH}:
+        raise wrong(f"config.json has draft heads; the plan has the graphs {sorted(plan.heads)}")
+    graph = plan.heads[GRAPH]
+    if dict(graph.inputs) != {"hidden": plan.outputs.get("hidden")}:
+        raise wrong(f"head {GRAPH!r} reads {dict(graph.inputs)}; the output 'hidden' is wanted")
+    names = {logits_name(head) for head in range(facts["num_heads"])}
+    if set(graph.outputs) != names:
+        found = ", ".join(sorted(graph.outputs)[:8])
+        raise wrong(f"head {GRAPH!r} gives {found}; config.json says {facts['num_heads']} heads")
+    wanted = ("rows", config.pretrained_config["vocab_size"], "float32")
+    for name, tensor in graph.outputs.items():
+        form = (*tensors[tensor].shape, tensors[tensor].dtype)
+        if form != wanted:
+            raise wrong(f"output {name!r} of head {GRAPH!r} is {form}; {wanted} is wanted")

@@ -1,0 +1,1 @@
+"""Drafts from heads in the target's engine: a static tree of each head's likeliest tokens."""

@@ -1,0 +1,33 @@
+"""The nodes of a static tree that a request has room for, in the order in which drafts go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmctl.builder.engine_format import MedusaTree
+from llmctl.runtime.drafting.drafts import ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Some of a tree's nodes, by length and then by path, as three lists of one length."""
+
+    parents: list[int]  # as `Drafts.parents`
+    heads: list[int]  # the head that drafts it: its depth - 1
+    ranks: list[int]  # which of that head's tokens, 0: the likeliest
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node follows the one before."""
+        return self.parents == list(range(ROOT, len(self.parents) - 1))
+
+
+def first_nodes(tree: MedusaTree, count: int) -> Nodes:
+    """The first `count` nodes of a tree, or all where there are fewer."""
+    ordered = sorted(tree.paths[:count], key=lambda path: (len(path), path))
+    indexes = {path: index for index, path in enumerate(ordered)}
+    return Nodes(
+        parents=[indexes[path[:-1]] if len(path) > 1 else ROOT for path in ordered],
+        heads=[len(path) - 1 for path in ordered],
+        ranks=[path[-1] for path in ordered],
+    )

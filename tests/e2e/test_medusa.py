@@ -1,0 +1,162 @@
+"""Drafts from Medusa heads through the whole program: never another token than without."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+from support.cuda import launch_sampling, open_on_fake_device
+from support.e2e import TREE_LEN, DemoPair, Outputs, PromptMaker, run_all
+
+from llmctl.builder.heads.medusa.tree import parse_choices
+from llmctl.plugins.backends.cuda.queue import DeviceQueue
+from llmctl.plugins.ops.sampling.cuda import CudaSampling
+from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.drafting.medusa.method import Medusa
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions
+from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
+
+ENGINE = "target-fp8-medusa"
+KINDS = (
+    SamplingConfig(),
+    SamplingConfig(temperature=0.8, top_k=0, seed=5),
+    SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.1),
+    SamplingConfig(temperature=1.1, top_k=40, top_p=0.9, min_p=0.02, seed=4),
+)
+
+
+@pytest.fixture(scope="module")
+def requests(prompts: PromptMaker) -> list[Request]:
+    """Greedy and seeded, with and without drafts, of all lengths; 24 for 16 places."""
+    return [
+        Request(
+            prompt,
+            4 + 3 * (index % 13),
+            KINDS[index % len(KINDS)],
+            OutputConfig(return_log_probs=index % 5 == 0),
+            end_id=1,
+            max_draft_len=(None, None, 0, 3)[index // 3 % 4],
+        )
+        for index, prompt in enumerate(prompts(24))
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(demo: DemoPair, requests: list[Request]) -> Outputs:
+    """Of the engine without heads, each request alone."""
+    with demo.executor("target-fp8", enable_block_reuse=False) as executor:
+        return [run_all(executor, [request])[0] for request in requests]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_heads_change_no_token(
+    demo: DemoPair, requests: list[Request], plain: Outputs, reuse: bool
+) -> None:
+    """All together; prompts enter in chunks beside the trees of others, or from the cache."""
+    options = {"enable_block_reuse": reuse, "max_num_tokens": 96}
+    with demo.executor(ENGINE, "medusa", **options) as executor:
+        assert run_all(executor, requests) == plain
+        assert run_all(executor, requests[:4]) == plain[:4], "again, from a warm cache"
+        stats = executor.get_speculation_stats()
+    assert stats.accepted_tokens > 15
+    assert len(stats.accepted_at_position) == 3, "as deep as the first nodes of the tree go"
+
+
+def test_the_engine_decodes_plainly_where_no_drafts_are_asked_for(
+    demo: DemoPair, requests: list[Request], plain: Outputs
+) -> None:
+    with demo.executor(ENGINE) as executor:
+        assert run_all(executor, requests[:8]) == plain[:8]
+        assert executor.get_speculation_stats().draft_tokens == 0
+
+
+def test_narrow_windows_change_no_token(demo: DemoPair, requests: list[Request]) -> None:
+    options = {"windows": WindowOptions((40,), 4), "enable_block_reuse": False}
+    with demo.executor("target-fp8", **options) as executor:
+        wanted = run_all(executor, requests[:12])
+    with demo.executor(ENGINE, "medusa", **options) as executor:
+        assert run_all(executor, requests[:12]) == wanted
+
+
+def test_cancelled_requests_leave_the_others_alone(
+    demo: DemoPair, requests: list[Request], plain: Outputs
+) -> None:
+    draw = random.Random(1)
+    with demo.executor(ENGINE, "medusa") as executor:
+        for _ in range(3):
+            ids = executor.enqueue_requests(requests)
+            gone = set(draw.sample(ids, 8))
+            results, open_ids = {}, set(ids)
+            while open_ids:
+                for response in executor.await_responses():
+                    assert response.result is not None
+                    if response.result.is_final:
+                        results[response.request_id] = response.result.output_token_ids
+                        open_ids.discard(response.request_id)
+                for request_id in list(gone)[: draw.randrange(3)]:
+                    gone.discard(request_id)
+                    executor.cancel_request(request_id)
+            for request_id, wanted in zip(ids, plain, strict=True):
+                if results[request_id]:  # a cancelled one's is empty
+                    assert results[request_id] == wanted[0]
+
+
+def test_the_cuda_host_drafts_from_heads_too(
+    demo: DemoPair, requests: list[Request], plain: Outputs
+) -> None:
+    """Over the fake device, which has the CPU's arithmetic."""
+    queue = DeviceQueue("cpu")
+    target, capture = open_on_fake_device(demo.engine(ENGINE), queue)
+    drafter = Medusa().make_drafter({"target": target}, TREE_LEN)
+    sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
+    config = ExecutorConfig(KvCacheConfig(num_blocks=300))
+    with Executor(target, drafter, config, sampling) as executor:
+        assert run_all(executor, requests) == plain
+        assert executor.get_speculation_stats().accepted_tokens > 15
+    assert sum(graph.num_replays for graph in capture.graphs) > 1
+
+
+def test_from_the_command_line(demo: DemoPair) -> None:
+    """`run` with the engine's tree and with another, and what it refuses before weights."""
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "llmctl.cli.entry", "run", "--max_output_len", "24"]
+        command += ["--input_text", "def read_lines(path):", *options]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    folder = str(demo.engine(ENGINE))
+    texts = set()
+    for choices in ("auto", "[[0, 0, 0], [1]]"):
+        done = run("--engine_dir", folder, "--medusa_choices", choices, "--verify-exact")
+        assert done.returncode == 0, done.stderr
+        assert "tokens per round" in done.stderr and "exact: 24 tokens" in done.stderr
+        texts.add(done.stdout)
+    assert len(texts) == 1
+    for options, found in (
+        (("--medusa_choices", "mc_sim_7b_63"), "63 drafts a round are asked for"),
+        (("--medusa_choices", "[[0, 0, 0, 0, 0]]"), "a path of 5 tokens; the engine has 4 heads"),
+        (("--medusa_choices", "auto", "--ngram-config", "[4,2,[0]]"), "one method drafts at a"),
+        (("--ngram-config", "[4,2,[0]]"), "cannot verify drafts"),
+    ):
+        done = run("--engine_dir", folder, *options)
+        assert done.returncode in (1, 2) and found in done.stderr, done.stderr
+    done = run("--engine_dir", str(demo.engine("target-fp8")), "--medusa_choices", "auto")
+    assert done.returncode == 1 and "no Medusa heads" in done.stderr
+    done = run("--engine_dir", folder, "--medusa_choices", "mc_sim_7b_63", "--draft-len", "9")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tree_is_tuned_by_a_load(demo: DemoPair) -> None:
+    """`bench` counts how often heads are right; what it prints is a value of --medusa-choices."""
+    command = [sys.executable, "-m", "llmctl.cli.entry", "bench", "latency", "--json"]
+    command += ["--engine-dir", str(demo.engine(ENGINE)), "--medusa-choices", "[[0],[1]]"]
+    command += ["--tune-tree", "5", "--num-requests", "2", "--target-output-len", "32"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tree = json.loads(done.stdout)["tree"]
+    assert 1 <= len(tree["medusa_choices"]) <= 5 and tree["num_rounds"] > 20
+    assert len(tree["accuracy_by_head_and_rank"]) == 4, "all heads are asked"
+    parse_choices(str(tree["medusa_choices"]))
