@@ -10,6 +10,7 @@ import torch
 
 from llmctl.builder.config import BuildRequest
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.device_kernels import DeviceKernels
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
@@ -27,12 +28,12 @@ CONTEXT = 4096  # tokens of the cache
 STEPS, REPLAYS = 10, 12  # steps of a graph, and how often it is timed
 
 
-class Program(CudaProgram):
-    """Compiles what it launches."""
+class CompiledWhenLaunched(DeviceKernels):
+    """Compiles what is launched, instead of taking it from an engine."""
 
     def _find(self, spec: KernelSpec) -> Any:
         if spec.name not in self._loaded:
-            self._loaded[spec.name] = self._driver.load(compile_kernel(spec))
+            self._loaded[spec.name] = self.driver.load(compile_kernel(spec))
         return self._loaded[spec.name]
 
 
@@ -99,7 +100,8 @@ class Model:
         self.calls = make_calls(plan, tensors)
         self.plan = plan
         self.logits = tensors[plan.logits]
-        self.program = Program(self.calls, [], limits)
+        kernels = CompiledWhenLaunched([], torch.device("cuda"), None, use_pdl=True)
+        self.program = CudaProgram(self.calls, kernels, limits)
         self.chains = find_chains(self.calls, limits, {tokens: EVERYWHERE})
         if self.chains:
             self.set_pace(measured_tactic(self.chains[0].layers[0], tokens).pace)
