@@ -221,7 +221,7 @@ def meta_calls(plan: Plan, graph: str = BASE) -> list[tuple[OpCall, Extent]]:
     """The calls of a graph in order, on meta tensors: what a call makes is what others take."""
     import torch
 
-    rows = {"tokens": plan.max_num_tokens, "rows": plan.max_num_rows}
+    rows = plan.sizes
     symbols = {t.name: t.shape[0] for t in plan.tensors}
     made = {
         t.name: _meta(
@@ -232,7 +232,7 @@ def meta_calls(plan: Plan, graph: str = BASE) -> list[tuple[OpCall, Extent]]:
     }
     calls: list[tuple[OpCall, Extent]] = []
     for op in plan.graphs[graph].ops:
-        is_rows = any(symbols[name] == "rows" for name in op.outputs.values())
+        is_rows = any(symbols[name] != "tokens" for name in op.outputs.values())
         inputs = {role: made[name] for role, name in op.inputs.items() if name in made}
         outputs = {role: made[name] for role, name in op.outputs.items()}
         call = OpCall(op.op, op.name, inputs, outputs, op.attributes, op.tactic)

@@ -102,9 +102,10 @@ def gpt_attention(
     )
 
 
-def gather_rows(x: Tensor, *, name: str) -> Tensor:
-    """x [tokens, H] -> [rows, H]: the tokens whose logits are wanted."""
-    return _record("gather_rows", name, {"x": x}, ("rows", *x.shape[1:]))
+def gather_rows(x: Tensor, *, name: str, most: Dim = "rows") -> Tensor:
+    """x [tokens, H] -> [rows, H]: the tokens whose logits are wanted. most: "requests" in a head
+    that computes one row for each sequence."""
+    return _record("gather_rows", name, {"x": x}, (most, *x.shape[1:]))
 
 
 def _record(

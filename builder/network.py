@@ -1,8 +1,9 @@
 """The graph that a model is recorded into and that passes rewrite: tensors, nodes, weight sources.
 
-Tensors are identified by name. Dimensions are integers or one of two symbols: "tokens" (rows of the
-packed step) and "rows" (rows that get logits). A weight tensor has a source, which says how its
-bytes come from the checkpoint; nothing is read while a network is built or rewritten.
+Tensors are identified by name. Dimensions are integers or one of three symbols: "tokens" (rows of
+the packed step), "rows" (rows that get logits) and "requests" (rows of heads that compute one for
+each sequence). A weight tensor has a source, which says how its bytes come from the checkpoint;
+nothing is read while a network is built or rewritten.
 """
 
 from __future__ import annotations

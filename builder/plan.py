@@ -12,7 +12,8 @@ from llmctl.builder.container import DTYPES
 from llmctl.builder.validation import strict_json
 from llmctl.plugins.core.fused_calls import FusedCalls
 
-# "tokens": rows of the packed step; "rows": rows that get logits
+# "tokens": rows of the packed step; "rows": rows that get logits; "requests": of a head that
+# computes one row for each sequence
 Dim = int | str
 BASE = "base"  # the graph that every engine has: tokens in, logits out
 TENSORRT_OP = "tensorrt"  # an operator of a plan that runs one of its `trt_pieces`
@@ -142,6 +143,15 @@ class Plan:
     trt_pieces: tuple[TrtPiece, ...] = ()  # tensorrt: what its operators "tensorrt" run
     fused: tuple[FusedCalls, ...] = ()  # cuda: of `ops`, what one launch may do instead; first wins
     heads: Mapping[str, PlanGraph] = field(default_factory=dict)  # by name
+    max_num_requests: int = 0  # sequences of a step; 0: of an older engine, which has none such
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What the symbolic dimensions stand for, at most."""
+        sizes = {"tokens": self.max_num_tokens, "rows": self.max_num_rows}
+        if self.max_num_requests:
+            sizes["requests"] = self.max_num_requests
+        return sizes
 
     @property
     def logits(self) -> str:

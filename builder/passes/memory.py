@@ -33,9 +33,10 @@ def plan_memory(
     max_num_rows: int,
     alignment: int,
     heads: Sequence[Network] = (),
+    max_num_requests: int = 0,
 ) -> tuple[dict[str, int], int]:
     """(offset of every activation, a multiple of `alignment`; bytes of the arena)."""
-    rows = {"tokens": max_num_tokens, "rows": max_num_rows}
+    rows = {"tokens": max_num_tokens, "rows": max_num_rows, "requests": max_num_requests}
     placed: list[tuple[int, _Buffer]] = []
     offsets: dict[str, int] = {}
     for buffer in sorted(

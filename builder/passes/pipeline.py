@@ -61,7 +61,8 @@ def run_passes(
     network, *chosen = [choose_tactics(graph, backend) for graph in (network, *rewritten)]
     linked = link_heads(network, chosen)
     sizes = (limits.max_num_tokens, limits.max_num_rows, able.arena_alignment)
-    return [network, *linked], lower(network, cache, *sizes, linked), pieces
+    plan = lower(network, cache, *sizes, linked, limits.max_batch_size)
+    return [network, *linked], plan, pieces
 
 
 def _fuse(

@@ -44,6 +44,8 @@ def _limits(build: Mapping[str, Any], plan: Plan) -> Iterator[_Pair]:
     rows = build["max_batch_size"] * (build["max_draft_len"] + 1)
     yield "max_num_tokens", build["max_num_tokens"], plan.max_num_tokens
     yield "max_batch_size * (max_draft_len + 1)", rows, plan.max_num_rows
+    if plan.max_num_requests:
+        yield "max_batch_size", build["max_batch_size"], plan.max_num_requests
     yield "max_input_len", build["max_input_len"], build["max_seq_len"]
     has_drafts = build["speculative_decoding_mode"] != SPECULATIVE_MODES["none"].number
     yield "speculative_decoding_mode with drafts", has_drafts, build["max_draft_len"] > 0

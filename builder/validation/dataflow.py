@@ -105,7 +105,7 @@ def _overlap(op: PlanOp, role: str, span: _Span, other: str, its: _Span) -> Corr
 
 def _spans(plan: Plan) -> dict[str, _Span]:
     """Bytes of the arena that each activation takes."""
-    rows = {"tokens": plan.max_num_tokens, "rows": plan.max_num_rows}
+    rows = plan.sizes
     found = {}
     for tensor in plan.tensors:
         if tensor.kind == "activation":

@@ -65,7 +65,7 @@ def check_draft_heads(config: EngineConfig, plan: Plan, tensors: Mapping[str, Pl
     if set(graph.outputs) != names:
         found = ", ".join(sorted(graph.outputs)[:8])
         raise wrong(f"head {GRAPH!r} gives {found}; config.json says {facts['num_heads']} heads")
-    wanted = ("rows", config.pretrained_config["vocab_size"], "float32")
+    wanted = ("requests", config.pretrained_config["vocab_size"], "float32")
     for name, tensor in graph.outputs.items():
         form = (*tensors[tensor].shape, tensors[tensor].dtype)
         if form != wanted:

@@ -20,11 +20,12 @@ _Form = tuple[str, str, tuple[Dim, ...]]
 def check_tensors(plan: Plan, backend: Backend) -> dict[str, PlanTensor]:
     """Every tensor by its name. Raises CorruptEngine.
 
-    A weight has a shape of numbers; an activation begins with "tokens" or "rows", lies on a
+    A weight has a shape of numbers; an activation begins with a symbol of `Plan.sizes`, lies on a
     multiple of the backend's alignment, and the arena ends where the last of them does.
     """
-    rows = {"tokens": plan.max_num_tokens, "rows": plan.max_num_rows}
-    if not 1 <= plan.max_num_rows <= plan.max_num_tokens <= MOST:
+    rows = plan.sizes
+    has_requests = 0 <= plan.max_num_requests <= plan.max_num_rows
+    if not (has_requests and 1 <= plan.max_num_rows <= plan.max_num_tokens <= MOST):
         raise wrong(f"the plan has steps of {rows}; 1 to {MOST} tokens and no more rows are wanted")
     if not 0 <= plan.scratch_bytes <= MOST_BYTES:
         raise wrong(f"scratch_bytes is {plan.scratch_bytes}; at most {MOST_BYTES} are wanted")
@@ -70,7 +71,7 @@ def _num_bytes(tensor: PlanTensor, rows: Mapping[str, int]) -> int:
     first, rest = (None, shape) if is_weight else (shape[:1], shape[1:])
     is_sound = all(type(dim) is int and 1 <= dim <= MOST for dim in rest) and len(shape) > 0
     if not is_sound or (first is not None and first[0] not in rows):
-        wanted = "sizes" if is_weight else "tokens or rows first, then sizes"
+        wanted = "sizes" if is_weight else f"{' or '.join(rows)} first, then sizes"
         raise wrong(f"{tensor.kind} {tensor.name!r} has shape {list(shape)}; {wanted} are wanted")
     numbers = [rows[dim] if isinstance(dim, str) else dim for dim in shape]
     elements = math.prod(numbers)

@@ -192,7 +192,7 @@ def kv_cache_shape(plan: Plan, num_blocks: int) -> tuple[int, ...]:
 
 
 def _activation(plan: Plan, tensor: PlanTensor, arena: torch.Tensor) -> torch.Tensor:
-    rows = {"tokens": plan.max_num_tokens, "rows": plan.max_num_rows}
+    rows = plan.sizes
     shape = [rows[dim] if isinstance(dim, str) else dim for dim in tensor.shape]
     dtype: torch.dtype = getattr(torch, tensor.dtype)
     assert tensor.offset is not None, f"{tensor.name} has no place in the arena"

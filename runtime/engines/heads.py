@@ -26,7 +26,7 @@ class BoundHead:
         self.row_inputs = [tensors[t] for t in graph.inputs.values() if extents[t] == "rows"]
         self._given = {name: tensors[t] for name, t in plan.given_inputs(name).items()}
         self._outputs = {
-            name: (tensors[t], extents[t] == "rows") for name, t in graph.outputs.items()
+            name: (tensors[t], extents[t] != "tokens") for name, t in graph.outputs.items()
         }
 
     def write(self, inputs: Mapping[str, torch.Tensor]) -> None:

@@ -3,7 +3,7 @@
 Each head reads the base graph's last hidden rows, those that the output projection reads:
 
     x = x + SiLU(linear(x) + bias)     for each residual block
-    logits = linear(x)                 [rows, vocab_size] float32
+    logits = linear(x)                 [requests, vocab_size] float32
 
 The rows come first: a step leaves one for each draft, and heads read one of each request.
 """
@@ -33,7 +33,7 @@ def record_medusa(
     hidden rows are read, one a request; its outputs are `logits_name` of each head."""
     with recording(Network(dtype, name=GRAPH)) as network:
         hidden = graph_input(HIDDEN, "rows", hidden_size, source=(BASE, HIDDEN))
-        rows = gather_rows(hidden, name=f"{GRAPH}.gather_rows")
+        rows = gather_rows(hidden, name=f"{GRAPH}.gather_rows", most="requests")
         for head in range(num_heads):
             x = rows
             for layer in range(num_layers):

@@ -101,6 +101,15 @@ def test_a_row_of_heads_is_the_same_alone_and_among_others(tmp_path, target):
     assert torch.equal(alone, logits(1, 4, 7)[1]) and torch.equal(alone, logits(8, 6, 5, 4)[3])
 
 
+def test_heads_have_room_for_one_row_of_each_sequence(tmp_path, target):
+    """Not for one of each draft: with 4 heads of a large vocabulary that would be gigabytes."""
+    plan = read_plan(build(target, tmp_path / "engine", heads_in(tmp_path)))
+    shapes = {tensor.name: tensor.shape for tensor in plan.tensors}
+    for name in plan.heads["medusa"].outputs.values():
+        assert shapes[name] == ("requests", VOCAB)
+    assert plan.sizes["requests"] == 4 and plan.sizes["rows"] == 4 * 62
+
+
 def test_heads_change_no_number_of_the_target(tmp_path, target):
     plain = tmp_path / "plain"
     run_build(plan_build(target, BuildRequest(max_batch_size=16), backend="cpu"), plain)

@@ -47,9 +47,13 @@ def test_facts_that_no_build_writes_are_refused(folder, tmp_path, field, value):
         read_engine_config(engine.write(tmp_path / "edited"))
 
 
+def widen(engine: HostileEngine, num_requests: int) -> None:
+    engine.plan["max_num_requests"] = num_requests
+
+
 def narrow_logits(engine: HostileEngine) -> None:
     name = engine.plan["heads"]["medusa"]["outputs"]["logits.1"]
-    engine.tensor(name)["shape"] = ["rows", 130]
+    engine.tensor(name)["shape"] = ["requests", 130]
 
 
 EDITS = {
@@ -62,6 +66,9 @@ EDITS = {
         inputs={"other": e.plan["outputs"]["hidden"]}
     ),
     "131|130": narrow_logits,
+    "max_batch_size is 2, and the plan has 1": lambda e: widen(e, 1),
+    "tokens or rows first": lambda e: widen(e, 0),
+    "no more rows are wanted": lambda e: widen(e, 10**6),
 }
 
 
