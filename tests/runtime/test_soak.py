@@ -11,12 +11,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.load import differences, random_requests, run_alone, run_under_load
-from support.tiny_pair import DRAFT_LEN, MAX_SEQ_LEN, VOCAB, build_pair
+from support.tiny_pair import (
+    DRAFT_LEN,
+    MAX_SEQ_LEN,
+    TREE_LEN,
+    VOCAB,
+    build_pair,
+    build_with_heads,
+)
 
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
 from llmctl.runtime.request import Request
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
@@ -31,6 +39,11 @@ FAKE_VOCAB = 23
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     return build_pair(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory):
+    return build_with_heads(tmp_path_factory.mktemp("headed"))
 
 
 @pytest.fixture
@@ -123,13 +136,15 @@ def test_fakes_under_random_traffic_answer_as_they_do_alone(fake, num_requests, 
         soak(executor, waves, answers, generator)
 
 
-@pytest.mark.parametrize("method", ["draft", "ngram"])
+@pytest.mark.parametrize("method", ["draft", "ngram", "medusa"])
 def test_an_engine_under_random_traffic_answers_as_it_does_alone_in_flat_memory(
-    pair, num_requests, method
+    pair, headed, num_requests, method
 ):
     target, draft = pair
     generator = np.random.default_rng(len(method))
     drafter = DraftEngineDrafter(draft, DRAFT_LEN) if method == "draft" else NgramDrafter(DRAFT_LEN)
+    if method == "medusa":
+        target, drafter = headed, Medusa().make_drafter({"target": headed}, TREE_LEN)
     config = ExecutorConfig(
         KvCacheConfig(3 * MAX_SEQ_LEN // 16),
         scheduler=POLICIES[0],
