@@ -45,7 +45,7 @@ def fit_heads(
     tensors = make_heads(num_heads, 1, hidden.shape[-1], vocab_size)
     for head, block in enumerate(torch_heads(tensors)):
         with torch.no_grad():
-            x = block[0](hidden[:, : -2 - head]).flatten(0, 1)
+            x = block.get_submodule("0")(hidden[:, : -2 - head]).flatten(0, 1)
         targets = rows[:, 2 + head :].flatten()
         sums = torch.zeros(vocab_size, x.shape[1]).index_add_(0, targets, x)
         matrix = torch.linalg.solve(x.T @ x + 10 * torch.eye(x.shape[1]), sums.T)
