@@ -79,16 +79,16 @@ struct Step {
   int64_t num_paths;
 };
 
-// Where the keys lie that one token of a tree sees: behind the root's position, its own path's.
+// Where the keys are that one token of a tree sees: after the root's position, those of its own path.
 struct Path {
-  const int32_t* tokens = nullptr;  // null: keys lie in the order of their positions
+  const int32_t* tokens = nullptr;  // null: keys are stored in the order of their positions
   int64_t root = 0;                 // its position
   int64_t place(int64_t position) const {
     return tokens != nullptr && position >= root ? root + tokens[position - root] : position;
   }
 };
 
-// The root's position and the paths of a request's tree; no paths where it has none.
+// The root's position and the paths of a request's tree; no paths if it has none.
 inline Path tree_of(const Step& step, int64_t request) {
   if (step.tree_start == nullptr || step.tree_start[request] < 0) return Path{};
   const int64_t count = step.cu_q[request + 1] - step.cu_q[request];

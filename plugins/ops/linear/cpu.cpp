@@ -1,12 +1,12 @@
 // Matrix product: x [M, K] times weight [O, K], transposed.
 //
 // Every output element is one chain of 16-lane multiply-adds over k, 16 values a step, in order,
-// and one reduction tree at the end. Tile shapes, cache blocks and threads only decide when a link
+// and one reduction tree at the end. Tile shapes, cache blocks and threads only decide when a part
 // of the chain is computed (an unfinished chain is parked in memory with all 16 lanes), so an
 // element has the same bits whatever M is.
 //
-// Few tokens: weights stream from memory once and are widened in registers. Many tokens: a block
-// of weights is widened once into scratch and meets all tokens of a group. Activations are widened
+// Few tokens: weights are read from memory once and widened in registers. Many tokens: a block
+// of weights is widened once into scratch and multiplied by all tokens of a group. Activations are widened
 // to float32 rows, padded with zeros to whole vectors, before either.
 #include "tiles.h"
 
@@ -15,7 +15,7 @@ namespace LLMCTL_ISA {
 namespace {
 
 constexpr int64_t kBlockInner = 1024;  // k values of a widened block: 128 KiB of weights
-constexpr int64_t kGroupTokens = 126;  // tokens that meet a widened block
+constexpr int64_t kGroupTokens = 126;  // tokens that are multiplied by a widened block
 constexpr int64_t kFewTokens = 4 * kTileTokens;  // up to here weights are widened in registers
 constexpr int64_t kSerialProducts = 1 << 17;  // M * K * O below this runs on one thread
 
@@ -127,7 +127,7 @@ struct Epilogue {
   }
 };
 
-// float32 rows of tokens [token, token + tokens): the tensor itself where it is usable as it is.
+// float32 rows of tokens [token, token + tokens): the tensor itself if it can be used directly.
 Rows widen_tokens(const TensorRef& x, int64_t token, int64_t tokens, bool serial,
                   Context& context) {
   const int64_t inner = x.shape[1], stride = stride_of(inner);

@@ -32,7 +32,7 @@ void widen_row(const typename T::Element* from, int64_t count, float* to) {
   if (k < count) store(to + k, load_some<T>(from + k, count - k));
 }
 
-// One link of ROWS * TOKENS chains.
+// One step of ROWS * TOKENS chains.
 template <class W, int ROWS, int TOKENS>
 inline void multiply_step(const typename W::Element* weight, int64_t inner, Rows x,
                           V (&total)[ROWS][TOKENS]) {
@@ -56,14 +56,14 @@ inline void write_sums(const V (&total)[ROWS][TOKENS], float* sums) {
   }
 }
 
-// ROWS weight rows against TOKENS activation rows, weights widened on the way.
+// ROWS weight rows against TOKENS activation rows, weights widened as they are loaded.
 template <class W, int ROWS, int TOKENS>
 void stream_tile(const typename W::Element* weight, int64_t inner, Rows x, float* sums) {
   V total[ROWS][TOKENS];
   for (int r = 0; r < ROWS; ++r) {
     for (int t = 0; t < TOKENS; ++t) total[r][t] = set(0.0f);
   }
-  // One cache line of each weight row at a time; the rows of the next tile are on their way.
+  // One cache line of each weight row at a time; the rows of the next tile are prefetched.
   constexpr int kLineSteps = 64 / (kLanes * sizeof(typename W::Element));
   int64_t k = 0;
   for (; k + kLineSteps * kLanes <= inner; k += kLineSteps * kLanes) {

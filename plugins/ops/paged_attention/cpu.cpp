@@ -3,9 +3,9 @@
 // An item is one KV head of one request for a block of queries; all query heads of the group and
 // all its queries share each tile of keys. A tile is 32 keys at an absolute position (a multiple
 // of 32), and tiles follow one another in order, so a query's result does not depend on the chunk
-// or batch it came in: a tile without visible keys for a query changes nothing of it. In a tree of
-// tokens, tiles that reach behind the root are read for each token by itself, along its path: the
-// same keys in the same places of a tile as when that path is decoded token by token.
+// or batch it came in: a tile without visible keys for a query leaves it unchanged. In a tree of
+// tokens, tiles that extend past the root are read for each token separately, along its path: the
+// same keys at the same places of a tile as when that path is decoded token by token.
 //
 // Scores: lanes are keys, and one multiply-add per element of the head, even and odd elements in
 // two chains. Output: lanes are elements, and one multiply-add per key in order.
@@ -46,7 +46,7 @@ void absorb_tile(Workspace& w, const Shape& shape, int64_t begin, int64_t end, i
     int64_t high = smaller(count, position + 1 - first);
     int64_t low = larger(0, shape.oldest_seen(position) - first);
     const int64_t sinks = smaller(shape.sinks - first, high);
-    if (sinks > 0) {  // seen too, with a hole between them and the window
+    if (sinks > 0) {  // also visible, with a gap between them and the window
       if (low >= high) high = low = sinks;
       for (int64_t j = sinks; j < low; ++j) w.scores[r * kTileKeys + j] = -__builtin_inff();
       low = 0;
@@ -110,14 +110,14 @@ struct Attention {
     std::memset(w.outputs, 0, num_rows * padded * sizeof(float));
 
     const Path tree = tree_of(step, request);
-    int64_t oldest = w.rows[0].position, newest = oldest;  // in a tree they come in any order
+    int64_t oldest = w.rows[0].position, newest = oldest;  // in a tree they are in any order
     for (int64_t r = heads; r < num_rows; r += heads) {
       oldest = smaller(oldest, w.rows[r].position);
       newest = larger(newest, w.rows[r].position);
     }
     const int64_t begin = shape.oldest_seen(oldest) / kTileKeys * kTileKeys;
     const int32_t* blocks = step.block_tables + request * step.max_blocks;
-    // One tile for rows [from, to), whose keys lie along `path`.
+    // One tile for rows [from, to), whose keys are along `path`.
     const auto take = [&](const Path& path, int64_t from, int64_t to, int64_t first,
                           int64_t count) {
       const float scale = shape.softmax_scale * key_scale;
@@ -177,7 +177,7 @@ static void run_paged_attention(const Op& op, const Step& step, Context& context
   const Attention attention(op, step);
   const Shape& shape = attention.shape;
   const int64_t group = shape.heads_per_group();
-  // A group wider than a block of rows is cut; otherwise several queries share the block.
+  // A group wider than a block of rows is split; otherwise several queries share the block.
   const int64_t head_cuts = (group + kMaxRows - 1) / kMaxRows;
   const int64_t heads = (group + head_cuts - 1) / head_cuts;
   const int64_t queries = kMaxRows / heads;

@@ -2,9 +2,9 @@
 //
 // Few ids need their noise as a number. An id with score s beats the best perturbed score B so far
 // only if its noise exceeds B - s, that is if -log(u) < exp(s - B); and -log(u) >= 1 - u. So ids
-// with 1 - u > exp(s - B), tested in float with a margin, are passed over: all but a few. The
+// with 1 - u > exp(s - B), tested in float with a margin, are skipped: all but a few. The
 // others get their score in double by the reference's operations, so no token depends on what was
-// passed over, nor on how the ids were split over threads.
+// skipped, nor on how the ids were split over threads.
 #pragma once
 
 #include "../../backends/cpu/abi.h"

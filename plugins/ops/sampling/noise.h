@@ -93,7 +93,7 @@ constexpr uint32_t kPhiloxM0 = 0xD2511F53, kPhiloxM1 = 0xCD9E8D57;
 constexpr uint32_t kPhiloxW0 = 0x9E3779B9, kPhiloxW1 = 0xBB67AE85;
 
 // Counters of several Philox blocks, one 32-bit word in the low half of each 64-bit lane. High
-// halves hold anything: products ignore them.
+// halves are undefined: products ignore them.
 #if defined(__AVX512F__)
 typedef __m512i Wide;
 constexpr int kWideLanes = 8;
