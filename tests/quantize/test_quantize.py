@@ -93,16 +93,25 @@ def test_a_weight_stored_in_another_kind_of_number_is_refused(
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_a_rope_that_computes_nan_is_refused(
+def test_keys_that_are_nan_are_refused(
+    editable: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Infinite ones become NaN as they rotate."""
+    source = editable(lambda t: t["model.layers.0.self_attn.k_proj.weight"].fill_(3e38))
+    with pytest.raises(errors.BadTensorValue, match="not finite"):
+        run_quantization(plan_tiny(source, tmp_path / "out", kv_cache_dtype="fp8"))
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_rope_that_would_compute_nan_is_refused_before_any_work(
     editable: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
 ) -> None:
     source = editable(lambda t: None)
     config = json.loads((source / "config.json").read_text())
     config["rope_parameters"]["factor"] = 0.0
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(errors.BadTensorValue, match="not finite"):
-        run_quantization(plan_tiny(source, tmp_path / "out", kv_cache_dtype="fp8"))
-    assert not list(tmp_path.glob("*out*"))
+    with pytest.raises(errors.CorruptFile, match=r"rope_parameters: factor is 0\.0; a number"):
+        plan_tiny(source, tmp_path / "out", kv_cache_dtype="fp8")
 
 
 def test_activations_that_overflow_are_refused(
