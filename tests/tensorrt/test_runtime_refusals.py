@@ -30,6 +30,7 @@ BUILD = {
     "tp_size": 1,
     "kv_cache_type": "PAGED",
     "kv_cache_dtype": "bfloat16",
+    "speculative_decoding_mode": 1,
 }
 
 
