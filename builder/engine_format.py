@@ -203,7 +203,7 @@ def read_engine_config(folder: Path) -> EngineConfig:
     for name in (f.name for f in fields(EngineConfig) if str(f.type).startswith("Mapping")):
         if not isinstance(raw[name], dict):
             raise CorruptEngine(f"{path}: {name} is not an object", fix="build the engine again")
-    if raw["backend"] not in BACKENDS:
+    if raw["backend"] not in tuple(BACKENDS):  # of any type
         raise CorruptEngine(
             f"{path} names the backend {raw['backend']!r}; known: {', '.join(BACKENDS)}",
             fix="build the engine again",

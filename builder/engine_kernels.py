@@ -11,10 +11,12 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.config import BuildConfig
 from llmctl.builder.engine_format import BASE, TENSORRT_OP, Plan, PlanKernel
+from llmctl.builder.plan import PlanOp
 from llmctl.plugins.backends.cuda.kernel_spec import (
     DeviceStep,
     KernelSpec,
@@ -58,7 +60,7 @@ def step_limits(plan: Plan, build: BuildConfig) -> StepLimits:
 
 def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
     """Every binary that steps and rounds of this engine may launch, by name, each once."""
-    found = step_kernels(plan, limits)
+    found = step_kernels(plan, limits, distinct_calls(plan))
     found += [chain_spec(chain, limits) for chain in plan_chains(plan, limits)]
     specs: dict[str, KernelSpec] = {}
     for spec in found:
@@ -66,8 +68,11 @@ def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
     return [specs[name] for name in sorted(specs)]
 
 
-def step_kernels(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
-    """Those of single operators, of sampling and of rounds; some are there more than once."""
+def step_kernels(
+    plan: Plan, limits: StepLimits, calls: Iterable[tuple[OpCall, Extent]]
+) -> list[KernelSpec]:
+    """Those of the plan's `distinct_calls`, of sampling and of rounds; some are there more than
+    once."""
     import torch
 
     from llmctl.plugins.device_loop import kernel as rounds
@@ -84,7 +89,7 @@ def step_kernels(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
         cache = plan.kv_cache
         token_bytes = cache.head_size * getattr(torch, cache.dtype).itemsize
         found += kv_compact.kernels(cache.num_kv_heads, cache.tokens_per_block, token_bytes)
-    for call, _ in distinct_calls(plan):
+    for call, _ in calls:
         found += _module(call.op).kernels(call, limits)
     return found
 
@@ -201,40 +206,47 @@ def distinct_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
     """The calls of all graphs on meta tensors, and whether they process tokens or rows.
 
     Calls that differ only in their name and layer are listed once: the layers of a model share
-    kernels.
+    kernels. Compared before any tensor is made, because every opening of an engine asks.
     """
-
-    def signature(call: OpCall, extent: Extent) -> Any:
-        roles = [*call.inputs.items(), *call.outputs.items()]
-        attributes = {k: v for k, v in call.attributes.items() if k != "layer"}
-        described = [(role, tensor.shape, tensor.dtype) for role, tensor in roles]
-        return (call.op, call.tactic, extent, tuple(described), tuple(sorted(attributes.items())))
-
-    calls: dict[Any, tuple[OpCall, Extent]] = {}
-    for call, extent in (each for graph in plan.graphs for each in meta_calls(plan, graph)):
-        if call.op != TENSORRT_OP:  # launches what TensorRT compiled
-            calls.setdefault(signature(call, extent), (call, extent))
-    return list(calls.values())
+    forms = {t.name: (t.shape, t.dtype) for t in plan.tensors}
+    ops: dict[Any, PlanOp] = {}
+    for op in (each for graph in plan.graphs.values() for each in graph.ops):
+        if op.op == TENSORRT_OP:  # launches what TensorRT compiled
+            continue
+        signature = (
+            *(op.op, op.tactic),
+            *op.inputs,
+            *map(forms.get, op.inputs.values()),
+            *op.outputs,
+            *map(forms.get, op.outputs.values()),
+            *sorted(pair for pair in op.attributes.items() if pair[0] != "layer"),
+        )
+        ops.setdefault(signature, op)
+    return _meta_calls(plan, ops.values())
 
 
 def meta_calls(plan: Plan, graph: str = BASE) -> list[tuple[OpCall, Extent]]:
     """The calls of a graph in order, on meta tensors: what a call makes is what others take."""
+    return _meta_calls(plan, plan.graphs[graph].ops)
+
+
+def _meta_calls(plan: Plan, ops: Iterable[PlanOp]) -> list[tuple[OpCall, Extent]]:
     import torch
 
-    rows = plan.sizes
-    symbols = {t.name: t.shape[0] for t in plan.tensors}
-    made = {
-        t.name: _meta(
-            tuple(rows[dim] if isinstance(dim, str) else dim for dim in t.shape),
-            getattr(torch, t.dtype),
-        )
-        for t in plan.tensors
-    }
+    sizes = plan.sizes
+    tensors = {t.name: t for t in plan.tensors}
+
+    @cache
+    def make(name: str) -> torch.Tensor:
+        tensor = tensors[name]
+        shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape)
+        return _meta(shape, getattr(torch, tensor.dtype))
+
     calls: list[tuple[OpCall, Extent]] = []
-    for op in plan.graphs[graph].ops:
-        is_rows = any(symbols[name] != "tokens" for name in op.outputs.values())
-        inputs = {role: made[name] for role, name in op.inputs.items() if name in made}
-        outputs = {role: made[name] for role, name in op.outputs.items()}
+    for op in ops:
+        is_rows = any(tensors[name].shape[0] != "tokens" for name in op.outputs.values())
+        inputs = {role: make(name) for role, name in op.inputs.items() if name in tensors}
+        outputs = {role: make(name) for role, name in op.outputs.items()}
         call = OpCall(op.op, op.name, inputs, outputs, op.attributes, op.tactic)
         calls.append((call, "rows" if is_rows else "tokens"))
     return calls

@@ -93,9 +93,10 @@ def _specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
     from llmctl.plugins.fused.decoder_layers.kernel import chain_spec, open_chains
 
     try:
-        for call, _ in distinct_calls(plan):
+        distinct = distinct_calls(plan)
+        for call, _ in distinct:
             _check_tactic(call)
-        specs = step_kernels(plan, limits)
+        specs = step_kernels(plan, limits, distinct)
         if plan.fused:
             calls = [call for call, _ in meta_calls(plan)]
             specs += [chain_spec(chain, limits) for chain in open_chains(calls, limits, plan.fused)]

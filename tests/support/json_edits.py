@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 ACTIONS = ("set", "set", "copy", "copy", "delete", "repeat", "move", "add")
@@ -19,8 +20,8 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def apply(root: Any, edit: Edit) -> None:
-    """Change one value."""
-    action, where, other, value = edit
+    """Change one value. The edit's own value stays as it is: another edit may have the same."""
+    action, where, other, value = deepcopy(edit)
     known = list(places(root))
     if not known:
         return
@@ -36,5 +37,5 @@ def apply(root: Any, edit: Edit) -> None:
     elif action == "add" and isinstance(holder, dict):
         holder[f"more{other % 3}"] = value
     elif isinstance(holder, list) and action in ("repeat", "move", "add"):
-        item = holder[key] if action == "repeat" else holder.pop(key)
+        item = deepcopy(holder[key]) if action == "repeat" else holder.pop(key)
         holder.insert(other % (len(holder) + 1), value if action == "add" else item)

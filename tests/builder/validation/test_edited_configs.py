@@ -46,6 +46,11 @@ def test_a_config_that_contradicts_the_plan_is_refused(
     refuse(edited(lambda e: e.config[part].update({name: value})), match)
 
 
+@pytest.mark.parametrize("value", ["evil", None, [], {}, True])
+def test_a_backend_that_is_none_is_refused(edited: Edited, value: object) -> None:
+    refuse(edited(lambda e: e.config.update(backend=value)), "names the backend")
+
+
 def test_a_recipe_of_weights_that_are_stored_is_refused(edited: Edited) -> None:
     recipe = {"load_format": "dummy", "seed": 0}
     refuse(edited(lambda e: e.config.update(weights=recipe)), "does not make")

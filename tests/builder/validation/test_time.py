@@ -1,9 +1,10 @@
-"""Checking a plan is a small part of opening an engine: at most 20 ms for 70B."""
+"""Checking an engine is a small part of opening it: at most 20 ms for 70B."""
 
 from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 from time import process_time
 
@@ -11,7 +12,9 @@ from support.tensorrt.build import LLAMA_8B
 
 from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_kernels import distinct_calls, step_kernels
 from llmctl.builder.planted import LoadFormat
+from llmctl.builder.validation.kernels import step_limits_of
 from llmctl.builder.validation.plan import check_plan
 
 LLAMA_70B = {
@@ -32,14 +35,22 @@ def test_the_plan_of_a_70b_model_is_checked_within_20_ms(tmp_path: Path) -> None
     engine = plan_build(
         tmp_path, request, backend="cuda", load_format=LoadFormat("dummy"), with_binaries=False
     )
-    assert len(engine.plan.ops) > 500 and len(engine.plan.tensors) > 2000
+    config, plan = engine.config, engine.plan
+    assert len(plan.ops) > 500 and len(plan.tensors) > 2000
+    limits = step_limits_of(config, plan)
+    # docs/engine_format.md has both on an idle core; a busy one takes up to twice that
+    assert _least_s(lambda: check_plan(config, plan)) < 0.020
+    assert _least_s(lambda: step_kernels(plan, limits, distinct_calls(plan))) < 0.012
+
+
+def _least_s(check: Callable[[], object]) -> float:
     times = []
     gc.disable()
     try:
         for _ in range(7):
             began = process_time()
-            check_plan(engine.config, engine.plan)
+            check()
             times.append(process_time() - began)
     finally:
         gc.enable()
-    assert min(times) < 0.020, f"{1e3 * min(times):.1f} ms"
+    return min(times)
