@@ -167,7 +167,11 @@ def plan_build(
         require_gpu_model(local, dtype, backend)
     require_readable(checkpoint)
     require_weights(checkpoint.quantization, backend)
-    request, checkpoint, facts = SPECULATIVE_MODES[request.mode].prepare(request, model, checkpoint)
+    mode = SPECULATIVE_MODES[request.mode]
+    if is_generated:
+        request, facts = mode.invent(request, model)
+    else:
+        request, checkpoint, facts = mode.prepare(request, model, checkpoint)
     heads, outputs = record_heads(request, model, dtype, facts, backend)
     recorded = build_network(model, dtype, outputs)
     whole = join([recorded, *heads])

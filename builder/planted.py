@@ -35,7 +35,8 @@ class LoadFormat:
     formats.
 
     planted: a target whose greedy text is known, and drafts whose tokens are each right with
-    probability `acceptance`, if target and draft have the same seed and vocabulary.
+    probability `acceptance`, if target and draft have the same seed and vocabulary. That of a
+    target is the acceptance of its draft heads, if it has some.
     """
 
     name: str = "auto"

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from llmctl.builder.heads.medusa.mode import prepare_medusa
+from llmctl.builder.heads.medusa.mode import invent_medusa, prepare_medusa
 from llmctl.builder.heads.medusa.mode import record_heads as record_medusa
+from llmctl.errors import Unsupported
 
 if TYPE_CHECKING:
     from llmctl.builder.config import BuildRequest
@@ -30,6 +31,19 @@ def as_they_are(
     return request, checkpoint, NONE
 
 
+def nothing_to_invent(request: BuildRequest, model: ModelConfig) -> tuple[BuildRequest, Facts]:
+    """For engines of the base graph alone."""
+    return request, NONE
+
+
+def cannot_invent(request: BuildRequest, model: ModelConfig) -> tuple[BuildRequest, Facts]:
+    """For modes whose heads have no generator."""
+    raise Unsupported(
+        f"--speculative-decoding-mode {request.mode}: its heads cannot be generated",
+        fix="build from a checkpoint: --load-format auto",
+    )
+
+
 def no_heads(model: ModelConfig, dtype: str, facts: Facts) -> Sequence[Network]:
     """For engines of the base graph alone."""
     return ()
@@ -38,7 +52,8 @@ def no_heads(model: ModelConfig, dtype: str, facts: Facts) -> Sequence[Network]:
 @dataclass(frozen=True, slots=True)
 class BuildMode:
     """One mode. `prepare` gives the request with the limits that follow, the checkpoint with the
-    heads' tensors, and facts that config.json keeps (`draft_heads`); it reads no weights.
+    heads' tensors, and facts that config.json keeps (`draft_heads`); it reads no weights. `invent`
+    decides limits and facts for weights that are generated, from options alone.
     `record_heads` records the graphs beside the base graph of a model that computes in a dtype,
     each with a name of its own (builder/heads/graphs.py)."""
 
@@ -48,12 +63,13 @@ class BuildMode:
         [BuildRequest, ModelConfig, Checkpoint], tuple[BuildRequest, Checkpoint, Facts]
     ] = as_they_are
     record_heads: Callable[[ModelConfig, str, Facts], Sequence[Network]] = no_heads
+    invent: Callable[[BuildRequest, ModelConfig], tuple[BuildRequest, Facts]] = cannot_invent
 
 
 SPECULATIVE_MODES: dict[str, BuildMode] = {
-    "none": BuildMode(1, is_available=True),
-    "draft_tokens_external": BuildMode(2, is_available=True),
-    "medusa": BuildMode(4, True, prepare_medusa, record_medusa),
+    "none": BuildMode(1, is_available=True, invent=nothing_to_invent),
+    "draft_tokens_external": BuildMode(2, is_available=True, invent=nothing_to_invent),
+    "medusa": BuildMode(4, True, prepare_medusa, record_medusa, invent_medusa),
     "lookahead_decoding": BuildMode(8),
     "explicit_draft_tokens": BuildMode(16),
     "eagle": BuildMode(32),

@@ -87,7 +87,7 @@ def _build(
         float | None,
         typer.Option(
             "--planted-acceptance",
-            help="Probability that a planted draft's token is the target's. (default: 0.873)",
+            help="Probability that a planted draft's or head's token is right. (default: 0.873)",
             hidden=True,
         ),
     ] = None,

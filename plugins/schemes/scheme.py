@@ -64,8 +64,8 @@ class Packing(Protocol):
     def unpack(self, packed: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
         """The numbers [rows, inner], in packed row order."""
 
-    def pack_signs(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight [rows, K] of -1, 0 and 1, packed; exact."""
+    def pack_halves(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight [rows, K] of multiples of 1/2 from -1.5 to 1.5, packed; exact."""
 
     def pack_random(
         self, order: torch.Tensor, inner: int, generator: torch.Generator

@@ -1,6 +1,6 @@
 """Speed of the CUDA backend on generated weights: one command, one table.
 
-    python -m scripts.bench.cuda --engines DIR [--rows decode,pair] [--rounds 5] [--output DIR]
+    python -m scripts.bench.cuda --engines DIR [--rows pair,heads] [--rounds 5] [--output DIR]
 
 DIR is what scripts/bench/build_engines built: engines of planted weights. Rows, each with minimum,
 median and maximum over the rounds:
@@ -33,30 +33,23 @@ import numpy as np
 import torch
 
 from llmctl.builder.engine_format import read_engine_config
-from llmctl.runtime.drafting.draft_engine.method import DraftEngine
-from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.engines.engine import Engine
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
+from scripts.bench.drafting import Drafting, find_drafting, read_bytes
 from scripts.bench.request_timing import Timed, generate
-from scripts.bench.rows import Table, read_bandwidth, row, weight_bytes
+from scripts.bench.rows import Table, read_bandwidth, row
 
-CONTEXT, PROMPT, OUTPUT, DRAFT_LEN = 1000, 500, 1024, 10
+CONTEXT, PROMPT, OUTPUT = 1000, 500, 1024
 # Drafts accept 0.873 of their tokens where the others agree; p880 and p916 are what NVIDIA's
 # published speeds of these pairs imply (6.29 and 7.37 tokens a round). -kN: N drafts a round.
+# Medusa heads: 3.5 tokens a round.
 TARGETS = (
     "70b,8b,3b,1b,70b+1b,70b+1b-head8,70b+3b,70b+3b-head8,70b+8b,70b+8b-head8,"
     "70b+3b-p880,70b+8b-p916,70b+8b-head8-p916,70b+1b-k13,70b+1b-head8-k13,70b+8b-k8,"
-    "8b-mxfp4,70b+8b-mxfp4,70b+8b-mxfp4-k8,70b+8b-mxfp4-head4"
+    "8b-mxfp4,70b+8b-mxfp4,70b+8b-mxfp4-k8,70b+8b-mxfp4-head4,70b-medusa,8b-medusa"
 )
 PEAK_TFLOPS = 1979.0  # FP8 dense, H100 SXM and H200 datasheets
-PUBLISHED = {"1b": 191.74, "3b": 151.53, "8b": 134.38}  # TensorRT-LLM 0.15, one H200, tok/s
-
-
-def draft_of(name: str) -> tuple[str, int]:
-    """The engine of a pair's draft, and how many tokens it drafts."""
-    shape, _, length = name.partition("-k")
-    return f"{shape}-draft", int(length or DRAFT_LEN)
 
 
 class Bench:
@@ -69,20 +62,18 @@ class Bench:
         self.add = table.add
         self._random = np.random.default_rng(0)
 
-    def open(self, target: str, draft: str | None = None) -> OpenEngines:
-        """A target, alone or with a draft. Whatever was open before must have been let go."""
+    def open(self, name: str, drafting: Drafting | None) -> OpenEngines:
+        """A target, alone or with what drafts. Whatever was open before must have been let go."""
         gc.collect()
         torch.cuda.empty_cache()
-        method: DraftMethod = PlainDecoding()
-        if draft is not None:
-            folder, draft_len = draft_of(draft)
-            method = DraftEngine(self.engines / folder, draft_len)
+        method = PlainDecoding() if drafting is None else drafting.method(self.engines)
+        target = name if drafting is None else drafting.target
         options = EngineOptions(
             self.engines / target, method, max_tokens=8192, enable_block_reuse=False
         )
         began = perf_counter()
         opened = OpenEngines(check_engines(options), log=lambda lines: print("\n".join(lines)))
-        print(f"# opened {target} {draft or ''} in {perf_counter() - began:.1f} s", flush=True)
+        print(f"# opened {name} in {perf_counter() - began:.1f} s", flush=True)
         return opened
 
     def prompt(self, opened: OpenEngines, count: int) -> list[int]:
@@ -98,12 +89,6 @@ class Bench:
         if tokens != wanted:
             place = next(i for i, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b)
             sys.exit(f"wrong text at token {place}: {tokens[place]}, wanted {wanted[place]}")
-
-
-def read_bytes(engine: Engine, context: int) -> int:
-    """Bytes that a step must read: weights but the embedding's, and the context's KV."""
-    kv_bytes = context * engine.kv_bytes_per_block // engine.tokens_per_block
-    return weight_bytes(engine.plan) + kv_bytes
 
 
 def prompt_ms(engine: Engine, count: int) -> float:
@@ -162,50 +147,47 @@ def speed(bench: Bench, opened: OpenEngines, name: str, output: int) -> None:
     bench.add(row(f"speed-{name}", "tok/s", rates, limit))
 
 
-def pair(bench: Bench, opened: OpenEngines, name: str) -> None:
-    """A pair: whole requests, and what a round is made of."""
+def drafted(bench: Bench, opened: OpenEngines, name: str, drafting: Drafting) -> None:
+    """A target with what drafts: whole requests, and what a round is made of."""
     runs = requests(bench, opened, PROMPT, OUTPUT, is_speculative=True)
-    draft_len = draft_of(name.partition("+")[2])[1]
     rates = [OUTPUT / run.total_s for run in runs]
     lengths = [1 + run.accepted / run.rounds for run in runs]
-    draft_ms = [1e3 * run.draft_s / run.rounds / draft_len for run in runs]
+    draft_ms = [1e3 * run.draft_s / run.rounds / drafting.steps for run in runs]
     verify_ms = verifications(runs)
     round_ms = [1e3 * (r.total_s - r.arrivals[0][0]) / (len(r.arrivals) - 1) for r in runs]
     device_ms = [1e3 * (run.draft_s + run.verify_s) / run.rounds for run in runs]
     host_ms = [r - d for r, d in zip(round_ms, device_ms, strict=True)]
+    outside_ms = [r - v for r, v in zip(round_ms, verify_ms, strict=True)]
     first_ms = [1e3 * run.arrivals[0][0] for run in runs]
-    (draft,) = opened.opened.draft_engines
-    reads = [read_bytes(each, PROMPT + OUTPUT // 2) for each in (draft, opened.target)]
+    context = PROMPT + OUTPUT // 2
+    reads = [drafting.step_bytes(opened, context), read_bytes(opened.target, context)]
     draft_floor, verify_floor = (1e3 * num_bytes / bench.bandwidth for num_bytes in reads)
-    floor_ms = draft_len * draft_floor + verify_floor
-    published = PUBLISHED[name.rpartition("+")[2].partition("-")[0]]
-    expected = expected_length(opened, draft_len)
+    outside_floor = drafting.steps * draft_floor
+    floor_ms = outside_floor + verify_floor
+    expected = drafting.expected_length(opened)
     rate = OUTPUT / (median(first_ms) + (OUTPUT - 1) / expected * median(round_ms)) * 1e3
-    note = (
-        f"{median(rates) / published:.2f}x the published {published}; at the expected"
-        f" {expected:.2f} tokens a round {rate:.1f} tok/s, {rate / published:.2f}x"
-    )
+    note = f"at the expected {expected:.2f} tokens a round {rate:.1f} tok/s"
+    published = drafting.published
+    if published is not None:
+        note = f"{median(rates) / published:.2f}x the published {published}; {note}"
+        note += f", {rate / published:.2f}x"
+    label = f"{drafting.row}-{name}"
     bench.add(
-        row(f"pair-{name}", "tok/s", rates, 1e3 * median(lengths) / floor_ms, note),
-        row(f"pair-{name}-acceptance-length", "tokens", lengths),
-        row(f"pair-{name}-draft-step", "ms", draft_ms, draft_floor),
-        row(f"pair-{name}-verify", "ms", verify_ms, verify_floor),
-        row(f"pair-{name}-round", "ms", round_ms, floor_ms),
-        row(f"pair-{name}-host", "ms", host_ms),
-        row(f"pair-{name}-first-token", "ms", first_ms, prompt_ms(opened.target, PROMPT)),
+        row(label, "tok/s", rates, 1e3 * median(lengths) / floor_ms, note),
+        row(f"{label}-acceptance-length", "tokens", lengths),
+        row(f"{label}-draft-step", "ms", draft_ms, draft_floor),
+        row(f"{label}-verify", "ms", verify_ms, verify_floor),
+        row(f"{label}-round", "ms", round_ms, floor_ms),
+        row(f"{label}-outside-verify", "ms", outside_ms, outside_floor),
+        row(f"{label}-host", "ms", host_ms),
+        row(f"{label}-first-token", "ms", first_ms, prompt_ms(opened.target, PROMPT)),
     )
     steps = requests(bench, opened, CONTEXT, 128, is_speculative=False, rounds=1)
     runs = requests(bench, opened, CONTEXT, 128, is_speculative=True)
     (step_ms,) = verifications(steps)
     growth = [100 * (each / step_ms - 1) for each in verifications(runs)]
     note = f"over a step of one token, {step_ms:.3f} ms, in the same contexts and place"
-    bench.add(row(f"pair-{name}-verify-growth", "%", growth, note=note))
-
-
-def expected_length(opened: OpenEngines, draft_len: int) -> float:
-    """Tokens a round where each draft token is accepted with probability p: (1-p^(k+1))/(1-p)."""
-    p = float(opened.checked.configs["draft"].weights["acceptance"])
-    return (1 - p ** (draft_len + 1)) / (1 - p)
+    bench.add(row(f"{label}-verify-growth", "%", growth, note=note))
 
 
 def prefill(bench: Bench, opened: OpenEngines, name: str, count: int) -> None:
@@ -220,16 +202,16 @@ def prefill(bench: Bench, opened: OpenEngines, name: str, count: int) -> None:
 def run_rows(bench: Bench, wanted: list[str], targets: list[str]) -> None:
     """Open engines, measure, close."""
     for name in targets:
-        target, _, draft = name.partition("+")
-        opened = bench.open(target, draft or None)
-        if not draft and "decode" in wanted:
-            decode(bench, opened, target)
-        if not draft and "speed" in wanted:
-            speed(bench, opened, target, 512)
-        if not draft and "prefill" in wanted:
-            prefill(bench, opened, target, 2048)
-        if draft and "pair" in wanted:
-            pair(bench, opened, name)
+        drafting = find_drafting(name)
+        opened = bench.open(name, drafting)
+        if drafting is None and "decode" in wanted:
+            decode(bench, opened, name)
+        if drafting is None and "speed" in wanted:
+            speed(bench, opened, name, 512)
+        if drafting is None and "prefill" in wanted:
+            prefill(bench, opened, name, 2048)
+        if drafting is not None and drafting.row in wanted:
+            drafted(bench, opened, name, drafting)
         free, total = torch.cuda.mem_get_info()
         print(f"# {(total - free) / 1e9:.2f} GB of device memory in use")
         del opened
@@ -240,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--engines", type=Path, required=True)
     parser.add_argument("--targets", default=TARGETS)
-    parser.add_argument("--rows", default="decode,speed,prefill,pair")
+    parser.add_argument("--rows", default="decode,speed,prefill,pair,heads")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="folder for <device>.jsonl and <device>.md")
     arguments = parser.parse_args()

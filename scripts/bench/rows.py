@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from llmctl.builder.engine_format import Plan
+from llmctl.builder.engine_format import BASE, Plan
 
 WARM_UP_S = 0.3
 
@@ -98,12 +98,16 @@ def read_bandwidth(num_bytes: int = 8 << 30, places: int = 6, rounds: int = 10) 
     return max(found, key=median)
 
 
-def weight_bytes(plan: Plan) -> int:
-    """Bytes of weights that a step must read: all but the embedding's and the rotary table's."""
+def weight_bytes(plan: Plan, graph: str = BASE) -> int:
+    """Bytes of weights that one run of a graph must read: all but the embedding's and the rotary
+    table's."""
+    read = {name for op in plan.graphs[graph].ops for name in op.inputs.values()}
     return sum(
         math.prod(map(int, tensor.shape)) * getattr(torch, tensor.dtype).itemsize
         for tensor in plan.tensors
-        if tensor.kind == "weight" and not tensor.name.startswith(("model.embed_tokens", "rotary"))
+        if tensor.kind == "weight"
+        and tensor.name in read
+        and not tensor.name.startswith(("model.embed_tokens", "rotary"))
     )
 
 

@@ -189,7 +189,7 @@ def _outer(recipe: Recipe, generator: torch.Generator) -> dict[str, torch.Tensor
         f"{HEAD}.weight": head,
     }
     if recipe.scheme is not None and recipe.is_quantized(HEAD):
-        tensors |= _stored(HEAD, *MAKERS[recipe.scheme.name].signs(head))
+        tensors |= _stored(HEAD, *MAKERS[recipe.scheme.name].halves(head))
     return tensors
 
 

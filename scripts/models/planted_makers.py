@@ -9,7 +9,7 @@ import torch
 
 from llmctl.plugins.core.op_spec import FP8_MAX
 from llmctl.plugins.schemes.fp8.scheme import SPREAD as FP8_SPREAD
-from llmctl.plugins.schemes.mxfp4.packing import RANDOM_STEPS, UNIT_STEP, sign_codes
+from llmctl.plugins.schemes.mxfp4.packing import RANDOM_STEPS, UNIT_STEP, half_codes
 from llmctl.plugins.schemes.mxfp4.scheme import BLOCK
 from llmctl.plugins.schemes.mxfp4.scheme import SPREAD as MXFP4_SPREAD
 from llmctl.plugins.schemes.scheme import E8M0_BIAS
@@ -26,8 +26,8 @@ class Maker(Protocol):
         self, dims: tuple[int, int], spread: float, generator: torch.Generator
     ) -> Stored: ...
 
-    def signs(self, weight: torch.Tensor) -> Stored:
-        """Of a weight of -1, 0 and 1; exact."""
+    def halves(self, weight: torch.Tensor) -> Stored:
+        """Of a weight of multiples of 1/2 from -1.5 to 1.5; exact."""
 
 
 class Fp8Maker(Maker):
@@ -37,7 +37,7 @@ class Fp8Maker(Maker):
         weight = random_values(dims, FP8_SPREAD, torch.float8_e4m3fn, generator)
         return weight, torch.tensor(spread / FP8_SPREAD)
 
-    def signs(self, weight: torch.Tensor) -> Stored:
+    def halves(self, weight: torch.Tensor) -> Stored:
         return weight.to(torch.float8_e4m3fn), torch.tensor(1.0)
 
 
@@ -51,9 +51,9 @@ class Mxfp4Maker(Maker):
         codes = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
         return codes, (steps + power).to(torch.uint8)
 
-    def signs(self, weight: torch.Tensor) -> Stored:
+    def halves(self, weight: torch.Tensor) -> Stored:
         blocks = MXFP4.storage.scale_shape(*weight.shape)
-        return sign_codes(weight), torch.full(blocks, E8M0_BIAS, dtype=torch.uint8)
+        return half_codes(weight), torch.full(blocks, E8M0_BIAS, dtype=torch.uint8)
 
 
 MAKERS: dict[str, Maker] = {FP8.name: Fp8Maker(), MXFP4.name: Mxfp4Maker()}

@@ -36,14 +36,23 @@ def prepare_medusa(
             f"--num-medusa-heads is {num_heads}; {heads.where} holds {heads.num_heads} heads",
             fix=f"--num-medusa-heads {heads.num_heads}, or leave it out",
         )
-    tree = _choose_tree(request, num_heads)
-    facts = {
-        "num_heads": num_heads,
-        "num_layers": heads.num_layers,
-        "choices": [list(path) for path in tree.paths],
-    }
-    limits = replace(request, max_draft_len=request.max_draft_len or tree.num_nodes)
+    limits, facts = _decide(request, num_heads, heads.num_layers)
     return limits, heads.beside(checkpoint, num_heads), facts
+
+
+def invent_medusa(
+    request: BuildRequest, model: ModelConfig
+) -> tuple[BuildRequest, Mapping[str, Any]]:
+    """See BuildMode: heads of one block, as many as the tree is deep. Raises BadConfig."""
+    if request.draft_model_dir is not None:
+        raise BadConfig(
+            "--draft-model-dir names heads to read; --load-format dummy and planted generate them",
+            fix="leave it out; --num-medusa-heads says how many",
+        )
+    tree = MedusaTree(DEFAULT)
+    if request.medusa_choices is not None:
+        tree = parse_choices(request.medusa_choices)
+    return _decide(request, request.num_medusa_heads or tree.depth, num_layers=1)
 
 
 def record_heads(model: ModelConfig, dtype: str, facts: Mapping[str, Any]) -> Sequence[Network]:
@@ -52,6 +61,19 @@ def record_heads(model: ModelConfig, dtype: str, facts: Mapping[str, Any]) -> Se
 
     sizes = (model.hidden_size, model.vocab_size)
     return [record_medusa(facts["num_heads"], facts["num_layers"], *sizes, dtype)]
+
+
+def _decide(
+    request: BuildRequest, num_heads: int, num_layers: int
+) -> tuple[BuildRequest, dict[str, Any]]:
+    """The limits with the tree in them, and what config.json keeps."""
+    tree = _choose_tree(request, num_heads)
+    facts = {
+        "num_heads": num_heads,
+        "num_layers": num_layers,
+        "choices": [list(path) for path in tree.paths],
+    }
+    return replace(request, max_draft_len=request.max_draft_len or tree.num_nodes), facts
 
 
 def _choose_tree(request: BuildRequest, num_heads: int) -> MedusaTree:

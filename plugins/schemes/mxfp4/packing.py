@@ -70,17 +70,18 @@ def pack(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     return packed.view(tiles, chunks, 64, ROW_BYTES)
 
 
-def sign_codes(weight: torch.Tensor) -> torch.Tensor:
-    """Codes uint8 [rows, K / 2] of a weight [rows, K] of -1, 0 and 1, with powers of 1; exact."""
-    nibbles = (weight != 0).to(torch.uint8) * 2 + (weight < 0).to(torch.uint8) * 8
+def half_codes(weight: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 [rows, K / 2] of a weight [rows, K] of multiples of 1/2 from -1.5 to 1.5, with
+    powers of 1; exact."""
+    nibbles = (weight.abs() * 2).to(torch.uint8) + (weight < 0).to(torch.uint8) * 8
     return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 
 
-def pack_signs(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [rows, K] of -1, 0 and 1, packed; exact."""
+def pack_halves(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [rows, K] of multiples of 1/2 from -1.5 to 1.5, packed; exact."""
     shape = (weight.shape[0], weight.shape[1] // BLOCK)
     steps = torch.full(shape, UNIT_STEP, dtype=torch.uint8, device=weight.device)
-    return pack(sign_codes(weight), steps)
+    return pack(half_codes(weight), steps)
 
 
 def pack_random(order: torch.Tensor, inner: int, generator: torch.Generator) -> torch.Tensor:

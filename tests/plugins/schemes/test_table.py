@@ -120,10 +120,10 @@ def test_a_plan_with_such_a_scheme_is_refused(op) -> None:
 
 
 @pytest.mark.parametrize("form", CODED, ids=lambda form: form.name)
-def test_signs_are_packed_exactly_and_padding_is_zero(form) -> None:
+def test_halves_are_packed_exactly_and_padding_is_zero(form) -> None:
     packing = packing_of(form)
-    signs = torch.randint(-1, 2, (70, 288), generator=torch.Generator().manual_seed(1)).float()
-    assert torch.equal(numbers_of(packing.pack_signs(signs), 70, 288, form).float(), signs)
+    halves = torch.randint(-3, 4, (70, 288), generator=torch.Generator().manual_seed(1)) / 2
+    assert torch.equal(numbers_of(packing.pack_halves(halves), 70, 288, form).float(), halves)
     order = torch.tensor([*range(60), -1, -1, -1, -1])
     made = packing.pack_random(order, 288, torch.Generator().manual_seed(2))
     numbers = numbers_of(made, 64, 288, form).float()

@@ -1,0 +1,87 @@
+"""What the graphs of a planted engine say, and which of their weights must not interfere.
+
+The base graph's output projection gives the planted text. Draft heads read the code of a token x
+and know the text too: what follows x after so many tokens is a head's likeliest token with the
+given probability p, its second likeliest with p (1 - p), and else neither, independently for each
+token and head. So the tokens that a round accepts are a known number for every tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmctl.builder.engine_format import BASE, MEDUSA_GRAPH, PlanGraph, medusa_logits
+from llmctl.runtime.engines.planted_text import Recipe, head_tokens, next_tokens
+
+Rows = Callable[[int, int], torch.Tensor]
+"""(start, stop) -> these rows of a weight, [stop - start, columns]; of multiples of 1/2 up to 1.5,
+which every format stores exactly. `stop` may lie behind the last row: what is there is zero."""
+SECOND = 0.5  # logit of a head's second likeliest token, as a part of the likeliest's
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """The embedding of a planted model: a code of signs for each token."""
+
+    embedding: torch.Tensor  # [vocab, hidden]
+
+    def rows(self, *shares: tuple[float, NDArray[np.int64]]) -> Rows:
+        """Rows of an output projection. share: (factor, follows): the row of token follows[x] has
+        the code of x, times the factor; -1: nothing follows x."""
+        parts = [(factor, torch.from_numpy(_inverse(follows))) for factor, follows in shares]
+
+        def made(start: int, stop: int) -> torch.Tensor:
+            rows = self.embedding.new_zeros((stop - start, self.embedding.shape[1]))
+            for factor, before in parts:
+                wanted = before[start:stop].to(rows.device)
+                codes = self.embedding[wanted.clamp(min=0)] * (factor * (wanted >= 0)[:, None])
+                rows[: len(wanted)] += codes.to(rows.dtype)
+            return rows
+
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedGraph:
+    """One graph. inert: endings of the names of linears whose output is added to a code and must
+    not change it. rows: the weights that are not random, by the names of their operators."""
+
+    inert: tuple[str, ...]
+    rows: Callable[[Recipe, PlanGraph, Codes], Mapping[str, Rows]]
+
+
+def _inverse(follows: NDArray[np.int64]) -> NDArray[np.int64]:
+    tokens = np.flatnonzero(follows >= 0)
+    before = np.full(len(follows), -1, np.int64)
+    before[follows[tokens]] = tokens
+    return before
+
+
+def _writer(graph: PlanGraph, output: str) -> str:
+    """The name of the operator that computes an output."""
+    (name,) = [op.name for op in graph.ops if op.outputs.get("out") == graph.outputs[output]]
+    return name
+
+
+def _base(weights: Recipe, graph: PlanGraph, codes: Codes) -> Mapping[str, Rows]:
+    return {_writer(graph, "logits"): codes.rows((1.0, next_tokens(weights)))}
+
+
+def _medusa(weights: Recipe, graph: PlanGraph, codes: Codes) -> Mapping[str, Rows]:
+    found = {}
+    for head in range(len(graph.outputs)):
+        likeliest, second = head_tokens(weights, head)
+        name = _writer(graph, medusa_logits(head))
+        found[name] = codes.rows((1.0, likeliest), (SECOND, second))
+    return found
+
+
+PLANTED_GRAPHS = {
+    BASE: PlantedGraph(("o_proj", "down_proj"), _base),
+    MEDUSA_GRAPH: PlantedGraph((".linear",), _medusa),
+}

@@ -1,0 +1,126 @@
+"""What drafts in a row of scripts/bench/cuda.py: which engines, what a round reads and promises.
+
+The name of a row says it: 70b+1b-k13 is a target with a draft engine and 13 drafts a round,
+70b-medusa an engine with Medusa heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from llmctl.builder.engine_format import BASE, MEDUSA_GRAPH
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.medusa.engine_check import built_tree
+from llmctl.runtime.drafting.medusa.method import Medusa
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.engines.engine import Engine
+from llmctl.runtime.engines.planted_text import tokens_per_round
+from llmctl.runtime.open import OpenEngines
+from scripts.bench.rows import weight_bytes
+
+DRAFT_LEN = 10
+PUBLISHED = {"1b": 191.74, "3b": 151.53, "8b": 134.38}  # TensorRT-LLM 0.15, one H200, tok/s
+
+
+class Drafting(Protocol):
+    """One way to draft."""
+
+    @property
+    def row(self) -> str:
+        """The name of its measurements."""
+
+    @property
+    def target(self) -> str:
+        """The target's name."""
+
+    @property
+    def steps(self) -> int:
+        """Runs of what drafts, in a round."""
+
+    @property
+    def published(self) -> float | None:
+        """Its published tok/s."""
+
+    def method(self, engines: Path) -> DraftMethod:
+        """With the engines of a folder."""
+
+    def step_bytes(self, opened: OpenEngines, context: int) -> int:
+        """What one of its runs must read."""
+
+    def expected_length(self, opened: OpenEngines) -> float:
+        """Tokens a round at the acceptance that the weights were planted with."""
+
+
+@dataclass(frozen=True)
+class EnginePair:
+    """A draft engine beside the target."""
+
+    target: str
+    draft: str
+    row = "pair"
+
+    @property
+    def steps(self) -> int:
+        return int(self.draft.partition("-k")[2] or DRAFT_LEN)
+
+    @property
+    def published(self) -> float | None:
+        return PUBLISHED[self.draft.partition("-")[0]]
+
+    def method(self, engines: Path) -> DraftMethod:
+        folder = f"{self.draft.partition('-k')[0]}-draft"
+        return DraftEngine(engines / folder, self.steps)
+
+    def step_bytes(self, opened: OpenEngines, context: int) -> int:
+        (draft,) = opened.opened.draft_engines
+        return read_bytes(draft, context)
+
+    def expected_length(self, opened: OpenEngines) -> float:
+        """Each draft is right with probability p: (1-p^(k+1))/(1-p)."""
+        p = float(opened.checked.configs["draft"].weights["acceptance"])
+        return (1 - p ** (self.steps + 1)) / (1 - p)
+
+
+@dataclass(frozen=True)
+class MedusaHeads:
+    """Heads in the target's engine, and the tree that it was built with."""
+
+    target: str
+    row = "heads"
+    steps = 1
+    published = None
+
+    def method(self, engines: Path) -> DraftMethod:
+        return Medusa()
+
+    def step_bytes(self, opened: OpenEngines, context: int) -> int:
+        return weight_bytes(opened.target.plan, MEDUSA_GRAPH)
+
+    def expected_length(self, opened: OpenEngines) -> float:
+        target = opened.checked.target
+        return tokens_per_round(target.weights, built_tree(target).paths)
+
+
+DRAFTINGS: dict[str, Callable[..., Drafting]] = {
+    r"([^+]+)\+([^+]+)": EnginePair,
+    r"([^+]+-medusa)": MedusaHeads,
+}
+
+
+def find_drafting(name: str) -> Drafting | None:
+    """What a row's name says; None: a target alone."""
+    for form, make in DRAFTINGS.items():
+        found = re.fullmatch(form, name)
+        if found is not None:
+            return make(*found.groups())
+    return None
+
+
+def read_bytes(engine: Engine, context: int) -> int:
+    """Bytes that a step must read: weights but the embedding's, and the context's KV."""
+    kv_bytes = context * engine.kv_bytes_per_block // engine.tokens_per_block
+    return weight_bytes(engine.plan, BASE) + kv_bytes
