@@ -76,6 +76,7 @@ def step_kernels(
     import torch
 
     from llmctl.plugins.device_loop import kernel as rounds
+    from llmctl.plugins.device_loop import tree_kernel
     from llmctl.plugins.ops.kv_compact import kernel as kv_compact
     from llmctl.plugins.ops.sampling import kernel as sampling
 
@@ -85,6 +86,9 @@ def step_kernels(
         *sampling.kernels(vocab_size),
         *rounds.kernels(limits.max_batch_size, limits.max_draft_len, vocab_size),
     ]
+    if plan.heads and limits.max_draft_len:
+        sizes = (limits.max_batch_size, limits.max_draft_len, vocab_size)
+        found += tree_kernel.tree_kernels(*sizes)
     if limits.takes_trees:
         cache = plan.kv_cache
         token_bytes = cache.head_size * getattr(torch, cache.dtype).itemsize

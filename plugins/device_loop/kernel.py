@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 _SOURCE = "llmctl.plugins.device_loop.triton_kernel"
-_MAX_TILE = 2048  # elements that the thread block holds of each array
-_ONE_BLOCK = (1, 1, 1)
+MAX_TILE = 2048  # elements that the thread block holds of each array
+ONE_BLOCK = (1, 1, 1)
 
 
 def kernels(max_batch_size: int, max_draft_len: int, vocab: int) -> list[KernelSpec]:
@@ -68,7 +68,7 @@ def draw_next(
         state.committed,
         state.capacity,
         state.drafts,
-        *_arrays(step),
+        *step_arrays(step),
         batch,
         index - 1,
         state.max_draft_len,
@@ -105,7 +105,7 @@ def accept(state: RoundState, batch: int, draft_len: int) -> Launch:
         draft_len,
         state.ring.shape[0],
     )
-    return Launch(spec, _ONE_BLOCK, arguments)
+    return Launch(spec, ONE_BLOCK, arguments)
 
 
 def _feed(
@@ -125,7 +125,7 @@ def _feed(
         state.committed,
         state.capacity,
         state.drafts,
-        *_arrays(step),
+        *step_arrays(step),
         batch,
         first,
         count,
@@ -134,10 +134,10 @@ def _feed(
         limits.tokens_per_block,
         step.block_tables.shape[1],
     )
-    return Launch(spec, _ONE_BLOCK, arguments)
+    return Launch(spec, ONE_BLOCK, arguments)
 
 
-def _arrays(step: DeviceStep) -> tuple[torch.Tensor, ...]:
+def step_arrays(step: DeviceStep) -> tuple[torch.Tensor, ...]:
     """What a step is described by, as kernels take it."""
     return (
         step.token_ids,
@@ -150,13 +150,13 @@ def _arrays(step: DeviceStep) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _power_of_two(count: int) -> int:
+def power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
 def _feed_spec(max_batch_size: int, max_draft_len: int) -> KernelSpec:
-    block_requests = _power_of_two(max_batch_size)
-    block_tokens = min(_power_of_two(max_draft_len + 1), max(1, _MAX_TILE // block_requests))
+    block_requests = power_of_two(max_batch_size)
+    block_tokens = min(power_of_two(max_draft_len + 1), max(1, MAX_TILE // block_requests))
     return KernelSpec(
         name=f"rounds.feed.b{max_batch_size}.k{max_draft_len}",
         source=f"{_SOURCE}:feed",
@@ -177,7 +177,7 @@ def _draw_spec(max_batch_size: int, vocab: int) -> KernelSpec:
         arguments=("*fp32", "*i64", *("*i32",) * 10, *("i32",) * 6),
         constants={
             **awaited(vocab),
-            "BLOCK_REQUESTS": _power_of_two(max_batch_size),
+            "BLOCK_REQUESTS": power_of_two(max_batch_size),
             "PDL": True,
         },
         num_warps=AWAITED_WARPS,
@@ -185,8 +185,8 @@ def _draw_spec(max_batch_size: int, vocab: int) -> KernelSpec:
 
 
 def _accept_spec(max_batch_size: int, max_draft_len: int) -> KernelSpec:
-    block_record = _power_of_two(RECORD_TOKENS + max_draft_len + 1)
-    block_requests = min(_power_of_two(max_batch_size), max(1, _MAX_TILE // block_record))
+    block_record = power_of_two(RECORD_TOKENS + max_draft_len + 1)
+    block_requests = min(power_of_two(max_batch_size), max(1, MAX_TILE // block_record))
     return KernelSpec(
         name=f"rounds.accept.b{max_batch_size}.k{max_draft_len}",
         source=f"{_SOURCE}:accept",

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 # Columns of a record: committed tokens before the round, accepted drafts a, emitted tokens a + 1,
-# then the emitted tokens, and zeros.
+# then the emitted tokens, and zeros. Where drafts are trees the second is the node of the last
+# accepted draft (trees.py), which in a chain is a as well.
 RECORD_COMMITTED, RECORD_ACCEPTED, RECORD_EMITTED, RECORD_TOKENS = 0, 1, 2, 3
 
 

@@ -18,6 +18,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.core.reference import ReferenceProgram
+from llmctl.plugins.device_loop.tree_kernel import tree_kernels
 from llmctl.runtime.engines.cuda_engine import step_limits
 from llmctl.runtime.engines.engine import (
     Engine,
@@ -262,3 +263,6 @@ def test_a_plan_for_a_gpu_gives_the_same_logits_and_has_the_kernels(tmp_path, ta
         before = len(driver.prepared)
         beside.enqueue(StepShape(limits.max_num_rows, 1, rows, limits.max_num_rows, 1), 0)
         assert len(driver.prepared) - before == len(head.calls)
+    kernels = {kernel.name for kernel in plan.kernels}
+    sizes = (limits.max_batch_size, limits.max_draft_len, VOCAB)
+    assert kernels >= {spec.name for spec in tree_kernels(*sizes)}, "rounds that draft trees"

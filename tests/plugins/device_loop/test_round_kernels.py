@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel import compile_all
+from support.round_state import UNTOUCHED, assert_same, clone, make_limits, make_step
 
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.interpret import run_launches
-from llmctl.plugins.backends.cuda.kernel_spec import (
-    DeviceStep,
-    Launch,
-    StepLimits,
-    step_shapes,
-)
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.device_loop import kernel, reference
 from llmctl.plugins.device_loop.state import RECORD_TOKENS, RoundState
 from llmctl.plugins.ops.sampling.arrays import SamplingScratch
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.accept import accept_tokens
-
-UNTOUCHED = -77
-
-
-def make_limits(batch: int, draft_len: int, max_seq_len: int = 96) -> StepLimits:
-    tokens = batch * (draft_len + 2)
-    return StepLimits(tokens, tokens, batch, max_seq_len, draft_len, 8, "bfloat16")
-
-
-def make_step(limits: StepLimits) -> DeviceStep:
-    def full(*shape: int) -> torch.Tensor:
-        return torch.full(shape, UNTOUCHED, dtype=torch.int32)
-
-    arrays = {name: full(*shape) for name, shape in step_shapes(limits).items()}
-    batch, blocks = arrays["block_tables"].shape
-    tables = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(1))
-    arrays["block_tables"] = tables.to(torch.int32).reshape(batch, blocks)
-    return DeviceStep(**arrays)
 
 
 @st.composite
@@ -62,22 +39,6 @@ def states(draw: st.DrawFn) -> tuple[RoundState, int, int]:
         state.max_len[request] = draw(st.integers(max(committed - 1, 0), 100))
         state.capacity[request] = min(96, 8 * draw(st.integers(max(committed - 9, 0) // 8, 12)))
     return state, batch, draft_len
-
-
-def clone(owner: RoundState | DeviceStep):
-    copies = {
-        f.name: getattr(owner, f.name).clone()
-        for f in fields(owner)
-        if isinstance(getattr(owner, f.name), torch.Tensor)
-    }
-    return replace(owner, **copies)
-
-
-def assert_same(left: RoundState | DeviceStep, right: RoundState | DeviceStep) -> None:
-    for f in fields(left):
-        found = getattr(left, f.name)
-        if isinstance(found, torch.Tensor):
-            assert torch.equal(found, getattr(right, f.name)), f.name
 
 
 @settings(max_examples=150, deadline=None)
