@@ -165,19 +165,19 @@ def plan_build(
     dtype = choose_dtype(request.dtype, model, _stored_dtype(checkpoint))
     if BACKENDS[backend].on_gpu:
         require_gpu_model(local, dtype, backend)
-    require_readable(checkpoint)
-    require_weights(checkpoint.quantization, backend)
     mode = SPECULATIVE_MODES[request.mode]
     if is_generated:
         request, facts = mode.invent(request, model)
     else:
         request, checkpoint, facts = mode.prepare(request, model, checkpoint)
+    require_readable(checkpoint)
+    require_weights(checkpoint, backend)
     heads, outputs = record_heads(request, model, dtype, facts, backend)
     recorded = build_network(model, dtype, outputs)
     whole = join([recorded, *heads])
     if is_generated:
         declare_tensors(checkpoint, whole, model.num_hidden_layers)
-    shapes = checkpoint_shapes(whole, checkpoint.quantization)
+    shapes = checkpoint_shapes(whole, checkpoint)
     # Dtypes before shapes: 4-bit codes have a shape of their own, and the dtype tells why.
     linear_scales = find_linear_scales(checkpoint, whole)
     checkpoint.require(shapes)

@@ -123,7 +123,7 @@ def require_generator(load_format: LoadFormat, backend: str) -> None:
 def declare_tensors(checkpoint: Checkpoint, network: Network, num_layers: int) -> None:
     """Give the checkpoint every tensor that the recorded network and its quantization imply."""
     info = checkpoint.quantization
-    shapes = dict(checkpoint_shapes(network, info))
+    shapes = dict(checkpoint_shapes(network, checkpoint))
     dtypes = dict.fromkeys(shapes, _STORED_NAMES[network.dtype])
     for node in network.nodes:
         weight = node.inputs.get("weight", "")

@@ -63,7 +63,6 @@ def find_linear_scales(checkpoint: Checkpoint, network: Network) -> dict[str, Li
     UnknownQuantization (quantized weights that no config explains), MissingTensor (a scale) or
     BadTensorShape.
     """
-    info = checkpoint.quantization
     scales = {}
     for node in network.nodes:
         if node.op != "linear":
@@ -72,6 +71,7 @@ def find_linear_scales(checkpoint: Checkpoint, network: Network) -> dict[str, Li
         assert isinstance(source, Rows)
         (weight,) = source.names
         module = weight.removesuffix(".weight")
+        info = checkpoint.quantization_of(module)
         if weight in checkpoint.tensors and _is_quantized(checkpoint.info(weight), info, module):
             assert info is not None and info.scheme is not None
             scales[module] = _scales_of(checkpoint, info, info.scheme, module)
@@ -99,9 +99,12 @@ def require_readable(checkpoint: Checkpoint) -> None:
 
     Raises UnknownQuantization.
     """
-    info = checkpoint.quantization
-    if info is None:
-        return
+    for info in (checkpoint.quantization, *checkpoint.apart.values()):
+        if info is not None:
+            _require_known(checkpoint, info)
+
+
+def _require_known(checkpoint: Checkpoint, info: QuantizationInfo) -> None:
     scheme = info.scheme
     is_readable = info.algo is None or (
         scheme is not None and info.activations in scheme.activations
@@ -115,15 +118,16 @@ def require_readable(checkpoint: Checkpoint) -> None:
         )
 
 
-def require_weights(info: QuantizationInfo | None, backend: str) -> None:
+def require_weights(checkpoint: Checkpoint, backend: str) -> None:
     """Raise Unsupported where a backend has no product of these weights."""
-    scheme = None if info is None else info.scheme
-    if scheme is not None and scheme.name not in BACKENDS[backend].weight_schemes:
-        assert info is not None
-        raise Unsupported(
-            f"weights in {info.algo} are refused: the {backend} backend has no product of them",
-            fix="--backend cuda, or a checkpoint of `llmctl quantize --qformat fp8`",
-        )
+    for info in (checkpoint.quantization, *checkpoint.apart.values()):
+        scheme = None if info is None else info.scheme
+        if scheme is not None and scheme.name not in BACKENDS[backend].weight_schemes:
+            assert info is not None
+            raise Unsupported(
+                f"weights in {info.algo} are refused: the {backend} backend has no product of them",
+                fix="--backend cuda, or a checkpoint of `llmctl quantize --qformat fp8`",
+            )
 
 
 def _is_quantized(weight: TensorInfo, info: QuantizationInfo | None, module: str) -> bool:
@@ -213,9 +217,9 @@ def check_unused(checkpoint: Checkpoint, used: Iterable[str], num_layers: int) -
         prefix = f"model.layers.{layer}.self_attn"
         harmless |= {f"{prefix}.{name}" for pair in _KV_SPELLINGS for name in pair}
         harmless.add(f"{prefix}.rotary_emb.inv_freq")
-    info = checkpoint.quantization
     unused = [name for name in checkpoint.tensors if name not in harmless]
     for name in unused:
+        info = checkpoint.quantization_of(name)
         is_spare_input = name.endswith(".input_scale") and info and info.activations == "dynamic"
         if name.endswith(_MEANINGFUL) and not is_spare_input:
             raise UnknownQuantization(
@@ -234,19 +238,21 @@ def check_unused(checkpoint: Checkpoint, used: Iterable[str], num_layers: int) -
 
 
 def checkpoint_shapes(
-    network: Network, info: QuantizationInfo | None
+    network: Network, checkpoint: Checkpoint | None
 ) -> Mapping[str, tuple[int, ...]]:
     """The shape of every checkpoint tensor that the network as recorded reads, scales of blocks
-    included."""
+    included. Without a checkpoint nothing is quantized."""
     sources = [source for source in network.sources.values() if isinstance(source, Rows)]
     shapes = {name: shape for source in sources for name, shape in source.parts}
-    if info is None or info.scheme is None:
+    if checkpoint is None:
         return shapes
-    storage = info.scheme.storage
-    for node in network.nodes:
-        weight = node.inputs.get("weight", "")
-        if node.op != "linear" or not _is_declared(info, weight.removesuffix(".weight")):
+    weights = dict.fromkeys(n.inputs["weight"] for n in network.nodes if n.op == "linear")
+    for weight in weights:  # once, though several linears may read it
+        module = weight.removesuffix(".weight")
+        info = checkpoint.quantization_of(module)
+        if info is None or info.scheme is None or not _is_declared(info, module):
             continue
+        storage = info.scheme.storage
         rows, inner = shapes[weight]
         if inner % (storage.block or 1):
             raise BadTensorShape(

@@ -81,6 +81,8 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     quantization: QuantizationInfo | None
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)  # that no safetensors file has
+    # by module: of heads that were added and are quantized in another way than the rest
+    apart: Mapping[str, QuantizationInfo] = field(default_factory=dict)
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -121,6 +123,11 @@ class Checkpoint:
             source, offset = bytearray(source[offset : offset + info.num_bytes]), 0
         count = math.prod(info.shape)
         return torch.frombuffer(source, dtype=dtype, count=count, offset=offset).view(info.shape)
+
+    def quantization_of(self, name: str) -> QuantizationInfo | None:
+        """The quantization that applies to a module, or to a tensor of one."""
+        found = [info for module, info in self.apart.items() if name.startswith(f"{module}.")]
+        return found[0] if found else self.quantization
 
     def info(self, name: str) -> TensorInfo:
         """The header entry of one tensor. Raises MissingTensor."""

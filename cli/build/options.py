@@ -33,8 +33,8 @@ LOG_LEVELS = {  # trtllm-build's names -> Python's levels
 MODE_OPTIONS: Mapping[str, tuple[type, str]] = {  # those of one --speculative-decoding-mode
     "draft_model_dir": (
         str,
-        "For medusa: folder with medusa_lm_head.safetensors or .pt. (default: heads in the "
-        "checkpoint itself)",
+        "For medusa: folder with medusa_lm_head.safetensors or .pt, or in vLLM's layout. (default: "
+        "heads in the checkpoint itself)",
     ),
     "num_medusa_heads": (int, "For medusa: heads to take. (default: all)"),
     "medusa_choices": (

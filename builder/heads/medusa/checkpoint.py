@@ -1,24 +1,17 @@
-"""Medusa heads as they are published, found and checked before a weight is read.
+"""Medusa heads as they are published (layouts.py), found and checked before a weight is read.
 
-Head m has residual blocks l = 0, 1, ... and an output matrix behind them:
-
-    {m}.{l}.linear.weight [hidden, hidden]
-    {m}.{l}.linear.bias [hidden]
-    {m}.{L}.weight [vocab, hidden]
-
-in medusa_lm_head.safetensors or .pt of a folder of its own, or in the module "medusa_head" of the
-target (Medusa-2). How many heads and blocks there are is what the names say: published config files
-state wrong numbers.
+They are in a folder of their own or in the module "medusa_head" of the target (Medusa-2). How many
+heads and blocks there are is what the names say: published config files state wrong numbers.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from llmctl.builder.heads.medusa.layouts import MODULE, SHARED, Layout, find_layout, renamed
 from llmctl.builder.heads.medusa.pickled import describe_pickled, read_pickled
 from llmctl.errors import (
     BadConfig,
@@ -26,19 +19,25 @@ from llmctl.errors import (
     CheckpointNotFound,
     MissingTensor,
     PairMismatch,
-    UnexpectedTensor,
     Unsupported,
 )
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo, read_header
+from llmctl.quantize.format import (
+    CONFIG_FILE,
+    QUANT_CONFIG_FILE,
+    SINGLE_FILE,
+    QuantizationInfo,
+    read_json,
+    read_quantization,
+)
 
 if TYPE_CHECKING:
     import torch
 
-MODULE = "medusa_head"  # that heads are in, in an engine as in a Medusa-2 checkpoint
 SAFE_FILE = "medusa_lm_head.safetensors"
 PICKLED_FILE = "medusa_lm_head.pt"
-_NAME = re.compile(r"(\d{1,3})\.(\d{1,3})\.(linear\.weight|linear\.bias|weight)")
 _FLOATS = ("F32", "BF16", "F16")
+_SCALES = ("weight_scale", "input_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +45,49 @@ class MedusaHeads:
     """The heads of a checkpoint: every shape fits, no weight has been read."""
 
     where: Path  # the file, or the folder of the target's own checkpoint
-    num_heads: int
-    num_layers: int  # residual blocks of each
+    layout: Layout
     hidden_size: int
-    vocab_size: int
-    tensors: Mapping[str, TensorInfo]  # by their published names
+    vocab_size: int | None  # None: the output projection is the target's
+    tensors: Mapping[str, TensorInfo]  # by their names in layouts.py
     held: Mapping[str, torch.Tensor]  # of a pickled file
+    quantization: QuantizationInfo | None  # of the checkpoint that they are from
+
+    @property
+    def num_heads(self) -> int:
+        """As many as there are."""
+        return self.layout.num_heads
+
+    @property
+    def num_layers(self) -> int:
+        """Residual blocks of each."""
+        return self.layout.num_layers
 
     def beside(self, target: Checkpoint, num_heads: int) -> Checkpoint:
-        """The target's checkpoint with the first heads in it, unquantized, in MODULE."""
-        tensors = dict(target.tensors)
-        held = dict(target.held)
-        for name in _names(num_heads, self.num_layers):
+        """The target's checkpoint with the first heads in it, in MODULE, quantized as where they
+        are from says."""
+        tensors, held = dict(target.tensors), dict(target.held)
+        linears = self.layout.linears(num_heads)
+        scales = [f"{module}.{kind}" for module in linears for kind in _SCALES]
+        for name in (*self.layout.names(num_heads), *(s for s in scales if s in self.tensors)):
             full = f"{MODULE}.{name}"
             tensors[full] = replace(self.tensors[name], name=full)
             if name in self.held:
                 held[full] = self.held[name]
+        found = replace(target, tensors=tensors, held=held)
+        if any(self.tensors[f"{module}.weight"].dtype not in _FLOATS for module in linears):
+            assert self.quantization is not None
+            return replace(found, apart={**target.apart, MODULE: self.quantization})
         info = target.quantization
         if info is not None:
             info = replace(info, exclude=(*info.exclude, MODULE))
-        return replace(target, tensors=tensors, held=held, quantization=info)
+        return replace(found, quantization=info)
 
 
 def open_heads(folder: Path | None, target: Checkpoint) -> MedusaHeads:
     """The heads of a folder; without one, those of the target's own checkpoint.
 
     Raises CheckpointNotFound, CorruptFile, PickleCheckpoint, MissingTensor, UnexpectedTensor,
-    BadTensorShape, Unsupported (a layout that is not read).
+    BadTensorShape, UnknownQuantization, Unsupported (a layout that is not read).
     """
     if folder is None:
         prefix = f"{MODULE}."
@@ -86,17 +101,26 @@ def open_heads(folder: Path | None, target: Checkpoint) -> MedusaHeads:
                 f"--speculative-decoding-mode medusa: {target.path} holds no {MODULE} tensors",
                 fix="name the folder of the heads: --draft-model-dir HEADS",
             )
-        return _check(target.path, own, {})
-    safe, pickled = folder / SAFE_FILE, folder / PICKLED_FILE
+        return _check(target.path, own, {}, target.quantization)
+    config = _read_if_there(folder / CONFIG_FILE) or {}
+    nested = _read_if_there(folder / QUANT_CONFIG_FILE)
+    info = read_quantization(config, nested, str(folder / CONFIG_FILE))
+    held: Mapping[str, torch.Tensor] = {}
+    safe, pickled, whole = (folder / name for name in (SAFE_FILE, PICKLED_FILE, SINGLE_FILE))
     if safe.is_file():
-        return _check(safe, read_header(safe), {})
-    if pickled.is_file():
-        held = read_pickled(pickled)
-        return _check(pickled, describe_pickled(pickled, held), held)
-    raise CheckpointNotFound(
-        f"{folder} has neither {SAFE_FILE} nor {PICKLED_FILE}",
-        fix="give the folder of published Medusa heads: --draft-model-dir HEADS",
-    )
+        where, tensors = safe, read_header(safe)
+    elif pickled.is_file():
+        where, held = pickled, read_pickled(pickled)
+        tensors = describe_pickled(pickled, held)
+    elif whole.is_file():
+        where, tensors = whole, read_header(whole)
+    else:
+        raise CheckpointNotFound(
+            f"{folder} has neither {SAFE_FILE} nor {PICKLED_FILE} nor {SINGLE_FILE}",
+            fix="give the folder of published Medusa heads: --draft-model-dir HEADS",
+        )
+    named = renamed(tensors, config, where), renamed(held, config, where)
+    return _check(where, *named, info)
 
 
 def require_fit(heads: MedusaHeads, hidden_size: int, vocab_size: int) -> None:
@@ -106,7 +130,7 @@ def require_fit(heads: MedusaHeads, hidden_size: int, vocab_size: int) -> None:
         ("vocab_size", heads.vocab_size, vocab_size),
     )
     for name, own, wanted in pairs:
-        if own != wanted:
+        if own not in (wanted, None):
             raise PairMismatch(
                 f"the Medusa heads in {heads.where} have {name} {own}, the target has {wanted}",
                 fix="use heads that were trained for this target",
@@ -114,82 +138,63 @@ def require_fit(heads: MedusaHeads, hidden_size: int, vocab_size: int) -> None:
 
 
 def _check(
-    where: Path, tensors: Mapping[str, TensorInfo], held: Mapping[str, torch.Tensor]
+    where: Path,
+    tensors: Mapping[str, TensorInfo],
+    held: Mapping[str, torch.Tensor],
+    quantization: QuantizationInfo | None,
 ) -> MedusaHeads:
-    """What the names, dtypes and shapes amount to."""
-    num_heads, num_layers = _count(where, tensors)
-    expected = _names(num_heads, num_layers)
+    """What the names, dtypes and shapes amount to. The scales of quantized heads are checked with
+    those of the target."""
+    layout = find_layout(tensors, where)
+    expected = layout.names(layout.num_heads)
     absent = [name for name in expected if name not in tensors]
     if absent:
         raise MissingTensor(
-            f"{where} lacks {len(absent)} of the {len(expected)} tensors of {num_heads} heads with "
-            f"{num_layers} residual blocks each: {', '.join(absent[:8])}",
+            f"{where} lacks {len(absent)} of the {len(expected)} tensors of {layout.num_heads} "
+            f"heads with {layout.num_layers} residual blocks each: {', '.join(absent[:8])}",
             fix="fetch the heads again",
         )
-    vocab_size, hidden_size = _matrix(where, tensors[f"0.{num_layers}.weight"])
+    scheme = None if quantization is None else quantization.scheme
+
+    def shape(name: str) -> tuple[int, ...]:
+        """As if it were not quantized."""
+        info = tensors[name]
+        known = _FLOATS if scheme is None else (*_FLOATS, scheme.storage.dtype)
+        if info.dtype not in known:
+            raise Unsupported(
+                f"{name} in {where} is {info.dtype}; heads in {', '.join(known)} are read",
+                fix="use the heads as they were trained, or `llmctl quantize --draft-model-dir`",
+            )
+        is_stored = scheme is not None and info.dtype == scheme.storage.dtype
+        values = scheme.storage.values if scheme is not None and is_stored else 1
+        return (*info.shape[:1], *(size * values for size in info.shape[1:]))
+
+    output = expected[-1] if expected[-1].startswith(SHARED) else f"0.{layout.num_layers}.weight"
+    vocab_size: int | None = None
+    if output in tensors:
+        vocab_size, hidden_size = _matrix(where, output, shape(output))
+    else:
+        _, hidden_size = _matrix(where, expected[0], shape(expected[0]))
     sizes = {"linear.weight": (hidden_size, hidden_size), "linear.bias": (hidden_size,)}
     for name in expected:
-        info = tensors[name]
-        wanted = sizes.get(name.split(".", 2)[2], (vocab_size, hidden_size))
-        if info.shape != wanted:
+        wanted: Any = sizes.get(name.partition(".")[2].partition(".")[2], (vocab_size, hidden_size))
+        if shape(name) != wanted:
             raise BadTensorShape(
-                f"{name} in {where} has shape {list(info.shape)}; the other heads imply "
+                f"{name} in {where} has shape {list(tensors[name].shape)}; the other heads imply "
                 f"{list(wanted)}",
                 fix="fetch the heads again",
             )
-        if info.dtype not in _FLOATS:
-            raise Unsupported(
-                f"{name} in {where} is {info.dtype}; heads in {', '.join(_FLOATS)} are read",
-                fix="use the heads as they were trained",
-            )
-    return MedusaHeads(where, num_heads, num_layers, hidden_size, vocab_size, tensors, held)
+    return MedusaHeads(where, layout, hidden_size, vocab_size, tensors, held, quantization)
 
 
-def _count(where: Path, names: Iterable[str]) -> tuple[int, int]:
-    """(heads, residual blocks of each) that the names say."""
-    num_heads = num_layers = 0
-    has_output = False
-    for name in names:
-        found = _NAME.fullmatch(name)
-        if found is None:
-            raise UnexpectedTensor(
-                f"{where} holds {name!r}, which no Medusa head has; heads are read as "
-                "HEAD.BLOCK.linear.weight, HEAD.BLOCK.linear.bias and HEAD.BLOCK.weight",
-                fix="use heads in the layout of FasterDecoding/Medusa",
-            )
-        num_heads = max(num_heads, int(found[1]) + 1)
-        if found[3] != "weight":
-            num_layers = max(num_layers, int(found[2]) + 1)
-        has_output = has_output or found[3] == "weight"
-    if not has_output:
-        raise Unsupported(
-            f"{where} holds no output matrix: its heads share the target's, a layout that is not "
-            "read",
-            fix="use heads that have output matrices of their own",
-        )
-    return num_heads, num_layers
+def _read_if_there(path: Path) -> dict[str, Any] | None:
+    return read_json(path) if path.is_file() else None
 
 
-def _names(num_heads: int, num_layers: int) -> list[str]:
-    return [
-        name
-        for head in range(num_heads)
-        for name in (
-            *(
-                f"{head}.{layer}.linear.{kind}"
-                for layer in range(num_layers)
-                for kind in ("weight", "bias")
-            ),
-            f"{head}.{num_layers}.weight",
-        )
-    ]
-
-
-def _matrix(where: Path, info: TensorInfo) -> tuple[int, int]:
-    if len(info.shape) != 2 or 0 in info.shape:
+def _matrix(where: Path, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    if len(shape) != 2 or 0 in shape:
         raise BadTensorShape(
-            f"{info.name} in {where} has shape {list(info.shape)}; [vocabulary, hidden size] is "
-            "wanted",
+            f"{name} in {where} has shape {list(shape)}; [vocabulary, hidden size] is wanted",
             fix="fetch the heads again",
         )
-    return info.shape[0], info.shape[1]
+    return shape[0], shape[1]

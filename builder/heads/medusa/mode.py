@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmctl.builder.heads.medusa.layouts import OWN, Layout
 from llmctl.builder.heads.medusa.tree import DEFAULT, OPTION, MedusaTree, parse_choices
 from llmctl.errors import BadConfig
 
@@ -30,13 +31,14 @@ def prepare_medusa(
     folder = request.draft_model_dir
     heads = open_heads(None if folder is None else Path(folder), checkpoint)
     require_fit(heads, model.hidden_size, model.vocab_size)
-    num_heads = request.num_medusa_heads or heads.num_heads
-    if num_heads > heads.num_heads:
+    most = heads.layout.num_heads
+    num_heads = request.num_medusa_heads or most
+    if num_heads > most:
         raise BadConfig(
-            f"--num-medusa-heads is {num_heads}; {heads.where} holds {heads.num_heads} heads",
-            fix=f"--num-medusa-heads {heads.num_heads}, or leave it out",
+            f"--num-medusa-heads is {num_heads}; {heads.where} holds {most} heads",
+            fix=f"--num-medusa-heads {most}, or leave it out",
         )
-    limits, facts = _decide(request, num_heads, heads.num_layers)
+    limits, facts = _decide(request, replace(heads.layout, num_heads=num_heads))
     return limits, heads.beside(checkpoint, num_heads), facts
 
 
@@ -52,27 +54,21 @@ def invent_medusa(
     tree = MedusaTree(DEFAULT)
     if request.medusa_choices is not None:
         tree = parse_choices(request.medusa_choices)
-    return _decide(request, request.num_medusa_heads or tree.depth, num_layers=1)
+    num_heads = request.num_medusa_heads or tree.depth
+    return _decide(request, Layout(num_heads, num_layers=1, has_bias=True, output=OWN))
 
 
 def record_heads(model: ModelConfig, dtype: str, facts: Mapping[str, Any]) -> Sequence[Network]:
     """The one graph that all heads are."""
     from llmctl.builder.heads.medusa.network import record_medusa
 
-    sizes = (model.hidden_size, model.vocab_size)
-    return [record_medusa(facts["num_heads"], facts["num_layers"], *sizes, dtype)]
+    return [record_medusa(model, facts, dtype)]
 
 
-def _decide(
-    request: BuildRequest, num_heads: int, num_layers: int
-) -> tuple[BuildRequest, dict[str, Any]]:
+def _decide(request: BuildRequest, layout: Layout) -> tuple[BuildRequest, dict[str, Any]]:
     """The limits with the tree in them, and what config.json keeps."""
-    tree = _choose_tree(request, num_heads)
-    facts = {
-        "num_heads": num_heads,
-        "num_layers": num_layers,
-        "choices": [list(path) for path in tree.paths],
-    }
+    tree = _choose_tree(request, layout.num_heads)
+    facts = {**asdict(layout), "choices": [list(path) for path in tree.paths]}
     return replace(request, max_draft_len=request.max_draft_len or tree.num_nodes), facts
 
 

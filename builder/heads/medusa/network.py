@@ -5,10 +5,15 @@ Each head reads the base graph's last hidden rows, those that the output project
     x = x + SiLU(linear(x) + bias)     for each residual block
     logits = linear(x)                 [requests, vocab_size] float32
 
+The last matrix is a head's own, one of all heads, or the target's output projection.
+
 The rows come first: a step leaves one for each draft, and heads read one of each request.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from llmctl.builder.functional import (
     add,
@@ -19,33 +24,38 @@ from llmctl.builder.functional import (
     parameter,
     silu,
 )
-from llmctl.builder.heads.medusa.checkpoint import MODULE
+from llmctl.builder.heads.medusa.layouts import COMMON, MODULE, OWN, SHARED, TARGETS
 from llmctl.builder.heads.medusa.tree import GRAPH, logits_name
-from llmctl.builder.models.decoder import HIDDEN
+from llmctl.builder.models.decoder import EMBEDDING, HIDDEN, LM_HEAD
+from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network, Tensor, recording
 from llmctl.builder.plan import BASE
 
 
-def record_medusa(
-    num_heads: int, num_layers: int, hidden_size: int, vocab_size: int, dtype: str
-) -> Network:
-    """The graph of so many heads with so many residual blocks each. Its step's logit_rows say which
-    hidden rows are read, one a request; its outputs are `logits_name` of each head."""
+def record_medusa(model: ModelConfig, facts: Mapping[str, Any], dtype: str) -> Network:
+    """The graph of the heads that the facts of `prepare_medusa` tell of. Its step's logit_rows say
+    which hidden rows are read, one a request; its outputs are `logits_name` of each head."""
+    width = model.hidden_size
     with recording(Network(dtype, name=GRAPH)) as network:
-        hidden = graph_input(HIDDEN, "rows", hidden_size, source=(BASE, HIDDEN))
+        hidden = graph_input(HIDDEN, "rows", width, source=(BASE, HIDDEN))
         rows = gather_rows(hidden, name=f"{GRAPH}.gather_rows", most="requests")
-        for head in range(num_heads):
+        for head in range(facts["num_heads"]):
             x = rows
-            for layer in range(num_layers):
-                x = _block(x, f"{MODULE}.{head}.{layer}", hidden_size)
-            name = f"{MODULE}.{head}.{num_layers}"
-            weight = parameter(f"{name}.weight", vocab_size, hidden_size)
+            for layer in range(facts["num_layers"]):
+                x = _block(x, f"{MODULE}.{head}.{layer}", width, facts["has_bias"])
+            name = f"{MODULE}.{head}.{facts['num_layers']}"
+            matrices = {
+                OWN: name,
+                COMMON: f"{MODULE}.{SHARED}",
+                TARGETS: EMBEDDING if model.tie_word_embeddings else LM_HEAD,
+            }
+            weight = parameter(f"{matrices[facts['output']]}.weight", model.vocab_size, width)
             graph_output(logits_name(head), linear(x, weight, name=name, dtype="float32"))
     return network
 
 
-def _block(x: Tensor, name: str, width: int) -> Tensor:
+def _block(x: Tensor, name: str, width: int, has_bias: bool) -> Tensor:
     weight = parameter(f"{name}.linear.weight", width, width)
-    bias = parameter(f"{name}.linear.bias", width)
+    bias = parameter(f"{name}.linear.bias", width) if has_bias else None
     gate = silu(linear(x, weight, bias, name=f"{name}.linear"), name=f"{name}.act")
     return add(gate, x, name=f"{name}.residual")

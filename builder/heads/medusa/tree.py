@@ -10,6 +10,8 @@ import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from llmctl.builder.heads.medusa.published import DEFAULT as DEFAULT
+from llmctl.builder.heads.medusa.published import PUBLISHED
 from llmctl.errors import BadConfig
 
 Path = tuple[int, ...]
@@ -23,21 +25,6 @@ FORM = "a list of paths, such as [[0], [0, 0], [1]]"
 def logits_name(head: int) -> str:
     """The output of GRAPH that one head gives."""
     return f"logits.{head}"
-
-
-def _published(text: str) -> tuple[Path, ...]:
-    return tuple(tuple(map(int, path)) for path in text.split())
-
-
-# Trees of FasterDecoding/Medusa by their names, their nodes in the published order.
-PUBLISHED = {
-    "mc_sim_7b_63": _published(
-        "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 "
-        "003 40 21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 "
-        "101 021 90 060 0001 16 070"
-    )
-}
-DEFAULT = PUBLISHED["mc_sim_7b_63"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +69,12 @@ def parse_choices(text: str) -> MedusaTree:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         value = None
     if not isinstance(value, list) or not value:
-        names = ", ".join(PUBLISHED)
-        raise BadConfig(f"{OPTION} is {_short(text)}; it must be {FORM}, or one of {names}")
+        first, *others = PUBLISHED
+        raise BadConfig(
+            f"{OPTION} is {_short(text)}; it must be {FORM}, or one of {first} and {len(others)} "
+            "other names",
+            fix=f"the names are {', '.join(PUBLISHED)}",
+        )
     return MedusaTree.of(check_paths(value))
 
 

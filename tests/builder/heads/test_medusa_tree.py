@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from llmctl.builder.heads.medusa.published import PUBLISHED as TREES
 from llmctl.builder.heads.medusa.tree import DEFAULT, MedusaTree, parse_choices
 from llmctl.errors import BadConfig
 
@@ -24,6 +25,21 @@ def test_the_published_tree_has_the_counted_nodes():
     assert (tree.num_nodes, tree.depth) == (63, 4)
     assert Counter(map(len, tree.paths)) == {1: 10, 2: 28, 3: 23, 4: 2}
     assert len(set(tree.paths) - {path[:-1] for path in tree.paths}) == 42  # leaves
+
+
+def test_every_published_tree_is_whole_and_in_order():
+    """Nine trees of 63 nodes as their repository has them; 33b_stage1 goes no deeper than 3."""
+    assert len(TREES) == 9
+    for name, paths in TREES.items():
+        tree = parse_choices(name)
+        assert tree.paths == paths, "every parent is there, before its children"
+        assert (tree.num_nodes, tree.depth) == (63, 3 if name == "vicuna_33b_stage1" else 4)
+        assert set(Counter(rank for path in paths for rank in path)) == set(range(10))
+    # from the quotation of this tree in lmdeploy/pytorch/models/medusa.py
+    begins = [(0,), (0, 0), (1,), (0, 1), (0, 0, 0), (1, 0), (2,), (0, 2), (0, 0, 1), (0, 3)]
+    ends = [(0, 5, 0), (3, 1), (0, 0, 2, 0), (7, 0), (1, 4)]
+    assert list(TREES["vicuna_7b_stage2"])[:10] == begins
+    assert list(TREES["vicuna_7b_stage2"])[-5:] == ends
 
 
 def test_a_path_brings_what_leads_to_it():
