@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 
 # Before torch is imported anywhere: two test workers share two cores, and more OpenMP threads
 # than cores makes small matrix products many times slower.
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from support.forked_program import ForkedProgram
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that; the tests that
 # interrupt need it to work however they were started.
@@ -41,6 +43,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def repository() -> Path:
     """The root of the source tree."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def forked_program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedProgram]:
+    """The program as a process that need not import anything."""
+    made = ForkedProgram(tmp_path_factory.mktemp("program"))
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

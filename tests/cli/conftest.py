@@ -79,7 +79,7 @@ def llmctl(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
 
 @pytest.fixture(scope="session")
 def program() -> list[str]:
-    """The program as a process of its own."""
+    """The program as a user starts it; `forked_program` is it without the seconds of imports."""
     return [sys.executable, "-m", "llmctl.cli.entry"]
 
 
@@ -113,11 +113,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Engin
 
 
 @pytest.fixture(scope="session")
-def run_process(program: list[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_process(forked_program) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a command line as a process and wait for it."""
 
     def run(*argv: object) -> subprocess.CompletedProcess[str]:
-        words = [*program, *map(str, argv)]
+        words = [*forked_program.command, *map(str, argv)]
         return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
 
     return run

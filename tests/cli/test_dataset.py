@@ -93,10 +93,18 @@ def test_a_file_gets_the_lines_that_stdout_would_and_stderr_a_summary(llmctl, ma
     )
 
 
-def test_a_file_that_stdout_is_redirected_into_gets_the_rows_too(program, demo, tmp_path):
+def test_a_file_that_stdout_is_redirected_into_gets_the_rows_too(forked_program, demo, tmp_path):
     named, caught, log = (tmp_path / name for name in ("rows.json", "synthetic.txt", "log.txt"))
     kind = [*shlex.split(NORMAL), "--num-requests", "4"]
-    command = [*program, "dataset", "--tokenizer", str(demo), "--output", str(named), *kind]
+    command = [
+        *forked_program.command,
+        "dataset",
+        "--tokenizer",
+        str(demo),
+        "--output",
+        str(named),
+        *kind,
+    ]
     with caught.open("w") as stdout:
         done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=True)
     assert len(named.read_text().splitlines()) == 4

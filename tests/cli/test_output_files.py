@@ -97,12 +97,14 @@ def test_what_cannot_take_its_name_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("redirection", [">", ">>"])
-def test_stdout_by_name_keeps_what_else_is_written_there(program, engines, tmp_path, redirection):
+def test_stdout_by_name_keeps_what_else_is_written_there(
+    forked_program, engines, tmp_path, redirection
+):
     out = tmp_path / "out.txt"
     out.write_text("before\n")
     command = f'"$@" {redirection} {out}'
     run = ["run", "--engine-dir", engines.target, "--max-output-len", 3, "--input-text", "a b"]
-    words = [*program, *map(str, run), "--output-jsonl", "/dev/stdout"]
+    words = [*forked_program.command, *map(str, run), "--output-jsonl", "/dev/stdout"]
     subprocess.run(["bash", "-c", command, "sh", *words], check=True, capture_output=True)
     text = out.read_text()
     assert text.startswith("before\n") == (redirection == ">>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,11 @@ def test_an_output_directory_is_never_overwritten(run_process, folder):
     assert after == before
 
 
-def test_threads_of_quantize_wait_without_spinning(run_process, engines, tmp_path, monkeypatch):
+def test_threads_of_quantize_wait_without_spinning(program, engines, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_DISPLAY_ENV", "true")  # the OpenMP library prints what it has read
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    done = run_process(
-        *("quantize", "--model_dir", engines.target_checkpoint, "--output_dir", tmp_path / "fp8"),
-        *("--calib_size", "1", "--calib_max_seq_length", "8"),
-    )
+    words = [*program, "quantize", "--model_dir", str(engines.target_checkpoint)]
+    words += ["--output_dir", str(tmp_path / "fp8")]
+    words += ["--calib_size", "1", "--calib_max_seq_length", "8"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr

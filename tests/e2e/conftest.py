@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 from support.e2e import DemoPair, PromptMaker
+from support.forked_program import ForkedProgram
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> DemoPair:
+def demo(
+    tmp_path_factory: pytest.TempPathFactory, repository: Path, forked_program: ForkedProgram
+) -> DemoPair:
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # all workers share what one of them has made
         folder = folder.parent
     (folder / "demo-pair").mkdir(exist_ok=True)
-    return DemoPair(folder / "demo-pair", repository / "examples")
+    return DemoPair(folder / "demo-pair", repository / "examples", forked_program)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from string import Template
 
@@ -63,13 +62,15 @@ def lines(tmp_path_factory, repository) -> list[list[str]]:
     return article_lines(repository / "examples/article.sh", folder, repository / "examples")
 
 
-def test_the_articles_commands_run_to_the_end_and_the_draft_changes_no_text(lines, capsys):
+def test_the_articles_commands_run_to_the_end_and_the_draft_changes_no_text(
+    lines, capsys, forked_program
+):
     said, printed = {}, {}
     for number, words in enumerate(lines):
         name = f"{words[0]} {number}"
         if ">" in words:  # a shell's: stdout of a process of its own
             *words, _, file = words
-            command = [sys.executable, "-m", "llmctl.cli.entry", *words]
+            command = [*forked_program.command, *words]
             with open(file, "w") as stdout:
                 done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
             assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ def pipeline(demo: DemoPair, repository: Path, tmp_path: Path):
     for role in ROLES:
         (output / f"{role}-fp8").symlink_to(demo.quantized(role))
     program = tmp_path / "llmctl"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m llmctl.cli.entry "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(demo.program.command)} "$@"\n')
     program.chmod(0o755)
 
     def run(**variables: str) -> tuple[subprocess.CompletedProcess[str], Path]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.e2e import DRAFT_LEN, DemoPair, PromptMaker, llmctl, run_all
+from support.e2e import DRAFT_LEN, DemoPair, PromptMaker, run_all
 
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
@@ -19,12 +19,12 @@ from llmctl.runtime.request import Request, SamplingConfig
 def engine(demo: DemoPair) -> Path:
     """The demo target with FP8 weights and INT8 keys and values."""
     checkpoint, path = demo.folder / "target-int8-checkpoint", demo.folder / "target-int8"
-    llmctl("quantize", "--model-dir", demo.examples / "demo-target", "--output-dir", checkpoint,
-           "--qformat", "fp8", "--kv-cache-dtype", "int8", "--calib-size", 8,
-           "--calib-max-seq-length", 256)  # fmt: skip
-    llmctl("build", "--backend", "cpu", "--checkpoint-dir", checkpoint, "--output-dir", path,
-           "--max-seq-len", 1024, "--max-draft-len", DRAFT_LEN,
-           "--speculative-decoding-mode", "draft_tokens_external")  # fmt: skip
+    folders = ["--model-dir", demo.examples / "demo-target", "--output-dir", checkpoint]
+    demo.llmctl("quantize", *folders, "--qformat", "fp8", "--kv-cache-dtype", "int8",
+                "--calib-size", 8, "--calib-max-seq-length", 256)  # fmt: skip
+    folders = ["--checkpoint-dir", checkpoint, "--output-dir", path]
+    demo.llmctl("build", "--backend", "cpu", *folders, "--max-seq-len", 1024, "--max-draft-len",
+                DRAFT_LEN, "--speculative-decoding-mode", "draft_tokens_external")  # fmt: skip
     return path
 
 

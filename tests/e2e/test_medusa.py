@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 
 import pytest
 from support.cuda import launch_sampling, open_on_fake_device
@@ -123,7 +122,7 @@ def test_from_the_command_line(demo: DemoPair) -> None:
     """`run` with the engine's tree and with another, and what it refuses before weights."""
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "llmctl.cli.entry", "run", "--max_output_len", "24"]
+        command = [*demo.program.command, "run", "--max_output_len", "24"]
         command += ["--input_text", "def read_lines(path):", *options]
         return subprocess.run(command, capture_output=True, text=True)
 
@@ -151,12 +150,9 @@ def test_from_the_command_line(demo: DemoPair) -> None:
 
 def test_a_tree_is_tuned_by_a_load(demo: DemoPair) -> None:
     """`bench` counts how often heads are right; what it prints is a value of --medusa-choices."""
-    command = [sys.executable, "-m", "llmctl.cli.entry", "bench", "latency", "--json"]
-    command += ["--engine-dir", str(demo.engine(ENGINE)), "--medusa-choices", "[[0],[1]]"]
-    command += ["--tune-tree", "5", "--num-requests", "2", "--target-output-len", "32"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    tree = json.loads(done.stdout)["tree"]
+    engine = ["--engine-dir", demo.engine(ENGINE), "--medusa-choices", "[[0],[1]]"]
+    load = ["--tune-tree", "5", "--num-requests", "2", "--target-output-len", "32"]
+    tree = json.loads(demo.llmctl("bench", "latency", "--json", *engine, *load))["tree"]
     assert 1 <= len(tree["medusa_choices"]) <= 5 and tree["num_rounds"] > 20
     assert len(tree["accuracy_by_head_and_rank"]) == 4, "all heads are asked"
     parse_choices(str(tree["medusa_choices"]))

@@ -16,10 +16,10 @@ SIZE = {"--num-requests": 2, "--rounds": 1, "--draft-len": 3}
 
 
 @pytest.fixture
-def dataset(tmp_path, repository):
+def dataset(tmp_path, repository, forked_program):
     """Two requests of 20 prompt tokens and 12 output tokens."""
     path = tmp_path / "data.jsonl"
-    command = [sys.executable, "-m", "llmctl.cli.entry", "dataset", "--tokenizer",
+    command = [*forked_program.command, "dataset", "--tokenizer",
                "examples/demo-target", "--output", path, "text", "--input-file",
                "examples/heldout.txt", "--num-requests", 2, "--input-len-dist", "20,0",
                "--output-len-dist", "12,0"]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 
 import pytest
 from safetensors import safe_open
@@ -22,12 +23,11 @@ def pair(demo_engine, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def demo_engine(repository, tmp_path_factory):
-    from support.e2e import llmctl
-
+def demo_engine(repository, tmp_path_factory, forked_program):
     folder = tmp_path_factory.mktemp("compare") / "engine"
-    llmctl("build", "--backend", "cpu", "--checkpoint-dir", repository / "examples/demo-draft",
-           "--output-dir", folder)  # fmt: skip
+    build = ["build", "--backend", "cpu", "--checkpoint-dir", repository / "examples/demo-draft"]
+    words = [*forked_program.command, *map(str, build), "--output-dir", str(folder)]
+    subprocess.run(words, capture_output=True, check=True)
     return folder
 
 

@@ -21,6 +21,7 @@ from llmctl.runtime.drafting.ngram.method import NgramLookup
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
+from support.forked_program import ForkedProgram
 from support.medusa import fit_heads, save_heads
 
 DRAFT_LEN = 4
@@ -30,6 +31,7 @@ PromptMaker = Callable[[int], list[tuple[int, ...]]]
 
 
 def llmctl(*arguments: object) -> None:
+    """A command line that succeeds, as a user starts it: what uses a GPU cannot be forked."""
     command = [sys.executable, "-m", "llmctl.cli.entry", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -42,6 +44,14 @@ class DemoPair:
 
     folder: Path
     examples: Path
+    program: ForkedProgram
+
+    def llmctl(self, *arguments: object) -> str:
+        """What a command line that succeeds prints."""
+        command = [*self.program.command, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def engine(self, name: str) -> Path:
         """The engine directory, built on first use."""
@@ -70,16 +80,16 @@ class DemoPair:
             checkpoint = self.quantized(role)
         else:
             options += ["--dtype", dtype]
-        llmctl("build", "--backend", "cpu", "--checkpoint-dir", checkpoint, "--output-dir", path,
-               *options)  # fmt: skip
+        limits = ["--checkpoint-dir", checkpoint, "--output-dir", path, *options]
+        self.llmctl("build", "--backend", "cpu", *limits)
 
     def quantized(self, role: str) -> Path:
         """The FP8 checkpoint with FP8 KV scales, calibrated on the default text."""
         with self._making(f"{role}-fp8-checkpoint") as path:
             if not path.exists():
-                llmctl("quantize", "--model-dir", self.examples / f"demo-{role}", "--output-dir",
-                       path, "--qformat", "fp8", "--kv-cache-dtype", "fp8", "--calib-size", 16,
-                       "--calib-max-seq-length", 256)  # fmt: skip
+                folders = ["--model-dir", self.examples / f"demo-{role}", "--output-dir", path]
+                self.llmctl("quantize", *folders, "--qformat", "fp8", "--kv-cache-dtype", "fp8",
+                            "--calib-size", 16, "--calib-max-seq-length", 256)  # fmt: skip
         return path
 
     def medusa_heads(self) -> Path:

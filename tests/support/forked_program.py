@@ -1,0 +1,147 @@
+"""The program in processes that are forked from one that has imported what its commands need.
+
+`python -m llmctl.cli.entry` takes two seconds of imports, and six for `quantize`; a fork begins
+with them done. A fork has its own working folder, environment and arguments, and its stdin, stdout
+and stderr are the caller's files. Tests of start-up, signals, memory, or settings that libraries
+read when they are imported start the real program.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+# What a command imports while it runs; imported by the server at the first one of that name.
+MODULES = {
+    "bench": ("llmctl.cli.bench.session", "llmctl.cli.run.session", "llmctl.cli.bench.publish"),
+    "build": ("llmctl.builder.build", "llmctl.builder.engine_format"),
+    "quantize": ("llmctl.quantize.quantizer", "transformers.models.llama.modeling_llama"),
+    "run": ("llmctl.cli.run.session", "llmctl.runtime.api.executor"),
+}
+ALWAYS = ("llmctl.cli.main", "torch", "safetensors.torch", "tokenizers")
+
+
+class ForkedProgram:
+    """The server, started at the first use of `command`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._address = folder / "socket"
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def command(self) -> list[str]:
+        """What comes before the program's arguments on a command line."""
+        if self._process is None:
+            words = [sys.executable, __file__, "serve", str(self._address)]
+            self._process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+            assert self._process.stdout is not None
+            assert self._process.stdout.readline() == "ready\n"
+        return [sys.executable, "-I", "-S", __file__, "call", str(self._address)]
+
+    def close(self) -> None:
+        """End the server; it keeps nothing."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+
+# ---- in the client, which imports nothing but the above ----
+
+
+def call(address: str, words: list[str]) -> int:
+    """Have a command line run on this process's files; its exit code."""
+    request = {"argv": words, "folder": os.getcwd(), "environment": dict(os.environ)}
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(address)
+        files = array.array("i", (0, 1, 2)).tobytes()
+        server.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+        server.sendall(json.dumps(request).encode())
+        server.shutdown(socket.SHUT_WR)
+        code = server.makefile().read()
+    assert code, "the program was killed"
+    return int(code)
+
+
+# ---- in the server ----
+
+
+def serve(address: str) -> None:
+    """Fork for every call, until this process is killed."""
+    del sys.path[0]  # this folder
+    for module in ALWAYS:
+        importlib.import_module(module)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    print("ready", flush=True)
+    while True:
+        client, _ = listener.accept()
+        reap()
+        _, files, _, _ = socket.recv_fds(client, 1, 3)
+        request = json.loads(client.makefile().read())
+        prepare(request["argv"])
+        if os.fork() == 0:
+            run(client, files, request)
+        for file in files:
+            os.close(file)
+        client.close()
+
+
+def reap() -> None:
+    """Forget the forks that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def prepare(words: list[str]) -> None:
+    """Import what the command imports."""
+    name = words[0] if words else ""
+    for module in MODULES.get(name, ()):
+        importlib.import_module(module)
+    if name == "quantize":
+        from llmctl.quantize.layers import import_modelopt
+
+        import_modelopt()
+
+
+def run(client: socket.socket, files: list[int], request: dict[str, object]) -> NoReturn:
+    """One command line, to the end of this process."""
+    code: object = 70
+    try:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        sys.stdin = os.fdopen(0, closefd=False)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["folder"])
+        sys.argv = ["llmctl", *request["argv"]]
+        from llmctl.cli.entry import main
+
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        client.sendall(str(code).encode())
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(sys.argv[2])
+    else:
+        sys.exit(call(sys.argv[2], sys.argv[3:]))
