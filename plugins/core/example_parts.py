@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.core.op_spec import INT8_MAX, Case
 
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One call with its step and cache."""
+
+    call: OpCall
+    step: StepInputs
+    kv_cache: torch.Tensor
+
+    def clone(self) -> Example:
+        """The same example in fresh memory."""
+        copies: dict[int, torch.Tensor] = {}
+
+        def copy(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+            return {k: copies.setdefault(id(t), t.clone()) for k, t in tensors.items()}
+
+        call = self.call
+        fresh = OpCall(
+            call.op, call.name, copy(call.inputs), copy(call.outputs), dict(call.attributes)
+        )
+        return Example(fresh, self.step, self.kv_cache.clone())
 
 
 def make_step(

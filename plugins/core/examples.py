@@ -7,13 +7,13 @@ tokens that "were computed before". Everything follows from the case and the see
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from llmctl.plugins.core.calls import OpCall, StepInputs
+from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.example_parts import (
+    Example,
     Tensors,
     empty,
     filled_cache,
@@ -36,27 +36,7 @@ from llmctl.plugins.ops.packed_linear.layout import (
 from llmctl.plugins.schemes.scheme import packing_of
 from llmctl.plugins.schemes.table import FORMS
 
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One call with its step and cache."""
-
-    call: OpCall
-    step: StepInputs
-    kv_cache: torch.Tensor
-
-    def clone(self) -> Example:
-        """The same example in fresh memory."""
-        copies: dict[int, torch.Tensor] = {}
-
-        def copy(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-            return {k: copies.setdefault(id(t), t.clone()) for k, t in tensors.items()}
-
-        call = self.call
-        fresh = OpCall(
-            call.op, call.name, copy(call.inputs), copy(call.outputs), dict(call.attributes)
-        )
-        return Example(fresh, self.step, self.kv_cache.clone())
+__all__ = ["Example", "make_example"]
 
 
 def make_example(op: str, case: Case, seed: int = 0, device: str = "cpu") -> Example:
@@ -149,6 +129,22 @@ def _silu(case: Case, generator: torch.Generator) -> Example:
         inputs["residual"] = random_tensor(shape, dtype, generator)
     call = OpCall("silu", "silu", inputs, {"out": empty(shape, dtype)}, {})
     return Example(call, plain_step(shape[0]), no_cache())
+
+
+def _recurrence(case: Case, generator: torch.Generator) -> Example:
+    tokens, rows, width = (int(case[k]) for k in ("tokens", "rows", "hidden"))
+    dtype = str(case["dtype"])
+    step = plain_step(tokens)
+    step.logit_rows = np.random.default_rng(0).integers(0, rows, tokens).astype(np.int32)
+    inputs = {
+        "x": random_tensor((tokens, width), dtype, generator),
+        "context": random_tensor((rows, 2 * width), dtype, generator),
+    }
+    if case["carry"]:
+        inputs["carry"] = random_tensor((rows, width), dtype, generator)
+    outputs = {"out": empty((tokens, 2 * width), dtype), "state": empty((tokens, width), dtype)}
+    call = OpCall("recurrence", "recurrence", inputs, outputs, {"silu": bool(case["silu"])})
+    return Example(call, step, no_cache())
 
 
 def _linear(case: Case, generator: torch.Generator) -> Example:
@@ -287,6 +283,7 @@ _MAKERS: Mapping[str, Callable[[Case, torch.Generator], Example]] = {
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
     "silu": _silu,
+    "recurrence": _recurrence,
     "linear": _linear,
     "packed_linear": _packed_linear,
     "packed_linear_swiglu": _packed_linear_swiglu,

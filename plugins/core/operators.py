@@ -19,6 +19,7 @@ from llmctl.plugins.ops.linear.spec import SPEC as LINEAR
 from llmctl.plugins.ops.packed_linear.spec import SPEC as PACKED_LINEAR
 from llmctl.plugins.ops.paged_attention.spec import SPEC as PAGED_ATTENTION
 from llmctl.plugins.ops.quantize.spec import SPEC as QUANTIZE
+from llmctl.plugins.ops.recurrence.spec import SPEC as RECURRENCE
 from llmctl.plugins.ops.rms_norm.spec import SPEC as RMS_NORM
 from llmctl.plugins.ops.rope_kv_write.spec import SPEC as ROPE_KV_WRITE
 from llmctl.plugins.ops.silu.spec import SPEC as SILU
@@ -39,6 +40,7 @@ _FOLDERS: Mapping[str, tuple[OpSpec, ...]] = {
         SILU,
         QUANTIZE,
         GATHER_ROWS,
+        RECURRENCE,
     ),
     "fused": (EMBEDDING_NORM, PACKED_LINEAR_SWIGLU, PACKED_LINEAR_ROPE_KV),
 }
@@ -52,6 +54,7 @@ CPU_KINDS = (  # what the cpu backend has, in the order of Kind in its abi.h
     "quantize",
     "gather_rows",
     "silu",
+    "recurrence",
 )
 SPECS: Mapping[str, OpSpec] = {spec.name: spec for specs in _FOLDERS.values() for spec in specs}
 _PACKAGES = {

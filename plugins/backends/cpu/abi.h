@@ -26,7 +26,7 @@ namespace llmctl {
 
 class Pool;
 
-constexpr int32_t kAbiVersion = 5;  // binding.py holds the same number
+constexpr int32_t kAbiVersion = 6;  // binding.py holds the same number
 constexpr int kMaxTensors = 8;
 constexpr int kMaxAttributes = 8;
 constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time
@@ -44,7 +44,8 @@ enum Kind : int32_t {
   kQuantize = 6,
   kGatherRows = 7,
   kSilu = 8,
-  kNumKinds = 9,
+  kRecurrence = 9,
+  kNumKinds = 10,
 };
 
 struct TensorRef {

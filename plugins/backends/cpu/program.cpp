@@ -43,6 +43,7 @@ struct Program {
   std::vector<Op> ops;
   float* shared = nullptr;
   bool uses_cache = false;
+  bool continues = false;  // rows of what an earlier step left, and not its own
   ~Program() { std::free(shared); }
 };
 
@@ -78,8 +79,10 @@ int check_op(const Op& op) {
 }
 
 int check_step(const Program& program, const Step& step) {
-  if (int bad = check_range("logit_rows", step.logit_rows, step.num_rows, step.num_tokens)) {
-    return bad;
+  if (!program.continues) {
+    if (int bad = check_range("logit_rows", step.logit_rows, step.num_rows, step.num_tokens)) {
+      return bad;
+    }
   }
   if (program.uses_cache) {
     if (int bad = check_requests(step)) return bad;
@@ -106,6 +109,12 @@ int check_step(const Program& program, const Step& step) {
     if (bad == kDone && is_gather && step.num_tokens > t[0].shape[0]) {
       bad = fail(kBadStep, "rows of %d tokens in the step are gathered from %lld", step.num_tokens,
                  (long long)t[0].shape[0]);
+    }
+    if (op.kind == kRecurrence) {
+      bad = check_range("logit_rows", step.logit_rows, step.num_rows, t[1].shape[0]);
+      if (bad == kDone && needed > step.num_rows) {
+        bad = fail(kBadStep, "%lld rows continue %d", (long long)needed, step.num_rows);
+      }
     }
     if (bad == kDone && needed > capacity) {
       bad = fail(kBadStep, "%lld rows in the step; the engine was built for at most %lld",
@@ -174,6 +183,7 @@ LLMCTL_EXPORT int32_t llmctl_program_create(const Op* ops, int64_t count, void**
         return bad;
       }
       fresh->uses_cache |= op.kind == kRopeKvWrite || op.kind == kPagedAttention;
+      fresh->continues |= op.kind == kRecurrence;
       floats = shared_floats(op) > floats ? shared_floats(op) : floats;
     }
     if (floats > 0) {

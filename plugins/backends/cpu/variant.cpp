@@ -10,6 +10,7 @@
 #include "../../ops/linear/cpu.cpp"
 #include "../../ops/paged_attention/cpu.cpp"
 #include "../../ops/quantize/cpu.cpp"
+#include "../../ops/recurrence/cpu.cpp"
 #include "../../ops/rms_norm/cpu.cpp"
 #include "../../ops/rope_kv_write/cpu.cpp"
 #include "../../ops/sampling/cpu.cpp"
@@ -33,6 +34,7 @@ const Kernels LLMCTL_TABLE(LLMCTL_ISA) = {
         LLMCTL_ISA::run_quantize,
         LLMCTL_ISA::run_gather_rows,
         LLMCTL_ISA::run_silu,
+        LLMCTL_ISA::run_recurrence,
     },
     LLMCTL_ISA::argmax_rows,
     LLMCTL_ISA::sample_rows,

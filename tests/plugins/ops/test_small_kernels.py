@@ -20,6 +20,7 @@ OPS = (
     *("embedding", "embedding_norm", "gather_rows", "quantize", "rms_norm", "swiglu"),
     "rope_kv_write",
     "silu",
+    "recurrence",
 )
 # Nothing here but a sum and an exponential can differ from the references.
 EXACT_OPS = {"embedding", "gather_rows", "quantize"}
