@@ -7,13 +7,13 @@ checkpoint that was calibrated or trained again never gets an older checkpoint's
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from hashlib import file_digest, sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from llmctl.builder.build import EnginePlan
+from llmctl.builder.provenance import file_label
 from llmctl.quantize.format import CONFIG_FILE
 
 _COMPILERS = ("triton", "nvidia-cuda-nvrtc")  # what kernels are compiled with
@@ -30,20 +30,18 @@ def cache_key(engine: EnginePlan) -> str:
         del content[name]
     checkpoint = engine.checkpoint
     weights = {i.file for i in checkpoint.tensors.values() if i.file.name != CONFIG_FILE}
-    content["inputs"] = _digests([*weights, *checkpoint.tokenizer_files()])
+    files = (*weights, *checkpoint.tokenizer_files())
+    content["inputs"] = {file_label(checkpoint, path): _digest(path) for path in files}
     content["software"] = _software_digest()
     if engine.config.compute_capability is not None:
         content["compilers"] = {package: _version(package) for package in _COMPILERS}
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _digests(paths: Iterable[Path]) -> dict[str, str]:
-    """sha256 of files by name."""
-    found = {}
-    for path in paths:
-        with path.open("rb") as file:
-            found[path.name] = file_digest(file, "sha256").hexdigest()
-    return found
+def _digest(path: Path) -> str:
+    """sha256 of a file."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
 
 
 def _software_digest() -> str:

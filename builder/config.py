@@ -7,7 +7,14 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from llmctl.builder.models.family import DTYPES, ModelConfig
-from llmctl.builder.speculative_modes import NONE, SPECULATIVE_MODES, Facts, available_modes
+from llmctl.builder.speculative_modes import (
+    NONE,
+    SAME_MODES,
+    SPECULATIVE_MODES,
+    Facts,
+    available_modes,
+    mode_options,
+)
 from llmctl.errors import BadConfig, Unsupported
 
 _MOST = 2**31 - 1  # positions, slots and rows are counted in 32 bits
@@ -36,11 +43,15 @@ class BuildRequest:
     draft_model_dir: str | None = None  # folder of the heads; None: they are in the checkpoint
     num_medusa_heads: int | None = None
     medusa_choices: str | None = None
+    redrafter_num_beams: int | None = None
+    redrafter_draft_len_per_beam: int | None = None  # without the target's own token
+    redrafter_greedy_search: bool | None = None  # drafts for greedy requests alone
     outputs: tuple[str, ...] = ()  # besides logits; the names are in builder/models/decoder.py
 
     def __post_init__(self) -> None:
-        sizes = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "tp_size")
-        for name in (*sizes, "num_medusa_heads"):
+        limits = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "tp_size")
+        sizes = ("num_medusa_heads", "redrafter_num_beams", "redrafter_draft_len_per_beam")
+        for name in (*limits, *sizes):
             value = getattr(self, name)
             least = 2 if name == "max_seq_len" else 1  # a prompt and an output
             _require(value is None or least <= value <= _MOST, name, value, f"{least} to {_MOST}")
@@ -58,7 +69,8 @@ class BuildRequest:
         _choice("logits_dtype", self.logits_dtype, ("float32", "float16"))
         _choice("kv_cache_type", self.kv_cache_type, ("paged", "continuous", "disabled"))
         if self.speculative_decoding_mode is not None:
-            _choice("speculative_decoding_mode", self.speculative_decoding_mode, SPECULATIVE_MODES)
+            known = (*SPECULATIVE_MODES, *SAME_MODES)
+            _choice("speculative_decoding_mode", self.speculative_decoding_mode, known)
         _only("max_beam_width", self.max_beam_width, 1, "beam search is not in this version")
         _only("logits_dtype", self.logits_dtype, "float32", "sampling works on float32 logits")
         _only(
@@ -73,13 +85,13 @@ class BuildRequest:
                 f"available: {available_modes()}",
                 fix="--speculative-decoding-mode draft_tokens_external",
             )
-
-        for name in ("draft_model_dir", "num_medusa_heads", "medusa_choices"):
-            if getattr(self, name) is not None and self.mode != "medusa":
+        for name in mode_options():
+            modes = [mode for mode, row in SPECULATIVE_MODES.items() if name in row.options]
+            if getattr(self, name) is not None and self.mode not in modes:
                 raise BadConfig(
-                    f"--{name.replace('_', '-')} is for --speculative-decoding-mode medusa, and "
-                    f"the mode is {self.mode}",
-                    fix="--speculative-decoding-mode medusa",
+                    f"--{name.replace('_', '-')} is for --speculative-decoding-mode "
+                    f"{' and '.join(modes)}, and the mode is {self.mode}",
+                    fix=f"--speculative-decoding-mode {modes[0]}",
                 )
 
     @property
@@ -87,7 +99,7 @@ class BuildRequest:
         """The mode in force: --max-draft-len alone asks for the simplest one."""
         if self.speculative_decoding_mode is None:
             return "draft_tokens_external" if self.max_draft_len else "none"
-        return self.speculative_decoding_mode
+        return SAME_MODES.get(self.speculative_decoding_mode, self.speculative_decoding_mode)
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any], where: str) -> BuildRequest:
@@ -133,6 +145,11 @@ class BuildConfig:
     def max_num_rows(self) -> int:
         """The most rows of one step that get logits: a root and its drafts for every sequence."""
         return min(self.max_batch_size * (self.max_draft_len + 1), self.max_num_tokens)
+
+    @property
+    def max_num_beams(self) -> int:
+        """The most beams of one step of a head that drafts by beam search; 0 without one."""
+        return self.max_batch_size * int(self.draft_heads.get("num_beams", 0))
 
 
 def resolve_build_config(

@@ -29,6 +29,9 @@ from llmctl.builder.container import (
 from llmctl.builder.heads.medusa.tree import GRAPH as MEDUSA_GRAPH
 from llmctl.builder.heads.medusa.tree import TOP_K, MedusaTree, parse_choices
 from llmctl.builder.heads.medusa.tree import logits_name as medusa_logits
+from llmctl.builder.heads.redrafter.names import FIRST as REDRAFTER_FIRST
+from llmctl.builder.heads.redrafter.names import NEXT as REDRAFTER_NEXT
+from llmctl.builder.heads.redrafter.names import STATES as REDRAFTER_STATES
 from llmctl.builder.plan import (
     BASE,
     TENSORRT_OP,
@@ -68,6 +71,9 @@ __all__ = [
     "PlanKernel",
     "PlanOp",
     "PlanTensor",
+    "REDRAFTER_FIRST",
+    "REDRAFTER_NEXT",
+    "REDRAFTER_STATES",
     "SCHEMA_VERSION",
     "TENSORRT_OP",
     "TOP_K",

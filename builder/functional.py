@@ -6,6 +6,8 @@ They are mathematical steps, unfused: merging, fusing and quantizing is done by 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llmctl.builder.network import Attribute, Input, Node, Output, Tensor, current
 from llmctl.builder.plan import Dim
 from llmctl.builder.sources import Rows
@@ -31,9 +33,10 @@ def graph_output(name: str, x: Tensor) -> None:
     current().outputs[name] = Output(x.name, for_all_tokens=x.shape[0] == "tokens")
 
 
-def embedding(weight: Tensor, *, name: str) -> Tensor:
-    """weight [V, H] -> [tokens, H]: the rows named by the step's token ids."""
-    return _record("embedding", name, {"weight": weight}, ("tokens", weight.shape[1]))
+def embedding(weight: Tensor, *, name: str, most: Dim = "tokens") -> Tensor:
+    """weight [V, H] -> [tokens, H]: the rows named by the step's token ids. most: "requests" or
+    "beams" in a head that reads one token for each."""
+    return _record("embedding", name, {"weight": weight}, (most, weight.shape[1]))
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, name: str) -> Tensor:
@@ -106,6 +109,24 @@ def gather_rows(x: Tensor, *, name: str, most: Dim = "rows") -> Tensor:
     """x [tokens, H] -> [rows, H]: the tokens whose logits are wanted. most: "requests" in a head
     that computes one row for each sequence."""
     return _record("gather_rows", name, {"x": x}, (most, *x.shape[1:]))
+
+
+def recurrence(
+    x: Tensor, context: Tensor, carry: Tensor | None = None, *, name: str, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """(what the step's rows keep and their states [N, 2 H], the states alone [N, H]): the states
+    are x [N, H] plus, where there is one, the carry [R, H] of the rows that the step's logit_rows
+    name, activated where asked for; of the context [R, W] of these rows the first H columns are
+    kept."""
+    inputs = {"x": x, "context": context} | ({"carry": carry} if carry else {})
+    width = x.shape[1]
+    assert isinstance(width, int)
+    out = _record("recurrence", name, inputs, (x.shape[0], 2 * width), silu=silu)
+    network = current()
+    state = network.add_activation(f"{name}.state", network.dtype, x.shape)
+    recorded = network.nodes[-1]
+    network.nodes[-1] = replace(recorded, outputs={**recorded.outputs, "state": state.name})
+    return out, state
 
 
 def _record(

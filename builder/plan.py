@@ -12,8 +12,8 @@ from llmctl.builder.container import DTYPES
 from llmctl.builder.validation import strict_json
 from llmctl.plugins.core.fused_calls import FusedCalls
 
-# "tokens": rows of the packed step; "rows": rows that get logits; "requests": of a head that
-# computes one row for each sequence
+# "tokens": rows of the packed step; "rows": rows that get logits; "requests" and "beams": of heads
+# that compute one row for each sequence, and one for each beam of each sequence
 Dim = int | str
 BASE = "base"  # the graph that every engine has: tokens in, logits out
 TENSORRT_OP = "tensorrt"  # an operator of a plan that runs one of its `trt_pieces`
@@ -144,6 +144,7 @@ class Plan:
     fused: tuple[FusedCalls, ...] = ()  # cuda: of `ops`, what one launch may do instead; first wins
     heads: Mapping[str, PlanGraph] = field(default_factory=dict)  # by name
     max_num_requests: int = 0  # sequences of a step; 0: of an older engine, which has none such
+    max_num_beams: int = 0  # beams of all of them; 0: no head drafts by beam search
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -151,6 +152,8 @@ class Plan:
         sizes = {"tokens": self.max_num_tokens, "rows": self.max_num_rows}
         if self.max_num_requests:
             sizes["requests"] = self.max_num_requests
+        if self.max_num_beams:
+            sizes["beams"] = self.max_num_beams
         return sizes
 
     @property

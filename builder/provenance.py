@@ -88,7 +88,7 @@ def describe_source(checkpoint: Checkpoint) -> dict[str, Any]:
     }
     stored = {info.file for info in checkpoint.tensors.values() if info.file.name != CONFIG_FILE}
     for path in sorted(stored):
-        files[path.name] = {
+        files[file_label(checkpoint, path)] = {
             "header_sha256": sha256(_header(path)).hexdigest(),
             "bytes": path.stat().st_size,
         }
@@ -98,6 +98,13 @@ def describe_source(checkpoint: Checkpoint) -> dict[str, Any]:
     if isinstance(made, dict) and isinstance(made.get("model_dir"), str):
         source["quantized_from"] = made["model_dir"]
     return source
+
+
+def file_label(checkpoint: Checkpoint, path: Path) -> str:
+    """What a file is called among the others that an engine is made of: by its name, where no file
+    of the target has that; a head of a folder of its own is in a model.safetensors, too."""
+    is_taken = path.parent != checkpoint.path and (checkpoint.path / path.name).exists()
+    return f"draft_model_dir/{path.name}" if is_taken else path.name
 
 
 def _header(path: Path) -> bytes:

@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from llmctl.builder.heads.medusa.mode import describe as describe_medusa
 from llmctl.builder.heads.medusa.mode import invent_medusa, prepare_medusa
 from llmctl.builder.heads.medusa.mode import record_heads as record_medusa
+from llmctl.builder.heads.redrafter.mode import OPTIONS as REDRAFTER_OPTIONS
+from llmctl.builder.heads.redrafter.mode import describe as describe_redrafter
+from llmctl.builder.heads.redrafter.mode import prepare_redrafter
+from llmctl.builder.heads.redrafter.mode import record_heads as record_redrafter
 from llmctl.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -55,7 +60,8 @@ class BuildMode:
     heads' tensors, and facts that config.json keeps (`draft_heads`); it reads no weights. `invent`
     decides limits and facts for weights that are generated, from options alone.
     `record_heads` records the graphs beside the base graph of a model that computes in a dtype,
-    each with a name of its own (builder/heads/graphs.py)."""
+    each with a name of its own (builder/heads/graphs.py). `options` are fields of BuildRequest that
+    are this mode's alone, or some modes'; `describe` says the facts to people."""
 
     number: int  # as config.json stores it: TensorRT-LLM's
     is_available: bool = False  # in this version
@@ -64,16 +70,39 @@ class BuildMode:
     ] = as_they_are
     record_heads: Callable[[ModelConfig, str, Facts], Sequence[Network]] = no_heads
     invent: Callable[[BuildRequest, ModelConfig], tuple[BuildRequest, Facts]] = cannot_invent
+    options: tuple[str, ...] = ()
+    describe: Callable[[Facts], str] = str
 
 
+_HEADS = "draft_model_dir"
 SPECULATIVE_MODES: dict[str, BuildMode] = {
     "none": BuildMode(1, is_available=True, invent=nothing_to_invent),
     "draft_tokens_external": BuildMode(2, is_available=True, invent=nothing_to_invent),
-    "medusa": BuildMode(4, True, prepare_medusa, record_medusa, invent_medusa),
+    "medusa": BuildMode(
+        *(4, True, prepare_medusa, record_medusa, invent_medusa),
+        options=(_HEADS, "num_medusa_heads", "medusa_choices"),
+        describe=describe_medusa,
+    ),
     "lookahead_decoding": BuildMode(8),
-    "explicit_draft_tokens": BuildMode(16),
+    "redrafter": BuildMode(
+        *(16, True, prepare_redrafter, record_redrafter),
+        options=(_HEADS, *REDRAFTER_OPTIONS),
+        describe=describe_redrafter,
+    ),
     "eagle": BuildMode(32),
 }
+SAME_MODES = {"explicit_draft_tokens": "redrafter"}  # TensorRT-LLM's name for a mode -> its row's
+
+
+def mode_of(number: int) -> BuildMode:
+    """The row of a number that config.json stores."""
+    return next(mode for mode in SPECULATIVE_MODES.values() if mode.number == number)
+
+
+def mode_options() -> tuple[str, ...]:
+    """Every option that belongs to some mode, once."""
+    rows = SPECULATIVE_MODES.values()
+    return tuple(dict.fromkeys(option for mode in rows for option in mode.options))
 
 
 def available_modes() -> str:

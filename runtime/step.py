@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
@@ -196,6 +196,13 @@ def pack_rows(num_inputs: int, rows: Items[int]) -> StepInputs:
         slot_mapping=none - np.int32(1),
         logit_rows=np.array(rows, np.int32),
     )
+
+
+def pack_continued(tokens: NDArray[np.int32], rows: NDArray[np.int32]) -> StepInputs:
+    """A step of a recurrent head: it reads `tokens` [N], each behind the row of its inputs that
+    `rows` [N] names."""
+    count = len(tokens)
+    return replace(pack_rows(count, ()), token_ids=tokens, logit_rows=rows)
 
 
 def pack_next(

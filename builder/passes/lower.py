@@ -26,6 +26,7 @@ def lower(
     alignment: int,
     heads: Sequence[Network] = (),
     max_num_requests: int = 0,
+    max_num_beams: int = 0,
 ) -> Plan:
     """The plan of a completely rewritten network, and of the heads linked to it (heads.py)."""
     graphs = (network, *heads)
@@ -34,7 +35,7 @@ def lower(
     written = [t for graph in graphs for node in graph.nodes for t in node.outputs.values()]
     assert len(set(written)) == len(written), "two operators write one tensor"
     sizes = (max_num_tokens, max_num_rows, alignment)
-    offsets, arena_bytes = plan_memory(network, *sizes, heads, max_num_requests)
+    offsets, arena_bytes = plan_memory(network, *sizes, heads, max_num_requests, max_num_beams)
     found = {t.name: t for graph in graphs for t in graph.tensors.values()}
     sources = {name for graph in graphs for name in graph.sources}
     tensors = [
@@ -55,6 +56,7 @@ def lower(
         max_num_rows=max_num_rows,
         heads=lowered,
         max_num_requests=max_num_requests,
+        max_num_beams=max_num_beams,
     )
 
 

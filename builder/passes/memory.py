@@ -34,9 +34,15 @@ def plan_memory(
     alignment: int,
     heads: Sequence[Network] = (),
     max_num_requests: int = 0,
+    max_num_beams: int = 0,
 ) -> tuple[dict[str, int], int]:
     """(offset of every activation, a multiple of `alignment`; bytes of the arena)."""
-    rows = {"tokens": max_num_tokens, "rows": max_num_rows, "requests": max_num_requests}
+    rows = {
+        "tokens": max_num_tokens,
+        "rows": max_num_rows,
+        "requests": max_num_requests,
+        "beams": max_num_beams,
+    }
     placed: list[tuple[int, _Buffer]] = []
     offsets: dict[str, int] = {}
     for buffer in sorted(

@@ -61,7 +61,7 @@ def run_passes(
     network, *chosen = [choose_tactics(graph, backend) for graph in (network, *rewritten)]
     linked = link_heads(network, chosen)
     sizes = (limits.max_num_tokens, limits.max_num_rows, able.arena_alignment)
-    plan = lower(network, cache, *sizes, linked, limits.max_batch_size)
+    plan = lower(network, cache, *sizes, linked, limits.max_batch_size, limits.max_num_beams)
     return [network, *linked], plan, pieces
 
 

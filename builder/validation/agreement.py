@@ -46,6 +46,8 @@ def _limits(build: Mapping[str, Any], plan: Plan) -> Iterator[_Pair]:
     yield "max_batch_size * (max_draft_len + 1)", rows, plan.max_num_rows
     if plan.max_num_requests:
         yield "max_batch_size", build["max_batch_size"], plan.max_num_requests
+    beams = build["max_batch_size"] * build.get("draft_heads", {}).get("num_beams", 0)
+    yield "max_batch_size * num_beams", beams, plan.max_num_beams
     yield "max_input_len", build["max_input_len"], build["max_seq_len"]
     has_drafts = build["speculative_decoding_mode"] != SPECULATIVE_MODES["none"].number
     yield "speculative_decoding_mode with drafts", has_drafts, build["max_draft_len"] > 0

@@ -87,7 +87,7 @@ def find_wrong_field(raw: Mapping[str, Any]) -> str | None:
         holder = raw[outer_name]
         if last in holder and not wanted[1](holder[last]):
             return _named(name, holder[last], wanted[0])
-    wrong_heads = find_wrong_heads(raw["build_config"].get("draft_heads", {}))
+    wrong_heads = find_wrong_heads(raw["build_config"])
     return _wrong_ids(raw["pretrained_config"]) or _wrong_recipe(raw) or wrong_heads
 
 

@@ -6,24 +6,44 @@ its embedding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.heads.medusa.tree import GRAPH, TOP_K, logits_name
 from llmctl.builder.plan import Plan, PlanTensor
+from llmctl.builder.speculative_modes import SPECULATIVE_MODES
+from llmctl.builder.validation import redrafter_heads
 from llmctl.builder.validation.errors import wrong
+from llmctl.builder.validation.head_forms import Tensors, require_forms
 from llmctl.builder.validation.strict_json import MOST
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
 
 
-def find_wrong_heads(found: Any) -> str | None:
-    """Which of its fields is not what readers rely on, and how; None: none. {}: no heads."""
+def find_wrong_heads(build: Mapping[str, Any]) -> str | None:
+    """Which field of a build_config's draft_heads is not what readers rely on, and how; None: none.
+    {}: no heads."""
+    found = build.get("draft_heads", {})
     if type(found) is not dict:
         return "build_config.draft_heads is no object"
     if not found:
         return None
+    check = _CHECKS.get(build["speculative_decoding_mode"])
+    if check is None:
+        return "build_config.draft_heads is there, and no head is of the speculative_decoding_mode"
+    return check.find_wrong(found, build)
+
+
+def check_draft_heads(config: EngineConfig, plan: Plan, tensors: Tensors) -> None:
+    """Raise CorruptEngine where config.json says that there are heads and the plan has others."""
+    if config.build_config.get("draft_heads"):
+        check = _CHECKS[config.build_config["speculative_decoding_mode"]]
+        check.check_plan(config, plan, tensors)
+
+
+def _find_wrong_medusa(found: Mapping[str, Any], build: Mapping[str, Any]) -> str | None:
     for name, least in (("num_heads", 1), ("num_layers", 0)):
         value = found.get(name)
         if type(value) is not int or not least <= value <= MOST:
@@ -51,11 +71,8 @@ def _is_tree(choices: Any, num_heads: int) -> bool:
     return True
 
 
-def check_draft_heads(config: EngineConfig, plan: Plan, tensors: Mapping[str, PlanTensor]) -> None:
-    """Raise CorruptEngine where config.json says that there are heads and the plan has others."""
-    facts = config.build_config.get("draft_heads")
-    if not facts:
-        return
+def _check_medusa(config: EngineConfig, plan: Plan, tensors: Tensors) -> None:
+    facts = config.build_config["draft_heads"]
     if set(plan.heads) != {GRAPH}:
         raise wrong(f"config.json has draft heads; the plan has the graphs {sorted(plan.heads)}")
     graph = plan.heads[GRAPH]
@@ -66,7 +83,20 @@ def check_draft_heads(config: EngineConfig, plan: Plan, tensors: Mapping[str, Pl
         found = ", ".join(sorted(graph.outputs)[:8])
         raise wrong(f"head {GRAPH!r} gives {found}; config.json says {facts['num_heads']} heads")
     wanted = ("requests", config.pretrained_config["vocab_size"], "float32")
-    for name, tensor in graph.outputs.items():
-        form = (*tensors[tensor].shape, tensors[tensor].dtype)
-        if form != wanted:
-            raise wrong(f"output {name!r} of head {GRAPH!r} is {form}; {wanted} is wanted")
+    require_forms(GRAPH, "output", graph.outputs, dict.fromkeys(names, wanted), tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """What is asked of the heads of one mode."""
+
+    find_wrong: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
+    check_plan: Callable[[EngineConfig, Plan, Mapping[str, PlanTensor]], None]
+
+
+_CHECKS = {
+    SPECULATIVE_MODES["medusa"].number: _Check(_find_wrong_medusa, _check_medusa),
+    SPECULATIVE_MODES["redrafter"].number: _Check(
+        redrafter_heads.find_wrong, redrafter_heads.check_plan
+    ),
+}

@@ -103,16 +103,18 @@ def _check_role(
     op: PlanOp, spec: OpSpec, role: Role, value: _Value, dtype: str, is_head: bool
 ) -> None:
     """What a step decides has a symbol, and nothing else has; model dtypes are the model's. A head
-    may gather out of rows: those of the base graph are what its step has tokens of."""
+    may gather out of rows, those of the base graph, and one that reads a token for each of its rows
+    has as many tokens."""
     first = role.shape[0]
-    rows = ("rows", "requests") if is_head else ("rows",)
+    own = ("requests", "beams") if is_head else ()
+    rows = ("rows", *own)
     if first in spec.one_or:
         is_sized = value.shape[0] in (1, "tokens", *rows)
     elif first in STEP_SIZES:
-        is_gather = op.op == "gather_rows"
-        is_rows, is_free = is_gather and first == "R", is_gather and is_head
-        wanted = rows if is_rows else ("tokens",) if spec.for_tokens else ("tokens", *rows)
-        if is_free and not is_rows:
+        wanted = ("tokens", *own) if spec.for_tokens else ("tokens", *rows)
+        if first == "R":
+            wanted = rows
+        elif op.op == "gather_rows" and is_head:
             wanted = ("tokens", "rows")
         is_sized = value.shape[0] in wanted
     else:

@@ -24,8 +24,9 @@ def check_tensors(plan: Plan, backend: Backend) -> dict[str, PlanTensor]:
     multiple of the backend's alignment, and the arena ends where the last of them does.
     """
     rows = plan.sizes
-    has_requests = 0 <= plan.max_num_requests <= plan.max_num_rows
-    if not (has_requests and 1 <= plan.max_num_rows <= plan.max_num_tokens <= MOST):
+    heads = (plan.max_num_requests, plan.max_num_beams)
+    has_heads = all(0 <= count <= plan.max_num_rows for count in heads)
+    if not (has_heads and 1 <= plan.max_num_rows <= plan.max_num_tokens <= MOST):
         raise wrong(f"the plan has steps of {rows}; 1 to {MOST} tokens and no more rows are wanted")
     if not 0 <= plan.scratch_bytes <= MOST_BYTES:
         raise wrong(f"scratch_bytes is {plan.scratch_bytes}; at most {MOST_BYTES} are wanted")

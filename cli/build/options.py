@@ -33,8 +33,8 @@ LOG_LEVELS = {  # trtllm-build's names -> Python's levels
 MODE_OPTIONS: Mapping[str, tuple[type, str]] = {  # those of one --speculative-decoding-mode
     "draft_model_dir": (
         str,
-        "For medusa: folder with medusa_lm_head.safetensors or .pt, or in vLLM's layout. (default: "
-        "heads in the checkpoint itself)",
+        "Folder of the head, or of Medusa heads as published or in vLLM's layout. (default for "
+        "medusa: in the checkpoint)",
     ),
     "num_medusa_heads": (int, "For medusa: heads to take. (default: all)"),
     "medusa_choices": (
@@ -42,7 +42,20 @@ MODE_OPTIONS: Mapping[str, tuple[type, str]] = {  # those of one --speculative-d
         "For medusa: the tree of drafts, [[0],[0,0],[1]] or mc_sim_7b_63. (default: that one, as "
         "far as the heads go)",
     ),
+    "redrafter_num_beams": (
+        int,
+        "For redrafter: beams. (default: the head's own, or 5)",
+    ),
+    "redrafter_draft_len_per_beam": (
+        int,
+        "For redrafter: drafts of a beam. (default: the head's own, or 5)",
+    ),
+    "redrafter_greedy_search": (
+        bool,
+        "For redrafter: draft for greedy requests alone.",
+    ),
 }
+_RARE = ("redrafter_draft_len_per_beam", "redrafter_greedy_search")  # shown by --help-all
 LIMITS = (  # options that are fields of BuildRequest
     "dtype",
     "max_batch_size",
@@ -145,7 +158,9 @@ def with_table_options(function: Callable[..., None]) -> Callable[..., None]:
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=Annotated[kind | None, typer.Option(flag, help=text)],
+                annotation=Annotated[
+                    kind | None, typer.Option(flag, help=text, hidden=name in _RARE)
+                ],
             )
         )
     for option in OPTIONS.values():

@@ -31,7 +31,7 @@ class Step:
     @property
     def sizes(self) -> dict[str, int]:
         """What the symbolic dimensions of a plan stand for; every token gets logits."""
-        return {"tokens": self.tokens, "rows": self.tokens, "requests": 1}
+        return {"tokens": self.tokens, "rows": self.tokens, "requests": 1, "beams": 1}
 
 
 DECODE = Step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from llmctl.builder.speculative_modes import mode_of
 from llmctl.cli.inspect.piece_text import piece_text
 from llmctl.cli.table import size, table
 
@@ -82,11 +83,7 @@ def summary_rows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     heads = build.get("draft_heads")
     if heads:
-        yield (
-            "draft heads",
-            f"{heads['num_heads']} (medusa) of {heads['num_layers']} residual blocks, "
-            f"a tree of {len(heads['choices'])} drafts",
-        )
+        yield "draft heads", mode_of(build["speculative_decoding_mode"]).describe(heads)
     given = ", ".join(f"{k} {v}" for k, v in weights.items() if k != "load_format")
     yield "load format", f"{weights['load_format']}{': ' if given else ''}{given}"
     yield "source", str(config["source"].get("checkpoint", "unknown"))

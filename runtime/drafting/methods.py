@@ -13,8 +13,9 @@ from llmctl.runtime.drafting.medusa.options import ROW as MEDUSA
 from llmctl.runtime.drafting.method import DraftMethod, MethodOption, MethodRow
 from llmctl.runtime.drafting.ngram.options import ROW as NGRAM
 from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.drafting.redrafter.options import ROW as REDRAFTER
 
-METHODS: tuple[MethodRow, ...] = (DRAFT_ENGINE, NGRAM, MEDUSA)
+METHODS: tuple[MethodRow, ...] = (DRAFT_ENGINE, NGRAM, MEDUSA, REDRAFTER)
 
 
 def method_options(methods: tuple[MethodRow, ...] = METHODS) -> list[MethodOption]:

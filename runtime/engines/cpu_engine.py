@@ -13,6 +13,7 @@ from llmctl.builder.engine_format import EngineConfig, Plan
 from llmctl.errors import OutOfMemory
 from llmctl.plugins.backends.cpu import CpuProgram
 from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.ops.beam_search.reference import top_log_probs
 from llmctl.plugins.ops.kv_compact.reference import compact
 from llmctl.runtime.engines.engine import Engine, bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.engines.heads import bind_heads, find_head
@@ -91,6 +92,13 @@ class CpuEngine(Engine):
         """The ids of the largest logits; see Engine."""
         found: NDArray[np.int64] = torch.stack(list(logits)).topk(count).indices.numpy()
         return found
+
+    def top_log_probs(
+        self, logits: torch.Tensor, count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The likeliest ids; see Engine."""
+        ids, log_probs = top_log_probs(logits, count)
+        return ids.numpy(), log_probs.numpy()
 
     def _zeros(self, num_blocks: int, what: str, fix: str) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, self.plan.kv_cache.dtype)

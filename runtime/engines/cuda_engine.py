@@ -16,6 +16,7 @@ from llmctl.errors import OutOfMemory
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
 from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall, StepInputs
+from llmctl.plugins.ops.beam_search.reference import top_log_probs
 from llmctl.plugins.ops.kv_compact.kernel import compact_launch
 from llmctl.runtime.engines.engine import Engine, bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.engines.graphs import (
@@ -196,8 +197,9 @@ class CudaEngine(Engine):
         head, program = find_head(self._heads, name)
         with device_errors(f"writing the inputs of {name}"), self.queue.scope():
             head.write(inputs)
-        shape = self._buckets.round_up(shape_of(step))
-        program.upload(pad(step, shape), self.queue.handle)
+        # Its tensors may have room for a few rows alone, so its tokens are not padded.
+        shape = replace(self._buckets.round_up(shape_of(step)), num_tokens=step.num_tokens)
+        program.upload(step, self.queue.handle)
         program.enqueue(shape, self.queue.handle)
         return head.outputs(step)
 
@@ -207,6 +209,14 @@ class CudaEngine(Engine):
             found = torch.stack(list(logits)).topk(count).indices
         ids: NDArray[np.int64] = self.queue.to_host(found).numpy()
         return ids
+
+    def top_log_probs(
+        self, logits: torch.Tensor, count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The likeliest ids; see Engine."""
+        with device_errors("choosing among logits"), self.queue.scope():
+            ids, log_probs = top_log_probs(logits, count)
+        return self.queue.to_host(ids).numpy(), self.queue.to_host(log_probs).numpy()
 
     def prepare_prompts(self, max_num_tokens: int) -> None:
         """Prepare steps with prompts of up to so many tokens; otherwise the first step of each size

@@ -125,6 +125,13 @@ class Engine(ABC):
         """[len(logits), rows, count] on the host: the ids of the largest of each row, the largest
         first, of outputs of `run_head` [rows, vocab_size]. Waits for them."""
 
+    @abstractmethod
+    def top_log_probs(
+        self, logits: torch.Tensor, count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """(ids, log-probabilities) [rows, count] on the host, of the largest of each row, the
+        largest first, of an output of `run_head` [rows, vocab_size]. Waits for it."""
+
 
 def open_cpu_engine(engine_dir: Path, windows: WindowOptions = NO_WINDOWS) -> Engine:
     """Load an engine directory of the cpu backend; `open_cuda` loads those of a GPU.

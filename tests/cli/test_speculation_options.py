@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,18 @@ from llmctl.errors import BadConfig, Unsupported
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
-from llmctl.runtime.drafting.methods import choose_method
+from llmctl.runtime.drafting.methods import choose_method, method_options
 from llmctl.runtime.drafting.ngram.method import NgramLookup
 from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 
 DRAFT = Path("draft")
 
 
-def choose(engine, config, draft_len, ngram, medusa=None) -> DraftMethod:
+def choose(engine, config, draft_len, ngram, medusa=None, **others) -> DraftMethod:
     values = {
+        **{option.name: None for option in method_options()},
+        **others,
         "draft_engine": engine,
         "draft_target_model_config": config,
         "ngram_config": ngram,
@@ -78,6 +82,30 @@ def test_options_become_one_method(arguments, wanted):
 def test_malformed_and_contradicting_options_are_named(arguments, words):
     with pytest.raises(BadConfig, match=words.replace("[", r"\[")):
         choose(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("beams", "length", "draft_len", "wanted"),
+    [
+        ("auto", None, None, RecurrentDrafting()),
+        (None, "auto", None, RecurrentDrafting()),
+        ("3", None, 7, RecurrentDrafting(3, None, 7)),
+        ("auto", "2", None, RecurrentDrafting(None, 2)),
+        ("4", "5", None, RecurrentDrafting(4, 5)),
+    ],
+)
+def test_beams_ask_for_a_recurrent_head(beams, length, draft_len, wanted):
+    values = {"redrafter_num_beams": beams, "redrafter_draft_len_per_beam": length}
+    assert choose(None, None, draft_len, None, **values) == wanted
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "", "1.5", "+3", "[3]"])
+@pytest.mark.parametrize("name", ["redrafter_num_beams", "redrafter_draft_len_per_beam"])
+def test_what_is_no_number_of_beams_is_refused(name, text):
+    with pytest.raises(BadConfig, match=f"--{name.replace('_', '-')} is '{re.escape(text)}'"):
+        choose(None, None, None, None, **{name: text})
+    with pytest.raises(BadConfig, match="both given; one method"):
+        choose(None, None, None, "[4,2,[0]]", redrafter_num_beams="auto")
 
 
 ALL = "[0,1,2,3,4,5,6,7]"

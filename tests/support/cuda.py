@@ -52,7 +52,8 @@ class FakeProgram:
         self, calls: list[OpCall], limits: StepLimits, row_inputs: Sequence[torch.Tensor] = ()
     ) -> None:
         self.limits = limits
-        self._has_cache = any(call.op == "paged_attention" for call in calls)
+        ops = {call.op for call in calls}
+        self._has_cache, self._continues = "paged_attention" in ops, "recurrence" in ops
         self.shapes: list[StepShape] = []  # as enqueued
         self.step = stale_step(limits)
         self._program = CpuProgram(calls, row_inputs)
@@ -84,7 +85,7 @@ class FakeProgram:
         assert not self._has_cache or (step.slot_mapping[:tokens] >= 0).all()
         assert (step.slot_mapping[tokens : shape.num_tokens] == -1).all()
         assert (step.position_ids[tokens : shape.num_tokens] == 0).all()
-        assert (step.logit_rows[: shape.num_rows] < tokens).all()
+        assert self._continues or (step.logit_rows[: shape.num_rows] < tokens).all()
         trees = None
         if shape.max_tree_len:
             starts = step.tree_start[:requests].numpy()

@@ -72,6 +72,14 @@ def _decide(request: BuildRequest, layout: Layout) -> tuple[BuildRequest, dict[s
     return replace(request, max_draft_len=request.max_draft_len or tree.num_nodes), facts
 
 
+def describe(facts: Mapping[str, Any]) -> str:
+    """The heads as `inspect` shows them."""
+    return (
+        f"{facts['num_heads']} (medusa) of {facts['num_layers']} residual blocks, "
+        f"a tree of {len(facts['choices'])} drafts"
+    )
+
+
 def _choose_tree(request: BuildRequest, num_heads: int) -> MedusaTree:
     """The tree asked for; else as much of the published one as heads and draft length allow."""
     most = request.max_draft_len

@@ -37,7 +37,7 @@ ROW = MethodRow(
             "ngram_config",
             (_CONFIG, "--prompt-lookup-config"),
             str,
-            'Draft by n-gram lookup: "[draft_len,max_ngram,[devices]]", as in "[10,2,[0]]".',
+            'N-gram lookup: "[draft_len,max_ngram,[devices]]", "[10,2,[0]]".',
         ),
     ),
     make=_make,

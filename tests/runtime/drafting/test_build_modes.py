@@ -16,15 +16,19 @@ ASKED = {  # by a row's `how`: values of options that ask for the method
     "--draft-engine": {"draft_engine": "engine"},
     "--ngram-config": {"ngram_config": "[4,2,[0]]"},
     "--medusa-choices": {"medusa_choices": "auto"},
+    "--redrafter-num-beams": {"redrafter_num_beams": "auto"},
 }
 NOTHING = {option.name: None for option in method_options()}
 
 
 def config(mode: str, max_draft_len: int) -> SimpleNamespace:
     number = SPECULATIVE_MODES[mode].number
-    heads = {"num_heads": 2, "num_layers": 1, "choices": [[0], [0, 0], [1], [2]]}
+    facts = {
+        "medusa": {"num_heads": 2, "num_layers": 1, "choices": [[0], [0, 0], [1], [2]]},
+        "redrafter": {"num_beams": 2, "draft_len_per_beam": 2, "greedy_search": False},
+    }
     build = {"max_draft_len": max_draft_len, "speculative_decoding_mode": number}
-    build |= {"draft_heads": heads if mode == "medusa" else {}}
+    build |= {"draft_heads": facts.get(mode, {})}
     return SimpleNamespace(
         backend="cpu",
         build_config={"tokens_per_block": 32, **build},

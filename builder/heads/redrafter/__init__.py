@@ -1,0 +1,1 @@
+"""A ReDrafter head as a part of an engine: reading it, and the graphs that it is."""

@@ -1,0 +1,1 @@
+"""The likeliest tokens behind each beam, with their log-probabilities."""

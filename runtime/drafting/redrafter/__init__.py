@@ -1,0 +1,1 @@
+"""Drafts from a recurrent head in the target's engine: beams, with common beginnings merged."""

@@ -1,0 +1,88 @@
+"""Drafts from a recurrent head that starts from the target's last hidden state.
+
+Every round searches beams anew, from the row that gave the target's own token (hidden_rows.py), so
+nothing is kept between rounds but which row that was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from llmctl.errors import BadConfig
+from llmctl.runtime.drafting.drafts import Drafts
+from llmctl.runtime.drafting.hidden_rows import HiddenRows
+from llmctl.runtime.drafting.redrafter.beams import Head, search
+from llmctl.runtime.drafting.redrafter.packing import merge
+from llmctl.runtime.generate.sampler import Sampler
+from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
+from llmctl.runtime.request import Batch, Sequence, Slice
+
+
+@dataclass(frozen=True, slots=True)
+class BeamShape:
+    """How beams are searched. for_greedy: requests that are sampled draft nothing."""
+
+    num_beams: int
+    length: int  # drafts of a beam
+    for_greedy: bool = False
+
+    @property
+    def num_drafts(self) -> int:
+        """The most drafts of a round, if no two beams begin alike."""
+        return self.num_beams * self.length
+
+
+class ReDrafter:
+    """Searches beams for all requests at once and merges those of each into a tree. A request with
+    room for fewer drafts has shorter beams, and as many of their tokens as there is room for."""
+
+    holders: Mapping[str, BlockHolder] = MappingProxyType({})
+
+    def __init__(self, head: Head, shape: BeamShape, max_draft_len: int) -> None:
+        if max_draft_len < 1:
+            raise BadConfig(f"max_draft_len is {max_draft_len}; it must be at least 1")
+        self.max_draft_len = min(max_draft_len, shape.num_drafts)
+        self._head = head
+        self._shape = shape
+        self._rows = HiddenRows()
+
+    def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
+        """Nothing to prepare: trees are accepted by tokens."""
+
+    def propose(self, batch: Batch) -> list[Drafts]:
+        """Trees for all that have a row and room, in one search."""
+        rows = self._rows.take()
+        drafts = [Drafts()] * len(batch.generation)
+        asked = [
+            (place, rows[item.sequence.sequence_id], item)
+            for place, item in enumerate(batch.generation)
+            if item.draft_len and item.sequence.sequence_id in rows and self._drafts_for(item)
+        ]
+        if asked:
+            rooms = [min(item.draft_len, self.max_draft_len) for _, _, item in asked]
+            found = search(
+                self._head,
+                [row for _, row, _ in asked],
+                [item.sequence.tokens[item.start + item.num_tokens - 1] for _, _, item in asked],
+                [min(room, self._shape.length) for room in rooms],
+                self._shape.num_beams,
+            )
+            for (place, _, _), beams, room in zip(asked, found, rooms, strict=True):
+                drafts[place] = merge(beams, room)
+        self._rows.start(batch, drafts)
+        return drafts
+
+    def commit(self, batch: Batch, accepted: Items[int]) -> None:
+        """Note the row of each sequence's last accepted token."""
+        self._rows.commit(accepted)
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget the sequence's row."""
+        self._rows.forget(sequence)
+
+    def _drafts_for(self, item: Slice) -> bool:
+        request = item.sequence.request
+        return request.sampling_config.is_greedy or not self._shape.for_greedy

@@ -1,0 +1,65 @@
+"""A recurrent head in the target's own engine as a method: it opens nothing beside it, and the host
+leads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmctl.runtime.drafting.method import AcceptRule
+
+if TYPE_CHECKING:
+    from llmctl.builder.engine_format import EngineConfig
+    from llmctl.runtime.drafting.drafter import DeviceDrafter
+    from llmctl.runtime.drafting.redrafter.drafter import ReDrafter
+    from llmctl.runtime.engines.cuda_engine import CudaEngine
+    from llmctl.runtime.engines.engine import Engine
+
+MODE = "redrafter"
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentDrafting:
+    """See DraftMethod for every member. None: what the engine was built with."""
+
+    name = "redrafter"
+    build_mode = MODE
+    is_drafting = True
+    drafts_trees = True
+    is_device_led = False
+    notes = ()
+    num_beams: int | None = None
+    length: int | None = None  # drafts of a beam
+    draft_len: int | None = None  # of a round; None: as many as the beams have
+    acceptance: AcceptRule = "tokens"
+
+    @property
+    def engines(self) -> Mapping[str, Path]:
+        """None."""
+        return {}
+
+    def with_draft_len(self, draft_len: int) -> RecurrentDrafting:
+        """See DraftMethod, as for all that follow."""
+        return replace(self, draft_len=draft_len)
+
+    def check(self, target: EngineConfig, configs: Mapping[str, EngineConfig]) -> int:
+        from llmctl.runtime.drafting.redrafter.engine_check import check_engine
+
+        return check_engine(target, self.num_beams, self.length, self.draft_len)
+
+    def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> ReDrafter:
+        from llmctl.runtime.drafting.redrafter.drafter import ReDrafter
+        from llmctl.runtime.drafting.redrafter.engine_check import beam_shape
+        from llmctl.runtime.drafting.redrafter.head import EngineHead
+        from llmctl.runtime.engines.opening import TARGET
+
+        target = engines[TARGET]
+        shape = beam_shape(target.config, self.num_beams, self.length)
+        return ReDrafter(EngineHead(target), shape, draft_len)
+
+    def make_device_drafter(
+        self, engines: Mapping[str, CudaEngine], draft_len: int
+    ) -> DeviceDrafter:
+        raise AssertionError("is_device_led is False")

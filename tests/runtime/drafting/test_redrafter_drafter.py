@@ -1,0 +1,178 @@
+"""Trees from a recurrent head: where a round starts, the room of each request, exact text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.fake_heads import HeadedEngine
+from support.fake_loop import Harness
+from support.fake_recurrent import FakeRecurrentHead
+
+from llmctl.errors import BadConfig
+from llmctl.runtime.drafting.redrafter.drafter import BeamShape, ReDrafter
+from llmctl.runtime.request import Request, SamplingConfig
+from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
+from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
+
+VOCAB = 23
+
+
+def make(beams=3, length=4, *, agreement=1.0, for_greedy=False, draft_len=None, **options):
+    engine = HeadedEngine(vocab_size=VOCAB, max_draft_len=63, **options)
+    head = FakeRecurrentHead(engine, agreement)
+    shape = BeamShape(beams, length, for_greedy)
+    return engine, head, ReDrafter(head, shape, draft_len or shape.num_drafts)
+
+
+def prompts(generator, count):
+    shared = generator.integers(0, VOCAB, 13).tolist()
+    return [
+        (*(shared if generator.random() < 0.4 else []), *generator.integers(0, VOCAB, n).tolist())
+        for n in generator.integers(1, 30, count)
+    ]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_head_that_is_right_has_a_whole_beam_accepted(reuse):
+    """One beam follows the greedy path; prompts in chunks, some of them from the cache, requests
+    that start while others generate: a row or a root that is another's would give other tokens."""
+    engine, _, drafter = make(1, 4, max_num_tokens=40, max_batch_size=4)
+    harness = Harness(engine, drafter, reuse=reuse)
+    generator = np.random.default_rng(1)
+    for prompt in prompts(generator, 14):
+        harness.add(Request(prompt, max_tokens=30))
+    rounds = 0
+    while harness.scheduler.has_work:
+        report = harness.step()
+        drafted = report.commits[len(report.batch.context) :]
+        for item, commit in zip(report.batch.generation, drafted, strict=True):
+            assert commit.num_drafts == min(item.draft_len, 4), "a round without its drafts"
+            assert commit.accepted == commit.num_drafts or commit.sequence.is_finished
+            rounds += 1
+    assert rounds > 60
+
+
+def test_the_first_round_after_a_prompt_has_drafts():
+    engine, head, drafter = make(max_num_tokens=8)
+    harness = Harness(engine, drafter)
+    harness.add(Request(tuple(range(20)), max_tokens=12))
+    reports = []
+    for _ in range(3):
+        reports.append(harness.step())
+        assert head.rows_of_runs == [], "not between the chunks of a prompt"
+    reports.append(harness.step())
+    assert [len(report.batch.context) for report in reports] == [1, 1, 1, 0]
+    assert head.rows_of_runs == [1, 3, 3, 3], "one beam first, then all"
+    assert reports[3].commits[0].num_drafts == 7, "as many as a step of 8 tokens holds"
+
+
+@pytest.mark.parametrize("schedule", range(8))
+@pytest.mark.parametrize("agreement", [0.0, 0.6, 1.0])
+def test_any_schedule_gives_the_plain_answer(schedule, agreement):
+    """Chunks, pauses, cancels, reuse, own draft lengths, greedy and sampled requests."""
+    generator = np.random.default_rng([schedule, int(10 * agreement)])
+    engine, _, drafter = make(
+        int(generator.integers(1, 6)),
+        int(generator.integers(1, 6)),
+        agreement=agreement,
+        for_greedy=bool(generator.integers(2)),
+        draft_len=int(generator.integers(1, 12)),
+        max_num_tokens=int(generator.choice([10, 17, 48])),
+        max_batch_size=int(generator.choice([2, 8])),
+    )
+    policy = generator.choice(list(CapacitySchedulerPolicy))
+    config = SchedulerConfig(policy, generator.choice(list(ContextChunkingPolicy)), True)
+    small = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+    harness = Harness(
+        engine, drafter, num_blocks=32 if small else 200, reuse=schedule % 2 == 0, config=config
+    )
+    requests = [
+        Request(
+            prompt,
+            max_tokens=int(generator.integers(1, 40)),
+            sampling_config=SamplingConfig(
+                temperature=0.8, top_k=0, seed=int(generator.integers(99))
+            )
+            if generator.random() < 0.4
+            else SamplingConfig(),
+            end_id=5 if generator.random() < 0.4 else None,
+            max_draft_len=int(generator.integers(0, 9)) if generator.random() < 0.4 else None,
+        )
+        for prompt in prompts(generator, 12)
+    ]
+    harness.run_arriving(generator, requests, horizon=60)
+    if agreement == 1.0:
+        assert harness.loop.stats.accepted_tokens > 20
+
+
+def test_each_request_has_beams_of_the_length_that_it_has_room_for():
+    engine, head, drafter = make(3, 4)
+    harness = Harness(engine, drafter)
+    for most in (2, 0, None, 1):
+        harness.add(Request((1, 2, 3), max_tokens=40, max_draft_len=most))
+    harness.step()
+    commits = harness.step().commits
+    assert head.rows_of_runs == [3, 6, 3, 3], "of all, of two, of one"
+    drafts = [commit.num_drafts for commit in commits]
+    assert drafts[0] == 2 and drafts[1] == 0 and 4 < drafts[2] <= 12 and drafts[3] == 1
+    # The best beam comes first, and of one that is cut the beginning.
+    assert [commit.accepted for commit in commits][1] == 0
+
+
+def test_sampled_requests_draft_only_where_the_search_is_for_them():
+    for for_greedy, wanted in ((False, [True, True]), (True, [True, False])):
+        engine, _, drafter = make(for_greedy=for_greedy)
+        harness = Harness(engine, drafter)
+        harness.add(Request((1, 2, 3), max_tokens=20))
+        sampled = SamplingConfig(temperature=0.9, top_k=0, seed=3)
+        harness.add(Request((1, 2, 4), max_tokens=20, sampling_config=sampled))
+        harness.step()
+        assert [commit.num_drafts > 0 for commit in harness.step().commits] == wanted
+        harness.run()
+
+
+def test_a_request_that_missed_a_step_has_no_drafts_once_and_goes_on():
+    engine, _, drafter = make()
+    harness = Harness(engine, drafter)
+    late = harness.add(Request((1, 2, 3), max_tokens=40))
+    harness.add(Request((4, 5, 6), max_tokens=40))
+    harness.step()
+    held = harness.scheduler._active.pop(late.sequence_id)
+    harness.step()
+    harness.scheduler._active[late.sequence_id] = held
+    report = harness.step()
+    drafted = {
+        item.sequence.sequence_id: commit.num_drafts > 0
+        for item, commit in zip(report.batch.slices, report.commits, strict=True)
+    }
+    assert drafted == {1: False, 2: True}
+    assert all(commit.num_drafts > 0 for commit in harness.step().commits)
+
+
+def test_after_a_step_that_failed_the_others_go_on():
+    engine, _, drafter = make()
+    harness = Harness(engine, drafter)
+    victim = harness.add(Request((1, 2, 3), max_tokens=30))
+    harness.step()
+    engine.fail_at = engine.num_runs + 1
+    with pytest.raises(RuntimeError, match="the engine broke"):
+        harness.step()
+    harness.cancel(victim)
+    generator = np.random.default_rng(3)
+    requests = [Request(prompt, max_tokens=20) for prompt in prompts(generator, 5)]
+    harness.run_arriving(generator, requests, horizon=10)
+
+
+def test_one_beam_is_drafted_as_a_chain():
+    """Its steps need no tree of the engine."""
+    engine, _, drafter = make(1, 5)
+    engine.takes_trees = False
+    harness = Harness(engine, drafter)
+    harness.add(Request((1, 2, 3), max_tokens=30))
+    harness.run()
+    assert harness.loop.stats.accepted_tokens > 15
+
+
+def test_no_drafts_a_round_are_refused():
+    with pytest.raises(BadConfig, match="max_draft_len is 0"):
+        ReDrafter(FakeRecurrentHead(HeadedEngine()), BeamShape(2, 2), 0)
