@@ -163,12 +163,13 @@ class OpenEngines:
         lengths = self._lengths(method, count)
         if method != options.method:  # memory was planned for other options
             lengths = ()
+        drafter = method.make_drafter(self.opened.engines, count)
         return Executor(
             self.target,
-            self._drafter(method, count, acceptance),
+            _forced(drafter, acceptance),
             config,
             self.opened.sampling,
-            self.opened.make_round_runner(method, count, acceptance, lengths),
+            self.opened.make_round_runner(method, drafter, count, acceptance, lengths),
         )
 
     def _lengths(self, method: DraftMethod, draft_len: int) -> tuple[int, ...]:
@@ -179,16 +180,6 @@ class OpenEngines:
         if not self.checked.options.adaptive_draft_len or not method.is_device_led:
             return ()
         return tuple(round_lengths(draft_len))
-
-    def _drafter(
-        self, method: DraftMethod, draft_len: int, acceptance: SyntheticAcceptance | None
-    ) -> Drafter:
-        drafter = method.make_drafter(self.opened.engines, draft_len)
-        if acceptance is None:
-            return drafter
-        from llmctl.runtime.generate.synthetic_acceptance import SyntheticDrafter
-
-        return SyntheticDrafter(drafter, acceptance)
 
 
 def open_executor(
@@ -205,3 +196,12 @@ def open_executor(
     """
     checked = check_engines(EngineOptions(Path(engine), as_method(draft), **options))
     return OpenEngines(checked, log).executor()
+
+
+def _forced(drafter: Drafter, acceptance: SyntheticAcceptance | None) -> Drafter:
+    """The drafter, with its drafts accepted at random if asked for."""
+    if acceptance is None:
+        return drafter
+    from llmctl.runtime.generate.synthetic_acceptance import SyntheticDrafter
+
+    return SyntheticDrafter(drafter, acceptance)

@@ -200,12 +200,14 @@ def _engine_memory(engine: EnginePlan, memory: Memory) -> EngineMemory:
         )
     from llmctl.builder.engine_kernels import scratch_bytes, step_limits
     from llmctl.runtime.engines.open_cuda import EngineFile, sampling_bytes
-    from llmctl.runtime.rounds.upload import state_bytes
+    from llmctl.runtime.rounds.upload import state_bytes, tree_bytes
 
     plan = replace(
         engine.plan, scratch_bytes=scratch_bytes(engine.plan, step_limits(engine.plan, limits))
     )
     other_bytes = sampling_bytes([plan]) + state_bytes(limits.max_batch_size, limits.max_draft_len)
+    if plan.heads:
+        other_bytes += tree_bytes(plan, limits.max_batch_size, limits.max_draft_len)
     summary = engine.summary()
     other_bytes += summary["trt_bytes"] + summary["trt_memory_bytes"]
     return EngineFile(Path(), engine.config, plan, {}).memory("target", other_bytes)

@@ -12,6 +12,9 @@ from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
 
 if TYPE_CHECKING:
+    import torch
+
+    from llmctl.plugins.device_loop.trees import DraftTrees
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 
@@ -43,7 +46,7 @@ class DeviceDrafter(Protocol):
     """Drafting in device rounds: what it enqueues, and what the host has to know about it.
 
     All methods except `enqueue_drafts` are called between rounds, or for rounds that have been
-    read.
+    read. `DeviceChains` has what chains do of those about trees.
     """
 
     draft_len: int  # the most drafts per round; 0: plain decoding
@@ -54,11 +57,34 @@ class DeviceDrafter(Protocol):
     def engines(self) -> tuple[CudaEngine, ...]:
         """The engines that it runs besides the target."""
 
+    def make_trees(
+        self, max_batch_size: int, max_draft_len: int, device: torch.device | str
+    ) -> DraftTrees | None:
+        """Called once, before anything else: the request state for trees of so many nodes; None
+        for a drafter of chains."""
+
     def bind(self, steps: DeviceSteps) -> None:
-        """Called once, before anything else, with what runs steps and draws tokens."""
+        """Called once, before what follows, with what runs steps and draws tokens."""
 
     def prepare(self) -> None:
         """Pack the launches of `catch_up` in advance. Caches exist, and no sequence has started."""
+
+    def branches(self, draft_len: int) -> bool:
+        """Whether so many drafts may branch; those that do not are verified as chains are."""
+
+    def depth(self, draft_len: int) -> int:
+        """The most of so many drafts that a round can accept."""
+
+    def can_draft(self, sequence: Sequence) -> bool:
+        """Whether a round can begin with the sequence; if not, the host controls its next step."""
+
+    def begin(self, sequences: Items[Sequence]) -> None:
+        """These are the sequences of the next rounds, in their order in the request state: write
+        what drafting keeps of each there. No round is in flight."""
+
+    def end(self, nodes: Items[int], draft_len: int) -> None:
+        """A round of trees was read: the node of each sequence's last accepted draft, 0 for
+        none."""
 
     def is_behind(self, sequence: Sequence) -> bool:
         """True when its cache lacks more tokens of the sequence than a round reads."""
@@ -74,3 +100,31 @@ class DeviceDrafter(Protocol):
     def note(self, sequence: Sequence, committed: int, accepted: int, draft_len: int) -> None:
         """A round of `draft_len` drafts was read: `accepted` of them followed the `committed`
         tokens, and the sequence carries its new tokens."""
+
+
+class DeviceChains:
+    """What a drafter of chains does where trees are asked about. See DeviceDrafter."""
+
+    def make_trees(
+        self, max_batch_size: int, max_draft_len: int, device: torch.device | str
+    ) -> DraftTrees | None:
+        """None."""
+        return None
+
+    def branches(self, draft_len: int) -> bool:
+        """Never."""
+        return False
+
+    def depth(self, draft_len: int) -> int:
+        """All of them."""
+        return draft_len
+
+    def can_draft(self, sequence: Sequence) -> bool:
+        """Its tokens are enough."""
+        return True
+
+    def begin(self, sequences: Items[Sequence]) -> None:
+        """Nothing but what every round has."""
+
+    def end(self, nodes: Items[int], draft_len: int) -> None:
+        """Nothing to keep."""

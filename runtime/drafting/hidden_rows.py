@@ -30,11 +30,24 @@ class _Root(NamedTuple):
 
 
 class HiddenRows:
-    """The rows of all sequences, between one step and the next."""
+    """The rows of all sequences, between one step and the next. The drafter of steps that the host
+    controls and that of device rounds share one, so that either goes on from the other's last
+    step."""
 
     def __init__(self) -> None:
         self._rows: dict[int, int] = {}  # by sequence id: of the last step
         self._roots: list[_Root] = []  # of the step under way, in the order of its rows
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.sequence_id in self._rows
+
+    def of(self, sequence: Sequence) -> int:
+        """The row of a sequence that has one."""
+        return self._rows[sequence.sequence_id]
+
+    def note(self, sequence: Sequence, row: int) -> None:
+        """The last step was a device round, and this is the row of the sequence."""
+        self._rows[sequence.sequence_id] = row
 
     def take(self) -> Mapping[int, int]:
         """The rows by sequence id; there are none after it: the step to come overwrites them, or

@@ -73,9 +73,10 @@ class DraftMethod(Protocol):
         """The drafter for steps controlled by the host; `engines` by role, including the target."""
 
     def make_device_drafter(
-        self, engines: Mapping[str, CudaEngine], draft_len: int
+        self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
     ) -> DeviceDrafter:
-        """The drafter for device rounds; only called if `is_device_led`."""
+        """The drafter for device rounds; only called if `is_device_led`. `drafter`: the one that
+        `make_drafter` made, for the steps between rounds."""
 
 
 @dataclass(frozen=True, slots=True)

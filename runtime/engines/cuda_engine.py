@@ -31,6 +31,7 @@ from llmctl.runtime.engines.graphs import (
 from llmctl.runtime.engines.heads import bind_heads, find_head
 from llmctl.runtime.engines.host_blocks import HostBlocks
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, Move
+from llmctl.runtime.step import pack_rows
 
 
 class DeviceProgram(Protocol):
@@ -172,7 +173,12 @@ class CudaEngine(Engine):
         both = np.concatenate((starts, np.zeros(room, np.int32), flat.ravel()))
         held = self.queue.to_device(torch.from_numpy(both))
         places = held[len(starts) + room :].view(-1, 2)
-        launch = compact_launch(self._kv_cache, held[: len(starts)], places)
+        self.enqueue_moves(held[: len(starts)], places)
+
+    def enqueue_moves(self, starts: torch.Tensor, moves: torch.Tensor) -> None:
+        """Enqueue moves that are on the device; see `compact_launch`."""
+        assert self._kv_cache is not None, "allocate_kv_cache comes first"
+        launch = compact_launch(self._kv_cache, starts, moves)
         self.program.launch([launch], self.queue.handle)
 
     def run(self, step: StepInputs) -> DeviceLogits:
@@ -202,6 +208,23 @@ class CudaEngine(Engine):
         program.upload(step, self.queue.handle)
         program.enqueue(shape, self.queue.handle)
         return head.outputs(step)
+
+    def prepare_head(self, name: str) -> DeviceStep:
+        """The arrays that `enqueue_head` reads: which rows of its inputs the head computes is
+        `logit_rows`; the rest is written here."""
+        _, program = find_head(self._heads, name)
+        program.upload(pack_rows(self.max_num_rows, [0]), self.queue.handle)
+        return program.step
+
+    def enqueue_head(self, name: str, num_rows: int) -> None:
+        """Enqueue a head that reads rows alone, for the rows that its step names on the device."""
+        _, program = find_head(self._heads, name)
+        most = self.max_num_rows
+        program.enqueue(StepShape(most, 1, num_rows, most, 1), self.queue.handle)
+
+    def head_output(self, name: str, output: str) -> torch.Tensor:
+        """Where a head leaves an output."""
+        return find_head(self._heads, name)[0].output(output)
 
     def top_ids(self, logits: Sequence[torch.Tensor], count: int) -> NDArray[np.int64]:
         """The ids of the largest logits; see Engine."""

@@ -37,6 +37,10 @@ class BoundHead:
             )
             self._given[name][: len(rows)].copy_(rows)
 
+    def output(self, name: str) -> torch.Tensor:
+        """Where the head leaves an output, at its full size."""
+        return self._outputs[name][0]
+
     def outputs(self, step: StepInputs) -> dict[str, torch.Tensor]:
         """What the head computed in this step."""
         return {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.plugins.backends.cpu import CpuSampling, num_threads, set_num_threads
+from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.engines.engine import Engine, open_cpu_engine
 from llmctl.runtime.engines.memory_plan import DEFAULT_FREE_FRACTION, plan_kv_cache
@@ -56,6 +57,7 @@ class OpenedOnCpu(OpenedEngines):
     def make_round_runner(
         self,
         method: DraftMethod,
+        drafter: Drafter,
         draft_len: int,
         acceptance: SyntheticAcceptance | None,
         lengths: tuple[int, ...],

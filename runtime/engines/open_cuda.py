@@ -48,8 +48,13 @@ from llmctl.runtime.engines.open_tensorrt import (
 from llmctl.runtime.engines.tensorrt_check import present_capability, require_tensorrt
 from llmctl.runtime.kv_cache import most_step_tokens
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows, cache_window
-from llmctl.runtime.rounds.upload import state_bytes
-from llmctl.runtime.rounds.verification import MOST_FED, ahead_of_need, graph_launches
+from llmctl.runtime.rounds.upload import state_bytes, tree_bytes
+from llmctl.runtime.rounds.verification import (
+    MOST_FED,
+    ahead_of_need,
+    graph_launches,
+    head_launches,
+)
 
 Launcher = Callable[[Sequence[Launch]], None]
 
@@ -128,6 +133,9 @@ class EngineFile:
         batch, drafts = int(build["max_batch_size"]), int(build["max_draft_len"])
         kernels = kernels_a_step(self.plan, batch * max(drafts + 1, 2))  # as `Buckets` has them
         launches = MAX_GRAPHS * kernels + graph_launches(kernels, round_steps, num_engines, ahead)
+        for name, graph in self.plan.heads.items():
+            kernels = kernels_a_step(self.plan, batch, name)
+            launches += head_launches(kernels, len(graph.outputs), ahead)
         return EngineMemory(
             role=role,
             weight_bytes=allocated_bytes(self.plan),
@@ -202,6 +210,8 @@ def plan_engines(
     plans = [file.plan for file in files.values()]
     sampling = sampling_bytes(plans)
     sampling += state_bytes(int(limits["max_batch_size"]), draft_len)
+    if target.plan.heads:
+        sampling += tree_bytes(target.plan, int(limits["max_batch_size"]), draft_len)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     most = [int(file.config.build_config["max_batch_size"]) for file in files.values()]
     most += [file.plan.max_num_tokens // MOST_FED for file in drafts]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import Unsupported
+from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.engines.device_check import require_device
 from llmctl.runtime.engines.engine import Engine
@@ -62,15 +63,18 @@ class OpenedOnGpu(OpenedEngines):
     def make_round_runner(
         self,
         method: DraftMethod,
+        drafter: Drafter,
         draft_len: int,
         acceptance: SyntheticAcceptance | None,
         lengths: tuple[int, ...],
     ) -> CudaRoundRunner | None:
-        """Device rounds, if the method can draft on the device."""
+        """Device rounds, if the method can draft on the device. There, trees are not accepted at
+        random."""
         loaded = self._loaded
-        if not loaded.has_rounds or not method.is_device_led:
+        is_forced_tree = acceptance is not None and method.drafts_trees
+        if not loaded.has_rounds or not method.is_device_led or is_forced_tree:
             return None
-        drafter = method.make_device_drafter(loaded.engines, draft_len)
+        device_drafter = method.make_device_drafter(loaded.engines, draft_len, drafter)
         return CudaRoundRunner(
-            loaded.engines[TARGET], drafter, acceptance=acceptance, lengths=lengths
+            loaded.engines[TARGET], device_drafter, acceptance=acceptance, lengths=lengths
         )

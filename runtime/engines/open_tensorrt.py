@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from llmctl.builder.engine_format import (
+    BASE,
     TENSORRT_OP,
     EngineConfig,
     Plan,
@@ -97,9 +98,9 @@ def open_tensorrt(
     )
 
 
-def kernels_a_step(plan: Plan, max_tokens: int | None = None) -> int:
-    """Kernels that a step of up to `max_tokens` tokens (None: any number) launches at most, those
-    within TensorRT's plans included."""
+def kernels_a_step(plan: Plan, max_tokens: int | None = None, graph: str = BASE) -> int:
+    """Kernels that a step of a graph with up to `max_tokens` tokens (None: any number) launches at
+    most, those within TensorRT's plans included."""
     inside = {
         piece.name: max(len(profile["layers"]) for profile in piece.profiles)
         for piece in plan.trt_pieces
@@ -108,7 +109,7 @@ def kernels_a_step(plan: Plan, max_tokens: int | None = None) -> int:
     tokens = plan.max_num_tokens if max_tokens is None else max_tokens
     return sum(
         inside.get(str(op.attributes.get("piece")), _most_launches(op, dtypes, tokens))
-        for op in plan.ops
+        for op in plan.graphs[graph].ops
     )
 
 

@@ -17,6 +17,7 @@ from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_windo
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig, Plan
     from llmctl.plugins.ops.sampling.spec import SamplingBackend
+    from llmctl.runtime.drafting.drafter import Drafter
     from llmctl.runtime.drafting.method import DraftMethod
     from llmctl.runtime.engines.engine import Engine
     from llmctl.runtime.engines.memory_plan import KvCachePlan
@@ -77,11 +78,13 @@ class OpenedEngines(ABC):
     def make_round_runner(
         self,
         method: DraftMethod,
+        drafter: Drafter,
         draft_len: int,
         acceptance: SyntheticAcceptance | None,
         lengths: tuple[int, ...],
     ) -> RoundRunner | None:
-        """Runs generation on the device; None if the host controls every step."""
+        """Runs generation on the device, between steps in which `drafter` drafts; None if the host
+        controls every step."""
 
 
 class Opener(ABC):

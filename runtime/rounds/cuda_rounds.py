@@ -1,4 +1,4 @@
-"""Rounds as two CUDA graphs: the draft loop, and verification with acceptance.
+"""Rounds as two CUDA graphs: drafting, and verification with acceptance.
 
 Both read and write the request state on the device, so each round is two graph launches. A round's
 record is written to pinned host memory and is valid once its event has passed. Graphs are captured
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from llmctl.errors import LlmctlError
 from llmctl.plugins.backends.cuda.queue import Event, device_errors
 from llmctl.plugins.device_loop.state import (
+    RECORD_ACCEPTED,
     RECORD_COMMITTED,
     RECORD_EMITTED,
     RECORD_TOKENS,
@@ -37,7 +38,12 @@ from llmctl.runtime.request import Sequence
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 from llmctl.runtime.rounds.rounds import RoundReport, RoundResult
 from llmctl.runtime.rounds.upload import Drawing, RoundUpload
-from llmctl.runtime.rounds.verification import ahead_of_need, enqueue_verification, graphs_kept
+from llmctl.runtime.rounds.verification import (
+    ahead_of_need,
+    enqueue_tree_verification,
+    enqueue_verification,
+    graphs_kept,
+)
 from llmctl.runtime.step import pack_tables
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
@@ -48,6 +54,7 @@ Events = tuple[Event, Event, Event]
 class _InFlight:
     slot: int
     num_requests: int
+    draft_len: int
     began: Event
     drafted: Event
     ended: Event
@@ -89,11 +96,16 @@ class CudaRoundRunner:
             forced = None
             if acceptance is not None:
                 forced = DeviceAcceptanceDraws(acceptance, device)
-            steps = DeviceSteps(engines, self._queue, self._state)
-        drafter.bind(steps)
+            trees = drafter.make_trees(target.max_batch_size, most_drafts, device)
+            steps = DeviceSteps(engines, self._queue, self._state, trees)
+            drafter.bind(steps)
+        self._has_trees = trees is not None
         # The objects that graphs are captured from do not refer to the runner: in a cycle they
         # would outlive it.
         self._verify: Callable[[RoundShape], None] = partial(enqueue_verification, steps, forced)
+        if self._has_trees:
+            assert forced is None, "trees are not accepted at random"
+            self._verify = partial(enqueue_tree_verification, steps, drafter.branches)
         capture = partial(
             capture_when,
             lambda: all(engine.is_capturable() for engine in engines),
@@ -119,9 +131,12 @@ class CudaRoundRunner:
         self._spare_events: list[Events] = []
 
     def can_run(self, sequence: Sequence) -> bool:
-        """True unless a token depends on more than logits, seed and position."""
+        """True unless a token depends on more than logits, seed and position, or drafting lacks
+        what it begins with."""
         request = sequence.request
         params = request.sampling_config
+        if not self.drafter.can_draft(sequence):
+            return False
         if not is_by_logits(request) or request.output_config.return_log_probs:
             return False
         return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
@@ -147,6 +162,7 @@ class CudaRoundRunner:
         self._num_requests = len(sequences)
         self._lens = []
         self._drawing = self._upload.write_sequences(sequences)
+        self.drafter.begin(sequences)
 
     def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
         """Two graph launches, after updating the block tables if they changed."""
@@ -157,7 +173,7 @@ class CudaRoundRunner:
         shape = self._shape(tables.shape[1], draft_len)
         events = self._run(shape)
         slot = self._num_started % RING_SLOTS
-        self._in_flight.append(_InFlight(slot, self._num_requests, *events))
+        self._in_flight.append(_InFlight(slot, self._num_requests, draft_len, *events))
         self._num_started += 1
 
     def collect(self) -> RoundReport:
@@ -169,7 +185,10 @@ class CudaRoundRunner:
             verify_ms = done.drafted.elapsed_time(done.ended)
         self._spare_events.append((done.began, done.drafted, done.ended))
         results = []
-        for row in self._ring[done.slot, : done.num_requests].tolist():
+        rows = self._ring[done.slot, : done.num_requests].tolist()
+        if self._has_trees:
+            self.drafter.end([row[RECORD_ACCEPTED] for row in rows], done.draft_len)
+        for row in rows:
             tokens = row[RECORD_TOKENS : RECORD_TOKENS + row[RECORD_EMITTED]]
             results.append(RoundResult(row[RECORD_COMMITTED], tokens))
         return RoundReport(results, draft_ms / 1e3, verify_ms / 1e3)

@@ -12,7 +12,9 @@ import torch
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch, StepShape
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
+from llmctl.plugins.device_loop import tree_kernel
 from llmctl.plugins.device_loop.state import RoundState
+from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.sampling import kernel as sampling
 from llmctl.plugins.ops.sampling.arrays import SamplingScratch
 from llmctl.runtime.engines.cuda_engine import CudaEngine
@@ -32,10 +34,18 @@ class RoundShape:
 class DeviceSteps:
     """Used by drafting and verification: the request state, and engines that run on it."""
 
-    def __init__(self, engines: Items[CudaEngine], queue: DeviceQueue, state: RoundState) -> None:
-        """Allocates what drawing tokens takes. The target comes first among `engines`."""
+    def __init__(
+        self,
+        engines: Items[CudaEngine],
+        queue: DeviceQueue,
+        state: RoundState,
+        trees: DraftTrees | None = None,
+    ) -> None:
+        """Allocates what drawing tokens takes. The target comes first among `engines`. `trees`: of
+        a drafter whose drafts may branch."""
         self.target = engines[0]
         self.state = state
+        self.trees = trees
         self._queue = queue
         rows = max(engine.max_num_rows for engine in engines)
         self._scratch = {
@@ -51,14 +61,24 @@ class DeviceSteps:
         """Enqueue kernels that an engine holds."""
         engine.program.launch(launches, self._queue.handle)
 
-    def forward(self, engine: CudaEngine, shape: RoundShape, count: int, rows: int) -> None:
-        """Run an engine on `count` tokens of each request, `rows` of them with logits."""
+    def forward(
+        self,
+        engine: CudaEngine,
+        shape: RoundShape,
+        count: int,
+        rows: int,
+        *,
+        has_trees: bool = False,
+    ) -> None:
+        """Run an engine on `count` tokens of each request, `rows` of them with logits; of trees, up
+        to so many."""
         step = StepShape(
             num_tokens=shape.batch * count,
             num_requests=shape.batch,
             num_rows=rows,
             max_query_len=count,
             max_kv_len=min(shape.max_kv_len, engine.max_seq_len),
+            max_tree_len=count if has_trees else 0,
         )
         engine.program.enqueue(step, self._queue.handle)
 
@@ -93,3 +113,21 @@ class DeviceSteps:
                 has_wide=shape.drawing is Drawing.WIDE,
             )
         self.launch(engine, drawn)
+
+    def draw_nodes(self, trees: DraftTrees, shape: RoundShape) -> None:
+        """The target's tokens behind every node of the trees, each at its own position."""
+        engine, state, rows = self.target, self.state, shape.batch * (shape.draft_len + 1)
+        if shape.drawing is Drawing.GREEDY:
+            self.draw(engine, state.targets, shape, rows)
+            return
+        drawn = sampling.sample(
+            engine.logits,
+            state.targets,
+            self.scratch(engine),
+            rows,
+            trees.sampling,
+            trees.positions,
+            has_wide=shape.drawing is Drawing.WIDE,
+        )
+        described = state, trees, shape.batch, shape.draft_len
+        self.launch(engine, [tree_kernel.spread(*described), *drawn])

@@ -205,7 +205,8 @@ class Rounds:
         has_room = scheduler.num_active < scheduler.limits.max_batch_size
         if (scheduler.num_waiting and has_room) or scheduler.num_active != len(self._resident):
             return False
-        most = max(self._in_flight) + 1  # the most tokens of the round in flight
+        # the most tokens of the round in flight
+        most = max(map(self._runner.drafter.depth, self._in_flight)) + 1
         if all(len(item.tokens) + most >= item.max_len for item in self._resident):
             # It may end all sequences, and the next work would wait for a round that is not needed.
             return False
@@ -236,7 +237,12 @@ class Rounds:
             )
         num_drafts = min(draft_len, sequence.max_len - committed - 1)
         accepted = len(run) - 1
+        # The device has moved the keys of a tree's path to where a chain's are.
         done = commit(sequence, run, range(accepted), num_drafts)
         if draft_len:
-            self._runner.drafter.note(sequence, committed, accepted, draft_len)
+            drafter = self._runner.drafter
+            drafter.note(sequence, committed, accepted, draft_len)
+            depth = drafter.depth(num_drafts)
+            if depth < num_drafts:
+                done = done._replace(depth=depth)
         return Slice(sequence, committed - 1, 1, num_drafts), done

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmctl.builder.engine_format import Plan
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.device_loop.state import RoundState
+from llmctl.plugins.device_loop.tree_kernel import MOST_RANKS, num_keys
+from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.sampling.kernel import is_wide
 from llmctl.plugins.ops.sampling.spec import MAX_TOP_K
 from llmctl.runtime.engines.cuda_engine import CudaEngine
@@ -98,6 +101,19 @@ def state_bytes(max_batch_size: int, max_draft_len: int) -> int:
     arrays = [getattr(state, f.name) for f in fields(state) if f.name not in ("ring", "sampling")]
     arrays += [getattr(state.sampling, name) for name in state.sampling.__slots__]
     return sum(array.nbytes for array in arrays)
+
+
+def tree_bytes(plan: Plan, max_batch_size: int, max_draft_len: int) -> int:
+    """Device memory of the trees of an engine whose heads draft them, and of choosing their
+    tokens."""
+    trees = DraftTrees.allocate(max_batch_size, max_draft_len, "meta")
+    arrays = [getattr(trees, f.name) for f in fields(trees) if f.name != "sampling"]
+    arrays += [getattr(trees.sampling, name) for name in trees.sampling.__slots__]
+    widths = {tensor.name: tensor.shape[-1] for tensor in plan.tensors}
+    outputs = [name for graph in plan.heads.values() for name in graph.outputs.values()]
+    keys = sum(num_keys(max_batch_size, int(widths[name]), MOST_RANKS) for name in outputs)
+    num_bytes = sum(int(array.nbytes) for array in arrays)
+    return num_bytes + 8 * keys
 
 
 def _signed(word: int) -> int:

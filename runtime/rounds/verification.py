@@ -8,16 +8,18 @@ memory plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from llmctl.plugins.device_loop import kernel as bookkeeping
+from llmctl.plugins.device_loop import tree_kernel
 from llmctl.runtime.engines.graphs import MAX_GRAPHS
 from llmctl.runtime.generate.synthetic_acceptance import FORCE_LAUNCHES, DeviceAcceptanceDraws
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 
 # besides the operators: preparing the step, drawing from its logits (4), acceptance
 LAUNCHES_A_STEP = 6
+LAUNCHES_OF_TREES = 2  # besides those: how each row draws, and the moves
 # The most tokens of a verification whose graph is captured ahead: larger ones are slow, and such
 # draft lengths are rarely the fastest.
 AHEAD_TOKENS = 512
@@ -38,6 +40,32 @@ def enqueue_verification(
     if forced is not None:
         forced.force(state, batch, shape.draft_len)
     steps.launch(target, [bookkeeping.accept(state, batch, shape.draft_len)])
+
+
+def enqueue_tree_verification(
+    steps: DeviceSteps, branches: Callable[[int], bool], shape: RoundShape
+) -> None:
+    """The same for drafts that may branch, after which the keys of the accepted path are moved to
+    the positions of its tokens. Drafts that do not branch run the kernels of chains."""
+    target, state, trees = steps.target, steps.state, steps.trees
+    assert trees is not None
+    program, count = target.program, shape.draft_len + 1
+    rows = shape.batch * count
+    step, limits = program.step, program.limits
+    described = state, trees, step, limits, shape.batch, shape.draft_len
+    is_tree = branches(shape.draft_len)
+    if is_tree:
+        steps.launch(target, [tree_kernel.verify_tree(*described)])
+        steps.forward(target, shape, count, rows, has_trees=True)
+        steps.draw_nodes(trees, shape)
+    else:
+        feed = bookkeeping.verify(state, step, limits, shape.batch, shape.draft_len)
+        steps.launch(target, [feed])
+        steps.forward(target, shape, count, rows)
+        steps.draw(target, state.targets, shape, rows, per_request=count)
+    steps.launch(target, [tree_kernel.accept_tree(*described)])
+    if is_tree:
+        target.enqueue_moves(trees.starts[: shape.batch + 1], trees.moves)
 
 
 # ---- how many graphs ----
@@ -76,3 +104,11 @@ def graph_launches(
     steps = graphs_kept(num_engines) * num_steps + sum(ahead)
     num_graphs = graphs_kept(num_engines) + len(ahead)
     return steps * (num_kernels + LAUNCHES_A_STEP) + num_graphs * FORCE_LAUNCHES
+
+
+def head_launches(num_kernels: int, num_outputs: int, ahead: Iterable[int] = ()) -> int:
+    """The most launches that drafts of an engine's own heads add to `graph_launches`: graphs of
+    drafting with `num_kernels` kernels that give `num_outputs` rows of logits, and verification of
+    trees. `ahead`: the graphs captured ahead."""
+    num_graphs = graphs_kept(1) + len(list(ahead))
+    return num_graphs * (num_kernels + num_outputs + 1 + LAUNCHES_OF_TREES)

@@ -28,7 +28,8 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 )
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import OpCall, StepInputs, Trees
-from llmctl.plugins.device_loop import reference
+from llmctl.plugins.device_loop import reference, tree_kernel, tree_reference
+from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.ops.kv_compact.reference import compact
 from llmctl.plugins.ops.sampling.arrays import SamplingScratch
 from llmctl.plugins.ops.sampling.spec import SamplingRow
@@ -89,7 +90,7 @@ class FakeProgram:
         trees = None
         if shape.max_tree_len:
             starts = step.tree_start[:requests].numpy()
-            assert counts[:requests][starts >= 0].max() <= shape.max_tree_len
+            assert counts[:requests][starts >= 0].max(initial=0) <= shape.max_tree_len
             trees = Trees(starts, step.paths.numpy())
         self._program.run(
             StepInputs(
@@ -107,11 +108,14 @@ class FakeProgram:
 
     def launch(self, launches: Sequence[Launch], stream: int) -> None:
         for launch in launches:
-            if launch.spec.name.startswith("kv_compact"):
+            if callable(launch):  # `bookkeeping_by_reference`
+                launch()
+            elif launch.spec.name.startswith("kv_compact"):
                 _, starts, moves, _ = launch.arguments
                 assert isinstance(starts, torch.Tensor) and isinstance(moves, torch.Tensor)
-                assert starts[-1] == len(moves) and launch.grid[1] == len(starts) - 1
-                compact(self._kv_cache, [(int(a), int(b)) for a, b in moves.tolist()])
+                assert starts[-1] <= len(moves) and launch.grid[1] == len(starts) - 1
+                own = moves[: int(starts[-1])].tolist()
+                compact(self._kv_cache, [(int(a), int(b)) for a, b in own])
             else:
                 launch_sampling(launch)
 
@@ -156,6 +160,51 @@ def bookkeeping_by_reference() -> SimpleNamespace:
         return partial(reference.draw_next, logits, *rest)
 
     return SimpleNamespace(**found, draw_next=draw_next)
+
+
+def trees_by_reference() -> SimpleNamespace:
+    """The same for `plugins.device_loop.tree_kernel`."""
+    names = ("verify_tree", "accept_tree", "spread")
+    found = {name: partial(partial, getattr(tree_reference, name)) for name in names}
+    listed: dict[int, torch.Tensor] = {}
+
+    def list_top(
+        logits: torch.Tensor, keys: torch.Tensor, head: int, batch: int, count: int
+    ) -> partial[None]:
+        return partial(listed.update, {head: logits})
+
+    def fill_tree(
+        keys: torch.Tensor,
+        nodes: tree_kernel.StaticNodes,
+        state: RoundState,
+        batch: int,
+        draft_len: int,
+        *sizes: int,
+    ) -> Callable[[], None]:
+        def fill() -> None:
+            logits = [listed[head] for head in range(len(keys))]
+            tree_reference.fill_tree(logits, nodes.heads, nodes.ranks, state, batch, draft_len)
+
+        return fill
+
+    return SimpleNamespace(
+        **found,
+        list_top=list_top,
+        fill_tree=fill_tree,
+        num_keys=tree_kernel.num_keys,
+        StaticNodes=tree_kernel.StaticNodes,
+    )
+
+
+def run_rounds_by_reference(monkeypatch: Any) -> None:
+    """Bookkeeping of rounds from now on by the references, for programs that call what they are
+    to launch."""
+    chains, trees = bookkeeping_by_reference(), trees_by_reference()
+    runtime = "llmctl.runtime"
+    for place in ("rounds.verification", "drafting.draft_engine.device"):
+        monkeypatch.setattr(f"{runtime}.{place}.bookkeeping", chains)
+    for place in ("rounds.verification", "rounds.device_steps", "drafting.medusa.device"):
+        monkeypatch.setattr(f"{runtime}.{place}.tree_kernel", trees)
 
 
 def launch_sampling(launch: Launch) -> None:

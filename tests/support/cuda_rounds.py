@@ -57,7 +57,14 @@ class Program:
                 continue
             request = int(np.searchsorted(cu_q, row, side="right")) - 1
             table = step.block_tables[request].numpy()
-            found = engine.logits_after(engine.read(table, int(step.position_ids[row]) + 1))
+            length = int(step.position_ids[row]) + 1
+            places: int | np.ndarray = length
+            if shape.max_tree_len and step.tree_start[request] >= 0:
+                root, first = int(step.position_ids[cu_q[request]]), int(step.tree_start[request])
+                path = step.paths[first + row - cu_q[request]].numpy()
+                places = np.arange(length)
+                places[root:] = root + path[: length - root]
+            found = engine.logits_after(engine.read(table, places))
             engine.logits[index] = torch.from_numpy(found)
 
     def launch(self, launches, stream: int) -> None:

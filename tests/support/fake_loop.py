@@ -52,6 +52,7 @@ class Harness:
         runner=None,
     ) -> None:
         self.target, self.draft = target, draft
+        self.oracle = target  # whose plain answers are the right ones
         self.drafter = drafter or NoDrafter()
         groups = cache_groups(target, self.drafter)
         self.kv_cache = KvCacheManager(
@@ -135,7 +136,7 @@ class Harness:
                 self.step()
             step += 1
         for sequence in sequences:
-            tokens, reason = plain_answer(self.target, sequence.request)
+            tokens, reason = plain_answer(self.oracle, sequence.request)
             found = sequence.tokens[sequence.num_prompt_tokens :]
             if sequence.sequence_id in cancelled:
                 assert found == tokens[: len(found)]

@@ -39,6 +39,9 @@ class FakeRunner:
     def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
         pass
 
+    def depth(self, draft_len: int) -> int:
+        return draft_len
+
     def is_behind(self, sequence) -> bool:
         return self.draft is not None and sequence.kv_lens[DRAFT_GROUP] < len(sequence.tokens) - 2
 

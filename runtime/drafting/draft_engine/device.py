@@ -10,6 +10,7 @@ from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.device_loop import kernel as bookkeeping
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.draft_engine.feeding import cut
+from llmctl.runtime.drafting.drafter import DeviceChains
 from llmctl.runtime.engines.cuda_engine import LEAST_FED, CudaEngine
 from llmctl.runtime.request import Sequence
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
@@ -18,7 +19,7 @@ from llmctl.runtime.rounds.verification import MOST_FED
 from llmctl.runtime.step import Span, pack
 
 
-class DeviceDraftEngine:
+class DeviceDraftEngine(DeviceChains):
     """See DeviceDrafter. Its cache uses the target's block ids."""
 
     falls_behind = True

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
     from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
     from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+    from llmctl.runtime.drafting.drafter import Drafter
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
 
@@ -57,7 +58,7 @@ class DraftEngine:
         return DraftEngineDrafter(engines[ROLE], draft_len)
 
     def make_device_drafter(
-        self, engines: Mapping[str, CudaEngine], draft_len: int
+        self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
     ) -> DeviceDraftEngine:
         from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
 

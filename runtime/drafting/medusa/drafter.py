@@ -34,7 +34,8 @@ class Heads(Protocol):
 class MedusaDrafter:
     """Fills a static tree with the heads' tokens; a request with less room gets its first nodes.
 
-    accuracy: counts what the heads said, of so many ranks, whatever the tree takes of it.
+    accuracy: counts what the heads said, of so many ranks, whatever the tree takes of it. rows: of
+    its sequences, which device rounds take over and hand back.
     """
 
     holders: Mapping[str, BlockHolder] = MappingProxyType({})
@@ -54,14 +55,14 @@ class MedusaDrafter:
         self._nodes = cache(partial(first_nodes, tree))
         self._num_ranks = max(num_ranks, 1 + max(path[-1] for path in tree.paths))
         self._accuracy = accuracy
-        self._rows = HiddenRows()
+        self.rows = HiddenRows()
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         """Nothing to prepare: trees are accepted by tokens."""
 
     def propose(self, batch: Batch) -> list[Drafts]:
         """Trees for all that have a row and room, in one run of the heads."""
-        rows = self._rows.take()
+        rows = self.rows.take()
         drafts = [Drafts()] * len(batch.generation)
         ids = [item.sequence.sequence_id for item in batch.generation]
         asked = [i for i, item in enumerate(batch.generation) if item.draft_len and ids[i] in rows]
@@ -73,16 +74,16 @@ class MedusaDrafter:
                 drafts[i] = _fill(self._nodes(room), own)
                 if self._accuracy is not None:
                     self._accuracy.note(batch.generation[i].sequence, own)
-        self._rows.start(batch, drafts)
+        self.rows.start(batch, drafts)
         return drafts
 
     def commit(self, batch: Batch, accepted: Items[int]) -> None:
         """Note the row of each sequence's last accepted token."""
-        self._rows.commit(accepted)
+        self.rows.commit(accepted)
 
     def release(self, sequence: Sequence) -> None:
         """Forget the sequence's row."""
-        self._rows.forget(sequence)
+        self.rows.forget(sequence)
         if self._accuracy is not None:
             self._accuracy.forget(sequence)
 

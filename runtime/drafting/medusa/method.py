@@ -1,4 +1,4 @@
-"""Heads in the target's own engine as a method: it opens nothing beside it, and the host leads."""
+"""Heads in the target's own engine as a method: it opens nothing beside it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from llmctl.runtime.drafting.method import AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig, MedusaTree
-    from llmctl.runtime.drafting.drafter import DeviceDrafter
+    from llmctl.runtime.drafting.drafter import Drafter
     from llmctl.runtime.drafting.medusa.accuracy import HeadAccuracy
+    from llmctl.runtime.drafting.medusa.device import DeviceMedusa
     from llmctl.runtime.drafting.medusa.drafter import MedusaDrafter
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
@@ -29,12 +30,16 @@ class Medusa:
     build_mode = MODE
     is_drafting = True
     drafts_trees = True
-    is_device_led = False
     notes = ()
     tree: MedusaTree | None = None
     draft_len: int | None = None  # nodes of the tree; None: all
     acceptance: AcceptRule = "tokens"
     accuracy: HeadAccuracy | None = None
+
+    @property
+    def is_device_led(self) -> bool:
+        """Unless the host counts what the heads said."""
+        return self.accuracy is None
 
     @property
     def engines(self) -> Mapping[str, Path]:
@@ -65,6 +70,13 @@ class Medusa:
         return MedusaDrafter(heads, tree, draft_len, self.accuracy, TOP_K)
 
     def make_device_drafter(
-        self, engines: Mapping[str, CudaEngine], draft_len: int
-    ) -> DeviceDrafter:
-        raise AssertionError("is_device_led is False")
+        self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
+    ) -> DeviceMedusa:
+        from llmctl.runtime.drafting.medusa.device import DeviceMedusa
+        from llmctl.runtime.drafting.medusa.drafter import MedusaDrafter
+        from llmctl.runtime.drafting.medusa.engine_check import built_tree
+        from llmctl.runtime.engines.opening import TARGET
+
+        assert isinstance(drafter, MedusaDrafter), "of `make_drafter`"
+        target = engines[TARGET]
+        return DeviceMedusa(target, self.tree or built_tree(target.config), draft_len, drafter.rows)

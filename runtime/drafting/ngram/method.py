@@ -11,7 +11,7 @@ from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
-    from llmctl.runtime.drafting.drafter import DeviceDrafter
+    from llmctl.runtime.drafting.drafter import DeviceDrafter, Drafter
     from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
@@ -51,6 +51,6 @@ class NgramLookup:
         return NgramDrafter(draft_len, self.max_ngram)
 
     def make_device_drafter(
-        self, engines: Mapping[str, CudaEngine], draft_len: int
+        self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
     ) -> DeviceDrafter:
         raise AssertionError("is_device_led is False")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
+from llmctl.runtime.drafting.drafter import DeviceChains
 from llmctl.runtime.request import Sequence
 
 if TYPE_CHECKING:
     from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 
 
-class NoDeviceDrafter:
+class NoDeviceDrafter(DeviceChains):
     """See DeviceDrafter for every method."""
 
     draft_len = 0

@@ -11,6 +11,7 @@ from llmctl.runtime.drafting.method import AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
+    from llmctl.runtime.drafting.drafter import Drafter
     from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
     from llmctl.runtime.drafting.plain.drafter import NoDrafter
     from llmctl.runtime.engines.cuda_engine import CudaEngine
@@ -50,7 +51,7 @@ class PlainDecoding:
         return NoDrafter()
 
     def make_device_drafter(
-        self, engines: Mapping[str, CudaEngine], draft_len: int
+        self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
     ) -> NoDeviceDrafter:
         """The same for rounds."""
         from llmctl.runtime.drafting.plain.device import NoDeviceDrafter

@@ -12,7 +12,7 @@ from llmctl.runtime.drafting.method import AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
-    from llmctl.runtime.drafting.drafter import DeviceDrafter
+    from llmctl.runtime.drafting.drafter import DeviceDrafter, Drafter
     from llmctl.runtime.drafting.redrafter.drafter import ReDrafter
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
@@ -60,6 +60,6 @@ class RecurrentDrafting:
         return ReDrafter(EngineHead(target), shape, draft_len)
 
     def make_device_drafter(
-        self, engines: Mapping[str, CudaEngine], draft_len: int
+        self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
     ) -> DeviceDrafter:
         raise AssertionError("is_device_led is False")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.cuda import bookkeeping_by_reference
+from support.cuda import run_rounds_by_reference
 from support.cuda_rounds import (
     DRAFT_LEN,
     Device,
@@ -19,8 +19,7 @@ from llmctl.plugins.backends.cuda.queue import DeviceQueue
 def make_engine(fake, monkeypatch):
     """A fake engine that also has what a runner asks of a CudaEngine."""
 
-    for place in ("rounds.verification", "drafting.draft_engine.device"):
-        monkeypatch.setattr(f"llmctl.runtime.{place}.bookkeeping", bookkeeping_by_reference())
+    run_rounds_by_reference(monkeypatch)
 
     class DeviceEngine(fake.Engine):
         def __init__(self, queue: DeviceQueue, **rest) -> None:
