@@ -128,11 +128,43 @@ class TorchHead:
         before = torch.zeros_like(e) if state is None else state
         return silu(x + self._linear("rnn_u", before))
 
-    def logits(self, hidden: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """[N, V] for hidden rows [N, H] and states [N, H]."""
+    def features(self, hidden: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """What the output matrix reads, for hidden rows [N, H] and states [N, H]."""
         x = torch.cat((hidden, state), dim=-1)
         if "input_proj.weight" in self.tensors:
             x = self._linear("input_proj", x)
         for layer in range(self.num_layers):
             x = x + silu(self._linear(f"lm_head.{layer}.linear", x))
-        return self._linear(f"lm_head.{self.num_layers}", x)
+        return x
+
+    def logits(self, hidden: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """[N, V] for the same."""
+        return self._linear(f"lm_head.{self.num_layers}", self.features(hidden, state))
+
+
+def fit_head(
+    model: torch.nn.Module, texts: list[list[int]], vocab_size: int, steps: int = 5
+) -> Tensors:
+    """A head that knows some texts: all is random but the output matrix, which is least squares
+    over what it reads in the first steps of a round, with the texts' own tokens. It knows them by
+    heart where they have fewer tokens than the head has columns; seconds for a few thousand."""
+    table = model.get_input_embeddings().weight.detach().float()
+    tensors = make_head(table.shape[1], vocab_size, num_layers=1)
+    tensors["rnn_w.weight"] /= table.std()
+    head = TorchHead("silu", tensors, table)
+    gram = 0.01 * torch.eye(2 * table.shape[1])
+    sums = torch.zeros(vocab_size, 2 * table.shape[1])
+    for ids in (torch.tensor(text) for text in texts):
+        with torch.no_grad():
+            hidden = model.model(ids[None]).last_hidden_state[0].float()
+        state = None
+        for step in range(1, 1 + min(steps, len(ids) - 2)):
+            count = len(ids) - 1 - step
+            before = None if state is None else state[:count]
+            state = head.state(ids[step : step + count].tolist(), before)
+            x = head.features(hidden[:count], state)
+            gram += x.T @ x
+            sums.index_add_(0, ids[step + 1 :], x)
+    # Least squares gives shares; a softmax of ten times these tells likely from unlikely.
+    tensors["lm_head.1.weight"] = 10 * torch.linalg.solve(gram, sums.T).T.contiguous()
+    return tensors

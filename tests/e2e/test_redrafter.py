@@ -1,0 +1,230 @@
+"""Drafts from a ReDrafter head through the whole program: never another token than without."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cuda import launch_sampling, open_on_fake_device
+from support.e2e import DemoPair, Outputs, PromptMaker, llmctl, run_all
+from support.redrafter import RECURRENCES, fit_head, make_head, save_as, save_head
+from transformers import AutoModelForCausalLM
+
+from llmctl.plugins.backends.cuda.queue import DeviceQueue
+from llmctl.plugins.ops.sampling.cuda import CudaSampling
+from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
+from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
+
+Opened = Callable[..., AbstractContextManager[Executor]]
+
+TREE_LEN, NUM_BEAMS = 15, 3
+DRAFTING = RecurrentDrafting()
+KINDS = (
+    SamplingConfig(),
+    SamplingConfig(temperature=0.8, top_k=0, seed=5),
+    SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.1),
+    SamplingConfig(temperature=1.1, top_k=40, top_p=0.9, min_p=0.02, seed=4),
+)
+
+
+@pytest.fixture(scope="module")
+def requests(prompts: PromptMaker) -> list[Request]:
+    """Greedy and seeded, with and without drafts, of all lengths; 24 for 16 places."""
+    return [
+        Request(
+            prompt,
+            4 + 3 * (index % 13),
+            KINDS[index % len(KINDS)],
+            OutputConfig(return_log_probs=index % 5 == 0),
+            end_id=1,
+            max_draft_len=(None, None, 0, 3, 7)[index // 3 % 5],
+        )
+        for index, prompt in enumerate(prompts(24))
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(demo: DemoPair, requests: list[Request]) -> Outputs:
+    """Of the engine without a head, each request alone."""
+    with demo.executor("target-fp8", enable_block_reuse=False) as executor:
+        return [run_all(executor, [request])[0] for request in requests]
+
+
+def build(demo: DemoPair, head: Path, folder: Path, num_beams: int, length: int) -> Path:
+    llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
+           "--output-dir", folder, "--max-batch-size", 16, "--max-seq-len", 1024,
+           "--speculative-decoding-mode", "redrafter", "--draft-model-dir", head,
+           "--redrafter-num-beams", num_beams,
+           "--redrafter-draft-len-per-beam", length)  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(
+    demo: DemoPair,
+    requests: list[Request],
+    plain: Outputs,
+    repository: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """With a head that knows what comes of the requests."""
+    folder = tmp_path_factory.mktemp("redrafter")
+    model = AutoModelForCausalLM.from_pretrained(
+        repository / "examples/demo-target", dtype=torch.float32
+    )
+    texts = [
+        [*request.input_token_ids[-32:], *output[0]]
+        for request, output in zip(requests, plain, strict=True)
+    ]
+    head = save_head(folder / "head", fit_head(model.eval(), texts, 4096))
+    return build(demo, head, folder / "engine", NUM_BEAMS, TREE_LEN // NUM_BEAMS)
+
+
+@pytest.fixture(scope="module")
+def opened(engine: Path) -> Opened:
+    """opened(method, ...) -> a running executor of the engine; None: without drafts."""
+
+    @contextmanager
+    def running(method: DraftMethod | None = DRAFTING, **options: Any) -> Iterator[Executor]:
+        engines = EngineOptions(engine, method or PlainDecoding(), **options)
+        with OpenEngines(check_engines(engines)).executor() as executor:
+            yield executor
+
+    return running
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_head_that_knows_the_text_changes_no_token(
+    opened: Opened, requests: list[Request], plain: Outputs, reuse: bool
+) -> None:
+    """All together; prompts enter in chunks beside the trees of others, or from the cache."""
+    options = {"enable_block_reuse": reuse, "max_num_tokens": 96}
+    with opened(**options) as executor:
+        assert run_all(executor, requests) == plain
+        assert run_all(executor, requests[:4]) == plain[:4], "again, from a warm cache"
+        stats = executor.get_speculation_stats()
+    assert stats.accepted_tokens > 150
+    assert len(stats.accepted_at_position) == TREE_LEN // 3, "whole beams were accepted"
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_a_head_that_knows_nothing_changes_no_token(
+    demo: DemoPair, requests: list[Request], plain: Outputs, recurrence: str, tmp_path: Path
+) -> None:
+    """Of every recurrence, with other beams, and fewer of them than it was built for."""
+    tensors = make_head(384, 4096, num_layers=1, exit_dim=96, is_rnn=recurrence != "sum")
+    head = save_as(tmp_path / "head", recurrence, tensors)
+    folder = build(demo, head, tmp_path / "engine", 6, 2)
+    for method in (RecurrentDrafting(), RecurrentDrafting(4, 1), RecurrentDrafting(draft_len=5)):
+        options = EngineOptions(folder, method)
+        with OpenEngines(check_engines(options)).executor() as executor:
+            assert run_all(executor, requests) == plain
+            assert executor.get_speculation_stats().draft_tokens > 100
+
+
+def test_the_engine_decodes_plainly_where_no_drafts_are_asked_for(
+    opened: Opened, requests: list[Request], plain: Outputs
+) -> None:
+    with opened(None) as executor:
+        assert run_all(executor, requests[:8]) == plain[:8]
+        assert executor.get_speculation_stats().draft_tokens == 0
+
+
+def test_narrow_windows_change_no_token(
+    demo: DemoPair, opened: Opened, requests: list[Request]
+) -> None:
+    options = {"windows": WindowOptions((40,), 4), "enable_block_reuse": False}
+    with demo.executor("target-fp8", **options) as executor:
+        wanted = run_all(executor, requests[:12])
+    with opened(**options) as executor:
+        assert run_all(executor, requests[:12]) == wanted
+
+
+def test_cancelled_requests_leave_the_others_alone(
+    opened: Opened, requests: list[Request], plain: Outputs
+) -> None:
+    draw = random.Random(1)
+    with opened() as executor:
+        for _ in range(3):
+            ids = executor.enqueue_requests(requests)
+            gone = set(draw.sample(ids, 8))
+            results, open_ids = {}, set(ids)
+            while open_ids:
+                for response in executor.await_responses():
+                    assert response.result is not None
+                    if response.result.is_final:
+                        results[response.request_id] = response.result.output_token_ids
+                        open_ids.discard(response.request_id)
+                for request_id in list(gone)[: draw.randrange(3)]:
+                    gone.discard(request_id)
+                    executor.cancel_request(request_id)
+            for request_id, wanted in zip(ids, plain, strict=True):
+                if results[request_id]:  # a cancelled one's is empty
+                    assert results[request_id] == wanted[0]
+
+
+def test_the_cuda_host_drafts_from_a_head_too(
+    engine: Path, requests: list[Request], plain: Outputs
+) -> None:
+    """Over the fake device, which has the CPU's arithmetic."""
+    queue = DeviceQueue("cpu")
+    target, capture = open_on_fake_device(engine, queue)
+    drafter = RecurrentDrafting().make_drafter({"target": target}, TREE_LEN)
+    sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
+    config = ExecutorConfig(KvCacheConfig(num_blocks=300))
+    with Executor(target, drafter, config, sampling) as executor:
+        assert run_all(executor, requests) == plain
+        assert executor.get_speculation_stats().accepted_tokens > 150
+    assert sum(graph.num_replays for graph in capture.graphs) > 1
+
+
+def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:
+    """`run` with the engine's beams and with fewer, and what it refuses before weights."""
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "llmctl.cli.entry", "run", "--max_output_len", "24"]
+        command += ["--input_text", "def read_lines(path):", *options]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    folder = str(engine)
+    texts = set()
+    for options in (
+        ("--redrafter_num_beams", "auto"),
+        ("--redrafter-num-beams", "2", "--redrafter-draft-len-per-beam", "3"),
+        ("--redrafter-draft-len-per-beam", "auto", "--draft-len", "4"),
+    ):
+        done = run("--engine_dir", folder, *options, "--verify-exact")
+        assert done.returncode == 0, done.stderr
+        assert "tokens per round" in done.stderr and "exact: 24 tokens" in done.stderr
+        texts.add(done.stdout)
+    assert len(texts) == 1
+    for options, found in (
+        (("--redrafter-num-beams", "4"), "--redrafter-num-beams is 4; the engine was built for 3"),
+        (("--redrafter-num-beams", "auto", "--draft-len", "16"), "16 drafts a round are asked"),
+        (("--redrafter-num-beams", "auto", "--medusa-choices", "auto"), "one method drafts at a"),
+        (("--medusa-choices", "auto"), "no Medusa heads"),
+        (("--ngram-config", "[4,2,[0]]"), "cannot verify drafts"),
+    ):
+        done = run("--engine_dir", folder, *options)
+        assert done.returncode in (1, 2) and found in done.stderr, done.stderr
+    done = run("--engine_dir", str(demo.engine("target-fp8")), "--redrafter-num-beams", "auto")
+    assert done.returncode == 1 and "no ReDrafter head" in done.stderr
+
+
+def test_adaptive_lengths_change_no_token(
+    opened: Opened, requests: list[Request], plain: Outputs
+) -> None:
+    with opened(adaptive_draft_len=True) as executor:
+        assert run_all(executor, requests) == plain

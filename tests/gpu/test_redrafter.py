@@ -1,0 +1,109 @@
+"""A ReDrafter head on a GPU: the tokens of plain decoding, alone, together and over reused blocks;
+its steps against torch, and the likeliest tokens in their order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.e2e import llmctl, run_all
+from support.gpu import quantize
+from support.redrafter import RECURRENCES, fit_head, make_head, save_as, save_head
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from llmctl.plugins.ops.beam_search.reference import top_log_probs
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
+from llmctl.runtime.request import Request, SamplingConfig
+
+SAMPLING = (
+    SamplingConfig(),
+    SamplingConfig(temperature=0.8, top_k=0, seed=5),
+    SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.1),
+    SamplingConfig(temperature=1.1, top_k=40, top_p=0.9, min_p=0.02, seed=4),
+)
+
+
+@pytest.fixture(scope="module")
+def requests(repository: Path) -> list[Request]:
+    tokenizer = Tokenizer.from_file(str(repository / "examples/demo-target/tokenizer.json"))
+    text = (repository / "examples/heldout.txt").read_text()
+    ids = list(tokenizer.encode(text, add_special_tokens=False).ids)
+    lengths = (1, 31, 33, 150, 64, 5)
+    return [
+        Request(
+            tuple(ids[97 * index : 97 * index + lengths[index % len(lengths)]]),
+            5 + 7 * index % 60,
+            SAMPLING[index % len(SAMPLING)],
+            end_id=1,
+            max_draft_len=(None, None, 0, 3)[index // 3 % 4],
+        )
+        for index in range(32)
+    ]
+
+
+def opened(folder: Path, method: DraftMethod) -> OpenEngines:
+    return OpenEngines(check_engines(EngineOptions(folder, method, max_tokens=16384)))
+
+
+def build(checkpoint: Path, folder: Path, *options: object) -> Path:
+    llmctl("build", "--checkpoint-dir", checkpoint, "--output-dir", folder, "--backend", "cuda",
+           "--max-batch-size", 16, "--max-seq-len", 1024, *options)  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
+def test_a_head_changes_no_token(
+    kind: str, requests: list[Request], repository: Path, tmp_path: Path
+) -> None:
+    """A head that knows what comes, and heads of every recurrence that know nothing."""
+    checkpoint = repository / "examples/demo-target"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    options: list[object] = ["--dtype", kind]
+    if kind == "fp8":
+        checkpoint, options = quantize(checkpoint, tmp_path / "checkpoint"), []
+    bare = build(checkpoint, tmp_path / "plain", *options)
+    with opened(bare, PlainDecoding()).executor() as executor:
+        plain = [run_all(executor, [request])[0] for request in requests]
+    texts = [
+        [*request.input_token_ids[-32:], *output[0]]
+        for request, output in zip(requests, plain, strict=True)
+    ]
+    heads = {"known": save_head(tmp_path / "known", fit_head(model, texts, 4096))}
+    for recurrence in RECURRENCES:
+        tensors = make_head(384, 4096, exit_dim=160, is_rnn=recurrence != "sum")
+        heads[recurrence] = save_as(tmp_path / recurrence, recurrence, tensors)
+    for name, head in heads.items():
+        folder = build(checkpoint, tmp_path / f"engine-{name}",
+                       "--speculative-decoding-mode", "redrafter", "--draft-model-dir", head,
+                       "--redrafter-num-beams", 3, "--redrafter-draft-len-per-beam", 5,
+                       *options)  # fmt: skip
+        with opened(folder, RecurrentDrafting()).executor() as executor:
+            if name == "known":
+                assert [run_all(executor, [request])[0] for request in requests] == plain
+            assert run_all(executor, requests) == plain, "all together"
+            assert run_all(executor, requests) == plain, "with blocks that are reused"
+            stats = executor.get_speculation_stats()
+        assert stats.draft_tokens > 200
+        if name == "known":
+            assert stats.accepted_tokens > 200
+            assert len(stats.accepted_at_position) == 5, "whole beams are accepted"
+
+
+@pytest.mark.parametrize("vocab_size", [131, 4096, 128256])
+def test_the_likeliest_tokens_are_those_of_the_cpu(vocab_size: int) -> None:
+    """Ties, zeros of both signs and values that are no numbers included."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn((40, vocab_size), generator=generator) * 8
+    logits[1] = logits[1].round()
+    logits[2] = 0.0
+    logits[2, ::2] = -0.0
+    logits[3, ::5] = torch.inf
+    ids, log_probs = top_log_probs(logits.cuda(), 16)
+    wanted, values = top_log_probs(logits, 16)
+    assert torch.equal(ids.cpu(), wanted)
+    torch.testing.assert_close(log_probs.cpu(), values, rtol=1e-5, atol=1e-5, equal_nan=True)
