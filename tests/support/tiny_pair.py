@@ -39,7 +39,7 @@ def build_pair(folder: Path, hidden_size: int = 32) -> tuple[Engine, Engine]:
 
 def build_with_heads(folder: Path, hidden_size: int = 32) -> Engine:
     """The target with three random Medusa heads, right by chance alone, and trees of 15 drafts."""
-    _save(folder / "hf", 0.0, hidden_size)
+    save_target(folder / "hf", hidden_size)
     heads = save_heads(folder / "heads", make_heads(3, 1, hidden_size, VOCAB))
     request = BuildRequest(
         max_batch_size=8,
@@ -52,6 +52,11 @@ def build_with_heads(folder: Path, hidden_size: int = 32) -> Engine:
     )
     run_build(plan_build(folder / "hf", request, backend="cpu"), folder / "engine")
     return open_cpu_engine(folder / "engine")
+
+
+def save_target(folder: Path, hidden_size: int = 32) -> None:
+    """The target's checkpoint."""
+    _save(folder, 0.0, hidden_size)
 
 
 def _save(folder: Path, noise: float, hidden_size: int) -> None:

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 from support.beam_reference import NumpyHead, choose, expand_with, pack, slow_search
+from support.e2e import run_all
 from support.redrafter import RECURRENCES, fit_head, make_head, save_as
 from support.tiny_pair import MAX_SEQ_LEN, VOCAB, save_target
 from transformers import AutoModelForCausalLM
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
+from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.drafts import ROOT
 from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
@@ -24,9 +26,10 @@ WIDTH, BEAMS, LENGTH = 32, 4, 3
 
 
 def build(folder: Path, recurrence: str):
-    """(the target in transformers, the head's tensors, the engine of both)."""
+    """(the target in transformers, its texts, the head's tensors, the engine of both)."""
     save_target(folder / "hf", WIDTH)
     model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
     prompts = torch.randint(2, VOCAB, (8, 6), generator=torch.Generator().manual_seed(0))
     texts = model.generate(prompts, max_new_tokens=40, do_sample=False, pad_token_id=0).tolist()
     tensors = make_head(WIDTH, VOCAB, exit_dim=40, is_rnn=recurrence != "sum")
@@ -43,14 +46,14 @@ def build(folder: Path, recurrence: str):
         redrafter_draft_len_per_beam=LENGTH,
     )
     run_build(plan_build(folder / "hf", request, backend="cpu"), folder / "engine")
-    return model, tensors, open_cpu_engine(folder / "engine"), texts
+    return model, texts, tensors, open_cpu_engine(folder / "engine")
 
 
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_rounds_are_those_of_the_transcription(tmp_path: Path, recurrence: str) -> None:
     """Each round: the hidden row is that of the last accepted token, the tree that of the slow
     search and the published formulas, and what is accepted that of the published choice."""
-    model, tensors, engine, texts = build(tmp_path, recurrence)
+    model, texts, tensors, engine = build(tmp_path, recurrence)
     drafter = RecurrentDrafting().make_drafter({"target": engine}, BEAMS * LENGTH)
     rounds: list[tuple[list[int], list[int], list[int]]] = []  # tokens before, drafts, parents
     propose = drafter.propose
@@ -64,13 +67,10 @@ def test_rounds_are_those_of_the_transcription(tmp_path: Path, recurrence: str) 
         return found
 
     drafter.propose = watched
-    with Executor(engine, drafter, ExecutorConfig(KvCacheConfig(num_blocks=80))) as executor:
-        for text in texts[:3]:
-            executor.enqueue_request(Request(tuple(text[:6]), 40))
-        while executor.num_active_requests if False else executor.await_responses():
-            if all(done for done in [executor.get_stats_is_idle()] if done is not None):
-                break
-    del executor
+    config = ExecutorConfig(KvCacheConfig(num_blocks=80))
+    with Executor(engine, drafter, config, CpuSampling()) as executor:
+        outputs = run_all(executor, [Request(tuple(text[:6]), 40) for text in texts[:3]])
+    assert [[*text[:6], *own[0]] for text, own in zip(texts, outputs, strict=False)] == texts[:3]
 
     table = model.get_input_embeddings().weight.detach().double().numpy()
     head = NumpyHead(recurrence, {n: t.double().numpy() for n, t in tensors.items()}, table)
