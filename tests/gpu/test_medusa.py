@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.e2e import TREE_LEN, llmctl, run_all
+from support.e2e import TREE_LEN, Outputs, llmctl, run_all
 from support.gpu import quantize
 from support.medusa import fit_heads, save_heads
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from llmctl.builder.heads.medusa.tree import parse_choices
+from llmctl.runtime.drafting.medusa.accuracy import HeadAccuracy
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request, SamplingConfig
+from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 
 NUM_HEADS = 4
 SAMPLING = (
@@ -59,30 +64,161 @@ def requests(ids: list[int]) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
-def test_heads_change_no_token(
-    kind: str, heads: Path, requests: list[Request], repository: Path, tmp_path: Path
-) -> None:
+class Counted:
+    """Device rounds as they are enqueued: how many, and how many while one was still unread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.total = self.ahead = self.drafts = 0
+        enqueue = CudaRoundRunner.enqueue
+
+        def count(runner: CudaRoundRunner, tables: Any, draft_len: int) -> None:
+            self.ahead += len(runner._in_flight) > 0
+            enqueue(runner, tables, draft_len)
+            self.total += 1
+            self.drafts += draft_len
+
+        monkeypatch.setattr(CudaRoundRunner, "enqueue", count)
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "fp8"])
+def engine(
+    request: pytest.FixtureRequest,
+    heads: Path,
+    repository: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    folder = tmp_path_factory.mktemp("engines") / "engine"
     checkpoint = repository / "examples/demo-target"
-    options: list[object] = ["--dtype", kind]
-    if kind == "fp8":
-        checkpoint, options = quantize(checkpoint, tmp_path / "checkpoint"), []
+    options: list[object] = ["--dtype", request.param]
+    if request.param == "fp8":
+        checkpoint, options = quantize(checkpoint, folder.parent / "checkpoint"), []
     options += ["--max-batch-size", 16, "--max-seq-len", 1024, "--backend", "cuda"]
-    llmctl("build", "--checkpoint-dir", checkpoint, "--output-dir", tmp_path / "engine",
+    llmctl("build", "--checkpoint-dir", checkpoint, "--output-dir", folder,
            "--speculative-decoding-mode", "medusa", "--draft-model-dir", heads,
            "--max-draft-len", TREE_LEN, *options)  # fmt: skip
+    return folder
 
-    def opened(method: DraftMethod) -> OpenEngines:
-        return OpenEngines(
-            check_engines(EngineOptions(tmp_path / "engine", method, max_tokens=16384))
-        )
 
-    with opened(PlainDecoding()).executor() as executor:
-        plain = [run_all(executor, [request])[0] for request in requests]
-    with opened(Medusa()).executor() as executor:
+def opened(engine: Path, method: DraftMethod, **options: Any) -> OpenEngines:
+    return OpenEngines(check_engines(EngineOptions(engine, method, max_tokens=16384, **options)))
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Path, requests: list[Request]) -> Outputs:
+    """Of each request alone, without drafts."""
+    with opened(engine, PlainDecoding()).executor() as executor:
+        return [run_all(executor, [request])[0] for request in requests]
+
+
+@pytest.fixture(scope="module")
+def device_requests(requests: list[Request]) -> list[int]:
+    """Those that never need the host."""
+    return [
+        index
+        for index, request in enumerate(requests)
+        if index % len(SAMPLING) != 2 and request.max_draft_len is None
+    ]
+
+
+def test_heads_change_no_token(
+    engine: Path, requests: list[Request], plain: Outputs, rounds: Counted
+) -> None:
+    """Rounds on the device, and between them steps of the host: prompts, penalties, own lengths."""
+    with opened(engine, Medusa()).executor() as executor:
         assert [run_all(executor, [request])[0] for request in requests] == plain
         assert run_all(executor, requests) == plain, "all together"
         assert run_all(executor, requests) == plain, "with blocks that are reused"
         stats = executor.get_speculation_stats()
     assert stats.accepted_tokens > 100
     assert len(stats.accepted_at_position) >= 3, "paths of several tokens are accepted"
+    assert rounds.total > 100 and rounds.ahead > 50, "the host was never behind"
+
+
+def test_batches_that_never_need_the_host(
+    engine: Path,
+    requests: list[Request],
+    plain: Outputs,
+    device_requests: list[int],
+    rounds: Counted,
+) -> None:
+    asked = [requests[index] for index in device_requests]
+    wanted = [plain[index] for index in device_requests]
+    with opened(engine, Medusa(), max_num_tokens=300).executor() as executor:
+        for _ in range(3):
+            assert run_all(executor, asked) == wanted
+    assert rounds.ahead > 30 and rounds.drafts == TREE_LEN * rounds.total
+
+
+@pytest.mark.parametrize(
+    "choices",
+    ["[[0, 0, 0, 0]]", "[[0]]", "[[0], [1], [2], [3], [4], [5]]", "[[0, 0], [1, 0, 1], [0, 1, 0]]"],
+)
+def test_other_trees_change_no_token(
+    engine: Path, requests: list[Request], plain: Outputs, choices: str, rounds: Counted
+) -> None:
+    """A chain, a star, a few nodes of an odd number."""
+    with opened(engine, Medusa(parse_choices(choices))).executor() as executor:
+        assert run_all(executor, requests) == plain
+        assert run_all(executor, requests[:4]) == plain[:4]
+    assert rounds.total > 10
+
+
+def test_lengths_that_adapt_change_no_token(
+    engine: Path,
+    requests: list[Request],
+    plain: Outputs,
+    device_requests: list[int],
+    rounds: Counted,
+) -> None:
+    asked = [requests[index] for index in device_requests]
+    with opened(engine, Medusa(), adaptive_draft_len=True).executor() as executor:
+        for _ in range(3):
+            assert run_all(executor, asked) == [plain[index] for index in device_requests]
+    assert rounds.total > 50
+
+
+def test_the_device_accepts_what_the_host_would(
+    engine: Path, requests: list[Request], device_requests: list[int], rounds: Counted
+) -> None:
+    """One by one: but for the last few tokens of a sequence the trees are the same."""
+    asked = [requests[index] for index in device_requests]
+    lengths = []
+    for method in (Medusa(), Medusa(accuracy=HeadAccuracy())):  # the latter has the host count
+        before = rounds.total
+        with opened(engine, method).executor() as executor:
+            for request in asked:
+                run_all(executor, [request])
+            stats = executor.get_speculation_stats()
+        assert (rounds.total > before) == method.is_device_led
+        lengths.append(1 + stats.accepted_tokens / stats.rounds)
+    print(f"tokens a round: device {lengths[0]:.3f}, host {lengths[1]:.3f}")
+    assert abs(lengths[0] / lengths[1] - 1) < 0.08
+
+
+def test_cancelled_requests_leave_the_others_alone(
+    engine: Path, requests: list[Request], plain: Outputs, rounds: Counted
+) -> None:
+    draw = random.Random(1)
+    with opened(engine, Medusa()).executor() as executor:
+        for _ in range(4):
+            ids = executor.enqueue_requests(requests)
+            gone = draw.sample(ids, 12)
+            results, open_ids = {}, set(ids)
+            while open_ids:
+                for response in executor.await_responses():
+                    assert response.result is not None, response.error
+                    if response.result.is_final:
+                        results[response.request_id] = response.result.output_token_ids
+                        open_ids.discard(response.request_id)
+                for request_id in gone[: draw.randrange(3)]:
+                    gone.remove(request_id)
+                    executor.cancel_request(request_id)
+            for request_id, wanted in zip(ids, plain, strict=True):
+                if results[request_id]:  # a cancelled one's is empty
+                    assert results[request_id] == wanted[0]
+    assert rounds.total > 20

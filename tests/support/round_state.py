@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, StepLimits, step_shapes
+from llmctl.plugins.device_loop.state import RoundState
+from llmctl.plugins.device_loop.trees import DraftTrees
 
 UNTOUCHED = -77
 
@@ -47,3 +50,26 @@ def assert_same(left: Any, right: Any) -> None:
         found = getattr(left, f.name)
         if isinstance(found, torch.Tensor):
             assert torch.equal(found, getattr(right, f.name)), f.name
+
+
+def random_trees(
+    max_batch_size: int, draft_len: int, seed: int
+) -> tuple[RoundState, DraftTrees, StepLimits]:
+    """A state of any trees in sequences of pages of 8 tokens, some of it padding, with few distinct
+    tokens, so that drafts often stand."""
+    seeded = np.random.default_rng(seed)
+    limits = make_limits(max_batch_size, draft_len, 512)
+    state = RoundState.allocate(max_batch_size, draft_len, "cpu")
+    trees = DraftTrees.allocate(max_batch_size, draft_len, "cpu")
+    for tensor in (state.root, state.previous, state.drafts, state.targets):
+        tensor.copy_(torch.from_numpy(seeded.integers(0, 2, tuple(tensor.shape))))
+    reach = int(seeded.integers(1, draft_len + 1))  # small: deep trees
+    for request in range(max_batch_size):
+        parents = [seeded.integers(max(0, i - reach), i + 1) for i in range(draft_len)]
+        trees.parents[request] = torch.tensor(np.array(parents))
+        trees.counts[request] = int(seeded.integers(0, draft_len + 1))
+        committed = int(seeded.integers(2, 500)) * int(seeded.random() < 0.85)
+        state.committed[request] = committed
+        state.max_len[request] = committed + int(seeded.integers(1, 2 * draft_len + 2))
+        state.capacity[request] = min(512, -(-(committed + int(seeded.integers(0, 70))) // 8) * 8)
+    return state, trees, limits
