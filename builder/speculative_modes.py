@@ -15,7 +15,7 @@ from llmctl.builder.heads.medusa.mode import invent_medusa, prepare_medusa
 from llmctl.builder.heads.medusa.mode import record_heads as record_medusa
 from llmctl.builder.heads.redrafter.mode import OPTIONS as REDRAFTER_OPTIONS
 from llmctl.builder.heads.redrafter.mode import describe as describe_redrafter
-from llmctl.builder.heads.redrafter.mode import prepare_redrafter
+from llmctl.builder.heads.redrafter.mode import invent_redrafter, prepare_redrafter
 from llmctl.builder.heads.redrafter.mode import record_heads as record_redrafter
 from llmctl.errors import Unsupported
 
@@ -85,7 +85,7 @@ SPECULATIVE_MODES: dict[str, BuildMode] = {
     ),
     "lookahead_decoding": BuildMode(8),
     "redrafter": BuildMode(
-        *(16, True, prepare_redrafter, record_redrafter),
+        *(16, True, prepare_redrafter, record_redrafter, invent_redrafter),
         options=(_HEADS, *REDRAFTER_OPTIONS),
         describe=describe_redrafter,
     ),

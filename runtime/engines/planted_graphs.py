@@ -3,7 +3,8 @@
 The base graph's output projection gives the planted text. Draft heads read the code of a token x
 and know the text too: what follows x after so many tokens is a head's likeliest token with the
 given probability p, its second likeliest with p (1 - p), and else neither, independently for each
-token and head. So the tokens that a round accepts are a known number for every tree.
+token and head. So the tokens that a round accepts are a known number for every tree. A step of a
+recurrent head says the same of what follows the token that it takes in, whose code is its state.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmctl.builder.engine_format import BASE, MEDUSA_GRAPH, PlanGraph, medusa_logits
-from llmctl.runtime.engines.planted_text import Recipe, head_tokens, next_tokens
+from llmctl.builder.engine_format import (
+    BASE,
+    MEDUSA_GRAPH,
+    REDRAFTER_FIRST,
+    REDRAFTER_NEXT,
+    PlanGraph,
+    medusa_logits,
+)
+from llmctl.runtime.engines.planted_text import Recipe, head_tokens, next_tokens, step_tokens
 
 Rows = Callable[[int, int], torch.Tensor]
 """(start, stop) -> these rows of a weight, [stop - start, columns]; of multiples of 1/2 up to 1.5,
@@ -81,7 +89,28 @@ def _medusa(weights: Recipe, graph: PlanGraph, codes: Codes) -> Mapping[str, Row
     return found
 
 
+def _recurrent(weights: Recipe, graph: PlanGraph, codes: Codes) -> Mapping[str, Rows]:
+    """Tokens are taken in as they are, so that the state is the code of the last one, activated;
+    the hidden state beside it is not read."""
+    likeliest, second = step_tokens(weights)
+    said = codes.rows((1.0, likeliest), (SECOND, second))
+    width = codes.embedding.shape[1]
+    (taken,) = [op.name for op in graph.ops if op.name.endswith(".rnn_w")]
+
+    def identity(start: int, stop: int) -> torch.Tensor:
+        return torch.eye(stop, width, device=codes.embedding.device)[start:]
+
+    def behind(start: int, stop: int) -> torch.Tensor:
+        rows = said(start, stop)
+        return torch.cat((torch.zeros_like(rows), rows), dim=1)
+
+    return {taken: identity, _writer(graph, "logits"): behind}
+
+
+_RECURRENT = PlantedGraph((".rnn_u", ".linear"), _recurrent)
 PLANTED_GRAPHS = {
     BASE: PlantedGraph(("o_proj", "down_proj"), _base),
     MEDUSA_GRAPH: PlantedGraph((".linear",), _medusa),
+    REDRAFTER_FIRST: _RECURRENT,
+    REDRAFTER_NEXT: _RECURRENT,
 }

@@ -48,12 +48,13 @@ def head_tokens(weights: Recipe, head: int) -> tuple[NDArray[np.int64], NDArray[
     right = follows
     for _ in range(head + 1):
         right = np.where(right >= 0, follows[right], -1)
-    _, stop, seed = _ordinary(weights)
-    p = _acceptance(weights)
-    draw = np.random.default_rng([seed, 2, head]).random(stop)
-    is_first = draw < p
-    is_second = ~is_first & (draw < p + p * (1 - p))
-    return _exchanged(right, is_first, 1), _exchanged(right, is_second, -1)
+    return _ranked(weights, right, [2, head])
+
+
+def step_tokens(weights: Recipe) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The same of what a step of a recurrent head says behind each ordinary token that it takes in:
+    what follows that token is meant."""
+    return _ranked(weights, next_tokens({**weights, "role": "target"}), [3])
 
 
 def tokens_per_round(weights: Recipe, paths: Sequence[Sequence[int]]) -> float:
@@ -63,6 +64,19 @@ def tokens_per_round(weights: Recipe, paths: Sequence[Sequence[int]]) -> float:
     shares = (p, p * (1 - p))
     at = [np.prod([shares[rank] if rank < 2 else 0.0 for rank in path]) for path in paths]
     return 1 + float(np.sum(at))
+
+
+def _ranked(
+    weights: Recipe, right: NDArray[np.int64], draws: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The right tokens, likeliest with the recipe's probability p, second likeliest with p (1 - p).
+    draws: what tells these draws from others."""
+    _, stop, seed = _ordinary(weights)
+    p = _acceptance(weights)
+    draw = np.random.default_rng([seed, *draws]).random(stop)
+    is_first = draw < p
+    is_second = ~is_first & (draw < p + p * (1 - p))
+    return _exchanged(right, is_first, 1), _exchanged(right, is_second, -1)
 
 
 def _exchanged(

@@ -42,18 +42,27 @@ def prepare_redrafter(
         )
     head = open_head(Path(request.draft_model_dir))
     require_fit(head, model.hidden_size, model.vocab_size)
-    beams = request.redrafter_num_beams or head.num_beams or DEFAULT_BEAMS
-    length = request.redrafter_draft_len_per_beam or head.draft_len_per_beam or DEFAULT_LENGTH
-    _check_beams(beams, length, model.vocab_size, request.max_draft_len)
-    facts = {
+    shape = {
         "recurrence": head.recurrence,
         "num_layers": head.num_layers,
         "exit_dim": head.exit_dim,
-        "num_beams": beams,
-        "draft_len_per_beam": length,
-        "greedy_search": bool(request.redrafter_greedy_search),
     }
-    return replace(request, max_draft_len=beams * length), head.beside(checkpoint), facts
+    beams, length = head.num_beams or DEFAULT_BEAMS, head.draft_len_per_beam or DEFAULT_LENGTH
+    limits, facts = _decide(request, model, shape, beams, length)
+    return limits, head.beside(checkpoint), facts
+
+
+def invent_redrafter(
+    request: BuildRequest, model: ModelConfig
+) -> tuple[BuildRequest, Mapping[str, Any]]:
+    """See BuildMode: a head of the shape that Apple's trainer makes. Raises BadConfig."""
+    if request.draft_model_dir is not None:
+        raise BadConfig(
+            "--draft-model-dir names a head to read; --load-format dummy and planted generate one",
+            fix="leave it out",
+        )
+    shape = {"recurrence": "silu", "num_layers": 2, "exit_dim": 2 * model.hidden_size}
+    return _decide(request, model, shape, DEFAULT_BEAMS, DEFAULT_LENGTH)
 
 
 def record_heads(model: ModelConfig, dtype: str, facts: Mapping[str, Any]) -> Sequence[Network]:
@@ -72,6 +81,27 @@ def describe(facts: Mapping[str, Any]) -> str:
         f"{facts['exit_dim']}, {facts['num_beams']} beams of {facts['draft_len_per_beam']} "
         f"drafts{search}"
     )
+
+
+def _decide(
+    request: BuildRequest,
+    model: ModelConfig,
+    shape: Mapping[str, Any],
+    beams: int,
+    length: int,
+) -> tuple[BuildRequest, dict[str, Any]]:
+    """The limits with the beams in them, and what config.json keeps. beams, length: what is meant
+    where the request says nothing."""
+    beams = request.redrafter_num_beams or beams
+    length = request.redrafter_draft_len_per_beam or length
+    _check_beams(beams, length, model.vocab_size, request.max_draft_len)
+    facts = {
+        **shape,
+        "num_beams": beams,
+        "draft_len_per_beam": length,
+        "greedy_search": bool(request.redrafter_greedy_search),
+    }
+    return replace(request, max_draft_len=beams * length), facts
 
 
 def _check_beams(beams: int, length: int, vocab_size: int, max_draft_len: int) -> None:

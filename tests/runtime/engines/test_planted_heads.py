@@ -10,7 +10,13 @@ import torch
 
 from llmctl.builder.build import EnginePlan, plan_build
 from llmctl.builder.config import BuildRequest
-from llmctl.builder.engine_format import BASE, MEDUSA_GRAPH, medusa_logits
+from llmctl.builder.engine_format import (
+    BASE,
+    MEDUSA_GRAPH,
+    REDRAFTER_FIRST,
+    REDRAFTER_NEXT,
+    medusa_logits,
+)
 from llmctl.builder.heads.medusa.tree import DEFAULT
 from llmctl.builder.planted import LoadFormat
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
@@ -152,7 +158,7 @@ def test_options_say_how_many_heads(tmp_path: Path) -> None:
 
 
 def test_every_mode_with_heads_is_planted_or_says_that_it_cannot_be(tmp_path: Path) -> None:
-    assert set(PLANTED_GRAPHS) == {BASE, MEDUSA_GRAPH}
+    assert set(PLANTED_GRAPHS) == {BASE, MEDUSA_GRAPH, REDRAFTER_FIRST, REDRAFTER_NEXT}
     request = BuildRequest(speculative_decoding_mode="medusa")
     with pytest.raises(Unsupported, match="cannot be generated"):
         SPECULATIVE_MODES["eagle"].invent(request, None)

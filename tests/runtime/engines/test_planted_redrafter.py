@@ -1,0 +1,108 @@
+"""A planted ReDrafter head: generated with the engine's other weights, right as often as chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT, REDRAFTER_STATES
+from llmctl.builder.planted import LoadFormat
+from llmctl.errors import BadConfig
+from llmctl.plugins.core.reference import ReferenceProgram
+from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape
+from llmctl.runtime.engines.heads import bind_heads
+from llmctl.runtime.engines.planted_text import next_tokens, step_tokens
+from llmctl.runtime.engines.planted_weights import generate_weights
+from llmctl.runtime.step import pack_continued
+from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
+
+ACCEPTANCE, SEED, ROWS = 0.66, 5, 40
+
+
+def plan(folder: Path, quantization: str | None, form: str = "planted", **options) -> EnginePlan:
+    if not folder.exists():
+        recipe = Recipe("tiny", "target", ACCEPTANCE, SEED, quantization)
+        write_checkpoint(folder, recipe, config_only=True)
+    limits = {"max_seq_len": 64, "max_batch_size": ROWS, "redrafter_num_beams": 2}
+    load_format = LoadFormat("planted", SEED, "target", ACCEPTANCE)
+    return plan_build(
+        folder,
+        BuildRequest(speculative_decoding_mode="redrafter", **{**limits, **options}),
+        backend="cuda",
+        load_format=load_format if form == "planted" else LoadFormat(form, SEED),
+        with_binaries=False,
+    )
+
+
+def generated(engine: EnginePlan) -> dict[str, torch.Tensor]:
+    """All tensors of the plan on the CPU, weights and activations."""
+    weights = {}
+    for tensor in (t for t in engine.plan.tensors if t.kind == "weight"):
+        stored = engine.sources[tensor.name].chunks(engine.checkpoint) if tensor.is_stored else ()
+        found = torch.zeros(tuple(map(int, tensor.shape)), dtype=getattr(torch, tensor.dtype))
+        weights[tensor.name] = torch.cat(list(stored)) if tensor.is_stored else found
+    generate_weights(engine.config, engine.plan, weights)
+    return bind_plan(engine.plan, weights, torch.zeros(engine.plan.arena_bytes, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "w4a8_mxfp4_fp8", None])
+def test_steps_say_what_the_recipe_says(tmp_path: Path, quantization: str | None) -> None:
+    """By the references of the operators; the state of earlier tokens changes nothing."""
+    engine = plan(tmp_path / "target", quantization)
+    head_ops = [op.op for op in engine.plan.heads[REDRAFTER_NEXT].ops]
+    assert (quantization is None) == ("quantize" not in head_ops)
+    tensors = generated(engine)
+    cache = torch.zeros(
+        kv_cache_shape(engine.plan, 1), dtype=getattr(torch, engine.plan.kv_cache.dtype)
+    )
+    heads = {head.name: head for head in bind_heads(engine.plan, tensors)}
+    hidden = tensors[engine.plan.outputs["hidden"]]
+    hidden[:ROWS] = torch.randn(ROWS, hidden.shape[1], generator=torch.Generator().manual_seed(1))
+    recipe = engine.config.weights
+    first, stop = recipe["ordinary_tokens"]
+    ranks = step_tokens(recipe)
+    generator = np.random.default_rng(0)
+    states: dict[str, torch.Tensor] = {}
+    for graph in (REDRAFTER_FIRST, REDRAFTER_NEXT, REDRAFTER_NEXT):
+        tokens = generator.integers(first, stop, ROWS).astype(np.int32)
+        head = heads[graph]
+        head.write(states)
+        step = pack_continued(tokens, generator.permutation(ROWS).astype(np.int32))
+        ReferenceProgram(head.calls, head.row_inputs).run(step, cache)
+        outputs = head.outputs(step)
+        states = {name: outputs[name] for name in REDRAFTER_STATES}
+        best = outputs["logits"].topk(2).indices.numpy()
+        for rank, wanted in enumerate(ranks):
+            assert (best[:, rank] == wanted[tokens]).mean() >= (1, 0.95)[rank], graph
+
+
+def test_steps_are_right_as_often_as_chosen() -> None:
+    recipe = {"seed": 3, "ordinary_tokens": [2, 100_000], "acceptance": ACCEPTANCE}
+    right = next_tokens({**recipe, "role": "target"})
+    hits = np.array([(said == right)[2:] for said in step_tokens(recipe)])
+    shares = (ACCEPTANCE, ACCEPTANCE * (1 - ACCEPTANCE))
+    np.testing.assert_allclose(hits.mean(1), shares, atol=0.005)
+    assert not hits.all(0).any()
+
+
+@pytest.mark.parametrize("form", ["dummy", "planted"])
+def test_a_head_has_the_published_shape(tmp_path: Path, form: str) -> None:
+    engine = plan(tmp_path / "target", "fp8", form, redrafter_num_beams=None)
+    facts, width = engine.limits.draft_heads, engine.config.pretrained_config["hidden_size"]
+    assert facts == {
+        "recurrence": "silu",
+        "num_layers": 2,
+        "exit_dim": 2 * width,
+        "num_beams": 5,
+        "draft_len_per_beam": 5,
+        "greedy_search": False,
+    }
+    logits = generated(engine)[engine.plan.heads[REDRAFTER_NEXT].outputs["logits"]]
+    assert logits.shape == (5 * ROWS, engine.config.pretrained_config["vocab_size"])
+    with pytest.raises(BadConfig, match="generate one"):
+        plan(tmp_path / "target", "fp8", form, draft_model_dir="head")
