@@ -1,6 +1,6 @@
 # Sourced by scripts/quickstart and scripts/test: a virtual environment with llmctl in it.
 #
-#   make_environment EXTRA    installs ".[EXTRA]" in place and sets $python
+#   make_environment EXTRA    installs ".[EXTRA]" in place, unless it is, and sets $python
 #
 # The active virtual environment is used when there is one, .venv otherwise.
 
@@ -65,9 +65,25 @@ install_torch() {
     quiet_pip install "torch==$torch_version"
 }
 
+# What an installation was made from and for; another one is needed when it changes.
+fingerprint() {
+    {
+        printf '%s\n' "$PWD" "$1"
+        "$python" --version
+        for packages in "$environment"/lib/python3.*/site-packages; do
+            ls "$packages"
+            cat "$packages"/__editable__*llmctl*
+        done
+        cat pyproject.toml plugins/backends/cpu/*.py plugins/backends/cpu/*.so
+        find plugins -name '*.cpp' -o -name '*.h' | LC_ALL=C sort | xargs cat
+    } 2>&1 | sha256sum
+}
+
 make_environment() {
     environment=${VIRTUAL_ENV:-$PWD/.venv}
     python=$environment/bin/python
+    stamp=$environment/llmctl-$1.installed
+    [ -f "$stamp" ] && [ "$(fingerprint "$1")" = "$(cat "$stamp")" ] && return
     "$python" -m pip --version >/dev/null 2>&1 || {
         # Only what this script made may be made again.
         [ -z "${VIRTUAL_ENV:-}" ] || fail PipMissing "the active environment $environment has no pip" \
@@ -78,4 +94,5 @@ make_environment() {
     install_torch
     say "installing llmctl, compiling its kernels"
     quiet_pip install --editable ".[$1]"
+    fingerprint "$1" >"$stamp"
 }
