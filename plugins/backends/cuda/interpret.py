@@ -8,14 +8,14 @@ patched is put back.
 
 Triton 3.6's interpreter truncates where the hardware rounds, loses the carry of a mantissa that
 rounds up, and multiplies bfloat16 operands as if they were integers. Conversions and products are
-therefore replaced with torch's. It also takes most of its time for types of blocks, which it makes
-anew for every operation, and for checks of overflow whose result it drops: here types are
-remembered, and nothing is checked in vain.
+therefore replaced with torch's. It also takes most of its time for types, which it makes and
+compares anew for every operation, for patching the language at every function, and for checks of
+overflow whose result it drops. Here types and constants are remembered (interpret_types.py), the
+language is patched once per launch, and nothing is checked in vain.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmctl.plugins.backends.cuda import interpret_types as types
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.backends.cuda.sources import load_function
 
@@ -106,42 +107,6 @@ def _refuse_bfloat16(binary_op: Any) -> Any:
     return checked
 
 
-@cache
-def _block_of(shape: tuple[int, ...], element: str) -> tuple[Any, int, str]:
-    """Shape, number of elements and name of a block type."""
-    from triton.language import core
-
-    assert shape, "a block has a dimension"
-    return core.tuple(shape), core.validate_block_shape(shape), f"<{shape}, {element}>"
-
-
-def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
-    self.element_ty = element_ty
-    sizes = tuple(getattr(size, "value", size) for size in shape)
-    self.shape, self.numel, self.name = _block_of(sizes, element_ty.name)
-
-
-def _have_same_values(self: Any, other: Any) -> Any:
-    """Of one of the language's tuples and another sequence."""
-    from triton.language import constexpr
-
-    return constexpr(self.values == [getattr(value, "value", value) for value in other])
-
-
-@cache
-def _shape_of_tensors(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """A tensor's shape and number of elements, as the language has them."""
-    from triton.language import core
-
-    return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
-
-
-def _init_tensor(self: Any, handle: Any, type: Any) -> None:
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    shape = tuple(type.shape) if type.is_block() else ()
-    self.shape, self.numel = _shape_of_tensors(shape)
-
-
 _DTYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -179,22 +144,27 @@ def _interpreted() -> Iterator[None]:
     """While the body runs, calls of compiled functions are interpreted."""
     import triton.language as tl
     from triton import knobs
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, _patch_lang
     from triton.runtime.jit import JITFunction
 
     patched = (
         *(tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.block_type, tl.core.tuple),
-        *(tl.core.tensor_descriptor_base, interpreter, InterpreterBuilder),
+        *(tl.core.tensor_descriptor_base, interpreter, InterpreterBuilder, TritonSemantic),
         interpreter.interpreter_builder,
     )
     before = [dict(vars(owner)) for owner in patched]
     compiled_call = JITFunction.__call__
     called: dict[object, Any] = {}
+    languages: set[frozenset[str]] = set()  # which of them have been patched together
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.fn not in called:
-            _patch_lang(self.fn)
+            seen = frozenset(n.__name__ for n in self.fn.__globals__.values() if n in (tl, tl.core))
+            if seen not in languages:
+                _patch_lang(self.fn)
+                languages.add(seen)
             called[self.fn] = _rewritten(self.fn)
         return called[self.fn](*args, **kwargs)
 
@@ -207,10 +177,18 @@ def _interpreted() -> Iterator[None]:
         return dtypes[kind.name]
 
     JITFunction.__call__ = call
-    tl.block_type.__init__ = _init_block_type
-    tl.tensor.__init__ = _init_tensor
-    tl.core.tuple.__eq__ = _have_same_values
+    tl.block_type.__init__ = types.init_block_type
+    tl.tensor.__init__ = types.init_tensor
+    tl.core.tuple.__eq__ = types.have_same_values
     interpreter._get_np_dtype = remembered_dtype
+    interpreter._patch_attr = types.patch_attr
+    for method, replacement in (
+        ("binary_op_type_checking_impl", types.type_operands),
+        ("broadcast_impl_value", types.broadcast_operands),
+        ("computation_type_impl", types.once_per_value),
+        ("scalar_constant", types.once_per_value),
+    ):
+        setattr(TritonSemantic, method, replacement(getattr(TritonSemantic, method)))
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._convert_float = _convert

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
 from support.cuda_samples import sample_triton
 from support.cuda_samples.specs import NORM, PRODUCT
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from llmctl.plugins.backends.cuda import compiler
+from llmctl.plugins.backends.cuda import compiler, interpret
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.interpret import run_launches
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
@@ -78,3 +81,42 @@ def test_an_argument_of_another_type_than_the_spec_says_is_a_bug(position, value
     arguments[position] = value
     with pytest.raises(AssertionError, match=message):
         run_launches([Launch(NORM, (5, 1, 1), tuple(arguments))])
+
+
+def test_operands_get_the_types_and_values_that_the_language_gives_them():
+    """Also where they are taken as they are or remembered: every pair, asked for twice."""
+
+    def operand(kind: tl.dtype, shape: tuple[int, ...]) -> tl.tensor:
+        data = np.full(shape or (1,), 3, interpreter._get_np_dtype(kind))
+        handle = interpreter.TensorHandle(data, kind)
+        return tl.tensor(handle, tl.block_type(kind, shape) if shape else kind)
+
+    def outcome(find, *args):
+        try:
+            found = find(*args)
+        except Exception as error:
+            return type(error)
+        return [(one.type.name, one.handle.data.tolist(), one.handle.data.dtype) for one in found]
+
+    original = dict(vars(TritonSemantic))
+    kinds = (tl.int1, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32)
+    numbers = (0, 1, True, -1, 0.0, -0.0, 2.5, 1 << 40, float("inf"))
+    flags = ((), (True, True), (False, False, True, True), (False, False, False, True))
+    with interpret._interpreted():
+        replaced = {
+            name: method
+            for name, method in vars(TritonSemantic).items()
+            if method is not original[name]
+        }
+        assert "scalar_constant" in replaced
+        plain = type("Plain", (TritonSemantic,), {name: original[name] for name in replaced})
+        language, quick = (
+            kind(interpreter.interpreter_builder) for kind in (plain, TritonSemantic)
+        )
+        operands = [operand(kind, shape) for kind in kinds for shape in ((), (4,), (2, 4))]
+        for lhs in operands:
+            for rhs in (*operands, *numbers):
+                for pair, flag in product(((lhs, rhs), (rhs, lhs)), flags):
+                    wanted = outcome(language.binary_op_type_checking_impl, *pair, *flag)
+                    for _ in range(2):
+                        assert outcome(quick.binary_op_type_checking_impl, *pair, *flag) == wanted
