@@ -37,6 +37,13 @@ def quantize(
     output_dir: Annotated[
         Path, typer.Option("--output-dir", help="Folder to create for the quantized checkpoint.")
     ] = Path("exported_model"),
+    draft_model_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft-model-dir",
+            help="Folder of Medusa heads of that checkpoint: quantize these, on its hidden rows.",
+        ),
+    ] = None,
     qformat: Annotated[
         str, typer.Option("--qformat", help=f"Quantization scheme: {_QFORMATS}.")
     ] = "fp8",
@@ -91,6 +98,8 @@ def quantize(
     Examples:
       llmctl quantize --model-dir examples/demo-target --kv-cache-dtype fp8 --calib-size 32 \\
         --output-dir out/target-fp8
+      llmctl quantize --model-dir examples/demo-target --draft-model-dir examples/demo-medusa \\
+        --calib-size 64 --output-dir out/medusa-fp8
     """
     if export_format != "hf":
         raise Unsupported(f"--export-format {export_format}: only hf is written")
@@ -117,6 +126,11 @@ def quantize(
         max_shard_bytes=parse_size(max_shard_size),
     )
     require_new_folder(output_dir)
+    if draft_model_dir is not None:
+        from llmctl.cli.quantize_heads import quantize_heads
+
+        quantize_heads(options, draft_model_dir, as_json)
+        return
     plan = plan_quantization(options)
     result = _run_with_progress(plan)
     if as_json:

@@ -81,7 +81,7 @@ class LayerQuantizer:
             module_name, _, attribute = name.rpartition(".")
             if module_name in self.model.linear_names and attribute == "weight":
                 linear = layer.get_submodule(module_name)
-                yield from _quantized_linear(linear, prefix + module_name, self.scheme)
+                yield from quantized_linear(linear, prefix + module_name, self.scheme)
             else:
                 yield prefix + name, layer.get_submodule(module_name).get_parameter(attribute)
         if self.kv_cache_algo is not None:
@@ -106,7 +106,32 @@ class LayerQuantizer:
                 slice_(inputs_embeds=batch.to(self.device), use_cache=False)
 
         self._calibrate(slice_, calibrate, _head_config(self.scheme))
-        yield from _quantized_linear(slice_.lm_head, "lm_head", self.scheme)
+        yield from quantized_linear(slice_.lm_head, "lm_head", self.scheme)
+        _drop_weights(slice_)
+
+    def pass_layer(self, index: int, hidden: torch.Tensor, batch_size: int) -> None:
+        """Run layer `index` as it is: hidden [rows, tokens, hidden_size] is overwritten."""
+        slice_ = build_slice(self.model.model_class, self.model.config, index)
+        self._load(slice_.model.layers[0], layer_prefix(index), self.model.layer_shapes)
+        self._pass(slice_, hidden, batch_size)
+
+    def pass_norm(self, hidden: torch.Tensor, batch_size: int) -> None:
+        """Run the final norm: hidden becomes what the output projection reads."""
+        from torch import nn
+
+        slice_ = build_slice(self.model.model_class, self.model.config, None)
+        self._load(slice_.model.norm, "model.norm.", {"weight": ()})
+        slice_.lm_head = nn.Identity()
+        self._pass(slice_, hidden, batch_size)
+
+    def _pass(self, slice_: PreTrainedModel, hidden: torch.Tensor, batch_size: int) -> None:
+        import torch
+
+        slice_.model.rotary_emb.to(self.device)
+        with torch.inference_mode():
+            for batch in torch.split(hidden, batch_size):
+                leaving = slice_(inputs_embeds=batch.to(self.device), use_cache=False).logits
+                batch.copy_(leaving)
         _drop_weights(slice_)
 
     def read(self, name: str) -> torch.Tensor:
@@ -159,6 +184,13 @@ class LayerQuantizer:
             ) from error
 
 
+def calibrate_module(module: Any, loop: Callable[[Any], None], scheme: QuantizedScheme) -> None:
+    """Calibrate every linear of a module that is no decoder layer."""
+    mtq = import_modelopt()
+    with _quiet():
+        mtq.quantize(module, _preset(mtq, scheme), loop)
+
+
 def import_modelopt() -> Any:
     """modelopt.torch.quantization, without its warning that it was not tested with this
     transformers version.
@@ -192,7 +224,7 @@ def _head_config(scheme: QuantizedScheme) -> dict[str, Any]:
     return config
 
 
-def _quantized_linear(linear: Any, name: str, scheme: QuantizedScheme) -> Tensors:
+def quantized_linear(linear: Any, name: str, scheme: QuantizedScheme) -> Tensors:
     """`.weight` and `.weight_scale` as the scheme has them, `.input_scale` float32 []."""
     weight, scale = WRITERS[scheme.name].quantize(linear, name)
     yield f"{name}.weight", weight

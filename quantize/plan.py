@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,11 +93,22 @@ class QuantizePlan:
         return sum(len(shard.offsets) for shard in self.shards)
 
 
-def plan_quantization(options: QuantizeOptions) -> QuantizePlan:
-    """Check the checkpoint, the tokenizer, disk and memory; decide every output tensor.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The unquantized checkpoint that a run starts from, checked, and what it decides."""
+
+    checkpoint: Checkpoint
+    model: Model
+    scheme: QuantizedScheme
+    dtype: str
+    row_length: int
+
+
+def open_source(options: QuantizeOptions) -> Source:
+    """Check the checkpoint, the tokenizer, the text and the device.
 
     Raises the errors of Checkpoint.open and read_model, Unsupported, BadCalibrationData,
-    TokenizerError, MissingPackage, NoDevice, OutputExists, OutOfDisk, OutOfMemory.
+    TokenizerError, MissingPackage, NoDevice.
     """
     scheme = find_scheme(options.qformat)
     checkpoint = Checkpoint.open(options.model_dir)
@@ -116,12 +127,27 @@ def plan_quantization(options: QuantizeOptions) -> QuantizePlan:
     require_modelopt()
     _require_device(options.device)
     model = read_model(checkpoint)
-    if options.quantize_lm_head and model.is_tied:
-        raise Unsupported("--quantize-lm-head: this model's lm_head is its embedding")
-    _require_whole_groups(model, scheme, options.quantize_lm_head)
     dtype = _pick_dtype(checkpoint) if options.dtype == "auto" else options.dtype
     limit = getattr(model.config, "max_position_embeddings", None)
     row_length = min(options.calib_max_seq_length, limit or options.calib_max_seq_length)
+    return Source(checkpoint, model, scheme, dtype, row_length)
+
+
+def plan_quantization(options: QuantizeOptions) -> QuantizePlan:
+    """Check the source, disk and memory; decide every output tensor.
+
+    Raises what `open_source` raises, Unsupported, OutputExists, OutOfDisk, OutOfMemory.
+    """
+    source = open_source(options)
+    checkpoint, model, scheme = source.checkpoint, source.model, source.scheme
+    dtype, row_length = source.dtype, source.row_length
+    if options.quantize_lm_head and model.is_tied:
+        raise Unsupported("--quantize-lm-head: this model's lm_head is its embedding")
+    prefix = layer_prefix(0)
+    linears = {f"{prefix}{n}": model.layer_shapes[f"{n}.weight"] for n in model.linear_names}
+    if options.quantize_lm_head:
+        linears["lm_head"] = model.outer_shapes[HEAD]
+    require_whole_groups(linears, source)
     tensors = list(_planned_tensors(model, scheme, DTYPE_CODES[dtype], options))
     shards = plan_shards(tensors, options.max_shard_bytes)
     peak = _predict_memory(model, scheme, DTYPES[DTYPE_CODES[dtype]][1], row_length, options)
@@ -154,20 +180,14 @@ def _require_device(device: str) -> None:
         raise NoDevice("--device cuda: torch sees no CUDA device", fix="--device cpu")
 
 
-def _require_whole_groups(model: Model, scheme: QuantizedScheme, has_head: bool) -> None:
-    """Raises Unsupported for a linear whose inputs the scheme cannot cut into its groups."""
-    block = scheme.storage.block
-    if block is None:
-        return
-    prefix = layer_prefix(0)
-    shapes = {f"{prefix}{n}": model.layer_shapes[f"{n}.weight"] for n in model.linear_names}
-    if has_head:
-        shapes["lm_head"] = model.outer_shapes[HEAD]
-    for name, (_, inputs) in shapes.items():
-        if inputs % block:
+def require_whole_groups(linears: Mapping[str, tuple[int, ...]], source: Source) -> None:
+    """Raises Unsupported for a linear [out, in] whose inputs the scheme cannot cut into its
+    groups."""
+    block, qformat = source.scheme.storage.block, source.scheme.qformat
+    for name, (_, inputs) in linears.items():
+        if inputs % (block or 1):
             raise Unsupported(
-                f"--qformat {scheme.qformat}: {name} has {inputs} inputs; "
-                f"a multiple of {block} is wanted",
+                f"--qformat {qformat}: {name} has {inputs} inputs; a multiple of {block} is wanted",
                 fix="--qformat fp8",
             )
 
@@ -197,7 +217,7 @@ def _planned_tensors(
         prefix = layer_prefix(index)
         for name, shape in model.layer_shapes.items():
             if name in linears:
-                yield from _planned_linear(prefix + name, shape, scheme)
+                yield from planned_linear(prefix + name, shape, scheme)
             else:
                 yield TensorPlan(prefix + name, dtype, shape)
         if KV_CACHE_DTYPES[options.kv_cache_dtype]:
@@ -205,12 +225,12 @@ def _planned_tensors(
             yield TensorPlan(f"{prefix}self_attn.v_proj.v_scale", "F32", ())
     yield TensorPlan(FINAL_NORM, dtype, outer[FINAL_NORM])
     if options.quantize_lm_head:
-        yield from _planned_linear(HEAD, outer[HEAD], scheme)
+        yield from planned_linear(HEAD, outer[HEAD], scheme)
     elif not model.is_tied:
         yield TensorPlan(HEAD, dtype, outer[HEAD])
 
 
-def _planned_linear(
+def planned_linear(
     name: str, shape: tuple[int, ...], scheme: QuantizedScheme
 ) -> Iterator[TensorPlan]:
     """name ends in `weight`; shape is [out, in]."""

@@ -46,10 +46,12 @@ class ShardPlan:
     num_bytes: int
 
 
-def plan_shards(tensors: Iterable[TensorPlan], max_shard_bytes: int) -> list[ShardPlan]:
+def plan_shards(
+    tensors: Iterable[TensorPlan], max_shard_bytes: int, single_file: str = SINGLE_FILE
+) -> list[ShardPlan]:
     """Cut the tensors, in order, into files of at most `max_shard_bytes` of data each.
 
-    A tensor larger than that gets a file of its own.
+    A tensor larger than that gets a file of its own. `single_file`: the name where one is enough.
     """
     groups: list[list[TensorPlan]] = []
     room = -1
@@ -61,7 +63,7 @@ def plan_shards(tensors: Iterable[TensorPlan], max_shard_bytes: int) -> list[Sha
         room -= tensor.num_bytes
     count = len(groups)
     if count == 1:
-        return [_plan_shard(SINGLE_FILE, groups[0])]
+        return [_plan_shard(single_file, groups[0])]
     return [
         _plan_shard(f"model-{i:05d}-of-{count:05d}.safetensors", group)
         for i, group in enumerate(groups, 1)

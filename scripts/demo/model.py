@@ -148,6 +148,13 @@ class Llama(nn.Module):
 
         With a cache, `start` is 0 for the prompt; later calls pass one token each.
         """
+        x = self.states(ids, cache, start)
+        if cache is not None:
+            x = x[:, -1:]
+        return F.linear(x, self.model.embed_tokens.weight)
+
+    def states(self, ids: Tensor, cache: KVCache | None = None, start: int = 0) -> Tensor:
+        """What the output projection reads, [batch, length, hidden]. Arguments as of `forward`."""
         rotary = self.get_buffer("rotary")[:, start : start + ids.shape[1]]
         x = self.model.embed_tokens(ids)
         for index, layer in enumerate(self.model.layers):
@@ -155,10 +162,8 @@ class Llama(nn.Module):
                 x = layer(x, rotary)
             else:  # `.forward` goes round the compiled call: lengths vary here
                 x = layer.forward(x, rotary, cache[index] if cache else None, start)
-        x = self.model.norm(x)
-        if cache is not None:
-            x = x[:, -1:]
-        return F.linear(x, self.model.embed_tokens.weight)
+        states: Tensor = self.model.norm(x)
+        return states
 
     def new_cache(self, batch: int, max_length: int, dtype: torch.dtype) -> KVCache:
         size = (batch, self.shape.num_key_value_heads, max_length, self.shape.head_dim)

@@ -1,0 +1,105 @@
+"""`llmctl quantize --draft-model-dir`: draft heads -> quantized draft heads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from llmctl.errors import Unsupported
+
+if TYPE_CHECKING:
+    from llmctl.quantize.heads.heads import DraftHeads
+    from llmctl.quantize.heads.quantizer import HeadsPlan, HeadsResult
+    from llmctl.quantize.plan import QuantizeOptions, Source
+
+
+def quantize_heads(options: QuantizeOptions, folder: Path, as_json: bool) -> None:
+    """Quantize the heads in a folder for the target of the options, and print the result."""
+    from llmctl.quantize.heads.quantizer import plan_heads
+    from llmctl.quantize.plan import open_source
+
+    source = open_source(options)
+    heads = next(read for is_it, read in KINDS if is_it(folder))(folder, source)
+    result = _run_with_progress(plan_heads(options, source, heads))
+    if as_json:
+        typer.echo(json.dumps(asdict(result)))
+        return
+    typer.echo(
+        f"{result.output_dir}: {result.num_heads} heads, {result.output_bytes / 1e6:.3g} MB, "
+        f"{result.seconds_s:.1f} s"
+    )
+    rows = zip(result.positions, result.agreement_before, result.agreement_after, strict=True)
+    for head, (count, before, after) in enumerate(rows):
+        shares = "not measured, for the text is nowhere what the target chooses"
+        if before is not None and after is not None:
+            shares = f"{before:.1%} before, {after:.1%} after, of {count} tokens"
+        typer.echo(f"head {head} says what the target chooses: {shares}")
+
+
+def _run_with_progress(plan: HeadsPlan) -> HeadsResult:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress
+
+    from llmctl.quantize.heads.quantizer import run_heads
+
+    console = Console(stderr=True, highlight=False)
+    options, source = plan.options, plan.source
+    console.print(
+        f"heads of {plan.heads.source.path}: {source.scheme.qformat} weights and activations; "
+        f"{options.calib_size} rows of {source.row_length} tokens from {options.calib_dataset}, "
+        f"on {options.device}",
+        soft_wrap=True,
+    )
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("layers of the target", total=source.model.num_layers)
+        return run_heads(plan, lambda done, total: bar.update(task, completed=done))
+
+
+def _read_medusa(folder: Path, source: Source) -> DraftHeads:
+    from llmctl.builder.heads.medusa.checkpoint import SAFE_FILE, open_heads, require_fit
+    from llmctl.builder.heads.medusa.layouts import MODULE
+    from llmctl.quantize.checkpoint import Checkpoint
+    from llmctl.quantize.format import CONFIG_FILE, read_json
+    from llmctl.quantize.heads.heads import DraftHeads
+    from llmctl.quantize.heads.medusa import MedusaShape, make_medusa
+
+    found = open_heads(folder, source.checkpoint)
+    if found.quantization is not None:
+        raise Unsupported(
+            f"{folder} is quantized already ({found.quantization.algo})",
+            fix="start from the heads as they were trained",
+        )
+    config, layout = source.model.config, found.layout
+    require_fit(found, int(config.hidden_size), int(config.vocab_size))
+    shape = MedusaShape(
+        layout.num_heads,
+        layout.num_layers,
+        found.hidden_size,
+        int(config.vocab_size),
+        layout.has_bias,
+        layout.output,
+    )
+    linears = shape.linears()
+    described = folder / CONFIG_FILE
+    return DraftHeads(
+        source=found.beside(Checkpoint(folder, {}, {}, None), layout.num_heads),
+        module=MODULE,
+        num_depths=layout.num_heads,
+        linears=linears,
+        biases=tuple(p for p in linears if p.startswith("blocks.") and layout.has_bias),
+        make=lambda projection: make_medusa(shape, projection),
+        file_name=SAFE_FILE,
+        config=read_json(described) if described.is_file() else {},
+    )
+
+
+KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Any], Any]], ...] = (
+    (lambda folder: True, _read_medusa),
+)
+"""(whether a folder holds such heads, how they are read); the first that does."""

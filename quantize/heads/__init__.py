@@ -1,0 +1,1 @@
+"""Draft heads of a target, quantized on its hidden rows."""

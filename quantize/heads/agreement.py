@@ -1,0 +1,67 @@
+"""How often heads say what the target chooses: their acceptance, measured without drafting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmctl.quantize.heads.heads import HeadModule
+
+if TYPE_CHECKING:
+    import torch
+
+ROWS_AT_A_TIME = 256  # whose logits are in memory
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRows:
+    """What the target computed of rows of text."""
+
+    tokens: torch.Tensor  # int64 [rows, length]
+    hidden: torch.Tensor  # [rows, length, hidden_size]
+    chosen: torch.Tensor  # int64 [rows, length]: its likeliest token after each
+
+
+def choose(hidden: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """The target's likeliest tokens after hidden [rows, length, hidden_size]."""
+    import torch
+
+    flat = torch.split(hidden.flatten(0, 1), ROWS_AT_A_TIME)
+    found = [
+        torch.nn.functional.linear(part.to(projection.device), projection).argmax(-1).cpu()
+        for part in flat
+    ]
+    return torch.cat(found).view(hidden.shape[:2])
+
+
+def agreement(module: HeadModule, rows: TargetRows, depths: int, device: torch.device) -> list[int]:
+    """For each depth: at how many positions the likeliest token is the target's choice, of those
+    that `count_positions` counts."""
+    import torch
+
+    places = _places(rows, depths)
+    right = [0] * depths
+    length = places[0].shape[1]
+    flat = rows.hidden[:, :length].flatten(0, 1)
+    labels = [rows.chosen[:, m + 1 :][:, :length].flatten() for m in range(depths)]
+    for part in torch.split(torch.arange(len(flat)), ROWS_AT_A_TIME):
+        said = module(flat[part].to(device))
+        for depth in range(depths):
+            hits = said[depth].argmax(-1).cpu() == labels[depth][part]
+            right[depth] += int((hits & places[depth].flatten()[part]).sum())
+    return right
+
+
+def count_positions(rows: TargetRows, depths: int) -> list[int]:
+    """For each depth: the positions at which the text until there is what the target chose."""
+    return [int(place.sum()) for place in _places(rows, depths)]
+
+
+def _places(rows: TargetRows, depths: int) -> list[torch.Tensor]:
+    """bool [rows, length - depths - 1] for each depth."""
+    length = rows.tokens.shape[1] - depths - 1
+    found: list[torch.Tensor] = []
+    for depth in range(depths):
+        same = rows.chosen[:, depth:][:, :length] == rows.tokens[:, depth + 1 :][:, :length]
+        found.append(found[-1] & same if found else same)
+    return found

@@ -1,0 +1,48 @@
+"""Draft heads as they come to be quantized. Who reads their checkpoints says what they are; one
+function for each kind of heads (cli/quantize_heads.py has the table)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from llmctl.quantize.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+
+class HeadModule(Protocol):
+    """All heads as one torch module; its linears are torch's own, for ModelOpt."""
+
+    def __call__(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """hidden [rows, hidden_size] as the target's output projection reads them -> logits
+        [rows, vocab_size] of each depth: of the token after the row's own next one, and so on."""
+
+    def get_submodule(self, target: str) -> torch.nn.Module: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, assign: bool) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHeads:
+    """Heads that fit the target; no weight has been read.
+
+    source: holds their tensors, each named as in the output behind `module` and a point.
+    linears: module paths of HeadModule -> names of the modules in the output. make: the module with
+    weights on torch's meta device, given the target's output projection.
+    """
+
+    source: Checkpoint
+    module: str
+    num_depths: int  # tokens that they draft in a row
+    linears: Mapping[str, str]
+    biases: tuple[str, ...]  # of the linears: paths of HeadModule that have one
+    make: Callable[[torch.Tensor], HeadModule]
+    file_name: str  # of the weights
+    config: Mapping[str, Any]  # config.json
+
+    def shape(self, linear: str) -> tuple[int, ...]:
+        """[out, in] of one of `linears`."""
+        return self.source.info(f"{self.module}.{self.linears[linear]}.weight").shape

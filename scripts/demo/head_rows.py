@@ -1,0 +1,83 @@
+"""What draft heads learn from: hidden rows of the target, and what it chose at each of them.
+
+Heads draft what the target will choose, so only positions count at which the text is what the
+target has chosen: all of its own greedy text, two thirds of other people's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scripts.demo.batches import TokenStream, with_bos
+from scripts.demo.generation import generate
+from scripts.demo.model import Llama
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows of equal length, each behind `<s>`."""
+
+    tokens: Tensor  # int64 [rows, length]
+    hidden: Tensor  # bfloat16 [rows, length, hidden_size], behind the final norm
+    chosen: Tensor  # int64 [rows, length]: the target's likeliest token after each
+
+    def depths(self, num_heads: int) -> list[tuple[Tensor, Tensor]]:
+        """For each head (labels, where they count), [rows, length - num_heads - 1].
+
+        Head m at position t shall say what the target chooses after t + 1 + m, if the text until
+        there is what it chose: that is the path on which this draft would be verified.
+        """
+        length = self.tokens.shape[1] - num_heads - 1
+        counts = torch.ones(self.tokens.shape[0], length, dtype=torch.bool)
+        found = []
+        for head in range(num_heads):
+            own, text = self.chosen[:, head:], self.tokens[:, head + 1 :]
+            counts = counts & (own[:, :length] == text[:, :length])
+            found.append((self.chosen[:, head + 1 :][:, :length], counts))
+        return found
+
+    @staticmethod
+    def joined(parts: list[HeadRows]) -> HeadRows:
+        """All rows of several."""
+        return HeadRows(
+            torch.cat([part.tokens for part in parts]),
+            torch.cat([part.hidden for part in parts]),
+            torch.cat([part.chosen for part in parts]),
+        )
+
+
+@torch.no_grad()
+def read_rows(target: Llama, tokens: Tensor, batch: int = 8) -> HeadRows:
+    """Run the target over rows [rows, length]."""
+    hidden, chosen = [], []
+    for part in tokens.split(batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            states = target.states(part)
+            logits = F.linear(states, target.model.embed_tokens.weight)
+        hidden.append(states.bfloat16())
+        chosen.append(logits.argmax(-1))
+    return HeadRows(tokens, torch.cat(hidden), torch.cat(chosen))
+
+
+def corpus_rows(stream: TokenStream, num_rows: int, length: int, seed: int) -> Tensor:
+    """Rows [num_rows, length] cut from random places, `<s>` included."""
+    starts = np.random.default_rng(seed).integers(len(stream) - length, size=num_rows)
+    return with_bos(torch.from_numpy(np.stack([stream[s : s + length - 1] for s in starts])))
+
+
+@torch.no_grad()
+def written_rows(
+    target: Llama, prompts: Tensor, length: int, temperature: float, batch: int = 256
+) -> Tensor:
+    """Prompts [rows, n], continued by the target to [rows, length]."""
+    parts = []
+    for part in prompts.split(batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            more = generate(target, part, length - part.shape[1], temperature)
+        parts.append(torch.cat([part, more], dim=1))
+    return torch.cat(parts)
