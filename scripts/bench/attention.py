@@ -40,7 +40,6 @@ MODELS = {  # query heads, KV heads, head size
 }
 GENERATION = [  # model, FP8 keys, batch, tokens a request, context
     *(("70B", True, 1, m, n) for n in (512, 1024, 2048, 4096) for m in (1, 11)),
-    ("70B", True, 1, 1, 32768),
     ("70B", False, 1, 1, 1024),
     ("70B", False, 1, 11, 1024),
     *(("1B", True, 1, m, n) for n in (512, 1024, 4096) for m in (1, 2, 11)),
@@ -52,6 +51,15 @@ GENERATION = [  # model, FP8 keys, batch, tokens a request, context
     ("8B", False, 64, 1, 1024),
     *(("70B", f, b, 1, 4096) for f in (True, False) for b in (16, 64)),
     ("70B", True, 8, 11, 1024),
+]
+LONG = [  # the same of long contexts
+    *((m, True, 1, 1, n) for m in ("70B", "8B") for n in (4096, 8192, 16384, 32768, 131072)),
+    *((m, True, 1, 11, n) for m in ("70B", "8B") for n in (8192, 32768, 131072)),
+    ("8B", True, 1, 4, 32768),
+    ("70B", False, 1, 1, 32768),
+    ("1B", True, 1, 1, 32768),
+    *((m, True, b, 1, 32768) for m in ("70B", "8B") for b in (2, 4, 8, 64)),
+    ("70B", True, 8, 11, 32768),
 ]
 CONTEXT = [("70B", True, 1, n, n) for n in (512, 2048, 8192)] + [
     ("70B", False, 1, 2048, 2048),
@@ -84,11 +92,13 @@ def main() -> None:
     parser.add_argument("--compile", type=Path)
     parser.add_argument("--binaries", type=Path)
     parser.add_argument("--skip-checks", action="store_true")
-    parser.add_argument("--only", default="", help="time generation of one model, as 8B, or trees")
+    parser.add_argument(
+        "--only", default="", help="time generation of one model, as 8B, or long, or trees"
+    )
     arguments = parser.parse_args()
     if arguments.compile:
         for world in [checked(i, "cpu") for i in range(len(CHECKED))] + [
-            timed(*row[:2]) for row in (*GENERATION, *CONTEXT)
+            timed(*row[:2]) for row in (*GENERATION, *LONG, *CONTEXT)
         ]:
             for spec in kernel.kernels(world.call([(0, 0, 1)]), world.limits()):
                 _binaries[spec.name] = compile_kernel(spec)
@@ -164,9 +174,8 @@ def check() -> None:
 
 def measure(only: str) -> None:
     """Time generation, trees and context chunks; of one model generation alone."""
-    for model, is_fp8, batch, tokens, context in GENERATION:
-        if only not in ("", model):
-            continue
+    short = [row for row in GENERATION if only in ("", row[0])]
+    for model, is_fp8, batch, tokens, context in [*short, *(LONG if only in ("", "long") else ())]:
         world = big(model, is_fp8, batch, context)
         parts = [(r, context - tokens, tokens) for r in range(batch)]
         seconds, low = time_layers(world, parts)
@@ -174,7 +183,8 @@ def measure(only: str) -> None:
         print(
             f"{model} {'fp8 ' if is_fp8 else 'bf16'} batch {batch:3} tokens {tokens:2} "
             f"context {context:6}: {seconds * 1e6:8.2f} us (min {low * 1e6:.2f}), "
-            f"{read / seconds / 1e12:.2f} TB/s, {read / seconds / READ_LIMIT:.0%} of reads",
+            f"{read / seconds / 1e12:.2f} TB/s, {read / seconds / READ_LIMIT:.0%} of reads, "
+            f"{kernels_of(world, parts)}",
             flush=True,
         )
     for model, is_fp8, tokens, context in TREES if only in ("", "trees") else ():
@@ -193,6 +203,13 @@ def measure(only: str) -> None:
             f"{seconds * 1e6:.1f} us (min {low * 1e6:.1f}), {rate:.0f} TFLOP/s",
             flush=True,
         )
+
+
+def kernels_of(world: World, parts: list[tuple[int, int, int]]) -> str:
+    """The kernels of a step and their grids."""
+    step = world.step(parts)
+    found = kernel.launches(world.call(parts), world.env(step), world.shape(step))
+    return ", ".join(f"{each.spec.name.split('.')[1]} {each.grid}" for each in found)
 
 
 def report_tree(world: World, name: str, tokens: int, context: int) -> None:
@@ -218,7 +235,10 @@ def big(model: str, is_fp8: bool, batch: int, context: int, layers: int = 0) -> 
     small = timed(model, is_fp8)
     per_layer = small.cache.element_size() * 2 * small.kv_heads * small.size * context * batch
     layers = layers or min(max(160_000_000 // per_layer, 4), 64)
-    return replace(small, lengths=(context,) * batch, layers=layers, device="cuda", scratch={})
+    lengths = (context,) * batch
+    return replace(
+        small, lengths=lengths, layers=layers, device="cuda", scratch={}, same_queries=True
+    )
 
 
 def time_layers(world: World, parts: list[tuple[int, int, int]]) -> tuple[float, float]:

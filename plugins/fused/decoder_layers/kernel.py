@@ -35,7 +35,7 @@ from llmctl.plugins.fused.decoder_layers.tactics import (
     shape_key,
     stored_tactics,
 )
-from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units
+from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT, count_units
 from llmctl.plugins.schemes.table import form_macros
 
 if TYPE_CHECKING:
@@ -188,6 +188,7 @@ def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
             "ROOM": room.work,
             "SLOTS": room.slots,
             "MAX_UNITS": _max_units(limits),
+            "MOST_UNIT": MOST_UNIT,
             "EXCHANGE_BYTES": exchange_bytes(layer, limits, chain.tokens),
         },
         entry="layers",

@@ -9,16 +9,15 @@
 // A long context is divided into parts of about part_tiles tiles, one warp each. A work item (`unit` in the
 // code, see tiles.py) is a range of tiles with its own softmax state. The first part merges its work items;
 // every other work item is stored separately, and the warp that finishes last merges all of them, from left
-// to right.
+// to right; if all warps run at once (TOGETHER), each merges a share of the dimensions (batch_merge.cuh).
 //
 // Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
 // for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two), COLUMNS (8 | 16: at least the rows
 // of a request), SLOTS, QUERY_BYTES (of shared memory; 0: queries stay in registers), UNIT (tiles
-// of the first work items), K_SCALE, V_SCALE, STATIC.
+// of the first work items), MOST_UNIT (of the last ones), TOGETHER, K_SCALE, V_SCALE, STATIC.
 // Grid: parts, KV heads, requests. One warp per block.
 
-#include "ops/paged_attention/batch_state.cuh"
-#include "ops/paged_attention/output.cuh"
+#include "ops/paged_attention/batch_merge.cuh"
 
 // The number of warps that arrived before; what they stored may be read.
 DEVICE int arrive_at(int* counter) {
@@ -36,8 +35,14 @@ DEVICE int arrive_at(int* counter) {
 }
 
 DEVICE int next_unit(int tile) {  // the first tile, from this one on, that starts a work item
-  const int size = tile < 16 ? 1 : 1 << (highest_bit(tile) - 3);
+  const int size = tile < 16 ? 1 : min(1 << (highest_bit(tile) - 3), MOST_UNIT);
   return (tile + size - 1) & -size;
+}
+
+// Tiles of a part where the warps of the launch share a context: whole work items.
+DEVICE int share_of_tiles(int tiles) {
+  const int most = (tiles + int(gridDim.x) - 1) / int(gridDim.x);
+  return max((most + MOST_UNIT - 1) & -MOST_UNIT, MOST_UNIT);
 }
 
 // Two dimensions of block i of a row.
@@ -65,12 +70,20 @@ extern "C" __global__ void __launch_bounds__(32, 4)
   copier.source = cache + head * (TOKENS_PER_BLOCK * SIZE) + lane / CHUNKS * SIZE +
                   lane % CHUNKS * (16 / KV_TYPE::bytes);
   copier.table = block_tables + (long long)request * table_stride;
-  const int begin = next_unit(blockIdx.x * part_tiles);
+  int begin = next_unit(blockIdx.x * part_tiles);
   wait_for_dependencies();
-  const int page = copier.guess(begin, table_stride);
+  int page = copier.guess(begin, table_stride);
   const int start = load_int(cu_q + request), limit = load_int(kv_lens + request);
   const int num_rows = (load_int(cu_q + request + 1) - start) * GROUP;
   const int tiles = (limit + KEYS - 1) / KEYS;
+  if (TOGETHER) {  // as many parts as there are warps, however much shorter than the longest a context is
+    const int own_tiles = share_of_tiles(tiles);
+    if (own_tiles != part_tiles) {
+      part_tiles = own_tiles;
+      begin = next_unit(blockIdx.x * part_tiles);
+      page = copier.guess(begin, table_stride);
+    }
+  }
   if (num_rows <= 0 || num_rows > COLUMNS || int(blockIdx.x) * part_tiles >= tiles) return;
   const int num_parts = (tiles + part_tiles - 1) / part_tiles;
   const int end = min(next_unit(min((int(blockIdx.x) + 1) * part_tiles, tiles)), tiles);
@@ -164,6 +177,15 @@ extern "C" __global__ void __launch_bounds__(32, 4)
   if (num_parts > 1) {
     if (blockIdx.x == 0) merged.store(entries);
     const int group = request * HEADS + head;
+    if (TOGETHER) {
+      const int count = 1 + count_units(tiles) - count_units(first_end);
+      int* counter = counters + group * 32;  // one cache line each
+      meet_parts(counter, num_parts);
+      merge_lines(entries, entry_floats, count, blockIdx.x, num_parts, num_rows, head, start, out,
+                  value_scale, quanta, ring);
+      leave_parts(counter, num_parts);
+      return;
+    }
     if (arrive_at(counters + group) != num_parts - 1) return;
     if (lane == 0) counters[group] = 0;
     const int num_entries = 1 + count_units(tiles) - count_units(first_end);

@@ -1,4 +1,5 @@
-"""The kernel for many requests of few tokens: binaries and launches of `batch.cu`.
+"""The kernel for many requests of few tokens, or for long contexts: binaries and launches of
+`batch.cu`.
 
 It gives the bits of the other kernels, so a step may use any. It covers head sizes 64 and 128
 without windows and trees, and requests with at most MAX_ROWS rows (tokens times query heads of one
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.ops.paged_attention.source_specs import group_size, source_variant, tensor_types
-from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units
+from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT, count_units
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ MAX_ROWS = COLUMNS[-1]
 # multiprocessor then keep the memory busy, and there is no room for more.
 _RING_BYTES = 48 << 10
 _WARPS_PER_SM = 4
+LONG = 4096  # tokens of a context beyond which it is divided as finely as there are warps
 
 
 def covers_batch(call: OpCall, limits: StepLimits) -> bool:
@@ -47,7 +49,12 @@ def most_tokens(call: OpCall) -> int:
 
 def batch_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """Every binary that `batch_launch` may ask for."""
-    return [batch_spec(call, limits, columns) for columns in COLUMNS if columns >= group_size(call)]
+    return [
+        batch_spec(call, limits, columns, together)
+        for columns in COLUMNS
+        if columns >= group_size(call)
+        for together in ((False, True) if limits.max_seq_len > LONG else (False,))
+    ]
 
 
 def batch_launch(
@@ -70,13 +77,19 @@ def batch_launch(
     rows = max_tokens * group_size(call)
     columns = next(each for each in COLUMNS if each >= rows)
     tiles = -(-max_kv_len // KEYS)
-    part_tiles = _part_tiles(tiles, num_requests * heads, env.limits.num_sms)
+    groups, num_sms = num_requests * heads, env.limits.num_sms
+    part_tiles = _part_tiles(tiles, groups, num_sms)
     floats = columns // 8 * (size // 4 + 3) * 32  # of an entry
     num_parts = -(-tiles // part_tiles)
-    # The first part is an entry, and so is each work item that starts after part_tiles.
-    max_entries = 2 + max(count_units(max_kv_len) - count_units(part_tiles * KEYS), 0)
-    if num_requests * heads * max_entries * floats > partials[0].numel():
-        num_parts, part_tiles, max_entries = 1, max(tiles, 1), 1
+    # Together they wait for each other: all must run at once, and have cache lines for counters.
+    is_resident = groups <= num_sms and groups * num_parts <= _WARPS_PER_SM * num_sms
+    together = is_resident and num_parts > 1 and is_long(env.limits, max_kv_len)
+    # The first part is an entry, and so is each work item that starts after it. Together, parts are
+    # as short as each context asks for.
+    first_tiles = MOST_UNIT if together else part_tiles
+    max_entries = 2 + max(count_units(max_kv_len) - count_units(first_tiles * KEYS), 0)
+    if groups * max_entries * floats > partials[0].numel():
+        num_parts, part_tiles, max_entries, together = 1, max(tiles, 1), 1, False
     arguments: tuple[torch.Tensor | int | float, ...] = (
         *tensors,
         *partials,
@@ -86,7 +99,12 @@ def batch_launch(
         max_entries,
     )
     grid = (max(num_parts, 1), heads, num_requests)
-    return Launch(batch_spec(call, env.limits, columns), grid, arguments)
+    return Launch(batch_spec(call, env.limits, columns, together), grid, arguments)
+
+
+def is_long(limits: StepLimits, max_kv_len: int) -> bool:
+    """Whether a context is divided as finely as there are warps."""
+    return min(max_kv_len, limits.max_seq_len) > LONG
 
 
 def _part_tiles(tiles: int, groups: int, num_sms: int) -> int:
@@ -94,21 +112,28 @@ def _part_tiles(tiles: int, groups: int, num_sms: int) -> int:
     divided only where there are too few warps (three per multiprocessor are enough) or one would
     take too long (4,096 keys). Blocks of parts that a shorter context does not have cost time, too:
     there are at most 8 parts if there are many groups."""
+    if tiles * KEYS > LONG and 2 * groups <= _WARPS_PER_SM * num_sms:
+        # as many parts as run at once, of whole work items
+        each = -(-tiles // (_WARPS_PER_SM * num_sms // groups))
+        return -(-each // MOST_UNIT) * MOST_UNIT
     wanted = max(1, (_WARPS_PER_SM - 1) * num_sms // groups)
     most = 32 if groups <= _WARPS_PER_SM * num_sms else 8
     return max(min(64, -(-tiles // wanted)), -(-tiles // most), 4)
 
 
-def batch_spec(call: OpCall, limits: StepLimits, columns: int) -> KernelSpec:
-    """One binary."""
+def batch_spec(
+    call: OpCall, limits: StepLimits, columns: int, together: bool = False
+) -> KernelSpec:
+    """One binary. together: all its warps run at once, and merge long contexts together."""
     size = int(call.attributes["head_size"])
     words, constants = source_variant(call, limits)
     tile_bytes = KEYS * size * (1 if limits.kv_dtype in (FP8, "int8") else 2)
     slots = max(_RING_BYTES // tile_bytes, 3)
     query_bytes = columns * size * 2 if columns > COLUMNS[0] and size == 128 else 0
     constants |= {"COLUMNS": columns, "SLOTS": slots, "QUERY_BYTES": query_bytes}
+    constants |= {"TOGETHER": together}
     return KernelSpec(
-        name=".".join(["paged_attention.batch", *words, f"c{columns}"]),
+        name=".".join(["paged_attention.batch", *words, f"c{columns}"] + ["all"] * together),
         source="ops/paged_attention/batch.cu",
         arguments=(*tensor_types(call, limits), "*fp32", "*i32", "fp32", *["i32"] * 3),
         constants=constants,

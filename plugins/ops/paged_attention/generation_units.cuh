@@ -6,8 +6,9 @@
 constexpr int ROWS = 64;
 constexpr int SHARE = SPLITS / 2;  // thread blocks that process the last work items
 
-// The work items of one thread block of a cluster: the last SHARE items, which are half of the work, go
-// to one half of the cluster, those to the left of them to the other half.
+// The work items of one thread block of a cluster. While their size doubles with the context, the last SHARE
+// items are half of the work and go to one half of the cluster, those to the left of them to the other half.
+// In longer contexts they are dealt out in turn.
 struct Units {
   int unit, step, end, tiles;  // of the request
   int tile, unit_end;
@@ -16,7 +17,7 @@ struct Units {
     tiles = max(tiles_, 0);
     const int units = count_units(tiles);
     unit = rank, step = SPLITS, end = units;
-    if (units > SPLITS) {
+    if (units > SPLITS && tiles <= 16 << (LAST_OCTAVE + 1)) {
       step = SHARE;
       if (rank < SHARE) {
         end = units - SHARE;

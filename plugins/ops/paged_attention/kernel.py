@@ -4,9 +4,9 @@ Kernels for generation and verification (up to SHORT tokens per request, or a wh
 split the keys over thread blocks; those for longer requests, the context chunks, do not. A step
 that may have both launches both kernels, and each skips the other's requests: the result of a row
 is the same in either. Where few thread blocks have to be fast together, verification.cu or
-generation.cu processes the short requests; where many requests have one or two tokens each,
-batch.cu. chunk.cu processes context chunks. In a step with trees all short requests use the one
-kernel that supports paths (triton_tree.py).
+generation.cu processes the short requests; where many requests have one or two tokens each, or
+contexts are long, batch.cu. chunk.cu processes context chunks. In a step with trees all short
+requests use the one kernel that supports paths (triton_tree.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from llmctl.plugins.ops.paged_attention.batch import (
     batch_launch,
     batch_specs,
     covers_batch,
+    is_long,
     most_tokens,
 )
 from llmctl.plugins.ops.paged_attention.chunk import chunk_launch, chunk_spec, covers_chunks
@@ -110,6 +111,11 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
 
 def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch:
     size = int(call.attributes["head_size"])
+    most = min(shape.max_query_len, short)
+    if is_long(env.limits, shape.max_kv_len):
+        long = _batch(call, env, shape, most, fewest=1)
+        if long is not None:
+            return long
     # The ring of a small model's next product fills beside generation.cu, which needs less room.
     ways = (_few, _verification) if size == 64 else (_verification, _few)
     for way in ways:
@@ -188,10 +194,12 @@ def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch |
     )
 
 
-def _batch(call: OpCall, env: LaunchEnv, shape: StepShape, max_tokens: int) -> Launch | None:
+def _batch(
+    call: OpCall, env: LaunchEnv, shape: StepShape, max_tokens: int, fewest: int = _FEW_GROUPS + 1
+) -> Launch | None:
     """batch.cu's launch for requests of so many tokens; None as in `_few`."""
     groups = shape.num_requests * int(call.attributes["num_kv_heads"])
-    if not env.use_pdl or not covers_batch(call, env.limits) or groups <= _FEW_GROUPS:
+    if not env.use_pdl or not covers_batch(call, env.limits) or groups < fewest:
         return None
     if max_tokens * group_size(call) > MAX_ROWS:
         return None

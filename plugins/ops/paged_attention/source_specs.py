@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from llmctl.plugins.backends.cuda.dtypes import pointer, short_name
 from llmctl.plugins.backends.cuda.kernel_spec import Constant, StepLimits
 from llmctl.plugins.core.op_spec import FP8
-from llmctl.plugins.ops.paged_attention.tiles import UNIT
+from llmctl.plugins.ops.paged_attention.tiles import MOST_UNIT, UNIT
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,7 @@ def source_variant(call: OpCall, limits: StepLimits) -> tuple[list[str], dict[st
         "SIZE": size,
         "TOKENS_PER_BLOCK": limits.tokens_per_block,
         "UNIT": UNIT,
+        "MOST_UNIT": MOST_UNIT,
         "K_SCALE": "k_scale" in scaled,
         "V_SCALE": "v_scale" in scaled,
         "STATIC": "out_scale" in scaled,

@@ -1,14 +1,17 @@
 """How attention divides a context: part of the arithmetic, the same for every kernel and step.
 
 A tile is KEYS keys. A work item (`unit`) is a range of tiles whose attention is computed
-independently and merged afterwards: UNIT tiles in each of the first 16, and then an eighth of the
-largest power of two (in tiles) below it: 8 work items per doubling of the context.
+independently and merged afterwards: UNIT tiles in each of the first 16, then an eighth of the
+largest power of two (in tiles) below it, 8 work items per doubling of the context, and MOST_UNIT
+tiles from there on. A thread block reads at least one of them, so that more of them keep more
+multiprocessors busy with a long context; and each is stored and merged.
 """
 
 from __future__ import annotations
 
 KEYS = 64
 UNIT = 1  # a power of two
+MOST_UNIT = 8  # a power of two
 
 
 def count_units(num_keys: int) -> int:
@@ -30,4 +33,4 @@ def unit_start(unit: int) -> int:
 
 def _unit_tiles(first: int) -> int:
     """The number of tiles of the work item that begins with this tile."""
-    return max((1 << first.bit_length()) >> 4, UNIT)
+    return min(max((1 << first.bit_length()) >> 4, UNIT), MOST_UNIT)

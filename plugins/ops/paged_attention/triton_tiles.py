@@ -10,6 +10,10 @@ from llmctl.plugins.ops.paged_attention import tiles
 
 KEYS: tl.constexpr = tl.constexpr(tiles.KEYS)
 UNIT: tl.constexpr = tl.constexpr(tiles.UNIT)
+MOST_UNIT: tl.constexpr = tl.constexpr(tiles.MOST_UNIT)
+_LAST_OCTAVE: tl.constexpr = tl.constexpr(
+    8 * tiles.MOST_UNIT
+)  # tiles where the largest units begin
 _BASE_OCTAVE: tl.constexpr = tl.constexpr(tiles.UNIT.bit_length() - 1)
 
 
@@ -26,7 +30,7 @@ def highest_bit(value):
 @triton.jit
 def unit_size(tile):
     """Tiles in the unit that holds this tile."""
-    return tl.maximum(highest_bit(tile) >> 3, UNIT)
+    return tl.minimum(tl.maximum(highest_bit(tile) >> 3, UNIT), MOST_UNIT)
 
 
 @triton.jit
@@ -51,7 +55,7 @@ def next_unit(tile):
 @triton.jit
 def unit_index(tile):
     """How many units end at or before this tile."""
-    top = highest_bit(tile)
+    top = tl.minimum(highest_bit(tile), _LAST_OCTAVE)
     octave = 0
     for bit in tl.static_range(4, 16):
         octave += ((top >> bit) & 1) * (bit - 4)

@@ -61,16 +61,20 @@ DEVICE float finite(float top) { return top == minus_infinity() ? 0.0f : top; }
 
 DEVICE int highest_bit(int x) { return 31 - __clz(x); }
 
+DEVICE constexpr int log2_of(int x) { return x > 1 ? 1 + log2_of(x / 2) : 0; }
+constexpr int LAST_OCTAVE = log2_of(MOST_UNIT) - 1;  // from 16 << LAST_OCTAVE tiles on work items have MOST_UNIT
+static_assert(LAST_OCTAVE >= 0 && MOST_UNIT == 2 << LAST_OCTAVE, "a power of two");
+
 DEVICE constexpr int unit_start(int unit) {
   if (unit < 16) return unit;
-  const int octave = (unit - 16) / 8;
-  return (16 << octave) + ((unit - 16) % 8) * (2 << octave);
+  const int octave = (unit - 16) / 8 < LAST_OCTAVE ? (unit - 16) / 8 : LAST_OCTAVE;
+  return (16 << octave) + (unit - 16 - 8 * octave) * (2 << octave);
 }
 
 DEVICE int count_units(int tiles) {
   const int last = tiles - 1;
   if (last < 16) return tiles;
-  const int octave = highest_bit(last) - 4;
+  const int octave = min(highest_bit(last) - 4, LAST_OCTAVE);
   return 16 + 8 * octave + ((last - (16 << octave)) >> (octave + 1)) + 1;
 }
 

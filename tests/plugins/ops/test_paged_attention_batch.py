@@ -14,7 +14,7 @@ from support.kernel import compile_all
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.ops.paged_attention import batch, kernel, verification
-from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units
+from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT, count_units
 
 MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (4096,), "kv_dtype": FP8}
 
@@ -91,6 +91,36 @@ def test_contexts_are_whole_where_requests_are_many_and_cut_where_they_are_few()
     assert launched(world, [1] * 64, 1024)[0].grid[0] == 1
     assert launched(world, [1] * 9, 1024)[0].grid[0] == 4
     assert launched(world, [1] * 256, 1 << 17)[0].grid[0] <= 8
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "max_kv_len", "grid"),
+    [
+        (1, 1, batch.LONG + 1, 9),
+        (1, 2, 32768, 64),
+        (1, 1, 131072, 64),
+        (2, 1, 32768, 32),
+        (8, 1, 32768, 8),
+    ],
+)
+def test_long_contexts_are_divided_by_as_many_warps_as_run_at_once(
+    requests: int, tokens: int, max_kv_len: int, grid: int
+) -> None:
+    world = World(**{**MODEL, "lengths": (8192,)})
+    (launch,) = launched(world, [tokens] * requests, max_kv_len)
+    assert launch.spec.constants["TOGETHER"] and launch.grid == (grid, 8, requests)
+    assert grid * 8 * requests <= batch._WARPS_PER_SM * world.limits().num_sms
+    *_, max_entries = launch.arguments
+    assert max_entries >= 2 + count_units(max_kv_len) - count_units(MOST_UNIT * KEYS)
+    short = World(**MODEL)  # an engine whose sequences are short has no such kernel
+    names = [spec.name for spec in batch.batch_specs(short.call([(0, 0, 1)]), short.limits())]
+    assert launch.spec.name.endswith(".all") and launch.spec.name not in names
+
+
+def test_too_many_rows_or_requests_for_warps_that_wait_for_each_other() -> None:
+    world = World(**{**MODEL, "lengths": (8192,)}, max_batch_size=256)
+    assert launched(world, [3], 32768)[0].spec.entry == "generation"
+    assert not launched(world, [1] * 64, 32768)[0].spec.constants["TOGETHER"]
 
 
 def test_each_launch_is_of_a_binary_that_was_built():

@@ -1,0 +1,88 @@
+"""Contexts of 40,000 tokens: every kernel gives the bits of the context kernel, however many warps
+or thread blocks share a context, alone and in a batch, with chunks of several sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.attention import FP8, INT8, Part, World, run_one, same_bits
+from support.gpu import execute
+
+from llmctl.plugins.ops.paged_attention import batch, kernel
+from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT
+
+LENGTHS = (40_000, 20_000, 9_000)
+EDGES = (LENGTHS[0], batch.LONG + 100, 16 * MOST_UNIT * KEYS + 1, 32_768, 33_000)
+WORLDS = [
+    {"heads": 64, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "quantize_out": True},
+    {"heads": 32, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "spread": 3.0},
+    {"heads": 32, "kv_heads": 8, "size": 64, "kv_dtype": FP8},
+    {"heads": 32, "kv_heads": 8, "size": 128},
+    {"heads": 28, "kv_heads": 4, "size": 128, "dtype": torch.float16, "kv_dtype": torch.float16},
+    {"heads": 16, "kv_heads": 1, "size": 128, "kv_dtype": INT8},
+]
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=str)
+def world(request: pytest.FixtureRequest) -> World:
+    """One world for all tests of it: making 40,000 queries takes longer than attending."""
+    return World(**request.param, lengths=LENGTHS, device="cuda")
+
+
+def context(world: World, request: int, start: int, count: int) -> torch.Tensor:
+    """The rows as the context kernel computes them, in a chunk of 100 tokens."""
+    chunk: list[Part] = [(request, start + count - 100, 100)]
+    step = world.step(chunk)
+    launches = kernel.launches(world.call(chunk), world.env(step), world.shape(step))
+    assert [each.spec.name.split(".")[1] for each in launches] in (["chunk"], ["context"])
+    return world.run(chunk, execute)[0][-count:]
+
+
+def compare(world: World, parts: list[Part]) -> None:
+    for (request, start, count), rows in zip(parts, world.run(parts, execute), strict=True):
+        assert same_bits(rows, context(world, request, start, count)), (request, start, count)
+
+
+@pytest.mark.parametrize("parts", [None, 1, 2, 3, 7, 30])
+def test_warps_that_share_a_context_give_the_bits_of_the_context_kernel(
+    world: World, parts: int | None
+) -> None:
+    group = world.heads // world.kv_heads
+    for tokens in {1, 8 // group, 16 // group} - {0}:
+        for end in EDGES:
+            rows: list[Part] = [(0, end - tokens, tokens)]
+            step, call = world.step(rows), world.call(rows, 3)
+            env = world.env(step, 2)
+            (launch,) = kernel.launches(call, env, replace(world.shape(step), num_requests=3))
+            assert launch.spec.name.endswith(".all")
+            if parts is not None:
+                launch = replace(launch, grid=(parts, *launch.grid[1:]))
+            (found,) = run_one(launch, call, env, rows, execute)
+            assert same_bits(found, context(world, 0, end - tokens, tokens)), (end, tokens)
+
+
+def test_requests_of_different_lengths_beside_each_other(world: World) -> None:
+    """The shortest has fewer parts than the launch, or one; padding requests have none."""
+    one: list[Part] = [(0, LENGTHS[0] - 1, 1), (1, LENGTHS[1] - 1, 1), (2, LENGTHS[2] - 1, 1)]
+    compare(world, one)
+    compare(world, [*one, (0, 0 + 99, 1), (1, 8191, 1), (2, 511, 1)])
+    compare(world, one * 8)
+    for padding in (1, 3):
+        rows = world.run(one, execute, (padding, padding))
+        for (request, start, count), found in zip(one, rows, strict=True):
+            assert same_bits(found, context(world, request, start, count))
+
+
+def test_verifications_and_chunks_of_a_long_context(world: World) -> None:
+    for end in (LENGTHS[0], 16 * MOST_UNIT * KEYS + 5):
+        for tokens in (5, 11, 17, 700, 2048):
+            parts: list[Part] = [(0, end - tokens, tokens)]
+            rows = world.run(parts, execute)[0]
+            for count in {1, min(tokens, 11)}:
+                assert same_bits(rows[-count:], context(world, 0, end - count, count)), (
+                    end,
+                    tokens,
+                )
+    compare(world, [(0, LENGTHS[0] - 11, 11), (1, LENGTHS[1] - 5, 5), (2, LENGTHS[2] - 1, 1)])
