@@ -12,7 +12,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 30  # of a buffer that is read to measure; far larger than a GPU's caches
 LEAST_BYTES = 1 << 20
 NUM_READS = 9
+EXCEEDED = "the run was faster than this limit: its bandwidth was measured too low"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def weight_reads(plan: Plan) -> int:
 
 
 def measure_cpu(num_bytes: int) -> float:
-    """Bytes per second, the median of several reads of a buffer as large as what a step reads, so
+    """Bytes per second, the fastest of several reads of a buffer as large as what a step reads, so
     that small models are compared with the caches that they fit into."""
     import numpy as np
 
@@ -84,46 +84,29 @@ def measure_cpu(num_bytes: int) -> float:
         began = perf_counter()
         done = load_kernels().llmctl_measure_read(buffer.ctypes.data, len(buffer))
         rates.append(done / (perf_counter() - began))
-    return float(median(rates[1:]))
-
-
-def measure_gpu() -> float | None:
-    """Bytes per second, the median of several reads of 1 GiB, which fits into no cache of a GPU;
-    None if memory is short."""
-    import torch
-
-    from llmctl.plugins.backends.cuda.queue import new_event
-
-    if torch.cuda.mem_get_info()[0] < 2 * MOST_BYTES:
-        return None
-    data = torch.ones(MOST_BYTES // 4, dtype=torch.float32, device="cuda").view(8192, -1)
-    rates = []
-    for _ in range(NUM_READS):
-        began, ended = (new_event(enable_timing=True) for _ in range(2))
-        began.record()
-        torch.amax(data, dim=1)
-        ended.record()
-        ended.synchronize()
-        rates.append(data.nbytes / (began.elapsed_time(ended) / 1e3))
-    del data
-    torch.cuda.empty_cache()
-    return float(median(rates[1:]))
+    return float(max(rates))
 
 
 def limit_json(
     reads: Reads, bandwidth: float | None, steps: Sequence[StepRecord]
 ) -> dict[str, Any] | None:
-    """The limit over all steps that only generate; None without such steps or a bandwidth."""
+    """The limit over all steps that only generate; None without such steps or a bandwidth.
+
+    A run that was faster than the limit shows that the bandwidth was measured too low: then there
+    is no share, and `is_exceeded` is true.
+    """
     steps = [step for step in steps if step.rounds and not step.context_requests]
     if bandwidth is None or not steps:
         return None
     floors_ms = [reads.step_bytes(step) / bandwidth * 1e3 for step in steps]
     # If the device ran ahead of the host, the time of a step is that of the device.
     times_ms = [max(step.step_ms, step.draft_ms + step.verify_ms) for step in steps]
+    share = sum(floors_ms) / sum(times_ms)
     return {
         "read_bandwidth_gb_s": bandwidth / 1e9,
         "read_per_step_mb": sum(map(reads.step_bytes, steps)) / len(steps) / 1e6,
         "floor_per_step_ms": sum(floors_ms) / len(steps),
         "measured_per_step_ms": sum(times_ms) / len(steps),
-        "share_of_limit": sum(floors_ms) / sum(times_ms),
+        "share_of_limit": share if share <= 1 else None,
+        "is_exceeded": share > 1,
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmctl.cli.bench.driver import Driver, Pace
-from llmctl.cli.bench.hardware import Reads, measure_cpu, measure_gpu, processor_name
+from llmctl.cli.bench.hardware import Reads, measure_cpu, processor_name
 from llmctl.cli.bench.label import label_warning
 from llmctl.cli.bench.load import LoadOptions, make_requests, read_load
 from llmctl.cli.bench.progress import Progress
@@ -131,7 +131,9 @@ class Session:
         forced = self._forced(checked)
         bandwidth = None
         if checked.is_on_gpu:  # before engines allocate most of the memory
-            bandwidth = measure_gpu()
+            from llmctl.plugins.backends.cuda.read_rate import free_memory_bandwidth
+
+            bandwidth = free_memory_bandwidth()
         engines = OpenEngines(checked, self._log)
         reads = Reads.of(engines.target, engines.opened.draft_engines)
         if not checked.is_on_gpu:

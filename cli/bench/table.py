@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from llmctl.cli.bench.hardware import EXCEEDED
 from llmctl.cli.bench.tree import tree_line
 
 WIDTH = 110  # columns where there is no terminal
@@ -120,7 +121,10 @@ def figures(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     limit = report["hardware_limit"]
     if limit is not None:
         yield "memory-read limit", number(limit["floor_per_step_ms"]), "ms/step"
-        yield "share of that limit", number(100 * limit["share_of_limit"]), "%"
+        if limit["is_exceeded"]:
+            yield "share of that limit", "none", EXCEEDED
+        else:
+            yield "share of that limit", number(100 * limit["share_of_limit"]), "%"
 
 
 def notes(report: Mapping[str, Any]) -> Iterator[str]:

@@ -27,10 +27,10 @@ from support.attention import FP8, INT8, World, mismatches
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.backends.cuda.read_rate import elapsed_ms
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.paged_attention import kernel
 from llmctl.plugins.ops.paged_attention.reference import reference
-from scripts.bench.rows import elapsed_ms
 
 READ_LIMIT = 4.58e12  # bytes/s that an H200 copies at, measured
 MODELS = {  # query heads, KV heads, head size

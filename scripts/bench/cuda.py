@@ -33,12 +33,13 @@ import numpy as np
 import torch
 
 from llmctl.builder.engine_format import read_engine_config
+from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.engines.engine import Engine
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from scripts.bench.drafting import Drafting, find_drafting, read_bytes
 from scripts.bench.request_timing import Timed, generate
-from scripts.bench.rows import Table, read_bandwidth, row
+from scripts.bench.rows import Table, row
 
 CONTEXT, PROMPT, OUTPUT = 1000, 500, 1024
 # Drafts accept 0.873 of their tokens where the others agree; p880 and p916 are what NVIDIA's

@@ -22,6 +22,7 @@ from statistics import median
 import torch
 
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, LaunchEnv, StepShape
+from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.packed_linear import kernel as product
 from llmctl.plugins.ops.packed_linear.arguments import form_of
@@ -36,7 +37,6 @@ from llmctl.plugins.ops.packed_linear.tactics import (
 from llmctl.plugins.ops.paged_attention import kernel as attention
 from llmctl.plugins.schemes.table import quantized_schemes
 from scripts.bench.gemm_support import FP8, LIMITS, MAX_TOKENS, MODELS, Bench, Model, layer
-from scripts.bench.rows import read_bandwidth
 
 CONTEXT = 1000  # tokens
 ORDER = (2, 0, 3, 1)  # of the sweep: gate and up, QKV, down, output

@@ -20,13 +20,13 @@ from statistics import median
 import torch
 
 from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
+from llmctl.plugins.backends.cuda.read_rate import elapsed_ms, read_bandwidth, warm_up
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.packed_linear.expansion import expand_launch, expanded_call
 from llmctl.plugins.ops.packed_linear.prefill import Variant, choose, prefill_launch, variants_of
 from llmctl.plugins.schemes.table import SCHEMES
 from scripts.bench import gemm_support
 from scripts.bench.gemm_support import FP8, Bench
-from scripts.bench.rows import elapsed_ms, read_bandwidth, warm_up
 
 gemm_support.MAX_TOKENS = 4096
 WARM_UP_S = 0.03  # a GPU that was idle takes some milliseconds to reach its clock

@@ -12,12 +12,12 @@ import torch
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, LaunchEnv, StepLimits
+from llmctl.plugins.backends.cuda.read_rate import elapsed_ms
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
 from llmctl.plugins.ops.packed_linear.layout import packed_shape
 from llmctl.plugins.schemes.scheme import Form, packing_of
 from llmctl.plugins.schemes.table import FORMS, SCHEMES
-from scripts.bench.rows import elapsed_ms
 
 FP8 = torch.float8_e4m3fn
 MAX_TOKENS = 256

@@ -25,12 +25,13 @@ import torch
 
 from llmctl.builder.config import BuildRequest
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from llmctl.plugins.ops.packed_linear.arguments import form_of, is_fp8
 from llmctl.plugins.ops.packed_linear.decode import DecodeVariant, decode_spec
 from llmctl.plugins.ops.packed_linear.tactics import tactic_of
 from llmctl.plugins.schemes.table import quantized_schemes
 from scripts.bench.layers_support import CONTEXT, Model
-from scripts.bench.rows import read_bandwidth, weight_bytes
+from scripts.bench.rows import weight_bytes
 from scripts.models.planted_shapes import SHAPES
 
 LAYERS, DRAFT_LEN = 2, 16

@@ -22,13 +22,14 @@ from statistics import median
 
 import torch
 
+from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from llmctl.plugins.fused.decoder_layers.kernel import TOKENS
 from llmctl.plugins.fused.decoder_layers.tactics import Pace, shape_key
 from llmctl.plugins.schemes.table import FP8, quantized_schemes
 from llmctl.quantize.format import find_scheme
 from llmctl.runtime.engines.graphs import kv_bucket
 from scripts.bench.layers_support import CONTEXT, Model
-from scripts.bench.rows import provenance, read_bandwidth, replace, weight_bytes
+from scripts.bench.rows import provenance, replace, weight_bytes
 from scripts.models.planted_shapes import SHAPES
 
 ROUNDS = 3  # of choosing

@@ -12,20 +12,15 @@ import math
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from llmctl.builder.engine_format import BASE, Plan
-
-WARM_UP_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -59,43 +54,6 @@ def format_row(item: Row) -> str:
         f"{item.name:34} {item.value:10.3f} {item.unit:8} "
         f"[{item.minimum:.3f} .. {item.maximum:.3f}] {share} {item.note}"
     )
-
-
-def warm_up(work: Callable[[], object], seconds: float) -> None:
-    """Run something until a GPU that was idle has reached its clocks."""
-    began_s = perf_counter()
-    while perf_counter() - began_s < seconds:
-        work()
-        torch.cuda.synchronize()
-
-
-def elapsed_ms(work: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds of each of several runs on the current stream, one after the other."""
-    times = []
-    for _ in range(repeats):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        work()
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended))
-    return times
-
-
-def read_bandwidth(num_bytes: int = 8 << 30, places: int = 6, rounds: int = 10) -> list[float]:
-    """TB/s of reducing a large array: a read of everything and a write of next to nothing.
-
-    How fast an array can be read depends on where it lies, by up to 5 % on an H200: of as many
-    arrays as `places`, the fastest counts. A GPU that was idle is given time to reach its clocks.
-    """
-    arrays, found = [], []  # all stay, so that each lies elsewhere
-    for _ in range(places):
-        arrays.append(torch.empty(num_bytes // 4, dtype=torch.int32, device="cuda"))
-        rows = arrays[-1].random_(-(2**31), 2**31 - 1).view(torch.float32).view(8192, -1)
-        read = partial(torch.amax, rows, dim=1)
-        warm_up(read, WARM_UP_S)
-        found.append([num_bytes / ms / 1e9 for ms in elapsed_ms(read, rounds)])
-    return max(found, key=median)
 
 
 def weight_bytes(plan: Plan, graph: str = BASE) -> int:

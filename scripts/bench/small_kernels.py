@@ -25,13 +25,13 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
     step_shapes,
 )
+from llmctl.plugins.backends.cuda.read_rate import elapsed_ms
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.device_loop import kernel as rounds
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.ops.rms_norm.kernel import launches as norm_launches
 from llmctl.plugins.ops.sampling import kernel as sampling
 from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
-from scripts.bench.rows import elapsed_ms
 
 REPEATS = 50  # launches of a graph
 REPLAYS = 25

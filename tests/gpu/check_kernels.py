@@ -35,11 +35,11 @@ from support.kernel_case import check, specs_of
 from llmctl.errors import DeviceFailure, LlmctlError, Unsupported
 from llmctl.plugins.backends.cuda.compiler import compile_kernel, is_cached
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
+from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from llmctl.plugins.core.examples import make_example
 from llmctl.plugins.core.op_spec import Case
 from llmctl.plugins.core.operators import SPECS, has_module
 from llmctl.plugins.schemes.table import FORMS
-from scripts.bench.rows import read_bandwidth
 
 DTYPES = (*KERNEL_DTYPES, *FORMS)
 CASE_SECONDS = 60  # a case that takes longer hangs

@@ -56,7 +56,7 @@ class World:
     device: str = "cpu"
     seed: int = 0
     spread: float = 1.0  # of the queries: larger makes weights more uneven
-    same_queries: bool = False  # of all requests of one length: they take memory
+    same_queries: bool = False  # of all requests, which are of one length
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,14 +66,9 @@ class World:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=make, device=self.device, dtype=torch.bfloat16)
 
-        def queries(length: int) -> torch.Tensor:
-            return (normal(length, width) * self.spread).to(self.dtype)
-
-        if self.same_queries:
-            known = {n: queries(n) for n in dict.fromkeys(self.lengths)}
-            self.queries = [known[n] for n in self.lengths]
-        else:
-            self.queries = [queries(n) for n in self.lengths]
+        lengths = self.lengths[:1] if self.same_queries else self.lengths
+        queries = [(normal(n, width) * self.spread).to(self.dtype) for n in lengths]
+        self.queries = queries * len(self.lengths) if self.same_queries else queries
         needed = [-(-n // per) for n in self.lengths]
         blocks = sum(needed) + 3  # some that nobody uses
         shape = (blocks, 2, self.kv_heads, per, self.size)

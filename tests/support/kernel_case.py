@@ -10,11 +10,11 @@ import torch
 
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
+from llmctl.plugins.backends.cuda.read_rate import elapsed_ms
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.examples import Example, make_example
 from llmctl.plugins.core.op_spec import Case
 from llmctl.plugins.core.operators import SPECS, operator_module
-from scripts.bench.rows import elapsed_ms
 from support.attention import weight_rounding
 from support.kernel import limits_for, step_shape
 
