@@ -94,7 +94,7 @@ __all__ = [
     "write_engine",
 ]
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 CONFIG_FILE = "config.json"
 TOKENIZER_FOLDER = "tokenizer"
 
