@@ -13,7 +13,7 @@ class LlmctlError(Exception):
     """A failure with a named cause and a next step. One subclass per cause."""
 
     exit_code = 1
-    usual_fix = ""  # of a class whose failures are mended the same way, unless one says otherwise
+    usual_fix = ""  # for a class whose failures have the same fix, unless one says otherwise
 
     def __init__(self, what: str, *, fix: str = "") -> None:
         super().__init__(what)

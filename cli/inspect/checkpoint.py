@@ -115,7 +115,7 @@ def _groups(tensors: Iterable[TensorInfo]) -> dict[Key, list[TensorInfo]]:
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Layers by number; what stands before and after them as their names do."""
+    """Layers by number; tensors before and after the layers by name."""
     layer = _LAYER.search(name)
     return (int(layer[1]), name) if layer else (-1, name)
 

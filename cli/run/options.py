@@ -1,6 +1,6 @@
 """The options of `llmctl run`, those of TensorRT-LLM's run.py under their names.
 
-Each is a type for a parameter of the command; its default stands there. Options that few command
+Each is a type for a parameter of the command; its default is there. Options that few command
 lines need are hidden from --help and shown by --help-all. The `bench` commands share some.
 """
 

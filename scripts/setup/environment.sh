@@ -51,7 +51,7 @@ quiet_pip() {
     else
         cat "$log" >&2
         rm -f "$log"
-        fail InstallFailed "pip $* failed, see above" "mend what pip names and run this again"
+        fail InstallFailed "pip $* failed, see above" "repair what pip names and run this again"
     fi
 }
 

@@ -15,7 +15,7 @@ from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_windo
 from llmctl.runtime.request import Request, SamplingConfig
 from llmctl.runtime.step import Span, pack
 
-WINDOW = WindowOptions((18, 12), 3)  # a list: layers take turns
+WINDOW = WindowOptions((18, 12), 3)  # a list: layers alternate
 MANY_WINDOWS = 50 * 18
 
 

@@ -106,7 +106,7 @@ def vllm(monkeypatch):
     return module
 
 
-def test_vllm_is_given_the_same_load_draft_and_lots(
+def test_vllm_is_given_the_same_load_draft_and_acceptance_draws(
     vllm, monkeypatch, repository, dataset, tmp_path, capsys
 ):
     from scripts.compare import vllm as compare_vllm

@@ -1,6 +1,6 @@
 """A weight scheme that no one needs: FP8 numbers stored with every bit flipped, as U8.
 
-It is a second scheme whose packed weights are uint8, and all of it stands here: its row in the
+It is a second scheme whose packed weights are uint8, and all of it is in this file: its row in the
 table of schemes, how it is quantized and read, and the packing of its codes.
 """
 

@@ -27,8 +27,8 @@ class Mutation:
 
     @property
     def is_retyped(self) -> bool:
-        """Whether a value of another JSON type stands there now; null and an integer where a
-        fraction stood are none."""
+        """Whether the value has another JSON type now; null, and an integer in place of a
+        fraction, do not count."""
         if self.is_deleted or self.value is None:
             return False
         kinds = (type(self.before), type(self.value))

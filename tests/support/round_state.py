@@ -56,7 +56,7 @@ def random_trees(
     max_batch_size: int, draft_len: int, seed: int
 ) -> tuple[RoundState, DraftTrees, StepLimits]:
     """A state of any trees in sequences of pages of 8 tokens, some of it padding, with few distinct
-    tokens, so that drafts often stand."""
+    tokens, so that drafts are often accepted."""
     seeded = np.random.default_rng(seed)
     limits = make_limits(max_batch_size, draft_len, 512)
     state = RoundState.allocate(max_batch_size, draft_len, "cpu")

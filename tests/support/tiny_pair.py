@@ -20,7 +20,7 @@ TREE_LEN = 15
 
 def build_pair(folder: Path, hidden_size: int = 32) -> tuple[Engine, Engine]:
     """(target, draft); the draft is the target with noise on its weights, so that about half of
-    its tokens stand."""
+    its tokens are accepted."""
     engines = []
     for role in ("target", "draft"):
         checkpoint, engine = folder / f"{role}-hf", folder / role

@@ -26,7 +26,7 @@ from llmctl.plugins.backends.cuda.sources import triton_compiler
 
 @pytest.fixture(autouse=True)
 def samples(repository, monkeypatch, tmp_path):
-    """The sample sources stand where kernels stand, and nothing is cached yet."""
+    """The sample sources take the place of the kernels, and nothing is cached yet."""
     monkeypatch.setattr(compiler, "PLUGINS", repository / "tests")
     monkeypatch.setattr(compiler, "_memo", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -24,7 +24,7 @@ from llmctl.runtime.generate.accept import accept_tokens
 @st.composite
 def states(draw: st.DrawFn) -> tuple[RoundState, int, int]:
     """(state, requests in use, draft_len): padding anywhere, few distinct tokens so that drafts
-    often stand, lengths at every border."""
+    are often accepted, lengths at every border."""
     max_batch, max_draft_len = draw(st.integers(1, 9)), draw(st.integers(1, 5))
     batch, draft_len = draw(st.integers(1, max_batch)), draw(st.integers(0, max_draft_len))
     state = RoundState.allocate(max_batch, max_draft_len, "cpu", slots=draw(st.integers(1, 3)))

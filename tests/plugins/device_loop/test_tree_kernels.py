@@ -32,7 +32,7 @@ Made = tuple[RoundState, DraftTrees, int, int]
 @st.composite
 def states(draw: st.DrawFn) -> Made:
     """(state, trees, requests in use, draft_len): any trees, padding anywhere, few distinct tokens,
-    so that drafts often stand, and lengths at every border."""
+    so that drafts are often accepted, and lengths at every border."""
     max_batch, max_draft_len = draw(st.integers(1, 7)), draw(st.integers(1, 9))
     batch, draft_len = draw(st.integers(1, max_batch)), draw(st.integers(0, max_draft_len))
     state = RoundState.allocate(max_batch, max_draft_len, "cpu", slots=draw(st.integers(1, 3)))

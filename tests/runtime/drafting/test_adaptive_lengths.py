@@ -99,8 +99,8 @@ class Fleet:
         wanted = [self.lengths.of(sequence) for sequence in self.sequences]
         lag, commits = 0, []
         for sequence, share, length in zip(self.sequences, self.shares, wanted, strict=True):
-            stands = self.chance.random(length) < share
-            accepted = int(np.cumprod(stands).sum())
+            is_right = self.chance.random(length) < share
+            accepted = int(np.cumprod(is_right).sum())
             if length:
                 lag += max(0, len(sequence.tokens) - 2 - sequence.kv_lens[DRAFT_GROUP])
                 sequence.kv_lens[DRAFT_GROUP] = len(sequence.tokens) + min(accepted, length - 1)

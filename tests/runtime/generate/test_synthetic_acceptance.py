@@ -57,7 +57,7 @@ def test_a_length_beyond_the_drafts_is_refused(length):
 
 
 @pytest.mark.parametrize("agreement", [0.0, 1.0])
-def test_rounds_keep_drafts_by_lot_whatever_the_target_says(fake, agreement):
+def test_rounds_accept_drafts_at_random_whatever_the_target_says(fake, agreement):
     acceptance = SyntheticAcceptance(RATES)
     drafter = DraftEngineDrafter(fake.Engine(agreement=agreement), len(RATES))
     config = ExecutorConfig(
@@ -88,19 +88,19 @@ def test_the_memory_plan_counts_the_kernels_that_force_acceptance():
             return func(*args, **(kwargs or {}))
 
     state = RoundState.allocate(8, 4, "cpu")
-    lots = DeviceAcceptanceDraws(SyntheticAcceptance(RATES, seed=5), "cpu")
+    draws = DeviceAcceptanceDraws(SyntheticAcceptance(RATES, seed=5), "cpu")
     with Count():
-        lots.force(state, 8, 4)
+        draws.force(state, 8, 4)
     assert 10 < Count.num_ops <= FORCE_LAUNCHES
 
 
 @pytest.mark.parametrize("agrees", [True, False])
-def test_a_device_takes_the_lots_that_the_host_would(agrees):
+def test_a_device_draws_the_acceptance_that_the_host_would(agrees):
     batch, draft_len = 8, 4
     acceptance = SyntheticAcceptance(RATES, seed=5)
     generator = np.random.default_rng(0)
     state = RoundState.allocate(batch, draft_len, "cpu")
-    lots = DeviceAcceptanceDraws(acceptance, "cpu")
+    draws = DeviceAcceptanceDraws(acceptance, "cpu")
     for _ in range(30):
         lengths = generator.integers(2, 500, batch)
         roots = generator.integers(0, 50, batch)
@@ -114,7 +114,7 @@ def test_a_device_takes_the_lots_that_the_host_would(agrees):
         state.drafts.copy_(torch.from_numpy(drafts))
         state.targets.copy_(torch.from_numpy(targets.reshape(-1)))
         slot = int(state.counter) % len(state.ring)
-        lots.force(state, batch, draft_len)
+        draws.force(state, batch, draft_len)
         reference.accept(state, batch, draft_len)
         wanted = [
             acceptance.accepted(sequence_of([0] * (n - 1) + [int(root)]))
