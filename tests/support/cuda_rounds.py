@@ -54,6 +54,7 @@ class Program:
         for index, row in enumerate(step.logit_rows[: shape.num_rows].tolist()):
             engine.logits[index] = 0.0
             if row >= cu_q[-1] or slots[row] < 0:
+                self.skip_row()
                 continue
             request = int(np.searchsorted(cu_q, row, side="right")) - 1
             table = step.block_tables[request].numpy()
@@ -66,6 +67,9 @@ class Program:
                 places[root:] = root + path[: length - root]
             found = engine.logits_after(engine.read(table, places))
             engine.logits[index] = torch.from_numpy(found)
+
+    def skip_row(self) -> None:
+        """Of padding, or of a token that the cache has no place for."""
 
     def launch(self, launches, stream: int) -> None:
         if self.fail is not None:

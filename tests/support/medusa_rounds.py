@@ -25,6 +25,9 @@ class HeadedProgram(Program):
         self.engine.row_tokens = []
         super().enqueue(shape, stream)
 
+    def skip_row(self) -> None:
+        self.engine.row_tokens.append(np.zeros(1, np.int64))
+
 
 class DeviceEngine(HeadedEngine):
     """Has what a runner and a drafter ask of a CudaEngine with heads."""

@@ -85,8 +85,9 @@ class DeviceMedusa:
         self._sequences = list(sequences)
         trees, queue = self._steps.trees, self._target.queue
         assert trees is not None
+        known = self._rows.take()  # those of sequences that are left out are overwritten
         rows = np.zeros(self._steps.state.max_batch_size, np.int32)
-        rows[: len(sequences)] = [self._rows.of(sequence) for sequence in sequences]
+        rows[: len(sequences)] = [known[sequence.sequence_id] for sequence in sequences]
         with device_errors("writing the rows of heads"), queue.scope():
             trees.rows[: len(rows)].copy_(queue.to_device(torch.from_numpy(rows)))
 

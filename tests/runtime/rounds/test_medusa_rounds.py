@@ -38,6 +38,7 @@ def random_request(generator: np.random.Generator) -> Request:
         int(generator.integers(1, 50)),
         config,
         end_id=5 if generator.random() < 0.3 else None,
+        stop_words=((3, 4),) if generator.random() < 0.2 else (),
         max_draft_len=2 if style == 4 and generator.random() < 0.5 else None,
     )
 
@@ -45,7 +46,7 @@ def random_request(generator: np.random.Generator) -> Request:
 @pytest.mark.parametrize("schedule", range(6))
 @pytest.mark.parametrize("agreement", [0.0, 0.6, 1.0])
 def test_any_schedule_gives_the_plain_answer(schedule, agreement):
-    """Chunks, pauses, cancels, steps of the host between rounds."""
+    """Chunks, pauses, cancels, steps of the host between rounds, lengths that change."""
     generator = np.random.default_rng([schedule, int(10 * agreement)])
     tree = (TREE, MedusaTree(DEFAULT), MedusaTree.of([(0, 0, 0)]))[schedule % 3]
     device = MedusaDevice(
@@ -57,8 +58,11 @@ def test_any_schedule_gives_the_plain_answer(schedule, agreement):
     )
     is_small = schedule == 5
     policy = CapacitySchedulerPolicy.MAX_UTILIZATION if is_small else None
+    most = device.drafter.max_draft_len
     harness = device.harness(
-        num_blocks=40 if is_small else 200, config=SchedulerConfig(policy) if policy else None
+        num_blocks=40 if is_small else 200,
+        config=SchedulerConfig(policy) if policy else None,
+        draft_lengths=Lengths((0, 1, most, most), schedule) if schedule in (3, 4) else None,
     )
     requests = [random_request(generator) for _ in range(9)]
     harness.run_arriving(generator, requests, horizon=90)
