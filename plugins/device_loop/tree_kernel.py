@@ -1,6 +1,6 @@
 """Launches of the bookkeeping of rounds whose drafts are trees.
 
-    list_top(logits, keys, head, batch, n)          the n largest logits of a head's rows
+    list_top(logits, keys, batch, n)                the n largest logits of all heads' rows
     fill_tree(keys, nodes, state, batch, k, n, V)   a static tree's tokens, from all heads'
     verify_tree(state, trees, step, limits, b, k)   the target's step of the roots and their drafts
     spread(state, trees, batch, k)                  how each row of it draws
@@ -11,6 +11,7 @@ Arguments are those of kernel.py; tree_reference.py has the meaning of each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,27 @@ class StaticNodes:
     ranks: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class HeadLogits:
+    """Logits of several heads [rows, vocab] float32, each where its head leaves them."""
+
+    tensors: tuple[torch.Tensor, ...]
+    addresses: torch.Tensor  # int64 [heads], beside them
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> HeadLogits:
+        """Of one vocabulary."""
+        import torch
+
+        addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+        return cls(tuple(tensors), addresses.to(tensors[0].device))
+
+    @property
+    def vocab(self) -> int:
+        """Width of the logits."""
+        return self.tensors[0].shape[1]
+
+
 def tree_kernels(max_batch_size: int, max_draft_len: int, vocab: int) -> list[KernelSpec]:
     """The binaries, besides those of chains, of an engine whose heads draft trees."""
     return [
@@ -54,11 +76,12 @@ def num_keys(max_batch_size: int, vocab: int, count: int) -> int:
     return -(-max_batch_size * -(-vocab // CHUNK) * count // 2) * 2
 
 
-def list_top(logits: torch.Tensor, keys: torch.Tensor, head: int, batch: int, count: int) -> Launch:
-    """The `count` largest of each row of `logits` [batch or more, vocab] float32, into the head's
-    row of `keys` int64 [heads, num_keys]."""
-    vocab = logits.shape[1]
-    return Launch(_list_spec(vocab), (-(-vocab // CHUNK), batch, 1), (logits, keys[head], count))
+def list_top(logits: HeadLogits, keys: torch.Tensor, batch: int, count: int) -> Launch:
+    """The `count` largest of each row of each head's logits, into `keys` int64 [heads, num_keys]
+    of as many heads."""
+    vocab, num_heads = logits.vocab, len(logits.addresses)
+    arguments = (logits.addresses, keys, keys.shape[1], count)
+    return Launch(_list_spec(vocab), (-(-vocab // CHUNK), batch, num_heads), arguments)
 
 
 def fill_tree(
@@ -169,7 +192,7 @@ def _list_spec(vocab: int) -> KernelSpec:
     return KernelSpec(
         name=f"rounds.list_top.v{vocab}",
         source=f"{_FILL}:list_top",
-        arguments=("*fp32", "*i64", "i32"),
+        arguments=("*i64", "*i64", "i32", "i32"),
         constants={"VOCAB": vocab, "CHUNK": CHUNK, "PDL": True},
     )
 

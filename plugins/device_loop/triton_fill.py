@@ -14,25 +14,28 @@ _ABOVE: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 @triton.jit
 def list_top(
-    logits,
+    addresses,
     keys,
+    stride,  # of keys from head to head
     count,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (chunks, rows). keys [rows, chunks, count]: those of a chunk's `count` largest logits,
-    the largest first, as positive int64; 0 behind the last."""
+    """Grid (chunks, requests, heads). addresses: of each head's logits. keys [rows, chunks, count]
+    of each head: those of a chunk's `count` largest logits, the largest first, as positive int64;
+    0 behind the last."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    chunk, row = tl.program_id(0), tl.program_id(1)
+    chunk, row, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    logits = tl.load(addresses + head).to(tl.pointer_type(tl.float32))
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row.to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=0.0)
     order = tl.where(values != values, _SMALLEST, order_of(values)).to(tl.int64)
     own = ((order + 2147483648) << 31) | (0x7FFFFFFF - ids).to(tl.int64)
     own = tl.where(ids < VOCAB, own, 0)
-    to = keys + (row.to(tl.int64) * tl.num_programs(0) + chunk) * count
+    to = keys + head.to(tl.int64) * stride + (row * tl.num_programs(0) + chunk) * count
     largest = tl.max(own, axis=0)
     for nth in range(0, count):
         tl.store(to + nth, largest)

@@ -133,9 +133,8 @@ class EngineFile:
         batch, drafts = int(build["max_batch_size"]), int(build["max_draft_len"])
         kernels = kernels_a_step(self.plan, batch * max(drafts + 1, 2))  # as `Buckets` has them
         launches = MAX_GRAPHS * kernels + graph_launches(kernels, round_steps, num_engines, ahead)
-        for name, graph in self.plan.heads.items():
-            kernels = kernels_a_step(self.plan, batch, name)
-            launches += head_launches(kernels, len(graph.outputs), ahead)
+        for name in self.plan.heads:
+            launches += head_launches(kernels_a_step(self.plan, batch, name), ahead)
         return EngineMemory(
             role=role,
             weight_bytes=allocated_bytes(self.plan),

@@ -19,7 +19,8 @@ from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 
 # besides the operators: preparing the step, drawing from its logits (4), acceptance
 LAUNCHES_A_STEP = 6
-LAUNCHES_OF_TREES = 2  # besides those: how each row draws, and the moves
+# Besides those: how each row draws, the moves, and the choice of heads' tokens (2).
+LAUNCHES_OF_TREES = 4
 # The most tokens of a verification whose graph is captured ahead: larger ones are slow, and such
 # draft lengths are rarely the fastest.
 AHEAD_TOKENS = 512
@@ -106,9 +107,9 @@ def graph_launches(
     return steps * (num_kernels + LAUNCHES_A_STEP) + num_graphs * FORCE_LAUNCHES
 
 
-def head_launches(num_kernels: int, num_outputs: int, ahead: Iterable[int] = ()) -> int:
+def head_launches(num_kernels: int, ahead: Iterable[int] = ()) -> int:
     """The most launches that drafts of an engine's own heads add to `graph_launches`: graphs of
-    drafting with `num_kernels` kernels that give `num_outputs` rows of logits, and verification of
-    trees. `ahead`: the graphs captured ahead."""
+    drafting with `num_kernels` kernels, and verification of trees. `ahead`: the graphs captured
+    ahead."""
     num_graphs = graphs_kept(1) + len(list(ahead))
-    return num_graphs * (num_kernels + num_outputs + 1 + LAUNCHES_OF_TREES)
+    return num_graphs * (num_kernels + LAUNCHES_OF_TREES)

@@ -78,10 +78,10 @@ def test_trees_are_filled_with_the_likeliest_tokens(vocab: int) -> None:
         found = RoundState.allocate(batch, draft_len, "cuda")
         size = kernel.num_keys(batch, vocab, count)
         keys = torch.full((num_heads, size), -7, dtype=torch.int64, device="cuda")
-        rows = [head.cuda() for head in logits]
+        rows = kernel.HeadLogits.of([head.cuda() for head in logits])
         nodes = kernel.StaticNodes(heads.cuda(), ranks.cuda())
         execute([
-            *(kernel.list_top(own, keys, head, batch, count) for head, own in enumerate(rows)),
+            kernel.list_top(rows, keys, batch, count),
             kernel.fill_tree(keys, nodes, found, batch, draft_len, count, vocab),
         ])  # fmt: skip
         assert found.drafts.tolist() == wanted.drafts.tolist()

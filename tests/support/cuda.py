@@ -166,12 +166,15 @@ def trees_by_reference() -> SimpleNamespace:
     """The same for `plugins.device_loop.tree_kernel`."""
     names = ("verify_tree", "accept_tree", "spread")
     found = {name: partial(partial, getattr(tree_reference, name)) for name in names}
-    listed: dict[int, torch.Tensor] = {}
+    listed: list[torch.Tensor] = []
 
     def list_top(
-        logits: torch.Tensor, keys: torch.Tensor, head: int, batch: int, count: int
-    ) -> partial[None]:
-        return partial(listed.update, {head: logits})
+        logits: tree_kernel.HeadLogits, keys: torch.Tensor, batch: int, count: int
+    ) -> Callable[[], None]:
+        def note() -> None:
+            listed[:] = logits.tensors
+
+        return note
 
     def fill_tree(
         keys: torch.Tensor,
@@ -182,8 +185,7 @@ def trees_by_reference() -> SimpleNamespace:
         *sizes: int,
     ) -> Callable[[], None]:
         def fill() -> None:
-            logits = [listed[head] for head in range(len(keys))]
-            tree_reference.fill_tree(logits, nodes.heads, nodes.ranks, state, batch, draft_len)
+            tree_reference.fill_tree(listed, nodes.heads, nodes.ranks, state, batch, draft_len)
 
         return fill
 
@@ -193,6 +195,7 @@ def trees_by_reference() -> SimpleNamespace:
         fill_tree=fill_tree,
         num_keys=tree_kernel.num_keys,
         StaticNodes=tree_kernel.StaticNodes,
+        HeadLogits=tree_kernel.HeadLogits,
     )
 
 

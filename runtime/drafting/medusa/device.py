@@ -36,10 +36,7 @@ class DeviceMedusa:
         self._target = target
         self._rows = rows
         self._nodes = cache(partial(listed_nodes, tree))
-        self._logits = [
-            target.head_output(MEDUSA_GRAPH, medusa_logits(head))
-            for head in range(self._nodes(self.draft_len).depth)
-        ]
+        self._num_heads = self._nodes(self.draft_len).depth
         self._sequences: list[Sequence] = []
 
     def make_trees(
@@ -67,7 +64,11 @@ class DeviceMedusa:
         size = tree_kernel.num_keys(
             steps.state.max_batch_size, self._target.vocab_size, self._num_ranks
         )
-        self._keys = torch.zeros((len(self._logits), size), dtype=torch.int64, device=device)
+        self._keys = torch.zeros((self._num_heads, size), dtype=torch.int64, device=device)
+        names = map(medusa_logits, range(self._num_heads))
+        self._logits = tree_kernel.HeadLogits.of(
+            [self._target.head_output(MEDUSA_GRAPH, name) for name in names]
+        )
 
     def prepare(self) -> None:
         """Nothing is read in advance."""
@@ -104,16 +105,11 @@ class DeviceMedusa:
     def enqueue_drafts(self, shape: RoundShape) -> None:
         target, batch, count = self._target, shape.batch, self._num_ranks
         target.enqueue_head(MEDUSA_GRAPH, batch)
+        state, sizes = self._steps.state, (shape.draft_len, count, target.vocab_size)
         launches = [
-            tree_kernel.list_top(logits, self._keys, head, batch, count)
-            for head, logits in enumerate(self._logits)
+            tree_kernel.list_top(self._logits, self._keys, batch, count),
+            tree_kernel.fill_tree(self._keys, self._static, state, batch, *sizes),
         ]
-        state, vocab = self._steps.state, target.vocab_size
-        launches.append(
-            tree_kernel.fill_tree(
-                self._keys, self._static, state, batch, shape.draft_len, count, vocab
-            )
-        )
         self._steps.launch(target, launches)
 
     def note(self, sequence: Sequence, committed: int, accepted: int, draft_len: int) -> None:

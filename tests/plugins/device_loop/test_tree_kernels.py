@@ -230,8 +230,10 @@ def test_trees_are_filled_with_the_likeliest_tokens(data: st.DataObject) -> None
     found, wanted = (RoundState.allocate(batch, max_draft_len, "cpu") for _ in range(2))
     keys = torch.full((num_heads, kernel.num_keys(batch, vocab, count)), UNTOUCHED)
     nodes = kernel.StaticNodes(heads, ranks)
-    launches = [kernel.list_top(own, keys, head, batch, count) for head, own in enumerate(logits)]
-    launches.append(kernel.fill_tree(keys, nodes, found, batch, draft_len, count, vocab))
+    launches = [
+        kernel.list_top(kernel.HeadLogits.of(logits), keys, batch, count),
+        kernel.fill_tree(keys, nodes, found, batch, draft_len, count, vocab),
+    ]
     run_launches(launches)
     reference.fill_tree(logits, heads, ranks, wanted, batch, draft_len)
     if not ties:
@@ -262,10 +264,11 @@ def test_tree_kernels_compile_without_spills(batch: int, draft_len: int, vocab: 
     trees = DraftTrees.allocate(batch, draft_len, "cpu")
     limits = make_limits(batch, draft_len)
     step = make_step(limits)
-    logits, keys = torch.empty(batch, vocab, device="meta"), torch.empty(2, 8, device="meta")
+    keys = torch.empty(2, 8, device="meta")
+    logits = kernel.HeadLogits((torch.empty(batch, vocab, device="meta"),) * 2, keys[:, 0])
     nodes = kernel.StaticNodes(trees.parents[0], trees.parents[0])
     launches = [
-        kernel.list_top(logits, keys, 1, batch, 10),
+        kernel.list_top(logits, keys, batch, 10),
         kernel.fill_tree(keys, nodes, state, batch, draft_len, 10, vocab),
         kernel.verify_tree(state, trees, step, limits, batch, draft_len),
         kernel.spread(state, trees, batch, draft_len),
