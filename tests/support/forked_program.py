@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -41,7 +42,8 @@ class ForkedProgram:
         """What comes before the program's arguments on a command line."""
         if self._process is None:
             words = [sys.executable, __file__, "serve", str(self._address)]
-            self._process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
             assert self._process.stdout is not None
             assert self._process.stdout.readline() == "ready\n"
         return [sys.executable, "-I", "-S", __file__, "call", str(self._address)]
@@ -74,7 +76,7 @@ def call(address: str, words: list[str]) -> int:
 
 
 def serve(address: str) -> None:
-    """Fork for every call, until this process is killed."""
+    """Fork for every call, until the process that started this one ends it or has ended."""
     del sys.path[0]  # this folder
     for module in ALWAYS:
         importlib.import_module(module)
@@ -82,7 +84,7 @@ def serve(address: str) -> None:
     listener.bind(address)
     listener.listen()
     print("ready", flush=True)
-    while True:
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         client, _ = listener.accept()
         reap()
         _, files, _, _ = socket.recv_fds(client, 1, 3)
