@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from support.cuda import run_rounds_by_reference
 from support.cuda_rounds import Lengths
 from support.medusa_rounds import MedusaDevice
 
 from llmctl.builder.heads.medusa.tree import DEFAULT, MedusaTree
+from llmctl.plugins.device_loop.tree_kernel import MOST_RANKS, num_keys
+from llmctl.plugins.device_loop.trees import DraftTrees
+from llmctl.runtime.drafting.medusa.accuracy import HeadAccuracy
+from llmctl.runtime.drafting.medusa.device import DeviceMedusa
+from llmctl.runtime.drafting.medusa.method import Medusa
+from llmctl.runtime.engines.open_gpu import OpenedOnGpu
+from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
 from llmctl.runtime.request import Request, SamplingConfig
+from llmctl.runtime.rounds.upload import tree_bytes
 from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
 
 VOCAB = 23
@@ -151,3 +161,29 @@ def test_a_failed_round_leaves_no_rows_behind(fake):
     again = harness.add(replace(late.request, max_tokens=30))
     harness.run()
     assert again.tokens[2:] == fake.plain_answer(fake.Engine(), again.request)[0]
+
+
+def test_rounds_are_made_unless_trees_are_accepted_at_random_or_heads_are_counted():
+    device = MedusaDevice(TREE)
+    loaded = SimpleNamespace(engines={"target": device.target}, sampling=None, has_rounds=True)
+    opened = OpenedOnGpu(loaded, "a GPU")
+
+    def runner_of(method, acceptance=None):
+        return opened.make_round_runner(method, device.drafter, 9, acceptance, ())
+
+    runner = runner_of(Medusa(TREE))
+    assert isinstance(runner.drafter, DeviceMedusa) and runner.drafter.draft_len == 9
+    assert runner_of(Medusa(TREE), SyntheticAcceptance((0.5,) * 9)) is None
+    assert runner_of(Medusa(TREE, accuracy=HeadAccuracy())) is None
+
+
+def test_the_memory_plan_counts_the_trees_of_heads():
+    trees = DraftTrees.allocate(8, 20, "cpu")
+    tensors = [trees.parents, trees.counts, trees.rows, trees.positions, trees.starts, trees.moves]
+    tensors += [getattr(trees.sampling, name) for name in trees.sampling.__slots__]
+    keys = [torch.empty(num_keys(8, 5000, MOST_RANKS), dtype=torch.int64) for _ in range(2)]
+    plan = SimpleNamespace(
+        tensors=[SimpleNamespace(name=name, shape=("requests", 5000)) for name in "ab"],
+        heads={"medusa": SimpleNamespace(outputs={"logits.0": "a", "logits.1": "b"})},
+    )
+    assert tree_bytes(plan, 8, 20) == sum(t.nbytes for t in (*tensors, *keys))
