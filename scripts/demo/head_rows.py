@@ -41,6 +41,11 @@ class HeadRows:
             found.append((self.chosen[:, head + 1 :][:, :length], counts))
         return found
 
+    def following(self, num_heads: int) -> Tensor:
+        """int64 [rows, length - num_heads - 1, num_heads]: the text after each position."""
+        length = self.tokens.shape[1] - num_heads - 1
+        return self.tokens[:, 1:].unfold(1, num_heads, 1)[:, :length]
+
     @staticmethod
     def joined(parts: list[HeadRows]) -> HeadRows:
         """All rows of several."""

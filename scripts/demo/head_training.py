@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scripts.demo.head_rows import HeadRows
-from scripts.demo.heads import MedusaHeads
+from scripts.demo.heads import DraftHeads
 from scripts.demo.training import Schedule
 
+IGNORED = -100  # label of a position that does not count
+AT_A_TIME = 2048  # positions that are measured together
 DECAY = 0.8  # weight of a head's loss over that of the head before
 
 
@@ -23,8 +24,9 @@ class Accuracy:
     """How often heads said what the target then chose, where the text until there was its own.
 
     first[m], ten[m]: head m's likeliest token, one of its ten likeliest. per_position[m]: head m's
-    likeliest, where those of the heads before it were right. tokens_per_round: of a chain, the
-    target's own token included.
+    likeliest, where those of the heads before it were right. tokens_per_round: of chains, the
+    target's own token included, when each round begins where the one before ended: such places are
+    harder than the average position.
     """
 
     positions: int
@@ -34,52 +36,49 @@ class Accuracy:
     tokens_per_round: float
 
 
-def train_medusa(
-    heads: MedusaHeads,
-    projection: Tensor,
+def train_heads(
+    heads: DraftHeads,
     rows: HeadRows,
     schedule: Schedule,
     batch: int,
-    validate: Callable[[MedusaHeads], Accuracy],
+    validate: Callable[[], Accuracy],
     seed: int,
 ) -> list[tuple[int, list[float]]]:
-    """Cross-entropy of what the target chooses, positions drawn at random; the last validations.
-
-    projection [vocab, hidden] is the target's and stays as it is. Raises nothing.
-    """
-    depths = rows.depths(len(heads.heads))
+    """Cross-entropy of what the target chooses, positions drawn at random; ten validations."""
+    depths = rows.depths(heads.num_depths)
     length = depths[0][0].shape[1]
     hidden = rows.hidden[:, :length].flatten(0, 1)
-    labels = [label.flatten() for label, _ in depths]
-    counts = [count.flatten() for _, count in depths]
-    fixed = projection.bfloat16()
+    tokens = rows.following(heads.num_depths).flatten(0, 1)
+    labels = [torch.where(count, label, IGNORED).flatten() for label, count in depths]
     optimizer = torch.optim.AdamW(
         heads.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=schedule.weight_decay
     )
     history: list[tuple[int, list[float]]] = []
     began = time.perf_counter()
-    chosen = _draw(counts[0].nonzero()[:, 0], batch, seed)
+    chosen = _draw((labels[0] != IGNORED).nonzero()[:, 0], batch, seed)
     for step in range(schedule.num_steps):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
         at = next(chosen)
         loss = torch.zeros(())
         with torch.autocast("cpu", torch.bfloat16):
-            for index, head in enumerate(heads.heads):
-                own = at[counts[index][at]]
-                logits = F.linear(head(hidden[own].float()), fixed).float()
-                lost = F.cross_entropy(logits, labels[index][own], reduction="sum")
-                loss = loss + DECAY**index * lost / len(at)
+            found = heads.logits(hidden[at].float(), tokens[at])
+            for depth, logits in enumerate(found):
+                wanted = labels[depth][at]
+                lost = F.cross_entropy(
+                    logits.float(), wanted, reduction="sum", ignore_index=IGNORED
+                )
+                loss = loss + DECAY**depth * lost / len(at)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(heads.parameters(), schedule.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) * 10 // schedule.num_steps > step * 10 // schedule.num_steps:
-            found = validate(heads)
-            history.append((step + 1, found.first))
+            accuracy = validate()
+            history.append((step + 1, accuracy.first))
             print(
                 f"step {step + 1}/{schedule.num_steps} loss {loss.item():.3f} held-out "
-                f"{', '.join(f'{share:.3f}' for share in found.first)} "
+                f"{', '.join(f'{share:.3f}' for share in accuracy.first)} "
                 f"{time.perf_counter() - began:.0f} s",
                 flush=True,
             )
@@ -87,24 +86,42 @@ def train_medusa(
 
 
 @torch.no_grad()
-def measure(heads: MedusaHeads, projection: Tensor, rows: HeadRows, start: int = 0) -> Accuracy:
+def measure(heads: DraftHeads, rows: HeadRows, start: int = 0) -> Accuracy:
     """Over the positions of rows from `start` on."""
-    depths = rows.depths(len(heads.heads))
+    depths = rows.depths(heads.num_depths)
     length = depths[0][0].shape[1]
-    right, ten, alive = [], [], []
-    is_alive = depths[0][1][:, start:]
-    for head, (label, count) in zip(heads.heads, depths, strict=True):
-        states = head(rows.hidden[:, start:length].float())
-        best = F.linear(states.bfloat16(), projection.bfloat16()).topk(10, -1).indices
-        hits = best == label[:, start:, None]
-        counted = count[:, start:]
-        right.append(_share(hits[..., 0], counted))
+    hidden = rows.hidden[:, start:length].flatten(0, 1)
+    tokens = rows.following(heads.num_depths)[:, start:].flatten(0, 1)
+    best: list[list[Tensor]] = [[] for _ in depths]
+    for part in torch.arange(len(hidden)).split(AT_A_TIME):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = heads.logits(hidden[part].float(), tokens[part])
+        for depth, logits in enumerate(found):
+            best[depth].append(logits.topk(10, -1).indices)
+    right, ten, alive, lengths = [], [], [], []
+    is_alive = depths[0][1][:, start:].flatten()
+    for (label, count), tops in zip(depths, best, strict=True):
+        hits = torch.cat(tops) == label[:, start:].flatten()[:, None]
+        counted = count[:, start:].flatten()
+        right.append(_share(hits[:, 0], counted))
         ten.append(_share(hits.any(-1), counted))
-        alive.append(_share(hits[..., 0], is_alive & counted))
-        is_alive = is_alive & counted & hits[..., 0]
-    lengths = [math.prod(alive[: head + 1]) for head in range(len(alive))]
+        alive.append(_share(hits[:, 0], is_alive & counted))
+        is_alive = is_alive & counted & hits[:, 0]
+        lengths.append(is_alive.long())
     positions = int(depths[0][1][:, start:].sum())
-    return Accuracy(positions, right, ten, alive, 1 + sum(lengths))
+    accepted = torch.stack(lengths).sum(0).view(len(rows.tokens), -1)
+    return Accuracy(positions, right, ten, alive, _walk(accepted))
+
+
+def _walk(accepted: Tensor) -> float:
+    """Tokens a round along rows [rows, positions] of how many drafts a round there would accept."""
+    rounds = tokens = 0
+    for row in accepted.tolist():
+        at = 0
+        while at < len(row):
+            rounds, tokens = rounds + 1, tokens + 1 + row[at]
+            at += 1 + row[at]
+    return tokens / rounds
 
 
 def _share(hits: Tensor, counted: Tensor) -> float:

@@ -1,20 +1,23 @@
 """Draft heads of the demo target in plain torch, and the folders that `llmctl build` reads.
 
-Every head reads the target's last hidden rows, those that its output projection reads, and shares
-that projection (tied to the embedding in the demo target), so that its own weights are few.
+Every head reads the target's last hidden rows, those that its output projection reads. Medusa heads
+share that projection (tied to the embedding in the demo target), so that their own weights are few;
+a ReDrafter head has one of its own and embeds tokens as the target does.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-MEDUSA_FILE = "medusa_lm_head.safetensors"
+MEDUSA_FILE, RECURRENT_FILE = "medusa_lm_head.safetensors", "model.safetensors"
 
 
 class ResBlock(nn.Module):
@@ -30,12 +33,30 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
+class DraftHeads(Protocol):
+    """What trains and is measured alike. hidden [n, hidden_size], tokens [n, num_depths]: what
+    follows each row, the target's own token first."""
+
+    num_depths: int
+
+    def logits(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+        """[n, vocab] of each depth: what comes behind the first of the tokens, and so on."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def write(self, folder: Path, base: str) -> None:
+        """The folder that `build` reads, in BF16. `base` names the target."""
+
+
 class MedusaHeads(nn.Module):
     """Head m says what follows m + 1 tokens after the hidden row's own next token."""
 
-    def __init__(self, num_heads: int, num_layers: int, hidden_size: int) -> None:
+    def __init__(
+        self, num_heads: int, num_layers: int, hidden_size: int, projection: Tensor | None = None
+    ) -> None:
         super().__init__()
-        self.num_layers = num_layers
+        self.num_depths, self.num_layers = num_heads, num_layers
+        self._projection = (projection,)  # the target's, which is no parameter
         self.heads = nn.ModuleList(
             nn.Sequential(*(ResBlock(hidden_size) for _ in range(num_layers)))
             for _ in range(num_heads)
@@ -45,28 +66,90 @@ class MedusaHeads(nn.Module):
         """Of hidden [..., hidden_size] what each head gives to the output projection."""
         return [head(hidden) for head in self.heads]
 
+    def logits(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+        """See DraftHeads; the tokens are not read."""
+        (projection,) = self._projection
+        assert projection is not None
+        return [F.linear(x, projection) for x in self(hidden)]
+
     def write(self, folder: Path, base: str) -> None:
-        """The folder of Medusa heads without output matrices ("version 2"), in BF16. `base` names
-        the target in its config.json."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """See DraftHeads: Medusa heads without output matrices ("version 2")."""
         state = {name.removeprefix("heads."): value for name, value in self.state_dict().items()}
-        tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
-        save_file(tensors, folder / MEDUSA_FILE, metadata={"format": "pt"})
-        (folder / MEDUSA_FILE).chmod(0o644)  # save_file leaves 0600
         config = {
             "version": "2",
             "medusa_num_heads": len(self.heads),
             "medusa_num_layers": self.num_layers,
             "base_model_name_or_path": base,
         }
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _save(folder, MEDUSA_FILE, state, config)
 
     @classmethod
-    def read(cls, folder: Path) -> MedusaHeads:
+    def read(cls, folder: Path, projection: Tensor | None = None) -> MedusaHeads:
         """What `write` wrote, in FP32."""
         tensors = {f"heads.{n}": t.float() for n, t in load_file(folder / MEDUSA_FILE).items()}
         places = [tuple(map(int, name.split(".")[1:3])) for name in tensors]
         num_heads, num_layers = (1 + max(place) for place in zip(*places, strict=True))
-        heads = cls(num_heads, num_layers, next(iter(tensors.values())).shape[-1])
+        heads = cls(num_heads, num_layers, next(iter(tensors.values())).shape[-1], projection)
         heads.load_state_dict(tensors)
         return heads.eval()
+
+
+class RecurrentHead(nn.Module):
+    """A ReDrafter head: s = SiLU(W e + U s + b) over the embeddings of the tokens, and logits of
+    what the hidden row and s give behind an input projection and a residual block. The names of
+    the parameters are those that Apple's trainer writes."""
+
+    def __init__(self, num_depths: int, exit_dim: int, embedding: Tensor) -> None:
+        super().__init__()
+        vocab, width = embedding.shape
+        self.num_depths = num_depths
+        self._embedding = (embedding,)  # the target's, which is no parameter
+        self.input_proj = nn.Linear(2 * width, exit_dim)
+        self.lm_head = nn.ModuleList((ResBlock(exit_dim), nn.Linear(exit_dim, vocab, bias=False)))
+        self.rnn_u = nn.Linear(width, width)
+        self.rnn_w = nn.Linear(width, width, bias=False)
+
+    def logits(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+        """See DraftHeads."""
+        state = torch.zeros_like(hidden)
+        found = []
+        for depth in range(self.num_depths):
+            embedded = F.embedding(tokens[:, depth], self._embedding[0])
+            state = F.silu(self.rnn_w(embedded) + self.rnn_u(state))
+            x = self.input_proj(torch.cat([hidden, state], dim=-1))
+            for part in self.lm_head:
+                x = part(x)
+            found.append(x)
+        return found
+
+    def write(self, folder: Path, base: str) -> None:
+        """See DraftHeads: a folder as Apple's trainer saves it."""
+        exit_dim, vocab = self.input_proj.out_features, len(self._embedding[0])
+        config = {
+            "model_type": "recurrent_drafting_drafter",
+            "vocab_size": vocab,
+            "hidden_size": self.rnn_w.in_features,
+            "exit_dim": exit_dim,
+            "num_draft_layers": 1,
+            "rnn": True,
+            "base_model_name_or_path": base,
+        }
+        _save(folder, RECURRENT_FILE, self.state_dict(), config)
+
+    @classmethod
+    def read(cls, folder: Path, num_depths: int, embedding: Tensor) -> RecurrentHead:
+        """What `write` wrote, in FP32."""
+        tensors = {name: t.float() for name, t in load_file(folder / RECURRENT_FILE).items()}
+        head = cls(num_depths, len(tensors["input_proj.bias"]), embedding)
+        head.load_state_dict(tensors)
+        return head.eval()
+
+
+def _save(
+    folder: Path, file: str, state: Mapping[str, Tensor], config: Mapping[str, object]
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    (folder / file).chmod(0o644)  # save_file leaves 0600
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Train Medusa heads for the demo target, on one CPU core in a quarter of an hour.
+"""Train draft heads for the demo target, on one CPU core in a quarter of an hour.
 
-    python -m scripts.demo.train_heads --output examples/demo-medusa
+    python -m scripts.demo.train_heads medusa --output examples/demo-medusa
+    python -m scripts.demo.train_heads redrafter --output examples/demo-redrafter
 
-The target stays as it is, and the heads share its output projection, so that they are small. They
-learn what the target chooses, from text of the demo corpus and text that it continues itself.
-Writes the heads and metrics.json below --output; --smoke runs every step with toy sizes.
+The target stays as it is. Heads learn what it chooses, from text of the demo corpus and text that
+it continues itself. Writes the heads and metrics.json below --output; --smoke runs every step with
+toy sizes.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ import argparse
 import json
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from scripts.demo.batches import TokenStream, encode_stream
 from scripts.demo.corpus import read_corpus, read_sample
 from scripts.demo.evaluation import function_prompts
 from scripts.demo.head_rows import HeadRows, corpus_rows, read_rows, written_rows
-from scripts.demo.head_training import measure, train_medusa
-from scripts.demo.heads import MedusaHeads
+from scripts.demo.head_training import measure, train_heads
+from scripts.demo.heads import DraftHeads, MedusaHeads, RecurrentHead
 from scripts.demo.model import Llama, read_model
 from scripts.demo.train import stage
 from scripts.demo.training import Schedule
@@ -36,51 +39,51 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class HeadRecipe:
-    """Sizes, amounts of text and the schedule."""
+    """How the heads are made, amounts of text and the schedule."""
 
-    num_heads: int
-    num_layers: int
-    length: int  # tokens in a row
-    prompt_length: int
+    make: Callable[[Tensor], DraftHeads]  # of the target's embedding, its output projection too
+    read: Callable[[Path, Tensor], DraftHeads]
     corpus_rows: int
     greedy_rows: int
     sampled_rows: int  # at temperature 0.8
-    num_prompts: int  # for measuring, of PROMPT_LENGTH tokens
-    batch: int  # positions in a step
     schedule: Schedule
+    length: int = 224  # tokens in a row
+    prompt_length: int = 96
+    num_prompts: int = 64  # for measuring, of PROMPT_LENGTH tokens
+    batch: int = 1024  # positions in a step
+
+    def smoke(self) -> HeadRecipe:
+        """Toy sizes."""
+        sizes = {"corpus_rows": 4, "greedy_rows": 4, "sampled_rows": 2, "num_prompts": 2}
+        schedule = Schedule(num_steps=10, learning_rate=4e-3, warmup_steps=2, weight_decay=0.0)
+        return replace(self, schedule=schedule, length=24, prompt_length=12, batch=16, **sizes)
 
 
-FULL = HeadRecipe(
-    num_heads=3,
-    num_layers=2,
-    length=224,
-    prompt_length=96,
-    corpus_rows=1024,
-    greedy_rows=1024,
-    sampled_rows=256,
-    num_prompts=64,
-    batch=1024,
-    schedule=Schedule(num_steps=400, learning_rate=3e-3, warmup_steps=30, weight_decay=0.0),
-)
-SMOKE = HeadRecipe(
-    num_heads=2,
-    num_layers=1,
-    length=24,
-    prompt_length=12,
-    corpus_rows=4,
-    greedy_rows=4,
-    sampled_rows=2,
-    num_prompts=2,
-    batch=16,
-    schedule=Schedule(num_steps=10, learning_rate=4e-3, warmup_steps=2, weight_decay=0.0),
-)
+RECIPES = {
+    "medusa": HeadRecipe(
+        make=lambda embedding: MedusaHeads(3, 2, embedding.shape[1], embedding),
+        read=MedusaHeads.read,
+        corpus_rows=1024,
+        greedy_rows=1024,
+        sampled_rows=256,
+        schedule=Schedule(num_steps=400, learning_rate=3e-3, warmup_steps=30, weight_decay=0.0),
+    ),
+    "redrafter": HeadRecipe(
+        make=lambda embedding: RecurrentHead(4, 128, embedding),
+        read=lambda folder, embedding: RecurrentHead.read(folder, 4, embedding),
+        corpus_rows=1024,
+        greedy_rows=1024,
+        sampled_rows=0,
+        schedule=Schedule(num_steps=600, learning_rate=3e-3, warmup_steps=30, weight_decay=0.0),
+    ),
+}
 PROMPT_LENGTH, HELD_OUT_LENGTH = 128, 256
 
 
 def main() -> None:
     arguments = read_arguments()
-    recipe = SMOKE if arguments.smoke else FULL
-    torch.manual_seed(SEED)
+    recipe = RECIPES[arguments.heads]
+    recipe = recipe.smoke() if arguments.smoke else recipe
     torch.set_num_threads(arguments.threads)
     target = read_model(arguments.target, torch.device("cpu"))
     tokenizer = Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
@@ -95,36 +98,37 @@ def main() -> None:
         held_out = read_rows(
             target, written_rows(target, torch.tensor(prompts), HELD_OUT_LENGTH, 0.0)
         )
-    projection = target.model.embed_tokens.weight.detach()
-    heads = MedusaHeads(recipe.num_heads, recipe.num_layers, target.shape.hidden_size)
+    embedding = target.model.embed_tokens.weight.detach()
+    torch.manual_seed(SEED)
+    heads = recipe.make(embedding)
     with stage("training"):
-        history = train_medusa(
+        history = train_heads(
             heads,
-            projection,
             rows,
             recipe.schedule,
             recipe.batch,
-            lambda trained: measure(trained, projection, held_out, PROMPT_LENGTH - 1),
+            lambda: measure(heads, held_out, PROMPT_LENGTH - 1),
             SEED,
         )
         heads.write(arguments.output, arguments.target.name)
     with stage("evaluation"):
-        stored = MedusaHeads.read(arguments.output)
+        stored = recipe.read(arguments.output, embedding)
         metrics = {
             "command": " ".join(["python", "-m", "scripts.demo.train_heads", *sys.argv[1:]]),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "parameters": sum(parameter.numel() for parameter in stored.parameters()),
-            "training_positions": int(rows.depths(recipe.num_heads)[0][1].sum()),
+            "training_positions": int(rows.depths(heads.num_depths)[0][1].sum()),
             "history": history,
-            "held_out": asdict(measure(stored, projection, held_out, PROMPT_LENGTH - 1)),
+            "held_out": asdict(measure(stored, held_out, PROMPT_LENGTH - 1)),
         }
         (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
         print(json.dumps(metrics["held_out"], indent=2))
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train Medusa heads for the demo target.")
+    parser = argparse.ArgumentParser(description="Train draft heads for the demo target.")
+    parser.add_argument("heads", choices=RECIPES)
     parser.add_argument("--output", type=Path, required=True, help="folder for the heads")
     parser.add_argument("--target", type=Path, default=EXAMPLES / "demo-target")
     parser.add_argument("--held-out", type=Path, default=EXAMPLES / "heldout.txt")
@@ -138,6 +142,8 @@ def training_rows(target: Llama, stream: TokenStream, recipe: HeadRecipe) -> Hea
     """Rows of the corpus, and rows that the target wrote after its prompts."""
     parts = []
     for index, (count, heat) in enumerate(((recipe.greedy_rows, 0.0), (recipe.sampled_rows, 0.8))):
+        if not count:
+            continue
         prompts = corpus_rows(stream, count, recipe.prompt_length, SEED + index)
         torch.manual_seed(SEED)
         parts.append(written_rows(target, prompts, recipe.length, heat))

@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.redrafter import TorchHead
 
 from llmctl.cli.main import execute
 from scripts.demo.corpus import is_held_out, read_sample
 from scripts.demo.evaluation import function_prompts
 from scripts.demo.head_rows import HeadRows, read_rows, written_rows
-from scripts.demo.head_training import measure
-from scripts.demo.heads import MedusaHeads
+from scripts.demo.head_training import _walk, measure
+from scripts.demo.heads import MedusaHeads, RecurrentHead
 from scripts.demo.model import read_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def test_one_command_trains_heads_that_build_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["medusa", "redrafter"])
+def test_one_command_trains_heads_that_build_reads(tmp_path: Path, kind: str) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     names = [f"module_{n}.py" for n in range(300)]
@@ -30,14 +32,14 @@ def test_one_command_trains_heads_that_build_reads(tmp_path: Path) -> None:
     for name in [*[name for name in names if name not in held][:8], *held]:
         body = "".join(f"def f{n}(first):\n    return first + {n}\n\n\n" for n in range(40))
         (corpus / name).write_text(f'"""{name}"""\n{body}')
-    command = [sys.executable, "-m", "scripts.demo.train_heads", "--smoke"]
+    command = [sys.executable, "-m", "scripts.demo.train_heads", kind, "--smoke"]
     command += ["--corpus", str(corpus), "--output", str(tmp_path / "heads")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((tmp_path / "heads/metrics.json").read_text())
     assert len(metrics["history"]) == 10 and metrics["held_out"]["positions"] > 100
     build = ["build", "--backend", "cpu", "--checkpoint-dir", str(EXAMPLES / "demo-target")]
-    build += ["--speculative-decoding-mode", "medusa", "--log-level", "error"]
+    build += ["--speculative-decoding-mode", kind, "--log-level", "error"]
     build += ["--draft-model-dir", str(tmp_path / "heads"), "--max-seq-len", "128"]
     assert execute([*build, "--output-dir", str(tmp_path / "engine")]) == 0
 
@@ -49,6 +51,7 @@ def test_a_position_counts_where_the_text_is_what_the_target_chose() -> None:
     (first, first_counts), (second, second_counts) = rows.depths(2)
     assert first.tolist() == [[6, 7, 8]] and first_counts.tolist() == [[True, True, True]]
     assert second.tolist() == [[7, 8, 2]] and second_counts.tolist() == [[True, True, False]]
+    assert rows.following(2).tolist() == [[[5, 6], [6, 7], [7, 9]]]
 
 
 def test_untrained_heads_say_what_the_target_says() -> None:
@@ -56,17 +59,24 @@ def test_untrained_heads_say_what_the_target_says() -> None:
     assert all(torch.equal(found, hidden) for found in MedusaHeads(2, 3, 16)(hidden))
 
 
-def test_the_committed_heads_are_those_of_the_card() -> None:
-    tensors = load_file(EXAMPLES / "demo-medusa/medusa_lm_head.safetensors")
-    metrics = json.loads((EXAMPLES / "demo-medusa/metrics.json").read_text())
+@pytest.mark.parametrize(
+    ("name", "file", "count"),
+    [
+        ("demo-medusa", "medusa_lm_head.safetensors", 887_040),
+        ("demo-redrafter", "model.safetensors", 934_528),
+    ],
+)
+def test_the_committed_heads_are_those_of_the_card(name: str, file: str, count: int) -> None:
+    tensors = load_file(EXAMPLES / name / file)
+    metrics = json.loads((EXAMPLES / name / "metrics.json").read_text())
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    assert sum(tensor.numel() for tensor in tensors.values()) == metrics["parameters"] == 887_040
-    config = json.loads((EXAMPLES / "demo-medusa/config.json").read_text())
-    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 2)
+    assert sum(tensor.numel() for tensor in tensors.values()) == metrics["parameters"] == count
     card = (EXAMPLES / "README.md").read_text()
+    assert f"{count:,} parameters" in card and f"{metrics['training_positions']:,}" in card
     for row in ("first", "per_position", "ten"):
         shares = metrics["held_out"][row]
         assert " | ".join(f"{share:.3f}" for share in shares) in card
+    assert f"({metrics['held_out']['tokens_per_round']:.2f} is expected" in card
 
 
 def test_the_committed_heads_are_nearly_as_often_right_on_a_few_prompts() -> None:
@@ -76,10 +86,13 @@ def test_the_committed_heads_are_nearly_as_often_right_on_a_few_prompts() -> Non
     tokenizer = Tokenizer.from_file(str(EXAMPLES / "demo-target/tokenizer.json"))
     prompts = function_prompts(tokenizer, read_sample(EXAMPLES / "heldout.txt"), 128, 8)
     rows = read_rows(target, written_rows(target, torch.tensor(prompts), 160, 0.0))
-    heads = MedusaHeads.read(EXAMPLES / "demo-medusa")
-    found = measure(heads, target.model.embed_tokens.weight.detach(), rows, 127)
+    embedding = target.model.embed_tokens.weight.detach()
+    heads = MedusaHeads.read(EXAMPLES / "demo-medusa", embedding)
+    found = measure(heads, rows, 127)
     assert found.first[0] > 0.25 and found.ten[0] > 0.5
     assert found.first[0] > found.first[1] > found.first[2]
+    recurrent = RecurrentHead.read(EXAMPLES / "demo-redrafter", 4, embedding)
+    assert measure(recurrent, rows, 127).tokens_per_round > found.tokens_per_round > 1.2
 
 
 def test_quantized_heads_are_measured_on_text_that_no_scale_comes_from(
@@ -95,3 +108,24 @@ def test_quantized_heads_are_measured_on_text_that_no_scale_comes_from(
     for before, after in shares:
         assert 0 <= after <= 1 and abs(before - after) < 0.1
     assert shares[0][0] > 0.25 and shares[0][0] > shares[2][0]
+
+
+def test_the_recurrent_head_computes_what_its_published_parameters_say() -> None:
+    generator = torch.Generator().manual_seed(4)
+    embedding = torch.randn((50, 16), generator=generator)
+    torch.manual_seed(5)
+    head = RecurrentHead(3, 24, embedding)
+    torch.nn.init.normal_(head.lm_head[0].linear.weight, std=0.2)
+    hidden = torch.randn((4, 16), generator=generator)
+    tokens = torch.randint(50, (4, 3), generator=generator)
+    reference = TorchHead("silu", {n: t.detach() for n, t in head.named_parameters()}, embedding)
+    state = None
+    with torch.no_grad():
+        for depth, found in enumerate(head.logits(hidden, tokens)):
+            state = reference.state(tokens[:, depth].tolist(), state)
+            torch.testing.assert_close(found, reference.logits(hidden, state))
+
+
+def test_a_walk_begins_each_round_where_the_one_before_ended() -> None:
+    accepted = torch.tensor([[2, 0, 0, 1, 3], [0, 1, 0, 0, 0]])
+    assert _walk(accepted) == (3 + 2 + 1 + 2 + 1 + 1) / 6
