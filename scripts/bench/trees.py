@@ -26,6 +26,7 @@ from statistics import median
 import torch
 
 from llmctl.builder.engine_format import MEDUSA_GRAPH, parse_choices
+from llmctl.plugins.backends.cuda.read_rate import read_bandwidth, warm_up
 from llmctl.plugins.device_loop import tree_kernel
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
@@ -35,7 +36,7 @@ from llmctl.runtime.engines.open_cuda import plan_engines
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 from llmctl.runtime.rounds.upload import Drawing
 from llmctl.runtime.rounds.verification import enqueue_tree_verification, enqueue_verification
-from scripts.bench.rows import Table, read_bandwidth, row, warm_up, weight_bytes
+from scripts.bench.rows import Table, row, weight_bytes
 
 CHAIN, TREES = 10, (20, 63)  # drafts
 REPLAYS = 60
