@@ -77,6 +77,7 @@ def step_kernels(
 
     from llmctl.plugins.device_loop import kernel as rounds
     from llmctl.plugins.device_loop import tree_kernel
+    from llmctl.plugins.ops.beam_search import kernel as beam_search
     from llmctl.plugins.ops.kv_compact import kernel as kv_compact
     from llmctl.plugins.ops.sampling import kernel as sampling
 
@@ -89,6 +90,10 @@ def step_kernels(
     if plan.heads and limits.max_draft_len:
         sizes = (limits.max_batch_size, limits.max_draft_len, vocab_size)
         found += tree_kernel.tree_kernels(*sizes)
+    if plan.max_num_beams:
+        num_beams = plan.max_num_beams // plan.max_num_requests
+        length = limits.max_draft_len // num_beams
+        found += beam_search.kernels(num_beams, length, vocab_size, limits.max_draft_len)
     if limits.takes_trees:
         cache = plan.kv_cache
         token_bytes = cache.head_size * getattr(torch, cache.dtype).itemsize

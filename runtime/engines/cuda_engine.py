@@ -201,8 +201,7 @@ class CudaEngine(Engine):
         """Enqueue a head of the plan; see Engine. Its outputs are to be read on the queue."""
         assert self._kv_cache is not None, "allocate_kv_cache comes first"
         head, program = find_head(self._heads, name)
-        with device_errors(f"writing the inputs of {name}"), self.queue.scope():
-            head.write(inputs)
+        self.write_head(name, inputs)
         # Its tensors may have room for a few rows alone, so its tokens are not padded.
         shape = replace(self._buckets.round_up(shape_of(step)), num_tokens=step.num_tokens)
         program.upload(step, self.queue.handle)
@@ -216,11 +215,18 @@ class CudaEngine(Engine):
         program.upload(pack_rows(self.max_num_rows, [0]), self.queue.handle)
         return program.step
 
-    def enqueue_head(self, name: str, num_rows: int) -> None:
-        """Enqueue a head that reads rows alone, for the rows that its step names on the device."""
+    def enqueue_head(self, name: str, num_rows: int, *, reads_tokens: bool = False) -> None:
+        """Enqueue a head for the rows that its step names on the device; it reads those alone, or
+        also a token of the step for each."""
         _, program = find_head(self._heads, name)
-        most = self.max_num_rows
+        most = num_rows if reads_tokens else self.max_num_rows
         program.enqueue(StepShape(most, 1, num_rows, most, 1), self.queue.handle)
+
+    def write_head(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Enqueue copies of rows to where a head reads them."""
+        head, _ = find_head(self._heads, name)
+        with device_errors(f"writing the inputs of {name}"), self.queue.scope():
+            head.write(inputs)
 
     def head_output(self, name: str, output: str) -> torch.Tensor:
         """Where a head leaves an output."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda import launch_sampling, open_on_fake_device
+from support.cuda import launch_sampling, open_on_fake_device, run_rounds_by_reference
 from support.e2e import DemoPair, Outputs, PromptMaker, llmctl, run_all
 from support.redrafter import RECURRENCES, fit_head, make_head, save_as, save_head
 from transformers import AutoModelForCausalLM
@@ -26,6 +26,7 @@ from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
+from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 
 Opened = Callable[..., AbstractContextManager[Executor]]
 
@@ -188,6 +189,40 @@ def test_the_cuda_host_drafts_from_a_head_too(
         assert run_all(executor, requests) == plain
         assert executor.get_speculation_stats().accepted_tokens > 150
     assert sum(graph.num_replays for graph in capture.graphs) > 1
+
+
+def test_device_rounds_draft_from_a_head(
+    engine: Path, requests: list[Request], plain: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the fake device, whose searches are the GPU's kernels in the interpreter: rounds alone,
+    and rounds between steps that the host controls."""
+    run_rounds_by_reference(monkeypatch)
+    queue = DeviceQueue("cpu")
+    target, capture = open_on_fake_device(engine, queue)
+    sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
+    alone = [
+        index
+        for index, request in enumerate(requests)
+        if index % len(KINDS) != 2
+        and not request.output_config.return_log_probs
+        and request.max_draft_len is None
+    ]
+    for method, asked in (
+        (RecurrentDrafting(), alone[:4]),
+        (RecurrentDrafting(), [*alone, *range(2, len(requests), 12)]),
+        (RecurrentDrafting(None, 2), alone[:3]),
+    ):
+        draft_len = method.check(target.config, {})
+        drafter = method.make_drafter({"target": target}, draft_len)
+        on_device = method.make_device_drafter({"target": target}, draft_len, drafter)
+        runner = CudaRoundRunner(target, on_device, capture)
+        config = ExecutorConfig(KvCacheConfig(num_blocks=300), check_invariants=True)
+        with Executor(target, drafter, config, sampling, runner) as executor:
+            wanted = [plain[index] for index in asked]
+            assert run_all(executor, [requests[index] for index in asked]) == wanted
+            stats = executor.get_speculation_stats()
+            assert stats.accepted_tokens > 8 and runner._num_started > 1
+            assert len(stats.accepted_at_position) <= (method.length or TREE_LEN // NUM_BEAMS)
 
 
 def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from llmctl.builder.engine_format import open_engine, read_engine_config
 from llmctl.plugins.backends.cpu import CpuProgram, CpuSampling
+from llmctl.plugins.backends.cuda.interpret import run_launches
 from llmctl.plugins.backends.cuda.kernel_spec import (
     DeviceStep,
     Launch,
@@ -77,6 +78,8 @@ class FakeProgram:
         self.shapes.append(shape)
         step = self.step
         cu_q = step.cu_q[: shape.num_requests + 1].numpy()
+        if self._continues:  # its tokens are those of its rows, whatever was uploaded last
+            cu_q = np.array([0, shape.num_tokens], np.int32)
         kv_len = step.kv_len[: shape.num_requests].numpy()
         tokens, requests = int(cu_q[-1]), int((kv_len > 0).sum())
         counts = np.diff(cu_q)
@@ -110,6 +113,8 @@ class FakeProgram:
         for launch in launches:
             if callable(launch):  # `bookkeeping_by_reference`
                 launch()
+            elif launch.spec.name.startswith("beams."):
+                run_launches([launch])
             elif launch.spec.name.startswith("kv_compact"):
                 _, starts, moves, _ = launch.arguments
                 assert isinstance(starts, torch.Tensor) and isinstance(moves, torch.Tensor)

@@ -47,14 +47,14 @@ class ReDrafter:
         self.max_draft_len = min(max_draft_len, shape.num_drafts)
         self._head = head
         self._shape = shape
-        self._rows = HiddenRows()
+        self.rows = HiddenRows()
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         """Nothing to prepare: trees are accepted by tokens."""
 
     def propose(self, batch: Batch) -> list[Drafts]:
         """Trees for all that have a row and room, in one search."""
-        rows = self._rows.take()
+        rows = self.rows.take()
         drafts = [Drafts()] * len(batch.generation)
         asked = [
             (place, rows[item.sequence.sequence_id], item)
@@ -72,16 +72,16 @@ class ReDrafter:
             )
             for (place, _, _), beams, room in zip(asked, found, rooms, strict=True):
                 drafts[place] = merge(beams, room)
-        self._rows.start(batch, drafts)
+        self.rows.start(batch, drafts)
         return drafts
 
     def commit(self, batch: Batch, accepted: Items[int]) -> None:
         """Note the row of each sequence's last accepted token."""
-        self._rows.commit(accepted)
+        self.rows.commit(accepted)
 
     def release(self, sequence: Sequence) -> None:
         """Forget the sequence's row."""
-        self._rows.forget(sequence)
+        self.rows.forget(sequence)
 
     def _drafts_for(self, item: Slice) -> bool:
         request = item.sequence.request

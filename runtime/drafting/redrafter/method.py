@@ -1,5 +1,4 @@
-"""A recurrent head in the target's own engine as a method: it opens nothing beside it, and the host
-leads."""
+"""A recurrent head in the target's own engine as a method: it opens nothing beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +11,8 @@ from llmctl.runtime.drafting.method import AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
-    from llmctl.runtime.drafting.drafter import DeviceDrafter, Drafter
+    from llmctl.runtime.drafting.drafter import Drafter
+    from llmctl.runtime.drafting.redrafter.device import DeviceReDrafter
     from llmctl.runtime.drafting.redrafter.drafter import ReDrafter
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
@@ -28,12 +28,16 @@ class RecurrentDrafting:
     build_mode = MODE
     is_drafting = True
     drafts_trees = True
-    is_device_led = False
     notes = ()
     num_beams: int | None = None
     length: int | None = None  # drafts of a beam
     draft_len: int | None = None  # of a round; None: as many as the beams have
     acceptance: AcceptRule = "tokens"
+
+    @property
+    def is_device_led(self) -> bool:
+        """Unless there are other beams than the engine's kernels are for."""
+        return self.num_beams is None
 
     @property
     def engines(self) -> Mapping[str, Path]:
@@ -61,5 +65,14 @@ class RecurrentDrafting:
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
-    ) -> DeviceDrafter:
-        raise AssertionError("is_device_led is False")
+    ) -> DeviceReDrafter:
+        from llmctl.runtime.drafting.redrafter.device import DeviceReDrafter
+        from llmctl.runtime.drafting.redrafter.drafter import ReDrafter
+        from llmctl.runtime.drafting.redrafter.engine_check import beam_shape
+        from llmctl.runtime.engines.opening import TARGET
+
+        assert isinstance(drafter, ReDrafter), "of `make_drafter`"
+        target = engines[TARGET]
+        built = beam_shape(target.config, None, None)
+        shape = beam_shape(target.config, None, self.length)
+        return DeviceReDrafter(target, built, shape, draft_len, drafter.rows)

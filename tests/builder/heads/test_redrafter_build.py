@@ -21,6 +21,7 @@ from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.core.reference import ReferenceProgram
+from llmctl.plugins.ops.beam_search import kernel as beam_search
 from llmctl.runtime.engines.cuda_engine import step_limits
 from llmctl.runtime.engines.engine import (
     Engine,
@@ -226,3 +227,14 @@ def test_a_plan_for_a_gpu_gives_the_same_logits_and_has_the_kernels(
             beside.enqueue(StepShape(rows, 1, rows, rows, 1), 0)
             assert len(driver.prepared) - before == len(each.calls)
     assert read_plan(folder).max_num_beams == 12
+    beams = beam_search.BeamArrays.allocate(4, 3, 2, VOCAB, "cpu")
+    tokens, rows = (torch.zeros(12, dtype=torch.int32) for _ in range(2))
+    drafts, parents, counts = (torch.zeros((4, 6), dtype=torch.int32) for _ in range(3))
+    before = len(driver.prepared)
+    searched = [
+        beam_search.offer(outputs["logits"], beams, 2),
+        *(beam_search.select(beams, 2, step, tokens, rows) for step in range(2)),
+        beam_search.merge(beams, 2, 2, drafts, parents, counts),
+    ]
+    program.launch(searched, 0)
+    assert len(driver.prepared) - before == 4, "the engine has the kernels of a search"

@@ -1,0 +1,96 @@
+"""A recurrent head in device rounds: a round begins with a beam search, step after step of the
+head, on the rows of the round before."""
+
+from __future__ import annotations
+
+import torch
+
+from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT, REDRAFTER_STATES
+from llmctl.plugins.device_loop.trees import DraftTrees
+from llmctl.plugins.ops.beam_search import kernel
+from llmctl.runtime.drafting.device_rows import DeviceRows
+from llmctl.runtime.drafting.hidden_rows import HiddenRows
+from llmctl.runtime.drafting.redrafter.drafter import BeamShape
+from llmctl.runtime.engines.cuda_engine import CudaEngine
+from llmctl.runtime.request import Sequence
+from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
+
+
+class DeviceReDrafter(DeviceRows):
+    """See DeviceDrafter. Every step of the search writes tokens and rows where the head's next step
+    reads them; the last one's beams become the trees of the round.
+
+    built: the beams that the engine's kernels are for; `shape` may have shorter ones.
+    """
+
+    def __init__(
+        self,
+        target: CudaEngine,
+        built: BeamShape,
+        shape: BeamShape,
+        draft_len: int,
+        rows: HiddenRows,
+    ) -> None:
+        assert built.num_beams == shape.num_beams and shape.length <= built.length
+        super().__init__(target, rows)
+        self.draft_len = min(draft_len, shape.num_drafts)
+        self._built, self._shape = built, shape
+        graphs = (REDRAFTER_FIRST, REDRAFTER_NEXT)
+        self._logits = {graph: target.head_output(graph, "logits") for graph in graphs}
+        self._states = {
+            graph: {name: target.head_output(graph, name) for name in REDRAFTER_STATES}
+            for graph in graphs
+        }
+
+    def make_trees(
+        self, max_batch_size: int, max_draft_len: int, device: torch.device | str
+    ) -> DraftTrees:
+        """Trees that every search makes anew."""
+        self._first = self._target.prepare_head(REDRAFTER_FIRST)
+        self._next = self._target.prepare_head(REDRAFTER_NEXT)
+        return DraftTrees.allocate(max_batch_size, max_draft_len, device, self._first.logit_rows)
+
+    def bind(self, steps: DeviceSteps) -> None:
+        """See DeviceDrafter, as for all that follow."""
+        super().bind(steps)
+        self._beams = kernel.BeamArrays.allocate(
+            steps.state.max_batch_size,
+            self._built.num_beams,
+            self._built.length,
+            self._target.vocab_size,
+            self._target.queue.device,
+        )
+
+    def branches(self, draft_len: int) -> bool:
+        return draft_len > 1 and self._shape.num_beams > 1
+
+    def depth(self, draft_len: int) -> int:
+        return min(draft_len, self._shape.length)
+
+    def can_draft(self, sequence: Sequence) -> bool:
+        is_asked = sequence.request.sampling_config.is_greedy or not self._shape.for_greedy
+        return is_asked and super().can_draft(sequence)
+
+    def enqueue_drafts(self, shape: RoundShape) -> None:
+        target, state, trees = self._target, self._steps.state, self._steps.trees
+        assert trees is not None, "of `make_trees`"
+        length, requests = self.depth(shape.draft_len), shape.batch
+        self._first.token_ids[:requests].copy_(state.root[:requests])
+        graph, rows = REDRAFTER_FIRST, requests
+        for step in range(length):
+            if step:
+                found = self._states[graph].items()
+                target.write_head(REDRAFTER_NEXT, {name: left[:rows] for name, left in found})
+                graph, rows = REDRAFTER_NEXT, requests * self._shape.num_beams
+            target.enqueue_head(graph, rows, reads_tokens=True)
+            launches = [
+                kernel.offer(self._logits[graph], self._beams, rows),
+                kernel.select(
+                    self._beams, requests, step, self._next.token_ids, self._next.logit_rows
+                ),
+            ]
+            self._steps.launch(target, launches)
+        merged = kernel.merge(
+            self._beams, requests, length, state.drafts, trees.parents, trees.counts
+        )
+        self._steps.launch(target, [merged])
