@@ -133,8 +133,11 @@ class EngineFile:
         batch, drafts = int(build["max_batch_size"]), int(build["max_draft_len"])
         kernels = kernels_a_step(self.plan, batch * max(drafts + 1, 2))  # as `Buckets` has them
         launches = MAX_GRAPHS * kernels + graph_launches(kernels, round_steps, num_engines, ahead)
+        # A recurrent head runs for each draft of a beam. Counting so for the graph of first steps,
+        # too, covers what searches between the steps.
+        runs = int(build.get("draft_heads", {}).get("draft_len_per_beam", 1))
         for name in self.plan.heads:
-            launches += head_launches(kernels_a_step(self.plan, batch, name), ahead)
+            launches += head_launches(runs * kernels_a_step(self.plan, batch, name), ahead)
         return EngineMemory(
             role=role,
             weight_bytes=allocated_bytes(self.plan),
