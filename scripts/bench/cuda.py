@@ -165,7 +165,7 @@ def drafted(bench: Bench, opened: OpenEngines, name: str, drafting: Drafting) ->
     draft_floor, verify_floor = (1e3 * num_bytes / bench.bandwidth for num_bytes in reads)
     outside_floor = drafting.steps * draft_floor
     floor_ms = outside_floor + verify_floor
-    expected = drafting.expected_length(opened)
+    expected = drafting.expected_length(opened) or median(lengths)
     rate = OUTPUT / (median(first_ms) + (OUTPUT - 1) / expected * median(round_ms)) * 1e3
     note = f"at the expected {expected:.2f} tokens a round {rate:.1f} tok/s"
     published = drafting.published

@@ -1,7 +1,7 @@
 """What drafts in a row of scripts/bench/cuda.py: which engines, what a round reads and promises.
 
 The name of a row says it: 70b+1b-k13 is a target with a draft engine and 13 drafts a round,
-70b-medusa an engine with Medusa heads.
+70b-medusa an engine with Medusa heads, 70b-redrafter one with a recurrent head.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from llmctl.builder.engine_format import BASE, MEDUSA_GRAPH
+from llmctl.builder.engine_format import BASE, MEDUSA_GRAPH, REDRAFTER_FIRST, REDRAFTER_NEXT
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.medusa.engine_check import built_tree
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.redrafter.engine_check import beam_shape
+from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 from llmctl.runtime.engines.engine import Engine
 from llmctl.runtime.engines.planted_text import tokens_per_round
 from llmctl.runtime.open import OpenEngines
@@ -51,8 +53,8 @@ class Drafting(Protocol):
     def step_bytes(self, opened: OpenEngines, context: int) -> int:
         """What one of its runs must read."""
 
-    def expected_length(self, opened: OpenEngines) -> float:
-        """Tokens a round at the acceptance that the weights were planted with."""
+    def expected_length(self, opened: OpenEngines) -> float | None:
+        """Tokens a round at the acceptance that the weights were planted with; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,32 @@ class MedusaHeads:
         return tokens_per_round(target.weights, built_tree(target).paths)
 
 
+@dataclass(frozen=True)
+class RecurrentHead:
+    """A ReDrafter head in the target's engine, and the beams that it was built with."""
+
+    target: str
+    row = "heads"
+    steps = 1
+    published = None
+
+    def method(self, engines: Path) -> DraftMethod:
+        return RecurrentDrafting()
+
+    def step_bytes(self, opened: OpenEngines, context: int) -> int:
+        plan = opened.target.plan
+        steps = beam_shape(opened.checked.target, None, None).length
+        first, later = (weight_bytes(plan, name) for name in (REDRAFTER_FIRST, REDRAFTER_NEXT))
+        return first + (steps - 1) * later
+
+    def expected_length(self, opened: OpenEngines) -> float | None:
+        return None
+
+
 DRAFTINGS: dict[str, Callable[..., Drafting]] = {
     r"([^+]+)\+([^+]+)": EnginePair,
     r"([^+]+-medusa)": MedusaHeads,
+    r"([^+]+-redrafter)": RecurrentHead,
 }
 
 
