@@ -77,10 +77,10 @@ def test_a_head_changes_no_token(
     for recurrence in RECURRENCES:
         tensors = make_head(384, 4096, exit_dim=160, is_rnn=recurrence != "sum")
         heads[recurrence] = save_as(tmp_path / recurrence, recurrence, tensors)
-    for name, head in heads.items():
-        folder = build(checkpoint, tmp_path / f"engine-{name}",
-                       "--speculative-decoding-mode", "redrafter", "--draft-model-dir", head,
-                       "--redrafter-num-beams", 3, "--redrafter-draft-len-per-beam", 5,
+    for name, beams in (*((name, 3) for name in heads), ("known", 1)):
+        folder = build(checkpoint, tmp_path / f"engine-{name}-{beams}",
+                       "--speculative-decoding-mode", "redrafter", "--draft-model-dir", heads[name],
+                       "--redrafter-num-beams", beams, "--redrafter-draft-len-per-beam", 5,
                        *options)  # fmt: skip
         # Other beams than those of the engine's kernels are searched by the host.
         for method in (RecurrentDrafting(), RecurrentDrafting(3), RecurrentDrafting(None, 2)):
