@@ -83,7 +83,7 @@ def test_a_head_changes_no_token(
                        "--redrafter-num-beams", beams, "--redrafter-draft-len-per-beam", 5,
                        *options)  # fmt: skip
         # Other beams than those of the engine's kernels are searched by the host.
-        for method in (RecurrentDrafting(), RecurrentDrafting(3), RecurrentDrafting(None, 2)):
+        for method in (RecurrentDrafting(), RecurrentDrafting(beams), RecurrentDrafting(None, 2)):
             with opened(folder, method).executor() as executor:
                 if name == "known":
                     assert [run_all(executor, [request])[0] for request in requests] == plain
