@@ -28,6 +28,7 @@ from llmctl.plugins.ops.packed_linear import kernel as product
 from llmctl.plugins.ops.packed_linear.arguments import form_of
 from llmctl.plugins.ops.packed_linear.decode import NORM_PART, SHARED_HALF, DecodeVariant
 from llmctl.plugins.ops.packed_linear.tactics import (
+    FEW_TOKENS,
     MANY,
     RING_ROOM,
     normalizes,
@@ -134,7 +135,7 @@ class Chain:
         """What a sweep tries."""
         tiles, chunks = self.weight(index).shape[:2]
         form = form_of(self.layers[0].products[index])
-        width = 8 if self.tokens <= 8 else 16
+        width = next(most for most in FEW_TOKENS if self.tokens <= most)
         norms = [0]
         if index in NORMED and self.tokens == 1:
             parts = self.model.hidden // NORM_PART
@@ -211,7 +212,8 @@ def sweep_fills(chain: Chain, name: str, best: list[str]) -> None:
         form = form_of(chain.layers[0].products[index]).name
         key = f"{chain.layers[0].products[index].op} {tiles}x{chunks} {form}"
         if variant:
-            print(json.dumps({key: {str(chain.tokens): variant}}))
+            most = next(most for most in FEW_TOKENS if chain.tokens <= most)
+            print(json.dumps({key: {str(most): variant}}))
 
 
 def main() -> None:
