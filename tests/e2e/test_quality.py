@@ -28,21 +28,19 @@ def reference(demo: DemoPair) -> PreTrainedModel:
     return model
 
 
-def greedy_reference(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
+@pytest.fixture(scope="module")
+def written(prompts: PromptMaker, reference: PreTrainedModel) -> list[list[int]]:
+    """What transformers writes behind every prompt, all of them in one batch."""
+    rows = prompts(NUM_PROMPTS)
+    width = max(map(len, rows))
+    missing = [width - len(row) for row in rows]
+    out = reference.generate(
+        input_ids=torch.tensor([[0] * n + [*row] for n, row in zip(missing, rows, strict=True)]),
+        attention_mask=torch.tensor([[0] * n + [1] * (width - n) for n in missing]),
         do_sample=False,
         max_new_tokens=NUM_TOKENS,
     )
-    return list(out[0, len(prompt) :].tolist())
-
-
-@pytest.fixture(scope="module")
-def written(prompts: PromptMaker, reference: PreTrainedModel) -> list[list[int]]:
-    """What transformers writes behind every prompt."""
-    return [greedy_reference(reference, prompt) for prompt in prompts(NUM_PROMPTS)]
+    return [row[width:].tolist() for row in out]
 
 
 @torch.inference_mode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.cuda import launch_sampling, open_on_fake_device, run_rounds_by_reference
-from support.e2e import DemoPair, Outputs, PromptMaker, llmctl, run_all
+from support.e2e import DemoPair, Outputs, PromptMaker, run_all
 from support.redrafter import RECURRENCES, fit_head, make_head, save_as, save_head
 from transformers import AutoModelForCausalLM
 
@@ -64,11 +63,11 @@ def plain(demo: DemoPair, requests: list[Request]) -> Outputs:
 
 
 def build(demo: DemoPair, head: Path, folder: Path, num_beams: int, length: int) -> Path:
-    llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
-           "--output-dir", folder, "--max-batch-size", 16, "--max-seq-len", 1024,
-           "--speculative-decoding-mode", "redrafter", "--draft-model-dir", head,
-           "--redrafter-num-beams", num_beams,
-           "--redrafter-draft-len-per-beam", length)  # fmt: skip
+    demo.llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
+                "--output-dir", folder, "--max-batch-size", 16, "--max-seq-len", 1024,
+                "--speculative-decoding-mode", "redrafter", "--draft-model-dir", head,
+                "--redrafter-num-beams", num_beams,
+                "--redrafter-draft-len-per-beam", length)  # fmt: skip
     return folder
 
 
@@ -229,7 +228,7 @@ def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:
     """`run` with the engine's beams and with fewer, and what it refuses before weights."""
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "llmctl.cli.entry", "run", "--max_output_len", "24"]
+        command = [*demo.program.command, "run", "--max_output_len", "24"]
         command += ["--input_text", "def read_lines(path):", *options]
         return subprocess.run(command, capture_output=True, text=True)
 
