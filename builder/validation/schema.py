@@ -53,7 +53,7 @@ def _scalar(kind: Any) -> Check:
     def check(value: Any) -> str | None:
         return None if type(value) in allowed else f" is {shown(value)}; {names} is wanted"
 
-    check.allowed = allowed  # type: ignore[attr-defined]  # for whoever holds many of them
+    check.allowed = allowed  # type: ignore[attr-defined]  # read by lists of many
     return check
 
 

@@ -69,7 +69,7 @@ def train_heads(
                     logits.float(), wanted, reduction="sum", ignore_index=IGNORED
                 )
                 loss = loss + DECAY**depth * lost / len(at)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         torch.nn.utils.clip_grad_norm_(heads.parameters(), schedule.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()

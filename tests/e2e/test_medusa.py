@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from support.cuda import launch_sampling, open_on_fake_device, run_rounds_by_reference
-from support.e2e import TREE_LEN, DemoPair, Outputs, PromptMaker, run_all
+from support.e2e import TREE_LEN, DemoPair, Outputs, PromptMaker, cancel_some, run_all
 
 from llmctl.builder.heads.medusa.tree import parse_choices
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
@@ -87,21 +87,7 @@ def test_cancelled_requests_leave_the_others_alone(
     draw = random.Random(1)
     with demo.executor(ENGINE, "medusa") as executor:
         for _ in range(3):
-            ids = executor.enqueue_requests(requests)
-            gone = set(draw.sample(ids, 8))
-            results, open_ids = {}, set(ids)
-            while open_ids:
-                for response in executor.await_responses():
-                    assert response.result is not None
-                    if response.result.is_final:
-                        results[response.request_id] = response.result.output_token_ids
-                        open_ids.discard(response.request_id)
-                for request_id in list(gone)[: draw.randrange(3)]:
-                    gone.discard(request_id)
-                    executor.cancel_request(request_id)
-            for request_id, wanted in zip(ids, plain, strict=True):
-                if results[request_id]:  # a cancelled one's is empty
-                    assert results[request_id] == wanted[0]
+            cancel_some(executor, requests, plain, draw)
 
 
 def test_the_cuda_host_drafts_from_heads_too(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.cuda import launch_sampling, open_on_fake_device, run_rounds_by_reference
-from support.e2e import DemoPair, Outputs, PromptMaker, run_all
+from support.e2e import DemoPair, Outputs, PromptMaker, cancel_some, run_all
 from support.redrafter import RECURRENCES, fit_head, make_head, save_as, save_head
 from transformers import AutoModelForCausalLM
 
@@ -158,21 +158,7 @@ def test_cancelled_requests_leave_the_others_alone(
     draw = random.Random(1)
     with opened() as executor:
         for _ in range(3):
-            ids = executor.enqueue_requests(requests)
-            gone = set(draw.sample(ids, 8))
-            results, open_ids = {}, set(ids)
-            while open_ids:
-                for response in executor.await_responses():
-                    assert response.result is not None
-                    if response.result.is_final:
-                        results[response.request_id] = response.result.output_token_ids
-                        open_ids.discard(response.request_id)
-                for request_id in list(gone)[: draw.randrange(3)]:
-                    gone.discard(request_id)
-                    executor.cancel_request(request_id)
-            for request_id, wanted in zip(ids, plain, strict=True):
-                if results[request_id]:  # a cancelled one's is empty
-                    assert results[request_id] == wanted[0]
+            cancel_some(executor, requests, plain, draw)
 
 
 def test_the_cuda_host_drafts_from_a_head_too(

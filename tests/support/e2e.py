@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -120,6 +121,27 @@ class DemoPair:
         engine_options = EngineOptions(self.engine(target), method, **options)
         with OpenEngines(check_engines(engine_options)).executor() as executor:
             yield executor
+
+
+def cancel_some(
+    executor: Executor, requests: list[Request], plain: Outputs, draw: random.Random
+) -> None:
+    """Cancel eight of the requests while they run; the others write the tokens of `plain`."""
+    ids = executor.enqueue_requests(requests)
+    gone = set(draw.sample(ids, 8))
+    results, open_ids = {}, set(ids)
+    while open_ids:
+        for response in executor.await_responses():
+            assert response.result is not None
+            if response.result.is_final:
+                results[response.request_id] = response.result.output_token_ids
+                open_ids.discard(response.request_id)
+        for request_id in list(gone)[: draw.randrange(3)]:
+            gone.discard(request_id)
+            executor.cancel_request(request_id)
+    for request_id, wanted in zip(ids, plain, strict=True):
+        if results[request_id]:  # a cancelled one's is empty
+            assert results[request_id] == wanted[0]
 
 
 def run_all(executor: Executor, requests: list[Request]) -> Outputs:

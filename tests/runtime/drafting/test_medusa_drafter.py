@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from support.fake_heads import FakeHeads, HeadedEngine
 from support.fake_loop import Harness
+from support.head_schedules import prompts, run_any_schedule
 
 from llmctl.builder.heads.medusa.tree import DEFAULT, MedusaTree
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.medusa.drafter import MedusaDrafter
-from llmctl.runtime.request import Request, SamplingConfig
-from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
-from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
+from llmctl.runtime.request import Request
 
 VOCAB = 23
 TREE = MedusaTree.of([(0, 1), (1, 0), (0, 0, 0), (2,), (1, 2, 0), (0, 2)])
@@ -24,14 +23,6 @@ def make(tree=TREE, *, right_rank=0, agreement=1.0, draft_len=None, **options):
     engine = HeadedEngine(vocab_size=VOCAB, max_draft_len=63, **options)
     heads = FakeHeads(engine, tree.depth, right_rank, agreement)
     return engine, heads, MedusaDrafter(heads, tree, draft_len or tree.num_nodes)
-
-
-def prompts(generator, count):
-    shared = generator.integers(0, VOCAB, 13).tolist()
-    return [
-        (*(shared if generator.random() < 0.4 else []), *generator.integers(0, VOCAB, n).tolist())
-        for n in generator.integers(1, 30, count)
-    ]
 
 
 @pytest.mark.parametrize("right_rank", [0, 1, 2])
@@ -44,7 +35,7 @@ def test_heads_that_are_right_have_every_draft_on_their_path_accepted(right_rank
     engine, _, drafter = make(tree, right_rank=right_rank, max_num_tokens=40, max_batch_size=4)
     harness = Harness(engine, drafter, reuse=reuse)
     generator = np.random.default_rng(right_rank)
-    for prompt in prompts(generator, 14):
+    for prompt in prompts(generator, 14, VOCAB):
         harness.add(Request(prompt, max_tokens=30))
     seen = Counter()
     while harness.scheduler.has_work:
@@ -81,27 +72,7 @@ def test_any_schedule_gives_the_plain_answer(schedule, agreement):
         max_num_tokens=int(generator.choice([10, 17, 48])),
         max_batch_size=int(generator.choice([2, 8])),
     )
-    policy = generator.choice(list(CapacitySchedulerPolicy))
-    config = SchedulerConfig(policy, generator.choice(list(ContextChunkingPolicy)), True)
-    small = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
-    harness = Harness(
-        engine, drafter, num_blocks=32 if small else 200, reuse=schedule % 2 == 0, config=config
-    )
-    requests = [
-        Request(
-            prompt,
-            max_tokens=int(generator.integers(1, 40)),
-            sampling_config=SamplingConfig(
-                temperature=0.8, top_k=0, seed=int(generator.integers(99))
-            )
-            if generator.random() < 0.4
-            else SamplingConfig(),
-            end_id=5 if generator.random() < 0.4 else None,
-            max_draft_len=int(generator.integers(0, 9)) if generator.random() < 0.4 else None,
-        )
-        for prompt in prompts(generator, 12)
-    ]
-    harness.run_arriving(generator, requests, horizon=60)
+    harness = run_any_schedule(generator, engine, drafter, reuse=schedule % 2 == 0, vocab=VOCAB)
     if agreement == 1.0:
         assert harness.loop.stats.accepted_tokens > 20
 
@@ -150,7 +121,7 @@ def test_after_a_step_that_failed_the_others_go_on():
         harness.step()
     harness.cancel(victim)
     generator = np.random.default_rng(3)
-    requests = [Request(prompt, max_tokens=20) for prompt in prompts(generator, 5)]
+    requests = [Request(prompt, max_tokens=20) for prompt in prompts(generator, 5, VOCAB)]
     harness.run_arriving(generator, requests, horizon=10)
 
 

@@ -7,12 +7,11 @@ import pytest
 from support.fake_heads import HeadedEngine
 from support.fake_loop import Harness
 from support.fake_recurrent import FakeRecurrentHead
+from support.head_schedules import prompts, run_any_schedule
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.redrafter.drafter import BeamShape, ReDrafter
 from llmctl.runtime.request import Request, SamplingConfig
-from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
-from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
 
 VOCAB = 23
 
@@ -24,14 +23,6 @@ def make(beams=3, length=4, *, agreement=1.0, for_greedy=False, draft_len=None, 
     return engine, head, ReDrafter(head, shape, draft_len or shape.num_drafts)
 
 
-def prompts(generator, count):
-    shared = generator.integers(0, VOCAB, 13).tolist()
-    return [
-        (*(shared if generator.random() < 0.4 else []), *generator.integers(0, VOCAB, n).tolist())
-        for n in generator.integers(1, 30, count)
-    ]
-
-
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_head_that_is_right_has_a_whole_beam_accepted(reuse):
     """One beam follows the greedy path; prompts in chunks, some of them from the cache, requests
@@ -39,7 +30,7 @@ def test_a_head_that_is_right_has_a_whole_beam_accepted(reuse):
     engine, _, drafter = make(1, 4, max_num_tokens=40, max_batch_size=4)
     harness = Harness(engine, drafter, reuse=reuse)
     generator = np.random.default_rng(1)
-    for prompt in prompts(generator, 14):
+    for prompt in prompts(generator, 14, VOCAB):
         harness.add(Request(prompt, max_tokens=30))
     rounds = 0
     while harness.scheduler.has_work:
@@ -80,27 +71,7 @@ def test_any_schedule_gives_the_plain_answer(schedule, agreement):
         max_num_tokens=int(generator.choice([10, 17, 48])),
         max_batch_size=int(generator.choice([2, 8])),
     )
-    policy = generator.choice(list(CapacitySchedulerPolicy))
-    config = SchedulerConfig(policy, generator.choice(list(ContextChunkingPolicy)), True)
-    small = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
-    harness = Harness(
-        engine, drafter, num_blocks=32 if small else 200, reuse=schedule % 2 == 0, config=config
-    )
-    requests = [
-        Request(
-            prompt,
-            max_tokens=int(generator.integers(1, 40)),
-            sampling_config=SamplingConfig(
-                temperature=0.8, top_k=0, seed=int(generator.integers(99))
-            )
-            if generator.random() < 0.4
-            else SamplingConfig(),
-            end_id=5 if generator.random() < 0.4 else None,
-            max_draft_len=int(generator.integers(0, 9)) if generator.random() < 0.4 else None,
-        )
-        for prompt in prompts(generator, 12)
-    ]
-    harness.run_arriving(generator, requests, horizon=60)
+    harness = run_any_schedule(generator, engine, drafter, reuse=schedule % 2 == 0, vocab=VOCAB)
     if agreement == 1.0:
         assert harness.loop.stats.accepted_tokens > 20
 
@@ -159,7 +130,7 @@ def test_after_a_step_that_failed_the_others_go_on():
         harness.step()
     harness.cancel(victim)
     generator = np.random.default_rng(3)
-    requests = [Request(prompt, max_tokens=20) for prompt in prompts(generator, 5)]
+    requests = [Request(prompt, max_tokens=20) for prompt in prompts(generator, 5, VOCAB)]
     harness.run_arriving(generator, requests, horizon=10)
 
 

@@ -1,0 +1,48 @@
+"""Random schedules for drafters that read the target's hidden state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from llmctl.runtime.request import Request, SamplingConfig
+from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
+from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
+from support.fake_loop import Harness
+
+
+def prompts(generator: np.random.Generator, count: int, vocab: int) -> list[tuple[int, ...]]:
+    """Prompts of 1 to 42 tokens; some begin with the same 13."""
+    shared = generator.integers(0, vocab, 13).tolist()
+    return [
+        (*(shared if generator.random() < 0.4 else []), *generator.integers(0, vocab, n).tolist())
+        for n in generator.integers(1, 30, count)
+    ]
+
+
+def run_any_schedule(
+    generator: np.random.Generator, engine: Any, drafter: Any, *, reuse: bool, vocab: int
+) -> Harness:
+    """Twelve requests of every kind arrive under a policy drawn at random, and are checked as the
+    harness does; it has ended."""
+    policy = generator.choice(list(CapacitySchedulerPolicy))
+    config = SchedulerConfig(policy, generator.choice(list(ContextChunkingPolicy)), True)
+    small = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+    harness = Harness(engine, drafter, num_blocks=32 if small else 200, reuse=reuse, config=config)
+    requests = [
+        Request(
+            prompt,
+            max_tokens=int(generator.integers(1, 40)),
+            sampling_config=SamplingConfig(
+                temperature=0.8, top_k=0, seed=int(generator.integers(99))
+            )
+            if generator.random() < 0.4
+            else SamplingConfig(),
+            end_id=5 if generator.random() < 0.4 else None,
+            max_draft_len=int(generator.integers(0, 9)) if generator.random() < 0.4 else None,
+        )
+        for prompt in prompts(generator, 12, vocab)
+    ]
+    harness.run_arriving(generator, requests, horizon=60)
+    return harness
