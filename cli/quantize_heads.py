@@ -13,6 +13,7 @@ import typer
 from llmctl.errors import Unsupported
 
 if TYPE_CHECKING:
+    from llmctl.quantize.format import QuantizationInfo
     from llmctl.quantize.heads.heads import DraftHeads
     from llmctl.quantize.heads.quantizer import HeadsPlan, HeadsResult
     from llmctl.quantize.plan import QuantizeOptions, Source
@@ -29,16 +30,17 @@ def quantize_heads(options: QuantizeOptions, folder: Path, as_json: bool) -> Non
     if as_json:
         typer.echo(json.dumps(asdict(result)))
         return
+    word = heads.depth_word
     typer.echo(
-        f"{result.output_dir}: {result.num_heads} heads, {result.output_bytes / 1e6:.3g} MB, "
+        f"{result.output_dir}: {result.num_heads} {word}s, {result.output_bytes / 1e6:.3g} MB, "
         f"{result.seconds_s:.1f} s"
     )
     rows = zip(result.positions, result.agreement_before, result.agreement_after, strict=True)
-    for head, (count, before, after) in enumerate(rows):
+    for depth, (count, before, after) in enumerate(rows):
         shares = "not measured, for the text is nowhere what the target chooses"
         if before is not None and after is not None:
             shares = f"{before:.1%} before, {after:.1%} after, of {count} tokens"
-        typer.echo(f"head {head} says what the target chooses: {shares}")
+        typer.echo(f"{word} {depth} says what the target chooses: {shares}")
 
 
 def _run_with_progress(plan: HeadsPlan) -> HeadsResult:
@@ -70,11 +72,7 @@ def _read_medusa(folder: Path, source: Source) -> DraftHeads:
     from llmctl.quantize.heads.medusa import MedusaShape, make_medusa
 
     found = open_heads(folder, source.checkpoint)
-    if found.quantization is not None:
-        raise Unsupported(
-            f"{folder} is quantized already ({found.quantization.algo})",
-            fix="start from the heads as they were trained",
-        )
+    _require_plain(folder, found.quantization)
     config, layout = source.model.config, found.layout
     require_fit(found, int(config.hidden_size), int(config.vocab_size))
     shape = MedusaShape(
@@ -89,17 +87,64 @@ def _read_medusa(folder: Path, source: Source) -> DraftHeads:
     described = folder / CONFIG_FILE
     return DraftHeads(
         source=found.beside(Checkpoint(folder, {}, {}, None), layout.num_heads),
-        module=MODULE,
+        prefix=f"{MODULE}.",
         num_depths=layout.num_heads,
+        num_tokens=0,
+        depth_word="head",
         linears=linears,
         biases=tuple(p for p in linears if p.startswith("blocks.") and layout.has_bias),
-        make=lambda projection: make_medusa(shape, projection),
+        make=lambda projection, embedding: make_medusa(shape, projection),
         file_name=SAFE_FILE,
         config=read_json(described) if described.is_file() else {},
     )
 
 
+def _is_redrafter(folder: Path) -> bool:
+    from llmctl.builder.heads.redrafter.checkpoint import is_redrafter
+
+    return is_redrafter(folder)
+
+
+def _read_redrafter(folder: Path, source: Source) -> DraftHeads:
+    from llmctl.builder.heads.redrafter.checkpoint import open_head, require_fit
+    from llmctl.builder.heads.redrafter.names import DEFAULT_LENGTH
+    from llmctl.quantize.checkpoint import Checkpoint
+    from llmctl.quantize.format import CONFIG_FILE, read_json
+    from llmctl.quantize.heads.heads import DraftHeads
+    from llmctl.quantize.heads.redrafter import RecurrentShape, make_redrafter
+
+    head = open_head(folder)
+    _require_plain(folder, head.quantization)
+    config = source.model.config
+    require_fit(head, int(config.hidden_size), int(config.vocab_size))
+    num_steps = head.draft_len_per_beam or DEFAULT_LENGTH
+    sizes = (head.num_layers, head.hidden_size, head.exit_dim, head.vocab_size)
+    shape = RecurrentShape(head.recurrence, *sizes, num_steps)
+    linears = {path: head.stored_module(module) for path, module in shape.linears().items()}
+    return DraftHeads(
+        source=Checkpoint(folder, {}, head.stored(), None),
+        prefix="",
+        num_depths=num_steps,
+        num_tokens=num_steps,
+        depth_word="step",
+        linears=linears,
+        biases=shape.biases(),
+        make=lambda projection, embedding: make_redrafter(shape, embedding),
+        file_name=head.file_name,
+        config=read_json(folder / CONFIG_FILE),
+    )
+
+
+def _require_plain(folder: Path, quantization: QuantizationInfo | None) -> None:
+    if quantization is not None:
+        raise Unsupported(
+            f"{folder} is quantized already ({quantization.algo})",
+            fix="start from the heads as they were trained",
+        )
+
+
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Any], Any]], ...] = (
+    (_is_redrafter, _read_redrafter),
     (lambda folder: True, _read_medusa),
 )
 """(whether a folder holds such heads, how they are read); the first that does."""

@@ -21,6 +21,17 @@ class TargetRows:
     hidden: torch.Tensor  # [rows, length, hidden_size]
     chosen: torch.Tensor  # int64 [rows, length]: its likeliest token after each
 
+    def split(self, count: int) -> tuple[TargetRows, TargetRows]:
+        """The first rows, and the others."""
+        all_rows = (self.tokens, self.hidden, self.chosen)
+        return TargetRows(*(t[:count] for t in all_rows)), TargetRows(
+            *(t[count:] for t in all_rows)
+        )
+
+    def following(self, count: int) -> torch.Tensor:
+        """int64 [rows, length - count, count]: the text behind each position that has so much."""
+        return self.tokens[:, 1:].unfold(1, count, 1) if count else self.tokens[..., None][..., :0]
+
 
 def choose(hidden: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     """The target's likeliest tokens after hidden [rows, length, hidden_size]."""
@@ -34,18 +45,21 @@ def choose(hidden: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     return torch.cat(found).view(hidden.shape[:2])
 
 
-def agreement(module: HeadModule, rows: TargetRows, depths: int, device: torch.device) -> list[int]:
+def agreement(
+    module: HeadModule, rows: TargetRows, depths: int, num_tokens: int, device: torch.device
+) -> list[int]:
     """For each depth: at how many positions the likeliest token is the target's choice, of those
-    that `count_positions` counts."""
+    that `count_positions` counts. The module reads so many tokens behind a position."""
     import torch
 
     places = _places(rows, depths)
     right = [0] * depths
     length = places[0].shape[1]
     flat = rows.hidden[:, :length].flatten(0, 1)
+    tokens = rows.following(num_tokens)[:, :length].flatten(0, 1)
     labels = [rows.chosen[:, m + 1 :][:, :length].flatten() for m in range(depths)]
     for part in torch.split(torch.arange(len(flat)), ROWS_AT_A_TIME):
-        said = module(flat[part].to(device))
+        said = module(flat[part].to(device), tokens[part].to(device))
         for depth in range(depths):
             hits = said[depth].argmax(-1).cpu() == labels[depth][part]
             right[depth] += int((hits & places[depth].flatten()[part]).sum())

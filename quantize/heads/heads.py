@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 class HeadModule(Protocol):
     """All heads as one torch module; its linears are torch's own, for ModelOpt."""
 
-    def __call__(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """hidden [rows, hidden_size] as the target's output projection reads them -> logits
-        [rows, vocab_size] of each depth: of the token after the row's own next one, and so on."""
+    def __call__(self, hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """hidden [rows, hidden_size] as the target's output projection reads them, and the tokens
+        [rows, DraftHeads.num_tokens] that follow each -> logits [rows, vocab_size] of each depth:
+        of the token after the row's own next one, and so on."""
 
     def get_submodule(self, target: str) -> torch.nn.Module: ...
 
@@ -29,20 +30,22 @@ class HeadModule(Protocol):
 class DraftHeads:
     """Heads that fit the target; no weight has been read.
 
-    source: holds their tensors, each named as in the output behind `module` and a point.
-    linears: module paths of HeadModule -> names of the modules in the output. make: the module with
-    weights on torch's meta device, given the target's output projection.
+    source: holds their tensors, each named as in the output behind `prefix`. linears: module paths
+    of HeadModule -> names of the modules in the output. make: the module with weights on torch's
+    meta device, given the target's output projection and its embedding.
     """
 
     source: Checkpoint
-    module: str
+    prefix: str
     num_depths: int  # tokens that they draft in a row
+    num_tokens: int  # behind a hidden row that HeadModule reads
+    depth_word: str  # what drafts one of them, for people
     linears: Mapping[str, str]
     biases: tuple[str, ...]  # of the linears: paths of HeadModule that have one
-    make: Callable[[torch.Tensor], HeadModule]
+    make: Callable[[torch.Tensor, torch.Tensor], HeadModule]
     file_name: str  # of the weights
     config: Mapping[str, Any]  # config.json
 
     def shape(self, linear: str) -> tuple[int, ...]:
         """[out, in] of one of `linears`."""
-        return self.source.info(f"{self.module}.{self.linears[linear]}.weight").shape
+        return self.source.info(f"{self.prefix}{self.linears[linear]}.weight").shape

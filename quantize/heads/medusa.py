@@ -59,7 +59,7 @@ def make_medusa(shape: MedusaShape, projection: torch.Tensor) -> Any:
             if shape.output == "common":
                 self.common = nn.Linear(width, vocab, bias=False, device="meta")
 
-        def forward(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
             found = []
             for index in range(shape.num_heads):
                 x = hidden

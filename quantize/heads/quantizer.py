@@ -4,7 +4,7 @@ its output projection reads."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +36,7 @@ from llmctl.quantize.plan import (
     planned_linear,
     require_whole_groups,
 )
+from llmctl.quantize.schemes.table import WRITERS
 from llmctl.quantize.writer import ShardPlan, ShardWriter, TensorPlan, plan_shards
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class HeadsResult:
     output_dir: str
     scheme: str
     dtype: str
-    num_heads: int
+    num_heads: int  # or steps of a recurrent one
     output_bytes: int
     positions: list[int]
     agreement_before: list[float | None]
@@ -93,7 +94,8 @@ def plan_heads(options: QuantizeOptions, source: Source, heads: DraftHeads) -> H
     if options.calib_size < 2 or source.row_length < heads.num_depths + 2:
         raise BadConfig(
             f"{options.calib_size} rows of {source.row_length} tokens are too few for "
-            f"{heads.num_depths} heads: one row in {HELD_OUT}, and at least one, measures them",
+            f"{heads.num_depths} {heads.depth_word}s: one row in {HELD_OUT}, and at least one, "
+            "measures them",
             fix="--calib-size 64",
         )
     require_whole_groups({name: heads.shape(path) for path, name in heads.linears.items()}, source)
@@ -128,16 +130,19 @@ def run_heads(
     projection = target.read(EMBEDDING if source.model.is_tied else HEAD)
     rows = _target_rows(plan, target, projection, progress)
     count = max(1, len(rows.tokens) // HELD_OUT)
-    held_out = TargetRows(rows.tokens[:count], rows.hidden[:count], rows.chosen[:count])
+    held_out, calibrating = rows.split(count)
     positions = count_positions(held_out, heads.num_depths)
     with torch.inference_mode():
-        module = _load(heads, projection, own)
-        before = agreement(module, held_out, heads.num_depths, device)
-        _calibrate(plan, module, rows.hidden[count:], own)
-        after = agreement(module, held_out, heads.num_depths, device)
+        module = _load(heads, projection, target.read(EMBEDDING), own)
+        sizes = (heads.num_depths, heads.num_tokens)
+        before = agreement(module, held_out, *sizes, device)
+        _calibrate(plan, module, calibrating, own)
+        stored = dict(_quantized(plan, module, own))
+        _take_stored(plan, module, stored)
+        after = agreement(module, held_out, *sizes, device)
         with publish(options.output_dir) as scratch:
             with ShardWriter(scratch, plan.shards) as writer:
-                for name, tensor in _quantized(plan, module, own):
+                for name, tensor in stored.items():
                     writer.write(name, tensor)
             _write_documents(plan, scratch)
     return HeadsResult(
@@ -186,10 +191,12 @@ def _target_rows(
     return TargetRows(tokens, hidden, choose(hidden, projection))
 
 
-def _load(heads: DraftHeads, projection: torch.Tensor, own: LayerQuantizer) -> HeadModule:
-    module = heads.make(projection)
+def _load(
+    heads: DraftHeads, projection: torch.Tensor, embedding: torch.Tensor, own: LayerQuantizer
+) -> HeadModule:
+    module = heads.make(projection, embedding)
     weights = {
-        f"{path}.{kind}": own.read(f"{heads.module}.{name}.{kind}")
+        f"{path}.{kind}": own.read(f"{heads.prefix}{name}.{kind}")
         for path, name in heads.linears.items()
         for kind in (("weight", "bias") if path in heads.biases else ("weight",))
     }
@@ -197,16 +204,17 @@ def _load(heads: DraftHeads, projection: torch.Tensor, own: LayerQuantizer) -> H
     return module
 
 
-def _calibrate(
-    plan: HeadsPlan, module: HeadModule, hidden: torch.Tensor, own: LayerQuantizer
-) -> None:
+def _calibrate(plan: HeadsPlan, module: HeadModule, rows: TargetRows, own: LayerQuantizer) -> None:
     import torch
 
     from llmctl.quantize.layers import calibrate_module
 
+    tokens = rows.following(plan.heads.num_tokens)
+    read = (rows.hidden[:, : tokens.shape[1]].flatten(0, 1), tokens.flatten(0, 1))
+
     def loop(found: Any) -> None:
-        for part in torch.split(hidden.flatten(0, 1), ROWS_AT_A_TIME):
-            found(part.to(own.device))
+        for hidden, behind in zip(*(torch.split(t, ROWS_AT_A_TIME) for t in read), strict=True):
+            found(hidden.to(own.device), behind.to(own.device))
 
     try:
         calibrate_module(module, loop, plan.source.scheme)
@@ -232,7 +240,18 @@ def _quantized(
     for path, name in plan.heads.linears.items():
         yield from quantized_linear(module.get_submodule(path), name, plan.source.scheme)
         if path in plan.heads.biases:
-            yield f"{name}.bias", own.read(f"{plan.heads.module}.{name}.bias")
+            yield f"{name}.bias", own.read(f"{plan.heads.prefix}{name}.bias")
+
+
+def _take_stored(plan: HeadsPlan, module: HeadModule, stored: Mapping[str, torch.Tensor]) -> None:
+    """Give the calibrated module the weights that readers will see; ModelOpt's own quantizers stay
+    at the inputs. (They round weights to FP8, whatever the scheme.)"""
+    writer = WRITERS[plan.source.scheme.name]
+    for path, name in plan.heads.linears.items():
+        linear: Any = module.get_submodule(path)
+        values = writer.dequantize(stored[f"{name}.weight"], stored[f"{name}.weight_scale"])
+        linear.weight.copy_(values)
+        linear.weight_quantizer.disable()
 
 
 def _write_documents(plan: HeadsPlan, scratch: Path) -> None:

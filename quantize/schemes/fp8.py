@@ -32,6 +32,9 @@ class Fp8Writer(WeightWriter):
             scale = scale.new_tensor(ZERO_WEIGHT_SCALE)
         return quantize_weight(linear.weight.detach(), scale), scale
 
+    def dequantize(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return weight.float() * scale
+
 
 def quantize_weight(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """weight / scale as float8_e4m3fn, saturating at 448. scale is a float32 scalar.

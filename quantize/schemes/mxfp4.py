@@ -39,6 +39,9 @@ class Mxfp4Writer(WeightWriter):
     def quantize(self, linear: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         return quantize_blocks(linear.weight.detach())
 
+    def dequantize(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return expand(weight, scale)
+
 
 def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes uint8 [out, in / 2], scales uint8 [out, in / 32]) of a float weight [out, in].

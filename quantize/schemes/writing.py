@@ -20,3 +20,6 @@ class WeightWriter(Protocol):
 
     def quantize(self, linear: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(m.weight, m.weight_scale) as the scheme's storage has them, of a calibrated linear."""
+
+    def dequantize(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """float32 [out, in]: the values of what `quantize` gave."""

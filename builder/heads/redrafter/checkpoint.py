@@ -1,25 +1,26 @@
 """A ReDrafter head as trainers write it, found and checked before a weight is read.
 
-A folder with config.json and model.safetensors, as Apple's trainer saves it:
-
-    input_proj.{weight,bias}           [exit, 2 hidden], [exit]; only where exit is not 2 hidden
-    lm_head.{i}.linear.{weight,bias}   [exit, exit], [exit], for i = 0, 1, ...
-    lm_head.{n}.weight                 [vocab, exit], n: how many i there are
-    rnn_w.weight, rnn_u.{weight,bias}  [hidden, hidden], [hidden]; not where "rnn" is false
-
-or a checkpoint that TensorRT-LLM's converter made of one, whose names are those that an engine has
-them under: drafter.layers.{i}.linear, drafter.lm_head, drafter.rnn_w, ... Which of the two it is
-decides the recurrence, for the two compute different ones.
+A folder with config.json and model.safetensors, as Apple's trainer saves it, or a checkpoint that
+TensorRT-LLM's converter made of one; layouts.py has the names. Which of the two it is decides the
+recurrence, for the two compute different ones.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmctl.builder.heads.redrafter.layouts import (
+    MODULE,
+    SCALES,
+    converted,
+    layer_numbers,
+    spelled,
+    stored_module,
+    unexpected,
+)
 from llmctl.errors import (
     BadConfig,
     BadTensorShape,
@@ -30,24 +31,21 @@ from llmctl.errors import (
     UnexpectedTensor,
     Unsupported,
 )
+from llmctl.plugins.schemes.scheme import Storage
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo, read_header
-from llmctl.quantize.format import CONFIG_FILE, SINGLE_FILE, read_json
+from llmctl.quantize.format import (
+    CONFIG_FILE,
+    QUANT_CONFIG_FILE,
+    SINGLE_FILE,
+    QuantizationInfo,
+    read_json,
+    read_quantization,
+)
 
-MODULE = "drafter"  # that the head is in, in an engine as in TensorRT-LLM's checkpoints
 CONVERTED_FILE, SECOND_RANK = "rank0.safetensors", "rank1.safetensors"
 _KIND = "recurrent_drafting_drafter"
 _MOST = 1 << 31  # of every size
 _FLOATS = ("F32", "BF16", "F16")
-_UNREAD = ("emb_norm.weight",)  # that no implementation applies
-_SPELLINGS = (  # names of several revisions of Apple's code -> those in MODULE
-    (re.compile(r"input_projs?\.(weight|bias)"), r"input_proj.\1"),
-    (re.compile(r"(?:lm_heads?|0)\.(\d{1,3})\.linear\.(weight|bias)"), r"layers.\1.linear.\2"),
-    (re.compile(r"(?:lm_heads?|0)\.(\d{1,3})\.weight"), r"lm_head.\1"),
-    (re.compile(r"(rnn_u\.(?:weight|bias)|rnn_w\.weight)"), r"\1"),
-)
-_CONVERTED = re.compile(
-    r"(input_proj|layers\.\d{1,3}\.linear|rnn_u)\.(weight|bias)|(lm_head|rnn_w)\.weight"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +61,59 @@ class RecurrentHead:
     num_beams: int | None  # that the checkpoint was converted for
     draft_len_per_beam: int | None
     tensors: Mapping[str, TensorInfo]  # by their names in MODULE
+    is_converted: bool
+    quantization: QuantizationInfo | None
+
+    @property
+    def file_name(self) -> str:
+        """Of the weights, in its layout."""
+        return CONVERTED_FILE if self.is_converted else SINGLE_FILE
+
+    def stored_module(self, module: str) -> str:
+        """What its layout calls a linear of MODULE."""
+        return stored_module(module, self.num_layers, is_converted=self.is_converted)
+
+    def stored(self) -> dict[str, TensorInfo]:
+        """The tensors by their names in its layout."""
+        parts = {name: name.rpartition(".") for name in self.tensors}
+        return {
+            f"{self.stored_module(module)}.{kind}": self.tensors[name]
+            for name, (module, _, kind) in parts.items()
+        }
 
     def beside(self, target: Checkpoint) -> Checkpoint:
-        """The target's checkpoint with the head in it, unquantized, in MODULE."""
+        """The target's checkpoint with the head in it, in MODULE, quantized as its own config.json
+        says."""
         tensors = dict(target.tensors)
-        for name, found in self.tensors.items():
+        for name, own in self.tensors.items():
             full = f"{MODULE}.{name}"
-            tensors[full] = replace(found, name=full)
+            tensors[full] = replace(own, name=full)
+        found = replace(target, tensors=tensors)
+        if self.quantization is not None:
+            return replace(found, apart={**target.apart, MODULE: self.quantization})
         info = target.quantization
         if info is not None:
             info = replace(info, exclude=(*info.exclude, MODULE))
-        return replace(target, tensors=tensors, quantization=info)
+        return replace(found, quantization=info)
+
+
+def is_redrafter(folder: Path) -> bool:
+    """Whether a folder says, by its config.json, that it holds such a head."""
+    path = folder / CONFIG_FILE
+    config = read_json(path) if path.is_file() else {}
+    return config.get("model_type") == _KIND or _is_converted(config)
+
+
+def _is_converted(config: Mapping[str, Any]) -> bool:
+    return any(name.startswith("redrafter_") for name in config)
 
 
 def open_head(folder: Path) -> RecurrentHead:
     """The head of a folder.
 
     Raises CheckpointNotFound, CorruptFile, MissingTensor, UnexpectedTensor, BadTensorShape,
-    BadConfig (a config.json that says otherwise than the tensors) and Unsupported.
+    BadConfig (a config.json that says otherwise than the tensors), UnknownQuantization and
+    Unsupported.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
@@ -89,7 +122,10 @@ def open_head(folder: Path) -> RecurrentHead:
             fix="give the folder of a ReDrafter head: --draft-model-dir HEAD",
         )
     config = read_json(path)
-    is_converted = any(name.startswith("redrafter_") for name in config)
+    is_converted = _is_converted(config)
+    nested_path = folder / QUANT_CONFIG_FILE
+    nested = read_json(nested_path) if nested_path.is_file() else None
+    quantization = read_quantization(config, nested, str(path))
     file = folder / (CONVERTED_FILE if is_converted else SINGLE_FILE)
     if not file.is_file():
         raise CheckpointNotFound(f"{folder} has no {file.name}", fix="fetch the head again")
@@ -105,8 +141,8 @@ def open_head(folder: Path) -> RecurrentHead:
             fix="give the folder of a ReDrafter head: --draft-model-dir HEAD",
         )
     stored = read_header(file)
-    tensors = _converted(file, stored) if is_converted else _spelled(file, stored)
-    return _check(file, path, config, is_converted, tensors)
+    tensors = converted(file, stored) if is_converted else spelled(file, stored)
+    return _check(file, path, config, is_converted, tensors, quantization)
 
 
 def require_fit(head: RecurrentHead, hidden_size: int, vocab_size: int) -> None:
@@ -123,63 +159,16 @@ def require_fit(head: RecurrentHead, hidden_size: int, vocab_size: int) -> None:
             )
 
 
-def _spelled(where: Path, stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Tensors as Apple's code names them, by their names in MODULE. The output matrix, whose name
-    is a number there, has the highest."""
-    found: dict[str, TensorInfo] = {}
-    for name, info in stored.items():
-        if name in _UNREAD:
-            continue
-        own = next((p.sub(to, name) for p, to in _SPELLINGS if p.fullmatch(name)), None)
-        if own is None:
-            raise _unexpected(where, name)
-        if own in found:
-            raise _unexpected(where, f"{name} beside {found[own].name}")
-        found[own] = info
-    layers = len(_layers(found))
-    output = f"lm_head.{layers}"
-    others = [name for name in found if name.startswith("lm_head.") and name != output]
-    if others:
-        raise UnexpectedTensor(
-            f"{where} holds {found[others[0]].name}; with {layers} layers the output matrix is "
-            f"lm_head.{layers}.weight",
-            fix="fetch the head again",
-        )
-    if output in found:
-        found["lm_head.weight"] = found.pop(output)
-    return found
-
-
-def _layers(names: Iterable[str]) -> set[str]:
-    """The numbers of the layers that names are of."""
-    return {name.split(".")[1] for name in names if name.startswith("layers.")}
-
-
-def _converted(where: Path, stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Those of TensorRT-LLM's checkpoint, which holds the target too."""
-    prefix = f"{MODULE}."
-    own = {n.removeprefix(prefix): info for n, info in stored.items() if n.startswith(prefix)}
-    for name in own:
-        if not _CONVERTED.fullmatch(name):
-            raise _unexpected(where, prefix + name)
-    return own
-
-
-def _unexpected(where: Path, name: str) -> UnexpectedTensor:
-    return UnexpectedTensor(
-        f"{where} holds {name}, which no ReDrafter head has",
-        fix="use a head in the layout of apple/ml-recurrent-drafter",
-    )
-
-
 def _check(
     where: Path,
     config_path: Path,
     config: Mapping[str, Any],
     is_converted: bool,
     tensors: Mapping[str, TensorInfo],
+    quantization: QuantizationInfo | None,
 ) -> RecurrentHead:
-    """What config, names, dtypes and shapes amount to."""
+    """What config, names, dtypes and shapes amount to. The scales of a quantized head are checked
+    with those of the target."""
     prefix = "redrafter_" if is_converted else ""
 
     def size(name: str) -> int | None:
@@ -189,20 +178,28 @@ def _check(
         return value
 
     recurrence = _recurrence(config_path, config, is_converted, tensors)
-    vocab_size, exit_dim = _matrix(where, tensors, "lm_head.weight")
+    storage = (
+        None
+        if quantization is None or quantization.scheme is None
+        else (quantization.scheme.storage)
+    )
+    shapes = _shapes(where, tensors, storage)
+    vocab_size, exit_dim = _matrix(where, shapes, "lm_head.weight")
     if recurrence != "sum":
-        hidden_size = _matrix(where, tensors, "rnn_w.weight")[0]
+        hidden_size = _matrix(where, shapes, "rnn_w.weight")[0]
     elif "input_proj.weight" in tensors:
-        hidden_size = _matrix(where, tensors, "input_proj.weight")[1] // 2
+        hidden_size = _matrix(where, shapes, "input_proj.weight")[1] // 2
     else:
         hidden_size = exit_dim // 2
     head = RecurrentHead(
-        *(where, recurrence, len(_layers(tensors)), hidden_size, exit_dim, vocab_size),
+        *(where, recurrence, len(layer_numbers(tensors)), hidden_size, exit_dim, vocab_size),
         size("redrafter_num_beams") if is_converted else None,
         size("redrafter_draft_len_per_beam") if is_converted else None,
         tensors,
+        is_converted,
+        None if _is_plain(tensors) else quantization,
     )
-    _check_shapes(head)
+    _check_shapes(head, shapes)
     said = {"vocab_size": vocab_size, f"{prefix}hidden_size": hidden_size}
     said[f"{prefix}exit_dim"] = exit_dim
     for name, found in said.items():
@@ -234,17 +231,41 @@ def _recurrence(
     return "linear" if is_converted else "silu"
 
 
-def _matrix(where: Path, tensors: Mapping[str, TensorInfo], name: str) -> tuple[int, int]:
-    info = tensors.get(name)
-    if info is None:
+def _is_plain(tensors: Mapping[str, TensorInfo]) -> bool:
+    return all(info.dtype in _FLOATS for n, info in tensors.items() if n.endswith(".weight"))
+
+
+def _shapes(
+    where: Path, tensors: Mapping[str, TensorInfo], storage: Storage | None
+) -> dict[str, tuple[int, ...]]:
+    """Those of all tensors but scales, as if nothing were quantized. Raises Unsupported."""
+    found = {}
+    for name, info in tensors.items():
+        if name.endswith(SCALES):
+            continue
+        is_stored = storage is not None and info.dtype == storage.dtype and "weight" in name
+        if not is_stored and info.dtype not in _FLOATS:
+            known = (*_FLOATS, storage.dtype) if storage is not None else _FLOATS
+            raise Unsupported(
+                f"{info.name} in {where} is {info.dtype}; heads in {', '.join(known)} are read",
+                fix="use the head as it was trained, or `llmctl quantize --draft-model-dir`",
+            )
+        values = storage.values if storage is not None and is_stored else 1
+        found[name] = (*info.shape[:1], *(size * values for size in info.shape[1:]))
+    return found
+
+
+def _matrix(where: Path, shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
+    shape = shapes.get(name)
+    if shape is None:
         raise MissingTensor(f"{where} lacks {name} of its ReDrafter head", fix="fetch it again")
-    if len(info.shape) != 2 or 0 in info.shape:
-        raise BadTensorShape(f"{info.name} in {where} has shape {list(info.shape)}; two are wanted")
-    return info.shape[0], info.shape[1]
+    if len(shape) != 2 or 0 in shape:
+        raise BadTensorShape(f"{name} in {where} has shape {list(shape)}; two are wanted")
+    return shape[0], shape[1]
 
 
-def _check_shapes(head: RecurrentHead) -> None:
-    """All tensors that such a head has, each of its shape and dtype, and no others."""
+def _check_shapes(head: RecurrentHead, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """All tensors that such a head has, each of its shape, and no others."""
     hidden, exit_dim = head.hidden_size, head.exit_dim
     wanted: dict[str, tuple[int, ...]] = {"lm_head.weight": (head.vocab_size, exit_dim)}
     for layer in range(head.num_layers):
@@ -256,7 +277,7 @@ def _check_shapes(head: RecurrentHead) -> None:
     if head.recurrence != "sum":
         wanted |= {"rnn_w.weight": (hidden, hidden), "rnn_u.weight": (hidden, hidden)}
         wanted["rnn_u.bias"] = (hidden,)
-    absent = [name for name in wanted if name not in head.tensors]
+    absent = [name for name in wanted if name not in shapes]
     if absent:
         raise MissingTensor(
             f"{head.where} lacks {len(absent)} of the {len(wanted)} tensors of a ReDrafter head "
@@ -264,17 +285,13 @@ def _check_shapes(head: RecurrentHead) -> None:
             fix="fetch the head again",
         )
     for name, info in head.tensors.items():
-        if name not in wanted:
-            raise _unexpected(head.where, info.name)
-        if info.shape != wanted[name]:
+        module, _, kind = name.rpartition(".")
+        is_scale = head.quantization is not None and kind in SCALES
+        if f"{module}.weight" not in wanted if is_scale else name not in wanted:
+            raise unexpected(head.where, info.name)
+        if not is_scale and shapes[name] != wanted[name]:
             raise BadTensorShape(
                 f"{info.name} in {head.where} has shape {list(info.shape)}; the others imply "
                 f"{list(wanted[name])}",
                 fix="fetch the head again",
-            )
-        if info.dtype not in _FLOATS:
-            raise Unsupported(
-                f"{info.name} in {head.where} is {info.dtype}; heads in {', '.join(_FLOATS)} are "
-                "read",
-                fix="use the head as it was trained",
             )

@@ -34,11 +34,11 @@ def test_a_depth_counts_where_the_text_until_there_is_what_the_target_chose() ->
                 said = int((matrices[depth] @ rows.hidden[row, at]).argmax())
                 right[depth] += said == int(rows.chosen[row, at + 1 + depth])
 
-    def heads(hidden: torch.Tensor) -> list[torch.Tensor]:
+    def heads(hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
         return [hidden @ matrix.T for matrix in matrices]
 
     assert count_positions(rows, DEPTHS) == counted
-    assert agreement(heads, rows, DEPTHS, torch.device("cpu")) == right
+    assert agreement(heads, rows, DEPTHS, 0, torch.device("cpu")) == right
     assert counted[0] > counted[1] > counted[2] > 0 and sum(right) > 0
 
 
@@ -47,9 +47,24 @@ def test_a_head_that_knows_the_target_is_right_everywhere() -> None:
     known = [rows.chosen[:, depth + 1 :][:, : 20 - DEPTHS - 1].flatten() for depth in range(DEPTHS)]
     places = iter(torch.split(torch.arange(len(known[0])), 256))
 
-    def heads(hidden: torch.Tensor) -> list[torch.Tensor]:
+    def heads(hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
         part = next(places)
         return [torch.nn.functional.one_hot(each[part], VOCAB).float() for each in known]
 
-    found = agreement(heads, rows, DEPTHS, torch.device("cpu"))
+    found = agreement(heads, rows, DEPTHS, 0, torch.device("cpu"))
     assert found == count_positions(rows, DEPTHS)
+
+
+def test_a_head_that_reads_tokens_gets_those_behind_each_position() -> None:
+    rows, _ = made(3)
+    length = 20 - DEPTHS - 1
+    seen = []
+
+    def heads(hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+        seen.append(tokens)
+        return [torch.zeros(len(hidden), VOCAB)] * DEPTHS
+
+    agreement(heads, rows, DEPTHS, 2, torch.device("cpu"))
+    wanted = torch.stack((rows.tokens[:, 1 : 1 + length], rows.tokens[:, 2 : 2 + length]), dim=-1)
+    assert torch.equal(torch.cat(seen), wanted.flatten(0, 1))
+    assert rows.following(2).shape == (6, 18, 2) and rows.following(0).shape == (6, 20, 0)

@@ -13,20 +13,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.medusa import Tensors, make_heads, save_heads, torch_heads
+from support.quantized_heads import (
+    CALIBRATED,
+    HIDDEN,
+    KINDS,
+    ROW_LENGTH,
+    VOCAB,
+    exported,
+    hidden_of,
+    quantize,
+    quantized_linears,
+)
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import read_plan
-from llmctl.cli.main import execute
 from llmctl.plugins.core.reference import ReferenceProgram
-from llmctl.quantize import calibration
 from llmctl.quantize.layers import import_modelopt
 from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, open_cpu_engine
 from llmctl.runtime.engines.heads import bind_heads
 from llmctl.runtime.step import pack_rows
 
-VOCAB, HIDDEN, HEADS, ROWS, ROW_LENGTH = 384, 96, 2, 16, 48
-CALIBRATED = ROWS - ROWS // 8  # the first rows measure
+HEADS = 2
 
 
 @pytest.fixture(scope="module")
@@ -37,29 +45,6 @@ def target(checkpoints: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def hidden(target: Path) -> torch.Tensor:
     return hidden_of(target)
-
-
-def hidden_of(target: Path) -> torch.Tensor:
-    """[rows, length, hidden] of the calibration text, by transformers' whole model."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
-    rows = calibration.read_rows(
-        "demo",
-        target / "tokenizer.json",
-        num_rows=ROWS,
-        row_length=ROW_LENGTH,
-        vocab=VOCAB,
-        seed=1234,
-    )
-    with torch.no_grad():
-        return torch.cat([model.model(row[None]).last_hidden_state for row in rows])
-
-
-def quantize(target: Path, heads: Path, output: Path, *options: str) -> int:
-    command = ["quantize", "--model-dir", str(target), "--draft-model-dir", str(heads)]
-    command += ["--output-dir", str(output), "--calib-size", str(ROWS)]
-    return execute([*command, "--calib-max-seq-length", str(ROW_LENGTH), *options])
 
 
 def by_modelopt(tensors: Tensors, hidden: torch.Tensor) -> torch.nn.ModuleList:
@@ -80,19 +65,6 @@ def by_modelopt(tensors: Tensors, hidden: torch.Tensor) -> torch.nn.ModuleList:
             scale = linear.weight_quantizer.amax.float() / 448
             linear.weight.copy_(exported(linear.weight, scale).float() * scale)
     return modules
-
-
-def quantized_linears(modules: torch.nn.ModuleList) -> dict[str, Any]:
-    return {n: m for n, m in modules.named_modules() if hasattr(m, "weight_quantizer")}
-
-
-def exported(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """By ModelOpt's exporter, of a BF16 weight."""
-    from modelopt.torch.export.model_config import QUANTIZATION_FP8
-    from modelopt.torch.export.quant_utils import to_quantized_weight
-
-    found: torch.Tensor = to_quantized_weight(weight.detach().bfloat16(), scale, QUANTIZATION_FP8)
-    return found
 
 
 @pytest.mark.parametrize("num_layers", [0, 1, 2])
@@ -119,9 +91,6 @@ def test_scales_and_weights_are_modelopts(
         torch.testing.assert_close(found[f"{name}.input_scale"], activation, rtol=0.01, atol=0)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["quant_algo"] == "FP8"
-
-
-KINDS = ("weight", "weight_scale", "input_scale")
 
 
 @pytest.mark.parametrize(("backend", "family"), [("cpu", "llama"), ("cuda", "llama-tied-7-heads")])
