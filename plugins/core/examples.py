@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.core.example_heads import HEAD_MAKERS
 from llmctl.plugins.core.example_parts import (
     Example,
     Tensors,
@@ -129,22 +130,6 @@ def _silu(case: Case, generator: torch.Generator) -> Example:
         inputs["residual"] = random_tensor(shape, dtype, generator)
     call = OpCall("silu", "silu", inputs, {"out": empty(shape, dtype)}, {})
     return Example(call, plain_step(shape[0]), no_cache())
-
-
-def _recurrence(case: Case, generator: torch.Generator) -> Example:
-    tokens, rows, width = (int(case[k]) for k in ("tokens", "rows", "hidden"))
-    dtype = str(case["dtype"])
-    step = plain_step(tokens)
-    step.logit_rows = np.random.default_rng(0).integers(0, rows, tokens).astype(np.int32)
-    inputs = {
-        "x": random_tensor((tokens, width), dtype, generator),
-        "context": random_tensor((rows, 2 * width), dtype, generator),
-    }
-    if case["carry"]:
-        inputs["carry"] = random_tensor((rows, width), dtype, generator)
-    outputs = {"out": empty((tokens, 2 * width), dtype), "state": empty((tokens, width), dtype)}
-    call = OpCall("recurrence", "recurrence", inputs, outputs, {"silu": bool(case["silu"])})
-    return Example(call, step, no_cache())
 
 
 def _linear(case: Case, generator: torch.Generator) -> Example:
@@ -283,7 +268,7 @@ _MAKERS: Mapping[str, Callable[[Case, torch.Generator], Example]] = {
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
     "silu": _silu,
-    "recurrence": _recurrence,
+    **HEAD_MAKERS,
     "linear": _linear,
     "packed_linear": _packed_linear,
     "packed_linear_swiglu": _packed_linear_swiglu,

@@ -13,7 +13,9 @@ from llmctl.plugins.core.op_spec import OpSpec
 from llmctl.plugins.fused.embedding_norm.spec import SPEC as EMBEDDING_NORM
 from llmctl.plugins.fused.packed_linear_rope_kv.spec import SPEC as PACKED_LINEAR_ROPE_KV
 from llmctl.plugins.fused.packed_linear_swiglu.spec import SPEC as PACKED_LINEAR_SWIGLU
+from llmctl.plugins.ops.concat.spec import SPEC as CONCAT
 from llmctl.plugins.ops.embedding.spec import SPEC as EMBEDDING
+from llmctl.plugins.ops.expand_logits.spec import SPEC as EXPAND_LOGITS
 from llmctl.plugins.ops.gather_rows.spec import SPEC as GATHER_ROWS
 from llmctl.plugins.ops.linear.spec import SPEC as LINEAR
 from llmctl.plugins.ops.packed_linear.spec import SPEC as PACKED_LINEAR
@@ -41,6 +43,8 @@ _FOLDERS: Mapping[str, tuple[OpSpec, ...]] = {
         QUANTIZE,
         GATHER_ROWS,
         RECURRENCE,
+        CONCAT,
+        EXPAND_LOGITS,
     ),
     "fused": (EMBEDDING_NORM, PACKED_LINEAR_SWIGLU, PACKED_LINEAR_ROPE_KV),
 }
@@ -55,6 +59,8 @@ CPU_KINDS = (  # what the cpu backend has, in the order of Kind in its abi.h
     "gather_rows",
     "silu",
     "recurrence",
+    "concat",
+    "expand_logits",
 )
 SPECS: Mapping[str, OpSpec] = {spec.name: spec for specs in _FOLDERS.values() for spec in specs}
 _PACKAGES = {

@@ -26,13 +26,13 @@ namespace llmctl {
 
 class Pool;
 
-constexpr int32_t kAbiVersion = 6;  // binding.py holds the same number
+constexpr int32_t kAbiVersion = 7;  // binding.py holds the same number
 constexpr int kMaxTensors = 8;
 constexpr int kMaxAttributes = 8;
 constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time
 constexpr int kMaxHeadSize = 512;  // bounds the scratch of attention and rope
 
-enum Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF8 = 3, kI8 = 4 };
+enum Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF8 = 3, kI8 = 4, kI32 = 5 };
 
 enum Kind : int32_t {
   kEmbedding = 0,
@@ -45,7 +45,9 @@ enum Kind : int32_t {
   kGatherRows = 7,
   kSilu = 8,
   kRecurrence = 9,
-  kNumKinds = 10,
+  kConcat = 10,
+  kExpandLogits = 11,
+  kNumKinds = 12,
 };
 
 struct TensorRef {
@@ -115,7 +117,7 @@ inline int64_t rows_of(const Op& op, const Step& step) {
 }
 
 constexpr int64_t dtype_bytes(int32_t dtype) {
-  return dtype == kF32 ? 4 : dtype == kF8 || dtype == kI8 ? 1 : 2;
+  return dtype == kF32 || dtype == kI32 ? 4 : dtype == kF8 || dtype == kI8 ? 1 : 2;
 }
 
 // What one op may use besides its tensors: the threads and a buffer shared by them.

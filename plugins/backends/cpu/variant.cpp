@@ -5,7 +5,9 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
+#include "../../ops/concat/cpu.cpp"
 #include "../../ops/embedding/cpu.cpp"
+#include "../../ops/expand_logits/cpu.cpp"
 #include "../../ops/gather_rows/cpu.cpp"
 #include "../../ops/linear/cpu.cpp"
 #include "../../ops/paged_attention/cpu.cpp"
@@ -35,6 +37,8 @@ const Kernels LLMCTL_TABLE(LLMCTL_ISA) = {
         LLMCTL_ISA::run_gather_rows,
         LLMCTL_ISA::run_silu,
         LLMCTL_ISA::run_recurrence,
+        LLMCTL_ISA::run_concat,
+        LLMCTL_ISA::run_expand_logits,
     },
     LLMCTL_ISA::argmax_rows,
     LLMCTL_ISA::sample_rows,

@@ -1,0 +1,1 @@
+"""Two activations side by side."""

@@ -1,0 +1,1 @@
+"""Logits over a reduced vocabulary, as logits over the whole one."""
