@@ -11,20 +11,22 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.config import BuildConfig
-from llmctl.builder.engine_format import BASE, TENSORRT_OP, Plan, PlanKernel
-from llmctl.builder.plan import PlanOp
+from llmctl.builder.engine_format import REDRAFTER_NEXT, Plan, PlanKernel
+from llmctl.builder.meta_calls import calls_by_cache, without_memory
+from llmctl.builder.meta_calls import distinct_calls as distinct_calls
+from llmctl.builder.meta_calls import meta_cache as meta_cache
+from llmctl.builder.meta_calls import meta_calls as meta_calls
+from llmctl.builder.meta_calls import meta_step as meta_step
 from llmctl.plugins.backends.cuda.kernel_spec import (
-    DeviceStep,
     KernelSpec,
     Launch,
     LaunchEnv,
     StepLimits,
     StepShape,
-    step_shapes,
 )
 from llmctl.plugins.core.calls import Extent, OpCall
 from llmctl.plugins.core.fused_calls import FusedCalls
@@ -71,8 +73,8 @@ def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:
 def step_kernels(
     plan: Plan, limits: StepLimits, calls: Iterable[tuple[OpCall, Extent]]
 ) -> list[KernelSpec]:
-    """Those of the plan's `distinct_calls`, of sampling and of rounds; some are there more than
-    once."""
+    """Those of the plan's `distinct_calls`, of heads with a cache of their own, of sampling and of
+    rounds; some are there more than once."""
     import torch
 
     from llmctl.plugins.device_loop import kernel as rounds
@@ -90,7 +92,7 @@ def step_kernels(
     if plan.heads and limits.max_draft_len:
         sizes = (limits.max_batch_size, limits.max_draft_len, vocab_size)
         found += tree_kernel.tree_kernels(*sizes)
-    if plan.max_num_beams:
+    if REDRAFTER_NEXT in plan.heads:
         num_beams = plan.max_num_beams // plan.max_num_requests
         length = limits.max_draft_len // num_beams
         found += beam_search.kernels(num_beams, length, vocab_size, limits.max_draft_len)
@@ -100,6 +102,10 @@ def step_kernels(
         found += kv_compact.kernels(cache.num_kv_heads, cache.tokens_per_block, token_bytes)
     for call, _ in calls:
         found += _module(call.op).kernels(call, limits)
+    for name, spec in plan.head_caches.items():
+        own = replace(limits, kv_dtype=spec.dtype)
+        for call, _ in distinct_calls(plan, name):
+            found += _module(call.op).kernels(call, own)
     return found
 
 
@@ -161,14 +167,15 @@ def scratch_bytes(plan: Plan, limits: StepLimits) -> int:
 
     def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         sizes[name] = max(sizes.get(name, 0), math.prod(shape) * dtype.itemsize)
-        return _meta(shape, dtype)
+        return without_memory(shape, dtype)
 
-    step, kv_cache = meta_step(limits), meta_cache(plan, limits)
-    for call, extent in distinct_calls(plan):
-        env = LaunchEnv(step, kv_cache, limits, extent, scratch)
-        for shape in planned_shapes(limits):
-            _module(call.op).launches(call, env, shape)
-    env = LaunchEnv(step, kv_cache, limits, "tokens", scratch)
+    step = meta_step(limits)
+    for own, kv_cache, calls in calls_by_cache(plan, limits):
+        for call, extent in calls:
+            env = LaunchEnv(step, kv_cache, own, extent, scratch)
+            for shape in planned_shapes(own):
+                _module(call.op).launches(call, env, shape)
+    env = LaunchEnv(step, meta_cache(plan, limits), limits, "tokens", scratch)
     for chain in plan_chains(plan, limits):
         chain_launch(chain, env, StepShape(chain.tokens, 1, 1, chain.tokens, chain.tokens))
     return sum(sizes.values())
@@ -203,87 +210,14 @@ def plan_launches(
 ) -> list[Launch]:
     """What all graphs launch for a step, on meta tensors; calls that differ only in their weights
     once."""
-    step, kv_cache = meta_step(limits), meta_cache(plan, limits)
+    step = meta_step(limits)
     launches: list[Launch] = []
-    for call, extent in distinct_calls(plan):
-        env = LaunchEnv(step, kv_cache, limits, extent, scratch)
-        launches += _module(call.op).launches(call, env, shape)
+    for own, kv_cache, calls in calls_by_cache(plan, limits):
+        for call, extent in calls:
+            env = LaunchEnv(step, kv_cache, own, extent, scratch)
+            launches += _module(call.op).launches(call, env, shape)
     return launches
-
-
-def distinct_calls(plan: Plan) -> list[tuple[OpCall, Extent]]:
-    """The calls of all graphs on meta tensors, and whether they process tokens or rows.
-
-    Calls that differ only in their name and layer are listed once: the layers of a model share
-    kernels. Compared before any tensor is made, because every opening of an engine asks.
-    """
-    forms = {t.name: (t.shape, t.dtype) for t in plan.tensors}
-    ops: dict[Any, PlanOp] = {}
-    for op in (each for graph in plan.graphs.values() for each in graph.ops):
-        if op.op == TENSORRT_OP:  # launches what TensorRT compiled
-            continue
-        signature = (
-            *(op.op, op.tactic),
-            *op.inputs,
-            *map(forms.get, op.inputs.values()),
-            *op.outputs,
-            *map(forms.get, op.outputs.values()),
-            *sorted(pair for pair in op.attributes.items() if pair[0] != "layer"),
-        )
-        ops.setdefault(signature, op)
-    return _meta_calls(plan, ops.values())
-
-
-def meta_calls(plan: Plan, graph: str = BASE) -> list[tuple[OpCall, Extent]]:
-    """The calls of a graph in order, on meta tensors: what a call makes is what others take."""
-    return _meta_calls(plan, plan.graphs[graph].ops)
-
-
-def _meta_calls(plan: Plan, ops: Iterable[PlanOp]) -> list[tuple[OpCall, Extent]]:
-    import torch
-
-    sizes = plan.sizes
-    tensors = {t.name: t for t in plan.tensors}
-
-    @cache
-    def make(name: str) -> torch.Tensor:
-        tensor = tensors[name]
-        shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape)
-        return _meta(shape, getattr(torch, tensor.dtype))
-
-    calls: list[tuple[OpCall, Extent]] = []
-    for op in ops:
-        is_rows = any(tensors[name].shape[0] != "tokens" for name in op.outputs.values())
-        inputs = {role: make(name) for role, name in op.inputs.items() if name in tensors}
-        outputs = {role: make(name) for role, name in op.outputs.items()}
-        call = OpCall(op.op, op.name, inputs, outputs, op.attributes, op.tactic)
-        calls.append((call, "rows" if is_rows else "tokens"))
-    return calls
 
 
 def _module(op: str) -> Any:
     return operator_module(op, "kernel")
-
-
-def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def meta_step(limits: StepLimits) -> DeviceStep:
-    """The arrays of a step, without memory."""
-    import torch
-
-    shapes = step_shapes(limits)
-    return DeviceStep(**{name: _meta(shape, torch.int32) for name, shape in shapes.items()})
-
-
-def meta_cache(plan: Plan, limits: StepLimits) -> torch.Tensor:
-    """A KV cache of full sequences, without memory."""
-    import torch
-
-    cache = plan.kv_cache
-    blocks = limits.max_batch_size * -(-limits.max_seq_len // cache.tokens_per_block)
-    heads = (cache.num_kv_heads, cache.tokens_per_block, cache.head_size)
-    return _meta((cache.num_layers, blocks, 2, *heads), getattr(torch, cache.dtype))

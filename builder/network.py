@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 from llmctl.builder.plan import BASE, Dim
+from llmctl.builder.rope import Rope
 from llmctl.builder.sources import Source
 
 Attribute = int | float | str | bool
@@ -60,6 +61,18 @@ class Input:
     source: tuple[str, str] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HeadCache:
+    """The KV cache of a graph beside the base graph, in the model dtype. Graphs that name the same
+    one share it."""
+
+    name: str
+    num_kv_heads: int
+    head_size: int
+    windows: tuple[int, ...]  # of each layer: the attention window in tokens, 0 for full attention
+    rope: Rope
+
+
 LOGITS = "logits"
 OUTPUT_OP = "output"  # of the nodes that stand for outputs among the consumers of a tensor
 
@@ -75,6 +88,7 @@ class Network:
     outputs: dict[str, Output] = field(default_factory=dict)  # by name; LOGITS is one of the base's
     inputs: dict[str, Input] = field(default_factory=dict)  # by name; the base graph has none
     name: str = BASE  # of the graph
+    cache: HeadCache | None = None  # None: the base graph's, or no attention
 
     @property
     def logits(self) -> str:

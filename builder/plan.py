@@ -114,12 +114,14 @@ class PlanGraph:
 
     An input that is an output of another graph is there once that one ran; whoever runs this graph
     writes the others. Inputs and outputs keep their bytes until the base graph runs again; what a
-    graph computes on the way lies where other graphs have theirs.
+    graph computes on the way lies where other graphs have theirs. A graph that attends has the
+    cache that `cache` names (`Plan.head_caches`); several may share it.
     """
 
     ops: tuple[PlanOp, ...]
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
+    cache: str = ""  # "": the base graph's, or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ class Plan:
     fused: tuple[FusedCalls, ...] = ()  # cuda: of `ops`, what one launch may do instead; first wins
     heads: Mapping[str, PlanGraph] = field(default_factory=dict)  # by name
     max_num_requests: int = 0  # sequences of a step; 0: of an older engine, which has none such
-    max_num_beams: int = 0  # beams of all of them; 0: no head drafts by beam search
+    max_num_beams: int = 0  # beams of all of them; 0: no head computes several rows of a sequence
+    head_caches: Mapping[str, KvCacheSpec] = field(default_factory=dict)  # of heads that attend
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -166,6 +169,12 @@ class Plan:
         """Every graph by name, the base graph first."""
         return {BASE: PlanGraph(self.ops, {}, self.outputs), **self.heads}
 
+    @property
+    def caches(self) -> dict[str, KvCacheSpec]:
+        """Every KV cache by name, the base graph's first, which has none. Sequences have one block
+        table for all."""
+        return {"": self.kv_cache, **self.head_caches}
+
     def given_inputs(self, name: str) -> dict[str, str]:
         """Those inputs of a graph that no graph computes."""
         computed = {tensor for graph in self.graphs.values() for tensor in graph.outputs.values()}
@@ -182,8 +191,7 @@ class Plan:
         raw: dict[str, Any] = strict_json.parse(text)
         tensors = tuple(PlanTensor(**{**t, "shape": tuple(t["shape"])}) for t in raw.pop("tensors"))
         ops = tuple(PlanOp(**op) for op in raw.pop("ops"))
-        cache = raw.pop("kv_cache")
-        spec = KvCacheSpec(**{**cache, "windows": tuple(cache["windows"])})
+        spec = _read_cache(raw.pop("kv_cache"))
         kernels = tuple(PlanKernel(**kernel) for kernel in raw.pop("kernels"))
         pieces = tuple(
             TrtPiece(**{**p, "bindings": tuple(p["bindings"]), "profiles": tuple(p["profiles"])})
@@ -194,6 +202,7 @@ class Plan:
             name: PlanGraph(**{**head, "ops": tuple(PlanOp(**op) for op in head["ops"])})
             for name, head in raw.pop("heads").items()
         }
+        caches = raw.pop("head_caches", {})  # absent in engines built before these existed
         return Plan(
             tensors,
             ops,
@@ -202,8 +211,13 @@ class Plan:
             trt_pieces=pieces,
             fused=fused,
             heads=heads,
+            head_caches={name: _read_cache(cache) for name, cache in caches.items()},
             **raw,
         )
+
+
+def _read_cache(raw: Mapping[str, Any]) -> KvCacheSpec:
+    return KvCacheSpec(**{**raw, "windows": tuple(raw["windows"])})
 
 
 def weight_bytes(plan: Plan) -> int:
@@ -219,7 +233,8 @@ def trt_memory_bytes(plan: Plan) -> int:
 
 
 def kv_bytes_per_token(plan: Plan) -> int:
-    """Bytes of KV cache one token takes over all layers."""
-    cache = plan.kv_cache
-    entries = 2 * cache.num_layers * cache.num_kv_heads * cache.head_size
-    return entries * DTYPES[cache.dtype][1]
+    """Bytes of KV cache one token takes over all layers, those of heads included."""
+    return sum(
+        2 * cache.num_layers * cache.num_kv_heads * cache.head_size * DTYPES[cache.dtype][1]
+        for cache in plan.caches.values()
+    )

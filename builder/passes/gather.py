@@ -15,11 +15,13 @@ from llmctl.builder.network import Network, Node
 
 def hoist_gather(network: Network) -> Network:
     """Move the one gather_rows up to the tensors that some attention needs for all tokens. Without
-    attention it stays where it was recorded."""
+    attention it stays where it was recorded; a head may attend and gather nothing."""
     hoisted = network.copy()
-    if not any(node.op == "gpt_attention" for node in hoisted.nodes):
+    gathers = [node for node in hoisted.nodes if node.op == "gather_rows"]
+    if not any(node.op == "gpt_attention" for node in hoisted.nodes) or not gathers:
         return hoisted
-    (gather,) = [node for node in hoisted.nodes if node.op == "gather_rows"]
+    (gather,) = gathers
+    rows = hoisted.tensors[gather.outputs["out"]].shape[0]
     hoisted.nodes = [node for node in hoisted.nodes if node is not gather]
     hoisted.redirect(gather.outputs["out"], gather.inputs["x"])
 
@@ -40,13 +42,13 @@ def hoist_gather(network: Network) -> Network:
             if tensor not in gathered:
                 source = hoisted.tensors[tensor]
                 name = f"{tensor.removesuffix('.out')}.gather_rows"
-                out = hoisted.add_activation(f"{name}.out", source.dtype, ("rows", source.shape[1]))
+                out = hoisted.add_activation(f"{name}.out", source.dtype, (rows, source.shape[1]))
                 rewritten.append(Node("gather_rows", name, {"x": tensor}, {"out": out.name}))
                 gathered[tensor] = out.name
             inputs[role] = gathered[tensor]
         for tensor in node.outputs.values():
             known = hoisted.tensors[tensor]
-            hoisted.tensors[tensor] = replace(known, shape=("rows", *known.shape[1:]))
+            hoisted.tensors[tensor] = replace(known, shape=(rows, *known.shape[1:]))
         rewritten.append(replace(node, inputs=inputs))
     hoisted.nodes = rewritten
     hoisted.prune()

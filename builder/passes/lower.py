@@ -57,7 +57,22 @@ def lower(
         heads=lowered,
         max_num_requests=max_num_requests,
         max_num_beams=max_num_beams,
+        head_caches=_head_caches(heads, cache),
     )
+
+
+def _head_caches(heads: Sequence[Network], base: KvCacheSpec) -> dict[str, KvCacheSpec]:
+    """The caches of heads that attend, by name: in blocks as long as the base graph's."""
+    found: dict[str, KvCacheSpec] = {}
+    for head in heads:
+        own = head.cache
+        if own is not None:
+            spec = KvCacheSpec(
+                *(len(own.windows), own.num_kv_heads, own.head_size),
+                *(base.tokens_per_block, head.dtype, own.windows),
+            )
+            assert found.setdefault(own.name, spec) == spec, f"two caches are called {own.name}"
+    return found
 
 
 def _lower(network: Network) -> PlanGraph:
@@ -69,4 +84,5 @@ def _lower(network: Network) -> PlanGraph:
         ops=tuple(ops),
         inputs={name: found.tensor for name, found in network.inputs.items()},
         outputs={name: found.tensor for name, found in network.outputs.items()},
+        cache=network.cache.name if network.cache else "",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from llmctl.builder.config import BuildConfig
 from llmctl.builder.engine_format import KvCacheSpec, Plan
@@ -43,12 +44,20 @@ def run_passes(
 ) -> tuple[list[Network], Plan, tuple[Piece, ...]]:
     """(the graphs as the backend runs them, the base graph first, their plan, what of it TensorRT
     compiles). `heads` as recorded."""
-    rotary = RotaryTable(model.rope, limits.max_seq_len, model.head_size)
     able = BACKENDS[backend]
-    network, *rewritten = [
-        _fuse(graph, rotary, plugin_config, linear_scales, kv_scales, able)
-        for graph in (recorded, *heads)
-    ]
+
+    def fuse(graph: Network) -> Network:
+        own = graph.cache  # which is not quantized
+        rope, size = (own.rope, own.head_size) if own else (model.rope, model.head_size)
+        rotary = RotaryTable(rope, limits.max_seq_len, size)
+        scales = None if own else kv_scales
+        fused = _fuse(graph, rotary, plugin_config, linear_scales, scales, able)
+        if own is not None:
+            windows = (0 if window >= limits.max_seq_len else window for window in own.windows)
+            fused.cache = replace(own, windows=tuple(windows))
+        return fused
+
+    network, *rewritten = map(fuse, (recorded, *heads))
     pieces: tuple[Piece, ...] = ()
     if able.compiles_plans:
         assert not heads, "plans of TensorRT have no heads"

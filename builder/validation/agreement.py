@@ -146,7 +146,8 @@ def _check_generated(config: EngineConfig, plan: Plan, backend: Backend) -> None
     name = config.weights["load_format"]
     if name != "auto" and name not in backend.generated_weights:
         raise wrong(f"weights are {name}, which backend {backend.name!r} does not make")
-    tables = {op.inputs["rotary"] for op in plan.ops if "rotary" in op.inputs}
+    ops = (op for graph in plan.graphs.values() for op in graph.ops)
+    tables = {op.inputs["rotary"] for op in ops if "rotary" in op.inputs}
     for tensor in plan.tensors:
         if tensor.kind == "weight" and tensor.is_stored != (
             name == "auto" or tensor.name in tables

@@ -12,7 +12,8 @@ _Writers = Mapping[str, str]  # of activations: the graph that computes them
 
 def check_graphs(plan: Plan, tensors: Mapping[str, PlanTensor]) -> None:
     """Raises CorruptEngine. What a graph is run for it computes itself. A head reads activations of
-    its own, or its inputs: outputs of another graph, or what nothing computes. It has no KV cache.
+    its own, or its inputs: outputs of another graph, or what nothing computes. One that attends has
+    a KV cache of heads (`head_caches.py`).
     """
     for name in (BASE, ""):
         if name in plan.heads:
@@ -55,7 +56,7 @@ def _check_reads(
     if not head.ops:
         raise wrong(f"head {name!r} has no operators")
     for op in head.ops:
-        if "layer" in op.attributes:
+        if "layer" in op.attributes and not head.cache:
             raise wrong(f"operator {op.name!r} of head {name!r} needs a KV cache")
         for role, tensor in op.inputs.items():
             is_own = tensor in given or writers.get(tensor) == name

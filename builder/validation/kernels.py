@@ -32,8 +32,9 @@ def check_kernels(config: EngineConfig, plan: Plan, stored: Mapping[str, torch.T
         return
     from llmctl.plugins.backends.cuda.compiler import is_needed
 
-    if plan.kv_cache.head_size not in CUDA_HEAD_SIZES:
-        raise wrong(f"heads of {plan.kv_cache.head_size} have no kernels of attention")
+    for cache in plan.caches.values():
+        if cache.head_size not in CUDA_HEAD_SIZES:
+            raise wrong(f"heads of {cache.head_size} have no kernels of attention")
     limits = step_limits_of(config, plan)
     specs = _specs(plan, limits)
     capabilities = str(config.compute_capability).split(",")

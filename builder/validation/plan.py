@@ -12,6 +12,7 @@ from llmctl.builder.validation.decoder import Decoder
 from llmctl.builder.validation.draft_heads import check_draft_heads
 from llmctl.builder.validation.errors import wrong
 from llmctl.builder.validation.graphs import check_graphs
+from llmctl.builder.validation.head_caches import check_head_caches
 from llmctl.builder.validation.operators import check_operators
 from llmctl.builder.validation.pieces import check_pieces
 from llmctl.builder.validation.schema import check_types
@@ -38,6 +39,7 @@ def check_plan(config: EngineConfig, plan: Plan, *, has_binaries: bool = True) -
     check_graphs(plan, tensors)
     check_dataflow(plan, tensors)
     check_operators(plan, tensors, backend, config.pretrained_config["dtype"])
+    check_head_caches(config, plan, tensors)
     check_agreement(config, plan, tensors, backend)
     check_draft_heads(config, plan, tensors)
     check_binaries(config, plan, backend)

@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import EngineConfig, Plan
-from llmctl.errors import OutOfMemory
 from llmctl.plugins.backends.cpu import CpuProgram
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.beam_search.reference import top_log_probs
 from llmctl.plugins.ops.kv_compact.reference import compact
-from llmctl.runtime.engines.engine import Engine, bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.engines.cpu_cache import CpuCache
+from llmctl.runtime.engines.engine import Engine, bind_plan, make_calls
 from llmctl.runtime.engines.heads import bind_heads, find_head
-from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind, Move
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, BlockHolder, Move
 
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
@@ -37,44 +37,39 @@ class CpuEngine(Engine):
             head.name: (head, CpuProgram(head.calls, head.row_inputs))
             for head in bind_heads(plan, tensors)
         }
-        self._kv_cache: torch.Tensor | None = None
-        self._host_blocks: torch.Tensor | None = None
+        self._caches = {name: CpuCache(plan, name) for name in plan.caches}
+        self._cache = self._caches[""]
+
+    @property
+    def head_caches(self) -> Mapping[str, BlockHolder]:
+        """The caches of heads; see Engine."""
+        return {name: cache for name, cache in self._caches.items() if name}
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the paged cache, zeroed. Pages are touched only when a block is first used."""
-        fix = "lower --max-tokens-in-paged-kv-cache or --kv-cache-free-gpu-memory-fraction"
-        self._kv_cache = self._zeros(num_blocks, "a KV cache", fix)
+        """Allocate the paged caches, zeroed."""
+        for cache in self._caches.values():
+            cache.allocate(num_blocks)
 
     def copy_block(self, source: int, destination: int) -> None:
         """Copy one block over all layers (reuse of a partly matching block)."""
         self.copy_blocks([BlockCopy(source, destination, self.tokens_per_block)])
 
     def allocate_host_blocks(self, num_blocks: int) -> None:
-        """A second pool besides the first. Pages are touched only when a block is first used."""
-        fix = "lower --kv-cache-host-memory-bytes"
-        self._host_blocks = self._zeros(num_blocks, "a host tier of the KV cache", fix)
+        """A second pool besides the first, of every cache."""
+        for cache in self._caches.values():
+            cache.allocate_host_blocks(num_blocks)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
-        """Copy in order, immediately: on a CPU host memory is the device's memory."""
-        assert self._kv_cache is not None, "allocate_kv_cache comes first"
-        pools = {CopyKind.WITHIN: (self._kv_cache, self._kv_cache)}
-        if self._host_blocks is not None:
-            pools[CopyKind.OFFLOAD] = (self._kv_cache, self._host_blocks)
-            pools[CopyKind.ONBOARD] = (self._host_blocks, self._kv_cache)
-        for copy in copies:
-            source, destination = pools[copy.kind]
-            destination[:, copy.dst_block].copy_(source[:, copy.src_block])
-        return None
+        """Copy in order, immediately."""
+        return self._cache.copy_blocks(copies)
 
     def compact(self, moves: Sequence[Sequence[Move]]) -> None:
         """Move keys and values of accepted paths."""
-        assert self._kv_cache is not None, "allocate_kv_cache comes first"
-        compact(self._kv_cache, [move for own in moves for move in own])
+        compact(self._cache.tensor, [move for own in moves for move in own])
 
     def run(self, step: StepInputs) -> NDArray[np.float32]:
         """Execute one packed step; logits of step.logit_rows in that order."""
-        assert self._kv_cache is not None, "allocate_kv_cache comes first"
-        self._program.run(step, self._kv_cache)
+        self._program.run(step, self._cache.tensor)
         logits: NDArray[np.float32] = self._logits[: len(step.logit_rows)]
         return logits
 
@@ -82,11 +77,18 @@ class CpuEngine(Engine):
         self, name: str, step: StepInputs, inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Execute a head of the plan; see Engine."""
-        assert self._kv_cache is not None, "allocate_kv_cache comes first"
         head, program = find_head(self._heads, name)
         head.write(inputs)
-        program.run(step, self._kv_cache)
+        program.run(step, self._caches[head.cache].tensor)
         return head.outputs(step)
+
+    def give_rows(
+        self, head: str, name: str, outputs: Sequence[str], rows: NDArray[np.int32]
+    ) -> None:
+        """Copy rows of outputs to an input of a head; see Engine."""
+        bound, _ = find_head(self._heads, head)
+        index = torch.from_numpy(rows.astype(np.int64))
+        bound.write_beside(name, [self.output(each) for each in outputs], index)
 
     def top_ids(self, logits: Sequence[torch.Tensor], count: int) -> NDArray[np.int64]:
         """The ids of the largest logits; see Engine."""
@@ -99,17 +101,6 @@ class CpuEngine(Engine):
         """The likeliest ids; see Engine."""
         ids, log_probs = top_log_probs(logits, count)
         return ids.numpy(), log_probs.numpy()
-
-    def _zeros(self, num_blocks: int, what: str, fix: str) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, self.plan.kv_cache.dtype)
-        try:
-            return torch.zeros(kv_cache_shape(self.plan, num_blocks), dtype=dtype)
-        except RuntimeError as error:  # torch reports a failed allocation this way
-            num_bytes = num_blocks * self.kv_bytes_per_block
-            raise OutOfMemory(
-                f"{what} of {num_blocks} blocks needs {num_bytes / 1e9:.2f} GB, which is not there",
-                fix=fix,
-            ) from error
 
 
 def _aligned_empty(num_bytes: int) -> torch.Tensor:

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import EngineConfig, Plan
-from llmctl.errors import OutOfMemory
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
 from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.ops.beam_search.reference import top_log_probs
 from llmctl.plugins.ops.kv_compact.kernel import compact_launch
-from llmctl.runtime.engines.engine import Engine, bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.engines.device_cache import DeviceCache
+from llmctl.runtime.engines.engine import Engine, bind_plan, make_calls
 from llmctl.runtime.engines.graphs import (
     Buckets,
     GraphCache,
@@ -28,9 +28,8 @@ from llmctl.runtime.engines.graphs import (
     pad,
     shape_of,
 )
-from llmctl.runtime.engines.heads import bind_heads, find_head
-from llmctl.runtime.engines.host_blocks import HostBlocks
-from llmctl.runtime.kv_cache import Arrival, BlockCopy, Move
+from llmctl.runtime.engines.heads import BoundHead, bind_heads, find_head
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, BlockHolder, Move
 from llmctl.runtime.step import pack_rows
 
 
@@ -55,8 +54,11 @@ class DeviceProgram(Protocol):
     def launch(self, launches: Sequence[Launch], stream: int) -> None:
         """Launch kernels besides the program's own."""
 
-    def beside(self, calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor]) -> DeviceProgram:
-        """A program of other calls, with this one's kernels and a step of its own."""
+    def beside(
+        self, calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor], kv_dtype: str = ""
+    ) -> DeviceProgram:
+        """A program of other calls, with this one's kernels and a step of its own. kv_dtype: of its
+        KV cache, if it is not this one's."""
 
 
 Capture = Callable[[Callable[[], None]], Replayable]
@@ -98,75 +100,58 @@ class CudaEngine(Engine):
         self._outputs = {name: tensors[tensor] for name, tensor in plan.outputs.items()}
         self.logits = tensors[plan.logits]  # [max_num_rows, vocab_size] float32
         self.program = make_program(make_calls(plan, tensors), step_limits(config, plan))
-        self._heads = {
-            head.name: (head, self.program.beside(head.calls, head.row_inputs))
-            for head in bind_heads(plan, tensors)
-        }
+        self._heads = {head.name: (head, self._beside(head)) for head in bind_heads(plan, tensors)}
         self._buckets = Buckets(self.program.limits)
         self._capture = partial(
             capture_when, is_capturable, capture or partial(capture_graph, queue)
         )
         self._graphs: GraphCache[StepShape] = GraphCache(self._capture)
-        self._kv_cache: torch.Tensor | None = None
-        self._host_blocks: HostBlocks | None = None
+        # A contiguous engine has slots instead.
+        self._paged = {name: DeviceCache(queue, plan, name) for name in plan.caches}
+
+    def _beside(self, head: BoundHead) -> DeviceProgram:
+        """The program of a head, whose cache may have another dtype than the engine's own."""
+        if not head.cache:
+            return self.program.beside(head.calls, head.row_inputs)
+        kv_dtype = self.plan.caches[head.cache].dtype
+        return self.program.beside(head.calls, head.row_inputs, kv_dtype)
+
+    @property
+    def head_caches(self) -> Mapping[str, BlockHolder]:
+        """The caches of heads; see Engine."""
+        return {name: cache for name, cache in self._paged.items() if name}
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the paged cache, zeroed; an existing one of that size is kept.
-
-        Zeros, because a masked key is still multiplied by its value: NaN there would spread.
-        """
-        if self._host_blocks is not None:
-            self._host_blocks.settle()  # no transfer of former users may be in flight
-        shape = kv_cache_shape(self.plan, num_blocks)
-        if self._kv_cache is not None and tuple(self._kv_cache.shape) == shape:
+        """Allocate the paged caches, zeroed; existing ones of that size are kept."""
+        caches = self._paged.values()
+        for cache in caches:
+            cache.settle()
+        if all(cache.is_allocated(num_blocks) for cache in caches):
             return
         self._graphs.clear()
-        self._kv_cache = None
-        dtype: torch.dtype = getattr(torch, self.plan.kv_cache.dtype)
-        num_bytes = num_blocks * self.kv_bytes_per_block
-        try:
-            with device_errors("allocating the KV cache"), self.queue.scope():
-                raw = torch.zeros(num_bytes, dtype=torch.uint8, device=self.queue.device)
-        except OutOfMemory as error:
-            raise OutOfMemory(
-                f"a KV cache of {num_blocks} blocks needs {num_bytes / 1e9:.2f} GB of device "
-                "memory, which is not there",
-                fix="lower --max-tokens-in-paged-kv-cache or --kv-cache-free-gpu-memory-fraction",
-            ) from error
-        self._kv_cache = raw.view(dtype).view(shape)
-        for program in (self.program, *(program for _, program in self._heads.values())):
-            program.bind_kv_cache(self._kv_cache)
+        for cache in caches:
+            cache.free()
+        for cache in caches:
+            cache.allocate(num_blocks)
+        self.program.bind_kv_cache(self._paged[""].tensor)
+        for head, program in self._heads.values():
+            program.bind_kv_cache(self._paged[head.cache].tensor)
 
     def copy_block(self, source: int, destination: int) -> None:
         """Copy one block over all layers, after everything enqueued before."""
-        assert self._kv_cache is not None, "allocate_kv_cache comes first"
-        with device_errors("copying a KV block"), self.queue.scope():
-            blocks = self._kv_cache.view(torch.uint8)
-            blocks[:, destination].copy_(blocks[:, source])
+        self._paged[""].copy_block(source, destination)
 
     def allocate_host_blocks(self, num_blocks: int) -> None:
-        """Pinned host memory for blocks that leave the device; existing memory of that size is
-        kept."""
-        if self._host_blocks is not None and self._host_blocks.num_blocks == num_blocks:
-            return  # pinning takes a while
-        layers = self.plan.kv_cache.num_layers
-        self._host_blocks = None
-        self._host_blocks = HostBlocks(
-            self.queue, num_blocks, layers, self.kv_bytes_per_block // layers
-        )
+        """Pinned host memory for blocks that leave the device, of every cache."""
+        for cache in self._paged.values():
+            cache.allocate_host_blocks(num_blocks)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
         """Start copies in order, after everything enqueued before; does not wait."""
-        if self._host_blocks is None:
-            return super().copy_blocks(copies)
-        assert self._kv_cache is not None, "allocate_kv_cache comes first"
-        layers, num_blocks = self._kv_cache.shape[:2]
-        blocks = self._kv_cache.view(torch.uint8).view(layers, num_blocks, -1)
-        return self._host_blocks.copy(blocks, copies)
+        return self._paged[""].copy_blocks(copies)
 
     def compact(self, moves: Sequence[Sequence[Move]]) -> None:
         """Enqueue the moves of accepted paths, in one launch."""
-        assert self._kv_cache is not None, "allocate_kv_cache comes first"
         starts = np.cumsum([0, *map(len, moves)], dtype=np.int32)
         flat = np.array([move for own in moves for move in own], np.int32)
         room = -len(starts) % 4  # arrays are aligned to 16 bytes
@@ -177,13 +162,11 @@ class CudaEngine(Engine):
 
     def enqueue_moves(self, starts: torch.Tensor, moves: torch.Tensor) -> None:
         """Enqueue moves that are on the device; see `compact_launch`."""
-        assert self._kv_cache is not None, "allocate_kv_cache comes first"
-        launch = compact_launch(self._kv_cache, starts, moves)
+        launch = compact_launch(self._paged[""].tensor, starts, moves)
         self.program.launch([launch], self.queue.handle)
 
     def run(self, step: StepInputs) -> DeviceLogits:
         """Enqueue one packed step; logits of step.logit_rows in that order."""
-        assert self._kv_cache is not None, "allocate_kv_cache comes first"
         shape = shape_of(step)
         bucket = self._buckets.fit(shape)
         if bucket is None:
@@ -199,7 +182,6 @@ class CudaEngine(Engine):
         self, name: str, step: StepInputs, inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Enqueue a head of the plan; see Engine. Its outputs are to be read on the queue."""
-        assert self._kv_cache is not None, "allocate_kv_cache comes first"
         head, program = find_head(self._heads, name)
         self.write_head(name, inputs)
         # Its tensors may have room for a few rows alone, so its tokens are not padded.
@@ -227,6 +209,15 @@ class CudaEngine(Engine):
         head, _ = find_head(self._heads, name)
         with device_errors(f"writing the inputs of {name}"), self.queue.scope():
             head.write(inputs)
+
+    def give_rows(
+        self, head: str, name: str, outputs: Sequence[str], rows: NDArray[np.int32]
+    ) -> None:
+        """Enqueue the copy of rows of outputs to an input of a head; see Engine."""
+        bound, _ = find_head(self._heads, head)
+        index = self.queue.to_device(torch.from_numpy(rows.astype(np.int64)))
+        with device_errors(f"writing the inputs of {head}"), self.queue.scope():
+            bound.write_beside(name, [self.output(each) for each in outputs], index)
 
     def head_output(self, name: str, output: str) -> torch.Tensor:
         """Where a head leaves an output."""

@@ -27,7 +27,7 @@ from llmctl.builder.engine_format import (
 from llmctl.errors import Unsupported
 from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.ops.sampling.spec import Logits
-from llmctl.runtime.kv_cache import Arrival, BlockCopy, CopyKind, Move
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, BlockHolder, CopyKind, Move
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows
 
 NO_WINDOWS = WindowOptions()
@@ -60,8 +60,14 @@ class Engine(ABC):
 
     @property
     def kv_bytes_per_block(self) -> int:
-        """Bytes one block takes over all layers, K and V."""
+        """Bytes one block takes over all layers, those of heads included, K and V."""
         return kv_bytes_per_block(self.plan)
+
+    @property
+    def head_caches(self) -> Mapping[str, BlockHolder]:
+        """The KV caches of heads that attend, by name (`Plan.head_caches`). They have the block ids
+        of the engine's own cache, and are allocated with it."""
+        return {}
 
     @abstractmethod
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -119,6 +125,13 @@ class Engine(ABC):
         and are valid until the same head runs again, or `run`. Raises Unsupported for a head that
         the engine does not have.
         """
+
+    @abstractmethod
+    def give_rows(
+        self, head: str, name: str, outputs: Sequence[str], rows: NDArray[np.int32]
+    ) -> None:
+        """Copy `rows` of outputs of the last `run`, side by side, to the first rows of an input of
+        a head."""
 
     @abstractmethod
     def top_ids(self, logits: Sequence[torch.Tensor], count: int) -> NDArray[np.int64]:
@@ -186,14 +199,20 @@ def _is_step(name: str) -> bool:
 
 
 def kv_bytes_per_block(plan: Plan) -> int:
-    """Bytes one block of the plan's cache takes over all layers, K and V."""
-    dtype: torch.dtype = getattr(torch, plan.kv_cache.dtype)
-    return math.prod(kv_cache_shape(plan, 1)) * dtype.itemsize
+    """Bytes one block of the plan's caches takes over all layers, K and V."""
+    return sum(block_bytes(plan, name) for name in plan.caches)
 
 
-def kv_cache_shape(plan: Plan, num_blocks: int) -> tuple[int, ...]:
-    """[num_layers, num_blocks, 2, num_kv_heads, tokens_per_block, head_size]."""
-    cache = plan.kv_cache
+def block_bytes(plan: Plan, name: str = "") -> int:
+    """Bytes one block of one of `Plan.caches` takes over its layers, K and V."""
+    dtype: torch.dtype = getattr(torch, plan.caches[name].dtype)
+    return math.prod(kv_cache_shape(plan, 1, name)) * dtype.itemsize
+
+
+def kv_cache_shape(plan: Plan, num_blocks: int, name: str = "") -> tuple[int, ...]:
+    """[num_layers, num_blocks, 2, num_kv_heads, tokens_per_block, head_size] of one of
+    `Plan.caches`."""
+    cache = plan.caches[name]
     heads = (cache.num_kv_heads, cache.tokens_per_block, cache.head_size)
     return (cache.num_layers, num_blocks, 2, *heads)
 

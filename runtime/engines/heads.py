@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from llmctl.plugins.core.calls import StepInputs
 from llmctl.runtime.engines.engine import make_calls
 
 Found = TypeVar("Found")
+_ROWS_AT_ONCE = 1024
 
 
 class BoundHead:
@@ -22,12 +23,25 @@ class BoundHead:
         graph = plan.heads[name]
         extents = {tensor.name: tensor.shape[0] for tensor in plan.tensors}
         self.name = name
+        self.cache = graph.cache  # the KV cache that it attends to: one of `Plan.caches`
         self.calls = make_calls(plan, tensors, name)
         self.row_inputs = [tensors[t] for t in graph.inputs.values() if extents[t] == "rows"]
         self._given = {name: tensors[t] for name, t in plan.given_inputs(name).items()}
         self._outputs = {
             name: (tensors[t], extents[t] != "tokens") for name, t in graph.outputs.items()
         }
+
+    def write_beside(self, name: str, outputs: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
+        """Copy `rows` (int64, where the tensors are) of several tensors side by side to an
+        input."""
+        given, column = self._given[name], 0
+        for tensor in outputs:
+            part = given[:, column : column + tensor.shape[1]]
+            for first in range(0, len(rows), _ROWS_AT_ONCE):  # bounds what torch gathers them in
+                some = rows[first : first + _ROWS_AT_ONCE]
+                part[first : first + len(some)] = tensor[some]
+            column += tensor.shape[1]
+        assert column == given.shape[1], f"the input {name} of {self.name} is {given.shape[1]} wide"
 
     def write(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Copy rows to where the head reads them. An input that is left out stays as it is."""

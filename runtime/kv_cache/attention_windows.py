@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from llmctl.builder.engine_format import Plan, PlanOp
+from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanGraph, PlanOp
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.runtime.kv_cache import AttentionWindow, common_window
@@ -54,8 +54,36 @@ def apply_windows(plan: Plan, options: WindowOptions, max_seq_len: int, backend:
             fix="leave them out, or rebuild with: llmctl build --backend cuda (or cpu)",
         )
     ops = tuple(_with_window(op, windows, options.sink_tokens) for op in plan.ops)
+    caches, heads = _narrowed_heads(plan, windows, options.sink_tokens, max_seq_len)
     # The kernel that computes whole layers in one launch does not support requested windows.
-    return replace(plan, ops=ops, kv_cache=replace(cache, windows=windows), fused=())
+    return replace(
+        plan,
+        ops=ops,
+        kv_cache=replace(cache, windows=windows),
+        fused=(),
+        heads=heads,
+        head_caches=caches,
+    )
+
+
+def _narrowed_heads(
+    plan: Plan, windows: Sequence[int], sink_tokens: int, max_seq_len: int
+) -> tuple[dict[str, KvCacheSpec], dict[str, PlanGraph]]:
+    """The caches of heads, which see no further than the widest of the windows, and the heads."""
+    widest = max(windows) if all(windows) else 0
+    caches = {
+        name: replace(
+            cache,
+            windows=tuple(_narrowest((own, widest), max_seq_len) for own in cache.windows),
+        )
+        for name, cache in plan.head_caches.items()
+    }
+    heads = {}
+    for name, head in plan.heads.items():
+        own = caches[head.cache].windows if head.cache else ()
+        ops = tuple(_with_window(op, own, sink_tokens) for op in head.ops)
+        heads[name] = replace(head, ops=ops)
+    return caches, heads
 
 
 def cache_window(
@@ -74,7 +102,8 @@ def cache_window(
         )
     if any(plan.kv_cache.tokens_per_block >= max_seq_len for plan in plans):
         return None  # a block that holds a whole sequence is never outside a window
-    return common_window([plan.kv_cache.windows for plan in plans], options.sink_tokens)
+    windows = [cache.windows for plan in plans for cache in plan.caches.values()]
+    return common_window(windows, options.sink_tokens)
 
 
 def what_windows_save(plans: Sequence[Plan], window: AttentionWindow | None) -> str | None:
@@ -82,7 +111,7 @@ def what_windows_save(plans: Sequence[Plan], window: AttentionWindow | None) -> 
 
     All layers of all engines share one block table per sequence, so the widest window decides.
     """
-    windows = [size for plan in plans for size in plan.kv_cache.windows]
+    windows = [s for plan in plans for cache in plan.caches.values() for s in cache.windows]
     num_full = windows.count(0)
     if num_full == len(windows):
         return None

@@ -67,7 +67,6 @@ def test_followers_need_the_commands_of_a_step_runner_alone(
         name, arguments = pickle.loads(command)
         getattr(follower, name)(*arguments)
     assert sum(b"run" in command[:60] for command in leader.stream) > 5
-    assert engine._kv_cache is not None and follower._kv_cache is not None
-    found, expected = (e._kv_cache.view(torch.uint8) for e in (follower, engine))
+    found, expected = (e._cache.tensor.view(torch.uint8) for e in (follower, engine))
     assert torch.equal(found, expected) and expected.any()
     assert torch.equal(follower.output("logits"), engine.output("logits"))

@@ -60,7 +60,9 @@ class FakeProgram:
         self.step = stale_step(limits)
         self._program = CpuProgram(calls, row_inputs)
 
-    def beside(self, calls: list[OpCall], row_inputs: Sequence[torch.Tensor]) -> FakeProgram:
+    def beside(
+        self, calls: list[OpCall], row_inputs: Sequence[torch.Tensor], kv_dtype: str = ""
+    ) -> FakeProgram:
         return FakeProgram(calls, self.limits, row_inputs)
 
     def upload(self, step: StepInputs, stream: int) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -110,11 +111,16 @@ class CudaProgram:
         self._chains = open_chains(calls, limits, fused)
 
     def beside(
-        self, calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor] = ()
+        self,
+        calls: Sequence[OpCall],
+        row_inputs: Sequence[torch.Tensor] = (),
+        kv_dtype: str = "",
     ) -> CudaProgram:
         """A program of other calls of the engine: it shares the kernels and their scratch memory,
-        and has arrays of a step for itself. It runs on this program's stream."""
-        return CudaProgram(calls, self._kernels, self.limits, row_inputs=row_inputs)
+        and has arrays of a step for itself. It runs on this program's stream. kv_dtype: of its KV
+        cache, if it is not this program's."""
+        limits = replace(self.limits, kv_dtype=kv_dtype) if kv_dtype else self.limits
+        return CudaProgram(calls, self._kernels, limits, row_inputs=row_inputs)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Use this cache from now on; captured graphs keep the one they were captured with."""
