@@ -46,6 +46,7 @@ class BuildRequest:
     redrafter_num_beams: int | None = None
     redrafter_draft_len_per_beam: int | None = None  # without the target's own token
     redrafter_greedy_search: bool | None = None  # drafts for greedy requests alone
+    eagle_layers: str | None = None  # of the target, whose inputs the head reads
     outputs: tuple[str, ...] = ()  # besides logits; the names are in builder/models/decoder.py
 
     def __post_init__(self) -> None:
@@ -148,7 +149,8 @@ class BuildConfig:
 
     @property
     def max_num_beams(self) -> int:
-        """The most beams of one step of a head that drafts by beam search; 0 without one."""
+        """The most rows of one step of a head that computes several of a sequence, or may; 0
+        without one."""
         return self.max_batch_size * int(self.draft_heads.get("num_beams", 0))
 
 

@@ -26,6 +26,12 @@ from llmctl.builder.container import (
     read_container_header,
     write_container,
 )
+from llmctl.builder.heads.eagle.names import CACHE as EAGLE_CACHE
+from llmctl.builder.heads.eagle.names import EXTEND as EAGLE_EXTEND
+from llmctl.builder.heads.eagle.names import FEATURES as EAGLE_FEATURES
+from llmctl.builder.heads.eagle.names import NEXT as EAGLE_NEXT
+from llmctl.builder.heads.eagle.names import STATE as EAGLE_STATE
+from llmctl.builder.heads.eagle.names import tap_name as eagle_tap
 from llmctl.builder.heads.medusa.tree import GRAPH as MEDUSA_GRAPH
 from llmctl.builder.heads.medusa.tree import TOP_K, MedusaTree, parse_choices
 from llmctl.builder.heads.medusa.tree import logits_name as medusa_logits
@@ -61,6 +67,11 @@ __all__ = [
     "BASE",
     "CONFIG_FILE",
     "Dim",
+    "EAGLE_CACHE",
+    "EAGLE_EXTEND",
+    "EAGLE_FEATURES",
+    "EAGLE_NEXT",
+    "EAGLE_STATE",
     "EngineConfig",
     "SPECULATIVE_MODES",
     "KvCacheSpec",
@@ -80,6 +91,7 @@ __all__ = [
     "TOKENIZER_FOLDER",
     "TrtPiece",
     "config_path",
+    "eagle_tap",
     "engine_bytes",
     "engine_file",
     "kv_bytes_per_token",

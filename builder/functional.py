@@ -6,6 +6,7 @@ They are mathematical steps, unfused: merging, fusing and quantizing is done by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from llmctl.builder.network import Attribute, Input, Node, Output, Tensor, current
@@ -19,12 +20,18 @@ def parameter(name: str, *shape: int) -> Tensor:
     return network.add_weight(name, Rows(((name, shape),), network.dtype))
 
 
-def graph_input(name: str, *shape: Dim, source: tuple[str, str] | None = None) -> Tensor:
+def graph_input(
+    name: str,
+    *shape: Dim,
+    source: tuple[str, str] | None = None,
+    beside: Sequence[str] = (),
+) -> Tensor:
     """A tensor in the model dtype that is there before the graph runs. source: (graph, output) of
-    the graph that computes it; without one, whoever runs the graph writes it."""
+    the graph that computes it; without one, whoever runs the graph writes it. beside: outputs of
+    the base graph of which rows are copied there, side by side."""
     network = current()
     found = network.add_activation(f"{network.name}.{name}", network.dtype, shape)
-    network.inputs[name] = Input(found.name, source)
+    network.inputs[name] = Input(found.name, source, tuple(beside))
     return found
 
 
@@ -109,6 +116,20 @@ def gather_rows(x: Tensor, *, name: str, most: Dim = "rows") -> Tensor:
     """x [tokens, H] -> [rows, H]: the tokens whose logits are wanted. most: "requests" in a head
     that computes one row for each sequence."""
     return _record("gather_rows", name, {"x": x}, (most, *x.shape[1:]))
+
+
+def concat(x: Tensor, y: Tensor, *, name: str) -> Tensor:
+    """x [N, H] and y [N, W] side by side -> [N, H + W]."""
+    width, other = x.shape[1], y.shape[1]
+    assert isinstance(width, int) and isinstance(other, int)
+    return _record("concat", name, {"x": x, "y": y}, (x.shape[0], width + other))
+
+
+def expand_logits(x: Tensor, index: Tensor, *, name: str) -> Tensor:
+    """Logits of a reduced vocabulary x [N, D] as those of the whole one [N, V]: of token v column
+    index[v], or minus infinity."""
+    shape = (x.shape[0], *index.shape)
+    return _record("expand_logits", name, {"x": x, "index": index}, shape, x.dtype)
 
 
 def recurrence(

@@ -55,10 +55,12 @@ class Output:
 @dataclass(frozen=True, slots=True)
 class Input:
     """A tensor that is there before the network runs: an output of another graph, as (graph,
-    output), or one that whoever runs the network writes."""
+    output), or one that whoever runs the network writes, perhaps of rows of outputs of the base
+    graph."""
 
     tensor: str
     source: tuple[str, str] | None = None
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from llmctl.builder.heads.eagle.mode import OPTIONS as EAGLE_OPTIONS
+from llmctl.builder.heads.eagle.mode import describe as describe_eagle
+from llmctl.builder.heads.eagle.mode import prepare_eagle
+from llmctl.builder.heads.eagle.mode import record_heads as record_eagle
 from llmctl.builder.heads.medusa.mode import describe as describe_medusa
 from llmctl.builder.heads.medusa.mode import invent_medusa, prepare_medusa
 from llmctl.builder.heads.medusa.mode import record_heads as record_medusa
@@ -89,7 +93,11 @@ SPECULATIVE_MODES: dict[str, BuildMode] = {
         options=(_HEADS, *REDRAFTER_OPTIONS),
         describe=describe_redrafter,
     ),
-    "eagle": BuildMode(32),
+    "eagle": BuildMode(
+        *(32, True, prepare_eagle, record_eagle),
+        options=(_HEADS, *EAGLE_OPTIONS),
+        describe=describe_eagle,
+    ),
 }
 SAME_MODES = {"explicit_draft_tokens": "redrafter"}  # TensorRT-LLM's name for a mode -> its row's
 

@@ -30,8 +30,10 @@ def record_heads(
     for and those that heads read). Raises Unsupported where the backend has neither."""
     heads = list(SPECULATIVE_MODES[request.mode].record_heads(model, dtype, facts))
     assert len({BASE, *(head.name for head in heads)}) == 1 + len(heads), "names of graphs"
-    sources = [found.source for head in heads for found in head.inputs.values()]
-    read = [output for graph, output in filter(None, sources) if graph == BASE]
+    inputs = [found for head in heads for found in head.inputs.values()]
+    sources = filter(None, (found.source for found in inputs))
+    read = [output for graph, output in sources if graph == BASE]
+    read += [output for found in inputs for output in found.beside]
     outputs = tuple(dict.fromkeys((*request.outputs, *read)))
     if BACKENDS[backend].compiles_plans and (outputs or heads):
         what = ", ".join((*(f"head {head.name}" for head in heads), *outputs))

@@ -75,7 +75,9 @@ def fuse_embedding(network: Network) -> Network:
     several readers the norm must be the first."""
     fused = network.copy()
     for embedding in [node for node in network.nodes if node.op == "embedding"]:
-        norm = fused.consumers(embedding.outputs["out"])[0]
+        norm, *others = fused.consumers(embedding.outputs["out"])
+        if not others:  # then it is no residual, and nothing would read it
+            continue
         if norm.op != "rms_norm" or "residual" in norm.inputs or "residual_out" in norm.outputs:
             continue
         inputs = {role: name for role, name in norm.inputs.items() if role == "scale"}

@@ -2,7 +2,8 @@
 
 Largest first, each at the lowest offset that is free during its lifetime. A residual sum made by
 rms_norm, which works in place, uses the bytes of its input residual. One made by a product with a
-norm does not, because its thread blocks all read the residual while one writes the sum.
+norm does not, because its thread blocks all read the residual while one writes the sum; nor does
+one that a head is run for, whose bytes nothing else may have.
 
 Heads run after the base graph, any number of times in any order, until the base graph runs again:
 their inputs and outputs, and the outputs of the base graph, are alive all that time.
@@ -87,7 +88,8 @@ def _buffers(
             first = min(index, base_end) if name in kept else index
             last = last_read.get(name, index)
             residual = node.inputs.get("residual", "")
-            if node.op == "rms_norm" and role == "residual_out" and last_read[residual] == index:
+            is_sum = node.op == "rms_norm" and role == "residual_out" and name not in kept
+            if is_sum and last_read[residual] == index:
                 buffers[name] = buffers[residual]
                 buffers[name].names.append(name)
                 buffers[name].first = min(first, buffers[name].first)

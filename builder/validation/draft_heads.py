@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llmctl.builder.heads.medusa.tree import GRAPH, TOP_K, logits_name
 from llmctl.builder.plan import Plan, PlanTensor
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
-from llmctl.builder.validation import redrafter_heads
+from llmctl.builder.validation import eagle_heads, redrafter_heads
 from llmctl.builder.validation.errors import wrong
 from llmctl.builder.validation.head_forms import Tensors, require_forms
 from llmctl.builder.validation.strict_json import MOST
@@ -99,4 +99,5 @@ _CHECKS = {
     SPECULATIVE_MODES["redrafter"].number: _Check(
         redrafter_heads.find_wrong, redrafter_heads.check_plan
     ),
+    SPECULATIVE_MODES["eagle"].number: _Check(eagle_heads.find_wrong, eagle_heads.check_plan),
 }

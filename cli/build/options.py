@@ -54,8 +54,17 @@ MODE_OPTIONS: Mapping[str, tuple[type, str]] = {  # those of one --speculative-d
         bool,
         "For redrafter: draft for greedy requests alone.",
     ),
+    "eagle_layers": (
+        str,
+        "For eagle: layers of the target whose inputs the head reads, as 2,16,29. (default: the "
+        "head's own)",
+    ),
 }
-_RARE = ("redrafter_draft_len_per_beam", "redrafter_greedy_search")  # shown by --help-all
+_RARE = (
+    "redrafter_draft_len_per_beam",
+    "redrafter_greedy_search",
+    "eagle_layers",
+)  # shown by --help-all
 LIMITS = (  # options that are fields of BuildRequest
     "dtype",
     "max_batch_size",

@@ -1,0 +1,244 @@
+"""An EAGLE-3 head as it is published, found and checked before a weight is read.
+
+A folder with config.json and model.safetensors (or pytorch_model.bin):
+
+    fc.weight                                        [hidden, taps * target hidden]
+    L.self_attn.{q,k,v}_proj.weight                  [heads * size, 2 hidden]
+    L.self_attn.o_proj.weight                        [hidden, heads * size]
+    L.self_attn.{q,k}_norm.weight                    [size]; of a qwen3 layer alone
+    L.mlp.{gate,up,down}_proj.weight
+    L.{hidden_norm,input_layernorm,post_attention_layernorm}.weight, norm.weight   [hidden]
+    lm_head.weight                                   [draft vocab, hidden]
+    d2t, t2d                                         vocabulary.py
+    embed_tokens.weight                              [vocab, hidden]; else the target's is read
+
+L is `midlayer` in the layout of EAGLE's authors, `layers.0` in that of `speculators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmctl.builder.heads.eagle.config import HeadConfig, read_config
+from llmctl.builder.heads.eagle.vocabulary import KEPT, OFFSETS, check_vocabulary
+from llmctl.builder.heads.medusa.pickled import describe_pickled, read_pickled
+from llmctl.errors import (
+    BadTensorShape,
+    CheckpointNotFound,
+    MissingTensor,
+    PairMismatch,
+    UnexpectedTensor,
+    Unsupported,
+)
+from llmctl.quantize.checkpoint import Checkpoint, TensorInfo, read_header
+from llmctl.quantize.format import CONFIG_FILE, SINGLE_FILE
+
+if TYPE_CHECKING:
+    import torch
+
+MODULE = "eagle"  # that the head is in, in an engine
+LAYER = "layers.0"
+PICKLED_FILE = "pytorch_model.bin"
+EMBEDDING = "embed_tokens.weight"
+_MIDLAYER = "midlayer."  # EAGLE's name of LAYER
+_FLOATS = ("F32", "BF16", "F16")
+_QK_NORMS = tuple(f"{LAYER}.self_attn.{part}_norm.weight" for part in "qk")
+
+
+@dataclass(frozen=True, slots=True)
+class EagleHead:
+    """The head of a checkpoint: every shape fits, no weight has been read."""
+
+    where: Path
+    config: HeadConfig
+    taps: tuple[int, ...]  # layers of the target whose inputs it reads
+    is_reduced: bool  # its vocabulary
+    has_embedding: bool  # of its own
+    has_qk_norm: bool
+    tensors: Mapping[str, TensorInfo]  # by their names in MODULE
+    held: Mapping[str, torch.Tensor]  # of a pickled file
+
+    def beside(self, target: Checkpoint) -> Checkpoint:
+        """The target's checkpoint with the head in it, unquantized, in MODULE."""
+        tensors, held = dict(target.tensors), dict(target.held)
+        for name, found in self.tensors.items():
+            full = f"{MODULE}.{name}"
+            tensors[full] = replace(found, name=full)
+            if found.name in self.held:
+                held[full] = self.held[found.name]
+        info = target.quantization
+        if info is not None:
+            info = replace(info, exclude=(*info.exclude, MODULE))
+        return replace(target, tensors=tensors, held=held, quantization=info)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedHead:
+    """What a folder holds; that it fits together is asked once the target's layers are known."""
+
+    config: HeadConfig
+    file: Path
+    tensors: Mapping[str, TensorInfo]  # by their names in MODULE
+    held: Mapping[str, torch.Tensor]  # of a pickled file, by their names there
+
+
+def open_head(folder: Path) -> OpenedHead:
+    """The head of a folder.
+
+    Raises CheckpointNotFound, CorruptFile, PickleCheckpoint, UnexpectedTensor and Unsupported.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise CheckpointNotFound(
+            f"{path} does not exist", fix="give the folder of an EAGLE head: --draft-model-dir HEAD"
+        )
+    file, pickled = folder / SINGLE_FILE, folder / PICKLED_FILE
+    held: Mapping[str, torch.Tensor] = {}
+    if file.is_file():
+        stored = read_header(file)
+    elif pickled.is_file():
+        file, held = pickled, read_pickled(pickled)
+        stored = describe_pickled(pickled, held)
+    else:
+        raise CheckpointNotFound(f"{folder} has no {SINGLE_FILE}", fix="fetch the head again")
+    found: dict[str, TensorInfo] = {}
+    for name, info in stored.items():
+        own = f"{LAYER}.{name.removeprefix(_MIDLAYER)}" if name.startswith(_MIDLAYER) else name
+        if own in found:
+            raise UnexpectedTensor(
+                f"{file} holds {name} beside {found[own].name}", fix="fetch the head again"
+            )
+        found[own] = info
+    _require_eagle3(file, found)
+    return OpenedHead(read_config(path), file, found, held)
+
+
+def check_head(
+    opened: OpenedHead, taps: tuple[int, ...], hidden_size: int, vocab_size: int
+) -> EagleHead:
+    """The head for a target of these sizes.
+
+    Raises PairMismatch (the head of another target), MissingTensor, UnexpectedTensor,
+    BadTensorShape, BadTensorValue and Unsupported.
+    """
+    config, tensors = opened.config, dict(opened.tensors)
+    _require_fit(config, tensors, len(taps), hidden_size, vocab_size)
+    info = tensors.get(EMBEDDING)
+    is_copy = config.is_speculators and not config.trains_embedding
+    if info is not None and is_copy and config.hidden_size == hidden_size:
+        del tensors[EMBEDDING]
+    sizes = (vocab_size, config.draft_vocab_size)
+    is_reduced = check_vocabulary(opened.file, tensors, opened.held, *sizes)
+    tensors.pop(KEPT, None)
+    head = EagleHead(
+        *(opened.file, config, taps, is_reduced, EMBEDDING in tensors),
+        any(name in tensors for name in _QK_NORMS),
+        tensors,
+        opened.held,
+    )
+    _check_shapes(head, hidden_size)
+    return head
+
+
+def _require_eagle3(where: Path, found: Mapping[str, TensorInfo]) -> None:
+    second = next((name for name in found if name.startswith("layers.1.")), None)
+    if second is not None:
+        raise Unsupported(
+            f"{where} holds {second}: heads of one layer are read", fix="use a head of one layer"
+        )
+    if f"{LAYER}.hidden_norm.weight" not in found and f"{LAYER}.mlp.up_proj.weight" in found:
+        raise Unsupported(
+            f"{where} has no {_MIDLAYER}hidden_norm.weight: it is a head of EAGLE-1 or 2, and "
+            "EAGLE-3 is read",
+            fix="use an EAGLE-3 head of this model",
+        )
+
+
+def _require_fit(
+    config: HeadConfig,
+    tensors: Mapping[str, TensorInfo],
+    num_taps: int,
+    hidden_size: int,
+    vocab_size: int,
+) -> None:
+    pairs = [("vocab_size", config.vocab_size, vocab_size)]
+    if config.target_hidden_size is not None:
+        pairs.append(("target_hidden_size", config.target_hidden_size, hidden_size))
+    elif EMBEDDING not in tensors:
+        pairs.append(("hidden_size", config.hidden_size, hidden_size))
+    fc = tensors.get("fc.weight")
+    if fc is not None and len(fc.shape) == 2:
+        pairs.append(("columns of fc.weight", fc.shape[1], num_taps * hidden_size))
+    for name, own, wanted in pairs:
+        if own != wanted:
+            raise PairMismatch(
+                f"{config.where}: the EAGLE head has {name} {own}; the target wants {wanted}",
+                fix="use a head that was trained for this target",
+            )
+    if EMBEDDING not in tensors and config.hidden_size != hidden_size:
+        raise MissingTensor(
+            f"{config.where.parent} lacks {EMBEDDING}; its features are {config.hidden_size} wide, "
+            f"the target's {hidden_size}",
+            fix="fetch the head again",
+        )
+
+
+def _check_shapes(head: EagleHead, target_hidden: int) -> None:
+    """All tensors that such a head has, each of its shape and dtype, and no others."""
+    wanted = wanted_shapes(head, target_hidden)
+    absent = [name for name in wanted if name not in head.tensors]
+    if absent:
+        raise MissingTensor(
+            f"{head.where} lacks {len(absent)} of the {len(wanted)} tensors of an EAGLE-3 head: "
+            f"{', '.join(absent[:8])}",
+            fix="fetch the head again",
+        )
+    for name, info in head.tensors.items():
+        if name == OFFSETS:
+            continue
+        if name not in wanted:
+            raise UnexpectedTensor(
+                f"{head.where} holds {info.name}, which no EAGLE-3 head has",
+                fix="use a head in the layout of EAGLE or of speculators",
+            )
+        if info.shape != wanted[name]:
+            raise BadTensorShape(
+                f"{info.name} in {head.where} has shape {list(info.shape)}; config.json implies "
+                f"{list(wanted[name])}",
+                fix="check that config.json belongs to these weights",
+            )
+        if info.dtype not in _FLOATS:
+            raise Unsupported(
+                f"{info.name} in {head.where} is {info.dtype}; heads in {', '.join(_FLOATS)} are "
+                "read",
+                fix="use the head as it was trained",
+            )
+
+
+def wanted_shapes(head: EagleHead, target_hidden: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a head but its vocabulary maps."""
+    config = head.config
+    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
+    heads, kv_heads = config.num_heads * size, config.num_kv_heads * size
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(head.taps) * target_hidden),
+        f"{LAYER}.self_attn.q_proj.weight": (heads, 2 * hidden),
+        f"{LAYER}.self_attn.k_proj.weight": (kv_heads, 2 * hidden),
+        f"{LAYER}.self_attn.v_proj.weight": (kv_heads, 2 * hidden),
+        f"{LAYER}.self_attn.o_proj.weight": (hidden, heads),
+        f"{LAYER}.mlp.gate_proj.weight": (inner, hidden),
+        f"{LAYER}.mlp.up_proj.weight": (inner, hidden),
+        f"{LAYER}.mlp.down_proj.weight": (hidden, inner),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (config.draft_vocab_size, hidden),
+    }
+    for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+        shapes[f"{LAYER}.{norm}.weight"] = (hidden,)
+    if head.has_qk_norm:
+        shapes |= dict.fromkeys(_QK_NORMS, (size,))
+    if head.has_embedding:
+        shapes[EMBEDDING] = (config.vocab_size, hidden)
+    return shapes

@@ -1,0 +1,89 @@
+"""--speculative_decoding_mode eagle: the head, and the limits that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmctl.builder.heads.eagle.names import DEFAULT_LENGTH, MOST_DRAFTS
+from llmctl.errors import BadConfig
+
+if TYPE_CHECKING:
+    from llmctl.builder.config import BuildRequest
+    from llmctl.builder.heads.eagle.checkpoint import EagleHead
+    from llmctl.builder.models.family import ModelConfig
+    from llmctl.builder.network import Network
+    from llmctl.quantize.checkpoint import Checkpoint
+
+OPTIONS = ("eagle_layers",)
+
+
+def prepare_eagle(
+    request: BuildRequest, model: ModelConfig, checkpoint: Checkpoint
+) -> tuple[BuildRequest, Checkpoint, Mapping[str, Any]]:
+    """See BuildMode. Reads headers, and the maps of a reduced vocabulary.
+
+    Raises what `check_head` raises, and BadConfig (no head, layers that the target does not have,
+    more drafts than there may be).
+    """
+    from llmctl.builder.heads.eagle.checkpoint import check_head, open_head
+    from llmctl.builder.heads.eagle.config import choose_taps
+
+    if request.draft_model_dir is None:
+        raise BadConfig(
+            "--speculative-decoding-mode eagle needs an EAGLE head",
+            fix="name its folder: --draft-model-dir HEAD",
+        )
+    opened = open_head(Path(request.draft_model_dir))
+    config, layers = opened.config, model.num_hidden_layers
+    taps = choose_taps(config.layer_ids, layers, request.eagle_layers, str(config.where))
+    head = check_head(opened, taps, model.hidden_size, model.vocab_size)
+    length = request.max_draft_len or DEFAULT_LENGTH
+    if length > MOST_DRAFTS:
+        raise BadConfig(
+            f"--max-draft-len is {length}; an EAGLE head drafts at most {MOST_DRAFTS}",
+            fix=f"--max-draft-len {MOST_DRAFTS} or less",
+        )
+    return replace(request, max_draft_len=length), head.beside(checkpoint), _facts(head)
+
+
+def record_heads(model: ModelConfig, dtype: str, facts: Mapping[str, Any]) -> Sequence[Network]:
+    """The two graphs of the head."""
+    from llmctl.builder.heads.eagle.network import Recorder
+
+    return Recorder(model, dtype, facts).record()
+
+
+def describe(facts: Mapping[str, Any]) -> str:
+    """The head as `inspect` shows it."""
+    residual = "norm of the feature" if facts["norm_before_residual"] else "feature"
+    nested = facts["rope"].get("rope_parameters") or {}
+    theta = nested.get("rope_theta") or facts["rope"].get("rope_theta", "10000, the default")
+    layers = ", ".join(map(str, facts["taps"]))
+    return (
+        f"eagle 3, reads the inputs of layers {layers}, width {facts['hidden_size']}, vocabulary "
+        f"of {facts['draft_vocab_size']}, residual: {residual}, RoPE base: {theta}"
+    )
+
+
+def _facts(head: EagleHead) -> dict[str, Any]:
+    """What config.json keeps."""
+    config = head.config
+    return {
+        "taps": list(head.taps),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_size": config.head_size,
+        "norm_epsilon": config.norm_epsilon,
+        "draft_vocab_size": config.draft_vocab_size,
+        "is_reduced": head.is_reduced,
+        "norm_before_residual": config.norm_before_residual,
+        "has_qk_norm": head.has_qk_norm,
+        "has_embedding": head.has_embedding,
+        "rope": dict(config.rope),
+        "num_beams": 1,  # rows of a sequence in a step of the head
+    }

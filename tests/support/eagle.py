@@ -1,0 +1,176 @@
+"""EAGLE-3 heads made for tests, and what plain torch makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import linear, silu
+
+Tensors = dict[str, torch.Tensor]
+LAYOUTS = ("eagle", "speculators")
+HIDDEN, VOCAB = 64, 131  # of tiny targets
+SIZES: dict[str, Any] = {  # of a head for one of these
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "draft_vocab_size": 50,
+}
+
+
+def make_head(
+    seed: int = 0, *, taps: int = 3, target_hidden: int = HIDDEN, own_embedding: bool = False,
+    qk_norm: bool = False, **sizes: Any,
+) -> Tensors:  # fmt: skip
+    """A random head under EAGLE's names, in float32; `sizes` are fields of its config.json."""
+    sizes = {**SIZES, **sizes}
+    generator = torch.Generator().manual_seed(seed)
+    width, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    vocab, draft_vocab = sizes["vocab_size"], sizes["draft_vocab_size"]
+    size = sizes.get("head_dim") or width // sizes["num_attention_heads"]
+    heads, kv_heads = sizes["num_attention_heads"] * size, sizes["num_key_value_heads"] * size
+    shapes = {
+        "fc": (width, taps * target_hidden),
+        "midlayer.self_attn.q_proj": (heads, 2 * width),
+        "midlayer.self_attn.k_proj": (kv_heads, 2 * width),
+        "midlayer.self_attn.v_proj": (kv_heads, 2 * width),
+        "midlayer.self_attn.o_proj": (width, heads),
+        "midlayer.mlp.gate_proj": (inner, width),
+        "midlayer.mlp.up_proj": (inner, width),
+        "midlayer.mlp.down_proj": (width, inner),
+        "lm_head": (draft_vocab, width),
+    }
+    if own_embedding:
+        shapes["embed_tokens"] = (vocab, width)
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        for name, shape in shapes.items()
+    }
+    norms = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
+    names = [*(f"midlayer.{norm}" for norm in norms), "norm"]
+    for name in names:
+        tensors[f"{name}.weight"] = torch.rand(width, generator=generator) + 0.5
+    if qk_norm:
+        for part in "qk":
+            name = f"midlayer.self_attn.{part}_norm.weight"
+            tensors[name] = torch.rand(size, generator=generator) + 0.5
+    if draft_vocab < vocab:
+        kept = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = kept - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
+        tensors["t2d"][kept] = True
+    return tensors
+
+
+def save_head(folder: Path, tensors: Tensors, layout: str = "eagle", **changes: Any) -> Path:
+    """A folder in a layout; `changes` are fields of its config.json, None: absent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = tensors
+    fields = {**SIZES, **changes}
+    config = {name: value for name, value in fields.items() if value is not None}
+    if layout == "speculators":
+        stored = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
+        outer = ("draft_vocab_size", "norm_before_residual", "target_hidden_size",
+                 "eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "fc_norm")  # fmt: skip
+        own = {name: config.pop(name) for name in outer if name in config}
+        config = {"speculators_model_type": "eagle3", "transformer_layer_config": config, **own}
+    save_file({name: t.contiguous() for name, t in stored.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class TorchHead:
+    """The head of `tensors` (EAGLE's names) in plain torch, in float32 and without a cache."""
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        embedding: torch.Tensor,
+        *,
+        theta: float = 10000.0,
+        norm_before_residual: bool = False,
+        **sizes: Any,
+    ) -> None:
+        self.sizes = {**SIZES, **sizes}
+        self.tensors = {name: t.float() for name, t in tensors.items()}
+        self.embedding = self.tensors.get("embed_tokens.weight", embedding.float())
+        self.theta, self.norm_before_residual = theta, norm_before_residual
+
+    def fc(self, features: torch.Tensor) -> torch.Tensor:
+        """g [N, H] of features [N, 3 target hidden]."""
+        return linear(features, self.tensors["fc.weight"])
+
+    def out(self, g: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """o [N, H] of the pairs 0 to N - 1."""
+        x = self._norm("midlayer.input_layernorm", self.embedding[list(tokens)])
+        normal = self._norm("midlayer.hidden_norm", g)
+        x = self._attention(torch.cat((x, normal), dim=-1))
+        x = x + (normal if self.norm_before_residual else g)
+        y = self._norm("midlayer.post_attention_layernorm", x)
+        gate, up = self._linear("mlp.gate_proj", y), self._linear("mlp.up_proj", y)
+        return x + self._linear("mlp.down_proj", silu(gate) * up)
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """[N, V] of o, minus infinity outside the reduced vocabulary."""
+        own = linear(self._norm("norm", out), self.tensors["lm_head.weight"])
+        if "d2t" not in self.tensors:
+            return own
+        tokens = self.tensors["d2t"].long() + torch.arange(own.shape[1])
+        whole = torch.full((len(own), self.sizes["vocab_size"]), float("-inf"))
+        whole[:, tokens] = own
+        return whole
+
+    def chain(self, features: torch.Tensor, tokens: Sequence[int], length: int) -> list[int]:
+        """The greedy drafts behind pairs of features [N, ...] and the tokens behind them [N]."""
+        g, read, drafts = self.fc(features), list(tokens), list[int]()
+        while True:
+            out = self.out(g, read)[-1:]
+            drafts.append(int(self.logits(out).argmax()))
+            if len(drafts) == length:
+                return drafts
+            g, read = torch.cat((g, out)), [*read, drafts[-1]]
+
+    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+        count, heads = len(x), self.sizes["num_attention_heads"]
+        groups = heads // self.sizes["num_key_value_heads"]
+        q, k, v = (
+            self._linear(f"self_attn.{part}_proj", x).view(count, -1, self._size).transpose(0, 1)
+            for part in "qkv"
+        )
+        if "midlayer.self_attn.q_norm.weight" in self.tensors:
+            q, k = self._norm("midlayer.self_attn.q_norm", q), self._norm(
+                "midlayer.self_attn.k_norm", k
+            )
+        q, k = self._rotate(q), self._rotate(k).repeat_interleave(groups, dim=0)
+        v = v.repeat_interleave(groups, dim=0)
+        scores = q @ k.transpose(1, 2) / self._size**0.5
+        hidden = torch.ones(count, count).triu(1).bool()
+        seen = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1) @ v
+        return self._linear("self_attn.o_proj", seen.transpose(0, 1).reshape(count, -1))
+
+    @property
+    def _size(self) -> int:
+        found = self.sizes.get("head_dim")
+        return int(found or self.sizes["hidden_size"] // self.sizes["num_attention_heads"])
+
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        half = self._size // 2
+        speeds = self.theta ** (-torch.arange(half).float() / half)
+        angles = torch.arange(x.shape[1])[:, None] * speeds
+        first, second = x[..., :half], x[..., half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.tensors[f"midlayer.{name}.weight"])
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        unit = x * (x.square().mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).rsqrt()
+        return unit * self.tensors[f"{name}.weight"]
