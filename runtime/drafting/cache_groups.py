@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.kv_cache import BlockHolder
 
-DRAFT_GROUP = 1  # the draft engine's index among the groups; the target's is 0
+DRAFT_GROUP = 1  # index of the draft engine or head among the groups; the target's is 0
 
 
 def cache_groups(target: BlockHolder, drafter: Drafter) -> dict[str, BlockHolder]:

@@ -70,7 +70,7 @@ class HiddenRows:
         row = 0
         for root, count in zip(self._roots, (*(0,) * prompts, *accepted), strict=True):
             path = root.sequence.tokens[root.num_committed : root.num_committed + count]
-            self._rows[root.sequence.sequence_id] = row + 1 + _end_of(root.drafts, path)
+            self._rows[root.sequence.sequence_id] = row + 1 + end_of(root.drafts, path)
             row += 1 + len(root.drafts.tokens)
         self._roots = []
 
@@ -79,7 +79,7 @@ class HiddenRows:
         self._rows.pop(sequence.sequence_id, None)
 
 
-def _end_of(drafts: Drafts, path: Items[int]) -> int:
+def end_of(drafts: Drafts, path: Items[int]) -> int:
     """The index of the last draft of an accepted path, by its tokens: siblings have different ones.
     ROOT where none was accepted; anything where a stop has cut the path, as nothing follows."""
     parents = drafts.parents

@@ -83,12 +83,16 @@ class CpuEngine(Engine):
         return head.outputs(step)
 
     def give_rows(
-        self, head: str, name: str, outputs: Sequence[str], rows: NDArray[np.int32]
+        self, head: str, name: str, sources: Sequence[torch.Tensor], rows: NDArray[np.int64]
     ) -> None:
         """Copy rows of outputs to an input of a head; see Engine."""
         bound, _ = find_head(self._heads, head)
-        index = torch.from_numpy(rows.astype(np.int64))
-        bound.write_beside(name, [self.output(each) for each in outputs], index)
+        bound.write_beside(name, sources, torch.from_numpy(rows))
+
+    def as_logits(self, output: torch.Tensor) -> NDArray[np.float32]:
+        """The same memory; see Engine."""
+        logits: NDArray[np.float32] = output.numpy()
+        return logits
 
     def top_ids(self, logits: Sequence[torch.Tensor], count: int) -> NDArray[np.int64]:
         """The ids of the largest logits; see Engine."""

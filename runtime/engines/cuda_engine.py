@@ -211,13 +211,17 @@ class CudaEngine(Engine):
             head.write(inputs)
 
     def give_rows(
-        self, head: str, name: str, outputs: Sequence[str], rows: NDArray[np.int32]
+        self, head: str, name: str, sources: Sequence[torch.Tensor], rows: NDArray[np.int64]
     ) -> None:
         """Enqueue the copy of rows of outputs to an input of a head; see Engine."""
         bound, _ = find_head(self._heads, head)
-        index = self.queue.to_device(torch.from_numpy(rows.astype(np.int64)))
+        index = self.queue.to_device(torch.from_numpy(rows))
         with device_errors(f"writing the inputs of {head}"), self.queue.scope():
-            bound.write_beside(name, [self.output(each) for each in outputs], index)
+            bound.write_beside(name, sources, index)
+
+    def as_logits(self, output: torch.Tensor) -> DeviceLogits:
+        """To be read on the queue; see Engine."""
+        return DeviceLogits(output, self.queue)
 
     def head_output(self, name: str, output: str) -> torch.Tensor:
         """Where a head leaves an output."""

@@ -128,10 +128,14 @@ class Engine(ABC):
 
     @abstractmethod
     def give_rows(
-        self, head: str, name: str, outputs: Sequence[str], rows: NDArray[np.int32]
+        self, head: str, name: str, sources: Sequence[torch.Tensor], rows: NDArray[np.int64]
     ) -> None:
-        """Copy `rows` of outputs of the last `run`, side by side, to the first rows of an input of
-        a head."""
+        """Copy `rows` of the engine's own tensors, outputs of any graph, side by side to the first
+        rows of an input of a head."""
+
+    @abstractmethod
+    def as_logits(self, output: torch.Tensor) -> Logits:
+        """An output [rows, vocab_size] of `run_head` as sampling takes it."""
 
     @abstractmethod
     def top_ids(self, logits: Sequence[torch.Tensor], count: int) -> NDArray[np.int64]:

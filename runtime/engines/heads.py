@@ -31,11 +31,11 @@ class BoundHead:
             name: (tensors[t], extents[t] != "tokens") for name, t in graph.outputs.items()
         }
 
-    def write_beside(self, name: str, outputs: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
+    def write_beside(self, name: str, sources: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
         """Copy `rows` (int64, where the tensors are) of several tensors side by side to an
         input."""
         given, column = self._given[name], 0
-        for tensor in outputs:
+        for tensor in sources:
             part = given[:, column : column + tensor.shape[1]]
             for first in range(0, len(rows), _ROWS_AT_ONCE):  # bounds what torch gathers them in
                 some = rows[first : first + _ROWS_AT_ONCE]

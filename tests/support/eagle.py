@@ -145,8 +145,9 @@ class TorchHead:
             for part in "qkv"
         )
         if "midlayer.self_attn.q_norm.weight" in self.tensors:
-            q, k = self._norm("midlayer.self_attn.q_norm", q), self._norm(
-                "midlayer.self_attn.k_norm", k
+            q, k = (
+                self._norm("midlayer.self_attn.q_norm", q),
+                self._norm("midlayer.self_attn.k_norm", k),
             )
         q, k = self._rotate(q), self._rotate(k).repeat_interleave(groups, dim=0)
         v = v.repeat_interleave(groups, dim=0)

@@ -99,7 +99,8 @@ def test_a_head_computes_what_torch_does(new_model, save, tmp_path, form, layout
     taps = [f"layers.{layer}" for layer in (0, 1, 1)]
     for start, stop, rows in ((0, 8, [5, 7]), (8, 12, [3])):
         engine.run(prompt(TOKENS[start:stop], [stop - start - 1], start))
-        engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, taps, np.arange(stop - start))
+        rows_read = [engine.output(tap) for tap in taps]
+        engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, rows_read, np.arange(stop - start))
         step = prompt(shifted[start:stop], rows, start)
         found = engine.run_head(EAGLE_EXTEND, step, {})
         picked = [start + row for row in rows]
@@ -114,7 +115,8 @@ def test_a_head_computes_what_torch_does(new_model, save, tmp_path, form, layout
         out = wanted.out(g, read)
         at = np.array([len(TOKENS) + place], np.int32)
         step = pack_next(np.array([draft], np.int32), at, np.array([[1]], np.int32), 32)
-        found = engine.run_head(EAGLE_NEXT, step, {EAGLE_STATE: found[EAGLE_STATE].clone()})
+        engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [found[EAGLE_STATE]], np.array([0]))
+        found = engine.run_head(EAGLE_NEXT, step, {})
         close(found[EAGLE_STATE], out[-1:])
         close(found["logits"], wanted.logits(out[-1:]))
 

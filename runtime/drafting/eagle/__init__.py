@@ -1,0 +1,1 @@
+"""Drafts from an EAGLE head: one layer over the target's features."""

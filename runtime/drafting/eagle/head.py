@@ -1,0 +1,70 @@
+"""The EAGLE head of an engine: runs its steps, each behind rows of the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmctl.builder.engine_format import (
+    EAGLE_CACHE,
+    EAGLE_EXTEND,
+    EAGLE_FEATURES,
+    EAGLE_NEXT,
+    EAGLE_STATE,
+    eagle_tap,
+)
+from llmctl.plugins.ops.sampling.spec import Logits
+from llmctl.runtime.drafting.eagle.pairs import Pairs, pack_pairs
+from llmctl.runtime.kv_cache import BlockHolder
+from llmctl.runtime.step import pack_next
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmctl.runtime.engines.engine import Engine
+
+
+class EngineHead:
+    """The head of an engine that has one. See Head."""
+
+    def __init__(self, engine: Engine) -> None:
+        facts = engine.config.build_config["draft_heads"]
+        self._engine = engine
+        self._taps = [eagle_tap(layer) for layer in facts["taps"]]
+        self._outputs: Mapping[str, torch.Tensor] = {}  # of the last step's rows, in the engine
+
+    @property
+    def holders(self) -> Mapping[str, BlockHolder]:
+        """The cache of its layer."""
+        return {EAGLE_CACHE: self._engine.head_caches[EAGLE_CACHE]}
+
+    def extend(self, pairs: Items[Pairs]) -> None:
+        """Read pairs that are committed."""
+        engine = self._engine
+        features = [engine.output(tap) for tap in self._taps]
+        rows = np.concatenate([own.rows for own in pairs])
+        engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, features, rows)
+        step = pack_pairs(pairs, engine.tokens_per_block)
+        self._outputs = engine.run_head(EAGLE_EXTEND, step, {})
+
+    def logits(self, rows: list[int]) -> Logits:
+        """Of some rows of the last step."""
+        return self._engine.as_logits(self._outputs["logits"])[rows]
+
+    def next(
+        self,
+        rows: list[int],
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        tables: NDArray[np.int32],
+    ) -> Logits:
+        """Behind rows of the step before."""
+        engine = self._engine
+        engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [self._outputs[EAGLE_STATE]], np.array(rows))
+        step = pack_next(tokens, positions, tables, engine.tokens_per_block)
+        self._outputs = engine.run_head(EAGLE_NEXT, step, {})
+        return engine.as_logits(self._outputs["logits"])

@@ -1,0 +1,124 @@
+"""Chains from an EAGLE head: which pairs it reads, its cache, exact text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.fake_eagle import FakeEagleHead, FeaturedEngine
+from support.fake_loop import Harness
+from support.head_schedules import prompts, run_any_schedule
+
+from llmctl.errors import BadConfig
+from llmctl.runtime.drafting.eagle.drafter import EagleDrafter
+from llmctl.runtime.request import Request, SamplingConfig
+
+VOCAB = 23
+
+
+def make(length=4, *, agreement=1.0, **options):
+    engine = FeaturedEngine(vocab_size=VOCAB, max_draft_len=63, **options)
+    head = FakeEagleHead(engine, agreement)
+    return engine, head, EagleDrafter(head, length)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_head_that_is_right_has_whole_chains_accepted(reuse):
+    """Prompts in chunks, some of them from the cache, requests that start while others generate,
+    greedy and sampled: a feature, token or position that is another's would give other drafts."""
+    engine, _, drafter = make(max_num_tokens=40, max_batch_size=4)
+    harness = Harness(engine, drafter, reuse=reuse)
+    generator = np.random.default_rng(1)
+    for index, prompt in enumerate(prompts(generator, 14, VOCAB)):
+        sampled = SamplingConfig(temperature=0.9, top_k=0, seed=index)
+        config = sampled if index % 3 == 2 else SamplingConfig()
+        harness.add(Request(prompt, max_tokens=30, sampling_config=config))
+    rounds = 0
+    while harness.scheduler.has_work:
+        report = harness.step()
+        drafted = report.commits[len(report.batch.context) :]
+        for item, commit in zip(report.batch.generation, drafted, strict=True):
+            assert commit.num_drafts == min(item.draft_len, 4), "a round without its drafts"
+            assert commit.accepted == commit.num_drafts
+            assert len(set(commit.sequence.kv_lens)) == 1, "the head keeps up"
+            rounds += 1
+    assert rounds > 60
+
+
+@pytest.mark.parametrize("schedule", range(4))
+@pytest.mark.parametrize("agreement", [0.0, 0.6, 1.0])
+def test_any_schedule_gives_the_plain_answer(schedule, agreement):
+    """Chunks, pauses, cancels, reuse, own draft lengths, greedy and sampled requests."""
+    generator = np.random.default_rng([schedule, int(10 * agreement)])
+    engine, head, drafter = make(
+        int(generator.integers(1, 9)),
+        agreement=agreement,
+        max_num_tokens=int(generator.choice([10, 17, 48])),
+        max_batch_size=int(generator.choice([2, 8])),
+    )
+    reuse = schedule % 2 == 0
+    harness = run_any_schedule(generator, engine, drafter, reuse=reuse, vocab=VOCAB)
+    assert reuse or not head.num_foreign
+    if agreement == 1.0:
+        assert harness.loop.stats.accepted_tokens > 20
+
+
+def test_a_prompts_pairs_are_read_chunk_by_chunk_and_drafts_token_by_token():
+    engine, head, drafter = make(3, max_num_tokens=8)
+    harness = Harness(engine, drafter)
+    harness.add(Request(tuple(range(20)), max_tokens=12))
+    for _ in range(3):
+        harness.step()
+    assert head.steps == [("extend", 8), ("extend", 8), ("extend", 4)]
+    harness.step()
+    assert head.steps[3:] == [("next", 1), ("next", 1), ("extend", 4)]
+
+
+def test_a_request_that_missed_a_step_has_no_drafts_once_and_goes_on():
+    engine, _, drafter = make()
+    harness = Harness(engine, drafter)
+    late = harness.add(Request((1, 2, 3), max_tokens=40))
+    harness.add(Request((4, 5, 6), max_tokens=40))
+    harness.step()
+    held = harness.scheduler._active.pop(late.sequence_id)
+    harness.step()
+    harness.scheduler._active[late.sequence_id] = held
+    report = harness.step()
+    drafted = {
+        item.sequence.sequence_id: commit.num_drafts > 0
+        for item, commit in zip(report.batch.slices, report.commits, strict=True)
+    }
+    assert drafted == {1: False, 2: True}
+    assert all(commit.num_drafts > 0 for commit in harness.step().commits)
+
+
+def test_a_finished_text_is_continued_from_the_cache_of_both():
+    """The last blocks of a text have the head's content, too, though it drafted nothing there."""
+    engine, head, drafter = make()
+    harness = Harness(engine, drafter)
+    first = harness.add(Request((1, 2, 3), max_tokens=30))
+    harness.run()
+    second = harness.add(Request((*first.tokens, 7), max_tokens=9))
+    harness.step()
+    assert second.kv_lens == [len(first.tokens) + 1] * 2
+    assert head.steps[-1] == ("extend", 2), "its last token, and what the cache did not have"
+    harness.run()
+    assert not head.num_foreign
+
+
+def test_after_a_step_that_failed_the_others_go_on():
+    engine, _, drafter = make()
+    harness = Harness(engine, drafter)
+    victim = harness.add(Request((1, 2, 3), max_tokens=30))
+    harness.step()
+    engine.fail_at = engine.num_runs + 1
+    with pytest.raises(RuntimeError, match="the engine broke"):
+        harness.step()
+    harness.cancel(victim)
+    generator = np.random.default_rng(3)
+    requests = [Request(prompt, max_tokens=20) for prompt in prompts(generator, 5, VOCAB)]
+    harness.run_arriving(generator, requests, horizon=10)
+
+
+def test_no_drafts_a_round_are_refused():
+    with pytest.raises(BadConfig, match="max_draft_len is 0"):
+        EagleDrafter(FakeEagleHead(FeaturedEngine()), 0)
