@@ -9,7 +9,8 @@ _BEAM = "beam search is not available; every request runs with one beam"
 _PROMPT_TUNING = "prompt tuning and multimodal embeddings are not available; prompts are tokens"
 _LOGITS = "whole logits are not kept; --output-log-probs-npy writes the emitted tokens' log-probs"
 _LORA = "LoRA adapters are not available; merge the adapter into the checkpoint before quantizing"
-_TREE = "of drafting with trees, Medusa is available: --medusa-choices"
+_DYNAMIC = "an EAGLE head drafts chains: --eagle-choices auto"
+_TYPICAL = "drafts are accepted by tokens, so that they never change the text"
 _COMPARE = "run does not load Hugging Face models; --engine-dir holds all it needs"
 _KERNEL = "the engine's kernels are chosen at build and every one of them is exact"
 _WINDOW = "an attention window that is too large is no error: it sees everything"
@@ -49,10 +50,9 @@ _REASONS = {
     "lora-task-uids": _LORA,
     "language-task-uids": "language adapters are not available",
     "backend": "the engine's backend was chosen with: llmctl build --backend",
-    "eagle-choices": _TREE,
-    "eagle-posterior-threshold": _TREE,
-    "eagle-use-dynamic-tree": _TREE,
-    "eagle-dynamic-tree-max-top-k": _TREE,
+    "eagle-posterior-threshold": _TYPICAL,
+    "eagle-use-dynamic-tree": _DYNAMIC,
+    "eagle-dynamic-tree-max-top-k": _DYNAMIC,
     "lookahead-config": "lookahead decoding is not available; use --ngram-config",
 }
 

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import linear, silu
 
+from scripts.demo.eagle_head import EagleHead, EagleShape
+
 Tensors = dict[str, torch.Tensor]
 LAYOUTS = ("eagle", "speculators")
 HIDDEN, VOCAB = 64, 131  # of tiny targets
@@ -175,3 +177,33 @@ class TorchHead:
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         unit = x * (x.square().mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).rsqrt()
         return unit * self.tensors[f"{name}.weight"]
+
+
+@torch.no_grad()
+def fit_head(
+    model: torch.nn.Module, texts: list[tuple[list[int], list[int]]], steps: int = 5
+) -> EagleHead:
+    """A head that knows what comes behind some prompts: all is random but the output matrix, which
+    is least squares over what it reads in the steps of rounds there, with the texts' own tokens."""
+    table = model.get_input_embeddings().weight.detach().float()
+    torch.manual_seed(3)
+    kept = torch.tensor(sorted({token for _, text in texts for token in text}))
+    head = EagleHead(EagleShape(table.shape[1], 512, 6, 2, (2, 4, 5)), table, kept)
+    rows = {token: row for row, token in enumerate(kept.tolist())}
+    gram = 0.01 * torch.eye(table.shape[1])
+    sums = torch.zeros(len(kept), table.shape[1])
+    for prompt, text in texts:
+        ids = [*prompt, *text]
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[tap] for tap in head.shape.taps], -1)
+        count, following = len(ids) - 1, torch.tensor([[*ids[1:], *[0] * steps]])
+        for step, out in enumerate(head.unroll(features[:, :count], following, steps)):
+            first, last = len(prompt) - 1, len(ids) - 2 - step
+            if first < last:
+                x = head.norm(out[0, first:last])
+                wanted = torch.tensor([rows[token] for token in ids[first + 2 + step :]])
+                gram += x.T @ x
+                sums.index_add_(0, wanted, x)
+    # Least squares gives shares; a softmax of ten times these tells likely from unlikely.
+    head.lm_head.weight.copy_(10 * torch.linalg.solve(gram, sums.T).T)
+    return head

@@ -1,0 +1,201 @@
+"""Drafts from an EAGLE head through the whole program: never another token than without."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cuda import launch_sampling, open_on_fake_device
+from support.e2e import DemoPair, Outputs, PromptMaker, cancel_some, run_all
+from support.eagle import fit_head
+from transformers import AutoModelForCausalLM
+
+from llmctl.plugins.backends.cuda.queue import DeviceQueue
+from llmctl.plugins.ops.sampling.cuda import CudaSampling
+from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.drafting.eagle.method import Eagle
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
+from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
+
+Opened = Callable[..., AbstractContextManager[Executor]]
+
+DRAFT_LEN = 5
+DRAFTING = Eagle()
+KINDS = (
+    SamplingConfig(),
+    SamplingConfig(temperature=0.8, top_k=0, seed=5),
+    SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.1),
+    SamplingConfig(temperature=1.1, top_k=40, top_p=0.9, min_p=0.02, seed=4),
+)
+
+
+@pytest.fixture(scope="module")
+def requests(prompts: PromptMaker) -> list[Request]:
+    """Greedy and seeded, with and without drafts, of all lengths; 24 for 16 places."""
+    return [
+        Request(
+            prompt,
+            4 + 3 * (index % 13),
+            KINDS[index % len(KINDS)],
+            OutputConfig(return_log_probs=index % 5 == 0),
+            end_id=1,
+            max_draft_len=(None, None, 0, 3, 7)[index // 3 % 5],
+        )
+        for index, prompt in enumerate(prompts(24))
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(demo: DemoPair, requests: list[Request]) -> Outputs:
+    """Of the engine without a head, each request alone."""
+    with demo.executor("target-fp8", enable_block_reuse=False) as executor:
+        return [run_all(executor, [request])[0] for request in requests]
+
+
+@pytest.fixture(scope="module")
+def engine(
+    demo: DemoPair,
+    requests: list[Request],
+    plain: Outputs,
+    repository: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """With a head that knows what comes of the requests."""
+    folder = tmp_path_factory.mktemp("eagle")
+    model = AutoModelForCausalLM.from_pretrained(
+        repository / "examples/demo-target", dtype=torch.float32
+    )
+    texts = [
+        (list(request.input_token_ids), list(output[0]))
+        for request, output in zip(requests, plain, strict=True)
+    ]
+    fit_head(model.eval(), texts).write(folder / "head", "demo-target")
+    demo.llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
+                "--output-dir", folder / "engine", "--max-batch-size", 16, "--max-seq-len", 1024,
+                "--speculative-decoding-mode", "eagle",
+                "--draft-model-dir", folder / "head")  # fmt: skip
+    return folder / "engine"
+
+
+@pytest.fixture(scope="module")
+def opened(engine: Path) -> Opened:
+    """opened(method, ...) -> a running executor of the engine; None: without drafts."""
+
+    @contextmanager
+    def running(method: DraftMethod | None = DRAFTING, **options: Any) -> Iterator[Executor]:
+        engines = EngineOptions(engine, method or PlainDecoding(), **options)
+        with OpenEngines(check_engines(engines)).executor() as executor:
+            yield executor
+
+    return running
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_head_that_knows_the_text_changes_no_token(
+    opened: Opened, requests: list[Request], plain: Outputs, reuse: bool
+) -> None:
+    """All together; prompts enter in chunks beside the drafts of others, or from the cache."""
+    options = {"enable_block_reuse": reuse, "max_num_tokens": 96}
+    with opened(**options) as executor:
+        assert run_all(executor, requests) == plain
+        assert run_all(executor, requests[:4]) == plain[:4], "again, from a warm cache"
+        stats = executor.get_speculation_stats()
+    assert stats.accepted_tokens > 150
+    assert len(stats.accepted_at_position) == DRAFT_LEN, "whole chains were accepted"
+
+
+def test_the_engine_decodes_plainly_where_no_drafts_are_asked_for(
+    opened: Opened, requests: list[Request], plain: Outputs
+) -> None:
+    with opened(None) as executor:
+        assert run_all(executor, requests[:8]) == plain[:8]
+        assert executor.get_speculation_stats().draft_tokens == 0
+
+
+def test_narrow_windows_change_no_token(
+    demo: DemoPair, opened: Opened, requests: list[Request]
+) -> None:
+    options = {"windows": WindowOptions((40,), 4), "enable_block_reuse": False}
+    with demo.executor("target-fp8", **options) as executor:
+        wanted = run_all(executor, requests[:12])
+    with opened(**options) as executor:
+        assert run_all(executor, requests[:12]) == wanted
+
+
+def test_cancelled_requests_leave_the_others_alone(
+    opened: Opened, requests: list[Request], plain: Outputs
+) -> None:
+    draw = random.Random(1)
+    with opened() as executor:
+        for _ in range(3):
+            cancel_some(executor, requests, plain, draw)
+
+
+def test_blocks_that_leave_the_cache_and_return_change_no_token(
+    opened: Opened, requests: list[Request], plain: Outputs
+) -> None:
+    """The head's blocks go to host memory and back with the target's."""
+    options = {"max_tokens": 40 * 32, "host_memory_bytes": 8 << 20}
+    with opened(**options) as executor:
+        for _ in range(2):
+            assert run_all(executor, requests) == plain
+
+
+def test_adaptive_lengths_change_no_token(
+    opened: Opened, requests: list[Request], plain: Outputs
+) -> None:
+    with opened(adaptive_draft_len=True) as executor:
+        assert run_all(executor, requests) == plain
+
+
+def test_the_cuda_host_drafts_from_a_head_too(
+    engine: Path, requests: list[Request], plain: Outputs
+) -> None:
+    """Over the fake device, which has the CPU's arithmetic."""
+    queue = DeviceQueue("cpu")
+    target, capture = open_on_fake_device(engine, queue)
+    drafter = DRAFTING.make_drafter({"target": target}, DRAFT_LEN)
+    sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
+    config = ExecutorConfig(KvCacheConfig(num_blocks=300))
+    with Executor(target, drafter, config, sampling) as executor:
+        assert run_all(executor, requests) == plain
+        assert executor.get_speculation_stats().accepted_tokens > 150
+    assert sum(graph.num_replays for graph in capture.graphs) > 1
+
+
+def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:
+    """`run` with as many drafts as built for and with fewer, and what it refuses."""
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [*demo.program.command, "run", "--max_output_len", "24"]
+        command += ["--input_text", "def read_lines(path):", *options]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    folder = str(engine)
+    texts = set()
+    for options in (("--eagle_choices", "auto"), ("--eagle-choices", "auto", "--draft-len", "2")):
+        done = run("--engine_dir", folder, *options, "--verify-exact")
+        assert done.returncode == 0, done.stderr
+        assert "tokens per round" in done.stderr and "exact: 24 tokens" in done.stderr
+        texts.add(done.stdout)
+    assert len(texts) == 1
+    for options, found in (
+        (("--eagle-choices", "auto", "--draft-len", "6"), "the engine was built for 5"),
+        (("--eagle-choices", "auto", "--medusa-choices", "auto"), "one method drafts at a"),
+        (("--medusa-choices", "auto"), "no Medusa heads"),
+        (("--ngram-config", "[4,2,[0]]"), "cannot verify drafts"),
+        (("--eagle-choices", "auto", "--eagle-posterior-threshold", "0.1"), "by tokens"),
+    ):
+        done = run("--engine_dir", folder, *options)
+        assert done.returncode in (1, 2) and found in done.stderr, done.stderr
+    done = run("--engine_dir", str(demo.engine("target-fp8")), "--eagle-choices", "auto")
+    assert done.returncode == 1 and "no EAGLE head" in done.stderr
