@@ -17,12 +17,17 @@ from typing import Any
 from llmctl.errors import CorruptFile, Unsupported
 from llmctl.plugins.schemes.scheme import QuantizedScheme
 from llmctl.plugins.schemes.table import quantized_schemes
+from llmctl.quantize.config_fields import FLAG as FLAG
 from llmctl.quantize.config_fields import MAX_POSITIONS as MAX_POSITIONS
+from llmctl.quantize.config_fields import MODEL_FIELDS as MODEL_FIELDS
 from llmctl.quantize.config_fields import ROPE_FIELDS as ROPE_FIELDS
 from llmctl.quantize.config_fields import ROPE_NUMBERS as ROPE_NUMBERS
+from llmctl.quantize.config_fields import TEXT as TEXT
+from llmctl.quantize.config_fields import Kind as Kind
 from llmctl.quantize.config_fields import check_end_ids as check_end_ids
 from llmctl.quantize.config_fields import check_fields as check_fields
 from llmctl.quantize.config_fields import check_model_fields as check_model_fields
+from llmctl.quantize.config_fields import integer as integer
 from llmctl.quantize.config_fields import named_architectures as named_architectures
 from llmctl.quantize.found import QuantizationInfo as QuantizationInfo
 from llmctl.quantize.found import read_quantization as read_quantization

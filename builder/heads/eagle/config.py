@@ -19,8 +19,15 @@ from typing import Any
 
 from llmctl.builder.rope import read_rope
 from llmctl.errors import BadConfig, CorruptFile, Unsupported
-from llmctl.quantize.config_fields import FLAG, MODEL_FIELDS, TEXT, Kind, check_fields, integer
-from llmctl.quantize.format import read_json
+from llmctl.quantize.format import (
+    FLAG,
+    MODEL_FIELDS,
+    TEXT,
+    Kind,
+    check_fields,
+    integer,
+    read_json,
+)
 
 DEFAULT_THETA = 10000.0
 _SPECULATORS = "speculators_model_type"

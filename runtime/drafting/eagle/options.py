@@ -33,6 +33,7 @@ ROW = MethodRow(
             (OPTION,),
             str,
             "Drafts from the engine's EAGLE head: auto, a chain.",
+            is_hidden=True,  # --help is full
         ),
     ),
     make=_make,

@@ -17,6 +17,7 @@ ASKED = {  # by a row's `how`: values of options that ask for the method
     "--ngram-config": {"ngram_config": "[4,2,[0]]"},
     "--medusa-choices": {"medusa_choices": "auto"},
     "--redrafter-num-beams": {"redrafter_num_beams": "auto"},
+    "--eagle-choices": {"eagle_choices": "auto"},
 }
 NOTHING = {option.name: None for option in method_options()}
 
@@ -26,6 +27,7 @@ def config(mode: str, max_draft_len: int) -> SimpleNamespace:
     facts = {
         "medusa": {"num_heads": 2, "num_layers": 1, "choices": [[0], [0, 0], [1], [2]]},
         "redrafter": {"num_beams": 2, "draft_len_per_beam": 2, "greedy_search": False},
+        "eagle": {"taps": [2, 4, 5]},
     }
     build = {"max_draft_len": max_draft_len, "speculative_decoding_mode": number}
     build |= {"draft_heads": facts.get(mode, {})}

@@ -1,0 +1,125 @@
+"""EAGLE-3 heads that would load and draft nonsense, or are of another target: named errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.eagle import LAYOUTS, make_head, save_head
+
+from llmctl.builder.heads.eagle.checkpoint import check_head, open_head
+from llmctl.builder.heads.eagle.config import choose_taps, read_config
+from llmctl.errors import (
+    BadConfig,
+    BadTensorShape,
+    BadTensorValue,
+    MissingTensor,
+    PairMismatch,
+    UnexpectedTensor,
+    Unsupported,
+)
+
+TAPS = (2, 4, 5)
+
+
+def check(folder, hidden=64, vocab=131, taps=TAPS):
+    return check_head(open_head(folder), taps, hidden, vocab)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_config_json_leaves_out_has_one_meaning(tmp_path, layout):
+    folder = save_head(tmp_path, make_head(), layout)
+    config = read_config(folder / "config.json")
+    assert not config.rope and not config.norm_before_residual and config.layer_ids is None
+    assert config.is_speculators == (layout == "speculators")
+    save_head(tmp_path, make_head(), layout, norm_before_residual=True, rope_theta=5e5)
+    config = read_config(folder / "config.json")
+    assert config.norm_before_residual and config.rope == {"rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("stated", "asked", "wanted"),
+    [
+        (None, None, (2, 16, 29)),
+        ([2, 16, 29], None, (2, 16, 29)),
+        ([1, 15, 28], None, (2, 16, 29)),  # named by outputs: the same layers
+        ([1, 15, 28], "1,15,28", (1, 15, 28)),
+        ([24, 30, 31], None, (24, 30, 31)),
+    ],
+)
+def test_layer_ids_come_in_two_conventions(stated, asked, wanted):
+    assert choose_taps(stated, 32, asked, "config.json") == wanted
+
+
+def test_layers_that_are_not_there_are_refused():
+    with pytest.raises(BadConfig, match="layers 0 to 7"):
+        choose_taps([2, 16, 29], 8, None, "config.json")
+    with pytest.raises(BadConfig, match="a list of layers"):
+        choose_taps(None, 8, "2;4", "config.json")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stored_embedding_is_read_unless_it_is_a_copy(tmp_path, layout):
+    tensors = make_head(own_embedding=True)
+    assert check(save_head(tmp_path / "a", tensors, layout)).has_embedding == (layout == "eagle")
+    assert check(save_head(tmp_path / "b", tensors, layout, embed_requires_grad=True)).has_embedding
+
+
+def absolute(tensors):
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def outside(tensors):
+    tensors["d2t"][-1] = 131
+
+
+def other_tokens(tensors):
+    tensors["t2d"] = tensors["t2d"].roll(1)
+
+
+def no_map(tensors):
+    del tensors["d2t"], tensors["t2d"]
+
+
+def no_norm(tensors):
+    del tensors["midlayer.hidden_norm.weight"]
+
+
+def no_output(tensors):
+    del tensors["lm_head.weight"]
+
+
+def narrow(tensors):
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:49]
+
+
+def bias(tensors):
+    tensors["midlayer.self_attn.q_proj.bias"] = torch.zeros(64)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "found"),
+    [
+        (absolute, BadTensorValue, "offsets|leads to token"),
+        (outside, BadTensorValue, "leads to token 180"),
+        (other_tokens, BadTensorValue, "different tokens"),
+        (no_map, MissingTensor, "d2t and t2d"),
+        (no_norm, Unsupported, "EAGLE-1 or 2"),
+        (no_output, MissingTensor, "lm_head.weight"),
+        (narrow, BadTensorShape, "config.json implies"),
+        (bias, UnexpectedTensor, "q_proj.bias"),
+    ],
+)
+def test_tensors_that_do_not_fit_together_are_refused(tmp_path, change, error, found):
+    tensors = make_head()
+    change(tensors)
+    with pytest.raises(error, match=found):
+        check(save_head(tmp_path, tensors))
+
+
+def test_the_head_of_another_target_is_refused(tmp_path):
+    folder = save_head(tmp_path, make_head())
+    for wrong in ({"hidden": 128}, {"vocab": 140}, {"taps": (2, 4)}):
+        with pytest.raises(PairMismatch, match="trained for this target|the target wants"):
+            check(folder, **wrong)
+    with pytest.raises(Unsupported, match="fc_norm true"):
+        open_head(save_head(tmp_path / "fc", make_head(), "speculators", fc_norm=True))
