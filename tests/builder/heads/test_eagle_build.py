@@ -13,7 +13,13 @@ from support.eagle import LAYOUTS, TorchHead, make_head, save_head
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
-from llmctl.builder.engine_format import EAGLE_EXTEND, EAGLE_FEATURES, EAGLE_NEXT, EAGLE_STATE
+from llmctl.builder.engine_format import (
+    EAGLE_EXTEND,
+    EAGLE_FEATURES,
+    EAGLE_NEXT,
+    EAGLE_STATE,
+    open_engine,
+)
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.runtime.engines.engine import open_cpu_engine
@@ -144,3 +150,16 @@ def test_the_targets_numbers_are_those_of_an_engine_without_a_head(new_model, sa
     extend = on_cpu.heads[EAGLE_EXTEND].ops
     gathers = [op.inputs["x"] for op in extend if op.op == "gather_rows"]
     assert len(gathers) == 2, "behind attention, and of the residual: the MLP runs for a row each"
+
+
+def test_the_kernels_of_a_head_compile_for_a_gpu(new_model, save, tmp_path):
+    """And the engine's stored binaries are those that its steps launch."""
+    checkpoint = save(new_model("llama", head_dim=64, dtype="bfloat16"))
+    head = save_head(tmp_path / "head", make_head(head_dim=64), head_dim=64)
+    request = BuildRequest(**LIMITS, draft_model_dir=str(head))
+    folder = tmp_path / "engine"
+    run_build(plan_build(checkpoint, request, backend="cuda"), folder)
+    plan, _ = open_engine(folder)
+    names = [kernel.name for kernel in plan.kernels]
+    assert any(name.startswith("concat.") for name in names)
+    assert any(name.startswith("expand_logits.") for name in names)
