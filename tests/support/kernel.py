@@ -3,8 +3,10 @@ binaries as text."""
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -23,9 +25,11 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepLimits,
     StepShape,
 )
+from llmctl.plugins.core.cache_home import cache_home
 from llmctl.plugins.core.calls import StepInputs, Trees
 from llmctl.plugins.core.examples import Example
 from llmctl.plugins.core.operators import operator_module
+from llmctl.publish import write_cached
 
 KERNEL_DTYPES = ("bfloat16", "float16")  # the cuda backend has no float32 models
 
@@ -113,15 +117,30 @@ def compile_all(specs: Sequence[KernelSpec]) -> Iterator[tuple[KernelSpec, Compi
 
 
 def _disassemble(kernels: Sequence[CompiledKernel], capability: str) -> list[str]:
-    """All in one call, as one run of instructions: a call takes 0.3 s, however little there is."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    """Kept between runs, as compiled kernels are; addresses count from a place of no meaning."""
     codes = [dict(elf_sections(kernel.cubin))[f".text.{kernel.entry}"] for kernel in kernels]
+    disassembler = f"triton {triton.__version__}, {capability}\n".encode()
+    folder = cache_home() / "llmctl" / "disassembled"
+    paths = [folder / hashlib.sha256(disassembler + code).hexdigest() for code in codes]
+    missing = {path: code for path, code in zip(paths, codes, strict=True) if not path.exists()}
+    texts = dict(zip(missing, _run_disassembler([*missing.values()], capability), strict=True))
+    for path, text in texts.items():
+        write_cached(path, zlib.compress(text.encode(), 1))
+    return [texts.get(p) or zlib.decompress(p.read_bytes()).decode() for p in paths]
+
+
+def _run_disassembler(codes: Sequence[bytes], capability: str) -> list[str]:
+    """All in one call, as one run of instructions: a call takes 0.3 s, however little there is."""
+    if not codes:
+        return []
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "code"
         path.write_bytes(b"".join(codes))
-        command = [str(tool), "--binary", "SM" + capability.replace(".", ""), str(path)]
+        # Without the analysis of data flow, which changes nothing in a run of plain instructions.
+        command = [tool, "-ndf", "--binary", "SM" + capability.replace(".", ""), path]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    ends = accumulate(len(code) for code in codes)
+    ends = accumulate(map(len, codes))
     starts = [
         text.index(f"/*{end - len(code):04x}*/") for code, end in zip(codes, ends, strict=True)
     ]
