@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,12 @@ from llmctl.plugins.ops.paged_attention import batch, kernel, verification
 from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT, count_units
 
 MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (4096,), "kv_dtype": FP8}
+
+
+@lru_cache(2)  # each has 70 MB and more
+def model(**changes: Any) -> World:
+    """MODEL with some fields changed; nobody writes to it."""
+    return World(**{**MODEL, **changes})
 
 
 def launched(world: World, counts: list[int], max_kv_len: int) -> list[Launch]:
@@ -50,17 +58,17 @@ def test_kernels_of_warps_compile_for_every_page_size(tokens_per_block, specs):
 
 
 def test_rows_of_a_request_fit_the_columns_of_the_instruction():
-    world = World(**MODEL)
+    world = model()
     assert launched(world, [1] * 64, 1024)[0].spec.constants["COLUMNS"] == 8
     assert launched(world, [2] * 64, 1024)[0].spec.constants["COLUMNS"] == 16
     assert launched(world, [3] * 64, 1024)[0].spec.is_triton
-    wide = World(**{**MODEL, "kv_heads": 4})  # 16 query heads each
+    wide = model(kv_heads=4)  # 16 query heads each
     assert launched(wide, [1] * 64, 1024)[0].spec.constants["COLUMNS"] == 16
     assert launched(wide, [2] * 64, 1024)[0].spec.is_triton
 
 
 def test_beside_chunks_every_request_is_served_by_one_kernel():
-    world = World(**MODEL)
+    world = model()
     context, generation = launched(world, [1] * 60 + [700, 2], 1024)
     assert context.spec.entry == "chunk"
     assert generation.spec.entry == "batch"
@@ -71,7 +79,7 @@ def test_beside_chunks_every_request_is_served_by_one_kernel():
 @pytest.mark.parametrize("max_kv_len", [1, 700, 4096, 5000, 131072])
 @pytest.mark.parametrize("requests", [9, 16, 64, 256])
 def test_parts_cover_the_longest_context_and_their_units_find_room(requests, max_kv_len):
-    world = World(**MODEL, max_batch_size=256)
+    world = model(max_batch_size=256)
     (launch,) = launched(world, [1] * requests, max_kv_len)
     part_tiles, max_entries = launch.arguments[-2:]
     assert launch.grid == (launch.grid[0], 8, requests)
@@ -87,7 +95,7 @@ def test_parts_cover_the_longest_context_and_their_units_find_room(requests, max
 
 
 def test_contexts_are_whole_where_requests_are_many_and_cut_where_they_are_few():
-    world = World(**MODEL, max_batch_size=256)
+    world = model(max_batch_size=256)
     assert launched(world, [1] * 64, 1024)[0].grid[0] == 1
     assert launched(world, [1] * 9, 1024)[0].grid[0] == 4
     assert launched(world, [1] * 256, 1 << 17)[0].grid[0] <= 8
@@ -106,26 +114,26 @@ def test_contexts_are_whole_where_requests_are_many_and_cut_where_they_are_few()
 def test_long_contexts_are_divided_by_as_many_warps_as_run_at_once(
     requests: int, tokens: int, max_kv_len: int, grid: int
 ) -> None:
-    world = World(**{**MODEL, "lengths": (8192,)})
+    world = model(lengths=(8192,))
     (launch,) = launched(world, [tokens] * requests, max_kv_len)
     assert launch.spec.constants["TOGETHER"] and launch.grid == (grid, 8, requests)
     assert grid * 8 * requests <= batch._WARPS_PER_SM * world.limits().num_sms
     *_, max_entries = launch.arguments
     assert max_entries >= 2 + count_units(max_kv_len) - count_units(MOST_UNIT * KEYS)
-    short = World(**MODEL)  # an engine whose sequences are short has no such kernel
+    short = model()  # an engine whose sequences are short has no such kernel
     names = [spec.name for spec in batch.batch_specs(short.call([(0, 0, 1)]), short.limits())]
     assert launch.spec.name.endswith(".all") and launch.spec.name not in names
 
 
 def test_too_many_rows_or_requests_for_warps_that_wait_for_each_other() -> None:
-    world = World(**{**MODEL, "lengths": (8192,)}, max_batch_size=256)
+    world = model(lengths=(8192,), max_batch_size=256)
     assert launched(world, [3], 32768)[0].spec.entry == "generation"
     assert not launched(world, [1] * 64, 32768)[0].spec.constants["TOGETHER"]
 
 
 def test_each_launch_is_of_a_binary_that_was_built():
     for sizes in ({"size": 64}, {"heads": 32}, {"kv_heads": 4}, {"kv_dtype": INT8}):
-        world = World(**{**MODEL, **sizes})
+        world = model(**sizes)
         built = kernel.kernels(world.call([(0, 0, 1)]), world.limits())
         for counts in ([1] * 3, [2] * 9, [1] * 64, [1] * 30 + [100], [4] * 20):
             for launch in launched(world, counts, 1024):
@@ -134,6 +142,6 @@ def test_each_launch_is_of_a_binary_that_was_built():
 
 @pytest.mark.parametrize("other", NOT_BY_WARP, ids=lambda other: ", ".join(other))
 def test_what_it_does_not_cover_stays_with_triton(other):
-    world = World(**{**MODEL, **other})
+    world = model(**other)
     assert not batch.covers_batch(world.call([(0, 0, 1)]), world.limits())
     assert all(launch.spec.is_triton for launch in launched(world, [1] * 64, 64))
