@@ -27,6 +27,8 @@ WORLDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+Rows = dict[tuple[int, tuple[int, ...]], torch.Tensor]  # by root and path, of its last token
+
 # Parents as in `Drafts`: -1 follows the root.
 SHAPES: dict[str, list[int]] = {
     "a star": [-1] * 6,
@@ -67,9 +69,17 @@ def along(world: World, root: int, path: Sequence[int]) -> World:
     return plain
 
 
-def differing_tokens(world: World, root: int, execute: Execute, beside: bool = False) -> list[int]:
+def differing_tokens(
+    world: World,
+    root: int,
+    execute: Execute,
+    beside: bool = False,
+    decoded: Rows | None = None,
+) -> list[int]:
     """Tokens of request 0's tree whose bits are not those of decoding their paths token by token;
-    with `beside`, requests 1 and 2 are in the step, a chain of five and a prompt."""
+    with `beside`, requests 1 and 2 are in the step, a chain of five and a prompt. `decoded` keeps
+    what paths gave, for other trees in the same world."""
+    rows = {} if decoded is None else decoded
     paths, depths = find_paths(world.trees[0])
     parts = [(0, root, len(paths))]
     if beside:
@@ -77,8 +87,10 @@ def differing_tokens(world: World, root: int, execute: Execute, beside: bool = F
     found = world.run(parts, execute, (3, 2))[beside]
     wrong = []
     for token, depth in enumerate(depths.tolist()):
-        plain = along(world, root, paths[token, : depth + 1].tolist())
-        (row,) = plain.run([(0, root + depth, 1)], execute)
-        if not same_bits(found[token : token + 1], row):
+        path = tuple(paths[token, : depth + 1].tolist())
+        if (root, path) not in rows:
+            plain = along(world, root, path)
+            (rows[root, path],) = plain.run([(0, root + depth, 1)], execute)
+        if not same_bits(found[token : token + 1], rows[root, path]):
             wrong.append(token)
     return wrong
