@@ -204,7 +204,7 @@ DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals
     __syncwarp();
     fresh.add_to(keys, s, tile, 0);
     LogitsOf<1> own;
-    multiply_keys<1>(own, queries, keys, warp_of_team());
+    multiply_keys<1>(own, queries, TileKeys(keys), warp_of_team());
     __syncwarp();
     share_logits(own, keys);
     wait_for_copies<0>();
@@ -217,7 +217,7 @@ DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals
     const int last[1][2] = {{s.seen[0] - tile * KEYS, s.seen[1] - tile * KEYS}};
     soften(state, logits, weights, last, scale, (tile + 1) * KEYS - 1 > s.all_see,
            tile == work.tile);
-    multiply_values<OWN_STEPS>(state.sums, weights, values, warp_of_team() * OWN_STEPS);
+    multiply_values<OWN_STEPS>(state.sums, weights, TileKeys(values), warp_of_team() * OWN_STEPS);
     if (SLOTS == 1 && tile + 1 < work.end) {
       team_meet();
       if (KEEPS && tile == work.tile) {

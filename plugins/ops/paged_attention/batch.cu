@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(32, 4)
 #pragma unroll 1
   for (int tile = begin; tile < end; ++tile) {
     Logits logits;
-    multiply_keys(logits, queries, arrive());
+    multiply_keys(logits, queries, TileKeys(arrive()));
     int last[COLUMN_BLOCKS][2];
 #pragma unroll
     for (int n = 0; n < COLUMN_BLOCKS; ++n) {
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(32, 4)
     }
     u32 weights[COLUMN_BLOCKS][BLOCKS][2];
     soften(unit, logits, weights, last, scale, (tile + 1) * KEYS - 1 > all_see, is_first);
-    multiply_values(unit.sums, weights, arrive());
+    multiply_values(unit.sums, weights, TileKeys(arrive()));
     is_first = next_unit(tile + 1) == tile + 1 || tile + 1 == end;
     if (!is_first) continue;
     if (blockIdx.x == 0) {

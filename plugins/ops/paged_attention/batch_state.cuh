@@ -5,14 +5,14 @@
 
 // A work item, or what has been merged so far. Sums 0 and 2 of a block are of column 2 (lane % 4), 1 and 3 of
 // the next; `largest` is of both, `total` of the one of them that the lane sums up.
-template <int N>
-struct StateOf {  // N blocks of 16 dimensions
-  float largest[COLUMN_BLOCKS][2], total[COLUMN_BLOCKS];
-  SumsOf<N> sums;
+template <int N, int C = COLUMN_BLOCKS>
+struct StateOf {  // N blocks of 16 dimensions, C of 8 columns
+  float largest[C][2], total[C];
+  SumsOf<N, C> sums;
 
   DEVICE void clear() {
 #pragma unroll
-    for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+    for (int n = 0; n < C; ++n) {
       largest[n][0] = largest[n][1] = minus_infinity(), total[n] = 0.0f;
 #pragma unroll
       for (int i = 0; i < N * 4; ++i) sums[n][i / 4][i % 4] = 0.0f;
@@ -23,7 +23,7 @@ struct StateOf {  // N blocks of 16 dimensions
   DEVICE void append(const StateOf& unit) {
     const bool is_odd = lane_id() & 4;
 #pragma unroll
-    for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+    for (int n = 0; n < C; ++n) {
       float left[2], right[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
@@ -42,13 +42,13 @@ struct StateOf {  // N blocks of 16 dimensions
     }
   }
 
-  static constexpr int FLOATS = COLUMN_BLOCKS * (N * 4 + 3);  // per lane
+  static constexpr int FLOATS = C * (N * 4 + 3);  // per lane
 
   // The whole state in lane order, 32 values per line.
   template <class Use>
   DEVICE void each(const Use& use) {
 #pragma unroll
-    for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+    for (int n = 0; n < C; ++n) {
       const int first = n * (N * 4 + 3);
 #pragma unroll
       for (int i = 0; i < N * 4; ++i) use(sums[n][i / 4][i % 4], first + i);
@@ -70,14 +70,14 @@ typedef StateOf<STEPS> State;
 
 // Converts logits to weights, and rescales earlier sums to the same base. last[n][c]: the last key of the
 // tile that a column sees.
-template <int N>
-DEVICE void soften(StateOf<N>& state, Logits& logits, u32 (&weights)[COLUMN_BLOCKS][BLOCKS][2],
-                   const int (&last)[COLUMN_BLOCKS][2], float scale, bool is_masked,
-                   bool is_first) {
+template <int N, int C>
+DEVICE void soften(StateOf<N, C>& state, LogitsOf<BLOCKS, C>& logits,
+                   u32 (&weights)[C][BLOCKS][2], const int (&last)[C][2], float scale,
+                   bool is_masked, bool is_first) {
   const int key = lane_id() / 4;
   const bool is_odd = lane_id() & 4;
 #pragma unroll
-  for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+  for (int n = 0; n < C; ++n) {
     if (is_masked) {
 #pragma unroll
       for (int i = 0; i < BLOCKS * 4; ++i) {

@@ -92,27 +92,33 @@ struct Copier {
   }
 };
 
-// Four matrices of 8 keys by 16 bytes: keys 0 to 7, 8 to 15, and both again one chunk further. `lane_at`
-// is the address of the lane's row of the first of them.
-DEVICE u32 lane_place() { return place(lane_id() % 16, lane_id() / 16); }
-DEVICE void load_matrices(u32 (&x)[4], u32 lane_at, int block, int chunk) {
+// Four matrices of 8 keys by 16 bytes: keys 0 to 7, 8 to 15, and both again one chunk further. Each lane
+// has the address of a row of one of them.
+DEVICE void load_matrices(u32 (&x)[4], u32 lane_at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"((lane_at ^ (chunk << 4)) + block * 16 * LINE)
+               : "r"(lane_at)
                : "memory");
 }
-DEVICE void load_transposed(u32 (&x)[4], u32 lane_at, int block, int chunk) {
+DEVICE void load_transposed(u32 (&x)[4], u32 lane_at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"((lane_at ^ (chunk << 4)) + block * 16 * LINE)
+               : "r"(lane_at)
                : "memory");
 }
-DEVICE void load_one_transposed(u32 (&x)[4], u32 lane_at, int block, int chunk) {  // the first two
+DEVICE void load_one_transposed(u32 (&x)[4], u32 lane_at) {  // the first two
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                : "=r"(x[0]), "=r"(x[1])
-               : "r"((lane_at ^ (chunk << 4)) + block * 16 * LINE)
+               : "r"(lane_at)
                : "memory");
 }
+// Where a tile's matrices are read: `at` is the lane's address for keys 16 block on, and a chunk.
+struct TileKeys {
+  u32 first;  // of the first 16 keys, and chunk 0
+
+  DEVICE explicit TileKeys(u32 slot) : first(slot + place(lane_id() % 16, lane_id() / 16)) {}
+  DEVICE u32 at(int block, int chunk) const { return (first ^ (chunk << 4)) + block * 16 * LINE; }
+};
 DEVICE u32 transpose(u32 x) {  // of an 8 x 8 matrix of 16-bit numbers
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -208,17 +214,17 @@ static_assert(QUERY_BYTES == 0 || QUERY_BYTES == COLUMN_BLOCKS * STEPS * 256, "r
 
 // logits[keys, columns] of N blocks of 16 keys: sums 0, 1 are columns 2 (lane % 4) and the next of key
 // lane / 4 of a block, sums 2 and 3 those of the key 8 further.
-template <int N>
-using LogitsOf = float[COLUMN_BLOCKS][N][4];
+template <int N, int C = COLUMN_BLOCKS>
+using LogitsOf = float[C][N][4];
 typedef LogitsOf<BLOCKS> Logits;
 
-template <int N>
-DEVICE void multiply_keys(LogitsOf<N>& logits, const Queries& queries, u32 slot, int first = 0) {
-  const u32 lane_at = slot + lane_place();
+template <int N, int C, class Keys>
+DEVICE void multiply_keys(LogitsOf<N, C>& logits, const Queries& queries, const Keys& keys,
+                          int first = 0) {
 #pragma unroll
   for (int block = 0; block < N; ++block) {
 #pragma unroll
-    for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+    for (int n = 0; n < C; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) logits[n][block][i] = 0.0f;
     }
@@ -228,7 +234,7 @@ DEVICE void multiply_keys(LogitsOf<N>& logits, const Queries& queries, u32 slot,
 #pragma unroll
     for (int block = 0; block < N; ++block) {
       u32 x[4], a[4], b[4];
-      load_matrices(x, lane_at, first + block, chunk);
+      load_matrices(x, keys.at(first + block, chunk));
       if (IS_BYTE) {
         Widen<KV_TYPE>::pairs(x[0], a[0], a[2]);
         Widen<KV_TYPE>::pairs(x[1], a[1], a[3]);
@@ -236,7 +242,7 @@ DEVICE void multiply_keys(LogitsOf<N>& logits, const Queries& queries, u32 slot,
         Widen<KV_TYPE>::pairs(x[3], b[1], b[3]);
       }
 #pragma unroll
-      for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+      for (int n = 0; n < C; ++n) {
         float(&d)[4] = logits[n][block];
         u32 first, second;
         queries.load(n, IS_BYTE ? chunk : chunk / 2, first, second);
@@ -254,23 +260,22 @@ DEVICE void multiply_keys(LogitsOf<N>& logits, const Queries& queries, u32 slot,
 
 // sums[dimensions, columns] += values of a tile times weights, pairs of keys of each block of 16; N
 // blocks of 16 dimensions from the first one on.
-template <int N>
-using SumsOf = float[COLUMN_BLOCKS][N][4];
+template <int N, int C = COLUMN_BLOCKS>
+using SumsOf = float[C][N][4];
 constexpr int CHUNKS_PER_STEP = CHUNKS / STEPS;  // 16 dimensions of bytes are a chunk
 
-template <int N>
-DEVICE void multiply_values(SumsOf<N>& sums, const u32 (&weights)[COLUMN_BLOCKS][BLOCKS][2], u32 slot,
-                            int first = 0) {
-  const u32 lane_at = slot + lane_place();
+template <int N, int C, class Keys>
+DEVICE void multiply_values(SumsOf<N, C>& sums, const u32 (&weights)[C][BLOCKS][2],
+                            const Keys& keys, int first = 0) {
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
     for (int chunk = 0; chunk < N * CHUNKS_PER_STEP; chunk += 2) {
       u32 x[4];
       if (N * CHUNKS_PER_STEP == 1) {
-        load_one_transposed(x, lane_at, block, first);
+        load_one_transposed(x, keys.at(block, first));
       } else {
-        load_transposed(x, lane_at, block, first * CHUNKS_PER_STEP + chunk);
+        load_transposed(x, keys.at(block, first * CHUNKS_PER_STEP + chunk));
       }
 #pragma unroll
       for (int half = 0; half < (IS_BYTE && N > 1 ? 2 : 1); ++half) {
@@ -282,7 +287,7 @@ DEVICE void multiply_values(SumsOf<N>& sums, const u32 (&weights)[COLUMN_BLOCKS]
           a[0] = x[0], a[1] = x[2], a[2] = x[1], a[3] = x[3];
         }
 #pragma unroll
-        for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+        for (int n = 0; n < C; ++n) {
           const auto& w = weights[n][block];
           Multiply<Inner>::add(sums[n][IS_BYTE ? chunk + half : chunk / 2], a[0], a[1], a[2], a[3],
                                w[0], w[1]);

@@ -51,6 +51,7 @@ from llmctl.plugins.ops.paged_attention.triton_specs import (
     window_arguments,
 )
 from llmctl.plugins.ops.paged_attention.verification import (
+    choose_tree_variant,
     choose_variant,
     verification_launch,
     verification_specs,
@@ -94,7 +95,7 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
         return []
     if shape.max_tree_len:
         short = max(SHORT, shape.max_tree_len)  # longer than a tree: a context chunk
-        trees = _split(call, env, shape, short, has_trees=True)
+        trees = _trees(call, env, shape, short)
         is_all = shape.max_query_len <= short
         return [trees] if is_all else [_context(call, env, shape, short + 1), trees]
     short = SHORT
@@ -172,6 +173,17 @@ def _verification(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) ->
         return None
     tensors, scale = own_tensors(call, env), logit_scale(call)
     return verification_launch(call, env, variant, requests, most, tensors, scale, short)
+
+
+def _trees(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch:
+    """Requests of up to `short` tokens, chains and trees."""
+    if env.use_pdl and covers_batch(call, env.limits):
+        requests, most = shape.num_requests, min(shape.max_query_len, short)
+        variant = choose_tree_variant(call, env.limits, requests, most, shape.max_kv_len)
+        if variant is not None:
+            tensors, scale = own_tensors(call, env), logit_scale(call)
+            return verification_launch(call, env, variant, requests, most, tensors, scale, short)
+    return _split(call, env, shape, short, has_trees=True)
 
 
 def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch | None:

@@ -14,19 +14,25 @@
 // With more than eight work items per block, the second tile of a work item is also copied at once if the work
 // item SPARE further has none and its slot is free.
 //
+// With TREE, requests may have trees of tokens: verification_tree.cuh.
+//
 // Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
-// for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two, at least 8), ROWS (8 | 16), UNITS,
-// SPLITS, SHARED_BYTES, UNIT (tiles of the first work items), K_SCALE, V_SCALE, STATIC.
+// for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two, at least 8), ROWS (8 | 16 | 24), UNITS,
+// TREE, SPLITS, SHARED_BYTES, UNIT (tiles of the first work items), K_SCALE, V_SCALE, STATIC.
 // Grid: SPLITS, KV heads * blocks of rows, requests.
 
-#include "ops/paged_attention/verification_merge.cuh"
+#include "ops/paged_attention/verification_tree.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     verification(const MODEL_TYPE::Storage* q, const float* k_scale, const float* v_scale,
                  const float* out_scale, OUT_TYPE::Storage* out, const KV_TYPE::Storage* cache,
                  const int* position_ids, const int* cu_q, const int* kv_lens,
                  const int* block_tables, float softmax_scale, int table_stride, int block_tokens,
-                 int max_tokens, int num_pages, int num_tokens) {
+                 int max_tokens, int num_pages, int num_tokens
+#if TREE
+                 , const int* tree_start, const int* paths, int path_stride
+#endif
+                 ) {
   extern __shared__ __align__(1024) u8 memory[];
   const Shared shared(memory);
   if (threadIdx.x == 0) {
@@ -45,6 +51,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Numbers numbers = {0, 0, 0};
   TileCopier copier(cache, head, table);
   const int first_unit = rank * UNITS + warp, first_tile = unit_start(first_unit);
+  const bool is_tail = TREE && warp >= UNITS;
+  Tail tail;
   bool has_second = false;  // its work item has a second tile, and a slot is unused
   const auto is_old = [&](int tile) {  // all its tokens are of earlier steps
     return (tile + 1) * KEYS <= numbers.limit - (numbers.end - numbers.start);
@@ -63,11 +71,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     numbers = gathered.numbers;
-    copier.limit = min(numbers.limit, table_stride * TOKENS_PER_BLOCK);
-    const int tiles = (copier.limit + KEYS - 1) / KEYS;
-    has_second = first_unit >= 16 && warp + SPARE < UNITS && first_tile + 1 < tiles &&
-                 unit_start(first_unit + SPARE) >= tiles;
-    bring(true);
+    const int last = min(numbers.limit, table_stride * TOKENS_PER_BLOCK);
+    copier.limit = TREE ? min(Tail::first_tile(numbers) * KEYS, last) : last;
+    has_second = first_unit >= 16 && warp + SPARE < UNITS &&
+                 (first_tile + 1) * KEYS < copier.limit &&
+                 unit_start(first_unit + SPARE) >= (last + KEYS - 1) / KEYS;
+    if (!is_tail) bring(true);
   };
   gather();
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
@@ -88,11 +97,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int token = from + lane / GROUP;
       if (lane < num_rows && u32(token) < u32(num_tokens)) position = load_int(position_ids + token);
     }
-    bring(false);
+    if (!is_tail) bring(false);
+#if TREE
+    if (is_tail) {
+      tail.start(numbers);
+      tail.clear_row(shared);
+      if (tail.is_hosted(rank)) {
+        tail.copy_window(shared, cache, head, table, table_stride, num_pages);
+        tail.find_rows(shared, position_ids, tree_start, paths, path_stride, request, first_token,
+                       num_tokens);
+      }
+    }
+#endif
     stage_queries(shared.queries, q, from, head, num_rows, num_tokens);
     if (warp == 0 && lane < ROWS) {
-      const int last = copier.limit - 1;
-      gathered.seen[lane] = lane < num_rows ? min(position, last) : last;
+      const int last = (TREE ? numbers.limit : copier.limit) - 1;
+      gathered.seen[lane] = lane < num_rows ? min(position, last) : TREE ? -1 : last;
     }
     if (!__syncthreads_or(warp == 0 && now.differs(first))) break;
     wait_for_copies<0>();
@@ -100,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   cluster_wait();  // every thread block of the cluster has initialised its barrier
   const int count = numbers.end - numbers.start, limit = copier.limit;
-  if (count > max_tokens || first_token >= count || limit <= 0) {
+  if (count > max_tokens || first_token >= count || (TREE ? numbers.limit : limit) <= 0) {
     wait_for_copies<0>();
     return;
   }
@@ -108,12 +128,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Queries queries;
   queries.at = shared.queries + lane * 8;
   const int all_see = __reduce_min_sync(~0u, gathered.seen[lane % ROWS]);
-  const int tiles = (limit + KEYS - 1) / KEYS, units = count_units(tiles);
+  const int tiles = (limit + KEYS - 1) / KEYS;  // of a tree: before the root's
+  const int all_tiles = TREE ? __reduce_max_sync(~0u, gathered.seen[lane % ROWS]) / KEYS + 1 : tiles;
+  const int units = count_units(all_tiles), root_unit = TREE ? count_units(tiles + 1) - 1 : -1;
+  if (is_tail) {
+    wait_for_copies<0>();
+    tail.meet();
+  }
   int tile = first_tile;
 #pragma unroll 1
   for (int start = rank * UNITS, round = 0; start < units; start += SPLITS * UNITS, ++round) {
     const int unit = start + warp, next_unit = unit + SPLITS * UNITS;
-    if (unit < units) {
+    if (is_tail) tail.finish(shared, start, units, all_tiles, scale);
+    if (TREE ? !is_tail && unit < units && unit_start(unit) < tiles : unit < units) {
       const int end = min(unit_start(unit + 1), tiles);
       const int behind = next_unit < units ? unit_start(next_unit) : tiles;
       State state;
@@ -128,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         else wait_for_copies<1>();
         __syncwarp();
         Logits logits;
-        multiply_keys(logits, queries, at);
+        multiply_keys(logits, queries, TileKeys(at));
         __syncwarp();
         if (next < tiles && !has_second) copier.load_pages(next);
         if (goes_on && !has_second) {
@@ -143,15 +170,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           last[n][0] = seen.x - tile * KEYS, last[n][1] = seen.y - tile * KEYS;
         }
         u32 weights[COLUMN_BLOCKS][BLOCKS][2];
-        soften(state, logits, weights, last, scale, (tile + 1) * KEYS - 1 > all_see, is_first);
+        const bool is_masked = !TREE && (tile + 1) * KEYS - 1 > all_see;
+        soften(state, logits, weights, last, scale, is_masked, is_first);
         wait_for_copies<1>();
         __syncwarp();
-        multiply_values(state.sums, weights, at + TILE_BYTES);
+        multiply_values(state.sums, weights, TileKeys(at + TILE_BYTES));
         __syncwarp();
         if (goes_on && !has_second) copier.copy(keys + TILE_BYTES, next, 1);
         is_first = false, tile = next;
       } while (goes_on);
-      store_unit(shared, state);
+      store_unit(shared, state, thread_from_here() / 32);
+      if (TREE && unit == root_unit) Tail::stopped();
     }
     __syncthreads();
     const bool has_before = start > 0, is_last = start + UNITS >= units;
@@ -168,8 +197,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (next_unit - warp < units) {  // the block's next work items: their tiles overwrite the parts
       __syncthreads();
-      copier.copy(keys, tile, 0);
-      copier.copy(keys + TILE_BYTES, tile, 1);
+      if (!is_tail) {
+        copier.copy(keys, tile, 0);
+        copier.copy(keys + TILE_BYTES, tile, 1);
+      }
     }
   }
   wait_for_copies<0>();

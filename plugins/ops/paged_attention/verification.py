@@ -1,5 +1,5 @@
 """The kernel for verification, and for few tokens in general: binaries and launches of
-`verification.cu`.
+`verification.cu`, for chains and for trees.
 
 It gives the bits of the other kernels, so a step may use any. It supports the same calls as
 batch.cu, and is used if all its thread blocks run at once, one per multiprocessor.
@@ -25,6 +25,9 @@ MAX_CONTEXT = 4096  # tokens: a warp processes its tiles one by one
 # Dimensions of all heads from which on more than two thread blocks to a context are faster, and the
 # most blocks: two to a multiprocessor are slower than half as many with more units each.
 _WIDE, _MOST_OF_SPLIT = 5120, 96
+# Trees: up to how many work items two thread blocks share a context, and how many blocks of a
+# multiprocessor may follow each other before Triton's kernel, which needs fewer, is faster.
+_SPLIT_UNITS, _MOST_WAVES = 24, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +37,19 @@ class Variant:
     splits: int  # thread blocks that share a context, a cluster
     units: int  # work items that a thread block processes at once, one per warp
     rows: int  # of a thread block
+    has_trees: bool = False
 
     def __str__(self) -> str:
-        return f"k{self.splits}u{self.units}r{self.rows}"
+        return f"k{self.splits}u{self.units}r{self.rows}" + ".trees" * self.has_trees
+
+    @property
+    def num_warps(self) -> int:
+        """One for each work item, and for trees one for each eight rows."""
+        return self.units + (self.rows // 8 if self.has_trees else 0)
 
     def shared_bytes(self, call: OpCall, limits: StepLimits) -> int:
-        """Tiles; states and factors of work items; the state passed between blocks; queries, a
-        barrier; the step parameters."""
+        """Tiles; what trees need; states and factors of work items; the state passed between
+        blocks; queries, a barrier; the step parameters."""
         size = int(call.attributes["head_size"])
         tile = KEYS * size * (1 if limits.kv_dtype in (FP8, "int8") else 2)
         states = 2 * self.units * self.rows * 8
@@ -50,7 +59,11 @@ class Variant:
         tiles = unit_start(end) - unit_start(end - self.units)  # of the last block's first units
         pages = tiles * KEYS // limits.tokens_per_block + (limits.tokens_per_block > KEYS)
         gathered = -(-4 * (self.rows + 3 + pages + 2) // 8) * 8
-        return self.units * 2 * tile + states + message + queries + 16 + gathered
+        trees = 0
+        if self.has_trees:  # keys and values from the root's tile on, and each token's rows of them
+            window = 2 * tile + max(tile // KEYS, 128)
+            trees = 2 * window + self.rows // group_size(call) * 2 * KEYS
+        return self.units * 2 * tile + trees + states + message + queries + 16 + gathered
 
 
 # Of 16 units, and of 20 and 24 for contexts of up to 1,536 and 2,048 tokens, which take them all at
@@ -60,11 +73,18 @@ VARIANTS = (
     *(Variant(5, 4, 8), Variant(2, 10, 8), Variant(2, 10, 16)),
     *(Variant(6, 4, 8), Variant(2, 12, 8), Variant(2, 12, 16)),
 )
+# The same for requests with trees of tokens; the second line where tiles have 16-bit numbers.
+TREE_VARIANTS = (
+    *(Variant(k, 8, rows, has_trees=True) for k in (2, 4) for rows in (8, 16, 24)),
+    *(Variant(4, 4, rows, has_trees=True) for rows in (8, 16, 24)),
+)
+MAX_TREE = KEYS + 1  # tokens: from any place in the root's tile they end in the next one
 
 
 def verification_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """Every binary that `choose_variant` may ask for."""
-    return [verification_spec(call, limits, each) for each in _variants(call, limits)]
+    trees = _tree_variants(call, limits) if limits.takes_trees else []
+    return [verification_spec(call, limits, each) for each in (*_variants(call, limits), *trees)]
 
 
 def choose_variant(
@@ -80,6 +100,32 @@ def choose_variant(
         if blocks <= (_MOST_OF_SPLIT if variant.splits > 2 else limits.num_sms):
             return variant
     return None
+
+
+def choose_tree_variant(
+    call: OpCall, limits: StepLimits, num_requests: int, max_tokens: int, max_kv_len: int
+) -> Variant | None:
+    """How to run a step with trees of up to max_tokens tokens; None if Triton's kernel does it
+    faster, or no binary can.
+
+    The fewest rows whose thread blocks all run at once, one per multiprocessor; in short contexts
+    also the most rows whose blocks run a few after another.
+    """
+    variants = _tree_variants(call, limits)
+    if max_tokens > MAX_TREE or not variants:
+        return None
+
+    def waves(variant: Variant) -> float:
+        groups = count_groups(variant, call, num_requests, max_tokens)
+        return variant.splits * groups / limits.num_sms
+
+    is_short = count_units(max_kv_len) <= _SPLIT_UNITS
+    ways = sorted(variants, key=lambda each: each.splits if is_short else -each.splits)
+    if at_once := [each for each in ways if waves(each) <= 1]:
+        return at_once[0]
+    most_rows = min(variants, key=lambda each: (each.splits, -each.rows))
+    is_worth = max_kv_len <= MAX_CONTEXT and waves(most_rows) <= _MOST_WAVES
+    return most_rows if is_worth else None
 
 
 def verification_launch(
@@ -104,6 +150,9 @@ def verification_launch(
         min(call.inputs["q"].shape[0], env.step.position_ids.shape[0]),
     )
     grid = (variant.splits, groups // num_requests, num_requests)
+    if variant.has_trees:
+        step = env.step
+        arguments = (*arguments, step.tree_start, step.paths, step.paths.stride(0))
     return Launch(verification_spec(call, env.limits, variant), grid, arguments)
 
 
@@ -118,6 +167,15 @@ def _variants(call: OpCall, limits: StepLimits) -> list[Variant]:
     is_wide = int(call.attributes["num_heads"]) * int(call.attributes["head_size"]) >= _WIDE
     ways = [each for each in VARIANTS if is_wide or each.splits == 2]
     return [each for each in ways if fits(each, call, limits)]
+
+
+def _tree_variants(call: OpCall, limits: StepLimits) -> list[Variant]:
+    """Whole tokens are eight columns, or eight columns are whole tokens."""
+    if 8 % group_size(call) or limits.tokens_per_block < 8:
+        return []
+    found = [each for each in TREE_VARIANTS if fits(each, call, limits)]
+    most = max((each.units for each in found), default=0)
+    return [each for each in found if each.units == most]
 
 
 def fits(variant: Variant, call: OpCall, limits: StepLimits) -> bool:
@@ -135,15 +193,19 @@ def verification_spec(call: OpCall, limits: StepLimits, variant: Variant) -> Ker
         "SPLITS": variant.splits,
         "UNITS": variant.units,
         "ROWS": variant.rows,
+        "TREE": variant.has_trees,
         "SHARED_BYTES": shared_bytes,
     }
     return KernelSpec(
         name=".".join(["paged_attention.verification", *words, str(variant)]),
         source="ops/paged_attention/verification.cu",
-        arguments=(*tensor_types(call, limits), "fp32", *["i32"] * 5),
+        arguments=(
+            *(*tensor_types(call, limits), "fp32", *["i32"] * 5),
+            *(("*i32", "*i32", "i32") if variant.has_trees else ()),
+        ),
         constants=constants,
         entry="verification",
-        num_warps=variant.units,
+        num_warps=variant.num_warps,
         shared_bytes=shared_bytes,
         cluster=variant.splits,
     )

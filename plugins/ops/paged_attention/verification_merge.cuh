@@ -9,10 +9,13 @@ constexpr int WIDTH = SIZE / 32;        // dimensions per lane
 DEVICE constexpr int power_of_two(int most) {  // the largest up to `most`
   return most < 2 ? 1 : 2 * power_of_two(most / 2);
 }
-constexpr int MERGERS = power_of_two(WARPS < ROWS ? WARPS : ROWS);  // warps
+constexpr int MERGERS =  // warps
+    ROWS % 3 == 0 && WARPS >= 12 ? 12 : power_of_two(WARPS < ROWS ? WARPS : ROWS);
 constexpr int OWN_ROWS = ROWS / MERGERS;                            // of each
 constexpr int GROUP_UNITS = UNITS > 8 ? UNITS / 2 : UNITS;  // work items that are merged at once
 constexpr int STATES_BYTES = UNITS * ROWS * 8, MESSAGE_BYTES = ROWS * (ROW_BYTES + 8);
+constexpr int WINDOW_KEYS = 2 * KEYS;  // of a tree, from the root's tile on; behind them a row of zeros
+constexpr int WINDOW_BYTES = WINDOW_KEYS * LINE + (LINE > 128 ? LINE : 128);
 static_assert(ROWS % MERGERS == 0, "every merging warp has as many rows");
 static_assert(UNITS % GROUP_UNITS == 0, "whole groups");
 static_assert(ROWS * ROW_BYTES <= 2 * TILE_BYTES, "a unit lies where its tiles were");
@@ -22,16 +25,21 @@ struct Shared {
   u32 states;   // largest and total of each work item and row, later their factors in the merge
   u32 message;  // the state received from another block: sums, then largest and total
   u32 queries, barrier;
+  u32 window;               // of a tree (verification_tree.cuh): keys, then values
+  u8 (*rows)[WINDOW_KEYS];  // where each of its tokens has them there
   Gathered* gathered;
 
-  static constexpr int BYTES =
-      UNITS * 2 * TILE_BYTES + 2 * STATES_BYTES + MESSAGE_BYTES + ROWS * SIZE * 2 + 16;
+  static constexpr int BEFORE_ROWS = UNITS * 2 * TILE_BYTES + TREE * 2 * WINDOW_BYTES +
+                                     2 * STATES_BYTES + MESSAGE_BYTES + ROWS * SIZE * 2;
+  static constexpr int BYTES = BEFORE_ROWS + TREE * (ROWS / GROUP) * WINDOW_KEYS + 16;
   DEVICE explicit Shared(u8* memory) {
     tiles = shared_address(memory);
-    states = tiles + UNITS * 2 * TILE_BYTES;
+    window = tiles + UNITS * 2 * TILE_BYTES;
+    states = window + TREE * 2 * WINDOW_BYTES;
     message = states + 2 * STATES_BYTES;
     queries = message + MESSAGE_BYTES;
-    barrier = queries + ROWS * SIZE * 2;
+    rows = (u8(*)[WINDOW_KEYS])(memory + BEFORE_ROWS);
+    barrier = tiles + BYTES - 16;
     gathered = (Gathered*)(memory + BYTES);
   }
   // Sums of a row of a work item.
@@ -64,6 +72,20 @@ DEVICE void load_floats(Floats<4>& y, u32 from) {
                : "r"(from)
                : "memory");
 }
+template <int N>
+DEVICE void load_floats(Floats<N>& y, u32 from) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    Floats<2> two;
+    load_floats(two, from + 8 * i);
+    y.x[2 * i] = two.x[0], y.x[2 * i + 1] = two.x[1];
+  }
+}
+DEVICE float load_float(u32 from) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+  return x;
+}
 // Stores to another block's shared memory, counted by that block's barrier.
 DEVICE void send_floats(u32 to, u32 barrier, const Floats<2>& y) {
   store_remote_pair(to, barrier, y.x[0], y.x[1]);
@@ -78,15 +100,17 @@ DEVICE int turned(int row, int offset) {
   return offset / 128 * 128 + (offset % 128 ^ turn);
 }
 
-// Stores a warp's work item.
-DEVICE void store_unit(const Shared& shared, const State& state) {
-  const int thread = thread_from_here(), lane = thread % 32, nth = thread / 32;
+// Stores a work item, C blocks of columns from `first` on.
+template <int C>
+DEVICE void store_unit(const Shared& shared, const StateOf<STEPS, C>& state, int nth,
+                       int first = 0) {
+  const int lane = thread_from_here() % 32;
 #pragma unroll
-  for (int n = 0; n < COLUMN_BLOCKS; ++n) {
+  for (int n = 0; n < C; ++n) {
     const float other = __shfl_xor_sync(~0u, state.total[n], 4);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int row = 8 * n + lane % 4 * 2 + c;
+      const int row = 8 * (first + n) + lane % 4 * 2 + c;
       if (lane < 4) {
         const float total = c == 0 ? state.total[n] : other;
         store_floats(shared.state(nth, row), {state.largest[n][c], total});
@@ -94,12 +118,12 @@ DEVICE void store_unit(const Shared& shared, const State& state) {
       const u32 to = shared.sums(nth, row) + lane / 4 * (IS_BYTE ? 8 : 4);
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
-        const float first = state.sums[n][i][c], second = state.sums[n][i][c + 2];
+        const float low = state.sums[n][i][c], high = state.sums[n][i][c + 2];
         if (IS_BYTE) {  // adjacent dimensions
-          store_floats(to + turned(row, i * 64), {first, second});
+          store_floats(to + turned(row, i * 64), {low, high});
         } else {  // or 8 apart
-          store_float(to + turned(row, i * 64), first);
-          store_float(to + turned(row, i * 64 + 32), second);
+          store_float(to + turned(row, i * 64), low);
+          store_float(to + turned(row, i * 64 + 32), high);
         }
       }
     }

@@ -29,7 +29,11 @@ def test_blocks_hand_on_through_shared_memory_and_have_room(size, kv_dtype):
     """test_paged_attention_kernel.py looks at products, spills and launches."""
     world = World(64, 8, size, (64,), kv_dtype=kv_dtype, quantize_out=kv_dtype == FP8)
     specs = verification.verification_specs(world.call([(0, 0, 1)]), world.limits())
-    names = [spec.name.split(".")[-1] for spec in specs]
+    trees = [spec.name.split(".")[-2] for spec in specs if spec.constants["TREE"]]
+    is_wide = kv_dtype == torch.bfloat16 and size == 128  # room for four units alone
+    ways = [(4, 4)] if is_wide else [(2, 8), (4, 8)]
+    assert trees == [f"k{k}u{units}r{rows}" for k, units in ways for rows in (8, 16, 24)]
+    names = [spec.name.split(".")[-1] for spec in specs if not spec.constants["TREE"]]
     if size == 64:  # not wide
         assert names == [f"k2u{units}r{rows}" for units in (8, 10, 12) for rows in (8, 16)]
     elif kv_dtype == torch.bfloat16:  # 16-bit tiles have room for four units alone
@@ -108,6 +112,28 @@ def test_blocks_run_at_once_and_cover_every_token(sizes):
             block_tokens = launch.arguments[12]
             assert block_tokens * group <= launch.spec.constants["ROWS"]
             assert block_tokens * (groups // world.kv_heads) >= tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "name"),
+    [(2, 1024, "k2u8r8"), (16, 1024, "k2u8r16"), (21, 1500, "k2u8r24"), (64, 4096, "k2u8r24")]
+    + [(2, 5000, "k4u8r8"), (16, 5000, "k2u8r16"), (32, 4097, ""), (65, 1024, "k2u8r24")]
+    + [(66, 1024, "")],
+)
+def test_trees_take_the_fewest_rows_whose_blocks_run_at_once(tokens, most, name):
+    world = World(**WIDE)
+    call, limits = world.call([(0, 0, 1)]), world.limits()
+    found = verification.choose_tree_variant(call, limits, 1, tokens, most)
+    assert (str(found) if found else "") == name + ".trees" * bool(name)
+
+
+def test_heads_that_are_no_part_of_eight_columns_leave_trees_to_the_other_kernel():
+    for heads, expected in ((32, True), (8, True), (24, False), (128, False)):
+        world = World(**{**WIDE, "heads": heads})
+        found = verification.choose_tree_variant(
+            world.call([(0, 0, 1)]), world.limits(), 1, 5, 1024
+        )
+        assert (found is not None) == expected
 
 
 @pytest.mark.parametrize("other", NOT_BY_WARP, ids=lambda other: ", ".join(other))
