@@ -103,7 +103,8 @@ def open_executor(opened: LoadedEngines, config: KvCacheConfig, *, draft: bool) 
 
 def slow_link(opened: LoadedEngines, pause_s: Callable[[], float]) -> None:
     """Let every move beside the steps begin with a pause."""
-    for blocks in (engine._host_blocks for engine in opened.engines.values()):
+    caches = [cache for engine in opened.engines.values() for cache in engine._paged.values()]
+    for blocks in (cache._host_blocks for cache in caches):
         for stream in () if blocks is None else (blocks._in, blocks._out):
             stream.run = late(type(stream).run, stream, pause_s)  # a double
 

@@ -23,7 +23,9 @@ def specs_of(op: str) -> list[KernelSpec]:
     found: list[KernelSpec] = []
     for case in (*SPECS[op].cases, *SPECS[op].timed):
         is_large = int(case.get("inner", 0)) > LARGE
-        if case.get("x_dtype", case["dtype"]) in (*KERNEL_DTYPES, FP8) and not is_large:
+        inputs = SPECS[op].inputs[0].dtypes  # of logits: float32 alone
+        taken = (*KERNEL_DTYPES, FP8, *(inputs if inputs == ("float32",) else ()))
+        if case.get("x_dtype", case["dtype"]) in taken and not is_large:
             example = make_example(op, case)
             try:
                 found += operator_module(op, "kernel").kernels(example.call, limits_for(example))
