@@ -25,9 +25,9 @@ MAX_CONTEXT = 4096  # tokens: a warp processes its tiles one by one
 # Dimensions of all heads from which on more than two thread blocks to a context are faster, and the
 # most blocks: two to a multiprocessor are slower than half as many with more units each.
 _WIDE, _MOST_OF_SPLIT = 5120, 96
-# Trees: up to how many work items two thread blocks share a context, and how many blocks of a
-# multiprocessor may follow each other before Triton's kernel, which needs fewer, is faster.
-_SPLIT_UNITS, _MOST_WAVES = 24, 3
+# Trees. From how many work items on four thread blocks share a context; the time of a wave, in that
+# of its rows; how many waves are faster than Triton's kernel, and up to which context, tokens.
+_SPLIT_UNITS, _ROWS_OF_START, _MOST_WAVES, _MOST_IN_TURN = 24, 13, 5, 1536
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +106,27 @@ def choose_tree_variant(
     call: OpCall, limits: StepLimits, num_requests: int, max_tokens: int, max_kv_len: int
 ) -> Variant | None:
     """How to run a step with trees of up to max_tokens tokens; None if Triton's kernel does it
-    faster, or no binary can.
+    faster, or no binary can (docs/performance/trees.md has the times that the rule follows).
 
-    The fewest rows whose thread blocks all run at once, one per multiprocessor; in short contexts
-    also the most rows whose blocks run a few after another.
+    One thread block runs per multiprocessor, and what does not fit follows in further waves.
     """
     variants = _tree_variants(call, limits)
     if max_tokens > MAX_TREE or not variants:
         return None
 
-    def waves(variant: Variant) -> float:
+    def waves(variant: Variant) -> int:
         groups = count_groups(variant, call, num_requests, max_tokens)
-        return variant.splits * groups / limits.num_sms
+        return -(-variant.splits * groups // limits.num_sms)
 
-    is_short = count_units(max_kv_len) <= _SPLIT_UNITS
-    ways = sorted(variants, key=lambda each: each.splits if is_short else -each.splits)
-    if at_once := [each for each in ways if waves(each) <= 1]:
-        return at_once[0]
-    most_rows = min(variants, key=lambda each: (each.splits, -each.rows))
-    is_worth = max_kv_len <= MAX_CONTEXT and waves(most_rows) <= _MOST_WAVES
-    return most_rows if is_worth else None
+    splits = {each.splits for each in variants}
+    if count_units(max_kv_len) > _SPLIT_UNITS:
+        for variant in (each for each in variants if each.splits == max(splits)):
+            if waves(variant) == 1:
+                return variant
+    ways = [each for each in variants if each.splits == min(splits)]
+    fastest = min(ways, key=lambda each: waves(each) * (_ROWS_OF_START + each.rows))
+    most = _MOST_WAVES if max_kv_len <= _MOST_IN_TURN else 1
+    return fastest if waves(fastest) <= most else None
 
 
 def verification_launch(
