@@ -7,8 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
-from support.e2e import DemoPair, PromptMaker
+from support.e2e import KINDS, DemoPair, Outputs, PromptMaker, run_all
 from support.forked_program import ForkedProgram
+
+from llmctl.runtime.request import OutputConfig, Request
 
 
 @pytest.fixture(scope="session")
@@ -46,3 +48,27 @@ def prompts(held_out_ids: list[int]) -> PromptMaker:
         return made
 
     return make
+
+
+@pytest.fixture(scope="session")
+def requests(prompts: PromptMaker) -> list[Request]:
+    """For engines with heads: greedy and seeded, with and without drafts, of all lengths; 24 for 16
+    places."""
+    return [
+        Request(
+            prompt,
+            4 + 3 * (index % 13),
+            KINDS[index % len(KINDS)],
+            OutputConfig(return_log_probs=index % 5 == 0),
+            end_id=1,
+            max_draft_len=(None, None, 0, 3, 7)[index // 3 % 5],
+        )
+        for index, prompt in enumerate(prompts(24))
+    ]
+
+
+@pytest.fixture(scope="session")
+def plain(demo: DemoPair, requests: list[Request]) -> Outputs:
+    """Theirs of the engine without a head, each request alone."""
+    with demo.executor("target-fp8", enable_block_reuse=False) as executor:
+        return [run_all(executor, [request])[0] for request in requests]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.cuda import launch_sampling, open_on_fake_device
-from support.e2e import DemoPair, Outputs, PromptMaker, cancel_some, run_all
+from support.e2e import DemoPair, Outputs, cancel_some, run_all
 from support.eagle import fit_head
 from transformers import AutoModelForCausalLM
 
@@ -24,41 +24,12 @@ from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
-from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
+from llmctl.runtime.request import Request
 
 Opened = Callable[..., AbstractContextManager[Executor]]
 
 DRAFT_LEN = 5
 DRAFTING = Eagle()
-KINDS = (
-    SamplingConfig(),
-    SamplingConfig(temperature=0.8, top_k=0, seed=5),
-    SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.1),
-    SamplingConfig(temperature=1.1, top_k=40, top_p=0.9, min_p=0.02, seed=4),
-)
-
-
-@pytest.fixture(scope="module")
-def requests(prompts: PromptMaker) -> list[Request]:
-    """Greedy and seeded, with and without drafts, of all lengths; 24 for 16 places."""
-    return [
-        Request(
-            prompt,
-            4 + 3 * (index % 13),
-            KINDS[index % len(KINDS)],
-            OutputConfig(return_log_probs=index % 5 == 0),
-            end_id=1,
-            max_draft_len=(None, None, 0, 3, 7)[index // 3 % 5],
-        )
-        for index, prompt in enumerate(prompts(24))
-    ]
-
-
-@pytest.fixture(scope="module")
-def plain(demo: DemoPair, requests: list[Request]) -> Outputs:
-    """Of the engine without a head, each request alone."""
-    with demo.executor("target-fp8", enable_block_reuse=False) as executor:
-        return [run_all(executor, [request])[0] for request in requests]
 
 
 @pytest.fixture(scope="module")

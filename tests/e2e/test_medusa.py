@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from support.cuda import launch_sampling, open_on_fake_device, run_rounds_by_reference
-from support.e2e import TREE_LEN, DemoPair, Outputs, PromptMaker, cancel_some, run_all
+from support.e2e import KINDS, TREE_LEN, DemoPair, Outputs, cancel_some, run_all
 
 from llmctl.builder.heads.medusa.tree import parse_choices
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
@@ -16,39 +16,10 @@ from llmctl.plugins.ops.sampling.cuda import CudaSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
-from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
+from llmctl.runtime.request import Request
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 
 ENGINE = "target-fp8-medusa"
-KINDS = (
-    SamplingConfig(),
-    SamplingConfig(temperature=0.8, top_k=0, seed=5),
-    SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.1),
-    SamplingConfig(temperature=1.1, top_k=40, top_p=0.9, min_p=0.02, seed=4),
-)
-
-
-@pytest.fixture(scope="module")
-def requests(prompts: PromptMaker) -> list[Request]:
-    """Greedy and seeded, with and without drafts, of all lengths; 24 for 16 places."""
-    return [
-        Request(
-            prompt,
-            4 + 3 * (index % 13),
-            KINDS[index % len(KINDS)],
-            OutputConfig(return_log_probs=index % 5 == 0),
-            end_id=1,
-            max_draft_len=(None, None, 0, 3)[index // 3 % 4],
-        )
-        for index, prompt in enumerate(prompts(24))
-    ]
-
-
-@pytest.fixture(scope="module")
-def plain(demo: DemoPair, requests: list[Request]) -> Outputs:
-    """Of the engine without heads, each request alone."""
-    with demo.executor("target-fp8", enable_block_reuse=False) as executor:
-        return [run_all(executor, [request])[0] for request in requests]
 
 
 @pytest.mark.parametrize("reuse", [False, True])

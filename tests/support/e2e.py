@@ -21,7 +21,7 @@ from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.ngram.method import NgramLookup
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
-from llmctl.runtime.request import Request
+from llmctl.runtime.request import Request, SamplingConfig
 from support.forked_program import ForkedProgram
 from support.medusa import fit_heads, save_heads
 
@@ -29,6 +29,12 @@ DRAFT_LEN = 4
 TREE_LEN = 15
 Outputs = list[list[tuple[int, ...]]]  # per request, per returned sequence
 PromptMaker = Callable[[int], list[tuple[int, ...]]]
+KINDS = (  # of requests beside heads
+    SamplingConfig(),
+    SamplingConfig(temperature=0.8, top_k=0, seed=5),
+    SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.1),
+    SamplingConfig(temperature=1.1, top_k=40, top_p=0.9, min_p=0.02, seed=4),
+)
 
 
 def llmctl(*arguments: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from llmctl.runtime.request import Request, SamplingConfig
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
@@ -46,3 +47,35 @@ def run_any_schedule(
     ]
     harness.run_arriving(generator, requests, horizon=60)
     return harness
+
+
+def drafts_after_a_missed_step(engine: Any, drafter: Any) -> list[dict[int, int]]:
+    """Drafts by request in the two steps behind one that request 1 of two missed."""
+    harness = Harness(engine, drafter)
+    late = harness.add(Request((1, 2, 3), max_tokens=40))
+    harness.add(Request((4, 5, 6), max_tokens=40))
+    harness.step()
+    held = harness.scheduler._active.pop(late.sequence_id)
+    harness.step()
+    harness.scheduler._active[late.sequence_id] = held
+    return [
+        {
+            item.sequence.sequence_id: commit.num_drafts
+            for item, commit in zip(report.batch.slices, report.commits, strict=True)
+        }
+        for report in (harness.step(), harness.step())
+    ]
+
+
+def go_on_after_a_step_that_failed(engine: Any, drafter: Any, vocab: int) -> None:
+    """One request is cancelled for it; others run to their ends, checked as the harness does."""
+    harness = Harness(engine, drafter)
+    victim = harness.add(Request((1, 2, 3), max_tokens=30))
+    harness.step()
+    engine.fail_at = engine.num_runs + 1
+    with pytest.raises(RuntimeError, match="the engine broke"):
+        harness.step()
+    harness.cancel(victim)
+    generator = np.random.default_rng(3)
+    requests = [Request(prompt, max_tokens=20) for prompt in prompts(generator, 5, vocab)]
+    harness.run_arriving(generator, requests, horizon=10)

@@ -68,6 +68,7 @@ class Linears(torch.nn.Module):
             # ModelOpt's presets leave out modules that are called lm_head
             self.add_module(name.replace(".", "_").replace("lm_head", "part"), linear)
         self.head = TorchHead(recurrence, tensors, embedding)
+        # The product alone is replaced, so that ModelOpt's quantizers see what a head computes.
         self.head._linear = lambda name, x: self.linear(name)(x)  # type: ignore[method-assign]
 
     def linear(self, name: str) -> Any:

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from support.fake_eagle import FakeEagleHead, FeaturedEngine
 from support.fake_loop import Harness
-from support.head_schedules import prompts, run_any_schedule
+from support.head_schedules import (
+    drafts_after_a_missed_step,
+    go_on_after_a_step_that_failed,
+    prompts,
+    run_any_schedule,
+)
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.eagle.drafter import EagleDrafter
@@ -75,20 +80,9 @@ def test_a_prompts_pairs_are_read_chunk_by_chunk_and_drafts_token_by_token():
 
 def test_a_request_that_missed_a_step_has_no_drafts_once_and_goes_on():
     engine, _, drafter = make()
-    harness = Harness(engine, drafter)
-    late = harness.add(Request((1, 2, 3), max_tokens=40))
-    harness.add(Request((4, 5, 6), max_tokens=40))
-    harness.step()
-    held = harness.scheduler._active.pop(late.sequence_id)
-    harness.step()
-    harness.scheduler._active[late.sequence_id] = held
-    report = harness.step()
-    drafted = {
-        item.sequence.sequence_id: commit.num_drafts > 0
-        for item, commit in zip(report.batch.slices, report.commits, strict=True)
-    }
-    assert drafted == {1: False, 2: True}
-    assert all(commit.num_drafts > 0 for commit in harness.step().commits)
+    first, second = drafts_after_a_missed_step(engine, drafter)
+    assert first[1] == 0 and first[2] > 0
+    assert all(second.values())
 
 
 def test_a_finished_text_is_continued_from_the_cache_of_both():
@@ -107,16 +101,7 @@ def test_a_finished_text_is_continued_from_the_cache_of_both():
 
 def test_after_a_step_that_failed_the_others_go_on():
     engine, _, drafter = make()
-    harness = Harness(engine, drafter)
-    victim = harness.add(Request((1, 2, 3), max_tokens=30))
-    harness.step()
-    engine.fail_at = engine.num_runs + 1
-    with pytest.raises(RuntimeError, match="the engine broke"):
-        harness.step()
-    harness.cancel(victim)
-    generator = np.random.default_rng(3)
-    requests = [Request(prompt, max_tokens=20) for prompt in prompts(generator, 5, VOCAB)]
-    harness.run_arriving(generator, requests, horizon=10)
+    go_on_after_a_step_that_failed(engine, drafter, VOCAB)
 
 
 def test_no_drafts_a_round_are_refused():

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from support.fake_heads import FakeHeads, HeadedEngine
 from support.fake_loop import Harness
-from support.head_schedules import prompts, run_any_schedule
+from support.head_schedules import (
+    drafts_after_a_missed_step,
+    go_on_after_a_step_that_failed,
+    prompts,
+    run_any_schedule,
+)
 
 from llmctl.builder.heads.medusa.tree import DEFAULT, MedusaTree
 from llmctl.errors import BadConfig
@@ -94,35 +99,14 @@ def test_a_request_that_missed_a_step_has_no_drafts_once_and_goes_on():
     """Both of these sequences stay; one of them is left out of a step, as one that waits for its
     blocks is."""
     engine, heads, drafter = make()
-    harness = Harness(engine, drafter)
-    late = harness.add(Request((1, 2, 3), max_tokens=40))
-    harness.add(Request((4, 5, 6), max_tokens=40))
-    harness.step()
-    held = harness.scheduler._active.pop(late.sequence_id)
-    harness.step()
-    harness.scheduler._active[late.sequence_id] = held
-    drafted = {
-        item.sequence.sequence_id: commit.num_drafts
-        for _ in range(1)
-        for report in [harness.step()]
-        for item, commit in zip(report.batch.slices, report.commits, strict=True)
-    }
-    assert drafted == {1: 0, 2: TREE.num_nodes}
-    assert [commit.num_drafts for commit in harness.step().commits] == [TREE.num_nodes] * 2
+    first, second = drafts_after_a_missed_step(engine, drafter)
+    assert first == {1: 0, 2: TREE.num_nodes}
+    assert second == {1: TREE.num_nodes, 2: TREE.num_nodes}
 
 
 def test_after_a_step_that_failed_the_others_go_on():
     engine, _, drafter = make()
-    harness = Harness(engine, drafter)
-    victim = harness.add(Request((1, 2, 3), max_tokens=30))
-    harness.step()
-    engine.fail_at = engine.num_runs + 1
-    with pytest.raises(RuntimeError, match="the engine broke"):
-        harness.step()
-    harness.cancel(victim)
-    generator = np.random.default_rng(3)
-    requests = [Request(prompt, max_tokens=20) for prompt in prompts(generator, 5, VOCAB)]
-    harness.run_arriving(generator, requests, horizon=10)
+    go_on_after_a_step_that_failed(engine, drafter, VOCAB)
 
 
 def test_a_chain_is_drafted_as_one():

@@ -7,7 +7,12 @@ import pytest
 from support.fake_heads import HeadedEngine
 from support.fake_loop import Harness
 from support.fake_recurrent import FakeRecurrentHead
-from support.head_schedules import prompts, run_any_schedule
+from support.head_schedules import (
+    drafts_after_a_missed_step,
+    go_on_after_a_step_that_failed,
+    prompts,
+    run_any_schedule,
+)
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.redrafter.drafter import BeamShape, ReDrafter
@@ -104,34 +109,14 @@ def test_sampled_requests_draft_only_where_the_search_is_for_them():
 
 def test_a_request_that_missed_a_step_has_no_drafts_once_and_goes_on():
     engine, _, drafter = make()
-    harness = Harness(engine, drafter)
-    late = harness.add(Request((1, 2, 3), max_tokens=40))
-    harness.add(Request((4, 5, 6), max_tokens=40))
-    harness.step()
-    held = harness.scheduler._active.pop(late.sequence_id)
-    harness.step()
-    harness.scheduler._active[late.sequence_id] = held
-    report = harness.step()
-    drafted = {
-        item.sequence.sequence_id: commit.num_drafts > 0
-        for item, commit in zip(report.batch.slices, report.commits, strict=True)
-    }
-    assert drafted == {1: False, 2: True}
-    assert all(commit.num_drafts > 0 for commit in harness.step().commits)
+    first, second = drafts_after_a_missed_step(engine, drafter)
+    assert first[1] == 0 and first[2] > 0
+    assert all(second.values())
 
 
 def test_after_a_step_that_failed_the_others_go_on():
     engine, _, drafter = make()
-    harness = Harness(engine, drafter)
-    victim = harness.add(Request((1, 2, 3), max_tokens=30))
-    harness.step()
-    engine.fail_at = engine.num_runs + 1
-    with pytest.raises(RuntimeError, match="the engine broke"):
-        harness.step()
-    harness.cancel(victim)
-    generator = np.random.default_rng(3)
-    requests = [Request(prompt, max_tokens=20) for prompt in prompts(generator, 5, VOCAB)]
-    harness.run_arriving(generator, requests, horizon=10)
+    go_on_after_a_step_that_failed(engine, drafter, VOCAB)
 
 
 def test_one_beam_is_drafted_as_a_chain():
