@@ -160,7 +160,7 @@ class Loop:
         commits = self._verifier.commit(owners, tokens, logits)
         self._compact(commits)
         rounds = commits[len(batch.context) :]
-        self._drafter.commit(batch, [commit.accepted for commit in rounds])
+        self._drafter.commit(batch, [commit.accepted for commit in rounds], tokens)
         ended = perf_counter()
         period_s = ended - self._began if was_awaited else None
         times = (step.draft_s, verify_s, period_s, self._note_end(ended))

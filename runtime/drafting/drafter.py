@@ -34,9 +34,11 @@ class Drafter(Protocol):
     def propose(self, batch: Batch) -> list[Drafts]:
         """Drafts for every generation slice. A draft engine also reads the context slices here."""
 
-    def commit(self, batch: Batch, accepted: Items[int]) -> None:
+    def commit(self, batch: Batch, accepted: Items[int], drawn: Items[int]) -> None:
         """The round is over: `accepted[i]` drafts of generation slice i were accepted, and the
-        sequences contain their new tokens."""
+        sequences contain their new tokens. `drawn`: the target's own token at every row of the
+        step, in packed order; those of the generation slices, a root and its drafts each, end it.
+        """
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence that ended, for any reason."""

@@ -94,8 +94,8 @@ class SyntheticDrafter:
             proposed.num_forced = min(wanted, len(proposed.tokens))
         return drafts
 
-    def commit(self, batch: Batch, accepted: Items[int]) -> None:
-        self._drafter.commit(batch, accepted)
+    def commit(self, batch: Batch, accepted: Items[int], drawn: Items[int]) -> None:
+        self._drafter.commit(batch, accepted, drawn)
 
     def release(self, sequence: Sequence) -> None:
         self._drafter.release(sequence)

@@ -107,7 +107,7 @@ class DraftEngineDrafter:
         self._extend()
         return [self._drafts(item.sequence) for item in batch.generation]
 
-    def commit(self, batch: Batch, accepted: Items[int]) -> None:
+    def commit(self, batch: Batch, accepted: Items[int], drawn: Items[int]) -> None:
         """Rewind each sequence's draft cache to what the target confirmed."""
         for item, num_accepted in zip(batch.generation, accepted, strict=True):
             sequence = item.sequence

@@ -109,7 +109,7 @@ class EagleDrafter:
         self._drafts = [Drafts(chain.tokens) if chain else Drafts() for chain in found]
         return self._drafts
 
-    def commit(self, batch: Batch, accepted: Items[int]) -> None:
+    def commit(self, batch: Batch, accepted: Items[int], drawn: Items[int]) -> None:
         """Read what the step committed."""
         drafts, self._drafts = self._drafts, []
         pairs = committed_pairs(batch, drafts, accepted)

@@ -77,7 +77,7 @@ class MedusaDrafter:
         self.rows.start(batch, drafts)
         return drafts
 
-    def commit(self, batch: Batch, accepted: Items[int]) -> None:
+    def commit(self, batch: Batch, accepted: Items[int], drawn: Items[int]) -> None:
         """Note the row of each sequence's last accepted token."""
         self.rows.commit(accepted)
 

@@ -41,7 +41,7 @@ class NgramDrafter:
             for item in batch.generation
         ]
 
-    def commit(self, batch: Batch, accepted: Items[int]) -> None:
+    def commit(self, batch: Batch, accepted: Items[int], drawn: Items[int]) -> None:
         """Nothing to do: indexes are extended with committed tokens at the next lookup."""
 
     def release(self, sequence: Sequence) -> None:

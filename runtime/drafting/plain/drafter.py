@@ -25,7 +25,7 @@ class NoDrafter:
         """No drafts for anyone."""
         return [Drafts()] * len(batch.generation)
 
-    def commit(self, batch: Batch, accepted: Items[int]) -> None:
+    def commit(self, batch: Batch, accepted: Items[int], drawn: Items[int]) -> None:
         """Nothing to keep."""
 
     def release(self, sequence: Sequence) -> None:
