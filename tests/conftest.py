@@ -31,7 +31,7 @@ settings.load_profile("ci")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the soak is (tests/runtime/test_soak.py), and the search for edits of engines that
     are not refused (tests/builder/validation/test_fuzz.py); the full ones are 10000 and 100000."""
-    parser.addoption("--soak-requests", type=int, default=200, help="requests of each soak")
+    parser.addoption("--soak-requests", type=int, default=100, help="requests of each soak")
     parser.addoption(
         "--fuzz-cases", type=int, default=2000, help="edited engines, of all kinds together"
     )

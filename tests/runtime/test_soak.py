@@ -1,6 +1,7 @@
 """Random traffic for long: no leak, flat memory, and every answer the one it gets alone.
 
-`--soak-requests 10000` is the full soak; a plain test run does a few hundred.
+`--soak-requests 10000` is the full soak, of 10,000 requests an engine; a plain test run does a
+hundred.
 """
 
 from __future__ import annotations
@@ -11,20 +12,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.load import differences, random_requests, run_alone, run_under_load
-from support.tiny_pair import (
-    DRAFT_LEN,
-    MAX_SEQ_LEN,
-    TREE_LEN,
-    VOCAB,
-    build_pair,
-    build_with_heads,
-)
+from support.tiny_heads import METHODS, build_with_heads
+from support.tiny_pair import DRAFT_LEN, MAX_SEQ_LEN, VOCAB, build_pair
 
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
-from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
 from llmctl.runtime.request import Request
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
@@ -34,6 +28,7 @@ from llmctl.runtime.stats.process_memory import cpu_bytes
 WAVE = 50  # requests between two looks at what is left
 MOST_GROWTH = 24 << 20  # bytes of RAM from the third wave on: allocators keep some
 FAKE_VOCAB = 23
+DRAFT_LIMITS = [*[None] * 50, 0, 0, 1, 2, 3, 9]  # of requests
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +36,9 @@ def pair(tmp_path_factory):
     return build_pair(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module")
-def headed(tmp_path_factory):
-    return build_with_heads(tmp_path_factory.mktemp("headed"))
-
-
 @pytest.fixture
 def num_requests(request) -> int:
-    """Of one test."""
+    """Of one test of an engine."""
     return int(request.config.getoption("--soak-requests"))
 
 
@@ -68,7 +58,7 @@ def traffic(
                 request,
                 max_tokens=min(request.max_tokens, longest // 3),
                 priority=float(generator.choice([0.0, 0.5, 0.5, 1.0])),
-                max_draft_len=int(generator.integers(4)) if generator.random() < 0.1 else None,
+                max_draft_len=DRAFT_LIMITS[generator.integers(len(DRAFT_LIMITS))],
             )
             for request in requests
         ]
@@ -127,7 +117,7 @@ def test_fakes_under_random_traffic_answer_as_they_do_alone(fake, num_requests, 
         adaptive_draft_len=method in ("adaptive", "rounds"),
         check_invariants=True,
     )
-    waves = list(traffic(generator, FAKE_VOCAB, num_requests // 12, longest=80))
+    waves = list(traffic(generator, FAKE_VOCAB, num_requests // 6, longest=80))
     sampling = ReferenceSampling()
     alone = ExecutorConfig(KvCacheConfig(40, enable_block_reuse=False))
     with Executor(Engine(), None, alone, sampling) as quiet:
@@ -136,15 +126,12 @@ def test_fakes_under_random_traffic_answer_as_they_do_alone(fake, num_requests, 
         soak(executor, waves, answers, generator)
 
 
-@pytest.mark.parametrize("method", ["draft", "ngram", "medusa"])
+@pytest.mark.parametrize("method", ["draft", "ngram"])
 def test_an_engine_under_random_traffic_answers_as_it_does_alone_in_flat_memory(
-    pair, headed, num_requests, method
+    pair, num_requests, method
 ):
     target, draft = pair
-    generator = np.random.default_rng(len(method))
     drafter = DraftEngineDrafter(draft, DRAFT_LEN) if method == "draft" else NgramDrafter(DRAFT_LEN)
-    if method == "medusa":
-        target, drafter = headed, Medusa().make_drafter({"target": headed}, TREE_LEN)
     config = ExecutorConfig(
         KvCacheConfig(3 * MAX_SEQ_LEN // 16),
         scheduler=POLICIES[0],
@@ -152,9 +139,35 @@ def test_an_engine_under_random_traffic_answers_as_it_does_alone_in_flat_memory(
         max_step_ms="auto",
         check_invariants=True,
     )
+    soak_engine(target, drafter, config, num_requests, np.random.default_rng(len(method)))
+
+
+@pytest.mark.parametrize("policy", range(2))
+@pytest.mark.parametrize("mode", METHODS)
+def test_an_engine_with_heads_under_random_traffic_answers_as_it_does_alone_in_flat_memory(
+    tmp_path, num_requests, mode, policy
+):
+    """Half with few blocks, which they take from one another; half with a host tier and chunks of
+    equal size."""
+    target = build_with_heads(tmp_path, mode)
+    draft_len = target.config.build_config["max_draft_len"]
+    drafter = METHODS[mode].make_drafter({"target": target}, draft_len)
+    num_blocks = 3 * MAX_SEQ_LEN // 16
+    config = ExecutorConfig(
+        KvCacheConfig(num_blocks, num_host_blocks=20 if policy == 1 else 0),
+        scheduler=POLICIES[policy],
+        max_step_ms="auto",
+        check_invariants=True,
+    )
+    generator = np.random.default_rng([len(mode), policy])
+    soak_engine(target, drafter, config, num_requests // 2, generator)
+
+
+def soak_engine(target, drafter, config, num_requests, generator: np.random.Generator) -> None:
+    """The same requests without drafts, one at a time, and then with them and all together."""
     sampling = CpuSampling()
     alone = ExecutorConfig(KvCacheConfig(MAX_SEQ_LEN // 16, enable_block_reuse=False))
-    waves = list(traffic(generator, VOCAB, num_requests // 2, longest=400))
+    waves = list(traffic(generator, VOCAB, num_requests, longest=400))
     with Executor(target, None, alone, sampling) as quiet:  # one at a time: they share the engine
         answers = [run_alone(quiet, requests) for requests in waves]
     with Executor(target, drafter, config, sampling) as executor:

@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {  # of a head for one of these
     "vocab_size": VOCAB,
     "draft_vocab_size": 50,
 }
+DEMO_SHAPE = EagleShape(384, 512, 6, 2, (2, 4, 5))  # of a head for the demo target
 
 
 def make_head(
@@ -181,17 +182,20 @@ class TorchHead:
 
 @torch.no_grad()
 def fit_head(
-    model: torch.nn.Module, texts: list[tuple[list[int], list[int]]], steps: int = 5
+    model: torch.nn.Module,
+    texts: list[tuple[list[int], list[int]]],
+    shape: EagleShape = DEMO_SHAPE,
+    steps: int = 5,
 ) -> EagleHead:
     """A head that knows what comes behind some prompts: all is random but the output matrix, which
     is least squares over what it reads in the steps of rounds there, with the texts' own tokens."""
     table = model.get_input_embeddings().weight.detach().float()
     torch.manual_seed(3)
     kept = torch.tensor(sorted({token for _, text in texts for token in text}))
-    head = EagleHead(EagleShape(table.shape[1], 512, 6, 2, (2, 4, 5)), table, kept)
+    head = EagleHead(shape, table, kept)
     rows = {token: row for row, token in enumerate(kept.tolist())}
-    gram = 0.01 * torch.eye(table.shape[1])
-    sums = torch.zeros(len(kept), table.shape[1])
+    gram = 0.01 * torch.eye(shape.hidden_size)
+    sums = torch.zeros(len(kept), shape.hidden_size)
     for prompt, text in texts:
         ids = [*prompt, *text]
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states

@@ -10,12 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.runtime.engines.engine import Engine, open_cpu_engine
-from support.medusa import make_heads, save_heads
 
 VOCAB = 131
 MAX_SEQ_LEN = 640
 DRAFT_LEN = 4
-TREE_LEN = 15
 
 
 def build_pair(folder: Path, hidden_size: int = 32) -> tuple[Engine, Engine]:
@@ -37,34 +35,17 @@ def build_pair(folder: Path, hidden_size: int = 32) -> tuple[Engine, Engine]:
     return engines[0], engines[1]
 
 
-def build_with_heads(folder: Path, hidden_size: int = 32) -> Engine:
-    """The target with three random Medusa heads, right by chance alone, and trees of 15 drafts."""
-    save_target(folder / "hf", hidden_size)
-    heads = save_heads(folder / "heads", make_heads(3, 1, hidden_size, VOCAB))
-    request = BuildRequest(
-        max_batch_size=8,
-        max_num_tokens=192,
-        max_seq_len=MAX_SEQ_LEN,
-        max_draft_len=TREE_LEN,
-        tokens_per_block=16,
-        speculative_decoding_mode="medusa",
-        draft_model_dir=str(heads),
-    )
-    run_build(plan_build(folder / "hf", request, backend="cpu"), folder / "engine")
-    return open_cpu_engine(folder / "engine")
-
-
-def save_target(folder: Path, hidden_size: int = 32) -> None:
+def save_target(folder: Path, hidden_size: int = 32, num_layers: int = 1) -> None:
     """The target's checkpoint."""
-    _save(folder, 0.0, hidden_size)
+    _save(folder, 0.0, hidden_size, num_layers)
 
 
-def _save(folder: Path, noise: float, hidden_size: int) -> None:
+def _save(folder: Path, noise: float, hidden_size: int, num_layers: int = 1) -> None:
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=MAX_SEQ_LEN,
