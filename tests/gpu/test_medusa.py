@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.counted_rounds import CountedRounds
 from support.e2e import TREE_LEN, Outputs, llmctl, run_all
 from support.gpu import quantize
 from support.medusa import fit_heads, save_heads
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from llmctl.builder.heads.medusa.tree import parse_choices
@@ -20,23 +20,9 @@ from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
-from llmctl.runtime.request import Request, SamplingConfig
-from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
+from llmctl.runtime.request import Request
 
 NUM_HEADS = 4
-SAMPLING = (
-    SamplingConfig(),
-    SamplingConfig(temperature=0.8, top_k=0, seed=5),
-    SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.1),
-    SamplingConfig(temperature=1.1, top_k=40, top_p=0.9, min_p=0.02, seed=4),
-)
-
-
-@pytest.fixture(scope="module")
-def ids(repository: Path) -> list[int]:
-    tokenizer = Tokenizer.from_file(str(repository / "examples/demo-target/tokenizer.json"))
-    text = (repository / "examples/heldout.txt").read_text()
-    return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.fixture(scope="module")
@@ -47,42 +33,6 @@ def heads(repository: Path, ids: list[int], tmp_path_factory: pytest.TempPathFac
     return save_heads(
         tmp_path_factory.mktemp("heads"), fit_heads(model, ids[:4096], NUM_HEADS, 4096)
     )
-
-
-@pytest.fixture(scope="module")
-def requests(ids: list[int]) -> list[Request]:
-    lengths = (1, 31, 33, 150, 64, 5)
-    return [
-        Request(
-            tuple(ids[97 * index : 97 * index + lengths[index % len(lengths)]]),
-            5 + 7 * index % 60,
-            SAMPLING[index % len(SAMPLING)],
-            end_id=1,
-            max_draft_len=(None, None, 0, 3)[index // 3 % 4],
-        )
-        for index in range(32)
-    ]
-
-
-class Counted:
-    """Device rounds as they are enqueued: how many, and how many while one was still unread."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.total = self.ahead = self.drafts = 0
-        enqueue = CudaRoundRunner.enqueue
-
-        def count(runner: CudaRoundRunner, tables: Any, draft_len: int) -> None:
-            self.ahead += len(runner._in_flight) > 0
-            enqueue(runner, tables, draft_len)
-            self.total += 1
-            self.drafts += draft_len
-
-        monkeypatch.setattr(CudaRoundRunner, "enqueue", count)
-
-
-@pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    return Counted(monkeypatch)
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "fp8"])
@@ -115,18 +65,8 @@ def plain(engine: Path, requests: list[Request]) -> Outputs:
         return [run_all(executor, [request])[0] for request in requests]
 
 
-@pytest.fixture(scope="module")
-def device_requests(requests: list[Request]) -> list[int]:
-    """Those that never need the host."""
-    return [
-        index
-        for index, request in enumerate(requests)
-        if index % len(SAMPLING) != 2 and request.max_draft_len is None
-    ]
-
-
 def test_heads_change_no_token(
-    engine: Path, requests: list[Request], plain: Outputs, rounds: Counted
+    engine: Path, requests: list[Request], plain: Outputs, rounds: CountedRounds
 ) -> None:
     """Rounds on the device, and between them steps of the host: prompts, penalties, own lengths."""
     with opened(engine, Medusa()).executor() as executor:
@@ -144,7 +84,7 @@ def test_batches_that_never_need_the_host(
     requests: list[Request],
     plain: Outputs,
     device_requests: list[int],
-    rounds: Counted,
+    rounds: CountedRounds,
 ) -> None:
     asked = [requests[index] for index in device_requests]
     wanted = [plain[index] for index in device_requests]
@@ -164,7 +104,7 @@ def test_other_trees_change_no_token(
     plain: Outputs,
     device_requests: list[int],
     choices: str,
-    rounds: Counted,
+    rounds: CountedRounds,
 ) -> None:
     """A chain, a star, a few nodes of an odd number."""
     asked = [requests[index] for index in device_requests]
@@ -179,7 +119,7 @@ def test_lengths_that_adapt_change_no_token(
     requests: list[Request],
     plain: Outputs,
     device_requests: list[int],
-    rounds: Counted,
+    rounds: CountedRounds,
 ) -> None:
     asked = [requests[index] for index in device_requests]
     with opened(engine, Medusa(), adaptive_draft_len=True).executor() as executor:
@@ -189,7 +129,7 @@ def test_lengths_that_adapt_change_no_token(
 
 
 def test_the_device_accepts_what_the_host_would(
-    engine: Path, requests: list[Request], device_requests: list[int], rounds: Counted
+    engine: Path, requests: list[Request], device_requests: list[int], rounds: CountedRounds
 ) -> None:
     """One by one: but for the last few tokens of a sequence the trees are the same."""
     asked = [requests[index] for index in device_requests]
@@ -211,7 +151,7 @@ def test_cancelled_requests_leave_the_others_alone(
     requests: list[Request],
     plain: Outputs,
     device_requests: list[int],
-    rounds: Counted,
+    rounds: CountedRounds,
 ) -> None:
     """All of them, and those alone that never need the host."""
     draw = random.Random(1)

@@ -10,7 +10,6 @@ import torch
 from support.e2e import llmctl, run_all
 from support.gpu import quantize
 from support.redrafter import RECURRENCES, fit_head, make_head, save_as, save_head
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from llmctl.plugins.ops.beam_search.reference import top_log_probs
@@ -18,32 +17,7 @@ from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
-from llmctl.runtime.request import Request, SamplingConfig
-
-SAMPLING = (
-    SamplingConfig(),
-    SamplingConfig(temperature=0.8, top_k=0, seed=5),
-    SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.1),
-    SamplingConfig(temperature=1.1, top_k=40, top_p=0.9, min_p=0.02, seed=4),
-)
-
-
-@pytest.fixture(scope="module")
-def requests(repository: Path) -> list[Request]:
-    tokenizer = Tokenizer.from_file(str(repository / "examples/demo-target/tokenizer.json"))
-    text = (repository / "examples/heldout.txt").read_text()
-    ids = list(tokenizer.encode(text, add_special_tokens=False).ids)
-    lengths = (1, 31, 33, 150, 64, 5)
-    return [
-        Request(
-            tuple(ids[97 * index : 97 * index + lengths[index % len(lengths)]]),
-            5 + 7 * index % 60,
-            SAMPLING[index % len(SAMPLING)],
-            end_id=1,
-            max_draft_len=(None, None, 0, 3)[index // 3 % 4],
-        )
-        for index in range(32)
-    ]
+from llmctl.runtime.request import Request
 
 
 def opened(folder: Path, method: DraftMethod) -> OpenEngines:

@@ -1,0 +1,239 @@
+"""An EAGLE head on a GPU: the tokens of plain decoding, alone, together, in chunks and over reused
+blocks; what the head computes, against the cpu backend."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.e2e import Outputs, cancel_some, llmctl, run_all
+from support.eagle import fit_head, make_head, save_head
+from support.gpu import quantize
+from transformers import AutoModelForCausalLM
+
+from llmctl.builder.engine_format import (
+    EAGLE_EXTEND,
+    EAGLE_FEATURES,
+    EAGLE_NEXT,
+    EAGLE_STATE,
+    eagle_tap,
+)
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.runtime.drafting.eagle.method import Eagle
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.engines.cuda_engine import CudaEngine
+from llmctl.runtime.engines.engine import Engine, open_cpu_engine
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
+from llmctl.runtime.request import Request
+from llmctl.runtime.step import pack_next
+
+DRAFT_LEN = 5
+WIDTH = 384  # of the demo target
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float16", "fp8"])
+def build(
+    request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """build(name, head, backend) -> the demo target's engine of that dtype; fp8: the KV cache too.
+    Head None: without one."""
+    folder, dtype = tmp_path_factory.mktemp("engines"), request.param
+    checkpoint, options = repository / "examples/demo-target", ["--dtype", dtype]
+    if dtype == "fp8":
+        checkpoint, options = quantize(checkpoint, folder / "checkpoint"), []
+
+    def built(name: str, head: Path | None, backend: str = "cuda") -> Path:
+        path = folder / name
+        mode = ["--speculative-decoding-mode", "eagle", "--draft-model-dir", head]
+        llmctl("build", "--checkpoint-dir", checkpoint, "--output-dir", path, "--backend", backend,
+               "--max-batch-size", 16, "--max-seq-len", 1024, *options,
+               *(mode if head else []))  # fmt: skip
+        return path
+
+    return built
+
+
+def opened(engine: Path, method: DraftMethod, **options: Any) -> OpenEngines:
+    options = {"max_tokens": 16384, **options}
+    return OpenEngines(check_engines(EngineOptions(engine, method, **options)))
+
+
+@pytest.fixture(scope="module")
+def bare(build: Any) -> Path:
+    path: Path = build("bare", None)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(bare: Path, requests: list[Request]) -> Outputs:
+    """Of each request alone, of an engine without a head."""
+    with opened(bare, PlainDecoding()).executor() as executor:
+        return [run_all(executor, [request])[0] for request in requests]
+
+
+@pytest.fixture(scope="module")
+def head(requests: list[Request], plain: Outputs, repository: Path, tmp_path_factory: Any) -> Path:
+    """One that knows what comes of the requests."""
+    folder: Path = tmp_path_factory.mktemp("head")
+    model = AutoModelForCausalLM.from_pretrained(
+        repository / "examples/demo-target", dtype=torch.float32
+    )
+    texts = [
+        (list(request.input_token_ids), list(output[0]))
+        for request, output in zip(requests, plain, strict=True)
+    ]
+    fit_head(model.eval(), texts).write(folder, "demo-target")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(build: Any, head: Path) -> Path:
+    path: Path = build("engine", head)
+    return path
+
+
+@pytest.mark.parametrize("draft_len", [None, 1, 2])
+def test_a_head_that_knows_the_text_changes_no_token(
+    engine: Path, requests: list[Request], plain: Outputs, draft_len: int | None
+) -> None:
+    with opened(engine, Eagle(draft_len)).executor() as executor:
+        assert [run_all(executor, [request])[0] for request in requests] == plain
+        assert run_all(executor, requests) == plain, "all together"
+        assert run_all(executor, requests) == plain, "with blocks that are reused"
+        stats = executor.get_speculation_stats()
+    print(f"tokens a round: {1 + stats.accepted_tokens / stats.rounds:.3f}")
+    assert stats.accepted_tokens > 150
+    assert len(stats.accepted_at_position) == (draft_len or DRAFT_LEN), "whole chains"
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_chunks_and_narrow_steps_change_no_token(
+    engine: Path, requests: list[Request], plain: Outputs, reuse: bool
+) -> None:
+    """Prompts enter in chunks beside the drafts of others, or from the cache."""
+    options = {"max_num_tokens": 96, "enable_block_reuse": reuse, "max_batch_size": 9}
+    with opened(engine, Eagle(), **options).executor() as executor:
+        for _ in range(3):
+            assert run_all(executor, requests) == plain
+        assert executor.get_speculation_stats().accepted_tokens > 150
+
+
+def test_blocks_that_leave_the_cache_and_return_change_no_token(
+    engine: Path, requests: list[Request], plain: Outputs
+) -> None:
+    """The head's blocks go to host memory and back with the target's."""
+    options = {"max_tokens": 40 * 32, "host_memory_bytes": 64 << 20}
+    with opened(engine, Eagle(), **options).executor() as executor:
+        for _ in range(3):
+            assert run_all(executor, requests) == plain
+
+
+def test_narrow_windows_change_no_token(bare: Path, engine: Path, requests: list[Request]) -> None:
+    options = {"windows": WindowOptions((40,), 4), "enable_block_reuse": False}
+    with opened(bare, PlainDecoding(), **options).executor() as executor:
+        wanted = run_all(executor, requests)
+    with opened(engine, Eagle(), **options).executor() as executor:
+        assert run_all(executor, requests) == wanted
+
+
+def test_cancelled_requests_leave_the_others_alone(
+    engine: Path, requests: list[Request], plain: Outputs
+) -> None:
+    draw = random.Random(1)
+    with opened(engine, Eagle()).executor() as executor:
+        for _ in range(6):
+            cancel_some(executor, requests, plain, draw)
+
+
+def test_a_head_that_knows_nothing_changes_no_token(
+    build: Any, requests: list[Request], plain: Outputs, tmp_path: Path
+) -> None:
+    """Of another width, with its own embedding, normalized q and k, and the other residual."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 128, "vocab_size": 4096, "draft_vocab_size": 777,
+    }  # fmt: skip
+    tensors = make_head(7, target_hidden=WIDTH, own_embedding=True, qk_norm=True, **sizes)
+    other = {"target_hidden_size": WIDTH, "norm_before_residual": True, "rope_theta": 5e5}
+    folder = save_head(tmp_path / "head", tensors, "speculators", **sizes, **other)
+    with opened(build("unknown", folder), Eagle()).executor() as executor:
+        for _ in range(2):
+            assert run_all(executor, requests) == plain
+        assert executor.get_speculation_stats().draft_tokens > 500
+
+
+CHUNKS = (200, 1, 6, 3, 64)
+
+
+def steps(ids: list[int], size: int) -> list[StepInputs]:
+    """Chunks of a text, the logits of the last token of each."""
+    table = np.arange(-(-sum(CHUNKS) // size) + 1, dtype=np.int32)[::-1].copy()
+    found, start = [], 0
+    for count in CHUNKS:
+        positions = np.arange(start, start + count, dtype=np.int32)
+        found.append(
+            StepInputs(
+                token_ids=np.array(ids[start : start + count], np.int32),
+                position_ids=positions,
+                cu_q=np.array([0, count], np.int32),
+                kv_len=np.array([start + count], np.int32),
+                block_tables=table[None],
+                slot_mapping=table[positions // size] * np.int32(size) + positions % np.int32(size),
+                logit_rows=np.array([count - 1], np.int32),
+            )
+        )
+        start += count
+    return found
+
+
+def computed(engine: Engine, ids: list[int]) -> list[np.ndarray]:
+    """o and logits of the head behind each chunk and behind the next three tokens after it."""
+
+    def host(found: dict[str, torch.Tensor]) -> None:
+        for name in (EAGLE_STATE, "logits"):
+            one = found[name]
+            one = engine.queue.to_host(one) if isinstance(engine, CudaEngine) else one.clone()
+            values.append(one.float().numpy())
+
+    taps = [eagle_tap(layer) for layer in engine.config.build_config["draft_heads"]["taps"]]
+    size, values, end = engine.tokens_per_block, list[np.ndarray](), 0
+    own = steps(ids, size)
+    for step, shifted in zip(own, steps(ids[1:], size), strict=True):
+        end += step.num_tokens
+        engine.run(step)
+        features = [engine.output(tap) for tap in taps]
+        engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, features, np.arange(step.num_tokens))
+        found = engine.run_head(EAGLE_EXTEND, shifted, {})
+        host(found)
+        for place in range(end, end + 3):
+            token, at = np.array([ids[place + 1]], np.int32), np.array([place], np.int32)
+            engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [found[EAGLE_STATE]], np.array([0]))
+            found = engine.run_head(EAGLE_NEXT, pack_next(token, at, own[0].block_tables, size), {})
+            host(found)
+    return values
+
+
+def test_a_head_computes_what_it_does_on_the_cpu(
+    build: Any, engine: Path, head: Path, ids: list[int]
+) -> None:
+    """Its own cache included: drafts attend to pairs of several steps, prompts' and their own."""
+    text = ids[1000 : 1000 + sum(CHUNKS) + 5]
+    on_cpu = open_cpu_engine(build("cpu", head, "cpu"))
+    on_cpu.allocate_kv_cache(16)
+    on_gpu = opened(engine, Eagle())
+    on_gpu.target.allocate_kv_cache(on_gpu.kv_plan.num_blocks)
+    errors = []
+    for found, wanted in zip(computed(on_gpu.target, text), computed(on_cpu, text), strict=True):
+        assert found.shape == wanted.shape
+        known = np.isfinite(wanted)
+        assert (np.isfinite(found) == known).all(), "the same reduced vocabulary"
+        errors.append(np.linalg.norm(found[known] - wanted[known]) / np.linalg.norm(wanted[known]))
+    print(f"largest error: {max(errors):.4f}")
+    # Both round where the references do, in another order of sums; features have the target's.
+    assert len(errors) == 2 * 4 * len(CHUNKS) and max(errors) < 0.06, errors
