@@ -23,18 +23,19 @@ from llmctl.errors import CorruptEngine
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.runtime.engines.engine import open_cpu_engine
 from support.cuda_build import quantize
+from support.hostile_heads import METHODS, head_options, mode_of, write_with_drafts
 
 ENGINE = "rank0.engine"
 VOCAB, LENGTH, BLOCK = 67, 48, 8
 PROMPT = (3, 61, 7, 7, 22)
-KINDS = ("fp8", "rows", "plain")
+KINDS = ("fp8", "rows", "plain", *METHODS)
 
 
 def build_tiny(folder: Path, kind: str) -> Path:
     """An engine of two layers that writes a token in a tenth of a millisecond.
 
     fp8: static scales, an FP8 cache and a draft length; rows: a scale a token; plain: bfloat16 with
-    norms of query and key, a tied head and a window.
+    norms of query and key, a tied head and a window; others: bfloat16 with a head of that mode.
     """
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -57,19 +58,24 @@ def build_tiny(folder: Path, kind: str) -> Path:
     model.config.architectures = [type(model).__name__]
     checkpoint = folder / f"{kind}-hf"
     model.to(torch.bfloat16).save_pretrained(checkpoint)
-    if kind != "plain":
+    if kind in ("fp8", "rows"):
         quantize(checkpoint, is_static=kind == "fp8")
+    drafts: dict[str, Any] = {"max_draft_len": 2} if kind == "fp8" else {}
+    if kind in METHODS:
+        drafts = head_options(folder / f"{kind}-head", kind, 32, VOCAB)
     request = BuildRequest(
-        max_batch_size=2, max_num_tokens=24, max_seq_len=LENGTH, tokens_per_block=BLOCK,
-        max_draft_len=2 if kind == "fp8" else 0,
-    )  # fmt: skip
+        max_batch_size=2, max_num_tokens=24, max_seq_len=LENGTH, tokens_per_block=BLOCK, **drafts
+    )
     run_build(plan_build(checkpoint, request, backend="cpu"), folder / kind)
     return folder / kind
 
 
 def write_text(folder: Path, count: int = 5) -> list[int]:
-    """Greedy tokens after PROMPT, by whatever opening the engine gives."""
+    """Greedy tokens after PROMPT, by whatever opening the engine gives; with drafts, if it has
+    heads."""
     engine = open_cpu_engine(folder)
+    if mode_of(engine) in METHODS:
+        return write_with_drafts(engine, PROMPT, count)
     engine.allocate_kv_cache(-(-LENGTH // BLOCK))
     tokens, text = list(PROMPT), []
     for _ in range(count):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.hostile_engine import KINDS, PROMPT, HostileEngine, write_directory
+from support.hostile_heads import METHODS
 from support.json_edits import ACTIONS, apply
 
 from llmctl.cli.main import EXIT_BUG, execute
@@ -33,7 +34,7 @@ def test_the_program_ends_well_or_names_what_is_wrong(
     options += ["--tokenizer-dir", str(repository / "examples/demo-target")]
     engine, raw = engines[kind][0], engines[kind][0].bytes()
     codes: list[int] = []
-    for number in range(max(2, pytestconfig.getoption("--fuzz-cases") // 60)):
+    for number in range(max(2, pytestconfig.getoption("--fuzz-cases") // 120)):
         edit = random_edit(random.Random(f"{kind} {number}"))
         part, changed = edit[0], engine.copy()
         if part == "plan":
@@ -43,9 +44,10 @@ def test_the_program_ends_well_or_names_what_is_wrong(
             config = json.loads(json.dumps(engine.config))
             apply(config[part] if part else config, edit[1])
             write_directory(folder, config, raw)
+        drafts = METHODS[kind][1] if kind in METHODS else ("--draft-engine", str(folder))
         for command in (
             ["run", "--engine-dir", str(folder), *options],
-            ["run", "--engine-dir", str(folder), "--draft-engine", str(folder), *options],
+            ["run", "--engine-dir", str(folder), *drafts, *options],
             ["inspect", str(folder), "--verify"],
         ):
             codes.append(execute(command))

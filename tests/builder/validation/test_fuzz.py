@@ -3,7 +3,8 @@
 Hashes are made to fit, so nothing but the validator stands between an edit and the kernels. One
 rule says which edits are left out: those that only say something else and cannot be told from what
 a builder might have meant. They are other values of weights (flips below the header), two inputs of
-one operator exchanged for each other (norms of query and key), and ids of special tokens.
+one operator exchanged for each other (norms of query and key), and ids of special tokens. Engines
+with heads write their text with drafts of these: whatever the heads say, it is the same.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ EDITS = st.tuples(
 )
 # of the plan's parts as often as one another, however many values they have
 PARTS = ("ops", "ops", "tensors", "kv_cache", "outputs", "")
+HEAD_PARTS = ("heads", "heads", "heads", "tensors", "head_caches", "")
 
 
 def judge(folder: Path, text: list[int]) -> None:
@@ -99,7 +101,8 @@ def test_edited_plans(search: Any, engines: Engines, tmp_path: Path, kind: str) 
         hostile = HostileEngine(engine.config, engine.header, engine.metadata, changed, engine.data)
         judge(hostile.write(tmp_path / "engine"), text)
 
-    search(0.2, check, st.sampled_from(PARTS), st.lists(EDITS, min_size=1, max_size=3))
+    parts = HEAD_PARTS if engine.plan["heads"] else PARTS
+    search(0.1, check, st.sampled_from(parts), st.lists(EDITS, min_size=1, max_size=3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,7 +118,7 @@ def test_edited_configs(search: Any, engines: Engines, tmp_path: Path, kind: str
         judge(tmp_path / "engine", text)
 
     parts = st.sampled_from(("build_config", "build_config", "pretrained_config", "weights", ""))
-    search(0.05, check, parts, st.lists(EDITS, min_size=1, max_size=2))
+    search(0.025, check, parts, st.lists(EDITS, min_size=1, max_size=2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,7 +133,7 @@ def test_edited_headers(search: Any, engines: Engines, tmp_path: Path, kind: str
         hostile = HostileEngine(engine.config, changed, engine.metadata, engine.plan, engine.data)
         judge(hostile.write(tmp_path / "engine"), text)
 
-    search(0.03, check, st.lists(EDITS, min_size=1, max_size=2))
+    search(0.015, check, st.lists(EDITS, min_size=1, max_size=2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,7 +150,7 @@ def test_flipped_bytes(search: Any, engines: Engines, tmp_path: Path, kind: str)
         write_directory(tmp_path / "engine", engine.config, bytes(changed))
         judge(tmp_path / "engine", text)
 
-    search(0.04, check, st.lists(st.tuples(PLACES, st.integers(0, 7)), min_size=1, max_size=2))
+    search(0.02, check, st.lists(st.tuples(PLACES, st.integers(0, 7)), min_size=1, max_size=2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,4 +163,4 @@ def test_cut_and_grown_files(search: Any, engines: Engines, tmp_path: Path, kind
         write_directory(tmp_path / "engine", engine.config, changed)
         judge(tmp_path / "engine", text)
 
-    search(0.014, check, PLACES)
+    search(0.007, check, PLACES)
