@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import EngineConfig, Plan
 from llmctl.plugins.backends.cpu import CpuProgram
+from llmctl.plugins.backends.cpu.beam_search import CpuBeamSearch, HeadGraph, top_log_probs
 from llmctl.plugins.core.calls import StepInputs
-from llmctl.plugins.ops.beam_search.reference import top_log_probs
 from llmctl.plugins.ops.kv_compact.reference import compact
 from llmctl.runtime.engines.cpu_cache import CpuCache
 from llmctl.runtime.engines.engine import Engine, bind_plan, make_calls
@@ -104,7 +104,19 @@ class CpuEngine(Engine):
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The likeliest ids; see Engine."""
         ids, log_probs = top_log_probs(logits, count)
-        return ids.numpy(), log_probs.numpy()
+        return ids.astype(np.int64), log_probs
+
+    def compiled_search(
+        self, first: str, following: str, states: Sequence[str]
+    ) -> CpuBeamSearch | None:
+        """Both graphs and the search in one C call; see Engine."""
+        graphs = []
+        for name in (first, following):
+            head, program = find_head(self._heads, name)
+            kept, carried = (head.output(state) for state in states)
+            graphs.append(HeadGraph(program, head.output("logits"), (kept, carried)))
+        kept, carried = (find_head(self._heads, following)[0].given(state) for state in states)
+        return CpuBeamSearch(graphs[0], graphs[1], (kept, carried))
 
 
 def _aligned_empty(num_bytes: int) -> torch.Tensor:

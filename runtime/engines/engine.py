@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, BlockHolder, CopyKind, Move
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows
+
+if TYPE_CHECKING:
+    from llmctl.plugins.backends.cpu.beam_search import CpuBeamSearch
 
 NO_WINDOWS = WindowOptions()
 
@@ -141,6 +145,13 @@ class Engine(ABC):
     def top_ids(self, logits: Sequence[torch.Tensor], count: int) -> NDArray[np.int64]:
         """[len(logits), rows, count] on the host: the ids of the largest of each row, the largest
         first, of outputs of `run_head` [rows, vocab_size]. Waits for them."""
+
+    def compiled_search(
+        self, first: str, following: str, states: Sequence[str]
+    ) -> CpuBeamSearch | None:
+        """Beam searches by a recurrent head, two of the engine's heads that hand `states` on, in
+        one call each; None where the engine runs such a head step by step."""
+        return None
 
     @abstractmethod
     def top_log_probs(

@@ -51,6 +51,10 @@ class BoundHead:
             )
             self._given[name][: len(rows)].copy_(rows)
 
+    def given(self, name: str) -> torch.Tensor:
+        """Where the head reads an input that no graph computes, at its full size."""
+        return self._given[name]
+
     def output(self, name: str) -> torch.Tensor:
         """Where the head leaves an output, at its full size."""
         return self._outputs[name][0]

@@ -26,7 +26,7 @@ namespace llmctl {
 
 class Pool;
 
-constexpr int32_t kAbiVersion = 7;  // binding.py holds the same number
+constexpr int32_t kAbiVersion = 8;  // binding.py holds the same number
 constexpr int kMaxTensors = 8;
 constexpr int kMaxAttributes = 8;
 constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time
@@ -112,6 +112,38 @@ struct SamplingRow {
   int32_t num_banned, is_greedy, reserved;
 };
 
+// Rows that a step of a recurrent head leaves for the next one: outputs of both programs, and the
+// input of `next` that they are copied to.
+struct HandedRows {
+  const void* from_first;
+  const void* from_next;
+  void* to;
+  int64_t row_bytes;
+};
+
+// A beam search of many requests by a recurrent head: runtime/drafting/redrafter/beams.py says what
+// is searched, packing.py how beams become a tree.
+struct BeamSearch {
+  void* first;  // programs: the first step, and every other
+  void* next;
+  const float* first_logits;  // [first_rows, vocab_size]
+  const float* next_logits;   // [next_rows, vocab_size]
+  HandedRows handed[2];
+  int64_t vocab_size;
+  int32_t first_rows, next_rows;
+  int32_t num_requests, num_beams;
+  const int32_t* rows;     // [num_requests] of the target's last step
+  const int32_t* roots;    // the tokens that were drawn from them
+  const int32_t* lengths;  // of beams, at least 1
+  const int32_t* rooms;    // the most drafts
+  float least_kept, least_continued;  // scores below which a draft is left out, a beam ends
+  int32_t width, num_steps;           // of the arrays below; how many steps the head ran
+  int32_t* tokens;   // [num_requests, width]
+  int32_t* parents;  // of drafts; -1: the root
+  float* scores;     // of the path to each draft
+  int32_t* counts;   // [num_requests]
+};
+
 inline int64_t rows_of(const Op& op, const Step& step) {
   return op.uses_rows ? step.num_rows : step.num_tokens;
 }
@@ -140,6 +172,8 @@ struct Kernels {
   void (*uniforms)(const SamplingRow* rows, int64_t count, double* out);
   void (*log_softmax_at)(const float* logits, int64_t vocab, const int64_t* tokens, int64_t count,
                          double* out, Pool& pool);
+  void (*top_log_probs)(const float* logits, int64_t rows, int64_t vocab, int64_t count,
+                        int32_t* tokens, float* log_probs, Pool& pool);
   double (*read)(const float* data, int64_t count, Pool& pool);      // sums: read bandwidth
   double (*multiply_add)(int64_t iterations, Pool& pool);            // floating-point operations
 };

@@ -16,7 +16,7 @@ from llmctl.errors import BadConfig, NoDevice, OutOfMemory, Unsupported
 
 LIBRARY_PATH = Path(__file__).with_name("libllmctl_cpu.so")
 MAX_THREADS = 1024  # each has a stack and 1 MiB of scratch
-ABI_VERSION = 7  # kAbiVersion in abi.h
+ABI_VERSION = 8  # kAbiVersion in abi.h
 MAX_TENSORS = 8
 MAX_ATTRIBUTES = 8
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "int8": 4, "int32": 5}
@@ -97,6 +97,8 @@ def load_kernels() -> ctypes.CDLL:
     loaded.llmctl_argmax.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
     for function in (loaded.llmctl_sample, loaded.llmctl_probs, loaded.llmctl_log_softmax_at):
         function.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p]
+    loaded.llmctl_search_beams.argtypes = [c_void_p]
+    loaded.llmctl_top_log_probs.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
     loaded.llmctl_draw.argtypes = [c_void_p, c_int64, c_void_p]
     loaded.llmctl_draw.restype = c_int64
     loaded.llmctl_uniforms.argtypes = [c_void_p, c_int64, c_void_p]

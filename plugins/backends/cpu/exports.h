@@ -16,4 +16,7 @@ const Kernels& kernels();
 // kOutOfMemory, with a message; `what` holds one %lld.
 int fail_for_memory(const char* what, long long count);
 
+// kBadStep, with a message; `what` holds two %lld.
+int fail_for_step(const char* what, long long found, long long limit);
+
 }  // namespace llmctl

@@ -11,6 +11,7 @@
 
 #include "abi.h"
 #include "pool.h"
+#include "program.h"
 #include "step_checks.h"
 
 namespace llmctl {
@@ -38,14 +39,6 @@ std::vector<Isa> available_isas() {
 }
 
 std::atomic<const Kernels*> g_kernels{nullptr};
-
-struct Program {
-  std::vector<Op> ops;
-  float* shared = nullptr;
-  bool uses_cache = false;
-  bool continues = false;  // rows of what an earlier step left, and not its own
-  ~Program() { std::free(shared); }
-};
 
 constexpr int64_t kMaxRowFloats = kScratchBytes / 4 - 16;  // a row of a row-wise op in scratch
 
@@ -144,6 +137,28 @@ int fail_for_memory(const char* what, long long count) {
   return fail(kOutOfMemory, what, count);
 }
 
+int fail_for_step(const char* what, long long found, long long limit) {
+  return fail(kBadStep, what, found, limit);
+}
+
+Program::~Program() { std::free(shared); }
+
+int run_program(const Program& program, const Step& step, Pool& pool) {
+  if (int bad = check_step(program, step)) return bad;
+  Context context{pool, program.shared};
+  const Kernels& table = kernels();
+  try {
+    for (const Op& op : program.ops) {
+      if ((op.uses_rows ? step.num_rows : step.num_tokens) > 0) {
+        table.run[op.kind](op, step, context);
+      }
+    }
+  } catch (const std::bad_alloc&) {
+    return fail(kOutOfMemory, "scratch of %d threads", pool.num_threads());
+  }
+  return kDone;
+}
+
 }  // namespace llmctl
 
 using namespace llmctl;
@@ -206,22 +221,9 @@ LLMCTL_EXPORT int32_t llmctl_program_create(const Op* ops, int64_t count, void**
 LLMCTL_EXPORT void llmctl_program_destroy(void* program) { delete static_cast<Program*>(program); }
 
 LLMCTL_EXPORT int32_t llmctl_run(void* program, const Step* step) {
-  const auto& self = *static_cast<const Program*>(program);
-  if (int bad = check_step(self, *step)) return bad;
   Pool& pool = Pool::instance();
   std::lock_guard<std::mutex> lock(pool.step_mutex());
-  Context context{pool, self.shared};
-  const Kernels& table = kernels();
-  try {
-    for (const Op& op : self.ops) {
-      if ((op.uses_rows ? step->num_rows : step->num_tokens) > 0) {
-        table.run[op.kind](op, *step, context);
-      }
-    }
-  } catch (const std::bad_alloc&) {
-    return fail(kOutOfMemory, "scratch of %d threads", pool.num_threads());
-  }
-  return kDone;
+  return run_program(*static_cast<const Program*>(program), *step, pool);
 }
 
 // Bytes read, for a buffer far larger than the caches.

@@ -50,6 +50,12 @@ class CpuProgram:
         self._step_address = ctypes.addressof(self._step)
         self._kv_cache: torch.Tensor | None = None
 
+    @property
+    def handle(self) -> int:
+        """The program as other calls of the library take it; valid while this object lives."""
+        assert self._handle.value is not None
+        return self._handle.value
+
     def run(self, step: StepInputs, kv_cache: torch.Tensor) -> None:
         """Execute every call in order."""
         if kv_cache is not self._kv_cache:

@@ -5,6 +5,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
+#include "../../ops/beam_search/cpu.cpp"
 #include "../../ops/concat/cpu.cpp"
 #include "../../ops/embedding/cpu.cpp"
 #include "../../ops/expand_logits/cpu.cpp"
@@ -46,6 +47,7 @@ const Kernels LLMCTL_TABLE(LLMCTL_ISA) = {
     LLMCTL_ISA::draw_from_probs,
     LLMCTL_ISA::uniforms,
     LLMCTL_ISA::log_softmax_at,
+    LLMCTL_ISA::top_log_probs,
     LLMCTL_ISA::read_memory,
     LLMCTL_ISA::multiply_add,
 };

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
-from llmctl.runtime.drafting.redrafter.beams import Head, search
-from llmctl.runtime.drafting.redrafter.packing import merge
+from llmctl.runtime.drafting.redrafter.beams import Bounds
+from llmctl.runtime.drafting.redrafter.search import Asked, Searcher
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence, Slice
@@ -41,11 +41,11 @@ class ReDrafter:
 
     holders: Mapping[str, BlockHolder] = MappingProxyType({})
 
-    def __init__(self, head: Head, shape: BeamShape, max_draft_len: int) -> None:
+    def __init__(self, searcher: Searcher, shape: BeamShape, max_draft_len: int) -> None:
         if max_draft_len < 1:
             raise BadConfig(f"max_draft_len is {max_draft_len}; it must be at least 1")
         self.max_draft_len = min(max_draft_len, shape.num_drafts)
-        self._head = head
+        self._searcher = searcher
         self._shape = shape
         self.rows = HiddenRows()
 
@@ -62,16 +62,11 @@ class ReDrafter:
             if item.draft_len and item.sequence.sequence_id in rows and self._drafts_for(item)
         ]
         if asked:
-            rooms = [min(item.draft_len, self.max_draft_len) for _, _, item in asked]
-            found = search(
-                self._head,
-                [row for _, row, _ in asked],
-                [item.sequence.tokens[item.start + item.num_tokens - 1] for _, _, item in asked],
-                [min(room, self._shape.length) for room in rooms],
-                self._shape.num_beams,
+            found = self._searcher.search(
+                [self._ask(row, item) for _, row, item in asked], self._shape.num_beams, Bounds()
             )
-            for (place, _, _), beams, room in zip(asked, found, rooms, strict=True):
-                drafts[place] = merge(beams, room)
+            for (place, _, _), own in zip(asked, found, strict=True):
+                drafts[place] = own.drafts
         self.rows.start(batch, drafts)
         return drafts
 
@@ -82,6 +77,11 @@ class ReDrafter:
     def release(self, sequence: Sequence) -> None:
         """Forget the sequence's row."""
         self.rows.forget(sequence)
+
+    def _ask(self, row: int, item: Slice) -> Asked:
+        root = item.sequence.tokens[item.start + item.num_tokens - 1]
+        room = min(item.draft_len, self.max_draft_len)
+        return Asked(row, root, min(room, self._shape.length), room)
 
     def _drafts_for(self, item: Slice) -> bool:
         request = item.sequence.request

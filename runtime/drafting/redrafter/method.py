@@ -56,12 +56,12 @@ class RecurrentDrafting:
     def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> ReDrafter:
         from llmctl.runtime.drafting.redrafter.drafter import ReDrafter
         from llmctl.runtime.drafting.redrafter.engine_check import beam_shape
-        from llmctl.runtime.drafting.redrafter.head import EngineHead
+        from llmctl.runtime.drafting.redrafter.search import searcher_of
         from llmctl.runtime.engines.opening import TARGET
 
         target = engines[TARGET]
         shape = beam_shape(target.config, self.num_beams, self.length)
-        return ReDrafter(EngineHead(target), shape, draft_len)
+        return ReDrafter(searcher_of(target), shape, draft_len)
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter

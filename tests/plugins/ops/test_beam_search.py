@@ -75,7 +75,7 @@ def test_searches_are_the_hosts(requests, num_beams, length, vocab, ties):
     arrays = kernel.BeamArrays.allocate(requests + 1, num_beams, length, vocab, "cpu")
     run_search(TableHead(5, vocab, ties), rows, roots, length, num_beams, arrays)
     found = arrays.history[(length - 1) % 2][:requests]
-    assert found.tolist() == np.array(wanted).tolist()
+    assert found.tolist() == [beams.tokens.tolist() for beams in wanted]
     scores = arrays.scores[(length - 1) % 2][:requests]
     assert (scores.diff(dim=1) <= 0).all()
 
@@ -84,7 +84,7 @@ def test_searches_are_the_hosts(requests, num_beams, length, vocab, ties):
     counts = torch.full((requests,), -7, dtype=torch.int32)
     run_launches([kernel.merge(arrays, requests, length, drafts, parents, counts)])
     for request, beams in enumerate(wanted):
-        tree = merge(beams, 10**6)
+        tree = merge(beams.tokens, 10**6)
         count = len(tree.tokens)
         own = tree.parents or range(-1, count - 1)
         assert counts[request] == count

@@ -81,7 +81,7 @@ def test_published_beams_are_found(recurrence):
         assert log_probs == pytest.approx(wanted, abs=2e-6)
         assert score == pytest.approx(total, abs=2e-6)
     (found,) = search(PathHead([expand]), [0], [ROOT], [3], 3)
-    assert found.tolist() == [tokens[1:] for tokens, _, _ in GOLDEN[recurrence]]
+    assert found.tokens.tolist() == [tokens[1:] for tokens, _, _ in GOLDEN[recurrence]]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -110,7 +110,7 @@ def test_beams_are_those_of_a_search_over_the_whole_vocabulary(seed):
     for row, root, length, beams in zip(rows, roots, lengths, found, strict=True):
         normalize = (lambda values: values) if has_ties else log_softmax
         wanted = slow_search(expands[row], root, length, num_beams, normalize)
-        assert beams.tolist() == [path[1:] for path, _, _ in wanted]
+        assert beams.tokens.tolist() == [path[1:] for path, _, _ in wanted]
     assert head.widths[0] == requests and len(head.widths) == max(lengths)
     for step, width in enumerate(head.widths[1:], 1):
         assert width == num_beams * sum(length > step for length in lengths), "none for nothing"

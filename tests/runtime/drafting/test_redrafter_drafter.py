@@ -16,6 +16,7 @@ from support.head_schedules import (
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.redrafter.drafter import BeamShape, ReDrafter
+from llmctl.runtime.drafting.redrafter.search import StepSearch
 from llmctl.runtime.request import Request, SamplingConfig
 
 VOCAB = 23
@@ -25,7 +26,7 @@ def make(beams=3, length=4, *, agreement=1.0, for_greedy=False, draft_len=None, 
     engine = HeadedEngine(vocab_size=VOCAB, max_draft_len=63, **options)
     head = FakeRecurrentHead(engine, agreement)
     shape = BeamShape(beams, length, for_greedy)
-    return engine, head, ReDrafter(head, shape, draft_len or shape.num_drafts)
+    return engine, head, ReDrafter(StepSearch(head), shape, draft_len or shape.num_drafts)
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -131,4 +132,4 @@ def test_one_beam_is_drafted_as_a_chain():
 
 def test_no_drafts_a_round_are_refused():
     with pytest.raises(BadConfig, match="max_draft_len is 0"):
-        ReDrafter(FakeRecurrentHead(HeadedEngine()), BeamShape(2, 2), 0)
+        ReDrafter(StepSearch(FakeRecurrentHead(HeadedEngine())), BeamShape(2, 2), 0)
