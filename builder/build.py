@@ -232,7 +232,7 @@ def plan_build(
         versions=versions() | target.versions | compilers,
         command=command,
         compute_capability=target.compute_capability,
-        weights=load_format.to_dict(model, checkpoint.config),
+        weights=load_format.to_dict(model, checkpoint.config, facts),
     )
     require_own_plan(config, plan)
     return EnginePlan(

@@ -7,7 +7,7 @@ config implies, in ModelOpt's layout. Instead of weights the engine stores how
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,12 @@ class LoadFormat:
         """Whether no weight is read."""
         return self.name != "auto"
 
-    def to_dict(self, model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
-        """`weights` of the engine's config.json. Raises Unsupported for what cannot be planted."""
+    def to_dict(
+        self, model: ModelConfig, config: dict[str, Any], heads: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """`weights` of the engine's config.json. heads: the facts of its draft heads; where they
+        have a vocabulary of their own, the text is of that. Raises Unsupported for what cannot be
+        planted."""
         if self.name == "auto":
             return {"load_format": "auto"}
         if self.name == "dummy":
@@ -68,7 +72,8 @@ class LoadFormat:
                 "a planted model cannot have its head tied to the embedding",
                 fix='set "tie_word_embeddings": false in config.json',
             )
-        first, stop = ordinary_tokens(config, model.vocab_size)
+        vocab_size = int(heads.get("draft_vocab_size", model.vocab_size))
+        first, stop = ordinary_tokens(config, vocab_size)
         return {
             "load_format": "planted",
             "seed": self.seed,
@@ -79,7 +84,8 @@ class LoadFormat:
 
 
 def ordinary_tokens(config: dict[str, Any], vocab_size: int) -> tuple[int, int]:
-    """The longest range [first, stop) of ids without the bos, eos and pad ids of config.json."""
+    """The longest range [first, stop) of the first ids without the bos, eos and pad ids of
+    config.json."""
     special = {-1, vocab_size}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(name)

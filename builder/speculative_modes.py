@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.heads.eagle.mode import OPTIONS as EAGLE_OPTIONS
 from llmctl.builder.heads.eagle.mode import describe as describe_eagle
-from llmctl.builder.heads.eagle.mode import prepare_eagle
+from llmctl.builder.heads.eagle.mode import invent_eagle, prepare_eagle
 from llmctl.builder.heads.eagle.mode import record_heads as record_eagle
 from llmctl.builder.heads.medusa.mode import describe as describe_medusa
 from llmctl.builder.heads.medusa.mode import invent_medusa, prepare_medusa
@@ -94,7 +94,7 @@ SPECULATIVE_MODES: dict[str, BuildMode] = {
         describe=describe_redrafter,
     ),
     "eagle": BuildMode(
-        *(32, True, prepare_eagle, record_eagle),
+        *(32, True, prepare_eagle, record_eagle, invent_eagle),
         options=(_HEADS, *EAGLE_OPTIONS),
         describe=describe_eagle,
     ),

@@ -73,7 +73,10 @@ def _fill_for(
     if role in ("scale", "x_scale", "k_scale", "v_scale", "out_scale"):
         return lambda tensor: _constant(tensor, SCALE)
     if role in ("q_norm", "k_norm", "norm_weight") or op.op == "rms_norm":
-        return lambda tensor: _constant(tensor, 1.0)
+        return lambda tensor: _constant(tensor, INERT if is_inert else 1.0)
+    if role == "index":
+        count = _shape(op.inputs["x"], plan)[1]
+        return lambda tensor: _first(tensor, count)
     if role == "bias":
         return lambda tensor: _constant(tensor, 0.0)
     if op.op in _EMBEDDINGS:
@@ -87,8 +90,12 @@ def _fill_for(
 
 def _inner(op: PlanOp, plan: Plan) -> int:
     """K of a packed product, whole blocks."""
-    (shape,) = [t.shape for t in plan.tensors if t.name == op.inputs["weight"]]
-    return int(shape[1]) * _form(op, plan).columns
+    return int(_shape(op.inputs["weight"], plan)[1]) * _form(op, plan).columns
+
+
+def _shape(name: str, plan: Plan) -> tuple[int | str, ...]:
+    (shape,) = [tensor.shape for tensor in plan.tensors if tensor.name == name]
+    return shape
 
 
 def _form(op: PlanOp, plan: Plan) -> Form:
@@ -99,6 +106,12 @@ def _form(op: PlanOp, plan: Plan) -> Form:
 
 def _constant(tensor: torch.Tensor, value: float) -> None:
     tensor.fill_(value)
+
+
+def _first(tensor: torch.Tensor, count: int) -> None:
+    """The index of a vocabulary that has the first `count` tokens."""
+    own = torch.arange(len(tensor), dtype=tensor.dtype, device=tensor.device)
+    tensor.copy_(torch.where(own < count, own, -1))
 
 
 def _random(tensor: torch.Tensor, spread: float, generator: torch.Generator) -> None:

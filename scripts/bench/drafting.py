@@ -1,7 +1,8 @@
 """What drafts in a row of scripts/bench/cuda.py: which engines, what a round reads and promises.
 
 The name of a row says it: 70b+1b-k13 is a target with a draft engine and 13 drafts a round,
-70b-medusa an engine with Medusa heads, 70b-redrafter one with a recurrent head.
+70b-medusa an engine with Medusa heads, 70b-redrafter one with a recurrent head, 70b-eagle one with
+an EAGLE-3 head.
 """
 
 from __future__ import annotations
@@ -12,14 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from llmctl.builder.engine_format import BASE, MEDUSA_GRAPH, REDRAFTER_FIRST, REDRAFTER_NEXT
+from llmctl.builder.engine_format import (
+    BASE,
+    EAGLE_CACHE,
+    EAGLE_EXTEND,
+    EAGLE_NEXT,
+    MEDUSA_GRAPH,
+    REDRAFTER_FIRST,
+    REDRAFTER_NEXT,
+    EngineConfig,
+)
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.eagle.method import Eagle
 from llmctl.runtime.drafting.medusa.engine_check import built_tree
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.redrafter.engine_check import beam_shape
 from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
-from llmctl.runtime.engines.engine import Engine
+from llmctl.runtime.engines.engine import Engine, block_bytes
 from llmctl.runtime.engines.planted_text import tokens_per_round
 from llmctl.runtime.open import OpenEngines
 from scripts.bench.rows import weight_bytes
@@ -82,9 +93,7 @@ class EnginePair:
         return read_bytes(draft, context)
 
     def expected_length(self, opened: OpenEngines) -> float:
-        """Each draft is right with probability p: (1-p^(k+1))/(1-p)."""
-        p = float(opened.checked.configs["draft"].weights["acceptance"])
-        return (1 - p ** (self.steps + 1)) / (1 - p)
+        return chain_length(opened.checked.configs["draft"], self.steps)
 
 
 @dataclass(frozen=True)
@@ -129,10 +138,34 @@ class RecurrentHead:
         return None
 
 
+@dataclass(frozen=True)
+class EagleHead:
+    """An EAGLE-3 head in the target's engine, and the chain that it was built for: a step that
+    reads what was committed, and one behind each draft but the last."""
+
+    target: str
+    row = "heads"
+    steps = 5
+    published = None
+
+    def method(self, engines: Path) -> DraftMethod:
+        return Eagle(self.steps)
+
+    def step_bytes(self, opened: OpenEngines, context: int) -> int:
+        plan = opened.target.plan
+        cache = context * block_bytes(plan, EAGLE_CACHE) // opened.target.tokens_per_block
+        extend, later = (weight_bytes(plan, name) + cache for name in (EAGLE_EXTEND, EAGLE_NEXT))
+        return (extend + (self.steps - 1) * later) // self.steps
+
+    def expected_length(self, opened: OpenEngines) -> float:
+        return chain_length(opened.checked.target, self.steps)
+
+
 DRAFTINGS: dict[str, Callable[..., Drafting]] = {
     r"([^+]+)\+([^+]+)": EnginePair,
     r"([^+]+-medusa)": MedusaHeads,
     r"([^+]+-redrafter)": RecurrentHead,
+    r"([^+]+-eagle)": EagleHead,
 }
 
 
@@ -143,6 +176,12 @@ def find_drafting(name: str) -> Drafting | None:
         if found is not None:
             return make(*found.groups())
     return None
+
+
+def chain_length(planted: EngineConfig, steps: int) -> float:
+    """Tokens a round of so many drafts, each right with probability p: (1-p^(k+1))/(1-p)."""
+    p = float(planted.weights["acceptance"])
+    return (1 - p ** (steps + 1)) / (1 - p)
 
 
 def read_bytes(engine: Engine, context: int) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llmctl.quantize.checkpoint import Checkpoint
 
 OPTIONS = ("eagle_layers",)
+PUBLISHED_VOCAB = 32_000  # of heads of Llama 3
 
 
 def prepare_eagle(
@@ -40,13 +41,39 @@ def prepare_eagle(
     config, layers = opened.config, model.num_hidden_layers
     taps = choose_taps(config.layer_ids, layers, request.eagle_layers, str(config.where))
     head = check_head(opened, taps, model.hidden_size, model.vocab_size)
-    length = request.max_draft_len or DEFAULT_LENGTH
-    if length > MOST_DRAFTS:
+    return _limited(request), head.beside(checkpoint), _facts(head)
+
+
+def invent_eagle(
+    request: BuildRequest, model: ModelConfig
+) -> tuple[BuildRequest, Mapping[str, Any]]:
+    """See BuildMode: a head of the shape that is published for Llama 3, one layer like the
+    target's. Its vocabulary is a quarter of the target's, at most 32,000: the first tokens. Raises
+    BadConfig."""
+    from llmctl.builder.heads.eagle.config import choose_taps
+
+    if request.draft_model_dir is not None:
         raise BadConfig(
-            f"--max-draft-len is {length}; an EAGLE head drafts at most {MOST_DRAFTS}",
-            fix=f"--max-draft-len {MOST_DRAFTS} or less",
+            "--draft-model-dir names a head to read; --load-format dummy and planted generate one",
+            fix="leave it out",
         )
-    return replace(request, max_draft_len=length), head.beside(checkpoint), _facts(head)
+    taps = choose_taps(None, model.num_hidden_layers, request.eagle_layers, "")
+    return _limited(request), {
+        "taps": list(taps),
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_heads": model.num_attention_heads,
+        "num_kv_heads": model.num_key_value_heads,
+        "head_size": model.head_size,
+        "norm_epsilon": model.norm_epsilon,
+        "draft_vocab_size": min(PUBLISHED_VOCAB, max(1, model.vocab_size // 4)),
+        "is_reduced": True,
+        "norm_before_residual": True,  # so that a planted head can leave features out
+        "has_qk_norm": False,
+        "has_embedding": False,
+        "rope": {},
+        "num_beams": 1,
+    }
 
 
 def record_heads(model: ModelConfig, dtype: str, facts: Mapping[str, Any]) -> Sequence[Network]:
@@ -66,6 +93,17 @@ def describe(facts: Mapping[str, Any]) -> str:
         f"eagle 3, reads the inputs of layers {layers}, width {facts['hidden_size']}, vocabulary "
         f"of {facts['draft_vocab_size']}, residual: {residual}, RoPE base: {theta}"
     )
+
+
+def _limited(request: BuildRequest) -> BuildRequest:
+    """The request with the drafts of a round in it. Raises BadConfig for too many."""
+    length = request.max_draft_len or DEFAULT_LENGTH
+    if length > MOST_DRAFTS:
+        raise BadConfig(
+            f"--max-draft-len is {length}; an EAGLE head drafts at most {MOST_DRAFTS}",
+            fix=f"--max-draft-len {MOST_DRAFTS} or less",
+        )
+    return replace(request, max_draft_len=length)
 
 
 def _facts(head: EagleHead) -> dict[str, Any]:

@@ -20,4 +20,4 @@ def reference(
     x, index = inputs["x"], inputs["index"].long()
     is_column = (index >= 0) & (index < x.shape[1])
     taken = x[:, index.clamp(0, x.shape[1] - 1)]
-    outputs["out"][:] = taken.masked_fill(~is_column, float("-inf"))
+    outputs["out"][: len(x)] = taken.masked_fill(~is_column, float("-inf"))

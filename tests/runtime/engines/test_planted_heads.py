@@ -7,57 +7,38 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import planted
+from support.planted import ACCEPTANCE
 
-from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.build import EnginePlan
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import (
     BASE,
+    EAGLE_EXTEND,
+    EAGLE_NEXT,
     MEDUSA_GRAPH,
     REDRAFTER_FIRST,
     REDRAFTER_NEXT,
     medusa_logits,
 )
 from llmctl.builder.heads.medusa.tree import DEFAULT
-from llmctl.builder.planted import LoadFormat
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.core.reference import ReferenceProgram
 from llmctl.runtime.drafting.medusa.accuracy import best_tree
-from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
+from llmctl.runtime.engines.engine import kv_cache_shape, make_calls
 from llmctl.runtime.engines.heads import bind_heads
 from llmctl.runtime.engines.planted_graphs import PLANTED_GRAPHS
 from llmctl.runtime.engines.planted_text import head_tokens, next_tokens, tokens_per_round
-from llmctl.runtime.engines.planted_weights import generate_weights
 from llmctl.runtime.step import pack_rows
-from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
 
-ACCEPTANCE, HEADS, SEED, ROWS = 0.66, 3, 5, 40
+HEADS, ROWS = 3, 40
 
 
 def plan(folder: Path, quantization: str | None, **options: object) -> EnginePlan:
-    recipe = Recipe("tiny", "target", ACCEPTANCE, SEED, quantization)
-    if not folder.exists():
-        write_checkpoint(folder, recipe, config_only=True)
-    limits = {"max_seq_len": 64, "max_batch_size": 1, "speculative_decoding_mode": "medusa"}
-    return plan_build(
-        folder,
-        BuildRequest(**{"num_medusa_heads": HEADS, **limits, **options}),
-        backend="cuda",
-        load_format=LoadFormat("planted", SEED, "target", ACCEPTANCE),
-        with_binaries=False,
-    )
-
-
-def generated(engine: EnginePlan) -> dict[str, torch.Tensor]:
-    """Every weight, on the CPU."""
-    weights = {}
-    for tensor in (t for t in engine.plan.tensors if t.kind == "weight"):
-        stored = engine.sources[tensor.name].chunks(engine.checkpoint) if tensor.is_stored else ()
-        found = torch.zeros(tuple(map(int, tensor.shape)), dtype=getattr(torch, tensor.dtype))
-        weights[tensor.name] = torch.cat(list(stored)) if tensor.is_stored else found
-    generate_weights(engine.config, engine.plan, weights)
-    return weights
+    limits = {"max_batch_size": 1, "speculative_decoding_mode": "medusa"}
+    return planted.plan(folder, quantization, **{"num_medusa_heads": HEADS, **limits, **options})
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "w4a8_mxfp4_fp8", None])
@@ -65,9 +46,7 @@ def test_heads_say_what_the_recipe_says(tmp_path: Path, quantization: str | None
     """The plan for a GPU, run by the operators' references on a prompt of random tokens."""
     engine = plan(tmp_path / "target", quantization)
     assert (quantization is None) == all(op.op != "quantize" for op in heads_of(engine).ops)
-    tensors = bind_plan(
-        engine.plan, generated(engine), torch.zeros(engine.plan.arena_bytes, dtype=torch.uint8)
-    )
+    tensors = planted.generated(engine)
     spec = engine.plan.kv_cache
     cache = torch.zeros(kv_cache_shape(engine.plan, 2), dtype=getattr(torch, spec.dtype))
     recipe = engine.config.weights
@@ -158,7 +137,8 @@ def test_options_say_how_many_heads(tmp_path: Path) -> None:
 
 
 def test_every_mode_with_heads_is_planted_or_says_that_it_cannot_be(tmp_path: Path) -> None:
-    assert set(PLANTED_GRAPHS) == {BASE, MEDUSA_GRAPH, REDRAFTER_FIRST, REDRAFTER_NEXT}
+    recurrent, attending = {REDRAFTER_FIRST, REDRAFTER_NEXT}, {EAGLE_EXTEND, EAGLE_NEXT}
+    assert set(PLANTED_GRAPHS) == {BASE, MEDUSA_GRAPH} | recurrent | attending
     request = BuildRequest(speculative_decoding_mode="medusa")
     with pytest.raises(Unsupported, match="cannot be generated"):
-        SPECULATIVE_MODES["eagle"].invent(request, None)
+        SPECULATIVE_MODES["lookahead_decoding"].invent(request, None)

@@ -7,47 +7,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import planted
+from support.planted import ACCEPTANCE, generated
 
-from llmctl.builder.build import EnginePlan, plan_build
-from llmctl.builder.config import BuildRequest
+from llmctl.builder.build import EnginePlan
 from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT, REDRAFTER_STATES
-from llmctl.builder.planted import LoadFormat
 from llmctl.errors import BadConfig
 from llmctl.plugins.core.reference import ReferenceProgram
-from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape
+from llmctl.runtime.engines.engine import kv_cache_shape
 from llmctl.runtime.engines.heads import bind_heads
 from llmctl.runtime.engines.planted_text import next_tokens, step_tokens
-from llmctl.runtime.engines.planted_weights import generate_weights
 from llmctl.runtime.step import pack_continued
-from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
 
-ACCEPTANCE, SEED, ROWS = 0.66, 5, 40
+ROWS = 40
 
 
 def plan(folder: Path, quantization: str | None, form: str = "planted", **options) -> EnginePlan:
-    if not folder.exists():
-        recipe = Recipe("tiny", "target", ACCEPTANCE, SEED, quantization)
-        write_checkpoint(folder, recipe, config_only=True)
-    limits = {"max_seq_len": 64, "max_batch_size": ROWS, "redrafter_num_beams": 2}
-    load_format = LoadFormat("planted", SEED, "target", ACCEPTANCE)
-    return plan_build(
-        folder,
-        BuildRequest(speculative_decoding_mode="redrafter", **{**limits, **options}),
-        backend="cuda",
-        load_format=load_format if form == "planted" else LoadFormat(form, SEED),
-        with_binaries=False,
-    )
-
-
-def generated(engine: EnginePlan) -> dict[str, torch.Tensor]:
-    """All tensors of the plan on the CPU, weights and activations."""
-    weights = {}
-    for tensor in (t for t in engine.plan.tensors if t.kind == "weight"):
-        stored = engine.sources[tensor.name].chunks(engine.checkpoint) if tensor.is_stored else ()
-        found = torch.zeros(tuple(map(int, tensor.shape)), dtype=getattr(torch, tensor.dtype))
-        weights[tensor.name] = torch.cat(list(stored)) if tensor.is_stored else found
-    generate_weights(engine.config, engine.plan, weights)
-    return bind_plan(engine.plan, weights, torch.zeros(engine.plan.arena_bytes, dtype=torch.uint8))
+    limits = {"max_batch_size": ROWS, "redrafter_num_beams": 2}
+    limits["speculative_decoding_mode"] = "redrafter"
+    return planted.plan(folder, quantization, form, **{**limits, **options})
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "w4a8_mxfp4_fp8", None])

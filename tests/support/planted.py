@@ -1,0 +1,45 @@
+"""Engines of generated weights, planned and filled on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.planted import LoadFormat
+from llmctl.runtime.engines.engine import bind_plan
+from llmctl.runtime.engines.planted_weights import generate_weights
+from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
+
+ACCEPTANCE, SEED = 0.66, 5
+
+
+def plan(
+    folder: Path, quantization: str | None, form: str = "planted", **options: Any
+) -> EnginePlan:
+    """That of a tiny target for a GPU. options: of the build."""
+    if not folder.exists():
+        recipe = Recipe("tiny", "target", ACCEPTANCE, SEED, quantization)
+        write_checkpoint(folder, recipe, config_only=True)
+    load_format = LoadFormat("planted", SEED, "target", ACCEPTANCE)
+    return plan_build(
+        folder,
+        BuildRequest(**{"max_seq_len": 64, **options}),
+        backend="cuda",
+        load_format=load_format if form == "planted" else LoadFormat(form, SEED),
+        with_binaries=False,
+    )
+
+
+def generated(engine: EnginePlan) -> dict[str, torch.Tensor]:
+    """All tensors of the plan, weights and activations."""
+    weights = {}
+    for tensor in (t for t in engine.plan.tensors if t.kind == "weight"):
+        stored = engine.sources[tensor.name].chunks(engine.checkpoint) if tensor.is_stored else ()
+        found = torch.zeros(tuple(map(int, tensor.shape)), dtype=getattr(torch, tensor.dtype))
+        weights[tensor.name] = torch.cat(list(stored)) if tensor.is_stored else found
+    generate_weights(engine.config, engine.plan, weights)
+    return bind_plan(engine.plan, weights, torch.zeros(engine.plan.arena_bytes, dtype=torch.uint8))
