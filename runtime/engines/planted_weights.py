@@ -75,7 +75,7 @@ def _fill_for(
     if role in ("q_norm", "k_norm", "norm_weight") or op.op == "rms_norm":
         return lambda tensor: _constant(tensor, INERT if is_inert else 1.0)
     if role == "index":
-        count = _shape(op.inputs["x"], plan)[1]
+        count = int(_shape(op.inputs["x"], plan)[1])
         return lambda tensor: _first(tensor, count)
     if role == "bias":
         return lambda tensor: _constant(tensor, 0.0)

@@ -37,13 +37,21 @@ DRAFT_LEN = 5
 WIDTH = 384  # of the demo target
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float16", "fp8"])
-def build(
-    request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Any:
-    """build(name, head, backend) -> the demo target's engine of that dtype; fp8: the KV cache too.
-    Head None: without one."""
-    folder, dtype = tmp_path_factory.mktemp("engines"), request.param
+# Of the head against the cpu backend, relative, where both round as the references do, in another
+# order of sums. Features of an FP8 target differ most.
+LARGEST_ERROR = {"bfloat16": 0.04, "float16": 0.006, "fp8": 0.1}
+
+
+@pytest.fixture(scope="module", params=LARGEST_ERROR)
+def dtype(request: pytest.FixtureRequest) -> str:
+    """Of the target; fp8: of its KV cache, too."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def build(dtype: str, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """build(name, head, backend) -> the demo target's engine. Head None: without one."""
+    folder = tmp_path_factory.mktemp("engines")
     checkpoint, options = repository / "examples/demo-target", ["--dtype", dtype]
     if dtype == "fp8":
         checkpoint, options = quantize(checkpoint, folder / "checkpoint"), []
@@ -220,7 +228,7 @@ def computed(engine: Engine, ids: list[int]) -> list[np.ndarray]:
 
 
 def test_a_head_computes_what_it_does_on_the_cpu(
-    build: Any, engine: Path, head: Path, ids: list[int]
+    dtype: str, build: Any, engine: Path, head: Path, ids: list[int]
 ) -> None:
     """Its own cache included: drafts attend to pairs of several steps, prompts' and their own."""
     text = ids[1000 : 1000 + sum(CHUNKS) + 5]
@@ -235,5 +243,4 @@ def test_a_head_computes_what_it_does_on_the_cpu(
         assert (np.isfinite(found) == known).all(), "the same reduced vocabulary"
         errors.append(np.linalg.norm(found[known] - wanted[known]) / np.linalg.norm(wanted[known]))
     print(f"largest error: {max(errors):.4f}")
-    # Both round where the references do, in another order of sums; features have the target's.
-    assert len(errors) == 2 * 4 * len(CHUNKS) and max(errors) < 0.06, errors
+    assert len(errors) == 2 * 4 * len(CHUNKS) and max(errors) < LARGEST_ERROR[dtype], errors
