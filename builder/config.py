@@ -46,6 +46,7 @@ class BuildRequest:
     redrafter_num_beams: int | None = None
     redrafter_draft_len_per_beam: int | None = None  # without the target's own token
     redrafter_greedy_search: bool | None = None  # drafts for greedy requests alone
+    lookahead_config: str | None = None  # [window,ngram,verification]
     eagle_layers: str | None = None  # of the target, whose inputs the head reads
     outputs: tuple[str, ...] = ()  # besides logits; the names are in builder/models/decoder.py
 

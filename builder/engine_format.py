@@ -32,6 +32,7 @@ from llmctl.builder.heads.eagle.names import FEATURES as EAGLE_FEATURES
 from llmctl.builder.heads.eagle.names import NEXT as EAGLE_NEXT
 from llmctl.builder.heads.eagle.names import STATE as EAGLE_STATE
 from llmctl.builder.heads.eagle.names import tap_name as eagle_tap
+from llmctl.builder.heads.lookahead.config import LookaheadDecodingConfig
 from llmctl.builder.heads.medusa.tree import GRAPH as MEDUSA_GRAPH
 from llmctl.builder.heads.medusa.tree import TOP_K, MedusaTree, parse_choices
 from llmctl.builder.heads.medusa.tree import logits_name as medusa_logits
@@ -75,6 +76,7 @@ __all__ = [
     "EngineConfig",
     "SPECULATIVE_MODES",
     "KvCacheSpec",
+    "LookaheadDecodingConfig",
     "MEDUSA_GRAPH",
     "MedusaTree",
     "Plan",

@@ -14,6 +14,8 @@ from llmctl.builder.heads.eagle.mode import OPTIONS as EAGLE_OPTIONS
 from llmctl.builder.heads.eagle.mode import describe as describe_eagle
 from llmctl.builder.heads.eagle.mode import invent_eagle, prepare_eagle
 from llmctl.builder.heads.eagle.mode import record_heads as record_eagle
+from llmctl.builder.heads.lookahead.mode import describe as describe_lookahead
+from llmctl.builder.heads.lookahead.mode import invent_lookahead, prepare_lookahead
 from llmctl.builder.heads.medusa.mode import describe as describe_medusa
 from llmctl.builder.heads.medusa.mode import invent_medusa, prepare_medusa
 from llmctl.builder.heads.medusa.mode import record_heads as record_medusa
@@ -87,7 +89,12 @@ SPECULATIVE_MODES: dict[str, BuildMode] = {
         options=(_HEADS, "num_medusa_heads", "medusa_choices"),
         describe=describe_medusa,
     ),
-    "lookahead_decoding": BuildMode(8),
+    "lookahead_decoding": BuildMode(
+        *(8, True, prepare_lookahead),
+        invent=invent_lookahead,
+        options=("lookahead_config",),
+        describe=describe_lookahead,
+    ),
     "redrafter": BuildMode(
         *(16, True, prepare_redrafter, record_redrafter, invent_redrafter),
         options=(_HEADS, *REDRAFTER_OPTIONS),

@@ -53,7 +53,6 @@ _REASONS = {
     "eagle-posterior-threshold": _TYPICAL,
     "eagle-use-dynamic-tree": _DYNAMIC,
     "eagle-dynamic-tree-max-top-k": _DYNAMIC,
-    "lookahead-config": "lookahead decoding is not available; use --ngram-config",
 }
 
 

@@ -16,6 +16,7 @@ from llmctl.runtime.api import refused
 from llmctl.runtime.api.retention import KvCacheRetentionConfig
 
 if TYPE_CHECKING:
+    from llmctl.builder.engine_format import LookaheadDecodingConfig
     from llmctl.runtime.stats.request_metrics import RequestPerfMetrics
 
 
@@ -109,6 +110,7 @@ class Request:
     kv_cache_retention_config: KvCacheRetentionConfig | None = None
     max_draft_len: int | None = None  # the most drafts per round; None: the executor decides
     priority: float = 0.5  # 0 to 1: higher starts earlier and is paused later
+    lookahead_config: LookaheadDecodingConfig | None = None  # None: the executor's
 
     def __post_init__(self) -> None:
         if self.end_id == -1:

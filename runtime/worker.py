@@ -37,6 +37,7 @@ class Worker:
         self._lengths, self._tuner = parts.lengths, parts.tuner
         self._config = config
         self._target = parts.target
+        self._check_drafting = parts.drafter.check
         self._sampler = parts.sampler
         self._inbox = inbox
         self._mailbox = mailbox
@@ -82,6 +83,7 @@ class Worker:
         """Give the request's sequences to the scheduler, or refuse it."""
         try:
             check_token_ids(tracked.request, self._target.vocab_size)
+            self._check_drafting(tracked.request)
             tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
             self._next_sequence_id += len(tracked.sequences)
             ready = tracked.sequences

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llmctl.builder.heads.medusa.tree import GRAPH, TOP_K, logits_name
 from llmctl.builder.plan import Plan, PlanTensor
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
-from llmctl.builder.validation import eagle_heads, redrafter_heads
+from llmctl.builder.validation import eagle_heads, lookahead_facts, redrafter_heads
 from llmctl.builder.validation.errors import wrong
 from llmctl.builder.validation.head_forms import Tensors, require_forms
 from llmctl.builder.validation.strict_json import MOST
@@ -96,6 +96,9 @@ class _Check:
 
 _CHECKS = {
     SPECULATIVE_MODES["medusa"].number: _Check(_find_wrong_medusa, _check_medusa),
+    SPECULATIVE_MODES["lookahead_decoding"].number: _Check(
+        lookahead_facts.find_wrong, lookahead_facts.check_plan
+    ),
     SPECULATIVE_MODES["redrafter"].number: _Check(
         redrafter_heads.find_wrong, redrafter_heads.check_plan
     ),

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmctl.builder.engine_format import TOKENIZER_FOLDER, EngineConfig
 from llmctl.builder.tokenizer import TOKENIZER_FILE
-from llmctl.cli.run.prompts import row_sampling
+from llmctl.cli.run.prompts import row_sampling, row_window
 from llmctl.cli.run.text_io import Prompt, read_prompts
 from llmctl.errors import BadConfig, PromptTooLong
 from llmctl.runtime.request import Request, SamplingConfig
@@ -100,7 +100,7 @@ def make_requests(
             if name in settings:
                 raise BadConfig(f"row {index} of {options.dataset} has {name}; a benchmark has not")
         num_tokens = settings.pop("max_tokens", options.output_len)
-        priority = settings.pop("priority", 0.5)
+        priority, window = settings.pop("priority", 0.5), row_window(settings)
         if num_tokens is None:
             raise BadConfig(
                 f"row {index} of {options.dataset} has no output_tokens",
@@ -113,6 +113,7 @@ def make_requests(
             streaming=True,
             end_id=options.eos_id if options.eos_id >= 0 else None,
             priority=priority,
+            lookahead_config=window,
         )
         _require_fit(request, index, config)
         requests.append(request)

@@ -108,7 +108,7 @@ def _build(
         int | None,
         typer.Option(
             "--max-seq-len",
-            help="Prompt + output, tokens. (default: what the model was trained for)",
+            help="Prompt + output, tokens. (default: what the model knows)",
         ),
     ] = None,
     max_input_len: Annotated[

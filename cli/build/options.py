@@ -54,6 +54,10 @@ MODE_OPTIONS: Mapping[str, tuple[type, str]] = {  # those of one --speculative-d
         bool,
         "For redrafter: draft for greedy requests alone.",
     ),
+    "lookahead_config": (
+        str,
+        "For lookahead_decoding: [window,ngram,verification], [7,5,7].",
+    ),
     "eagle_layers": (
         str,
         "For eagle: layers of the target whose inputs the head reads, as 2,16,29. (default: the "

@@ -96,7 +96,7 @@ Temperature = Annotated[
     float | None,
     Option(
         "--temperature",
-        help="Greedy unless one of temperature, top-k, top-p, min-p is given; 0 is greedy.",
+        help="Greedy unless this, top-k, top-p or min-p is given; 0 is greedy.",
     ),
 ]
 TopK = Annotated[int | None, Option("--top-k", help="Most likely tokens kept; 0: all.")]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmctl.builder.engine_format import LookaheadDecodingConfig
 from llmctl.cli.run.generate import Row
 from llmctl.cli.run.text_io import Prompt, read_prompts
 from llmctl.cli.tokenizer import Tokenizer
@@ -171,7 +172,7 @@ def _request(
         end_words = [(item,) for item in others]
     stop = _words(settings.pop("stop_words", None), options.stop_words, index, tokenizer)
     bad = _words(settings.pop("bad_words", None), options.bad_words, index, tokenizer)
-    priority = settings.pop("priority", 0.5)
+    priority, window = settings.pop("priority", 0.5), row_window(settings)
     return Request(
         input_token_ids=ids,
         max_tokens=settings.pop("max_tokens", options.max_output_len),
@@ -182,7 +183,14 @@ def _request(
         stop_words=(*stop, *end_words),
         bad_words=bad,
         priority=priority,
+        lookahead_config=window,
     )
+
+
+def row_window(settings: dict[str, Any]) -> LookaheadDecodingConfig | None:
+    """Takes the row's own lookahead_config out of its settings. Raises BadConfig."""
+    sizes = settings.pop("lookahead_config", None)
+    return None if sizes is None else LookaheadDecodingConfig.of(sizes, "lookahead_config")
 
 
 def row_sampling(base: SamplingConfig, settings: Mapping[str, Any]) -> SamplingConfig:

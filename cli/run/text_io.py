@@ -22,6 +22,7 @@ from llmctl.quantize.format import load_strict, shown
 
 # Keys a .jsonl row may have besides prompt/input_ids, with the types each may take.
 _NUMBER = (int, float)
+_WORDS = ("stop_words", "bad_words")
 ROW_KEYS: Mapping[str, tuple[type, ...]] = {
     "max_tokens": (int,),
     "output_tokens": (int,),  # the name trtllm-bench reads
@@ -35,9 +36,9 @@ ROW_KEYS: Mapping[str, tuple[type, ...]] = {
     "frequency_penalty": _NUMBER,
     "no_repeat_ngram_size": (int,),
     "min_tokens": (int,),
-    "stop_words": (list,),
-    "bad_words": (list,),
+    **dict.fromkeys(_WORDS, (list,)),
     "priority": _NUMBER,
+    "lookahead_config": (list,),
 }
 _NUMBER_WORD = re.compile(r"-?[0-9]{1,20}")  # int() reads also 1_000, and digits of any script
 _ROW_LABEL = "task_id"  # accepted for trtllm-bench's files; results carry the row's index anyway
@@ -161,7 +162,7 @@ def _check_settings(row: Mapping[str, Any], where: str) -> None:
             raise BadConfig(f"{where}: {key!r} is {shown(value)}, not {wanted[-1].__name__}")
         if isinstance(value, int) and abs(value) >= 2**64:
             raise BadConfig(f"{where}: {key!r} is beyond 64 bits")
-        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+        if key in _WORDS and not all(isinstance(item, str) for item in value):
             raise BadConfig(f"{where}: {key!r} must be a list of strings")
 
 

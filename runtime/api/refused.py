@@ -46,7 +46,6 @@ REQUEST = {
     "prompt_tuning_config": Refusal(_TOKENS),
     "embedding_bias": Refusal("a bias on logits is not available; bad_words bans tokens"),
     "external_draft_tokens_config": Refusal(_TREE),
-    "lookahead_config": Refusal(_TREE),
     "eagle_config": Refusal(_TREE),
     "lora_config": Refusal(_LORA),
     "logits_post_processor_name": Refusal(_PROCESSOR),

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Protocol
 
+from llmctl.errors import Unsupported
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
-from llmctl.runtime.request import Batch, Sequence
+from llmctl.runtime.request import Batch, Request, Sequence
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,10 @@ class Drafter(Protocol):
     max_draft_len: int  # the most drafts it proposes per round
     # its own KV caches, indexed by the target's block ids, by name
     holders: Mapping[str, BlockHolder]
+
+    def check(self, request: Request) -> None:
+        """Called once for every request, before it starts. Raises BadConfig or Unsupported where
+        it asks for drafts of a kind or size that this drafter has not."""
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         """Called once, before any round: allocate caches for the target's block ids and keep the
@@ -42,6 +47,18 @@ class Drafter(Protocol):
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence that ended, for any reason."""
+
+
+class WithoutWindow:
+    """What a drafter says of requests where it has no window of lookahead decoding."""
+
+    def check(self, request: Request) -> None:
+        """See Drafter. Raises Unsupported."""
+        if request.lookahead_config is not None:
+            raise Unsupported(
+                f"lookahead_config is [{request.lookahead_config}]; the executor drafts otherwise",
+                fix='leave it out, or open the engine with --lookahead-config "[W,N,G]"',
+            )
 
 
 class DeviceDrafter(Protocol):

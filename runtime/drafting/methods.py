@@ -10,13 +10,14 @@ from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.draft_engine.options import ROW as DRAFT_ENGINE
 from llmctl.runtime.drafting.eagle.options import ROW as EAGLE
+from llmctl.runtime.drafting.lookahead.options import ROW as LOOKAHEAD
 from llmctl.runtime.drafting.medusa.options import ROW as MEDUSA
 from llmctl.runtime.drafting.method import DraftMethod, MethodOption, MethodRow
 from llmctl.runtime.drafting.ngram.options import ROW as NGRAM
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.drafting.redrafter.options import ROW as REDRAFTER
 
-METHODS: tuple[MethodRow, ...] = (DRAFT_ENGINE, NGRAM, MEDUSA, REDRAFTER, EAGLE)
+METHODS: tuple[MethodRow, ...] = (DRAFT_ENGINE, NGRAM, MEDUSA, REDRAFTER, EAGLE, LOOKAHEAD)
 
 
 def method_options(methods: tuple[MethodRow, ...] = METHODS) -> list[MethodOption]:

@@ -23,7 +23,7 @@ from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import KvCacheManager
-from llmctl.runtime.request import Batch, Sequence
+from llmctl.runtime.request import Batch, Request, Sequence
 
 NUM_DRAWS = 1 << 16
 _LENGTH_STRIDE, _TOKEN_STRIDE = 40_503, 30_011  # odd: adjacent values get distant draws
@@ -83,8 +83,11 @@ class SyntheticDrafter:
         self._drafter = drafter
         self._acceptance = acceptance
 
-    def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
+    def check(self, request: Request) -> None:
         """See Drafter, as for all that follow."""
+        self._drafter.check(request)
+
+    def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         self._drafter.prepare(kv_cache, sampler, keep_probs)
 
     def propose(self, batch: Batch) -> list[Drafts]:

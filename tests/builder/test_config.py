@@ -157,7 +157,6 @@ def test_adjusted_limits_are_reported() -> None:
         ({"speculative_decoding_mode": "draft_tokens_external"}, BadConfig, "max_draft_len 0"),
         ({"speculative_decoding_mode": "none", "max_draft_len": 3}, BadConfig, "max_draft_len 3"),
         ({"speculative_decoding_mode": "bogus"}, BadConfig, "bogus"),
-        ({"speculative_decoding_mode": "lookahead_decoding"}, Unsupported, "lookahead_decoding"),
         ({"max_beam_width": 2}, Unsupported, "beam search"),
         ({"logits_dtype": "float16"}, Unsupported, "float32 logits"),
         ({"gather_context_logits": True}, Unsupported, "last prompt token"),

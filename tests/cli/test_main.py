@@ -73,7 +73,7 @@ def test_usage_errors_exit_with_2(llmctl, argv, words):
     assert done.err.startswith("error[Usage]: ") and done.out == ""
 
 
-@pytest.mark.parametrize("option", ["--lora_dir", "--lora-dir", "--lookahead_config=[1,2,3]"])
+@pytest.mark.parametrize("option", ["--lora_dir", "--lora-dir", "--prompt_tasks=1"])
 def test_options_of_run_py_that_do_not_apply_are_refused_with_a_reason(llmctl, option):
     done = llmctl("run", "--engine_dir", "x", "--max_output_len", "1", option, "y")
     assert done.code == 2

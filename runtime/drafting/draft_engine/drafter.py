@@ -35,6 +35,7 @@ from llmctl.plugins.ops.sampling.spec import (
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.draft_engine.feeding import cut
 from llmctl.runtime.drafting.draft_engine.method import ROLE
+from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
@@ -61,7 +62,7 @@ class _Round:
         return self.tokens[-1] == self.sequence.request.end_id
 
 
-class DraftEngineDrafter:
+class DraftEngineDrafter(WithoutWindow):
     """Runs a draft engine for all generation sequences together, up to `max_draft_len` steps."""
 
     def __init__(self, draft: StepRunner, max_draft_len: int) -> None:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from llmctl.errors import BadConfig
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
+from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.drafting.eagle.pairs import Pairs, committed_pairs
 from llmctl.runtime.generate.sampler import Sampler
@@ -79,7 +80,7 @@ class _Chain:
         return self.tokens[-1] == self.sequence.request.end_id
 
 
-class EagleDrafter:
+class EagleDrafter(WithoutWindow):
     """Drafts a chain for every sequence that was in the target's last step, all together."""
 
     def __init__(self, head: Head, max_draft_len: int) -> None:

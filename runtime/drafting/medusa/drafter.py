@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import MedusaTree
 from llmctl.errors import BadConfig
+from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
 from llmctl.runtime.drafting.medusa.accuracy import HeadAccuracy
@@ -31,7 +32,7 @@ class Heads(Protocol):
         target's last step. A step may follow only then."""
 
 
-class MedusaDrafter:
+class MedusaDrafter(WithoutWindow):
     """Fills a static tree with the heads' tokens; a request with less room gets its first nodes.
 
     accuracy: counts what the heads said, of so many ranks, whatever the tree takes of it. rows: of

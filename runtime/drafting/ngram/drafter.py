@@ -12,13 +12,14 @@ from collections.abc import Sequence as Items
 from types import MappingProxyType
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
 
 
-class NgramDrafter:
+class NgramDrafter(WithoutWindow):
     """Drafts from each sequence's own tokens. No engine, no KV."""
 
     holders: Mapping[str, BlockHolder] = MappingProxyType({})

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from types import MappingProxyType
 
+from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
 
 
-class NoDrafter:
+class NoDrafter(WithoutWindow):
     """See Drafter for every method."""
 
     max_draft_len = 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
 from llmctl.runtime.drafting.redrafter.beams import Bounds
@@ -35,7 +36,7 @@ class BeamShape:
         return self.num_beams * self.length
 
 
-class ReDrafter:
+class ReDrafter(WithoutWindow):
     """Searches beams for all requests at once and merges those of each into a tree. A request with
     room for fewer drafts has shorter beams, and as many of their tokens as there is room for."""
 

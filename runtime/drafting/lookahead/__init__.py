@@ -1,0 +1,1 @@
+"""Drafts from the target itself: tokens that it guesses ahead become n-grams that it verifies."""

@@ -1,0 +1,62 @@
+"""Lookahead decoding as a method: it opens nothing beside the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmctl.runtime.drafting.method import AcceptRule
+
+if TYPE_CHECKING:
+    from llmctl.builder.engine_format import EngineConfig, LookaheadDecodingConfig
+    from llmctl.runtime.drafting.drafter import DeviceDrafter, Drafter
+    from llmctl.runtime.drafting.lookahead.drafter import LookaheadDrafter
+    from llmctl.runtime.engines.cuda_engine import CudaEngine
+    from llmctl.runtime.engines.engine import Engine
+
+MODE = "lookahead_decoding"
+
+
+@dataclass(frozen=True, slots=True)
+class LookaheadDecoding:
+    """See DraftMethod for every member. Any engine with room for the drafts will do.
+    config: None is what the engine was built with."""
+
+    name = "lookahead"
+    build_mode = MODE
+    is_drafting = True
+    drafts_trees = True
+    is_device_led = False
+    notes = ()
+    config: LookaheadDecodingConfig | None = None
+    draft_len: int | None = None  # of a round; None: as many as the window and its guesses have
+    acceptance: AcceptRule = "tokens"
+
+    @property
+    def engines(self) -> Mapping[str, Path]:
+        """None."""
+        return {}
+
+    def with_draft_len(self, draft_len: int) -> LookaheadDecoding:
+        """See DraftMethod, as for all that follow."""
+        return replace(self, draft_len=draft_len)
+
+    def check(self, target: EngineConfig, configs: Mapping[str, EngineConfig]) -> int:
+        from llmctl.runtime.drafting.lookahead.engine_check import check_engine
+
+        return check_engine(target, self.config, self.draft_len)
+
+    def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> LookaheadDrafter:
+        from llmctl.runtime.drafting.lookahead.drafter import LookaheadDrafter
+        from llmctl.runtime.drafting.lookahead.engine_check import built_config
+        from llmctl.runtime.engines.opening import TARGET
+
+        config = self.config or built_config(engines[TARGET].config)
+        return LookaheadDrafter(config, draft_len)
+
+    def make_device_drafter(
+        self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
+    ) -> DeviceDrafter:
+        raise AssertionError("is_device_led is False")
