@@ -162,7 +162,8 @@ def _check_settings(row: Mapping[str, Any], where: str) -> None:
             raise BadConfig(f"{where}: {key!r} is {shown(value)}, not {wanted[-1].__name__}")
         if isinstance(value, int) and abs(value) >= 2**64:
             raise BadConfig(f"{where}: {key!r} is beyond 64 bits")
-        if key in _WORDS and not all(isinstance(item, str) for item in value):
+        words = value if isinstance(value, list) and key in _WORDS else ()
+        if not all(isinstance(item, str) for item in words):
             raise BadConfig(f"{where}: {key!r} must be a list of strings")
 
 

@@ -119,6 +119,13 @@ def test_narrow_windows_of_attention_change_no_token(
         assert run_all(executor, requests[:12]) == wanted
 
 
+def test_adaptive_lengths_change_no_token(
+    opened: Opened, requests: list[Request], plain: Outputs
+) -> None:
+    with opened(adaptive_draft_len=True) as executor:
+        assert run_all(executor, requests) == plain
+
+
 def test_cancelled_requests_leave_the_others_alone(
     opened: Opened, requests: list[Request], plain: Outputs
 ) -> None:
@@ -126,13 +133,6 @@ def test_cancelled_requests_leave_the_others_alone(
     with opened() as executor:
         for _ in range(3):
             cancel_some(executor, requests, plain, draw)
-
-
-def test_adaptive_lengths_change_no_token(
-    opened: Opened, requests: list[Request], plain: Outputs
-) -> None:
-    with opened(adaptive_draft_len=True) as executor:
-        assert run_all(executor, requests) == plain
 
 
 def test_the_cuda_host_looks_ahead_too(

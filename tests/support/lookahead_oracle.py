@@ -51,11 +51,7 @@ class Oracle:
             above = [text[: root + 1] + column for column in columns]
             drawn = [self.target(tokens) for tokens in above]
             guesses = list(self.pool.get(text[root], []))
-            paths = {
-                path[:n]
-                for path in (*columns, *guesses)
-                for n in range(1, 1 + len(path))
-            }
+            paths = {path[:n] for path in (*columns, *guesses) for n in range(1, 1 + len(path))}
             is_full = len(levels) == self.ngram - 1
             if is_full:
                 for tokens, new in zip(above, drawn, strict=True):

@@ -164,9 +164,9 @@ def test_a_request_may_have_a_smaller_window():
     found = [(n, drafts) for owner, n, drafts in drafter.proposed if owner == own.sequence_id]
     assert found == [(n, drafts) for _, n, drafts in alone.proposed]
     assert not any(d.tokens for owner, _, d in drafter.proposed if owner == none.sequence_id)
-    assert own.tokens == none.tokens == harness.add(request).tokens + plain_answer(
-        engine, request
-    )[0]
+    assert (
+        own.tokens == none.tokens == harness.add(request).tokens + plain_answer(engine, request)[0]
+    )
 
 
 def test_requests_that_ask_for_what_is_not_there_are_refused():
