@@ -1,0 +1,117 @@
+"""Lookahead decoding on a GPU: the tokens of plain decoding, alone, together and over reused
+blocks, with trees of up to 119 drafts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.e2e import Outputs, cancel_some, llmctl, run_all
+from support.gpu import quantize
+
+from llmctl.builder.engine_format import LookaheadDecodingConfig
+from llmctl.runtime.drafting.lookahead.method import LookaheadDecoding
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
+from llmctl.runtime.request import Request
+
+PUBLISHED = LookaheadDecodingConfig(15, 5, 15)
+BUILT = LookaheadDecoding()
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "fp8"])
+def engine(
+    request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("engines")
+    checkpoint, options = repository / "examples/demo-target", ["--dtype", request.param]
+    if request.param == "fp8":
+        checkpoint, options = quantize(checkpoint, folder / "checkpoint"), []
+    llmctl("build", "--checkpoint-dir", checkpoint, "--output-dir", folder / "engine",
+           "--backend", "cuda", "--max-batch-size", 16, "--max-seq-len", 1024,
+           "--speculative_decoding_mode", "lookahead_decoding",
+           "--lookahead_config", f"[{PUBLISHED}]", *options)  # fmt: skip
+    return folder / "engine"
+
+
+def opened(engine: Path, method: DraftMethod, **options: Any) -> OpenEngines:
+    options = {"max_tokens": 16384, **options}
+    return OpenEngines(check_engines(EngineOptions(engine, method, **options)))
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Path, requests: list[Request]) -> Outputs:
+    """Of each request alone, without drafts."""
+    with opened(engine, PlainDecoding()).executor() as executor:
+        return [run_all(executor, [request])[0] for request in requests]
+
+
+def test_a_window_changes_no_token(engine: Path, requests: list[Request], plain: Outputs) -> None:
+    with opened(engine, BUILT).executor() as executor:
+        assert [run_all(executor, [request])[0] for request in requests] == plain
+        assert run_all(executor, requests) == plain, "all together"
+        assert run_all(executor, requests) == plain, "with blocks that are reused"
+        stats = executor.get_speculation_stats()
+    print(f"tokens a round: {1 + stats.accepted_tokens / stats.rounds:.3f}")
+    assert stats.accepted_tokens > 50
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (7, 5, 7), (6, 3, 0), (1, 4, 9)], ids=str)
+def test_other_sizes_change_no_token(
+    engine: Path, requests: list[Request], plain: Outputs, sizes: tuple[int, int, int]
+) -> None:
+    with opened(engine, LookaheadDecoding(LookaheadDecodingConfig(*sizes))).executor() as executor:
+        for _ in range(2):
+            assert run_all(executor, requests) == plain
+        assert executor.get_speculation_stats().draft_tokens > 50
+
+
+def test_windows_of_requests_change_no_token(
+    engine: Path, requests: list[Request], plain: Outputs
+) -> None:
+    own = [None, LookaheadDecodingConfig(4, 3, 4), LookaheadDecodingConfig(1, 1, 0)]
+    asked = [replace(r, lookahead_config=own[i % 3]) for i, r in enumerate(requests)]
+    with opened(engine, BUILT).executor() as executor:
+        for _ in range(2):
+            assert run_all(executor, asked) == plain
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_chunks_and_narrow_steps_change_no_token(
+    engine: Path, requests: list[Request], plain: Outputs, reuse: bool
+) -> None:
+    """Prompts enter in chunks beside the trees of others, or from the cache."""
+    options = {"max_num_tokens": 250, "enable_block_reuse": reuse, "max_batch_size": 9}
+    with opened(engine, BUILT, **options).executor() as executor:
+        for _ in range(3):
+            assert run_all(executor, requests) == plain
+
+
+def test_narrow_windows_of_attention_change_no_token(engine: Path, requests: list[Request]) -> None:
+    options = {"windows": WindowOptions((40,), 4), "enable_block_reuse": False}
+    with opened(engine, PlainDecoding(), **options).executor() as executor:
+        wanted = run_all(executor, requests)
+    with opened(engine, BUILT, **options).executor() as executor:
+        assert run_all(executor, requests) == wanted
+
+
+def test_lengths_that_adapt_change_no_token(
+    engine: Path, requests: list[Request], plain: Outputs
+) -> None:
+    with opened(engine, BUILT, adaptive_draft_len=True).executor() as executor:
+        for _ in range(2):
+            assert run_all(executor, requests) == plain
+
+
+def test_cancelled_requests_leave_the_others_alone(
+    engine: Path, requests: list[Request], plain: Outputs
+) -> None:
+    draw = random.Random(1)
+    with opened(engine, BUILT).executor() as executor:
+        for _ in range(3):
+            cancel_some(executor, requests, plain, draw)
