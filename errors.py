@@ -142,6 +142,10 @@ class DeviceFailure(LlmctlError):
     """The CUDA driver refused a call or reported that a kernel failed."""
 
 
+class RankFailure(LlmctlError):
+    """A rank of a tensor-parallel run ended, hung, or is none of that run; says which and why."""
+
+
 # ---- requests ----
 
 

@@ -56,15 +56,6 @@ def require_cache_type(cache_type: str, backend: str) -> None:
         )
 
 
-def require_ranks(tp_size: int, backend: str) -> None:
-    """Raise Unsupported for several ranks if no kernel can sum over them."""
-    if tp_size > 1 and not BACKENDS[backend].has_ranks:
-        raise Unsupported(
-            f"--tp-size {tp_size} is refused: engines of the {backend} backend have one rank",
-            fix="--tp-size 1, or --backend tensorrt-rtx",
-        )
-
-
 def choose_capability(requested: str | None, backend: str) -> str | None:
     """The compute capability to compile kernels for; None for a backend that compiles none.
 

@@ -18,7 +18,6 @@ from llmctl.builder.backends import (
     has_supported_gpu,
     require_cache_type,
     require_gpu_model,
-    require_ranks,
 )
 from llmctl.builder.binaries import Binaries, choose_target, find_package, make_binaries
 from llmctl.builder.config import BuildConfig, BuildRequest, choose_dtype, resolve_build_config
@@ -52,6 +51,7 @@ from llmctl.builder.planted import (
 )
 from llmctl.builder.plugin_config import rank_notices, resolve_plugins
 from llmctl.builder.provenance import describe_source, pretrained_config, versions
+from llmctl.builder.ranks import require_leaves, require_plain_mode, require_ranks
 from llmctl.builder.scales import (
     check_unused,
     checkpoint_shapes,
@@ -60,7 +60,7 @@ from llmctl.builder.scales import (
     require_readable,
     require_weights,
 )
-from llmctl.builder.sharding import Shard, local_model, reduce_partial_sums
+from llmctl.builder.sharding import Shard, local_model, shards
 from llmctl.builder.signature import sign_engine
 from llmctl.builder.signing_keys import SigningKey
 from llmctl.builder.sources import Source
@@ -91,6 +91,7 @@ class EnginePlan:
     plan: Plan
     sources: Mapping[str, Source]
     limits: BuildConfig
+    shards: tuple[Shard, ...]  # the checkpoint as each rank reads it
     pieces: tuple[Piece, ...]  # tensorrt only
     binaries: Binaries  # by their tensors' names: kernels of cuda, plans of TensorRT
     notices: tuple[str, ...]  # messages about adjusted limits and unread tensors
@@ -154,7 +155,7 @@ def plan_build(
     """
     backend = choose_backend(backend, has_supported_gpu)
     require_cache_type(request.kv_cache_type, backend)
-    require_ranks(request.tp_size, backend)
+    require_ranks(request.tp_size, BACKENDS[backend], is_invariant=request.tp_invariant)
     package = find_package(backend)
     require_generator(load_format, backend)
     is_generated = load_format.is_generated
@@ -165,6 +166,7 @@ def plan_build(
     dtype = choose_dtype(request.dtype, model, _stored_dtype(checkpoint))
     if BACKENDS[backend].on_gpu:
         require_gpu_model(local, dtype, backend)
+    require_leaves(model, is_wanted=request.tp_invariant)
     mode = SPECULATIVE_MODES[request.mode]
     if is_generated:
         request, facts = mode.invent(request, model)
@@ -173,6 +175,7 @@ def plan_build(
     require_readable(checkpoint)
     require_weights(checkpoint, backend)
     heads, outputs = record_heads(request, model, dtype, facts, backend)
+    require_plain_mode(request.tp_size, request.mode, bool(heads))
     recorded = build_network(model, dtype, outputs)
     whole = join([recorded, *heads])
     if is_generated:
@@ -198,16 +201,17 @@ def plan_build(
         cache_dtype,
         tuple(0 if window >= limits.max_seq_len else window for window in model.windows),
     )
-    if limits.tp_size > 1:
-        recorded = reduce_partial_sums(build_network(local, dtype, outputs))
+    recorded = build_network(local, dtype, outputs)
     graphs, plan, pieces = run_passes(
         recorded, model, limits, plugin_config, linear_scales, kv_scales, cache, backend, heads
     )
     sources = join(graphs).sources
+    ranks = shards(checkpoint, model, limits.tp_size)
     if is_generated:
         plan = mark_generated(plan, sources)
     else:
-        read_scales(checkpoint, sources, limits.tp_size)
+        read_scales(sources, ranks)
+        checkpoint.release()
     binaries: Binaries = {}
     compilers: dict[str, str] = {}
     if with_binaries:
@@ -242,6 +246,7 @@ def plan_build(
         plan=plan,
         sources=sources,
         limits=limits,
+        shards=ranks,
         pieces=pieces,
         binaries=binaries,
         notices=tuple(notices),
@@ -264,22 +269,20 @@ def run_build(
         raise OutputExists(output_dir)
     tokenizer_files = engine.checkpoint.tokenizer_files()
     side_bytes = sum(path.stat().st_size for path in tokenizer_files) + _CONFIG_BYTES
-    num_ranks = engine.limits.tp_size
-    require_space(output_dir.absolute().parent, engine.file_bytes * num_ranks + side_bytes)
+    require_space(output_dir.absolute().parent, engine.file_bytes * len(engine.shards) + side_bytes)
 
-    def chunks(name: str, rank: int) -> Iterator[torch.Tensor]:
+    def chunks(name: str, shard: Shard) -> Iterator[torch.Tensor]:
         if name in engine.binaries:
             yield torch.frombuffer(bytearray(engine.binaries[name]), dtype=torch.uint8)
             return
-        yield from engine.sources[name].chunks(Shard(engine.checkpoint, rank, num_ranks))
+        yield from engine.sources[name].chunks(shard)
         engine.checkpoint.release()
 
     with publish(output_dir) as scratch:
         files: dict[str, Any] = {}
-        for rank in range(num_ranks):
-            files |= write_engine(
-                scratch, engine.plan, partial(chunks, rank=rank), on_progress, rank
-            )
+        for shard in engine.shards:
+            own = partial(chunks, shard=shard)
+            files |= write_engine(scratch, engine.plan, own, on_progress, shard.rank)
         (scratch / TOKENIZER_FOLDER).mkdir()
         for path in tokenizer_files:
             shutil.copyfile(path, scratch / TOKENIZER_FOLDER / path.name)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from llmctl.builder.models.family import DTYPES, ModelConfig
+from llmctl.builder.ranks import SUM_LEAVES
 from llmctl.builder.speculative_modes import (
     NONE,
     SAME_MODES,
@@ -40,6 +41,7 @@ class BuildRequest:
     logits_dtype: str = "float32"
     gather_context_logits: bool = False
     tp_size: int = 1
+    tp_invariant: bool = False  # the same text for every tp_size
     draft_model_dir: str | None = None  # folder of the heads; None: they are in the checkpoint
     num_medusa_heads: int | None = None
     medusa_choices: str | None = None
@@ -137,6 +139,7 @@ class BuildConfig:
     gather_generation_logits: bool
     strongly_typed: bool = True
     tp_size: int = 1  # ranks, with an engine file each
+    sum_leaves: int = 1  # parts of a sum that ranks divide; 1: text differs between tp_sizes
     draft_heads: Mapping[str, Any] = field(default_factory=dict)  # what its mode says of its heads
 
     def to_dict(self) -> dict[str, Any]:
@@ -226,6 +229,7 @@ def resolve_build_config(
         gather_context_logits=False,
         gather_generation_logits=True,  # the executor always has them, asked for or not
         tp_size=request.tp_size,
+        sum_leaves=SUM_LEAVES if request.tp_invariant else 1,
         draft_heads=dict(draft_heads),
     )
     return config, notices

@@ -7,12 +7,12 @@ other way round, is refused, because running it would give fluent nonsense.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
 from llmctl.builder.network import Network
 from llmctl.builder.passes.quantize import LinearScales
-from llmctl.builder.sharding import Shard
+from llmctl.builder.sharding import Shard, VocabularyShard
 from llmctl.builder.sources import LargestScale, Rows, RowScales, Source
 from llmctl.errors import (
     BadTensorShape,
@@ -266,11 +266,11 @@ def checkpoint_shapes(
     return shapes
 
 
-def read_scales(checkpoint: Checkpoint, sources: Mapping[str, Source], num_ranks: int) -> None:
-    """Read every scale once, so a bad one is named before anything is written."""
+def read_scales(sources: Mapping[str, Source], shards: Sequence[Shard]) -> None:
+    """Read every scale of every rank once, so a bad one is named before anything is written."""
     for source in sources.values():
-        if isinstance(source, LargestScale | RowScales):
-            for rank in range(num_ranks):
-                for _ in source.chunks(Shard(checkpoint, rank, num_ranks)):
+        inner = source.source if isinstance(source, VocabularyShard) else source
+        if isinstance(inner, LargestScale | RowScales):
+            for shard in shards:
+                for _ in source.chunks(shard):
                     pass
-    checkpoint.release()

@@ -23,7 +23,9 @@ from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.merge import merge_linears
 from llmctl.builder.passes.pack import pack_linears
 from llmctl.builder.passes.quantize import LinearScales, quantize_linears
+from llmctl.builder.passes.ranks import split_over_ranks
 from llmctl.builder.passes.tactics import choose_tactics
+from llmctl.builder.sharding import reduce_partial_sums
 from llmctl.builder.sources import RotaryTable
 from llmctl.builder.tensorrt.pieces import Piece, cut
 from llmctl.builder.tensorrt.plugin_options import gives_gemms_to_us
@@ -46,6 +48,9 @@ def run_passes(
     compiles). `heads` as recorded."""
     able = BACKENDS[backend]
 
+    if limits.tp_size > 1 and able.compiles_plans:
+        recorded = reduce_partial_sums(recorded)
+
     def fuse(graph: Network) -> Network:
         own = graph.cache  # which is not quantized
         rope, size = (own.rope, own.head_size) if own else (model.rope, model.head_size)
@@ -58,6 +63,8 @@ def run_passes(
         return fused
 
     network, *rewritten = map(fuse, (recorded, *heads))
+    if not able.compiles_plans:
+        network = split_over_ranks(network, limits.tp_size, limits.sum_leaves)
     pieces: tuple[Piece, ...] = ()
     if able.compiles_plans:
         assert not heads, "plans of TensorRT have no heads"

@@ -43,6 +43,9 @@ class MxRows:
     def packed(self, order: RowOrder) -> PackedMxRows:
         return PackedMxRows(self, order)
 
+    def widened(self, columns: int) -> MxRows:
+        return MxRows(tuple((name, (shape[0], columns)) for name, shape in self.parts))
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(n for name, _ in self.parts for n in (name, f"{name}_scale"))

@@ -23,6 +23,9 @@ class CodedRows(Source, Protocol):
     def packed(self, order: RowOrder) -> Source:
         """The same weight, packed with its rows in this order."""
 
+    def widened(self, columns: int) -> CodedRows:
+        """The same tensors with so many columns: a whole weight, of which a rank has a part."""
+
 
 class WeightReader(Protocol):
     """Reads the weights of one scheme. A merged linear has several parts along its rows."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.plan import Plan, PlanTensor
+from llmctl.builder.ranks import local_kv_heads
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.builder.validation.errors import wrong
 from llmctl.builder.validation.strict_json import MOST
@@ -60,7 +61,8 @@ def _cache(config: EngineConfig, plan: Plan) -> Iterator[_Pair]:
     ranks = build["tp_size"]
     block = cache.tokens_per_block
     yield "num_hidden_layers", model["num_hidden_layers"], cache.num_layers
-    yield "num_key_value_heads", model["num_key_value_heads"], cache.num_kv_heads * ranks
+    kv_heads = model["num_key_value_heads"]
+    yield "num_key_value_heads", local_kv_heads(kv_heads, ranks), cache.num_kv_heads
     yield "head_size", model["head_size"], cache.head_size
     yield "tokens_per_block", build["tokens_per_block"], block
     yield "kv_cache_dtype", build["kv_cache_dtype"], cache.dtype

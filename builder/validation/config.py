@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llmctl.builder.ranks import SUM_LEAVES
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.builder.validation.draft_heads import find_wrong_heads
 from llmctl.builder.validation.schema import shown
@@ -69,6 +70,10 @@ _OPTIONAL: Mapping[str, Wanted] = {  # where they are given
         lambda v: v is None or (type(v) is int and 0 <= v <= MOST),
     ),
     "build_config.tp_size": _whole(1, 1024),
+    "build_config.sum_leaves": (
+        f"1 or {SUM_LEAVES} is wanted",
+        lambda v: type(v) is int and v in (1, SUM_LEAVES),
+    ),
     "build_config.kv_cache_type": _among(("PAGED", "CONTINUOUS")),
 }
 

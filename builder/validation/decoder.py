@@ -9,6 +9,9 @@ has the attention of layer i in it, stream 2 i + 2 its MLP. What follows from st
     normal 2 i + 1 -> gate_up -> product -> branch 2 i + 1   its MLP
     normal 2 L -> logits
 
+On several ranks a branch is made in two: partial sums of each rank, then the sum over all; and each
+rank makes a share of the logits, which are gathered.
+
 Gathering rows and quantizing change no meaning. What quantized a value scales it where it is read.
 """
 
@@ -22,6 +25,7 @@ from llmctl.builder.plan import Plan, PlanOp
 from llmctl.builder.validation.errors import wrong
 
 _OWN_ROLES = ("weight", "weight_scale", "bias", "norm_weight", "q_norm", "k_norm")
+_SUMMING = ("leaves", "is_partial")
 _EMBEDDINGS = ("embedding", "embedding_norm")
 
 
@@ -31,13 +35,27 @@ class _Meaning(NamedTuple):
     scale: str | None = None  # the tensor that a quantized value is scaled by
 
 
+class Sums(NamedTuple):
+    """How config.json says that the products of branches add K."""
+
+    num_ranks: int
+    leaves: int  # over all ranks; 1: in one chain each
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Those of the products."""
+        leaves = {"leaves": self.leaves // self.num_ranks} if self.leaves > 1 else {}
+        return leaves | ({"is_partial": True} if self.num_ranks > 1 else {})
+
+
 class Decoder:
     """Walks the operators of a plan. Raises CorruptEngine for one that is not where it belongs."""
 
-    def __init__(self, plan: Plan, num_layers: int, has_tied_head: bool) -> None:
+    def __init__(self, plan: Plan, num_layers: int, has_tied_head: bool, sums: Sums) -> None:
         self._plan = plan
         self._last = 2 * num_layers
         self._has_tied_head = has_tied_head
+        self._sums = sums
         self._values: dict[str, _Meaning] = {}
         self._embedding = ""
         self._cache_scales: dict[int, tuple[str | None, ...]] = {}
@@ -99,16 +117,19 @@ class Decoder:
             self._values[op.outputs["normal"]] = read
         else:
             read = self._take(op, "x", "normal", "heads", "product")
-        if op.inputs.get("x_scale") != read.scale:
-            raise wrong(
-                f"operator {op.name!r} scales its input by {op.inputs.get('x_scale')!r}; "
-                f"{read.scale!r} quantized it"
-            )
         kind = "branch"
         if read.kind == "normal":
             is_last, is_mlp = read.number == self._last, bool(read.number % 2)
             kind = "logits" if is_last else "gate_up" if is_mlp else "qkv"
         made = _Meaning(kind, read.number)
+        wanted = self._sums.attributes if kind == "branch" else {}
+        found = {name: op.attributes[name] for name in _SUMMING if name in op.attributes}
+        if found != wanted:
+            raise wrong(f"operator {op.name!r} adds by {found}; {wanted} is wanted")
+        if "is_partial" in found:  # scaled after the sum over ranks
+            made = _Meaning("partial", read.number, read.scale)
+        else:
+            self._require_scale(op, read)
         if op.op == "packed_linear_swiglu":
             self._expect(op, made, "gate_up")
             made = _Meaning("product", read.number, op.inputs.get("scale"))
@@ -117,6 +138,16 @@ class Decoder:
             made = self._cached(op, read.number)
         out = op.outputs["q" if "q" in op.outputs else "out"]
         self._values[out] = made
+
+    def _sum(self, op: PlanOp) -> None:
+        read = self._take(op, "x", "partial")
+        self._require_scale(op, read)
+        self._require_ranks(op)
+        self._values[op.outputs["out"]] = _Meaning("branch", read.number)
+
+    def _collect(self, op: PlanOp) -> None:
+        self._require_ranks(op)
+        self._values[op.outputs["out"]] = self._take(op, "x", "logits")
 
     def _activate(self, op: PlanOp) -> None:
         read = self._take(op, "x", "gate_up")
@@ -161,6 +192,18 @@ class Decoder:
     def _quantizer(self, op: PlanOp) -> str | None:
         return op.inputs.get("scale") or op.outputs.get("out_scale")
 
+    def _require_scale(self, op: PlanOp, read: _Meaning) -> None:
+        if op.inputs.get("x_scale") != read.scale:
+            raise wrong(
+                f"operator {op.name!r} scales its input by {op.inputs.get('x_scale')!r}; "
+                f"{read.scale!r} quantized it"
+            )
+
+    def _require_ranks(self, op: PlanOp) -> None:
+        found, wanted = op.attributes["ranks"], self._sums.num_ranks
+        if found != wanted or wanted == 1:
+            raise wrong(f"operator {op.name!r} is over {found} ranks; the engine has {wanted}")
+
     def _take(self, op: PlanOp, role: str, *kinds: str) -> _Meaning:
         meaning = self._values.get(op.inputs[role])
         if meaning is None or meaning.kind not in kinds:
@@ -199,4 +242,6 @@ _RULES: Mapping[str, Callable[[Decoder, PlanOp], Any]] = {
     "paged_attention": Decoder._attend,
     "quantize": Decoder._quantize,
     "gather_rows": Decoder._gather,
+    "all_reduce": Decoder._sum,
+    "all_gather": Decoder._collect,
 }

@@ -8,7 +8,7 @@ from llmctl.builder.plan import TENSORRT_OP, Plan
 from llmctl.builder.validation.agreement import check_agreement
 from llmctl.builder.validation.binaries import check_binaries
 from llmctl.builder.validation.dataflow import check_dataflow
-from llmctl.builder.validation.decoder import Decoder
+from llmctl.builder.validation.decoder import Decoder, Sums
 from llmctl.builder.validation.draft_heads import check_draft_heads
 from llmctl.builder.validation.errors import wrong
 from llmctl.builder.validation.graphs import check_graphs
@@ -51,8 +51,9 @@ def check_plan(config: EngineConfig, plan: Plan, *, has_binaries: bool = True) -
     if has_pieces and has_binaries:
         check_pieces(plan, tensors)
     elif not has_pieces:
-        model = config.pretrained_config
-        Decoder(plan, model["num_hidden_layers"], model["tie_word_embeddings"]).check()
+        model, build = config.pretrained_config, config.build_config
+        sums = Sums(build.get("tp_size", 1), build.get("sum_leaves", 1))
+        Decoder(plan, model["num_hidden_layers"], model["tie_word_embeddings"], sums).check()
 
 
 def require_own_plan(config: EngineConfig, plan: Plan) -> None:

@@ -178,14 +178,6 @@ def _build(
             "--gather-generation-logits", help="Always on: every engine has them.", hidden=True
         ),
     ] = True,
-    tp_size: Annotated[
-        int | None,
-        typer.Option(
-            "--tp-size",
-            help="TensorRT: ranks that each hold a share of the weights. (default: 1)",
-            hidden=True,
-        ),
-    ] = None,
     workers: Annotated[
         int,
         typer.Option(

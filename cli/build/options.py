@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +30,7 @@ LOG_LEVELS = {  # trtllm-build's names -> Python's levels
     "debug": logging.DEBUG,
     "trace": logging.DEBUG,
 }
-MODE_OPTIONS: Mapping[str, tuple[type, str]] = {  # those of one --speculative-decoding-mode
+MODE_OPTIONS: dict[str, tuple[type, str]] = {  # those of one --speculative-decoding-mode
     "draft_model_dir": (
         str,
         "Folder of the head, or of Medusa heads as published or in vLLM's layout. (default for "
@@ -64,7 +64,19 @@ MODE_OPTIONS: Mapping[str, tuple[type, str]] = {  # those of one --speculative-d
         "head's own)",
     ),
 }
+RANK_OPTIONS: dict[str, tuple[type, str]] = {
+    "tp_size": (
+        int,
+        "Ranks that each hold a share of the weights; cpu: 1, 2, 4 or 8. (default: 1)",
+    ),
+    "tp_invariant": (
+        bool,
+        "cpu: add in an order that gives the same text for every --tp-size.",
+    ),
+}
 _RARE = (
+    "tp_size",
+    "tp_invariant",
     "redrafter_draft_len_per_beam",
     "redrafter_greedy_search",
     "eagle_layers",
@@ -84,7 +96,7 @@ LIMITS = (  # options that are fields of BuildRequest
     "kv_cache_unit_scales",
     "logits_dtype",
     "gather_context_logits",
-    "tp_size",
+    *RANK_OPTIONS,
     *MODE_OPTIONS,
 )
 
@@ -164,7 +176,7 @@ def with_table_options(function: Callable[..., None]) -> Callable[..., None]:
     the parser."""
     signature = inspect.signature(function, eval_str=True)
     parameters = list(signature.parameters.values())[:-1]
-    for name, (kind, text) in MODE_OPTIONS.items():
+    for name, (kind, text) in (RANK_OPTIONS | MODE_OPTIONS).items():
         flag = f"--{name.replace('_', '-')}"
         parameters.append(
             inspect.Parameter(

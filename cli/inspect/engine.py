@@ -22,9 +22,9 @@ from llmctl.builder.engine_format import (
     PlanTensor,
     kv_bytes_per_token,
     read_engine_config,
-    read_plan,
     weight_bytes,
 )
+from llmctl.builder.rank_files import num_ranks, read_ranks
 from llmctl.builder.signature import describe_signature
 from llmctl.cli.gpus import (
     CPU_STEP_SHARE,
@@ -52,7 +52,7 @@ def describe_engine(
     Raises EngineNotFound, CorruptEngine, RebuildNeeded; BadConfig for an unknown GPU, or one for an
     engine that runs on none.
     """
-    config, plan = read_engine_config(folder), read_plan(folder)
+    config, plan = read_engine_config(folder), read_ranks(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     fields = asdict(config)
     del fields["files"]  # sizes on disk are shown instead; `read_plan` has compared the two
@@ -62,6 +62,7 @@ def describe_engine(
         "path": str(folder),
         "config": fields,
         "signature": describe_signature(folder),
+        "ranks": _ranks(config, plan),
         "memory": _memory(config, plan),
         "step": predicted,
         "outputs": dict(plan.outputs),
@@ -135,6 +136,18 @@ def _memory(config: EngineConfig, plan: Plan) -> dict[str, int]:
         "kv_bytes_per_token": per_token,
         "kv_bytes_per_block": per_token * plan.kv_cache.tokens_per_block,
         "kv_bytes_per_sequence": per_token * int(build["max_seq_len"]),
+    }
+
+
+def _ranks(config: EngineConfig, plan: Plan) -> dict[str, Any]:
+    """How many ranks there are, and what each has of the model; all else here is of one of them."""
+    count = num_ranks(config)
+    model = config.pretrained_config
+    return {
+        "count": count,
+        "num_heads": int(model["num_attention_heads"]) // count,
+        "num_kv_heads": plan.kv_cache.num_kv_heads,
+        "is_invariant": config.build_config.get("sum_leaves", 1) > 1,
     }
 
 

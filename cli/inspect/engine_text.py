@@ -24,7 +24,7 @@ _KERNEL_COLUMNS = ("registers", "threads", "shared_bytes", "local_bytes", "num_b
 def engine_text(engine: Mapping[str, Any]) -> Iterator[str]:
     yield str(engine["path"])
     origin = ("signature", signature_text(engine["signature"]))
-    yield from table([*summary_rows(engine["config"]), origin])
+    yield from table([*summary_rows(engine["config"]), *rank_rows(engine), origin])
     if "verified" in engine:
         counts = ", ".join(f"{count} {name}" for name, count in engine["verified"].items())
         yield from table([("verified", counts)])
@@ -92,6 +92,19 @@ def summary_rows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "tokenizer", str(config["tokenizer"].get("hash") or "none")
     yield "versions", ", ".join(f"{name} {text}" for name, text in config["versions"].items())
     yield "command", str(config["command"]) or "none (built by a program)"
+
+
+def rank_rows(engine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Nothing for an engine of one rank whose sums are in the usual order."""
+    ranks, model = engine["ranks"], engine["config"]["pretrained_config"]
+    order = ", sums in the order of every tp_size" if ranks["is_invariant"] else ""
+    if ranks["count"] > 1 or order:
+        yield (
+            "ranks",
+            f"{ranks['count']}, each with {ranks['num_heads']} of {model['num_attention_heads']} "
+            f"heads and {ranks['num_kv_heads']} of {model['num_key_value_heads']} KV heads{order}; "
+            "what follows is of one rank",
+        )
 
 
 def signature_text(signature: Mapping[str, str | None]) -> str:

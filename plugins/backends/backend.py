@@ -28,14 +28,22 @@ class Backend:
     quantized_kv_cache: tuple[str, ...] = ("fp8", "int8")
     has_unit_kv_scales: bool = True
     has_windows_at_run_time: bool = True
-    has_ranks: bool = False  # has kernels that sum over ranks
+    rank_counts: tuple[int, ...] | None = (1,)  # how many ranks may share a model; None: any
+    has_leaves: bool = False  # products that add K as a tree, of which ranks have subtrees
     generated_weights: tuple[str, ...] = ()  # --load-format, besides a checkpoint
 
 
 # Alignments: a cache line, and the widest vector register (cpu); a cache line and a row of the
 # tensor core's swizzle, where TMA asks for 16 (cuda); what TensorRT aligns its own tensors to.
 _ROWS = (
-    Backend("cpu", on_gpu=False, kernels="cpu", arena_alignment=64),
+    Backend(
+        "cpu",
+        on_gpu=False,
+        kernels="cpu",
+        arena_alignment=64,
+        rank_counts=(1, 2, 4, 8),
+        has_leaves=True,
+    ),
     Backend(
         "cuda",
         on_gpu=True,
@@ -57,7 +65,7 @@ _ROWS = (
             quantized_kv_cache=("fp8",),
             has_unit_kv_scales=False,
             has_windows_at_run_time=False,
-            has_ranks=True,
+            rank_counts=None,
             generated_weights=("dummy",),
         )
         for name in ("tensorrt", "tensorrt-rtx")

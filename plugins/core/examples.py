@@ -26,6 +26,7 @@ from llmctl.plugins.core.example_parts import (
     plain_step,
     random_tensor,
 )
+from llmctl.plugins.core.example_ranks import RANK_MAKERS
 from llmctl.plugins.core.op_spec import FP8, Case
 from llmctl.plugins.ops.packed_linear.layout import (
     pack,
@@ -141,17 +142,20 @@ def _linear(case: Case, generator: torch.Generator) -> Example:
         "x": random_tensor((tokens, inner), x_dtype, generator),
         "weight": random_tensor((outputs, inner), weight_dtype, generator, inner**-0.5),
     }
-    if weight_dtype == "float8_e4m3fn":
+    is_partial = bool(case.get("is_partial"))  # sums without scales are of unit size, too
+    if weight_dtype == "float8_e4m3fn" and not is_partial:
         wide = random_tensor((outputs, inner), "float32", generator, 100)
         inputs["weight"] = wide.clamp(-448, 448).to(torch.float8_e4m3fn)
         spread = torch.rand((outputs,), generator=generator) + 0.5
         inputs["weight_scale"] = spread * (inner**-0.5 / 100)
-    if is_fp8:
+    if is_fp8 and not is_partial:
         count = tokens if case["x_scaling"] == "per_token" else 1
         inputs["x_scale"] = torch.rand((count,), generator=generator) + 0.5
     if case["bias"]:
         inputs["bias"] = random_tensor((outputs,), dtype, generator)
-    call = OpCall("linear", "linear", inputs, {"out": empty((tokens, outputs), dtype)}, {})
+    attributes = {name: case[name] for name in ("is_partial", "leaves") if name in case}
+    dtype = "float32" if is_partial else dtype
+    call = OpCall("linear", "linear", inputs, {"out": empty((tokens, outputs), dtype)}, attributes)
     return Example(call, plain_step(tokens), no_cache())
 
 
@@ -269,6 +273,7 @@ _MAKERS: Mapping[str, Callable[[Case, torch.Generator], Example]] = {
     "swiglu": _swiglu,
     "silu": _silu,
     **HEAD_MAKERS,
+    **RANK_MAKERS,
     "linear": _linear,
     "packed_linear": _packed_linear,
     "packed_linear_swiglu": _packed_linear_swiglu,

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     Rule = Callable[[OpCall], str | None]
 
+RANK_COUNTS = (1, 2, 4, 8)  # of ranks, and of leaves: sums are balanced trees over them
+LEAF_MULTIPLE = 16  # columns of a leaf: lanes of the cpu's vectors
 # Types with scales: E4M3, and codes of packed weights.
 QUANTIZED = (FP8, *(form.dtype for form in FORMS.values() if form.is_coded))
 
@@ -97,6 +99,34 @@ def even_groups(call: OpCall) -> str | None:
 
 def _heads(call: OpCall) -> list[int]:
     return [int(call.attributes[name]) for name in ("num_heads", "num_kv_heads", "head_size")]
+
+
+def partial_sums(call: OpCall) -> str | None:
+    """A product over a part of K gives float32 sums; scales and bias come after the sum over
+    ranks. Any other has a scale for each operand that is quantized."""
+    if not call.attributes.get("is_partial", False):
+        broken = (scales_input(value, f"{value}_scale")(call) for value in ("weight", "x"))
+        return next(filter(None, broken), None)
+    beyond = [role for role in ("weight_scale", "x_scale", "bias") if role in call.inputs]
+    if not beyond and name_of(call.outputs["out"]) == "float32":
+        return None
+    return f"has partial sums in {name_of(call.outputs['out'])} with {', '.join(beyond) or 'none'}"
+
+
+def whole_leaves(call: OpCall) -> str | None:
+    """K divides into leaves that are whole vectors of the kernel."""
+    leaves, inner = int(call.attributes.get("leaves", 1)), int(call.inputs["x"].shape[1])
+    if leaves in RANK_COUNTS and (leaves == 1 or inner % (leaves * LEAF_MULTIPLE) == 0):
+        return None
+    return f"has {leaves} leaves over {inner} columns; multiples of {LEAF_MULTIPLE} are wanted"
+
+
+def known_ranks(call: OpCall) -> str | None:
+    """As many ranks as there may be."""
+    ranks = call.attributes.get("ranks")
+    if ranks in RANK_COUNTS:
+        return None
+    return f"is over {ranks!r} ranks; one of {', '.join(map(str, RANK_COUNTS))} is wanted"
 
 
 def packed_operands(call: OpCall) -> str | None:

@@ -13,6 +13,8 @@ from llmctl.plugins.core.op_spec import OpSpec
 from llmctl.plugins.fused.embedding_norm.spec import SPEC as EMBEDDING_NORM
 from llmctl.plugins.fused.packed_linear_rope_kv.spec import SPEC as PACKED_LINEAR_ROPE_KV
 from llmctl.plugins.fused.packed_linear_swiglu.spec import SPEC as PACKED_LINEAR_SWIGLU
+from llmctl.plugins.ops.all_gather.spec import SPEC as ALL_GATHER
+from llmctl.plugins.ops.all_reduce.spec import SPEC as ALL_REDUCE
 from llmctl.plugins.ops.concat.spec import SPEC as CONCAT
 from llmctl.plugins.ops.embedding.spec import SPEC as EMBEDDING
 from llmctl.plugins.ops.expand_logits.spec import SPEC as EXPAND_LOGITS
@@ -45,6 +47,8 @@ _FOLDERS: Mapping[str, tuple[OpSpec, ...]] = {
         RECURRENCE,
         CONCAT,
         EXPAND_LOGITS,
+        ALL_REDUCE,
+        ALL_GATHER,
     ),
     "fused": (EMBEDDING_NORM, PACKED_LINEAR_SWIGLU, PACKED_LINEAR_ROPE_KV),
 }
@@ -61,15 +65,14 @@ CPU_KINDS = (  # what the cpu backend has, in the order of Kind in its abi.h
     "recurrence",
     "concat",
     "expand_logits",
+    "all_reduce",
+    "all_gather",
 )
 SPECS: Mapping[str, OpSpec] = {spec.name: spec for specs in _FOLDERS.values() for spec in specs}
 _PACKAGES = {
-    "all_reduce": "llmctl.plugins.ops.all_reduce",  # exists within TensorRT's plans alone
-    **{
-        spec.name: f"llmctl.plugins.{folder}.{spec.name}"
-        for folder, specs in _FOLDERS.items()
-        for spec in specs
-    },
+    spec.name: f"llmctl.plugins.{folder}.{spec.name}"
+    for folder, specs in _FOLDERS.items()
+    for spec in specs
 }
 
 

@@ -11,7 +11,6 @@ from llmctl.builder.backends import (
     choose_capability,
     require_cache_type,
     require_gpu_model,
-    require_ranks,
 )
 from llmctl.builder.config import BuildRequest, choose_dtype, resolve_build_config
 from llmctl.builder.models import model_config
@@ -177,13 +176,6 @@ def test_a_cache_that_no_attention_of_the_backend_reads_is_refused() -> None:
     require_cache_type("continuous", "tensorrt-rtx")
     with pytest.raises(Unsupported, match="compute the whole prompt again"):
         require_cache_type("disabled", "tensorrt-rtx")
-
-
-def test_several_ranks_need_a_backend_that_adds_up_over_them() -> None:
-    require_ranks(2, "tensorrt-rtx")
-    require_ranks(1, "cuda")
-    with pytest.raises(Unsupported, match="cuda backend have one rank"):
-        require_ranks(2, "cuda")
 
 
 def test_a_build_config_file_is_strict() -> None:

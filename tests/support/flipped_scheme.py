@@ -103,6 +103,10 @@ class FlippedRows:
     def packed(self, order: RowOrder) -> Source:
         return PackedFlippedRows(PackedRows(self.rows, order))
 
+    def widened(self, columns: int) -> FlippedRows:
+        parts = tuple((name, (shape[0], columns)) for name, shape in self.rows.parts)
+        return FlippedRows(Rows(parts, self.rows.dtype))
+
     @property
     def names(self) -> tuple[str, ...]:
         return self.rows.names

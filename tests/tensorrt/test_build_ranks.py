@@ -9,7 +9,6 @@ import torch
 from support.tensorrt.build import compile_engine, plan_engine, profile_kernels, write_config
 from support.tensorrt.checkpoints import write_checkpoint
 
-from llmctl.builder.sharding import Shard
 from llmctl.errors import Unsupported
 
 LIMITS = {"max_batch_size": 16, "max_seq_len": 1024, "max_num_tokens": 512}
@@ -49,10 +48,7 @@ def test_the_shards_of_all_ranks_are_the_weights(form: str, tmp_path: Path) -> N
     assert set(sharded.sources) == set(whole.sources)
     for name, source in whole.sources.items():
         wanted = torch.cat(list(source.chunks(whole.checkpoint)))
-        parts = [
-            torch.cat(list(sharded.sources[name].chunks(Shard(sharded.checkpoint, rank, 2))))
-            for rank in range(2)
-        ]
+        parts = [torch.cat(list(sharded.sources[name].chunks(shard))) for shard in sharded.shards]
         module, kind = name.split(".")[-2:] if "." in name else ("", name)
         if module in rows and kind in ("weight", "bias", "weight_scale"):
             halves = [part.split([n // 2 for n in rows[module]]) for part in parts]
@@ -82,5 +78,7 @@ def test_parts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "c", "llama", "bfloat16")
     with pytest.raises(Unsupported, match="num_attention_heads is 4"):
         plan_engine(checkpoint, **SMALL, tp_size=3)
-    with pytest.raises(Unsupported, match="num_key_value_heads is 2"):
-        plan_engine(checkpoint, **SMALL, tp_size=4)
+    threes = {"num_attention_heads": 12, "num_key_value_heads": 3}
+    checkpoint = write_checkpoint(tmp_path / "3", "llama", "bfloat16", **threes)
+    with pytest.raises(Unsupported, match="num_key_value_heads is 3"):
+        plan_engine(checkpoint, **SMALL, tp_size=2)

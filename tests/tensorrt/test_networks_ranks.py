@@ -35,9 +35,11 @@ def test_ranks_in_float32_agree_closely(family, float32_networks, steps, tmp_pat
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "fp8", "fp8 per token"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_in_every_form_agree_with_the_reference(num_ranks, form, steps, tmp_path) -> None:
-    fields = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 128}
+@pytest.mark.parametrize(("num_ranks", "kv_heads"), [(2, 4), (4, 4), (4, 2)])
+def test_ranks_in_every_form_agree_with_the_reference(
+    num_ranks, kv_heads, form, steps, tmp_path
+) -> None:
+    fields = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "intermediate_size": 128}
     checkpoint = write_checkpoint(tmp_path / "c", "llama tied, biased", form, **fields)
     errors = errors_of(Ranks(checkpoint, num_ranks), bind_reference(checkpoint), steps)
     assert max(errors) <= TOLERANCE[form], errors

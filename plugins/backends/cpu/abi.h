@@ -25,8 +25,9 @@
 namespace llmctl {
 
 class Pool;
+class Ranks;
 
-constexpr int32_t kAbiVersion = 8;  // binding.py holds the same number
+constexpr int32_t kAbiVersion = 9;  // binding.py holds the same number
 constexpr int kMaxTensors = 8;
 constexpr int kMaxAttributes = 8;
 constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time
@@ -47,7 +48,9 @@ enum Kind : int32_t {
   kRecurrence = 9,
   kConcat = 10,
   kExpandLogits = 11,
-  kNumKinds = 12,
+  kAllReduce = 12,
+  kAllGather = 13,
+  kNumKinds = 14,
 };
 
 struct TensorRef {
@@ -152,10 +155,11 @@ constexpr int64_t dtype_bytes(int32_t dtype) {
   return dtype == kF32 || dtype == kI32 ? 4 : dtype == kF8 || dtype == kI8 ? 1 : 2;
 }
 
-// What one op may use besides its tensors: the threads and a buffer shared by them.
+// What one op may use besides its tensors: the threads, a buffer shared by them, and other ranks.
 struct Context {
   Pool& pool;
   float* shared;  // at least shared_floats(op) of them, 64-byte aligned
+  Ranks* ranks;   // null: there is one
 };
 
 using Kernel = void (*)(const Op&, const Step&, Context&);

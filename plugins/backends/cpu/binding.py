@@ -12,11 +12,11 @@ from ctypes import c_char_p, c_double, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
-from llmctl.errors import BadConfig, NoDevice, OutOfMemory, Unsupported
+from llmctl.errors import BadConfig, NoDevice, OutOfMemory, RankFailure, Unsupported
 
 LIBRARY_PATH = Path(__file__).with_name("libllmctl_cpu.so")
 MAX_THREADS = 1024  # each has a stack and 1 MiB of scratch
-ABI_VERSION = 8  # kAbiVersion in abi.h
+ABI_VERSION = 9  # kAbiVersion in abi.h
 MAX_TENSORS = 8
 MAX_ATTRIBUTES = 8
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "int8": 4, "int32": 5}
@@ -90,7 +90,7 @@ def load_kernels() -> ctypes.CDLL:
     loaded.llmctl_message.restype = c_char_p
     loaded.llmctl_isas.restype = c_char_p
     loaded.llmctl_set_isa.argtypes = [c_char_p]
-    loaded.llmctl_program_create.argtypes = [c_void_p, c_int64, c_void_p]
+    loaded.llmctl_program_create.argtypes = [c_void_p, c_int64, c_void_p, c_void_p]
     loaded.llmctl_program_destroy.argtypes = [c_void_p]
     loaded.llmctl_program_destroy.restype = None
     loaded.llmctl_run.argtypes = [c_void_p, c_void_p]
@@ -108,6 +108,17 @@ def load_kernels() -> ctypes.CDLL:
     loaded.llmctl_measure_read.restype = c_double
     loaded.llmctl_measure_multiply_add.argtypes = [c_int64]
     loaded.llmctl_measure_multiply_add.restype = c_double
+    loaded.llmctl_ranks_bytes.restype = c_int64
+    loaded.llmctl_ranks_init.argtypes = [c_void_p, c_int32]
+    loaded.llmctl_ranks_init.restype = None
+    loaded.llmctl_ranks_join.argtypes = [c_void_p, c_int32, c_int64]
+    loaded.llmctl_ranks_join.restype = c_void_p
+    loaded.llmctl_ranks_leave.argtypes = [c_void_p]
+    loaded.llmctl_ranks_leave.restype = None
+    loaded.llmctl_ranks_lose.argtypes = [c_void_p, c_int32]
+    loaded.llmctl_ranks_lose.restype = None
+    for function in (loaded.llmctl_ranks_write, loaded.llmctl_ranks_read):
+        function.argtypes = [c_void_p, c_void_p, c_int64]
     _refuse_stale(loaded)
     loaded.llmctl_set_num_threads(default_num_threads())
     return loaded
@@ -140,6 +151,8 @@ def check(status: int) -> None:
         raise OutOfMemory(f"the CPU kernels could not allocate {message}")
     if status == 3:
         raise Unsupported(f"the CPU kernels do not support {message}")
+    if status == 4:
+        raise RankFailure(message)
     raise AssertionError(message)  # a step that breaks its own rules is a bug of the caller
 
 

@@ -89,7 +89,7 @@ def compile_library(target: Path, checks: tuple[str, ...] = ()) -> None:
         ]
         units += [
             (HERE / f"{stem}.cpp", Path(folder, f"{stem}.o"), (defines,))
-            for stem in ("program", "pool", "sampling", "beam_search")
+            for stem in ("program", "pool", "ranks", "sampling", "beam_search")
         ]
         commands = [
             [*compiler, *flags_of_all, *extra, "-c", str(source), "-o", str(out)]

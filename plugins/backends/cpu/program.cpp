@@ -42,9 +42,22 @@ std::atomic<const Kernels*> g_kernels{nullptr};
 
 constexpr int64_t kMaxRowFloats = kScratchBytes / 4 - 16;  // a row of a row-wise op in scratch
 
-int check_op(const Op& op) {
+int check_op(const Op& op, const Ranks* ranks) {
   const TensorRef* t = op.tensors;
   switch (op.kind) {
+    case kAllReduce:
+    case kAllGather: {
+      const int64_t count = ranks == nullptr ? 1 : ranks->count();
+      if (op.integers[0] != count) {
+        return fail(kUnsupported, "an operator over %lld ranks where %lld run",
+                    (long long)op.integers[0], (long long)count);
+      }
+      if (t[0].shape[1] * 4 > kSlotBytes) {
+        return fail(kUnsupported, "rows of %lld numbers over ranks; the limit is %lld",
+                    (long long)t[0].shape[1], (long long)kSlotBytes / 4);
+      }
+      return kDone;
+    }
     case kRmsNorm:
     case kQuantize:
     case kSwiglu: {
@@ -145,7 +158,7 @@ Program::~Program() { std::free(shared); }
 
 int run_program(const Program& program, const Step& step, Pool& pool) {
   if (int bad = check_step(program, step)) return bad;
-  Context context{pool, program.shared};
+  Context context{pool, program.shared, program.ranks};
   const Kernels& table = kernels();
   try {
     for (const Op& op : program.ops) {
@@ -155,8 +168,14 @@ int run_program(const Program& program, const Step& step, Pool& pool) {
     }
   } catch (const std::bad_alloc&) {
     return fail(kOutOfMemory, "scratch of %d threads", pool.num_threads());
+  } catch (const RankLost& lost) {
+    return fail_for_rank(lost);
   }
   return kDone;
+}
+
+int fail_for_rank(const RankLost& lost) {
+  return fail(kRankLost, lost.loss == kLate ? "rank %d is late" : "rank %d has ended", lost.rank);
 }
 
 }  // namespace llmctl
@@ -190,14 +209,16 @@ LLMCTL_EXPORT int32_t llmctl_set_isa(const char* name) {
   return fail(kUnsupported, "instruction set %s; this CPU has %s", name, llmctl_isas());
 }
 
-LLMCTL_EXPORT int32_t llmctl_program_create(const Op* ops, int64_t count, void** program) {
+LLMCTL_EXPORT int32_t llmctl_program_create(const Op* ops, int64_t count, Ranks* ranks,
+                                            void** program) {
   try {
     auto* fresh = new Program;
+    fresh->ranks = ranks;
     *program = fresh;
     fresh->ops.assign(ops, ops + count);
     int64_t floats = 0;
     for (const Op& op : fresh->ops) {
-      if (int bad = check_op(op)) {
+      if (int bad = check_op(op, ranks)) {
         delete fresh;
         return bad;
       }

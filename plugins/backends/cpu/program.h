@@ -13,6 +13,7 @@ struct Program {
   float* shared = nullptr;
   bool uses_cache = false;
   bool continues = false;  // rows of what an earlier step left, and not its own
+  Ranks* ranks = nullptr;  // null: one
   ~Program();
 };
 

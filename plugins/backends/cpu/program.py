@@ -18,6 +18,7 @@ from llmctl.plugins.backends.cpu.binding import (
     check,
     load_kernels,
 )
+from llmctl.plugins.backends.cpu.ranks import Ranks
 from llmctl.plugins.core.calls import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.core.operators import CPU_KINDS, SPECS, check_call
 
@@ -34,15 +35,23 @@ class CpuProgram:
     hold, NoDevice when the library is not built. Not re-entrant: one step at a time.
     """
 
-    def __init__(self, calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor] = ()) -> None:
-        """row_inputs: tensors that are there before the first call and have the step's rows."""
+    def __init__(
+        self,
+        calls: Sequence[OpCall],
+        row_inputs: Sequence[torch.Tensor] = (),
+        ranks: Ranks | None = None,
+    ) -> None:
+        """row_inputs: tensors that are there before the first call and have the step's rows.
+        ranks: those that run the program together; None: this process alone."""
         for call in calls:
             check_call(call)
         self._calls = tuple(calls)  # keeps the tensors alive whose addresses the ops hold
         extents = row_extents(calls, row_inputs=row_inputs)
         ops = (Op * len(calls))(*map(_pack, calls, extents))
         handle = ctypes.c_void_p()
-        check(load_kernels().llmctl_program_create(ops, len(calls), ctypes.byref(handle)))
+        self._ranks = ranks  # lives as long as the program
+        others = None if ranks is None else ranks.handle
+        check(load_kernels().llmctl_program_create(ops, len(calls), others, ctypes.byref(handle)))
         weakref.finalize(self, load_kernels().llmctl_program_destroy, handle.value)
         self._handle = handle
         self._run = load_kernels().llmctl_run

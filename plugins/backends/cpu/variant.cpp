@@ -5,6 +5,8 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
+#include "../../ops/all_gather/cpu.cpp"
+#include "../../ops/all_reduce/cpu.cpp"
 #include "../../ops/beam_search/cpu.cpp"
 #include "../../ops/concat/cpu.cpp"
 #include "../../ops/embedding/cpu.cpp"
@@ -40,6 +42,8 @@ const Kernels LLMCTL_TABLE(LLMCTL_ISA) = {
         LLMCTL_ISA::run_recurrence,
         LLMCTL_ISA::run_concat,
         LLMCTL_ISA::run_expand_logits,
+        LLMCTL_ISA::run_all_reduce,
+        LLMCTL_ISA::run_all_gather,
     },
     LLMCTL_ISA::argmax_rows,
     LLMCTL_ISA::sample_rows,

@@ -1,1 +1,1 @@
-"""Sums over the ranks of a tensor-parallel engine; TensorRT engines have them."""
+"""Sums over the ranks of a tensor-parallel engine."""

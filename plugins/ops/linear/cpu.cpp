@@ -5,9 +5,13 @@
 // of the chain is computed (an unfinished chain is parked in memory with all 16 lanes), so an
 // element has the same bits whatever M is.
 //
+// With leaves, K is cut into 2, 4 or 8 equal parts, each a chain and a tree of its own, whose sums
+// are joined as a balanced tree: ranks that have whole subtrees of it give the same bits.
+//
 // Few tokens: weights are read from memory once and widened in registers. Many tokens: a block
 // of weights is widened once into scratch and multiplied by all tokens of a group. Activations are widened
 // to float32 rows, padded with zeros to whole vectors, before either.
+#include "epilogue.h"
 #include "tiles.h"
 
 namespace llmctl {
@@ -24,7 +28,10 @@ static_assert(kBlockRows % kTileRows == 0, "whole tiles");
 constexpr int64_t kWidenedFloats = kBlockRows * (kBlockInner + kLanes);
 constexpr int64_t kParkedFloats = (kGroupTokens + kTileTokens) * kBlockRows * kLanes;
 constexpr int64_t kSumFloats = (kGroupTokens + kTileTokens) * kBlockRows;
-static_assert((kWidenedFloats + kParkedFloats + kSumFloats) * 4 <= (int64_t)kScratchBytes, "fits");
+constexpr int kSumBuffers = 4;  // of the 8 leaves of a tree, three sums wait for one that is made
+static_assert((kWidenedFloats + kParkedFloats + kSumBuffers * kSumFloats) * 4 <=
+                  (int64_t)kScratchBytes,
+              "fits");
 
 int64_t padded(int64_t k) { return (k + kLanes - 1) / kLanes * kLanes; }
 
@@ -34,8 +41,8 @@ int64_t stride_of(int64_t k) { return padded(k) + kLanes; }
 
 // Up to kBlockRows weight rows against a few tokens; sums [tokens][kBlockRows].
 template <class W>
-void stream_block(const typename W::Element* weight, int rows, int64_t inner, Rows x,
-                  int64_t tokens, float* sums) {
+void stream_block(const typename W::Element* weight, int64_t stride, int rows, int64_t inner,
+                  Rows x, int64_t tokens, float* sums) {
   const int64_t groups = (tokens + kTileTokens - 1) / kTileTokens;
   int row = 0;
   auto all_groups = [&](auto tile) {
@@ -47,20 +54,20 @@ void stream_block(const typename W::Element* weight, int rows, int64_t inner, Ro
   };
   for (; row + kFewRows <= rows; row += kFewRows) {
     all_groups([&](Rows part, int count, float* to) {
-      stream_rows<W, kFewRows>(weight + row * inner, inner, part, count, to);
+      stream_rows<W, kFewRows>(weight + row * stride, stride, inner, part, count, to);
     });
   }
   for (; row < rows; ++row) {
     all_groups([&](Rows part, int count, float* to) {
-      stream_rows<W, 1>(weight + row * inner, inner, part, count, to);
+      stream_rows<W, 1>(weight + row * stride, stride, inner, part, count, to);
     });
   }
 }
 
 // Up to kBlockRows weight rows against up to kGroupTokens tokens; sums [tokens][kBlockRows].
 template <class W>
-void widened_block(const typename W::Element* weight, int rows, int64_t inner, Rows x,
-                   int64_t tokens, float* scratch, float* sums) {
+void widened_block(const typename W::Element* weight, int64_t weight_stride, int rows,
+                   int64_t inner, Rows x, int64_t tokens, float* scratch, float* sums) {
   float* widened = scratch;
   float* parked = widened + kWidenedFloats;
   const int tile_rows = (rows + kTileRows - 1) / kTileRows * kTileRows;
@@ -69,7 +76,7 @@ void widened_block(const typename W::Element* weight, int rows, int64_t inner, R
     const int64_t stride = stride_of(count), steps = padded(count) / kLanes;
     for (int r = 0; r < tile_rows; ++r) {
       if (r < rows) {
-        widen_row<W>(weight + r * inner + first, count, widened + r * stride);
+        widen_row<W>(weight + r * weight_stride + first, count, widened + r * stride);
       } else {
         std::memset(widened + r * stride, 0, stride * sizeof(float));
       }
@@ -84,48 +91,6 @@ void widened_block(const typename W::Element* weight, int rows, int64_t inner, R
     }
   }
 }
-
-// Scale, bias and rounding of sums [tokens][kBlockRows] for weight rows from `row`.
-struct Epilogue {
-  const Op& op;
-  float unit;  // of the weights as loaded
-  enum { kX, kWeight, kWeightScale, kXScale, kBias, kOut };
-
-  void finish(const float* sums, int64_t token, int64_t tokens, int64_t row, int rows) const {
-    const TensorRef *t = op.tensors, &x_scale = t[kXScale], &out = t[kOut];
-    const auto* weight_scale = static_cast<const float*>(t[kWeightScale].data);
-    const bool is_scaled = x_scale.data != nullptr || weight_scale != nullptr;
-    for (int64_t m = token; m < token + tokens; ++m, sums += kBlockRows) {
-      float of_row = 1.0f;
-      if (x_scale.data != nullptr) {
-        of_row = static_cast<const float*>(x_scale.data)[x_scale.shape[0] > 1 ? m : 0];
-      }
-      for (int r = 0; r < rows; r += kLanes) {
-        const int64_t left = rows - r;
-        V y = load_some<F32>(sums + r, left) * set(unit);
-        if (is_scaled) {
-          V scale = set(of_row);
-          if (weight_scale != nullptr) {
-            scale = scale * load_some<F32>(weight_scale + row + r, left);
-          }
-          y = y * scale;
-        }
-        if (t[kBias].data != nullptr) {
-          with_model_type(t[kBias].dtype, [&](auto type) {
-            using B = decltype(type);
-            const auto* bias = static_cast<const typename B::Element*>(t[kBias].data);
-            y = y + load_some<B>(bias + row + r, left);
-          });
-        }
-        with_model_type(out.dtype, [&](auto type) {
-          using T = decltype(type);
-          auto* to = static_cast<typename T::Element*>(out.data);
-          store_some<T>(to + m * out.shape[1] + row + r, y, left);
-        });
-      }
-    }
-  }
-};
 
 // float32 rows of tokens [token, token + tokens): the tensor itself if it can be used directly.
 Rows widen_tokens(const TensorRef& x, int64_t token, int64_t tokens, bool serial,
@@ -153,7 +118,8 @@ void multiply_chunk(const Op& op, float unit, int64_t token, int64_t tokens, Con
   const auto* weights = static_cast<const typename W::Element*>(weight.data);
   const bool serial = tokens * outputs * inner < kSerialProducts;
   const Rows rows = widen_tokens(x, token, tokens, serial, context);
-  const Epilogue epilogue{op, unit};
+  const int64_t leaves = op.integers[1] > 1 ? op.integers[1] : 1, leaf = inner / leaves;
+  const Epilogue epilogue{op.tensors[2], op.tensors[3], op.tensors[4], op.tensors[5], unit};
   const int64_t blocks = (outputs + kBlockRows - 1) / kBlockRows;
   const bool is_few = tokens <= kFewTokens;
   const int64_t groups = is_few ? 1 : (tokens + kGroupTokens - 1) / kGroupTokens;
@@ -169,12 +135,29 @@ void multiply_chunk(const Op& op, float unit, int64_t token, int64_t tokens, Con
     const Rows part{rows.data + first * rows.stride, rows.stride};
     auto* own = static_cast<float*>(scratch);
     float* sums = own + kWidenedFloats + kParkedFloats;
-    if (is_few) {
-      stream_block<W>(weights + row * inner, count, inner, part, some, sums);
-    } else {
-      widened_block<W>(weights + row * inner, count, inner, part, some, own, sums);
+    // leaves [at, at + of) of the tree, into `to` and the buffers behind it
+    auto add_leaves = [&](auto&& again, int64_t at, int64_t of, float* to) -> void {
+      if (of > 1) {
+        float* other = to + kSumFloats;
+        again(again, at, of / 2, to);
+        again(again, at + of / 2, of / 2, other);
+        for (int64_t i = 0; i < some * kBlockRows; i += kLanes) {
+          store(to + i, load(to + i) + load(other + i));
+        }
+        return;
+      }
+      const auto* from = weights + row * inner + at * leaf;
+      const Rows x_part{part.data + at * leaf, part.stride};
+      if (is_few) {
+        stream_block<W>(from, inner, count, leaf, x_part, some, to);
+      } else {
+        widened_block<W>(from, inner, count, leaf, x_part, some, own, to);
+      }
+    };
+    add_leaves(add_leaves, 0, leaves, sums);
+    for (int64_t m = 0; m < some; ++m) {
+      epilogue.finish(sums + m * kBlockRows, token + first + m, row, count);
     }
-    epilogue.finish(sums, token + first, some, row, count);
   };
   context.pool.each(blocks * groups, serial, item);
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmctl.plugins.core.op_rules import scales_input
+from llmctl.plugins.core.op_rules import partial_sums, whole_leaves
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role, Tolerance
 
 _PAIRS = (  # activations, weights
@@ -24,7 +24,10 @@ SPEC = OpSpec(
     ),
     outputs=(Role("out", ("T", "float32"), ("N", "O")),),
     one_or={"S": "N"},
-    rules=(scales_input("weight", "weight_scale"), scales_input("x", "x_scale")),
+    # is_partial: K is a rank's share, and what follows the sum is all_reduce's. leaves: parts of K
+    # that are added as a balanced tree, which ranks may divide among them without changing a bit.
+    optional_attributes={"is_partial": bool, "leaves": int},
+    rules=(partial_sums, whole_leaves),
     tolerance={
         "float32": Tolerance(1e-5, 1e-4),
         "bfloat16": Tolerance(2**-7, 1e-3),
@@ -50,6 +53,22 @@ SPEC = OpSpec(
             (40, 33, 2100),
         )
         for x_dtype, weight_dtype in _PAIRS
+    )
+    + tuple(  # a rank's share of K, and sums in an order that ranks may share
+        {
+            "tokens": m,
+            "outputs": o,
+            "inner": k,
+            "x_dtype": x_dtype,
+            "dtype": weight_dtype,
+            "x_scaling": "static",
+            "bias": False,
+            "is_partial": is_partial,
+            "leaves": leaves,
+        }
+        for m, o, k, leaves in ((1, 37, 128, 8), (9, 66, 224, 2), (33, 33, 2304, 4), (5, 7, 72, 1))
+        for x_dtype, weight_dtype in _PAIRS
+        for is_partial in (False, True)
     ),
     timed=tuple(
         {

@@ -34,12 +34,12 @@ void widen_row(const typename T::Element* from, int64_t count, float* to) {
 
 // One step of ROWS * TOKENS chains.
 template <class W, int ROWS, int TOKENS>
-inline void multiply_step(const typename W::Element* weight, int64_t inner, Rows x,
+inline void multiply_step(const typename W::Element* weight, int64_t stride, Rows x,
                           V (&total)[ROWS][TOKENS]) {
   V value[TOKENS];
   for (int t = 0; t < TOKENS; ++t) value[t] = load(x.data + t * x.stride);
   for (int r = 0; r < ROWS; ++r) {
-    const V w = W::load(weight + r * inner);
+    const V w = W::load(weight + r * stride);
     for (int t = 0; t < TOKENS; ++t) total[r][t] = fma(w, value[t], total[r][t]);
   }
 }
@@ -56,9 +56,11 @@ inline void write_sums(const V (&total)[ROWS][TOKENS], float* sums) {
   }
 }
 
-// ROWS weight rows against TOKENS activation rows, weights widened as they are loaded.
+// ROWS weight rows, `stride` elements apart, against TOKENS activation rows over `inner` of K,
+// weights widened as they are loaded.
 template <class W, int ROWS, int TOKENS>
-void stream_tile(const typename W::Element* weight, int64_t inner, Rows x, float* sums) {
+void stream_tile(const typename W::Element* weight, int64_t stride, int64_t inner, Rows x,
+                 float* sums) {
   V total[ROWS][TOKENS];
   for (int r = 0; r < ROWS; ++r) {
     for (int t = 0; t < TOKENS; ++t) total[r][t] = set(0.0f);
@@ -67,18 +69,18 @@ void stream_tile(const typename W::Element* weight, int64_t inner, Rows x, float
   constexpr int kLineSteps = 64 / (kLanes * sizeof(typename W::Element));
   int64_t k = 0;
   for (; k + kLineSteps * kLanes <= inner; k += kLineSteps * kLanes) {
-    for (int r = 0; r < ROWS; ++r) __builtin_prefetch(weight + (ROWS + r) * inner + k, 0, 3);
+    for (int r = 0; r < ROWS; ++r) __builtin_prefetch(weight + (ROWS + r) * stride + k, 0, 3);
     for (int step = 0; step < kLineSteps; ++step) {
-      multiply_step<W, ROWS, TOKENS>(weight + k + step * kLanes, inner,
+      multiply_step<W, ROWS, TOKENS>(weight + k + step * kLanes, stride,
                                      Rows{x.data + k + step * kLanes, x.stride}, total);
     }
   }
   for (; k + kLanes <= inner; k += kLanes) {
-    multiply_step<W, ROWS, TOKENS>(weight + k, inner, Rows{x.data + k, x.stride}, total);
+    multiply_step<W, ROWS, TOKENS>(weight + k, stride, Rows{x.data + k, x.stride}, total);
   }
   if (k < inner) {
     for (int r = 0; r < ROWS; ++r) {
-      const V w = load_some<W>(weight + r * inner + k, inner - k);
+      const V w = load_some<W>(weight + r * stride + k, inner - k);
       for (int t = 0; t < TOKENS; ++t) {
         total[r][t] = fma(w, load(x.data + t * x.stride + k), total[r][t]);
       }
@@ -88,16 +90,16 @@ void stream_tile(const typename W::Element* weight, int64_t inner, Rows x, float
 }
 
 template <class W, int ROWS>
-void stream_rows(const typename W::Element* weight, int64_t inner, Rows x, int tokens,
-                 float* sums) {
+void stream_rows(const typename W::Element* weight, int64_t stride, int64_t inner, Rows x,
+                 int tokens, float* sums) {
   switch (tokens) {
-    case 1: return stream_tile<W, ROWS, 1>(weight, inner, x, sums);
-    case 2: return stream_tile<W, ROWS, 2>(weight, inner, x, sums);
-    case 3: return stream_tile<W, ROWS, 3>(weight, inner, x, sums);
+    case 1: return stream_tile<W, ROWS, 1>(weight, stride, inner, x, sums);
+    case 2: return stream_tile<W, ROWS, 2>(weight, stride, inner, x, sums);
+    case 3: return stream_tile<W, ROWS, 3>(weight, stride, inner, x, sums);
 #if defined(__AVX512F__)
-    case 4: return stream_tile<W, ROWS, 4>(weight, inner, x, sums);
-    case 5: return stream_tile<W, ROWS, 5>(weight, inner, x, sums);
-    default: return stream_tile<W, ROWS, 6>(weight, inner, x, sums);
+    case 4: return stream_tile<W, ROWS, 4>(weight, stride, inner, x, sums);
+    case 5: return stream_tile<W, ROWS, 5>(weight, stride, inner, x, sums);
+    default: return stream_tile<W, ROWS, 6>(weight, stride, inner, x, sums);
 #endif
   }
 }

@@ -15,7 +15,6 @@ import torch
 from llmctl.builder.build import EnginePlan, plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import TENSORRT_OP, Plan
-from llmctl.builder.sharding import Shard
 from llmctl.builder.tensorrt.networks import PieceNetwork, build_networks
 from llmctl.builder.tensorrt.package import open_package
 from llmctl.plugins.core.calls import OpCall, StepInputs
@@ -66,7 +65,7 @@ def networks_of(engine: EnginePlan) -> dict[str, PieceNetwork]:
 
 def weights_of(engine: EnginePlan, rank: int = 0) -> dict[str, torch.Tensor]:
     """What the engine file of a rank would store."""
-    shard = Shard(engine.checkpoint, rank, engine.limits.tp_size)
+    shard = engine.shards[rank]
     return {name: torch.cat(list(s.chunks(shard))) for name, s in engine.sources.items()}
 
 

@@ -1,0 +1,97 @@
+"""Sums over ranks and the gathered vocabulary, for backends whose kernels exchange numbers.
+
+A projection back to the hidden dimension leaves float32 partial sums; all_reduce adds them over the
+ranks, then scales, adds the bias and rounds, once, as one rank would. The output projection
+computes a rank's share of the vocabulary; all_gather puts the shares side by side in rank 0.
+
+With `sum_leaves` L these projections add K as L parts joined in a balanced tree, of which a rank
+has a whole subtree, so that engines of every number of ranks give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmctl.builder.models.decoder import LM_HEAD
+from llmctl.builder.network import Attribute, Network, Node
+from llmctl.builder.ranks import vocabulary_share
+from llmctl.builder.schemes.reading import CodedRows
+from llmctl.builder.sharding import SPLIT_COLUMNS, ColumnShard, VocabularyShard
+from llmctl.builder.sources import Source
+from llmctl.errors import Unsupported
+
+_AFTER_SUM = ("weight_scale", "x_scale", "bias")
+
+
+def split_over_ranks(network: Network, num_ranks: int, sum_leaves: int) -> Network:
+    """The network of one rank. Raises Unsupported for per-token scales of a split input: no rank
+    knows the largest value of a whole row."""
+    split = network.copy()
+    for node in network.nodes:
+        if node.op != "linear":
+            continue
+        if node.name.endswith(SPLIT_COLUMNS):
+            _split_sum(split, node, num_ranks, sum_leaves)
+        elif node.name == LM_HEAD and num_ranks > 1:
+            _split_vocabulary(split, node, num_ranks)
+    split.prune()
+    return split
+
+
+def _split_sum(network: Network, node: Node, num_ranks: int, sum_leaves: int) -> None:
+    leaves: dict[str, Attribute] = {"leaves": sum_leaves // num_ranks} if sum_leaves > 1 else {}
+    if num_ranks == 1:
+        attributes = {**node.attributes, **leaves}
+        network.replace_nodes([node], [replace(node, attributes=attributes)], at=node)
+        return
+    if "x_scale" in node.inputs and network.tensors[node.inputs["x_scale"]].shape != (1,):
+        raise Unsupported(
+            f"--tp-size {num_ranks}: {node.name} quantizes each token by its largest value, of "
+            "which a rank has a part",
+            fix="quantize with static activation scales: llmctl quantize --qformat fp8",
+        )
+    out = network.tensors[node.outputs["out"]]
+    partial = network.add_activation(f"{node.name}.partial", "float32", out.shape).name
+    weight = node.inputs["weight"]
+    source = network.sources[weight]
+    if isinstance(source, CodedRows):
+        columns = source.shape[1]
+        del network.sources[weight]
+        network.add_weight(weight, ColumnShard(source.widened(columns * num_ranks), columns))
+    inputs = {role: node.inputs[role] for role in ("x", "weight")}
+    after = {role: node.inputs[role] for role in _AFTER_SUM if role in node.inputs}
+    product = replace(
+        node,
+        inputs=inputs,
+        outputs={"out": partial},
+        attributes={**node.attributes, "is_partial": True, **leaves},
+    )
+    total = Node(
+        "all_reduce",
+        f"{node.name}.all_reduce",
+        {"x": partial, **after},
+        node.outputs,
+        {"ranks": num_ranks},
+    )
+    network.replace_nodes([node], [product, total], at=node)
+
+
+def _split_vocabulary(network: Network, node: Node, num_ranks: int) -> None:
+    out = network.tensors[node.outputs["out"]]
+    rows, vocab = out.shape
+    assert isinstance(vocab, int)
+    share = vocabulary_share(vocab, num_ranks)
+    inputs = dict(node.inputs)
+    for role in ("weight", "weight_scale", "bias"):
+        if role in inputs:
+            source: Source = network.sources[inputs[role]]
+            if len(network.consumers(inputs[role])) == 1:  # else it is the embedding, too
+                del network.sources[inputs[role]]
+            part = VocabularyShard(source, share)
+            inputs[role] = network.add_weight(f"{LM_HEAD}.{role}", part).name
+    own = network.add_activation(f"{LM_HEAD}.share", out.dtype, (rows, share)).name
+    product = replace(node, inputs=inputs, outputs={"out": own})
+    gathered = Node(
+        "all_gather", f"{LM_HEAD}.all_gather", {"x": own}, node.outputs, {"ranks": num_ranks}
+    )
+    network.replace_nodes([node], [product, gathered], at=node)

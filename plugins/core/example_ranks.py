@@ -1,0 +1,38 @@
+"""Random calls of the operators over ranks, for one rank. See examples.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.core.example_parts import Example, empty, no_cache, plain_step, random_tensor
+from llmctl.plugins.core.op_spec import Case
+
+
+def _all_reduce(case: Case, generator: torch.Generator) -> Example:
+    tokens, outputs, dtype = int(case["tokens"]), int(case["outputs"]), str(case["dtype"])
+    inputs = {"x": random_tensor((tokens, outputs), "float32", generator)}
+    if case["scaled"]:
+        inputs["weight_scale"] = torch.rand((outputs,), generator=generator) + 0.5
+        inputs["x_scale"] = torch.rand((1,), generator=generator) + 0.5
+    if case["bias"]:
+        inputs["bias"] = random_tensor((outputs,), dtype, generator)
+    made = {"out": empty((tokens, outputs), dtype)}
+    call = OpCall("all_reduce", "sum", inputs, made, {"ranks": 1})
+    return Example(call, plain_step(tokens), no_cache())
+
+
+def _all_gather(case: Case, generator: torch.Generator) -> Example:
+    tokens, own, columns = (int(case[k]) for k in ("tokens", "own", "columns"))
+    inputs = {"x": random_tensor((tokens, own), "float32", generator)}
+    made = {"out": empty((tokens, columns), "float32")}
+    call = OpCall("all_gather", "gather", inputs, made, {"ranks": 1})
+    return Example(call, plain_step(tokens), no_cache())
+
+
+RANK_MAKERS: Mapping[str, Callable[[Case, torch.Generator], Example]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+}

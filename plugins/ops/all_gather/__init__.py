@@ -1,0 +1,1 @@
+"""Logits of the ranks of a tensor-parallel engine, side by side."""

@@ -1,0 +1,162 @@
+"""Sums and columns over ranks, each a process: bits of a tree, whatever runs together."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from support.ranks import run_ranks
+
+from llmctl.errors import RankFailure, Unsupported
+from llmctl.plugins.backends import cpu
+from llmctl.plugins.backends.cpu.ranks import Ranks, make_segment
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.core.example_parts import no_cache, plain_step
+from llmctl.plugins.ops.all_reduce.reference import add_ranks, finish
+
+COUNTS = (2, 4, 8)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run_call(call: OpCall, tokens: int, ranks: Ranks | None = None) -> np.ndarray:
+    cpu.set_num_threads(1)
+    cpu.CpuProgram([call], ranks=ranks).run(plain_step(tokens), no_cache())
+    return call.outputs["out"].view(torch.uint8).numpy().copy()
+
+
+def sum_call(x: torch.Tensor, num_ranks: int) -> OpCall:
+    """With everything that may follow a sum."""
+    width = x.shape[1]
+    inputs = {
+        "x": x,
+        "weight_scale": normal(width, seed=91).abs() + 0.5,
+        "x_scale": torch.tensor([0.75]),
+        "bias": normal(width, seed=92).bfloat16(),
+    }
+    out = torch.zeros(x.shape, dtype=torch.bfloat16)
+    return OpCall("all_reduce", "sum", inputs, {"out": out}, {"ranks": num_ranks})
+
+
+@pytest.mark.parametrize("num_ranks", COUNTS)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 384), (7, 37), (3, 400_000)])
+def test_ranks_are_added_as_a_balanced_tree(num_ranks: int, tokens: int, width: int) -> None:
+    """The last case has rows of which two fit into what ranks share."""
+    parts = [normal(tokens, width, seed=rank) for rank in range(num_ranks)]
+    calls = [sum_call(part, num_ranks) for part in parts]
+    found = run_ranks(num_ranks, lambda ranks: run_call(calls[ranks.rank], tokens, ranks))
+    wanted = finish(add_ranks(parts), calls[0].inputs).to(torch.bfloat16)
+    for bits in found:
+        assert np.array_equal(bits, wanted.view(torch.uint8).numpy())
+    if num_ranks > 2:  # another order is another number: the test would see it
+        ascending = finish(sum(parts[1:], parts[0]), calls[0].inputs)
+        assert not torch.equal(ascending, finish(add_ranks(parts), calls[0].inputs))
+
+
+@pytest.mark.parametrize("num_ranks", COUNTS)
+@pytest.mark.parametrize(("own", "columns"), [(64, 131), (64, 512), (16, 33)])
+def test_columns_of_all_ranks_lie_side_by_side_in_the_first(
+    num_ranks: int, own: int, columns: int
+) -> None:
+    columns = min(columns, own * num_ranks)
+    parts = [normal(5, own, seed=rank) for rank in range(num_ranks)]
+
+    def gather(ranks: Ranks) -> np.ndarray:
+        outputs = {"out": torch.full((5, columns), torch.nan)}
+        attributes = {"ranks": num_ranks}
+        call = OpCall("all_gather", "g", {"x": parts[ranks.rank]}, outputs, attributes)
+        return run_call(call, 5, ranks)
+
+    found = run_ranks(num_ranks, gather)[0]
+    wanted = torch.cat(parts, dim=1)[:, :columns].contiguous()
+    assert np.array_equal(found, wanted.view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_products_over_leaves_have_the_same_bits_on_any_number_of_ranks(
+    dtype: str, tokens: int
+) -> None:
+    """Each rank's leaves are a subtree of the tree that one rank adds alone."""
+    inner, outputs = 8 * 48, 33
+    kind = getattr(torch, dtype)
+    x, weight = normal(tokens, inner).to(kind), normal(outputs, inner, seed=1).to(kind)
+    scales = {} if dtype == "bfloat16" else {"weight_scale": normal(outputs).abs() + 0.1,
+                                             "x_scale": torch.tensor([0.5])}  # fmt: skip
+
+    def product(ranks: Ranks | None) -> np.ndarray:
+        out = torch.zeros((tokens, outputs), dtype=torch.bfloat16)
+        if ranks is None:
+            inputs = {"x": x, "weight": weight, **scales}
+            return run_call(OpCall("linear", "o", inputs, {"out": out}, {"leaves": 8}), tokens)
+        size = inner // ranks.num_ranks
+        mine = slice(ranks.rank * size, (ranks.rank + 1) * size)
+        inputs = {"x": x[:, mine].contiguous(), "weight": weight[:, mine].contiguous()}
+        partial = torch.zeros((tokens, outputs))
+        attributes = {"is_partial": True, "leaves": 8 // ranks.num_ranks}
+        run_call(OpCall("linear", "o", inputs, {"out": partial}, attributes), tokens)
+        total = {"x": partial, **scales}
+        attributes = {"ranks": ranks.num_ranks}
+        return run_call(OpCall("all_reduce", "s", total, {"out": out}, attributes), tokens, ranks)
+
+    wanted = product(None)
+    for num_ranks in COUNTS:
+        for bits in run_ranks(num_ranks, product):
+            assert np.array_equal(bits, wanted)
+
+
+def test_bytes_of_the_first_rank_reach_all_others_in_order() -> None:
+    """In pieces that meet the end of the ring at every offset, larger than it, too."""
+    draw = random.Random(3)
+    pieces = [draw.randbytes(draw.choice([1, 17, 4096, 300_000, 2_500_000])) for _ in range(40)]
+
+    def talk(ranks: Ranks) -> bool:
+        if ranks.rank == 0:
+            for piece in pieces:
+                ranks.write(piece)
+            return True
+        return all(ranks.read(len(piece)) == piece for piece in pieces)
+
+    assert run_ranks(4, talk) == [True] * 4
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    def wait(ranks: Ranks) -> str:
+        if ranks.rank == 1:
+            return "absent"
+        call = sum_call(normal(1, 16), 2)
+        with pytest.raises(RankFailure) as failure:
+            run_call(call, 1, ranks)
+        return str(failure.value)
+
+    assert run_ranks(2, wait, limit_s=0.3) == ["rank 1 is late", "absent"]
+
+
+def test_a_rank_that_is_known_to_have_ended_ends_the_waiting_of_all() -> None:
+    def wait(ranks: Ranks) -> str:
+        if ranks.rank == 2:
+            ranks.lose(2)
+            return "ended"
+        with pytest.raises(RankFailure) as failure:
+            if ranks.rank == 3:
+                ranks.read(1)
+            else:
+                run_call(sum_call(normal(1, 16), 4), 1, ranks)
+        return str(failure.value)
+
+    said = "rank 2 has ended"
+    assert run_ranks(4, wait, limit_s=0) == [said, said, "ended", said]
+
+
+def test_a_program_for_other_ranks_is_refused() -> None:
+    with pytest.raises(Unsupported, match="over 2 ranks where 1 run"):
+        cpu.CpuProgram([sum_call(normal(1, 16), 2)])
+    with pytest.raises(Unsupported, match="9 ranks"):
+        make_segment(9)
+    too_wide = sum_call(normal(1, 2**20 + 1), 1)
+    with pytest.raises(Unsupported, match="the limit is 1048576"):
+        cpu.CpuProgram([too_wide])
