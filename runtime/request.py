@@ -31,6 +31,20 @@ class FinishReason(enum.Enum):
     CANCELLED = "cancelled"
 
 
+@dataclass(frozen=True, slots=True)
+class TypicalAcceptance:
+    """Typical acceptance of drafts (Cai et al. 2024, arXiv:2401.10774), which changes the text: a
+    draft of probability p is kept where p > min(threshold, alpha * exp(-entropy)) under the
+    target's own distribution. The defaults are those of the published code."""
+
+    threshold: float = 0.09  # the paper's epsilon
+    alpha: float = 0.3  # the paper's delta
+
+    def __post_init__(self) -> None:
+        _require(0 < self.threshold <= 1, "typical threshold", self.threshold, "in (0, 1]")
+        _require(0 < self.alpha <= 1, "typical alpha", self.alpha, "in (0, 1]")
+
+
 MOST_SEQUENCES = 1 << 16  # of one request: each has state from the start
 
 
@@ -55,6 +69,8 @@ class SamplingConfig:
     no_repeat_ngram_size: int = 0  # no sequence of so many tokens occurs twice; 0: no limit
     min_tokens: int = 0  # end_id and stop words are ignored before this many new tokens
     num_return_sequences: int = 1  # sequence i samples with seed + i
+    # Lossy, and for drafts of sampled requests alone; None: a draft never changes the text.
+    typical_acceptance: TypicalAcceptance | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -78,6 +94,11 @@ class SamplingConfig:
         """True when every token is the argmax of the penalised logits."""
         no_filter = self.top_k is None and self.top_p is None and self.min_p == 0
         return self.temperature == 0 or self.top_k == 1 or no_filter
+
+    @property
+    def accepts_typical(self) -> bool:
+        """True where drafts may change the tokens, by typical acceptance."""
+        return self.typical_acceptance is not None and not self.is_greedy
 
 
 @refused.refuses(refused.OUTPUT)

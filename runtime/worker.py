@@ -84,6 +84,7 @@ class Worker:
         try:
             check_token_ids(tracked.request, self._target.vocab_size)
             self._check_drafting(tracked.request)
+            self._config.check_acceptance(tracked.request)
             tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
             self._next_sequence_id += len(tracked.sequences)
             ready = tracked.sequences

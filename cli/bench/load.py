@@ -96,7 +96,7 @@ def make_requests(
             assert tokenizer is not None
             ids = tuple(tokenizer.encode(prompt.text or ""))
         settings = dict(prompt.settings)
-        for name in ("stop_words", "bad_words"):
+        for name in ("stop_words", "bad_words", "typical_acceptance"):
             if name in settings:
                 raise BadConfig(f"row {index} of {options.dataset} has {name}; a benchmark has not")
         num_tokens = settings.pop("max_tokens", options.output_len)

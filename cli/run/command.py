@@ -42,6 +42,7 @@ def run(
     top_k: option.TopK = None,
     top_p: option.TopP = None,
     min_p: option.MinP = None,
+    typical_acceptance: option.Typical = None,
     repetition_penalty: option.RepetitionPenalty = 1.0,
     presence_penalty: option.PresencePenalty = 0.0,
     frequency_penalty: option.FrequencyPenalty = 0.0,
@@ -113,7 +114,12 @@ def run(
             )
     if streaming_interval is not None and not streaming:
         raise BadConfig("--streaming-interval is given without --streaming")
-    from llmctl.cli.run.prompts import PromptOptions, sampling_config, word_lists
+    from llmctl.cli.run.prompts import (
+        PromptOptions,
+        parse_typical,
+        sampling_config,
+        word_lists,
+    )
     from llmctl.cli.run.session import Files, Session, SessionOptions
     from llmctl.runtime.kv_cache.attention_windows import WindowOptions
     from llmctl.runtime.open import EngineOptions
@@ -155,6 +161,7 @@ def run(
                 top_k=top_k,
                 top_p=top_p,
                 min_p=min_p,
+                typical_acceptance=parse_typical(typical_acceptance, "--typical-acceptance"),
                 seed=random_seed,
                 repetition_penalty=repetition_penalty,
                 presence_penalty=presence_penalty,

@@ -109,6 +109,15 @@ MinP = Annotated[
         hidden=True,
     ),
 ]
+Typical = Annotated[
+    str | None,
+    Option(
+        "--typical-acceptance",
+        help="Lossy: keep sampled drafts that the target finds likely enough; THRESHOLD,ALPHA or "
+        "auto (0.09,0.3).",
+        hidden=True,
+    ),
+]
 RepetitionPenalty = Annotated[
     float,
     Option(

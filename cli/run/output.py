@@ -78,6 +78,8 @@ def row_json(row: Row, decoder: Decoder) -> list[dict[str, Any]]:
     opening: dict[str, Any] = {"index": row.index, "prompt": row.prompt}
     if row.request is not None:
         opening["num_prompt_tokens"] = len(row.request.input_token_ids)
+        if row.request.sampling_config.accepts_typical:
+            opening["is_lossy"] = True
     if row.error is not None:
         return [{**opening, "error": error_json(row.error)}]
     return [

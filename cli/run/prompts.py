@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,9 +14,11 @@ from llmctl.cli.run.generate import Row
 from llmctl.cli.run.text_io import Prompt, read_prompts
 from llmctl.cli.tokenizer import Tokenizer
 from llmctl.errors import BadConfig, LlmctlError
-from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
+from llmctl.runtime.request import OutputConfig, Request, SamplingConfig, TypicalAcceptance
 
 SAMPLE_PROMPT = "The quick brown fox"  # used when neither text nor file is given, as run.py does
+
+_NUMBER = re.compile(r"[0-9]{0,20}\.?[0-9]{1,20}")
 
 Words = tuple[tuple[str, ...], ...]  # one tuple for all rows, or one per row
 
@@ -58,6 +61,20 @@ def sampling_config(
         min_p=min_p or 0.0,
         **others,
     )
+
+
+def parse_typical(text: str | None, option: str) -> TypicalAcceptance | None:
+    """The value of --typical-acceptance, or of the key in a row. Raises BadConfig."""
+    if text is None:
+        return None
+    if text == "auto":
+        return TypicalAcceptance()
+    parts = text.split(",")
+    if len(parts) != 2 or not all(map(_NUMBER.fullmatch, parts)):
+        raise BadConfig(
+            f"{option} is {text[:100]!r}; it must be THRESHOLD,ALPHA, such as 0.09,0.3, or auto"
+        )
+    return TypicalAcceptance(*map(float, parts))
 
 
 def word_lists(options: Sequence[str] | None) -> Words:
@@ -200,6 +217,9 @@ def row_sampling(base: SamplingConfig, settings: Mapping[str, Any]) -> SamplingC
         changed.setdefault("top_k", 0)
     if changed.get("top_p") == 0:
         changed["top_p"] = None
+    if "typical_acceptance" in changed:
+        rule = parse_typical(changed["typical_acceptance"], "typical_acceptance")
+        changed["typical_acceptance"] = rule
     return replace(base, **changed)
 
 

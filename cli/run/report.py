@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from llmctl.cli.run.acceptance import TYPICAL, rule_lines
 from llmctl.cli.run.generate import Row
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class RunStats:
     draft_len: int  # 0: plain decoding
     speculation: SpeculationStats
     kv_cache: KvCacheStats | None = None  # as of the last step
+    accepted_by: Mapping[str, int] = field(default_factory=dict)  # requests by rule
 
     def to_json(self) -> dict[str, Any]:
         """The "stats" of `run --json`."""
@@ -59,6 +61,8 @@ class RunStats:
                 "accepted_tokens": self.speculation.accepted_tokens,
                 "accepted_at_position": self.accepted_at_position,
                 "draft_s": self.speculation.draft_s,
+                "accepted_by": dict(self.accepted_by),
+                "is_lossy": TYPICAL in self.accepted_by,
             }
         if self.kv_cache is not None:
             result["kv_cache"] = asdict(self.kv_cache)
@@ -91,6 +95,7 @@ def summarize(
     draft_len: int,
     speculation: SpeculationStats,
     kv_cache: KvCacheStats | None = None,
+    accepted_by: Mapping[str, int] | None = None,
 ) -> RunStats:
     """Statistics of rows that have ended."""
     done = [row for row in rows if row.error is None and row.request is not None]
@@ -105,6 +110,7 @@ def summarize(
         draft_len=draft_len,
         speculation=speculation,
         kv_cache=kv_cache,
+        accepted_by=accepted_by or {},
     )
 
 
@@ -126,6 +132,7 @@ def stats_lines(stats: RunStats) -> list[str]:
             f"acceptance {spec.acceptance_rate:.3f} of {spec.draft_tokens} drafts, "
             f"{spec.acceptance_length:.2f} tokens per round over {spec.rounds} rounds "
             f"(draft_len {stats.draft_len}); kept at position: {positions or 'none drafted'}",
+            *rule_lines(stats.accepted_by),
         ]
     if spec.rounds:
         parts = {"draft": spec.draft_s, "verify": spec.verify_s, "host": spec.host_s}

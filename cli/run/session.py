@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.cli.output_files import require_writable
+from llmctl.cli.run.acceptance import check_rules, rules
 from llmctl.cli.run.drafting import require_drafts
 from llmctl.cli.run.generate import Row, SequenceOutput, generate
 from llmctl.cli.run.output import StreamPrinter, print_rows, row_json, run_json
@@ -79,8 +80,7 @@ class Session:
         if end_id is not None and end_id >= vocab_size:
             raise BadConfig(f"--end-id is {end_id}; the engine's ids are 0 to {vocab_size - 1}")
         rows = make_rows(prompts, options.prompts, tokenizer, _model_end_ids(checked.target))
-        if options.is_verifying:
-            _require_comparable(options.engines, rows)
+        check_rules(options.engines.method, rows, is_verifying=options.is_verifying)
         engines = OpenEngines(checked, lambda lines: self._log("info", *lines))
         self._log("info", *engine_lines(engines, is_verbose=self._is_shown("verbose")))
         if options.is_profiling:
@@ -119,7 +119,10 @@ class Session:
             speculation = executor.get_speculation_stats()
             steps = executor.get_latest_iteration_stats()
         kv_cache = steps[-1].kv_cache_stats if steps else None
-        return summarize(rows, total_s, engines.checked.draft_len, speculation, kv_cache)
+        accepted_by = rules(self._options.engines.method, rows)
+        return summarize(
+            rows, total_s, engines.checked.draft_len, speculation, kv_cache, accepted_by
+        )
 
     def _profile(self, engines: OpenEngines, rows: list[Row]) -> None:
         latencies_s = []
@@ -207,18 +210,6 @@ def _sequences(row: Row) -> list[SequenceOutput]:
         return row.sequences
     count = row.request.sampling_config.num_return_sequences if row.request else 1
     return [SequenceOutput() for _ in range(count)]
-
-
-def _require_comparable(engines: EngineOptions, rows: Sequence[Row]) -> None:
-    """Refuse --verify-exact where drafts may change tokens by design. Raises BadConfig."""
-    if engines.method.acceptance == "tokens":
-        return
-    if any(row.request and not row.request.sampling_config.is_greedy for row in rows):
-        raise BadConfig(
-            "--verify-exact needs acceptance by tokens: accepted by logits, sampled outputs "
-            "have the right distribution and other tokens",
-            fix="set use_logits to False in --draft-target-model-config",
-        )
 
 
 def _compare(row: Row, plain: Row) -> None:

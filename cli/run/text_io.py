@@ -37,6 +37,7 @@ ROW_KEYS: Mapping[str, tuple[type, ...]] = {
     "no_repeat_ngram_size": (int,),
     "min_tokens": (int,),
     **dict.fromkeys(_WORDS, (list,)),
+    "typical_acceptance": (str,),
     "priority": _NUMBER,
     "lookahead_config": (list,),
 }

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.api import refused
 from llmctl.runtime.api.retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY
 from llmctl.runtime.kv_cache import AttentionWindow
 from llmctl.runtime.schedule.scheduler import Limits, SchedulerConfig
+
+if TYPE_CHECKING:
+    from llmctl.runtime.request import Request
 
 
 @refused.refuses(refused.KV_CACHE)
@@ -73,6 +76,15 @@ class ExecutorConfig:
         for name in ("iter_stats_max_iterations", "request_stats_max_iterations"):
             if getattr(self, name) < 0:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 0")
+
+    def check_acceptance(self, request: Request) -> None:
+        """Raise BadConfig for a request with another lossy rule than this one."""
+        if self.acceptance != "tokens" and request.sampling_config.accepts_typical:
+            raise BadConfig(
+                "the request asks for typical acceptance, and drafts are accepted by "
+                f"{self.acceptance}",
+                fix="choose one of the two: leave typical_acceptance out, or use_logits False",
+            )
 
     def limits(self, engine: Limits) -> Limits:
         """The engine's limits, or the smaller ones asked for. Raises BadConfig for larger ones."""

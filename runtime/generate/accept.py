@@ -7,6 +7,9 @@ output.
 Acceptance by logits (Leviathan et al. 2023, arXiv:2211.17192): drafts were drawn from known
 distributions; each is kept with probability min(1, p / q), and after a rejection the next token is
 drawn from the normalised max(p - q, 0). The output has the target's distribution.
+
+Typical acceptance (Cai et al. 2024, arXiv:2401.10774): whatever a draft was drawn from, it is kept
+where the target finds it not too unlikely. The output has another distribution than the target's.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmctl.runtime.drafting.drafts import ROOT, Drafts
+
+_IN_LOGARITHM = 1e-5  # added to probabilities in the entropy, as the published code does
 
 Probs = NDArray[np.float64]
 
@@ -62,3 +67,29 @@ def accept_logits(
     if total == 0:  # the two agree up to rounding, and rounding alone rejected
         return accepted, target_probs[accepted]
     return accepted, residual / total
+
+
+def accept_typical(
+    drafts: Drafts, target_probs: Probs, threshold: float, alpha: float
+) -> Sequence[int]:
+    """The indices of the drafts that are accepted, from the root down: the longest path of drafts
+    with p > min(threshold, alpha * exp(-entropy of their row)); of several the likeliest, then the
+    first.
+
+    target_probs [T + 1, vocab]: after the last committed token, then after each draft.
+    """
+    entropy = -(target_probs * np.log(target_probs + _IN_LOGARITHM)).sum(axis=1)
+    limits = np.minimum(threshold, alpha * np.exp(-entropy))
+    best = (0, 0.0, ROOT)  # depth, log-likelihood, last draft of the path
+    ends = {ROOT: best}  # of the accepted drafts
+    parents = drafts.parents
+    for index, token in enumerate(drafts.tokens):  # parents come before their children
+        parent = index - 1 if parents is None else parents[index]
+        p = float(target_probs[1 + parent, token])
+        if parent not in ends or p <= limits[1 + parent]:
+            continue
+        depth, likelihood, _ = ends[parent]
+        ends[index] = (depth + 1, likelihood + float(np.log(p)), index)
+        if ends[index][:2] > best[:2]:
+            best = ends[index]
+    return drafts.path_to(best[2])

@@ -86,8 +86,10 @@ class Sampler:
 
 def is_by_logits(request: Request) -> bool:
     """True if a token depends only on its logits, seed and position, and not on earlier tokens of
-    the sequence (except through min_tokens)."""
+    the sequence (except through min_tokens), nor on drafts."""
     params = request.sampling_config
+    if params.accepts_typical:
+        return False
     return not (request.bad_words or has_penalties(params) or params.no_repeat_ngram_size)
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmctl.plugins.ops.sampling.spec import ACCEPT_STREAM, Logits
 from llmctl.runtime.drafting.drafts import ROOT, Drafts
-from llmctl.runtime.generate.accept import accept_logits, accept_tokens
+from llmctl.runtime.generate.accept import accept_logits, accept_tokens, accept_typical
 from llmctl.runtime.generate.commit import Commit, commit
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.request import Batch, Sequence, Slice
@@ -82,10 +82,13 @@ class Verifier:
         path: Items[int]
         if drafts.num_forced is not None:
             path, token = range(drafts.num_forced), tokens[first + drafts.num_forced]
-        elif drafts.probs is None:
-            path, token = accept_tokens(drafts, tokens[first:end])
-        else:
+        elif drafts.probs is not None:
             path, token = self._accept_by_logits(item.sequence, drafts, drafts.probs, rows)
+        elif item.sequence.request.sampling_config.accepts_typical:
+            path = self._accept_typical(item.sequence, drafts, rows)
+            token = tokens[first + 1 + path[-1] if path else first]
+        else:
+            path, token = accept_tokens(drafts, tokens[first:end])
         run = [*(drafts.tokens[index] for index in path), token]
         done = commit(item.sequence, run, path, len(drafts.tokens))
         if drafts.parents is not None:
@@ -110,6 +113,15 @@ class Verifier:
         )
         accepted, probs = accept_logits(tokens, draft_probs, target_probs, uniforms)
         return range(accepted), backend.draw_from_probs(probs, sampling_rows[accepted])
+
+    def _accept_typical(self, sequence: Sequence, drafts: Drafts, rows: Logits) -> Items[int]:
+        """The path that typical acceptance keeps; the target's own draw behind it follows."""
+        rule = sequence.request.sampling_config.typical_acceptance
+        assert rule is not None, "asked for"
+        paths = [drafts.tokens_to(ROOT + row) for row in range(len(rows))]
+        sampling_rows = [self._sampler.row(sequence, path) for path in paths]
+        probs = self._sampler.backend.processed_probs(rows, sampling_rows)
+        return accept_typical(drafts, probs, rule.threshold, rule.alpha)
 
 
 def _owners(batch: Batch, drafts: Items[Drafts]) -> list[Owner]:
