@@ -1,11 +1,12 @@
 """Times the packed products of few tokens on a GPU, and finds their tactics.
 
     python -m scripts.bench.gemm [--models 70b,8b,3b,1b] [--tokens 1,11] [--dtype mxfp4]
-        [--sweep | --fills]
+        [--trees] [--sweep | --fills]
 
 What counts is a product's time within a step: kernels overlap, and a ring that is too large keeps
 the next kernel away. So chains of whole layers are timed in a graph: norms, attention over 1,000
-tokens and the four products. --sweep tries the variants of one product after another in the chain,
+tokens (with --trees that of a tree, which some numbers of tokens have only there) and the four
+products. --sweep tries the variants of one product after another in the chain,
 each from the best found so far, and prints entries for packed_linear's tactics.json; --fills
 tries alone how much of a ring is on its way while it is filled for the first time, which --sweep
 does last. Bits are compared elsewhere (tests/gpu/test_packed_linear_exact.py).
@@ -26,9 +27,13 @@ from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.packed_linear import kernel as product
 from llmctl.plugins.ops.packed_linear.arguments import form_of
-from llmctl.plugins.ops.packed_linear.decode import NORM_PART, SHARED_HALF, DecodeVariant
+from llmctl.plugins.ops.packed_linear.decode import (
+    NORM_PART,
+    SHARED_HALF,
+    TOKEN_TILES,
+    DecodeVariant,
+)
 from llmctl.plugins.ops.packed_linear.tactics import (
-    FEW_TOKENS,
     MANY,
     RING_ROOM,
     normalizes,
@@ -59,8 +64,11 @@ class Layer:
 class Chain:
     """Layers of one model, together larger than L2, and steps over them."""
 
-    def __init__(self, bench: Bench, model: Model, tokens: int, dtype: str) -> None:
+    def __init__(
+        self, bench: Bench, model: Model, tokens: int, dtype: str, *, is_tree: bool = False
+    ) -> None:
         self.bench, self.model, self.tokens, self.dtype = bench, model, tokens, dtype
+        self.tree_len = tokens if is_tree else 0
         random = {"generator": bench.generator, "device": "cuda"}
         rows = [torch.randn(MAX_TOKENS, model.hidden, **random).bfloat16() for _ in range(3)]
         self.layers = [self._layer(index, rows) for index in range(model.copies)]
@@ -103,11 +111,20 @@ class Chain:
         tables = ints([i % 40 for i in range(128)]).repeat(16, 1)
         lengths = ints([CONTEXT] + [0] * 15)
         starts = ints([0] + [self.tokens] * 16)
-        return replace(env.step, cu_q=starts, kv_len=lengths, block_tables=tables)
+        step = replace(env.step, cu_q=starts, kv_len=lengths, block_tables=tables)
+        if not self.tree_len:
+            return step
+        chain = torch.arange(LIMITS.max_draft_len + 1, dtype=torch.int32, device="cuda")
+        return replace(
+            step,
+            position_ids=step.position_ids + CONTEXT - self.tokens,
+            tree_start=ints([0] + [-1] * 15),
+            paths=chain.repeat(MAX_TOKENS, 1),
+        )
 
     def launches(self, plan: list[str], layers: list[Layer]) -> list[Launch]:
         """A step; an empty variant is the tactic's."""
-        shape = StepShape(self.tokens, 1, self.tokens, self.tokens, CONTEXT)
+        shape = StepShape(self.tokens, 1, self.tokens, self.tokens, CONTEXT, self.tree_len)
         found = []
         for one in layers:
             for index, (call, variant) in enumerate(zip(one.products, plan, strict=True)):
@@ -135,7 +152,7 @@ class Chain:
         """What a sweep tries."""
         tiles, chunks = self.weight(index).shape[:2]
         form = form_of(self.layers[0].products[index])
-        width = next(most for most in FEW_TOKENS if self.tokens <= most)
+        width = next(most for most in TOKEN_TILES if self.tokens <= most)
         norms = [0]
         if index in NORMED and self.tokens == 1:
             parts = self.model.hidden // NORM_PART
@@ -212,7 +229,7 @@ def sweep_fills(chain: Chain, name: str, best: list[str]) -> None:
         form = form_of(chain.layers[0].products[index]).name
         key = f"{chain.layers[0].products[index].op} {tiles}x{chunks} {form}"
         if variant:
-            most = next(most for most in FEW_TOKENS if chain.tokens <= most)
+            most = next(most for most in TOKEN_TILES if chain.tokens <= most)
             print(json.dumps({key: {str(most): variant}}))
 
 
@@ -223,6 +240,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,11", help="tokens of a step")
     schemes = [scheme.name for scheme in quantized_schemes()]
     parser.add_argument("--dtype", choices=schemes, default="fp8", help="of weights")
+    parser.add_argument("--trees", action="store_true", help="attention of a tree of the tokens")
     parser.add_argument("--sweep", action="store_true", help="look for better tactics")
     parser.add_argument("--fills", action="store_true", help="look for better first turns alone")
     options = parser.parse_args()
@@ -231,7 +249,7 @@ def main() -> None:
     for name, tokens in itertools.product(
         options.models.split(","), map(int, options.tokens.split(","))
     ):
-        chain = Chain(Bench(), MODELS[name], tokens, options.dtype)
+        chain = Chain(Bench(), MODELS[name], tokens, options.dtype, is_tree=options.trees)
         chain.bench.compile(chain.launches([""] * 4, chain.layers[:1]))
         us = chain.time([""] * 4)
         size = sum(chain.weight(index).nbytes for index in range(4))

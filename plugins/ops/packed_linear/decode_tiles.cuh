@@ -44,26 +44,35 @@ DEVICE void take_over(const Handover& h, float (&sum)[TOKENS / 2]) {
 template <int ACTIVE>
 DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e,
                            const Handover& handover, const Tokens& tokens, bool& has_waited) {
-  constexpr bool IS_EARLY = ACTIVE * OCTETS <= 2;  // few enough constants to keep in registers
-  constexpr int HELD = IS_EARLY ? ACTIVE * OCTETS : 1;
+  // The constants of four slices find room in registers: if these are all, they are loaded before the
+  // products. Of more, each slice's are loaded when it is stored: four at a time were slower.
+  constexpr int SLICES = ACTIVE * OCTETS;
+  constexpr bool IS_EARLY = SLICES <= 4;
+  constexpr int HELD = IS_EARLY ? SLICES : 1;
   const int warp = threadIdx.x / 32;
   Slice held[HELD];
-  if (IS_EARLY) {
+  const auto load_rows = [&](int from) {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-      held[i].load_rows(e, walk.tile + i / OCTETS, warp, i % OCTETS);
-    }
-  }
-  const auto load_tokens = [&] {
-    if (IS_EARLY) {
-#pragma unroll
-      for (int i = 0; i < HELD; ++i) held[i].load_tokens(e);
+      held[i].load_rows(e, walk.tile + (from + i) / OCTETS, warp, (from + i) % OCTETS);
     }
   };
+  const auto load_tokens = [&] {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) held[i].load_tokens(e);
+  };
+  const auto complete_tokens = [&] {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) held[i].complete_tokens(e);
+  };
+  if (IS_EARLY) load_rows(0);
+  const auto arrived = [&] {
+    if (IS_EARLY) load_tokens();
+  };
   if (has_waited) {
-    load_tokens();
+    arrived();
   } else {
-    tokens.wait(shared, walk, load_tokens);
+    tokens.wait(shared, walk, arrived);
   }
   has_waited = true;
   float sum[ACTIVE][TOKENS / 2];
@@ -71,10 +80,7 @@ DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e,
   if (walk.first > 0) take_over(handover, sum[0]);
 #endif
   multiply<ACTIVE>(shared, walk, sum, [&] {
-    if (IS_EARLY) {
-#pragma unroll
-      for (int i = 0; i < HELD; ++i) held[i].complete_tokens(e);
-    }
+    if (IS_EARLY) complete_tokens();
   });
 #if SPLIT == 0
   if (walk.last < walk.chunks) {
@@ -83,14 +89,16 @@ DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e,
   }
 #endif
 #pragma unroll
-  for (int i = 0; i < ACTIVE * OCTETS; ++i) {
-    Slice slice = held[IS_EARLY ? i : 0];
+  for (int from = 0; from < SLICES; from += HELD) {
     if (!IS_EARLY) {
-      slice.load_rows(e, walk.tile + i / OCTETS, warp, i % OCTETS);
-      slice.load_tokens(e);
-      slice.complete_tokens(e);
+      load_rows(from);
+      load_tokens();
+      complete_tokens();
     }
-    slice.store(e, &sum[i / OCTETS][4 * (i % OCTETS)]);
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      held[i].store(e, &sum[(from + i) / OCTETS][4 * ((from + i) % OCTETS)]);
+    }
   }
 }
 
