@@ -46,7 +46,6 @@ from llmctl.builder.planted import (
     LoadFormat,
     declare_tensors,
     mark_generated,
-    open_config,
     require_generator,
 )
 from llmctl.builder.plugin_config import rank_notices, resolve_plugins
@@ -159,7 +158,7 @@ def plan_build(
     package = find_package(backend)
     require_generator(load_format, backend)
     is_generated = load_format.is_generated
-    checkpoint = open_config(checkpoint_dir) if is_generated else Checkpoint.open(checkpoint_dir)
+    checkpoint = load_format.open(checkpoint_dir)
     where = str(checkpoint_dir / "config.json")
     model = model_config(checkpoint.config, where)
     local = local_model(model, request.tp_size)

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from llmctl.builder.engine_format import Plan
+from llmctl.builder.heads.eagle.checkpoint import MODULE as EAGLE_MODULE
+from llmctl.builder.heads.medusa.layouts import MODULE as MEDUSA_MODULE
+from llmctl.builder.heads.redrafter.layouts import MODULE as REDRAFTER_MODULE
 from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
@@ -21,11 +24,19 @@ from llmctl.builder.sources import RotaryTable, Source
 from llmctl.errors import BadConfig, CheckpointNotFound, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.quantize.checkpoint import DTYPES, Checkpoint, TensorInfo
-from llmctl.quantize.format import CONFIG_FILE, QUANT_CONFIG_FILE, read_json, read_quantization
+from llmctl.quantize.format import (
+    CONFIG_FILE,
+    QUANT_CONFIG_FILE,
+    find_scheme,
+    quantization_documents,
+    read_json,
+    read_quantization,
+)
 
 LOAD_FORMATS = ("auto", "dummy", "planted")
 ROLES = ("target", "draft")
 STANDARD_ACCEPTANCE = 0.873  # 6.1 tokens a round of 10 drafts, what NVIDIA's article measured
+HEAD_MODULES = (MEDUSA_MODULE, REDRAFTER_MODULE, EAGLE_MODULE)
 _STORED_NAMES = {name: stored for stored, (name, _) in DTYPES.items()}
 
 
@@ -36,19 +47,23 @@ class LoadFormat:
 
     planted: a target whose greedy text is known, and drafts whose tokens are each right with
     probability `acceptance`, if target and draft have the same seed and vocabulary. That of a
-    target is the acceptance of its draft heads, if it has some.
+    target is the acceptance of its draft heads, if it has some. `head_qformat` is the --qformat of
+    those heads; None: the checkpoint's.
     """
 
     name: str = "auto"
     seed: int = 0
     role: str = "target"
     acceptance: float = STANDARD_ACCEPTANCE
+    head_qformat: str | None = None
 
     def __post_init__(self) -> None:
         _choice("load-format", self.name, LOAD_FORMATS)
         _choice("planted-role", self.role, ROLES)
         if type(self.acceptance) not in (int, float) or not 0 <= self.acceptance <= 1:
             raise BadConfig(f"--planted-acceptance is {self.acceptance!r}; it must be in [0, 1]")
+        if self.head_qformat is not None:
+            find_scheme(self.head_qformat)
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
             raise BadConfig(f"--seed is {self.seed!r}; it must be from 0 to 2**63 - 1")
 
@@ -56,6 +71,19 @@ class LoadFormat:
     def is_generated(self) -> bool:
         """Whether no weight is read."""
         return self.name != "auto"
+
+    def open(self, folder: Path) -> Checkpoint:
+        """The checkpoint, or what its config says of weights that are generated. Raises the
+        checkpoint errors."""
+        if not self.is_generated:
+            return Checkpoint.open(folder)
+        checkpoint = open_config(folder)
+        if self.head_qformat is None:
+            return checkpoint
+        documents = quantization_documents(find_scheme(self.head_qformat), None, [], "")
+        info = read_quantization({"quantization_config": documents[1]}, documents[0], "heads")
+        assert info is not None
+        return replace(checkpoint, apart=dict.fromkeys(HEAD_MODULES, info))
 
     def to_dict(
         self, model: ModelConfig, config: dict[str, Any], heads: Mapping[str, Any]
@@ -134,14 +162,15 @@ def declare_tensors(checkpoint: Checkpoint, network: Network, num_layers: int) -
     for node in network.nodes:
         weight = node.inputs.get("weight", "")
         module = LM_HEAD if weight == f"{EMBEDDING}.weight" else weight.removesuffix(".weight")
-        if node.op != "linear" or info is None or info.scheme is None or info.excludes(module):
+        own = checkpoint.quantization_of(module)
+        if node.op != "linear" or own is None or own.scheme is None or own.excludes(module):
             continue
-        storage, scale = info.scheme.storage, f"{weight}_scale"
+        storage, scale = own.scheme.storage, f"{weight}_scale"
         dtypes[weight], dtypes[scale] = storage.dtype, storage.scale_dtype
         if storage.block is None:
-            is_channel = info.weight_strategy == "channel"
+            is_channel = own.weight_strategy == "channel"
             shapes[scale] = storage.scale_shape(*shapes[weight], is_channel=is_channel)
-        if info.activations == "static":
+        if own.activations == "static":
             shapes[f"{module}.input_scale"] = ()
     if info is not None and info.kv_cache_algo is not None:
         for layer in range(num_layers):

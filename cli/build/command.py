@@ -79,15 +79,21 @@ def _build(
     ] = None,
     planted_role: Annotated[
         str | None,
-        typer.Option(
-            "--planted-role", help="target, or draft of a target of that seed.", hidden=True
-        ),
+        typer.Option("--planted-role", help="target, or draft of one of that seed.", hidden=True),
     ] = None,
     planted_acceptance: Annotated[
         float | None,
         typer.Option(
             "--planted-acceptance",
             help="Probability that a planted draft's or head's token is right. (default: 0.873)",
+            hidden=True,
+        ),
+    ] = None,
+    planted_head_qformat: Annotated[
+        str | None,
+        typer.Option(
+            "--planted-head-qformat",
+            help="--qformat of planted draft heads. (default: the checkpoint's)",
             hidden=True,
         ),
     ] = None,
@@ -243,7 +249,8 @@ def _build(
     from llmctl.cli.build.dry_run import backend_for, needs_binaries
 
     request = build_request(build_config, given)
-    weights = make_load_format(load_format, seed, planted_role, planted_acceptance, checkpoint_dir)
+    planted = planted_role, planted_acceptance, planted_head_qformat
+    weights = make_load_format(load_format, seed, *planted, checkpoint_dir)
     if workers > 1:
         log.info("workers %d: ranks are written one after the other, so one works", workers)
     if cache_key and (dry_run or visualize_network is not None):

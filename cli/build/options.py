@@ -140,7 +140,12 @@ def build_request(path: Path | None, given: dict[str, Any]) -> BuildRequest:
 
 
 def make_load_format(
-    name: str, seed: int | None, role: str | None, acceptance: float | None, checkpoint_dir: Path
+    name: str,
+    seed: int | None,
+    role: str | None,
+    acceptance: float | None,
+    head_qformat: str | None,
+    checkpoint_dir: Path,
 ) -> LoadFormat:
     """The options, and what the checkpoint's own config.json says of a planted model where they
     say nothing. Raises BadConfig for options of another load format."""
@@ -149,15 +154,18 @@ def make_load_format(
 
     if name == "auto" and seed is not None:
         raise BadConfig("--seed is for --load-format dummy and planted")
-    if name != "planted" and (role is not None or acceptance is not None):
-        raise BadConfig("--planted-role and --planted-acceptance are for --load-format planted")
+    if name != "planted" and (role, acceptance, head_qformat) != (None, None, None):
+        raise BadConfig(
+            "--planted-role, --planted-acceptance and --planted-head-qformat are for "
+            "--load-format planted"
+        )
     chosen: dict[str, Any] = {}
     path = checkpoint_dir / "config.json"
     if name == "planted" and path.is_file():
         own = read_json(path).get("planted")
         if isinstance(own, dict):
             chosen = {key: own[key] for key in ("seed", "role", "acceptance") if key in own}
-    given = {"seed": seed, "role": role, "acceptance": acceptance}
+    given = {"seed": seed, "role": role, "acceptance": acceptance, "head_qformat": head_qformat}
     chosen |= {key: value for key, value in given.items() if value is not None}
     return LoadFormat(name, **chosen)
 

@@ -1,8 +1,8 @@
 """What drafts in a row of scripts/bench/cuda.py: which engines, what a round reads and promises.
 
 The name of a row says it: 70b+1b-k13 is a target with a draft engine and 13 drafts a round,
-70b-medusa an engine with Medusa heads, 70b-redrafter one with a recurrent head, 70b-eagle one with
-an EAGLE-3 head.
+70b-medusa an engine with Medusa heads, 70b-redrafter one with a recurrent head (-head4: of 4-bit
+weights), 70b-eagle one with an EAGLE-3 head.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class EagleHead:
 DRAFTINGS: dict[str, Callable[..., Drafting]] = {
     r"([^+]+)\+([^+]+)": EnginePair,
     r"([^+]+-medusa)": MedusaHeads,
-    r"([^+]+-redrafter)": RecurrentHead,
+    r"([^+]+-redrafter(?:-head4)?)": RecurrentHead,
     r"([^+]+-eagle)": EagleHead,
 }
 

@@ -18,13 +18,17 @@ ACCEPTANCE, SEED = 0.66, 5
 
 
 def plan(
-    folder: Path, quantization: str | None, form: str = "planted", **options: Any
+    folder: Path,
+    quantization: str | None,
+    form: str = "planted",
+    head_qformat: str | None = None,
+    **options: Any,
 ) -> EnginePlan:
     """That of a tiny target for a GPU. options: of the build."""
     if not folder.exists():
         recipe = Recipe("tiny", "target", ACCEPTANCE, SEED, quantization)
         write_checkpoint(folder, recipe, config_only=True)
-    load_format = LoadFormat("planted", SEED, "target", ACCEPTANCE)
+    load_format = LoadFormat("planted", SEED, "target", ACCEPTANCE, head_qformat)
     return plan_build(
         folder,
         BuildRequest(**{"max_seq_len": 64, **options}),

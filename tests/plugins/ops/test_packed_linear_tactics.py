@@ -123,9 +123,11 @@ def test_sums_are_handed_on_through_scratch_only_where_tiles_are_shared():
 
 
 def test_tactics_cover_any_number_of_tokens():
-    entries = parse_tactic(choose_tactic("packed_linear", 128, 64, "float8_e4m3fn"))
+    entries = parse_tactic(choose_tactic("packed_linear", 128, 65, "float8_e4m3fn"))
     assert [most for most, _ in entries] == [8, 16, 32, 64, 1 << 31]
     assert entries[-1][1] == "many"
+    measured = parse_tactic(choose_tactic("packed_linear", 128, 64, "float8_e4m3fn"))
+    assert [most for most, _ in measured] == [8, 16, 24, 32, 64, 1 << 31]  # as the table has it
     table = choose_tactic("packed_linear_swiglu", 256, 16, "float8_e4m3fn")
     assert parse_tactic(table)[0] == (8, _table()["packed_linear_swiglu 256x16 float8_e4m3fn"]["8"])
 

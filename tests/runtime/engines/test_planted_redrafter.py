@@ -28,10 +28,19 @@ def plan(folder: Path, quantization: str | None, form: str = "planted", **option
     return planted.plan(folder, quantization, form, **{**limits, **options})
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "w4a8_mxfp4_fp8", None])
-def test_steps_say_what_the_recipe_says(tmp_path: Path, quantization: str | None) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "head"),
+    [("fp8", None), ("w4a8_mxfp4_fp8", None), (None, None), ("fp8", "w4a8_mxfp4_fp8")],
+)
+def test_steps_say_what_the_recipe_says(
+    tmp_path: Path, quantization: str | None, head: str | None
+) -> None:
     """By the references of the operators; the state of earlier tokens changes nothing."""
-    engine = plan(tmp_path / "target", quantization)
+    engine = plan(tmp_path / "target", quantization, head_qformat=head)
+    if head is not None:
+        weights = [t for t in engine.plan.tensors if t.name.endswith("weight") and len(t.shape) > 1]
+        coded = {t.name.startswith("redrafter.") for t in weights if t.dtype == "uint8"}
+        assert coded == {True} and any(t.dtype == "float8_e4m3fn" for t in weights)
     head_ops = [op.op for op in engine.plan.heads[REDRAFTER_NEXT].ops]
     assert (quantization is None) == ("quantize" not in head_ops)
     tensors = generated(engine)
