@@ -86,7 +86,7 @@ def load_kernels() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(LIBRARY_PATH))
     except OSError as error:
         raise NoDevice(f"the CPU kernels cannot be loaded: {error}", fix=_FIX) from error
-    loaded.llmctl_source_hash.restype = c_char_p
+    _refuse_stale(loaded)  # before the functions that an older one does not have
     loaded.llmctl_message.restype = c_char_p
     loaded.llmctl_isas.restype = c_char_p
     loaded.llmctl_set_isa.argtypes = [c_char_p]
@@ -119,7 +119,6 @@ def load_kernels() -> ctypes.CDLL:
     loaded.llmctl_ranks_lose.restype = None
     for function in (loaded.llmctl_ranks_write, loaded.llmctl_ranks_read):
         function.argtypes = [c_void_p, c_void_p, c_int64]
-    _refuse_stale(loaded)
     loaded.llmctl_set_num_threads(default_num_threads())
     return loaded
 
@@ -135,6 +134,7 @@ def _refuse_stale(loaded: ctypes.CDLL) -> None:
         return  # an installed wheel holds the library only
     from llmctl.plugins.backends.cpu.compile import source_hash
 
+    loaded.llmctl_source_hash.restype = c_char_p
     built, present = loaded.llmctl_source_hash().decode(), source_hash()
     if built != present:
         raise NoDevice(

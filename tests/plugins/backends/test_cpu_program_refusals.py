@@ -147,6 +147,18 @@ def test_a_library_compiled_from_other_sources_is_refused(reloaded, monkeypatch)
         binding_module.load_kernels()
 
 
+def test_a_library_of_an_earlier_version_is_refused_before_its_functions_are_looked_up(
+    reloaded, monkeypatch, tmp_path
+):
+    source, library = tmp_path / "old.cpp", tmp_path / "old.so"
+    source.write_text('extern "C" int llmctl_abi_version(void) { return 1; }')
+    compiler = compile_module.find_compiler()
+    subprocess.run([*compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    monkeypatch.setattr(binding_module, "LIBRARY_PATH", library)
+    with pytest.raises(NoDevice, match="ABI version 1, wanted"):
+        binding_module.load_kernels()
+
+
 def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
