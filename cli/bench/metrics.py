@@ -173,12 +173,12 @@ def _decoding(rounds: Sequence[Round]) -> dict[str, Any] | None:
     if not drafted:
         return None
     accepted = sum(item.accepted_tokens for item in rounds)
-    longest = max(item.draft_tokens for item in rounds)
+    longest = max(item.draft_depth for item in rounds)
     kept = [sum(item.accepted_tokens > i for item in rounds) for i in range(longest)]
-    asked = [sum(item.draft_tokens > i for item in rounds) for i in range(longest)]
+    asked = [sum(item.draft_depth > i for item in rounds) for i in range(longest)]
     # Of rounds that had an i-th draft, those that accepted the one before it.
     reached = [
-        sum(item.draft_tokens > i and item.accepted_tokens >= i for item in rounds)
+        sum(item.draft_depth > i and item.accepted_tokens >= i for item in rounds)
         for i in range(longest)
     ]
     tokens = Counter(item.tokens for item in rounds)

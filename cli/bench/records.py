@@ -29,6 +29,7 @@ class Round(NamedTuple):
     draft_tokens: int
     accepted_tokens: int
     tokens: int  # the target's own included
+    draft_depth: int  # drafts that could have been accepted: of a tree, its longest path
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ def _step(
         kv_used_blocks=cache.used_num_blocks,
         kv_max_blocks=cache.max_num_blocks,
         rounds=ColumnTable(
-            Round, "qiii", ((indexes[request_id], *rest) for request_id, *rest in item.rounds)
+            Round, "qiiii", ((indexes[request_id], *rest) for request_id, *rest in item.rounds)
         ),
     )
 

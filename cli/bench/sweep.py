@@ -70,7 +70,7 @@ def measure_point(draft_len: int, recording: Recording) -> Point | None:
     rounds = [item for step in recording.steps for item in step.rounds]
     rates = []
     for position in range(draft_len):
-        asked = [item for item in rounds if item.draft_tokens > position]
+        asked = [item for item in rounds if item.draft_depth > position]
         kept = sum(item.accepted_tokens > position for item in asked)
         rates.append(kept / len(asked) if asked else 0.0)
     return Point(

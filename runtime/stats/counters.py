@@ -75,6 +75,7 @@ class RoundStats(NamedTuple):
     num_draft_tokens: int
     num_accepted_tokens: int
     num_tokens: int
+    draft_depth: int  # the most that could have been accepted: of a tree, its longest path
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +262,13 @@ def round_stats(commits: Items[Commit]) -> ColumnTable[RoundStats]:
     """What a finished step did for each of its generation sequences, in packed order."""
     rows = [
         # Drafts after a stop do not count.
-        (c.sequence.request_id, c.num_drafts, min(c.accepted, c.num_tokens), c.num_tokens)
+        (
+            *(c.sequence.request_id, c.num_drafts, min(c.accepted, c.num_tokens), c.num_tokens),
+            c.num_drafts if c.depth is None else c.depth,
+        )
         for c in commits
     ]
-    return ColumnTable(RoundStats, "qiii", rows)
+    return ColumnTable(RoundStats, "qiiii", rows)
 
 
 def spec_decoding_stats(

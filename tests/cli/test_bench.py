@@ -67,7 +67,8 @@ def test_every_figure_can_be_recomputed_from_the_raw_records(bench, drafted, tmp
     assert performance["output_throughput_per_gpu_tok_s"] is None
 
     rounds = np.array([item[1:] for step in steps for item in step["rounds"]])
-    drafts, accepted, tokens = rounds.T
+    drafts, accepted, tokens, depths = rounds.T
+    assert (depths == drafts).all(), "chains"
     decoding = report["decoding_stats"]
     assert decoding["acceptance_length"] == pytest.approx(1 + accepted.mean())
     assert decoding["acceptance_rate"] == pytest.approx(accepted.sum() / drafts.sum())

@@ -16,7 +16,7 @@ READS = Reads(
 
 def step(ms: float) -> StepRecord:
     """A step of one round for one request, which reads 8 MB."""
-    rounds = [Round(request=0, draft_tokens=0, accepted_tokens=0, tokens=1)]
+    rounds = [Round(request=0, draft_tokens=0, accepted_tokens=0, tokens=1, draft_depth=0)]
     return StepRecord(0, 0.0, ms, 0.0, 0.0, 0, 0, 1, 0, 0, 8, rounds)
 
 

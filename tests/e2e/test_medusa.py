@@ -141,7 +141,9 @@ def test_a_tree_is_tuned_by_a_load(demo: DemoPair) -> None:
     """`bench` counts how often heads are right; what it prints is a value of --medusa-choices."""
     engine = ["--engine-dir", demo.engine(ENGINE), "--medusa-choices", "[[0],[1]]"]
     load = ["--tune-tree", "5", "--num-requests", "2", "--target-output-len", "32"]
-    tree = json.loads(demo.llmctl("bench", "latency", "--json", *engine, *load))["tree"]
+    report = json.loads(demo.llmctl("bench", "latency", "--json", *engine, *load))
+    assert len(report["decoding_stats"]["acceptance_at_position"]) == 1, "as deep as the tree"
+    tree = report["tree"]
     assert 1 <= len(tree["medusa_choices"]) <= 5 and tree["num_rounds"] > 20
     assert len(tree["accuracy_by_head_and_rank"]) == 4, "all heads are asked"
     parse_choices(str(tree["medusa_choices"]))

@@ -76,8 +76,9 @@ def record_heads(model: ModelConfig, dtype: str, facts: Mapping[str, Any]) -> Se
 def describe(facts: Mapping[str, Any]) -> str:
     """The head as `inspect` shows it."""
     search = ", for greedy requests alone" if facts["greedy_search"] else ""
+    layers = "1 layer" if facts["num_layers"] == 1 else f"{facts['num_layers']} layers"
     return (
-        f"redrafter, {RECURRENCES[facts['recurrence']]}, {facts['num_layers']} layers of "
+        f"redrafter, {RECURRENCES[facts['recurrence']]}, {layers} of "
         f"{facts['exit_dim']}, {facts['num_beams']} beams of {facts['draft_len_per_beam']} "
         f"drafts{search}"
     )

@@ -32,7 +32,8 @@ def check_engine(target: EngineConfig, tree: MedusaTree | None, draft_len: int |
         raise PairMismatch(
             f"--medusa-choices holds a path of {chosen.depth} tokens; the engine has {deepest} "
             "heads, and each drafts one token of a path",
-            fix=f"shorten the paths to {deepest} elements",
+            fix=f"shorten the paths to {deepest} elements, or take the tree of the build: "
+            "--medusa-choices auto",
         )
     wanted = chosen.num_nodes if draft_len is None else draft_len
     most = int(build["max_draft_len"])
