@@ -45,6 +45,20 @@ TrustedBuilder = Annotated[
         hidden=True,
     ),
 ]
+TpSize = Annotated[
+    int | None,
+    Option("--tp-size", min=1, help="Ranks; default: as many as the engine has.", hidden=True),
+]
+RankTimeout = Annotated[
+    float,
+    Option(
+        "--rank-timeout",
+        metavar="S",
+        help="Seconds that one rank waits for another before the run ends.",
+        show_default="30",
+        hidden=True,
+    ),
+]
 EnableBlockReuse = Annotated[
     bool,
     Option(

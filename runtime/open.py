@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmctl.builder.engine_format import EngineConfig, read_engine_config
 from llmctl.builder.signature import require_signed
 from llmctl.builder.signing_keys import PublicKey
+from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.length.lengths import round_lengths
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.methods import as_method
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.engines.opening import TARGET, Log, OpenRequest, opener_of
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, what_windows_save
+from llmctl.runtime.ranks.launch import find_world, require_drafts, require_world
+from llmctl.runtime.ranks.serve import serve_rank
 from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy, SchedulerConfig
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 
@@ -51,6 +54,12 @@ class EngineOptions:
     num_threads: int | None = None
     trusted_builder: Path | str | None = None  # public key that must have signed every engine
     windows: WindowOptions = WindowOptions()
+    tp_size: int | None = None  # ranks; None: as many as the engine has
+    rank_timeout_s: float = 30.0  # how long one rank waits for another before it is given up
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rank_timeout_s < 1e6:  # also NaN
+            raise BadConfig(f"--rank-timeout is {self.rank_timeout_s}; more than 0 s is wanted")
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -80,8 +89,9 @@ class CheckedEngines:
 def check_engines(options: EngineOptions) -> CheckedEngines:
     """Read every config.json and check that the engines fit together, and this machine.
 
-    Raises EngineNotFound, CorruptEngine, RebuildNeeded, PairMismatch, Unsupported; of a GPU's
-    engines also NoDevice where there is none. With a trusted builder also BadKey, MissingPackage
+    Raises EngineNotFound, CorruptEngine, RebuildNeeded, PairMismatch, Unsupported, and BadConfig
+    where other ranks were started than the engine has; of a GPU's engines also NoDevice where there
+    is none. With a trusted builder also BadKey, MissingPackage
     and UntrustedEngine.
     """
     if options.trusted_builder is not None:
@@ -90,6 +100,8 @@ def check_engines(options: EngineOptions) -> CheckedEngines:
             require_signed(folder, builder)
     configs = {role: read_engine_config(folder) for role, folder in options.folders.items()}
     target = configs[TARGET]
+    require_world(target, find_world(), options.tp_size)
+    require_drafts(configs)
     draft_len = options.method.check(target, configs)
     opener_of(target.backend).check(target, options.num_threads)
     return CheckedEngines(options, configs, draft_len)
@@ -114,6 +126,7 @@ class OpenEngines:
             has_host_tier=options.host_memory_bytes is not None,
             num_threads=options.num_threads,
             windows=options.windows,
+            rank_timeout_s=options.rank_timeout_s,
         )
         self.opened = opener_of(checked.target.backend).open(options.folders, request, log)
         self.target = self.opened.target
@@ -121,6 +134,10 @@ class OpenEngines:
         note = what_windows_save(self.opened.plans, self.opened.window)
         if note is not None:
             log([note])
+
+    def close(self) -> None:
+        """End the processes of other ranks, after every executor. Also happens at exit."""
+        self.opened.close()
 
     def executor(
         self,
@@ -194,7 +211,11 @@ def open_executor(
     Further options are the fields of EngineOptions. Raises what `check_engines` raises, BadConfig,
     OutOfMemory and DeviceFailure.
     """
-    checked = check_engines(EngineOptions(Path(engine), as_method(draft), **options))
+    chosen = EngineOptions(Path(engine), as_method(draft), **options)
+    code = serve_rank(chosen)
+    if code is not None:  # a launcher started this process beside rank 0
+        raise SystemExit(code)
+    checked = check_engines(chosen)
     return OpenEngines(checked, log).executor()
 
 

@@ -237,6 +237,7 @@ def _run(
     from llmctl.cli.bench.tree import counting
     from llmctl.cli.run.prompts import sampling_config
     from llmctl.runtime.open import EngineOptions
+    from llmctl.runtime.ranks.serve import serve_rank
 
     sweep = parse_sweep(given["sweep_draft_len"]) if given["sweep_draft_len"] is not None else ()
     if sweep and given["draft_len"] is not None:
@@ -293,4 +294,5 @@ def _run(
         is_json=given["as_json"],
         label=label,
     )
-    return publish_results(Session(options).measure())
+    code = serve_rank(options.engines)
+    return publish_results(Session(options).measure()) if code is None else code

@@ -64,6 +64,8 @@ def run(
     context_chunking_policy: engine.ContextChunking = None,
     max_step_ms: engine.MaxStepMs = None,
     num_threads: option.NumThreads = None,
+    tp_size: engine.TpSize = None,
+    rank_timeout: engine.RankTimeout = 30.0,
     trusted_builder: engine.TrustedBuilder = None,
     tokenizer_dir: option.TokenizerDir = None,
     no_add_special_tokens: option.NoAddSpecialTokens = False,
@@ -143,6 +145,8 @@ def run(
             ),
             max_step_ms=engine.step_target(max_step_ms),
             num_threads=num_threads,
+            tp_size=tp_size,
+            rank_timeout_s=rank_timeout,
             trusted_builder=trusted_builder,
         ),
         prompts=PromptOptions(

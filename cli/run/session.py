@@ -22,8 +22,9 @@ from llmctl.cli.run.text_io import (
     write_npy,
 )
 from llmctl.cli.tokenizer import Tokenizer, engine_tokenizer, tokenizer_hash
-from llmctl.errors import BadConfig, ExactnessViolation, LlmctlError
+from llmctl.errors import BadConfig, ExactnessViolation, LlmctlError, RankFailure
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
+from llmctl.runtime.ranks.serve import serve_rank
 
 NUM_PROFILING_RUNS = 10  # warm-up runs, and timed runs after them, as in run.py
 
@@ -70,6 +71,9 @@ class Session:
     def run(self) -> int:
         """The exit code: 1 when any row failed or was refused. Named errors are raised."""
         options = self._options
+        code = serve_rank(options.engines)
+        if code is not None:
+            return code
         files = (getattr(options.files, item.name) for item in fields(options.files))
         given = (path for path in files if path is not None)
         require_writable(*given, source=options.prompts.input_file)
@@ -181,7 +185,12 @@ class Session:
 
     def _report_rows(self, rows: Sequence[Row], max_seq_len: int) -> None:
         """Print failures, and outputs that were cut for lack of room before their own limit."""
+        lost = next((row.error for row in rows if isinstance(row.error, RankFailure)), None)
+        if lost is not None:  # of all rows that had not finished
+            self._log("error", f"error[{lost.name}]: {lost}", f"fix: {lost.fix}")
         for row in rows:
+            if isinstance(row.error, RankFailure):
+                continue
             if isinstance(row.error, LlmctlError):
                 self._log("error", f"error[{row.error.name}]: Text {row.index}: {row.error}")
                 if row.error.fix:

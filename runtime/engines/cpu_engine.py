@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from llmctl.builder.engine_format import EngineConfig, Plan
 from llmctl.plugins.backends.cpu import CpuProgram
 from llmctl.plugins.backends.cpu.beam_search import CpuBeamSearch, HeadGraph, top_log_probs
+from llmctl.plugins.backends.cpu.ranks import Ranks
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.kv_compact.reference import compact
 from llmctl.runtime.engines.cpu_cache import CpuCache
@@ -25,12 +26,18 @@ ARENA_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 class CpuEngine(Engine):
     """Runs a plan with the compiled kernels of `plugins.backends.cpu`."""
 
-    def __init__(self, config: EngineConfig, plan: Plan, weights: Mapping[str, torch.Tensor]):
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: Plan,
+        weights: Mapping[str, torch.Tensor],
+        ranks: Ranks | None = None,
+    ) -> None:
         super().__init__(config, plan)
         self.weight_bytes = sum(w.numel() * w.element_size() for w in weights.values())
         self._arena = _aligned_empty(plan.arena_bytes)
         tensors = bind_plan(plan, weights, self._arena)
-        self._program = CpuProgram(make_calls(plan, tensors))
+        self._program = CpuProgram(make_calls(plan, tensors), ranks=ranks)
         self._outputs = {name: tensors[tensor] for name, tensor in plan.outputs.items()}
         self._logits = tensors[plan.logits].numpy()
         self._heads = {

@@ -26,6 +26,7 @@ from llmctl.builder.engine_format import (
     read_engine_config,
 )
 from llmctl.errors import Unsupported
+from llmctl.plugins.backends.cpu.ranks import Ranks
 from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, BlockHolder, CopyKind, Move
@@ -161,10 +162,13 @@ class Engine(ABC):
         largest first, of an output of `run_head` [rows, vocab_size]. Waits for it."""
 
 
-def open_cpu_engine(engine_dir: Path, windows: WindowOptions = NO_WINDOWS) -> Engine:
+def open_cpu_engine(
+    engine_dir: Path, windows: WindowOptions = NO_WINDOWS, ranks: Ranks | None = None
+) -> Engine:
     """Load an engine directory of the cpu backend; `open_cuda` loads those of a GPU.
 
-    `windows` narrow the model's own. Raises BadConfig for windows that cannot be, EngineNotFound,
+    `windows` narrow the model's own. ranks: those that run it together, of which this process is
+    one; None: it has one rank. Raises BadConfig for windows that cannot be, EngineNotFound,
     CorruptEngine, RebuildNeeded (see engine_format) and Unsupported for another backend.
     """
     config = read_engine_config(engine_dir)
@@ -175,9 +179,9 @@ def open_cpu_engine(engine_dir: Path, windows: WindowOptions = NO_WINDOWS) -> En
         )
     from llmctl.runtime.engines.cpu_engine import CpuEngine
 
-    plan, weights = open_engine(engine_dir, rank=0)
+    plan, weights = open_engine(engine_dir, 0 if ranks is None else ranks.rank)
     plan = apply_windows(plan, windows, int(config.build_config["max_seq_len"]), config.backend)
-    return CpuEngine(config, plan, weights)
+    return CpuEngine(config, plan, weights, ranks)
 
 
 def bind_plan(

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmctl.builder.engine_format import EngineConfig
+from llmctl.builder.engine_format import EngineConfig, read_engine_config
 from llmctl.plugins.backends.cpu import CpuSampling, num_threads, set_num_threads
+from llmctl.plugins.backends.cpu.binding import default_num_threads
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.engines.engine import Engine, open_cpu_engine
+from llmctl.runtime.engines.leading_engine import LeadingEngine
 from llmctl.runtime.engines.memory_plan import DEFAULT_FREE_FRACTION, plan_kv_cache
-from llmctl.runtime.engines.opening import Log, OpenedEngines, Opener, OpenRequest
+from llmctl.runtime.engines.opening import TARGET, Log, OpenedEngines, Opener, OpenRequest
 from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
 from llmctl.runtime.kv_cache import most_step_tokens
+from llmctl.runtime.ranks.launch import find_world, num_ranks, shared_folders
+from llmctl.runtime.ranks.leader import Leader
+from llmctl.runtime.ranks.processes import RankOptions
 
 
 class CpuOpener(Opener):
@@ -26,19 +31,42 @@ class CpuOpener(Opener):
 
     def open(self, folders: Mapping[str, Path], request: OpenRequest, log: Log) -> OpenedEngines:
         """Logs nothing: opening takes no time."""
-        if request.num_threads is not None:
-            set_num_threads(request.num_threads)
+        configs = {role: read_engine_config(folder) for role, folder in folders.items()}
+        size = num_ranks(configs[TARGET])
+        if size == 1:
+            if request.num_threads is not None:
+                set_num_threads(request.num_threads)
+            engines = {
+                role: open_cpu_engine(folder, request.windows) for role, folder in folders.items()
+            }
+            return OpenedOnCpu(engines, request)
+        num_threads = request.num_threads or max(1, default_num_threads() // size)
+        shared = shared_folders(configs, folders)
+        options = RankOptions(
+            size, shared, request.windows, num_threads, limit_s=request.rank_timeout_s
+        )
+        leader = Leader(options, find_world())
+        set_num_threads(num_threads)
         engines = {
-            role: open_cpu_engine(folder, request.windows) for role, folder in folders.items()
+            role: LeadingEngine(
+                open_cpu_engine(folder, request.windows, leader.ranks), leader, role
+            )
+            if role in shared
+            else open_cpu_engine(folder, request.windows)
+            for role, folder in folders.items()
         }
-        return OpenedOnCpu(engines, request)
+        leader.wait_for_all()
+        return OpenedOnCpu(engines, request, leader)
 
 
 class OpenedOnCpu(OpenedEngines):
     """See OpenedEngines."""
 
-    def __init__(self, engines: Mapping[str, Engine], request: OpenRequest) -> None:
+    def __init__(
+        self, engines: Mapping[str, Engine], request: OpenRequest, leader: Leader | None = None
+    ) -> None:
         self.engines = engines
+        self._leader = leader
         self.sampling = CpuSampling()
         self.window = self.find_window(request.windows)
         fraction = request.free_fraction
@@ -50,9 +78,16 @@ class OpenedOnCpu(OpenedEngines):
             max_step_tokens=most_step_tokens(self.target.max_num_tokens, request.draft_len),
         )
 
+    def close(self) -> None:
+        """End the other ranks."""
+        if self._leader is not None:
+            self._leader.close()
+
     def facts(self, engine: Engine) -> str:
         """The backend, and the threads it uses."""
-        return f"backend {engine.config.backend} with {num_threads()} threads"
+        size = num_ranks(engine.config)
+        ranks = f" on each of {size} ranks" if size > 1 else ""
+        return f"backend {engine.config.backend} with {num_threads()} threads{ranks}"
 
     def make_round_runner(
         self,

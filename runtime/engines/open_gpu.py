@@ -56,6 +56,9 @@ class OpenedOnGpu(OpenedEngines):
         self.device_name = device_name
         self._loaded = loaded
 
+    def close(self) -> None:
+        """There is one rank."""
+
     def facts(self, engine: Engine) -> str:
         """The backend."""
         return f"backend {engine.config.backend}"

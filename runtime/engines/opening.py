@@ -40,6 +40,7 @@ class OpenRequest:
     has_host_tier: bool
     num_threads: int | None
     windows: WindowOptions
+    rank_timeout_s: float  # how long one rank waits for another
 
 
 class OpenedEngines(ABC):
@@ -69,6 +70,10 @@ class OpenedEngines(ABC):
     def find_window(self, windows: WindowOptions) -> AttentionWindow | None:
         """`window`, for these engines."""
         return cache_window(self.plans, windows, self.target.max_seq_len)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what else runs for the engines: the processes of other ranks."""
 
     @abstractmethod
     def facts(self, engine: Engine) -> str:

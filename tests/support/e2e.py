@@ -47,7 +47,7 @@ def llmctl(*arguments: object) -> None:
 @dataclass(frozen=True)
 class DemoPair:
     """Checkpoints and engines by name: target-float32, target-bfloat16, target-fp8, draft-fp8,
-    target-fp8-medusa (with Medusa heads)."""
+    target-fp8-medusa (with Medusa heads), target-fp8-tp2, target-fp8-tp2-invariant (two ranks)."""
 
     folder: Path
     examples: Path
@@ -75,7 +75,8 @@ class DemoPair:
             yield self.folder / name
 
     def _build(self, name: str, path: Path) -> None:
-        role, dtype, *heads = name.split("-")
+        role, dtype, *others = name.split("-")
+        heads = "medusa" in others
         checkpoint = self.examples / f"demo-{role}"
         options: list[object] = ["--max-batch-size", 16, "--max-seq-len", 1024]
         if role == "target":
@@ -87,6 +88,8 @@ class DemoPair:
             checkpoint = self.quantized(role)
         else:
             options += ["--dtype", dtype]
+        options += ["--tp-size", 2] if "tp2" in others else []
+        options += ["--tp-invariant"] if "invariant" in others else []
         limits = ["--checkpoint-dir", checkpoint, "--output-dir", path, *options]
         self.llmctl("build", "--backend", "cpu", *limits)
 

@@ -1,0 +1,115 @@
+"""An engine that several ranks run together, as rank 0 has it: every call is also the others'.
+
+Nothing above an engine knows: the same calls are made, and logits are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmctl.errors import RankFailure
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.ops.sampling.spec import Logits
+from llmctl.runtime.engines.engine import Engine
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, BlockHolder, Move
+from llmctl.runtime.ranks.commands import Command
+from llmctl.runtime.ranks.leader import Leader
+
+Result = TypeVar("Result")
+
+
+class LeadingEngine(Engine):
+    """See Engine for every method. Sizes are those of all ranks together.
+
+    Any method raises RankFailure once a rank is lost, and from then on.
+    """
+
+    def __init__(self, engine: Engine, leader: Leader, role: str) -> None:
+        super().__init__(engine.config, engine.plan)
+        self._engine, self._leader, self._role = engine, leader, role
+        self.weight_bytes = engine.weight_bytes * leader.options.size
+        self.onboards_aside = engine.onboards_aside
+        self.is_asynchronous = engine.is_asynchronous
+        self.takes_trees = engine.takes_trees
+
+    @property
+    def kv_bytes_per_block(self) -> int:
+        """On one machine all ranks' caches are in the same memory."""
+        return self._engine.kv_bytes_per_block * self._leader.options.size
+
+    @property
+    def head_caches(self) -> Mapping[str, BlockHolder]:
+        """None: engines of several ranks have no heads."""
+        return self._engine.head_caches
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """On every rank."""
+        self._lead("allocate_kv_cache", num_blocks, self._engine.allocate_kv_cache)
+        self._leader.wait_for_all()
+
+    def allocate_host_blocks(self, num_blocks: int) -> None:
+        """On every rank."""
+        self._lead("allocate_host_blocks", num_blocks, self._engine.allocate_host_blocks)
+        self._leader.wait_for_all()
+
+    def copy_block(self, source: int, destination: int) -> None:
+        """On every rank."""
+        self.copy_blocks([BlockCopy(source, destination, self.tokens_per_block)])
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
+        """On every rank."""
+        return self._lead("copy_blocks", copies, self._engine.copy_blocks)
+
+    def compact(self, moves: Sequence[Sequence[Move]]) -> None:
+        """On every rank."""
+        self._lead("compact", moves, self._engine.compact)
+
+    def run(self, step: StepInputs) -> Logits:
+        """On every rank; the logits are here."""
+        return self._lead("run", step, self._engine.run)
+
+    def output(self, name: str) -> torch.Tensor:
+        """Equal on all ranks, or whole on this one."""
+        return self._engine.output(name)
+
+    def run_head(
+        self, name: str, step: StepInputs, inputs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Raises Unsupported: there are no heads."""
+        return self._engine.run_head(name, step, inputs)
+
+    def give_rows(
+        self, head: str, name: str, sources: Sequence[torch.Tensor], rows: NDArray[np.int64]
+    ) -> None:
+        """Raises Unsupported: there are no heads."""
+        self._engine.give_rows(head, name, sources, rows)
+
+    def as_logits(self, output: torch.Tensor) -> Logits:
+        """As of one rank."""
+        return self._engine.as_logits(output)
+
+    def top_ids(self, logits: Sequence[torch.Tensor], count: int) -> NDArray[np.int64]:
+        """As of one rank."""
+        return self._engine.top_ids(logits, count)
+
+    def top_log_probs(
+        self, logits: torch.Tensor, count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """As of one rank."""
+        return self._engine.top_log_probs(logits, count)
+
+    def _lead(self, call: str, argument: Any, method: Callable[[Any], Result]) -> Result:
+        self._leader.command(Command(self._role, call, argument))
+        try:
+            return method(argument)
+        except RankFailure as error:
+            raise self._leader.explain(error) from error
+        except Exception as error:  # any error here leaves the others waiting: it ends the run
+            self._leader.fail(RankFailure(f"rank 0 failed: {type(error).__name__}: {error}"))
+            self._leader.ranks.lose(0)
+            raise

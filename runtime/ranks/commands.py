@@ -1,0 +1,89 @@
+"""What rank 0 asks of an engine, as bytes: a call of `StepRunner`, for every rank to make.
+
+A command is two numbers of 4 bytes (of the JSON head, of everything after), the head, then the
+int32 arrays of a step one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmctl.plugins.core.calls import StepInputs, Trees
+from llmctl.runtime.kv_cache import BlockCopy, CopyKind, Move
+
+_SIZES = struct.Struct("<II")
+_STEP = (
+    "token_ids",
+    "position_ids",
+    "cu_q",
+    "kv_len",
+    "block_tables",
+    "slot_mapping",
+    "logit_rows",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One call of one engine. `argument` is a number of blocks, copies, moves, or a step."""
+
+    engine: str  # its role
+    call: str  # of StepRunner
+    argument: Any = None
+
+
+def encode(command: Command) -> bytes:
+    """The bytes of a command."""
+    argument, arrays = command.argument, []
+    if command.call == "run":
+        arrays = [getattr(argument, name) for name in _STEP]
+        if argument.trees is not None:
+            arrays += [argument.trees.start, argument.trees.paths]
+        argument = [array.shape for array in arrays]
+    elif command.call == "copy_blocks":
+        argument = [(*copy[:3], copy.kind.value, copy.groups) for copy in argument]
+    head = json.dumps([command.engine, command.call, argument], default=int).encode()
+    data = b"".join(np.ascontiguousarray(array, np.int32).tobytes() for array in arrays)
+    return _SIZES.pack(len(head), len(data)) + head + data
+
+
+def decode(read: Callable[[int], bytes]) -> Command:
+    """The next command, from read(number of bytes)."""
+    num_head, num_data = _SIZES.unpack(read(_SIZES.size))
+    engine, call, argument = json.loads(read(num_head))
+    if call == "run":
+        argument = _step(argument, read(num_data))
+    elif call == "copy_blocks":
+        argument = [
+            BlockCopy(src, dst, count, CopyKind(kind), groups)
+            for src, dst, count, kind, groups in argument
+        ]
+    elif call == "compact":
+        argument = _moves(argument)
+    return Command(engine, call, argument)
+
+
+def _step(shapes: Sequence[Sequence[int]], data: bytes) -> StepInputs:
+    arrays: list[NDArray[np.int32]] = []
+    first = 0
+    for shape in shapes:
+        count = int(np.prod(shape))
+        part = data[first : first + 4 * count]
+        arrays.append(
+            np.frombuffer(part, np.int32).reshape(shape) if count else np.zeros(shape, np.int32)
+        )
+        first += 4 * count
+    count = len(_STEP)
+    trees = Trees(*arrays[count:]) if len(arrays) > count else None
+    return StepInputs(**dict(zip(_STEP, arrays[:count], strict=True)), trees=trees)
+
+
+def _moves(argument: Sequence[Sequence[Sequence[int]]]) -> list[list[Move]]:
+    return [[(source, target) for source, target in own] for own in argument]

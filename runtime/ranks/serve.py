@@ -1,0 +1,30 @@
+"""A process that a launcher started beside rank 0 becomes a follower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmctl.errors import LlmctlError
+from llmctl.runtime.ranks.launch import find_world, shared_folders
+
+if TYPE_CHECKING:
+    from llmctl.runtime.open import EngineOptions
+
+
+def serve_rank(options: EngineOptions) -> int | None:
+    """The exit code of a whole run as one of its followers; None in rank 0 and without ranks.
+
+    Options are those of rank 0: a launcher starts every rank with one command line.
+    """
+    world = find_world()
+    if world is None or world.rank == 0:
+        return None
+    from llmctl.runtime.open import check_engines
+    from llmctl.runtime.ranks.follower import follow, refuse
+
+    try:
+        folders: dict[str, Path] = shared_folders(check_engines(options).configs, options.folders)
+    except LlmctlError as error:
+        return refuse(world, error, options.rank_timeout_s)
+    return follow(world, folders, options.rank_timeout_s)
