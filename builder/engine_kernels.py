@@ -78,7 +78,7 @@ def step_kernels(
     import torch
 
     from llmctl.plugins.device_loop import kernel as rounds
-    from llmctl.plugins.device_loop import tree_kernel
+    from llmctl.plugins.device_loop import pairs_kernel, tree_kernel
     from llmctl.plugins.ops.beam_search import kernel as beam_search
     from llmctl.plugins.ops.kv_compact import kernel as kv_compact
     from llmctl.plugins.ops.sampling import kernel as sampling
@@ -96,6 +96,8 @@ def step_kernels(
         num_beams = plan.max_num_beams // plan.max_num_requests
         length = limits.max_draft_len // num_beams
         found += beam_search.kernels(num_beams, length, vocab_size, limits.max_draft_len)
+    if plan.head_caches:
+        found.append(pairs_kernel.read_pairs_spec(limits.max_batch_size, limits.max_draft_len))
     if limits.takes_trees:
         cache = plan.kv_cache
         token_bytes = cache.head_size * getattr(torch, cache.dtype).itemsize

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from llmctl.plugins.backends.cuda.queue import device_errors
+from llmctl.runtime.drafting.drafter import NeverReads
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.request import Sequence
 from llmctl.runtime.rounds.device_steps import DeviceSteps
 
 
-class DeviceRows:
+class DeviceRows(NeverReads):
     """See DeviceDrafter. Acceptance on the device says which hidden row a head reads next, where
     its graph finds it; a round that follows a step of the host's gets the rows from `rows`."""
 

@@ -204,6 +204,11 @@ class CudaEngine(Engine):
         most = num_rows if reads_tokens else self.max_num_rows
         program.enqueue(StepShape(most, 1, num_rows, most, 1), self.queue.handle)
 
+    def enqueue_attending(self, name: str, shape: StepShape) -> None:
+        """Enqueue a head that attends, for a step of this shape that is on the device."""
+        _, program = find_head(self._heads, name)
+        program.enqueue(shape, self.queue.handle)
+
     def write_head(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
         """Enqueue copies of rows to where a head reads them."""
         head, _ = find_head(self._heads, name)
@@ -218,6 +223,13 @@ class CudaEngine(Engine):
         index = self.queue.to_device(torch.from_numpy(rows))
         with device_errors(f"writing the inputs of {head}"), self.queue.scope():
             bound.write_beside(name, sources, index)
+
+    def pass_rows(self, head: str, name: str, outputs: Sequence[torch.Tensor], count: int) -> None:
+        """Enqueue the copy of the first `count` rows of outputs, side by side, to an input of a
+        head."""
+        bound, _ = find_head(self._heads, head)
+        with device_errors(f"writing the inputs of {head}"), self.queue.scope():
+            bound.write_first(name, outputs, count)
 
     def as_logits(self, output: torch.Tensor) -> DeviceLogits:
         """To be read on the queue; see Engine."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -34,12 +34,23 @@ class BoundHead:
     def write_beside(self, name: str, sources: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
         """Copy `rows` (int64, where the tensors are) of several tensors side by side to an
         input."""
-        given, column = self._given[name], 0
-        for tensor in sources:
-            part = given[:, column : column + tensor.shape[1]]
+        for tensor, part in self._side_by_side(name, sources):
             for first in range(0, len(rows), _ROWS_AT_ONCE):  # bounds what torch gathers them in
                 some = rows[first : first + _ROWS_AT_ONCE]
                 part[first : first + len(some)] = tensor[some]
+
+    def write_first(self, name: str, sources: Sequence[torch.Tensor], count: int) -> None:
+        """The same with the first `count` rows, and no memory but theirs."""
+        for tensor, part in self._side_by_side(name, sources):
+            part[:count].copy_(tensor[:count])
+
+    def _side_by_side(
+        self, name: str, sources: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor, and the columns of an input that are its own."""
+        given, column = self._given[name], 0
+        for tensor in sources:
+            yield tensor, given[:, column : column + tensor.shape[1]]
             column += tensor.shape[1]
         assert column == given.shape[1], f"the input {name} of {self.name} is {given.shape[1]} wide"
 

@@ -136,8 +136,9 @@ class EngineFile:
         # A recurrent head runs for each draft of a beam. Counting so for the graph of first steps,
         # too, covers what searches between the steps.
         runs = int(build.get("draft_heads", {}).get("draft_len_per_beam", 1))
-        for name in self.plan.heads:
-            launches += head_launches(runs * kernels_a_step(self.plan, batch, name), ahead)
+        for name, head in self.plan.heads.items():  # one that attends drafts a chain
+            each = drafts if head.cache else runs
+            launches += head_launches(each * kernels_a_step(self.plan, batch, name), ahead)
         return EngineMemory(
             role=role,
             weight_bytes=allocated_bytes(self.plan),

@@ -1,6 +1,7 @@
-"""Rounds as two CUDA graphs: drafting, and verification with acceptance.
+"""Rounds as CUDA graphs: drafting, verification with acceptance, and, for a head that attends, the
+reading of what was committed.
 
-Both read and write the request state on the device, so each round is two graph launches. A round's
+All read and write the request state on the device, so a round is two or three graph launches. Its
 record is written to pinned host memory and is valid once its event has passed. Graphs are captured
 when a batch size, a way of sampling or a context bucket is first needed. Without drafts, and with
 adaptive draft lengths, the graphs of greedy rounds with short contexts are captured before the
@@ -47,7 +48,7 @@ from llmctl.runtime.rounds.verification import (
 from llmctl.runtime.step import pack_tables
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
-Events = tuple[Event, Event, Event]
+Events = tuple[Event, Event, Event, Event]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class _InFlight:
     draft_len: int
     began: Event
     drafted: Event
+    verified: Event
     ended: Event
 
 
@@ -92,13 +94,13 @@ class CudaRoundRunner:
             self._state = RoundState.allocate(
                 target.max_batch_size, most_drafts, device, slots=RING_SLOTS, ring=ring
             )
-            self._upload = RoundUpload(self._state, engines, self._queue)
             forced = None
             if acceptance is not None:
                 forced = DeviceAcceptanceDraws(acceptance, device)
             trees = drafter.make_trees(target.max_batch_size, most_drafts, device)
             steps = DeviceSteps(engines, self._queue, self._state, trees)
             drafter.bind(steps)
+            self._upload = RoundUpload(self._state, engines, self._queue, drafter.block_tables)
         self._has_trees = trees is not None
         # The objects that graphs are captured from do not refer to the runner: in a cycle they
         # would outlive it.
@@ -121,6 +123,7 @@ class CudaRoundRunner:
             lambda shape: shape.draft_len,
         )
         self._verify_graphs: GraphCache[RoundShape] = GraphCache(capture, kept + len(ahead))
+        self._reading_graphs: GraphCache[RoundShape] = GraphCache(capture, kept + len(ahead))
         self._num_started = 0
         self._num_requests = 0
         self._drawing = Drawing.GREEDY
@@ -165,7 +168,7 @@ class CudaRoundRunner:
         self.drafter.begin(sequences)
 
     def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
-        """Two graph launches, after updating the block tables if they changed."""
+        """A launch for each graph, after updating the block tables if they changed."""
         tables, lens = pack_tables(block_tables), list(map(len, block_tables))
         if lens != self._lens or not np.array_equal(tables, self._tables):
             self._upload.write_tables(tables, lens)
@@ -182,8 +185,9 @@ class CudaRoundRunner:
         with device_errors("waiting for a round"):
             done.ended.synchronize()
             draft_ms = done.began.elapsed_time(done.drafted)
-            verify_ms = done.drafted.elapsed_time(done.ended)
-        self._spare_events.append((done.began, done.drafted, done.ended))
+            verify_ms = done.drafted.elapsed_time(done.verified)
+            draft_ms += done.verified.elapsed_time(done.ended)
+        self._spare_events.append((done.began, done.drafted, done.verified, done.ended))
         results = []
         rows = self._ring[done.slot, : done.num_requests].tolist()
         if self._has_trees:
@@ -203,10 +207,11 @@ class CudaRoundRunner:
             self._num_started = int(self._state.counter.item())
 
     def _run(self, shape: RoundShape) -> Events:
-        """Enqueue a round, with events before it, between drafting and verification, and after
+        """Enqueue a round, with events before it, after drafting, after verification, and after
         it."""
         events = self._take_events()
-        draft, verify = self.drafter.enqueue_drafts, self._verify
+        draft, read = self.drafter.enqueue_drafts, self.drafter.enqueue_reading
+        verify = self._verify
         with device_errors("running a round"), self._queue.scope():
             events[0].record()
             if shape.draft_len:
@@ -214,6 +219,9 @@ class CudaRoundRunner:
             events[1].record()
             self._verify_graphs.run(shape, lambda: verify(shape))
             events[2].record()
+            if self.drafter.reads_rounds:
+                self._reading_graphs.run(shape, lambda: read(shape))
+            events[3].record()
         return events
 
     def _shape(self, num_blocks: int, draft_len: int) -> RoundShape:
@@ -226,5 +234,5 @@ class CudaRoundRunner:
     def _take_events(self) -> Events:
         if self._spare_events:
             return self._spare_events.pop()
-        began, drafted, ended = (self._queue.make_event() for _ in range(3))
-        return began, drafted, ended
+        began, drafted, verified, ended = (self._queue.make_event() for _ in range(4))
+        return began, drafted, verified, ended

@@ -6,7 +6,7 @@ Everything is enqueued on the engines' common stream; nothing here waits.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -72,15 +72,15 @@ class DeviceSteps:
     ) -> None:
         """Run an engine on `count` tokens of each request, `rows` of them with logits; of trees, up
         to so many."""
-        step = StepShape(
-            num_tokens=shape.batch * count,
-            num_requests=shape.batch,
-            num_rows=rows,
-            max_query_len=count,
-            max_kv_len=min(shape.max_kv_len, engine.max_seq_len),
-            max_tree_len=count if has_trees else 0,
-        )
+        step = _step(engine, shape, count, rows)
+        if has_trees:
+            step = replace(step, max_tree_len=count)
         engine.program.enqueue(step, self._queue.handle)
+
+    def attend(self, name: str, shape: RoundShape, count: int) -> None:
+        """Run a head of the target that attends, on `count` tokens of each request; a row of logits
+        for each."""
+        self.target.enqueue_attending(name, _step(self.target, shape, count, shape.batch))
 
     def draw(
         self,
@@ -93,9 +93,11 @@ class DeviceSteps:
         first: int = 0,
         stride: int = 1,
         offset: int = 0,
+        logits: torch.Tensor | None = None,
     ) -> None:
-        """Tokens of the engine's logits; row r draws position committed + first + r's own place."""
-        logits, scratch = engine.logits, self.scratch(engine)
+        """Tokens of the engine's logits, or those of a head of its; row r draws position committed
+        + first + r's own place."""
+        logits, scratch = engine.logits if logits is None else logits, self.scratch(engine)
         if shape.drawing is Drawing.GREEDY:
             drawn = [sampling.argmax(logits, out, scratch, rows, stride=stride, offset=offset)]
         else:
@@ -131,3 +133,14 @@ class DeviceSteps:
         )
         described = state, trees, shape.batch, shape.draft_len
         self.launch(engine, [tree_kernel.spread(*described), *drawn])
+
+
+def _step(engine: CudaEngine, shape: RoundShape, count: int, rows: int) -> StepShape:
+    """That of `count` tokens of each request, without trees."""
+    return StepShape(
+        num_tokens=shape.batch * count,
+        num_requests=shape.batch,
+        num_rows=rows,
+        max_query_len=count,
+        max_kv_len=min(shape.max_kv_len, engine.max_seq_len),
+    )

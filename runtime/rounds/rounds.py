@@ -44,7 +44,7 @@ class RoundReport:
     """A finished round, one result per sequence in the order of `begin`."""
 
     results: list[RoundResult]
-    draft_s: float  # device time of drafting
+    draft_s: float  # device time of drafting, and of reading what was committed for the next
     verify_s: float  # device time of verification and acceptance
 
 
@@ -239,9 +239,10 @@ class Rounds:
         accepted = len(run) - 1
         # The device has moved the keys of a tree's path to where a chain's are.
         done = commit(sequence, run, range(accepted), num_drafts)
-        if draft_len:
-            drafter = self._runner.drafter
+        drafter = self._runner.drafter
+        if draft_len or drafter.reads_rounds:
             drafter.note(sequence, committed, accepted, draft_len)
+        if draft_len:
             depth = drafter.depth(num_drafts)
             if depth < num_drafts:
                 done = done._replace(depth=depth)

@@ -36,11 +36,19 @@ class Drawing(enum.Enum):
 
 
 class RoundUpload:
-    """Writes one RoundState and the block tables of the engines that share it."""
+    """Writes one RoundState and the block tables of the engines that share it. tables: further
+    ones."""
 
-    def __init__(self, state: RoundState, engines: Items[CudaEngine], queue: DeviceQueue) -> None:
+    def __init__(
+        self,
+        state: RoundState,
+        engines: Items[CudaEngine],
+        queue: DeviceQueue,
+        tables: Items[torch.Tensor] = (),
+    ) -> None:
         self._state = state
         self._engines = engines
+        self._tables = [*(engine.program.step.block_tables for engine in engines), *tables]
         self._queue = queue
         self._tokens_per_block = engines[0].tokens_per_block
 
@@ -78,9 +86,8 @@ class RoundUpload:
         with device_errors("writing block tables"), self._queue.scope():
             moved = self._queue.to_device(both)
             table = moved[: rows * width].view(rows, width)
-            for engine in self._engines:
-                own = engine.program.step.block_tables  # a draft engine's may be shorter
-                most = min(width, own.shape[1])
+            for own in self._tables:
+                most = min(width, own.shape[1])  # a draft engine's may be shorter
                 own[:rows, :most].copy_(table[:, :most])
             self._state.capacity[:rows].copy_(moved[rows * width :])
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda import launch_sampling, open_on_fake_device
-from support.e2e import DemoPair, Outputs, cancel_some, run_all
+from support.cuda import launch_sampling, open_on_fake_device, run_rounds_by_reference
+from support.e2e import KINDS, DemoPair, Outputs, cancel_some, run_all
 from support.eagle import fit_head
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +25,7 @@ from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
+from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 
 Opened = Callable[..., AbstractContextManager[Executor]]
 
@@ -143,6 +144,40 @@ def test_the_cuda_host_drafts_from_a_head_too(
     assert sum(graph.num_replays for graph in capture.graphs) > 1
 
 
+def test_device_rounds_draft_from_a_head(
+    engine: Path, requests: list[Request], plain: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the fake device: rounds alone, and rounds between steps that the host controls; a prompt
+    that is in the cache, and one that comes while others generate."""
+    run_rounds_by_reference(monkeypatch)
+    queue = DeviceQueue("cpu")
+    target, capture = open_on_fake_device(engine, queue)
+    sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
+    alone = [
+        index
+        for index, request in enumerate(requests)
+        if index % len(KINDS) != 2
+        and not request.output_config.return_log_probs
+        and request.max_draft_len is None
+    ]
+    for method, asked in (
+        (DRAFTING, alone[:4]),
+        (DRAFTING, [*alone, *range(2, len(requests), 12), *alone[:2]]),
+        (Eagle(1), alone[:3]),
+    ):
+        draft_len = method.check(target.config, {})
+        drafter = method.make_drafter({"target": target}, draft_len)
+        on_device = method.make_device_drafter({"target": target}, draft_len, drafter)
+        runner = CudaRoundRunner(target, on_device, capture)
+        config = ExecutorConfig(KvCacheConfig(num_blocks=300), check_invariants=True)
+        with Executor(target, drafter, config, sampling, runner) as executor:
+            wanted = [plain[index] for index in asked]
+            assert run_all(executor, [requests[index] for index in asked]) == wanted
+            stats = executor.get_speculation_stats()
+            assert stats.accepted_tokens > 4 and runner._num_started > 1
+            assert len(stats.accepted_at_position) == draft_len, "whole chains are accepted"
+
+
 def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:
     """`run` with as many drafts as built for and with fewer, and what it refuses."""
 
@@ -164,7 +199,7 @@ def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:
         (("--eagle-choices", "auto", "--medusa-choices", "auto"), "one method drafts at a"),
         (("--medusa-choices", "auto"), "no Medusa heads"),
         (("--ngram-config", "[4,2,[0]]"), "cannot verify drafts"),
-        (("--eagle-choices", "auto", "--eagle-posterior-threshold", "0.1"), "by tokens"),
+        (("--eagle-choices", "auto", "--eagle-posterior-threshold", "0.1"), "--typical-acceptance"),
     ):
         done = run("--engine_dir", folder, *options)
         assert done.returncode in (1, 2) and found in done.stderr, done.stderr

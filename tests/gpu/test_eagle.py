@@ -10,28 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.counted_rounds import CountedRounds
 from support.e2e import Outputs, cancel_some, llmctl, run_all
 from support.eagle import fit_head, make_head, save_head
+from support.eagle_steps import CHUNKS, computed
 from support.gpu import quantize
 from transformers import AutoModelForCausalLM
 
-from llmctl.builder.engine_format import (
-    EAGLE_EXTEND,
-    EAGLE_FEATURES,
-    EAGLE_NEXT,
-    EAGLE_STATE,
-    eagle_tap,
-)
-from llmctl.plugins.core.calls import StepInputs
 from llmctl.runtime.drafting.eagle.method import Eagle
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
-from llmctl.runtime.engines.cuda_engine import CudaEngine
-from llmctl.runtime.engines.engine import Engine, open_cpu_engine
+from llmctl.runtime.engines.engine import open_cpu_engine
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
-from llmctl.runtime.step import pack_next
 
 DRAFT_LEN = 5
 WIDTH = 384  # of the demo target
@@ -108,8 +100,13 @@ def engine(build: Any, head: Path) -> Path:
 
 @pytest.mark.parametrize("draft_len", [None, 1, 2])
 def test_a_head_that_knows_the_text_changes_no_token(
-    engine: Path, requests: list[Request], plain: Outputs, draft_len: int | None
+    engine: Path,
+    requests: list[Request],
+    plain: Outputs,
+    draft_len: int | None,
+    rounds: CountedRounds,
 ) -> None:
+    """Rounds on the device, and between them steps of the host: prompts, penalties, own lengths."""
     with opened(engine, Eagle(draft_len)).executor() as executor:
         assert [run_all(executor, [request])[0] for request in requests] == plain
         assert run_all(executor, requests) == plain, "all together"
@@ -118,6 +115,60 @@ def test_a_head_that_knows_the_text_changes_no_token(
     print(f"tokens a round: {1 + stats.accepted_tokens / stats.rounds:.3f}")
     assert stats.accepted_tokens > 150
     assert len(stats.accepted_at_position) == (draft_len or DRAFT_LEN), "whole chains"
+    print(f"rounds on the device: {rounds.total}, ahead of the host: {rounds.ahead}")
+    assert rounds.total > 60 and rounds.ahead > 30, "the host was never behind"
+
+
+def test_batches_that_never_need_the_host(
+    engine: Path,
+    requests: list[Request],
+    plain: Outputs,
+    device_requests: list[int],
+    rounds: CountedRounds,
+) -> None:
+    asked = [requests[index] for index in device_requests]
+    wanted = [plain[index] for index in device_requests]
+    with opened(engine, Eagle(), max_num_tokens=300).executor() as executor:
+        for _ in range(3):
+            assert run_all(executor, asked) == wanted
+    assert rounds.ahead > 30 and rounds.drafts == DRAFT_LEN * rounds.total
+
+
+def test_lengths_that_adapt_change_no_token(
+    engine: Path,
+    requests: list[Request],
+    plain: Outputs,
+    device_requests: list[int],
+    rounds: CountedRounds,
+) -> None:
+    """Rounds without drafts among them: the head reads those, too."""
+    asked = [requests[index] for index in device_requests]
+    with opened(engine, Eagle(), adaptive_draft_len=True).executor() as executor:
+        for _ in range(3):
+            assert run_all(executor, asked) == [plain[index] for index in device_requests]
+    assert rounds.total > 50
+
+
+def test_the_device_accepts_what_the_host_would(
+    engine: Path,
+    requests: list[Request],
+    device_requests: list[int],
+    rounds: CountedRounds,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One by one: but for the last few tokens of a sequence the chains are the same."""
+    lengths = []
+    for is_device_led in (True, False):
+        monkeypatch.setattr(Eagle, "is_device_led", is_device_led)
+        before = rounds.total
+        with opened(engine, Eagle()).executor() as executor:
+            for index in device_requests:
+                run_all(executor, [requests[index]])
+            stats = executor.get_speculation_stats()
+        assert (rounds.total > before) == is_device_led
+        lengths.append(1 + stats.accepted_tokens / stats.rounds)
+    print(f"tokens a round: device {lengths[0]:.3f}, host {lengths[1]:.3f}")
+    assert abs(lengths[0] / lengths[1] - 1) < 0.03
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -151,12 +202,19 @@ def test_narrow_windows_change_no_token(bare: Path, engine: Path, requests: list
 
 
 def test_cancelled_requests_leave_the_others_alone(
-    engine: Path, requests: list[Request], plain: Outputs
+    engine: Path,
+    requests: list[Request],
+    plain: Outputs,
+    device_requests: list[int],
+    rounds: CountedRounds,
 ) -> None:
+    """All of them, and those alone that never need the host."""
     draw = random.Random(1)
     with opened(engine, Eagle()).executor() as executor:
-        for _ in range(6):
-            cancel_some(executor, requests, plain, draw)
+        for chosen in (range(len(requests)), device_requests) * 4:
+            asked = [requests[index] for index in chosen]
+            cancel_some(executor, asked, [plain[index] for index in chosen], draw)
+    assert rounds.total > 20
 
 
 def test_a_head_that_knows_nothing_changes_no_token(
@@ -174,57 +232,6 @@ def test_a_head_that_knows_nothing_changes_no_token(
         for _ in range(2):
             assert run_all(executor, requests) == plain
         assert executor.get_speculation_stats().draft_tokens > 500
-
-
-CHUNKS = (200, 1, 6, 3, 64)
-
-
-def steps(ids: list[int], size: int) -> list[StepInputs]:
-    """Chunks of a text, the logits of the last token of each."""
-    table = np.arange(-(-sum(CHUNKS) // size) + 1, dtype=np.int32)[::-1].copy()
-    found, start = [], 0
-    for count in CHUNKS:
-        positions = np.arange(start, start + count, dtype=np.int32)
-        found.append(
-            StepInputs(
-                token_ids=np.array(ids[start : start + count], np.int32),
-                position_ids=positions,
-                cu_q=np.array([0, count], np.int32),
-                kv_len=np.array([start + count], np.int32),
-                block_tables=table[None],
-                slot_mapping=table[positions // size] * np.int32(size) + positions % np.int32(size),
-                logit_rows=np.array([count - 1], np.int32),
-            )
-        )
-        start += count
-    return found
-
-
-def computed(engine: Engine, ids: list[int]) -> list[np.ndarray]:
-    """o and logits of the head behind each chunk and behind the next three tokens after it."""
-
-    def host(found: dict[str, torch.Tensor]) -> None:
-        for name in (EAGLE_STATE, "logits"):
-            one = found[name]
-            one = engine.queue.to_host(one) if isinstance(engine, CudaEngine) else one.clone()
-            values.append(one.float().numpy())
-
-    taps = [eagle_tap(layer) for layer in engine.config.build_config["draft_heads"]["taps"]]
-    size, values, end = engine.tokens_per_block, list[np.ndarray](), 0
-    own = steps(ids, size)
-    for step, shifted in zip(own, steps(ids[1:], size), strict=True):
-        end += step.num_tokens
-        engine.run(step)
-        features = [engine.output(tap) for tap in taps]
-        engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, features, np.arange(step.num_tokens))
-        found = engine.run_head(EAGLE_EXTEND, shifted, {})
-        host(found)
-        for place in range(end, end + 3):
-            token, at = np.array([ids[place + 1]], np.int32), np.array([place], np.int32)
-            engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [found[EAGLE_STATE]], np.array([0]))
-            found = engine.run_head(EAGLE_NEXT, pack_next(token, at, own[0].block_tables, size), {})
-            host(found)
-    return values
 
 
 def test_a_head_computes_what_it_does_on_the_cpu(

@@ -29,7 +29,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 )
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import OpCall, StepInputs, Trees
-from llmctl.plugins.device_loop import reference, tree_kernel, tree_reference
+from llmctl.plugins.device_loop import pairs_reference, reference, tree_kernel, tree_reference
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.ops.kv_compact.reference import compact
 from llmctl.plugins.ops.sampling.arrays import SamplingScratch
@@ -91,7 +91,10 @@ class FakeProgram:
         assert not self._has_cache or (step.slot_mapping[:tokens] >= 0).all()
         assert (step.slot_mapping[tokens : shape.num_tokens] == -1).all()
         assert (step.position_ids[tokens : shape.num_tokens] == 0).all()
-        assert self._continues or (step.logit_rows[: shape.num_rows] < tokens).all()
+        rows = step.logit_rows[: shape.num_rows].numpy()
+        if not self._continues:
+            assert (rows < shape.num_tokens).all()
+            rows = np.minimum(rows, max(tokens - 1, 0))  # those of padding are read by nobody
         trees = None
         if shape.max_tree_len:
             starts = step.tree_start[:requests].numpy()
@@ -105,7 +108,7 @@ class FakeProgram:
                 kv_len=kv_len[:requests],
                 block_tables=np.ascontiguousarray(step.block_tables[:requests].numpy()),
                 slot_mapping=step.slot_mapping[:tokens].numpy(),
-                logit_rows=step.logit_rows[: shape.num_rows].numpy(),
+                logit_rows=rows,
                 trees=trees,
             ),
             self._kv_cache,
@@ -211,8 +214,10 @@ def run_rounds_by_reference(monkeypatch: Any) -> None:
     to launch."""
     chains, trees = bookkeeping_by_reference(), trees_by_reference()
     runtime = "llmctl.runtime"
-    for place in ("rounds.verification", "drafting.draft_engine.device"):
+    for place in ("rounds.verification", "drafting.draft_engine.device", "drafting.eagle.device"):
         monkeypatch.setattr(f"{runtime}.{place}.bookkeeping", chains)
+    pairs = SimpleNamespace(read_pairs=partial(partial, pairs_reference.read_pairs))
+    monkeypatch.setattr(f"{runtime}.drafting.eagle.device.pairs_kernel", pairs)
     for place in ("rounds.verification", "rounds.device_steps", "drafting.medusa.device"):
         monkeypatch.setattr(f"{runtime}.{place}.tree_kernel", trees)
 

@@ -24,6 +24,7 @@ class FakeRunner:
         self.drafter = self  # what drafts is part of the fake
         self.draft_len = draft_len
         self.falls_behind = draft is not None
+        self.reads_rounds = False
         self.max_batch_size = 4
         self.max_tokens = min(e.max_seq_len for e in (target, draft) if e is not None)
         self.in_flight: list[list[RoundResult]] = []

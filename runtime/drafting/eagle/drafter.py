@@ -31,6 +31,7 @@ from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.drafting.eagle.pairs import Pairs, committed_pairs
+from llmctl.runtime.drafting.hidden_rows import HiddenRows
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
@@ -89,8 +90,13 @@ class EagleDrafter(WithoutWindow):
         self.max_draft_len = max_draft_len
         self.holders = head.holders
         self._head = head
-        self._rows: dict[int, int] = {}  # by sequence id: of the head's last step, after `commit`
+        self.rows = HiddenRows()  # of the head's last step, after `commit`
         self._drafts: list[Drafts] = []  # of the step under way
+
+    @property
+    def head(self) -> Head:
+        """What it drafts from."""
+        return self._head
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         """Keep the target's sampler. Drafts are accepted by tokens."""
@@ -98,7 +104,7 @@ class EagleDrafter(WithoutWindow):
 
     def propose(self, batch: Batch) -> list[Drafts]:
         """Chains for all that have a row and room."""
-        rows, self._rows = self._rows, {}
+        rows = self.rows.take()
         chains: dict[int, _Chain] = {}
         for item in batch.generation:
             row = rows.get(item.sequence.sequence_id)
@@ -119,12 +125,12 @@ class EagleDrafter(WithoutWindow):
         self._head.extend(pairs)
         for own in pairs:
             own.sequence.kv_lens[DRAFT_GROUP] = own.end
-            if own.wants_drafts:
-                self._rows[own.sequence.sequence_id] = len(self._rows)
+        for row, own in enumerate(own for own in pairs if own.wants_drafts):
+            self.rows.note(own.sequence, row)
 
     def release(self, sequence: Sequence) -> None:
         """Forget the sequence's row."""
-        self._rows.pop(sequence.sequence_id, None)
+        self.rows.forget(sequence)
 
     def _extend(self, active: list[_Chain]) -> None:
         """Steps of one token a sequence until every chain has its drafts."""

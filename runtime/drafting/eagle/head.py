@@ -42,12 +42,19 @@ class EngineHead:
         """The cache of its layer."""
         return {EAGLE_CACHE: self._engine.head_caches[EAGLE_CACHE]}
 
+    def features(self) -> list[torch.Tensor]:
+        """What it reads of the target: rows that a step of that leaves, side by side."""
+        return [self._engine.output(tap) for tap in self._taps]
+
+    def go_on(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        """The last step was enqueued elsewhere, and leaves these."""
+        self._outputs = outputs
+
     def extend(self, pairs: Items[Pairs]) -> None:
         """Read pairs that are committed."""
         engine = self._engine
-        features = [engine.output(tap) for tap in self._taps]
         rows = np.concatenate([own.rows for own in pairs])
-        engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, features, rows)
+        engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, self.features(), rows)
         step = pack_pairs(pairs, engine.tokens_per_block)
         self._outputs = engine.run_head(EAGLE_EXTEND, step, {})
 

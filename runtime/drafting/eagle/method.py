@@ -11,7 +11,8 @@ from llmctl.runtime.drafting.method import AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
-    from llmctl.runtime.drafting.drafter import DeviceDrafter, Drafter
+    from llmctl.runtime.drafting.drafter import Drafter
+    from llmctl.runtime.drafting.eagle.device import DeviceEagle
     from llmctl.runtime.drafting.eagle.drafter import EagleDrafter
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
@@ -25,7 +26,7 @@ class Eagle:
     build_mode = "eagle"
     is_drafting = True
     drafts_trees = False
-    is_device_led = False
+    is_device_led = True
     notes = ()
     draft_len: int | None = None
     acceptance: AcceptRule = "tokens"
@@ -53,5 +54,10 @@ class Eagle:
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
-    ) -> DeviceDrafter:
-        raise AssertionError("the host controls every step")
+    ) -> DeviceEagle:
+        from llmctl.runtime.drafting.eagle.device import DeviceEagle
+        from llmctl.runtime.drafting.eagle.drafter import EagleDrafter
+        from llmctl.runtime.engines.opening import TARGET
+
+        assert isinstance(drafter, EagleDrafter), "of `make_drafter`"
+        return DeviceEagle(engines[TARGET], drafter, draft_len)

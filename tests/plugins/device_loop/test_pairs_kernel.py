@@ -1,0 +1,76 @@
+"""The kernel that describes what a head reads after a round: against its reference, and by what a
+pair is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.round_state import assert_same, clone, make_limits, make_step
+
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.interpret import run_launches
+from llmctl.plugins.device_loop import pairs_kernel, pairs_reference, reference
+from llmctl.plugins.device_loop.state import RoundState
+
+
+def verified(seed: int, max_batch: int, batch: int, draft_len: int):
+    """(the state after acceptance, the step of the verification, limits): some of it padding,
+    drafts that are often accepted, and some positions that have no block."""
+    chance = np.random.default_rng(seed)
+    most = draft_len + int(chance.integers(0, 3))
+    state, limits = RoundState.allocate(max_batch, most, "cpu"), make_limits(max_batch, most, 512)
+    for tensor in (state.root, state.previous, state.drafts, state.targets):
+        tensor.copy_(torch.from_numpy(chance.integers(0, 2, tuple(tensor.shape))))
+    for request in range(max_batch):
+        committed = int(chance.integers(2, 480)) * int(chance.random() < 0.8)
+        state.committed[request] = committed
+        state.max_len[request] = committed + int(chance.integers(1, 9))
+        state.capacity[request] = -(-committed // 8) * 8
+    step = make_step(limits)
+    reference.verify(state, step, limits, batch, draft_len)
+    before = clone(state)
+    reference.accept(state, batch, draft_len)
+    return before, state, step, limits
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_of_pairs_is_described_as_the_reference_describes_it(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    max_batch, draft_len = int(chance.integers(1, 10)), int(chance.integers(0, 6))
+    batch = int(chance.integers(1, max_batch + 1))
+    before, state, step, limits = verified(seed, max_batch, batch, draft_len)
+    found, wanted = make_step(limits), make_step(limits)
+    pairs = [replace(state, committed=torch.full_like(state.committed, 9)) for _ in range(2)]
+    run_launches([pairs_kernel.read_pairs(state, pairs[0], step, found, batch, draft_len)])
+    pairs_reference.read_pairs(state, pairs[1], step, wanted, batch, draft_len)
+    assert_same(found, wanted)
+    assert torch.equal(pairs[0].committed, pairs[1].committed)
+
+    count = draft_len + 1
+    for request in range(batch):
+        committed = int(state.committed[request])
+        assert pairs[0].committed[request] == max(committed - 1, 0)
+        if not committed:
+            assert found.kv_len[request] == 0
+            continue
+        # From the root of the round on, each position with the token behind it.
+        last, old = int(found.logit_rows[request]), int(before.committed[request])
+        first = last - (committed - 1 - old)
+        assert first % count == 0 and found.cu_q[request + 1] == first + count
+        positions = found.position_ids[first : last + 1].tolist()
+        assert positions == list(range(old - 1, committed - 1))
+        emitted = [*before.drafts[request, : committed - 1 - old], state.root[request]]
+        assert found.token_ids[first : last + 1].tolist() == [int(token) for token in emitted]
+        table = step.block_tables[request].tolist()
+        for index, position in enumerate(positions, first):
+            has_block = position < int(state.capacity[request])
+            slot = table[position // 8] * 8 + position % 8 if has_block else -1
+            assert found.slot_mapping[index] == slot
+
+
+@pytest.mark.parametrize(("batch", "draft_len"), [(1, 1), (8, 5), (64, 16), (256, 32)])
+def test_the_kernel_compiles_without_spills(batch: int, draft_len: int) -> None:
+    assert compile_kernel(pairs_kernel.read_pairs_spec(batch, draft_len)).local_bytes == 0
