@@ -135,6 +135,20 @@ def _read_redrafter(folder: Path, source: Source) -> DraftHeads:
     )
 
 
+def _is_eagle(folder: Path) -> bool:
+    from llmctl.builder.heads.eagle.checkpoint import is_eagle
+
+    return is_eagle(folder)
+
+
+def _refuse_eagle(folder: Path, source: Source) -> DraftHeads:
+    raise Unsupported(
+        f"{folder} holds an EAGLE head; Medusa heads and ReDrafter heads are quantized",
+        fix="build it as it is: llmctl build --speculative-decoding-mode eagle "
+        f"--draft-model-dir {folder}",
+    )
+
+
 def _require_plain(folder: Path, quantization: QuantizationInfo | None) -> None:
     if quantization is not None:
         raise Unsupported(
@@ -145,6 +159,7 @@ def _require_plain(folder: Path, quantization: QuantizationInfo | None) -> None:
 
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Any], Any]], ...] = (
     (_is_redrafter, _read_redrafter),
+    (_is_eagle, _refuse_eagle),
     (lambda folder: True, _read_medusa),
 )
 """(whether a folder holds such heads, how they are read); the first that does."""

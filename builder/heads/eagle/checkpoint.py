@@ -85,6 +85,13 @@ class OpenedHead:
     held: Mapping[str, torch.Tensor]  # of a pickled file, by their names there
 
 
+def is_eagle(folder: Path) -> bool:
+    """Whether a folder seems to hold an EAGLE head. Raises CorruptFile."""
+    file = folder / SINGLE_FILE
+    stored = read_header(file) if file.is_file() else {}
+    return any(name.startswith((_MIDLAYER, f"{LAYER}.")) for name in stored)
+
+
 def open_head(folder: Path) -> OpenedHead:
     """The head of a folder.
 
@@ -148,6 +155,11 @@ def _require_eagle3(where: Path, found: Mapping[str, TensorInfo]) -> None:
     if second is not None:
         raise Unsupported(
             f"{where} holds {second}: heads of one layer are read", fix="use a head of one layer"
+        )
+    if not any(name.startswith(f"{LAYER}.") for name in found):
+        raise MissingTensor(
+            f"{where} holds no {_MIDLAYER}* and no {LAYER}.* tensors: it is no EAGLE head",
+            fix="give the folder of an EAGLE-3 head of this model: --draft-model-dir HEAD",
         )
     if f"{LAYER}.hidden_norm.weight" not in found and f"{LAYER}.mlp.up_proj.weight" in found:
         raise Unsupported(

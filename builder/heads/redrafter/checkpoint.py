@@ -128,7 +128,10 @@ def open_head(folder: Path) -> RecurrentHead:
     quantization = read_quantization(config, nested, str(path))
     file = folder / (CONVERTED_FILE if is_converted else SINGLE_FILE)
     if not file.is_file():
-        raise CheckpointNotFound(f"{folder} has no {file.name}", fix="fetch the head again")
+        raise CheckpointNotFound(
+            f"{folder} has no {file.name}",
+            fix="give the folder of a ReDrafter head: --draft-model-dir HEAD",
+        )
     if is_converted and (folder / SECOND_RANK).is_file():
         raise Unsupported(
             f"{folder} holds a head that was split over several ranks",

@@ -121,3 +121,21 @@ def build_command(target: Path, folder: Path, mode: str, *options: str) -> list[
     command += ["--output-dir", str(folder / "engine"), "--max-batch-size", "2"]
     command += ["--speculative-decoding-mode", mode, "--draft-model-dir", str(folder / "head")]
     return [*command, *OPTIONS.get(mode, []), *options]
+
+
+OTHERS = [  # (mode, kind of the head that is given, what is said)
+    ("eagle", "redrafter", "it is no EAGLE head\nfix: give the folder of an EAGLE-3 head"),
+    ("redrafter", "medusa", "has no model.safetensors\nfix: give the folder of a ReDrafter head"),
+    ("redrafter", "eagle", "which no ReDrafter head has"),
+    ("medusa", "redrafter", "which no Medusa head has"),
+    ("medusa", "eagle", "which no Medusa head has"),
+    ("eagle", "medusa", "has no model.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("mode", "given", "found"), OTHERS)
+def test_a_head_of_another_kind_is_called_so(new_model, save, tmp_path, capsys, mode, given, found):
+    HEADS[given](tmp_path / "head")
+    assert execute(build_command(save(new_model("llama")), tmp_path, mode)) == 1
+    told = capsys.readouterr().err
+    assert found in told, told
