@@ -30,6 +30,7 @@ class Backend:
     has_windows_at_run_time: bool = True
     rank_counts: tuple[int, ...] | None = (1,)  # how many ranks may share a model; None: any
     has_leaves: bool = False  # products that add K as a tree, of which ranks have subtrees
+    continues_trees: bool = False  # attention along trees that earlier steps began (`Trees.roots`)
     generated_weights: tuple[str, ...] = ()  # --load-format, besides a checkpoint
 
 
@@ -43,6 +44,7 @@ _ROWS = (
         arena_alignment=64,
         rank_counts=(1, 2, 4, 8),
         has_leaves=True,
+        continues_trees=True,
     ),
     Backend(
         "cuda",

@@ -22,17 +22,23 @@ Extent = Literal["tokens", "rows"]
 
 @dataclass(slots=True)
 class Trees:
-    """Which requests of a step verify a tree of tokens, and the paths of its tokens.
+    """Which requests of a step compute tokens of a tree, and the paths of these.
 
-    All tokens that such a request has in the step are its tree: the root, then every token after
-    its parent. The key of token i is stored i places after the root's in the cache, whatever its
-    position; its position is the root's plus its depth. So the key that token i sees at position d
-    after the root's is that of token paths[start + i][d].
+    Verification computes a tree at once. All tokens that the request has in the step are its tree:
+    the root, then every token after its parent. The key of token i is stored i places after the
+    root's in the cache, whatever its position; its position is the root's plus its depth. So the
+    key that token i sees at position d after the root's is that of token paths[start + i][d].
+
+    A head that drafts a tree computes it over several steps. Then `roots` says where the root is,
+    which an earlier step has stored, as it may have stored any token of a path; paths[start + i][d]
+    is the place of a token after the root's, and that of token i itself is in `slot_mapping`.
     """
 
-    start: NDArray[np.int32]  # [B] row of `paths` for the request's root; -1: no tree
+    start: NDArray[np.int32]  # [B] row of `paths` for the request's first token; -1: no tree
     # [P, W] a token's path: root (0) first, itself last; the rest is undefined
     paths: NDArray[np.int32]
+    # [B] positions of roots that earlier steps stored; None: every root is in the step
+    roots: NDArray[np.int32] | None = None
 
 
 @dataclass(slots=True)

@@ -83,6 +83,7 @@ struct Step {
   const int32_t* tree_start;  // null: no request has a tree
   const int32_t* paths;       // [num_paths, path_width]
   int64_t num_paths;
+  const int32_t* tree_roots;  // positions of roots that earlier steps stored; null: none
 };
 
 // Where the keys are that one token of a tree sees: after the root's position, those of its own path.
@@ -98,8 +99,9 @@ struct Path {
 inline Path tree_of(const Step& step, int64_t request) {
   if (step.tree_start == nullptr || step.tree_start[request] < 0) return Path{};
   const int64_t count = step.cu_q[request + 1] - step.cu_q[request];
+  const bool is_stored = step.tree_roots != nullptr;
   return Path{step.paths + (int64_t)step.tree_start[request] * step.path_width,
-              step.kv_len[request] - count};
+              is_stored ? step.tree_roots[request] : step.kv_len[request] - count};
 }
 
 // How one row of logits is sampled: SamplingRow of plugins/ops/sampling/spec.py.

@@ -73,6 +73,7 @@ class Step(ctypes.Structure):
         ("tree_start", c_void_p),
         ("paths", c_void_p),
         ("num_paths", c_int64),
+        ("tree_roots", c_void_p),
     ]
 
 

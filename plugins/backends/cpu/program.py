@@ -89,6 +89,8 @@ class CpuProgram:
             assert len(trees.start) == packed.num_requests and trees.paths.ndim == 2
             packed.paths = _address(trees.paths)
             packed.num_paths, packed.path_width = trees.paths.shape
+            assert trees.roots is None or len(trees.roots) == packed.num_requests
+            packed.tree_roots = None if trees.roots is None else _address(trees.roots)
         status = self._run(self._handle, self._step_address)
         if status:
             check(status)

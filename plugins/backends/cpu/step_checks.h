@@ -28,8 +28,19 @@ inline int check_range(const char* what, const int32_t* values, int64_t count, i
   return kDone;
 }
 
+// Whether a path leads from the root, which an earlier step stored, over places of the request's
+// own entries to one behind it.
+inline bool is_stored_path(const Step& step, const int32_t* path, int64_t depth, int64_t places) {
+  if (depth < 1 || depth >= step.path_width || depth >= places || path[0] != 0) return false;
+  for (int64_t d = 1; d <= depth; ++d) {
+    if (path[d] < 1 || path[d] >= places) return false;
+  }
+  return true;
+}
+
 // A request's tree: each token's path is its parent's path and the token, and as long as its
-// position says. So no path leads out of the request's own tokens.
+// position says. So no path leads out of the request's own tokens; nor does one whose beginning
+// earlier steps computed, and which the step alone does not tell.
 inline int check_tree(const Step& step, int64_t request) {
   const int64_t count = step.cu_q[request + 1] - step.cu_q[request];
   const Path tree = tree_of(step, request);
@@ -42,6 +53,12 @@ inline int check_tree(const Step& step, int64_t request) {
   for (int64_t i = 0; i < count; ++i) {
     const int32_t* path = tree.tokens + i * step.path_width;
     const int64_t depth = step.position_ids[step.cu_q[request] + i] - tree.root;
+    if (step.tree_roots != nullptr) {
+      if (is_stored_path(step, path, depth, step.kv_len[request] - tree.root)) continue;
+      return fail(kBadStep, "token %lld of request %lld's tree has a path that does not fit its "
+                  "position %lld behind the root or the request's %d KV entries", (long long)i,
+                  (long long)request, (long long)depth, step.kv_len[request]);
+    }
     bool is_sound = depth >= 0 && depth < step.path_width && path[depth] == i && (depth > 0) == (i > 0);
     if (is_sound && depth > 0) {
       const int32_t parent = path[depth - 1];

@@ -82,6 +82,7 @@ class StepBuffer:
         self._events[slot].record(stream)
 
     def _upload_trees(self, trees: Trees, slot: int, stream: int) -> None:
+        assert trees.roots is None, "kernels take the first token of a tree as its root"
         arrays = self._slots[slot]
         _fill(arrays["tree_start"], trees.start, "tree_start")
         num_paths, width = trees.paths.shape

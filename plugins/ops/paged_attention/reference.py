@@ -54,7 +54,8 @@ def token_keys(step: StepInputs, request: int, kv_len: int) -> Iterator[tuple[sl
         yield slice(start, stop), torch.arange(kv_len)
         return
     assert step.trees is not None
-    root = kv_len - (stop - start)
+    roots = step.trees.roots
+    root = kv_len - (stop - start) if roots is None else int(roots[request])
     for nth in range(stop - start):
         depth = int(step.position_ids[start + nth]) - root
         path = torch.from_numpy(step.trees.paths[row + nth, : depth + 1].astype(np.int64))
