@@ -49,12 +49,16 @@ class BuildRequest:
     redrafter_draft_len_per_beam: int | None = None  # without the target's own token
     redrafter_greedy_search: bool | None = None  # drafts for greedy requests alone
     lookahead_config: str | None = None  # [window,ngram,verification]
+    max_non_leaves_per_layer: int | None = None  # drafts of a level of a tree that others follow
     eagle_layers: str | None = None  # of the target, whose inputs the head reads
     outputs: tuple[str, ...] = ()  # besides logits; the names are in builder/models/decoder.py
 
     def __post_init__(self) -> None:
         limits = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "tp_size")
-        sizes = ("num_medusa_heads", "redrafter_num_beams", "redrafter_draft_len_per_beam")
+        sizes = (
+            *("num_medusa_heads", "redrafter_num_beams", "redrafter_draft_len_per_beam"),
+            "max_non_leaves_per_layer",
+        )
         for name in (*limits, *sizes):
             value = getattr(self, name)
             least = 2 if name == "max_seq_len" else 1  # a prompt and an output

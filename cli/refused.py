@@ -9,7 +9,6 @@ _BEAM = "beam search is not available; every request runs with one beam"
 _PROMPT_TUNING = "prompt tuning and multimodal embeddings are not available; prompts are tokens"
 _LOGITS = "whole logits are not kept; --output-log-probs-npy writes the emitted tokens' log-probs"
 _LORA = "LoRA adapters are not available; merge the adapter into the checkpoint before quantizing"
-_DYNAMIC = "an EAGLE head drafts chains: --eagle-choices auto"
 _TYPICAL = "typical acceptance is asked for with --typical-acceptance THRESHOLD,ALPHA"
 _COMPARE = "run does not load Hugging Face models; --engine-dir holds all it needs"
 _KERNEL = "the engine's kernels are chosen at build and every one of them is exact"
@@ -51,8 +50,6 @@ _REASONS = {
     "language-task-uids": "language adapters are not available",
     "backend": "the engine's backend was chosen with: llmctl build --backend",
     "eagle-posterior-threshold": _TYPICAL,
-    "eagle-use-dynamic-tree": _DYNAMIC,
-    "eagle-dynamic-tree-max-top-k": _DYNAMIC,
 }
 
 

@@ -58,6 +58,10 @@ MODE_OPTIONS: dict[str, tuple[type, str]] = {  # those of one --speculative-deco
         str,
         "For lookahead_decoding: [window,ngram,verification], [7,5,7].",
     ),
+    "max_non_leaves_per_layer": (
+        int,
+        "For eagle: drafts of one level that others may follow, in trees. (default: 1)",
+    ),
     "eagle_layers": (
         str,
         "For eagle: layers of the target whose inputs the head reads, as 2,16,29. (default: the "
@@ -79,6 +83,7 @@ _RARE = (
     "tp_invariant",
     "redrafter_draft_len_per_beam",
     "redrafter_greedy_search",
+    "max_non_leaves_per_layer",
     "eagle_layers",
 )  # shown by --help-all
 LIMITS = (  # options that are fields of BuildRequest

@@ -16,6 +16,7 @@ from support.e2e import KINDS, DemoPair, Outputs, cancel_some, run_all
 from support.eagle import fit_head
 from transformers import AutoModelForCausalLM
 
+from llmctl.builder.engine_format import parse_choices
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.sampling.cuda import CudaSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
@@ -30,7 +31,10 @@ from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 Opened = Callable[..., AbstractContextManager[Executor]]
 
 DRAFT_LEN = 5
-DRAFTING = Eagle()
+DRAFTING = Eagle(DRAFT_LEN)
+CHOICES = parse_choices("[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,0,0,0],[1,0,0]]")
+TREES = {"dynamic": Eagle(num_offers=4), "static": Eagle(choices=CHOICES)}
+METHODS = {"chain": DRAFTING, **TREES}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +57,8 @@ def engine(
     fit_head(model.eval(), texts).write(folder / "head", "demo-target")
     demo.llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
                 "--output-dir", folder / "engine", "--max-batch-size", 16, "--max-seq-len", 1024,
-                "--speculative-decoding-mode", "eagle",
-                "--draft-model-dir", folder / "head")  # fmt: skip
+                "--speculative-decoding-mode", "eagle", "--max-draft-len", 12,
+                "--max-non-leaves-per-layer", 3, "--draft-model-dir", folder / "head")  # fmt: skip
     return folder / "engine"
 
 
@@ -72,17 +76,19 @@ def opened(engine: Path) -> Opened:
 
 
 @pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("kind", METHODS)
 def test_a_head_that_knows_the_text_changes_no_token(
-    opened: Opened, requests: list[Request], plain: Outputs, reuse: bool
+    opened: Opened, requests: list[Request], plain: Outputs, kind: str, reuse: bool
 ) -> None:
     """All together; prompts enter in chunks beside the drafts of others, or from the cache."""
-    options = {"enable_block_reuse": reuse, "max_num_tokens": 96}
-    with opened(**options) as executor:
+    options = {"enable_block_reuse": reuse, "max_num_tokens": 220}
+    with opened(METHODS[kind], **options) as executor:
         assert run_all(executor, requests) == plain
         assert run_all(executor, requests[:4]) == plain[:4], "again, from a warm cache"
         stats = executor.get_speculation_stats()
     assert stats.accepted_tokens > 150
-    assert len(stats.accepted_at_position) == DRAFT_LEN, "whole chains were accepted"
+    deepest = DRAFT_LEN if kind == "chain" else 8  # of sampled requests' chains beside trees
+    assert len(stats.accepted_at_position) == deepest, "whole paths were accepted"
 
 
 def test_the_engine_decodes_plainly_where_no_drafts_are_asked_for(
@@ -99,17 +105,19 @@ def test_narrow_windows_change_no_token(
     options = {"windows": WindowOptions((40,), 4), "enable_block_reuse": False}
     with demo.executor("target-fp8", **options) as executor:
         wanted = run_all(executor, requests[:12])
-    with opened(**options) as executor:
-        assert run_all(executor, requests[:12]) == wanted
+    for method in (DRAFTING, TREES["dynamic"]):
+        with opened(method, **options) as executor:
+            assert run_all(executor, requests[:12]) == wanted
 
 
 def test_cancelled_requests_leave_the_others_alone(
     opened: Opened, requests: list[Request], plain: Outputs
 ) -> None:
     draw = random.Random(1)
-    with opened() as executor:
-        for _ in range(3):
-            cancel_some(executor, requests, plain, draw)
+    for method in (DRAFTING, TREES["dynamic"]):
+        with opened(method) as executor:
+            for _ in range(3):
+                cancel_some(executor, requests, plain, draw)
 
 
 def test_blocks_that_leave_the_cache_and_return_change_no_token(
@@ -117,16 +125,18 @@ def test_blocks_that_leave_the_cache_and_return_change_no_token(
 ) -> None:
     """The head's blocks go to host memory and back with the target's."""
     options = {"max_tokens": 40 * 32, "host_memory_bytes": 8 << 20}
-    with opened(**options) as executor:
-        for _ in range(2):
-            assert run_all(executor, requests) == plain
+    for method in (DRAFTING, TREES["dynamic"]):
+        with opened(method, **options) as executor:
+            for _ in range(2):
+                assert run_all(executor, requests) == plain
 
 
 def test_adaptive_lengths_change_no_token(
     opened: Opened, requests: list[Request], plain: Outputs
 ) -> None:
-    with opened(adaptive_draft_len=True) as executor:
-        assert run_all(executor, requests) == plain
+    for method in (DRAFTING, TREES["dynamic"]):
+        with opened(method, adaptive_draft_len=True) as executor:
+            assert run_all(executor, requests) == plain
 
 
 def test_the_cuda_host_drafts_from_a_head_too(
@@ -188,14 +198,26 @@ def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:
 
     folder = str(engine)
     texts = set()
-    for options in (("--eagle_choices", "auto"), ("--eagle-choices", "auto", "--draft-len", "2")):
+    for options in (
+        ("--eagle_choices", "auto", "--draft-len", "5"),
+        ("--eagle-choices", "auto", "--draft-len", "2"),
+        ("--eagle_choices", "[[0],[1],[0,0],[1,0]]"),
+        ("--eagle_use_dynamic_tree",),
+        ("--eagle-use-dynamic-tree", "--eagle_dynamic_tree_max_top_k", "2", "--draft-len", "9"),
+    ):
         done = run("--engine_dir", folder, *options, "--verify-exact")
         assert done.returncode == 0, done.stderr
         assert "tokens per round" in done.stderr and "exact: 24 tokens" in done.stderr
         texts.add(done.stdout)
     assert len(texts) == 1
     for options, found in (
-        (("--eagle-choices", "auto", "--draft-len", "6"), "the engine was built for 5"),
+        (("--eagle-choices", "auto", "--draft-len", "13"), "the engine was built for 12"),
+        (("--eagle-choices", "mc_sim_7b_63", "--draft-len", "12"), "expands 10 drafts of one"),
+        (("--eagle-choices", "[[0],[1],[2],[3,0]]", "--draft-len", "13"), "built for 12"),
+        (("--eagle-choices", "[[0],[11]]"), "--eagle-choices holds the path [11]"),
+        (("--eagle-use-dynamic-tree", "--eagle-choices", "auto"), "a tree is of one kind"),
+        (("--eagle-dynamic-tree-max-top-k", "3"), "is for --eagle-use-dynamic-tree"),
+        (("--eagle-use-dynamic-tree", "--eagle-dynamic-tree-max-top-k", "11"), "from 1 to 10"),
         (("--eagle-choices", "auto", "--medusa-choices", "auto"), "one method drafts at a"),
         (("--medusa-choices", "auto"), "no Medusa heads"),
         (("--ngram-config", "[4,2,[0]]"), "cannot verify drafts"),

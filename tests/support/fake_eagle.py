@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
+from llmctl.plugins.ops.beam_search.reference import top_log_probs
+from llmctl.runtime.drafting.eagle.levels import pack_level
 from llmctl.runtime.drafting.eagle.pairs import pack_pairs
 from support.fake_engine import FakeEngine, fold, share
 
@@ -34,8 +37,9 @@ class FeaturedEngine(FakeEngine):
 class FakeEagleHead:
     """Knows what greedy decoding says of a text; for a share of the contexts, something else."""
 
-    def __init__(self, engine: FeaturedEngine, agreement: float = 1.0) -> None:
+    def __init__(self, engine: FeaturedEngine, agreement: float = 1.0, most_rows: int = 1) -> None:
         self.engine, self.agreement = engine, agreement
+        self.most_rows = most_rows  # of a sequence in a step
         self.contexts: list[tuple[int, ...]] = []
         self.cache: dict[int, tuple[int, ...]] = {}  # by slot: the tokens up to the pair's own
         self.steps: list[tuple[str, int]] = []  # of the head: which, and of how many tokens
@@ -71,17 +75,34 @@ class FakeEagleHead:
         self._write(step, made)
         self.contexts = [made[row] for row in step.logit_rows]
 
-    def next(self, rows, tokens, positions, tables):
+    def next(self, rows, growths):
+        step = pack_level(growths, self.engine.tokens_per_block)
         before = [self.contexts[row] for row in rows]
-        made = [(*own, token) for own, token in zip(before, tokens.tolist(), strict=True)]
-        assert positions.tolist() == [len(own) - 2 for own in made]
+        tokens = step.token_ids.tolist()
+        made = [(*own, token) for own, token in zip(before, tokens, strict=True)]
+        assert step.position_ids.tolist() == [len(own) - 2 for own in made]
+        assert len(step.kv_len) <= self.engine.max_batch_size
+        assert np.diff(step.cu_q).max() <= self.most_rows
         self.steps.append(("next", len(tokens)))
-        size = self.engine.tokens_per_block
-        for own, position, table in zip(made, positions, tables, strict=True):
-            self.cache[int(table[position // size] * size + position % size)] = own
-            self._check_cache(table, own)
+        for slot, own in zip(step.slot_mapping.tolist(), made, strict=True):
+            self.cache[slot] = own
+        assert len(set(step.slot_mapping.tolist())) == len(made)
+        for row, own in enumerate(made):
+            request = int(np.searchsorted(step.cu_q, row, side="right")) - 1
+            places = list(range(len(own) - 1))
+            if step.trees is not None:
+                root = int(step.trees.roots[request])
+                path = step.trees.paths[step.trees.start[request] + row - step.cu_q[request]]
+                places[root:] = (root + path[: len(own) - 1 - root]).tolist()
+            else:
+                assert step.kv_len[request] == len(own) - 1
+            assert max(places) < step.kv_len[request]
+            self._check_cache(step.block_tables[request], own, places)
         self.contexts = made
-        return self.logits(list(range(len(made))))
+
+    def offers(self, rows, count):
+        ids, scores = top_log_probs(torch.from_numpy(self.logits(rows)), count)
+        return ids.numpy(), scores.numpy()
 
     def logits(self, rows):
         found = []
@@ -99,11 +120,12 @@ class FakeEagleHead:
         for request, last in enumerate(step.cu_q[1:]):
             self._check_cache(step.block_tables[request], made[last - 1])
 
-    def _check_cache(self, table, context):
-        """Every pair up to the context's last is there. The last before a seam between sequences
-        may have another token."""
+    def _check_cache(self, table, context, places=None):
+        """Every pair up to the context's last is there, at `places`. The last before a seam between
+        sequences may have another token."""
         size = self.engine.tokens_per_block
         for position in range(len(context) - 1):
-            found = self.cache[int(table[position // size] * size + position % size)]
+            place = position if places is None else places[position]
+            found = self.cache[int(table[place // size] * size + place % size)]
             assert found[:-1] == context[: position + 1]
             self.num_foreign += found != context[: position + 2]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llmctl.builder.network import Network
     from llmctl.quantize.checkpoint import Checkpoint
 
-OPTIONS = ("eagle_layers",)
+OPTIONS = ("max_non_leaves_per_layer", "eagle_layers")
 PUBLISHED_VOCAB = 32_000  # of heads of Llama 3
 
 
@@ -41,7 +41,8 @@ def prepare_eagle(
     config, layers = opened.config, model.num_hidden_layers
     taps = choose_taps(config.layer_ids, layers, request.eagle_layers, str(config.where))
     head = check_head(opened, taps, model.hidden_size, model.vocab_size)
-    return _limited(request), head.beside(checkpoint), _facts(head)
+    limited = _limited(request)
+    return limited, head.beside(checkpoint), _facts(head, _width(limited))
 
 
 def invent_eagle(
@@ -58,7 +59,8 @@ def invent_eagle(
             fix="leave it out",
         )
     taps = choose_taps(None, model.num_hidden_layers, request.eagle_layers, "")
-    return _limited(request), {
+    limited = _limited(request)
+    return limited, {
         "taps": list(taps),
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
@@ -72,7 +74,7 @@ def invent_eagle(
         "has_qk_norm": False,
         "has_embedding": False,
         "rope": {},
-        "num_beams": 1,
+        "num_beams": _width(limited),
     }
 
 
@@ -88,10 +90,11 @@ def describe(facts: Mapping[str, Any]) -> str:
     residual = "norm of the feature" if facts["norm_before_residual"] else "feature"
     nested = facts["rope"].get("rope_parameters") or {}
     theta = nested.get("rope_theta") or facts["rope"].get("rope_theta", "10000, the default")
-    layers = ", ".join(map(str, facts["taps"]))
+    layers, width = ", ".join(map(str, facts["taps"])), facts["num_beams"]
     return (
         f"eagle 3, reads the inputs of layers {layers}, width {facts['hidden_size']}, vocabulary "
-        f"of {facts['draft_vocab_size']}, residual: {residual}, RoPE base: {theta}"
+        f"of {facts['draft_vocab_size']}, residual: {residual}, RoPE base: {theta}, "
+        f"trees: {width} drafts of a level that others follow"
     )
 
 
@@ -106,8 +109,19 @@ def _limited(request: BuildRequest) -> BuildRequest:
     return replace(request, max_draft_len=length)
 
 
-def _facts(head: EagleHead) -> dict[str, Any]:
-    """What config.json keeps."""
+def _width(request: BuildRequest) -> int:
+    """Drafts of a level that others may follow. Raises BadConfig for more than there are drafts."""
+    width = request.max_non_leaves_per_layer or 1
+    if width > request.max_draft_len:
+        raise BadConfig(
+            f"--max-non-leaves-per-layer is {width}, of --max-draft-len {request.max_draft_len}",
+            fix=f"--max-non-leaves-per-layer {request.max_draft_len} or less, or more drafts",
+        )
+    return width
+
+
+def _facts(head: EagleHead, width: int) -> dict[str, Any]:
+    """What config.json keeps. width: drafts of a level that others may follow."""
     config = head.config
     return {
         "taps": list(head.taps),
@@ -123,5 +137,5 @@ def _facts(head: EagleHead) -> dict[str, Any]:
         "has_qk_norm": head.has_qk_norm,
         "has_embedding": head.has_embedding,
         "rope": dict(config.rope),
-        "num_beams": 1,  # rows of a sequence in a step of the head
+        "num_beams": width,  # rows of a sequence in a step of the head
     }

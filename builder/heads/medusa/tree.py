@@ -57,8 +57,8 @@ class MedusaTree:
         return MedusaTree(tuple(path for path in self.paths if len(path) <= depth))
 
 
-def parse_choices(text: str) -> MedusaTree:
-    """The tree of --medusa-choices: a published name, or a list of paths as TensorRT-LLM takes it.
+def parse_choices(text: str, option: str = OPTION) -> MedusaTree:
+    """The tree of an option: a published name, or a list of paths as TensorRT-LLM takes it.
 
     What leads to a path need not be listed. Raises BadConfig.
     """
@@ -71,27 +71,27 @@ def parse_choices(text: str) -> MedusaTree:
     if not isinstance(value, list) or not value:
         first, *others = PUBLISHED
         raise BadConfig(
-            f"{OPTION} is {_short(text)}; it must be {FORM}, or one of {first} and {len(others)} "
+            f"{option} is {_short(text)}; it must be {FORM}, or one of {first} and {len(others)} "
             "other names",
             fix=f"the names are {', '.join(PUBLISHED)}",
         )
-    return MedusaTree.of(check_paths(value))
+    return MedusaTree.of(check_paths(value, option))
 
 
-def check_paths(value: Sequence[object]) -> list[Path]:
+def check_paths(value: Sequence[object], option: str = OPTION) -> list[Path]:
     """The paths of a list that may hold anything. Raises BadConfig."""
     paths: dict[Path, None] = {}
     for path in value:
         if not isinstance(path, list | tuple) or not path:
-            raise BadConfig(f"{OPTION} holds {_short(repr(path))}; it must be {FORM}")
+            raise BadConfig(f"{option} holds {_short(repr(path))}; it must be {FORM}")
         for rank in path:
             if type(rank) is not int or not 0 <= rank < TOP_K:
                 raise BadConfig(
-                    f"{OPTION} holds the path {_short(repr(list(path)))}; every element is the rank"
+                    f"{option} holds the path {_short(repr(list(path)))}; every element is the rank"
                     f" of one of a head's {TOP_K} likeliest tokens, 0 to {TOP_K - 1}"
                 )
         if tuple(path) in paths:
-            raise BadConfig(f"{OPTION} holds the path {list(path)} twice")
+            raise BadConfig(f"{option} holds the path {list(path)} twice")
         paths[tuple(path)] = None
     return list(paths)
 

@@ -1,8 +1,8 @@
 """Drafts from an EAGLE head, which has a KV cache under the target's block ids.
 
 When a step is over the head reads the pairs that it committed (pairs.py); the last pair of each
-sequence gives its next first draft. Each draft then makes a pair with what the head put out for the
-one before:
+sequence gives its next first drafts. Each draft that others follow then makes a pair with what the
+head put out for the one before (growth.py says which do):
 
     committed   t t t r | d1 d2 d3              r: the target's own token, at position c - 1
     pairs      (f t)(f r) | (o d1)(o d2)        valid afterwards: c - 1 entries, those of drafts not
@@ -12,14 +12,15 @@ Since that happens before blocks are published, a published block has the head's
 its last entry may be of another sequence that went on differently: it has the token behind the
 block. That can make a draft worse, and never the text.
 
-Sampled requests draw drafts with the noise that the target will use at the same positions.
+Requests whose tokens are not the likeliest (sampled, with penalties or banned words) draft a chain,
+drawn as the target will draw at the same positions, with the same noise: a tree of likely tokens
+would know nothing of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -30,12 +31,15 @@ from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
+from llmctl.runtime.drafting.eagle.growth import LEVELS, Chain, Growth
 from llmctl.runtime.drafting.eagle.pairs import Pairs, committed_pairs
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
-from llmctl.runtime.step import block_tables
+
+Offers = tuple[NDArray[np.int64], NDArray[np.float32]]  # [rows, count] each: tokens, log-probs
+Plant = Callable[[Sequence, int, int], Growth]  # a tree of a sequence, its row, the room for it
 
 
 class Head(Protocol):
@@ -50,46 +54,28 @@ class Head(Protocol):
         """Read pairs whose features are in the target's last step. Its rows are those that drafts
         are wanted of."""
 
+    def next(self, rows: list[int], growths: Items[Growth]) -> None:
+        """Compute all frontiers, in order: a row for each node, behind `rows` of the step
+        before."""
+
     def logits(self, rows: list[int]) -> Logits:
         """[len(rows), vocab] of rows of the last step."""
 
-    def next(
-        self,
-        rows: list[int],
-        tokens: NDArray[np.int32],
-        positions: NDArray[np.int32],
-        tables: NDArray[np.int32],
-    ) -> Logits:
-        """[N, vocab] behind `tokens` [N] at `positions` [N], each of which continues a row of the
-        step before; `tables` [N, blocks]."""
-
-
-@dataclass(slots=True)
-class _Chain:
-    """The drafts of one sequence while they are made."""
-
-    sequence: Sequence
-    num_wanted: int
-    row: int  # of the head's last step
-    tokens: list[int] = field(default_factory=list)
-
-    @property
-    def is_done(self) -> bool:
-        """No further draft is wanted: nothing follows an end id."""
-        if len(self.tokens) >= self.num_wanted:
-            return True
-        return self.tokens[-1] == self.sequence.request.end_id
+    def offers(self, rows: list[int], count: int) -> Offers:
+        """The likeliest tokens of rows of the last step, the likeliest first."""
 
 
 class EagleDrafter(WithoutWindow):
-    """Drafts a chain for every sequence that was in the target's last step, all together."""
+    """Drafts for every sequence that was in the target's last step, all together; chains, or what
+    `plant` plants."""
 
-    def __init__(self, head: Head, max_draft_len: int) -> None:
+    def __init__(self, head: Head, max_draft_len: int, plant: Plant | None = None) -> None:
         if max_draft_len < 1:
             raise BadConfig(f"max_draft_len is {max_draft_len}; it must be at least 1")
         self.max_draft_len = max_draft_len
         self.holders = head.holders
         self._head = head
+        self._plant = plant
         self.rows = HiddenRows()  # of the head's last step, after `commit`
         self._drafts: list[Drafts] = []  # of the step under way
 
@@ -103,17 +89,17 @@ class EagleDrafter(WithoutWindow):
         self._sampler = sampler
 
     def propose(self, batch: Batch) -> list[Drafts]:
-        """Chains for all that have a row and room."""
+        """Drafts for all that have a row and room."""
         rows = self.rows.take()
-        chains: dict[int, _Chain] = {}
+        growths: dict[int, Growth] = {}
         for item in batch.generation:
             row = rows.get(item.sequence.sequence_id)
-            wanted = min(item.draft_len, self.max_draft_len)
-            if row is not None and wanted > 0:
-                chains[item.sequence.sequence_id] = _Chain(item.sequence, wanted, row)
-        self._extend(list(chains.values()))
-        found = (chains.get(item.sequence.sequence_id) for item in batch.generation)
-        self._drafts = [Drafts(chain.tokens) if chain else Drafts() for chain in found]
+            room = min(item.draft_len, self.max_draft_len)
+            if row is not None and room > 0:
+                growths[item.sequence.sequence_id] = self._start(item.sequence, row, room)
+        self._grow(list(growths.values()))
+        found = (growths.get(item.sequence.sequence_id) for item in batch.generation)
+        self._drafts = [own.drafts() if own else Drafts() for own in found]
         return self._drafts
 
     def commit(self, batch: Batch, accepted: Items[int], drawn: Items[int]) -> None:
@@ -132,30 +118,52 @@ class EagleDrafter(WithoutWindow):
         """Forget the sequence's row."""
         self.rows.forget(sequence)
 
-    def _extend(self, active: list[_Chain]) -> None:
-        """Steps of one token a sequence until every chain has its drafts."""
+    def _start(self, sequence: Sequence, row: int, room: int) -> Growth:
+        if self._plant is None:
+            return Chain(sequence, row, room)
+        if self._sampler.is_plain(sequence):
+            return self._plant(sequence, row, room)
+        return Chain(sequence, row, min(room, LEVELS))
+
+    def _grow(self, active: list[Growth]) -> None:
+        """A step a level, until all have their drafts."""
         if not active:
             return
-        self._choose(self._head.logits([chain.row for chain in active]), active)
-        while active := [chain for chain in active if not chain.is_done]:
-            last = [len(chain.sequence.tokens) + len(chain.tokens) - 2 for chain in active]
-            logits = self._head.next(
-                [chain.row for chain in active],
-                np.array([chain.tokens[-1] for chain in active], np.int32),
-                np.array(last, np.int32),
-                block_tables([chain.sequence for chain in active]),
-            )
-            for row, chain in enumerate(active):
-                chain.row = row
-            self._choose(logits, active)
+        self._offer(active, [[own.row] for own in active])
+        while active := [own for own in active if own.frontier]:
+            before = [
+                own.row if node.parent is None else node.parent.row
+                for own in active
+                for node in own.frontier
+            ]
+            self._head.next(before, active)
+            for row, node in enumerate(node for own in active for node in own.frontier):
+                node.row = row
+            self._offer(active, [[node.row for node in own.frontier] for own in active])
 
-    def _choose(self, logits: Logits, chains: list[_Chain]) -> None:
-        """Append one draft to each chain, from its row of logits."""
-        sampler = self._sampler
-        if all(sampler.is_plain(chain.sequence) for chain in chains):
+    def _offer(self, growths: list[Growth], rows: list[list[int]]) -> None:
+        """Give each what its rows of the last step offer."""
+        drawn = [(own, at) for own, at in zip(growths, rows, strict=True) if not own.num_offers]
+        if drawn:
+            tokens = self._draw([own for own, _ in drawn], [row for _, (row,) in drawn])
+            for (own, _), token in zip(drawn, tokens, strict=True):
+                own.take([[token]], [[0.0]])
+        offered = [(own, at) for own, at in zip(growths, rows, strict=True) if own.num_offers]
+        if offered:
+            count = max(own.num_offers for own, _ in offered)
+            ids, scores = self._head.offers([row for _, at in offered for row in at], count)
+            first = 0
+            for own, at in offered:
+                part = np.s_[first : first + len(at), : own.num_offers]
+                own.take(ids[part].tolist(), scores[part].tolist())
+                first += len(at)
+
+    def _draw(self, chains: list[Growth], at: list[int]) -> list[int]:
+        """The next token of each chain, from its row of logits."""
+        sampler, logits = self._sampler, self._head.logits(at)
+        if all(sampler.is_plain(own.sequence) for own in chains):
             tokens = sampler.backend.argmax(logits).tolist()
         else:
-            rows = [sampler.row(chain.sequence, chain.tokens) for chain in chains]
+            rows = [sampler.row(own.sequence, own.drafts().tokens) for own in chains]
             tokens = sampler.backend.sample_rows(logits, rows).tolist()
-        for chain, token in zip(chains, sampler.require_tokens(tokens, "draft"), strict=True):
-            chain.tokens.append(token)
+        return sampler.require_tokens(tokens, "draft")

@@ -1,9 +1,13 @@
-"""Has an engine an EAGLE head, and how many drafts does it verify? Asked of its config.json."""
+"""Has an engine an EAGLE head, which drafts how many, and trees? Asked of its config.json."""
 
 from __future__ import annotations
 
-from llmctl.builder.engine_format import EngineConfig
-from llmctl.errors import CorruptEngine, PairMismatch
+from collections.abc import Mapping
+from typing import Any
+
+from llmctl.builder.engine_format import EngineConfig, MedusaTree
+from llmctl.errors import CorruptEngine, PairMismatch, Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.runtime.drafting.target_check import is_built_for
 
 MODE = "eagle"
@@ -19,10 +23,7 @@ def check_engine(target: EngineConfig, draft_len: int | None) -> int:
             fix=f"rebuild it with: llmctl build --speculative_decoding_mode {MODE} "
             "--draft_model_dir HEAD",
         )
-    if not target.build_config.get("draft_heads"):
-        raise CorruptEngine(
-            "config.json of the engine says nothing of its EAGLE head", fix="build the engine again"
-        )
+    _facts(target)
     most = int(target.build_config["max_draft_len"])
     if draft_len is not None and draft_len > most:
         raise PairMismatch(
@@ -30,3 +31,40 @@ def check_engine(target: EngineConfig, draft_len: int | None) -> int:
             fix=f"--draft-len {most}, or rebuild it with --max_draft_len {draft_len}",
         )
     return most if draft_len is None else draft_len
+
+
+def require_trees(target: EngineConfig, choices: MedusaTree | None) -> None:
+    """Raises Unsupported where the engine's backend has no attention along trees in the making,
+    PairMismatch where a level of `choices` expands more drafts than the head computes at once."""
+    if not BACKENDS[target.backend].continues_trees:
+        names = ", ".join(name for name, row in BACKENDS.items() if row.continues_trees)
+        raise Unsupported(
+            f"trees from an EAGLE head are not available on backend {target.backend!r}; they are "
+            f"on {names}",
+            fix="--eagle-choices auto drafts a chain",
+        )
+    if choices is None or not is_built_for(target, MODE):
+        return
+    inner = {path[:-1] for path in choices.paths} - {()}
+    depths = [len(path) for path in inner]
+    widest = max((depths.count(depth) for depth in depths), default=0)
+    if widest > tree_width(target):
+        raise PairMismatch(
+            f"--eagle-choices expands {widest} drafts of one level; the engine was built for "
+            f"{tree_width(target)}",
+            fix=f"rebuild it with --max_non_leaves_per_layer {widest}, or give a narrower tree",
+        )
+
+
+def tree_width(target: EngineConfig) -> int:
+    """Drafts of a sequence that a step of the head computes. Raises CorruptEngine."""
+    return int(_facts(target)["num_beams"])
+
+
+def _facts(target: EngineConfig) -> Mapping[str, Any]:
+    facts: Mapping[str, Any] | None = target.build_config.get("draft_heads")
+    if not facts:
+        raise CorruptEngine(
+            "config.json of the engine says nothing of its EAGLE head", fix="build the engine again"
+        )
+    return facts

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import (
     EAGLE_CACHE,
@@ -18,9 +17,11 @@ from llmctl.builder.engine_format import (
     eagle_tap,
 )
 from llmctl.plugins.ops.sampling.spec import Logits
+from llmctl.runtime.drafting.eagle.drafter import Offers
+from llmctl.runtime.drafting.eagle.growth import Growth
+from llmctl.runtime.drafting.eagle.levels import pack_level
 from llmctl.runtime.drafting.eagle.pairs import Pairs, pack_pairs
 from llmctl.runtime.kv_cache import BlockHolder
-from llmctl.runtime.step import pack_next
 
 if TYPE_CHECKING:
     import torch
@@ -58,20 +59,21 @@ class EngineHead:
         step = pack_pairs(pairs, engine.tokens_per_block)
         self._outputs = engine.run_head(EAGLE_EXTEND, step, {})
 
-    def logits(self, rows: list[int]) -> Logits:
-        """Of some rows of the last step."""
-        return self._engine.as_logits(self._outputs["logits"])[rows]
-
-    def next(
-        self,
-        rows: list[int],
-        tokens: NDArray[np.int32],
-        positions: NDArray[np.int32],
-        tables: NDArray[np.int32],
-    ) -> Logits:
+    def next(self, rows: list[int], growths: Items[Growth]) -> None:
         """Behind rows of the step before."""
         engine = self._engine
         engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [self._outputs[EAGLE_STATE]], np.array(rows))
-        step = pack_next(tokens, positions, tables, engine.tokens_per_block)
+        step = pack_level(growths, engine.tokens_per_block)
         self._outputs = engine.run_head(EAGLE_NEXT, step, {})
-        return engine.as_logits(self._outputs["logits"])
+
+    def logits(self, rows: list[int]) -> Logits:
+        """Of some rows of the last step."""
+        logits = self._engine.as_logits(self._outputs["logits"])
+        return logits if rows == list(range(len(logits))) else logits[rows]
+
+    def offers(self, rows: list[int], count: int) -> Offers:
+        """The likeliest tokens of some rows of the last step."""
+        logits = self._outputs["logits"]
+        if rows != list(range(len(logits))):
+            logits = logits[rows]
+        return self._engine.top_log_probs(logits, min(count, self._engine.vocab_size))

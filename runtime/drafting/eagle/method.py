@@ -4,32 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmctl.runtime.drafting.method import AcceptRule
 
 if TYPE_CHECKING:
-    from llmctl.builder.engine_format import EngineConfig
+    from llmctl.builder.engine_format import EngineConfig, MedusaTree
     from llmctl.runtime.drafting.drafter import Drafter
     from llmctl.runtime.drafting.eagle.device import DeviceEagle
-    from llmctl.runtime.drafting.eagle.drafter import EagleDrafter
+    from llmctl.runtime.drafting.eagle.drafter import EagleDrafter, Plant
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
+
+MOST_OFFERS = 10  # EAGLE's
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle:
-    """See DraftMethod for every member."""
+    """See DraftMethod for every member. choices: of a static tree; num_offers: tokens that may
+    follow one draft of a dynamic tree; neither: chains."""
 
     name = "eagle"
     build_mode = "eagle"
     is_drafting = True
-    drafts_trees = False
-    is_device_led = True
     notes = ()
     draft_len: int | None = None
+    choices: MedusaTree | None = None
+    num_offers: int | None = None
     acceptance: AcceptRule = "tokens"
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Unless they are chains."""
+        return self.choices is not None or self.num_offers is not None
+
+    @property
+    def is_device_led(self) -> bool:
+        """Unless they are trees."""
+        return not self.drafts_trees
 
     @property
     def engines(self) -> Mapping[str, Path]:
@@ -41,16 +55,36 @@ class Eagle:
         return replace(self, draft_len=draft_len)
 
     def check(self, target: EngineConfig, configs: Mapping[str, EngineConfig]) -> int:
-        from llmctl.runtime.drafting.eagle.engine_check import check_engine
+        from llmctl.runtime.drafting.eagle.engine_check import check_engine, require_trees
 
-        return check_engine(target, self.draft_len)
+        if self.drafts_trees:
+            require_trees(target, self.choices)
+        wanted = self.draft_len
+        if wanted is None and self.choices is not None:
+            wanted = self.choices.num_nodes
+        most = check_engine(target, wanted)
+        return most if self.choices is None else min(most, self.choices.num_nodes)
 
     def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> EagleDrafter:
         from llmctl.runtime.drafting.eagle.drafter import EagleDrafter
         from llmctl.runtime.drafting.eagle.head import EngineHead
         from llmctl.runtime.engines.opening import TARGET
 
-        return EagleDrafter(EngineHead(engines[TARGET]), draft_len)
+        target = engines[TARGET]
+        return EagleDrafter(EngineHead(target), draft_len, self._plant(target.config))
+
+    def _plant(self, target: EngineConfig) -> Plant | None:
+        from llmctl.runtime.drafting.eagle.engine_check import tree_width
+        from llmctl.runtime.drafting.eagle.growth import DynamicShape, DynamicTree, StaticTree
+        from llmctl.runtime.drafting.static_nodes import first_nodes
+
+        if self.choices is not None:
+            nodes = cache(partial(first_nodes, self.choices))
+            return lambda sequence, row, room: StaticTree(sequence, row, nodes(room))
+        if self.num_offers is None:
+            return None
+        shape = DynamicShape(self.num_offers, min(self.num_offers, tree_width(target)))
+        return lambda sequence, row, room: DynamicTree(sequence, row, room, shape)
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter

@@ -1,28 +1,34 @@
-"""The option of an EAGLE head: run.py's --eagle-choices."""
+"""The options of an EAGLE head, under run.py's names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from llmctl.errors import Unsupported
-from llmctl.runtime.drafting.eagle.method import Eagle
+from llmctl.builder.engine_format import parse_choices
+from llmctl.errors import BadConfig
+from llmctl.runtime.drafting.eagle.method import MOST_OFFERS, Eagle
 from llmctl.runtime.drafting.method import MethodOption, MethodRow
 
 OPTION = "--eagle-choices"
+DYNAMIC, OFFERS = "--eagle-use-dynamic-tree", "--eagle-dynamic-tree-max-top-k"
 CHAIN = "auto"
 
 
 def _make(values: Mapping[str, Any], draft_len: int | None) -> Eagle | None:
-    choices = values["eagle_choices"]
-    if choices is None:
-        return None
-    if choices != CHAIN:
-        raise Unsupported(
-            f"{OPTION} is {choices!r}: trees from an EAGLE head are not in this version",
-            fix=f"{OPTION} {CHAIN} drafts a chain",
-        )
-    return Eagle(draft_len)
+    choices, offers = values["eagle_choices"], values["eagle_dynamic_tree_max_top_k"]
+    if not values["eagle_use_dynamic_tree"]:
+        if offers is not None:
+            raise BadConfig(f"{OFFERS} is for {DYNAMIC}", fix=f"add {DYNAMIC}")
+        if choices is None:
+            return None
+        tree = None if choices == CHAIN else parse_choices(choices, OPTION)
+        return Eagle(draft_len, tree)
+    if choices is not None:
+        raise BadConfig(f"{OPTION} and {DYNAMIC} are both given; a tree is of one kind")
+    if offers is not None and not 1 <= offers <= MOST_OFFERS:
+        raise BadConfig(f"{OFFERS} is {offers}; it must be from 1 to {MOST_OFFERS}")
+    return Eagle(draft_len, num_offers=offers or MOST_OFFERS)
 
 
 ROW = MethodRow(
@@ -32,8 +38,22 @@ ROW = MethodRow(
             "eagle_choices",
             (OPTION,),
             str,
-            "Drafts from the engine's EAGLE head: auto, a chain.",
+            'Drafts from the engine\'s EAGLE head: auto, a chain, or a tree, "[[0],[0,0],[1]]".',
             is_hidden=True,  # --help is full
+        ),
+        MethodOption(
+            "eagle_use_dynamic_tree",
+            (DYNAMIC,),
+            bool,
+            "The likeliest tree of the EAGLE head's, as many drafts as --draft-len.",
+            is_hidden=True,
+        ),
+        MethodOption(
+            "eagle_dynamic_tree_max_top_k",
+            (OFFERS,),
+            int,
+            f"Tokens that may follow one draft of a dynamic tree. (default: {MOST_OFFERS})",
+            is_hidden=True,
         ),
     ),
     make=_make,

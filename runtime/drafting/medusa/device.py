@@ -11,7 +11,7 @@ from llmctl.plugins.device_loop import tree_kernel
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.runtime.drafting.device_rows import DeviceRows
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
-from llmctl.runtime.drafting.medusa.nodes import listed_nodes
+from llmctl.runtime.drafting.static_nodes import listed_nodes
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 

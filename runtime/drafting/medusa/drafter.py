@@ -18,7 +18,7 @@ from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
 from llmctl.runtime.drafting.medusa.accuracy import HeadAccuracy
-from llmctl.runtime.drafting.medusa.nodes import Nodes, first_nodes
+from llmctl.runtime.drafting.static_nodes import Nodes, first_nodes
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence

@@ -13,17 +13,29 @@ from support.head_schedules import (
     run_any_schedule,
 )
 
+from llmctl.builder.engine_format import parse_choices
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.eagle.drafter import EagleDrafter
+from llmctl.runtime.drafting.eagle.growth import DynamicShape, DynamicTree, StaticTree
+from llmctl.runtime.drafting.static_nodes import first_nodes
 from llmctl.runtime.request import Request, SamplingConfig
 
 VOCAB = 23
 
 
-def make(length=4, *, agreement=1.0, **options):
+SHAPE = DynamicShape(num_offers=3, width=4)
+CHOICES = parse_choices("[[0],[1],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,0,0,0]]")
+PLANTS = {
+    "chain": None,
+    "dynamic": lambda sequence, row, room: DynamicTree(sequence, row, room, SHAPE),
+    "static": lambda sequence, row, room: StaticTree(sequence, row, first_nodes(CHOICES, room)),
+}
+
+
+def make(length=4, *, agreement=1.0, plant="chain", **options):
     engine = FeaturedEngine(vocab_size=VOCAB, max_draft_len=63, **options)
-    head = FakeEagleHead(engine, agreement)
-    return engine, head, EagleDrafter(head, length)
+    head = FakeEagleHead(engine, agreement, 1 if plant == "chain" else SHAPE.width)
+    return engine, head, EagleDrafter(head, length, PLANTS[plant])
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -51,12 +63,14 @@ def test_a_head_that_is_right_has_whole_chains_accepted(reuse):
 
 @pytest.mark.parametrize("schedule", range(4))
 @pytest.mark.parametrize("agreement", [0.0, 0.6, 1.0])
-def test_any_schedule_gives_the_plain_answer(schedule, agreement):
+@pytest.mark.parametrize("plant", PLANTS)
+def test_any_schedule_gives_the_plain_answer(schedule, agreement, plant):
     """Chunks, pauses, cancels, reuse, own draft lengths, greedy and sampled requests."""
     generator = np.random.default_rng([schedule, int(10 * agreement)])
     engine, head, drafter = make(
-        int(generator.integers(1, 9)),
+        int(generator.integers(1, 9 if plant == "chain" else 24)),
         agreement=agreement,
+        plant=plant,
         max_num_tokens=int(generator.choice([10, 17, 48])),
         max_batch_size=int(generator.choice([2, 8])),
     )
@@ -65,6 +79,33 @@ def test_any_schedule_gives_the_plain_answer(schedule, agreement):
     assert reuse or not head.num_foreign
     if agreement == 1.0:
         assert harness.loop.stats.accepted_tokens > 20
+
+
+@pytest.mark.parametrize("plant", ["dynamic", "static"])
+def test_trees_of_a_head_that_is_right_are_accepted_to_their_depth(plant):
+    """Beside sampled requests, which draft chains with the target's noise."""
+    engine, head, drafter = make(8, plant=plant, max_num_tokens=60, max_batch_size=4)
+    harness = Harness(engine, drafter)
+    generator = np.random.default_rng(1)
+    for index, prompt in enumerate(prompts(generator, 10, VOCAB)):
+        sampled = SamplingConfig(temperature=0.9, top_k=0, seed=index)
+        config = sampled if index % 3 == 2 else SamplingConfig()
+        harness.add(Request(prompt, max_tokens=30, sampling_config=config))
+    accepted = {True: [], False: []}
+    while harness.scheduler.has_work:
+        report = harness.step()
+        drafted = report.commits[len(report.batch.context) :]
+        for item, commit in zip(report.batch.generation, drafted, strict=True):
+            is_greedy = item.sequence.request.sampling_config.is_greedy
+            if item.draft_len == 8:
+                accepted[is_greedy].append(commit.accepted)
+                assert commit.num_drafts == 8
+            assert len(set(commit.sequence.kv_lens)) == 1, "the head keeps up"
+    assert set(accepted[False]) == {8}, "chains"
+    if plant == "static":
+        assert set(accepted[True]) == {4}, "the list's deepest path is the likeliest"
+    assert min(accepted[True]) >= 2, "the head is right, and the best path is in the tree"
+    assert any(count > len(PLANTS) for _, count in head.steps), "several rows of a sequence"
 
 
 def test_a_prompts_pairs_are_read_chunk_by_chunk_and_drafts_token_by_token():

@@ -6,7 +6,7 @@ import random
 
 from llmctl.builder.heads.medusa.tree import MedusaTree, parse_choices
 from llmctl.runtime.drafting.drafts import ROOT, Drafts
-from llmctl.runtime.drafting.medusa.nodes import first_nodes
+from llmctl.runtime.drafting.static_nodes import first_nodes
 
 
 def test_nodes_are_ordered_by_length_and_path():

@@ -1,0 +1,192 @@
+"""How the drafts of one sequence grow in a round, level by level, from what a head offers.
+
+A draft that others are to follow is expanded: the head computes its row, which offers them. Its key
+then lies at a place behind the root of the tree, the last committed pair:
+
+    places    0 | 1  2  3           root, then drafts that are expanded; any order, and a place is
+    tree      r | a  b  aa  ...     free again when its draft can no longer be among the best
+
+Places are fewer than the drafts there is room for, so the head needs no more slots than the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from llmctl.runtime.drafting.drafts import ROOT, Drafts
+from llmctl.runtime.drafting.static_nodes import Nodes
+from llmctl.runtime.request import Sequence
+
+LEVELS = 8  # drafts of the longest path of a tree that grows freely: EAGLE's depth
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A draft. score: the log-probability of its path; order: of nodes with equal scores the
+    earlier is better."""
+
+    token: int
+    parent: Node | None  # None: it follows the root
+    score: float
+    order: int
+    place: int = 0  # behind the root, of its key; 0: not expanded
+    row: int = 0  # of the head's last step, if it was expanded there
+
+    def line(self) -> list[Node]:
+        """The nodes from the root's child to this one."""
+        found: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Sorts the best first; a parent before its children."""
+        return (-self.score, self.order)
+
+
+class Growth(Protocol):
+    """The drafts of one sequence in the making. `frontier` is expanded next; `row` is the root's
+    row of the head's last `extend`."""
+
+    sequence: Sequence
+    row: int
+    frontier: list[Node]
+    num_offers: int  # tokens that a row shall offer; 0: one that the sampler draws
+
+    def take(self, tokens: Items[Items[int]], log_probs: Items[Items[float]]) -> None:
+        """What the root's row offers, then those of `frontier`, the likeliest first."""
+
+    def drafts(self) -> Drafts:
+        """All of them, once `frontier` is empty."""
+
+
+@dataclass(slots=True)
+class Chain:
+    """One draft after another."""
+
+    sequence: Sequence
+    row: int
+    length: int
+    frontier: list[Node] = field(default_factory=list)
+    num_offers: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+    def take(self, tokens: Items[Items[int]], log_probs: Items[Items[float]]) -> None:
+        """Append the token that was drawn; nothing follows an end id."""
+        ((token,),) = tokens
+        last = self.frontier[0] if self.frontier else None
+        self.tokens.append(token)
+        is_done = len(self.tokens) == self.length or token == self.sequence.request.end_id
+        place = len(self.tokens)
+        self.frontier = [] if is_done else [Node(token, last, 0.0, place, place)]
+
+    def drafts(self) -> Drafts:
+        """A chain."""
+        return Drafts(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicShape:
+    """num_offers: children of a node; width: nodes of a level that are expanded."""
+
+    num_offers: int
+    width: int
+
+
+class DynamicTree:
+    """The best paths of all that the head offers (EAGLE-2): of each level's nodes the best are
+    expanded, and of all nodes the best are drafted.
+
+    A child is never better than its parent, so nodes that are not among the best now will not be,
+    nor will theirs; and the last of the best has no child among them. Such nodes are not expanded.
+    """
+
+    def __init__(self, sequence: Sequence, row: int, room: int, shape: DynamicShape) -> None:
+        self.sequence, self.row, self.num_offers = sequence, row, shape.num_offers
+        self.frontier: list[Node] = []
+        self._room, self._width = room, shape.width
+        self._best: list[Node] = []
+        self._num_nodes = self._depth = 0
+
+    def take(self, tokens: Items[Items[int]], log_probs: Items[Items[float]]) -> None:
+        """See Growth."""
+        fresh = self._follow(tokens, log_probs)
+        self._depth += 1
+        self._best = sorted([*self._best, *fresh], key=lambda node: node.rank)[: self._room]
+        to_expand = set(map(id, fresh))
+        expandable = self._best[: self._room - 1] if self._depth < LEVELS else []
+        end = self.sequence.request.end_id
+        self.frontier = [
+            node for node in expandable if id(node) in to_expand and node.token != end
+        ][: self._width]
+        free = set(range(1, self._room)) - {node.place for node in self._best[: self._room - 1]}
+        for node in self.frontier:
+            node.place = min(free)
+            free.remove(node.place)
+
+    def drafts(self) -> Drafts:
+        """See Growth."""
+        return _as_drafts(sorted(self._best, key=lambda node: node.order))
+
+    def _follow(self, tokens: Items[Items[int]], log_probs: Items[Items[float]]) -> list[Node]:
+        fresh = []
+        parents: Items[Node | None] = self.frontier or [None]
+        for parent, own, values in zip(parents, tokens, log_probs, strict=True):
+            for token, value in zip(own, values, strict=True):
+                if value > float("-inf"):  # else outside the head's vocabulary
+                    score = min(value, 0.0) + (parent.score if parent else 0.0)
+                    fresh.append(Node(token, parent, score, self._num_nodes))
+                    self._num_nodes += 1
+        return fresh
+
+
+class StaticTree:
+    """The tree of a list of paths: which of its parent's offers each draft is."""
+
+    def __init__(self, sequence: Sequence, row: int, nodes: Nodes) -> None:
+        self.sequence, self.row, self._shape = sequence, row, nodes
+        self.frontier: list[Node] = []
+        self.num_offers = 1 + max(nodes.ranks)
+        self._nodes: dict[int, Node] = {}  # by index in the shape
+        self._children: dict[int, list[int]] = {}
+        for index, parent in enumerate(nodes.parents):
+            self._children.setdefault(parent, []).append(index)
+        self._expanded = [ROOT]  # indices of those whose rows were asked for last
+        self._num_places = 0
+
+    def take(self, tokens: Items[Items[int]], log_probs: Items[Items[float]]) -> None:
+        """See Growth."""
+        end, fresh = self.sequence.request.end_id, []
+        for parent, own, values in zip(self._expanded, tokens, log_probs, strict=True):
+            for index in self._children[parent]:
+                rank = self._shape.ranks[index]
+                if rank < len(own) and values[rank] > float("-inf"):
+                    token = own[rank]
+                    self._nodes[index] = Node(token, self._nodes.get(parent), 0.0, index)
+                    fresh.append(index)
+        self._expanded = [
+            index
+            for index in sorted(fresh)
+            if index in self._children and self._nodes[index].token != end
+        ]
+        self.frontier = [self._nodes[index] for index in self._expanded]
+        for node in self.frontier:
+            self._num_places += 1
+            node.place = self._num_places
+
+    def drafts(self) -> Drafts:
+        """See Growth."""
+        return _as_drafts([self._nodes[index] for index in sorted(self._nodes)])
+
+
+def _as_drafts(nodes: list[Node]) -> Drafts:
+    """A chain is one to the engine too: its steps cost less than those of trees."""
+    index = {id(node): place for place, node in enumerate(nodes)}
+    parents = [ROOT if node.parent is None else index[id(node.parent)] for node in nodes]
+    is_chain = parents == list(range(ROOT, len(parents) - 1))
+    return Drafts([node.token for node in nodes], None if is_chain else parents)
