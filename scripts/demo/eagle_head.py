@@ -50,8 +50,8 @@ class _Attention(nn.Module):
 
     def _rotate(self, x: Tensor, first: int) -> Tensor:
         half = self.size // 2
-        speeds = THETA ** (-torch.arange(half).float() / half)
-        angles = (first + torch.arange(x.shape[2]))[:, None] * speeds
+        speeds = THETA ** (-torch.arange(half, device=x.device).float() / half)
+        angles = (first + torch.arange(x.shape[2], device=x.device))[:, None] * speeds
         cos, sin = angles.cos().to(x), angles.sin().to(x)
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -103,7 +103,7 @@ class EagleHead(nn.Module):
         """
         count, layer = features.shape[1], self.midlayer
         attention = layer.self_attn
-        later = torch.ones(count, count, dtype=torch.bool).triu(1)
+        later = torch.ones(count, count, dtype=torch.bool, device=features.device).triu(1)
         g = self.fc(features)
         keys: list[tuple[Tensor, Tensor]] = []
         found = []
@@ -131,11 +131,13 @@ class EagleHead(nn.Module):
         """The folder that `build` reads, in BF16. `base` names the target."""
         vocab, shape = len(self._embedding[0]), self.shape
         state = {
-            name: value.to(torch.bfloat16).contiguous() for name, value in self.state_dict().items()
+            name: value.to("cpu", torch.bfloat16).contiguous()
+            for name, value in self.state_dict().items()
         }
+        kept = self.kept.cpu()
         marked = torch.zeros(vocab, dtype=torch.bool)
-        marked[self.kept] = True
-        state |= {"d2t": self.kept - torch.arange(len(self.kept)), "t2d": marked}
+        marked[kept] = True
+        state |= {"d2t": kept - torch.arange(len(kept)), "t2d": marked}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(state, folder / EAGLE_FILE, metadata={"format": "pt"})
         (folder / EAGLE_FILE).chmod(0o644)  # save_file leaves 0600
@@ -168,6 +170,7 @@ class EagleHead(nn.Module):
             config["num_key_value_heads"],
             tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
         )
-        head = cls(shape, embedding, offsets + torch.arange(len(offsets)))
+        kept = offsets + torch.arange(len(offsets))
+        head = cls(shape, embedding, kept.to(embedding.device))
         head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
         return head.eval()

@@ -33,7 +33,7 @@ class HeadRows:
         there is what it chose: that is the path on which this draft would be verified.
         """
         length = self.tokens.shape[1] - num_heads - 1
-        counts = torch.ones(self.tokens.shape[0], length, dtype=torch.bool)
+        counts = torch.ones_like(self.tokens[:, :length], dtype=torch.bool)
         found = []
         for head in range(num_heads):
             own, text = self.chosen[:, head:], self.tokens[:, head + 1 :]
@@ -81,8 +81,9 @@ def written_rows(
 ) -> Tensor:
     """Prompts [rows, n], continued by the target to [rows, length]."""
     parts = []
-    for part in prompts.split(batch):
-        with torch.autocast("cpu", torch.bfloat16):
+    device = target.model.norm.weight.device
+    for part in prompts.to(device).split(batch):
+        with torch.autocast(device.type, torch.bfloat16):
             more = generate(target, part, length - part.shape[1], temperature)
         parts.append(torch.cat([part, more], dim=1))
     return torch.cat(parts)

@@ -88,29 +88,34 @@ def train_heads(
 @torch.no_grad()
 def measure(heads: DraftHeads, rows: HeadRows, start: int = 0) -> Accuracy:
     """Over the positions of rows from `start` on."""
-    depths = rows.depths(heads.num_depths)
-    length = depths[0][0].shape[1]
+    length = rows.tokens.shape[1] - heads.num_depths - 1
     hidden = rows.hidden[:, start:length].flatten(0, 1)
     tokens = rows.following(heads.num_depths)[:, start:].flatten(0, 1)
-    best: list[list[Tensor]] = [[] for _ in depths]
+    best: list[list[Tensor]] = [[] for _ in range(heads.num_depths)]
     for part in torch.arange(len(hidden)).split(AT_A_TIME):
         with torch.autocast("cpu", torch.bfloat16):
             found = heads.logits(hidden[part].float(), tokens[part])
         for depth, logits in enumerate(found):
             best[depth].append(logits.topk(10, -1).indices)
+    shape = (len(rows.tokens), length - start, 10)
+    return accuracy_of([torch.cat(tops).view(shape) for tops in best], rows, start)
+
+
+def accuracy_of(tops: list[Tensor], rows: HeadRows, start: int = 0) -> Accuracy:
+    """From the ten likeliest tokens of each depth [rows, positions from `start` on, 10]."""
+    depths = rows.depths(len(tops))
     right, ten, alive, lengths = [], [], [], []
-    is_alive = depths[0][1][:, start:].flatten()
-    for (label, count), tops in zip(depths, best, strict=True):
-        hits = torch.cat(tops) == label[:, start:].flatten()[:, None]
-        counted = count[:, start:].flatten()
-        right.append(_share(hits[:, 0], counted))
+    is_alive = depths[0][1][:, start:]
+    for (label, count), own in zip(depths, tops, strict=True):
+        hits = own == label[:, start:, None]
+        counted = count[:, start:]
+        right.append(_share(hits[..., 0], counted))
         ten.append(_share(hits.any(-1), counted))
-        alive.append(_share(hits[:, 0], is_alive & counted))
-        is_alive = is_alive & counted & hits[:, 0]
+        alive.append(_share(hits[..., 0], is_alive & counted))
+        is_alive = is_alive & counted & hits[..., 0]
         lengths.append(is_alive.long())
     positions = int(depths[0][1][:, start:].sum())
-    accepted = torch.stack(lengths).sum(0).view(len(rows.tokens), -1)
-    return Accuracy(positions, right, ten, alive, _walk(accepted))
+    return Accuracy(positions, right, ten, alive, _walk(torch.stack(lengths).sum(0)))
 
 
 def _walk(accepted: Tensor) -> float:
