@@ -50,12 +50,12 @@ class LeadingEngine(Engine):
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """On every rank."""
         self._lead("allocate_kv_cache", num_blocks, self._engine.allocate_kv_cache)
-        self._leader.wait_for_all()
+        self._leader.wait_for_all("allocated its memory")
 
     def allocate_host_blocks(self, num_blocks: int) -> None:
         """On every rank."""
         self._lead("allocate_host_blocks", num_blocks, self._engine.allocate_host_blocks)
-        self._leader.wait_for_all()
+        self._leader.wait_for_all("allocated its memory")
 
     def copy_block(self, source: int, destination: int) -> None:
         """On every rank."""

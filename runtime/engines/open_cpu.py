@@ -55,7 +55,7 @@ class CpuOpener(Opener):
             else open_cpu_engine(folder, request.windows)
             for role, folder in folders.items()
         }
-        leader.wait_for_all()
+        leader.wait_for_all("opened its engines", is_starting=True)
         return OpenedOnCpu(engines, request, leader)
 
 

@@ -26,6 +26,7 @@ from llmctl.runtime.ranks.launch import World, address_of
 from llmctl.runtime.ranks.processes import END_S, Followers, RankOptions, ending_of, start_rank
 
 _POLL_S = 0.1
+_START_S = 60.0  # that a process which rank 0 started has at least to come and to open engines
 
 
 class Leader:
@@ -49,6 +50,12 @@ class Leader:
         watch = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
         watch.start()
 
+    @property
+    def _start_limit_s(self) -> float:
+        """A process that was started here may first have to import; that it ends is noticed at
+        once."""
+        return max(self.options.limit_s, _START_S * bool(self._followers.processes))
+
     # ---- before the run ----
 
     def _meet(self, world: World | None) -> Ranks:
@@ -71,13 +78,13 @@ class Leader:
     def _admit(self, listener: socket.socket, own: Mapping[str, Any]) -> None:
         """Accept every rank, once each."""
         channels, size = self._followers.channels, self.options.size
-        end = time.monotonic() + self.options.limit_s
+        end = time.monotonic() + self._start_limit_s
         while len(channels) < size - 1:
             self._require_alive()
             if time.monotonic() > end:
                 missing = [rank for rank in range(1, size) if rank not in channels]
                 raise RankFailure(
-                    f"rank {missing[0]} has not come within {self.options.limit_s:g} s; "
+                    f"rank {missing[0]} has not come within {self._start_limit_s:g} s; "
                     f"{len(channels) + 1} of {size} ranks are here",
                     fix=f"start {size} processes on one machine (mpirun -n {size}), or raise "
                     "--rank-timeout",
@@ -138,17 +145,18 @@ class Leader:
         except RankFailure as error:
             raise self.explain(error) from error
 
-    def wait_for_all(self) -> None:
-        """Wait until every rank has done what it was last told, which may fail; each says so."""
-        end = time.monotonic() + self.options.limit_s
-        for _ in range(self.options.size - 1):
-            while True:
-                self.require_running()
-                with contextlib.suppress(Empty):
-                    self._done.get(timeout=_POLL_S)
-                    break
-                if time.monotonic() > end:
-                    raise self.fail(RankFailure("a rank has not allocated its memory in time"))
+    def wait_for_all(self, what: str, *, is_starting: bool = False) -> None:
+        """Wait until every rank has done what it was last told, which may fail; each says so.
+        what: it has not done, in an error."""
+        limit_s = self._start_limit_s if is_starting else self.options.limit_s
+        end = time.monotonic() + limit_s
+        missing = set(range(1, self.options.size))
+        while missing:
+            self.require_running()
+            with contextlib.suppress(Empty):
+                missing.discard(self._done.get(timeout=_POLL_S))
+            if missing and time.monotonic() > end:
+                raise self.fail(self._late(min(missing), what, limit_s))
 
     def require_running(self) -> None:
         """Raise what ended the run, if something did."""
@@ -159,17 +167,18 @@ class Leader:
         """What ended the run, where a meeting says only that a rank is late or has ended."""
         if str(error).endswith("is late"):
             rank = int(str(error).split()[1])
-            return self.fail(
-                RankFailure(
-                    f"rank {rank} (process {self._followers.pid(rank)}) has not come for "
-                    f"{self.options.limit_s:g} s: it hangs, or was stopped",
-                    fix="see what that process waits for; --rank-timeout gives it more time",
-                )
-            )
+            return self.fail(self._late(rank, "come", self.options.limit_s))
         end = time.monotonic() + END_S
         while self.failure is None and time.monotonic() < end:  # the watch is finding out
             time.sleep(0.01)
         return self.failure or self.fail(error)
+
+    def _late(self, rank: int, what: str, waited_s: float) -> RankFailure:
+        return RankFailure(
+            f"rank {rank} (process {self._followers.pid(rank)}) has not {what} for "
+            f"{waited_s:g} s: it hangs, or was stopped",
+            fix="see what that process waits for; --rank-timeout gives it more time",
+        )
 
     def fail(self, error: RankFailure) -> RankFailure:
         """Note what ended the run; the first that is noted stays."""

@@ -1,0 +1,290 @@
+"""Whatever happens to a rank, the run ends within seconds with one error of rank 0 that says which
+rank and why; no process and no shared memory stays behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.e2e import DemoPair
+
+from llmctl.runtime.ranks.launch import address_of, find_world
+
+PROMPT = ("--input-text", "def read_lines(path):")
+ENDLESS = (*PROMPT, "--max-output-len", "900", "--end-id", "4000")  # some seconds on two ranks
+SHORT = (*PROMPT, "--max-output-len", "8")
+LIMIT_S = 60.0  # of a test's waiting; what is measured is said where it matters
+# A program that does something to llmctl before it runs a command line, or is a follower.
+WRAPPED = "import sys; from llmctl.cli.entry import main; exec(sys.argv.pop(1)); main()"
+
+
+@dataclass
+class Ranks:
+    """Starts processes and knows which are there."""
+
+    engine: Path
+    program: list[str]
+    processes: list[subprocess.Popen[str]]
+
+    def start(self, *words: object, **environment: str) -> subprocess.Popen[str]:
+        """`llmctl run` in a process of its own."""
+        return self.launch([sys.executable, "-m", "llmctl.cli.entry"], words, environment)
+
+    def launch(
+        self, program: list[str], words: tuple[object, ...], environment: dict[str, str]
+    ) -> subprocess.Popen[str]:
+        command = [*program, "run", "--engine-dir", str(self.engine), *map(str, words)]
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def follower(self, leader: subprocess.Popen[str]) -> int:
+        """The process id of rank 1, once the run generates."""
+        assert leader.stderr is not None
+        for line in leader.stderr:
+            if line.startswith("KV cache"):
+                return children(leader.pid)[0]
+        raise AssertionError(f"the run ended with {leader.wait()}")
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs: a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def end_of(process: subprocess.Popen[str], within_s: float) -> tuple[int, str]:
+    """(exit code, stderr) of a run that ends in time."""
+    start = time.monotonic()
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert time.monotonic() - start < within_s
+    return process.returncode, err
+
+
+def require_one_error(err: str, said: str) -> None:
+    errors = [line for line in err.splitlines() if line.startswith("error[")]
+    assert len(errors) == 1 and said in errors[0], err
+    assert "Traceback" not in err, err
+
+
+def require_gone(pid: int) -> None:
+    end = time.monotonic() + 10
+    while is_there(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_there(pid)
+
+
+@pytest.fixture
+def ranks(demo: DemoPair, tmp_path: Path) -> Iterator[Ranks]:
+    shared = set(os.listdir("/dev/shm"))
+    made = Ranks(demo.engine("target-fp8-tp2"), demo.program.command, [])
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.communicate()
+    assert not [name for name in set(os.listdir("/dev/shm")) - shared if "llmctl" in name]
+
+
+JOB = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": f"test-{os.getpid()}"}
+
+
+def leader_beside(ranks: Ranks, follower: list[str], engine: Path) -> tuple[int, str]:
+    """The end of rank 0, beside a rank 1 that is another program or has another engine."""
+    ours, ranks.engine = ranks.engine, engine
+    ranks.launch(follower, SHORT, {**JOB, "RANK": "1"})
+    ranks.engine = ours
+    return end_of(ranks.launch(ranks.program, SHORT, {**JOB, "RANK": "0"}), 30)
+
+
+# ---- ranks that end or hang ----
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGTERM, "ended with exit code 143")],
+)
+def test_a_rank_that_dies_ends_the_run(ranks: Ranks, number: signal.Signals, said: str) -> None:
+    leader = ranks.start(*ENDLESS)
+    pid = ranks.follower(leader)
+    os.kill(pid, number)
+    code, err = end_of(leader, 10)
+    assert code == 1
+    require_one_error(err, f"error[RankFailure]: rank 1 (process {pid}) {said}")
+    require_gone(pid)
+
+
+def test_a_rank_that_hangs_ends_the_run(ranks: Ranks) -> None:
+    leader = ranks.start(*ENDLESS, "--rank-timeout", 1)
+    pid = ranks.follower(leader)
+    os.kill(pid, signal.SIGSTOP)
+    code, err = end_of(leader, 15)
+    assert code == 1
+    require_one_error(err, f"rank 1 (process {pid}) has not ")
+    assert "for 1 s: it hangs, or was stopped" in err  # come, or allocated its memory
+    require_gone(pid)
+
+
+def test_ctrl_c_ends_all_ranks(ranks: Ranks) -> None:
+    """A terminal sends it to rank 0's whole process group; a launcher to every rank."""
+    leader = ranks.start(*ENDLESS)
+    pid = ranks.follower(leader)
+    os.kill(pid, signal.SIGINT)
+    os.killpg(leader.pid, signal.SIGINT)
+    code, err = end_of(leader, 10)
+    assert code == 130 and "RankFailure" not in err and "Traceback" not in err, err
+    require_gone(pid)
+
+
+def test_ranks_end_with_a_leader_that_is_killed(ranks: Ranks) -> None:
+    leader = ranks.start(*ENDLESS)
+    pid = ranks.follower(leader)
+    leader.kill()
+    require_gone(pid)
+
+
+def test_a_rank_that_fails_says_why(ranks: Ranks) -> None:
+    """Here without memory for its cache, which rank 0 has."""
+    fail = (
+        "from llmctl.errors import OutOfMemory\n"
+        "from llmctl.runtime.engines.cpu_cache import CpuCache\n"
+        "def allocate(self, n): raise OutOfMemory('no room for the cache', fix='a smaller one')\n"
+        "CpuCache.allocate = allocate"
+    )
+    program = [sys.executable, "-c", WRAPPED, fail]
+    code, err = leader_beside(ranks, program, ranks.engine)
+    assert code == 1
+    require_one_error(err, "failed: OutOfMemory: no room for the cache")
+    assert "fix: a smaller one" in err and "rank 1 (process" in err
+
+
+# ---- ranks that are none of the run ----
+
+
+def test_a_rank_with_another_engine_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    shutil.copytree(ranks.engine, tmp_path / "other")
+    config = tmp_path / "other/config.json"
+    config.write_text(config.read_text().replace('"command": "', '"command": "once '))
+    code, err = leader_beside(ranks, ranks.program, tmp_path / "other")
+    assert code == 1
+    require_one_error(err, "has another target engine than rank 0")
+
+
+def test_a_rank_without_an_engine_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    code, err = leader_beside(ranks, ranks.program, tmp_path / "nothing")
+    assert code == 1
+    require_one_error(err, f"failed: EngineNotFound: {tmp_path / 'nothing'} is not an engine")
+
+
+def test_a_rank_file_that_is_cut_off_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    shutil.copytree(ranks.engine, tmp_path / "cut")
+    os.truncate(tmp_path / "cut/rank1.engine", 1000)
+    ranks.engine = tmp_path / "cut"
+    code, err = end_of(ranks.launch(ranks.program, SHORT, {}), 30)
+    assert code == 1
+    require_one_error(err, "failed: CorruptEngine: ")
+    assert "rank1.engine" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("m.version = lambda name: '0.0.9'", "runs llmctl 0.0.9; rank 0 runs"),
+        ("m.load_kernels = Other", "has CPU kernels of other sources (0ld)"),
+    ],
+)
+def test_a_rank_of_another_version_is_named(ranks: Ranks, change: str, said: str) -> None:
+    patch = (
+        "import llmctl.runtime.ranks.identity as m\n"
+        "class Other:\n"
+        "    def llmctl_source_hash(self): return b'0ld'\n" + change
+    )
+    code, err = leader_beside(ranks, [sys.executable, "-c", WRAPPED, patch], ranks.engine)
+    assert code == 1
+    require_one_error(err, said)
+
+
+def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
+    words = (*SHORT, "--rank-timeout", 1)
+    code, err = end_of(ranks.launch(ranks.program, words, {**JOB, "RANK": "0"}), 15)
+    assert code == 1
+    require_one_error(err, "rank 1 has not come within 1 s; 1 of 2 ranks are here")
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "4"}, (), "has 2 ranks, and torchrun started 4 processes"),
+        ({"RANK": "5", "WORLD_SIZE": "4"}, (), "RANK is '5' and WORLD_SIZE is '4'"),
+        ({}, ("--tp-size", "4"), "--tp-size is 4; the engine has 2 ranks"),
+        ({}, ("--rank-timeout", "nan"), "--rank-timeout is nan"),
+    ],
+)
+def test_another_number_of_ranks_is_refused(
+    ranks: Ranks, environment: dict[str, str], words: tuple[str, ...], said: str
+) -> None:
+    code, err = end_of(ranks.launch(ranks.program, (*SHORT, *words), environment), 15)
+    assert code == 2
+    require_one_error(err, said)
+
+
+def test_an_engine_of_one_rank_is_refused_by_several(ranks: Ranks, demo: DemoPair) -> None:
+    ranks.engine = demo.engine("target-fp8")
+    code, err = end_of(ranks.launch(ranks.program, SHORT, {**JOB, "RANK": "0"}), 15)
+    assert code == 2
+    require_one_error(err, "the engine has 1 rank, and torchrun started 2 processes")
+
+
+def test_a_job_that_has_a_rank_0_already_is_named(ranks: Ranks) -> None:
+    environment = {**JOB, "RANK": "0"}
+    world = find_world(environment)
+    assert world is not None
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(address_of(world.job))
+        code, err = end_of(ranks.launch(ranks.program, SHORT, environment), 15)
+    assert code == 1
+    require_one_error(err, "has a rank 0 already")
+
+
+# ---- launchers ----
+
+
+def test_processes_of_a_launcher_are_one_run(ranks: Ranks) -> None:
+    """Only rank 0 prints, and only rank 0 reads stdin."""
+    alone = ranks.launch(ranks.program, SHORT, {})
+    wanted = alone.communicate(timeout=LIMIT_S)[0]
+    follower = ranks.launch(ranks.program, SHORT, {**JOB, "RANK": "1"})
+    leader = ranks.launch(ranks.program, SHORT, {**JOB, "RANK": "0"})
+    assert leader.communicate(timeout=LIMIT_S)[0] == wanted and leader.returncode == 0
+    assert follower.communicate(timeout=LIMIT_S)[0] == ""
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
+def test_mpirun_starts_a_run(ranks: Ranks) -> None:
+    program = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
+    leader = ranks.launch([*program, sys.executable, "-m", "llmctl.cli.entry"], SHORT, {})
+    out, err = leader.communicate(timeout=LIMIT_S)
+    assert leader.returncode == 0, err
+    assert out.count("Output [Text 0 Beam 0]") == 1 and "on each of 2 ranks" in err
