@@ -9,18 +9,16 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer import Option
 
 from llmctl.cli import engine_options as engine
-from llmctl.cli.run import options as option
-from llmctl.cli.run.drafting import parameters, parse_method
+from llmctl.cli.bench.options import COMMON
+from llmctl.cli.run.drafting import parse_method
 from llmctl.cli.signatures import give_parameters
 from llmctl.errors import BadConfig
-from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -31,119 +29,15 @@ bench = typer.Typer(
     "  llmctl bench throughput --engine-dir out/target --dataset dataset.jsonl --concurrency 8",
 )
 
-Dataset = Annotated[
-    Path | None, Option("--dataset", help="Requests by `llmctl dataset`; default: random prompts.")
-]
-NumRequests = Annotated[
-    int, Option("--num-requests", min=0, help="Rows to use; 0: all, or 10 random prompts.")
-]
-TargetInputLen = Annotated[
-    int | None, Option("--target-input-len", min=1, help="Length of random prompts; default 128.")
-]
-TargetOutputLen = Annotated[
-    int | None,
-    Option("--target-output-len", min=1, help="Output tokens where rows say none; default 128."),
-]
-Warmup = Annotated[int, Option("--warmup", min=0, help="Requests run before measuring.")]
-Iterations = Annotated[int, Option("--iterations", min=1, help="Measured runs of the whole load.")]
-Baseline = Annotated[
-    bool, Option("--baseline", help="Run the load without drafts too; print the paired ratio.")
-]
-SweepDraftLen = Annotated[
-    str | None,
-    Option("--sweep-draft-len", help='"1..16" or "1,2,4": speed by draft length; recommends one.'),
-]
-SyntheticAcceptanceOption = Annotated[
-    str | None,
-    Option(
-        "--synthetic-acceptance",
-        help="Accept drafts at random: mean tokens per round, or rates by position, as in vLLM.",
-    ),
-]
-TuneTree = Annotated[
-    int | None,
-    Option("--tune-tree", min=1, hidden=True, help="Medusa: the best tree of N drafts, by counts."),
-]
-EosId = Annotated[
-    int,
-    Option("--eos-id", min=-1, help="Token that ends an output; -1: full length.", hidden=True),
-]
-FreeMemoryFraction = Annotated[
-    float | None,
-    Option(
-        "--kv-cache-free-gpu-mem-fraction",
-        "--kv-cache-free-gpu-memory-fraction",
-        help="Fraction of the free memory for both KV caches; default 0.9 on a GPU, 0.5 of RAM.",
-        hidden=True,
-    ),
-]
-EnableBlockReuse = Annotated[
-    bool,
-    Option(
-        "--kv-cache-enable-block-reuse/--no-kv-cache-enable-block-reuse",
-        help="Reuse the KV cache for prompts that were computed before.",
-        hidden=True,
-    ),
-]
-Report = Annotated[
-    Path | None, Option("--report", help="Self-contained HTML page of tables and charts.")
-]
-Trace = Annotated[Path | None, Option("--trace", help="Trace for ui.perfetto.dev, JSON.")]
-Raw = Annotated[Path | None, Option("--raw", help="Every request and step, a JSON line each.")]
-ReportJson = Annotated[
-    Path | None, Option("--report-json", help="The JSON line of stdout, in a file.", hidden=True)
-]
-Json = Annotated[bool, Option("--json", help="Only the JSON line: no tables, no progress.")]
-
-
-# The options of both commands: name -> (what it is, default); without one it is required.
-_REQUIRED = inspect.Parameter.empty
-_COMMON: dict[str, tuple[Any, Any]] = {
-    "engine_dir": (option.EngineDir, _REQUIRED),
-    **{name: (annotation, None) for name, annotation in parameters().items()},
-    "draft_len": (option.DraftLen, None),
-    "adaptive_draft_len": (option.AdaptiveDraftLen, False),
-    "baseline": (Baseline, False),
-    "sweep_draft_len": (SweepDraftLen, None),
-    "synthetic_acceptance": (SyntheticAcceptanceOption, None),
-    "tune_tree": (TuneTree, None),
-    "dataset": (Dataset, None),
-    "num_requests": (NumRequests, 0),
-    "target_input_len": (TargetInputLen, None),
-    "target_output_len": (TargetOutputLen, None),
-    "warmup": (Warmup, 2),
-    "iterations": (Iterations, 1),
-    "temperature": (option.Temperature, None),
-    "top_k": (option.TopK, None),
-    "top_p": (option.TopP, None),
-    "min_p": (option.MinP, None),
-    "random_seed": (option.RandomSeed, 0),
-    "eos_id": (EosId, -1),
-    "kv_cache_free_gpu_mem_fraction": (FreeMemoryFraction, None),
-    "kv_cache_enable_block_reuse": (EnableBlockReuse, False),
-    "enable_chunked_context": (engine.EnableChunkedContext, True),
-    "scheduler_policy": (engine.SchedulerPolicy, CapacitySchedulerPolicy.GUARANTEED_NO_EVICT),
-    "max_batch_size": (engine.MaxBatchSize, None),
-    "max_num_tokens": (engine.MaxNumTokens, None),
-    "max_step_ms": (engine.MaxStepMs, None),
-    "num_threads": (option.NumThreads, None),
-    "trusted_builder": (engine.TrustedBuilder, None),
-    "report": (Report, None),
-    "trace": (Trace, None),
-    "raw": (Raw, None),
-    "report_json": (ReportJson, None),
-    "as_json": (Json, False),
-}
-
 
 def _with_common_options(function: Callable[..., int]) -> Callable[..., int]:
-    """Put the options of _COMMON in the place of `**given`, for the parser."""
+    """Put the options of COMMON in the place of `**given`, for the parser."""
     signature = inspect.signature(function, eval_str=True)
     common = [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
         )
-        for name, (annotation, default) in _COMMON.items()
+        for name, (annotation, default) in COMMON.items()
     ]
     parameters = [*list(signature.parameters.values())[:-1], *common]
 
@@ -229,6 +123,7 @@ def _run(
     given: dict[str, Any],
 ) -> int:
     """From options to exit code; heavy imports happen here."""
+    from llmctl.cli.bench.comparison import compare
     from llmctl.cli.bench.driver import Pace
     from llmctl.cli.bench.load import LoadOptions
     from llmctl.cli.bench.publish import publish_results
@@ -239,6 +134,10 @@ def _run(
     from llmctl.runtime.open import EngineOptions
     from llmctl.runtime.ranks.serve import serve_rank
 
+    compared = given["compare_drafting"]
+    fixed = ("draft_len", "sweep_draft_len", "tune_tree")
+    if compared is not None and any(given[name] is not None for name in fixed):
+        raise BadConfig("--compare-drafting compares methods as their engines were built")
     sweep = parse_sweep(given["sweep_draft_len"]) if given["sweep_draft_len"] is not None else ()
     if sweep and given["draft_len"] is not None:
         raise BadConfig("--sweep-draft-len and --draft-len are both given")
@@ -294,5 +193,7 @@ def _run(
         is_json=given["as_json"],
         label=label,
     )
+    if compared is not None:
+        return compare(options, compared)
     code = serve_rank(options.engines)
     return publish_results(Session(options).measure()) if code is None else code

@@ -16,8 +16,6 @@ from llmctl.cli.output_files import replacing
 def publish_results(measured: Measured) -> int:
     """Write and print everything; the exit code: 0, 1 when a request failed, 130 or 143 after a
     signal."""
-    from llmctl.cli.main import EXIT_FAILURE, EXIT_INTERRUPT, EXIT_TERMINATED, Terminated
-
     report = report_json(measured)
     line = json.dumps(report, ensure_ascii=False, allow_nan=False)
     try:
@@ -26,10 +24,17 @@ def publish_results(measured: Measured) -> int:
         if not measured.options.is_json:
             print_report(report, make_console())
         print(line, flush=True)
+    return exit_code(measured, report["request_info"]["num_failed"])
+
+
+def exit_code(measured: Measured, num_failed: int) -> int:
+    """See `publish_results`; says that a session was interrupted."""
+    from llmctl.cli.main import EXIT_FAILURE, EXIT_INTERRUPT, EXIT_TERMINATED, Terminated
+
     if measured.interrupt is not None:
         print("llmctl: interrupted", file=sys.stderr)
         return EXIT_TERMINATED if issubclass(measured.interrupt, Terminated) else EXIT_INTERRUPT
-    return EXIT_FAILURE if report["request_info"]["num_failed"] else 0
+    return EXIT_FAILURE if num_failed else 0
 
 
 def _write_files(measured: Measured, report: dict[str, Any], line: str) -> None:

@@ -218,6 +218,8 @@ def _engine_facts(engines: OpenEngines) -> dict[str, Any]:
     config = engines.checked.target
     method = engines.checked.options.method
     quantization = config.pretrained_config.get("quantization") or {}
+    loaded = (engines.target, *engines.opened.draft_engines)
+    kv_bytes = sum(engine.kv_bytes_per_block for engine in loaded)
     return {
         "model": architecture(config),
         "engine_dir": str(engines.checked.options.engine_dir),
@@ -234,6 +236,8 @@ def _engine_facts(engines: OpenEngines) -> dict[str, Any]:
         "max_num_tokens": engines.target.max_num_tokens,
         "max_sequence_length_tokens": engines.target.max_seq_len,
         "weight_mb": engines.target.weight_bytes / 1e6,
+        "all_weight_mb": sum(engine.weight_bytes for engine in loaded) / 1e6,
+        "kv_kb_per_token": kv_bytes / engines.target.tokens_per_block / 1e3,
         "kv_blocks": engines.kv_plan.num_blocks,
         "kv_mb": engines.kv_plan.total_bytes / 1e6,
         "version": version("llmctl"),

@@ -8,7 +8,7 @@ help.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -91,6 +91,16 @@ class MethodOption:
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """A method as `bench --compare-drafting` names it: NAME, or NAME=DIR. values: of the method's
+    options. DIR is the target engine, or with `folder` the value of that option, which it needs."""
+
+    name: str
+    values: Mapping[str, Any]
+    folder: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class MethodRow:
     """A method in the table. `make(values, draft_len)` returns None if its options are not set, and
     raises BadConfig or Unsupported if they are wrong; `draft_len` is that of --draft-len. `how` is
@@ -98,4 +108,5 @@ class MethodRow:
 
     how: str
     options: tuple[MethodOption, ...]
+    compared: tuple[Compared, ...] = field(default=(), kw_only=True)
     make: Callable[[Mapping[str, Any], int | None], DraftMethod | None]

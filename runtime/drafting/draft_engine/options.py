@@ -14,7 +14,7 @@ from llmctl.runtime.drafting.list_options import (
     require_equal_length,
     take_device,
 )
-from llmctl.runtime.drafting.method import MethodOption, MethodRow
+from llmctl.runtime.drafting.method import Compared, MethodOption, MethodRow
 
 _CONFIG = "--draft-target-model-config"
 _FORM = "[draft_len, [draft devices], [target devices], use_logits]"
@@ -59,5 +59,6 @@ ROW = MethodRow(
             is_hidden=True,
         ),
     ),
+    compared=(Compared("draft", {}, folder="draft_engine"),),
     make=_make,
 )

@@ -8,7 +8,7 @@ from typing import Any
 from llmctl.builder.engine_format import parse_choices
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.eagle.method import MOST_OFFERS, Eagle
-from llmctl.runtime.drafting.method import MethodOption, MethodRow
+from llmctl.runtime.drafting.method import Compared, MethodOption, MethodRow
 
 OPTION = "--eagle-choices"
 DYNAMIC, OFFERS = "--eagle-use-dynamic-tree", "--eagle-dynamic-tree-max-top-k"
@@ -55,6 +55,10 @@ ROW = MethodRow(
             f"Tokens that may follow one draft of a dynamic tree. (default: {MOST_OFFERS})",
             is_hidden=True,
         ),
+    ),
+    compared=(
+        Compared("eagle", {"eagle_choices": CHAIN}),
+        Compared("eagle-tree", {"eagle_use_dynamic_tree": True}),
     ),
     make=_make,
 )

@@ -8,7 +8,7 @@ from typing import Any
 from llmctl.builder.engine_format import LookaheadDecodingConfig
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.lookahead.method import LookaheadDecoding
-from llmctl.runtime.drafting.method import MethodOption, MethodRow
+from llmctl.runtime.drafting.method import Compared, MethodOption, MethodRow
 
 OPTION = "--lookahead-config"
 BUILT = "auto"
@@ -36,5 +36,6 @@ ROW = MethodRow(
             'Lookahead decoding: "[window,ngram,verification]", "[7,5,7]".',
         ),
     ),
+    compared=(Compared("lookahead", {"lookahead_config": BUILT}),),
     make=_make,
 )

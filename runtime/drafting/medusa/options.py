@@ -7,7 +7,7 @@ from typing import Any
 
 from llmctl.builder.engine_format import parse_choices
 from llmctl.runtime.drafting.medusa.method import Medusa
-from llmctl.runtime.drafting.method import MethodOption, MethodRow
+from llmctl.runtime.drafting.method import Compared, MethodOption, MethodRow
 
 OPTION = "--medusa-choices"
 BUILT = "auto"
@@ -30,5 +30,6 @@ ROW = MethodRow(
             'A tree from the engine\'s Medusa heads: auto, or "[[0],[1]]".',
         ),
     ),
+    compared=(Compared("medusa", {"medusa_choices": BUILT}),),
     make=_make,
 )

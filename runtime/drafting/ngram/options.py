@@ -11,7 +11,7 @@ from llmctl.runtime.drafting.list_options import (
     require_equal_length,
     take_device,
 )
-from llmctl.runtime.drafting.method import MethodOption, MethodRow
+from llmctl.runtime.drafting.method import Compared, MethodOption, MethodRow
 from llmctl.runtime.drafting.ngram.method import NgramLookup
 
 _CONFIG = "--ngram-config"
@@ -40,5 +40,6 @@ ROW = MethodRow(
             'N-gram lookup: "[draft_len,max_ngram,[devices]]", "[10,2,[0]]".',
         ),
     ),
+    compared=(Compared("ngram", {"ngram_config": "[4,2,[0]]"}),),
     make=_make,
 )

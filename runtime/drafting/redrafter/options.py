@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmctl.errors import BadConfig
-from llmctl.runtime.drafting.method import MethodOption, MethodRow
+from llmctl.runtime.drafting.method import Compared, MethodOption, MethodRow
 from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 
 BEAMS, LENGTH = "--redrafter-num-beams", "--redrafter-draft-len-per-beam"
@@ -46,5 +46,6 @@ ROW = MethodRow(
             is_hidden=True,
         ),
     ),
+    compared=(Compared("redrafter", {"redrafter_num_beams": BUILT}),),
     make=_make,
 )
