@@ -141,11 +141,53 @@ def _is_eagle(folder: Path) -> bool:
     return is_eagle(folder)
 
 
-def _refuse_eagle(folder: Path, source: Source) -> DraftHeads:
-    raise Unsupported(
-        f"{folder} holds an EAGLE head; Medusa heads and ReDrafter heads are quantized",
-        fix="build it as it is: llmctl build --speculative-decoding-mode eagle "
-        f"--draft-model-dir {folder}",
+def _read_eagle(folder: Path, source: Source) -> DraftHeads:
+    from llmctl.builder.heads.eagle.checkpoint import check_head, open_head
+    from llmctl.builder.heads.eagle.config import DEFAULT_THETA, choose_taps
+    from llmctl.builder.heads.eagle.names import DEFAULT_LENGTH
+    from llmctl.builder.heads.eagle.vocabulary import KEPT, OFFSETS
+    from llmctl.builder.rope import read_rope
+    from llmctl.quantize.checkpoint import Checkpoint
+    from llmctl.quantize.format import CONFIG_FILE, SINGLE_FILE, read_json
+    from llmctl.quantize.heads.eagle import EagleShape, make_eagle
+    from llmctl.quantize.heads.heads import DraftHeads
+
+    opened, target = open_head(folder), source.model.config
+    config, hidden_size = opened.config, int(target.hidden_size)
+    layers, where = source.model.num_layers, str(config.where)
+    taps = choose_taps(config.layer_ids, layers, None, where)
+    head = check_head(opened, taps, hidden_size, int(target.vocab_size))
+    _require_plain(folder, head.quantization)
+    rope = read_rope(config.rope, DEFAULT_THETA, where)
+    shape = EagleShape(
+        *(len(taps), hidden_size, config.hidden_size, config.intermediate_size),
+        *(config.num_heads, config.num_kv_heads, config.head_size, config.norm_epsilon),
+        *(config.vocab_size, config.draft_vocab_size, config.norm_before_residual),
+        *(head.has_qk_norm, head.has_embedding, DEFAULT_LENGTH),
+        lambda start, stop: rope.table(start, stop, config.head_size),
+    )
+    stored = {name: info.name for name, info in head.tensors.items()}
+    if head.is_reduced:
+        stored[KEPT] = opened.tensors[KEPT].name
+    infos = {info.name: info for info in opened.tensors.values() if info.name in stored.values()}
+    checkpoint = Checkpoint(folder, {}, infos, None, head.held)
+    offsets = checkpoint.read(stored[OFFSETS]) if head.is_reduced else None
+    linears = shape.linears().items()
+    return DraftHeads(
+        source=checkpoint,
+        prefix="",
+        num_depths=DEFAULT_LENGTH,
+        num_tokens=DEFAULT_LENGTH,
+        depth_word="step",
+        linears={p: stored[f"{module}.weight"].removesuffix(".weight") for p, module in linears},
+        biases=(),
+        make=lambda projection, embedding: make_eagle(shape, embedding, offsets),
+        file_name=SINGLE_FILE,
+        config=read_json(folder / CONFIG_FILE),
+        kept={path: stored[name] for path, name in shape.kept().items()},
+        copied=(stored[OFFSETS], stored[KEPT]) if head.is_reduced else (),
+        taps=taps,
+        attends=True,
     )
 
 
@@ -159,7 +201,7 @@ def _require_plain(folder: Path, quantization: QuantizationInfo | None) -> None:
 
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Any], Any]], ...] = (
     (_is_redrafter, _read_redrafter),
-    (_is_eagle, _refuse_eagle),
+    (_is_eagle, _read_eagle),
     (lambda folder: True, _read_medusa),
 )
 """(whether a folder holds such heads, how they are read); the first that does."""

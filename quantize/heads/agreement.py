@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 ROWS_AT_A_TIME = 256  # whose logits are in memory
+Batch = tuple[slice, "torch.Tensor", "torch.Tensor"]  # which positions of all, hidden, tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,7 @@ class TargetRows:
     """What the target computed of rows of text."""
 
     tokens: torch.Tensor  # int64 [rows, length]
-    hidden: torch.Tensor  # [rows, length, hidden_size]
+    hidden: torch.Tensor  # [rows, length, hidden_size], that heads read
     chosen: torch.Tensor  # int64 [rows, length]: its likeliest token after each
 
     def split(self, count: int) -> tuple[TargetRows, TargetRows]:
@@ -31,6 +33,16 @@ class TargetRows:
     def following(self, count: int) -> torch.Tensor:
         """int64 [rows, length - count, count]: the text behind each position that has so much."""
         return self.tokens[:, 1:].unfold(1, count, 1) if count else self.tokens[..., None][..., :0]
+
+    def batches(self, length: int, count: int, *, whole: bool) -> Iterator[Batch]:
+        """The first `length` positions of all rows and so many tokens behind each, as they are in
+        memory together: a row of text at a time, or (not whole) a number of positions."""
+        hidden = self.hidden[:, :length].flatten(0, 1)
+        tokens = self.following(count)[:, :length].flatten(0, 1)
+        size = length if whole else ROWS_AT_A_TIME
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            yield part, hidden[part], tokens[part]
 
 
 def choose(hidden: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
@@ -46,22 +58,24 @@ def choose(hidden: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
 
 
 def agreement(
-    module: HeadModule, rows: TargetRows, depths: int, num_tokens: int, device: torch.device
+    module: HeadModule,
+    rows: TargetRows,
+    depths: int,
+    num_tokens: int,
+    device: torch.device,
+    *,
+    whole: bool = False,
 ) -> list[int]:
     """For each depth: at how many positions the likeliest token is the target's choice, of those
-    that `count_positions` counts. The module reads so many tokens behind a position."""
-    import torch
-
+    that `count_positions` counts. The module reads so many tokens behind a position, and rows of
+    text that are whole if it attends."""
     places = _places(rows, depths)
     right = [0] * depths
     length = places[0].shape[1]
-    flat = rows.hidden[:, :length].flatten(0, 1)
-    tokens = rows.following(num_tokens)[:, :length].flatten(0, 1)
     labels = [rows.chosen[:, m + 1 :][:, :length].flatten() for m in range(depths)]
-    for part in torch.split(torch.arange(len(flat)), ROWS_AT_A_TIME):
-        said = module(flat[part].to(device), tokens[part].to(device))
-        for depth in range(depths):
-            hits = said[depth].argmax(-1).cpu() == labels[depth][part]
+    for part, hidden, tokens in rows.batches(length, num_tokens, whole=whole):
+        for depth, said in enumerate(module(hidden.to(device), tokens.to(device))):
+            hits = said.argmax(-1).cpu() == labels[depth][part]
             right[depth] += int((hits & places[depth].flatten()[part]).sum())
     return right
 

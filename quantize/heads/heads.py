@@ -3,8 +3,8 @@ function for each kind of heads (cli/quantize_heads.py has the table)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llmctl.quantize.checkpoint import Checkpoint
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 class HeadModule(Protocol):
     """All heads as one torch module; its linears are torch's own, for ModelOpt."""
 
-    def __call__(self, hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
-        """hidden [rows, hidden_size] as the target's output projection reads them, and the tokens
-        [rows, DraftHeads.num_tokens] that follow each -> logits [rows, vocab_size] of each depth:
-        of the token after the row's own next one, and so on."""
+    def __call__(self, hidden: torch.Tensor, tokens: torch.Tensor) -> Iterable[torch.Tensor]:
+        """hidden [rows, hidden_size] as the target's output projection reads them (or what
+        `DraftHeads.taps` says), and the tokens [rows, DraftHeads.num_tokens] that follow each ->
+        logits [rows, vocab_size] of each depth: of the token after the row's own next one, and so
+        on. Heads that attend are given the rows of one text from its start."""
 
     def get_submodule(self, target: str) -> torch.nn.Module: ...
 
@@ -45,6 +46,12 @@ class DraftHeads:
     make: Callable[[torch.Tensor, torch.Tensor], HeadModule]
     file_name: str  # of the weights
     config: Mapping[str, Any]  # config.json
+    # parameters that stay as they are: paths of HeadModule -> names in the output
+    kept: Mapping[str, str] = field(default_factory=dict)
+    copied: tuple[str, ...] = ()  # tensors that the output has as they are stored
+    # layers of the target whose inputs, side by side, are `hidden`; none: its output projection's
+    taps: tuple[int, ...] = ()
+    attends: bool = False
 
     def shape(self, linear: str) -> tuple[int, ...]:
         """[out, in] of one of `linears`."""

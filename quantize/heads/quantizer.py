@@ -22,7 +22,6 @@ from llmctl.quantize.format import (
     quantization_documents,
 )
 from llmctl.quantize.heads.agreement import (
-    ROWS_AT_A_TIME,
     TargetRows,
     agreement,
     choose,
@@ -135,11 +134,11 @@ def run_heads(
     with torch.inference_mode():
         module = _load(heads, projection, target.read(EMBEDDING), own)
         sizes = (heads.num_depths, heads.num_tokens)
-        before = agreement(module, held_out, *sizes, device)
+        before = agreement(module, held_out, *sizes, device, whole=heads.attends)
         _calibrate(plan, module, calibrating, own)
         stored = dict(_quantized(plan, module, own))
         _take_stored(plan, module, stored)
-        after = agreement(module, held_out, *sizes, device)
+        after = agreement(module, held_out, *sizes, device, whole=heads.attends)
         with publish(options.output_dir) as scratch:
             with ShardWriter(scratch, plan.shards) as writer:
                 for name, tensor in stored.items():
@@ -183,12 +182,16 @@ def _target_rows(
     embedding = target.read(EMBEDDING)
     hidden = torch.nn.functional.embedding(tokens.to(embedding.device), embedding).cpu()
     del embedding
+    taps: dict[int, torch.Tensor] = {}
     for index in range(source.model.num_layers):
         source.checkpoint.release()
+        if index in plan.heads.taps:
+            taps[index] = hidden.clone()  # the layer writes over it
         target.pass_layer(index, hidden, options.batch_size)
         progress(index + 1, source.model.num_layers)
     target.pass_norm(hidden, options.batch_size)
-    return TargetRows(tokens, hidden, choose(hidden, projection))
+    read = [taps[index] for index in plan.heads.taps] or [hidden]
+    return TargetRows(tokens, torch.cat(read, dim=-1), choose(hidden, projection))
 
 
 def _load(
@@ -200,21 +203,21 @@ def _load(
         for path, name in heads.linears.items()
         for kind in (("weight", "bias") if path in heads.biases else ("weight",))
     }
+    weights |= {path: own.read(f"{heads.prefix}{name}") for path, name in heads.kept.items()}
     module.load_state_dict(weights, assign=True)
     return module
 
 
 def _calibrate(plan: HeadsPlan, module: HeadModule, rows: TargetRows, own: LayerQuantizer) -> None:
-    import torch
-
     from llmctl.quantize.layers import calibrate_module
 
-    tokens = rows.following(plan.heads.num_tokens)
-    read = (rows.hidden[:, : tokens.shape[1]].flatten(0, 1), tokens.flatten(0, 1))
+    count = plan.heads.num_tokens
+    length = rows.following(count).shape[1]
 
     def loop(found: Any) -> None:
-        for hidden, behind in zip(*(torch.split(t, ROWS_AT_A_TIME) for t in read), strict=True):
-            found(hidden.to(own.device), behind.to(own.device))
+        for _, hidden, behind in rows.batches(length, count, whole=plan.heads.attends):
+            for _ in found(hidden.to(own.device), behind.to(own.device)):
+                pass  # a depth at a time
 
     try:
         calibrate_module(module, loop, plan.source.scheme)
@@ -230,6 +233,12 @@ def _planned(source: Source, heads: DraftHeads) -> Iterator[TensorPlan]:
         yield from planned_linear(f"{name}.weight", heads.shape(path), source.scheme)
         if path in heads.biases:
             yield TensorPlan(f"{name}.bias", DTYPE_CODES[source.dtype], heads.shape(path)[:1])
+    for name in heads.kept.values():
+        shape = heads.source.info(f"{heads.prefix}{name}").shape
+        yield TensorPlan(name, DTYPE_CODES[source.dtype], shape)
+    for name in heads.copied:
+        info = heads.source.info(f"{heads.prefix}{name}")
+        yield TensorPlan(name, info.dtype, info.shape)
 
 
 def _quantized(
@@ -241,6 +250,10 @@ def _quantized(
         yield from quantized_linear(module.get_submodule(path), name, plan.source.scheme)
         if path in plan.heads.biases:
             yield f"{name}.bias", own.read(f"{plan.heads.prefix}{name}.bias")
+    for name in plan.heads.kept.values():
+        yield name, own.read(f"{plan.heads.prefix}{name}")
+    for name in plan.heads.copied:
+        yield name, plan.heads.source.read(f"{plan.heads.prefix}{name}")
 
 
 def _take_stored(plan: HeadsPlan, module: HeadModule, stored: Mapping[str, torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ A folder with config.json and model.safetensors (or pytorch_model.bin):
     lm_head.weight                                   [draft vocab, hidden]
     d2t, t2d                                         vocabulary.py
     embed_tokens.weight                              [vocab, hidden]; else the target's is read
+    M.weight_scale, M.input_scale                    of a linear that is quantized
 
 L is `midlayer` in the layout of EAGLE's authors, `layers.0` in that of `speculators`.
 """
@@ -34,7 +35,14 @@ from llmctl.errors import (
     Unsupported,
 )
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo, read_header
-from llmctl.quantize.format import CONFIG_FILE, SINGLE_FILE
+from llmctl.quantize.format import (
+    CONFIG_FILE,
+    QUANT_CONFIG_FILE,
+    SINGLE_FILE,
+    QuantizationInfo,
+    read_json,
+    read_quantization,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +53,7 @@ PICKLED_FILE = "pytorch_model.bin"
 EMBEDDING = "embed_tokens.weight"
 _MIDLAYER = "midlayer."  # EAGLE's name of LAYER
 _FLOATS = ("F32", "BF16", "F16")
+_SCALES = ("weight_scale", "input_scale")  # of a quantized linear
 _QK_NORMS = tuple(f"{LAYER}.self_attn.{part}_norm.weight" for part in "qk")
 
 
@@ -60,19 +69,24 @@ class EagleHead:
     has_qk_norm: bool
     tensors: Mapping[str, TensorInfo]  # by their names in MODULE
     held: Mapping[str, torch.Tensor]  # of a pickled file
+    quantization: QuantizationInfo | None
 
     def beside(self, target: Checkpoint) -> Checkpoint:
-        """The target's checkpoint with the head in it, unquantized, in MODULE."""
+        """The target's checkpoint with the head in it, in MODULE, quantized as its own config.json
+        says."""
         tensors, held = dict(target.tensors), dict(target.held)
         for name, found in self.tensors.items():
             full = f"{MODULE}.{name}"
             tensors[full] = replace(found, name=full)
             if found.name in self.held:
                 held[full] = self.held[found.name]
+        whole = replace(target, tensors=tensors, held=held)
+        if self.quantization is not None:
+            return replace(whole, apart={**target.apart, MODULE: self.quantization})
         info = target.quantization
         if info is not None:
             info = replace(info, exclude=(*info.exclude, MODULE))
-        return replace(target, tensors=tensors, held=held, quantization=info)
+        return replace(whole, quantization=info)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +97,25 @@ class OpenedHead:
     file: Path
     tensors: Mapping[str, TensorInfo]  # by their names in MODULE
     held: Mapping[str, torch.Tensor]  # of a pickled file, by their names there
+    quantization: QuantizationInfo | None  # that its config.json states
 
 
 def is_eagle(folder: Path) -> bool:
     """Whether a folder seems to hold an EAGLE head. Raises CorruptFile."""
     file = folder / SINGLE_FILE
-    stored = read_header(file) if file.is_file() else {}
+    if not file.is_file():
+        return (folder / PICKLED_FILE).is_file()
+    stored = read_header(file)
     return any(name.startswith((_MIDLAYER, f"{LAYER}.")) for name in stored)
 
 
 def open_head(folder: Path) -> OpenedHead:
     """The head of a folder.
 
-    Raises CheckpointNotFound, CorruptFile, PickleCheckpoint, UnexpectedTensor and Unsupported.
+    Raises CheckpointNotFound, CorruptFile, PickleCheckpoint, UnexpectedTensor, UnknownQuantization
+    and Unsupported.
     """
-    path = folder / CONFIG_FILE
+    path, nested_path = folder / CONFIG_FILE, folder / QUANT_CONFIG_FILE
     if not path.is_file():
         raise CheckpointNotFound(
             f"{path} does not exist", fix="give the folder of an EAGLE head: --draft-model-dir HEAD"
@@ -120,7 +138,9 @@ def open_head(folder: Path) -> OpenedHead:
             )
         found[own] = info
     _require_eagle3(file, found)
-    return OpenedHead(read_config(path), file, found, held)
+    nested = read_json(nested_path) if nested_path.is_file() else None
+    quantization = read_quantization(read_json(path), nested, str(path))
+    return OpenedHead(read_config(path), file, found, held, quantization)
 
 
 def check_head(
@@ -132,7 +152,9 @@ def check_head(
     BadTensorShape, BadTensorValue and Unsupported.
     """
     config, tensors = opened.config, dict(opened.tensors)
-    _require_fit(config, tensors, len(taps), hidden_size, vocab_size)
+    scheme = None if opened.quantization is None else opened.quantization.scheme
+    packed = 1 if scheme is None else scheme.storage.values  # numbers in a stored element
+    _require_fit(config, tensors, len(taps), hidden_size, vocab_size, packed)
     info = tensors.get(EMBEDDING)
     is_copy = config.is_speculators and not config.trains_embedding
     if info is not None and is_copy and config.hidden_size == hidden_size:
@@ -143,8 +165,7 @@ def check_head(
     head = EagleHead(
         *(opened.file, config, taps, is_reduced, EMBEDDING in tensors),
         any(name in tensors for name in _QK_NORMS),
-        tensors,
-        opened.held,
+        *(tensors, opened.held, None if _is_plain(tensors) else opened.quantization),
     )
     _check_shapes(head, hidden_size)
     return head
@@ -175,6 +196,7 @@ def _require_fit(
     num_taps: int,
     hidden_size: int,
     vocab_size: int,
+    packed: int,
 ) -> None:
     pairs = [("vocab_size", config.vocab_size, vocab_size)]
     if config.target_hidden_size is not None:
@@ -183,7 +205,8 @@ def _require_fit(
         pairs.append(("hidden_size", config.hidden_size, hidden_size))
     fc = tensors.get("fc.weight")
     if fc is not None and len(fc.shape) == 2:
-        pairs.append(("columns of fc.weight", fc.shape[1], num_taps * hidden_size))
+        columns = fc.shape[1] * (1 if fc.dtype in _FLOATS else packed)
+        pairs.append(("columns of fc.weight", columns, num_taps * hidden_size))
     for name, own, wanted in pairs:
         if own != wanted:
             raise PairMismatch(
@@ -208,26 +231,39 @@ def _check_shapes(head: EagleHead, target_hidden: int) -> None:
             f"{', '.join(absent[:8])}",
             fix="fetch the head again",
         )
+    scheme = None if head.quantization is None else head.quantization.scheme
     for name, info in head.tensors.items():
-        if name == OFFSETS:
+        module, _, kind = name.rpartition(".")
+        is_linear = len(wanted.get(f"{module}.weight", ())) == 2 and f"{module}.weight" != EMBEDDING
+        is_scale = scheme is not None and kind in _SCALES and is_linear
+        if name == OFFSETS or is_scale:  # scales are checked with those of the target
             continue
         if name not in wanted:
             raise UnexpectedTensor(
                 f"{head.where} holds {info.name}, which no EAGLE-3 head has",
                 fix="use a head in the layout of EAGLE or of speculators",
             )
-        if info.shape != wanted[name]:
+        shape, known = wanted[name], list(_FLOATS)
+        if scheme is not None and is_linear:
+            known.append(scheme.storage.dtype)
+            if info.dtype == scheme.storage.dtype:
+                shape = scheme.storage.weight_shape(*shape)
+        if info.shape != shape:
             raise BadTensorShape(
                 f"{info.name} in {head.where} has shape {list(info.shape)}; config.json implies "
-                f"{list(wanted[name])}",
+                f"{list(shape)}",
                 fix="check that config.json belongs to these weights",
             )
-        if info.dtype not in _FLOATS:
+        if info.dtype not in known:
             raise Unsupported(
-                f"{info.name} in {head.where} is {info.dtype}; heads in {', '.join(_FLOATS)} are "
+                f"{info.name} in {head.where} is {info.dtype}; heads in {', '.join(known)} are "
                 "read",
-                fix="use the head as it was trained",
+                fix="use the head as it was trained, or `llmctl quantize --draft-model-dir`",
             )
+
+
+def _is_plain(tensors: Mapping[str, TensorInfo]) -> bool:
+    return all(info.dtype in _FLOATS for n, info in tensors.items() if n.endswith(".weight"))
 
 
 def wanted_shapes(head: EagleHead, target_hidden: int) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import eagle
 from support.medusa import Tensors, make_heads, save_heads, torch_heads
 from support.quantized_heads import (
     CALIBRATED,
@@ -226,12 +225,3 @@ def test_heads_of_another_target_and_quantized_heads_are_refused(
     assert quantize(target, folder, tmp_path / "out") == 0
     assert quantize(target, tmp_path / "out", tmp_path / "again") == 2
     assert "is quantized already (FP8)" in capsys.readouterr().err
-
-
-def test_an_eagle_head_is_refused_as_one(
-    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    head = eagle.save_head(tmp_path / "head", eagle.make_head())
-    assert quantize(target, head, tmp_path / "out") != 0
-    told = capsys.readouterr().err
-    assert told.startswith("error[Unsupported]") and "holds an EAGLE head" in told

@@ -1,0 +1,256 @@
+"""`llmctl quantize --draft-model-dir` of an EAGLE-3 head: ModelOpt's fake-quantized head is the
+oracle, along the calibration text."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.eagle import HIDDEN as TINY
+from support.eagle import SIZES, TorchHead, make_head, save_head
+from support.quantized_heads import (
+    CALIBRATED,
+    HIDDEN,
+    VOCAB,
+    exported,
+    quantize,
+    quantized_linears,
+    rows_of,
+)
+
+from llmctl.builder.build import plan_build, run_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_format import EAGLE_EXTEND, EAGLE_FEATURES, EAGLE_NEXT, read_plan
+from llmctl.builder.heads.eagle.checkpoint import check_head, open_head
+from llmctl.builder.rope import read_rope
+from llmctl.errors import MissingTensor, UnexpectedTensor, Unsupported
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.quantize.heads.eagle import EagleShape, make_eagle
+from llmctl.quantize.layers import import_modelopt
+from llmctl.runtime.engines.engine import open_cpu_engine
+from scripts.demo.eagle_head import EagleHead
+from scripts.demo.eagle_head import EagleShape as DemoShape
+
+TAPS, STEPS, INNER, DRAFT_VOCAB = (0, 1, 1), 5, 128, 200
+
+
+@pytest.fixture(scope="module")
+def target(checkpoints: Callable[..., Path]) -> Path:
+    return checkpoints("llama")
+
+
+@pytest.fixture(scope="module")
+def features(target: Path) -> torch.Tensor:
+    """[rows, length, 3 hidden] of the calibration text, by transformers' whole model."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
+    with torch.no_grad():
+        states = model(rows_of(target), output_hidden_states=True).hidden_states
+    return torch.cat([states[tap] for tap in TAPS], -1).float()
+
+
+def demo_head(target: Path) -> EagleHead:
+    """A random one, of numbers that BF16 has."""
+    table = load_file(target / "model.safetensors")["model.embed_tokens.weight"].float()
+    torch.manual_seed(3)
+    kept = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
+    head = EagleHead(DemoShape(HIDDEN, INNER, 6, 2, TAPS), table, kept)
+    for parameter in head.parameters():
+        parameter.data.copy_(parameter.data.bfloat16().float())
+    return head
+
+
+class Steps(torch.nn.Module):
+    """All steps of a head along a text. ModelOpt's presets leave out what is called lm_head."""
+
+    def __init__(self, head: EagleHead) -> None:
+        super().__init__()
+        self.head, self.part = head, head.lm_head
+        del head.lm_head
+        self.names = {name: name.removeprefix("head.") for name in dict(self.named_modules())}
+        self.names["part"] = "lm_head"
+
+    def forward(self, features: torch.Tensor, tokens: torch.Tensor, steps: int = STEPS) -> Any:
+        outs = self.head.unroll(features[None], tokens[None], steps)
+        return [self.part(self.head.norm(out[0])) for out in outs]
+
+
+def by_modelopt(target: Path, features: torch.Tensor) -> Steps:
+    """Fake-quantized on the rows that calibrate."""
+    mtq, module, text = import_modelopt(), Steps(demo_head(target)), rows_of(target)
+    count = text.shape[1] - STEPS
+
+    def loop(found: Any) -> None:
+        for row in range(len(text) - CALIBRATED, len(text)):
+            found(features[row, :count], text[row, 1:])
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        mtq.quantize(module, copy.deepcopy(mtq.FP8_DEFAULT_CFG), loop)
+    return module
+
+
+def test_scales_and_weights_are_modelopts_and_the_layout_stays(
+    tmp_path: Path, target: Path, features: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo_head(target).write(tmp_path / "head", "llama")
+    assert quantize(target, tmp_path / "head", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert "5 steps" in said and "step 4 says what the target chooses" in said
+    before, found = (load_file(tmp_path / d / "model.safetensors") for d in ("head", "out"))
+    module = by_modelopt(target, features)
+    linears = quantized_linears(module)
+    assert len(linears) == 9
+    for path, linear in linears.items():
+        name = module.names[path]
+        scale = linear.weight_quantizer.amax.float() / 448
+        torch.testing.assert_close(found[f"{name}.weight_scale"], scale, rtol=0, atol=0)
+        wanted = exported(before[f"{name}.weight"], scale)
+        assert torch.equal(found[f"{name}.weight"].view(torch.uint8), wanted.view(torch.uint8))
+        # the head runs in BF16 there, in float32 here
+        activation = linear.input_quantizer.amax.float() / 448
+        torch.testing.assert_close(found[f"{name}.input_scale"], activation, rtol=0.03, atol=0)
+    same = before.keys() - {f"{module.names[path]}.weight" for path in linears}
+    assert len(same) == 6 and len(found) == 3 * 9 + 6
+    assert all(torch.equal(found[name], before[name]) for name in same)
+    described = [json.loads((tmp_path / d / "config.json").read_text()) for d in ("head", "out")]
+    assert described[1].pop("quantization_config")["quant_algo"] == "FP8"
+    assert described[0] == described[1]
+    assert quantize(target, tmp_path / "out", tmp_path / "again") == 2
+    assert "is quantized already (FP8)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("qformat", "bound"), [("fp8", 0.07), ("w4a8_mxfp4_fp8", 0.3)])
+def test_an_engine_computes_what_the_stored_numbers_say(
+    tmp_path: Path, target: Path, features: torch.Tensor, qformat: str, bound: float
+) -> None:
+    """On the compiled kernels, beside ModelOpt's head; for MXFP4, which ModelOpt runs on GPUs
+    alone, beside the head as it was trained."""
+    demo_head(target).write(tmp_path / "head", "llama")
+    assert quantize(target, tmp_path / "head", tmp_path / "out", "--qformat", qformat) == 0
+    request = BuildRequest(
+        max_batch_size=4,
+        speculative_decoding_mode="eagle",
+        draft_model_dir=str(tmp_path / "out"),
+    )
+    run_build(plan_build(target, request, backend="cpu"), tmp_path / "engine")
+    plan = read_plan(tmp_path / "engine")
+    dtypes = {t.name: t.dtype for t in plan.tensors}
+    for graph in (EAGLE_EXTEND, EAGLE_NEXT):
+        products = [op for op in plan.heads[graph].ops if op.op == "linear"]
+        assert {dtypes[op.inputs["weight"]] for op in products} == {"float8_e4m3fn"}
+    assert dtypes["lm_head.weight"] == "bfloat16"
+    engine = open_cpu_engine(tmp_path / "engine")
+    engine.allocate_kv_cache(2)
+    count, text = 20, rows_of(target)[0]
+    source = [engine.output(f"layers.{tap}") for tap in TAPS]
+    for at, tensor in enumerate(source):
+        tensor[:count].copy_(features[0, :count, at * HIDDEN : (at + 1) * HIDDEN])
+    engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, source, np.arange(count))
+    places = np.arange(count, dtype=np.int32)
+    step = StepInputs(
+        token_ids=text[1 : count + 1].numpy().astype(np.int32),
+        position_ids=places,
+        cu_q=np.array([0, count], np.int32),
+        kv_len=np.array([count], np.int32),
+        block_tables=np.array([[1]], np.int32),
+        slot_mapping=places + np.int32(engine.tokens_per_block),
+        logit_rows=places[[3, 11, 19]],
+    )
+    found = engine.run_head(EAGLE_EXTEND, step, {})["logits"]
+    module = by_modelopt(target, features) if qformat == "fp8" else Steps(demo_head(target))
+    with torch.no_grad():
+        (own,) = module(features[0, :count], text[1 : count + 1], 1)
+    wanted = own[[3, 11, 19]]
+    found = found[:, module.head.kept]
+    assert float((found - wanted).norm() / wanted.norm()) < bound
+
+
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # (of the tensors, of config.json)
+    "default": ({}, {}),
+    "residual": ({}, {"norm_before_residual": True}),
+    "theta": ({}, {"rope_theta": 50.0}),
+    "embedding": ({"own_embedding": True, "hidden_size": 48},
+                  {"hidden_size": 48, "target_hidden_size": 64}),
+    "qwen3": ({"qk_norm": True, "head_dim": 24}, {"head_dim": 24}),
+    "whole": ({"draft_vocab_size": 131}, {"draft_vocab_size": 131}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_module_computes_what_torch_does_in_every_form(form: str, tmp_path: Path) -> None:
+    """Two steps, in float32: of all places, and behind the last one, whose own pair is seen."""
+    sizes, fields = FORMS[form]
+    tensors, generator = make_head(5, **sizes), torch.Generator().manual_seed(1)
+    head = check_head(open_head(save_head(tmp_path, tensors, **fields)), TAPS, TINY, 131)
+    config = head.config
+    rope = read_rope(config.rope, 10000.0, "the head")
+    shape = EagleShape(
+        *(3, TINY, config.hidden_size, config.intermediate_size, config.num_heads),
+        *(config.num_kv_heads, config.head_size, config.norm_epsilon, 131),
+        *(config.draft_vocab_size, config.norm_before_residual, head.has_qk_norm),
+        *(head.has_embedding, 2, lambda start, stop: rope.table(start, stop, config.head_size)),
+    )
+    table = torch.randn((131, TINY), generator=generator)
+    features = torch.randn((9, 3 * TINY), generator=generator)
+    text = torch.randint(0, 131, (10,), generator=generator)
+    module = make_eagle(shape, table, tensors.get("d2t"))
+    names = {path: f"{name}.weight" for path, name in shape.linears().items()}
+    stored = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
+    weights = {f"{path}.weight": stored[name] for path, name in names.items()}
+    weights |= {path: stored[name] for path, name in shape.kept().items()}
+    module.load_state_dict(weights, assign=True)
+    wanted = TorchHead(
+        tensors,
+        table,
+        theta=fields.get("rope_theta", 10000.0),
+        norm_before_residual=fields.get("norm_before_residual", False),
+        **{k: v for k, v in {**SIZES, **fields}.items() if k in ("hidden_size", "head_dim")},
+    )
+    with torch.no_grad():
+        first, second = module(features, text.unfold(0, 2, 1))
+        g = wanted.fc(features)
+        out = wanted.out(g, text[:9].tolist())
+        torch.testing.assert_close(first, wanted.logits(out), rtol=2e-5, atol=2e-5)
+        behind = wanted.out(torch.cat((g, out[-1:])), text.tolist())[-1:]
+        torch.testing.assert_close(second[-1:], wanted.logits(behind), rtol=2e-5, atol=2e-5)
+    assert replace(shape, num_steps=1).num_steps == 1
+
+
+def test_a_quantized_head_must_be_whole(tmp_path: Path, target: Path) -> None:
+    """Without config.json's word, with scales of nothing, without a scale."""
+    demo_head(target).write(tmp_path / "head", "llama")
+    out = tmp_path / "out"
+    assert quantize(target, tmp_path / "head", out) == 0
+    file, described = out / "model.safetensors", out / "config.json"
+    stored, config = load_file(file), described.read_text()
+
+    def check() -> None:
+        check_head(open_head(out), TAPS, HIDDEN, VOCAB)
+
+    check()
+    plain = {n: v for n, v in json.loads(config).items() if n != "quantization_config"}
+    described.write_text(json.dumps(plain))
+    (out / "hf_quant_config.json").unlink()
+    with pytest.raises((Unsupported, UnexpectedTensor)):
+        check()
+    described.write_text(config)
+    for name in ("norm.weight_scale", "fc.bias_scale", "midlayer.mlp.left_proj.input_scale"):
+        save_file({**stored, name: torch.ones(1)}, file)
+        with pytest.raises(UnexpectedTensor, match=name):
+            check()
+    del stored["midlayer.mlp.up_proj.input_scale"]
+    save_file(stored, file)
+    request = BuildRequest(speculative_decoding_mode="eagle", draft_model_dir=str(out))
+    with pytest.raises(MissingTensor, match=r"up_proj\.input_scale"):
+        plan_build(target, request, backend="cpu")
