@@ -14,7 +14,7 @@ from support.counted_rounds import CountedRounds
 from support.e2e import Outputs, cancel_some, llmctl, run_all
 from support.eagle import fit_head, make_head, save_head
 from support.eagle_steps import CHUNKS, computed
-from support.gpu import quantize
+from support.gpu import quantize, quantize_head
 from transformers import AutoModelForCausalLM
 
 from llmctl.runtime.drafting.eagle.method import Eagle
@@ -232,6 +232,25 @@ def test_a_head_that_knows_nothing_changes_no_token(
         for _ in range(2):
             assert run_all(executor, requests) == plain
         assert executor.get_speculation_stats().draft_tokens > 500
+
+
+def test_an_fp8_head_changes_no_token(
+    build: Any,
+    head: Path,
+    requests: list[Request],
+    plain: Outputs,
+    rounds: CountedRounds,
+    tmp_path: Path,
+) -> None:
+    """And still knows the text."""
+    engine = build("fp8-head", quantize_head(head, tmp_path / "head"))
+    with opened(engine, Eagle()).executor() as executor:
+        for _ in range(2):
+            assert run_all(executor, requests) == plain
+        assert run_all(executor, requests[:1]) == plain[:1]
+        stats = executor.get_speculation_stats()
+    print(f"tokens a round with an FP8 head: {1 + stats.accepted_tokens / stats.rounds:.3f}")
+    assert stats.accepted_tokens > 100 and rounds.total > 0
 
 
 def test_a_head_computes_what_it_does_on_the_cpu(

@@ -53,6 +53,22 @@ def quantize(
     return folder
 
 
+def quantize_head(source: Path, folder: Path) -> Path:
+    """An FP8 draft head of one in a layout that names linears `*.weight`: its matrices but an
+    embedding."""
+    shutil.copytree(source, folder)
+    tensors = load_file(source / "model.safetensors")
+    for name, weight in list(tensors.items()):
+        if weight.dim() == 2 and name != "embed_tokens.weight":
+            tensors[name], tensors[f"{name}_scale"] = _fp8(weight.float())
+            tensors[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(INPUT_SCALE)
+    save_file(tensors, folder / "model.safetensors")
+    quantization = {"quant_algo": FP8.algo, "kv_cache_quant_algo": None, "exclude_modules": []}
+    document = {"producer": {"name": "modelopt"}, "quantization": quantization}
+    (folder / "hf_quant_config.json").write_text(json.dumps(document))
+    return folder
+
+
 def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = weight.abs().max() / 448
     return (weight / scale).to(torch.float8_e4m3fn), scale
