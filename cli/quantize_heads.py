@@ -158,6 +158,11 @@ def _read_eagle(folder: Path, source: Source) -> DraftHeads:
     taps = choose_taps(config.layer_ids, layers, None, where)
     head = check_head(opened, taps, hidden_size, int(target.vocab_size))
     _require_plain(folder, head.quantization)
+    if config.norm_before_fc or config.norm_output:
+        raise Unsupported(
+            f"{where} says norm_before_fc or norm_output; heads with them are not quantized",
+            fix="build with the head as it is",
+        )
     rope = read_rope(config.rope, DEFAULT_THETA, where)
     shape = EagleShape(
         *(len(taps), hidden_size, config.hidden_size, config.intermediate_size),

@@ -26,7 +26,10 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_size"),
     "draft_vocab_size",
 )
-_FLAGS = ("is_reduced", "norm_before_residual", "has_qk_norm", "has_embedding")
+_FLAGS = (
+    *("is_reduced", "norm_before_residual", "norm_before_fc", "norm_output"),
+    *("has_qk_norm", "has_embedding"),
+)
 
 
 def find_wrong(found: Mapping[str, Any], build: Mapping[str, Any]) -> str | None:

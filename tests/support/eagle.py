@@ -30,7 +30,7 @@ DEMO_SHAPE = EagleShape(384, 512, 6, 2, (2, 4, 5))  # of a head for the demo tar
 
 def make_head(
     seed: int = 0, *, taps: int = 3, target_hidden: int = HIDDEN, own_embedding: bool = False,
-    qk_norm: bool = False, **sizes: Any,
+    qk_norm: bool = False, input_norm: bool = False, **sizes: Any,
 ) -> Tensors:  # fmt: skip
     """A random head under EAGLE's names, in float32; `sizes` are fields of its config.json."""
     sizes = {**SIZES, **sizes}
@@ -60,6 +60,8 @@ def make_head(
     names = [*(f"midlayer.{norm}" for norm in norms), "norm"]
     for name in names:
         tensors[f"{name}.weight"] = torch.rand(width, generator=generator) + 0.5
+    if input_norm:
+        tensors["input_norm.weight"] = torch.rand(taps * target_hidden, generator=generator) + 0.5
     if qk_norm:
         for part in "qk":
             name = f"midlayer.self_attn.{part}_norm.weight"
@@ -81,7 +83,8 @@ def save_head(folder: Path, tensors: Tensors, layout: str = "eagle", **changes: 
     if layout == "speculators":
         stored = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
         outer = ("draft_vocab_size", "norm_before_residual", "target_hidden_size",
-                 "eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "fc_norm")  # fmt: skip
+                 "eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "fc_norm",
+                 "norm_before_fc", "norm_output")  # fmt: skip
         own = {name: config.pop(name) for name in outer if name in config}
         config = {"speculators_model_type": "eagle3", "transformer_layer_config": config, **own}
     save_file({name: t.contiguous() for name, t in stored.items()}, folder / "model.safetensors")
@@ -99,15 +102,19 @@ class TorchHead:
         *,
         theta: float = 10000.0,
         norm_before_residual: bool = False,
+        norm_output: bool = False,
         **sizes: Any,
     ) -> None:
         self.sizes = {**SIZES, **sizes}
         self.tensors = {name: t.float() for name, t in tensors.items()}
         self.embedding = self.tensors.get("embed_tokens.weight", embedding.float())
         self.theta, self.norm_before_residual = theta, norm_before_residual
+        self.norm_output = norm_output
 
     def fc(self, features: torch.Tensor) -> torch.Tensor:
         """g [N, H] of features [N, 3 target hidden]."""
+        if "input_norm.weight" in self.tensors:
+            features = self._norm("input_norm", features)
         return linear(features, self.tensors["fc.weight"])
 
     def out(self, g: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
@@ -118,11 +125,13 @@ class TorchHead:
         x = x + (normal if self.norm_before_residual else g)
         y = self._norm("midlayer.post_attention_layernorm", x)
         gate, up = self._linear("mlp.gate_proj", y), self._linear("mlp.up_proj", y)
-        return x + self._linear("mlp.down_proj", silu(gate) * up)
+        x = x + self._linear("mlp.down_proj", silu(gate) * up)
+        return self._norm("norm", x) if self.norm_output else x
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
         """[N, V] of o, minus infinity outside the reduced vocabulary."""
-        own = linear(self._norm("norm", out), self.tensors["lm_head.weight"])
+        normal = out if self.norm_output else self._norm("norm", out)
+        own = linear(normal, self.tensors["lm_head.weight"])
         if "d2t" not in self.tensors:
             return own
         tokens = self.tensors["d2t"].long() + torch.arange(own.shape[1])

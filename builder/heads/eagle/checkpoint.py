@@ -3,6 +3,7 @@
 A folder with config.json and model.safetensors (or pytorch_model.bin):
 
     fc.weight                                        [hidden, taps * target hidden]
+    input_norm.weight                                [taps * target hidden]; norm_before_fc
     L.self_attn.{q,k,v}_proj.weight                  [heads * size, 2 hidden]
     L.self_attn.o_proj.weight                        [hidden, heads * size]
     L.self_attn.{q,k}_norm.weight                    [size]; of a qwen3 layer alone
@@ -283,6 +284,8 @@ def wanted_shapes(head: EagleHead, target_hidden: int) -> dict[str, tuple[int, .
         "norm.weight": (hidden,),
         "lm_head.weight": (config.draft_vocab_size, hidden),
     }
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (len(head.taps) * target_hidden,)
     for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
         shapes[f"{LAYER}.{norm}.weight"] = (hidden,)
     if head.has_qk_norm:

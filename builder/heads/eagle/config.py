@@ -4,6 +4,7 @@ What is not written has one meaning, whatever the target's own config says:
 
     rope_theta             10000, the default of the head's attention; never the target's base
     norm_before_residual   false: the residual is the feature, not its norm
+    norm_before_fc, norm_output   false
     layer ids              the inputs of layers 2, L / 2 and L - 3
 
 Lists of layer ids come in two conventions. One whose first id is 1 names layers by what they put
@@ -32,7 +33,8 @@ from llmctl.quantize.format import (
 DEFAULT_THETA = 10000.0
 _SPECULATORS = "speculators_model_type"
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
-_UNREAD_FORMS = ("norm_before_fc", "fc_norm", "norm_output")  # variants of the arithmetic
+_READ_FORMS = ("norm_before_residual", "norm_before_fc", "norm_output")  # of the arithmetic
+_UNREAD_FORM = "fc_norm"  # a norm of each feature on its own
 _SIZE = integer(1, 1 << 24)
 _LAYERS = Kind(
     "a list of layer ids",
@@ -45,10 +47,9 @@ _LAYERS = Kind(
 _FIELDS = {
     "draft_vocab_size": _SIZE,
     "target_hidden_size": _SIZE,
-    "norm_before_residual": FLAG,
     "eagle_aux_hidden_state_layer_ids": _LAYERS,
     "embed_requires_grad": FLAG,
-    **dict.fromkeys(_UNREAD_FORMS, FLAG),
+    **dict.fromkeys((*_READ_FORMS, _UNREAD_FORM), FLAG),
 }
 
 
@@ -68,6 +69,8 @@ class HeadConfig:
     draft_vocab_size: int
     target_hidden_size: int | None
     norm_before_residual: bool
+    norm_before_fc: bool  # of the features side by side: input_norm
+    norm_output: bool  # what goes on to the next step has been through the last norm
     trains_embedding: bool  # else a stored embedding is a copy of the target's
     layer_ids: tuple[int, ...] | None  # as they are written
     rope: Mapping[str, Any]  # the fields that `read_rope` takes
@@ -125,7 +128,7 @@ def read_config(path: Path) -> HeadConfig:
         vocab_size=vocab_size,
         draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
         target_hidden_size=config.get("target_hidden_size"),
-        norm_before_residual=bool(config.get("norm_before_residual")),
+        **{name: bool(config.get(name)) for name in _READ_FORMS},
         trains_embedding=bool(config.get("embed_requires_grad")),
         layer_ids=None if ids is None else tuple(ids),
         rope={name: layer[name] for name in _ROPE if layer.get(name) is not None},
@@ -168,12 +171,11 @@ def _parse(text: str) -> tuple[int, ...]:
 
 
 def _require_known_form(path: Path, config: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
-    for name in _UNREAD_FORMS:
-        if config.get(name):
-            raise Unsupported(
-                f"{path} says {name} true; heads with it are not read",
-                fix="use a head without it",
-            )
+    if config.get(_UNREAD_FORM):
+        raise Unsupported(
+            f"{path} says {_UNREAD_FORM} true; heads with it are not read",
+            fix="use a head without it",
+        )
     activation = layer.get("hidden_act")
     if activation not in (None, "silu"):
         raise Unsupported(f"{path}: hidden_act is {activation!r}; 'silu' is supported")

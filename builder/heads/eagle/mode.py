@@ -71,6 +71,8 @@ def invent_eagle(
         "draft_vocab_size": min(PUBLISHED_VOCAB, max(1, model.vocab_size // 4)),
         "is_reduced": True,
         "norm_before_residual": True,  # so that a planted head can leave features out
+        "norm_before_fc": False,
+        "norm_output": False,
         "has_qk_norm": False,
         "has_embedding": False,
         "rope": {},
@@ -90,11 +92,12 @@ def describe(facts: Mapping[str, Any]) -> str:
     residual = "norm of the feature" if facts["norm_before_residual"] else "feature"
     nested = facts["rope"].get("rope_parameters") or {}
     theta = nested.get("rope_theta") or facts["rope"].get("rope_theta", "10000, the default")
+    norms = "".join(f"{name}, " for name in ("norm_before_fc", "norm_output") if facts[name])
     layers, width = ", ".join(map(str, facts["taps"])), facts["num_beams"]
     return (
         f"eagle 3, reads the inputs of layers {layers}, width {facts['hidden_size']}, vocabulary "
         f"of {facts['draft_vocab_size']}, residual: {residual}, RoPE base: {theta}, "
-        f"trees: {width} drafts of a level that others follow"
+        f"{norms}trees: {width} drafts of a level that others follow"
     )
 
 
@@ -134,6 +137,8 @@ def _facts(head: EagleHead, width: int) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
         "is_reduced": head.is_reduced,
         "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "norm_output": config.norm_output,
         "has_qk_norm": head.has_qk_norm,
         "has_embedding": head.has_embedding,
         "rope": dict(config.rope),

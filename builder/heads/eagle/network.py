@@ -13,7 +13,8 @@ feature of token i, and token i + 1.
 o goes on to NEXT. Both write keys and values of their pairs to one cache, which the next EXTEND
 writes over where they were of drafts. It gives o and logits of the rows alone that its step names:
 one for each sequence. What it reads of the target is copied to its input by whoever runs it, for
-only some rows of a step are accepted. With norm_before_residual the residual is hidden_norm(g).
+only some rows of a step are accepted. With norm_before_residual the residual is hidden_norm(g);
+with norm_before_fc fc reads input_norm of the features; with norm_output norm(o) goes on to NEXT.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Recorder:
         wide = len(taps) * self._model.hidden_size
         with recording(Network(self._dtype, name=EXTEND, cache=self._cache)) as extend:
             features = graph_input(FEATURES, "tokens", wide, beside=taps)
+            if self._facts["norm_before_fc"]:
+                features = self._norm("input_norm", features)
             g = self._linear("fc", features, self._width)
             self._finish(gather_rows(self._layer(g), name=f"{EXTEND}.gather_rows", most="requests"))
         with recording(Network(self._dtype, name=NEXT, cache=self._cache)) as following:
@@ -126,9 +129,10 @@ class Recorder:
 
     def _finish(self, out: Tensor) -> None:
         graph, vocab = current().name, self._facts["draft_vocab_size"]
-        graph_output(STATE, out)
+        normal = self._norm("norm", out)
+        graph_output(STATE, normal if self._facts["norm_output"] else out)
         weight = parameter(f"{MODULE}.lm_head.weight", vocab, self._width)
-        logits = linear(self._norm("norm", out), weight, name=f"{graph}.lm_head", dtype="float32")
+        logits = linear(normal, weight, name=f"{graph}.lm_head", dtype="float32")
         if self._facts["is_reduced"]:
             full = self._model.vocab_size
             source = DraftIndex(f"{MODULE}.{OFFSETS}", full)
@@ -137,7 +141,9 @@ class Recorder:
         graph_output("logits", logits)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        weight = parameter(f"{MODULE}.{name}.weight", self._width)
+        width = x.shape[1]
+        assert isinstance(width, int)
+        weight = parameter(f"{MODULE}.{name}.weight", width)
         return rms_norm(x, weight, self._facts["norm_epsilon"], name=f"{current().name}.{name}")
 
     def _linear(self, name: str, x: Tensor, width: int) -> Tensor:

@@ -67,6 +67,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # (of the head, of 
     "embedding": ({"own_embedding": True, "hidden_size": 48},
                   {"hidden_size": 48, "target_hidden_size": 64}),
     "qwen3": ({"qk_norm": True, "head_dim": 24}, {"head_dim": 24}),
+    "norm_before_fc": ({"input_norm": True}, {"norm_before_fc": True}),
+    "norm_output": ({}, {"norm_output": True}),
     "whole": ({"draft_vocab_size": 131}, {"draft_vocab_size": 131}),
 }  # fmt: skip
 
@@ -98,6 +100,7 @@ def test_a_head_computes_what_torch_does(new_model, save, tmp_path, form, layout
         table,
         theta=fields.get("rope_theta", 10000.0),
         norm_before_residual=fields.get("norm_before_residual", False),
+        norm_output=fields.get("norm_output", False),
         **{k: v for k, v in fields.items() if k in ("hidden_size", "head_dim")},
     )
     shifted = [*TOKENS[1:], 77]

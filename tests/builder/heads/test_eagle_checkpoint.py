@@ -123,3 +123,12 @@ def test_the_head_of_another_target_is_refused(tmp_path):
             check(folder, **wrong)
     with pytest.raises(Unsupported, match="fc_norm true"):
         open_head(save_head(tmp_path / "fc", make_head(), "speculators", fc_norm=True))
+
+
+def test_the_norm_of_the_features_is_there_where_config_json_says_so_and_nowhere_else(tmp_path):
+    with pytest.raises(MissingTensor, match="input_norm.weight"):
+        check(save_head(tmp_path / "a", make_head(), "speculators", norm_before_fc=True))
+    tensors = make_head(input_norm=True)
+    with pytest.raises(UnexpectedTensor, match="input_norm.weight"):
+        check(save_head(tmp_path / "b", tensors, norm_before_fc=False))
+    assert check(save_head(tmp_path / "c", tensors, norm_before_fc=True)).config.norm_before_fc

@@ -254,3 +254,13 @@ def test_a_quantized_head_must_be_whole(tmp_path: Path, target: Path) -> None:
     request = BuildRequest(speculative_decoding_mode="eagle", draft_model_dir=str(out))
     with pytest.raises(MissingTensor, match=r"up_proj\.input_scale"):
         plan_build(target, request, backend="cpu")
+
+
+def test_norms_that_the_module_does_not_have_are_refused(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo_head(target).write(tmp_path / "head", "llama")
+    file = tmp_path / "head" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"norm_output": True}))
+    assert quantize(target, tmp_path / "head", tmp_path / "out") == 2
+    assert "norm_output; heads with them are not quantized" in capsys.readouterr().err
