@@ -33,6 +33,7 @@ from llmctl.builder.heads.eagle.names import NEXT as EAGLE_NEXT
 from llmctl.builder.heads.eagle.names import STATE as EAGLE_STATE
 from llmctl.builder.heads.eagle.names import tap_name as eagle_tap
 from llmctl.builder.heads.lookahead.config import LookaheadDecodingConfig
+from llmctl.builder.heads.lookahead.mode import lookahead_sizes
 from llmctl.builder.heads.medusa.tree import GRAPH as MEDUSA_GRAPH
 from llmctl.builder.heads.medusa.tree import TOP_K, MedusaTree, parse_choices
 from llmctl.builder.heads.medusa.tree import logits_name as medusa_logits
@@ -97,6 +98,7 @@ __all__ = [
     "engine_bytes",
     "engine_file",
     "kv_bytes_per_token",
+    "lookahead_sizes",
     "medusa_logits",
     "open_engine",
     "parse_choices",

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.config import BuildConfig
-from llmctl.builder.engine_format import REDRAFTER_NEXT, Plan, PlanKernel
+from llmctl.builder.engine_format import REDRAFTER_NEXT, Plan, PlanKernel, lookahead_sizes
 from llmctl.builder.meta_calls import calls_by_cache, without_memory
 from llmctl.builder.meta_calls import distinct_calls as distinct_calls
 from llmctl.builder.meta_calls import meta_cache as meta_cache
@@ -57,6 +57,7 @@ def step_limits(plan: Plan, build: BuildConfig) -> StepLimits:
         max_draft_len=build.max_draft_len,
         tokens_per_block=plan.kv_cache.tokens_per_block,
         kv_dtype=plan.kv_cache.dtype,
+        lookahead=lookahead_sizes(build.speculative_decoding_mode, build.draft_heads),
     )
 
 
@@ -81,6 +82,7 @@ def step_kernels(
     from llmctl.plugins.device_loop import pairs_kernel, tree_kernel
     from llmctl.plugins.ops.beam_search import kernel as beam_search
     from llmctl.plugins.ops.kv_compact import kernel as kv_compact
+    from llmctl.plugins.ops.lookahead import kernel as lookahead
     from llmctl.plugins.ops.sampling import kernel as sampling
 
     (vocab_size,) = [t.shape[1] for t in plan.tensors if t.name == plan.logits]
@@ -92,6 +94,9 @@ def step_kernels(
     if plan.heads and limits.max_draft_len:
         sizes = (limits.max_batch_size, limits.max_draft_len, vocab_size)
         found += tree_kernel.tree_kernels(*sizes)
+    if limits.lookahead is not None:
+        found += tree_kernel.round_kernels(limits.max_batch_size, limits.max_draft_len)
+        found += lookahead.kernels(limits.lookahead, limits.max_draft_len)
     if REDRAFTER_NEXT in plan.heads:
         num_beams = plan.max_num_beams // plan.max_num_requests
         length = limits.max_draft_len // num_beams

@@ -14,6 +14,7 @@ from llmctl.builder.heads.eagle.mode import OPTIONS as EAGLE_OPTIONS
 from llmctl.builder.heads.eagle.mode import describe as describe_eagle
 from llmctl.builder.heads.eagle.mode import invent_eagle, prepare_eagle
 from llmctl.builder.heads.eagle.mode import record_heads as record_eagle
+from llmctl.builder.heads.lookahead.mode import NUMBER as LOOKAHEAD
 from llmctl.builder.heads.lookahead.mode import describe as describe_lookahead
 from llmctl.builder.heads.lookahead.mode import invent_lookahead, prepare_lookahead
 from llmctl.builder.heads.medusa.mode import describe as describe_medusa
@@ -90,7 +91,7 @@ SPECULATIVE_MODES: dict[str, BuildMode] = {
         describe=describe_medusa,
     ),
     "lookahead_decoding": BuildMode(
-        *(8, True, prepare_lookahead),
+        *(LOOKAHEAD, True, prepare_lookahead),
         invent=invent_lookahead,
         options=("lookahead_config",),
         describe=describe_lookahead,

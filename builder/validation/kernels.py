@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from llmctl.builder.backends import CUDA_HEAD_SIZES
+from llmctl.builder.heads.lookahead.mode import lookahead_sizes
 from llmctl.builder.plan import Plan, PlanKernel
 from llmctl.builder.validation.errors import wrong
 from llmctl.errors import CorruptEngine, LlmctlError
@@ -85,6 +86,7 @@ def step_limits_of(config: EngineConfig, plan: Plan) -> StepLimits:
         max_draft_len=build["max_draft_len"],
         tokens_per_block=plan.kv_cache.tokens_per_block,
         kv_dtype=plan.kv_cache.dtype,
+        lookahead=lookahead_sizes(build["speculative_decoding_mode"], build.get("draft_heads", {})),
     )
 
 

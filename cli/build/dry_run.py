@@ -202,12 +202,11 @@ def _engine_memory(engine: EnginePlan, memory: Memory) -> EngineMemory:
     from llmctl.runtime.engines.open_cuda import EngineFile, sampling_bytes
     from llmctl.runtime.rounds.upload import state_bytes, tree_bytes
 
-    plan = replace(
-        engine.plan, scratch_bytes=scratch_bytes(engine.plan, step_limits(engine.plan, limits))
-    )
-    other_bytes = sampling_bytes([plan]) + state_bytes(limits.max_batch_size, limits.max_draft_len)
-    if plan.heads:
-        other_bytes += tree_bytes(plan, limits.max_batch_size, limits.max_draft_len)
+    steps = step_limits(engine.plan, limits)
+    plan = replace(engine.plan, scratch_bytes=scratch_bytes(engine.plan, steps))
+    sizes = (limits.max_batch_size, limits.max_draft_len)
+    other_bytes = sampling_bytes([plan]) + state_bytes(*sizes)
+    other_bytes += tree_bytes(plan, *sizes, steps.lookahead)
     summary = engine.summary()
     other_bytes += summary["trt_bytes"] + summary["trt_memory_bytes"]
     return EngineFile(Path(), engine.config, plan, {}).memory("target", other_bytes)

@@ -64,6 +64,13 @@ def tree_kernels(max_batch_size: int, max_draft_len: int, vocab: int) -> list[Ke
     return [
         _list_spec(vocab),
         _fill_spec(max_draft_len, vocab),
+        *round_kernels(max_batch_size, max_draft_len),
+    ]
+
+
+def round_kernels(max_batch_size: int, max_draft_len: int) -> list[KernelSpec]:
+    """Those of verification and acceptance alone: for trees that no head drafts."""
+    return [
         _feed_spec(max_batch_size, max_draft_len),
         _spread_spec(),
         _accept_spec(max_batch_size, max_draft_len),

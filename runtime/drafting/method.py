@@ -74,9 +74,10 @@ class DraftMethod(Protocol):
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
-    ) -> DeviceDrafter:
-        """The drafter for device rounds; only called if `is_device_led`. `drafter`: the one that
-        `make_drafter` made, for the steps between rounds."""
+    ) -> DeviceDrafter | None:
+        """The drafter for device rounds; only called if `is_device_led`. None: this target has no
+        kernels for it, so that the host leads. `drafter`: the one that `make_drafter` made, for the
+        steps between rounds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmctl.builder.engine_format import EngineConfig, Plan
+from llmctl.builder.engine_format import EngineConfig, Plan, lookahead_sizes
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
 from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall, StepInputs
@@ -286,4 +286,5 @@ def step_limits(config: EngineConfig, plan: Plan) -> StepLimits:
         max_draft_len=int(build["max_draft_len"]),
         tokens_per_block=plan.kv_cache.tokens_per_block,
         kv_dtype=plan.kv_cache.dtype,
+        lookahead=lookahead_sizes(build["speculative_decoding_mode"], build.get("draft_heads", {})),
     )

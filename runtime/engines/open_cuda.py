@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from llmctl.builder.engine_format import (
     EngineConfig,
     Plan,
     engine_file,
+    lookahead_sizes,
     open_engine,
     read_engine_config,
 )
@@ -25,6 +27,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import Launch, StepLimits
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes
 from llmctl.plugins.ops.sampling.cuda import MAX_ROWS, CudaSampling, scratch_bytes
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.device_check import require_device
@@ -139,6 +142,8 @@ class EngineFile:
         for name, head in self.plan.heads.items():  # one that attends drafts a chain
             each = drafts if head.cache else runs
             launches += head_launches(each * kernels_a_step(self.plan, batch, name), ahead)
+        if _lookahead(build) is not None:
+            launches += head_launches(1, ahead)
         return EngineMemory(
             role=role,
             weight_bytes=allocated_bytes(self.plan),
@@ -212,9 +217,9 @@ def plan_engines(
     draft_len = int(limits["max_draft_len"])
     plans = [file.plan for file in files.values()]
     sampling = sampling_bytes(plans)
-    sampling += state_bytes(int(limits["max_batch_size"]), draft_len)
-    if target.plan.heads:
-        sampling += tree_bytes(target.plan, int(limits["max_batch_size"]), draft_len)
+    sizes = (int(limits["max_batch_size"]), draft_len)
+    sampling += state_bytes(*sizes)
+    sampling += tree_bytes(target.plan, *sizes, _lookahead(limits))
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     most = [int(file.config.build_config["max_batch_size"]) for file in files.values()]
     most += [file.plan.max_num_tokens // MOST_FED for file in drafts]
@@ -254,6 +259,11 @@ def sampling_bytes(plans: Sequence[Plan]) -> int:
         for vocab in set(map(_vocab, plans))
         for count in (MAX_ROWS, rows)
     )
+
+
+def _lookahead(build: Mapping[str, Any]) -> LookaheadSizes | None:
+    """Of the windows that device rounds can have."""
+    return lookahead_sizes(build["speculative_decoding_mode"], build.get("draft_heads", {}))
 
 
 def _vocab(plan: Plan) -> int:

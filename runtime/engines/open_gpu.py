@@ -77,7 +77,9 @@ class OpenedOnGpu(OpenedEngines):
         is_forced_tree = acceptance is not None and method.drafts_trees
         if not loaded.has_rounds or not method.is_device_led or is_forced_tree:
             return None
-        device_drafter = method.make_device_drafter(loaded.engines, draft_len, drafter)
+        on_device = method.make_device_drafter(loaded.engines, draft_len, drafter)
+        if on_device is None:
+            return None
         return CudaRoundRunner(
-            loaded.engines[TARGET], device_drafter, acceptance=acceptance, lengths=lengths
+            loaded.engines[TARGET], on_device, acceptance=acceptance, lengths=lengths
         )

@@ -19,6 +19,7 @@ from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.device_loop.tree_kernel import MOST_RANKS, num_keys
 from llmctl.plugins.device_loop.trees import DraftTrees
+from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes, lookahead_bytes
 from llmctl.plugins.ops.sampling.kernel import is_wide
 from llmctl.plugins.ops.sampling.spec import MAX_TOP_K
 from llmctl.runtime.engines.cuda_engine import CudaEngine
@@ -110,9 +111,13 @@ def state_bytes(max_batch_size: int, max_draft_len: int) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def tree_bytes(plan: Plan, max_batch_size: int, max_draft_len: int) -> int:
-    """Device memory of the trees of an engine whose heads draft them, and of choosing their
-    tokens."""
+def tree_bytes(
+    plan: Plan, max_batch_size: int, max_draft_len: int, lookahead: LookaheadSizes | None = None
+) -> int:
+    """Device memory of the trees of an engine whose heads draft them, or windows of these sizes,
+    and of choosing their tokens; 0 where neither does."""
+    if not plan.heads and lookahead is None:
+        return 0
     trees = DraftTrees.allocate(max_batch_size, max_draft_len, "meta")
     arrays = [getattr(trees, f.name) for f in fields(trees) if f.name != "sampling"]
     arrays += [getattr(trees.sampling, name) for name in trees.sampling.__slots__]
@@ -120,6 +125,8 @@ def tree_bytes(plan: Plan, max_batch_size: int, max_draft_len: int) -> int:
     outputs = [name for graph in plan.heads.values() for name in graph.outputs.values()]
     keys = sum(num_keys(max_batch_size, int(widths[name]), MOST_RANKS) for name in outputs)
     num_bytes = sum(int(array.nbytes) for array in arrays)
+    if lookahead is not None:
+        num_bytes += lookahead_bytes(lookahead, max_batch_size, max_draft_len)
     return num_bytes + 8 * keys
 
 

@@ -59,6 +59,8 @@ class _Limits:
         self.max_batch_size = stored["max_batch_size"]
         self.max_seq_len = stored["max_seq_len"]
         self.max_draft_len = request.max_draft_len
+        self.speculative_decoding_mode = stored["speculative_decoding_mode"]
+        self.draft_heads = stored["draft_heads"]
 
 
 def test_layers_share_kernels(checkpoints, cuda_engines) -> None:

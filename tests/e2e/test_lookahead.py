@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cuda import launch_sampling, open_on_fake_device
-from support.e2e import DemoPair, Outputs, cancel_some, run_all
+from support.cuda import launch_sampling, open_on_fake_device, run_rounds_by_reference
+from support.e2e import KINDS, DemoPair, Outputs, cancel_some, run_all
 
 from llmctl.builder.engine_format import LookaheadDecodingConfig
 from llmctl.errors import BadConfig, Unsupported
@@ -27,6 +27,7 @@ from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
+from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 
 Opened = Callable[..., AbstractContextManager[Executor]]
 
@@ -148,6 +149,40 @@ def test_the_cuda_host_looks_ahead_too(
         assert run_all(executor, requests) == plain
         assert executor.get_speculation_stats().accepted_tokens > 15
     assert sum(graph.num_replays for graph in capture.graphs) > 1
+
+
+def test_device_rounds_look_ahead(
+    engine: Path, requests: list[Request], plain: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the fake device, whose windows are the GPU's kernel in the interpreter: rounds alone,
+    and rounds between steps that the host controls."""
+    run_rounds_by_reference(monkeypatch)
+    queue = DeviceQueue("cpu")
+    target, capture = open_on_fake_device(engine, queue)
+    sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
+    alone = [
+        index
+        for index, request in enumerate(requests)
+        if index % len(KINDS) != 2
+        and not request.output_config.return_log_probs
+        and request.max_draft_len is None
+    ]
+    for config, asked in (
+        (None, alone[:3]),
+        (LookaheadDecodingConfig(2, 3, 2), [*alone, *range(2, len(requests), 12)]),
+    ):
+        method = LookaheadDecoding(config)
+        draft_len = method.check(target.config, {})
+        drafter = method.make_drafter({"target": target}, draft_len)
+        on_device = method.make_device_drafter({"target": target}, draft_len, drafter)
+        assert on_device is not None
+        runner = CudaRoundRunner(target, on_device, capture)
+        cache = ExecutorConfig(KvCacheConfig(num_blocks=300), check_invariants=True)
+        with Executor(target, drafter, cache, sampling, runner) as executor:
+            wanted = [plain[index] for index in asked]
+            assert run_all(executor, [requests[index] for index in asked]) == wanted
+            assert executor.get_speculation_stats().accepted_tokens > 3
+            assert runner._num_started > 3
 
 
 def test_from_the_command_line(demo: DemoPair, engine: Path, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.counted_rounds import CountedRounds
 from support.e2e import Outputs, cancel_some, llmctl, run_all
-from support.gpu import quantize
+from support.gpu import execute, quantize
+from support.lookahead_kernel import Rounds
 
 from llmctl.builder.engine_format import LookaheadDecodingConfig
 from llmctl.runtime.drafting.lookahead.method import LookaheadDecoding
@@ -18,7 +20,7 @@ from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
-from llmctl.runtime.request import Request
+from llmctl.runtime.request import OutputConfig, Request
 
 PUBLISHED = LookaheadDecodingConfig(15, 5, 15)
 BUILT = LookaheadDecoding()
@@ -51,7 +53,21 @@ def plain(engine: Path, requests: list[Request]) -> Outputs:
         return [run_all(executor, [request])[0] for request in requests]
 
 
-def test_a_window_changes_no_token(engine: Path, requests: list[Request], plain: Outputs) -> None:
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "sizes", [[(15, 5, 15), (7, 5, 7)], [(3, 3, 2), (2, 2, 1), (3, 4, 0)], [(1, 2, 3)]], ids=str
+)
+def test_a_round_drafts_what_the_host_would(sizes: list[tuple[int, int, int]], seed: int) -> None:
+    """Windows, pools and trees, after every round."""
+    configs = [LookaheadDecodingConfig(*own) for own in sizes]
+    most = max(config.max_draft_len for config in configs)
+    num_rounds, accepted = Rounds(configs, seed, most, execute, "cuda").play(40)
+    assert num_rounds > 8 and accepted > 0
+
+
+def test_a_window_changes_no_token(
+    engine: Path, requests: list[Request], plain: Outputs, rounds: CountedRounds
+) -> None:
     with opened(engine, BUILT).executor() as executor:
         assert [run_all(executor, [request])[0] for request in requests] == plain
         assert run_all(executor, requests) == plain, "all together"
@@ -59,6 +75,40 @@ def test_a_window_changes_no_token(engine: Path, requests: list[Request], plain:
         stats = executor.get_speculation_stats()
     print(f"tokens a round: {1 + stats.accepted_tokens / stats.rounds:.3f}")
     assert stats.accepted_tokens > 50
+    assert rounds.total > 50 and rounds.ahead > 25, "the host was never behind"
+
+
+def test_batches_that_never_need_the_host(
+    engine: Path,
+    requests: list[Request],
+    plain: Outputs,
+    device_requests: list[int],
+    rounds: CountedRounds,
+) -> None:
+    asked = [requests[index] for index in device_requests]
+    wanted = [plain[index] for index in device_requests]
+    with opened(engine, BUILT).executor() as executor:
+        for _ in range(3):
+            assert run_all(executor, asked) == wanted
+    assert rounds.ahead > 10 and rounds.drafts == PUBLISHED.max_draft_len * rounds.total
+
+
+def test_the_device_accepts_what_the_host_would(
+    engine: Path, requests: list[Request], device_requests: list[int], rounds: CountedRounds
+) -> None:
+    """One by one: the trees are the same. Log-probabilities have the host lead every step."""
+    counts = []
+    for by_host in (False, True):
+        output = OutputConfig(return_log_probs=by_host)
+        before = rounds.total
+        with opened(engine, BUILT, enable_block_reuse=False).executor() as executor:
+            for index in device_requests:
+                run_all(executor, [replace(requests[index], output_config=output)])
+            stats = executor.get_speculation_stats()
+        assert (rounds.total == before) == by_host
+        counts.append((stats.rounds, stats.accepted_tokens))
+    print(f"rounds and accepted drafts: device {counts[0]}, host {counts[1]}")
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 1), (7, 5, 7), (6, 3, 0), (1, 4, 9)], ids=str)

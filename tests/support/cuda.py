@@ -118,7 +118,7 @@ class FakeProgram:
         for launch in launches:
             if callable(launch):  # `bookkeeping_by_reference`
                 launch()
-            elif launch.spec.name.startswith("beams."):
+            elif launch.spec.name.startswith(("beams.", "lookahead.")):
                 run_launches([launch])
             elif launch.spec.name.startswith("kv_compact"):
                 _, starts, moves, _ = launch.arguments

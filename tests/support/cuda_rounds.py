@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from llmctl.plugins.backends.cuda.interpret import run_launches
 from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
@@ -78,6 +79,8 @@ class Program:
         for launch in launches:
             if callable(launch):
                 launch()
+            elif launch.spec.name.startswith("lookahead."):
+                run_launches([launch])
             else:
                 launch_sampling(launch)
 

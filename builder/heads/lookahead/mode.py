@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.heads.lookahead.config import FORM, OPTION, LookaheadDecodingConfig
 from llmctl.errors import BadConfig
+from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes
 
 if TYPE_CHECKING:
     from llmctl.builder.config import BuildRequest
     from llmctl.builder.models.family import ModelConfig
     from llmctl.quantize.checkpoint import Checkpoint
+
+NUMBER = 8  # of the mode, as config.json stores it: TensorRT-LLM's
 
 
 def prepare_lookahead(
@@ -51,6 +54,14 @@ def as_facts(config: LookaheadDecodingConfig) -> dict[str, Any]:
     """What config.json keeps."""
     window, ngram, guesses = config.sizes
     return {"window_size": window, "ngram_size": ngram, "verification_set_size": guesses}
+
+
+def lookahead_sizes(mode: int, facts: Mapping[str, Any]) -> LookaheadSizes | None:
+    """The windows that an engine's device rounds can have, of its mode's number and facts; None: it
+    was built without sizes, so that the host leads every step."""
+    if mode != NUMBER or not facts:
+        return None
+    return LookaheadSizes(*LookaheadDecodingConfig(**facts).sizes)
 
 
 def describe(facts: Mapping[str, Any]) -> str:

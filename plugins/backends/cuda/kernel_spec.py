@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from llmctl.plugins.core.calls import Extent
+    from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes
 
 Constant = int | float | str | bool
 
@@ -67,6 +68,7 @@ class StepLimits:
     tokens_per_block: int
     kv_dtype: str  # torch name
     num_sms: int = HOPPER.num_sms
+    lookahead: LookaheadSizes | None = None  # of windows in device rounds; None: no such rounds
 
     @property
     def takes_trees(self) -> bool:

@@ -26,13 +26,18 @@ class Lookahead:
     """Window and pool of one sequence."""
 
     def __init__(self, config: LookaheadDecodingConfig, sequence: Sequence) -> None:
+        self.config = config
         self.window = Window(config, sequence.tokens, sequence.request.end_id)
         self.pool = NgramPool(config.ngram_size, config.verification_set_size)
 
-    def propose(self, tokens: Items[int], room: int) -> Planned:
-        """The drafts of the next step of a sequence with these tokens."""
+    def follow(self, tokens: Items[int]) -> None:
+        """The sequence has these tokens, whoever wrote them."""
         self.window.follow(len(tokens) - 1)
         self.pool.read(tokens)
+
+    def propose(self, tokens: Items[int], room: int) -> Planned:
+        """The drafts of the next step of a sequence with these tokens."""
+        self.follow(tokens)
         return plan(self.window, self.pool.after(tokens[-1]), room)
 
     def learn(self, tokens: Items[int], ends: Items[int | None], drawn: Items[int]) -> None:
@@ -55,7 +60,7 @@ class LookaheadDrafter:
         if max_draft_len < 1:
             raise BadConfig(f"max_draft_len is {max_draft_len}; it must be at least 1")
         self.max_draft_len = min(max_draft_len, config.max_draft_len)
-        self._config = config
+        self.config = config
         self._states: dict[int, Lookahead] = {}  # by sequence id
         # of the step under way; None: without drafts
         self._planned: list[Planned | None] = []
@@ -63,9 +68,9 @@ class LookaheadDrafter:
     def check(self, request: Request) -> None:
         """See Drafter. Raises BadConfig for sizes larger than the executor's."""
         asked = request.lookahead_config
-        if asked is not None and not self._config.has_room_for(asked):
+        if asked is not None and not self.config.has_room_for(asked):
             raise BadConfig(
-                f"lookahead_config is [{asked}]; the executor's is [{self._config}], and no size "
+                f"lookahead_config is [{asked}]; the executor's is [{self.config}], and no size "
                 "of a request may be larger",
                 fix="a smaller one, or open the engine with a larger --lookahead-config",
             )
@@ -78,14 +83,11 @@ class LookaheadDrafter:
         self._planned = []
         for item in batch.generation:
             sequence = item.sequence
-            config = sequence.request.lookahead_config or self._config
-            room = min(item.draft_len, self.max_draft_len, config.max_draft_len)
+            most = min(self.max_draft_len, self.config_of(sequence).max_draft_len)
+            room = min(item.draft_len, most)
             planned = None
             if room:
-                state = self._states.get(sequence.sequence_id)
-                if state is None:
-                    state = self._states[sequence.sequence_id] = Lookahead(config, sequence)
-                planned = state.propose(sequence.tokens, room)
+                planned = self.state_of(sequence).propose(sequence.tokens, room)
             self._planned.append(planned)
         return [Drafts() if planned is None else planned.drafts for planned in self._planned]
 
@@ -104,3 +106,18 @@ class LookaheadDrafter:
     def release(self, sequence: Sequence) -> None:
         """Forget the sequence's window and pool."""
         self._states.pop(sequence.sequence_id, None)
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self._states
+
+    def config_of(self, sequence: Sequence) -> LookaheadDecodingConfig:
+        """The sizes of a sequence."""
+        return sequence.request.lookahead_config or self.config
+
+    def state_of(self, sequence: Sequence) -> Lookahead:
+        """Window and pool of a sequence, made if it has none."""
+        state = self._states.get(sequence.sequence_id)
+        if state is None:
+            state = Lookahead(self.config_of(sequence), sequence)
+            self._states[sequence.sequence_id] = state
+        return state

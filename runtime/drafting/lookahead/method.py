@@ -11,7 +11,8 @@ from llmctl.runtime.drafting.method import AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig, LookaheadDecodingConfig
-    from llmctl.runtime.drafting.drafter import DeviceDrafter, Drafter
+    from llmctl.runtime.drafting.drafter import Drafter
+    from llmctl.runtime.drafting.lookahead.device import DeviceLookahead
     from llmctl.runtime.drafting.lookahead.drafter import LookaheadDrafter
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
@@ -28,7 +29,7 @@ class LookaheadDecoding:
     build_mode = MODE
     is_drafting = True
     drafts_trees = True
-    is_device_led = False
+    is_device_led = True
     notes = ()
     config: LookaheadDecodingConfig | None = None
     draft_len: int | None = None  # of a round; None: as many as the window and its guesses have
@@ -58,5 +59,20 @@ class LookaheadDecoding:
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
-    ) -> DeviceDrafter:
-        raise AssertionError("is_device_led is False")
+    ) -> DeviceLookahead | None:
+        from llmctl.builder.engine_format import lookahead_sizes
+        from llmctl.plugins.backends.backend import BACKENDS
+        from llmctl.runtime.drafting.lookahead.device import DeviceLookahead
+        from llmctl.runtime.drafting.lookahead.drafter import LookaheadDrafter
+        from llmctl.runtime.drafting.lookahead.engine_check import built_config
+        from llmctl.runtime.engines.opening import TARGET
+
+        assert isinstance(drafter, LookaheadDrafter), "of `make_drafter`"
+        target = engines[TARGET]
+        build = target.config.build_config
+        sizes = lookahead_sizes(build["speculative_decoding_mode"], build.get("draft_heads", {}))
+        if sizes is None or not built_config(target.config).has_room_for(drafter.config):
+            return None
+        if BACKENDS[target.config.backend].compiles_plans:  # no tree was ever drafted between plans
+            return None
+        return DeviceLookahead(target, sizes, draft_len, drafter)

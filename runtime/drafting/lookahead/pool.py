@@ -17,24 +17,24 @@ class NgramPool:
     another one takes it over. So its memory is bounded, and a device can keep the same table.
     """
 
-    __slots__ = ("_ngram_size", "_next", "_rows", "most")
+    __slots__ = ("_ngram_size", "_next", "most", "rows")
 
     def __init__(self, ngram_size: int, most: int) -> None:
         self.most = most
         self._ngram_size = ngram_size
-        self._rows: dict[int, tuple[int, list[Ngram]]] = {}
+        self.rows: dict[int, tuple[int, list[Ngram]]] = {}  # whose, and its n-grams
         self._next = 0  # where the first n-gram begins that was not read
 
     def after(self, token: int) -> Sequence[Ngram]:
         """What followed a token, the newest last."""
-        owner, ngrams = self._rows.get(token % ROWS, (token, []))
+        owner, ngrams = self.rows.get(token % ROWS, (token, []))
         return ngrams if owner == token else []
 
     def add(self, token: int, ngram: Ngram) -> None:
         """`ngram` followed `token`. One that is there becomes the newest."""
         if not self.most:
             return
-        owner, ngrams = self._rows.get(token % ROWS, (token, []))
+        owner, ngrams = self.rows.get(token % ROWS, (token, []))
         if owner != token:
             ngrams = []
         if ngram in ngrams:
@@ -42,7 +42,7 @@ class NgramPool:
         elif len(ngrams) == self.most:
             del ngrams[0]
         ngrams.append(ngram)
-        self._rows[token % ROWS] = token, ngrams
+        self.rows[token % ROWS] = token, ngrams
 
     def read(self, tokens: Sequence[int]) -> None:
         """Add the n-grams of a text that has grown since."""

@@ -30,7 +30,7 @@ class Window:
     repeated.
     """
 
-    __slots__ = ("_end_id", "_height", "_seeds", "levels", "position", "width")
+    __slots__ = ("_end_id", "_height", "levels", "position", "seeds", "width")
 
     def __init__(
         self, config: LookaheadDecodingConfig, tokens: Sequence[int], end_id: int | None
@@ -40,7 +40,7 @@ class Window:
         self.position = len(tokens) - 1  # of the root
         self._height = ngram_size - 1  # of a full window
         self._end_id = end_id
-        self._seeds = list(tokens[-NUM_SEEDS:])
+        self.seeds = list(tokens[-NUM_SEEDS:])
         self.levels = [[self._seed(self.position + column) for column in range(self.width)]]
 
     @property
@@ -90,4 +90,4 @@ class Window:
             level += [self._seed(first + column) for column in range(kept, self.width)]
 
     def _seed(self, position: int) -> int:
-        return self._seeds[(position * 2654435761 >> 16 & 0xFFFF) % len(self._seeds)]
+        return self.seeds[(position * 2654435761 >> 16 & 0xFFFF) % len(self.seeds)]

@@ -11,8 +11,12 @@ from support.hostile_engine import HostileEngine
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import LookaheadDecodingConfig, open_engine, read_engine_config
 from llmctl.builder.heads.lookahead.mode import invent_lookahead
+from llmctl.builder.validation.kernels import check_kernels
 from llmctl.cli.main import execute
 from llmctl.errors import BadConfig, CorruptEngine
+from llmctl.plugins.device_loop.tree_kernel import round_kernels
+from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes
+from llmctl.plugins.ops.lookahead.kernel import kernels
 
 MODE = "lookahead_decoding"
 
@@ -90,6 +94,32 @@ def test_room_alone_is_enough(target, build_engine):
     folder = build_engine(target, max_draft_len=5, speculative_decoding_mode=MODE)
     build = read_engine_config(Path(folder)).build_config
     assert build["max_draft_len"] == 5 and build["draft_heads"] == {}
+
+
+@pytest.mark.parametrize("sizes", ["[3,4,2]", None])
+def test_an_engine_for_a_gpu_has_the_kernels_of_its_windows(new_model, save, build_engine, sizes):
+    """Where it has sizes; else the host leads, and it has none."""
+    target = save(new_model("llama", head_dim=64, hidden_size=128))
+    folder = build_engine(
+        target,
+        backend="cuda",
+        dtype="bfloat16",
+        speculative_decoding_mode=MODE,
+        lookahead_config=sizes,
+        max_draft_len=14,
+        max_batch_size=4,
+        max_seq_len=96,
+    )
+    plan, weights = open_engine(folder)
+    stored = {kernel.name for kernel in plan.kernels}
+    own = {spec.name for spec in kernels(LookaheadSizes(3, 4, 2), 14)}
+    own |= {spec.name for spec in round_kernels(4, 14)}
+    assert (own <= stored) if sizes else not own & stored
+    config = read_engine_config(folder)
+    check_kernels(config, plan, weights)
+    config.build_config["draft_heads"].update(window_size=2, ngram_size=2, verification_set_size=1)
+    with pytest.raises(CorruptEngine, match="there is no kernel"):
+        check_kernels(config, plan, weights)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_tokens_of_one_row_take_it_from_each_other():
     assert list(pool.after(3)) == [(5,)] and list(pool.after(3 + ROWS)) == []
     for token in range(10 * ROWS):
         pool.add(token, (token,))
-    assert len(pool._rows) == ROWS
+    assert len(pool.rows) == ROWS
 
 
 def test_a_text_is_read_once_as_far_as_it_has_grown():
@@ -39,7 +39,7 @@ def test_a_text_is_read_once_as_far_as_it_has_grown():
     whole.read(text)
     for end in (0, 1, 3, 4, 5, 60, 60, 299, 300):
         parts.read(text[:end])
-    assert whole._rows == parts._rows
+    assert whole.rows == parts.rows
     assert list(whole.after(text[-4]))[-1] == tuple(text[-3:])
 
 
@@ -52,4 +52,4 @@ def test_of_a_long_text_the_end_is_read():
 def test_a_pool_without_room_keeps_nothing():
     pool = NgramPool(3, 0)
     pool.read([1, 2, 3, 1, 2, 3])
-    assert not pool.after(1) and not pool._rows
+    assert not pool.after(1) and not pool.rows

@@ -22,7 +22,7 @@ from llmctl.builder.engine_format import (
     medusa_logits,
 )
 from llmctl.builder.heads.medusa.tree import DEFAULT
-from llmctl.builder.speculative_modes import SPECULATIVE_MODES
+from llmctl.builder.speculative_modes import BuildMode
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.core.reference import ReferenceProgram
@@ -141,4 +141,4 @@ def test_every_mode_with_heads_is_planted_or_says_that_it_cannot_be(tmp_path: Pa
     assert set(PLANTED_GRAPHS) == {BASE, MEDUSA_GRAPH} | recurrent | attending
     request = BuildRequest(speculative_decoding_mode="medusa")
     with pytest.raises(Unsupported, match="cannot be generated"):
-        SPECULATIVE_MODES["lookahead_decoding"].invent(request, None)
+        BuildMode(64).invent(request, None)

@@ -1,0 +1,1 @@
+"""Windows and pools of lookahead decoding on a GPU; no operator, but what rounds draft with."""
