@@ -6,7 +6,8 @@ target has chosen: all of its own greedy text, two thirds of other people's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from scripts.demo.batches import TokenStream, with_bos
 from scripts.demo.generation import generate
 from scripts.demo.model import Llama
+
+NUM_LIKELY = 32  # tokens of a distribution that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +49,35 @@ class HeadRows:
         length = self.tokens.shape[1] - num_heads - 1
         return self.tokens[:, 1:].unfold(1, num_heads, 1)[:, :length]
 
-    @staticmethod
-    def joined(parts: list[HeadRows]) -> HeadRows:
+    @classmethod
+    def joined(cls, parts: list[Self]) -> Self:
         """All rows of several."""
-        return HeadRows(
-            torch.cat([part.tokens for part in parts]),
-            torch.cat([part.hidden for part in parts]),
-            torch.cat([part.chosen for part in parts]),
-        )
+        names = [field.name for field in fields(cls)]
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class LikelyRows(HeadRows):
+    """And the target's distribution after each token, as far as it is kept."""
+
+    likely: Tensor  # int16 [rows, length, NUM_LIKELY]: the likeliest first
+    probs: Tensor  # float16, of the same shape
 
 
 @torch.no_grad()
-def read_rows(target: Llama, tokens: Tensor, batch: int = 8) -> HeadRows:
-    """Run the target over rows [rows, length]."""
-    hidden, chosen = [], []
-    for part in tokens.split(batch):
-        with torch.autocast("cpu", torch.bfloat16):
+def read_rows(target: Llama, tokens: Tensor, batch: int = 8) -> LikelyRows:
+    """Run the target over rows [rows, length]; what is read stays on its device."""
+    device = target.model.norm.weight.device
+    parts = []
+    for part in tokens.to(device).split(batch):
+        with torch.autocast(device.type, torch.bfloat16):
             states = target.states(part)
             logits = F.linear(states, target.model.embed_tokens.weight)
-        hidden.append(states.bfloat16())
-        chosen.append(logits.argmax(-1))
-    return HeadRows(tokens, torch.cat(hidden), torch.cat(chosen))
+        probs = logits.float().softmax(-1)
+        most = probs.topk(min(NUM_LIKELY, probs.shape[-1]))
+        likely, kept = most.indices.to(torch.int16), most.values.half()
+        parts.append(LikelyRows(part, states.bfloat16(), logits.argmax(-1), likely, kept))
+    return LikelyRows.joined(parts)
 
 
 def corpus_rows(stream: TokenStream, num_rows: int, length: int, seed: int) -> Tensor:
@@ -80,8 +91,8 @@ def written_rows(
     target: Llama, prompts: Tensor, length: int, temperature: float, batch: int = 256
 ) -> Tensor:
     """Prompts [rows, n], continued by the target to [rows, length]."""
-    parts = []
     device = target.model.norm.weight.device
+    parts = []
     for part in prompts.to(device).split(batch):
         with torch.autocast(device.type, torch.bfloat16):
             more = generate(target, part, length - part.shape[1], temperature)

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.demo.head_rows import HeadRows
+from scripts.demo.head_rows import HeadRows, LikelyRows
 from scripts.demo.heads import DraftHeads
 from scripts.demo.training import Schedule
 
-IGNORED = -100  # label of a position that does not count
 AT_A_TIME = 2048  # positions that are measured together
 DECAY = 0.8  # weight of a head's loss over that of the head before
+CHOSEN = 0.5  # share of what the target chooses in what is learned; the rest is its distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,39 +36,78 @@ class Accuracy:
     tokens_per_round: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """Rows as one line of positions, and what heads shall say there. A place is the number of a
+    position, of which only those with all depths behind them are drawn."""
+
+    num_depths: int
+    tokens: Tensor  # [places]
+    hidden: Tensor  # [places, hidden_size]
+    likely: Tensor  # [places, NUM_LIKELY]
+    weights: Tensor  # float16 of the same shape, of sum 1
+    counts: Tensor  # bool [places, num_depths]
+
+    @classmethod
+    def of(cls, rows: LikelyRows, num_depths: int) -> _Labels:
+        probs = rows.probs.flatten(0, 1).float()
+        weights = (1 - CHOSEN) * probs / probs.sum(-1, keepdim=True)
+        weights[:, 0] += CHOSEN
+        counts = torch.stack([count for _, count in rows.depths(num_depths)], -1)
+        missing = rows.tokens.shape[1] - counts.shape[1]
+        counts = F.pad(counts, (0, 0, 0, missing))
+        return cls(
+            num_depths,
+            rows.tokens.flatten(),
+            rows.hidden.flatten(0, 1),
+            rows.likely.flatten(0, 1),
+            weights.half(),
+            counts.flatten(0, 1),
+        )
+
+    def following(self, at: Tensor) -> Tensor:
+        """The text after places [n]: [n, num_depths]."""
+        ahead = torch.arange(1, self.num_depths + 1, device=at.device)
+        return self.tokens[at[:, None] + ahead]
+
+    def lost(self, at: Tensor, depth: int, logits: Tensor) -> Tensor:
+        """The cross-entropy of a head at places [n], added up; those that do not count are 0."""
+        places = at + depth + 1
+        said = logits.float().log_softmax(-1).gather(1, self.likely[places].long())
+        each = (said * self.weights[places].float()).sum(-1)
+        return -(each * self.counts[at, depth]).sum()
+
+
 def train_heads(
     heads: DraftHeads,
-    rows: HeadRows,
+    rows: LikelyRows,
     schedule: Schedule,
     batch: int,
     validate: Callable[[], Accuracy],
     seed: int,
 ) -> list[tuple[int, list[float]]]:
-    """Cross-entropy of what the target chooses, positions drawn at random; ten validations."""
-    depths = rows.depths(heads.num_depths)
-    length = depths[0][0].shape[1]
-    hidden = rows.hidden[:, :length].flatten(0, 1)
-    tokens = rows.following(heads.num_depths).flatten(0, 1)
-    labels = [torch.where(count, label, IGNORED).flatten() for label, count in depths]
+    """Cross-entropy of the target's distributions, positions drawn at random; ten validations."""
+    labels = _Labels.of(rows, heads.num_depths)
+    device = rows.tokens.device
     optimizer = torch.optim.AdamW(
-        heads.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=schedule.weight_decay
+        heads.parameters(),
+        lr=0.0,
+        betas=(0.9, 0.95),
+        weight_decay=schedule.weight_decay,
+        fused=device.type == "cuda",
     )
     history: list[tuple[int, list[float]]] = []
     began = time.perf_counter()
-    chosen = _draw((labels[0] != IGNORED).nonzero()[:, 0], batch, seed)
+    chosen = _draw(labels.counts[:, 0].nonzero()[:, 0], batch, seed)
     for step in range(schedule.num_steps):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
         at = next(chosen)
-        loss = torch.zeros(())
-        with torch.autocast("cpu", torch.bfloat16):
-            found = heads.logits(hidden[at].float(), tokens[at])
+        loss = torch.zeros((), device=device)
+        with torch.autocast(device.type, torch.bfloat16):
+            found = heads.logits(labels.hidden[at].float(), labels.following(at))
             for depth, logits in enumerate(found):
-                wanted = labels[depth][at]
-                lost = F.cross_entropy(
-                    logits.float(), wanted, reduction="sum", ignore_index=IGNORED
-                )
-                loss = loss + DECAY**depth * lost / len(at)
+                loss = loss + DECAY**depth * labels.lost(at, depth, logits) / len(at)
         loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         torch.nn.utils.clip_grad_norm_(heads.parameters(), schedule.max_grad_norm)
         optimizer.step()
@@ -92,8 +131,8 @@ def measure(heads: DraftHeads, rows: HeadRows, start: int = 0) -> Accuracy:
     hidden = rows.hidden[:, start:length].flatten(0, 1)
     tokens = rows.following(heads.num_depths)[:, start:].flatten(0, 1)
     best: list[list[Tensor]] = [[] for _ in range(heads.num_depths)]
-    for part in torch.arange(len(hidden)).split(AT_A_TIME):
-        with torch.autocast("cpu", torch.bfloat16):
+    for part in torch.arange(len(hidden), device=hidden.device).split(AT_A_TIME):
+        with torch.autocast(hidden.device.type, torch.bfloat16):
             found = heads.logits(hidden[part].float(), tokens[part])
         for depth, logits in enumerate(found):
             best[depth].append(logits.topk(10, -1).indices)
@@ -135,7 +174,7 @@ def _share(hits: Tensor, counted: Tensor) -> float:
 
 def _draw(places: Tensor, batch: int, seed: int) -> Iterator[Tensor]:
     """Batches of places without end, each place once in a pass."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator(places.device).manual_seed(seed)
     while True:
-        order = places[torch.randperm(len(places), generator=random)]
+        order = places[torch.randperm(len(places), generator=random, device=places.device)]
         yield from (part for part in order.split(batch) if len(part) == batch or len(order) < batch)

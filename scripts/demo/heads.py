@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,8 @@ class DraftHeads(Protocol):
         """[n, vocab] of each depth: what comes behind the first of the tokens, and so on."""
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def to(self, device: torch.device) -> Self: ...
 
     def write(self, folder: Path, base: str) -> None:
         """The folder that `build` reads, in BF16. `base` names the target."""
@@ -99,15 +101,31 @@ class RecurrentHead(nn.Module):
     what the hidden row and s give behind an input projection and a residual block. The names of
     the parameters are those that Apple's trainer writes."""
 
-    def __init__(self, num_depths: int, exit_dim: int, embedding: Tensor) -> None:
+    def __init__(
+        self, num_depths: int, exit_dim: int, embedding: Tensor, num_layers: int = 1
+    ) -> None:
         super().__init__()
         vocab, width = embedding.shape
         self.num_depths = num_depths
         self._embedding = (embedding,)  # the target's, which is no parameter
         self.input_proj = nn.Linear(2 * width, exit_dim)
-        self.lm_head = nn.ModuleList((ResBlock(exit_dim), nn.Linear(exit_dim, vocab, bias=False)))
+        layers = (ResBlock(exit_dim) for _ in range(num_layers))
+        self.lm_head = nn.ModuleList((*layers, nn.Linear(exit_dim, vocab, bias=False)))
         self.rnn_u = nn.Linear(width, width)
         self.rnn_w = nn.Linear(width, width, bias=False)
+
+    @torch.no_grad()
+    def start_from(self, projection: Tensor) -> None:
+        """Weights to begin training with: the best output matrix of this width for a target's
+        [vocab, hidden_size], and of the hidden row what that reads."""
+        width, exit_dim = projection.shape[1], self.input_proj.out_features
+        projection = projection.float().cpu()
+        _, vectors = torch.linalg.eigh(projection.T @ projection)
+        axes = vectors[:, -min(exit_dim, width) :]  # [hidden_size, exit_dim], orthonormal
+        output = self.lm_head[-1]
+        assert isinstance(output, nn.Linear)
+        output.weight[:, : axes.shape[1]] = projection @ axes
+        self.input_proj.weight[: axes.shape[1], :width] = axes.T
 
     def logits(self, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
         """See DraftHeads."""
@@ -130,7 +148,7 @@ class RecurrentHead(nn.Module):
             "vocab_size": vocab,
             "hidden_size": self.rnn_w.in_features,
             "exit_dim": exit_dim,
-            "num_draft_layers": 1,
+            "num_draft_layers": len(self.lm_head) - 1,
             "rnn": True,
             "base_model_name_or_path": base,
         }
@@ -140,7 +158,8 @@ class RecurrentHead(nn.Module):
     def read(cls, folder: Path, num_depths: int, embedding: Tensor) -> RecurrentHead:
         """What `write` wrote, in FP32."""
         tensors = {name: t.float() for name, t in load_file(folder / RECURRENT_FILE).items()}
-        head = cls(num_depths, len(tensors["input_proj.bias"]), embedding)
+        num_layers = sum(name.endswith(".linear.weight") for name in tensors)
+        head = cls(num_depths, len(tensors["input_proj.bias"]), embedding, num_layers)
         head.load_state_dict(tensors)
         return head.eval()
 
@@ -149,7 +168,9 @@ def _save(
     folder: Path, file: str, state: Mapping[str, Tensor], config: Mapping[str, object]
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
+    tensors = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in state.items()
+    }
     save_file(tensors, folder / file, metadata={"format": "pt"})
     (folder / file).chmod(0o644)  # save_file leaves 0600
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

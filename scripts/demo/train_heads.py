@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Train draft heads for the demo target, on one CPU core in a quarter of an hour.
+"""Train draft heads for the demo target: on one GPU in four minutes, on a CPU less thoroughly.
 
-    python -m scripts.demo.train_heads medusa --output examples/demo-medusa
-    python -m scripts.demo.train_heads redrafter --output examples/demo-redrafter
+    python -m scripts.demo.train_heads medusa --output examples/demo-medusa --device cuda
+    python -m scripts.demo.train_heads redrafter --output examples/demo-redrafter --device cuda
 
-The target stays as it is. Heads learn what it chooses, from text of the demo corpus and text that
-it continues itself. Writes the heads and metrics.json below --output; --smoke runs every step with
-toy sizes.
+The target stays as it is. Heads learn the distributions that it has, on text of the demo corpus and
+text that it continues itself; nothing is fetched. Writes the heads and metrics.json below --output.
+On a CPU there are fewer rows and steps; --smoke runs every step with toy sizes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from scripts.demo.batches import TokenStream, encode_stream
 from scripts.demo.corpus import read_corpus, read_sample
 from scripts.demo.evaluation import function_prompts
-from scripts.demo.head_rows import HeadRows, corpus_rows, read_rows, written_rows
+from scripts.demo.head_rows import LikelyRows, corpus_rows, read_rows, written_rows
 from scripts.demo.head_training import measure, train_heads
 from scripts.demo.heads import DraftHeads, MedusaHeads, RecurrentHead
 from scripts.demo.model import Llama, read_model
@@ -39,18 +40,29 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class HeadRecipe:
-    """How the heads are made, amounts of text and the schedule."""
+    """How the heads are made, amounts of text and the schedule: those of a GPU."""
 
     make: Callable[[Tensor], DraftHeads]  # of the target's embedding, its output projection too
     read: Callable[[Path, Tensor], DraftHeads]
-    corpus_rows: int
-    greedy_rows: int
-    sampled_rows: int  # at temperature 0.8
     schedule: Schedule
-    length: int = 224  # tokens in a row
-    prompt_length: int = 96
+    corpus_rows: int = 12288
+    greedy_rows: int = 24576
+    sampled_rows: int = 8192  # at temperature 0.8
+    length: int = 256  # tokens in a row
+    prompt_length: int = 112
+    rows_at_once: int = 2048  # that the target writes
+    read_at_once: int = 64
     num_prompts: int = 64  # for measuring, of PROMPT_LENGTH tokens
-    batch: int = 1024  # positions in a step
+    batch: int = 8192  # positions in a step
+
+    def on_cpu(self) -> HeadRecipe:
+        """A quarter of an hour on one core."""
+        sizes = {"corpus_rows": 768, "greedy_rows": 1536, "sampled_rows": 256}
+        schedule = replace(self.schedule, num_steps=700, learning_rate=3e-3, warmup_steps=30)
+        return replace(
+            self, schedule=schedule, length=224, rows_at_once=256, read_at_once=8, batch=1024,
+            **sizes,
+        )  # fmt: skip
 
     def smoke(self) -> HeadRecipe:
         """Toy sizes."""
@@ -59,22 +71,26 @@ class HeadRecipe:
         return replace(self, schedule=schedule, length=24, prompt_length=12, batch=16, **sizes)
 
 
+DEPTHS = 4  # of the ReDrafter head
+SCHEDULE = Schedule(num_steps=14000, learning_rate=3e-3, warmup_steps=300, weight_decay=0.0)
+
+
+def _make_recurrent(embedding: Tensor, exit_dim: int = 256, num_layers: int = 1) -> DraftHeads:
+    head = RecurrentHead(DEPTHS, exit_dim, embedding, num_layers)
+    head.start_from(embedding)
+    return head
+
+
 RECIPES = {
     "medusa": HeadRecipe(
         make=lambda embedding: MedusaHeads(3, 2, embedding.shape[1], embedding),
         read=MedusaHeads.read,
-        corpus_rows=1024,
-        greedy_rows=1024,
-        sampled_rows=256,
-        schedule=Schedule(num_steps=400, learning_rate=3e-3, warmup_steps=30, weight_decay=0.0),
+        schedule=SCHEDULE,
     ),
     "redrafter": HeadRecipe(
-        make=lambda embedding: RecurrentHead(4, 128, embedding),
-        read=lambda folder, embedding: RecurrentHead.read(folder, 4, embedding),
-        corpus_rows=1024,
-        greedy_rows=1024,
-        sampled_rows=0,
-        schedule=Schedule(num_steps=600, learning_rate=3e-3, warmup_steps=30, weight_decay=0.0),
+        make=_make_recurrent,
+        read=lambda folder, embedding: RecurrentHead.read(folder, DEPTHS, embedding),
+        schedule=SCHEDULE,
     ),
 }
 PROMPT_LENGTH, HELD_OUT_LENGTH = 128, 256
@@ -82,10 +98,15 @@ PROMPT_LENGTH, HELD_OUT_LENGTH = 128, 256
 
 def main() -> None:
     arguments = read_arguments()
+    device = torch.device(arguments.device)
     recipe = RECIPES[arguments.heads]
+    recipe = recipe if device.type == "cuda" else recipe.on_cpu()
     recipe = recipe.smoke() if arguments.smoke else recipe
+    if arguments.heads == "redrafter":
+        sizes = {"exit_dim": arguments.exit_dim, "num_layers": arguments.num_layers}
+        recipe = replace(recipe, make=partial(_make_recurrent, **sizes))
     torch.set_num_threads(arguments.threads)
-    target = read_model(arguments.target, torch.device("cpu"))
+    target = read_model(arguments.target, device)
     tokenizer = Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
     with stage("text"):
         corpus = read_corpus(arguments.corpus)
@@ -95,12 +116,11 @@ def main() -> None:
         prompts = function_prompts(
             tokenizer, read_sample(arguments.held_out), PROMPT_LENGTH, recipe.num_prompts
         )
-        held_out = read_rows(
-            target, written_rows(target, torch.tensor(prompts), HELD_OUT_LENGTH, 0.0)
-        )
+        written = written_rows(target, torch.tensor(prompts), HELD_OUT_LENGTH, 0.0)
+        held_out = read_rows(target, written)
     embedding = target.model.embed_tokens.weight.detach()
     torch.manual_seed(SEED)
-    heads = recipe.make(embedding)
+    heads = recipe.make(embedding).to(device)
     with stage("training"):
         history = train_heads(
             heads,
@@ -112,11 +132,12 @@ def main() -> None:
         )
         heads.write(arguments.output, arguments.target.name)
     with stage("evaluation"):
-        stored = recipe.read(arguments.output, embedding)
+        stored = recipe.read(arguments.output, embedding).to(device)
         metrics = {
             "command": " ".join(["python", "-m", "scripts.demo.train_heads", *sys.argv[1:]]),
             "python": platform.python_version(),
             "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
             "parameters": sum(parameter.numel() for parameter in stored.parameters()),
             "training_positions": int(rows.depths(heads.num_depths)[0][1].sum()),
             "history": history,
@@ -133,12 +154,15 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=EXAMPLES / "demo-target")
     parser.add_argument("--held-out", type=Path, default=EXAMPLES / "heldout.txt")
     parser.add_argument("--corpus", type=Path, help="as of scripts.demo.train")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--exit-dim", type=int, default=256, help="width of a ReDrafter head")
+    parser.add_argument("--num-layers", type=int, default=1, help="of a ReDrafter head")
     parser.add_argument("--smoke", action="store_true", help="toy sizes, in seconds")
     return parser.parse_args()
 
 
-def training_rows(target: Llama, stream: TokenStream, recipe: HeadRecipe) -> HeadRows:
+def training_rows(target: Llama, stream: TokenStream, recipe: HeadRecipe) -> LikelyRows:
     """Rows of the corpus, and rows that the target wrote after its prompts."""
     parts = []
     for index, (count, heat) in enumerate(((recipe.greedy_rows, 0.0), (recipe.sampled_rows, 0.8))):
@@ -146,10 +170,10 @@ def training_rows(target: Llama, stream: TokenStream, recipe: HeadRecipe) -> Hea
             continue
         prompts = corpus_rows(stream, count, recipe.prompt_length, SEED + index)
         torch.manual_seed(SEED)
-        parts.append(written_rows(target, prompts, recipe.length, heat))
+        parts.append(written_rows(target, prompts, recipe.length, heat, recipe.rows_at_once))
     parts.append(corpus_rows(stream, recipe.corpus_rows, recipe.length, SEED + 2))
     print(f"{sum(map(len, parts))} rows of {recipe.length} tokens", flush=True)
-    return HeadRows.joined([read_rows(target, part) for part in parts])
+    return LikelyRows.joined([read_rows(target, part, recipe.read_at_once) for part in parts])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from support.redrafter import TorchHead
 from llmctl.cli.main import execute
 from scripts.demo.corpus import is_held_out, read_sample
 from scripts.demo.evaluation import function_prompts
-from scripts.demo.head_rows import HeadRows, read_rows, written_rows
+from scripts.demo.head_rows import HeadRows, LikelyRows, read_rows, written_rows
 from scripts.demo.head_training import _walk, measure
 from scripts.demo.heads import MedusaHeads, RecurrentHead
 from scripts.demo.model import read_model
@@ -129,3 +129,35 @@ def test_the_recurrent_head_computes_what_its_published_parameters_say() -> None
 def test_a_walk_begins_each_round_where_the_one_before_ended() -> None:
     accepted = torch.tensor([[2, 0, 0, 1, 3], [0, 1, 0, 0, 0]])
     assert _walk(accepted) == (3 + 2 + 1 + 2 + 1 + 1) / 6
+
+
+def test_heads_learn_the_distribution_as_well_as_the_choice() -> None:
+    """Of two tokens with 0.6 and 0.4: where the choice has half the weight, 0.8 and 0.2."""
+    from scripts.demo.head_training import train_heads
+    from scripts.demo.training import Schedule
+
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.full((4, 12), 3)
+    likely = torch.tensor([3, 5], dtype=torch.int16).expand(4, 12, 2)
+    probs = torch.tensor([0.6, 0.4], dtype=torch.float16).expand(4, 12, 2)
+    hidden = torch.randn((4, 12, 16), generator=generator).bfloat16()
+    rows = LikelyRows(tokens, hidden, tokens, likely.clone(), probs.clone())
+    torch.manual_seed(3)
+    head = RecurrentHead(2, 8, torch.randn((11, 16), generator=generator), num_layers=2)
+    schedule = Schedule(num_steps=300, learning_rate=2e-2, warmup_steps=5, weight_decay=0.0)
+    train_heads(head, rows, schedule, 16, lambda: measure(head, rows), 0)
+    with torch.no_grad():
+        for logits in head.logits(hidden[:, 0].float(), tokens[:, :2]):
+            said = logits.softmax(-1)
+            assert (said[:, 3] - 0.8).abs().max() < 0.05 and (said[:, 5] - 0.2).abs().max() < 0.05
+
+
+def test_a_recurrent_head_begins_with_the_targets_output_matrix() -> None:
+    projection = torch.randn((40, 16), generator=torch.Generator().manual_seed(5))
+    head = RecurrentHead(1, 16, projection)
+    head.start_from(projection)
+    hidden = torch.randn((3, 16), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        head.input_proj.bias.zero_()
+        found = head.lm_head[1](head.input_proj(torch.cat([hidden, torch.zeros(3, 16)], -1)))
+    torch.testing.assert_close(found, hidden @ projection.T, rtol=1e-4, atol=1e-4)
