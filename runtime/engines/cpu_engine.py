@@ -119,9 +119,10 @@ class CpuEngine(Engine):
         """Both graphs and the search in one C call; see Engine."""
         graphs = []
         for name in (first, following):
-            head, program = find_head(self._heads, name)
+            head, _ = find_head(self._heads, name)
             kept, carried = (head.output(state) for state in states)
-            graphs.append(HeadGraph(program, head.output("logits"), (kept, carried)))
+            outputs = (head.output("logits"), (kept, carried))
+            graphs.append(HeadGraph.of(head.calls, head.row_inputs, *outputs))
         kept, carried = (find_head(self._heads, following)[0].given(state) for state in states)
         return CpuBeamSearch(graphs[0], graphs[1], (kept, carried))
 

@@ -76,10 +76,7 @@ class Recorder:
     def _finish(self, graph: str, x: Tensor, context: Tensor, carry: Tensor | None = None) -> None:
         is_activated = self.recurrence == "silu"
         out, state = recurrence(x, context, carry, name=f"{graph}.recurrence", silu=is_activated)
-        if self.recurrence != "sum":
-            state = self._linear(graph, "rnn_u", state, self.hidden_size)
         graph_output(CONTEXT, out)
-        graph_output(CARRY, state)
         x = out
         if self.exit_dim != 2 * self.hidden_size:
             x = self._linear(graph, "input_proj", x, self.exit_dim)
@@ -90,6 +87,9 @@ class Recorder:
             x = add(gate, x, name=f"{graph}.{name}.residual")
         weight = parameter(f"{MODULE}.lm_head.weight", self.vocab_size, self.exit_dim)
         graph_output("logits", linear(x, weight, name=f"{graph}.lm_head", dtype="float32"))
+        if self.recurrence != "sum":  # last: whoever takes no next step can leave it out
+            state = self._linear(graph, "rnn_u", state, self.hidden_size)
+        graph_output(CARRY, state)
 
     def _linear(self, graph: str, name: str, x: Tensor, width: int) -> Tensor:
         inner = x.shape[1]

@@ -131,6 +131,8 @@ struct HandedRows {
 struct BeamSearch {
   void* first;  // programs: the first step, and every other
   void* next;
+  void* first_rest;  // what only a next step needs of them; null: there is none
+  void* next_rest;
   const float* first_logits;  // [first_rows, vocab_size]
   const float* next_logits;   // [next_rows, vocab_size]
   HandedRows handed[2];

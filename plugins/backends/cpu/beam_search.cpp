@@ -40,20 +40,25 @@ struct Search {
   std::vector<int32_t> tokens, rows, offered, zeros;
   std::vector<float> log_probs;
 
-  int step(void* program, const float* logits) {
-    const int32_t count = static_cast<int32_t>(tokens.size());
+  int run_on(void* program, const std::vector<int32_t>& ids, const std::vector<int32_t>& from) {
+    const int32_t count = static_cast<int32_t>(ids.size());
     const int32_t bounds[2] = {0, count}, one = 1, none = 0;
-    zeros.resize(tokens.size());
     Step packed{};
     packed.num_tokens = packed.num_rows = count;
     packed.num_requests = packed.max_blocks = 1;
-    packed.token_ids = tokens.data();
-    packed.logit_rows = rows.data();
+    packed.token_ids = ids.data();
+    packed.logit_rows = from.data();
+    zeros.resize(ids.size());
     packed.position_ids = packed.slot_mapping = zeros.data();
     packed.cu_q = bounds;
     packed.kv_len = &one;
     packed.block_tables = &none;  // and no cache: an op that asks for one is refused
-    if (int bad = run_program(*static_cast<const Program*>(program), packed, pool)) return bad;
+    return run_program(*static_cast<const Program*>(program), packed, pool);
+  }
+
+  int step(void* program, const float* logits) {
+    const int32_t count = static_cast<int32_t>(tokens.size());
+    if (int bad = run_on(program, tokens, rows)) return bad;
     offered.resize(tokens.size() * asked.num_beams);
     log_probs.resize(offered.size());
     kernels().top_log_probs(logits, count, asked.vocab_size, asked.num_beams, offered.data(),
@@ -113,10 +118,8 @@ struct Search {
     tokens.assign(asked.roots, asked.roots + count);
     rows.assign(asked.rows, asked.rows + count);
     for (int32_t length = 0; !tokens.empty(); ++length) {
-      const size_t before = length == 0 ? 0 : previous;
-      for (const HandedRows& part : asked.handed) {
-        const void* from = length == 1 ? part.from_first : part.from_next;
-        if (before > 0) std::memcpy(part.to, from, before * part.row_bytes);
+      if (length > 0) {
+        if (int bad = hand_on(length == 1)) return bad;
       }
       const bool is_first = length == 0;
       if (int bad = step(is_first ? asked.first : asked.next,
@@ -131,6 +134,18 @@ struct Search {
       }
       *num_steps = length + 1;
       take_rows(length + 1);
+    }
+    return kDone;
+  }
+
+  // What the step before left, to where the next one reads it.
+  int hand_on(bool was_first) {
+    if (void* rest = was_first ? asked.first_rest : asked.next_rest) {
+      const std::vector<int32_t> unread(previous);
+      if (int bad = run_on(rest, unread, unread)) return bad;
+    }
+    for (const HandedRows& part : asked.handed) {
+      std::memcpy(part.to, was_first ? part.from_first : part.from_next, previous * part.row_bytes);
     }
     return kDone;
   }

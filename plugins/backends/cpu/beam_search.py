@@ -17,6 +17,8 @@ from llmctl.plugins.backends.cpu.program import CpuProgram
 if TYPE_CHECKING:
     import torch
 
+    from llmctl.plugins.core.calls import OpCall
+
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
@@ -38,6 +40,8 @@ class _BeamSearch(ctypes.Structure):
     _fields_ = [
         ("first", c_void_p),
         ("next", c_void_p),
+        ("first_rest", c_void_p),
+        ("next_rest", c_void_p),
         ("first_logits", c_void_p),
         ("next_logits", c_void_p),
         ("handed", _HandedRows * 2),
@@ -64,11 +68,27 @@ class _BeamSearch(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class HeadGraph:
     """A graph of a recurrent head. logits [rows, vocab_size] float32, states [rows, width] each:
-    its outputs, at their full sizes, which nothing may move."""
+    its outputs, at their full sizes, which nothing may move. rest: what of the graph is only for a
+    next step, and comes last."""
 
     program: CpuProgram
+    rest: CpuProgram | None
     logits: torch.Tensor
     states: tuple[torch.Tensor, torch.Tensor]
+
+    @staticmethod
+    def of(
+        calls: Sequence[OpCall],
+        row_inputs: Sequence[torch.Tensor],
+        logits: torch.Tensor,
+        states: tuple[torch.Tensor, torch.Tensor],
+    ) -> HeadGraph:
+        """From its operators in order."""
+        last = [tensor.data_ptr() for tensor in calls[-1].outputs.values()]
+        if last != [states[1].data_ptr()]:
+            return HeadGraph(CpuProgram(calls, row_inputs), None, logits, states)
+        rest = CpuProgram(calls[-1:], tuple(calls[-1].inputs.values())[:1])
+        return HeadGraph(CpuProgram(calls[:-1], row_inputs), rest, logits, states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +118,8 @@ class CpuBeamSearch:
         call = _BeamSearch(
             first=first.program.handle,
             next=following.program.handle,
+            first_rest=first.rest.handle if first.rest is not None else None,
+            next_rest=following.rest.handle if following.rest is not None else None,
             first_logits=first.logits.data_ptr(),
             next_logits=following.logits.data_ptr(),
             vocab_size=first.logits.shape[1],

@@ -13,7 +13,7 @@ namespace {
 constexpr uint64_t kInside = (1u << 15) - 1;
 constexpr uint64_t kOpen = 1u << 15;
 constexpr uint64_t kGeneration = 1u << 16;
-constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr auto kSpin = std::chrono::microseconds(250);
 
 std::atomic<Pool*> g_instance{nullptr};
 std::atomic<int> g_num_threads{1};

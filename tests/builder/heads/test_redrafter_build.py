@@ -195,7 +195,7 @@ def test_a_plan_for_a_gpu_gives_the_same_logits_and_has_the_kernels(
     product = ["packed_linear"] * (recurrence != "sum")
     for graph in (FIRST, NEXT):
         found = [op.op for op in plan.heads[graph].ops]
-        assert found == ["embedding", *product, "recurrence", *product, *ops]
+        assert found == ["embedding", *product, "recurrence", *ops, *product]
     bound = bind_plan(plan, weights, torch.zeros(plan.arena_bytes, dtype=torch.uint8))
     heads = {head.name: head for head in bind_heads(plan, bound)}
     hidden = torch.randn((9, HIDDEN), generator=torch.Generator().manual_seed(1)).bfloat16()

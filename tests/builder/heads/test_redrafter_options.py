@@ -41,7 +41,7 @@ def test_the_engine_says_what_it_was_built_with(tmp_path, target, capsys, recurr
     text = capsys.readouterr().out
     formula = {"silu": "SiLU(W e + U s + b)", "linear": "first s = W e", "sum": "s = s + e"}
     assert formula[recurrence] in text and "3 beams of 2 drafts" in text
-    assert "head redrafter.first: hidden (base.hidden) -> context, carry, logits" in text
+    assert "head redrafter.first: hidden (base.hidden) -> context, logits, carry" in text
 
 
 def test_tensorrt_llms_name_of_the_mode_is_the_same_mode(tmp_path, target):
