@@ -10,6 +10,8 @@ from llmctl.runtime.api.executor_config import ExecutorConfig
 from llmctl.runtime.drafting.cache_groups import cache_groups
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.length.adaptive import AdaptiveLengths
+from llmctl.runtime.drafting.length.confidence import ConfidentDrafter
+from llmctl.runtime.drafting.length.confident import ConfidentLengths
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.generate.verify import Verifier
 from llmctl.runtime.kv_cache import KvCacheEventManager, KvCacheManager, most_step_tokens
@@ -33,7 +35,7 @@ class Parts:
     scheduler: Scheduler
     loop: Loop
     recorder: Recorder
-    lengths: AdaptiveLengths | None
+    lengths: AdaptiveLengths | ConfidentLengths | None
     tuner: AwaitedSteps | None
 
 
@@ -60,13 +62,7 @@ def assemble(
         max_draft_len=drafter.max_draft_len,
     )
     limits = config.limits(engine_limits)
-    lengths: AdaptiveLengths | None = None
-    if config.adaptive_draft_len and drafter.max_draft_len:
-        lengths = AdaptiveLengths(
-            drafter.max_draft_len,
-            has_cache=bool(drafter.holders),
-            is_common=round_runner is not None,
-        )
+    lengths = _lengths(drafter, config, has_rounds=round_runner is not None)
     scheduler = Scheduler(config.scheduler, kv_cache, limits, lengths)
     tuner: AwaitedSteps | None = None
     if config.max_step_ms is not None:
@@ -86,6 +82,21 @@ def assemble(
     loop = Loop(target, scheduler, mover, drafter, Verifier(sampler), rounds)
     recorder = Recorder(config, loop, scheduler, kv_cache, engine_limits)
     return Parts(target, drafter, sampler, kv_cache, scheduler, loop, recorder, lengths, tuner)
+
+
+def _lengths(
+    drafter: Drafter, config: ExecutorConfig, *, has_rounds: bool
+) -> AdaptiveLengths | ConfidentLengths | None:
+    """What chooses draft lengths; None: they are fixed. A drafter that knows how likely its drafts
+    are may have them chosen without being asked; device rounds have one length for all."""
+    most = drafter.max_draft_len
+    if most and isinstance(drafter, ConfidentDrafter) and not has_rounds:
+        confidence = drafter.confidence
+        if config.adaptive_draft_len or confidence.by_default:
+            return ConfidentLengths(most, confidence)
+    elif most and config.adaptive_draft_len:
+        return AdaptiveLengths(most, has_cache=bool(drafter.holders), is_common=has_rounds)
+    return None
 
 
 def _kv_cache(

@@ -180,7 +180,8 @@ class OpenEngines:
         lengths = self._lengths(method, count)
         if method != options.method:  # memory was planned for other options
             lengths = ()
-        drafter = method.make_drafter(self.opened.engines, count)
+        made = method if draft_len is None else method.with_draft_len(draft_len)
+        drafter = made.make_drafter(self.opened.engines, count)
         return Executor(
             self.target,
             _forced(drafter, acceptance),

@@ -20,7 +20,7 @@ from support import eagle, medusa, redrafter
 
 METHODS: dict[str, tuple[DraftMethod, tuple[str, ...]]] = {  # by mode, with run's option
     "medusa": (Medusa(), ("--medusa-choices", "auto")),
-    "redrafter": (RecurrentDrafting(), ("--redrafter-num-beams", "auto")),
+    "redrafter": (RecurrentDrafting(None, 2), ("--redrafter-num-beams", "auto")),
     "eagle": (Eagle(), ("--eagle-choices", "auto")),
 }
 

@@ -22,7 +22,7 @@ from support.tiny_pair import MAX_SEQ_LEN, VOCAB, save_target
 WIDTH, PROMPT_LEN = 32, 6
 SHARPNESS = 4.0  # of logits: a model that is sure of its tokens is one that heads can learn
 METHODS: dict[str, DraftMethod] = {
-    "medusa": Medusa(), "redrafter": RecurrentDrafting(), "eagle": Eagle(),
+    "medusa": Medusa(), "redrafter": RecurrentDrafting(None, 4), "eagle": Eagle(),
 }  # fmt: skip
 LIMITS: dict[str, dict[str, Any]] = {
     "medusa": {"max_draft_len": 15},

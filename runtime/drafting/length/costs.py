@@ -83,6 +83,11 @@ class StepCosts:
         bucket = self._buckets.get(_bucket(batch))
         return bucket.plain.value if bucket is not None and bucket.plain.count else None
 
+    def num_plain(self, batch: int) -> int:
+        """How many steps without drafts were measured at this batch size."""
+        bucket = self._buckets.get(_bucket(batch))
+        return bucket.plain.count if bucket is not None else 0
+
     def draft_s(self, batch: int) -> float:
         """One step of the drafter; of the nearest batch size if this one has not been measured."""
         known = [size for size, bucket in self._buckets.items() if bucket.draft.is_known]

@@ -15,7 +15,9 @@ from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
+from llmctl.runtime.drafting.length.confidence import Confidence
 from llmctl.runtime.drafting.redrafter.beams import Bounds
+from llmctl.runtime.drafting.redrafter.packing import Found
 from llmctl.runtime.drafting.redrafter.search import Asked, Searcher
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
@@ -42,12 +44,20 @@ class ReDrafter(WithoutWindow):
 
     holders: Mapping[str, BlockHolder] = MappingProxyType({})
 
-    def __init__(self, searcher: Searcher, shape: BeamShape, max_draft_len: int) -> None:
+    def __init__(
+        self,
+        searcher: Searcher,
+        shape: BeamShape,
+        max_draft_len: int,
+        confidence: Confidence | None = None,
+    ) -> None:
         if max_draft_len < 1:
             raise BadConfig(f"max_draft_len is {max_draft_len}; it must be at least 1")
         self.max_draft_len = min(max_draft_len, shape.num_drafts)
         self._searcher = searcher
         self._shape = shape
+        self.confidence = confidence or Confidence()
+        self.confidence.can_branch = shape.num_beams > 1
         self.rows = HiddenRows()
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
@@ -62,12 +72,18 @@ class ReDrafter(WithoutWindow):
             for place, item in enumerate(batch.generation)
             if item.draft_len and item.sequence.sequence_id in rows and self._drafts_for(item)
         ]
+        found: list[Found] = []
         if asked:
+            limits = self.confidence
             found = self._searcher.search(
-                [self._ask(row, item) for _, row, item in asked], self._shape.num_beams, Bounds()
+                [self._ask(row, item) for _, row, item in asked],
+                1 if limits.is_chain else self._shape.num_beams,
+                Bounds(limits.least_kept, limits.least_continued),
             )
             for (place, _, _), own in zip(asked, found, strict=True):
                 drafts[place] = own.drafts
+        num_steps = self._searcher.num_steps if asked else 0
+        self.confidence.note(num_steps, [own.scores for own in found])
         self.rows.start(batch, drafts)
         return drafts
 

@@ -54,6 +54,7 @@ class RecurrentDrafting:
         return check_engine(target, self.num_beams, self.length, self.draft_len)
 
     def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> ReDrafter:
+        from llmctl.runtime.drafting.length.confidence import Confidence
         from llmctl.runtime.drafting.redrafter.drafter import ReDrafter
         from llmctl.runtime.drafting.redrafter.engine_check import beam_shape
         from llmctl.runtime.drafting.redrafter.search import searcher_of
@@ -61,7 +62,9 @@ class RecurrentDrafting:
 
         target = engines[TARGET]
         shape = beam_shape(target.config, self.num_beams, self.length)
-        return ReDrafter(searcher_of(target), shape, draft_len)
+        is_fixed = bool(self.num_beams or self.length or self.draft_len)
+        confidence = Confidence(by_default=not is_fixed)
+        return ReDrafter(searcher_of(target), shape, draft_len, confidence)
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter

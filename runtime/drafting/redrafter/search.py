@@ -26,7 +26,9 @@ class Asked(NamedTuple):
 
 
 class Searcher(Protocol):
-    """What searches, for all requests of a step at once."""
+    """What searches, for all requests of a step at once. num_steps: of the head, last time."""
+
+    num_steps: int
 
     def search(self, asked: Items[Asked], num_beams: int, bounds: Bounds) -> list[Found]:
         """The tree of each."""
@@ -37,11 +39,13 @@ class StepSearch:
 
     def __init__(self, head: Head) -> None:
         self._head = head
+        self.num_steps = 0
 
     def search(self, asked: Items[Asked], num_beams: int, bounds: Bounds) -> list[Found]:
         """See Searcher."""
         rows, roots, lengths, rooms = zip(*asked, strict=True)
         found = search(self._head, rows, roots, lengths, num_beams, bounds)
+        self.num_steps = max(beams.tokens.shape[1] for beams in found)
         return [merge_scored(beams, room) for beams, room in zip(found, rooms, strict=True)]
 
 
@@ -50,12 +54,14 @@ class CompiledSearch:
 
     def __init__(self, compiled: CpuBeamSearch) -> None:
         self._compiled = compiled
+        self.num_steps = 0
 
     def search(self, asked: Items[Asked], num_beams: int, bounds: Bounds) -> list[Found]:
         """See Searcher."""
         rows, roots, lengths, rooms = zip(*asked, strict=True)
         least = (bounds.least_kept, bounds.least_continued)
         trees = self._compiled.run(rows, roots, lengths, rooms, num_beams, *least)
+        self.num_steps = trees.num_steps
         parts = (trees.tokens, trees.parents, trees.scores, trees.counts)
         return [
             Found(as_drafts(tokens[:count], parents[:count]), scores[:count])

@@ -54,7 +54,7 @@ def test_rounds_are_those_of_the_transcription(tmp_path: Path, recurrence: str) 
     """Each round: the hidden row is that of the last accepted token, the tree that of the slow
     search and the published formulas, and what is accepted that of the published choice."""
     model, texts, tensors, engine = build(tmp_path, recurrence)
-    drafter = RecurrentDrafting().make_drafter({"target": engine}, BEAMS * LENGTH)
+    drafter = RecurrentDrafting(BEAMS, LENGTH).make_drafter({"target": engine}, BEAMS * LENGTH)
     rounds: list[tuple[list[int], list[int], list[int]]] = []  # tokens before, drafts, parents
     propose = drafter.propose
 

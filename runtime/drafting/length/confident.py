@@ -1,0 +1,182 @@
+"""Drafts where they are likely enough to be worth their cost, for a drafter that knows how likely
+they are, in steps controlled by the host.
+
+A plain step gives a token for each of b sequences in plain_s. At `gain` times that speed, a token
+is worth plain_s / (gain * b) seconds. So a draft whose chance is p is verified if p is at least its
+cost over that worth, and the drafter takes another step behind it if what that will find is worth
+step and verification. Costs are measured (`costs`); chances are corrected by how many drafts were
+accepted of how many the drafter expected. Chains and trees have costs of their own, and the other
+kind is tried now and then. Where drafts are not faster at all, `budget` ends them, and limits what
+trying again may cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from math import log
+
+from llmctl.runtime.drafting.length.budget import LEAD_LIMIT, DraftBudget
+from llmctl.runtime.drafting.length.confidence import Confidence
+from llmctl.runtime.drafting.length.costs import StepCosts
+from llmctl.runtime.generate.commit import Commit
+from llmctl.runtime.request import Sequence
+
+MOST = 8  # drafts of a sequence: fewer are likely enough
+TRIAL = 0.5  # credit, in plain steps, from which drafts are tried
+FEW_PLAIN = 6  # steps without drafts before the first with them: the first ones vary
+REFRESH = 48  # steps with drafts after which a plain one is timed again
+FAR = 1.5  # times the expected duration: what is longer has another cause
+MEMORY = 0.98  # weight of the past, per step
+EXPLORE, TRIAL_STEPS = 112, 16  # steps with drafts of the kind that is used, then of the other
+MARGIN = 1.03  # of gain, for a change to the other kind
+PRIOR_TOKEN = 1 / 8  # of a plain step: a draft's verification, before one was timed
+LEAST_TOKEN = 1 / 50  # the same, whatever was measured
+
+
+class _Kind:
+    """Chains, or trees: what their steps cost, and what they gave lately."""
+
+    def __init__(self) -> None:
+        self.costs = StepCosts()
+        self.gain = 1.0  # tokens over those of plain steps in the same time
+        self.num_drafts = 1.0  # a step
+        self.was_used = False
+
+    def token_s(self, batch: int, plain_s: float) -> float:
+        """Of the verification of a draft."""
+        if not self.costs.most_drafts(batch):
+            return PRIOR_TOKEN * plain_s
+        count = max(1.0, self.num_drafts)
+        return max(self.costs.extra_s(batch, count) / count, LEAST_TOKEN * plain_s)
+
+
+class ConfidentLengths:
+    """See DraftLengths. `most`: drafts of a sequence that there is room for."""
+
+    beside_prompts = True
+
+    def __init__(self, most: int, confidence: Confidence) -> None:
+        self.common: int | None = 0
+        self._budget = DraftBudget()
+        self._confidence = confidence
+        self._most = min(most, MOST)
+        self._used, self._other = _Kind(), _Kind()
+        self._is_chain = True  # those used; a trial has the others
+        self._is_on = False
+        self._since_plain = self._num_plain = self._num_steps = 0
+        # Of recent steps: accepted drafts and expected ones, chains that had a second draft and
+        # those of them that had it accepted.
+        self._accepted = self._expected = 4.0
+        self._second, self._right = 4.0, 2.0
+
+    def of(self, sequence: Sequence) -> int:
+        """The same for all: what is likely enough is the drafter's to say."""
+        return self.common or 0
+
+    def plan(self, generation: Items[Sequence]) -> None:
+        """Decide whether there are drafts, of which kind, and how likely they must be."""
+        batch = len(generation)
+        plain_s = self._used.costs.plain_s(batch)
+        is_known = batch > 0 and self._used.costs.num_plain(batch) >= FEW_PLAIN
+        is_on = is_known and self._drafts(plain_s)
+        self.common = self._most if is_on else 0
+        if is_on:
+            assert plain_s is not None
+            self._confidence.is_chain = self._is_chain != self._is_trial
+            self._set_bounds(batch, plain_s)
+
+    def _drafts(self, plain_s: float | None) -> bool:
+        if plain_s is None or self._since_plain >= REFRESH:
+            return False
+        self._budget.open(plain_s)
+        if self._is_on:
+            self._is_on = self._budget.lead > -LEAD_LIMIT * plain_s
+        elif self._budget.credit >= TRIAL * plain_s:
+            self._is_on = True
+            self._budget.begin()
+        return self._is_on
+
+    @property
+    def _is_trial(self) -> bool:
+        """Whether drafts are of the other kind for a few steps; begins with those used."""
+        is_due = self._num_steps % (EXPLORE + TRIAL_STEPS) >= EXPLORE
+        return is_due and self._confidence.can_branch
+
+    @property
+    def _kind(self) -> _Kind:
+        """Of the last drafts."""
+        is_used = self._confidence.is_chain == self._is_chain
+        return self._used if is_used else self._other
+
+    def _set_bounds(self, batch: int, plain_s: float) -> None:
+        kind = self._kind
+        token_s = kind.token_s(batch, plain_s)
+        per_second = max(1.0, kind.gain) * batch / plain_s
+        trust = min(2.0, max(0.25, self._accepted / self._expected))
+        kept = per_second * token_s / trust
+        step_s = token_s + kind.costs.draft_s(batch) / batch
+        continued = per_second * step_s / trust / (self._right / self._second)
+        self._confidence.least_kept = log(min(0.9, kept))
+        self._confidence.least_continued = log(min(0.95, max(kept, continued)))
+
+    def observe(
+        self,
+        generated: Items[Commit],
+        *,
+        num_context_tokens: int,
+        step_s: float | None,
+        draft_s: float,
+        elapsed_s: float,
+    ) -> None:
+        """Learn from a step; see AdaptiveLengths."""
+        if not generated:
+            return
+        batch, num_steps = len(generated), self._confidence.num_steps
+        num_drafts = sum(commit.num_drafts for commit in generated)
+        accepted = sum(min(commit.accepted, commit.num_drafts) for commit in generated)
+        if num_drafts:
+            self._learn(generated, accepted)
+        if num_context_tokens or step_s is None:
+            return
+        if num_steps == 0:
+            self._num_plain += 1
+            if self._num_plain < 2:  # one that follows drafts takes longer
+                return
+            self._since_plain = 0
+            for kind in (self._used, self._other):
+                kind.costs.observe(batch, 0, 0, step_s, 0.0)
+            self._budget.note_plain(self._used.costs.plain_s(batch) or step_s)
+            return
+        self._since_plain, self._num_plain = self._since_plain + 1, 0
+        costs, plain_s = self._kind.costs, self._used.costs.plain_s(batch)
+        is_new = num_drafts > 0 and not costs.is_measured(batch, num_steps, num_drafts)
+        if num_drafts:
+            costs.observe(batch, num_steps, num_drafts, step_s, draft_s)
+        if plain_s is None:
+            return
+        spent_s = min(step_s, FAR * costs.step_s(batch, num_steps, num_drafts))
+        tokens = 1 + accepted / batch
+        self._budget.note_drafts(tokens * plain_s - spent_s, plain_s, is_usual=not is_new)
+        self._compare(tokens * plain_s / spent_s, num_drafts)
+
+    def _compare(self, gain: float, num_drafts: int) -> None:
+        """Note a step of either kind; after a trial, the better kind is the one to use."""
+        kind = self._kind
+        if not kind.was_used:
+            kind.was_used, kind.gain = True, self._used.gain
+        kind.num_drafts += (1 - MEMORY) * (num_drafts - kind.num_drafts)
+        kind.gain += (1 - MEMORY) * (gain - kind.gain)
+        was_trial = self._is_trial
+        self._num_steps += 1
+        if was_trial and not self._is_trial and self._other.gain > MARGIN * self._used.gain:
+            self._used, self._other = self._other, self._used
+            self._is_chain = not self._is_chain
+
+    def _learn(self, generated: Items[Commit], accepted: int) -> None:
+        for commit in generated:
+            depth = commit.num_drafts if commit.depth is None else commit.depth
+            if depth > 1 and commit.accepted:
+                self._second = MEMORY * self._second + 1
+                self._right = MEMORY * self._right + (commit.accepted > 1)
+        self._accepted = MEMORY * self._accepted + accepted
+        self._expected = MEMORY * self._expected + self._confidence.expected
