@@ -104,7 +104,7 @@ class EagleHead(nn.Module):
         count, layer = features.shape[1], self.midlayer
         attention = layer.self_attn
         later = torch.ones(count, count, dtype=torch.bool, device=features.device).triu(1)
-        g = self.fc(features)
+        g = self.fc(features).float()  # as sums stay where products are in BF16
         keys: list[tuple[Tensor, Tensor]] = []
         found = []
         for step in range(steps):

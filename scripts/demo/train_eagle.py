@@ -38,8 +38,7 @@ from scripts.demo.train import stage
 from scripts.demo.train_heads import EXAMPLES, HELD_OUT_LENGTH, PROMPT_LENGTH, SEED
 from scripts.demo.training import Schedule
 
-SHAPE = EagleShape(384, 384, 6, 1, (2, 5, 7))
-DRAFT_VOCAB = 1280
+TAPS = (2, 5, 7)
 NUM_STEPS = 5  # that the head is unrolled over, and drafts of a chain that is measured
 
 
@@ -101,9 +100,10 @@ def main() -> None:
             tokenizer, read_sample(arguments.held_out), PROMPT_LENGTH, recipe.num_prompts
         )
         written = written_rows(target, torch.tensor(prompts), HELD_OUT_LENGTH, 0.0)
-        held_out = read_features(target, written, SHAPE.taps)
+        held_out = read_features(target, written, TAPS)
     embedding = target.model.embed_tokens.weight.detach()
-    head = new_head(embedding, rows).to(device)
+    shape = EagleShape(embedding.shape[1], arguments.intermediate_size, 6, 1, TAPS)
+    head = new_head(shape, arguments.draft_vocab, embedding, rows).to(device)
     with stage("training"):
         history = train_eagle(
             head,
@@ -140,6 +140,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=EXAMPLES / "demo-target")
     parser.add_argument("--held-out", type=Path, default=EXAMPLES / "heldout.txt")
     parser.add_argument("--corpus", type=Path, help="as of scripts.demo.train")
+    parser.add_argument("--draft-vocab", type=int, default=1280, help="tokens that it drafts")
+    parser.add_argument("--intermediate-size", type=int, default=384, help="of its MLP")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--smoke", action="store_true", help="toy sizes, in seconds")
     return parser.parse_args()
@@ -156,14 +158,14 @@ def training_rows(target: Llama, stream: TokenStream, recipe: EagleRecipe) -> Ea
         parts.append(written_rows(target, prompts, recipe.length, heat, recipe.generated))
         print(f"{count} rows written", flush=True)
     parts.append(corpus_rows(stream, recipe.corpus_rows, recipe.length, SEED + 2))
-    return EagleRows.joined([read_features(target, part, SHAPE.taps) for part in parts])
+    return EagleRows.joined([read_features(target, part, TAPS) for part in parts])
 
 
-def new_head(embedding: Tensor, rows: EagleRows) -> EagleHead:
+def new_head(shape: EagleShape, draft_vocab: int, embedding: Tensor, rows: EagleRows) -> EagleHead:
     """Its output matrix begins as the target's."""
     torch.manual_seed(SEED)
-    kept = likeliest_tokens(rows.text, DRAFT_VOCAB, len(embedding))
-    head = EagleHead(SHAPE, embedding, kept)
+    kept = likeliest_tokens(rows.text, draft_vocab, len(embedding))
+    head = EagleHead(shape, embedding, kept)
     with torch.no_grad():
         head.lm_head.weight.copy_(embedding[kept])
     return head

@@ -23,7 +23,7 @@ from scripts.demo.model import read_model
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.mark.parametrize("kind", ["medusa", "redrafter"])
+@pytest.mark.parametrize("kind", ["medusa", "redrafter", "eagle"])
 def test_one_command_trains_heads_that_build_reads(tmp_path: Path, kind: str) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
@@ -32,7 +32,8 @@ def test_one_command_trains_heads_that_build_reads(tmp_path: Path, kind: str) ->
     for name in [*[name for name in names if name not in held][:8], *held]:
         body = "".join(f"def f{n}(first):\n    return first + {n}\n\n\n" for n in range(40))
         (corpus / name).write_text(f'"""{name}"""\n{body}')
-    command = [sys.executable, "-m", "scripts.demo.train_heads", kind, "--smoke"]
+    recipe = ["train_eagle"] if kind == "eagle" else ["train_heads", kind]
+    command = [sys.executable, "-m", f"scripts.demo.{recipe[0]}", *recipe[1:], "--smoke"]
     command += ["--corpus", str(corpus), "--output", str(tmp_path / "heads")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
