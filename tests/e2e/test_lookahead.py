@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cuda import launch_sampling, open_on_fake_device, run_rounds_by_reference
-from support.e2e import KINDS, DemoPair, Outputs, cancel_some, run_all
+from support.e2e import DemoPair, Outputs, cancel_some, run_all
+from support.fake_device_runs import accepted_by_host, never_need_the_host, rounds_on_device
 
 from llmctl.builder.engine_format import LookaheadDecodingConfig
 from llmctl.errors import BadConfig, Unsupported
-from llmctl.plugins.backends.cuda.queue import DeviceQueue
-from llmctl.plugins.ops.sampling.cuda import CudaSampling
-from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.drafting.lookahead.method import LookaheadDecoding
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.ngram.method import NgramLookup
@@ -27,7 +25,6 @@ from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
-from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 
 Opened = Callable[..., AbstractContextManager[Executor]]
 
@@ -140,15 +137,7 @@ def test_the_cuda_host_looks_ahead_too(
     engine: Path, requests: list[Request], plain: Outputs
 ) -> None:
     """Over the fake device, which has the CPU's arithmetic."""
-    queue = DeviceQueue("cpu")
-    target, capture = open_on_fake_device(engine, queue)
-    drafter = BUILT.make_drafter({"target": target}, SIZES.max_draft_len)
-    sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
-    config = ExecutorConfig(KvCacheConfig(num_blocks=300))
-    with Executor(target, drafter, config, sampling) as executor:
-        assert run_all(executor, requests) == plain
-        assert executor.get_speculation_stats().accepted_tokens > 15
-    assert sum(graph.num_replays for graph in capture.graphs) > 1
+    assert accepted_by_host(engine, BUILT, requests, plain) > 15
 
 
 def test_device_rounds_look_ahead(
@@ -156,33 +145,14 @@ def test_device_rounds_look_ahead(
 ) -> None:
     """Over the fake device, whose windows are the GPU's kernel in the interpreter: rounds alone,
     and rounds between steps that the host controls."""
-    run_rounds_by_reference(monkeypatch)
-    queue = DeviceQueue("cpu")
-    target, capture = open_on_fake_device(engine, queue)
-    sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
-    alone = [
-        index
-        for index, request in enumerate(requests)
-        if index % len(KINDS) != 2
-        and not request.output_config.return_log_probs
-        and request.max_draft_len is None
-    ]
-    for config, asked in (
-        (None, alone[:3]),
-        (LookaheadDecodingConfig(2, 3, 2), [*alone, *range(2, len(requests), 12)]),
-    ):
-        method = LookaheadDecoding(config)
-        draft_len = method.check(target.config, {})
-        drafter = method.make_drafter({"target": target}, draft_len)
-        on_device = method.make_device_drafter({"target": target}, draft_len, drafter)
-        assert on_device is not None
-        runner = CudaRoundRunner(target, on_device, capture)
-        cache = ExecutorConfig(KvCacheConfig(num_blocks=300), check_invariants=True)
-        with Executor(target, drafter, cache, sampling, runner) as executor:
-            wanted = [plain[index] for index in asked]
-            assert run_all(executor, [requests[index] for index in asked]) == wanted
-            assert executor.get_speculation_stats().accepted_tokens > 3
-            assert runner._num_started > 3
+    alone = never_need_the_host(requests)
+    smaller = LookaheadDecoding(LookaheadDecodingConfig(2, 3, 2))
+    cases = (
+        (LookaheadDecoding(), alone[:3]),
+        (smaller, [*alone, *range(2, len(requests), 12)]),
+    )
+    runs = list(rounds_on_device(engine, cases, requests, plain, monkeypatch))
+    assert [run.stats.accepted_tokens > 3 and run.num_rounds > 3 for run in runs] == [True] * 2
 
 
 def test_from_the_command_line(demo: DemoPair, engine: Path, tmp_path: Path) -> None:

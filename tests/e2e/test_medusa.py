@@ -7,17 +7,13 @@ import random
 import subprocess
 
 import pytest
-from support.cuda import launch_sampling, open_on_fake_device, run_rounds_by_reference
-from support.e2e import KINDS, TREE_LEN, DemoPair, Outputs, cancel_some, run_all
+from support.e2e import TREE_LEN, DemoPair, Outputs, cancel_some, run_all
+from support.fake_device_runs import accepted_by_host, never_need_the_host, rounds_on_device
 
 from llmctl.builder.heads.medusa.tree import parse_choices
-from llmctl.plugins.backends.cuda.queue import DeviceQueue
-from llmctl.plugins.ops.sampling.cuda import CudaSampling
-from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.request import Request
-from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 
 ENGINE = "target-fp8-medusa"
 
@@ -65,15 +61,7 @@ def test_the_cuda_host_drafts_from_heads_too(
     demo: DemoPair, requests: list[Request], plain: Outputs
 ) -> None:
     """Over the fake device, which has the CPU's arithmetic."""
-    queue = DeviceQueue("cpu")
-    target, capture = open_on_fake_device(demo.engine(ENGINE), queue)
-    drafter = Medusa().make_drafter({"target": target}, TREE_LEN)
-    sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
-    config = ExecutorConfig(KvCacheConfig(num_blocks=300))
-    with Executor(target, drafter, config, sampling) as executor:
-        assert run_all(executor, requests) == plain
-        assert executor.get_speculation_stats().accepted_tokens > 15
-    assert sum(graph.num_replays for graph in capture.graphs) > 1
+    assert accepted_by_host(demo.engine(ENGINE), Medusa(), requests, plain) > 15
 
 
 def test_device_rounds_draft_from_heads(
@@ -81,30 +69,13 @@ def test_device_rounds_draft_from_heads(
 ) -> None:
     """Over the fake device: rounds alone, and rounds between steps that the host controls, since
     some requests need it and prompts come in between."""
-    run_rounds_by_reference(monkeypatch)
-    queue = DeviceQueue("cpu")
-    target, capture = open_on_fake_device(demo.engine(ENGINE), queue)
-    method = Medusa()
-    sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
-    alone = [
-        index
-        for index, request in enumerate(requests)
-        if index % len(KINDS) != 2
-        and not request.output_config.return_log_probs
-        and request.max_draft_len is None
-    ]
+    alone = never_need_the_host(requests)
     beside = list(range(2, len(requests), 12))  # penalties, few tokens
-    for asked in (alone[:4], alone + beside):
-        drafter = method.make_drafter({"target": target}, TREE_LEN)
-        on_device = method.make_device_drafter({"target": target}, TREE_LEN, drafter)
-        runner = CudaRoundRunner(target, on_device, capture)
-        config = ExecutorConfig(KvCacheConfig(num_blocks=300), check_invariants=True)
-        with Executor(target, drafter, config, sampling, runner) as executor:
-            wanted = [plain[index] for index in asked]
-            assert run_all(executor, [requests[index] for index in asked]) == wanted
-            stats = executor.get_speculation_stats()
-            assert stats.accepted_tokens > 3 and runner._num_started > 3
-            assert len(stats.accepted_at_position) <= 4
+    cases = ((Medusa(), alone[:4]), (Medusa(), alone + beside))
+    runs = list(rounds_on_device(demo.engine(ENGINE), cases, requests, plain, monkeypatch))
+    assert [run.stats.accepted_tokens > 3 and run.num_rounds > 3 for run in runs] == [True] * 2
+    for run in runs:
+        assert run.draft_len == TREE_LEN and len(run.stats.accepted_at_position) <= 4
 
 
 def test_from_the_command_line(demo: DemoPair) -> None:

@@ -281,9 +281,16 @@ def test_processes_of_a_launcher_are_one_run(ranks: Ranks) -> None:
     assert follower.communicate(timeout=LIMIT_S)[0] == ""
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
 def test_mpirun_starts_a_run(ranks: Ranks) -> None:
-    program = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
+    program = [
+        str(Path(sys.executable).with_name("mpirun")),
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-n",
+        "2",
+    ]
     leader = ranks.launch([*program, sys.executable, "-m", "llmctl.cli.entry"], SHORT, {})
     out, err = leader.communicate(timeout=LIMIT_S)
     assert leader.returncode == 0, err

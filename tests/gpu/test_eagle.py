@@ -15,14 +15,17 @@ from support.e2e import Outputs, cancel_some, llmctl, run_all
 from support.eagle import fit_head, make_head, save_head
 from support.eagle_steps import CHUNKS, computed
 from support.gpu import quantize, quantize_head
+from support.gpu_drafting import (
+    opened,
+    plain_texts,
+    run_chosen,
+    run_in_every_company,
+    run_narrow_windows,
+)
 from transformers import AutoModelForCausalLM
 
 from llmctl.runtime.drafting.eagle.method import Eagle
-from llmctl.runtime.drafting.method import DraftMethod
-from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.engines.engine import open_cpu_engine
-from llmctl.runtime.kv_cache.attention_windows import WindowOptions
-from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 
 DRAFT_LEN = 5
@@ -59,11 +62,6 @@ def build(dtype: str, repository: Path, tmp_path_factory: pytest.TempPathFactory
     return built
 
 
-def opened(engine: Path, method: DraftMethod, **options: Any) -> OpenEngines:
-    options = {"max_tokens": 16384, **options}
-    return OpenEngines(check_engines(EngineOptions(engine, method, **options)))
-
-
 @pytest.fixture(scope="module")
 def bare(build: Any) -> Path:
     path: Path = build("bare", None)
@@ -73,8 +71,7 @@ def bare(build: Any) -> Path:
 @pytest.fixture(scope="module")
 def plain(bare: Path, requests: list[Request]) -> Outputs:
     """Of each request alone, of an engine without a head."""
-    with opened(bare, PlainDecoding()).executor() as executor:
-        return [run_all(executor, [request])[0] for request in requests]
+    return plain_texts(bare, requests)
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +104,7 @@ def test_a_head_that_knows_the_text_changes_no_token(
     rounds: CountedRounds,
 ) -> None:
     """Rounds on the device, and between them steps of the host: prompts, penalties, own lengths."""
-    with opened(engine, Eagle(draft_len)).executor() as executor:
-        assert [run_all(executor, [request])[0] for request in requests] == plain
-        assert run_all(executor, requests) == plain, "all together"
-        assert run_all(executor, requests) == plain, "with blocks that are reused"
-        stats = executor.get_speculation_stats()
-    print(f"tokens a round: {1 + stats.accepted_tokens / stats.rounds:.3f}")
+    stats = run_in_every_company(engine, Eagle(draft_len), requests, plain)
     assert stats.accepted_tokens > 150
     assert len(stats.accepted_at_position) == (draft_len or DRAFT_LEN), "whole chains"
     print(f"rounds on the device: {rounds.total}, ahead of the host: {rounds.ahead}")
@@ -126,11 +118,7 @@ def test_batches_that_never_need_the_host(
     device_requests: list[int],
     rounds: CountedRounds,
 ) -> None:
-    asked = [requests[index] for index in device_requests]
-    wanted = [plain[index] for index in device_requests]
-    with opened(engine, Eagle(), max_num_tokens=300).executor() as executor:
-        for _ in range(3):
-            assert run_all(executor, asked) == wanted
+    run_chosen(engine, Eagle(), requests, plain, device_requests, max_num_tokens=300)
     assert rounds.ahead > 30 and rounds.drafts == DRAFT_LEN * rounds.total
 
 
@@ -142,10 +130,7 @@ def test_lengths_that_adapt_change_no_token(
     rounds: CountedRounds,
 ) -> None:
     """Rounds without drafts among them: the head reads those, too."""
-    asked = [requests[index] for index in device_requests]
-    with opened(engine, Eagle(), adaptive_draft_len=True).executor() as executor:
-        for _ in range(3):
-            assert run_all(executor, asked) == [plain[index] for index in device_requests]
+    run_chosen(engine, Eagle(), requests, plain, device_requests, adaptive_draft_len=True)
     assert rounds.total > 50
 
 
@@ -194,11 +179,7 @@ def test_blocks_that_leave_the_cache_and_return_change_no_token(
 
 
 def test_narrow_windows_change_no_token(bare: Path, engine: Path, requests: list[Request]) -> None:
-    options = {"windows": WindowOptions((40,), 4), "enable_block_reuse": False}
-    with opened(bare, PlainDecoding(), **options).executor() as executor:
-        wanted = run_all(executor, requests)
-    with opened(engine, Eagle(), **options).executor() as executor:
-        assert run_all(executor, requests) == wanted
+    run_narrow_windows(bare, engine, Eagle(), requests)
 
 
 def test_cancelled_requests_leave_the_others_alone(

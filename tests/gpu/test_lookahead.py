@@ -6,20 +6,22 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.counted_rounds import CountedRounds
 from support.e2e import Outputs, cancel_some, llmctl, run_all
 from support.gpu import execute, quantize
+from support.gpu_drafting import (
+    opened,
+    plain_texts,
+    run_chosen,
+    run_in_every_company,
+    run_narrow_windows,
+)
 from support.lookahead_kernel import Rounds
 
 from llmctl.builder.engine_format import LookaheadDecodingConfig
 from llmctl.runtime.drafting.lookahead.method import LookaheadDecoding
-from llmctl.runtime.drafting.method import DraftMethod
-from llmctl.runtime.drafting.plain.method import PlainDecoding
-from llmctl.runtime.kv_cache.attention_windows import WindowOptions
-from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import OutputConfig, Request
 
 PUBLISHED = LookaheadDecodingConfig(15, 5, 15)
@@ -41,16 +43,10 @@ def engine(
     return folder / "engine"
 
 
-def opened(engine: Path, method: DraftMethod, **options: Any) -> OpenEngines:
-    options = {"max_tokens": 16384, **options}
-    return OpenEngines(check_engines(EngineOptions(engine, method, **options)))
-
-
 @pytest.fixture(scope="module")
 def plain(engine: Path, requests: list[Request]) -> Outputs:
     """Of each request alone, without drafts."""
-    with opened(engine, PlainDecoding()).executor() as executor:
-        return [run_all(executor, [request])[0] for request in requests]
+    return plain_texts(engine, requests)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -68,12 +64,7 @@ def test_a_round_drafts_what_the_host_would(sizes: list[tuple[int, int, int]], s
 def test_a_window_changes_no_token(
     engine: Path, requests: list[Request], plain: Outputs, rounds: CountedRounds
 ) -> None:
-    with opened(engine, BUILT).executor() as executor:
-        assert [run_all(executor, [request])[0] for request in requests] == plain
-        assert run_all(executor, requests) == plain, "all together"
-        assert run_all(executor, requests) == plain, "with blocks that are reused"
-        stats = executor.get_speculation_stats()
-    print(f"tokens a round: {1 + stats.accepted_tokens / stats.rounds:.3f}")
+    stats = run_in_every_company(engine, BUILT, requests, plain)
     assert stats.accepted_tokens > 50
     assert rounds.total > 50 and rounds.ahead > 25, "the host was never behind"
 
@@ -85,11 +76,7 @@ def test_batches_that_never_need_the_host(
     device_requests: list[int],
     rounds: CountedRounds,
 ) -> None:
-    asked = [requests[index] for index in device_requests]
-    wanted = [plain[index] for index in device_requests]
-    with opened(engine, BUILT).executor() as executor:
-        for _ in range(3):
-            assert run_all(executor, asked) == wanted
+    run_chosen(engine, BUILT, requests, plain, device_requests)
     assert rounds.ahead > 10 and rounds.drafts == PUBLISHED.max_draft_len * rounds.total
 
 
@@ -143,11 +130,7 @@ def test_chunks_and_narrow_steps_change_no_token(
 
 
 def test_narrow_windows_of_attention_change_no_token(engine: Path, requests: list[Request]) -> None:
-    options = {"windows": WindowOptions((40,), 4), "enable_block_reuse": False}
-    with opened(engine, PlainDecoding(), **options).executor() as executor:
-        wanted = run_all(executor, requests)
-    with opened(engine, BUILT, **options).executor() as executor:
-        assert run_all(executor, requests) == wanted
+    run_narrow_windows(engine, engine, BUILT, requests)
 
 
 def test_lengths_that_adapt_change_no_token(

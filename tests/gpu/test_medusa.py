@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.counted_rounds import CountedRounds
 from support.e2e import TREE_LEN, Outputs, llmctl, run_all
 from support.gpu import quantize
+from support.gpu_drafting import opened, plain_texts, run_chosen, run_in_every_company
 from support.medusa import fit_heads, save_heads
 from transformers import AutoModelForCausalLM
 
 from llmctl.builder.heads.medusa.tree import parse_choices
 from llmctl.runtime.drafting.medusa.accuracy import HeadAccuracy
 from llmctl.runtime.drafting.medusa.method import Medusa
-from llmctl.runtime.drafting.method import DraftMethod
-from llmctl.runtime.drafting.plain.method import PlainDecoding
-from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 
 NUM_HEADS = 4
@@ -54,26 +51,17 @@ def engine(
     return folder
 
 
-def opened(engine: Path, method: DraftMethod, **options: Any) -> OpenEngines:
-    return OpenEngines(check_engines(EngineOptions(engine, method, max_tokens=16384, **options)))
-
-
 @pytest.fixture(scope="module")
 def plain(engine: Path, requests: list[Request]) -> Outputs:
     """Of each request alone, without drafts."""
-    with opened(engine, PlainDecoding()).executor() as executor:
-        return [run_all(executor, [request])[0] for request in requests]
+    return plain_texts(engine, requests)
 
 
 def test_heads_change_no_token(
     engine: Path, requests: list[Request], plain: Outputs, rounds: CountedRounds
 ) -> None:
     """Rounds on the device, and between them steps of the host: prompts, penalties, own lengths."""
-    with opened(engine, Medusa()).executor() as executor:
-        assert [run_all(executor, [request])[0] for request in requests] == plain
-        assert run_all(executor, requests) == plain, "all together"
-        assert run_all(executor, requests) == plain, "with blocks that are reused"
-        stats = executor.get_speculation_stats()
+    stats = run_in_every_company(engine, Medusa(), requests, plain)
     assert stats.accepted_tokens > 100
     assert len(stats.accepted_at_position) >= 3, "paths of several tokens are accepted"
     assert rounds.total > 100 and rounds.ahead > 50, "the host was never behind"
@@ -86,11 +74,7 @@ def test_batches_that_never_need_the_host(
     device_requests: list[int],
     rounds: CountedRounds,
 ) -> None:
-    asked = [requests[index] for index in device_requests]
-    wanted = [plain[index] for index in device_requests]
-    with opened(engine, Medusa(), max_num_tokens=300).executor() as executor:
-        for _ in range(3):
-            assert run_all(executor, asked) == wanted
+    run_chosen(engine, Medusa(), requests, plain, device_requests, max_num_tokens=300)
     assert rounds.ahead > 30 and rounds.drafts == TREE_LEN * rounds.total
 
 
@@ -121,10 +105,7 @@ def test_lengths_that_adapt_change_no_token(
     device_requests: list[int],
     rounds: CountedRounds,
 ) -> None:
-    asked = [requests[index] for index in device_requests]
-    with opened(engine, Medusa(), adaptive_draft_len=True).executor() as executor:
-        for _ in range(3):
-            assert run_all(executor, asked) == [plain[index] for index in device_requests]
+    run_chosen(engine, Medusa(), requests, plain, device_requests, adaptive_draft_len=True)
     assert rounds.total > 50
 
 

@@ -9,19 +9,14 @@ import pytest
 import torch
 from support.e2e import llmctl, run_all
 from support.gpu import quantize
+from support.gpu_drafting import opened
 from support.redrafter import RECURRENCES, fit_head, make_head, save_as, save_head
 from transformers import AutoModelForCausalLM
 
 from llmctl.plugins.ops.beam_search.reference import top_log_probs
-from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
-from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
-
-
-def opened(folder: Path, method: DraftMethod) -> OpenEngines:
-    return OpenEngines(check_engines(EngineOptions(folder, method, max_tokens=16384)))
 
 
 def build(checkpoint: Path, folder: Path, *options: object) -> Path:

@@ -85,6 +85,36 @@ class Program:
                 launch_sampling(launch)
 
 
+class OnDevice:
+    """Before a fake engine among the bases: what a runner asks of a CudaEngine."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.logits_after = super().logits
+        self.queue = DeviceQueue("cpu")
+        self.max_num_rows = self.max_batch_size * (self.max_draft_len + 1)
+        self.logits = torch.zeros(self.max_num_rows, self.vocab_size)
+        self.program = Program(self)
+        self.is_capturable = lambda: True
+
+    def run(self, step) -> np.ndarray:
+        logits, self.logits = self.logits, self.logits_after
+        try:
+            return super().run(step)
+        finally:
+            self.logits = logits
+
+    def enqueue_moves(self, starts: torch.Tensor, moves: torch.Tensor) -> None:
+        def run() -> None:
+            for source, target in moves[: int(starts[-1])].tolist():
+                self.cache[target] = self.cache[source]
+
+        self.program.launch([run], 0)
+
+    def prepare_prompts(self, max_num_tokens: int) -> None:
+        pass
+
+
 class Capture(FakeCapture):
     """Counts launches of each graph; keeps none alive."""
 

@@ -2,50 +2,23 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-
 from llmctl.builder.engine_format import LookaheadDecodingConfig
-from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes
 from llmctl.runtime.drafting.lookahead.device import DeviceLookahead
 from llmctl.runtime.drafting.lookahead.drafter import LookaheadDrafter
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
-from support.cuda_rounds import Capture, Program
+from support.cuda_rounds import Capture, OnDevice
 from support.fake_engine import FakeEngine
 from support.fake_loop import Harness
 
 VOCAB = 23
 
 
-class DeviceEngine(FakeEngine):
-    """Has what a runner asks of a CudaEngine that verifies trees."""
+class DeviceEngine(OnDevice, FakeEngine):
+    """Verifies trees."""
 
     def __init__(self, **options) -> None:
         super().__init__(vocab_size=VOCAB, **options)
-        self.logits_after = super().logits
-        self.queue = DeviceQueue("cpu")
-        self.max_num_rows = self.max_batch_size * (self.max_draft_len + 1)
-        self.logits = torch.zeros(self.max_num_rows, VOCAB)
-        self.program = Program(self)
-        self.is_capturable = lambda: True
-
-    def run(self, step) -> np.ndarray:
-        logits, self.logits = self.logits, self.logits_after
-        try:
-            return super().run(step)
-        finally:
-            self.logits = logits
-
-    def enqueue_moves(self, starts: torch.Tensor, moves: torch.Tensor) -> None:
-        def run() -> None:
-            for source, target in moves[: int(starts[-1])].tolist():
-                self.cache[target] = self.cache[source]
-
-        self.program.launch([run], 0)
-
-    def prepare_prompts(self, max_num_tokens: int) -> None:
-        pass
 
 
 class LookaheadDevice:

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from llmctl.builder.engine_format import MedusaTree
-from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.runtime.drafting.medusa.device import DeviceMedusa
 from llmctl.runtime.drafting.medusa.drafter import MedusaDrafter
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
-from support.cuda_rounds import Capture, Program
+from support.cuda_rounds import Capture, OnDevice, Program
 from support.fake_engine import FakeEngine
 from support.fake_heads import FakeHeads, HeadedEngine
 from support.fake_loop import Harness
@@ -29,18 +28,13 @@ class HeadedProgram(Program):
         self.engine.row_tokens.append(np.zeros(1, np.int64))
 
 
-class DeviceEngine(HeadedEngine):
+class DeviceEngine(OnDevice, HeadedEngine):
     """Has what a runner and a drafter ask of a CudaEngine with heads."""
 
     def __init__(self, tree: MedusaTree, right_rank: int, agreement: float, **options) -> None:
         super().__init__(vocab_size=23, **options)
-        self.logits_after = self._logits_of_row
-        self.compute = super().logits
-        self.queue = DeviceQueue("cpu")
-        self.max_num_rows = self.max_batch_size * (self.max_draft_len + 1)
-        self.logits = torch.zeros(self.max_num_rows, self.vocab_size)
+        self.compute, self.logits_after = self.logits_after, self._logits_of_row
         self.program = HeadedProgram(self)
-        self.is_capturable = lambda: True
         self.head_rows = torch.full((self.max_num_rows,), -1, dtype=torch.int32)
         self.heads = FakeHeads(
             SimpleNamespace(logits=self.compute, max_batch_size=self.max_batch_size),
@@ -88,16 +82,6 @@ class DeviceEngine(HeadedEngine):
                 logits[:num_rows].zero_().scatter_(1, order, falling)
 
         self.program.launch([run], 0)
-
-    def enqueue_moves(self, starts: torch.Tensor, moves: torch.Tensor) -> None:
-        def run() -> None:
-            for source, target in moves[: int(starts[-1])].tolist():
-                self.cache[target] = self.cache[source]
-
-        self.program.launch([run], 0)
-
-    def prepare_prompts(self, max_num_tokens: int) -> None:
-        pass
 
 
 class MedusaDevice:

@@ -15,13 +15,12 @@ from llmctl.plugins.backends.cpu import instruction_sets, set_instruction_set
 from llmctl.plugins.backends.cpu.beam_search import top_log_probs
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.beam_search import reference
-from llmctl.runtime.drafting.redrafter.beams import Bounds
+from llmctl.runtime.drafting.redrafter.beams import UNBOUNDED, Bounds
 from llmctl.runtime.drafting.redrafter.head import EngineHead
 from llmctl.runtime.drafting.redrafter.search import Asked, CompiledSearch, StepSearch, searcher_of
 from llmctl.runtime.engines.engine import Engine, open_cpu_engine
 
 BEAMS, LENGTH, REQUESTS = 6, 5, 4
-NO_BOUNDS = Bounds()
 
 
 @pytest.fixture(params=instruction_sets())
@@ -114,7 +113,7 @@ def test_trees_and_scores_are_those_of_the_search_step_by_step(engine, seed):
         row, root = generator.integers(0, 9), generator.integers(0, VOCAB)
         asked.append(Asked(int(row), int(root), length, room))
     num_beams = int(generator.integers(1, BEAMS + 1))
-    bounds = NO_BOUNDS
+    bounds = UNBOUNDED
     if seed % 3:
         least = np.log(generator.uniform(0.001, 0.05))
         bounds = Bounds(least, least + (seed % 3 - 1) * generator.uniform(0, 1))
@@ -126,13 +125,13 @@ def test_trees_and_scores_are_those_of_the_search_step_by_step(engine, seed):
         assert one.drafts == other.drafts
         assert list(one.scores) == list(other.scores), "to the bit"
         assert all(score >= bounds.least_kept for score in one.scores)
-    if bounds is NO_BOUNDS:
+    if bounds is UNBOUNDED:
         assert any(own.drafts.tokens for own in found) or not any(own.room for own in asked)
 
 
 def test_beams_that_are_not_worth_going_on_end(engine):
     asked = [Asked(2, 7, LENGTH, 64)]
-    everything = searcher_of(engine).search(asked, 3, NO_BOUNDS)[0]
+    everything = searcher_of(engine).search(asked, 3, UNBOUNDED)[0]
     nothing = searcher_of(engine).search(asked, 3, Bounds(least_kept=0.5))[0]
     short = searcher_of(engine).search(asked, 3, Bounds(least_continued=0.5))[0]
     assert everything.drafts.depth == LENGTH
