@@ -6,7 +6,6 @@ head drafts; the tokens are those of the text. So each step learns from the erro
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from scripts.demo.eagle_head import EagleHead
 from scripts.demo.head_rows import HeadRows
 from scripts.demo.head_training import DECAY, Accuracy, accuracy_of
 from scripts.demo.model import Llama
-from scripts.demo.training import Schedule
+from scripts.demo.training import Schedule, fit
 
 HARD_SHARE = 0.3  # of cross-entropy to the likeliest token, which greedy acceptance asks for
 
@@ -86,36 +85,19 @@ def train_eagle(
     """Unroll `num_steps` steps over batches of rows; ten validations. projection: the target's
     output matrix."""
     device = projection.device
-    optimizer = torch.optim.AdamW(
-        head.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=schedule.weight_decay
-    )
     kept = projection[head.kept]
     rank = torch.full((len(projection),), -1, device=device)
     rank[head.kept] = torch.arange(len(head.kept), device=device)
-    history: list[tuple[int, list[float]]] = []
-    began = time.perf_counter()
     drawn = _draw(len(rows.features), batch, seed)
-    for step in range(schedule.num_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
-        part = rows[next(drawn).to(device)]
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = _loss(head, part, kept, rank, num_steps)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
-        torch.nn.utils.clip_grad_norm_(head.parameters(), schedule.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) * 10 // schedule.num_steps > step * 10 // schedule.num_steps:
-            accuracy = validate()
-            history.append((step + 1, accuracy.first))
-            print(
-                f"step {step + 1}/{schedule.num_steps} loss {loss.item():.3f} held-out "
-                f"{', '.join(f'{share:.3f}' for share in accuracy.first)}, "
-                f"{accuracy.tokens_per_round:.2f} tokens a round, "
-                f"{time.perf_counter() - began:.0f} s",
-                flush=True,
-            )
-    return history
+
+    def loss_of() -> Tensor:
+        return _loss(head, rows[next(drawn).to(device)], kept, rank, num_steps)
+
+    def validated() -> tuple[list[float], str]:
+        accuracy = validate()
+        return accuracy.first, f", {accuracy.tokens_per_round:.2f} tokens a round,"
+
+    return fit(head.parameters(), loss_of, schedule, device, validated)
 
 
 def _loss(head: EagleHead, rows: EagleRows, kept: Tensor, rank: Tensor, num_steps: int) -> Tensor:

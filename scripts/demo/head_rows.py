@@ -7,7 +7,7 @@ target has chosen: all of its own greedy text, two thirds of other people's.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -84,6 +84,38 @@ def corpus_rows(stream: TokenStream, num_rows: int, length: int, seed: int) -> T
     """Rows [num_rows, length] cut from random places, `<s>` included."""
     starts = np.random.default_rng(seed).integers(len(stream) - length, size=num_rows)
     return with_bos(torch.from_numpy(np.stack([stream[s : s + length - 1] for s in starts])))
+
+
+class Amounts(Protocol):
+    """What a recipe says of the text to learn from."""
+
+    @property
+    def corpus_rows(self) -> int: ...
+    @property
+    def greedy_rows(self) -> int: ...
+    @property
+    def sampled_rows(self) -> int: ...  # at temperature 0.8
+    @property
+    def length(self) -> int: ...
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def rows_at_once(self) -> int: ...  # that the target writes
+
+
+def training_texts(target: Llama, stream: TokenStream, amounts: Amounts, seed: int) -> list[Tensor]:
+    """Rows that the target wrote after prompts of the corpus, and rows of the corpus."""
+    parts = []
+    heats = ((amounts.greedy_rows, 0.0), (amounts.sampled_rows, 0.8))
+    for index, (count, heat) in enumerate(heats):
+        if not count:
+            continue
+        prompts = corpus_rows(stream, count, amounts.prompt_length, seed + index)
+        torch.manual_seed(seed)
+        parts.append(written_rows(target, prompts, amounts.length, heat, amounts.rows_at_once))
+    parts.append(corpus_rows(stream, amounts.corpus_rows, amounts.length, seed + 2))
+    print(f"{sum(map(len, parts))} rows of {amounts.length} tokens", flush=True)
+    return parts
 
 
 @torch.no_grad()

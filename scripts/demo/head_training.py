@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from scripts.demo.head_rows import HeadRows, LikelyRows
 from scripts.demo.heads import DraftHeads
-from scripts.demo.training import Schedule
+from scripts.demo.training import Schedule, fit
 
 AT_A_TIME = 2048  # positions that are measured together
 DECAY = 0.8  # weight of a head's loss over that of the head before
@@ -89,39 +88,17 @@ def train_heads(
     """Cross-entropy of the target's distributions, positions drawn at random; ten validations."""
     labels = _Labels.of(rows, heads.num_depths)
     device = rows.tokens.device
-    optimizer = torch.optim.AdamW(
-        heads.parameters(),
-        lr=0.0,
-        betas=(0.9, 0.95),
-        weight_decay=schedule.weight_decay,
-        fused=device.type == "cuda",
-    )
-    history: list[tuple[int, list[float]]] = []
-    began = time.perf_counter()
     chosen = _draw(labels.counts[:, 0].nonzero()[:, 0], batch, seed)
-    for step in range(schedule.num_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
+
+    def loss_of() -> Tensor:
         at = next(chosen)
         loss = torch.zeros((), device=device)
-        with torch.autocast(device.type, torch.bfloat16):
-            found = heads.logits(labels.hidden[at].float(), labels.following(at))
-            for depth, logits in enumerate(found):
-                loss = loss + DECAY**depth * labels.lost(at, depth, logits) / len(at)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
-        torch.nn.utils.clip_grad_norm_(heads.parameters(), schedule.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) * 10 // schedule.num_steps > step * 10 // schedule.num_steps:
-            accuracy = validate()
-            history.append((step + 1, accuracy.first))
-            print(
-                f"step {step + 1}/{schedule.num_steps} loss {loss.item():.3f} held-out "
-                f"{', '.join(f'{share:.3f}' for share in accuracy.first)} "
-                f"{time.perf_counter() - began:.0f} s",
-                flush=True,
-            )
-    return history
+        found = heads.logits(labels.hidden[at].float(), labels.following(at))
+        for depth, logits in enumerate(found):
+            loss = loss + DECAY**depth * labels.lost(at, depth, logits) / len(at)
+        return loss
+
+    return fit(heads.parameters(), loss_of, schedule, device, lambda: (validate().first, ""))
 
 
 @torch.no_grad()

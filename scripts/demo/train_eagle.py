@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from scripts.demo.batches import TokenStream, encode_stream
+from scripts.demo.batches import encode_stream
 from scripts.demo.corpus import read_corpus, read_sample
 from scripts.demo.eagle_head import EagleHead, EagleShape
 from scripts.demo.eagle_training import (
@@ -32,8 +32,8 @@ from scripts.demo.eagle_training import (
     train_eagle,
 )
 from scripts.demo.evaluation import function_prompts
-from scripts.demo.head_rows import corpus_rows, written_rows
-from scripts.demo.model import Llama, read_model
+from scripts.demo.head_rows import training_texts, written_rows
+from scripts.demo.model import read_model
 from scripts.demo.train import stage
 from scripts.demo.train_heads import EXAMPLES, HELD_OUT_LENGTH, PROMPT_LENGTH, SEED
 from scripts.demo.training import Schedule
@@ -51,7 +51,7 @@ class EagleRecipe:
     sampled_rows: int  # at temperature 0.8
     schedule: Schedule
     batch: int  # rows in a step
-    generated: int  # rows that are written together
+    rows_at_once: int  # that the target writes
     length: int = 256  # tokens in a row
     prompt_length: int = 96
     num_prompts: int = 64  # for measuring, of PROMPT_LENGTH tokens
@@ -70,7 +70,7 @@ RECIPES = {
         sampled_rows=0,
         schedule=Schedule(num_steps=400, learning_rate=2e-3, warmup_steps=30, weight_decay=0.0),
         batch=8,
-        generated=256,
+        rows_at_once=256,
     ),
     "cuda": EagleRecipe(
         corpus_rows=8192,
@@ -78,7 +78,7 @@ RECIPES = {
         sampled_rows=2048,
         schedule=Schedule(num_steps=4000, learning_rate=2e-3, warmup_steps=150, weight_decay=0.01),
         batch=64,
-        generated=2048,
+        rows_at_once=2048,
     ),
 }
 
@@ -94,7 +94,8 @@ def main() -> None:
     with stage("text"):
         corpus = read_corpus(arguments.corpus)
         stream = encode_stream(tokenizer, (document.text for document in corpus.train))
-        rows = training_rows(target, stream, recipe)
+        texts = training_texts(target, stream, recipe, SEED)
+        rows = EagleRows.joined([read_features(target, each, TAPS) for each in texts])
     with stage("held-out text"):
         prompts = function_prompts(
             tokenizer, read_sample(arguments.held_out), PROMPT_LENGTH, recipe.num_prompts
@@ -145,20 +146,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--smoke", action="store_true", help="toy sizes, in seconds")
     return parser.parse_args()
-
-
-def training_rows(target: Llama, stream: TokenStream, recipe: EagleRecipe) -> EagleRows:
-    """Rows of the corpus, and rows that the target wrote after its prompts."""
-    parts = []
-    for index, (count, heat) in enumerate(((recipe.greedy_rows, 0.0), (recipe.sampled_rows, 0.8))):
-        if not count:
-            continue
-        prompts = corpus_rows(stream, count, recipe.prompt_length, SEED + index)
-        torch.manual_seed(SEED)
-        parts.append(written_rows(target, prompts, recipe.length, heat, recipe.generated))
-        print(f"{count} rows written", flush=True)
-    parts.append(corpus_rows(stream, recipe.corpus_rows, recipe.length, SEED + 2))
-    return EagleRows.joined([read_features(target, part, TAPS) for part in parts])
 
 
 def new_head(shape: EagleShape, draft_vocab: int, embedding: Tensor, rows: EagleRows) -> EagleHead:

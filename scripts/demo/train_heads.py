@@ -24,13 +24,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from scripts.demo.batches import TokenStream, encode_stream
+from scripts.demo.batches import encode_stream
 from scripts.demo.corpus import read_corpus, read_sample
 from scripts.demo.evaluation import function_prompts
-from scripts.demo.head_rows import LikelyRows, corpus_rows, read_rows, written_rows
+from scripts.demo.head_rows import LikelyRows, read_rows, training_texts, written_rows
 from scripts.demo.head_training import measure, train_heads
 from scripts.demo.heads import DraftHeads, MedusaHeads, RecurrentHead
-from scripts.demo.model import Llama, read_model
+from scripts.demo.model import read_model
 from scripts.demo.train import stage
 from scripts.demo.training import Schedule
 
@@ -111,7 +111,8 @@ def main() -> None:
     with stage("text"):
         corpus = read_corpus(arguments.corpus)
         stream = encode_stream(tokenizer, (document.text for document in corpus.train))
-        rows = training_rows(target, stream, recipe)
+        texts = training_texts(target, stream, recipe, SEED)
+        rows = LikelyRows.joined([read_rows(target, each, recipe.read_at_once) for each in texts])
     with stage("held-out text"):
         prompts = function_prompts(
             tokenizer, read_sample(arguments.held_out), PROMPT_LENGTH, recipe.num_prompts
@@ -160,20 +161,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, default=1, help="of a ReDrafter head")
     parser.add_argument("--smoke", action="store_true", help="toy sizes, in seconds")
     return parser.parse_args()
-
-
-def training_rows(target: Llama, stream: TokenStream, recipe: HeadRecipe) -> LikelyRows:
-    """Rows of the corpus, and rows that the target wrote after its prompts."""
-    parts = []
-    for index, (count, heat) in enumerate(((recipe.greedy_rows, 0.0), (recipe.sampled_rows, 0.8))):
-        if not count:
-            continue
-        prompts = corpus_rows(stream, count, recipe.prompt_length, SEED + index)
-        torch.manual_seed(SEED)
-        parts.append(written_rows(target, prompts, recipe.length, heat, recipe.rows_at_once))
-    parts.append(corpus_rows(stream, recipe.corpus_rows, recipe.length, SEED + 2))
-    print(f"{sum(map(len, parts))} rows of {recipe.length} tokens", flush=True)
-    return LikelyRows.joined([read_rows(target, part, recipe.read_at_once) for part in parts])
 
 
 if __name__ == "__main__":

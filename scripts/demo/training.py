@@ -1,10 +1,10 @@
-"""The training loops: language modelling for the target, distillation for the draft."""
+"""The training loops: language modelling for the target, distillation for the draft, heads."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -89,6 +89,46 @@ def train(
             if is_due:
                 history.append((step + 1, held_out))
             model.train()
+    return history
+
+
+def fit(
+    parameters: Iterable[Tensor],
+    loss_of: Callable[[], Tensor],
+    schedule: Schedule,
+    device: torch.device,
+    validate: Callable[[], tuple[list[float], str]],
+) -> list[tuple[int, list[float]]]:
+    """Minimise `loss_of()`, whose batches are its own; ten validations: (step, what it found).
+    validate: what is kept of a validation, and a few words about the rest."""
+    parameters = list(parameters)
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=0.0,
+        betas=(0.9, 0.95),
+        weight_decay=schedule.weight_decay,
+        fused=device.type == "cuda",
+    )
+    history: list[tuple[int, list[float]]] = []
+    began = time.perf_counter()
+    for step in range(schedule.num_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(step)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(parameters, schedule.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) * 10 // schedule.num_steps > step * 10 // schedule.num_steps:
+            found, words = validate()
+            history.append((step + 1, found))
+            print(
+                f"step {step + 1}/{schedule.num_steps} loss {loss.item():.3f} held-out "
+                f"{', '.join(f'{share:.3f}' for share in found)}{words} "
+                f"{time.perf_counter() - began:.0f} s",
+                flush=True,
+            )
     return history
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,8 +64,8 @@ def main() -> None:
     for tokens in map(int, options.tokens.split(",")):
         shape = rounds.shape(options.context, tokens - 1)
         for name, record in (
-            ("chain", lambda: enqueue_verification(rounds.steps, None, shape)),  # noqa: B023
-            ("tree", lambda: enqueue_tree_verification(rounds.steps, branches, shape)),  # noqa: B023
+            ("chain", partial(enqueue_verification, rounds.steps, None, shape)),
+            ("tree", partial(enqueue_tree_verification, rounds.steps, branches, shape)),
         ):
             replays = kernels_of(rounds, record, options.context)
             report(f"{name} of {tokens}", replays)
