@@ -97,12 +97,10 @@ def shards(checkpoint: TensorReader, model: ModelConfig, num_ranks: int) -> tupl
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnShard:
-    """Columns of a weight that is made of several tensors, such as codes and scales of blocks:
-    numbers depend on the whole row, so rows are made whole and cut. Chunks want a `Shard`."""
+class _Part:
+    """What a shard takes from its source as it is."""
 
-    source: Source  # of the whole weight [rows, columns * ranks]
-    columns: int
+    source: Source  # of the whole weight or scales
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,6 +109,14 @@ class ColumnShard:
     @property
     def dtype(self) -> str:
         return self.source.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnShard(_Part):
+    """Columns of a weight that is made of several tensors, such as codes and scales of blocks:
+    numbers depend on the whole row, so rows are made whole and cut. Chunks want a `Shard`."""
+
+    columns: int  # of a rank; the source is [rows, columns * ranks]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -123,20 +129,11 @@ class ColumnShard:
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyShard:
+class VocabularyShard(_Part):
     """A rank's rows of the output projection's weight or scales, padded with zeros to `rows`.
     Chunks want a `Shard`."""
 
-    source: Source  # of all rows
     rows: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.source.names
-
-    @property
-    def dtype(self) -> str:
-        return self.source.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -44,6 +44,9 @@ class Bounds:
     least_continued: float = -np.inf
 
 
+UNBOUNDED = Bounds()
+
+
 class Beams(NamedTuple):
     """Beams of a request, the best first, without the root: [num_beams, length] each. A beam that
     has ended has the token ENDED from there on, and one that there is not the score -inf."""
@@ -66,7 +69,7 @@ def search(
     roots: Items[int],
     lengths: Items[int],
     num_beams: int,
-    bounds: Bounds = Bounds(),  # noqa: B008  # immutable
+    bounds: Bounds = UNBOUNDED,
 ) -> list[Beams]:
     """The beams of every request.
 
