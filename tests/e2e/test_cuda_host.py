@@ -91,12 +91,13 @@ def on_the_cpu(demo: DemoPair, requests: list[Request]) -> Outputs:
 def test_tokens_equal_those_of_the_cpu_backend(
     demo: DemoPair, requests: list[Request], on_the_cpu: Outputs, draft: str | None
 ) -> None:
+    # Trees leave few steps, whose lengths differ; how many repeat depends on the text.
+    times = 3 if draft == "trees" else 1
     with fake_executor(demo, draft, answers=on_the_cpu) as (executor, capture, launched):
-        assert run_all(executor, requests) == on_the_cpu
+        for _ in range(times):
+            assert run_all(executor, requests) == on_the_cpu
         assert run_all(executor, requests[:3]) == on_the_cpu[:3], "one by one, from a warm cache"
-    # Trees leave few steps, and their lengths differ more.
-    least = 2 if draft == "trees" else 5
-    assert sum(graph.num_replays for graph in capture.graphs) > least
+    assert sum(graph.num_replays for graph in capture.graphs) > 5
     assert any(name.startswith("sampling.finish") for name in launched)
 
 

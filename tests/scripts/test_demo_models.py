@@ -37,8 +37,13 @@ def test_the_tokenizer_files_are_equal_byte_for_byte(name):
 
 
 def test_the_folder_fits_its_share_of_the_repository():
-    total = sum(path.stat().st_size for path in EXAMPLES.rglob("*") if path.is_file())
-    assert total <= 31 * 2**20
+    """The pair and what is beside it, and the heads of each kind."""
+    sizes = {path: path.stat().st_size for path in EXAMPLES.rglob("*") if path.is_file()}
+    shares = {"eagle": 4_000_000, "medusa": 3_000_000, "redrafter": 3_000_000}
+    for kind, most in shares.items():
+        own = [path for path in sizes if path.parent.name == f"demo-{kind}"]
+        assert 0 < sum(sizes.pop(path) for path in own) <= most, kind
+    assert sum(sizes.values()) <= 29 * 2**20
     assert (EXAMPLES / "heldout.txt").stat().st_size <= 150_000
 
 
