@@ -156,7 +156,7 @@ def plan_build(
     require_cache_type(request.kv_cache_type, backend)
     require_ranks(request.tp_size, BACKENDS[backend], is_invariant=request.tp_invariant)
     package = find_package(backend)
-    require_generator(load_format, backend)
+    require_generator(load_format, backend, request.mode)
     is_generated = load_format.is_generated
     checkpoint = load_format.open(checkpoint_dir)
     where = str(checkpoint_dir / "config.json")
@@ -200,7 +200,8 @@ def plan_build(
         cache_dtype,
         tuple(0 if window >= limits.max_seq_len else window for window in model.windows),
     )
-    recorded = build_network(local, dtype, outputs)
+    if limits.tp_size > 1:
+        recorded = build_network(local, dtype, outputs)
     graphs, plan, pieces = run_passes(
         recorded, model, limits, plugin_config, linear_scales, kv_scales, cache, backend, heads
     )

@@ -21,6 +21,7 @@ from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
 from llmctl.builder.scales import checkpoint_shapes
 from llmctl.builder.sources import RotaryTable, Source
+from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.errors import BadConfig, CheckpointNotFound, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.quantize.checkpoint import DTYPES, Checkpoint, TensorInfo
@@ -137,8 +138,14 @@ def open_config(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, {}, read_quantization(config, nested, str(path)))
 
 
-def require_generator(load_format: LoadFormat, backend: str) -> None:
-    """Raise Unsupported where a backend cannot generate such weights."""
+def require_generator(load_format: LoadFormat, backend: str, mode: str) -> None:
+    """Raise Unsupported where a backend cannot generate such weights, BadConfig for a format of
+    heads that engines of the mode do not have."""
+    if load_format.head_qformat is not None and not SPECULATIVE_MODES[mode].has_heads:
+        raise BadConfig(
+            f"--planted-head-qformat is for draft heads, and mode {mode} has none",
+            fix="leave it out, or choose a mode with heads",
+        )
     generators = BACKENDS[backend].generated_weights
     if load_format.is_generated and not generators:
         raise Unsupported(

@@ -80,6 +80,11 @@ class BuildMode:
     options: tuple[str, ...] = ()
     describe: Callable[[Facts], str] = str
 
+    @property
+    def has_heads(self) -> bool:
+        """Whether its engines have graphs beside the base graph."""
+        return self.record_heads is not no_heads
+
 
 _HEADS = "draft_model_dir"
 SPECULATIVE_MODES: dict[str, BuildMode] = {

@@ -28,6 +28,14 @@ def record_heads(
 ) -> tuple[list[Network], tuple[str, ...]]:
     """(the heads of the request's mode, the outputs beside logits of the base graph: those asked
     for and those that heads read). Raises Unsupported where the backend has neither."""
+    width = request.max_non_leaves_per_layer or 1
+    if width > 1 and not BACKENDS[backend].continues_trees:
+        able = ", ".join(name for name, row in BACKENDS.items() if row.continues_trees)
+        raise Unsupported(
+            f"--max-non-leaves-per-layer is {width}; trees that a head drafts level by level are "
+            f"not available on backend {backend!r}; they are on {able}",
+            fix="leave it out: the head drafts chains",
+        )
     heads = list(SPECULATIVE_MODES[request.mode].record_heads(model, dtype, facts))
     assert len({BASE, *(head.name for head in heads)}) == 1 + len(heads), "names of graphs"
     inputs = [found for head in heads for found in head.inputs.values()]

@@ -190,8 +190,9 @@ def _target_rows(
         target.pass_layer(index, hidden, options.batch_size)
         progress(index + 1, source.model.num_layers)
     target.pass_norm(hidden, options.batch_size)
-    read = [taps[index] for index in plan.heads.taps] or [hidden]
-    return TargetRows(tokens, torch.cat(read, dim=-1), choose(hidden, projection))
+    read = [taps[index] for index in plan.heads.taps]
+    features = torch.cat(read, dim=-1) if read else hidden
+    return TargetRows(tokens, features, choose(hidden, projection))
 
 
 def _load(

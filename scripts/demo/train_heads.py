@@ -102,9 +102,12 @@ def main() -> None:
     recipe = RECIPES[arguments.heads]
     recipe = recipe if device.type == "cuda" else recipe.on_cpu()
     recipe = recipe.smoke() if arguments.smoke else recipe
+    sizes = {"exit_dim": arguments.exit_dim, "num_layers": arguments.num_layers}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
     if arguments.heads == "redrafter":
-        sizes = {"exit_dim": arguments.exit_dim, "num_layers": arguments.num_layers}
         recipe = replace(recipe, make=partial(_make_recurrent, **sizes))
+    elif sizes:
+        raise SystemExit("--exit-dim and --num-layers are sizes of a ReDrafter head")
     torch.set_num_threads(arguments.threads)
     target = read_model(arguments.target, device)
     tokenizer = Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
@@ -157,8 +160,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, help="as of scripts.demo.train")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    parser.add_argument("--exit-dim", type=int, default=256, help="width of a ReDrafter head")
-    parser.add_argument("--num-layers", type=int, default=1, help="of a ReDrafter head")
+    parser.add_argument("--exit-dim", type=int, help="width of a ReDrafter head (256)")
+    parser.add_argument("--num-layers", type=int, help="of a ReDrafter head (1)")
     parser.add_argument("--smoke", action="store_true", help="toy sizes, in seconds")
     return parser.parse_args()
 

@@ -185,6 +185,10 @@ def test_weight_only_fp8_is_refused(checkpoints, tmp_path) -> None:
         (["--backend", "opencl"], "backend is opencl; it must be one of"),
         (["--seed", "3"], "--seed is for --load-format dummy and planted"),
         (["--load-format", "planted", "--planted-acceptance", "1.5"], "--planted-acceptance is"),
+        (
+            ["--load-format", "planted", "--planted-head-qformat", "fp8"],
+            "is for draft heads, and mode none has none",
+        ),
         (["--load-format", "random"], "--load-format is random"),
         (["--backend", "cpu", "--load-format", "dummy"], "weights are generated on a GPU"),
     ],

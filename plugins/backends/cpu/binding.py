@@ -131,11 +131,11 @@ def _refuse_stale(loaded: ctypes.CDLL) -> None:
             f"{LIBRARY_PATH} has ABI version {found}, wanted {ABI_VERSION}; it is out of date",
             fix=_FIX,
         )
+    loaded.llmctl_source_hash.restype = c_char_p
     if not LIBRARY_PATH.with_name("variant.cpp").exists():
         return  # an installed wheel holds the library only
     from llmctl.plugins.backends.cpu.compile import source_hash
 
-    loaded.llmctl_source_hash.restype = c_char_p
     built, present = loaded.llmctl_source_hash().decode(), source_hash()
     if built != present:
         raise NoDevice(

@@ -12,7 +12,7 @@ from support.eagle import TorchHead, make_head, save_head
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
-from llmctl.errors import BadConfig
+from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.runtime.drafting.eagle.growth import DynamicShape, DynamicTree, Node, StaticTree
 from llmctl.runtime.drafting.eagle.head import EngineHead
@@ -141,3 +141,12 @@ def test_more_drafts_of_a_level_than_of_a_round_are_refused(new_model, save, tmp
     request = BuildRequest(**OPTIONS, draft_model_dir=str(folder), max_non_leaves_per_layer=15)
     with pytest.raises(BadConfig, match="is 15, of --max-draft-len 14"):
         plan_build(save(new_model("llama")), request, backend="cpu")
+
+
+def test_trees_are_refused_where_no_kernel_goes_on_with_them(new_model, save, tmp_path):
+    """At build: an engine that can draft no tree is not built for one."""
+    folder = save_head(tmp_path / "head", make_head(head_dim=64), head_dim=64)
+    request = BuildRequest(**OPTIONS, draft_model_dir=str(folder), max_non_leaves_per_layer=4)
+    checkpoint = save(new_model("llama", head_dim=64, dtype="bfloat16"))
+    with pytest.raises(Unsupported, match="--max-non-leaves-per-layer is 4.*backend 'cuda'"):
+        plan_build(checkpoint, request, backend="cuda")
