@@ -65,6 +65,20 @@ def test_the_cost_model_is_that_of_its_formula():
     assert recommend(points) == 10
 
 
+def test_a_length_without_time_between_responses_has_no_figures():
+    from llmctl.cli.bench.records import Arrival, Recording, RequestRecord, Round, StepRecord
+    from llmctl.cli.bench.sweep import measure_point
+
+    request = RequestRecord(0, 0, 3, 2, 0.0, 0.0, output_ids=[5, 6], is_done=True)
+    step = StepRecord(0, 1.0, 1.0, 0.0, 1.0, 0, 0, 1, 0, 1, 2, [Round(0, 0, 0, 1, 0)])
+    request.arrivals.append(Arrival(1.0, 1))
+    request.arrivals.append(Arrival(1.0, 1))
+    assert measure_point(0, Recording([request], [step], 1)) is None
+    request.arrivals.append(Arrival(1.5, 0))
+    found = measure_point(0, Recording([request], [step], 1))
+    assert found is not None and found.decode_tok_s == 2.0
+
+
 def test_the_shortest_length_of_the_fastest_is_recommended_and_none_where_drafts_do_not_pay():
     from llmctl.cli.bench.sweep import Point, sweep_json
     from llmctl.cli.bench.table import advice
