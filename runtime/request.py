@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmctl.errors import BadConfig
@@ -147,6 +147,10 @@ class Request:
         for name in ("stop_words", "bad_words"):
             words = getattr(self, name)
             _require(all(words), name, "an empty word", "token-id lists of at least one token")
+
+    def without_window(self) -> Request:
+        """The same request for an executor without lookahead decoding, which refuses windows."""
+        return replace(self, lookahead_config=None)
 
 
 @dataclass(slots=True)

@@ -47,6 +47,7 @@ class Entry:
 
     name: str
     engines: EngineOptions
+    has_window: bool = False  # see Compared
 
 
 def parse_entries(text: str, engines: EngineOptions) -> list[Entry]:
@@ -61,7 +62,7 @@ def parse_entries(text: str, engines: EngineOptions) -> list[Entry]:
                 f"{OPTION} has {part.strip()!r}; {FORM} are wanted",
                 fix=f"the names are {', '.join(known)}",
             )
-        entry = Entry(part.strip(), _engines(compared, folder, engines))
+        entry = Entry(part.strip(), _engines(compared, folder, engines), compared.has_window)
         if entry.name in {other.name for other in found}:
             raise BadConfig(f"{OPTION} has {entry.name!r} twice")
         found.append(entry)
@@ -99,10 +100,12 @@ def compare(options: BenchOptions, text: str) -> int:
     for entry in entries:
         check_engines(entry.engines)
     measured: dict[str, Measured] = {}
+    looks_ahead = any(entry.has_window for entry in entries)  # then the others leave windows out
     for entry in entries:
         if not options.is_json:
             print(f"== {entry.name}", file=sys.stderr, flush=True)
-        own = Session(replace(options, engines=entry.engines)).measure()
+        load = replace(options.load, has_windows=entry.has_window or not looks_ahead)
+        own = Session(replace(options, engines=entry.engines, load=load)).measure()
         measured[entry.name] = own
         if own.interrupt is not None:
             break

@@ -30,7 +30,8 @@ DEFAULT_NUM_REQUESTS = 10  # without a dataset
 class LoadOptions:
     """The requests. num_requests 0: the whole dataset, or DEFAULT_NUM_REQUESTS random prompts.
 
-    eos_id -1: every output has exactly the requested number of tokens.
+    eos_id -1: every output has exactly the requested number of tokens. has_windows False: without
+    the rows' own lookahead_config.
     """
 
     dataset: Path | None = None
@@ -39,6 +40,7 @@ class LoadOptions:
     output_len: int | None = None
     eos_id: int = -1
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    has_windows: bool = True
 
     def __post_init__(self) -> None:
         if self.dataset is not None and self.input_len is not None:
@@ -113,7 +115,7 @@ def make_requests(
             streaming=True,
             end_id=options.eos_id if options.eos_id >= 0 else None,
             priority=priority,
-            lookahead_config=window,
+            lookahead_config=window if options.has_windows else None,
         )
         _require_fit(request, index, config)
         requests.append(request)

@@ -84,9 +84,10 @@ class BenchOptions:
 @dataclass(slots=True)
 class Way:
     """One way of running the load (with or without drafts, at one draft length), and its recording.
-    draft_len 0: without drafts."""
+    draft_len 0: without drafts. is_reference: without them for comparison with the other ways."""
 
     draft_len: int
+    is_reference: bool = False
     recording: Recording = field(default_factory=Recording)
 
 
@@ -108,6 +109,12 @@ class Measured:
     def is_partial(self) -> bool:
         """True when not every request was run to its end."""
         return self.interrupt is not None
+
+    def requests_of(self, way: Way) -> list[Request]:
+        """The requests of one way: the reference refuses what asks for drafts of one kind."""
+        if not way.is_reference:
+            return self.requests
+        return [request.without_window() for request in self.requests]
 
 
 class Session:
@@ -151,9 +158,9 @@ class Session:
     def _ways(self, checked: CheckedEngines) -> list[Way]:
         options = self._options
         if options.sweep:
-            return [Way(length) for length in (0, *options.sweep)]
+            return [Way(0, is_reference=True), *map(Way, options.sweep)]
         ways = [Way(checked.draft_len)]
-        return [*ways, Way(0)] if options.has_baseline else ways
+        return [*ways, Way(0, is_reference=True)] if options.has_baseline else ways
 
     def _forced(self, checked: CheckedEngines) -> ForcedAcceptance | None:
         options = self._options
@@ -171,21 +178,22 @@ class Session:
         equally."""
         iterations, ways = self._options.iterations, measured.ways
         if len(ways) == 1:
-            with self._driver(engines, measured, ways[0], progress) as driver:
+            way = ways[0]
+            with self._driver(engines, measured, way, progress) as driver:
                 for _ in range(iterations):
-                    driver.run(measured.requests, self._options.pace, ways[0].recording)
+                    driver.run(measured.requests_of(way), self._options.pace, way.recording)
             return
         for _ in range(iterations):
             for way in ways:
                 with self._driver(engines, measured, way, progress) as driver:
-                    driver.run(measured.requests, self._options.pace, way.recording)
+                    driver.run(measured.requests_of(way), self._options.pace, way.recording)
 
     @contextmanager
     def _driver(
         self, engines: OpenEngines, measured: Measured, way: Way, progress: Progress
     ) -> Iterator[Driver]:
         """A driver of an executor that has run its warm-up."""
-        count, requests, forced = self._options.warmup, measured.requests, measured.forced
+        count, requests, forced = self._options.warmup, measured.requests_of(way), measured.forced
         with engines.executor(
             is_speculative=way.draft_len > 0,
             draft_len=way.draft_len,

@@ -152,7 +152,8 @@ class Session:
         done = [row for row in rows if row.error is None]
         with engines.executor(is_speculative=False) as executor:
             for row in done:
-                plain = Row(row.index, row.prompt, row.request)
+                request = row.request
+                plain = Row(row.index, row.prompt, request and request.without_window())
                 generate(executor, [plain])
                 if plain.error is not None:
                     raise plain.error

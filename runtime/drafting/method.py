@@ -94,11 +94,13 @@ class MethodOption:
 @dataclass(frozen=True, slots=True)
 class Compared:
     """A method as `bench --compare-drafting` names it: NAME, or NAME=DIR. values: of the method's
-    options. DIR is the target engine, or with `folder` the value of that option, which it needs."""
+    options. DIR is the target engine, or with `folder` the value of that option, which it needs.
+    has_window: whether a request may have a `lookahead_config`."""
 
     name: str
     values: Mapping[str, Any]
     folder: str | None = None
+    has_window: bool = False
 
 
 @dataclass(frozen=True, slots=True)

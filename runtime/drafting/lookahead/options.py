@@ -36,6 +36,6 @@ ROW = MethodRow(
             'Lookahead decoding: "[window,ngram,verification]", "[7,5,7]".',
         ),
     ),
-    compared=(Compared("lookahead", {"lookahead_config": BUILT}),),
+    compared=(Compared("lookahead", {"lookahead_config": BUILT}, has_window=True),),
     make=_make,
 )
