@@ -84,7 +84,8 @@ class BenchOptions:
 @dataclass(slots=True)
 class Way:
     """One way of running the load (with or without drafts, at one draft length), and its recording.
-    draft_len 0: without drafts. is_reference: without them for comparison with the other ways."""
+    draft_len: the most drafts of a round; 0: without drafts. is_reference: without them for
+    comparison with the other ways."""
 
     draft_len: int
     is_reference: bool = False
@@ -196,7 +197,8 @@ class Session:
         count, requests, forced = self._options.warmup, measured.requests_of(way), measured.forced
         with engines.executor(
             is_speculative=way.draft_len > 0,
-            draft_len=way.draft_len,
+            # A length that is asked for is fixed; without one a method may draft by chance.
+            draft_len=way.draft_len if self._options.sweep else None,
             acceptance=forced.acceptance(way.draft_len) if forced and way.draft_len else None,
             num_iterations_kept=STEPS_KEPT,
         ) as executor:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support.bench import raw
+from support.bench_runs import SHORT
+from support.redrafter import make_head, save_head
+
+from llmctl.cli.main import execute
 
 
 def test_synthetic_acceptance_has_the_length_asked_for_and_is_marked_everywhere(
@@ -48,6 +54,40 @@ def test_a_sweep_measures_every_length_beside_the_model_and_recommends_the_faste
     assert speeds[chosen] >= 0.99 * max(speeds.values())
     assert report["engine"]["draft_len"] == chosen
     assert "recommended:" in done.err and "model, tok/s" in done.err
+
+
+@pytest.fixture(scope="module")
+def redrafter(engines, tmp_path_factory):
+    """The target with a random ReDrafter head, which finds no draft likely."""
+    folder = tmp_path_factory.mktemp("redrafter")
+    config = json.loads((engines.target_checkpoint / "config.json").read_text())
+    save_head(folder / "head", make_head(config["hidden_size"], config["vocab_size"]))
+    build = ["build", "--checkpoint-dir", engines.target_checkpoint, "--output-dir",
+             folder / "engine", "--max-seq-len", 512, "--max-batch-size", 8, "--max-num-tokens",
+             128, "--speculative-decoding-mode", "redrafter", "--draft-model-dir", folder / "head",
+             "--redrafter-num-beams", 2, "--redrafter-draft-len-per-beam", 3]  # fmt: skip
+    assert execute([str(word) for word in build]) == 0
+    return folder / "engine"
+
+
+def test_what_run_drafts_by_default_is_measured(llmctl, redrafter, tmp_path):
+    """A ReDrafter head on the CPU drafts by chance, until a length is asked for."""
+
+    def drafts(*argv):
+        path = tmp_path / "raw.jsonl"
+        done = llmctl("bench", "latency", "--engine-dir", redrafter, "--redrafter-num-beams",
+                      "auto", *SHORT, "--num-requests", 3, "--raw", path, *argv)  # fmt: skip
+        assert done.code == 0, done.err
+        found = {}
+        for step in raw(path)[1]:
+            count = sum(drafts for _, drafts, *_ in step["rounds"])
+            found[step["draft_len"]] = found.get(step["draft_len"], 0) + count
+        return found
+
+    by_chance = drafts("--baseline")
+    fixed = drafts("--draft-len", 6)[6]
+    assert fixed > 30 and by_chance[0] == 0 and by_chance[6] < fixed / 2
+    assert drafts("--sweep-draft-len", "3,6")[6] == fixed
 
 
 def test_the_cost_model_is_that_of_its_formula():
