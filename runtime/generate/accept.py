@@ -15,6 +15,7 @@ where the target finds it not too unlikely. The output has another distribution 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,15 +79,22 @@ def accept_typical(
 
     target_probs [T + 1, vocab]: after the last committed token, then after each draft.
     """
-    entropy = -(target_probs * np.log(target_probs + _IN_LOGARITHM)).sum(axis=1)
-    limits = np.minimum(threshold, alpha * np.exp(-entropy))
+
+    @cache  # of rows that the path reaches alone: a row has as many numbers as the vocabulary
+    def limit(row: int) -> float:
+        probs = target_probs[row]
+        entropy = -(probs * np.log(probs + _IN_LOGARITHM)).sum()
+        return min(threshold, alpha * float(np.exp(-entropy)))
+
     best = (0, 0.0, ROOT)  # depth, log-likelihood, last draft of the path
     ends = {ROOT: best}  # of the accepted drafts
     parents = drafts.parents
     for index, token in enumerate(drafts.tokens):  # parents come before their children
         parent = index - 1 if parents is None else parents[index]
+        if parent not in ends:
+            continue
         p = float(target_probs[1 + parent, token])
-        if parent not in ends or p <= limits[1 + parent]:
+        if p <= limit(1 + parent):
             continue
         depth, likelihood, _ = ends[parent]
         ends[index] = (depth + 1, likelihood + float(np.log(p)), index)

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from types import MappingProxyType
 
+from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
-from llmctl.runtime.request import Batch, Sequence
+from llmctl.runtime.request import Batch, Request, Sequence
 
 
 class NoDrafter(WithoutWindow):
@@ -18,6 +19,16 @@ class NoDrafter(WithoutWindow):
 
     max_draft_len = 0
     holders: Mapping[str, BlockHolder] = MappingProxyType({})
+
+    def check(self, request: Request) -> None:
+        """See Drafter. Raises also BadConfig for a rule of acceptance, which would have no effect
+        but that of keeping the request out of device rounds."""
+        super().check(request)
+        if request.sampling_config.accepts_typical:
+            raise BadConfig(
+                "the request asks for typical acceptance of drafts, and the executor has none",
+                fix="leave typical_acceptance out, or open the engine with a method that drafts",
+            )
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         """Nothing to prepare."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.tiny_heads import METHODS, build_with_heads
@@ -98,6 +100,19 @@ def test_a_draft_at_the_limit_is_rejected():
     assert list(accept_typical(Drafts([2], [ROOT]), flat, 1.0, 0.2499 / limit)) == [0]
 
 
+def test_only_rows_that_a_path_reaches_are_looked_at():
+    """The others may be anything, here what has no logarithm: the entropy of a row is a pass over
+    the vocabulary."""
+    sure, none = np.array([0.0, 0.0, 0.0, 1.0]), np.full(4, -1.0)
+    drafts = Drafts([3, 2, 1, 0], [ROOT, ROOT, 1, 2])
+    with np.errstate(all="raise"):
+        probs = np.stack([sure, none, none, none, none])
+        assert list(accept_typical(drafts, probs, 0.09, 0.3)) == [0]
+        probs[1] = sure
+        chain = accept_typical(Drafts([3, 2, 1, 0]), probs, 0.09, 0.3)
+    assert list(chain) == [0]
+
+
 def seen_by_the_rule(monkeypatch) -> list[tuple[Drafts, np.ndarray, TypicalAcceptance, list[int]]]:
     """(drafts, probabilities, rule, path) of every tree or chain that the rule is applied to."""
     seen = []
@@ -130,13 +145,15 @@ def test_heads_are_accepted_so_if_asked_for(tmp_path, monkeypatch, mode):
     prompts = [tuple(generator.integers(2, VOCAB, 20).tolist()) for _ in configs]
     requests = [Request(p, 40, config) for p, config in zip(prompts, configs, strict=True)]
 
-    def run(drafter):
+    def run(drafter, requests):
         config = ExecutorConfig(KvCacheConfig(4 * MAX_SEQ_LEN // 16), check_invariants=True)
         with Executor(target, drafter, config, CpuSampling()) as executor:
             numbers = executor.enqueue_requests(requests)
             return [executor.await_responses(n)[0].result.output_token_ids for n in numbers]
 
-    plain, found = run(None), run(drafter)
+    exact = [replace(config, typical_acceptance=None) for config in configs]
+    asked = [replace(r, sampling_config=config) for r, config in zip(requests, exact, strict=True)]
+    plain, found = run(None, asked), run(drafter, requests)
     assert seen and all(len(tokens) == 40 for tokens in found)
     assert found[2:] == plain[2:], "neither the greedy request nor the one that did not ask"
     assert found[0] != plain[0], "whatever is drafted is kept"
@@ -178,3 +195,14 @@ def test_two_lossy_rules_for_one_request_are_refused(fake):
         executor.enqueue_request(Request((3, 1, 4), 5, typical))
         (answer,) = executor.await_responses()
         assert isinstance(answer.error, BadConfig) and "logits" in str(answer.error)
+
+
+def test_without_drafts_it_is_refused(fake):
+    """It would have no effect; a greedy request's has none anywhere."""
+    config = ExecutorConfig(KvCacheConfig(40))
+    with Executor(fake.Engine(), None, config, ReferenceSampling()) as executor:
+        for temperature, is_refused in ((1.0, True), (0.0, False)):
+            typical = SamplingConfig(temperature, top_k=0, typical_acceptance=RULE)
+            executor.enqueue_request(Request((3, 1, 4), 5, typical))
+            (answer,) = executor.await_responses()
+            assert isinstance(answer.error, BadConfig) == is_refused, answer
