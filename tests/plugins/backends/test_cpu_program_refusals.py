@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,6 +159,15 @@ def test_a_library_of_an_earlier_version_is_refused_before_its_functions_are_loo
     monkeypatch.setattr(binding_module, "LIBRARY_PATH", library)
     with pytest.raises(NoDevice, match="ABI version 1, wanted"):
         binding_module.load_kernels()
+
+
+def test_an_installed_library_without_its_sources_names_them(reloaded, monkeypatch, tmp_path):
+    """Ranks compare it."""
+    library = shutil.copy(binding_module.LIBRARY_PATH, tmp_path)
+    monkeypatch.setattr(binding_module, "LIBRARY_PATH", Path(library))
+    assert (
+        binding_module.load_kernels().llmctl_source_hash().decode() == compile_module.source_hash()
+    )
 
 
 def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch, tmp_path):
