@@ -87,7 +87,8 @@ class OpenedOnCpu(OpenedEngines):
         """The backend, and the threads it uses."""
         size = num_ranks(engine.config)
         ranks = f" on each of {size} ranks" if size > 1 else ""
-        return f"backend {engine.config.backend} with {num_threads()} threads{ranks}"
+        threads = "1 thread" if num_threads() == 1 else f"{num_threads()} threads"
+        return f"backend {engine.config.backend} with {threads}{ranks}"
 
     def make_round_runner(
         self,
