@@ -23,7 +23,7 @@ from llmctl.runtime.drafting.methods import as_method
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.engines.opening import TARGET, Log, OpenRequest, opener_of
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, what_windows_save
-from llmctl.runtime.ranks.launch import find_world, require_drafts, require_world
+from llmctl.runtime.ranks.launch import require_drafts, require_world
 from llmctl.runtime.ranks.serve import serve_rank
 from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy, SchedulerConfig
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
@@ -100,7 +100,7 @@ def check_engines(options: EngineOptions) -> CheckedEngines:
             require_signed(folder, builder)
     configs = {role: read_engine_config(folder) for role, folder in options.folders.items()}
     target = configs[TARGET]
-    require_world(target, find_world(), options.tp_size)
+    require_world(target, options.tp_size)
     require_drafts(configs)
     draft_len = options.method.check(target, configs)
     opener_of(target.backend).check(target, options.num_threads)

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from llmctl.builder.engine_format import EngineConfig
 from llmctl.cli.bench.publish import exit_code
 from llmctl.cli.bench.report import paired, report_json
 from llmctl.cli.bench.session import BenchOptions, Measured, Session
@@ -26,6 +27,7 @@ from llmctl.runtime.drafting.method import Compared
 from llmctl.runtime.drafting.methods import METHODS, choose_method, method_options
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.open import EngineOptions, check_engines
+from llmctl.runtime.ranks.launch import world_of
 
 OPTION = "--compare-drafting"
 PLAIN = "plain"
@@ -98,7 +100,7 @@ def compare(options: BenchOptions, text: str) -> int:
     entries = parse_entries(text, options.engines)
     require_writable(*options.files, source=options.load.dataset)
     for entry in entries:
-        check_engines(entry.engines)
+        _require_no_job(check_engines(entry.engines).target)
     measured: dict[str, Measured] = {}
     looks_ahead = any(entry.has_window for entry in entries)  # then the others leave windows out
     for entry in entries:
@@ -110,6 +112,18 @@ def compare(options: BenchOptions, text: str) -> int:
         if own.interrupt is not None:
             break
     return _publish(options, measured)
+
+
+def _require_no_job(target: EngineConfig) -> None:
+    """Raises BadConfig where a launcher has started the ranks of an engine: they end with it."""
+    world = world_of(target)
+    if world is not None:
+        raise BadConfig(
+            f"{OPTION} opens engines one after the other, and the {world.size} processes that "
+            f"{world.launcher} started are the ranks of one",
+            fix=f"run it without {world.launcher}: the ranks of each engine are then started for "
+            "it",
+        )
 
 
 def _publish(options: BenchOptions, measured: Mapping[str, Measured]) -> int:

@@ -16,7 +16,7 @@ from llmctl.runtime.engines.memory_plan import DEFAULT_FREE_FRACTION, plan_kv_ca
 from llmctl.runtime.engines.opening import TARGET, Log, OpenedEngines, Opener, OpenRequest
 from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
 from llmctl.runtime.kv_cache import most_step_tokens
-from llmctl.runtime.ranks.launch import find_world, num_ranks, shared_folders
+from llmctl.runtime.ranks.launch import num_ranks, shared_folders, world_of
 from llmctl.runtime.ranks.leader import Leader
 from llmctl.runtime.ranks.processes import RankOptions
 
@@ -45,7 +45,7 @@ class CpuOpener(Opener):
         options = RankOptions(
             size, shared, request.windows, num_threads, limit_s=request.rank_timeout_s
         )
-        leader = Leader(options, find_world())
+        leader = Leader(options, world_of(configs[TARGET]))
         set_num_threads(num_threads)
         engines = {
             role: LeadingEngine(

@@ -66,7 +66,16 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     return None
 
 
-def require_world(config: EngineConfig, world: World | None, tp_size: int | None) -> None:
+def world_of(config: EngineConfig) -> World | None:
+    """The job whose processes run this engine together. None where nothing has started this process
+    with others, and for an engine of one rank: each process of a launcher then runs a copy.
+
+    Raises what `find_world` raises.
+    """
+    return find_world() if num_ranks(config) > 1 else None
+
+
+def require_world(config: EngineConfig, tp_size: int | None) -> None:
     """Raise BadConfig where the engine has another number of ranks than were started, or asked
     for by --tp-size."""
     ranks = num_ranks(config)
@@ -76,17 +85,13 @@ def require_world(config: EngineConfig, world: World | None, tp_size: int | None
             f"--tp-size is {tp_size}; the engine has {ranks} rank{'s' if ranks > 1 else ''}",
             fix=f"leave --tp-size out, or build it again: {again}",
         )
-    if world is None or world.size == ranks:
-        return
-    if ranks == 1:
-        fix = f"start it without {world.launcher}, or build the engine with --tp-size {world.size}"
-    else:
-        fix = f"mpirun -n {ranks} llmctl run ..., or llmctl run ... alone, which starts the others"
-    raise BadConfig(
-        f"the engine has {ranks} rank{'s' if ranks > 1 else ''}, and {world.launcher} started "
-        f"{world.size} processes",
-        fix=fix,
-    )
+    world = world_of(config)
+    if world is not None and world.size != ranks:
+        raise BadConfig(
+            f"the engine has {ranks} ranks, and {world.launcher} started {world.size} processes",
+            fix=f"mpirun -n {ranks} llmctl run ..., or llmctl run ... alone, which starts the "
+            "others",
+        )
 
 
 def require_drafts(configs: Mapping[str, EngineConfig]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from queue import Empty, Queue
 from typing import Any
 
-from llmctl.errors import RankFailure
+from llmctl.errors import BadConfig, RankFailure
 from llmctl.plugins.backends.cpu.ranks import Ranks, make_segment
 from llmctl.runtime.ranks.channel import Channel, listen
 from llmctl.runtime.ranks.commands import Command, encode
@@ -30,12 +30,19 @@ _START_S = 60.0  # that a process which rank 0 started has at least to come and 
 
 
 class Leader:
-    """Rank 0's side of all other ranks. Raises RankFailure where they do not come, or are others.
+    """Rank 0's side of all other ranks. Raises RankFailure where they do not come, or are others,
+    and BadConfig in a process that is one of them.
 
     `failure` is what ended the run; every command after it raises it.
     """
 
     def __init__(self, options: RankOptions, world: World | None) -> None:
+        if world is not None and world.rank != 0:
+            raise BadConfig(
+                f"this process is rank {world.rank} of the {world.size} that {world.launcher} "
+                "started; rank 0 alone opens engines",
+                fix="call serve_rank(options) before, as llmctl.open does",
+            )
         self.options = options
         self.failure: RankFailure | None = None
         self._followers = Followers()
