@@ -88,7 +88,7 @@ def _engines(compared: Compared, folder: str, engines: EngineOptions) -> EngineO
 
 def compare(options: BenchOptions, text: str) -> int:
     """Measure and print; the exit code, as `publish_results` has it. All engines are checked before
-    any is loaded."""
+    any is loaded. What raises later is raised when what was measured by then has been printed."""
     for name, is_asked in (
         ("drafts of one method", options.engines.method.is_drafting),
         ("--baseline", options.has_baseline),
@@ -103,15 +103,21 @@ def compare(options: BenchOptions, text: str) -> int:
         _require_no_job(check_engines(entry.engines).target)
     measured: dict[str, Measured] = {}
     looks_ahead = any(entry.has_window for entry in entries)  # then the others leave windows out
-    for entry in entries:
-        if not options.is_json:
-            print(f"== {entry.name}", file=sys.stderr, flush=True)
-        load = replace(options.load, has_windows=entry.has_window or not looks_ahead)
-        own = Session(replace(options, engines=entry.engines, load=load)).measure()
-        measured[entry.name] = own
-        if own.interrupt is not None:
-            break
-    return _publish(options, measured)
+    code = 0
+    try:
+        for entry in entries:
+            if not options.is_json:
+                print(f"== {entry.name}", file=sys.stderr, flush=True)
+            load = replace(options.load, has_windows=entry.has_window or not looks_ahead)
+            own = Session(replace(options, engines=entry.engines, load=load)).measure()
+            measured[entry.name] = own
+            if own.interrupt is not None:
+                break
+    finally:
+        if measured:
+            missing = [entry.name for entry in entries if entry.name not in measured]
+            code = _publish(options, measured, missing)
+    return code
 
 
 def _require_no_job(target: EngineConfig) -> None:
@@ -126,15 +132,18 @@ def _require_no_job(target: EngineConfig) -> None:
         )
 
 
-def _publish(options: BenchOptions, measured: Mapping[str, Measured]) -> int:
+def _publish(
+    options: BenchOptions, measured: Mapping[str, Measured], missing: Sequence[str]
+) -> int:
+    """Write and print; the exit code of what was measured. missing: entries that were not."""
     reports = {name: report_json(own) for name, own in measured.items()}
     plain = measured[PLAIN]
     rows = [_row(name, own, plain, reports[name]) for name, own in measured.items()]
     done = [row for row in rows if row["decode_tok_s"] is not None]
     fastest = max(done, key=lambda row: row["decode_tok_s"])["name"] if done else None
     report = reports[PLAIN] | {
-        "is_partial": any(own.is_partial for own in measured.values()),
-        "comparison": {"rows": rows, "fastest": fastest},
+        "is_partial": bool(missing) or any(own.is_partial for own in measured.values()),
+        "comparison": {"rows": rows, "fastest": fastest, "not_measured": list(missing)},
     }
     line = json.dumps(report, ensure_ascii=False, allow_nan=False)
     try:
@@ -146,6 +155,8 @@ def _publish(options: BenchOptions, measured: Mapping[str, Measured]) -> int:
             console = make_console()
             console.print(heading(report), highlight=False)
             console.print(_table(rows, fastest))
+            if missing:
+                console.print(f"PARTIAL: not measured: {', '.join(missing)}", highlight=False)
         print(line, flush=True)
     return max(
         exit_code(own, reports[name]["request_info"]["num_failed"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,18 +142,18 @@ class Session:
             from llmctl.plugins.backends.cuda.read_rate import free_memory_bandwidth
 
             bandwidth = free_memory_bandwidth()
-        engines = OpenEngines(checked, self._log)
-        reads = Reads.of(engines.target, engines.opened.draft_engines)
-        if not checked.is_on_gpu:
-            bandwidth = measure_cpu(reads.target_weights)
-        facts = {"label": options.label} | _engine_facts(engines)
-        measured = Measured(options, checked, requests, ways, reads, bandwidth, facts, forced)
-        total = len(requests) * options.iterations * len(ways)
-        try:
-            with Progress(total, is_quiet=options.is_json) as progress:
-                self._run(engines, measured, progress)
-        except KeyboardInterrupt as stop:  # Ctrl-C, and SIGTERM by cli/main.py
-            measured.interrupt = type(stop)
+        with closing(OpenEngines(checked, self._log)) as engines:
+            reads = Reads.of(engines.target, engines.opened.draft_engines)
+            if not checked.is_on_gpu:
+                bandwidth = measure_cpu(reads.target_weights)
+            facts = {"label": options.label} | _engine_facts(engines)
+            measured = Measured(options, checked, requests, ways, reads, bandwidth, facts, forced)
+            total = len(requests) * options.iterations * len(ways)
+            try:
+                with Progress(total, is_quiet=options.is_json) as progress:
+                    self._run(engines, measured, progress)
+            except KeyboardInterrupt as stop:  # Ctrl-C, and SIGTERM by cli/main.py
+                measured.interrupt = type(stop)
         return measured
 
     def _ways(self, checked: CheckedEngines) -> list[Way]:

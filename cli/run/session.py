@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -85,7 +86,12 @@ class Session:
             raise BadConfig(f"--end-id is {end_id}; the engine's ids are 0 to {vocab_size - 1}")
         rows = make_rows(prompts, options.prompts, tokenizer, _model_end_ids(checked.target))
         check_rules(options.engines.method, rows, is_verifying=options.is_verifying)
-        engines = OpenEngines(checked, lambda lines: self._log("info", *lines))
+        with closing(OpenEngines(checked, lambda lines: self._log("info", *lines))) as engines:
+            return self._use(engines, rows, tokenizer)
+
+    def _use(self, engines: OpenEngines, rows: list[Row], tokenizer: Tokenizer) -> int:
+        """The part of `run` for which weights are loaded."""
+        options = self._options
         self._log("info", *engine_lines(engines, is_verbose=self._is_shown("verbose")))
         if options.is_profiling:
             self._profile(engines, rows)

@@ -8,7 +8,9 @@ import pytest
 from support.bench_runs import SHORT
 from support.eagle import make_head, save_head
 
-from llmctl.cli.main import execute
+from llmctl.cli.main import Interrupted, Terminated, execute
+from llmctl.errors import OutOfMemory
+from llmctl.runtime.open import OpenEngines
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,42 @@ def test_every_method_runs_the_same_requests(bench, engines, eagle, tmp_path):
     assert report["comparison"]["fastest"] == max(speeds, key=speeds.get)
     assert f"> {report['comparison']['fastest']}"[:8] in done.err
     assert "times plain" in done.err and "3 of 3" in done.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(OutOfMemory("no room for weights"), 3), (Interrupted(), 130), (Terminated(), 143)],
+)
+def test_what_was_measured_before_an_engine_failed_is_reported(
+    bench, engines, monkeypatch, tmp_path, error, code
+):
+    """And every engine that was opened is closed, so that no rank of it stays."""
+    opened, closed = [], []
+
+    class Engines(OpenEngines):
+        def __init__(self, *given):
+            if len(opened) == 2:
+                raise error
+            super().__init__(*given)
+            assert opened == closed
+            opened.append(self)
+
+        def close(self):
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr("llmctl.cli.bench.session.OpenEngines", Engines)
+    path = tmp_path / "report.json"
+    entries = f"ngram,draft={engines.draft}"
+    report, done = bench("latency", *SHORT, "--num-requests", 2, "--compare-drafting", entries,
+                         "--report-json", path, code=code)  # fmt: skip
+    rows = report["comparison"]["rows"]
+    assert [row["name"] for row in rows] == ["plain", "ngram"]
+    assert report["comparison"]["not_measured"] == entries.split(",")[1:]
+    assert report["is_partial"] and json.loads(path.read_text()) == report
+    assert "PARTIAL: not measured: draft=" in done.err
+    assert ("no room for weights" in done.err) == (code == 3)
+    assert len(closed) == 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from support.bench_runs import SHORT
 
 import llmctl as package
-from llmctl.errors import BadConfig
+from llmctl.errors import BadConfig, OutOfMemory
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 
 
@@ -64,6 +64,23 @@ def test_engines_of_several_ranks_are_compared_without_a_launcher(llmctl, two_ra
                   2, "--compare-drafting", "ngram")  # fmt: skip
     assert done.code == 0, done.err
     assert [row["num_same_outputs"] for row in json.loads(done.out)["comparison"]["rows"]] == [2, 2]
+
+
+def test_ranks_end_with_what_they_were_opened_for(llmctl, run, two_ranks, monkeypatch):
+    """Whether it succeeds or not."""
+    closed = []
+    close = OpenEngines.close
+    monkeypatch.setattr(OpenEngines, "close", lambda self: (closed.append(self), close(self)))
+    assert run("--input-text", "a b", engine=two_ranks).code == 0
+    assert llmctl("bench", "latency", "--engine-dir", two_ranks, *SHORT).code == 0
+    assert len(closed) == 2
+
+    def fail(*given):
+        raise OutOfMemory("no room for results")
+
+    monkeypatch.setattr("llmctl.cli.run.session.print_rows", fail)
+    assert run("--input-text", "a b", engine=two_ranks).code == OutOfMemory.exit_code
+    assert len(closed) == 3
 
 
 def test_a_benchmark_waits_for_ranks_as_long_as_it_is_told_to(llmctl, two_ranks, rank):
