@@ -15,6 +15,7 @@ from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.ranks.channel import Channel
 from llmctl.runtime.ranks.launch import OWN
 
+_FOLLOWER = "llmctl.runtime.ranks.follower"
 END_S = 5.0  # that a follower has to end once it is told to; then it is killed
 
 
@@ -60,7 +61,8 @@ def start_rank(rank: int, job: str, options: RankOptions) -> subprocess.Popen[by
     environment = {**os.environ, **dict(zip(OWN, (str(rank), str(options.size), job), strict=True))}
     folders = [f"{role}={folder.absolute()}" for role, folder in options.folders.items()]
     return subprocess.Popen(
-        [sys.executable, "-m", "llmctl.runtime.ranks.follower", str(options.limit_s), *folders],
+        # -P: what lies in the current folder, perhaps a stranger's engine, is not imported.
+        [sys.executable, "-P", "-m", _FOLLOWER, str(options.limit_s), *folders],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
