@@ -86,7 +86,8 @@ class Rounds:
             own = self.hosts[sequence.sequence_id].config.ngram_size - 1
             pool._next = max(pool._next, len(tokens) - own)
         slots = [sequence.sequence_id for sequence in self.sequences]
-        write_texts(self.arrays, self.sequences, slots, self.queue)
+        configs = [self.hosts[slot].config for slot in slots]
+        write_texts(self.arrays, self.sequences, configs, slots, self.queue)
 
     def draft(self, draft_len: int) -> list[Planned]:
         """Both sides, compared."""

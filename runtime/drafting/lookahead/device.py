@@ -68,13 +68,14 @@ class DeviceLookahead(NeverReads):
         queue = self._target.queue
         fresh = self._take_slots(sequences)
         slots = [self._slots[sequence.sequence_id] for sequence in sequences]
+        configs = [self._drafter.config_of(sequence) for sequence in sequences]
         with device_errors("writing windows of lookahead decoding"), queue.scope():
             for sequence in fresh:
                 state = self._drafter.state_of(sequence)
                 state.follow(sequence.tokens)
                 slot, end_id = self._slots[sequence.sequence_id], sequence.request.end_id
                 write_state(self._arrays, slot, state, end_id, queue)
-            write_texts(self._arrays, sequences, slots, queue)
+            write_texts(self._arrays, sequences, configs, slots, queue)
 
     def end(self, nodes: Items[int], draft_len: int) -> None:
         """Acceptance on the device says all that the next round reads."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmctl.builder.engine_format import LookaheadDecodingConfig
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.lookahead import arrays as layout
 from llmctl.plugins.ops.lookahead.arrays import LookaheadArrays
@@ -54,16 +55,19 @@ def pool_rows(pool: NgramPool, width: int) -> NDArray[np.int32]:
 
 
 def write_texts(
-    arrays: LookaheadArrays, sequences: Items[Sequence], slots: Items[int], queue: DeviceQueue
+    arrays: LookaheadArrays,
+    sequences: Items[Sequence],
+    configs: Items[LookaheadDecodingConfig],
+    slots: Items[int],
+    queue: DeviceQueue,
 ) -> None:
-    """The slots of the next rounds' requests and the ends of their texts; what the device drew for
-    other rows is void. Enqueues on the current stream."""
+    """The slots of the next rounds' requests and the ends of their texts, each as long as its own
+    n-grams; what the device drew for other rows is void. Enqueues on the current stream."""
     last = arrays.sizes.last
     both = np.full((len(slots), last + 1), -1, np.int32)
     both[:, 0] = slots
-    for row, sequence in zip(both, sequences, strict=True):
-        config = sequence.request.lookahead_config
-        own = last if config is None else config.ngram_size - 1
+    for row, sequence, config in zip(both, sequences, configs, strict=True):
+        own = config.ngram_size - 1
         tail = sequence.tokens[-own:]
         row[1 + own - len(tail) : 1 + own] = tail
     moved = queue.to_device(torch.from_numpy(both))

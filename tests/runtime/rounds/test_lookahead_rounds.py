@@ -14,7 +14,7 @@ from support.lookahead_rounds import VOCAB, LookaheadDevice
 
 from llmctl.builder.engine_format import LookaheadDecodingConfig, lookahead_sizes
 from llmctl.plugins.device_loop.trees import DraftTrees
-from llmctl.plugins.ops.lookahead.arrays import LookaheadArrays, LookaheadSizes
+from llmctl.plugins.ops.lookahead.arrays import LAST, POSITION, LookaheadArrays, LookaheadSizes
 from llmctl.runtime.drafting.lookahead.drafter import LookaheadDrafter
 from llmctl.runtime.drafting.lookahead.method import LookaheadDecoding
 from llmctl.runtime.request import Request, SamplingConfig
@@ -32,12 +32,13 @@ def by_reference(monkeypatch):
 @pytest.mark.parametrize("sizes", [(3, 3, 3), (2, 4, 2), (1, 2, 3), (4, 3, 0)], ids=str)
 @pytest.mark.parametrize("params", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 def test_a_request_alone_is_accepted_as_much_of_as_by_the_host(sizes, params):
-    """Round after round: the device drafts the host's trees."""
+    """Round after round: the device has the host's pool and drafts its trees."""
     request = Request((1, 2, 3, 1, 2, 3, 1), max_tokens=45, sampling_config=params)
-    runs = []
+    runs, pools = [], []
     for on_device in (False, True):
         device = LookaheadDevice(sizes, built=(4, 4, 3) if on_device else sizes)
         harness = device.harness(on_device=on_device)
+        pools.append(noted_pools(device))
         sequence = harness.add(request)
         harness.run()
         assert sequence.tokens[7:] == plain_answer(harness.oracle, request)[0]
@@ -45,7 +46,39 @@ def test_a_request_alone_is_accepted_as_much_of_as_by_the_host(sizes, params):
         runs.append((stats.rounds, stats.accepted_tokens, list(stats.accepted_at_position)))
         assert (device.runner._num_started > 5) == on_device
     assert runs[0] == runs[1]
+    lengths = pools[0].keys() & pools[1].keys()
+    assert len(lengths) > 5 and all(pools[0][n] == pools[1][n] for n in lengths)
     assert runs[0][1] > 0
+
+
+def noted_pools(device: LookaheadDevice) -> dict[int, dict[int, list[int]]]:
+    """The pool of a request that runs alone as every step's drafts were made, on either side: by
+    the tokens of the text, each token's n-grams. Filled while steps run."""
+    pools: dict[int, dict[int, list[int]]] = {}
+    propose, enqueue = device.drafter.propose, device.runner.enqueue
+
+    def propose_and_note(batch):
+        drafts = propose(batch)
+        for item in batch.generation:
+            if item.draft_len:  # else the pool is not asked, and reads later
+                rows = device.drafter.state_of(item.sequence).pool.rows.values()
+                flat = {token: [n for ngram in ngrams for n in ngram] for token, ngrams in rows}
+                pools[len(item.sequence.tokens)] = flat
+        return drafts
+
+    def enqueue_and_note(tables, draft_len):
+        enqueue(tables, draft_len)
+        arrays = device.on_device._arrays
+        slot = int(arrays.slots[0])
+        last = int(arrays.heads[slot, LAST])
+        pools[int(arrays.heads[slot, POSITION]) + 1] = {
+            owner - 1: ngrams[: count * last]
+            for owner, count, *ngrams in arrays.pools[slot].tolist()
+            if owner
+        }
+
+    device.drafter.propose, device.runner.enqueue = propose_and_note, enqueue_and_note
+    return pools
 
 
 def random_request(generator: np.random.Generator, sizes: tuple[int, int, int]) -> Request:
