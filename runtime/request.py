@@ -164,9 +164,10 @@ class BlockCounts:
     num_reused_tokens: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """The state of one returned sequence; cancelling releases everything it refers to.
+    """The state of one returned sequence, equal to itself alone; cancelling releases everything it
+    refers to.
 
     `tokens` is prompt + committed output. `kv_lens` counts the valid KV entries in each cache
     group, and `kv_len` those of the first group, the target's. A sequence in generation has kv_len

@@ -48,7 +48,7 @@ class DeviceEagle(DeviceChains):
         self._steps_of = {name: target.prepare_head(name) for name in (EAGLE_EXTEND, EAGLE_NEXT)}
         self.block_tables = [step.block_tables for step in self._steps_of.values()]
         self._features = host.head.features()
-        self._sequences: list[Sequence] = []
+        self._places: dict[int, int] = {}  # in the rounds' order, by sequence id
 
     def bind(self, steps: DeviceSteps) -> None:
         """See DeviceDrafter, as for all that follow."""
@@ -64,7 +64,7 @@ class DeviceEagle(DeviceChains):
 
     def begin(self, sequences: Items[Sequence]) -> None:
         """Put the rows that the head left in the order of the sequences."""
-        self._sequences = list(sequences)
+        self._places = {item.sequence_id: place for place, item in enumerate(sequences)}
         known, queue, state = self._rows.take(), self._target.queue, self._steps.state
         rows = torch.tensor([known[sequence.sequence_id] for sequence in sequences])
         outputs = {name: self._left(EAGLE_EXTEND, name) for name in (EAGLE_STATE, LOGITS)}
@@ -101,7 +101,7 @@ class DeviceEagle(DeviceChains):
 
     def note(self, sequence: Sequence, committed: int, accepted: int, draft_len: int) -> None:
         sequence.kv_lens[DRAFT_GROUP] = len(sequence.tokens) - 1
-        self._rows.note(sequence, self._sequences.index(sequence))
+        self._rows.note(sequence, self._places[sequence.sequence_id])
 
     def _draw(self, logits: torch.Tensor, shape: RoundShape, index: int) -> None:
         """Draft `index` of each request, and the step of the pair that it makes, if more follow;

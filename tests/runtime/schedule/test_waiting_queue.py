@@ -46,6 +46,15 @@ def test_the_higher_priority_is_next_and_a_paused_sequence_is_before_it():
     assert [take(queue) for _ in range(4)] == [first, second, high, low]
 
 
+def test_a_sequence_is_found_by_what_it_is_not_by_what_it_holds():
+    queue, number = WaitingQueue(), next(_ids)
+    request = Request((1, 2), max_tokens=4)
+    first, second = (Sequence(number, number, request, 0, [1, 2], 2, 6) for _ in range(2))
+    queue.add_paused(first)
+    assert second not in list(queue)
+    assert {first: "one", second: "other"}[first] == "one"
+
+
 def test_under_a_stream_of_high_priorities_a_low_one_starts_in_its_turn():
     queue, low = WaitingQueue(), make(0.0)
     queue.add(low)
