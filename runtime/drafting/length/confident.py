@@ -31,6 +31,7 @@ EXPLORE, TRIAL_STEPS = 112, 16  # steps with drafts of the kind that is used, th
 MARGIN = 1.03  # of gain, for a change to the other kind
 PRIOR_TOKEN = 1 / 8  # of a plain step: a draft's verification, before one was timed
 LEAST_TOKEN = 1 / 50  # the same, whatever was measured
+LEAST_RIGHT = 1 / 100  # of second drafts behind an accepted one, whatever was seen
 
 
 class _Kind:
@@ -115,7 +116,7 @@ class ConfidentLengths:
         trust = min(2.0, max(0.25, self._accepted / self._expected))
         kept = per_second * token_s / trust
         step_s = token_s + kind.costs.draft_s(batch) / batch
-        continued = per_second * step_s / trust / (self._right / self._second)
+        continued = per_second * step_s / trust / max(self._right / self._second, LEAST_RIGHT)
         self._confidence.least_kept = log(min(0.9, kept))
         self._confidence.least_continued = log(min(0.95, max(kept, continued)))
 

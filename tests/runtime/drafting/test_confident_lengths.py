@@ -186,3 +186,16 @@ def test_a_step_that_generates_nothing_is_planned_too():
     assert lengths.common
     lengths.plan([])
     assert lengths.common == 0
+
+
+def test_a_head_whose_second_draft_is_never_right_can_go_on_for_ever():
+    """What is remembered of the last one that was right becomes 0."""
+    run = Run(Machine(), 0.6)
+    lengths = ConfidentLengths(25, run.confidence)
+    while not lengths.common:
+        run.step(lengths)
+    commits = [SimpleNamespace(num_drafts=2, accepted=1, depth=None)]
+    for _ in range(40_000):
+        lengths.observe(commits, num_context_tokens=0, step_s=None, draft_s=0.0, elapsed_s=1e-3)
+    lengths.plan(run.sequences)
+    assert exp(run.confidence.least_continued) == pytest.approx(0.95)
