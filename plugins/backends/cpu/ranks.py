@@ -7,6 +7,7 @@ ends. Rank 0 makes it and hands its descriptor on.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import weakref
@@ -16,10 +17,7 @@ from llmctl.plugins.backends.cpu.binding import check, load_kernels
 
 
 class Ranks:
-    """One rank's end of a segment.
-
-    Raises Unsupported for a number of ranks that cannot be, and where the system has no memfd.
-    """
+    """One rank's end of a segment."""
 
     def __init__(self, rank: int, num_ranks: int, descriptor: int, limit_s: float) -> None:
         """descriptor: of the segment, as `make_segment` returns it; stays the caller's. limit_s:
@@ -29,7 +27,7 @@ class Ranks:
         size = library.llmctl_ranks_bytes(num_ranks)
         self._map = mmap.mmap(descriptor, size)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.handle = library.llmctl_ranks_join(self._base, rank, int(1000 * limit_s))
+        self.handle = library.llmctl_ranks_join(self._base, rank, math.ceil(1000 * limit_s))
         weakref.finalize(self, library.llmctl_ranks_leave, self.handle)
 
     def lose(self, rank: int) -> None:
@@ -48,7 +46,8 @@ class Ranks:
 
 
 def make_segment(num_ranks: int) -> int:
-    """The descriptor of a fresh segment. Raises Unsupported."""
+    """The descriptor of a fresh segment. Raises Unsupported for a number of ranks that cannot be,
+    and where the system has no memfd."""
     library = load_kernels()
     size = library.llmctl_ranks_bytes(num_ranks)
     if not size:

@@ -124,7 +124,8 @@ def test_bytes_of_the_first_rank_reach_all_others_in_order() -> None:
     assert run_ranks(4, talk) == [True] * 4
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+@pytest.mark.parametrize("limit_s", [0.3, 0.0005])
+def test_a_rank_that_does_not_come_is_named(limit_s: float) -> None:
     def wait(ranks: Ranks) -> str:
         if ranks.rank == 1:
             return "absent"
@@ -133,7 +134,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
             run_call(call, 1, ranks)
         return str(failure.value)
 
-    assert run_ranks(2, wait, limit_s=0.3) == ["rank 1 is late", "absent"]
+    assert run_ranks(2, wait, limit_s) == ["rank 1 is late", "absent"]
 
 
 def test_a_rank_that_is_known_to_have_ended_ends_the_waiting_of_all() -> None:
