@@ -33,6 +33,11 @@ class Channel:
         pid, uid, _ = struct.unpack("3i", option)
         return pid, uid
 
+    @property
+    def has_message(self) -> bool:
+        """Whether `receive` has a message without the socket."""
+        return b"\n" in self._buffer
+
     def send(self, message: dict[str, Any], descriptor: int | None = None) -> None:
         """A message, and an open file with it. An end that has gone does not hear it."""
         data = json.dumps(message).encode() + b"\n"
@@ -57,7 +62,7 @@ class Channel:
         """The next message and the open files that came with it."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         descriptors: list[int] = []
-        while b"\n" not in self._buffer:
+        while not self.has_message:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError

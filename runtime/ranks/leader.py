@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
+import selectors
 import socket
 import subprocess
 import threading
@@ -219,30 +219,36 @@ def _watch(reference: weakref.ref[Leader]) -> None:
         return
     channels = dict(leader._followers.channels)
     del leader  # it ends when nobody else needs it
+    with selectors.PollSelector() as selector:  # `select` knows no descriptor beyond 1023
+        for rank, channel in channels.items():
+            if channel.connection.fileno() < 0:  # closed meanwhile: the run has ended
+                return
+            selector.register(channel.connection, selectors.EVENT_READ, rank)
+        while True:
+            ready = selector.select(_POLL_S)
+            leader = reference()
+            if leader is None or not leader._end.alive:
+                return
+            for key, _ in ready:
+                if not _hear(leader, key.data, channels[key.data]):
+                    return
+            del leader
+
+
+def _hear(leader: Leader, rank: int, channel: Channel) -> bool:
+    """Take in what a rank says; False once it is lost."""
     while True:
-        open_ones = {c.connection.fileno(): rank for rank, c in channels.items()}
-        if -1 in open_ones:
-            return
-        try:
-            ready, _, _ = select.select(list(open_ones), [], [], _POLL_S)
-        except (OSError, ValueError):  # closed meanwhile: the run has ended
-            return
-        leader = reference()
-        if leader is None or not leader._end.alive:
-            return
-        for number in ready:
-            rank = open_ones[number]
-            try:
-                said = channels[rank].receive(1)
-            except (TimeoutError, OSError, ValueError):
-                continue
-            if said is not None and "done" in said:
-                leader._done.put(rank)
-                continue
+        said: dict[str, Any] | None = {}
+        with contextlib.suppress(TimeoutError, OSError, ValueError):
+            said = channel.receive(1)
+        if said is None or "error" in said:
             if leader._end.alive:
                 leader.lose(rank, said)
-            return
-        del leader
+            return False
+        if "done" in said:
+            leader._done.put(rank)
+        if not channel.has_message:
+            return True
 
 
 def _wishes(options: RankOptions) -> dict[str, Any]:

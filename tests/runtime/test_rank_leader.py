@@ -1,0 +1,67 @@
+"""What rank 0 hears of the others, here of a rank 1 that is a thread."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from llmctl.errors import RankFailure
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions
+from llmctl.runtime.ranks.channel import Channel, connect
+from llmctl.runtime.ranks.identity import identity
+from llmctl.runtime.ranks.launch import World, address_of
+from llmctl.runtime.ranks.leader import Leader
+from llmctl.runtime.ranks.processes import RankOptions
+
+JOB = f"test-leader-{os.getpid()}"
+
+
+@pytest.fixture(params=[0, 1100], ids=["few files", "more than 1024 files"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Leader, Channel]]:
+    """Rank 0, and rank 1's channel to it, beside so many open files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(limits[1], 4096) if limits[1] >= 0 else 4096
+    if most < request.param + 100:
+        pytest.skip(f"a process may open {most} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], most), limits[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(request.param)]
+    found: list[Channel] = []
+
+    def join() -> None:
+        channel = connect(address_of(JOB), 20)
+        assert channel is not None
+        channel.send(identity(1, 2, {}))
+        _, (segment,) = channel.receive_file(20)
+        os.close(segment)
+        found.append(channel)
+
+    other = threading.Thread(target=join)
+    other.start()
+    leader = Leader(RankOptions(2, {}, WindowOptions(), 1, 3.0), World("a test", 0, 2, JOB))
+    other.join()
+    yield leader, found[0]
+    leader.close()
+    found[0].close()
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_messages_that_come_together_are_all_heard(pair: tuple[Leader, Channel]) -> None:
+    leader, channel = pair
+    channel.connection.sendall(b'{"done": "one"}\n{"done": "another"}\n')
+    leader.wait_for_all("done the one")
+    leader.wait_for_all("done the other")
+    with pytest.raises(RankFailure, match="rank 1 .* has not done a third for 3 s"):
+        leader.wait_for_all("done a third")
+
+
+def test_the_end_of_a_rank_is_heard(pair: tuple[Leader, Channel]) -> None:
+    leader, channel = pair
+    channel.close()
+    with pytest.raises(RankFailure, match="rank 1 .* has ended"):
+        leader.wait_for_all("done anything")
