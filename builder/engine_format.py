@@ -110,7 +110,7 @@ __all__ = [
     "write_engine",
 ]
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 CONFIG_FILE = "config.json"
 TOKENIZER_FOLDER = "tokenizer"
 

@@ -61,7 +61,7 @@ def accept(state: RoundState, batch: int, draft_len: int) -> None:
         while kept < room and drafts[kept] == drawn[kept]:
             kept += 1
         tokens = [int(state.root[request]), *drawn[: kept + 1]]
-        row = [committed, kept, kept + 1, *tokens[1:]]
+        row = [committed, kept, kept + 1, max(0, room), *tokens[1:]]
         record[request, : RECORD_TOKENS + kept + 1] = torch.tensor(row, dtype=torch.int32)
         state.previous[request], state.root[request] = tokens[-2], tokens[-1]
         state.committed[request] = committed + kept + 1

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 # Columns of a record: committed tokens before the round, accepted drafts a, emitted tokens a + 1,
-# then the emitted tokens, and zeros. Where drafts are trees the second is the node of the last
-# accepted draft (trees.py), which in a chain is a as well.
-RECORD_COMMITTED, RECORD_ACCEPTED, RECORD_EMITTED, RECORD_TOKENS = 0, 1, 2, 3
+# drafts that there were, then the emitted tokens, and zeros. Where drafts are trees the second is
+# the node of the last accepted draft (trees.py), which in a chain is a as well.
+RECORD_COMMITTED, RECORD_ACCEPTED, RECORD_EMITTED, RECORD_DRAFTS, RECORD_TOKENS = range(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RoundState:
     drafts: torch.Tensor  # [B, K] drafted tokens of this round
     targets: torch.Tensor  # [B * (K + 1)]; row b * (k + 1) + i: the target's draw after i drafts
     counter: torch.Tensor  # [1] finished rounds
-    ring: torch.Tensor  # [slots, B, 3 + K + 1]; round r reports in slot r % slots
+    ring: torch.Tensor  # [slots, B, RECORD_TOKENS + K + 1]; round r reports in slot r % slots
     sampling: SamplingArrays
 
     @property
@@ -60,8 +60,8 @@ class RoundState:
         slots: int = 8,
         ring: torch.Tensor | None = None,
     ) -> RoundState:
-        """State without requests. `ring`: where records go, [slots, B, 3 + K + 1] int32 memory that
-        the device can write (pinned host memory too); made on the device if None."""
+        """State without requests. `ring`: where records go, [slots, B, RECORD_TOKENS + K + 1] int32
+        memory that the device can write (pinned host memory too); made on the device if None."""
         import torch
 
         def zeros(*shape: int) -> torch.Tensor:

@@ -99,7 +99,7 @@ def accept_tree(
             path.append(found[0])
             tokens.append(drawn[found[0]])
         emitted = tokens[1:]
-        row = [committed, path[-1], len(emitted), *emitted]
+        row = [committed, path[-1], len(emitted), count - 1, *emitted]
         record[request, : RECORD_TOKENS + len(emitted)] = torch.tensor(row, dtype=torch.int32)
         table, size = step.block_tables[request], limits.tokens_per_block
         for depth, node in enumerate(path):

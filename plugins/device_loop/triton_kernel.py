@@ -15,6 +15,7 @@ from llmctl.plugins.ops.sampling.triton_kernel import best_of_row
 
 _ACCEPTED: tl.constexpr = tl.constexpr(state.RECORD_ACCEPTED)
 _EMITTED: tl.constexpr = tl.constexpr(state.RECORD_EMITTED)
+_DRAFTS: tl.constexpr = tl.constexpr(state.RECORD_DRAFTS)
 _TOKENS: tl.constexpr = tl.constexpr(state.RECORD_TOKENS)
 
 
@@ -211,6 +212,7 @@ def accept(
 
         value = tl.where(index <= accepted[:, None], target, 0)
         value = tl.where(column == _EMITTED, accepted[:, None] + 1, value)
+        value = tl.where(column == _DRAFTS, tl.maximum(limit, 0)[:, None], value)
         value = tl.where(column == _ACCEPTED, accepted[:, None], value)
         value = tl.where(column == 0, length[:, None], value)
         exists = (request[:, None] < MAX_BATCH_SIZE) & (column < WIDTH)

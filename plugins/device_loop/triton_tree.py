@@ -11,6 +11,7 @@ from llmctl.plugins.device_loop.triton_kernel import _inside, _slot_of
 
 _ACCEPTED: tl.constexpr = tl.constexpr(state.RECORD_ACCEPTED)
 _EMITTED: tl.constexpr = tl.constexpr(state.RECORD_EMITTED)
+_DRAFTS: tl.constexpr = tl.constexpr(state.RECORD_DRAFTS)
 _TOKENS: tl.constexpr = tl.constexpr(state.RECORD_TOKENS)
 
 
@@ -262,6 +263,7 @@ def accept_tree(
         tl.store(to, length, mask=exists)
         tl.store(to + _ACCEPTED, last, mask=exists)
         tl.store(to + _EMITTED, tl.where(is_real, depth + 1, 0), mask=exists)
+        tl.store(to + _DRAFTS, tl.maximum(size - 1, 0), mask=exists)
         tl.store(
             to[:, None] + _TOKENS + node,
             tl.where(is_real[:, None], emitted, 0),

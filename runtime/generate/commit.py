@@ -20,6 +20,14 @@ class Commit(NamedTuple):
     # their tokens, in an order in which they may be copied one after another.
     moves: tuple[tuple[int, int], ...] = ()
     depth: int | None = None  # most drafts that could have been kept; None: all, a chain's
+    # drafts that the step had rows for, and took the time of, although there were fewer; None:
+    # `num_drafts`
+    num_asked: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Drafts that the step took the time of."""
+        return self.num_drafts if self.num_asked is None else self.num_asked
 
 
 def commit(sequence: Sequence, run: list[int], path: Items[int], num_drafts: int) -> Commit:

@@ -26,6 +26,7 @@ from llmctl.plugins.backends.cuda.queue import Event, device_errors
 from llmctl.plugins.device_loop.state import (
     RECORD_ACCEPTED,
     RECORD_COMMITTED,
+    RECORD_DRAFTS,
     RECORD_EMITTED,
     RECORD_TOKENS,
     RoundState,
@@ -194,7 +195,7 @@ class CudaRoundRunner:
             self.drafter.end([row[RECORD_ACCEPTED] for row in rows], done.draft_len)
         for row in rows:
             tokens = row[RECORD_TOKENS : RECORD_TOKENS + row[RECORD_EMITTED]]
-            results.append(RoundResult(row[RECORD_COMMITTED], tokens))
+            results.append(RoundResult(row[RECORD_COMMITTED], tokens, row[RECORD_DRAFTS]))
         return RoundReport(results, draft_ms / 1e3, verify_ms / 1e3)
 
     def abandon(self) -> None:

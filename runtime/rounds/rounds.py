@@ -37,6 +37,7 @@ class RoundResult(NamedTuple):
 
     num_committed: int  # tokens before the round
     tokens: list[int]  # accepted + 1
+    num_drafts: int  # that there were, of those that were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,15 +236,17 @@ class Rounds:
                 "the target engine computed NaN logits",
                 fix="build the engine again; with float16, try --dtype bfloat16",
             )
-        num_drafts = min(draft_len, sequence.max_len - committed - 1)
-        accepted = len(run) - 1
+        num_drafts, accepted = result.num_drafts, len(run) - 1
         # The device has moved the keys of a tree's path to where a chain's are.
         done = commit(sequence, run, range(accepted), num_drafts)
         drafter = self._runner.drafter
         if draft_len or drafter.reads_rounds:
             drafter.note(sequence, committed, accepted, draft_len)
         if draft_len:
+            asked = min(draft_len, sequence.max_len - committed - 1)
             depth = drafter.depth(num_drafts)
             if depth < num_drafts:
                 done = done._replace(depth=depth)
+            if num_drafts < asked:
+                done = done._replace(num_asked=asked)
         return Slice(sequence, committed - 1, 1, num_drafts), done

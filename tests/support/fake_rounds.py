@@ -101,7 +101,7 @@ class FakeRunner:
         accepted, limit = 0, min(len(drafts), state.max_len - state.committed - 1)
         while accepted < limit and drafts[accepted] == tokens[accepted]:
             accepted += 1
-        result = RoundResult(state.committed, tokens[: accepted + 1])
+        result = RoundResult(state.committed, tokens[: accepted + 1], max(0, limit))
         state.last = [*state.last, *result.tokens][-2:]
         state.committed += accepted + 1
         return result

@@ -225,8 +225,8 @@ class AdaptiveLengths:
         if num_context_tokens:
             return
         batch = len(generated)
-        depth = max(commit.num_drafts for commit in generated)
-        num_drafts = sum(commit.num_drafts for commit in generated)
+        depth = max(commit.num_rows for commit in generated)
+        num_drafts = sum(commit.num_rows for commit in generated)
         self._since_plain = self._since_plain + 1 if depth else 0
         plain_s = self.costs.plain_s(batch)
         is_new = depth > 0 and not self.costs.is_measured(batch, depth, num_drafts)

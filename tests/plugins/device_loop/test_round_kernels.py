@@ -100,7 +100,7 @@ def test_accepting_equals_the_reference_and_the_hosts_rule(made):
         kept = len(path)
         emitted = [*drafts[:kept], token]
         row = record[request].tolist()
-        assert row[:RECORD_TOKENS] == [committed, kept, kept + 1]
+        assert row[:RECORD_TOKENS] == [committed, kept, kept + 1, room]
         assert row[RECORD_TOKENS : RECORD_TOKENS + kept + 1] == emitted
         assert not any(row[RECORD_TOKENS + kept + 1 :])
         history = [int(state.previous[request]), int(state.root[request]), *emitted]
@@ -112,7 +112,7 @@ def test_accepting_equals_the_reference_and_the_hosts_rule(made):
 def test_the_ring_goes_on_when_the_counter_of_rounds_begins_anew():
     """The host counts on: round 2^31 reports in slot 2^31 % 8."""
     slots, batch, draft_len = 8, 2, 3
-    around = torch.zeros((3 * slots, batch, 3 + draft_len + 1), dtype=torch.int32)
+    around = torch.zeros((3 * slots, batch, RECORD_TOKENS + draft_len + 1), dtype=torch.int32)
     ring = around[slots : 2 * slots]
     state = RoundState.allocate(batch, draft_len, "cpu", slots=slots, ring=ring)
     state.counter[:] = 2**31 - 2

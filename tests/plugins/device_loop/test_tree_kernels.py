@@ -153,7 +153,7 @@ def test_accepting_equals_the_reference_and_the_hosts_rule(made: Made) -> None:
         sequence = Sequence(request, request, Request((1,), 99), 0, tokens, 1, max_len)
         done = commit(sequence, [*(drafts.tokens[i] for i in path), token], path, count)
         row = record[request].tolist()
-        assert row[0] == committed and row[2] == done.num_tokens
+        assert row[0] == committed and row[2] == done.num_tokens and row[3] == count
         assert row[RECORD_TOKENS : RECORD_TOKENS + row[2]] == sequence.tokens[committed:]
         assert not any(row[RECORD_TOKENS + row[2] :])
         assert found.committed[request] == len(sequence.tokens)

@@ -15,6 +15,7 @@ from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.length.adaptive import AdaptiveLengths
 from llmctl.runtime.drafting.length.costs import StepCosts
 from llmctl.runtime.drafting.length.lengths import FixedLengths, best_length, best_lengths, rate
+from llmctl.runtime.generate.commit import Commit
 
 MOST = 10
 
@@ -105,7 +106,7 @@ class Fleet:
                 lag += max(0, len(sequence.tokens) - 2 - sequence.kv_lens[DRAFT_GROUP])
                 sequence.kv_lens[DRAFT_GROUP] = len(sequence.tokens) + min(accepted, length - 1)
             sequence.tokens += [0] * (accepted + 1)
-            commits.append(SimpleNamespace(sequence=sequence, num_drafts=length, accepted=accepted))
+            commits.append(Commit(sequence, accepted + 1, length, accepted))
         depth, batch = max(wanted), len(wanted)
         scatter = 1 + self.chance.uniform(-self.noise, self.noise)
         step_s = scatter * self.machine.step_s(
@@ -287,3 +288,11 @@ def test_nothing_is_remembered_of_sequences_that_ended():
             sequence.sequence_id += start
         fleet.run(2)
     assert len(lengths._acceptance._own) < 600
+
+
+def test_a_round_costs_what_it_was_asked_for_whatever_its_tree_had():
+    lengths = AdaptiveLengths(MOST, has_cache=False, is_common=True)
+    sequence, times = SimpleNamespace(sequence_id=1), {"draft_s": 0.5, "elapsed_s": 2.0}
+    for made in [Commit(sequence, 1)] * 3 + [Commit(sequence, 1, 0, num_asked=8)]:
+        lengths.observe([made], num_context_tokens=0, step_s=1.0 + made.num_rows, **times)
+    assert lengths.costs.most_drafts(1) == 8 and lengths.costs.num_plain(1) == 2

@@ -43,12 +43,13 @@ def test_a_request_alone_is_accepted_as_much_of_as_by_the_host(sizes, params):
         harness.run()
         assert sequence.tokens[7:] == plain_answer(harness.oracle, request)[0]
         stats = harness.loop.stats
-        runs.append((stats.rounds, stats.accepted_tokens, list(stats.accepted_at_position)))
+        counts = stats.rounds, stats.draft_tokens, stats.accepted_tokens
+        runs.append((*counts, list(stats.accepted_at_position)))
         assert (device.runner._num_started > 5) == on_device
     assert runs[0] == runs[1]
     lengths = pools[0].keys() & pools[1].keys()
     assert len(lengths) > 5 and all(pools[0][n] == pools[1][n] for n in lengths)
-    assert runs[0][1] > 0
+    assert runs[0][2] > 0
 
 
 def noted_pools(device: LookaheadDevice) -> dict[int, dict[int, list[int]]]:
