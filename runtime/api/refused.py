@@ -33,7 +33,7 @@ _TOKENS = "prompts are tokens; prompt tuning and multimodal inputs are not avail
 _PHASES = "prefill and generation run in one executor"
 _TOP_P = "top_p stays the same for the whole of a sequence"
 _GUIDED = "guided decoding is not available"
-_RANKS = "the executor runs in one process"
+_RANKS = "the executor runs in rank 0, and the engine says how many ranks there are"
 _PLANNED = "runtime.memory.plan_kv_cache finds num_blocks from a memory budget"
 _WINDOW = "runtime.attention_windows.cache_window gives the window of an engine"
 

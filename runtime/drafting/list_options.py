@@ -20,11 +20,11 @@ def parse_list(option: str, text: str, length: int, form: str) -> list[Any]:
 
 
 def take_device(option: str, devices: object, role: str) -> list[str]:
-    """Check a list of devices; lines for people where an engine of one rank takes only the first.
+    """Check a list of devices; lines for people where it names more than one.
 
-    Only engines of one rank run (runtime/open.py checks), and they run on device 0; the devices
-    behind the first are never looked at. Raises BadConfig for what is no list of devices,
-    Unsupported where the first is not 0.
+    An engine on a GPU has one rank, which runs on device 0; the ranks of an engine on a CPU are
+    processes and have no device. So the devices behind the first are never looked at. Raises
+    BadConfig for what is no list of devices, Unsupported where the first is not 0.
     """
     if not isinstance(devices, list) or not all(
         type(device) is int and device >= 0 for device in devices
@@ -39,7 +39,9 @@ def take_device(option: str, devices: object, role: str) -> list[str]:
         )
     if len(devices) == 1:
         return []
-    return [f"the {role} has one rank: of the devices {devices} it takes the first"]
+    return [
+        f"of the devices {devices} for the {role} a GPU's engine takes the first; a CPU's has none"
+    ]
 
 
 def positive(option: str, name: str, value: object) -> int:

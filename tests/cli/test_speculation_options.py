@@ -111,13 +111,15 @@ def test_what_is_no_number_of_beams_is_refused(name, text):
 ALL = "[0,1,2,3,4,5,6,7]"
 
 
-def test_an_engine_of_one_rank_takes_the_first_device_listed_and_says_so():
+def test_of_the_devices_listed_the_first_is_taken_and_the_user_told():
     method = choose(DRAFT, f"[10,{ALL},{ALL}, False]", None, None)
     assert method == DraftEngine(DRAFT, 10)
     listed = "[0, 1, 2, 3, 4, 5, 6, 7]"
     assert method.notes == (
-        f"the draft engine has one rank: of the devices {listed} it takes the first",
-        f"the target engine has one rank: of the devices {listed} it takes the first",
+        f"of the devices {listed} for the draft engine a GPU's engine takes the first; "
+        "a CPU's has none",
+        f"of the devices {listed} for the target engine a GPU's engine takes the first; "
+        "a CPU's has none",
     )
     assert method.with_draft_len(3).notes == method.notes
     assert len(choose(None, None, None, f"[10,2,{ALL}]").notes) == 1

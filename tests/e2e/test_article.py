@@ -89,7 +89,7 @@ def test_the_articles_commands_run_to_the_end_and_the_draft_changes_no_text(
     assert re.search(r'^Output \[Text 0 Beam 0\]: ".{20}', printed[plain], re.M | re.S)
     listed = "[0, 1, 2, 3, 4, 5, 6, 7]"
     for role in ("draft", "target"):
-        note = f"the {role} engine has one rank: of the devices {listed} it takes the first"
+        note = f"of the devices {listed} for the {role} engine a GPU's engine takes the first"
         assert note in said[drafted] and note not in said[plain]
     assert "(draft_len 10)" in said[drafted] and "acceptance" not in said[plain]
     target_build = said["build 3"]
