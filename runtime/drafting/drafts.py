@@ -11,6 +11,11 @@ from numpy.typing import NDArray
 ROOT = -1  # the parent of whatever follows the last committed token
 
 
+def is_chain(parents: Items[int]) -> bool:
+    """Whether every token follows the one before."""
+    return all(parent == index - 1 for index, parent in enumerate(parents))
+
+
 @dataclass(slots=True)
 class Drafts:
     """The drafted tokens of one generation slice; at most its draft_len, possibly none.
@@ -26,6 +31,12 @@ class Drafts:
     parents: list[int] | None = None
     probs: NDArray[np.float64] | None = None
     num_forced: int | None = None
+
+    @classmethod
+    def of(cls, tokens: list[int], parents: list[int]) -> Drafts:
+        """Whatever has these parents. A chain is one to the engine too: its steps cost less than
+        those of trees."""
+        return cls(tokens, None if is_chain(parents) else parents)
 
     def __post_init__(self) -> None:
         if self.parents is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmctl.builder.engine_format import MedusaTree
-from llmctl.runtime.drafting.drafts import ROOT
+from llmctl.runtime.drafting.drafts import ROOT, is_chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Nodes:
     @property
     def is_chain(self) -> bool:
         """Whether every node follows the one before."""
-        return self.parents == list(range(ROOT, len(self.parents) - 1))
+        return is_chain(self.parents)
 
 
 def first_nodes(tree: MedusaTree, count: int) -> Nodes:

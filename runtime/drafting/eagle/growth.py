@@ -185,8 +185,6 @@ class StaticTree:
 
 
 def _as_drafts(nodes: list[Node]) -> Drafts:
-    """A chain is one to the engine too: its steps cost less than those of trees."""
     index = {id(node): place for place, node in enumerate(nodes)}
     parents = [ROOT if node.parent is None else index[id(node.parent)] for node in nodes]
-    is_chain = parents == list(range(ROOT, len(parents) - 1))
-    return Drafts([node.token for node in nodes], None if is_chain else parents)
+    return Drafts.of([node.token for node in nodes], parents)

@@ -60,6 +60,4 @@ def plan(window: Window, guesses: Sequence[Ngram], room: int) -> Planned:
         for level in window.levels[1:]:
             node = tree.grow(node, level[column])
         ends.append(node)
-    tokens, parents = tree.tokens, tree.parents
-    is_chain = parents == list(range(ROOT, len(parents) - 1))
-    return Planned(Drafts(tokens, None if is_chain else parents), ends)
+    return Planned(Drafts.of(tree.tokens, tree.parents), ends)

@@ -90,7 +90,5 @@ class MedusaDrafter(WithoutWindow):
 
 
 def _fill(nodes: Nodes, tokens: NDArray[np.int64]) -> Drafts:
-    """The nodes with their tokens of [heads, ranks]. A chain is one to the engine too: its steps
-    cost less than those of trees."""
-    drafted: list[int] = tokens[nodes.heads, nodes.ranks].tolist()
-    return Drafts(drafted, None if nodes.is_chain else nodes.parents)
+    """The nodes with their tokens of [heads, ranks]."""
+    return Drafts.of(tokens[nodes.heads, nodes.ranks].tolist(), nodes.parents)

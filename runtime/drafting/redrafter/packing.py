@@ -46,10 +46,4 @@ def merge_scored(beams: Beams, room: int) -> Found:
                 parents.append(last)
                 scores.append(score)
             last = draft
-    return Found(as_drafts(tokens, parents), scores)
-
-
-def as_drafts(tokens: list[int], parents: list[int]) -> Drafts:
-    """A chain is one to the engine too: its steps cost less than those of trees."""
-    is_chain = parents == list(range(ROOT, len(parents) - 1))
-    return Drafts(tokens, None if is_chain else parents)
+    return Found(Drafts.of(tokens, parents), scores)

@@ -6,9 +6,10 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT, REDRAFTER_STATES
+from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.drafting.redrafter.beams import Bounds, Head, search
 from llmctl.runtime.drafting.redrafter.head import EngineHead
-from llmctl.runtime.drafting.redrafter.packing import Found, as_drafts, merge_scored
+from llmctl.runtime.drafting.redrafter.packing import Found, merge_scored
 
 if TYPE_CHECKING:
     from llmctl.plugins.backends.cpu.beam_search import CpuBeamSearch
@@ -64,7 +65,7 @@ class CompiledSearch:
         self.num_steps = trees.num_steps
         parts = (trees.tokens, trees.parents, trees.scores, trees.counts)
         return [
-            Found(as_drafts(tokens[:count], parents[:count]), scores[:count])
+            Found(Drafts.of(tokens[:count], parents[:count]), scores[:count])
             for tokens, parents, scores, count in zip(*(p.tolist() for p in parts), strict=True)
         ]
 

@@ -68,6 +68,13 @@ def test_a_chain_written_as_a_tree_is_accepted_as_the_chain():
         ]
 
 
+def test_drafts_that_do_not_branch_are_a_chain():
+    assert Drafts.of([], []) == Drafts()
+    assert Drafts.of([5, 6, 7], [ROOT, 0, 1]) == Drafts([5, 6, 7])
+    for parents in ([ROOT, 0, 0], [ROOT, ROOT, 1]):
+        assert Drafts.of([5, 6, 7], parents).parents == parents
+
+
 @pytest.mark.parametrize("parents", [[0], [-1, 1], [-2], [-1, -1, 3]])
 def test_a_tree_has_parents_before_children(parents):
     with pytest.raises(AssertionError):

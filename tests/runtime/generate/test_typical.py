@@ -82,8 +82,7 @@ def test_paths_are_those_of_the_published_code(sharpness, rule):
         ranks = np.argsort(-logits, axis=-1)
         tokens = [int(ranks[1 + parents[i], siblings[i]]) for i in range(len(parents))]
         config = SamplingConfig(temperature=0.7, top_k=0, typical_acceptance=rule)
-        is_chain = parents == list(range(-1, len(parents) - 1))
-        drafts = Drafts(tokens, None if is_chain else parents)
+        drafts = Drafts.of(tokens, parents)
         found = accept_typical(drafts, softmax(logits / 0.7), rule.threshold, rule.alpha)
         assert list(found) == published_path(drafts, logits, config)
         lengths.add(len(found))
