@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from llmctl.plugins.core.op_rules import RANK_COUNTS
 from llmctl.plugins.schemes.table import FP8, MXFP4, PLAIN
 
 
@@ -42,7 +43,7 @@ _ROWS = (
         on_gpu=False,
         kernels="cpu",
         arena_alignment=64,
-        rank_counts=(1, 2, 4, 8),
+        rank_counts=RANK_COUNTS,
         has_leaves=True,
         continues_trees=True,
     ),
