@@ -55,6 +55,7 @@ from llmctl.builder.plan import (
     trt_memory_bytes,
     weight_bytes,
 )
+from llmctl.builder.ranks import engine_file
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.builder.validation import strict_json
 from llmctl.builder.validation.config import find_wrong_field
@@ -134,14 +135,14 @@ class EngineConfig:
     # load_format: auto (stored in the file), or dummy or planted and what they are generated from
     weights: Mapping[str, Any] = field(default_factory=lambda: {"load_format": "auto"})
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that run the engine together."""
+        return int(self.build_config.get("tp_size", 1))
+
     def to_json(self) -> str:
         """The document as stored: strict JSON, indented for people."""
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
-
-
-def engine_file(rank: int) -> str:
-    """The name of one rank's engine file."""
-    return f"rank{rank}.engine"
 
 
 def plan_entries(plan: Plan) -> list[Entry]:

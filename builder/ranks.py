@@ -16,6 +16,11 @@ SUM_LEAVES = RANK_COUNTS[-1]  # of K in a rank-invariant engine: whole subtrees 
 _HEAD_ROWS = 64  # a rank's share of the vocabulary is a multiple: tiles of packed weights
 
 
+def engine_file(rank: int) -> str:
+    """The name of one rank's engine file."""
+    return f"rank{rank}.engine"
+
+
 class Widths(Protocol):
     """What is asked of a model."""
 

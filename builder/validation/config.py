@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmctl.builder.ranks import SUM_LEAVES
+from llmctl.builder.ranks import SUM_LEAVES, engine_file
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.builder.validation.draft_heads import find_wrong_heads
 from llmctl.builder.validation.schema import shown
@@ -93,12 +93,30 @@ def find_wrong_field(raw: Mapping[str, Any]) -> str | None:
         if last in holder and not wanted[1](holder[last]):
             return _named(name, holder[last], wanted[0])
     wrong_heads = find_wrong_heads(raw["build_config"])
-    return _wrong_ids(raw["pretrained_config"]) or _wrong_recipe(raw) or wrong_heads
+    wrong_ids = _wrong_ids(raw["pretrained_config"])
+    return wrong_ids or _wrong_recipe(raw) or wrong_heads or _wrong_files(raw)
 
 
 def _named(name: str, found: Any, wanted: str) -> str:
     text = "missing" if found is ... else shown(found)
     return f"{name} is {text}; {wanted}{'' if ' is wanted' in wanted else ' is wanted'}"
+
+
+def _wrong_files(raw: Mapping[str, Any]) -> str | None:
+    """A file for each rank, all with one header: one plan, and tensors of the same sizes."""
+    files, count = raw["files"], raw["build_config"].get("tp_size", 1)
+    wanted = [engine_file(rank) for rank in range(count)]
+    if sorted(files) != sorted(wanted):
+        names = f"{wanted[0]} to {wanted[-1]}" if count > 1 else wanted[0]
+        return f"files lists {shown(sorted(files))}; {names} is wanted, a file for each rank"
+    first = files[wanted[0]]
+    for name in wanted:
+        record = files[name]
+        if type(record) is not dict or record.keys() != {"bytes", "header_sha256"}:
+            return _named(f"files.{name}", record, "bytes and header_sha256")
+        if record != first:
+            return f"files.{name} is not as files.{wanted[0]}; all ranks have one plan"
+    return None
 
 
 def _wrong_ids(pretrained: Mapping[str, Any]) -> str | None:

@@ -22,9 +22,9 @@ from llmctl.builder.engine_format import (
     PlanTensor,
     kv_bytes_per_token,
     read_engine_config,
+    read_plan,
     weight_bytes,
 )
-from llmctl.builder.rank_files import num_ranks, read_ranks
 from llmctl.builder.signature import describe_signature
 from llmctl.cli.gpus import (
     CPU_STEP_SHARE,
@@ -52,7 +52,9 @@ def describe_engine(
     Raises EngineNotFound, CorruptEngine, RebuildNeeded; BadConfig for an unknown GPU, or one for an
     engine that runs on none.
     """
-    config, plan = read_engine_config(folder), read_ranks(folder)
+    config = read_engine_config(folder)
+    # config.json was checked to say one header of all; that the files have it is asked here.
+    plan, *_ = (read_plan(folder, rank) for rank in range(config.num_ranks))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     fields = asdict(config)
     del fields["files"]  # sizes on disk are shown instead; `read_plan` has compared the two
@@ -141,7 +143,7 @@ def _memory(config: EngineConfig, plan: Plan) -> dict[str, int]:
 
 def _ranks(config: EngineConfig, plan: Plan) -> dict[str, Any]:
     """How many ranks there are, and what each has of the model; all else here is of one of them."""
-    count = num_ranks(config)
+    count = config.num_ranks
     model = config.pretrained_config
     return {
         "count": count,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmctl.builder.engine_format import open_engine, read_engine_config
-from llmctl.builder.rank_files import num_ranks
 from llmctl.builder.validation.kernels import check_launches
 
 
@@ -16,7 +15,7 @@ def verify_engine(folder: Path) -> dict[str, int]:
     """
     config = read_engine_config(folder)
     found = dict.fromkeys(("operators", "tensors", "kernels", "launches"), 0)
-    for rank in range(num_ranks(config)):
+    for rank in range(config.num_ranks):
         plan, _ = open_engine(folder, rank)
         found["operators"] += len(plan.ops)
         found["tensors"] += len(plan.tensors)

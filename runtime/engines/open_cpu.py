@@ -16,7 +16,7 @@ from llmctl.runtime.engines.memory_plan import DEFAULT_FREE_FRACTION, plan_kv_ca
 from llmctl.runtime.engines.opening import TARGET, Log, OpenedEngines, Opener, OpenRequest
 from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
 from llmctl.runtime.kv_cache import most_step_tokens
-from llmctl.runtime.ranks.launch import num_ranks, shared_folders, world_of
+from llmctl.runtime.ranks.launch import shared_folders, world_of
 from llmctl.runtime.ranks.leader import Leader
 from llmctl.runtime.ranks.processes import RankOptions
 
@@ -32,7 +32,7 @@ class CpuOpener(Opener):
     def open(self, folders: Mapping[str, Path], request: OpenRequest, log: Log) -> OpenedEngines:
         """Logs nothing: opening takes no time."""
         configs = {role: read_engine_config(folder) for role, folder in folders.items()}
-        size = num_ranks(configs[TARGET])
+        size = configs[TARGET].num_ranks
         if size == 1:
             if request.num_threads is not None:
                 set_num_threads(request.num_threads)
@@ -85,7 +85,7 @@ class OpenedOnCpu(OpenedEngines):
 
     def facts(self, engine: Engine) -> str:
         """The backend, and the threads it uses."""
-        size = num_ranks(engine.config)
+        size = engine.config.num_ranks
         ranks = f" on each of {size} ranks" if size > 1 else ""
         threads = "1 thread" if num_threads() == 1 else f"{num_threads()} threads"
         return f"backend {engine.config.backend} with {threads}{ranks}"

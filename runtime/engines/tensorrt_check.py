@@ -33,9 +33,9 @@ def require_tensorrt(config: EngineConfig) -> Any:
             f"{built}; {torch.cuda.get_device_name()} has {found}",
             fix=_alternatives(config.backend, found),
         )
-    if (ranks := int(config.build_config.get("tp_size", 1))) > 1:
+    if config.num_ranks > 1:
         raise Unsupported(
-            f"{built}; it has {ranks} ranks, and this version runs one GPU",
+            f"{built}; it has {config.num_ranks} ranks, and this version runs one GPU",
             fix="build with --tp_size 1",
         )
     return load_package(config.backend)

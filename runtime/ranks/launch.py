@@ -72,13 +72,13 @@ def world_of(config: EngineConfig) -> World | None:
 
     Raises what `find_world` raises.
     """
-    return find_world() if num_ranks(config) > 1 else None
+    return find_world() if config.num_ranks > 1 else None
 
 
 def require_world(config: EngineConfig, tp_size: int | None) -> None:
     """Raise BadConfig where the engine has another number of ranks than were started, or asked
     for by --tp-size."""
-    ranks = num_ranks(config)
+    ranks = config.num_ranks
     again = f"llmctl build ... --tp-size {tp_size}"
     if tp_size is not None and tp_size != ranks:
         raise BadConfig(
@@ -97,7 +97,7 @@ def require_world(config: EngineConfig, tp_size: int | None) -> None:
 def require_drafts(configs: Mapping[str, EngineConfig]) -> None:
     """Raise Unsupported for a draft engine of some other number of ranks: it has one, and runs in
     rank 0, or as many as the target, the first of `configs`."""
-    counts = {role: num_ranks(c) for role, c in configs.items()}
+    counts = {role: c.num_ranks for role, c in configs.items()}
     wanted = next(iter(counts.values()))
     for role, count in counts.items():
         if count not in (1, wanted):
@@ -107,17 +107,12 @@ def require_drafts(configs: Mapping[str, EngineConfig]) -> None:
             )
 
 
-def num_ranks(config: EngineConfig) -> int:
-    """Ranks that run an engine together."""
-    return int(config.build_config.get("tp_size", 1))
-
-
 def shared_folders(
     configs: Mapping[str, EngineConfig], folders: Mapping[str, Path]
 ) -> dict[str, Path]:
     """Of the engines that every rank has a part of; a draft engine of one rank is rank 0's."""
-    wanted = num_ranks(next(iter(configs.values())))
-    return {role: folders[role] for role, c in configs.items() if num_ranks(c) == wanted}
+    wanted = next(iter(configs.values())).num_ranks
+    return {role: folders[role] for role, c in configs.items() if c.num_ranks == wanted}
 
 
 def address_of(job: str) -> str:

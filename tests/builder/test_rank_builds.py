@@ -16,12 +16,12 @@ from support.tensorrt.checkpoints import write_checkpoint
 
 from llmctl.builder.build import EnginePlan, plan_build, run_build
 from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_format import read_engine_config, read_plan
 from llmctl.builder.plan import PlanOp
-from llmctl.builder.rank_files import read_ranks
 from llmctl.builder.validation.plan import check_plan
 from llmctl.cli.inspect.engine import describe_engine
 from llmctl.cli.inspect.engine_text import engine_text
-from llmctl.errors import CorruptEngine, Unsupported
+from llmctl.errors import CorruptEngine, EngineNotFound, Unsupported
 
 LIMITS = {"max_batch_size": 4, "max_seq_len": 96, "max_num_tokens": 64}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 128}
@@ -72,7 +72,8 @@ def test_every_rank_has_a_file_of_one_plan(checkpoint: Path, tmp_path: Path) -> 
     config = run_build(engine, tmp_path / "e")
     assert sorted(config.files) == ["rank0.engine", "rank1.engine"]
     assert config.build_config["tp_size"] == 2 and config.build_config["sum_leaves"] == 1
-    assert read_ranks(tmp_path / "e") == engine.plan
+    assert config.files["rank0.engine"] == config.files["rank1.engine"]
+    assert [read_plan(tmp_path / "e", rank) for rank in (0, 1)] == [engine.plan] * 2
     assert engine.plan.kv_cache.num_kv_heads == 1
     lines = "\n".join(engine_text(describe_engine(tmp_path / "e")))
     assert "2, each with 4 of 8 heads and 1 of 2 KV heads; what follows is of one rank" in lines
@@ -183,20 +184,39 @@ def test_a_config_that_says_other_ranks_is_refused(checkpoint: Path) -> None:
             check_plan(replace(engine.config, build_config=build), engine.plan)
 
 
-def test_a_rank_file_with_another_plan_or_a_missing_one_is_named(
+def test_files_of_ranks_that_are_not_one_engine_are_refused(
     checkpoint: Path, tmp_path: Path
 ) -> None:
+    """From config.json alone, before any of them is read."""
     for name, request in (("e", {}), ("other", {"max_draft_len": 2})):
         run_build(plan_cpu(checkpoint, tp_size=2, **request), tmp_path / name)
-    folder, config = tmp_path / "e", tmp_path / "e/config.json"
-    written = json.loads(config.read_text())
-    for record in ({"rank0.engine": written["files"]["rank0.engine"]}, {}):
-        config.write_text(json.dumps({**written, "files": record}))
-        with pytest.raises(CorruptEngine, match="lists the files .*an engine of 2 ranks has"):
-            read_ranks(folder)
-    other = json.loads((tmp_path / "other/config.json").read_text())["files"]["rank1.engine"]
-    files = {**written["files"], "rank1.engine": other}
-    config.write_text(json.dumps({**written, "files": files}))
-    (folder / "rank1.engine").write_bytes((tmp_path / "other/rank1.engine").read_bytes())
+    written, other = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("e", "other")
+    )
+    first, second = written["files"].items()
+    spare = ("rank2.engine", first[1])
+    more = {**first[1], "more": 1}
+    for files, said in (
+        ([first], r"files lists \['rank0.engine'\]; rank0.engine to rank1.engine is wanted"),
+        ([], r"files lists \[\]"),
+        ([first, second, spare], "files lists .*'rank2.engine'"),
+        ([first, ("rank1.engine", other["files"]["rank1.engine"])], "rank1.engine is not as"),
+        ([("rank0.engine", more), ("rank1.engine", more)], "bytes and header_sha256 is wanted"),
+        ([first, ("rank1.engine", None)], "files.rank1.engine is None"),
+    ):
+        text = json.dumps({**written, "files": dict(files)})
+        (tmp_path / "e/config.json").write_text(text)
+        with pytest.raises(CorruptEngine, match=said):
+            read_engine_config(tmp_path / "e")
+
+
+def test_a_rank_file_with_another_plan_or_none_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    for name, request in (("e", {}), ("other", {"max_draft_len": 2})):
+        run_build(plan_cpu(checkpoint, tp_size=2, **request), tmp_path / name)
+    path = tmp_path / "e/rank1.engine"
+    path.write_bytes((tmp_path / "other/rank1.engine").read_bytes())
     with pytest.raises(CorruptEngine, match=r"rank1\.engine"):
-        read_ranks(folder)
+        describe_engine(tmp_path / "e")
+    path.unlink()
+    with pytest.raises(EngineNotFound, match=r"rank1\.engine"):
+        describe_engine(tmp_path / "e")

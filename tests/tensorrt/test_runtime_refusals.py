@@ -15,7 +15,7 @@ from support.tensorrt.fake_engines import write_fake_engine
 from support.tensorrt.fake_machine import pretend, pretend_gpu
 from support.tensorrt.fake_tensorrt import FakeModule
 
-from llmctl.builder.engine_format import CONFIG_FILE, SCHEMA_VERSION, EngineConfig
+from llmctl.builder.engine_format import CONFIG_FILE, SCHEMA_VERSION, EngineConfig, engine_file
 from llmctl.errors import CorruptEngine, MissingPackage, NoDevice, RebuildNeeded, Unsupported
 from llmctl.runtime.engines.open_cuda import plan_engines
 from llmctl.runtime.engines.tensorrt_check import require_tensorrt
@@ -45,6 +45,7 @@ def config_of(backend: str = "tensorrt-rtx", capability: str = "8.9", **build: o
         tokenizer={"hash": None, "vocab_size": None},
         versions={},
         command="",
+        files={engine_file(0): {"bytes": 1, "header_sha256": ""}},
         compute_capability=capability,
     )
 
