@@ -93,8 +93,8 @@ def test_the_device_accepts_what_the_host_would(
                 run_all(executor, [replace(requests[index], output_config=output)])
             stats = executor.get_speculation_stats()
         assert (rounds.total == before) == by_host
-        counts.append((stats.rounds, stats.accepted_tokens))
-    print(f"rounds and accepted drafts: device {counts[0]}, host {counts[1]}")
+        counts.append((stats.rounds, stats.draft_tokens, stats.accepted_tokens))
+    print(f"rounds, drafts and accepted ones: device {counts[0]}, host {counts[1]}")
     assert counts[0] == counts[1]
 
 
