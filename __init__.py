@@ -24,8 +24,9 @@ def open(
 ) -> Executor:
     """A running executor of an engine directory, with a draft engine's directory or without.
 
-    `options` are the fields of `llmctl.runtime.open.EngineOptions`, such as free_fraction or
-    max_batch_size. Leaving the `with` block cancels what is left and frees the threads.
+    With `draft_tree="depth,branch,nodes"` the draft engine drafts trees. Other `options` are the
+    fields of `llmctl.runtime.open.EngineOptions`, such as free_fraction or max_batch_size. Leaving
+    the `with` block cancels what is left and frees the threads.
     """
     from llmctl.runtime.open import open_executor
 

@@ -204,15 +204,17 @@ def open_executor(
     engine: Path | str,
     draft: DraftMethod | Path | str | None = None,
     *,
+    draft_tree: str | None = None,
     log: Log = lambda lines: None,
     **options: Any,
 ) -> Executor:
     """Open an engine directory, and what drafts for it: an engine directory, or any DraftMethod.
+    draft_tree: "depth,branch,nodes" of a draft engine; None: chains.
 
     Further options are the fields of EngineOptions. Raises what `check_engines` raises, BadConfig,
     OutOfMemory and DeviceFailure.
     """
-    chosen = EngineOptions(Path(engine), as_method(draft), **options)
+    chosen = EngineOptions(Path(engine), as_method(draft, draft_tree), **options)
     code = serve_rank(chosen)
     if code is not None:  # a launcher started this process beside rank 0
         raise SystemExit(code)

@@ -9,6 +9,7 @@ from typing import Any
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.draft_engine.options import ROW as DRAFT_ENGINE
+from llmctl.runtime.drafting.draft_engine.tree import parse_tree
 from llmctl.runtime.drafting.eagle.options import ROW as EAGLE
 from llmctl.runtime.drafting.lookahead.options import ROW as LOOKAHEAD
 from llmctl.runtime.drafting.medusa.options import ROW as MEDUSA
@@ -30,11 +31,18 @@ def how_to_draft(methods: tuple[MethodRow, ...] = METHODS) -> str:
     return "add " + " or ".join(row.how for row in methods)
 
 
-def as_method(draft: DraftMethod | Path | str | None) -> DraftMethod:
-    """A method unchanged, an engine directory as a draft engine, None as plain decoding."""
-    if draft is None:
-        return PlainDecoding()
-    return DraftEngine(Path(draft)) if isinstance(draft, (str, Path)) else draft
+def as_method(draft: DraftMethod | Path | str | None, draft_tree: str | None = None) -> DraftMethod:
+    """A method unchanged, an engine directory as a draft engine, None as plain decoding.
+    draft_tree: of a draft engine. Raises BadConfig."""
+    if isinstance(draft, (str, Path)):
+        tree = None if draft_tree is None else parse_tree(draft_tree)
+        return DraftEngine(Path(draft), tree=tree)
+    if draft_tree is not None:
+        raise BadConfig(
+            f"draft_tree is {draft_tree!r}, and draft is no folder of a draft engine",
+            fix="give the folder as draft, or the tree to the draft method",
+        )
+    return PlainDecoding() if draft is None else draft
 
 
 def choose_method(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from llmctl.builder.engine_format import SPECULATIVE_MODES, EngineConfig
-from llmctl.errors import PairMismatch
+from llmctl.errors import PairMismatch, Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS
 
 
@@ -39,3 +40,13 @@ def check_target(
             fix=f"lower the draft length to {most}, or {rebuild}" if most else rebuild,
         )
     return wanted
+
+
+def require_continued(target: EngineConfig, what: str, fix: str) -> None:
+    """Raises Unsupported where the engine's backend has no attention along trees in the making."""
+    if BACKENDS[target.backend].continues_trees:
+        return
+    names = ", ".join(name for name, row in BACKENDS.items() if row.continues_trees)
+    raise Unsupported(
+        f"{what} are not available on backend {target.backend!r}; they are on {names}", fix=fix
+    )

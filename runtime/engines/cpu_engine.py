@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import EngineConfig, Plan
-from llmctl.plugins.backends.cpu import CpuProgram
-from llmctl.plugins.backends.cpu.beam_search import CpuBeamSearch, HeadGraph, top_log_probs
+from llmctl.plugins.backends.cpu import CpuProgram, CpuSampling
+from llmctl.plugins.backends.cpu.beam_search import CpuBeamSearch, HeadGraph
 from llmctl.plugins.backends.cpu.ranks import Ranks
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.kv_compact.reference import compact
@@ -110,7 +110,7 @@ class CpuEngine(Engine):
         self, logits: torch.Tensor, count: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The likeliest ids; see Engine."""
-        ids, log_probs = top_log_probs(logits, count)
+        ids, log_probs = CpuSampling().top_log_probs(logits.numpy(), count)
         return ids.astype(np.int64), log_probs
 
     def compiled_search(

@@ -45,7 +45,9 @@ def encode(command: Command) -> bytes:
     if command.call == "run":
         arrays = [getattr(argument, name) for name in _STEP]
         if argument.trees is not None:
-            arrays += [argument.trees.start, argument.trees.paths]
+            trees = argument.trees
+            arrays += [trees.start, trees.paths]
+            arrays += [] if trees.roots is None else [trees.roots]
         argument = [array.shape for array in arrays]
     elif command.call == "copy_blocks":
         argument = [(*copy[:3], copy.kind.value, copy.groups) for copy in argument]

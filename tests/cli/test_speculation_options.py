@@ -10,6 +10,7 @@ import pytest
 from llmctl.builder.heads.medusa.tree import DEFAULT, MedusaTree
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.draft_engine.tree import DraftTree
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.methods import choose_method, method_options
@@ -18,9 +19,10 @@ from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 
 DRAFT = Path("draft")
+TREE = DraftTree(5, 3, 16)
 
 
-def choose(engine, config, draft_len, ngram, medusa=None, **others) -> DraftMethod:
+def choose(engine, config, draft_len, ngram, medusa=None, tree=None, **others) -> DraftMethod:
     values = {
         **{option.name: None for option in method_options()},
         **others,
@@ -28,6 +30,7 @@ def choose(engine, config, draft_len, ngram, medusa=None, **others) -> DraftMeth
         "draft_target_model_config": config,
         "ngram_config": ngram,
         "medusa_choices": medusa,
+        "draft_tree": tree,
     }
     return choose_method(values, draft_len)
 
@@ -41,6 +44,12 @@ def choose(engine, config, draft_len, ngram, medusa=None, **others) -> DraftMeth
         ((DRAFT, "[4,[0],[0],False]", None, None), DraftEngine(DRAFT, 4)),
         ((DRAFT, " [4, [0], [0], False] ", 4, None), DraftEngine(DRAFT, 4)),
         ((DRAFT, "[4,[0],[0],True]", None, None), DraftEngine(DRAFT, 4, "logits")),
+        ((DRAFT, None, None, None, None, "5,3,16"), DraftEngine(DRAFT, tree=TREE)),
+        ((DRAFT, None, 16, None, None, "[5, 3, 16]"), DraftEngine(DRAFT, 16, tree=TREE)),
+        (
+            (DRAFT, "[16,[0],[0],False]", None, None, None, "5,3,16"),
+            DraftEngine(DRAFT, 16, tree=TREE),
+        ),
         ((None, None, None, "[10,2,[0]]"), NgramLookup(10, 2)),
         ((None, None, None, None, "auto"), Medusa()),
         ((None, None, 5, None, "mc_sim_7b_63"), Medusa(MedusaTree(DEFAULT), 5)),
@@ -63,6 +72,15 @@ def test_options_become_one_method(arguments, wanted):
         ((DRAFT, "[4,[0],[0],0]", None, None), "use_logits"),
         ((DRAFT, "[4,0,[0],False]", None, None), "devices"),
         ((DRAFT, "[4,[0],[0],False]", 5, None), "--draft-len says 5"),
+        ((DRAFT, "[4,[0],[0],False]", None, None, None, "5,3,16"), "--draft-len says 4"),
+        ((DRAFT, "[16,[0],[0],True]", None, None, None, "5,3,16"), "accepted by tokens"),
+        ((DRAFT, None, 4, None, None, "5,3,16"), "--draft-tree 5,3,16 says draft_len 16"),
+        ((DRAFT, None, None, None, None, "5,3"), "depth,branch,nodes"),
+        ((DRAFT, None, None, None, None, "5,3,-1"), "depth,branch,nodes"),
+        ((DRAFT, None, None, None, None, "0,3,16"), "from 1 to 1024"),
+        ((DRAFT, None, None, None, None, "9,3,8"), "have no path of 9"),
+        ((DRAFT, None, None, None, None, "2,3,13"), "has at most 12 drafts"),
+        ((None, None, None, None, None, "5,3,16"), "--draft-tree is given without a draft"),
         ((DRAFT, None, 0, None), "at least 1"),
         ((None, "[4,[0],[0],False]", None, None), "without a draft"),
         ((None, None, 4, None), "without a draft"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,15 @@ def test_commands_survive_the_way_to_another_rank() -> None:
     )
     copies = [BlockCopy(1, 2, 30, CopyKind.OFFLOAD, 3), BlockCopy(4, 5, 6)]
     moves = [[(1, np.int32(2)), (3, 4)], []]
-    calls = [("run", step), ("copy_blocks", copies), ("compact", moves), ("allocate_kv_cache", 9)]
+    roots = np.array([5, 7], np.int32)
+    begun = replace(step, trees=Trees(step.trees.start, step.trees.paths, roots))
+    calls = [
+        ("run", step),
+        ("run", begun),
+        ("copy_blocks", copies),
+        ("compact", moves),
+        ("allocate_kv_cache", 9),
+    ]
     for call, argument in calls:
         data = encode(Command("target", call, argument))
         parts = [data]
@@ -137,5 +146,6 @@ def test_commands_survive_the_way_to_another_rank() -> None:
         for name in (*StepInputs.__dataclass_fields__,):
             if name != "trees":
                 assert np.array_equal(getattr(found.argument, name), getattr(step, name)), name
-        assert np.array_equal(found.argument.trees.paths, step.trees.paths)
-        assert np.array_equal(found.argument.trees.start, step.trees.start)
+        for name in ("start", "paths", "roots"):
+            kept = getattr(argument.trees, name)
+            assert np.array_equal(getattr(found.argument.trees, name), kept), name

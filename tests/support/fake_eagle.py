@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from llmctl.plugins.ops.beam_search.reference import top_log_probs
-from llmctl.runtime.drafting.eagle.levels import pack_level
-from llmctl.runtime.drafting.eagle.pairs import pack_pairs
+from llmctl.runtime.drafting.eagle.pairs import pack_pairs, roots
+from llmctl.runtime.drafting.growth.levels import pack_level
 from support.fake_engine import FakeEngine, fold, share
 
 
@@ -40,6 +38,8 @@ class FakeEagleHead:
     def __init__(self, engine: FeaturedEngine, agreement: float = 1.0, most_rows: int = 1) -> None:
         self.engine, self.agreement = engine, agreement
         self.most_rows = most_rows  # of a sequence in a step
+        self.most_sequences = engine.max_batch_size
+        self.most_drafts = engine.max_batch_size * most_rows
         self.contexts: list[tuple[int, ...]] = []
         self.cache: dict[int, tuple[int, ...]] = {}  # by slot: the tokens up to the pair's own
         self.steps: list[tuple[str, int]] = []  # of the head: which, and of how many tokens
@@ -75,8 +75,8 @@ class FakeEagleHead:
         self._write(step, made)
         self.contexts = [made[row] for row in step.logit_rows]
 
-    def next(self, rows, growths):
-        step = pack_level(growths, self.engine.tokens_per_block)
+    def next(self, rows, growths, tables):
+        step = pack_level(growths, roots(growths), tables, self.engine.tokens_per_block)
         before = [self.contexts[row] for row in rows]
         tokens = step.token_ids.tolist()
         made = [(*own, token) for own, token in zip(before, tokens, strict=True)]
@@ -99,10 +99,6 @@ class FakeEagleHead:
             assert max(places) < step.kv_len[request]
             self._check_cache(step.block_tables[request], own, places)
         self.contexts = made
-
-    def offers(self, rows, count):
-        ids, scores = top_log_probs(torch.from_numpy(self.logits(rows)), count)
-        return ids.numpy(), scores.numpy()
 
     def logits(self, rows):
         found = []

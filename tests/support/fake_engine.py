@@ -57,6 +57,12 @@ class FakeArrival:
                 return
 
 
+def root_of(step, request: int) -> int:
+    """The position of a request's root, in this step or stored by an earlier one."""
+    stored = step.trees.roots
+    return int(step.position_ids[step.cu_q[request]] if stored is None else stored[request])
+
+
 class FakeEngine:
     """Logits follow mostly from the last two tokens and a little from all of them.
 
@@ -157,7 +163,7 @@ class FakeEngine:
             places: int | np.ndarray = length
             if step.trees is not None and step.trees.start[request] >= 0:
                 places = np.arange(length)
-                root = step.position_ids[step.cu_q[request]]
+                root = root_of(step, request)
                 path = step.trees.paths[step.trees.start[request] + row - step.cu_q[request]]
                 places[root:] = root + path[: length - root]
             rows[index] = self.logits(self.read(step.block_tables[request], places))
@@ -201,8 +207,13 @@ class FakeEngine:
             places = np.arange(end - len(positions), end)
             if step.trees is None or step.trees.start[request] < 0:
                 assert positions.tolist() == places.tolist()
-            else:
+            elif step.trees.roots is None:
                 assert self.takes_trees and positions[0] == places[0]
+            else:
+                rows = step.trees.paths[step.trees.start[request] :][: len(positions)]
+                root = root_of(step, request)
+                places = root + rows[np.arange(len(rows)), positions - root]
+                assert places.max() < end and (positions > root).all()
             assert end <= self.max_seq_len
             size = self.tokens_per_block
             slots = step.block_tables[request][places // size] * size + places % size

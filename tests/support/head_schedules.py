@@ -1,4 +1,4 @@
-"""Random schedules for drafters that read the target's hidden state."""
+"""Random schedules for drafters that have a state of their own."""
 
 from __future__ import annotations
 
@@ -23,14 +23,23 @@ def prompts(generator: np.random.Generator, count: int, vocab: int) -> list[tupl
 
 
 def run_any_schedule(
-    generator: np.random.Generator, engine: Any, drafter: Any, *, reuse: bool, vocab: int
+    generator: np.random.Generator,
+    engine: Any,
+    drafter: Any,
+    *,
+    reuse: bool,
+    vocab: int,
+    draft: Any = None,
 ) -> Harness:
     """Twelve requests of every kind arrive under a policy drawn at random, and are checked as the
     harness does; it has ended."""
     policy = generator.choice(list(CapacitySchedulerPolicy))
     config = SchedulerConfig(policy, generator.choice(list(ContextChunkingPolicy)), True)
     small = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
-    harness = Harness(engine, drafter, num_blocks=32 if small else 200, reuse=reuse, config=config)
+    num_blocks = 32 if small else 200
+    harness = Harness(
+        engine, drafter, draft=draft, num_blocks=num_blocks, reuse=reuse, config=config
+    )
     requests = [
         Request(
             prompt,

@@ -1,4 +1,4 @@
-"""Beam searches by a recurrent head in one C call each, and the likeliest tokens of logits."""
+"""Beam searches by a recurrent head in one C call each."""
 
 from __future__ import annotations
 
@@ -169,20 +169,6 @@ class CpuBeamSearch:
         if status:
             check(status)
         return FoundTrees(found[0], found[1], scores, counts, call.num_steps)
-
-
-def top_log_probs(logits: torch.Tensor, count: int) -> tuple[Ints, Floats]:
-    """(ids, log-probabilities) [rows, count] of the largest of float32 logits [rows, vocab_size],
-    the largest first; where logits tie, the smaller id."""
-    rows, vocab_size = logits.shape
-    assert _is_float32(logits)
-    ids, values = np.empty((rows, count), np.int32), np.empty((rows, count), np.float32)
-    check(
-        load_kernels().llmctl_top_log_probs(
-            logits.data_ptr(), rows, vocab_size, count, ids.ctypes.data, values.ctypes.data
-        )
-    )
-    return ids, values
 
 
 def _is_float32(tensor: torch.Tensor) -> bool:

@@ -69,6 +69,17 @@ class CpuSampling:
         self._library.llmctl_uniforms(packed, len(rows), _address(found))
         return found
 
+    def top_log_probs(
+        self, logits: NDArray[np.float32], count: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """(ids, log-probabilities) [rows, count] of the largest of each row, the largest first;
+        where logits tie, the smaller id."""
+        rows, vocab = logits.shape
+        ids, values = np.empty((rows, count), np.int32), np.empty((rows, count), np.float32)
+        function = self._library.llmctl_top_log_probs
+        check(function(_logits(logits), rows, vocab, count, _address(ids), _address(values)))
+        return ids, values
+
     def log_softmax_at(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> list[float]:
         """log p(tokens[i]) under the raw row i of `logits` [len(tokens), vocab]."""
         ids = np.array(tokens, np.int64)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device_errors
+from llmctl.plugins.ops.beam_search.reference import top_log_probs
 from llmctl.plugins.ops.sampling import kernel
 from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
 from llmctl.plugins.ops.sampling.spec import MAX_TOP_K, TARGET_STREAM, SamplingRow, has_penalties
@@ -88,6 +89,14 @@ class CudaSampling:
     def uniforms(self, rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
         """One uniform in (0, 1) per row, keyed by its (seed, position, stream)."""
         return self._host.uniforms(rows)
+
+    def top_log_probs(
+        self, logits: DeviceLogits, count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The ids of the largest logits of each row, and their log-probabilities."""
+        with device_errors("choosing among logits"), self._queue.scope():
+            ids, log_probs = top_log_probs(logits.tensor, count)
+        return self._queue.to_host(ids).numpy(), self._queue.to_host(log_probs).numpy()
 
     def log_softmax_at(self, logits: DeviceLogits, tokens: Sequence[int]) -> list[float]:
         """log p(tokens[i]) under the raw row i."""

@@ -177,6 +177,14 @@ class ReferenceSampling:
         """The distribution [len(rows), vocab] that each row is drawn from."""
         return np.stack([processed_probs(*pair) for pair in zip(logits, rows, strict=True)])
 
+    def top_log_probs(self, logits: Logits, count: int) -> tuple[Ids, NDArray[np.float32]]:
+        """The ids of the largest logits of each row, and their log-probabilities."""
+        ids = np.argsort(-logits, axis=1, kind="stable")[:, :count]
+        largest = logits.max(axis=1, keepdims=True)
+        sums = np.exp(logits - largest).sum(axis=1, keepdims=True)
+        found = np.take_along_axis(logits, ids, axis=1) - largest - np.log(sums)
+        return ids, found.astype(np.float32)
+
     def uniforms(self, rows: Sequence[SamplingRow]) -> Scores:
         """One uniform in (0, 1) per row, keyed by its (seed, position, stream)."""
         return np.array([uniform(row.seed, row.position, row.stream) for row in rows])

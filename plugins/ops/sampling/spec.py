@@ -110,5 +110,11 @@ class SamplingBackend(Protocol):
     def uniforms(self, rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
         """One value in (0, 1) per row: u of id 0 under its (seed, position, stream)."""
 
+    def top_log_probs(
+        self, logits: Logits, count: int
+    ) -> tuple[NDArray[np.integer[Any]], NDArray[np.float32]]:
+        """(ids, log-probabilities) [rows, count] of the largest of each raw row, the largest first;
+        the lowest id on ties. count: at most the vocabulary."""
+
     def log_softmax_at(self, logits: Logits, tokens: Sequence[int]) -> list[float]:
         """log p(tokens[i]) under the raw row i."""

@@ -2,12 +2,13 @@
 
 The draft engine's KV cache uses the target's block ids. In a round the draft engine reads every
 committed token it has not seen (only the root; the root and the last draft after a full acceptance;
-or more after rounds without drafts), then each draft but the last:
+or more after rounds without drafts), then each draft that another follows:
 
     tokens   ... t  t  r | d1 d2 d3 d4        c = committed tokens, r = tokens[c - 1]
     fed            [t  r]  d1 d2 d3           valid afterwards: c + 3 entries, d4's is missing
 
-After `a` accepted drafts the first min(c + a, c + 3) entries stay valid. Context slices are read in
+After `a` accepted drafts the first min(c + a, c + 3) entries stay valid. Of a tree, those of the
+accepted path that are elsewhere are moved there, as the target's are. Context slices are read in
 the same chunks as by the target, without logits.
 
 With acceptance by tokens, sampled requests draw drafts with the noise that the target will use at
@@ -19,57 +20,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from llmctl.errors import BadConfig, PairMismatch
-from llmctl.plugins.core.calls import StepInputs
-from llmctl.plugins.ops.sampling.spec import (
-    DRAFT_STREAM,
-    TARGET_STREAM,
-    Logits,
-    SamplingRow,
-)
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.draft_engine.feeding import cut
+from llmctl.runtime.drafting.draft_engine.levels import EngineLevels
 from llmctl.runtime.drafting.draft_engine.method import ROLE
 from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
+from llmctl.runtime.drafting.growth.grower import Grower
+from llmctl.runtime.drafting.growth.growth import Growth, Plant
+from llmctl.runtime.drafting.hidden_rows import end_of
 from llmctl.runtime.generate.sampler import Sampler
-from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
+from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager, Move
 from llmctl.runtime.request import Batch, Sequence
-from llmctl.runtime.step import Span, StepRunner, block_tables, pack, pack_next
+from llmctl.runtime.step import Span, StepRunner, pack, slots_of
 
 
-@dataclass(slots=True)
-class _Round:
-    """One sequence's drafts while they are made."""
+class _Round(NamedTuple):
+    """One sequence's drafts, between propose and commit."""
 
-    sequence: Sequence
-    num_wanted: int
     num_committed: int  # c, when the round began
-    tokens: list[int] = field(default_factory=list)
-    probs: list[NDArray[np.float64]] = field(default_factory=list)
-    num_fed: int = 0  # drafts that have KV entries
-
-    @property
-    def is_done(self) -> bool:
-        """True when no further draft is wanted: nothing follows an end id."""
-        if len(self.tokens) >= self.num_wanted:
-            return True
-        return self.tokens[-1] == self.sequence.request.end_id
+    growth: Growth
+    drafts: Drafts
 
 
 class DraftEngineDrafter(WithoutWindow):
-    """Runs a draft engine for all generation sequences together, up to `max_draft_len` steps."""
+    """Runs a draft engine for all generation sequences together, up to `max_draft_len` steps of
+    chains, or as many as the trees of `plant` are deep."""
 
-    def __init__(self, draft: StepRunner, max_draft_len: int) -> None:
+    def __init__(self, draft: StepRunner, max_draft_len: int, plant: Plant | None = None) -> None:
         if max_draft_len < 1:
             raise BadConfig(f"max_draft_len is {max_draft_len}; it must be at least 1")
         self.max_draft_len = max_draft_len
         self._draft = draft
+        self._plant = plant
         self.holders: Mapping[str, BlockHolder] = {ROLE: draft}
         self._rounds: dict[int, _Round] = {}  # by sequence id, between propose and commit
 
@@ -84,8 +70,8 @@ class DraftEngineDrafter(WithoutWindow):
         self._draft.allocate_kv_cache(kv_cache.num_blocks)
         if kv_cache.num_host_blocks:
             self._draft.allocate_host_blocks(kv_cache.num_host_blocks)
-        self._sampler = sampler
-        self._keep_probs = keep_probs
+        self._levels = EngineLevels(self._draft, sampler.vocab_size)
+        self._grower = Grower(self._levels, sampler, self._plant, keep_probs=keep_probs)
 
     def propose(self, batch: Batch) -> list[Drafts]:
         """Feed what is missing, then draft step by step, all sequences together."""
@@ -97,108 +83,55 @@ class DraftEngineDrafter(WithoutWindow):
             spans.append(
                 Span(item.sequence, item.sequence.kv_lens[DRAFT_GROUP], end, needs_logits=False)
             )
+        growths: dict[int, Growth] = {}
         for item in batch.generation:
             sequence, committed = item.sequence, len(item.sequence.tokens)
             # The last draft is not read, so it may be one past the draft engine's last position.
             wanted = min(item.draft_len, self.max_draft_len, limit - committed + 1)
             if wanted > 0:
-                self._rounds[sequence.sequence_id] = _Round(sequence, wanted, committed)
+                growths[sequence.sequence_id] = self._grower.start(sequence, 0, wanted)
                 spans.append(Span(sequence, sequence.kv_lens[DRAFT_GROUP], committed))
-        self._feed(spans)
-        self._extend()
-        return [self._drafts(item.sequence) for item in batch.generation]
+        self._feed(spans, growths)
+        self._grower.grow(list(growths.values()))
+        for sequence_id, own in growths.items():
+            self._rounds[sequence_id] = _Round(len(own.sequence.tokens), own, own.drafts())
+        rounds = (self._rounds.get(item.sequence.sequence_id) for item in batch.generation)
+        return [Drafts() if done is None else done.drafts for done in rounds]
 
     def commit(self, batch: Batch, accepted: Items[int], drawn: Items[int]) -> None:
         """Rewind each sequence's draft cache to what the target confirmed."""
+        moves: list[list[Move]] = []
         for item, num_accepted in zip(batch.generation, accepted, strict=True):
             sequence = item.sequence
             done = self._rounds.pop(sequence.sequence_id, None)
-            if done is not None:
-                valid = done.num_committed + min(num_accepted, done.num_fed)
-                sequence.kv_lens[DRAFT_GROUP] = min(valid, len(sequence.tokens) - 1)
+            if done is None:
+                continue
+            tokens, committed = sequence.tokens, done.num_committed
+            last = end_of(done.drafts, tokens[committed : committed + num_accepted])
+            places = done.growth.places(done.drafts.path_to(last))
+            valid = min(committed + len(places), len(tokens) - 1)
+            sequence.kv_lens[DRAFT_GROUP] = valid
+            root = committed - 1
+            own = [
+                (root + place, root + depth)
+                for depth, place in enumerate(places[: valid - committed], 1)
+                if place != depth
+            ]
+            if own and sequence.block_table:
+                moves.append(slots_of(sequence.block_table, own, self._draft.tokens_per_block))
+        if moves:
+            self._draft.compact(moves)
 
     def release(self, sequence: Sequence) -> None:
         """Forget an unfinished round."""
         self._rounds.pop(sequence.sequence_id, None)
 
-    def _feed(self, spans: list[Span]) -> None:
-        """Bring the draft's cache up to date; sequences in a round get their first draft."""
+    def _feed(self, spans: list[Span], growths: Mapping[int, Growth]) -> None:
+        """Bring the draft's cache up to date; sequences in a round get their first drafts."""
         for call in cut(spans, self._draft.max_num_tokens, self._draft.max_batch_size):
-            logits = self._run(pack(call, self._draft.tokens_per_block))
+            self._levels.run(pack(call, self._draft.tokens_per_block))
             for span in call:
                 span.sequence.kv_lens[DRAFT_GROUP] = span.end
-            ready = [self._rounds[s.sequence.sequence_id] for s in call if s.needs_logits]
+            ready = [growths[s.sequence.sequence_id] for s in call if s.needs_logits]
             if ready:
-                self._choose(logits, ready)
-
-    def _extend(self) -> None:
-        """Single-token steps until every round has its drafts."""
-        width = min(self._draft.max_batch_size, self._draft.max_num_tokens)
-        active = [item for item in self._rounds.values() if not item.is_done]
-        tables = block_tables([item.sequence for item in active])
-        while active:
-            for first in range(0, len(active), width):
-                group = active[first : first + width]
-                tokens = np.array([item.tokens[-1] for item in group], np.int32)
-                positions = np.array(
-                    [item.num_committed + item.num_fed for item in group], np.int32
-                )
-                rows = tables[first : first + width]
-                step = pack_next(tokens, positions, rows, self._draft.tokens_per_block)
-                logits = self._run(step)
-                for item in group:
-                    item.num_fed += 1
-                self._choose(logits, group)
-            still = [index for index, item in enumerate(active) if not item.is_done]
-            if len(still) < len(active):
-                active = [active[index] for index in still]
-                tables = tables[still]
-
-    def _run(self, step: StepInputs) -> Logits:
-        if self._draft.vocab_size < self._sampler.vocab_size:
-            # Padding of the target's vocabulary: any id of the draft engine can be used instead.
-            np.minimum(step.token_ids, self._draft.vocab_size - 1, out=step.token_ids)
-        return self._draft.run(step)
-
-    def _choose(self, logits: Logits, rounds: list[_Round]) -> None:
-        """Append one draft to each round, from its row of draft logits."""
-        sampler = self._sampler
-        if logits.shape[1] > sampler.vocab_size:  # padded vocabulary: ids the target lacks
-            logits = _narrow(logits, sampler.vocab_size)
-        if all(sampler.is_plain(item.sequence) for item in rounds):
-            tokens = sampler.require_tokens(sampler.backend.argmax(logits).tolist(), "draft")
-        else:
-            stream = DRAFT_STREAM if self._keep_probs else TARGET_STREAM
-            rows = [sampler.row(item.sequence, item.tokens, stream) for item in rounds]
-            drawn = sampler.backend.sample_rows(logits, rows).tolist()
-            tokens = sampler.require_tokens(drawn, "draft")
-            if self._keep_probs:
-                self._store_probs(logits, rows, rounds)
-        for item, token in zip(rounds, tokens, strict=True):
-            item.tokens.append(token)
-
-    def _store_probs(self, logits: Logits, rows: list[SamplingRow], rounds: list[_Round]) -> None:
-        """Keep the distributions that sampled drafts were drawn from, over the target's ids."""
-        sampled = [index for index, row in enumerate(rows) if not row.params.is_greedy]
-        if not sampled:
-            return
-        chosen = logits if len(sampled) == len(rows) else logits[sampled]
-        probs = self._sampler.backend.processed_probs(chosen, [rows[index] for index in sampled])
-        missing = self._sampler.vocab_size - probs.shape[1]  # ids that the draft lacks
-        if missing:
-            probs = np.pad(probs, ((0, 0), (0, missing)))
-        for index, row_probs in zip(sampled, probs, strict=True):
-            rounds[index].probs.append(row_probs)
-
-    def _drafts(self, sequence: Sequence) -> Drafts:
-        done = self._rounds.get(sequence.sequence_id)
-        if done is None:
-            return Drafts()
-        return Drafts(done.tokens, probs=np.stack(done.probs) if done.probs else None)
-
-
-def _narrow(logits: Logits, vocab_size: int) -> Logits:
-    """The first ids of every row, wherever the rows are."""
-    if isinstance(logits, np.ndarray):
-        return np.ascontiguousarray(logits[:, :vocab_size])
-    return logits.columns(vocab_size)
+                self._grower.offer(ready, [[row] for row in range(len(ready))])

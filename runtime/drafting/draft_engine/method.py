@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmctl.runtime.drafting.draft_engine.tree import DraftTree
 from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, AcceptRule
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
     from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
     from llmctl.runtime.drafting.drafter import Drafter
+    from llmctl.runtime.drafting.growth.growth import Plant
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
 
@@ -22,21 +24,26 @@ ROLE = "draft"
 
 @dataclass(frozen=True, slots=True)
 class DraftEngine:
-    """See DraftMethod for every member."""
+    """See DraftMethod for every member. tree: what it drafts; None: chains."""
 
     name = "draft engine"
     build_mode = EXTERNAL_DRAFTS
     is_drafting = True
-    drafts_trees = False
     engine: Path
     draft_len: int | None = None
     acceptance: AcceptRule = "tokens"
     notes: tuple[str, ...] = field(default=(), compare=False)
+    tree: DraftTree | None = None
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Unless they are chains."""
+        return self.tree is not None
 
     @property
     def is_device_led(self) -> bool:
-        """Only with acceptance by tokens: distributions are handled by the host."""
-        return self.acceptance == "tokens"
+        """Only chains with acceptance by tokens: distributions are handled by the host."""
+        return self.acceptance == "tokens" and self.tree is None
 
     @property
     def engines(self) -> Mapping[str, Path]:
@@ -48,14 +55,26 @@ class DraftEngine:
         return replace(self, draft_len=draft_len)
 
     def check(self, target: EngineConfig, configs: Mapping[str, EngineConfig]) -> int:
-        from llmctl.runtime.drafting.draft_engine.pair_check import check_pair
+        from llmctl.runtime.drafting.draft_engine.pair_check import check_pair, require_trees
 
-        return check_pair(target, configs[ROLE], self.draft_len)
+        if self.tree is None:
+            return check_pair(target, configs[ROLE], self.draft_len)
+        wanted = self.tree.nodes if self.draft_len is None else self.draft_len
+        found = check_pair(target, configs[ROLE], wanted)
+        require_trees(target, configs[ROLE], self.tree)
+        return found
 
     def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> DraftEngineDrafter:
         from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 
-        return DraftEngineDrafter(engines[ROLE], draft_len)
+        return DraftEngineDrafter(engines[ROLE], draft_len, self._plant())
+
+    def _plant(self) -> Plant | None:
+        from llmctl.runtime.drafting.growth.growth import DynamicShape
+
+        if self.tree is None:
+            return None
+        return DynamicShape(self.tree.branch, self.tree.branch, self.tree.depth)
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import PairMismatch
+from llmctl.runtime.drafting.draft_engine.tree import OPTION, DraftTree
 from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS
-from llmctl.runtime.drafting.target_check import check_target, is_built_for
+from llmctl.runtime.drafting.target_check import check_target, is_built_for, require_continued
 
 
 def check_pair(target: EngineConfig, draft: EngineConfig, draft_len: int | None) -> int:
@@ -35,6 +36,20 @@ def check_pair(target: EngineConfig, draft: EngineConfig, draft_len: int | None)
         fix="rebuild one of them with the other's --tokens_per_block",
     )
     return chosen
+
+
+def require_trees(target: EngineConfig, draft: EngineConfig, tree: DraftTree) -> None:
+    """Raises Unsupported where the backend has no attention along trees in the making, PairMismatch
+    where the draft engine computes fewer drafts of a sequence at once than a level has."""
+    require_continued(target, "trees from a draft engine", f"leave {OPTION} out")
+    most = 1 + int(draft.build_config["max_draft_len"])
+    if tree.depth > 1 and tree.branch > most:
+        raise PairMismatch(
+            f"{OPTION} {tree} follows {tree.branch} drafts of a level further; the draft engine "
+            f"was built for {most} tokens of a sequence in a step",
+            fix=f"rebuild it with --speculative_decoding_mode {EXTERNAL_DRAFTS} "
+            f"--max_draft_len {tree.branch - 1}, or give a narrower tree",
+        )
 
 
 def _check_vocabulary(target: EngineConfig, draft: EngineConfig) -> None:

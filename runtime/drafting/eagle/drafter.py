@@ -2,7 +2,7 @@
 
 When a step is over the head reads the pairs that it committed (pairs.py); the last pair of each
 sequence gives its next first drafts. Each draft that others follow then makes a pair with what the
-head put out for the one before (growth.py says which do):
+head put out for the one before (growth/growth.py says which do):
 
     committed   t t t r | d1 d2 d3              r: the target's own token, at position c - 1
     pairs      (f t)(f r) | (o d1)(o d2)        valid afterwards: c - 1 entries, those of drafts not
@@ -19,30 +19,24 @@ would know nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from llmctl.errors import BadConfig
-from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.drafter import WithoutWindow
 from llmctl.runtime.drafting.drafts import Drafts
-from llmctl.runtime.drafting.eagle.growth import LEVELS, Chain, Growth
 from llmctl.runtime.drafting.eagle.pairs import Pairs, committed_pairs
+from llmctl.runtime.drafting.growth.grower import Grower, Levels
+from llmctl.runtime.drafting.growth.growth import Growth, Plant
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
 from llmctl.runtime.request import Batch, Sequence
 
-Offers = tuple[NDArray[np.int64], NDArray[np.float32]]  # [rows, count] each: tokens, log-probs
-Plant = Callable[[Sequence, int, int], Growth]  # a tree of a sequence, its row, the room for it
 
-
-class Head(Protocol):
+class Head(Levels, Protocol):
     """What runs the steps of an EAGLE head; `EngineHead` is one. Steps follow one another without a
     step of the target between them, but for `extend`, which comes behind one."""
 
@@ -54,20 +48,10 @@ class Head(Protocol):
         """Read pairs whose features are in the target's last step. Its rows are those that drafts
         are wanted of."""
 
-    def next(self, rows: list[int], growths: Items[Growth]) -> None:
-        """Compute all frontiers, in order: a row for each node, behind `rows` of the step
-        before."""
-
-    def logits(self, rows: list[int]) -> Logits:
-        """[len(rows), vocab] of rows of the last step."""
-
-    def offers(self, rows: list[int], count: int) -> Offers:
-        """The likeliest tokens of rows of the last step, the likeliest first."""
-
 
 class EagleDrafter(WithoutWindow):
-    """Drafts for every sequence that was in the target's last step, all together; chains, or what
-    `plant` plants."""
+    """Drafts for every sequence that was in the target's last step, all together; chains, or the
+    trees of `plant`."""
 
     def __init__(self, head: Head, max_draft_len: int, plant: Plant | None = None) -> None:
         if max_draft_len < 1:
@@ -86,7 +70,7 @@ class EagleDrafter(WithoutWindow):
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:
         """Keep the target's sampler. Drafts are accepted by tokens."""
-        self._sampler = sampler
+        self._grower = Grower(self._head, sampler, self._plant)
 
     def propose(self, batch: Batch) -> list[Drafts]:
         """Drafts for all that have a row and room."""
@@ -96,8 +80,11 @@ class EagleDrafter(WithoutWindow):
             row = rows.get(item.sequence.sequence_id)
             room = min(item.draft_len, self.max_draft_len)
             if row is not None and room > 0:
-                growths[item.sequence.sequence_id] = self._start(item.sequence, row, room)
-        self._grow(list(growths.values()))
+                growths[item.sequence.sequence_id] = self._grower.start(item.sequence, row, room)
+        active = list(growths.values())
+        if active:
+            self._grower.offer(active, [[own.row] for own in active])
+            self._grower.grow(active)
         found = (growths.get(item.sequence.sequence_id) for item in batch.generation)
         self._drafts = [own.drafts() if own else Drafts() for own in found]
         return self._drafts
@@ -117,53 +104,3 @@ class EagleDrafter(WithoutWindow):
     def release(self, sequence: Sequence) -> None:
         """Forget the sequence's row."""
         self.rows.forget(sequence)
-
-    def _start(self, sequence: Sequence, row: int, room: int) -> Growth:
-        if self._plant is None:
-            return Chain(sequence, row, room)
-        if self._sampler.is_plain(sequence):
-            return self._plant(sequence, row, room)
-        return Chain(sequence, row, min(room, LEVELS))
-
-    def _grow(self, active: list[Growth]) -> None:
-        """A step a level, until all have their drafts."""
-        if not active:
-            return
-        self._offer(active, [[own.row] for own in active])
-        while active := [own for own in active if own.frontier]:
-            before = [
-                own.row if node.parent is None else node.parent.row
-                for own in active
-                for node in own.frontier
-            ]
-            self._head.next(before, active)
-            for row, node in enumerate(node for own in active for node in own.frontier):
-                node.row = row
-            self._offer(active, [[node.row for node in own.frontier] for own in active])
-
-    def _offer(self, growths: list[Growth], rows: list[list[int]]) -> None:
-        """Give each what its rows of the last step offer."""
-        drawn = [(own, at) for own, at in zip(growths, rows, strict=True) if not own.num_offers]
-        if drawn:
-            tokens = self._draw([own for own, _ in drawn], [row for _, (row,) in drawn])
-            for (own, _), token in zip(drawn, tokens, strict=True):
-                own.take([[token]], [[0.0]])
-        offered = [(own, at) for own, at in zip(growths, rows, strict=True) if own.num_offers]
-        if offered:
-            count = max(own.num_offers for own, _ in offered)
-            ids, scores = self._head.offers([row for _, at in offered for row in at], count)
-            first = 0
-            for own, at in offered:
-                part = np.s_[first : first + len(at), : own.num_offers]
-                own.take(ids[part].tolist(), scores[part].tolist())
-                first += len(at)
-
-    def _draw(self, chains: list[Growth], at: list[int]) -> list[int]:
-        """The next token of each chain, from its row of logits."""
-        sampler, logits = self._sampler, self._head.logits(at)
-        if all(sampler.is_plain(own.sequence) for own in chains):
-            tokens = sampler.backend.argmax(logits).tolist()
-        else:
-            rows = [sampler.row(own.sequence, own.drafts().tokens) for own in chains]
-            tokens = sampler.backend.sample_rows(logits, rows).tolist()
-        return sampler.require_tokens(tokens, "draft")

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmctl.builder.engine_format import EngineConfig, MedusaTree
-from llmctl.errors import CorruptEngine, PairMismatch, Unsupported
-from llmctl.plugins.backends.backend import BACKENDS
-from llmctl.runtime.drafting.target_check import is_built_for
+from llmctl.errors import CorruptEngine, PairMismatch
+from llmctl.runtime.drafting.target_check import is_built_for, require_continued
 
 MODE = "eagle"
 
@@ -36,13 +35,7 @@ def check_engine(target: EngineConfig, draft_len: int | None) -> int:
 def require_trees(target: EngineConfig, choices: MedusaTree | None) -> None:
     """Raises Unsupported where the engine's backend has no attention along trees in the making,
     PairMismatch where a level of `choices` expands more drafts than the head computes at once."""
-    if not BACKENDS[target.backend].continues_trees:
-        names = ", ".join(name for name, row in BACKENDS.items() if row.continues_trees)
-        raise Unsupported(
-            f"trees from an EAGLE head are not available on backend {target.backend!r}; they are "
-            f"on {names}",
-            fix="--eagle-choices auto drafts a chain",
-        )
+    require_continued(target, "trees from an EAGLE head", "--eagle-choices auto drafts a chain")
     if choices is None or not is_built_for(target, MODE):
         return
     inner = {path[:-1] for path in choices.paths} - {()}

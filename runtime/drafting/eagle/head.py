@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import (
     EAGLE_CACHE,
@@ -17,10 +18,9 @@ from llmctl.builder.engine_format import (
     eagle_tap,
 )
 from llmctl.plugins.ops.sampling.spec import Logits
-from llmctl.runtime.drafting.eagle.drafter import Offers
-from llmctl.runtime.drafting.eagle.growth import Growth
-from llmctl.runtime.drafting.eagle.levels import pack_level
-from llmctl.runtime.drafting.eagle.pairs import Pairs, pack_pairs
+from llmctl.runtime.drafting.eagle.pairs import Pairs, pack_pairs, roots
+from llmctl.runtime.drafting.growth.growth import Growth
+from llmctl.runtime.drafting.growth.levels import pack_level
 from llmctl.runtime.kv_cache import BlockHolder
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class EngineHead:
         facts = engine.config.build_config["draft_heads"]
         self._engine = engine
         self._taps = [eagle_tap(layer) for layer in facts["taps"]]
+        self.most_sequences = engine.max_batch_size
+        self.most_drafts = engine.max_batch_size * int(facts["num_beams"])
         self._outputs: Mapping[str, torch.Tensor] = {}  # of the last step's rows, in the engine
 
     @property
@@ -59,21 +61,14 @@ class EngineHead:
         step = pack_pairs(pairs, engine.tokens_per_block)
         self._outputs = engine.run_head(EAGLE_EXTEND, step, {})
 
-    def next(self, rows: list[int], growths: Items[Growth]) -> None:
+    def next(self, rows: list[int], growths: Items[Growth], tables: NDArray[np.int32]) -> None:
         """Behind rows of the step before."""
         engine = self._engine
         engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [self._outputs[EAGLE_STATE]], np.array(rows))
-        step = pack_level(growths, engine.tokens_per_block)
+        step = pack_level(growths, roots(growths), tables, engine.tokens_per_block)
         self._outputs = engine.run_head(EAGLE_NEXT, step, {})
 
     def logits(self, rows: list[int]) -> Logits:
         """Of some rows of the last step."""
         logits = self._engine.as_logits(self._outputs["logits"])
         return logits if rows == list(range(len(logits))) else logits[rows]
-
-    def offers(self, rows: list[int], count: int) -> Offers:
-        """The likeliest tokens of some rows of the last step."""
-        logits = self._outputs["logits"]
-        if rows != list(range(len(logits))):
-            logits = logits[rows]
-        return self._engine.top_log_probs(logits, min(count, self._engine.vocab_size))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,8 @@ if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig, MedusaTree
     from llmctl.runtime.drafting.drafter import Drafter
     from llmctl.runtime.drafting.eagle.device import DeviceEagle
-    from llmctl.runtime.drafting.eagle.drafter import EagleDrafter, Plant
+    from llmctl.runtime.drafting.eagle.drafter import EagleDrafter
+    from llmctl.runtime.drafting.growth.growth import Plant
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
 
@@ -75,16 +75,13 @@ class Eagle:
 
     def _plant(self, target: EngineConfig) -> Plant | None:
         from llmctl.runtime.drafting.eagle.engine_check import tree_width
-        from llmctl.runtime.drafting.eagle.growth import DynamicShape, DynamicTree, StaticTree
-        from llmctl.runtime.drafting.static_nodes import first_nodes
+        from llmctl.runtime.drafting.growth.growth import DynamicShape, StaticShape
 
         if self.choices is not None:
-            nodes = cache(partial(first_nodes, self.choices))
-            return lambda sequence, row, room: StaticTree(sequence, row, nodes(room))
+            return StaticShape(self.choices)
         if self.num_offers is None:
             return None
-        shape = DynamicShape(self.num_offers, min(self.num_offers, tree_width(target)))
-        return lambda sequence, row, room: DynamicTree(sequence, row, room, shape)
+        return DynamicShape(self.num_offers, min(self.num_offers, tree_width(target)))
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.drafts import Drafts
+from llmctl.runtime.drafting.growth.growth import Growth
 from llmctl.runtime.drafting.hidden_rows import end_of
 from llmctl.runtime.request import Batch, FinishReason, Sequence
 from llmctl.runtime.step import Span, pack
@@ -67,3 +68,8 @@ def pack_pairs(pairs: Items[Pairs], tokens_per_block: int) -> StepInputs:
     spans = [Span(own.sequence, own.start, own.end, (), own.wants_drafts) for own in pairs]
     tokens = [token for own in pairs for token in own.sequence.tokens[own.start + 1 : own.end + 1]]
     return replace(pack(spans, tokens_per_block), token_ids=np.array(tokens, np.int32))
+
+
+def roots(growths: Items[Growth]) -> NDArray[np.int32]:
+    """Positions of the pairs that drafts follow: of each sequence's last."""
+    return np.array([len(own.sequence.tokens) - 2 for own in growths], np.int32)

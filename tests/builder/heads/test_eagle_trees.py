@@ -13,10 +13,11 @@ from support.eagle import TorchHead, make_head, save_head
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.errors import BadConfig, Unsupported
+from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.core.calls import StepInputs
-from llmctl.runtime.drafting.eagle.growth import DynamicShape, DynamicTree, Node, StaticTree
 from llmctl.runtime.drafting.eagle.head import EngineHead
 from llmctl.runtime.drafting.eagle.pairs import Pairs
+from llmctl.runtime.drafting.growth.growth import Chain, DynamicShape, DynamicTree, StaticTree
 from llmctl.runtime.drafting.static_nodes import Nodes
 from llmctl.runtime.engines.engine import open_cpu_engine
 
@@ -32,6 +33,7 @@ OPTIONS = {
     "eagle_layers": "0,1,1",
 }
 TABLE = [3, 1, 4, 2]  # blocks: a tree of more than four drafts reaches the third
+TABLES = np.array([TABLE], np.int32)
 
 
 def sequence():
@@ -66,30 +68,31 @@ class Recording:
 
     def grow(self, tree):
         self.begin(tree.sequence)
-        ids, scores = self.head.offers([0], tree.num_offers)
-        tree.take(ids.tolist(), scores.tolist())
+        self._offer(tree, [0])
         while tree.frontier:
             self.head.next([node.parent.row if node.parent else 0 for node in tree.frontier],
-                           [tree])  # fmt: skip
+                           [tree], TABLES)  # fmt: skip
             for row, node in enumerate(tree.frontier):
                 node.row = row
                 path = tuple(node.token for node in node.line())
                 state = self.head._outputs["hidden"][row].clone()
                 self.found[path] = (state, self.head._outputs["logits"][row].clone())
-            ids, scores = self.head.offers(list(range(len(tree.frontier))), tree.num_offers)
-            tree.take(ids.tolist(), scores.tolist())
+            self._offer(tree, list(range(len(tree.frontier))))
         return self.found
+
+    def _offer(self, tree, rows):
+        ids, scores = CpuSampling().top_log_probs(self.head.logits(rows), tree.num_offers)
+        tree.take(ids.tolist(), scores.tolist())
 
 
 def alone(recording, path):
     """What the head puts out for the last of a path that is drafted as a chain."""
     own = sequence()
     recording.begin(own)
-    last = None
-    for place, token in enumerate(path, 1):
-        last = Node(token, last, 0.0, place, place)
-        chain = SimpleNamespace(sequence=own, frontier=[last], num_offers=0)
-        recording.head.next([0], [chain])
+    chain = Chain(own, 0, len(path) + 1, is_plain=True)
+    for token in path:
+        chain.append(token)
+        recording.head.next([0], [chain], TABLES)
     outputs = recording.head._outputs
     return outputs["hidden"][0].clone(), outputs["logits"][0].clone()
 

@@ -11,10 +11,10 @@ from support.redrafter import RECURRENCES, save_as
 from support.redrafter_engine import HIDDEN, VOCAB, build, tensors_of
 
 from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT, REDRAFTER_STATES
-from llmctl.plugins.backends.cpu import instruction_sets, set_instruction_set
-from llmctl.plugins.backends.cpu.beam_search import top_log_probs
+from llmctl.plugins.backends.cpu import CpuSampling, instruction_sets, set_instruction_set
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.beam_search import reference
+from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.drafting.redrafter.beams import UNBOUNDED, Bounds
 from llmctl.runtime.drafting.redrafter.head import EngineHead
 from llmctl.runtime.drafting.redrafter.search import Asked, CompiledSearch, StepSearch, searcher_of
@@ -37,8 +37,9 @@ def test_the_likeliest_tokens_are_those_of_the_reference(isa, rows, vocab, count
     logits = 6 * torch.randn((rows, vocab), generator=torch.Generator().manual_seed(vocab))
     if ties:
         logits = logits.div(3).round()
-    ids, values = top_log_probs(logits, count)
+    ids, values = CpuSampling().top_log_probs(logits.numpy(), count)
     wanted_ids, wanted = reference.top_log_probs(logits, count)
+    assert ReferenceSampling().top_log_probs(logits.numpy(), count)[0].tolist() == ids.tolist()
     assert ids.tolist() == wanted_ids.tolist()
     exact = logits.double().log_softmax(1).gather(1, wanted_ids)
     assert np.abs(values - exact.numpy()).max() < 4e-6, "in units of a log-probability"
@@ -50,7 +51,7 @@ def test_every_instruction_set_gives_the_same_bits():
     found = []
     for name in [name for name in instruction_sets() if name != "generic"]:
         set_instruction_set(name)
-        ids, values = top_log_probs(logits, 9)
+        ids, values = CpuSampling().top_log_probs(logits.numpy(), 9)
         found.append((ids.tolist(), values.tobytes()))
     set_instruction_set(instruction_sets()[0])
     assert all(own == found[0] for own in found)
@@ -59,7 +60,7 @@ def test_every_instruction_set_gives_the_same_bits():
 def test_what_is_no_number_is_the_least_likely(isa):
     logits = torch.randn((3, 37), generator=torch.Generator().manual_seed(0))
     logits[0, ::2], logits[1], logits[2, 5] = torch.nan, torch.nan, torch.inf
-    ids, _ = top_log_probs(logits, 37)
+    ids, _ = CpuSampling().top_log_probs(logits.numpy(), 37)
     assert sorted(ids[0].tolist()) == list(range(37))
     assert all(token % 2 for token in ids[0, :18].tolist())
     assert ids[1].tolist() == list(range(37)) and ids[2, 0] == 5

@@ -16,8 +16,7 @@ from support.head_schedules import (
 from llmctl.builder.engine_format import parse_choices
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.eagle.drafter import EagleDrafter
-from llmctl.runtime.drafting.eagle.growth import DynamicShape, DynamicTree, StaticTree
-from llmctl.runtime.drafting.static_nodes import first_nodes
+from llmctl.runtime.drafting.growth.growth import DynamicShape, StaticShape
 from llmctl.runtime.request import Request, SamplingConfig
 
 VOCAB = 23
@@ -27,8 +26,8 @@ SHAPE = DynamicShape(num_offers=3, width=4)
 CHOICES = parse_choices("[[0],[1],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,0,0,0]]")
 PLANTS = {
     "chain": None,
-    "dynamic": lambda sequence, row, room: DynamicTree(sequence, row, room, SHAPE),
-    "static": lambda sequence, row, room: StaticTree(sequence, row, first_nodes(CHOICES, room)),
+    "dynamic": SHAPE,
+    "static": StaticShape(CHOICES),
 }
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from llmctl.builder.engine_format import SCHEMA_VERSION, EngineConfig
-from llmctl.errors import PairMismatch
+from llmctl.errors import PairMismatch, Unsupported
+from llmctl.runtime.drafting.draft_engine.method import ROLE, DraftEngine
 from llmctl.runtime.drafting.draft_engine.pair_check import check_pair
+from llmctl.runtime.drafting.draft_engine.tree import DraftTree
 from llmctl.runtime.drafting.target_check import check_target
 
 NONE, DRAFT_TOKENS_EXTERNAL = 1, 2  # values of speculative_decoding_mode
@@ -121,3 +124,19 @@ def test_a_shorter_draft_is_allowed():
 
 def test_a_draft_that_could_be_a_target_itself_is_allowed():
     assert check_pair(engine(max_draft_len=4), engine(max_draft_len=2), 4) == 4
+
+
+def test_a_tree_needs_room_in_both_engines_and_a_backend_that_continues_it():
+    method = DraftEngine(Path("draft"), tree=DraftTree(4, 3, 12))
+    target, draft = engine(max_draft_len=12), engine(max_draft_len=2)
+    assert method.check(target, {ROLE: draft}) == 12
+    with pytest.raises(PairMismatch, match="draft_len is 12.* max_draft_len 8"):
+        method.check(engine(max_draft_len=8), {ROLE: draft})
+    with pytest.raises(PairMismatch, match="built for 1 tokens of a sequence") as caught:
+        method.check(target, {ROLE: engine()})
+    assert "--max_draft_len 2" in caught.value.fix
+    star = DraftEngine(Path("draft"), tree=DraftTree(1, 3, 3))
+    assert star.check(target, {ROLE: engine()}) == 3, "nothing follows its drafts"
+    pair = [replace(own, backend="tensorrt") for own in (target, draft)]
+    with pytest.raises(Unsupported, match="trees from a draft engine are not available"):
+        method.check(pair[0], {ROLE: pair[1]})

@@ -10,7 +10,7 @@ import pytest
 
 from llmctl.builder.engine_format import MedusaTree, parse_choices
 from llmctl.runtime.drafting.drafts import ROOT
-from llmctl.runtime.drafting.eagle.growth import (
+from llmctl.runtime.drafting.growth.growth import (
     LEVELS,
     DynamicShape,
     DynamicTree,

@@ -1,0 +1,1 @@
+"""Drafts that grow level by level from what a head or a draft engine offers."""
