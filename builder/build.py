@@ -157,7 +157,6 @@ def plan_build(
     require_ranks(request.tp_size, BACKENDS[backend], is_invariant=request.tp_invariant)
     package = find_package(backend)
     require_generator(load_format, backend, request.mode)
-    is_generated = load_format.is_generated
     checkpoint = load_format.open(checkpoint_dir)
     where = str(checkpoint_dir / "config.json")
     model = model_config(checkpoint.config, where)
@@ -167,7 +166,7 @@ def plan_build(
         require_gpu_model(local, dtype, backend)
     require_leaves(model, is_wanted=request.tp_invariant)
     mode = SPECULATIVE_MODES[request.mode]
-    if is_generated:
+    if not load_format.is_read:
         request, facts = mode.invent(request, model)
     else:
         request, checkpoint, facts = mode.prepare(request, model, checkpoint)
@@ -177,7 +176,7 @@ def plan_build(
     require_plain_mode(request.tp_size, request.mode, bool(heads))
     recorded = build_network(model, dtype, outputs)
     whole = join([recorded, *heads])
-    if is_generated:
+    if not load_format.is_read:
         declare_tensors(checkpoint, whole, model.num_hidden_layers)
     shapes = checkpoint_shapes(whole, checkpoint)
     # Dtypes before shapes: 4-bit codes have a shape of their own, and the dtype tells why.
@@ -207,9 +206,9 @@ def plan_build(
     )
     sources = join(graphs).sources
     ranks = shards(checkpoint, model, limits.tp_size)
-    if is_generated:
+    if load_format.is_generated:
         plan = mark_generated(plan, sources)
-    else:
+    elif load_format.is_read:
         read_scales(sources, ranks)
         checkpoint.release()
     binaries: Binaries = {}

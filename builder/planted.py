@@ -49,7 +49,8 @@ class LoadFormat:
     planted: a target whose greedy text is known, and drafts whose tokens are each right with
     probability `acceptance`, if target and draft have the same seed and vocabulary. That of a
     target is the acceptance of its draft heads, if it has some. `head_qformat` is the --qformat of
-    those heads; None: the checkpoint's.
+    those heads; None: the checkpoint's. `has_files`: whether the checkpoint's weights are there;
+    without them engines can be planned, not built.
     """
 
     name: str = "auto"
@@ -57,6 +58,7 @@ class LoadFormat:
     role: str = "target"
     acceptance: float = STANDARD_ACCEPTANCE
     head_qformat: str | None = None
+    has_files: bool = True
 
     def __post_init__(self) -> None:
         _choice("load-format", self.name, LOAD_FORMATS)
@@ -70,13 +72,18 @@ class LoadFormat:
 
     @property
     def is_generated(self) -> bool:
-        """Whether no weight is read."""
+        """Whether the engine makes its weights."""
         return self.name != "auto"
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the weights are the checkpoint's, and there."""
+        return self.has_files and not self.is_generated
+
     def open(self, folder: Path) -> Checkpoint:
-        """The checkpoint, or what its config says of weights that are generated. Raises the
+        """The checkpoint, or what its config says of weights that are not read. Raises the
         checkpoint errors."""
-        if not self.is_generated:
+        if self.is_read:
             return Checkpoint.open(folder)
         checkpoint = open_config(folder)
         if self.head_qformat is None:

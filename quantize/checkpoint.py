@@ -182,6 +182,12 @@ class Checkpoint:
         return self._maps[path]
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether the folder has any, whatever their format and state."""
+    suffixes = (".safetensors", *PICKLE_SUFFIXES)
+    return any(p.suffix in suffixes or p.name == INDEX_FILE for p in folder.iterdir())
+
+
 def _read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor the folder offers, found as transformers finds it: one file, or an index. Where
     both are there they must tell of the same tensors."""
