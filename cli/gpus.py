@@ -1,4 +1,4 @@
-"""GPUs by name: memory and read bandwidth, and the fraction of it that a decoding step reaches.
+"""GPUs by name: memory, bandwidth, NVLink, and what of the bandwidth a decoding step reaches.
 
     predicted step time = bytes read / (bandwidth of the GPU x READ_SHARE x step_share(bytes read))
 
@@ -7,7 +7,13 @@ of large buffers reaches; step_share is the fraction of that which a decoding st
 reaches. Both were measured, see docs/performance/h200.md and h100.md. Steps of small models reach
 less because launches and waits do not shrink with the model, and so do steps of 4-bit weights,
 which wait as often for fewer bytes. Below the smallest measured model its share is used, which is
-too optimistic; above the largest, that one's.
+too optimistic; above the largest, that one's. rank_speed.py predicts steps of several ranks.
+
+Sources of `GPUS`, NVIDIA's datasheets: H200 (SXM and NVL), H100 (SXM, NVL, PCIe), GH200, DGX B200
+for one of its GPUs, A100 (SXM), L40S, L4, A10, RTX 4090, RTX 5090, RTX PRO 6000 Blackwell. They
+state NVLink both ways together, which is halved here. HGX boards join 8 GPUs by switches; NVL and
+PCIe cards are joined by bridges, 2 of them, 4 of the H200 NVL. A GH200 reaches others over
+whatever its server has, which is not known here.
 """
 
 from __future__ import annotations
@@ -33,28 +39,31 @@ GB = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. read_bytes_s: datasheet bandwidth, None where it is not known."""
+    """A GPU. read_bytes_s: datasheet bandwidth, None where it is not known. link_bytes_s: of
+    NVLink, one way; 0 without. most_linked: GPUs that it joins."""
 
     name: str
     compute_capability: str
     memory_bytes: int
     read_bytes_s: float | None
+    link_bytes_s: float = 0.0
+    most_linked: int = 1
 
 
-# Bandwidth: NVIDIA's datasheets. Memory: what is free on an idle H200; else the datasheet's, in
-# powers of ten, which is a few percent less than drivers report.
+# Memory: what is free on an idle H200; else the datasheet's, in powers of ten, which is a few
+# percent less than drivers report.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("h200", "9.0", 149_500_000_000, 4.8e12),
-        Gpu("h200-nvl", "9.0", 141 * GB, 4.8e12),
-        Gpu("h100", "9.0", 80 * GB, 3.35e12),
-        Gpu("h100-nvl", "9.0", 94 * GB, 3.9e12),
-        Gpu("h100-pcie", "9.0", 80 * GB, 2.0e12),
+        Gpu("h200", "9.0", 149_500_000_000, 4.8e12, 450e9, 8),
+        Gpu("h200-nvl", "9.0", 141 * GB, 4.8e12, 450e9, 4),
+        Gpu("h100", "9.0", 80 * GB, 3.35e12, 450e9, 8),
+        Gpu("h100-nvl", "9.0", 94 * GB, 3.9e12, 300e9, 2),
+        Gpu("h100-pcie", "9.0", 80 * GB, 2.0e12, 300e9, 2),
         Gpu("gh200", "9.0", 96 * GB, 4.0e12),
-        Gpu("b200", "10.0", 180 * GB, 7.7e12),
-        Gpu("a100", "8.0", 80 * GB, 2.039e12),
-        Gpu("a100-40gb", "8.0", 40 * GB, 1.555e12),
+        Gpu("b200", "10.0", 180 * GB, 7.7e12, 900e9, 8),
+        Gpu("a100", "8.0", 80 * GB, 2.039e12, 300e9, 8),
+        Gpu("a100-40gb", "8.0", 40 * GB, 1.555e12, 300e9, 8),
         Gpu("l40s", "8.9", 48 * GB, 0.864e12),
         Gpu("l4", "8.9", 24 * GB, 0.3e12),
         Gpu("a10", "8.6", 24 * GB, 0.6e12),

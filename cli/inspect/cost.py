@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from llmctl.builder.container import DTYPES
 from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanOp, PlanTensor
+from llmctl.cli.rank_speed import Meeting
 
 # Weights of which a step reads one row a token: the embedding table and the rotary table.
 _LOOKED_UP = {("embedding", "weight"), ("rope_kv_write", "rotary")}
@@ -83,6 +84,16 @@ def step_bytes(plan: Plan, step: Step) -> int:
     """Bytes that all operators of a step read."""
     tensors = {tensor.name: tensor for tensor in plan.tensors}
     return sum(op_bytes(op, tensors, plan.kv_cache, step).read for op in plan.ops)
+
+
+def meetings(plan: Plan, step: Step) -> list[Meeting]:
+    """Where the ranks of the step's engine meet, in order; none on one rank."""
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
+    return [
+        Meeting(_num_bytes(tensors[op.inputs["x"]], step.sizes), is_sum=op.op != "all_gather")
+        for op in plan.ops
+        if int(op.attributes.get("ranks", 1)) > 1
+    ]
 
 
 def fused(op: PlanOp) -> list[str]:

@@ -26,20 +26,8 @@ from llmctl.builder.engine_format import (
     weight_bytes,
 )
 from llmctl.builder.signature import describe_signature
-from llmctl.cli.gpus import (
-    CPU_STEP_SHARE,
-    Gpu,
-    default_gpu,
-    effective_read_bytes_s,
-    find_gpu,
-    present_gpu,
-    shares_of,
-    step_share,
-)
-from llmctl.cli.inspect.cost import DECODE, Step, fused, op_bytes, step_bytes
-from llmctl.errors import BadConfig
-from llmctl.plugins.backends.backend import BACKENDS
-from llmctl.plugins.schemes.table import scheme_of_algo
+from llmctl.cli.inspect.cost import DECODE, Step, fused, op_bytes
+from llmctl.cli.inspect.prediction import predict_step
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -85,47 +73,6 @@ def describe_engine(
             {"name": str(file.relative_to(folder)), "bytes": file.stat().st_size} for file in files
         ],
     }
-
-
-def predict_step(
-    config: EngineConfig, plan: Plan, step: Step, gpu: str | None, read_gb_s: float | None
-) -> dict[str, Any]:
-    """What one step reads and how long that takes; None for times where nothing is known of the
-    memory (cpu engines, unless read_gb_s is given). The model is that of cli/gpus.py."""
-    read = step_bytes(plan, step)
-    name, bytes_s = _reading(config, read, gpu, read_gb_s)
-    return {
-        "tokens": step.tokens,
-        "context_len": step.context_len,
-        "read_bytes": read,
-        "memory": name,
-        "read_bytes_s": bytes_s,
-        "predicted_ms": None if bytes_s is None else 1e3 * read / bytes_s,
-    }
-
-
-def _reading(
-    config: EngineConfig, read: int, gpu: str | None, read_gb_s: float | None
-) -> tuple[str | None, float | None]:
-    """(whose memory, bytes a second that a step of `read` bytes gets)."""
-    is_cpu = not BACKENDS[config.backend].on_gpu
-    shares = shares_of(scheme_of_algo(config.pretrained_config["quantization"]["quant_algo"]))
-    if read_gb_s is not None:
-        if gpu is not None:
-            raise BadConfig("--gpu and --read-bandwidth are both given; one of them is wanted")
-        share = CPU_STEP_SHARE if is_cpu else step_share(read, shares)
-        return f"{read_gb_s:g} GB/s", read_gb_s * 1e9 * share
-    if is_cpu:
-        if gpu is not None:
-            raise BadConfig(
-                f"--gpu {gpu}: this engine runs on the cpu",
-                fix="give what its memory reads: --read-bandwidth GB/S",
-            )
-        return None, None
-    found: Gpu | None = find_gpu(gpu) if gpu is not None else present_gpu()
-    if found is None:
-        found = default_gpu((config.compute_capability or "").split(","))
-    return found.name, effective_read_bytes_s(found, read, shares)
 
 
 def _memory(config: EngineConfig, plan: Plan) -> dict[str, int]:

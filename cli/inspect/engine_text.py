@@ -142,12 +142,20 @@ def step_line(step: Mapping[str, Any]) -> str:
         f"a step of {step['tokens']} token{'s' if step['tokens'] > 1 else ''} after "
         f"{step['context_len']} reads {size(step['read_bytes'])}"
     )
+    count, (least, most) = step["num_meetings"], step["meetings_ms"]
     if step["predicted_ms"] is None:
-        return text + " (times: --read-bandwidth GB/S)"
-    return (
-        f"{text}, predicted {step['predicted_ms']:.3g} ms at {step['read_bytes_s'] / 1e9:.4g} GB/s "
-        f"({step['memory']})"
-    )
+        return text + (
+            " (times: --read-bandwidth GB/S)"
+            if step["memory"] is None
+            else f" (of {step['memory']} too little is known to predict its time)"
+        )
+    text += f", predicted {step['predicted_ms']:.3g} ms at {step['read_bytes_s'] / 1e9:.4g} GB/s"
+    text += f" ({step['memory']})"
+    if most:
+        text += f", of which {count} meetings of ranks are {least:.3g} to {most:.3g} ms"
+    elif count:
+        text += f" and whatever {count} meetings of ranks take"
+    return text
 
 
 def _title(group: Mapping[str, Any]) -> str:

@@ -15,7 +15,8 @@ from llmctl.builder.planted import LoadFormat
 from llmctl.cli.build.dry_run import choose_memory, plan_memory
 from llmctl.cli.build.dry_run_text import engine_lines
 from llmctl.cli.inspect.cost import Step, step_bytes
-from llmctl.cli.inspect.engine import describe_layers, predict_step
+from llmctl.cli.inspect.engine import describe_layers
+from llmctl.cli.inspect.prediction import predict_step
 from llmctl.runtime.engines.engine import kv_bytes_per_block
 from scripts.bench.plan_support import write_config
 from scripts.models.planted_shapes import SHAPES

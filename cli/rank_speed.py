@@ -1,0 +1,115 @@
+"""The time of a step that several ranks share: computed, for no step of several GPUs was measured.
+
+    step = bytes a rank reads / (bandwidth of the GPU x READ_SHARE)
+           + layers x exposed time of a layer (bytes of the rank's part of it)
+           + the meetings of the ranks: a latency, and bytes that come in over NVLink
+
+The exposed time of a layer is what reading does not hide of its launches, waits and attention. It
+was measured on one H200 with kernels in launches of their own, as ranks run them: 1B, 3B and 8B in
+plugins/fused/decoder_layers/tactics.json ("launches"), 70B in docs/performance/h200.jsonl. A rank's
+part of a layer of 70B is as large as a layer of those models, so it is taken to wait as long. (One
+rank runs small models faster, all layers in one launch: gpus.py predicts that.)
+
+A meeting is a sum over ranks, or the gathering of the vocabulary. Its least time is that of
+TensorRT-LLM's all-reduce alone, in CUDA graphs on H200s (AIConfigurator's data: 16 to 256 KB and 2,
+4 and 8 ranks), to which latency and share of the link were fitted, within 7 %. Its most adds 2 us:
+what an all-reduce fused with the norm takes elsewhere (6.98 us for 6 x 6144 16-bit numbers and 2
+ranks, FlagGems-vllm PR 773), less the 2.15 us that the norm takes here, is 1.9 us above that fit.
+Large sums are taken to be done in two hops, each rank adding its part of the columns and handing on
+16-bit results, where that is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from llmctl.cli.gpus import READ_SHARE, Gpu
+from llmctl.plugins.schemes.scheme import WeightScheme
+
+Waits: TypeAlias = tuple[tuple[float, float], ...]  # (bytes a step reads a layer, exposed seconds)
+# 1B, 3B, 8B in launches (1,024 tokens of context), 70B (1,000)
+LAYER_WAITS: Waits = (
+    (94.8e6, 11.8e-6),
+    (131.0e6, 11.2e-6),
+    (253.2e6, 11.5e-6),
+    (884.3e6, 1.1e-6),
+)
+# 1B, 3B, 8B with 4-bit weights; nothing larger was measured
+FOUR_BIT_WAITS: Waits = ((66.3e6, 21.8e-6), (83.9e6, 31.2e-6), (151.0e6, 26.4e-6))
+MEETING_S = {2: 2.7e-6, 4: 2.9e-6, 8: 3.1e-6}
+MORE_S = 2e-6  # of a meeting at most
+LINK_SHARE = 0.64  # of NVLink's bandwidth one way: 290 of 450 GB/s
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """num_bytes: what a rank gives. is_sum: every rank gets the sum; else rank 0 gets all parts."""
+
+    num_bytes: int
+    is_sum: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """A step as one of several ranks takes it."""
+
+    num_ranks: int
+    num_layers: int
+    read_bytes: int
+    meetings: Sequence[Meeting]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """Seconds: what a rank computes alone, and what all meetings take at least and at most."""
+
+    alone_s: float
+    least_s: float
+    most_s: float
+
+    @property
+    def bounds_s(self) -> tuple[float, float]:
+        """Of the whole step."""
+        return self.alone_s + self.least_s, self.alone_s + self.most_s
+
+
+def rank_time(gpu: Gpu, step: RankStep, waits: Waits = LAYER_WAITS) -> RankTime | None:
+    """The time of a step on so many GPUs; None where their bandwidth is not known, or NVLink does
+    not join them."""
+    if gpu.read_bytes_s is None or step.num_ranks > gpu.most_linked:
+        return None
+    alone = step.read_bytes / (gpu.read_bytes_s * READ_SHARE)
+    alone += step.num_layers * layer_wait_s(step.read_bytes / step.num_layers, waits)
+    least = sum(meeting_s(gpu, step.num_ranks, meeting) for meeting in step.meetings)
+    return RankTime(alone, least, least + MORE_S * len(step.meetings))
+
+
+def layer_wait_s(layer_bytes: float, waits: Waits = LAYER_WAITS) -> float:
+    """The exposed time of a layer of which a step reads so much, between the measured ones along
+    the logarithm of the bytes; outside, that of the nearest."""
+    sizes = [size for size, _ in waits]
+    size = min(max(layer_bytes, sizes[0]), sizes[-1])
+    for (low, low_s), (high, high_s) in pairwise(waits):
+        if size <= high:
+            return low_s + math.log(size / low) / math.log(high / low) * (high_s - low_s)
+    raise AssertionError("the last size is in no range")
+
+
+def meeting_s(gpu: Gpu, num_ranks: int, meeting: Meeting) -> float:
+    """Its least time, among GPUs that NVLink joins."""
+    if num_ranks == 1:
+        return 0.0
+    latency, part_s = MEETING_S[num_ranks], meeting.num_bytes / (gpu.link_bytes_s * LINK_SHARE)
+    one_hop = latency + (num_ranks - 1) * part_s
+    two_hops = 2 * latency + (num_ranks - 1) / num_ranks * 1.5 * part_s
+    return min(one_hop, two_hops) if meeting.is_sum else one_hop
+
+
+def waits_of(scheme: WeightScheme | None) -> Waits:
+    """Those measured for such weights; None: weights that are not quantized."""
+    has_few_bits = scheme is not None and scheme.weight_bytes < 1
+    return FOUR_BIT_WAITS if has_few_bits else LAYER_WAITS
