@@ -12,6 +12,7 @@ import shlex
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from llmctl.cli.build.options import (
     make_load_format,
     make_logger,
     read_signing_key,
+    require_one_purpose,
     with_table_options,
 )
 from llmctl.cli.build.result import print_key, print_result, write_engine
@@ -243,19 +245,15 @@ def _build(
     given = {name: value for name, value in (locals() | others).items() if name in LIMITS}
     start = time.monotonic()
     log = make_logger(log_level)
-    if (gpu is not None or gpu_memory is not None) and not dry_run:
-        raise BadConfig("--gpu and --gpu-memory are for --dry-run")
+    require_one_purpose(dry_run, cache_key, (gpu, gpu_memory), visualize_network)
     from llmctl.builder.build import plan_build
     from llmctl.cli.build.dry_run import backend_for, needs_binaries
 
     request = build_request(build_config, given)
     planted = planted_role, planted_acceptance, planted_head_qformat
-    weights = make_load_format(load_format, seed, *planted, checkpoint_dir)
+    weights = make_load_format(load_format, seed, *planted, checkpoint_dir, writes_nothing=dry_run)
     if workers > 1:
         log.info("workers %d: ranks are written one after the other, so one works", workers)
-    if cache_key and (dry_run or visualize_network is not None):
-        option = "--dry-run" if dry_run else "--visualize-network"
-        raise BadConfig(f"--cache-key prints a key and plans nothing; it cannot go with {option}")
     key = read_signing_key(sign, writes_nothing=dry_run or cache_key)
     if not cache_key and not dry_run:
         require_new_folder(output_dir)
@@ -264,9 +262,9 @@ def _build(
         if visualize_network.resolve() == output_dir.resolve():
             raise BadConfig(f"--visualize-network and --output-dir are both {output_dir}")
     chosen = backend_for(backend, gpu)
-    engine = plan_build(
+    plan = partial(
+        plan_build,
         checkpoint_dir,
-        request,
         backend=chosen,
         compute_capability=compute_capability,
         load_format=weights,
@@ -275,10 +273,12 @@ def _build(
         on_kernel=lambda name, done, total: log.info("kernel %d of %d: %s", done + 1, total, name),
         with_binaries=not cache_key and (not dry_run or needs_binaries(chosen)),
     )
+    engine = plan(request)
     if cache_key:
         print_key(engine, as_json)
         return
-    for notice in engine.notices:
+    missing = () if weights.has_files else ("no weights are here; config.json says which",)
+    for notice in (*missing, *engine.notices):
         log.warning("note: %s", notice)
     if is_auto(backend):
         log.info("backend: %s", engine.config.backend)
@@ -291,7 +291,7 @@ def _build(
     if dry_run:
         from llmctl.cli.build.dry_run_text import print_plan
 
-        print_plan(engine, output_dir, gpu, gpu_memory, as_json)
+        print_plan(engine, output_dir, gpu, gpu_memory, as_json, plan, request)
         return
     print_result(engine, output_dir, key, time.monotonic() - start, as_json)
 

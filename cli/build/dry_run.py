@@ -117,8 +117,10 @@ def _host_memory() -> Memory:
 def plan_memory(engine: EnginePlan, memory: Memory, output_dir: Path) -> dict[str, Any]:
     """The plan as numbers; sizes in bytes. If something does not fit, that is reported, not raised.
 
-    fits: whether the engine and one KV block fit. table: for each length and batch size, the bytes
-    of everything, None if that is more than the memory.
+    Sizes of parts are those of one rank, and on a GPU so is the memory; a CPU's is shared by all
+    `ranks_here`. fits: whether the engine and one KV block of each rank fit. needed_bytes: what
+    there is before any KV cache. table: for each length and batch size, the bytes of everything in
+    the memory, None if that is more than there is.
     """
     from llmctl.runtime.engines.memory_plan import (
         DEFAULT_DEVICE_FRACTION,
@@ -128,17 +130,21 @@ def plan_memory(engine: EnginePlan, memory: Memory, output_dir: Path) -> dict[st
 
     parts = _engine_memory(engine, memory)
     is_gpu = memory.gpu is not None
-    reserved = RESERVED_BYTES if is_gpu else 0
+    ranks_here = 1 if is_gpu else engine.limits.tp_size
+    reserved = RESERVED_BYTES if is_gpu else _segment_bytes(ranks_here)
     # On the cpu weights stay mapped in the page cache, which counts as free; they still need room.
-    fixed = parts.fixed_bytes + reserved
+    fixed = ranks_here * parts.fixed_bytes + reserved
+    block_bytes = ranks_here * parts.kv_bytes_per_block
     fraction = DEFAULT_DEVICE_FRACTION if is_gpu else DEFAULT_FREE_FRACTION
     left = memory.free_bytes - fixed
     kv_limit = max(0, int(left * fraction))
     tokens_per_block = parts.tokens_per_block
     lengths = _lengths(parts.max_seq_len)
-    sequences = [_blocks(length, tokens_per_block) * parts.kv_bytes_per_block for length in lengths]
+    sequences = [_blocks(length, tokens_per_block) * block_bytes for length in lengths]
     return {
         "memory": memory.name,
+        "num_ranks": engine.limits.tp_size,
+        "ranks_here": ranks_here,
         "total_bytes": memory.total_bytes,
         "free_bytes": memory.free_bytes,
         "weight_bytes": parts.weight_bytes,
@@ -146,11 +152,12 @@ def plan_memory(engine: EnginePlan, memory: Memory, output_dir: Path) -> dict[st
         "scratch_bytes": parts.scratch_bytes,
         "graph_bytes": parts.graph_bytes,
         "reserved_bytes": reserved,
+        "needed_bytes": fixed,
         "kv_fraction": fraction,
         "kv_limit_bytes": kv_limit,
         "kv_bytes_per_token": parts.kv_bytes_per_block // tokens_per_block,
-        "max_kv_tokens": kv_limit // parts.kv_bytes_per_block * tokens_per_block,
-        "fits": left > 0 and kv_limit >= parts.kv_bytes_per_block,
+        "max_kv_tokens": kv_limit // block_bytes * tokens_per_block,
+        "fits": left > 0 and kv_limit >= block_bytes,
         "table": {
             "batch_sizes": list(BATCH_SIZES),
             "lengths": lengths,
@@ -159,6 +166,13 @@ def plan_memory(engine: EnginePlan, memory: Memory, output_dir: Path) -> dict[st
         },
         "disk": _disk(engine, output_dir),
     }
+
+
+def _segment_bytes(num_ranks: int) -> int:
+    """Memory in which ranks of one machine exchange sums and commands."""
+    from llmctl.plugins.backends.cpu.binding import load_kernels
+
+    return int(load_kernels().llmctl_ranks_bytes(num_ranks)) if num_ranks > 1 else 0
 
 
 def _row(fixed: int, sequence: int, kv_limit: int) -> list[int | None]:
@@ -213,11 +227,17 @@ def _engine_memory(engine: EnginePlan, memory: Memory) -> EngineMemory:
 
 
 def _disk(engine: EnginePlan, output_dir: Path) -> dict[str, Any]:
-    """Bytes that the engine directory takes, and those free where it would be."""
+    """Bytes that the engine directory takes, and those free where it would be; None where the
+    weights are elsewhere, and so is where it would be."""
+    from llmctl.quantize.checkpoint import has_weights
+
     side = sum(path.stat().st_size for path in engine.checkpoint.tokenizer_files())
+    needed = engine.file_bytes * engine.limits.tp_size + side
+    is_stored = engine.config.weights["load_format"] == "auto"
+    if is_stored and not has_weights(engine.checkpoint.path):
+        return {"needed_bytes": needed, "free_bytes": None, "folder": None, "fits": True}
     place = output_dir.absolute()
     folder = next(p for p in (*place.parents, place) if p.is_dir())
-    needed = engine.file_bytes * engine.limits.tp_size + side
     free = shutil.disk_usage(folder).free
     return {
         "needed_bytes": needed,

@@ -127,6 +127,18 @@ def read_signing_key(path: Path | None, *, writes_nothing: bool) -> SigningKey |
     return SigningKey.read(path)
 
 
+def require_one_purpose(
+    dry_run: bool, cache_key: bool, gpu: tuple[object, ...], picture: Path | None
+) -> None:
+    """Raise BadConfig for options that what is asked for leaves without effect. gpu: the options
+    that describe one."""
+    if any(value is not None for value in gpu) and not dry_run:
+        raise BadConfig("--gpu and --gpu-memory are for --dry-run")
+    if cache_key and (dry_run or picture is not None):
+        option = "--dry-run" if dry_run else "--visualize-network"
+        raise BadConfig(f"--cache-key prints a key and plans nothing; it cannot go with {option}")
+
+
 def build_request(path: Path | None, given: dict[str, Any]) -> BuildRequest:
     """The limits of the file, with the options given on the command line over them."""
     from llmctl.builder.config import BuildRequest
@@ -151,10 +163,14 @@ def make_load_format(
     acceptance: float | None,
     head_qformat: str | None,
     checkpoint_dir: Path,
+    *,
+    writes_nothing: bool = False,
 ) -> LoadFormat:
     """The options, and what the checkpoint's own config.json says of a planted model where they
-    say nothing. Raises BadConfig for options of another load format."""
+    say nothing. To plan an engine (writes_nothing) a checkpoint without weights will do. Raises
+    BadConfig for options of another load format."""
     from llmctl.builder.planted import LoadFormat
+    from llmctl.quantize.checkpoint import has_weights
     from llmctl.quantize.format import read_json
 
     if name == "auto" and seed is not None:
@@ -172,7 +188,8 @@ def make_load_format(
             chosen = {key: own[key] for key in ("seed", "role", "acceptance") if key in own}
     given = {"seed": seed, "role": role, "acceptance": acceptance, "head_qformat": head_qformat}
     chosen |= {key: value for key, value in given.items() if value is not None}
-    return LoadFormat(name, **chosen)
+    is_planned = name == "auto" and writes_nothing and path.is_file()
+    return LoadFormat(name, **chosen, has_files=not is_planned or has_weights(checkpoint_dir))
 
 
 def make_logger(level: str) -> logging.Logger:
