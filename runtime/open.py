@@ -143,12 +143,14 @@ class OpenEngines:
         self,
         *,
         is_speculative: bool = True,
+        method: DraftMethod | None = None,
         draft_len: int | None = None,
         acceptance: SyntheticAcceptance | None = None,
         num_iterations_kept: int = 1000,
     ) -> Executor:
         """A running executor. Only one may be alive at a time, because they share the engines.
 
+        method: another than that of the checked options, over the same engines.
         draft_len: drafts per round, if different from the checked options; at most what the target
         verifies. acceptance: accept drafts at random, for benchmarks.
         """
@@ -156,7 +158,7 @@ class OpenEngines:
         from llmctl.runtime.engines.memory_plan import host_blocks
 
         options = self.checked.options
-        method = options.method if is_speculative else PlainDecoding()
+        method = method or (options.method if is_speculative else PlainDecoding())
         config = ExecutorConfig(
             kv_cache=KvCacheConfig(
                 num_blocks=self.kv_plan.num_blocks,

@@ -135,17 +135,17 @@ def _run(
     from llmctl.runtime.ranks.serve import serve_rank
 
     compared = given["compare_drafting"]
-    fixed = ("draft_len", "sweep_draft_len", "tune_tree")
+    fixed = ("draft_len", "sweep_draft_len", "sweep_draft_tree", "tune_tree")
     if compared is not None and any(given[name] is not None for name in fixed):
         raise BadConfig("--compare-drafting compares methods as their engines were built")
-    sweep = parse_sweep(given["sweep_draft_len"]) if given["sweep_draft_len"] is not None else ()
-    if sweep and given["draft_len"] is not None:
-        raise BadConfig("--sweep-draft-len and --draft-len are both given")
-    if sweep and given["adaptive_draft_len"]:
-        raise BadConfig("--sweep-draft-len measures fixed lengths, without --adaptive-draft-len")
-    if sweep:  # the longest is what is checked
+    sweep = parse_sweep(given)
+    if sweep.option and given["draft_len"] is not None:
+        raise BadConfig(f"{sweep.option} and --draft-len are both given")
+    if sweep.option and given["adaptive_draft_len"]:
+        raise BadConfig(f"{sweep.option} measures fixed lengths, without --adaptive-draft-len")
+    if sweep.option:  # the longest is what is checked
         method = parse_method(given, None, is_adaptive=False)
-        method = method.with_draft_len(max(sweep))
+        method = method.with_draft_len(sweep.most_drafts)
     else:
         is_adaptive = given["adaptive_draft_len"]
         method = parse_method(given, given["draft_len"], is_adaptive=is_adaptive)

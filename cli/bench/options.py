@@ -35,6 +35,14 @@ SweepDraftLen = Annotated[
     str | None,
     Option("--sweep-draft-len", help='"1..16" or "1,2,4": speed by draft length; recommends one.'),
 ]
+SweepDraftTree = Annotated[
+    str | None,
+    Option(
+        "--sweep-draft-tree",
+        help='"4,2,8;5,3,16": speed by tree of a draft engine, as --draft-tree has them.',
+        hidden=True,
+    ),
+]
 CompareDrafting = Annotated[
     str | None,
     Option(
@@ -94,6 +102,7 @@ COMMON: dict[str, tuple[Any, Any]] = {
     "adaptive_draft_len": (option.AdaptiveDraftLen, False),
     "baseline": (Baseline, False),
     "sweep_draft_len": (SweepDraftLen, None),
+    "sweep_draft_tree": (SweepDraftTree, None),
     "compare_drafting": (CompareDrafting, None),
     "synthetic_acceptance": (SyntheticAcceptanceOption, None),
     "tune_tree": (TuneTree, None),

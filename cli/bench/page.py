@@ -183,23 +183,27 @@ def _steps(recording: Recording, report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sweep(sweep: Mapping[str, Any]) -> str:
-    rows = sweep["rows"]
-    figure = svg.lines(
-        [
-            ("measured", [(row["draft_len"], row["decode_tok_s"]) for row in rows]),
-            ("model", [(row["draft_len"], row["predicted_tok_s"]) for row in rows]),
-        ],
-        "draft length",
-        "tok/s per user",
-        whole=True,
-    ) + _legend("first=measured", "second=cost model")
-    lengths = svg.bars(
-        [str(row["draft_len"]) for row in rows],
-        [row["acceptance_length"] for row in rows],
-        "draft length",
-        "tokens per round",
-    )
-    return _section("Which draft length", [figure, lengths])
+    rows, every = sweep["rows"], [*sweep["rows"], *sweep["tree_rows"]]
+    names = [str(row.get("tree", row["draft_len"])) for row in every]
+    label = "draft length or tree" if sweep["tree_rows"] else "draft length"
+    figures = []
+    if len(rows) > 1:
+        chart = svg.lines(
+            [
+                ("measured", [(row["draft_len"], row["decode_tok_s"]) for row in rows]),
+                ("model", [(row["draft_len"], row["predicted_tok_s"]) for row in rows]),
+            ],
+            "draft length",
+            "tok/s per user",
+            whole=True,
+        )
+        figures.append(chart + _legend("first=measured", "second=cost model"))
+    if sweep["tree_rows"]:
+        speeds = [row["decode_tok_s"] for row in every]
+        figures.append(svg.bars(names, speeds, label, "tok/s per user"))
+    lengths = [row["acceptance_length"] for row in every]
+    figures.append(svg.bars(names, lengths, label, "tokens per round"))
+    return _section(f"Which {label}", figures)
 
 
 def _facts(report: Mapping[str, Any]) -> str:

@@ -18,23 +18,24 @@ SCHEMA_VERSION = 1
 
 
 def report_json(measured: Measured) -> dict[str, Any]:
-    """Every figure; at the top level those of the main way, in a sweep of the recommended
-    length."""
+    """Every figure; at the top level those of the main way, in a sweep of what is
+    recommended."""
     options = measured.options
     sweep = None
     main = measured.ways[0]
-    if options.sweep:
-        points = [measure_point(way.draft_len, way.recording) for way in measured.ways]
+    if options.sweep.option:
+        ways = measured.ways
+        points = [measure_point(way.draft_len, way.recording, way.tree) for way in ways]
         sweep = sweep_json([point for point in points if point is not None])
         if sweep is not None:
-            chosen = sweep["recommended_draft_len"]
-            main = next(way for way in measured.ways if way.draft_len == chosen)
+            chosen = sweep["recommended_draft_len"], sweep["recommended_draft_tree"]
+            main = next(way for way in ways if (way.draft_len, way.tree) == chosen)
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "command": options.command,
         "is_partial": measured.is_partial,
         "synthetic_acceptance": measured.forced.to_json() if measured.forced is not None else None,
-        "engine": measured.engine_facts | {"draft_len": main.draft_len},
+        "engine": measured.engine_facts | _way_json(main),
         "load": _load_json(options, len(measured.requests)),
         **_figures(measured, main),
     }
@@ -44,7 +45,7 @@ def report_json(measured: Measured) -> dict[str, Any]:
             **_figures(measured, plain),
             "speedup": paired(main.recording, plain.recording),
         }
-    if options.sweep:
+    if options.sweep.option:
         report["sweep"] = sweep
     if options.tune_tree is not None:
         report["tree"] = tree_json(options.engines.method, options.tune_tree)
@@ -53,8 +54,11 @@ def report_json(measured: Measured) -> dict[str, Any]:
 
 def main_way(measured: Measured, report: Mapping[str, Any]) -> Way:
     """The way whose figures are at the top of the report."""
-    length = report["engine"]["draft_len"]
-    return next(way for way in measured.ways if way.draft_len == length)
+    return next(way for way in measured.ways if _way_json(way).items() <= report["engine"].items())
+
+
+def _way_json(way: Way) -> dict[str, Any]:
+    return {"draft_len": way.draft_len} | ({} if way.tree is None else {"draft_tree": way.tree})
 
 
 def _figures(measured: Measured, way: Way) -> dict[str, Any]:
@@ -126,7 +130,7 @@ def raw_lines(measured: Measured) -> Iterator[str]:
     """Every request and step of every way, a JSON object a line."""
     for way in measured.ways:
         mark = {
-            "draft_len": way.draft_len,
+            **_way_json(way),
             "is_synthetic_acceptance": measured.forced is not None and way.draft_len > 0,
         }
         records = [item.to_json() for item in way.recording.requests]

@@ -15,6 +15,7 @@ from llmctl.cli.bench.label import label_warning
 from llmctl.cli.bench.load import LoadOptions, make_requests, read_load
 from llmctl.cli.bench.progress import Progress
 from llmctl.cli.bench.records import Recording
+from llmctl.cli.bench.sweep import Sweep
 from llmctl.cli.bench.synthetic import ForcedAcceptance, parse_forced
 from llmctl.cli.output_files import require_writable
 from llmctl.cli.run.drafting import require_drafts
@@ -44,7 +45,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """Everything the command line said. sweep: draft lengths, empty for none."""
+    """Everything the command line said."""
 
     command: str  # "latency" | "throughput"
     engines: EngineOptions
@@ -53,7 +54,7 @@ class BenchOptions:
     warmup: int = 2
     iterations: int = 1
     has_baseline: bool = False
-    sweep: tuple[int, ...] = ()
+    sweep: Sweep = Sweep()
     synthetic_acceptance: str | None = None  # as given; interpreted for a draft length
     tune_tree: int | None = None  # drafts of the tree to find
     files: Files = Files()
@@ -64,32 +65,38 @@ class BenchOptions:
         method = self.engines.method
         for name, is_asked in (
             ("--baseline", self.has_baseline),
-            ("--sweep-draft-len", self.sweep),
+            (self.sweep.option, bool(self.sweep.option)),
             ("--synthetic-acceptance", self.synthetic_acceptance is not None),
         ):
             if is_asked:
                 require_drafts(f"{name} is about drafts, and there are none", method)
-        if self.has_baseline and self.sweep:
-            raise BadConfig("--sweep-draft-len measures the baseline too; leave out --baseline")
+        if self.has_baseline and self.sweep.option:
+            raise BadConfig(f"{self.sweep.option} measures the baseline too; leave out --baseline")
         is_synthetic = self.synthetic_acceptance is not None
         if is_synthetic and method.acceptance != "tokens":
             raise BadConfig("--synthetic-acceptance takes the place of acceptance by logits")
-        if is_synthetic and method.drafts_trees:
-            raise BadConfig(
-                "--synthetic-acceptance accepts the first drafts of a chain; "
-                f"{method.name} drafts trees"
-            )
+        if is_synthetic and (method.drafts_trees or self.sweep.trees):
+            who = "--sweep-draft-tree" if self.sweep.trees else f"{method.name} drafts trees"
+            raise BadConfig(f"--synthetic-acceptance accepts the first drafts of a chain; {who}")
 
 
 @dataclass(slots=True)
 class Way:
     """One way of running the load (with or without drafts, at one draft length), and its recording.
-    draft_len: the most drafts of a round; 0: without drafts. is_reference: without them for
-    comparison with the other ways."""
+    draft_len: the most drafts of a round; 0: without drafts. tree: the draft engine's, as
+    --draft-tree has it. is_reference: without drafts for comparison with the other ways."""
 
     draft_len: int
+    tree: str | None = field(default=None, kw_only=True)
     is_reference: bool = False
     recording: Recording = field(default_factory=Recording)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.tree is not None:
+            return f"draft tree {self.tree}"
+        return f"draft length {self.draft_len}" if self.draft_len else "without drafts"
 
 
 @dataclass(slots=True)
@@ -158,8 +165,14 @@ class Session:
 
     def _ways(self, checked: CheckedEngines) -> list[Way]:
         options = self._options
-        if options.sweep:
-            return [Way(0, is_reference=True), *map(Way, options.sweep)]
+        if options.sweep.option:
+            for method in options.sweep.trees.values():
+                method.check(checked.target, checked.configs)
+            trees = (
+                Way(method.draft_len or 0, tree=tree)
+                for tree, method in options.sweep.trees.items()
+            )
+            return [Way(0, is_reference=True), *map(Way, options.sweep.lengths), *trees]
         ways = [Way(checked.draft_len)]
         return [*ways, Way(0, is_reference=True)] if options.has_baseline else ways
 
@@ -170,7 +183,7 @@ class Session:
         return parse_forced(
             options.synthetic_acceptance,
             checked.draft_len,
-            is_sweep=bool(options.sweep),
+            is_sweep=bool(options.sweep.option),
             seed=options.load.sampling.seed,
         )
 
@@ -197,8 +210,9 @@ class Session:
         count, requests, forced = self._options.warmup, measured.requests_of(way), measured.forced
         with engines.executor(
             is_speculative=way.draft_len > 0,
+            method=None if way.tree is None else self._options.sweep.trees[way.tree],
             # A length that is asked for is fixed; without one a method may draft by chance.
-            draft_len=way.draft_len if self._options.sweep else None,
+            draft_len=way.draft_len if self._options.sweep.option else None,
             acceptance=forced.acceptance(way.draft_len) if forced and way.draft_len else None,
             num_iterations_kept=STEPS_KEPT,
         ) as executor:
@@ -218,7 +232,7 @@ class Session:
 def _name(way: Way, options: BenchOptions) -> str:
     if not options.engines.method.is_drafting:
         return "requests"
-    return f"draft length {way.draft_len}" if way.draft_len else "without drafts"
+    return way.name
 
 
 def _engine_facts(engines: OpenEngines) -> dict[str, Any]:

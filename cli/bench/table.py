@@ -153,31 +153,59 @@ def notes(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def advice(sweep: Mapping[str, Any]) -> str:
-    """The answer to "which draft length?"."""
+    """The answer to "which draft length, or which tree?"."""
     speeds = {row["draft_len"]: row["decode_tok_s"] for row in sweep["rows"]}
-    chosen, plain = sweep["recommended_draft_len"], speeds.get(0)
-    if chosen == 0:
-        return "recommended: no drafts; no draft length is faster"
-    compared = f", {speeds[chosen] / plain:.2f} x without drafts" if plain else ""
-    return (
-        f"recommended: --draft-len {chosen} ({number(speeds[chosen])} tok/s per user{compared}); "
-        f"the cost model says {sweep['model_recommends_draft_len']}"
-    )
+    tree, plain = sweep["recommended_draft_tree"], speeds.get(0)
+    if tree is not None:
+        option, speed = f"--draft-tree {tree}", _tree_speeds(sweep)[tree]
+    elif sweep["recommended_draft_len"] == 0:
+        return f"recommended: no drafts; no draft {_kinds(sweep)} is faster"
+    else:
+        option = f"--draft-len {sweep['recommended_draft_len']}"
+        speed = speeds[sweep["recommended_draft_len"]]
+    compared = f", {speed / plain:.2f} x without drafts" if plain else ""
+    others = [value for length, value in speeds.items() if length]
+    if tree is not None and others:
+        compared += f", {speed / max(others):.2f} x the fastest length"
+    elif sweep["tree_rows"]:
+        compared += f", {speed / max(_tree_speeds(sweep).values()):.2f} x the fastest tree"
+    said = f"recommended: {option} ({number(speed)} tok/s per user{compared})"
+    if "model_recommends_draft_len" not in sweep:
+        return said
+    return f"{said}; the cost model says {sweep['model_recommends_draft_len']}"
+
+
+def _tree_speeds(sweep: Mapping[str, Any]) -> dict[str, float]:
+    return {row["tree"]: row["decode_tok_s"] for row in sweep["tree_rows"]}
+
+
+def _kinds(sweep: Mapping[str, Any]) -> str:
+    kinds = ["length"] * (len(sweep["rows"]) > 1) + ["tree"] * bool(sweep["tree_rows"])
+    return " or ".join(kinds)
 
 
 def _sweep(sweep: Mapping[str, Any]) -> Table:
-    ends = " and ".join(map(str, sweep["calibrated_on_draft_lens"]))
-    table = Table(box=None, pad_edge=False, caption=f"the cost model knows lengths {ends} only")
-    heads = ("draft length", "speed, tok/s", "model, tok/s", "off by, %", "tokens per round")
+    ends = " and ".join(map(str, sweep.get("calibrated_on_draft_lens", ())))
+    caption = f"the cost model knows lengths {ends} only" if ends else None
+    table = Table(box=None, pad_edge=False, caption=caption)
+    heads = (
+        "draft length or tree" if sweep["tree_rows"] else "draft length",
+        "speed, tok/s",
+        "model, tok/s",
+        "off by, %",
+        "tokens per round",
+    )
     for head in (*heads, "round, ms", "draft, ms", "verify, ms"):
         table.add_column(head, justify="right")
-    for row in sweep["rows"]:
-        is_chosen = row["draft_len"] == sweep["recommended_draft_len"]
+    tree, length = sweep["recommended_draft_tree"], sweep["recommended_draft_len"]
+    for row in (*sweep["rows"], *sweep["tree_rows"]):
+        is_chosen = (row.get("tree"), row["draft_len"]) == (tree, length)
+        is_told = "predicted_tok_s" in row
         cells = (
-            f"{'> ' if is_chosen else ''}{row['draft_len']}",
+            f"{'> ' if is_chosen else ''}{row.get('tree', row['draft_len'])}",
             number(row["decode_tok_s"]),
-            number(row["predicted_tok_s"]),
-            f"{100 * row['prediction_error_share']:+.1f}",
+            number(row["predicted_tok_s"]) if is_told else "",
+            f"{100 * row['prediction_error_share']:+.1f}" if is_told else "",
             *(number(row[k]) for k in ("acceptance_length", "round_ms", "draft_ms", "verify_ms")),
         )
         table.add_row(*cells, style="bold" if is_chosen else None)

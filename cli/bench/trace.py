@@ -23,7 +23,7 @@ def trace_json(measured: Measured) -> dict[str, Any]:
     events = [
         event
         for number, way in enumerate(measured.ways, start=1)
-        for event in _way_events(number, f"draft length {way.draft_len}", way.recording)
+        for event in _way_events(number, way.name, way.recording)
     ]
     other: dict[str, Any] = {"is_partial": measured.is_partial}
     if measured.forced is not None:

@@ -102,7 +102,7 @@ def test_the_cost_model_is_that_of_its_formula():
               0.6, 6.0)]  # fmt: skip
     for length, wanted in ((0, 55.9), (5, 174.5), (9, 188.0), (10, 187.4)):
         assert predict(points, length) == pytest.approx(wanted, abs=0.1)
-    assert recommend(points) == 10
+    assert recommend(points).draft_len == 10
 
 
 def test_a_length_without_time_between_responses_has_no_figures():
@@ -136,6 +136,53 @@ def test_the_shortest_length_of_the_fastest_is_recommended_and_none_where_drafts
     assert sweep(100) is None
 
 
+def test_a_tree_is_recommended_where_no_length_is_as_fast():
+    from llmctl.cli.bench.sweep import Point, sweep_json
+    from llmctl.cli.bench.table import advice
+
+    def point(length, speed, tree=None):
+        return Point(length, speed, 1e3 / speed, 0.1 * length, 0.5, 1.0, (0.5,) * length, tree)
+
+    def sweep(tree_speed, *lengths):
+        points = [point(length, 100 + 10 * length) for length in (0, *lengths)]
+        return sweep_json([*points, point(8, 90, "3,2,8"), point(16, tree_speed, "5,3,16")])
+
+    found = sweep(150, 1, 4)
+    assert (found["recommended_draft_len"], found["recommended_draft_tree"]) == (16, "5,3,16")
+    assert "--draft-tree 5,3,16 (150 tok/s per user, 1.50 x without drafts" in advice(found)
+    assert "1.07 x the fastest length)" in advice(found)
+    found = sweep(141, 1, 4)
+    assert (found["recommended_draft_len"], found["recommended_draft_tree"]) == (4, None)
+    assert "0.993 x the fastest tree" in advice(found) or "0.99 x the fastest tree" in advice(found)
+    alone = sweep(120)
+    assert alone["recommended_draft_tree"] == "5,3,16"
+    assert "predicted_tok_s" not in alone["rows"][0] and "cost model" not in advice(alone)
+    slow = found | {"recommended_draft_len": 0, "recommended_draft_tree": None}
+    assert "no draft length or tree is faster" in advice(slow)
+    assert [row["tree"] for row in found["tree_rows"]] == ["3,2,8", "5,3,16"]
+
+
+def test_a_sweep_measures_trees_beside_lengths(bench, engines, tmp_path):
+    path, page = tmp_path / "raw.jsonl", tmp_path / "page.html"
+    trees = "1,2,2;2,1,2"
+    report, done = bench("latency", "--draft-engine", engines.draft, "--sweep-draft-len", "1,3",
+                         "--sweep-draft-tree", trees, "--target-output-len", 24, "--raw", path,
+                         "--report", page, "--num-requests", 2)  # fmt: skip
+    sweep = report["sweep"]
+    assert [row["draft_len"] for row in sweep["rows"]] == [0, 1, 3]
+    assert [row["tree"] for row in sweep["tree_rows"]] == trees.split(";")
+    assert all(row["decode_tok_s"] > 0 for row in sweep["tree_rows"])
+    assert "recommended:" in done.err and "draft length or tree" in done.err
+    chosen = sweep["recommended_draft_tree"]
+    assert report["engine"].get("draft_tree") == chosen
+    marks = {line.get("draft_tree") for kind in raw(path) for line in kind}
+    assert marks == {None, *trees.split(";")}
+    assert "Which draft length or tree" in page.read_text()
+    alone, _ = bench("latency", "--draft-engine", engines.draft, "--sweep-draft-tree", "1,2,2",
+                     "--target-output-len", 24, "--num-requests", 1)  # fmt: skip
+    assert len(alone["sweep"]["rows"]) == len(alone["sweep"]["tree_rows"]) == 1
+
+
 @pytest.mark.parametrize(
     ("argv", "error", "said"),
     [
@@ -145,6 +192,13 @@ def test_the_shortest_length_of_the_fastest_is_recommended_and_none_where_drafts
         (["--sweep-draft-len", "1..3", "--draft-len", 2], "BadConfig", "both given"),
         (["--sweep-draft-len", "1..3", "--baseline"], "BadConfig", "leave out --baseline"),
         (["--sweep-draft-len", "1..3", "--synthetic-acceptance", 2], "BadConfig", "3 rates"),
+        (["--sweep-draft-tree", "1,2"], "BadConfig", "depth,branch,nodes"),
+        (["--sweep-draft-tree", "1,2,2", "--draft-tree", "1,2,2"], "BadConfig", "both given"),
+        (["--sweep-draft-tree", "1,2,2", "--draft-len", 2], "BadConfig", "both given"),
+        (["--sweep-draft-tree", "2,2,5"], "PairMismatch", "max_draft_len 4"),
+        (["--sweep-draft-tree", "1,2,2;2,2,4"], "PairMismatch", "2,2,4 follows 2 drafts"),
+        (["--sweep-draft-tree", "1,2,2", "--synthetic-acceptance", 2], "BadConfig", "of a chain"),
+        (["--sweep-draft-tree", "1,2,2", "--baseline"], "BadConfig", "leave out --baseline"),
         (["--synthetic-acceptance", 5.5], "BadConfig", "must be in [1, 5]"),
         (["--synthetic-acceptance", "[0.5]"], "BadConfig", "a list of 4 rates"),
         (["--synthetic-acceptance", "[0.5,0.6,0,0]"], "BadConfig", "none above the one before"),

@@ -159,7 +159,7 @@ def test_a_trace_follows_each_request_from_submission_to_its_last_token(trace):
         assert own[0]["ts"] <= own[2]["ts"] <= own[-1]["ts"]
         assert own[-1]["args"]["output tokens"] == 30
     processes = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
-    assert processes == ["draft length 3", "draft length 0"]
+    assert processes == ["draft length 3", "without drafts"]
 
 
 def test_a_trace_counts_requests_blocks_and_tokens_within_their_bounds(trace):
