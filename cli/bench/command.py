@@ -166,6 +166,7 @@ def _run(
             max_num_tokens=given["max_num_tokens"],
             max_step_ms=engine.step_target(given["max_step_ms"]),
             num_threads=given["num_threads"],
+            tp_size=given["tp_size"],
             rank_timeout_s=given["rank_timeout"],
             trusted_builder=given["trusted_builder"],
         ),

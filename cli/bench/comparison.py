@@ -113,6 +113,8 @@ def compare(options: BenchOptions, text: str) -> int:
             measured[entry.name] = own
             if own.interrupt is not None:
                 break
+            if own.failure is not None:
+                raise own.failure
     finally:
         if measured:
             missing = [entry.name for entry in entries if entry.name not in measured]

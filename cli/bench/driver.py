@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from llmctl.cli.bench.records import Arrival, Clock, Recording, RequestRecord
-from llmctl.errors import RequestError
+from llmctl.errors import RankFailure, RequestError
 from llmctl.runtime.request import FinishReason, Request, Response
 from llmctl.runtime.stats.counters import IterationStats
 
@@ -77,7 +77,7 @@ class Driver:
     def run(self, requests: Sequence[Request], pace: Pace, recording: Recording) -> None:
         """Add one iteration to the recording. If anything is raised, it contains what came before.
 
-        Raises RequestError when the executor stops.
+        Raises RequestError when the executor stops, RankFailure when a rank is lost.
         """
         records = add_iteration(recording, requests, pace)
         self._server.get_latest_iteration_stats()  # those of what ran before
@@ -113,6 +113,8 @@ class Driver:
         result = response.result
         if result is None:
             error = response.error
+            if isinstance(error, RankFailure):  # every later request would fail, too
+                raise error
             record.error = f"{type(error).__name__}: {error}"
         elif result.output_token_ids:
             record.arrivals.append(Arrival(now_s, len(result.output_token_ids)))

@@ -3,7 +3,9 @@
 A step that only generates reads the target's weights and the KV cache of its requests once, and the
 draft engine's as often as it drafts. The minimum is those bytes divided by a read bandwidth
 measured in the same run; its fraction of the measured time shows how much could still be gained.
-Large batches can be bound by arithmetic instead, which this limit does not cover.
+Where several ranks share a memory, as on a CPU, the bytes of all count; else those of one, since
+each has a memory of its own. Large batches can be bound by arithmetic instead, and ranks have to
+meet, which this limit does not cover.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from llmctl.cli.bench.records import StepRecord
 from llmctl.cli.inspect.cost import Step, op_bytes
+from llmctl.runtime.engines.engine import kv_bytes_per_block
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import Plan
     from llmctl.runtime.engines.engine import Engine
+    from llmctl.runtime.engines.opening import OpenedEngines
 
 MOST_BYTES = 1 << 30  # of a buffer that is read to measure; far larger than a GPU's caches
 LEAST_BYTES = 1 << 20
@@ -38,13 +42,18 @@ class Reads:
     draft_kv_per_block: int
 
     @classmethod
-    def of(cls, target: Engine, draft_engines: Sequence[Engine]) -> Reads:
+    def of(cls, opened: OpenedEngines) -> Reads:
         """The figures of loaded engines."""
+
+        def all_ranks(engine: Engine, num_bytes: int) -> int:
+            return num_bytes * (engine.config.num_ranks if opened.has_one_memory else 1)
+
+        target, drafts = opened.target, opened.draft_engines
         return cls(
-            weight_reads(target.plan),
-            sum(weight_reads(engine.plan) for engine in draft_engines),
-            target.kv_bytes_per_block,
-            sum(engine.kv_bytes_per_block for engine in draft_engines),
+            all_ranks(target, weight_reads(target.plan)),
+            sum(all_ranks(engine, weight_reads(engine.plan)) for engine in drafts),
+            all_ranks(target, kv_bytes_per_block(target.plan)),
+            sum(all_ranks(engine, kv_bytes_per_block(engine.plan)) for engine in drafts),
         )
 
     def step_bytes(self, step: StepRecord) -> int:
@@ -70,9 +79,21 @@ def weight_reads(plan: Plan) -> int:
     return sum(op_bytes(op, tensors, plan.kv_cache, step).weights for op in plan.ops)
 
 
-def measure_cpu(num_bytes: int) -> float:
-    """Bytes per second, the fastest of several reads of a buffer as large as what a step reads, so
-    that small models are compared with the caches that they fit into."""
+def measure_cpu(num_bytes: int, num_ranks: int = 1) -> float:
+    """Bytes per second that the threads of all ranks get: the fastest of several reads of a buffer
+    as large as what a step reads, so that small models are compared with the caches that they fit
+    into."""
+    from llmctl.plugins.backends.cpu.binding import num_threads, set_num_threads
+
+    own = num_threads()
+    set_num_threads(own * num_ranks)
+    try:
+        return _measure_cpu(num_bytes)
+    finally:
+        set_num_threads(own)
+
+
+def _measure_cpu(num_bytes: int) -> float:
     import numpy as np
 
     from llmctl.plugins.backends.cpu.binding import load_kernels

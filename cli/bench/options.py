@@ -126,6 +126,7 @@ COMMON: dict[str, tuple[Any, Any]] = {
     "max_num_tokens": (engine.MaxNumTokens, None),
     "max_step_ms": (engine.MaxStepMs, None),
     "num_threads": (option.NumThreads, None),
+    "tp_size": (engine.TpSize, None),
     "rank_timeout": (engine.RankTimeout, 30.0),
     "trusted_builder": (engine.TrustedBuilder, None),
     "report": (Report, None),

@@ -15,7 +15,7 @@ from llmctl.cli.output_files import replacing
 
 def publish_results(measured: Measured) -> int:
     """Write and print everything; the exit code: 0, 1 when a request failed, 130 or 143 after a
-    signal."""
+    signal. Then raises what ended the session."""
     report = report_json(measured)
     line = json.dumps(report, ensure_ascii=False, allow_nan=False)
     try:
@@ -24,6 +24,8 @@ def publish_results(measured: Measured) -> int:
         if not measured.options.is_json:
             print_report(report, make_console())
         print(line, flush=True)
+    if measured.failure is not None:
+        raise measured.failure
     return exit_code(measured, report["request_info"]["num_failed"])
 
 

@@ -20,7 +20,7 @@ from llmctl.cli.bench.synthetic import ForcedAcceptance, parse_forced
 from llmctl.cli.output_files import require_writable
 from llmctl.cli.run.drafting import require_drafts
 from llmctl.cli.run.report import architecture
-from llmctl.errors import BadConfig
+from llmctl.errors import BadConfig, RankFailure
 from llmctl.runtime.open import CheckedEngines, EngineOptions, OpenEngines, check_engines
 
 if TYPE_CHECKING:
@@ -112,11 +112,12 @@ class Measured:
     engine_facts: dict[str, Any]
     forced: ForcedAcceptance | None = None  # of drafts, whatever the target says
     interrupt: type[BaseException] | None = None  # what ended the session early
+    failure: RankFailure | None = None  # also
 
     @property
     def is_partial(self) -> bool:
         """True when not every request was run to its end."""
-        return self.interrupt is not None
+        return self.interrupt is not None or self.failure is not None
 
     def requests_of(self, way: Way) -> list[Request]:
         """The requests of one way: the reference refuses what asks for drafts of one kind."""
@@ -132,7 +133,8 @@ class Session:
         self._options = options
 
     def measure(self) -> Measured:
-        """Run every way. Ctrl-C ends the runs; what has been recorded by then is reported."""
+        """Run every way. Ctrl-C and the loss of a rank end the runs; what has been recorded by then
+        is reported."""
         options = self._options
         require_writable(*options.files, source=options.load.dataset)
         prompts = read_load(options.load)
@@ -150,9 +152,9 @@ class Session:
 
             bandwidth = free_memory_bandwidth()
         with closing(OpenEngines(checked, self._log)) as engines:
-            reads = Reads.of(engines.target, engines.opened.draft_engines)
+            reads = Reads.of(engines.opened)
             if not checked.is_on_gpu:
-                bandwidth = measure_cpu(reads.target_weights)
+                bandwidth = measure_cpu(reads.target_weights, checked.target.num_ranks)
             facts = {"label": options.label} | _engine_facts(engines)
             measured = Measured(options, checked, requests, ways, reads, bandwidth, facts, forced)
             total = len(requests) * options.iterations * len(ways)
@@ -161,6 +163,8 @@ class Session:
                     self._run(engines, measured, progress)
             except KeyboardInterrupt as stop:  # Ctrl-C, and SIGTERM by cli/main.py
                 measured.interrupt = type(stop)
+            except RankFailure as error:
+                measured.failure = error
         return measured
 
     def _ways(self, checked: CheckedEngines) -> list[Way]:
@@ -251,6 +255,8 @@ def _engine_facts(engines: OpenEngines) -> dict[str, Any]:
         "draft_method": method.name if method.is_drafting else None,
         "draft_len": engines.checked.draft_len,
         "backend": config.backend,
+        "num_ranks": config.num_ranks,
+        "draft_num_ranks": next((e.config.num_ranks for e in engines.opened.draft_engines), None),
         "device": engines.opened.device_name or processor_name(),
         "dtype": config.pretrained_config.get("dtype"),
         "quantization": quantization.get("quant_algo"),

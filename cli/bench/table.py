@@ -81,10 +81,16 @@ def heading(report: Mapping[str, Any]) -> str:
     """What was measured, on what."""
     engine, load, info = report["engine"], report["load"], report["request_info"]
     draft = f", {engine['draft_method']} of {engine['draft_len']}" if engine["draft_len"] else ""
+    ranks = ""
+    if engine["num_ranks"] > 1:
+        ranks = f", {engine['num_ranks']} ranks"
+        own = engine["draft_num_ranks"]
+        draft += f" on {own} rank{'s' if own > 1 else ''}" if draft and own is not None else ""
     in_flight = load["concurrency"] or "all"
     return (
-        f"{report['command']}: {engine['model']} on {engine['device']} ({engine['backend']}{draft})"
-        f"; {info['num_finished']} of {info['num_requests']} requests finished, "
+        f"{report['command']}: {engine['model']} on {engine['device']} "
+        f"({engine['backend']}{ranks}{draft}); "
+        f"{info['num_finished']} of {info['num_requests']} requests finished, "
         f"{in_flight} in flight, {info['num_iterations']} "
         f"iteration{'s' if info['num_iterations'] > 1 else ''}"
     )

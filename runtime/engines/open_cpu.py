@@ -62,6 +62,8 @@ class CpuOpener(Opener):
 class OpenedOnCpu(OpenedEngines):
     """See OpenedEngines."""
 
+    has_one_memory = True
+
     def __init__(
         self, engines: Mapping[str, Engine], request: OpenRequest, leader: Leader | None = None
     ) -> None:
@@ -86,7 +88,8 @@ class OpenedOnCpu(OpenedEngines):
     def facts(self, engine: Engine) -> str:
         """The backend, and the threads it uses."""
         size = engine.config.num_ranks
-        ranks = f" on each of {size} ranks" if size > 1 else ""
+        alone = " in rank 0 alone" if self._leader is not None else ""
+        ranks = f" on each of {size} ranks" if size > 1 else alone
         threads = "1 thread" if num_threads() == 1 else f"{num_threads()} threads"
         return f"backend {engine.config.backend} with {threads}{ranks}"
 

@@ -50,6 +50,7 @@ class OpenedEngines(ABC):
     kv_plan: KvCachePlan
     sampling: SamplingBackend
     device_name: str | None = None  # of a GPU
+    has_one_memory: bool = False  # which all ranks read; else each has its own
     window: AttentionWindow | None  # what no layer of any engine sees any more may be dropped
 
     @property

@@ -7,7 +7,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +100,30 @@ def engines(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Engin
     tokenizer = write_tokenizer(folder / "tokenizer", chat_template=CHAT_TEMPLATE)
     script = runpy.run_path(str(repository / "scripts/models/make_random_checkpoint.py"))
     made = Engines(folder / "target", folder / "draft", folder / "target-hf", folder / "draft-hf")
-    pairs = ((made.target_checkpoint, made.target), (made.draft_checkpoint, made.draft))
-    for seed, (checkpoint, engine) in enumerate(pairs):
+    for seed, checkpoint in enumerate((made.target_checkpoint, made.draft_checkpoint)):
         script["write_checkpoint"](checkpoint, "tiny", "none", tokenizer, seed)
+    build_engines(made)
+    return made
+
+
+def build_engines(made: Engines, *options: str) -> None:
+    """Both engines of their checkpoints."""
+    pairs = ((made.target_checkpoint, made.target), (made.draft_checkpoint, made.draft))
+    for checkpoint, engine in pairs:
         limits = ["--max-seq-len", "512", "--max-batch-size", "8", "--max-num-tokens", "128"]
         if engine == made.target:
             limits += ["--speculative_decoding_mode", "draft_tokens_external"]
             limits += ["--max_draft_len", "4"]
         build = ["build", "--checkpoint-dir", str(checkpoint), "--output-dir", str(engine)]
-        assert execute([*build, *limits]) == 0
+        assert execute([*build, *limits, *options]) == 0
+
+
+@pytest.fixture(scope="session")
+def rank_engines(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """The same two models as engines of two ranks of the cpu."""
+    folder = tmp_path_factory.mktemp("rank_engines")
+    made = replace(engines, target=folder / "target", draft=folder / "draft")
+    build_engines(made, "--backend", "cpu", "--tp-size", "2")
     return made
 
 

@@ -12,18 +12,10 @@ from llmctl.errors import BadConfig, OutOfMemory
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 
 
-@pytest.fixture(scope="module")
-def two_ranks(engines, tmp_path_factory):
+@pytest.fixture
+def two_ranks(rank_engines):
     """The target, as an engine of two ranks."""
-    from llmctl.cli.main import execute
-
-    folder = tmp_path_factory.mktemp("ranks") / "engine"
-    build = ["build", "--checkpoint-dir", engines.target_checkpoint, "--output-dir", folder,
-             "--max-seq-len", 512, "--max-batch-size", 8, "--max-num-tokens", 128, "--tp-size", 2,
-             "--speculative-decoding-mode", "draft_tokens_external",
-             "--max-draft-len", 4]  # fmt: skip
-    assert execute([str(word) for word in build]) == 0
-    return folder
+    return rank_engines.target
 
 
 @pytest.fixture
