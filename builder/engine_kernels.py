@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.config import BuildConfig
 from llmctl.builder.engine_format import REDRAFTER_NEXT, Plan, PlanKernel, lookahead_sizes
-from llmctl.builder.meta_calls import calls_by_cache, without_memory
+from llmctl.builder.meta_calls import alike, calls_by_cache, without_memory
 from llmctl.builder.meta_calls import distinct_calls as distinct_calls
 from llmctl.builder.meta_calls import meta_cache as meta_cache
 from llmctl.builder.meta_calls import meta_calls as meta_calls
@@ -179,7 +179,7 @@ def scratch_bytes(plan: Plan, limits: StepLimits) -> int:
     step = meta_step(limits)
     for own, kv_cache, calls in calls_by_cache(plan, limits):
         for call, extent in calls:
-            env = LaunchEnv(step, kv_cache, own, extent, scratch)
+            env = LaunchEnv(step, kv_cache, own, extent, scratch, parts=alike)
             for shape in planned_shapes(own):
                 _module(call.op).launches(call, env, shape)
     env = LaunchEnv(step, meta_cache(plan, limits), limits, "tokens", scratch)
@@ -221,7 +221,7 @@ def plan_launches(
     launches: list[Launch] = []
     for own, kv_cache, calls in calls_by_cache(plan, limits):
         for call, extent in calls:
-            env = LaunchEnv(step, kv_cache, own, extent, scratch)
+            env = LaunchEnv(step, kv_cache, own, extent, scratch, parts=alike)
             launches += _module(call.op).launches(call, env, shape)
     return launches
 

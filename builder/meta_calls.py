@@ -84,6 +84,11 @@ def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def alike(x: torch.Tensor, ranks: int) -> tuple[torch.Tensor, ...]:
+    """`Parts` (kernel_spec.py) where nothing has memory: all ranks have one plan."""
+    return (x,) * ranks
+
+
 def meta_step(limits: StepLimits) -> DeviceStep:
     """The arrays of a step, without memory."""
     import torch

@@ -116,11 +116,12 @@ class ColumnShard(_Part):
     """Columns of a weight that is made of several tensors, such as codes and scales of blocks:
     numbers depend on the whole row, so rows are made whole and cut. Chunks want a `Shard`."""
 
-    columns: int  # of a rank; the source is [rows, columns * ranks]
+    columns: int  # of a rank, or blocks of a packed weight; the source has columns * ranks
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.source.shape[0], self.columns)
+        rows, _, *inner = self.source.shape
+        return (rows, self.columns, *inner)
 
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
         shard = _shard(checkpoint)
@@ -133,7 +134,7 @@ class VocabularyShard(_Part):
     """A rank's rows of the output projection's weight or scales, padded with zeros to `rows`.
     Chunks want a `Shard`."""
 
-    rows: int
+    rows: int  # or tiles of a packed weight
 
     @property
     def shape(self) -> tuple[int, ...]:

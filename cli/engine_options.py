@@ -59,6 +59,14 @@ RankTimeout = Annotated[
         hidden=True,
     ),
 ]
+RanksOnOneDevice = Annotated[
+    bool,
+    Option(
+        "--ranks-on-one-device",
+        help="cuda, for tests: run all ranks of an engine on one GPU, in lockstep.",
+        hidden=True,
+    ),
+]
 EnableBlockReuse = Annotated[
     bool,
     Option(

@@ -56,6 +56,7 @@ class EngineOptions:
     windows: WindowOptions = WindowOptions()
     tp_size: int | None = None  # ranks; None: as many as the engine has
     rank_timeout_s: float = 30.0  # how long one rank waits for another before it is given up
+    ranks_on_one_device: bool = False  # of a GPU, in this process: for tests
 
     def __post_init__(self) -> None:
         if not 0 < self.rank_timeout_s < 1e6:  # also NaN
@@ -103,7 +104,9 @@ def check_engines(options: EngineOptions) -> CheckedEngines:
     require_world(target, options.tp_size)
     require_drafts(configs)
     draft_len = options.method.check(target, configs)
-    opener_of(target.backend).check(target, options.num_threads)
+    opener_of(target.backend).check(
+        target, options.num_threads, ranks_on_one_device=options.ranks_on_one_device
+    )
     return CheckedEngines(options, configs, draft_len)
 
 

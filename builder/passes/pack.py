@@ -8,12 +8,16 @@ anyway. A norm before it is included if a product that normalizes was measured t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from llmctl.builder.network import Attribute, Network, Node
 from llmctl.builder.packing import PackedRows, PackedVector, RowOrder
 from llmctl.builder.schemes.reading import CodedRows
+from llmctl.builder.sharding import ColumnShard, VocabularyShard
 from llmctl.builder.sources import Rows, Source
+from llmctl.errors import Unsupported
+from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
 from llmctl.plugins.schemes.table import find_form
 
 # What must divide evenly for the interleaved orders (layout.py): 8 rows of either half.
@@ -129,11 +133,31 @@ def _pack_inputs(
             del network.sources[inputs[role]]
         if role != "weight":
             packed: Source = PackedVector(source, order)
-        elif isinstance(source, Rows):
-            packed = PackedRows(source, order)
         else:
-            assert isinstance(source, CodedRows)
-            packed = source.packed(order)
-            attributes |= source.form.attributes
+            packed, found = _pack(linear.name, source, order)
+            attributes |= found
         inputs[role] = network.add_weight(f"{linear.name}.{role}", packed).name
     return inputs, attributes
+
+
+def _pack(name: str, source: Source, order: RowOrder) -> tuple[Source, Mapping[str, Attribute]]:
+    """(a weight packed, what the plan says of it). A rank's part of a whole weight is a part of the
+    packed one, in whole blocks. Raises Unsupported where it does not consist of them."""
+    if isinstance(source, VocabularyShard):
+        whole, found = _pack(name, source.source, RowOrder("plain", source.source.shape[:1]))
+        return VocabularyShard(whole, source.rows // TILE_ROWS), found
+    if isinstance(source, ColumnShard):
+        whole, found = _pack(name, source.source, order)
+        assert isinstance(source.source, CodedRows)
+        form = source.source.form
+        if source.columns % form.columns:
+            raise Unsupported(
+                f"{name}: a rank has {source.columns} columns of it; packed {form.name} weights "
+                f"are blocks of {form.columns}",
+                fix="a smaller --tp-size, or FP8 or 16-bit weights",
+            )
+        return ColumnShard(whole, source.columns // form.columns), found
+    if isinstance(source, Rows):
+        return PackedRows(source, order), {}
+    assert isinstance(source, CodedRows)
+    return source.packed(order), source.form.attributes

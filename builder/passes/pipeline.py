@@ -65,6 +65,12 @@ def run_passes(
     network, *rewritten = map(fuse, (recorded, *heads))
     if not able.compiles_plans:
         network = split_over_ranks(network, limits.tp_size, limits.sum_leaves)
+    if able.packs_linears:
+        is_fused = plugin_config["gemm_swiglu_plugin"] != "disable"
+        network, *rewritten = (
+            fuse_embedding(pack_linears(graph, fuse_swiglu=is_fused))
+            for graph in (network, *rewritten)
+        )
     pieces: tuple[Piece, ...] = ()
     if able.compiles_plans:
         assert not heads, "plans of TensorRT have no heads"
@@ -98,12 +104,7 @@ def _fuse(
     network = lower_attention(network, rotary, kv_scales)
     if able.gathers_fp8:
         network = quantize_before_gather(network)
-    network = fuse_quantize(network, _quantizing_ops(plugin_config))
-    if able.packs_linears:
-        is_fused = plugin_config["gemm_swiglu_plugin"] != "disable"
-        network = pack_linears(network, fuse_swiglu=is_fused)
-        network = fuse_embedding(network)
-    return network
+    return fuse_quantize(network, _quantizing_ops(plugin_config))
 
 
 def _quantizing_ops(plugin_config: Mapping[str, str]) -> frozenset[str]:

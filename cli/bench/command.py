@@ -168,6 +168,7 @@ def _run(
             num_threads=given["num_threads"],
             tp_size=given["tp_size"],
             rank_timeout_s=given["rank_timeout"],
+            ranks_on_one_device=given["ranks_on_one_device"],
             trusted_builder=given["trusted_builder"],
         ),
         load=LoadOptions(

@@ -128,6 +128,7 @@ COMMON: dict[str, tuple[Any, Any]] = {
     "num_threads": (option.NumThreads, None),
     "tp_size": (engine.TpSize, None),
     "rank_timeout": (engine.RankTimeout, 30.0),
+    "ranks_on_one_device": (engine.RanksOnOneDevice, False),
     "trusted_builder": (engine.TrustedBuilder, None),
     "report": (Report, None),
     "trace": (Trace, None),

@@ -66,6 +66,7 @@ def run(
     num_threads: option.NumThreads = None,
     tp_size: engine.TpSize = None,
     rank_timeout: engine.RankTimeout = 30.0,
+    ranks_on_one_device: engine.RanksOnOneDevice = False,
     trusted_builder: engine.TrustedBuilder = None,
     tokenizer_dir: option.TokenizerDir = None,
     no_add_special_tokens: option.NoAddSpecialTokens = False,
@@ -147,6 +148,7 @@ def run(
             num_threads=num_threads,
             tp_size=tp_size,
             rank_timeout_s=rank_timeout,
+            ranks_on_one_device=ranks_on_one_device,
             trusted_builder=trusted_builder,
         ),
         prompts=PromptOptions(

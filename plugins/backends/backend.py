@@ -53,6 +53,7 @@ _ROWS = (
         kernels="cuda",
         arena_alignment=128,
         packs_linears=True,
+        rank_counts=RANK_COUNTS,
         generated_weights=("dummy", "planted"),
     ),
     *(

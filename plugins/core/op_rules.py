@@ -101,12 +101,20 @@ def _heads(call: OpCall) -> list[int]:
     return [int(call.attributes[name]) for name in ("num_heads", "num_kv_heads", "head_size")]
 
 
-def partial_sums(call: OpCall) -> str | None:
+def partial_sums(*scaled: str) -> Rule:
     """A product over a part of K gives float32 sums; scales and bias come after the sum over
-    ranks. Any other has a scale for each operand that is quantized."""
-    if not call.attributes.get("is_partial", False):
-        broken = (scales_input(value, f"{value}_scale")(call) for value in ("weight", "x"))
+    ranks. Any other has a scale for each of the operands `scaled` that is quantized."""
+
+    def rule(call: OpCall) -> str | None:
+        if call.attributes.get("is_partial", False):
+            return _unfinished(call)
+        broken = (scales_input(value, f"{value}_scale")(call) for value in scaled)
         return next(filter(None, broken), None)
+
+    return rule
+
+
+def _unfinished(call: OpCall) -> str | None:
     beyond = [role for role in ("weight_scale", "x_scale", "bias") if role in call.inputs]
     if not beyond and name_of(call.outputs["out"]) == "float32":
         return None
@@ -137,7 +145,8 @@ def packed_operands(call: OpCall) -> str | None:
     found = name_of(side[role])
     if found != wanted:
         return f"{role} is {found}; {wanted} meets a packed weight of {weight}"
-    if ("x_scale" in call.inputs) != (wanted in QUANTIZED):
+    is_partial = call.attributes.get("is_partial", False)  # scaled after the sum over ranks
+    if not is_partial and ("x_scale" in call.inputs) != (wanted in QUANTIZED):
         return f"{role} is {found} {'with' if 'x_scale' in call.inputs else 'without'} x_scale"
     return None
 

@@ -1,14 +1,44 @@
-"""Checks that the GPU is one that the engine was built for, before anything else."""
+"""Checks that the GPU is one that the engine was built for, before anything else, and that its
+ranks can run here."""
 
 from __future__ import annotations
 
 import torch
 
 from llmctl.builder.engine_format import EngineConfig
-from llmctl.errors import NoDevice, RebuildNeeded
+from llmctl.errors import BadConfig, NoDevice, RebuildNeeded, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.plugins.backends.cuda.arch import ARCHS
 from llmctl.runtime.engines.tensorrt_check import require_tensorrt
+from llmctl.runtime.ranks.launch import world_of
+
+
+def require_ranks(config: EngineConfig, *, on_one_device: bool) -> None:
+    """Raise Unsupported for an engine of several ranks, each of which would have a GPU of its own,
+    unless all are to run on one; BadConfig where there is nothing to put on one device."""
+    ranks, able = config.num_ranks, BACKENDS[config.backend]
+    if not on_one_device:
+        if ranks > 1 and not able.compiles_plans:  # of TensorRT's, `require_tensorrt` tells
+            raise Unsupported(
+                f"the engine has {ranks} ranks; ranks with a GPU each are not in this version",
+                fix="build with --tp-size 1; or, to test what ranks compute, run all of them on "
+                "one GPU: --ranks-on-one-device",
+            )
+        return
+    if ranks == 1 or able.compiles_plans:
+        what = f"{ranks} ranks" if ranks > 1 else "one rank"
+        raise BadConfig(
+            f"--ranks-on-one-device is for cuda engines of several ranks; this one is "
+            f"{config.backend} with {what}",
+            fix="leave it out",
+        )
+    world = world_of(config)
+    if world is not None:
+        raise BadConfig(
+            f"--ranks-on-one-device runs all {ranks} ranks in one process, and {world.launcher} "
+            f"started {world.size}",
+            fix=f"run it without {world.launcher}",
+        )
 
 
 def require_device(config: EngineConfig) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -44,6 +44,11 @@ class LoadReport:
     def __str__(self) -> str:
         size, speed = self.num_bytes / 1e9, self.gigabytes_per_s
         return f"{size:.3f} GB in {self.seconds:.2f} s, {speed:.1f} GB/s"
+
+
+def sum_reports(reports: Sequence[LoadReport]) -> LoadReport:
+    """Of files that were loaded one after another."""
+    return LoadReport(sum(r.num_bytes for r in reports), sum(r.seconds for r in reports))
 
 
 @dataclass(frozen=True, slots=True)

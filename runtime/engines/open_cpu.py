@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llmctl.builder.engine_format import EngineConfig, read_engine_config
+from llmctl.errors import Unsupported
 from llmctl.plugins.backends.cpu import CpuSampling, num_threads, set_num_threads
 from llmctl.plugins.backends.cpu.binding import default_num_threads
 from llmctl.runtime.drafting.drafter import Drafter
@@ -26,8 +27,16 @@ class CpuOpener(Opener):
 
     on_gpu = False
 
-    def check(self, config: EngineConfig, num_threads: int | None) -> None:
+    def check(
+        self, config: EngineConfig, num_threads: int | None, *, ranks_on_one_device: bool
+    ) -> None:
         """Every machine has a CPU."""
+        if ranks_on_one_device:
+            raise Unsupported(
+                f"--ranks-on-one-device is for cuda engines; this one is {config.backend}, whose "
+                "ranks are processes",
+                fix="leave it out",
+            )
 
     def open(self, folders: Mapping[str, Path], request: OpenRequest, log: Log) -> OpenedEngines:
         """Logs nothing: opening takes no time."""

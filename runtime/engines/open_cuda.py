@@ -10,54 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from llmctl.builder.engine_format import (
-    EngineConfig,
-    Plan,
-    engine_file,
-    lookahead_sizes,
-    open_engine,
-    read_engine_config,
-)
-from llmctl.plugins.backends.backend import BACKENDS
-from llmctl.plugins.backends.cuda.kernel_spec import Launch, StepLimits
-from llmctl.plugins.backends.cuda.program import CudaProgram
-from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
-from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes
+from llmctl.builder.engine_format import Plan
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.sampling.cuda import MAX_ROWS, CudaSampling, scratch_bytes
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.device_check import require_device
-from llmctl.runtime.engines.engine import NO_WINDOWS, kv_bytes_per_block
-from llmctl.runtime.engines.graphs import MAX_GRAPHS
+from llmctl.runtime.engines.engine import NO_WINDOWS
+from llmctl.runtime.engines.engine_file import EngineFile, lookahead_of
 from llmctl.runtime.engines.host_blocks import BLOCKS_ON_DEVICE
-from llmctl.runtime.engines.loading import LoadReport, allocated_bytes, load_weights
+from llmctl.runtime.engines.loading import LoadReport
 from llmctl.runtime.engines.memory_plan import (
     DEFAULT_DEVICE_FRACTION,
-    GRAPH_BYTES_PER_LAUNCH,
     DevicePlan,
     EngineMemory,
     plan_device,
 )
-from llmctl.runtime.engines.open_tensorrt import (
-    kernels_a_step,
-    load_binaries,
-    open_tensorrt,
-    plan_scratch_bytes,
-)
-from llmctl.runtime.engines.tensorrt_check import present_capability, require_tensorrt
 from llmctl.runtime.kv_cache import most_step_tokens
-from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows, cache_window
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window
 from llmctl.runtime.rounds.upload import state_bytes, tree_bytes
-from llmctl.runtime.rounds.verification import (
-    MOST_FED,
-    ahead_of_need,
-    graph_launches,
-    head_launches,
-)
+from llmctl.runtime.rounds.verification import MOST_FED, ahead_of_need
 
 Launcher = Callable[[Sequence[Launch]], None]
 
@@ -98,101 +73,6 @@ class PlannedEngines:
         return LoadedEngines(engines, sampling, {role: load for role, (_, load) in loaded.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFile:
-    """One engine file, memory-mapped."""
-
-    folder: Path
-    config: EngineConfig
-    plan: Plan
-    tensors: Mapping[str, torch.Tensor]  # stored weights and cubins
-
-    @classmethod
-    def open(cls, folder: Path, windows: WindowOptions = NO_WINDOWS) -> EngineFile:
-        """Reads config.json and the header; `windows` narrow the model's own.
-
-        Raises what `open_engine` and `apply_windows` raise.
-        """
-        plan, tensors = open_engine(folder)
-        config = read_engine_config(folder)
-        length = int(config.build_config["max_seq_len"])
-        plan = apply_windows(plan, windows, length, config.backend)
-        return cls(folder, config, plan, tensors)
-
-    def memory(
-        self,
-        role: str,
-        sampling: int = 0,
-        *,
-        round_steps: int = 1,
-        num_engines: int = 1,
-        ahead: Sequence[int] = (),
-    ) -> EngineMemory:
-        """What the engine takes on a device, with `sampling` bytes for drawing tokens and for
-        rounds. Graphs are those of its own steps and of rounds of `num_engines` engines, each of
-        `round_steps` steps, or as many as `ahead` says of each that is captured before the first
-        request."""
-        build = self.config.build_config
-        batch, drafts = int(build["max_batch_size"]), int(build["max_draft_len"])
-        kernels = kernels_a_step(self.plan, batch * max(drafts + 1, 2))  # as `Buckets` has them
-        launches = MAX_GRAPHS * kernels + graph_launches(kernels, round_steps, num_engines, ahead)
-        # A recurrent head runs for each draft of a beam. Counting so for the graph of first steps,
-        # too, covers what searches between the steps.
-        runs = int(build.get("draft_heads", {}).get("draft_len_per_beam", 1))
-        for name, head in self.plan.heads.items():  # one that attends drafts a chain
-            each = drafts if head.cache else runs
-            launches += head_launches(each * kernels_a_step(self.plan, batch, name), ahead)
-        if _lookahead(build) is not None:
-            launches += head_launches(1, ahead)
-        return EngineMemory(
-            role=role,
-            weight_bytes=allocated_bytes(self.plan),
-            activation_bytes=self.plan.arena_bytes,
-            scratch_bytes=self.plan.scratch_bytes + plan_scratch_bytes(self.plan) + sampling,
-            graph_bytes=launches * GRAPH_BYTES_PER_LAUNCH,
-            kv_bytes_per_block=kv_bytes_per_block(self.plan),
-            tokens_per_block=self.plan.kv_cache.tokens_per_block,
-            max_batch_size=int(build["max_batch_size"]),
-            max_seq_len=int(build["max_seq_len"]),
-        )
-
-    def load(self, queue: DeviceQueue) -> tuple[CudaEngine, LoadReport]:
-        """The engine with its weights, read or generated, on the queue's device."""
-        if BACKENDS[self.config.backend].compiles_plans:
-            return self._load_tensorrt(queue)
-        weights, report = self._load_weights(queue)
-        binaries = load_binaries(self.plan, self.tensors, str(self.config.compute_capability))
-
-        def make_program(calls: list[OpCall], limits: StepLimits) -> CudaProgram:
-            fused = self.plan.fused
-            return CudaProgram(calls, binaries, limits, queue.device, fused=fused)
-
-        return CudaEngine(self.config, self.plan, weights, make_program, queue), report
-
-    def _load_tensorrt(self, queue: DeviceQueue) -> tuple[CudaEngine, LoadReport]:
-        reports: list[LoadReport] = []
-
-        def load() -> Mapping[str, torch.Tensor]:
-            weights, report = self._load_weights(queue)
-            reports.append(report)
-            return weights
-
-        trt = require_tensorrt(self.config)
-        parts = (self.config, self.plan, self.tensors, queue, trt)
-        engine = open_tensorrt(*parts, present_capability(), load)
-        return engine, reports[0]
-
-    def _load_weights(self, queue: DeviceQueue) -> tuple[dict[str, torch.Tensor], LoadReport]:
-        weights, report = load_weights(self.folder / engine_file(0), self.plan, self.tensors, queue)
-        if any(not t.is_stored for t in self.plan.tensors):
-            from llmctl.runtime.engines.planted_weights import generate_weights
-
-            with device_errors("generating weights"), queue.scope():
-                generate_weights(self.config, self.plan, weights)
-            queue.synchronize()
-        return weights, report
-
-
 def plan_engines(
     folders: Mapping[str, Path],
     *,
@@ -219,7 +99,7 @@ def plan_engines(
     sampling = sampling_bytes(plans)
     sizes = (int(limits["max_batch_size"]), draft_len)
     sampling += state_bytes(*sizes)
-    sampling += tree_bytes(target.plan, *sizes, _lookahead(limits))
+    sampling += tree_bytes(target.plan, *sizes, lookahead_of(limits))
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     most = [int(file.config.build_config["max_batch_size"]) for file in files.values()]
     most += [file.plan.max_num_tokens // MOST_FED for file in drafts]
@@ -259,11 +139,6 @@ def sampling_bytes(plans: Sequence[Plan]) -> int:
         for vocab in set(map(_vocab, plans))
         for count in (MAX_ROWS, rows)
     )
-
-
-def _lookahead(build: Mapping[str, Any]) -> LookaheadSizes | None:
-    """Of the windows that device rounds can have."""
-    return lookahead_sizes(build["speculative_decoding_mode"], build.get("draft_heads", {}))
 
 
 def _vocab(plan: Plan) -> int:

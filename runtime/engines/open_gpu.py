@@ -9,7 +9,7 @@ from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import Unsupported
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.method import DraftMethod
-from llmctl.runtime.engines.device_check import require_device
+from llmctl.runtime.engines.device_check import require_device, require_ranks
 from llmctl.runtime.engines.engine import Engine
 from llmctl.runtime.engines.open_cuda import LoadedEngines, plan_engines
 from llmctl.runtime.engines.opening import TARGET, Log, OpenedEngines, Opener, OpenRequest
@@ -22,10 +22,13 @@ class GpuOpener(Opener):
 
     on_gpu = True
 
-    def check(self, config: EngineConfig, num_threads: int | None) -> None:
+    def check(
+        self, config: EngineConfig, num_threads: int | None, *, ranks_on_one_device: bool
+    ) -> None:
         """The GPU must be there that the engine was built for."""
         if num_threads is not None:
             raise Unsupported(f"--num-threads is for cpu engines; this one is {config.backend}")
+        require_ranks(config, on_one_device=ranks_on_one_device)
         require_device(config)
 
     def open(self, folders: Mapping[str, Path], request: OpenRequest, log: Log) -> OpenedEngines:
@@ -57,11 +60,12 @@ class OpenedOnGpu(OpenedEngines):
         self._loaded = loaded
 
     def close(self) -> None:
-        """There is one rank."""
+        """There is no other process."""
 
     def facts(self, engine: Engine) -> str:
-        """The backend."""
-        return f"backend {engine.config.backend}"
+        """The backend, and how many ranks share the device."""
+        ranks = engine.config.num_ranks
+        return f"backend {engine.config.backend}" + f", {ranks} ranks on one device" * (ranks > 1)
 
     def make_round_runner(
         self,

@@ -99,8 +99,11 @@ class Opener(ABC):
     on_gpu: bool
 
     @abstractmethod
-    def check(self, config: EngineConfig, num_threads: int | None) -> None:
-        """Can an engine run here? Reads no weights. Raises Unsupported, NoDevice, RebuildNeeded."""
+    def check(
+        self, config: EngineConfig, num_threads: int | None, *, ranks_on_one_device: bool
+    ) -> None:
+        """Can an engine run here? Reads no weights. Raises Unsupported, BadConfig, NoDevice,
+        RebuildNeeded."""
 
     @abstractmethod
     def open(self, folders: Mapping[str, Path], request: OpenRequest, log: Log) -> OpenedEngines:

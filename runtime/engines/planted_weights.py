@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
+import numpy as np
 import torch
 
 from llmctl.builder.engine_format import EngineConfig, Plan, PlanOp
@@ -35,11 +37,13 @@ INERT = 2.0**-14  # factor of what must not change the residual stream (BF16 kee
 Fill = Callable[[torch.Tensor], None]
 
 
-def generate_weights(config: EngineConfig, plan: Plan, weights: Mapping[str, torch.Tensor]) -> None:
-    """Fill every weight that the engine file does not store, on the device where it lies.
+def generate_weights(
+    config: EngineConfig, plan: Plan, weights: Mapping[str, torch.Tensor], rank: int = 0
+) -> None:
+    """Fill every weight that the engine file of a rank does not store, on the device where it lies.
 
-    Deterministic for a seed, a plan and a kind of device. Raises CorruptEngine for a recipe that
-    this version does not know.
+    Deterministic for a seed, a plan, a rank and a kind of device; what every rank has whole is the
+    same on all. Raises CorruptEngine for a recipe that this version does not know.
     """
     recipe = config.weights
     if recipe.get("load_format") not in ("dummy", "planted"):
@@ -50,15 +54,20 @@ def generate_weights(config: EngineConfig, plan: Plan, weights: Mapping[str, tor
     missing = {t.name for t in plan.tensors if t.kind == "weight" and not t.is_stored}
     device = next(iter(weights.values())).device
     generator = torch.Generator(device).manual_seed(int(recipe["seed"]))
+    own = generator  # of what a rank has a part of
+    if config.num_ranks > 1:
+        drawn = np.random.SeedSequence((int(recipe["seed"]), rank)).generate_state(1)
+        own = torch.Generator(device).manual_seed(int(drawn[0]))
     for name, op in ((name, op) for name, graph in plan.graphs.items() for op in graph.ops):
-        is_inert = op.name.endswith(PLANTED_GRAPHS[name].inert)
+        is_inert = op.name.removesuffix(".all_reduce").endswith(PLANTED_GRAPHS[name].inert)
         for role, weight in op.inputs.items():
             if weight in missing:
                 missing.discard(weight)
-                _fill_for(op, role, generator, plan, is_inert)(weights[weight])
+                chosen = generator if op.op in _EMBEDDINGS else own
+                _fill_for(op, role, chosen, plan, is_inert)(weights[weight])
     assert not missing, f"no operator reads {sorted(missing)[:3]}"
     if recipe["load_format"] == "planted":
-        _plant(recipe, plan, weights, generator)
+        _plant(recipe, plan, weights, generator, rank)
 
 
 def _fill_for(
@@ -66,9 +75,11 @@ def _fill_for(
 ) -> Fill:
     """How a weight is filled, by what it is to its operator."""
     if role == "weight_scale":
-        own = _form(op, plan).spread
+        product = _written_by(op.inputs["x"], plan) if op.op == "all_reduce" else op
+        own = _form(product, plan).spread
         assert own is not None, f"{op.name} has scales of weights that need none"
-        value = _inner(op, plan) ** -0.5 / own * (INERT if is_inert else 1)
+        inner = _inner(product, plan) * int(op.attributes.get("ranks", 1))
+        value = inner**-0.5 / own * (INERT if is_inert else 1)
         return lambda tensor: _constant(tensor, value)
     if role in ("scale", "x_scale", "k_scale", "v_scale", "out_scale"):
         return lambda tensor: _constant(tensor, SCALE)
@@ -86,6 +97,12 @@ def _fill_for(
         return lambda tensor: packing_of(form).fill_random(tensor, generator)
     spread = form.spread or _inner(op, plan) ** -0.5 * (INERT if is_inert else 1)
     return lambda tensor: _random(tensor, spread, generator)
+
+
+def _written_by(tensor: str, plan: Plan) -> PlanOp:
+    """The operator of the base graph that writes a tensor."""
+    (op,) = [op for op in plan.ops if tensor in op.outputs.values()]
+    return op
 
 
 def _inner(op: PlanOp, plan: Plan) -> int:
@@ -129,9 +146,14 @@ def _random(tensor: torch.Tensor, spread: float, generator: torch.Generator) -> 
 
 
 def _plant(
-    recipe: Recipe, plan: Plan, weights: Mapping[str, torch.Tensor], generator: torch.Generator
+    recipe: Recipe,
+    plan: Plan,
+    weights: Mapping[str, torch.Tensor],
+    generator: torch.Generator,
+    rank: int,
 ) -> None:
-    """Codes into the embedding, and into each graph what it is to say."""
+    """Codes into the embedding, and into each graph what it is to say; of the output projection, a
+    rank's rows."""
     (embedding,) = [weights[op.inputs["weight"]] for op in plan.ops if op.op in _EMBEDDINGS]
     for rows in _row_chunks(embedding):
         signs = torch.rand(rows.shape, generator=generator, device=rows.device) < 0.5
@@ -139,8 +161,14 @@ def _plant(
     for name, graph in plan.graphs.items():
         planted = PLANTED_GRAPHS[name].rows(recipe, graph, Codes(embedding))
         for op in graph.ops:
-            if op.name in planted:
-                _write_rows(op, plan, weights, planted[op.name])
+            if op.name not in planted:
+                continue
+            product, rows_of = op, planted[op.name]
+            if op.op == "all_gather":  # of what each rank's product has a share of the rows
+                product = _written_by(op.inputs["x"], plan)
+                share = weights[product.inputs["weight"]].shape[0] * TILE_ROWS
+                rows_of = partial(_rows_from, rows_of, rank * share)
+            _write_rows(product, plan, weights, rows_of)
 
 
 def _write_rows(op: PlanOp, plan: Plan, weights: Mapping[str, torch.Tensor], rows: Rows) -> None:
@@ -153,6 +181,10 @@ def _write_rows(op: PlanOp, plan: Plan, weights: Mapping[str, torch.Tensor], row
         made = rows(tile * TILE_ROWS, min(tile + width, packed.shape[0]) * TILE_ROWS)
         found = packing_of(form).pack_halves(made) if form.is_coded else pack(made.to(packed.dtype))
         packed[tile : tile + width].view(torch.uint8).copy_(found.view(torch.uint8))
+
+
+def _rows_from(rows: Rows, first: int, start: int, stop: int) -> torch.Tensor:
+    return rows(first + start, first + stop)
 
 
 def _row_chunks(matrix: torch.Tensor) -> Iterator[torch.Tensor]:

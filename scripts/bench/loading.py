@@ -25,7 +25,7 @@ import torch
 from llmctl.builder.engine_format import engine_file
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.backends.cuda.read_rate import elapsed_ms
-from llmctl.runtime.engines.open_cuda import EngineFile
+from llmctl.runtime.engines.engine_file import EngineFile
 from scripts.bench.rows import Table, row
 
 LINK_BYTES = 1 << 30

@@ -141,7 +141,7 @@ def test_scales_of_single_tokens_are_refused(tmp_path: Path) -> None:
 
 def test_backends_without_ranks_or_leaves_refuse_them(checkpoint: Path) -> None:
     for request, said in (
-        ({"tp_size": 2}, "engines of the cuda backend have one rank"),
+        ({"tp_size": 3}, "engines of the cuda backend have 1, 2, 4, 8 ranks"),
         ({"tp_invariant": True}, "--tp-invariant is refused: products of the cuda backend"),
     ):
         with pytest.raises(Unsupported, match=said):

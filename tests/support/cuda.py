@@ -51,14 +51,19 @@ class FakeProgram:
     """`CudaProgram` with CPU tensors."""
 
     def __init__(
-        self, calls: list[OpCall], limits: StepLimits, row_inputs: Sequence[torch.Tensor] = ()
+        self,
+        calls: list[OpCall],
+        limits: StepLimits,
+        row_inputs: Sequence[torch.Tensor] = (),
+        program: Any = None,
     ) -> None:
+        """program: what computes; None: the compiled kernels."""
         self.limits = limits
         ops = {call.op for call in calls}
         self._has_cache, self._continues = "paged_attention" in ops, "recurrence" in ops
         self.shapes: list[StepShape] = []  # as enqueued
         self.step = stale_step(limits)
-        self._program = CpuProgram(calls, row_inputs)
+        self._program = program or CpuProgram(calls, row_inputs)
 
     def beside(
         self, calls: list[OpCall], row_inputs: Sequence[torch.Tensor], kv_dtype: str = ""

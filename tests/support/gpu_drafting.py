@@ -21,18 +21,18 @@ def opened(engine: Path, method: DraftMethod, **options: Any) -> OpenEngines:
     return OpenEngines(check_engines(EngineOptions(engine, method, **options)))
 
 
-def plain_texts(engine: Path, requests: list[Request]) -> Outputs:
+def plain_texts(engine: Path, requests: list[Request], **options: Any) -> Outputs:
     """Of each request alone, without drafts."""
-    with opened(engine, PlainDecoding()).executor() as executor:
+    with opened(engine, PlainDecoding(), **options).executor() as executor:
         return [run_all(executor, [request])[0] for request in requests]
 
 
 def run_in_every_company(
-    engine: Path, method: DraftMethod, requests: list[Request], plain: Outputs
+    engine: Path, method: DraftMethod, requests: list[Request], plain: Outputs, **options: Any
 ) -> SpeculationStats:
     """Rounds on the device, and between them steps of the host: prompts, penalties, own lengths.
     The text is asserted to be that of plain decoding."""
-    with opened(engine, method).executor() as executor:
+    with opened(engine, method, **options).executor() as executor:
         assert [run_all(executor, [request])[0] for request in requests] == plain
         assert run_all(executor, requests) == plain, "all together"
         assert run_all(executor, requests) == plain, "with blocks that are reused"

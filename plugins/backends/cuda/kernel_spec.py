@@ -126,6 +126,17 @@ def step_shapes(limits: StepLimits) -> dict[str, tuple[int, ...]]:
     }
 
 
+Parts = Callable[["torch.Tensor", int], tuple["torch.Tensor", ...]]
+"""parts(x, ranks): the tensors that are to every rank of so many what x is to one, in their
+order."""
+
+
+def own_part(x: torch.Tensor, ranks: int) -> tuple[torch.Tensor, ...]:
+    """`Parts` of a program of one rank."""
+    assert ranks == 1, f"a program of one rank computes what {ranks} ranks have parts of"
+    return (x,)
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
     """What a launch may use besides the tensors of the call."""
@@ -138,6 +149,7 @@ class LaunchEnv:
     """scratch(name, shape, dtype): zeroed once when first asked for, then the same tensor for every
     call that asks for that name; whoever uses it leaves counters at zero again."""
     use_pdl: bool = True  # false in the interpreter and on other GPUs than Hopper's
+    parts: Parts = own_part  # of operators over ranks
 
     def count(self, shape: StepShape) -> int:
         """Leading extent of the call's activations in this step."""

@@ -27,8 +27,10 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     DeviceStep,
     Launch,
     LaunchEnv,
+    Parts,
     StepLimits,
     StepShape,
+    own_part,
 )
 from llmctl.plugins.backends.cuda.rebinding import (
     Model,
@@ -79,8 +81,10 @@ class CudaProgram:
         runners: Mapping[str, OperatorRunner] | None = None,
         fused: Sequence[FusedCalls] = (),
         row_inputs: Sequence[torch.Tensor] = (),
+        parts: Parts = own_part,
     ) -> None:
-        """row_inputs: tensors that are there before the first call and have the step's rows."""
+        """row_inputs: tensors that are there before the first call and have the step's rows. parts:
+        of other ranks, whose kernels run on the same stream."""
         self._runners = dict(runners or {})  # by operator
         stated = {}
         for call in calls:
@@ -109,6 +113,7 @@ class CudaProgram:
         ]
         self._models: dict[Hashable, Model] = {}  # by `look`, for the step packed last
         self._chains = open_chains(calls, limits, fused)
+        self._parts = parts
 
     def beside(
         self,
@@ -131,6 +136,7 @@ class CudaProgram:
                 *(self.step, kv_cache, self.limits, extent),
                 self.scratch,
                 self._kernels.use_pdl,
+                self._parts,
             )
             for extent in _EXTENTS
         }

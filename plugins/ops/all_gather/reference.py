@@ -1,12 +1,18 @@
-"""Columns of all ranks side by side, for one rank: a copy without the padding."""
+"""Columns of all ranks side by side: a copy without the padding."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from llmctl.plugins.core.calls import StepInputs
+
+
+def gather_ranks(shares: Sequence[torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+    """All rows of `shares`, which has what `x` is to each rank."""
+    out = outputs["out"]
+    out[: len(shares[0])] = torch.cat(list(shares), dim=1)[:, : out.shape[1]]
 
 
 def reference(
@@ -16,7 +22,6 @@ def reference(
     step: StepInputs,
     kv_cache: torch.Tensor,
 ) -> None:
-    """All rows of `x`."""
-    assert attributes["ranks"] == 1, "one process holds the columns of one rank"
-    x, out = inputs["x"], outputs["out"]
-    out[: len(x)] = x[:, : out.shape[1]]
+    """All rows of `x`, of one rank."""
+    assert attributes["ranks"] == 1, "a call has the columns of one rank"
+    gather_ranks([inputs["x"]], outputs)

@@ -1,4 +1,4 @@
-"""The sum over ranks of one rank: its own numbers, scaled, biased and rounded once."""
+"""The sum over ranks: added in one order, scaled, biased and rounded once."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def finish(total: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Ten
     return total + inputs["bias"].float() if "bias" in inputs else total
 
 
+def reduce_ranks(
+    partial: Sequence[torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+) -> None:
+    """All rows of `partial`, which has what `x` is to each rank."""
+    out = outputs["out"]
+    out[: len(partial[0])] = finish(add_ranks(partial), inputs).to(out.dtype)
+
+
 def reference(
     inputs: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],
@@ -33,7 +43,6 @@ def reference(
     step: StepInputs,
     kv_cache: torch.Tensor,
 ) -> None:
-    """All rows of `x`."""
-    assert attributes["ranks"] == 1, "one process holds the numbers of one rank"
-    x, out = inputs["x"], outputs["out"]
-    out[: len(x)] = finish(x, inputs).to(out.dtype)
+    """All rows of `x`, of one rank."""
+    assert attributes["ranks"] == 1, "a call has the numbers of one rank"
+    reduce_ranks([inputs["x"]], inputs, outputs)

@@ -27,7 +27,7 @@ SPEC = OpSpec(
     # is_partial: K is a rank's share, and what follows the sum is all_reduce's. leaves: parts of K
     # that are added as a balanced tree, which ranks may divide among them without changing a bit.
     optional_attributes={"is_partial": bool, "leaves": int},
-    rules=(partial_sums, whole_leaves),
+    rules=(partial_sums("weight", "x"), whole_leaves),
     tolerance={
         "float32": Tolerance(1e-5, 1e-4),
         "bfloat16": Tolerance(2**-7, 1e-3),

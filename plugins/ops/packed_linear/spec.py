@@ -13,6 +13,7 @@ from llmctl.plugins.core.op_rules import (
     NORM_LIMITS,
     name_of,
     packed_operands,
+    partial_sums,
     scales_input,
     together,
 )
@@ -46,12 +47,12 @@ NORM_OUTPUTS = (
 )
 OPTIONAL_ATTRIBUTES = {"epsilon": float, "scheme": str}  # epsilon: of the norm
 ONE_OR = {"S": "N"}
-RULES = (
-    scales_input("weight", "weight_scale"),
+_COMMON_RULES = (
     packed_operands,
     together("norm_weight", "residual", "normal", "epsilon"),
     NORM_LIMITS,
 )
+RULES = (scales_input("weight", "weight_scale"), *_COMMON_RULES)
 TOLERANCE: Mapping[str, Tolerance] = {
     "float32": Tolerance(3e-3, 3e-3),
     "bfloat16": Tolerance(2**-7, 4e-3),
@@ -88,7 +89,8 @@ SPEC = OpSpec(
     name="packed_linear",
     inputs=(*INPUTS, *NORM_INPUTS),
     outputs=(Role("out", ("T", "float32"), ("N", "O")), *NORM_OUTPUTS),
-    optional_attributes=OPTIONAL_ATTRIBUTES,
+    # is_partial: K is a rank's share, and what follows the sum is all_reduce's.
+    optional_attributes=OPTIONAL_ATTRIBUTES | {"is_partial": bool},
     sizes=block_sizes,
     derived={
         "RT": lambda d: row_tiles(d["O"]),
@@ -96,7 +98,7 @@ SPEC = OpSpec(
         "rows": lambda d: row_tiles(d["O"]) * TILE_ROWS,
     },
     one_or=ONE_OR,
-    rules=RULES,
+    rules=(partial_sums("weight"), *_COMMON_RULES),
     tolerance=TOLERANCE,
     cases=tuple(
         {
@@ -132,6 +134,21 @@ SPEC = OpSpec(
         }
         for m, k in ((1, 1024), (3, 288), (12, 2048))
         for dtype in _DTYPES
+    )
+    + tuple(  # a rank's share of K
+        {
+            "tokens": m,
+            "outputs": 192,
+            "inner": k,
+            "dtype": dtype,
+            "out": "float32",
+            "x_scaling": "static",
+            "bias": False,
+            "is_partial": True,
+        }
+        for m, k in ((1, 1056), (11, 2304), (130, 544))
+        for dtype, form in FORMS.items()
+        if not form.is_coded
     ),
     timed=tuple(
         {

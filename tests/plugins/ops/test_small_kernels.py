@@ -23,14 +23,17 @@ OPS = (
     "recurrence",
     "concat",
     "expand_logits",
+    "all_reduce",
+    "all_gather",
 )
 # Nothing here but a sum and an exponential can differ from the references.
-EXACT_OPS = {"embedding", "gather_rows", "quantize", "concat", "expand_logits"}
+EXACT_OPS = {"embedding", "gather_rows", "quantize", "concat", "expand_logits", "all_gather"}
+FLOAT32 = {"expand_logits", "all_gather"}  # of logits
 CASES = [
     (op, case)
     for op in OPS
     for case in (*SPECS[op].cases, *SPECS[op].timed)
-    if case["dtype"] in KERNEL_DTYPES or op == "expand_logits"
+    if case["dtype"] in KERNEL_DTYPES or op in FLOAT32
 ]
 SMALL = [(op, case) for op, case in CASES if case not in SPECS[op].timed]
 

@@ -179,7 +179,7 @@ def test_both_engines_are_asked_for_their_device(tmp_path: Path, gpu: dict[str, 
 
 
 def test_the_plan_counts_generated_weights(tmp_path: Path, gpu: dict[str, object]) -> None:
-    from llmctl.runtime.engines.open_cuda import EngineFile
+    from llmctl.runtime.engines.engine_file import EngineFile
 
     file = EngineFile.open(write(tmp_path / "engine"))
     made = PlanTensor("made", "weight", "bfloat16", (WIDTH,), is_stored=False)

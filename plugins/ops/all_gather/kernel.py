@@ -1,0 +1,45 @@
+"""Gathering columns on a GPU: which binaries there are, and how a step launches them."""
+
+from __future__ import annotations
+
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    KernelSpec,
+    Launch,
+    LaunchEnv,
+    StepLimits,
+    StepShape,
+)
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.ops.all_reduce.kernel import MOST_RANKS, pad_ranks
+from llmctl.plugins.ops.quantize.kernel import power_of_two
+
+_BLOCK = 1024  # columns of a thread block
+
+
+def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
+    """One binary per pair of widths and number of ranks."""
+    return [_spec(call)]
+
+
+def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
+    """Copy the first rows of what `x` is to each rank."""
+    rows = env.count(shape)
+    if rows == 0:
+        return []
+    x, out = call.inputs["x"], call.outputs["out"]
+    spec = _spec(call)
+    arguments = (*pad_ranks(env.parts(x, int(call.attributes["ranks"]))), out)
+    return [Launch(spec, (rows, -(-out.shape[1] // int(spec.constants["BLOCK"])), 1), arguments)]
+
+
+def _spec(call: OpCall) -> KernelSpec:
+    own, width = call.inputs["x"].shape[1], call.outputs["out"].shape[1]
+    ranks = int(call.attributes["ranks"])
+    block = min(power_of_two(width), _BLOCK)
+    return KernelSpec(
+        name=f"all_gather.w{own}.w{width}.r{ranks}",
+        source="llmctl.plugins.ops.all_gather.triton_kernel:all_gather",
+        arguments=("*fp32",) * (MOST_RANKS + 1),
+        constants={"OWN": own, "WIDTH": width, "BLOCK": block, "RANKS": ranks, "PDL": True},
+        num_warps=max(block // 256, 1),
+    )

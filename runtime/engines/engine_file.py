@@ -1,0 +1,173 @@
+"""An engine on disk, of one rank or of several, for one GPU: what it takes there, and loading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmctl.builder.engine_format import (
+    EngineConfig,
+    Plan,
+    engine_file,
+    lookahead_sizes,
+    open_engine,
+    read_engine_config,
+)
+from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.backends.cuda.kernel_spec import StepLimits, own_part
+from llmctl.plugins.backends.cuda.program import CudaProgram
+from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes
+from llmctl.runtime.engines.cuda_engine import CudaEngine
+from llmctl.runtime.engines.engine import NO_WINDOWS, kv_bytes_per_block
+from llmctl.runtime.engines.graphs import MAX_GRAPHS
+from llmctl.runtime.engines.loading import (
+    LoadReport,
+    allocated_bytes,
+    load_weights,
+    sum_reports,
+)
+from llmctl.runtime.engines.lockstep import lockstep_parts, lockstep_plan, name_on
+from llmctl.runtime.engines.memory_plan import GRAPH_BYTES_PER_LAUNCH, EngineMemory
+from llmctl.runtime.engines.open_tensorrt import (
+    kernels_a_step,
+    load_binaries,
+    open_tensorrt,
+    plan_scratch_bytes,
+)
+from llmctl.runtime.engines.tensorrt_check import present_capability, require_tensorrt
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows
+from llmctl.runtime.rounds.verification import graph_launches, head_launches
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """The engine file of one rank, memory-mapped."""
+
+    path: Path
+    plan: Plan
+    tensors: Mapping[str, torch.Tensor]  # stored weights and cubins
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFile:
+    """One engine; with several ranks, all of them in lockstep."""
+
+    config: EngineConfig
+    plan: Plan
+    ranks: tuple[RankFile, ...]
+
+    @classmethod
+    def open(cls, folder: Path, windows: WindowOptions = NO_WINDOWS) -> EngineFile:
+        """Reads config.json and the headers; `windows` narrow the model's own.
+
+        Raises what `open_engine`, `apply_windows` and `lockstep_plan` raise.
+        """
+        first = open_engine(folder)
+        config = read_engine_config(folder)
+        length = int(config.build_config["max_seq_len"])
+        compiles_plans = BACKENDS[config.backend].compiles_plans  # then it runs one rank alone
+        others = () if compiles_plans else range(1, config.num_ranks)
+        opened = [first, *(open_engine(folder, rank) for rank in others)]
+        ranks = tuple(
+            RankFile(
+                folder / engine_file(rank),
+                apply_windows(plan, windows, length, config.backend),
+                tensors,
+            )
+            for rank, (plan, tensors) in enumerate(opened)
+        )
+        plan = ranks[0].plan if len(ranks) == 1 else lockstep_plan([rank.plan for rank in ranks])
+        return cls(config, plan, ranks)
+
+    def memory(
+        self,
+        role: str,
+        sampling: int = 0,
+        *,
+        round_steps: int = 1,
+        num_engines: int = 1,
+        ahead: Sequence[int] = (),
+    ) -> EngineMemory:
+        """What the engine takes on a device, with `sampling` bytes for drawing tokens and for
+        rounds. Graphs are those of its own steps and of rounds of `num_engines` engines, each of
+        `round_steps` steps, or as many as `ahead` says of each that is captured before the first
+        request."""
+        build = self.config.build_config
+        batch, drafts = int(build["max_batch_size"]), int(build["max_draft_len"])
+        kernels = kernels_a_step(self.plan, batch * max(drafts + 1, 2))  # as `Buckets` has them
+        launches = MAX_GRAPHS * kernels + graph_launches(kernels, round_steps, num_engines, ahead)
+        # A recurrent head runs for each draft of a beam. Counting so for the graph of first steps,
+        # too, covers what searches between the steps.
+        runs = int(build.get("draft_heads", {}).get("draft_len_per_beam", 1))
+        for name, head in self.plan.heads.items():  # one that attends drafts a chain
+            each = drafts if head.cache else runs
+            launches += head_launches(each * kernels_a_step(self.plan, batch, name), ahead)
+        if lookahead_of(build) is not None:
+            launches += head_launches(1, ahead)
+        return EngineMemory(
+            role=role,
+            weight_bytes=allocated_bytes(self.plan),
+            activation_bytes=self.plan.arena_bytes,
+            scratch_bytes=self.plan.scratch_bytes + plan_scratch_bytes(self.plan) + sampling,
+            graph_bytes=launches * GRAPH_BYTES_PER_LAUNCH,
+            kv_bytes_per_block=kv_bytes_per_block(self.plan),
+            tokens_per_block=self.plan.kv_cache.tokens_per_block,
+            max_batch_size=int(build["max_batch_size"]),
+            max_seq_len=int(build["max_seq_len"]),
+        )
+
+    def load(self, queue: DeviceQueue) -> tuple[CudaEngine, LoadReport]:
+        """The engine with its weights, read or generated, on the queue's device."""
+        if BACKENDS[self.config.backend].compiles_plans:
+            return self._load_tensorrt(queue)
+        weights, report = self._load_weights(queue)
+        first, count = self.ranks[0], len(self.ranks)
+        binaries = load_binaries(self.plan, first.tensors, str(self.config.compute_capability))
+
+        def make_program(calls: list[OpCall], limits: StepLimits) -> CudaProgram:
+            parts = own_part if count == 1 else lockstep_parts(first.plan, count, calls)
+            fused = self.plan.fused
+            return CudaProgram(calls, binaries, limits, queue.device, fused=fused, parts=parts)
+
+        return CudaEngine(self.config, self.plan, weights, make_program, queue), report
+
+    def _load_tensorrt(self, queue: DeviceQueue) -> tuple[CudaEngine, LoadReport]:
+        reports: list[LoadReport] = []
+
+        def load() -> Mapping[str, torch.Tensor]:
+            weights, report = self._load_weights(queue)
+            reports.append(report)
+            return weights
+
+        trt = require_tensorrt(self.config)
+        parts = (self.config, self.plan, self.ranks[0].tensors, queue, trt)
+        engine = open_tensorrt(*parts, present_capability(), load)
+        return engine, reports[0]
+
+    def _load_weights(self, queue: DeviceQueue) -> tuple[dict[str, torch.Tensor], LoadReport]:
+        weights: dict[str, torch.Tensor] = {}
+        reports: list[LoadReport] = []
+        for number, rank in enumerate(self.ranks):
+            own, report = load_weights(rank.path, rank.plan, rank.tensors, queue)
+            reports.append(report)
+            if any(not t.is_stored for t in rank.plan.tensors):
+                from llmctl.runtime.engines.planted_weights import generate_weights
+
+                with device_errors("generating weights"), queue.scope():
+                    generate_weights(self.config, rank.plan, own, number)
+                queue.synchronize()
+            if len(self.ranks) > 1:
+                own = {name_on(number, name): tensor for name, tensor in own.items()}
+            weights |= own
+        return weights, sum_reports(reports)
+
+
+def lookahead_of(build: Mapping[str, Any]) -> LookaheadSizes | None:
+    """The windows that device rounds can have."""
+    return lookahead_sizes(build["speculative_decoding_mode"], build.get("draft_heads", {}))

@@ -1,0 +1,146 @@
+"""Engines of several ranks for a GPU: packed shards are the cpu's shards, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.mxfp4 import Checkpoints
+from support.tensorrt.checkpoints import write_checkpoint
+
+from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_kernels import kernel_specs, scratch_bytes, step_limits
+from llmctl.builder.plan import PlanOp
+from llmctl.errors import Unsupported
+from llmctl.plugins.ops.packed_linear import layout
+from llmctl.plugins.schemes.table import find_form
+
+LIMITS = {"max_batch_size": 4, "max_seq_len": 96, "max_num_tokens": 64}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 128}
+
+
+def plan(folder: Path, backend: str, **request: Any) -> EnginePlan:
+    request = BuildRequest(**LIMITS, **request)
+    return plan_build(folder, request, backend=backend, with_binaries=False)
+
+
+def order_of(op: PlanOp, rows: int) -> torch.Tensor:
+    """Packed row i holds logical row [i]."""
+    if op.op == "packed_linear_rope_kv":
+        sizes = (op.attributes[name] for name in ("num_heads", "num_kv_heads", "head_size"))
+        return layout.rope_order(*map(int, sizes))
+    return layout.pair_order(rows // 2) if op.op.endswith("swiglu") else layout.plain_order(rows)
+
+
+def require_same_shards(folder: Path, num_ranks: int) -> None:
+    """Every packed weight, scale and bias of a rank is the cpu's, which test_rank_builds.py
+    compares with the whole weights."""
+    cpu = plan(folder, "cpu", tp_size=num_ranks)
+    cuda = plan(folder, "cuda", tp_size=num_ranks)
+    tensors = {tensor.name: tensor for tensor in cuda.plan.tensors}
+    products = [op for op in cuda.plan.ops if op.op.startswith("packed_linear")]
+    assert len(products) == 4 * 3 + 1  # layers, head
+
+    def values(engine: EnginePlan, name: str, rank: int) -> torch.Tensor:
+        return torch.cat(list(engine.sources[name].chunks(engine.shards[rank])))
+
+    linears = {op.name: op for op in cpu.plan.ops if op.op == "linear"}
+    for op in products:
+        wanted = linears[op.name]
+        for role in {"weight", "weight_scale", "bias"} & set(op.inputs):
+            for rank in range(num_ranks):
+                shard = values(cpu, wanted.inputs[role], rank)
+                found = values(cuda, op.inputs[role], rank)
+                assert tuple(found.shape) == tensors[op.inputs[role]].shape
+                order = order_of(op, len(shard))
+                if role == "weight":
+                    form = find_form(str(found.dtype).removeprefix("torch."), op.attributes)
+                    found = layout.numbers_of(found, len(order), shard.shape[1], form)
+                restored = layout.restore(found, order)
+                assert torch.equal(_bytes(restored), _bytes(shard)), (op.name, role, rank)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("llama", "fp8"), ("llama tied, biased", "bfloat16"), ("llama tied, biased", "fp8")],
+)
+def test_packed_shards_are_those_of_the_cpu(
+    num_ranks: int, family: str, form: str, tmp_path: Path
+) -> None:
+    """131 tokens: the last ranks' tiles of the head are padding."""
+    folder = write_checkpoint(tmp_path / "c", family, form, **HEADS)
+    require_same_shards(folder, num_ranks)
+
+
+@pytest.fixture
+def coded(new_model: Callable[..., Any], tmp_path: Path) -> Callable[..., Path]:
+    """A checkpoint of MXFP4 whose rows have their largest numbers in one rank's columns."""
+
+    def made(**shape: int) -> Path:
+        def model(family: str, **fields: Any) -> Any:
+            made = new_model(family, **{**fields, **shape})
+            with torch.no_grad():
+                for layer in made.model.layers:
+                    layer.mlp.down_proj.weight[:, : shape["intermediate_size"] // 2] *= 64
+            return made
+
+        return Checkpoints(tmp_path, model)("head")
+
+    return made
+
+
+def test_packed_shards_of_codes_are_cut_from_whole_rows(coded: Callable[..., Path]) -> None:
+    folder = coded(num_attention_heads=8, num_key_value_heads=2, intermediate_size=512)
+    cuda = plan(folder, "cuda", tp_size=2, dtype="bfloat16")
+    cpu = plan(folder, "cpu", tp_size=2, dtype="bfloat16")
+    for name in ("o_proj", "down_proj"):
+        (op, *_) = [op for op in cuda.plan.ops if op.name.endswith(name)]
+        form = find_form("uint8", op.attributes)
+        for rank in (0, 1):
+            name = op.inputs["weight"]
+            wanted = torch.cat(list(cpu.sources[name].chunks(cpu.shards[rank])))
+            found = torch.cat(list(cuda.sources[name].chunks(cuda.shards[rank])))
+            order = layout.plain_order(len(wanted))
+            numbers = layout.numbers_of(found, len(order), wanted.shape[1], form)
+            assert torch.equal(_bytes(layout.restore(numbers, order)), _bytes(wanted))
+
+
+def test_columns_that_are_no_whole_blocks_of_codes_are_refused(coded: Callable[..., Path]) -> None:
+    folder = coded(num_attention_heads=8, num_key_value_heads=2, intermediate_size=288)
+    with pytest.raises(Unsupported, match="144 columns .* packed mxfp4 weights are blocks of 256"):
+        plan(folder, "cuda", tp_size=2, dtype="bfloat16")
+
+
+def test_partial_sums_leave_a_product_unscaled_and_are_added_after_it(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "c", "llama tied, biased", "fp8", **HEADS)
+    engine = plan(folder, "cuda", tp_size=4)
+    kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in engine.plan.tensors}
+    for op in engine.plan.ops:
+        if op.attributes.get("is_partial"):
+            assert set(op.inputs) == {"x", "weight"} and kinds[op.outputs["out"]][0] == "float32"
+        if op.op == "all_reduce":
+            assert set(op.inputs) == {"x", "weight_scale", "x_scale", "bias"}
+            assert kinds[op.outputs["out"]][0] == "bfloat16"
+    last = engine.plan.ops[-1]
+    assert (last.op, last.outputs["out"]) == ("all_gather", engine.plan.logits)
+    limits = step_limits(engine.plan, engine.limits)
+    names = {spec.name for spec in kernel_specs(engine.plan, limits)}
+    assert "all_reduce.bf16.w64.r4.weight_scale.x_scale.bias" in names
+    assert "all_gather.w64.w131.r4" in names
+    assert scratch_bytes(engine.plan, limits) > 0
+
+
+def test_one_rank_pays_nothing(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "c", "llama", "fp8", **HEADS)
+    plan_of_one = plan(folder, "cuda").plan
+    assert not {"all_reduce", "all_gather"} & {op.op for op in plan_of_one.ops}
+    assert all("is_partial" not in op.attributes for op in plan_of_one.ops)

@@ -1,0 +1,95 @@
+"""The operators over ranks on a GPU: bits of the references in the interpreter, for every number of
+ranks, and sums that the compiler must not fuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.kernel import disassemble, launch_env, step_shape
+
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.interpret import run_launches
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.core.example_parts import no_cache, plain_step
+from llmctl.plugins.core.examples import Example
+from llmctl.plugins.core.operators import operator_module
+from llmctl.plugins.ops.all_gather.reference import gather_ranks
+from llmctl.plugins.ops.all_reduce.kernel import kernels
+from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
+
+COUNTS = (1, 2, 4, 8)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run_on_rank(call: OpCall, parts: list[torch.Tensor]) -> torch.Tensor:
+    example = Example(call, plain_step(len(parts[0])), no_cache())
+    env = replace(launch_env(example), parts=lambda x, ranks: tuple(parts))
+    launches = operator_module(call.op, "kernel").launches(call, env, step_shape(example.step))
+    run_launches(launches)
+    return call.outputs["out"]
+
+
+def sum_call(
+    parts: list[torch.Tensor], roles: tuple[str, ...], dtype: torch.dtype = torch.bfloat16
+) -> OpCall:
+    width = parts[0].shape[1]
+    after = {
+        "weight_scale": normal(width, seed=91).abs() + 0.5,
+        "x_scale": torch.tensor([0.75]),
+        "bias": normal(width, seed=92).to(dtype),
+    }
+    inputs = {"x": parts[0], **{role: after[role] for role in roles}}
+    out = torch.zeros(parts[0].shape, dtype=dtype)
+    return OpCall("all_reduce", "sum", inputs, {"out": out}, {"ranks": len(parts)})
+
+
+@pytest.mark.parametrize("ranks", COUNTS)
+@pytest.mark.parametrize("roles", [(), ("weight_scale", "x_scale"), ("bias",),
+                                   ("weight_scale", "x_scale", "bias")])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_are_added_as_a_balanced_tree(
+    ranks: int, roles: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    """Width 1300 is a block and a part of one."""
+    parts = [normal(3, 1300, seed=rank) for rank in range(ranks)]
+    call = sum_call(parts, roles, dtype)
+    wanted = {"out": torch.zeros_like(call.outputs["out"])}
+    reduce_ranks(parts, call.inputs, wanted)
+    assert torch.equal(run_on_rank(call, parts), wanted["out"])
+    if ranks > 2 and dtype == torch.float32:  # another order is another number
+        run_on_rank(call, [*reversed(parts[:-1]), parts[-1]])
+        assert not torch.equal(call.outputs["out"], wanted["out"]), "the test would see it"
+
+
+@pytest.mark.parametrize("ranks", COUNTS)
+@pytest.mark.parametrize(("own", "columns"), [(64, 131), (64, 512), (192, 1500)])
+def test_columns_of_all_ranks_lie_side_by_side(ranks: int, own: int, columns: int) -> None:
+    """Those of the last ranks may be padding, of whole ranks, too."""
+    columns = min(columns, own * ranks)
+    parts = [normal(5, own, seed=rank) for rank in range(ranks)]
+    out = torch.full((5, columns), torch.nan)
+    call = OpCall("all_gather", "g", {"x": parts[0]}, {"out": out}, {"ranks": ranks})
+    wanted = {"out": torch.empty_like(out)}
+    gather_ranks(parts, wanted)
+    assert torch.equal(run_on_rank(call, parts), wanted["out"])
+
+
+def test_a_scaled_sum_is_rounded_before_the_bias_is_added() -> None:
+    """One fused operation would round once, and have other bits than the product of one rank."""
+    call = sum_call([normal(1, 256)] * 2, ("weight_scale", "x_scale", "bias"))
+    (spec,) = kernels(call, launch_env(Example(call, plain_step(1), no_cache())).limits)
+    sass = disassemble(compile_kernel(spec))
+    assert "FFMA" not in sass and "FMUL" in sass and "FADD" in sass
+
+
+def test_a_program_of_one_rank_refuses_what_several_have_parts_of() -> None:
+    call = sum_call([normal(1, 256)] * 2, ())
+    example = Example(call, plain_step(1), no_cache())
+    with pytest.raises(AssertionError, match="a program of one rank computes what 2 ranks"):
+        module = operator_module("all_reduce", "kernel")
+        module.launches(call, launch_env(example), step_shape(example.step))

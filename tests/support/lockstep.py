@@ -1,0 +1,69 @@
+"""All ranks of an engine in lockstep on a CPU: each operator by whatever program runs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmctl.builder.engine_format import Plan, open_engine, read_engine_config
+from llmctl.plugins.backends.cpu import CpuProgram
+from llmctl.plugins.backends.cuda.kernel_spec import Parts, StepLimits
+from llmctl.plugins.backends.cuda.queue import DeviceQueue
+from llmctl.plugins.core.calls import OpCall, StepInputs, row_extents
+from llmctl.plugins.ops.all_gather.reference import gather_ranks
+from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
+from llmctl.runtime.engines.cuda_engine import CudaEngine
+from llmctl.runtime.engines.lockstep import lockstep_parts, lockstep_plan, name_on
+from support.cuda import FakeCapture, FakeProgram
+
+OF_RANKS = ("all_reduce", "all_gather")
+
+
+class InLockstep:
+    """The calls of a plan of all ranks; `make` makes the program of a call that is one rank's."""
+
+    def __init__(self, calls: Sequence[OpCall], parts: Parts, make: Callable[..., Any]) -> None:
+        self._parts = parts
+        self._calls = [
+            (call, extent, None if call.op in OF_RANKS else _one(call, extent, make))
+            for call, extent in zip(calls, row_extents(calls), strict=True)
+        ]
+
+    def run(self, step: StepInputs, kv_cache: torch.Tensor) -> None:
+        for call, extent, program in self._calls:
+            if program is not None:
+                program.run(step, kv_cache)
+                continue
+            rows = step.num_tokens if extent == "tokens" else step.num_rows
+            parts = self._parts(call.inputs["x"], int(call.attributes["ranks"]))
+            own = [part[:rows] for part in parts]
+            if call.op == "all_reduce":
+                reduce_ranks(own, call.inputs, call.outputs)
+            else:
+                gather_ranks(own, call.outputs)
+
+
+def _one(call: OpCall, extent: str, make: Callable[..., Any]) -> Any:
+    rows = [call.inputs["x"]] if extent == "rows" and call.op != "gather_rows" else []
+    return make([call], rows)
+
+
+def open_in_lockstep(engine_dir: Path, queue: DeviceQueue) -> tuple[CudaEngine, FakeCapture]:
+    """A cpu engine of several ranks as one of the CUDA backend, all ranks on one device."""
+    capture, config = FakeCapture(), read_engine_config(engine_dir)
+    opened = [open_engine(engine_dir, rank) for rank in range(config.num_ranks)]
+    plans: list[Plan] = [plan for plan, _ in opened]
+    weights = {
+        name_on(rank, name): tensor
+        for rank, (_, tensors) in enumerate(opened)
+        for name, tensor in tensors.items()
+    }
+
+    def make_program(calls: list[OpCall], limits: StepLimits) -> FakeProgram:
+        parts = lockstep_parts(plans[0], len(plans), calls)
+        return FakeProgram(calls, limits, program=InLockstep(calls, parts, CpuProgram))
+
+    return CudaEngine(config, lockstep_plan(plans), weights, make_program, queue, capture), capture
