@@ -3,14 +3,15 @@
     python -m scripts.bench.small_kernels [--vocab 128256] [--hidden 8192]
 
 One line per kernel and number of rows: microseconds a launch, median and range over replays. A
-launch waits for the one before it, as in a model, so this is latency and not throughput.
+launch waits for the one before it, as in a model, so this is latency and not throughput. Of the
+sums over ranks, here all in one memory, also the share of its bandwidth that their bytes take.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,10 +26,13 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
     step_shapes,
 )
-from llmctl.plugins.backends.cuda.read_rate import elapsed_ms
+from llmctl.plugins.backends.cuda.read_rate import elapsed_ms, read_bandwidth
 from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.core.op_rules import RANK_COUNTS
 from llmctl.plugins.device_loop import kernel as rounds
 from llmctl.plugins.device_loop.state import RoundState
+from llmctl.plugins.ops.all_gather import kernel as all_gather
+from llmctl.plugins.ops.all_reduce import kernel as all_reduce
 from llmctl.plugins.ops.rms_norm.kernel import launches as norm_launches
 from llmctl.plugins.ops.sampling import kernel as sampling
 from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
@@ -76,9 +80,11 @@ def measure(launches: Sequence[Launch]) -> tuple[float, float, float]:
     return min(times), statistics.median(times), max(times)
 
 
-def report(what: str, rows: int, launches: Sequence[Launch]) -> None:
+def report(what: str, rows: int, launches: Sequence[Launch], share_us: float = 0.0) -> None:
+    """share_us: how long the bytes take at the memory's bandwidth; 0: not told."""
     least, median, most = measure(launches)
-    print(f"{what:<44}{rows:>5}{median:>9.2f}{least:>9.2f}{most:>9.2f}", flush=True)
+    share = f"{share_us / median:>9.1%}" if share_us else ""
+    print(f"{what:<44}{rows:>5}{median:>9.2f}{least:>9.2f}{most:>9.2f}{share}", flush=True)
 
 
 def norm(rows: int, hidden: int) -> list[Launch]:
@@ -94,6 +100,60 @@ def norm(rows: int, hidden: int) -> list[Launch]:
     limits = StepLimits(rows, rows, rows, 4096, 10, 32, "bfloat16")
     env = LaunchEnv(make_step(limits), integers(1), limits, "tokens", no_scratch)
     return norm_launches(call, env, StepShape(rows, rows, rows, 1, 1))
+
+
+def time_ranks(hidden: int, vocab: int) -> None:
+    """What ranks exchange: sums behind O and down products, and logits."""
+    bandwidth = statistics.median(read_bandwidth()) * 1e12  # bytes a second
+    for ranks in RANK_COUNTS[1:]:
+        for rows in ROWS:
+            for what, launches, num_bytes in (
+                ("all_reduce", *sums(ranks, rows, hidden)),
+                ("all_gather", *columns(ranks, rows, vocab)),
+            ):
+                name = f"{what}, {ranks} ranks, share of bandwidth"
+                report(name, rows, launches, 1e6 * num_bytes / bandwidth)
+
+
+def sums(ranks: int, rows: int, hidden: int) -> tuple[list[Launch], int]:
+    """(the launch of one rank, the bytes that it moves)."""
+    parts = torch.randn(ranks, rows, hidden, device="cuda")
+    inputs = {
+        "x": parts[0],
+        "weight_scale": torch.rand(hidden, device="cuda"),
+        "x_scale": torch.tensor([0.01], device="cuda"),
+    }
+    out = torch.empty(rows, hidden, dtype=torch.bfloat16, device="cuda")
+    call = OpCall("all_reduce", "sum", inputs, {"out": out}, {"ranks": ranks})
+    num_bytes = parts.nbytes + out.nbytes + inputs["weight_scale"].nbytes
+    return of_ranks(all_reduce.launches, call, parts), num_bytes
+
+
+def columns(ranks: int, rows: int, vocab: int) -> tuple[list[Launch], int]:
+    """(the launch of rank 0, the bytes that it moves)."""
+    share = -(-vocab // (64 * ranks)) * 64
+    parts = torch.randn(ranks, rows, share, device="cuda")
+    out = torch.empty(rows, vocab, device="cuda")
+    call = OpCall("all_gather", "gather", {"x": parts[0]}, {"out": out}, {"ranks": ranks})
+    return of_ranks(all_gather.launches, call, parts), 2 * out.nbytes
+
+
+def of_ranks(
+    launches: Callable[[OpCall, LaunchEnv, StepShape], list[Launch]],
+    call: OpCall,
+    parts: torch.Tensor,
+) -> list[Launch]:
+    rows = parts.shape[1]
+    limits = StepLimits(rows, rows, rows, 4096, 10, 32, "bfloat16")
+    env = LaunchEnv(
+        make_step(limits),
+        integers(1),
+        limits,
+        "tokens",
+        no_scratch,
+        parts=lambda x, ranks: tuple(parts),
+    )
+    return launches(call, env, StepShape(rows, rows, rows, 1, 1))
 
 
 def no_scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -164,6 +224,7 @@ def main() -> None:
         for num_warps in (8, 16):
             other = replace(launch, spec=replace(launch.spec, num_warps=num_warps))
             report(f"  with {num_warps} warps", rows, [other])
+    time_ranks(options.hidden, options.vocab)
     time_rounds(options.vocab)
     time_sampling(options.vocab)
 

@@ -11,7 +11,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.runtime.engines.cuda_engine import step_limits
 from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
-from llmctl.runtime.engines.open_cuda import EngineFile
+from llmctl.runtime.engines.engine_file import EngineFile
 from llmctl.runtime.engines.open_tensorrt import load_binaries
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 
@@ -31,7 +31,7 @@ def attention_launches(folder, windows):
     _, tensors = open_engine(folder)
     calls = make_calls(file.plan, bind_plan(file.plan, tensors, arena))
     driver = RecordingDriver()
-    binaries = load_binaries(file.plan, file.tensors, "9.0")
+    binaries = load_binaries(file.plan, file.ranks[0].tensors, "9.0")
     limits = step_limits(read_engine_config(folder), file.plan)
     program = CudaProgram(calls, binaries, limits, "cpu", driver)
     program.bind_kv_cache(torch.zeros(kv_cache_shape(file.plan, 4), dtype=torch.bfloat16))

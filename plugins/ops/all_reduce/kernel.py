@@ -39,8 +39,9 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     # An absent role or rank is not read: any tensor of its type can be passed.
     scales = [call.inputs.get(role, x) for role in ("weight_scale", "x_scale")]
     parts = pad_ranks(env.parts(x, int(call.attributes["ranks"])))
-    arguments = (*parts, *scales, call.inputs.get("bias", out), out, 0)
-    return [Launch(spec, (rows, -(-out.shape[1] // int(spec.constants["BLOCK"])), 1), arguments)]
+    given: list[torch.Tensor | int] = [*parts, *scales, call.inputs.get("bias", out), out, 0]
+    grid = (rows, -(-out.shape[1] // int(spec.constants["BLOCK"])), 1)
+    return [Launch(spec, grid, tuple(given))]
 
 
 def pad_ranks(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
