@@ -50,10 +50,12 @@ DIED = 3  # exit status of a worker whose device is lost
 
 
 def cases_of(op: str) -> list[tuple[Case, bool]]:
-    """(case, is timed) of the cases the backend runs: 16-bit models, stored FP8 or not."""
+    """(case, is timed) of the cases the backend runs: 16-bit models, stored FP8 or not, and what
+    works on float32 alone."""
     spec = SPECS[op]
+    taken = (*DTYPES, *(["float32"] if spec.inputs[0].dtypes == ("float32",) else []))
     found = [(case, False) for case in spec.cases] + [(case, True) for case in spec.timed]
-    return [(c, t) for c, t in found if c.get("x_dtype", c["dtype"]) in DTYPES]
+    return [(c, t) for c, t in found if c.get("x_dtype", c["dtype"]) in taken]
 
 
 def operators() -> list[str]:

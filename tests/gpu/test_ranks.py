@@ -170,7 +170,7 @@ def test_log_probabilities_are_near_those_of_one_rank(
     found = log_probs(engines.wide(form, ranks), **TOGETHER)
     print(f"{form}, {ranks} ranks: log-probabilities differ by {np.abs(found - wanted).max():.4f}")
     assert np.abs(wanted).min() > 0.1 and wanted.std() > 0.1, "the test would see it"
-    assert np.abs(found - wanted).max() < (0.05 if form == "bfloat16" else 0.15)
+    assert np.abs(found - wanted).max() < (0.05 if form == "bfloat16" else 0.25)
 
 
 def test_a_draft_of_as_many_ranks_changes_no_token(
