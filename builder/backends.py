@@ -78,8 +78,9 @@ def choose_capability(requested: str | None, backend: str) -> str | None:
     return HOPPER.capability
 
 
-def require_gpu_model(model: ModelConfig, dtype: str, backend: str) -> None:
-    """Raise Unsupported for a model that the CUDA kernels cannot compute."""
+def require_gpu_model(model: ModelConfig, dtype: str, backend: str, num_ranks: int) -> None:
+    """Raise Unsupported for a model that the CUDA kernels cannot compute. model: what one rank
+    has of it."""
     if dtype == "float32":
         raise Unsupported(
             f"the {backend} backend computes in bfloat16 or float16, and the model's dtype is "
@@ -94,8 +95,9 @@ def require_gpu_model(model: ModelConfig, dtype: str, backend: str) -> None:
         )
     for name in ("hidden_size", "intermediate_size"):
         if getattr(model, name) % CUDA_ROW_MULTIPLE:
+            whose = f"the {name} of each rank" if num_ranks > 1 else f"the model's {name}"
             raise Unsupported(
-                f"the model's {name} is {getattr(model, name)}; the {backend} backend wants a "
-                f"multiple of {CUDA_ROW_MULTIPLE}, so that rows of FP8 can be copied in bulk",
-                fix="--backend cpu",
+                f"{whose} is {getattr(model, name)}; the {backend} backend wants a multiple of "
+                f"{CUDA_ROW_MULTIPLE}, so that rows of FP8 can be copied in bulk",
+                fix="a smaller --tp-size" if num_ranks > 1 else "--backend cpu",
             )

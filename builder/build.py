@@ -163,7 +163,7 @@ def plan_build(
     local = local_model(model, request.tp_size)
     dtype = choose_dtype(request.dtype, model, _stored_dtype(checkpoint))
     if BACKENDS[backend].on_gpu:
-        require_gpu_model(local, dtype, backend)
+        require_gpu_model(local, dtype, backend, request.tp_size)
     require_leaves(model, is_wanted=request.tp_invariant)
     mode = SPECULATIVE_MODES[request.mode]
     if not load_format.is_read:

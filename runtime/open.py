@@ -82,9 +82,11 @@ class CheckedEngines:
         return self.configs[TARGET]
 
     @property
-    def is_on_gpu(self) -> bool:
-        """Whether the engines run on a GPU."""
-        return opener_of(self.target.backend).on_gpu
+    def num_gpus(self) -> int:
+        """GPUs that the engines run on; 0: a CPU."""
+        if not opener_of(self.target.backend).on_gpu:
+            return 0
+        return 1 if self.options.ranks_on_one_device else self.target.num_ranks
 
 
 def check_engines(options: EngineOptions) -> CheckedEngines:

@@ -62,9 +62,8 @@ def _way_json(way: Way) -> dict[str, Any]:
 
 
 def _figures(measured: Measured, way: Way) -> dict[str, Any]:
-    num_gpus = measured.checked.target.num_ranks if measured.checked.is_on_gpu else 0
     return {
-        **compute(way.recording, num_gpus),
+        **compute(way.recording, measured.checked.num_gpus),
         "hardware_limit": limit_json(measured.reads, measured.bandwidth, way.recording.steps),
     }
 

@@ -147,13 +147,13 @@ class Session:
         ways = self._ways(checked)
         forced = self._forced(checked)
         bandwidth = None
-        if checked.is_on_gpu:  # before engines allocate most of the memory
+        if checked.num_gpus:  # before engines allocate most of the memory
             from llmctl.plugins.backends.cuda.read_rate import free_memory_bandwidth
 
             bandwidth = free_memory_bandwidth()
         with closing(OpenEngines(checked, self._log)) as engines:
             reads = Reads.of(engines.opened)
-            if not checked.is_on_gpu:
+            if not checked.num_gpus:
                 bandwidth = measure_cpu(reads.target_weights, checked.target.num_ranks)
             facts = {"label": options.label} | _engine_facts(engines)
             measured = Measured(options, checked, requests, ways, reads, bandwidth, facts, forced)

@@ -279,10 +279,10 @@ def test_a_model_that_no_cuda_kernel_computes_is_refused(
     fields: dict[str, Any], dtype: str, text: str
 ) -> None:
     with pytest.raises(Unsupported, match=text):
-        require_gpu_model(model_config({**LLAMA, **fields}, "config.json"), dtype, "cuda")
+        require_gpu_model(model_config({**LLAMA, **fields}, "config.json"), dtype, "cuda", 1)
 
 
 def test_every_head_size_with_attention_is_accepted() -> None:
     for size in (64, 80, 96, 128):
         model = model_config({**LLAMA, "head_dim": size}, "config.json")
-        require_gpu_model(model, "bfloat16", "cuda")
+        require_gpu_model(model, "bfloat16", "cuda", 1)

@@ -164,7 +164,8 @@ def test_every_rank_has_a_file(tmp_path: Path) -> None:
         (["--tp_size", "3"], 2, "error[Unsupported]: --tp-size 3"),
         (["--gemm_plugin", "fp8"], 2, "error[Unsupported]: --gemm_plugin fp8 is refused"),
         (["--kv_cache_type", "continuous"], 2, "with an FP8 KV cache"),
-        (["--backend", "cuda", "--tp_size", "2"], 2, "cuda backend have one rank"),
+        (["--backend", "cuda", "--tp_size", "3"], 2, "cuda backend have 1, 2, 4, 8 ranks"),
+        (["--backend", "cuda", "--tp_size", "2"], 2, "intermediate_size of each rank is 56"),
     ],
 )
 def test_what_cannot_be_built_is_refused_by_name(
