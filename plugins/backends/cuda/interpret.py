@@ -10,8 +10,8 @@ Triton 3.6's interpreter truncates where the hardware rounds, loses the carry of
 rounds up, and multiplies bfloat16 operands as if they were integers. Conversions and products are
 therefore replaced with torch's. It also takes most of its time for types, which it makes and
 compares anew for every operation, for patching the language at every function, and for checks of
-overflow whose result it drops. Here types and constants are remembered (interpret_types.py), the
-language is patched once per launch, and nothing is checked in vain.
+overflow whose result it drops. Here the language's rules are asked once for operands of some types
+(interpret_replay.py), the language is patched once per call, and nothing is checked in vain.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -38,26 +39,31 @@ def run_launches(launches: Sequence[Launch]) -> None:
     """
     for launch in launches:
         assert launch.spec.is_triton, f"{launch.spec.name} is CUDA C++: it needs a GPU"
-        function = load_function(launch.spec.source)  # outside, so that it is defined for compiling
-        with _interpreted():
+    # outside, so that they are defined for compiling
+    functions = [load_function(launch.spec.source) for launch in launches]
+    with _interpreted():
+        for launch, function in zip(launches, functions, strict=True):
             _run(launch, function)
 
 
 def _run(launch: Launch, function: Any) -> None:
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.interpreter import _implicit_cvt, interpreter_builder
 
     names = [name for name in function.arg_names if name not in launch.spec.constants]
     assert len(names) == len(launch.arguments), launch.spec.name
     for name, kind, value in zip(names, launch.spec.arguments, launch.arguments, strict=True):
         _check_argument(launch.spec.name, name, kind, value)
-    constants = dict(launch.spec.constants)
-    if "PDL" in constants:
-        constants["PDL"] = False
-    kernel = InterpretedFunction(function.fn)
+    values = {name: _implicit_cvt(v) for name, v in zip(names, launch.arguments, strict=True)}
+    values |= launch.spec.constants
+    if "PDL" in values:
+        values["PDL"] = False
+    interpreter_builder.set_grid_dim(*launch.grid)
     with warnings.catch_warnings():
         # a loop up to a run-time argument: the interpreter makes a number of an array of one
         warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)
-        kernel[launch.grid](**dict(zip(names, launch.arguments, strict=True)), **constants)
+        for place in product(*map(range, launch.grid)):
+            interpreter_builder.set_grid_idx(*place)
+            function(**values)
 
 
 def _torch_dtype(kind: Any) -> torch.dtype:
@@ -181,14 +187,8 @@ def _interpreted() -> Iterator[None]:
     tl.tensor.__init__ = types.init_tensor
     tl.core.tuple.__eq__ = types.have_same_values
     interpreter._get_np_dtype = remembered_dtype
-    interpreter._patch_attr = types.patch_attr
-    for method, replacement in (
-        ("binary_op_type_checking_impl", types.type_operands),
-        ("broadcast_impl_value", types.broadcast_operands),
-        ("computation_type_impl", types.once_per_value),
-        ("scalar_constant", types.once_per_value),
-    ):
-        setattr(TritonSemantic, method, replacement(getattr(TritonSemantic, method)))
+    interpreter._patch_builtin = types.patch_builtin
+    TritonSemantic.to_tensor = types.tensor_as_it_is(TritonSemantic.to_tensor)
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._convert_float = _convert

@@ -1,14 +1,17 @@
 """What Triton's interpreter asks of types, remembered.
 
-It takes most of its time for types, which it makes and compares anew for every operation, and for
-calls around calls. interpret.py puts these in place while launches run; no value differs.
+It makes and compares types anew for every operation, and looks for the language's functions at
+every patch. interpret.py puts these in place while launches run; no value differs.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
+from inspect import getmembers
 from typing import Any
+
+from llmctl.plugins.backends.cuda.interpret_replay import replayed
 
 
 @cache
@@ -47,68 +50,33 @@ def init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.shape, self.numel = _shape_of_tensors(shape)
 
 
-def _have_same_type(lhs: Any, rhs: Any) -> bool:
-    """Of two tensors; a type's name says everything."""
-    return bool(lhs.type.name == rhs.type.name)
-
-
-def type_operands(find_types: Any) -> Any:
-    """Operands as an operation needs them. Two of one type are returned as they are, which the
-    language's rules of promotion come to as well; a number beside a block becomes one block."""
+def tensor_as_it_is(to_tensor: Any) -> Any:
+    """Every assignment asks for a tensor, and mostly of one."""
     from triton.language import tensor
 
-    made: dict[tuple[object, ...], Any] = {}
-
-    def typed(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
-        if not isinstance(lhs, tensor) or lhs.dtype.is_ptr() or named:
-            return find_types(self, lhs, rhs, *flags, **named)
-        if isinstance(rhs, tensor):
-            # the fourth flag is for quotients, whose type may be another
-            is_typed = len(flags) < 4 and _have_same_type(lhs, rhs)
-            return (lhs, rhs) if is_typed else find_types(self, lhs, rhs, *flags)
-        key = (lhs.type.name, type(rhs), rhs, flags)
-        if key in made:
-            return lhs, made[key]
-        found = find_types(self, lhs, rhs, *flags)
-        if found[0] is lhs:
-            made[key] = found[1]
-        return found
-
-    return typed
-
-
-def broadcast_operands(broadcast: Any) -> Any:
-    """Two operands of one shape and type are so already."""
-
-    def found(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if _have_same_type(lhs, rhs) else broadcast(self, lhs, rhs)
+    def found(self: Any, value: Any, *rest: Any) -> Any:
+        return value if type(value) is tensor else to_tensor(self, value, *rest)
 
     return found
 
 
-def once_per_value(make: Any) -> Any:
-    """A method whose result depends on types, known by their names, and numbers alone."""
-    made: dict[tuple[object, ...], Any] = {}
-
-    def remembered(self: Any, *args: Any, **named: Any) -> Any:
-        values = (*args, *named.values())
-        key = tuple((type(value), getattr(value, "name", value)) for value in values)
-        if key not in made:
-            made[key] = make(self, *args, **named)
-        return made[key]
-
-    return remembered
-
-
-def patch_attr(owner: Any, name: str, member: Any, builder: object, scope: Any) -> None:
-    """As the interpreter's own, with one call less for each operation."""
+@cache
+def builtins_of(owner: Any) -> dict[str, Any]:
+    """The language's functions in a module or a class, as the interpreter calls them."""
+    from triton.language.core import is_builtin
     from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import interpreter_builder
 
-    semantic = TritonSemantic(builder)
-    function = getattr(member, "__wrapped__", member)  # without the check that this is a kernel
+    semantic = TritonSemantic(interpreter_builder)
+    return {
+        # what is wrapped lacks the check that this is a kernel
+        name: replayed(getattr(member, "__wrapped__", member), semantic)
+        for name, member in getmembers(owner)
+        if is_builtin(member)
+    }
 
-    def interpreted(*args: Any, **named: Any) -> Any:
-        named["_semantic"] = semantic
-        return function(*args, **named)
 
-    scope.set_attr(owner, name, interpreted)
+def patch_builtin(owner: Any, builder: object, scope: object) -> None:
+    """As the interpreter's own, for what need not be looked for, or decided, every time."""
+    for name, function in builtins_of(owner).items():
+        setattr(owner, name, function)

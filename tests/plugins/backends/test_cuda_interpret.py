@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,9 +14,10 @@ from support.cuda_samples.specs import NORM, PRODUCT
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from llmctl.plugins.backends.cuda import compiler, interpret
+from llmctl.plugins.backends.cuda import compiler, interpret, interpret_replay
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.interpret import run_launches
+from llmctl.plugins.backends.cuda.interpret_types import builtins_of
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
 
 
@@ -83,40 +84,59 @@ def test_an_argument_of_another_type_than_the_spec_says_is_a_bug(position, value
         run_launches([Launch(NORM, (5, 1, 1), tuple(arguments))])
 
 
-def test_operands_get_the_types_and_values_that_the_language_gives_them():
-    """Also where they are taken as they are or remembered: every pair, asked for twice."""
+OPERATIONS = (
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__truediv__", "__floordiv__"),
+    *("__mod__", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "__neg__"),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+)
 
-    def operand(kind: tl.dtype, shape: tuple[int, ...]) -> tl.tensor:
-        data = np.full(shape or (1,), 3, interpreter._get_np_dtype(kind))
-        handle = interpreter.TensorHandle(data, kind)
-        return tl.tensor(handle, tl.block_type(kind, shape) if shape else kind)
 
-    def outcome(find, *args):
-        try:
-            found = find(*args)
-        except Exception as error:
-            return type(error)
-        return [(one.type.name, one.handle.data.tolist(), one.handle.data.dtype) for one in found]
+def operand(kind: tl.dtype, shape: tuple[int, ...], value: int) -> tl.tensor:
+    data = np.full(shape or (1,), value, interpreter._get_np_dtype(kind))
+    handle = interpreter.TensorHandle(data, kind)
+    return tl.tensor(handle, tl.block_type(kind, shape) if shape else kind)
 
-    original = dict(vars(TritonSemantic))
+
+def outcome(find, *args):
+    try:
+        found = find(*args)
+    except Exception as error:
+        return type(error)
+    data = found.handle.data
+    return found.type.name, data.dtype, data.shape, data.tobytes()
+
+
+def test_operations_done_again_have_the_types_and_values_that_the_language_gives_them(monkeypatch):
+    """Every pair of types, each with values of its own after those that were watched."""
+    monkeypatch.setattr(interpret_replay, "_recipes", {})
     kinds = (tl.int1, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32)
     numbers = (0, 1, True, -1, 0.0, -0.0, 2.5, 1 << 40, float("inf"))
-    flags = ((), (True, True), (False, False, True, True), (False, False, False, True))
+    types = [(kind, shape) for kind in kinds for shape in ((), (4,), (2, 4))]
+    with interpret._interpreted(), np.errstate(all="ignore"):
+        language = TritonSemantic(interpreter.interpreter_builder)
+        for name in OPERATIONS:
+            plain = partial(vars(tl.tensor)[name], _semantic=language)
+            quick = builtins_of(tl.tensor)[name]
+            for kind, shape in types:
+                if name == "__neg__":
+                    pairs = [[(operand(kind, shape, value),) for value in (3, 5)]]
+                else:
+                    pairs = [
+                        [(operand(kind, shape, x), operand(*other, y)) for x, y in ((3, 2), (5, 7))]
+                        for other in types
+                    ] + [[(operand(kind, shape, x), number) for x in (3, 5)] for number in numbers]
+                for first, second in pairs:
+                    assert outcome(quick, *first) == outcome(plain, *first), (name, first)
+                    assert outcome(quick, *second) == outcome(plain, *second), (name, second)
+        assert None not in interpret_replay._recipes.values()
+    assert len(interpret_replay._recipes) > 1000
+
+
+def test_an_operand_that_comes_twice_is_two_operands(monkeypatch):
+    monkeypatch.setattr(interpret_replay, "_recipes", {})
     with interpret._interpreted():
-        replaced = {
-            name: method
-            for name, method in vars(TritonSemantic).items()
-            if method is not original[name]
-        }
-        assert "scalar_constant" in replaced
-        plain = type("Plain", (TritonSemantic,), {name: original[name] for name in replaced})
-        language, quick = (
-            kind(interpreter.interpreter_builder) for kind in (plain, TritonSemantic)
-        )
-        operands = [operand(kind, shape) for kind in kinds for shape in ((), (4,), (2, 4))]
-        for lhs in operands:
-            for rhs in (*operands, *numbers):
-                for pair, flag in product(((lhs, rhs), (rhs, lhs)), flags):
-                    wanted = outcome(language.binary_op_type_checking_impl, *pair, *flag)
-                    for _ in range(2):
-                        assert outcome(quick.binary_op_type_checking_impl, *pair, *flag) == wanted
+        product_of = builtins_of(tl.tensor)["__mul__"]
+        x, y = (operand(tl.int32, (4,), value) for value in (3, 5))
+        assert product_of(x, x).handle.data.tolist() == [9] * 4
+        assert product_of(x, y).handle.data.tolist() == [15] * 4
+        assert len(interpret_replay._recipes) == 1
