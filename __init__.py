@@ -26,7 +26,7 @@ def open(
 
     With `draft_tree="depth,branch,nodes"` the draft engine drafts trees. Other `options` are the
     fields of `llmctl.runtime.open.EngineOptions`, such as free_fraction or max_batch_size. Leaving
-    the `with` block cancels what is left and frees the threads.
+    the `with` block cancels what is left and ends its threads, and the processes of other ranks.
     """
     from llmctl.runtime.open import open_executor
 

@@ -152,12 +152,14 @@ class OpenEngines:
         draft_len: int | None = None,
         acceptance: SyntheticAcceptance | None = None,
         num_iterations_kept: int = 1000,
+        owns_engines: bool = False,
     ) -> Executor:
         """A running executor. Only one may be alive at a time, because they share the engines.
 
         method: another than that of the checked options, over the same engines.
         draft_len: drafts per round, if different from the checked options; at most what the target
-        verifies. acceptance: accept drafts at random, for benchmarks.
+        verifies. acceptance: accept drafts at random, for benchmarks. owns_engines: they are closed
+        when it is shut down.
         """
         from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
         from llmctl.runtime.engines.memory_plan import host_blocks
@@ -195,6 +197,7 @@ class OpenEngines:
             config,
             self.opened.sampling,
             self.opened.make_round_runner(method, drafter, count, acceptance, lengths),
+            self.close if owns_engines else lambda: None,
         )
 
     def _lengths(self, method: DraftMethod, draft_len: int) -> tuple[int, ...]:
@@ -226,7 +229,7 @@ def open_executor(
     if code is not None:  # a launcher started this process beside rank 0
         raise SystemExit(code)
     checked = check_engines(chosen)
-    return OpenEngines(checked, log).executor()
+    return OpenEngines(checked, log).executor(owns_engines=True)
 
 
 def _forced(drafter: Drafter, acceptance: SyntheticAcceptance | None) -> Drafter:

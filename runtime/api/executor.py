@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from types import TracebackType
@@ -37,7 +37,8 @@ class Executor:
 
     `sampling` is the sampling of the target's backend; it also draws the drafter's tokens. With a
     `round_runner`, which must propose the same drafts as `drafter`, generation runs on the device
-    without waiting for the host. Raises PairMismatch when drafter and target do not fit together.
+    without waiting for the host. `on_shutdown` is called when it has ended, to free what it alone
+    used. Raises PairMismatch when drafter and target do not fit together.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Executor:
         config: ExecutorConfig,
         sampling: SamplingBackend,
         round_runner: RoundRunner | None = None,
+        on_shutdown: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
+        self._on_shutdown = on_shutdown
         self._mailbox = Mailbox()
         self._inbox = Inbox(self._mailbox, config.max_queue_size)
         parts = assemble(target, drafter or NoDrafter(), config, sampling, round_runner)
@@ -167,6 +170,7 @@ class Executor:
         self._inbox.close(drain=drain)
         self._thread.join()
         gc.unfreeze()
+        self._on_shutdown()
 
     def __enter__(self) -> Executor:
         return self

@@ -50,7 +50,8 @@ class Channel:
             pass
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """The next message; None once the other end has gone. Raises TimeoutError."""
+        """The next message; None once the other end has gone. Raises TimeoutError, and ValueError
+        for what is no message."""
         message, descriptors = self.receive_file(timeout_s)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -76,8 +77,12 @@ class Channel:
             if not data or len(self._buffer) > _MOST_BYTES:
                 return None, descriptors
         line, _, self._buffer = self._buffer.partition(b"\n")
-        message = json.loads(line)
-        assert isinstance(message, dict)
+        try:
+            message = json.loads(line)
+        except RecursionError as error:
+            raise ValueError("a message that is nested too deeply") from error
+        if not isinstance(message, dict):
+            raise ValueError(f"a message is an object; this one is {type(message).__name__}")
         return message, descriptors
 
     def close(self) -> None:

@@ -44,7 +44,8 @@ def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None
             return text.format(ours=ours[name], theirs=theirs.get(name))
     for role, digest in ours["engines"].items():
         found = theirs.get("engines", {}).get(role)
+        if found is None:
+            return f"has no {role} engine; rank 0 has one"
         if found != digest:
-            which = "no" if found is None else "another"
-            return f"has {which} {role} engine than rank 0 (config.json differs)"
+            return f"has another {role} engine than rank 0 (config.json differs)"
     return None

@@ -12,6 +12,7 @@ from llmctl.cli.build.dry_run_ranks import advice_lines, rank_lines
 from llmctl.cli.gpus import GB, GPUS
 from llmctl.plugins.backends.cpu.binding import load_kernels
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
+from scripts.models.planted_shapes import SHAPES
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +83,6 @@ def test_pickles_and_lost_shards_are_not_taken_for_a_folder_without_weights(
         (folder / name).write_text("{}")
         done = llmctl("build", "--checkpoint-dir", folder, "--dry-run", "--backend", "cpu")
         assert done.code == 1, done
-
-
-def test_405b_needs_more_than_any_one_gpu(planned, config_only):
-    plan, code = planned(config_only("405b"), "--gpu", "h200", "--max-seq-len", 8192)
-    assert code == 3 and plan["memory"]["fits"] is False
-    assert plan["memory"]["weight_bytes"] == pytest.approx(410e9, rel=0.01)
-    half, _ = planned(config_only("405b", None), "--gpu", "h200", "--max-seq-len", 8192)
-    assert half["memory"]["weight_bytes"] == pytest.approx(812e9, rel=0.01)
 
 
 # ---- ranks that share a memory ----
@@ -193,3 +186,39 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_says_why():
     rows = [*ROWS[2:], {"num_ranks": 16, "refused": "the heads do not divide"}]
     lines = [" ".join(line.split()) for line in rank_lines(rows, PLAN, 4096)]
     assert "16 - - - - -" in lines and "16 ranks: the heads do not divide" in lines
+
+
+@pytest.mark.parametrize(("shape", "fitting"), [("405b", [4, 8]), ("1b", [1, 2, 4, 8])])
+def test_every_number_of_ranks_is_planned_on_gpus(planned, config_only, shape, fitting):
+    options = ("--gpu", "h200", "--max-seq-len", 8192)
+    plan, code = planned(config_only(shape), *options, "--tp-size", 2)
+    assert code == (0 if 2 in fitting else 3)
+    memory = plan["memory"]
+    rows = {row["num_ranks"]: row for row in memory["by_tp_size"]}
+    assert list(rows) == [1, 2, 4, 8]
+    assert [ranks for ranks, row in rows.items() if row["fits"]] == fitting
+    assert (memory["num_ranks"], memory["ranks_here"], memory["memory"]) == (2, 1, "h200")
+    for name in ("weight_bytes", "needed_bytes", "kv_bytes_per_token", "max_kv_tokens", "fits"):
+        assert rows[2][name] == memory[name]
+    if shape == "405b":
+        assert rows[1]["weight_bytes"] == pytest.approx(410e9, rel=0.01)
+    # The embedding is whole on every rank, all else is divided.
+    model = SHAPES[shape]
+    embedding = 2 * model.vocab * model.hidden
+    for ranks, row in rows.items():
+        divided = (rows[1]["weight_bytes"] - embedding) / ranks
+        assert row["weight_bytes"] == pytest.approx(embedding + divided, rel=0.01)
+        assert row["kv_bytes_per_token"] == rows[1]["kv_bytes_per_token"] // ranks
+        least, most = row["step_ms"]
+        assert least == most if ranks == 1 else least < most
+
+
+def test_a_model_that_does_not_divide_is_planned_for_what_it_divides_by(
+    planned, config_only, tmp_path
+):
+    config = json.loads((config_only("tiny") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4}))
+    plan, _ = planned(tmp_path, "--gpu", "h200", "--max-seq-len", 512)
+    refused = {row["num_ranks"]: row["refused"] for row in plan["memory"]["by_tp_size"]}
+    assert refused[1] is None and refused[2] is None
+    assert "num_attention_heads is 4, which does not divide evenly" in refused[8]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.e2e import KINDS, DemoPair, Outputs, PromptMaker, run_all
 from support.forked_program import ForkedProgram
+from support.rank_runs import Ranks
 
 from llmctl.runtime.request import OutputConfig, Request
 
@@ -22,6 +24,18 @@ def demo(
         folder = folder.parent
     (folder / "demo-pair").mkdir(exist_ok=True)
     return DemoPair(folder / "demo-pair", repository / "examples", forked_program)
+
+
+@pytest.fixture
+def ranks(demo: DemoPair) -> Iterator[Ranks]:
+    """Runs of the demo target on two ranks, of which nothing may stay behind."""
+    shared = set(os.listdir("/dev/shm"))
+    made = Ranks(demo.engine("target-fp8-tp2"), demo.program.command, [])
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.communicate()
+    assert not [name for name in set(os.listdir("/dev/shm")) - shared if "llmctl" in name]
 
 
 @pytest.fixture(scope="session")

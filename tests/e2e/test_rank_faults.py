@@ -7,108 +7,26 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from support.e2e import DemoPair
+from support.rank_runs import (
+    ENDLESS,
+    JOB,
+    LIMIT_S,
+    SHORT,
+    Ranks,
+    end_of,
+    require_gone,
+    require_one_error,
+)
 
 from llmctl.runtime.ranks.launch import address_of, find_world
 
-PROMPT = ("--input-text", "def read_lines(path):")
-ENDLESS = (*PROMPT, "--max-output-len", "900", "--end-id", "4000")  # some seconds on two ranks
-SHORT = (*PROMPT, "--max-output-len", "8")
-LIMIT_S = 60.0  # of a test's waiting; what is measured is said where it matters
 # A program that does something to llmctl before it runs a command line, or is a follower.
 WRAPPED = "import sys; from llmctl.cli.entry import main; exec(sys.argv.pop(1)); main()"
-
-
-@dataclass
-class Ranks:
-    """Starts processes and knows which are there."""
-
-    engine: Path
-    program: list[str]
-    processes: list[subprocess.Popen[str]]
-
-    def start(self, *words: object, **environment: str) -> subprocess.Popen[str]:
-        """`llmctl run` in a process of its own."""
-        return self.launch([sys.executable, "-m", "llmctl.cli.entry"], words, environment)
-
-    def launch(
-        self, program: list[str], words: tuple[object, ...], environment: dict[str, str]
-    ) -> subprocess.Popen[str]:
-        command = [*program, "run", "--engine-dir", str(self.engine), *map(str, words)]
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.processes.append(process)
-        return process
-
-    def follower(self, leader: subprocess.Popen[str]) -> int:
-        """The process id of rank 1, once the run generates."""
-        assert leader.stderr is not None
-        for line in leader.stderr:
-            if line.startswith("KV cache"):
-                return children(leader.pid)[0]
-        raise AssertionError(f"the run ended with {leader.wait()}")
-
-
-def children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(word) for word in text.split()]
-
-
-def is_there(pid: int) -> bool:
-    """Whether a process runs: a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def end_of(process: subprocess.Popen[str], within_s: float) -> tuple[int, str]:
-    """(exit code, stderr) of a run that ends in time."""
-    start = time.monotonic()
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert time.monotonic() - start < within_s
-    return process.returncode, err
-
-
-def require_one_error(err: str, said: str) -> None:
-    errors = [line for line in err.splitlines() if line.startswith("error[")]
-    assert len(errors) == 1 and said in errors[0], err
-    assert "Traceback" not in err, err
-
-
-def require_gone(pid: int) -> None:
-    end = time.monotonic() + 10
-    while is_there(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not is_there(pid)
-
-
-@pytest.fixture
-def ranks(demo: DemoPair, tmp_path: Path) -> Iterator[Ranks]:
-    shared = set(os.listdir("/dev/shm"))
-    made = Ranks(demo.engine("target-fp8-tp2"), demo.program.command, [])
-    yield made
-    for process in made.processes:
-        process.kill()
-        process.communicate()
-    assert not [name for name in set(os.listdir("/dev/shm")) - shared if "llmctl" in name]
-
-
-JOB = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": f"test-{os.getpid()}"}
 
 
 def leader_beside(ranks: Ranks, follower: list[str], engine: Path) -> tuple[int, str]:
@@ -267,32 +185,3 @@ def test_a_job_that_has_a_rank_0_already_is_named(ranks: Ranks) -> None:
         code, err = end_of(ranks.launch(ranks.program, SHORT, environment), 15)
     assert code == 1
     require_one_error(err, "has a rank 0 already")
-
-
-# ---- launchers ----
-
-
-def test_processes_of_a_launcher_are_one_run(ranks: Ranks) -> None:
-    """Only rank 0 prints, and only rank 0 reads stdin."""
-    alone = ranks.launch(ranks.program, SHORT, {})
-    wanted = alone.communicate(timeout=LIMIT_S)[0]
-    follower = ranks.launch(ranks.program, SHORT, {**JOB, "RANK": "1"})
-    leader = ranks.launch(ranks.program, SHORT, {**JOB, "RANK": "0"})
-    assert leader.communicate(timeout=LIMIT_S)[0] == wanted and leader.returncode == 0
-    assert follower.communicate(timeout=LIMIT_S)[0] == ""
-
-
-def test_mpirun_starts_a_run(ranks: Ranks) -> None:
-    program = [
-        str(Path(sys.executable).with_name("mpirun")),
-        "--allow-run-as-root",
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-        "-n",
-        "2",
-    ]
-    leader = ranks.launch([*program, sys.executable, "-m", "llmctl.cli.entry"], SHORT, {})
-    out, err = leader.communicate(timeout=LIMIT_S)
-    assert leader.returncode == 0, err
-    assert out.count("Output [Text 0 Beam 0]") == 1 and "on each of 2 ranks" in err
