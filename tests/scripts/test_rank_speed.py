@@ -3,6 +3,7 @@ plans."""
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.planted import LoadFormat
 from llmctl.cli.inspect.cost import Step, meetings, step_bytes
+from scripts.bench.plan_support import plan_shape
+from scripts.bench.slices import parse, slice_of
 from scripts.models import rank_speed
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
 from scripts.models.planted_shapes import SHAPES
@@ -99,3 +102,20 @@ def test_the_page_has_the_computed_tables_and_says_that_they_are(repository: Pat
     assert page.startswith("# Several ranks: computed, not measured")
     for tokens in (9, 11, 14):
         assert rank_speed.growth_us(tokens) == pytest.approx(0.98 + 0.445 * tokens, rel=0.01)
+
+
+@pytest.mark.parametrize(("size", "ranks"), [("8b", 8), ("3b", 2)])
+def test_a_slice_reads_what_a_rank_reads(size: str, ranks: int) -> None:
+    """The benchmark of slices measures what the model computes with."""
+    request = BuildRequest(max_batch_size=4, max_seq_len=4096)
+    plan, _ = plan_shape(slice_of(SHAPES[size], ranks), request, "FP8", "fp8")
+    found = step_bytes(plan, Step(1, rank_speed.CONTEXT))
+    assert found == pytest.approx(rank_speed.read_bytes(SHAPES[size], ranks), rel=0.01)
+    assert not plan.fused, "ranks run launches"
+
+
+def test_slices_are_named_by_shape_and_ranks() -> None:
+    assert parse("70b:2,8") == ("70b", [2, 8])
+    for text in ("70b", "7b:2"):
+        with pytest.raises(ArgumentTypeError, match="one of tiny, 1b"):
+            parse(text)

@@ -1,0 +1,106 @@
+"""What `inspect` predicts of a step of an engine of several ranks, and says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.planted import LoadFormat
+from llmctl.cli.gpus import CPU_STEP_SHARE, GPUS, READ_SHARE
+from llmctl.cli.inspect.cost import Step, meetings, step_bytes
+from llmctl.cli.inspect.engine_text import step_line
+from llmctl.cli.inspect.prediction import fastest, predict_step
+from llmctl.cli.rank_speed import MORE_S, RankStep, rank_time
+from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
+
+STEP = Step(1, 1000)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], EnginePlan]:
+    """An engine of 8B's shape of so many ranks for a backend."""
+    folder = tmp_path_factory.mktemp("8b") / "config"
+    write_checkpoint(folder, Recipe("8b"), config_only=True)
+
+    def make(ranks: int, backend: str) -> EnginePlan:
+        request = BuildRequest(max_seq_len=2048, tp_size=ranks)
+        elsewhere = LoadFormat(has_files=False)
+        return plan_build(
+            folder, request, backend=backend, load_format=elsewhere, with_binaries=False
+        )
+
+    return make
+
+
+def test_ranks_of_gpus_read_wait_and_meet(plan) -> None:
+    engine = plan(2, "cuda")
+    found = predict_step(engine.config, engine.plan, STEP, "h200", None)
+    read, met = step_bytes(engine.plan, STEP), meetings(engine.plan, STEP)
+    time = rank_time(GPUS["h200"], RankStep(2, 32, read, met))
+    assert time is not None and len(met) == 65
+    assert found["num_meetings"] == 65 and found["memory"] == "h200"
+    least, most = found["meetings_ms"]
+    assert most - least == pytest.approx(65e3 * MORE_S)
+    assert found["predicted_ms"] == pytest.approx(1e3 * sum(time.bounds_s) / 2)
+    assert found["read_bytes_s"] == pytest.approx(read / time.alone_s)
+    assert f"of which 65 meetings of ranks are {least:.3g} to {most:.3g} ms" in step_line(found)
+
+
+def test_one_rank_meets_nobody(plan) -> None:
+    engine = plan(1, "cuda")
+    found = predict_step(engine.config, engine.plan, STEP, "h200", None)
+    assert found["num_meetings"] == 0 and found["meetings_ms"] == [0, 0]
+    assert found["predicted_ms"] == pytest.approx(1e3 * found["read_bytes"] / found["read_bytes_s"])
+    assert "meetings" not in step_line(found)
+
+
+def test_another_bandwidth_changes_reading_alone(plan) -> None:
+    engine = plan(2, "cuda")
+    gb_s = GPUS["h200"].read_bytes_s * READ_SHARE / 1e9
+    named = predict_step(engine.config, engine.plan, STEP, "h200", None)
+    given = predict_step(engine.config, engine.plan, STEP, None, gb_s)
+    assert given["predicted_ms"] == pytest.approx(named["predicted_ms"])
+    half = predict_step(engine.config, engine.plan, STEP, None, gb_s / 2)
+    more = half["predicted_ms"] - given["predicted_ms"]
+    assert more == pytest.approx(1e3 * named["read_bytes"] / (gb_s * 1e9))
+
+
+def test_gpus_that_nothing_joins_are_said_to_be_unknown(plan) -> None:
+    engine = plan(4, "cuda")
+    found = predict_step(engine.config, engine.plan, STEP, "h100-nvl", None)
+    assert found["predicted_ms"] is None and found["read_bytes_s"] is None
+    assert "of h100-nvl too little is known to predict its time" in step_line(found)
+
+
+def test_ranks_of_a_cpu_share_its_bandwidth(plan) -> None:
+    for ranks in (1, 2):
+        engine = plan(ranks, "cpu")
+        found = predict_step(engine.config, engine.plan, STEP, None, 100.0)
+        assert found["read_bytes_s"] == pytest.approx(100e9 * CPU_STEP_SHARE / ranks)
+        meet = "and whatever 65 meetings of ranks take"
+        assert step_line(found).endswith(meet) == (ranks == 2)
+        unknown = predict_step(engine.config, engine.plan, STEP, None, None)
+        assert step_line(unknown).endswith("(times: --read-bandwidth GB/S)")
+
+
+def test_the_fewest_ranks_within_two_percent_are_fastest() -> None:
+    assert fastest({1: (1.0, 1.0), 2: (0.9, 1.09), 4: (0.98, 1.0)}) == 1
+    assert fastest({1: (1.0, 1.0), 2: (0.9, 1.0), 4: (0.94, 0.96)}) == 2
+
+
+def test_text_of_an_engine_says_what_is_of_one_rank(llmctl, rank_engines) -> None:
+    done = llmctl("inspect", rank_engines.target, "--read-bandwidth", 20)
+    rows = [" ".join(row.split()) for row in done.out.splitlines()]
+    assert any(row.startswith("ranks 2, each with ") for row in rows)
+    assert any("meetings of ranks take" in row for row in rows)
+    assert {"rank0.engine", "rank1.engine"} <= {row.split()[0] for row in rows if row}
+
+
+def test_a_page_draws_engines_of_ranks(llmctl, rank_engines, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert llmctl("inspect", rank_engines.target, "--graph", page).code == 0
+    assert "all_reduce" in page.read_text() and "all_gather" in page.read_text()
