@@ -76,8 +76,8 @@ def rank_lines(
     if len(rows) < 2:
         return
     free = plan["free_bytes"]
-    yield f"by --tp-size, on each {plan['memory']} (sequences: of {max_seq_len:,} tokens; step: of"
-    yield "one token after 1,000, computed and not measured, docs/performance/tensor_parallel.md)"
+    yield f"by --tp-size, on each GPU ({plan['memory']}; sequences of {max_seq_len:,} tokens; step"
+    yield "of one token after 1,000, computed, not measured: docs/performance/tensor_parallel.md)"
     yield from table([_HEAD, *(_cells(row, free) for row in rows)], right=range(len(_HEAD)))
     for row in rows:
         if row["refused"] is not None:

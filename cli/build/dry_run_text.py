@@ -87,10 +87,9 @@ def memory_lines(plan: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterato
         f"the rest): {plan['max_kv_tokens']:,} tokens of {plan['kv_bytes_per_token']:,} bytes"
         + each,
     }
-    several = f"each of {plan['num_ranks']} " if plan["num_ranks"] > here else ""
-    yield f"{several}{plan['memory']}: {size(plan['free_bytes'])} free of " + size(
-        plan["total_bytes"]
-    )
+    name, ranks = plan["memory"], plan["num_ranks"]
+    where = f"each of {ranks} GPUs ({name})" if ranks > here else name
+    yield f"{where}: {size(plan['free_bytes'])} free of {size(plan['total_bytes'])}"
     yield from table([(name, text) for name, text in rows.items() if text != "0 B"])
     disk = plan["disk"]
     where = "wherever it is built"
