@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmctl.cli.build.dry_run import Memory, plan_memory
 from llmctl.cli.gpus import GPUS
+from llmctl.cli.inspect.by_ranks import draft_line, span
 from llmctl.cli.inspect.cost import DECODE
 from llmctl.cli.inspect.prediction import fastest, predict_on_gpu
 from llmctl.cli.table import size, table
@@ -85,13 +86,7 @@ def rank_lines(
     steps = {row["num_ranks"]: row["step_ms"] for row in rows if row.get("fits") and row["step_ms"]}
     if len(steps) > 1:
         yield f"fastest: --tp-size {fastest(steps)}"
-    if 1 in steps and len(steps) > 1:  # a draft engine has 1 rank, or as many as the target
-        beside = [
-            f"{fastest({1: steps[1], count: steps[count]})} beside a target of {count}"
-            for count in steps
-            if count > 1
-        ]
-        yield f"ranks of it as a draft engine: {', '.join(beside)}"
+    yield from draft_line(steps)
 
 
 def _cells(row: Mapping[str, Any], free: int) -> tuple[str, ...]:
@@ -106,13 +101,8 @@ def _cells(row: Mapping[str, Any], free: int) -> tuple[str, ...]:
         *parts,
         f"{row['max_kv_tokens']:,}",
         f"{row['most_sequences']:,}",
-        "-" if step is None else _range(*step),
+        "-" if step is None else span(*step),
     )
-
-
-def _range(least: float, most: float) -> str:
-    low, high = f"{least:.3g}", f"{most:.3g}"
-    return low if low == high else f"{low} to {high}"
 
 
 def advice_lines(

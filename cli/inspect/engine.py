@@ -26,8 +26,9 @@ from llmctl.builder.engine_format import (
     weight_bytes,
 )
 from llmctl.builder.signature import describe_signature
+from llmctl.cli.inspect.by_ranks import steps_by_ranks
 from llmctl.cli.inspect.cost import DECODE, Step, fused, op_bytes
-from llmctl.cli.inspect.prediction import predict_step
+from llmctl.cli.inspect.prediction import find_device, predict_step
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -48,11 +49,14 @@ def describe_engine(
     del fields["files"]  # sizes on disk are shown instead; `read_plan` has compared the two
     step = Step(step.tokens, min(step.context_len, int(config.build_config["max_seq_len"])))
     predicted = predict_step(config, plan, step, gpu, read_gb_s)
+    device = find_device(config, gpu, read_gb_s)
+    steps = {} if device is None else steps_by_ranks(config, plan, step, device)
     return {
         "path": str(folder),
         "config": fields,
         "signature": describe_signature(folder),
-        "ranks": _ranks(config, plan),
+        "ranks": _ranks(config, plan)
+        | {"step_ms": {count: [1e3 * bound for bound in found] for count, found in steps.items()}},
         "memory": _memory(config, plan),
         "step": predicted,
         "outputs": dict(plan.outputs),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmctl.builder.speculative_modes import mode_of
+from llmctl.cli.inspect.by_ranks import draft_line, span
 from llmctl.cli.inspect.piece_text import piece_text
 from llmctl.cli.table import size, table
 
@@ -31,6 +32,7 @@ def engine_text(engine: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", "memory")
     yield from table(list(memory_rows(engine)))
     yield from ("", step_line(engine["step"]))
+    yield from step_lines_by_ranks(engine["ranks"]["step_ms"])
     for group in engine["layers"]:
         yield from ("", _title(group))
         yield from table([_OP_HEAD, *map(_op_row, group["ops"])], right=(1, 2, 3))
@@ -156,6 +158,14 @@ def step_line(step: Mapping[str, Any]) -> str:
     elif count:
         text += f" and whatever {count} meetings of ranks take"
     return text
+
+
+def step_lines_by_ranks(steps: Mapping[int, Sequence[float]]) -> Iterator[str]:
+    """How long the step would take on other numbers of ranks; nothing where there is no choice."""
+    if len(steps) > 1:
+        times = ", ".join(f"{span(*bounds)} on {count}" for count, bounds in steps.items())
+        yield f"by ranks, computed and not measured, ms: {times}"
+        yield from draft_line(steps)
 
 
 def _title(group: Mapping[str, Any]) -> str:

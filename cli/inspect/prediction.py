@@ -56,7 +56,11 @@ def predict_step(
 
     Raises BadConfig for an unknown GPU, or one for an engine that runs on none.
     """
-    found = _predict(config, plan, step, gpu, read_gb_s)
+    device = find_device(config, gpu, read_gb_s)
+    if device is None:
+        found = _predict_on_cpu(config, plan, step, read_gb_s)
+    else:
+        found = predict_on_gpu(config, plan, step, device)
     bounds = found.bounds_s
     return {
         "tokens": step.tokens,
@@ -70,21 +74,20 @@ def predict_step(
     }
 
 
-def _predict(
-    config: EngineConfig, plan: Plan, step: Step, gpu: str | None, read_gb_s: float | None
-) -> Prediction:
-    is_cpu = not BACKENDS[config.backend].on_gpu
+def find_device(config: EngineConfig, gpu: str | None, read_gb_s: float | None) -> Gpu | None:
+    """The GPU to predict for; None for an engine that runs on none. read_gb_s: its memory's, else
+    that of the GPU of this name, of the one here, or of one that the engine was compiled for.
+
+    Raises what `predict_step` raises."""
     if read_gb_s is not None and gpu is not None:
         raise BadConfig("--gpu and --read-bandwidth are both given; one of them is wanted")
-    if is_cpu:
+    if not BACKENDS[config.backend].on_gpu:
         if gpu is not None:
             raise BadConfig(
                 f"--gpu {gpu}: this engine runs on the cpu",
                 fix="give what its memory reads: --read-bandwidth GB/S",
             )
-        speed = None if read_gb_s is None else read_gb_s * 1e9 * CPU_STEP_SHARE / config.num_ranks
-        name = None if read_gb_s is None else f"{read_gb_s:g} GB/s"
-        return Prediction(step_bytes(plan, step), name, speed, len(meetings(plan, step)))
+        return None
     found: Gpu | None = find_gpu(gpu) if gpu is not None else None
     if found is None and read_gb_s is None:
         found = present_gpu()
@@ -94,7 +97,15 @@ def _predict(
         found = replace(
             found, name=f"{read_gb_s:g} GB/s", read_bytes_s=read_gb_s * 1e9 / READ_SHARE
         )
-    return predict_on_gpu(config, plan, step, found)
+    return found
+
+
+def _predict_on_cpu(
+    config: EngineConfig, plan: Plan, step: Step, read_gb_s: float | None
+) -> Prediction:
+    speed = None if read_gb_s is None else read_gb_s * 1e9 * CPU_STEP_SHARE / config.num_ranks
+    name = None if read_gb_s is None else f"{read_gb_s:g} GB/s"
+    return Prediction(step_bytes(plan, step), name, speed, len(meetings(plan, step)))
 
 
 def predict_on_gpu(config: EngineConfig, plan: Plan, step: Step, gpu: Gpu) -> Prediction:
@@ -113,8 +124,7 @@ def predict_on_gpu(config: EngineConfig, plan: Plan, step: Step, gpu: Gpu) -> Pr
 
 def fastest(steps: Mapping[int, Sequence[float]]) -> int:
     """Of the bounds of a step by ranks: the fewest ranks within 2 % of the shortest, by the middle
-    of the bounds. Of a draft engine's steps it is the choice for a target of the most ranks, if
-    only that and 1 are given."""
+    of the bounds."""
     middles = {ranks: sum(bounds) / 2 for ranks, bounds in steps.items()}
     least = min(middles.values())
     return min(ranks for ranks, middle in middles.items() if middle <= 1.02 * least)

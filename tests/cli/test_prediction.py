@@ -11,9 +11,10 @@ from llmctl.builder.build import EnginePlan, plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.planted import LoadFormat
 from llmctl.cli.gpus import CPU_STEP_SHARE, GPUS, READ_SHARE
+from llmctl.cli.inspect.by_ranks import steps_by_ranks
 from llmctl.cli.inspect.cost import Step, meetings, step_bytes
-from llmctl.cli.inspect.engine_text import step_line
-from llmctl.cli.inspect.prediction import fastest, predict_step
+from llmctl.cli.inspect.engine_text import step_line, step_lines_by_ranks
+from llmctl.cli.inspect.prediction import fastest, predict_on_gpu, predict_step
 from llmctl.cli.rank_speed import MORE_S, RankStep, rank_time
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
 
@@ -104,3 +105,28 @@ def test_a_page_draws_engines_of_ranks(llmctl, rank_engines, tmp_path: Path) -> 
     page = tmp_path / "page.html"
     assert llmctl("inspect", rank_engines.target, "--graph", page).code == 0
     assert "all_reduce" in page.read_text() and "all_gather" in page.read_text()
+
+
+@pytest.mark.parametrize("own", [1, 4])
+def test_other_numbers_of_ranks_are_computed_from_the_engine_s_own_plan(plan, own: int) -> None:
+    """As their plans have it, but for what every rank reads whole."""
+    engine = plan(own, "cuda")
+    found = steps_by_ranks(engine.config, engine.plan, STEP, GPUS["h200"])
+    assert list(found) == [1, 2, 4, 8]
+    for ranks, bounds in found.items():
+        other = plan(ranks, "cuda")
+        wanted = predict_on_gpu(other.config, other.plan, STEP, GPUS["h200"]).bounds_s
+        assert bounds == pytest.approx(wanted, rel=0.01)
+    assert list(steps_by_ranks(engine.config, engine.plan, STEP, GPUS["h100-nvl"])) == [1, 2]
+
+
+def test_a_draft_engine_has_one_rank_or_as_many_as_its_target() -> None:
+    """By more than 2 %: else one rank has nobody to meet."""
+    steps = {1: (0.404, 0.404), 2: (0.449, 0.515), 4: (0.37, 0.43), 8: (0.342, 0.408)}
+    beside = "1 beside a target of 2, 1 beside a target of 4, 8 beside a target of 8"
+    by_ranks, draft = step_lines_by_ranks(steps)
+    assert draft == f"ranks of it as a draft engine: {beside}"
+    assert by_ranks.endswith(
+        "ms: 0.404 on 1, 0.449 to 0.515 on 2, 0.37 to 0.43 on 4, 0.342 to 0.408 on 8"
+    )
+    assert not list(step_lines_by_ranks({1: (0.404, 0.404)}))
