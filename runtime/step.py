@@ -29,6 +29,7 @@ class StepRunner(Protocol):
     onboards_aside: bool  # copies from host memory may be in flight while steps run
     is_asynchronous: bool  # `run` returns before the step has been computed
     takes_trees: bool  # drafts may be trees
+    takes_roots: bool  # of trees, that earlier steps stored (`Trees.roots`)
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
     def allocate_host_blocks(self, num_blocks: int) -> None: ...

@@ -31,7 +31,8 @@ class Backend:
     has_windows_at_run_time: bool = True
     rank_counts: tuple[int, ...] | None = (1,)  # how many ranks may share a model; None: any
     has_leaves: bool = False  # products that add K as a tree, of which ranks have subtrees
-    continues_trees: bool = False  # attention along trees that earlier steps began (`Trees.roots`)
+    continues_trees: bool = False  # trees that are computed over several steps
+    takes_roots: bool = False  # in such a step, of new tokens alone (`Trees.roots`)
     generated_weights: tuple[str, ...] = ()  # --load-format, besides a checkpoint
 
 
@@ -46,6 +47,7 @@ _ROWS = (
         rank_counts=RANK_COUNTS,
         has_leaves=True,
         continues_trees=True,
+        takes_roots=True,
     ),
     Backend(
         "cuda",
@@ -54,6 +56,7 @@ _ROWS = (
         arena_alignment=128,
         packs_linears=True,
         rank_counts=RANK_COUNTS,
+        continues_trees=True,
         generated_weights=("dummy", "planted"),
     ),
     *(

@@ -196,7 +196,7 @@ def test_a_sweep_measures_trees_beside_lengths(bench, engines, tmp_path):
         (["--sweep-draft-tree", "1,2,2", "--draft-tree", "1,2,2"], "BadConfig", "both given"),
         (["--sweep-draft-tree", "1,2,2", "--draft-len", 2], "BadConfig", "both given"),
         (["--sweep-draft-tree", "2,2,5"], "PairMismatch", "max_draft_len 4"),
-        (["--sweep-draft-tree", "1,2,2;2,2,4"], "PairMismatch", "2,2,4 follows 2 drafts"),
+        (["--sweep-draft-tree", "1,2,2;2,2,4"], "PairMismatch", "2,2,4 needs 2 tokens"),
         (["--sweep-draft-tree", "1,2,2", "--synthetic-acceptance", 2], "BadConfig", "of a chain"),
         (["--sweep-draft-tree", "1,2,2", "--baseline"], "BadConfig", "leave out --baseline"),
         (["--synthetic-acceptance", 5.5], "BadConfig", "must be in [1, 5]"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.e2e import DemoPair, Outputs, cancel_some, run_all
+from support.fake_device_runs import accepted_by_host
 
 import llmctl
 from llmctl.runtime.api.executor import Executor
@@ -112,6 +113,15 @@ def test_a_tree_has_more_tokens_a_round_than_the_chain_of_its_depth(
     assert lengths[1] > lengths[0] + 0.1
 
 
+def test_the_cuda_host_drafts_trees_too(
+    demo: DemoPair, pair: Pair, requests: list[Request], plain: Outputs
+) -> None:
+    """Over the fake device. Its steps have a token for every place of a tree, so it needs a draft
+    engine with as much room."""
+    method = DraftEngine(pair.target, tree=TREES[0])
+    assert accepted_by_host(pair.target, method, requests, plain) > 200
+
+
 def test_llmctl_open_takes_a_tree(pair: Pair, requests: list[Request], plain: Outputs) -> None:
     with llmctl.open(pair.target, draft=pair.draft, draft_tree="4,3,12") as executor:
         assert run_all(executor, requests[:4]) == plain[:4]
@@ -128,7 +138,7 @@ def test_from_the_command_line(demo: DemoPair, pair: Pair) -> None:
     assert "tokens per round" in done.stderr and "exact: 24 tokens" in done.stderr
     for options, found in (
         (("--draft-engine", pair.draft, "--draft-tree", "6,4,25"), "built for max_draft_len 24"),
-        (("--draft-engine", pair.draft, "--draft-tree", "4,5,24"), "follows 5 drafts of a level"),
+        (("--draft-engine", pair.draft, "--draft-tree", "4,5,24"), "needs 5 tokens of a sequence"),
         (("--draft-engine", pair.draft, "--draft-tree", "4,3"), "depth,branch,nodes"),
         (("--draft-tree", "4,3,12"), "given without a draft"),
     ):

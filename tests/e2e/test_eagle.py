@@ -139,8 +139,12 @@ def test_adaptive_lengths_change_no_token(
 def test_the_cuda_host_drafts_from_a_head_too(
     engine: Path, requests: list[Request], plain: Outputs
 ) -> None:
-    """Over the fake device, which has the CPU's arithmetic."""
+    """Over the fake device, which has the CPU's arithmetic. A level of a tree takes as many rows
+    there as the tree has places."""
     assert accepted_by_host(engine, DRAFTING, requests, plain) > 150
+    small = {"dynamic": Eagle(3, num_offers=3), "static": Eagle(3, choices=CHOICES)}
+    for method in small.values():
+        assert accepted_by_host(engine, method, requests, plain) > 60
 
 
 def test_device_rounds_draft_from_a_head(

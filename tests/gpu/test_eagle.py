@@ -4,6 +4,7 @@ blocks; what the head computes, against the cpu backend."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.counted_rounds import CountedRounds
-from support.e2e import Outputs, cancel_some, llmctl, run_all
+from support.e2e import KINDS, Outputs, cancel_some, llmctl, run_all
 from support.eagle import fit_head, make_head, save_head
 from support.eagle_steps import CHUNKS, computed
 from support.gpu import quantize, quantize_head
@@ -24,11 +25,14 @@ from support.gpu_drafting import (
 )
 from transformers import AutoModelForCausalLM
 
+from llmctl.builder.engine_format import parse_choices
 from llmctl.runtime.drafting.eagle.method import Eagle
 from llmctl.runtime.engines.engine import open_cpu_engine
 from llmctl.runtime.request import Request
 
 DRAFT_LEN = 5
+CHOICES = parse_choices("[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,0,0,0],[1,0,0]]")
+TREES = {"dynamic": Eagle(num_offers=4), "static": Eagle(choices=CHOICES)}
 WIDTH = 384  # of the demo target
 
 
@@ -45,18 +49,18 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def build(dtype: str, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """build(name, head, backend) -> the demo target's engine. Head None: without one."""
+    """build(name, head, backend, ...) -> the demo target's engine. Head None: without one."""
     folder = tmp_path_factory.mktemp("engines")
     checkpoint, options = repository / "examples/demo-target", ["--dtype", dtype]
     if dtype == "fp8":
         checkpoint, options = quantize(checkpoint, folder / "checkpoint"), []
 
-    def built(name: str, head: Path | None, backend: str = "cuda") -> Path:
+    def built(name: str, head: Path | None, backend: str = "cuda", *more: object) -> Path:
         path = folder / name
         mode = ["--speculative-decoding-mode", "eagle", "--draft-model-dir", head]
         llmctl("build", "--checkpoint-dir", checkpoint, "--output-dir", path, "--backend", backend,
                "--max-batch-size", 16, "--max-seq-len", 1024, *options,
-               *(mode if head else []))  # fmt: skip
+               *(mode if head else []), *more)  # fmt: skip
         return path
 
     return built
@@ -196,6 +200,36 @@ def test_cancelled_requests_leave_the_others_alone(
             asked = [requests[index] for index in chosen]
             cancel_some(executor, asked, [plain[index] for index in chosen], draw)
     assert rounds.total > 20
+
+
+@pytest.fixture(scope="module")
+def tree_engine(build: Any, head: Path) -> Path:
+    limits = ["--max-draft-len", 16, "--max-non-leaves-per-layer", 16]
+    path: Path = build("trees", head, "cuda", *limits)
+    return path
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_trees_change_no_token(
+    tree_engine: Path, requests: list[Request], plain: Outputs, kind: str, rounds: CountedRounds
+) -> None:
+    """The host grows them, level by level; sampled requests draft chains beside them."""
+    stats = run_in_every_company(tree_engine, TREES[kind], requests, plain)
+    assert stats.accepted_tokens > 150 and len(stats.accepted_at_position) >= 4
+    assert rounds.total == 0
+    greedy = [replace(requests[index], max_draft_len=None) for index in range(0, 32, len(KINDS))]
+    lengths = []
+    for method in (Eagle(4), TREES[kind]):
+        with opened(tree_engine, method).executor() as executor:
+            run_all(executor, greedy)
+            done = executor.get_speculation_stats()
+        lengths.append(1 + done.accepted_tokens / done.rounds)
+    print(f"tokens a round of greedy requests: chain {lengths[0]:.3f}, tree {lengths[1]:.3f}")
+    assert lengths[1] > lengths[0] - 0.02, "keys of another path would show"
+    options = {"max_num_tokens": 200, "max_batch_size": 9}
+    with opened(tree_engine, TREES[kind], **options).executor() as executor:
+        assert run_all(executor, requests) == plain, "in narrow steps"
+        cancel_some(executor, requests, plain, random.Random(2))
 
 
 def test_a_head_that_knows_nothing_changes_no_token(

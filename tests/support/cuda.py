@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import open_engine, read_engine_config
 from llmctl.plugins.backends.cpu import CpuProgram, CpuSampling
@@ -93,7 +94,8 @@ class FakeProgram:
         assert tokens <= shape.num_tokens
         assert (counts[:requests] > 0).all() and (counts[requests:] == 0).all()
         assert counts.max() <= shape.max_query_len and kv_len.max() <= shape.max_kv_len
-        assert not self._has_cache or (step.slot_mapping[:tokens] >= 0).all()
+        slots = step.slot_mapping[:tokens].numpy()
+        assert not self._has_cache or shape.max_tree_len or (slots >= 0).all()
         assert (step.slot_mapping[tokens : shape.num_tokens] == -1).all()
         assert (step.position_ids[tokens : shape.num_tokens] == 0).all()
         rows = step.logit_rows[: shape.num_rows].numpy()
@@ -105,19 +107,47 @@ class FakeProgram:
             starts = step.tree_start[:requests].numpy()
             assert counts[:requests][starts >= 0].max(initial=0) <= shape.max_tree_len
             trees = Trees(starts, step.paths.numpy())
+        positions = step.position_ids[:tokens].numpy()
+        if trees is not None and (slots < 0).any():  # the CPU is told that roots are stored
+            roots, positions = kv_len[:requests] - counts[:requests], positions.copy()
+            trees = Trees(starts, trees.paths.copy(), roots)
+            for request in np.flatnonzero(starts >= 0):
+                positions[cu_q[request]] += 1
+                trees.paths[starts[request], 1] = 1
+        tables = np.ascontiguousarray(step.block_tables[:requests].numpy())
+        slots, borrowed = self._borrow(slots, tables)
+        kept = self._kv_cache[:, borrowed]
         self._program.run(
             StepInputs(
                 token_ids=step.token_ids[:tokens].numpy(),
-                position_ids=step.position_ids[:tokens].numpy(),
+                position_ids=positions,
                 cu_q=cu_q[: requests + 1],
                 kv_len=kv_len[:requests],
-                block_tables=np.ascontiguousarray(step.block_tables[:requests].numpy()),
-                slot_mapping=step.slot_mapping[:tokens].numpy(),
+                block_tables=tables,
+                slot_mapping=slots,
                 logit_rows=rows,
                 trees=trees,
             ),
             self._kv_cache,
         )
+        self._kv_cache[:, borrowed] = kept
+
+    def _borrow(
+        self, slots: NDArray[np.int32], tables: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], list[int]]:
+        """The slots with others, of blocks that the step does not use, for tokens that a device
+        stores nowhere; and these blocks."""
+        nowhere = np.flatnonzero(slots < 0)
+        if not len(nowhere) or not self._has_cache:
+            return slots, []
+        num_blocks, size = self._kv_cache.shape[1], self._kv_cache.shape[4]
+        used = set(tables.ravel().tolist())
+        free = [block for block in range(num_blocks) if block not in used]
+        borrowed = free[: -(-len(nowhere) // size)]
+        found = slots.copy()
+        places = (np.array(borrowed)[:, None] * size + np.arange(size)).ravel()
+        found[nowhere] = places[: len(nowhere)]
+        return found, borrowed
 
     def launch(self, launches: Sequence[Launch], stream: int) -> None:
         for launch in launches:

@@ -39,7 +39,10 @@ def accepted_by_host(
     that of plain decoding, and graphs to have been replayed."""
     queue = DeviceQueue("cpu")
     target, capture = open_on_fake_device(engine, queue)
-    drafter = method.make_drafter({"target": target}, method.check(target.config, {}))
+    engines = {role: open_on_fake_device(path, queue)[0] for role, path in method.engines.items()}
+    configs = {role: opened.config for role, opened in engines.items()}
+    engines["target"] = target
+    drafter = method.make_drafter(engines, method.check(target.config, configs))
     config = ExecutorConfig(KvCacheConfig(num_blocks=300))
     with Executor(target, drafter, config, _sampling(queue)) as executor:
         assert run_all(executor, requests) == plain

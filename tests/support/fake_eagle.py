@@ -37,9 +37,9 @@ class FakeEagleHead:
 
     def __init__(self, engine: FeaturedEngine, agreement: float = 1.0, most_rows: int = 1) -> None:
         self.engine, self.agreement = engine, agreement
-        self.most_rows = most_rows  # of a sequence in a step
+        self.most_of_one = most_rows  # of a sequence in a step
         self.most_sequences = engine.max_batch_size
-        self.most_drafts = engine.max_batch_size * most_rows
+        self.most_rows = engine.max_batch_size * most_rows
         self.contexts: list[tuple[int, ...]] = []
         self.cache: dict[int, tuple[int, ...]] = {}  # by slot: the tokens up to the pair's own
         self.steps: list[tuple[str, int]] = []  # of the head: which, and of how many tokens
@@ -75,14 +75,18 @@ class FakeEagleHead:
         self._write(step, made)
         self.contexts = [made[row] for row in step.logit_rows]
 
+    def num_rows(self, growth):
+        return len(growth.frontier)
+
     def next(self, rows, growths, tables):
-        step = pack_level(growths, roots(growths), tables, self.engine.tokens_per_block)
+        size = self.engine.tokens_per_block
+        step = pack_level(growths, roots(growths), tables, size, takes_roots=True)
         before = [self.contexts[row] for row in rows]
         tokens = step.token_ids.tolist()
         made = [(*own, token) for own, token in zip(before, tokens, strict=True)]
         assert step.position_ids.tolist() == [len(own) - 2 for own in made]
         assert len(step.kv_len) <= self.engine.max_batch_size
-        assert np.diff(step.cu_q).max() <= self.most_rows
+        assert np.diff(step.cu_q).max() <= self.most_of_one
         self.steps.append(("next", len(tokens)))
         for slot, own in zip(step.slot_mapping.tolist(), made, strict=True):
             self.cache[slot] = own

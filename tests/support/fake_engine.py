@@ -83,6 +83,7 @@ class FakeEngine:
         whole_context: float = 3.0,
         steps_to_land: int | None = None,
         is_asynchronous: bool = False,
+        takes_roots: bool = True,
     ) -> None:
         self.is_asynchronous = is_asynchronous
         self.common_vocab = vocab_size
@@ -92,6 +93,7 @@ class FakeEngine:
         self.max_num_tokens = max_num_tokens
         self.max_draft_len = max_draft_len
         self.takes_trees = True
+        self.takes_roots = takes_roots
         self.tokens_per_block = tokens_per_block
         self.agreement = agreement
         self.whole_context = whole_context
@@ -155,7 +157,8 @@ class FakeEngine:
         if self.num_runs == self.fail_at:
             raise RuntimeError("the engine broke")
         self._check(step)
-        self.cache[step.slot_mapping] = step.token_ids
+        stored = step.slot_mapping >= 0
+        self.cache[step.slot_mapping[stored]] = step.token_ids[stored]
         rows = np.empty((len(step.logit_rows), self.vocab_size), np.float32)
         for index, row in enumerate(step.logit_rows):
             request = int(np.searchsorted(step.cu_q, row, side="right")) - 1
@@ -198,8 +201,10 @@ class FakeEngine:
         assert 0 < len(counts) <= self.max_batch_size and (counts > 0).all()
         assert len(step.kv_len) == len(step.block_tables) == len(counts)
         # Two that share a block may both compute the draft's part of it, which is the same.
-        written = dict(zip(step.slot_mapping.tolist(), step.token_ids.tolist(), strict=True))
-        assert [written[slot] for slot in step.slot_mapping.tolist()] == step.token_ids.tolist()
+        stored = step.slot_mapping >= 0
+        slots, tokens = step.slot_mapping[stored].tolist(), step.token_ids[stored].tolist()
+        written = dict(zip(slots, tokens, strict=True))
+        assert [written[slot] for slot in slots] == tokens
         assert (step.token_ids >= 0).all() and (step.token_ids < self.vocab_size).all()
         for request, (first, last) in enumerate(zip(step.cu_q, step.cu_q[1:], strict=False)):
             positions = step.position_ids[first:last]
@@ -210,6 +215,7 @@ class FakeEngine:
             elif step.trees.roots is None:
                 assert self.takes_trees and positions[0] == places[0]
             else:
+                assert self.takes_roots
                 rows = step.trees.paths[step.trees.start[request] :][: len(positions)]
                 root = root_of(step, request)
                 places = root + rows[np.arange(len(rows)), positions - root]
@@ -217,7 +223,10 @@ class FakeEngine:
             assert end <= self.max_seq_len
             size = self.tokens_per_block
             slots = step.block_tables[request][places // size] * size + places % size
-            assert slots.tolist() == step.slot_mapping[first:last].tolist()
+            found = step.slot_mapping[first:last]
+            if step.trees is None:
+                assert (found >= 0).all()
+            assert slots[found >= 0].tolist() == found[found >= 0].tolist()
 
 
 def plain_answer(engine: FakeEngine, request: Request, index: int = 0):

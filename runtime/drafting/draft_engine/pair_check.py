@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import PairMismatch
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.runtime.drafting.draft_engine.tree import OPTION, DraftTree
 from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS
 from llmctl.runtime.drafting.target_check import check_target, is_built_for, require_continued
@@ -40,15 +41,18 @@ def check_pair(target: EngineConfig, draft: EngineConfig, draft_len: int | None)
 
 def require_trees(target: EngineConfig, draft: EngineConfig, tree: DraftTree) -> None:
     """Raises Unsupported where the backend has no attention along trees in the making, PairMismatch
-    where the draft engine computes fewer drafts of a sequence at once than a level has."""
+    where the draft engine computes fewer tokens of a sequence at once than a level needs."""
     require_continued(target, "trees from a draft engine", f"leave {OPTION} out")
     most = 1 + int(draft.build_config["max_draft_len"])
-    if tree.depth > 1 and tree.branch > most:
+    takes_roots = BACKENDS[draft.backend].takes_roots
+    # Else a step has a token for every place behind the root.
+    wanted = tree.branch if takes_roots else tree.nodes
+    if tree.depth > 1 and wanted > most:
         raise PairMismatch(
-            f"{OPTION} {tree} follows {tree.branch} drafts of a level further; the draft engine "
-            f"was built for {most} tokens of a sequence in a step",
+            f"{OPTION} {tree} needs {wanted} tokens of a sequence in a step of the draft engine; "
+            f"it was built for {most}",
             fix=f"rebuild it with --speculative_decoding_mode {EXTERNAL_DRAFTS} "
-            f"--max_draft_len {tree.branch - 1}, or give a narrower tree",
+            f"--max_draft_len {wanted - 1}, or give a smaller tree",
         )
 
 

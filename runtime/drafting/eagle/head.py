@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from llmctl.builder.engine_format import (
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.drafting.eagle.pairs import Pairs, pack_pairs, roots
 from llmctl.runtime.drafting.growth.growth import Growth
-from llmctl.runtime.drafting.growth.levels import pack_level
+from llmctl.runtime.drafting.growth.levels import pack_level, rows_of
 from llmctl.runtime.kv_cache import BlockHolder
 
 if TYPE_CHECKING:
@@ -37,8 +38,11 @@ class EngineHead:
         self._engine = engine
         self._taps = [eagle_tap(layer) for layer in facts["taps"]]
         self.most_sequences = engine.max_batch_size
-        self.most_drafts = engine.max_batch_size * int(facts["num_beams"])
+        self.most_rows = engine.max_batch_size * int(facts["num_beams"])
         self._outputs: Mapping[str, torch.Tensor] = {}  # of the last step's rows, in the engine
+        self._at: NDArray[np.int32] = np.zeros(
+            0, np.int32
+        )  # which of them are those that were asked for
 
     @property
     def holders(self) -> Mapping[str, BlockHolder]:
@@ -52,6 +56,12 @@ class EngineHead:
     def go_on(self, outputs: Mapping[str, torch.Tensor]) -> None:
         """The last step was enqueued elsewhere, and leaves these."""
         self._outputs = outputs
+        count = len(outputs[EAGLE_STATE])
+        self._at = np.arange(count, dtype=np.int32)
+
+    def num_rows(self, growth: Growth) -> int:
+        """See Levels."""
+        return rows_of(growth, takes_roots=self._engine.takes_roots)
 
     def extend(self, pairs: Items[Pairs]) -> None:
         """Read pairs that are committed."""
@@ -60,15 +70,22 @@ class EngineHead:
         engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, self.features(), rows)
         step = pack_pairs(pairs, engine.tokens_per_block)
         self._outputs = engine.run_head(EAGLE_EXTEND, step, {})
+        self._at = np.arange(step.num_rows, dtype=np.int32)
 
     def next(self, rows: list[int], growths: Items[Growth], tables: NDArray[np.int32]) -> None:
         """Behind rows of the step before."""
-        engine = self._engine
-        engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [self._outputs[EAGLE_STATE]], np.array(rows))
-        step = pack_level(growths, roots(growths), tables, engine.tokens_per_block)
+        engine, own = self._engine, {"takes_roots": self._engine.takes_roots}
+        step = pack_level(growths, roots(growths), tables, engine.tokens_per_block, **own)
+        count = step.num_tokens
+        sources = np.zeros(count, np.int64)  # anything for tokens that are computed again
+        sources[step.logit_rows] = self._at[rows]
+        engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [self._outputs[EAGLE_STATE]], sources)
+        self._at = step.logit_rows
+        step = replace(step, logit_rows=np.arange(count, dtype=np.int32))
         self._outputs = engine.run_head(EAGLE_NEXT, step, {})
 
     def logits(self, rows: list[int]) -> Logits:
         """Of some rows of the last step."""
         logits = self._engine.as_logits(self._outputs["logits"])
-        return logits if rows == list(range(len(logits))) else logits[rows]
+        at = self._at[rows].tolist()
+        return logits if at == list(range(len(logits))) else logits[at]

@@ -57,13 +57,15 @@ class Eagle:
     def check(self, target: EngineConfig, configs: Mapping[str, EngineConfig]) -> int:
         from llmctl.runtime.drafting.eagle.engine_check import check_engine, require_trees
 
-        if self.drafts_trees:
-            require_trees(target, self.choices)
         wanted = self.draft_len
         if wanted is None and self.choices is not None:
             wanted = self.choices.num_nodes
         most = check_engine(target, wanted)
-        return most if self.choices is None else min(most, self.choices.num_nodes)
+        if self.choices is not None:
+            most = min(most, self.choices.num_nodes)
+        if self.drafts_trees:
+            require_trees(target, self.choices, most)
+        return most
 
     def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> EagleDrafter:
         from llmctl.runtime.drafting.eagle.drafter import EagleDrafter

@@ -23,10 +23,13 @@ from llmctl.runtime.step import block_tables
 
 
 class Levels(Protocol):
-    """What computes drafts. most_sequences, most_drafts: of one of its steps."""
+    """What computes drafts. most_sequences, most_rows: of one of its steps."""
 
     most_sequences: int
-    most_drafts: int
+    most_rows: int
+
+    def num_rows(self, growth: Growth) -> int:
+        """Rows that a step takes for a growth's frontier."""
 
     def next(self, rows: list[int], growths: Items[Growth], tables: NDArray[np.int32]) -> None:
         """Compute all frontiers, in order: a row for each node, behind `rows` of the step before.
@@ -110,14 +113,16 @@ class Grower:
 
     def _parts(self, active: Items[Growth]) -> Iterator[slice]:
         """As many sequences together as a step may have."""
-        first = num_drafts = 0
+        levels = self._levels
+        are_chains = all(isinstance(own, Chain) for own in active)
+        first = num_rows = 0
         for index, own in enumerate(active):
-            count = len(own.frontier)
-            is_full = index - first == self._levels.most_sequences
-            if is_full or num_drafts + count > self._levels.most_drafts:
+            count = 1 if are_chains else levels.num_rows(own)
+            is_full = index - first == levels.most_sequences
+            if is_full or num_rows + count > levels.most_rows:
                 yield slice(first, index)
-                first, num_drafts = index, 0
-            num_drafts += count
+                first, num_rows = index, 0
+            num_rows += count
         yield slice(first, len(active))
 
     def _draw(self, chains: list[Chain], at: list[int]) -> None:

@@ -3,6 +3,7 @@ and what plain torch computes of it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +13,13 @@ from support.eagle import TorchHead, make_head, save_head
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
-from llmctl.errors import BadConfig, Unsupported
+from llmctl.builder.engine_format import parse_choices, read_engine_config
+from llmctl.errors import BadConfig, PairMismatch, Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.runtime.drafting.eagle.head import EngineHead
+from llmctl.runtime.drafting.eagle.method import Eagle
 from llmctl.runtime.drafting.eagle.pairs import Pairs
 from llmctl.runtime.drafting.growth.growth import Chain, DynamicShape, DynamicTree, StaticTree
 from llmctl.runtime.drafting.static_nodes import Nodes
@@ -33,6 +37,7 @@ OPTIONS = {
     "eagle_layers": "0,1,1",
 }
 TABLE = [3, 1, 4, 2]  # blocks: a tree of more than four drafts reaches the third
+CHOICES = parse_choices("[[0],[1],[2],[3],[4],[5],[6],[7],[8],[0,0]]")
 TABLES = np.array([TABLE], np.int32)
 
 
@@ -146,10 +151,28 @@ def test_more_drafts_of_a_level_than_of_a_round_are_refused(new_model, save, tmp
         plan_build(save(new_model("llama")), request, backend="cpu")
 
 
-def test_trees_are_refused_where_no_kernel_goes_on_with_them(new_model, save, tmp_path):
+def test_trees_are_refused_where_no_kernel_goes_on_with_them(
+    new_model, save, tmp_path, monkeypatch
+):
     """At build: an engine that can draft no tree is not built for one."""
     folder = save_head(tmp_path / "head", make_head(head_dim=64), head_dim=64)
     request = BuildRequest(**OPTIONS, draft_model_dir=str(folder), max_non_leaves_per_layer=4)
     checkpoint = save(new_model("llama", head_dim=64, dtype="bfloat16"))
-    with pytest.raises(Unsupported, match="--max-non-leaves-per-layer is 4.*backend 'cuda'"):
+    monkeypatch.setitem(BACKENDS, "cuda", replace(BACKENDS["cuda"], continues_trees=False))
+    with pytest.raises(Unsupported, match="--max-non-leaves-per-layer is 4.*they are on cpu"):
         plan_build(checkpoint, request, backend="cuda")
+
+
+def test_on_cuda_a_level_has_a_row_for_every_place(new_model, save, tmp_path):
+    """So the engine is built for as many, and trees of more drafts are refused by name."""
+    folder = save_head(tmp_path / "head", make_head(head_dim=64), head_dim=64)
+    request = BuildRequest(**OPTIONS, draft_model_dir=str(folder), max_non_leaves_per_layer=9)
+    checkpoint = save(new_model("llama", head_dim=64, dtype="bfloat16"))
+    planned = plan_build(checkpoint, request, backend="cuda", with_binaries=False)
+    assert planned.plan.max_num_beams == 2 * 9
+    run_build(plan_build(checkpoint, request, backend="cpu"), tmp_path / "engine")
+    config = replace(read_engine_config(tmp_path / "engine"), backend="cuda")
+    assert Eagle(9, num_offers=3).check(config, {}) == 9
+    for method in (Eagle(num_offers=3), Eagle(10, CHOICES)):
+        with pytest.raises(PairMismatch, match="needs as many rows .* built for 9"):
+            method.check(config, {})

@@ -132,11 +132,13 @@ def test_a_tree_needs_room_in_both_engines_and_a_backend_that_continues_it():
     assert method.check(target, {ROLE: draft}) == 12
     with pytest.raises(PairMismatch, match="draft_len is 12.* max_draft_len 8"):
         method.check(engine(max_draft_len=8), {ROLE: draft})
-    with pytest.raises(PairMismatch, match="built for 1 tokens of a sequence") as caught:
+    with pytest.raises(PairMismatch, match="needs 3 tokens of a sequence .* built for 1") as caught:
         method.check(target, {ROLE: engine()})
     assert "--max_draft_len 2" in caught.value.fix
     star = DraftEngine(Path("draft"), tree=DraftTree(1, 3, 3))
     assert star.check(target, {ROLE: engine()}) == 3, "nothing follows its drafts"
+    with pytest.raises(PairMismatch, match="needs 12 tokens of a sequence .* built for 3"):
+        method.check(*(replace(target, backend="cuda"), {ROLE: replace(draft, backend="cuda")}))
     pair = [replace(own, backend="tensorrt") for own in (target, draft)]
     with pytest.raises(Unsupported, match="trees from a draft engine are not available"):
         method.check(pair[0], {ROLE: pair[1]})
