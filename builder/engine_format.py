@@ -31,6 +31,7 @@ from llmctl.builder.heads.eagle.names import EXTEND as EAGLE_EXTEND
 from llmctl.builder.heads.eagle.names import FEATURES as EAGLE_FEATURES
 from llmctl.builder.heads.eagle.names import NEXT as EAGLE_NEXT
 from llmctl.builder.heads.eagle.names import STATE as EAGLE_STATE
+from llmctl.builder.heads.eagle.names import feature_inputs as eagle_inputs
 from llmctl.builder.heads.eagle.names import tap_name as eagle_tap
 from llmctl.builder.heads.lookahead.config import LookaheadDecodingConfig
 from llmctl.builder.heads.lookahead.mode import lookahead_sizes
@@ -95,6 +96,7 @@ __all__ = [
     "TOKENIZER_FOLDER",
     "TrtPiece",
     "config_path",
+    "eagle_inputs",
     "eagle_tap",
     "engine_bytes",
     "engine_file",

@@ -153,14 +153,20 @@ def _read_eagle(folder: Path, source: Source) -> DraftHeads:
     from llmctl.quantize.heads.heads import DraftHeads
 
     opened, target = open_head(folder), source.model.config
+    if opened.version == 1:
+        raise Unsupported(
+            f"{folder} is a head of EAGLE-1 or 2; those are not quantized",
+            fix="build with the head as it is",
+        )
     config, hidden_size = opened.config, int(target.hidden_size)
     layers, where = source.model.num_layers, str(config.where)
     taps = choose_taps(config.layer_ids, layers, None, where)
     head = check_head(opened, taps, hidden_size, int(target.vocab_size))
     _require_plain(folder, head.quantization)
-    if config.norm_before_fc or config.norm_output:
+    if config.norm_before_fc or config.fc_norm or config.norm_output:
         raise Unsupported(
-            f"{where} says norm_before_fc or norm_output; heads with them are not quantized",
+            f"{where} says norm_before_fc, fc_norm or norm_output; heads with such norms are not "
+            "quantized",
             fix="build with the head as it is",
         )
     rope = read_rope(config.rope, DEFAULT_THETA, where)

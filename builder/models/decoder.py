@@ -27,7 +27,8 @@ HIDDEN = "hidden"
 def build_network(model: ModelConfig, dtype: str, outputs: Sequence[str] = ()) -> Network:
     """Record the model in `dtype`. Its outputs are logits [rows, vocab_size] float32 and those
     asked for: HIDDEN, what the output projection reads [rows, hidden_size]; "layers.3", what layer
-    3 reads before its norm [tokens, hidden_size], for any layer.
+    3 reads before its norm [tokens, hidden_size], for any layer; the number behind the last layer's
+    is HIDDEN for all tokens.
     """
     with recording(Network(dtype)) as network:
         weight = parameter(f"{EMBEDDING}.weight", model.vocab_size, model.hidden_size)
@@ -36,8 +37,14 @@ def build_network(model: ModelConfig, dtype: str, outputs: Sequence[str] = ()) -
             if f"layers.{layer}" in outputs:
                 network.outputs[f"layers.{layer}"] = Output(hidden.name, for_all_tokens=True)
             hidden = _layer(model, layer, hidden)
-        hidden = gather_rows(hidden, name="model.gather_rows")
-        hidden = _norm(model, hidden, "model.norm")
+        last = f"layers.{model.num_hidden_layers}"
+        if last in outputs:
+            hidden = _norm(model, hidden, "model.norm")
+            network.outputs[last] = Output(hidden.name, for_all_tokens=True)
+            hidden = gather_rows(hidden, name="model.gather_rows")
+        else:
+            hidden = gather_rows(hidden, name="model.gather_rows")
+            hidden = _norm(model, hidden, "model.norm")
         if not model.tie_word_embeddings:
             weight = parameter(f"{LM_HEAD}.weight", model.vocab_size, model.hidden_size)
         if HIDDEN in outputs:
@@ -53,7 +60,7 @@ def _require_known(outputs: Sequence[str], found: Mapping[str, Output], num_laye
         if name not in found:
             raise BadConfig(
                 f"the model has no output {name!r}; {HIDDEN} and layers.0 to "
-                f"layers.{num_layers - 1} are there"
+                f"layers.{num_layers} are there"
             )
 
 

@@ -76,6 +76,7 @@ class Decoder:
         layers = sum(meaning.kind == "heads" for meaning in self._values.values())
         wanted = {"logits": ("logits", self._last), "hidden": ("normal", self._last)}
         wanted |= {f"layers.{i}": ("stream", 2 * i) for i in range(self._last // 2)}
+        wanted[f"layers.{self._last // 2}"] = ("normal", self._last)
         for role, name in self._plan.outputs.items():
             if role not in wanted:
                 raise wrong(f"the plan has an output {role!r}; {', '.join(wanted)} are there")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from llmctl.builder.heads.eagle.names import (
     CACHE,
     EXTEND,
-    FEATURES,
     MOST_DRAFTS,
     NEXT,
     STATE,
+    feature_inputs,
     tap_name,
 )
 from llmctl.builder.plan import Plan
@@ -27,8 +27,8 @@ _SIZES = (
     "draft_vocab_size",
 )
 _FLAGS = (
-    *("is_reduced", "norm_before_residual", "norm_before_fc", "norm_output"),
-    *("has_qk_norm", "has_embedding"),
+    *("is_reduced", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    *("has_qk_norm", "has_fc_bias", "has_embedding"),
 )
 
 
@@ -39,6 +39,8 @@ def find_wrong(found: Mapping[str, Any], build: Mapping[str, Any]) -> str | None
         value, most = found.get(name), MOST_DRAFTS if name == "num_beams" else MOST
         if type(value) is not int or not 1 <= value <= most:
             return f"{prefix}.{name} is {value!r}; a whole number from 1 to {most} is wanted"
+    if found.get("version") not in (1, 3):
+        return f"{prefix}.version is {found.get('version')!r}; 1 or 3 is wanted"
     for name in _FLAGS:
         if type(found.get(name)) is not bool:
             return f"{prefix}.{name} is {found.get(name)!r}; true or false is wanted"
@@ -79,9 +81,12 @@ def check_plan(config: EngineConfig, plan: Plan, tensors: Tensors) -> None:
             raise wrong(f"the EAGLE head reads {name}, which is no output of the base graph")
         form = ("tokens", model["hidden_size"], dtype)
         require_forms("base", "output", plan.outputs, {name: form}, tensors)
-    wide = len(facts["taps"]) * model["hidden_size"]
+    read = {
+        name: ("tokens", len(taps) * model["hidden_size"], dtype)
+        for name, taps in feature_inputs(facts["taps"], are_apart=facts["fc_norm"]).items()
+    }
     for graph, rows, reads in (
-        (EXTEND, "requests", {FEATURES: ("tokens", wide, dtype)}),
+        (EXTEND, "requests", read),
         (NEXT, "beams", {STATE: ("beams", width, dtype)}),
     ):
         head = plan.heads[graph]

@@ -39,6 +39,13 @@ def _concat(case: Case, generator: torch.Generator) -> Example:
     return Example(OpCall("concat", "concat", inputs, outputs, {}), plain_step(tokens), no_cache())
 
 
+def _add(case: Case, generator: torch.Generator) -> Example:
+    shape, dtype = (int(case["tokens"]), int(case["hidden"])), str(case["dtype"])
+    inputs = {role: random_tensor(shape, dtype, generator) for role in ("x", "residual")}
+    call = OpCall("add", "add", inputs, {"out": empty(shape, dtype)}, {})
+    return Example(call, plain_step(shape[0]), no_cache())
+
+
 def _expand_logits(case: Case, generator: torch.Generator) -> Example:
     """A tenth of the indices are no columns."""
     tokens, reduced, vocab = (int(case[k]) for k in ("tokens", "reduced", "vocab"))
@@ -54,5 +61,6 @@ def _expand_logits(case: Case, generator: torch.Generator) -> Example:
 HEAD_MAKERS: Mapping[str, Callable[[Case, torch.Generator], Example]] = {
     "recurrence": _recurrence,
     "concat": _concat,
+    "add": _add,
     "expand_logits": _expand_logits,
 }

@@ -13,6 +13,7 @@ from llmctl.plugins.core.op_spec import OpSpec
 from llmctl.plugins.fused.embedding_norm.spec import SPEC as EMBEDDING_NORM
 from llmctl.plugins.fused.packed_linear_rope_kv.spec import SPEC as PACKED_LINEAR_ROPE_KV
 from llmctl.plugins.fused.packed_linear_swiglu.spec import SPEC as PACKED_LINEAR_SWIGLU
+from llmctl.plugins.ops.add.spec import SPEC as ADD
 from llmctl.plugins.ops.all_gather.spec import SPEC as ALL_GATHER
 from llmctl.plugins.ops.all_reduce.spec import SPEC as ALL_REDUCE
 from llmctl.plugins.ops.concat.spec import SPEC as CONCAT
@@ -49,6 +50,7 @@ _FOLDERS: Mapping[str, tuple[OpSpec, ...]] = {
         EXPAND_LOGITS,
         ALL_REDUCE,
         ALL_GATHER,
+        ADD,
     ),
     "fused": (EMBEDDING_NORM, PACKED_LINEAR_SWIGLU, PACKED_LINEAR_ROPE_KV),
 }
@@ -67,6 +69,7 @@ CPU_KINDS = (  # what the cpu backend has, in the order of Kind in its abi.h
     "expand_logits",
     "all_reduce",
     "all_gather",
+    "add",
 )
 SPECS: Mapping[str, OpSpec] = {spec.name: spec for specs in _FOLDERS.values() for spec in specs}
 _PACKAGES = {

@@ -81,9 +81,9 @@ def test_what_is_an_output_keeps_its_bytes(model, build_engine):
 
 def test_outputs_that_are_not_there_are_named(model):
     with pytest.raises(
-        BadConfig, match=r"no output 'layers\.4'; hidden and layers\.0 to layers\.3"
+        BadConfig, match=r"no output 'layers\.5'; hidden and layers\.0 to layers\.4"
     ):
-        plan_build(model[1], BuildRequest(outputs=("layers.4",)), backend="cpu")
+        plan_build(model[1], BuildRequest(outputs=("layers.5",)), backend="cpu")
     with pytest.raises(Unsupported, match="beside logits"):
         plan_build(
             model[1], BuildRequest(outputs=("hidden",), dtype="bfloat16"), backend="tensorrt-rtx"

@@ -235,13 +235,16 @@ def test_trees_change_no_token(
 def test_a_head_that_knows_nothing_changes_no_token(
     build: Any, requests: list[Request], plain: Outputs, tmp_path: Path
 ) -> None:
-    """Of another width, with its own embedding, normalized q and k, and the other residual."""
+    """Of another width, with its own embedding, normalized features, q and k, and the other
+    residual."""
     sizes: dict[str, Any] = {
         "hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4,
         "num_key_value_heads": 1, "head_dim": 128, "vocab_size": 4096, "draft_vocab_size": 777,
     }  # fmt: skip
-    tensors = make_head(7, target_hidden=WIDTH, own_embedding=True, qk_norm=True, **sizes)
-    other = {"target_hidden_size": WIDTH, "norm_before_residual": True, "rope_theta": 5e5}
+    tensors = make_head(7, target_hidden=WIDTH, own_embedding=True, qk_norm=True, fc_norm=True,
+                        **sizes)  # fmt: skip
+    other = {"target_hidden_size": WIDTH, "norm_before_residual": True, "fc_norm": True,
+             "rope_theta": 5e5}  # fmt: skip
     folder = save_head(tmp_path / "head", tensors, "speculators", **sizes, **other)
     with opened(build("unknown", folder), Eagle()).executor() as executor:
         for _ in range(2):

@@ -19,6 +19,7 @@ from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+from llmctl.runtime.drafting.growth.growth import DynamicShape
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
 from llmctl.runtime.request import Request
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
@@ -91,7 +92,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", range(3))
-@pytest.mark.parametrize("method", ["none", "draft", "adaptive", "rounds", "behind"])
+@pytest.mark.parametrize("method", ["none", "draft", "tree", "adaptive", "rounds", "behind"])
 def test_fakes_under_random_traffic_answer_as_they_do_alone(fake, num_requests, policy, method):
     generator = np.random.default_rng([policy, len(method)])
 
@@ -106,7 +107,10 @@ def test_fakes_under_random_traffic_answer_as_they_do_alone(fake, num_requests, 
     # behind: what a step brought is delivered while the next one runs
     target = Engine(steps_to_land=3, is_asynchronous=method == "behind")
     draft = Engine(agreement=0.7, steps_to_land=2)
-    drafter = None if method in ("none", "behind") else DraftEngineDrafter(draft, 4)
+    tree = DynamicShape(num_offers=3, width=2, depth=4) if method == "tree" else None
+    drafter = None
+    if method not in ("none", "behind"):
+        drafter = DraftEngineDrafter(draft, 8 if method == "tree" else 4, tree)
     runner = fake.Runner(target, draft, 4) if method == "rounds" else None
     if method == "behind":
         runner = fake.Runner(target, None, 0)
@@ -126,12 +130,15 @@ def test_fakes_under_random_traffic_answer_as_they_do_alone(fake, num_requests, 
         soak(executor, waves, answers, generator)
 
 
-@pytest.mark.parametrize("method", ["draft", "ngram"])
+@pytest.mark.parametrize("method", ["draft", "tree", "ngram"])
 def test_an_engine_under_random_traffic_answers_as_it_does_alone_in_flat_memory(
     pair, num_requests, method
 ):
     target, draft = pair
-    drafter = DraftEngineDrafter(draft, DRAFT_LEN) if method == "draft" else NgramDrafter(DRAFT_LEN)
+    drafter = NgramDrafter(DRAFT_LEN)
+    if method != "ngram":  # the draft engine has a row for each request
+        tree = DynamicShape(num_offers=3, width=1, depth=3) if method == "tree" else None
+        drafter = DraftEngineDrafter(draft, DRAFT_LEN, tree)
     config = ExecutorConfig(
         KvCacheConfig(3 * MAX_SEQ_LEN // 16),
         scheduler=POLICIES[0],

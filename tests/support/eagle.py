@@ -30,7 +30,7 @@ DEMO_SHAPE = EagleShape(384, 512, 6, 2, (2, 4, 5))  # of a head for the demo tar
 
 def make_head(
     seed: int = 0, *, taps: int = 3, target_hidden: int = HIDDEN, own_embedding: bool = False,
-    qk_norm: bool = False, input_norm: bool = False, **sizes: Any,
+    qk_norm: bool = False, input_norm: bool = False, fc_norm: bool = False, **sizes: Any,
 ) -> Tensors:  # fmt: skip
     """A random head under EAGLE's names, in float32; `sizes` are fields of its config.json."""
     sizes = {**SIZES, **sizes}
@@ -62,6 +62,8 @@ def make_head(
         tensors[f"{name}.weight"] = torch.rand(width, generator=generator) + 0.5
     if input_norm:
         tensors["input_norm.weight"] = torch.rand(taps * target_hidden, generator=generator) + 0.5
+    for tap in range(taps if fc_norm else 0):
+        tensors[f"fc_norm.{tap}.weight"] = torch.rand(target_hidden, generator=generator) + 0.5
     if qk_norm:
         for part in "qk":
             name = f"midlayer.self_attn.{part}_norm.weight"
@@ -115,6 +117,10 @@ class TorchHead:
         """g [N, H] of features [N, 3 target hidden]."""
         if "input_norm.weight" in self.tensors:
             features = self._norm("input_norm", features)
+        if "fc_norm.0.weight" in self.tensors:
+            parts = features.chunk(len([name for name in self.tensors if "fc_norm" in name]), -1)
+            parts = [self._norm(f"fc_norm.{index}", part) for index, part in enumerate(parts)]
+            features = torch.cat(parts, -1)
         return linear(features, self.tensors["fc.weight"])
 
     def out(self, g: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""An EAGLE-3 head as it is published, found and checked before a weight is read.
+"""An EAGLE head as it is published, found and checked before a weight is read.
 
 A folder with config.json and model.safetensors (or pytorch_model.bin):
 
     fc.weight                                        [hidden, taps * target hidden]
     input_norm.weight                                [taps * target hidden]; norm_before_fc
+    fc_norm.0.weight, fc_norm.1.weight, ...          [target hidden]; fc_norm
     L.self_attn.{q,k,v}_proj.weight                  [heads * size, 2 hidden]
     L.self_attn.o_proj.weight                        [hidden, heads * size]
     L.self_attn.{q,k}_norm.weight                    [size]; of a qwen3 layer alone
@@ -25,6 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmctl.builder.heads.eagle.config import HeadConfig, read_config
+from llmctl.builder.heads.eagle.shapes import (
+    EMBEDDING,
+    FC_BIAS,
+    LAYER,
+    ONLY_OF_3,
+    QK_NORMS,
+    wanted_shapes,
+)
 from llmctl.builder.heads.eagle.vocabulary import KEPT, OFFSETS, check_vocabulary
 from llmctl.builder.heads.medusa.pickled import describe_pickled, read_pickled
 from llmctl.errors import (
@@ -49,13 +58,10 @@ if TYPE_CHECKING:
     import torch
 
 MODULE = "eagle"  # that the head is in, in an engine
-LAYER = "layers.0"
 PICKLED_FILE = "pytorch_model.bin"
-EMBEDDING = "embed_tokens.weight"
 _MIDLAYER = "midlayer."  # EAGLE's name of LAYER
 _FLOATS = ("F32", "BF16", "F16")
 _SCALES = ("weight_scale", "input_scale")  # of a quantized linear
-_QK_NORMS = tuple(f"{LAYER}.self_attn.{part}_norm.weight" for part in "qk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,7 @@ class EagleHead:
 
     where: Path
     config: HeadConfig
+    version: int  # 1 (EAGLE-2 drafts with the same heads) or 3
     taps: tuple[int, ...]  # layers of the target whose inputs it reads
     is_reduced: bool  # its vocabulary
     has_embedding: bool  # of its own
@@ -71,6 +78,11 @@ class EagleHead:
     tensors: Mapping[str, TensorInfo]  # by their names in MODULE
     held: Mapping[str, torch.Tensor]  # of a pickled file
     quantization: QuantizationInfo | None
+
+    @property
+    def has_fc_bias(self) -> bool:
+        """Whether its first product has one."""
+        return FC_BIAS in self.tensors
 
     def beside(self, target: Checkpoint) -> Checkpoint:
         """The target's checkpoint with the head in it, in MODULE, quantized as its own config.json
@@ -95,6 +107,7 @@ class OpenedHead:
     """What a folder holds; that it fits together is asked once the target's layers are known."""
 
     config: HeadConfig
+    version: int  # 1 or 3, by its tensors
     file: Path
     tensors: Mapping[str, TensorInfo]  # by their names in MODULE
     held: Mapping[str, torch.Tensor]  # of a pickled file, by their names there
@@ -138,10 +151,10 @@ def open_head(folder: Path) -> OpenedHead:
                 f"{file} holds {name} beside {found[own].name}", fix="fetch the head again"
             )
         found[own] = info
-    _require_eagle3(file, found)
+    version = _version(file, found)
     nested = read_json(nested_path) if nested_path.is_file() else None
     quantization = read_quantization(read_json(path), nested, str(path))
-    return OpenedHead(read_config(path), file, found, held, quantization)
+    return OpenedHead(read_config(path), version, file, found, held, quantization)
 
 
 def check_head(
@@ -155,24 +168,27 @@ def check_head(
     config, tensors = opened.config, dict(opened.tensors)
     scheme = None if opened.quantization is None else opened.quantization.scheme
     packed = 1 if scheme is None else scheme.storage.values  # numbers in a stored element
-    _require_fit(config, tensors, len(taps), hidden_size, vocab_size, packed)
+    version = opened.version
+    columns = len(taps) * hidden_size + (config.hidden_size if version == 1 else 0)
+    _require_fit(config, version, tensors, columns, hidden_size, vocab_size, packed)
     info = tensors.get(EMBEDDING)
-    is_copy = config.is_speculators and not config.trains_embedding
+    is_copy = version == 1 or (config.is_speculators and not config.trains_embedding)
     if info is not None and is_copy and config.hidden_size == hidden_size:
         del tensors[EMBEDDING]
     sizes = (vocab_size, config.draft_vocab_size)
     is_reduced = check_vocabulary(opened.file, tensors, opened.held, *sizes)
     tensors.pop(KEPT, None)
     head = EagleHead(
-        *(opened.file, config, taps, is_reduced, EMBEDDING in tensors),
-        any(name in tensors for name in _QK_NORMS),
+        *(opened.file, config, version, taps, is_reduced, EMBEDDING in tensors),
+        any(name in tensors for name in QK_NORMS),
         *(tensors, opened.held, None if _is_plain(tensors) else opened.quantization),
     )
     _check_shapes(head, hidden_size)
     return head
 
 
-def _require_eagle3(where: Path, found: Mapping[str, TensorInfo]) -> None:
+def _version(where: Path, found: Mapping[str, TensorInfo]) -> int:
+    """1 or 3: a head of EAGLE-1 or 2 has none of what the last version added."""
     second = next((name for name in found if name.startswith("layers.1.")), None)
     if second is not None:
         raise Unsupported(
@@ -183,18 +199,14 @@ def _require_eagle3(where: Path, found: Mapping[str, TensorInfo]) -> None:
             f"{where} holds no {_MIDLAYER}* and no {LAYER}.* tensors: it is no EAGLE head",
             fix="give the folder of an EAGLE-3 head of this model: --draft-model-dir HEAD",
         )
-    if f"{LAYER}.hidden_norm.weight" not in found and f"{LAYER}.mlp.up_proj.weight" in found:
-        raise Unsupported(
-            f"{where} has no {_MIDLAYER}hidden_norm.weight: it is a head of EAGLE-1 or 2, and "
-            "EAGLE-3 is read",
-            fix="use an EAGLE-3 head of this model",
-        )
+    return 3 if any(name in found for name in ONLY_OF_3) else 1
 
 
 def _require_fit(
     config: HeadConfig,
+    version: int,
     tensors: Mapping[str, TensorInfo],
-    num_taps: int,
+    columns: int,
     hidden_size: int,
     vocab_size: int,
     packed: int,
@@ -202,12 +214,12 @@ def _require_fit(
     pairs = [("vocab_size", config.vocab_size, vocab_size)]
     if config.target_hidden_size is not None:
         pairs.append(("target_hidden_size", config.target_hidden_size, hidden_size))
-    elif EMBEDDING not in tensors:
+    elif version == 1 or EMBEDDING not in tensors:
         pairs.append(("hidden_size", config.hidden_size, hidden_size))
     fc = tensors.get("fc.weight")
     if fc is not None and len(fc.shape) == 2:
-        columns = fc.shape[1] * (1 if fc.dtype in _FLOATS else packed)
-        pairs.append(("columns of fc.weight", columns, num_taps * hidden_size))
+        stored = fc.shape[1] * (1 if fc.dtype in _FLOATS else packed)
+        pairs.append(("columns of fc.weight", stored, columns))
     for name, own, wanted in pairs:
         if own != wanted:
             raise PairMismatch(
@@ -224,11 +236,13 @@ def _require_fit(
 
 def _check_shapes(head: EagleHead, target_hidden: int) -> None:
     """All tensors that such a head has, each of its shape and dtype, and no others."""
-    wanted = wanted_shapes(head, target_hidden)
+    sizes = (len(head.taps), target_hidden)
+    wanted = wanted_shapes(head.config, head.version, head.tensors, *sizes)
     absent = [name for name in wanted if name not in head.tensors]
     if absent:
         raise MissingTensor(
-            f"{head.where} lacks {len(absent)} of the {len(wanted)} tensors of an EAGLE-3 head: "
+            f"{head.where} lacks {len(absent)} of the {len(wanted)} tensors of an "
+            f"EAGLE-{head.version} head: "
             f"{', '.join(absent[:8])}",
             fix="fetch the head again",
         )
@@ -241,7 +255,7 @@ def _check_shapes(head: EagleHead, target_hidden: int) -> None:
             continue
         if name not in wanted:
             raise UnexpectedTensor(
-                f"{head.where} holds {info.name}, which no EAGLE-3 head has",
+                f"{head.where} holds {info.name}, which no EAGLE-{head.version} head has",
                 fix="use a head in the layout of EAGLE or of speculators",
             )
         shape, known = wanted[name], list(_FLOATS)
@@ -265,31 +279,3 @@ def _check_shapes(head: EagleHead, target_hidden: int) -> None:
 
 def _is_plain(tensors: Mapping[str, TensorInfo]) -> bool:
     return all(info.dtype in _FLOATS for n, info in tensors.items() if n.endswith(".weight"))
-
-
-def wanted_shapes(head: EagleHead, target_hidden: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a head but its vocabulary maps."""
-    config = head.config
-    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
-    heads, kv_heads = config.num_heads * size, config.num_kv_heads * size
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(head.taps) * target_hidden),
-        f"{LAYER}.self_attn.q_proj.weight": (heads, 2 * hidden),
-        f"{LAYER}.self_attn.k_proj.weight": (kv_heads, 2 * hidden),
-        f"{LAYER}.self_attn.v_proj.weight": (kv_heads, 2 * hidden),
-        f"{LAYER}.self_attn.o_proj.weight": (hidden, heads),
-        f"{LAYER}.mlp.gate_proj.weight": (inner, hidden),
-        f"{LAYER}.mlp.up_proj.weight": (inner, hidden),
-        f"{LAYER}.mlp.down_proj.weight": (hidden, inner),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (config.draft_vocab_size, hidden),
-    }
-    if config.norm_before_fc:
-        shapes["input_norm.weight"] = (len(head.taps) * target_hidden,)
-    for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
-        shapes[f"{LAYER}.{norm}.weight"] = (hidden,)
-    if head.has_qk_norm:
-        shapes |= dict.fromkeys(_QK_NORMS, (size,))
-    if head.has_embedding:
-        shapes[EMBEDDING] = (config.vocab_size, hidden)
-    return shapes

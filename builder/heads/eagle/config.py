@@ -4,7 +4,7 @@ What is not written has one meaning, whatever the target's own config says:
 
     rope_theta             10000, the default of the head's attention; never the target's base
     norm_before_residual   false: the residual is the feature, not its norm
-    norm_before_fc, norm_output   false
+    norm_before_fc, fc_norm, norm_output   false
     layer ids              the inputs of layers 2, L / 2 and L - 3
 
 Lists of layer ids come in two conventions. One whose first id is 1 names layers by what they put
@@ -33,8 +33,7 @@ from llmctl.quantize.format import (
 DEFAULT_THETA = 10000.0
 _SPECULATORS = "speculators_model_type"
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
-_READ_FORMS = ("norm_before_residual", "norm_before_fc", "norm_output")  # of the arithmetic
-_UNREAD_FORM = "fc_norm"  # a norm of each feature on its own
+_FORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of arithmetic
 _SIZE = integer(1, 1 << 24)
 _LAYERS = Kind(
     "a list of layer ids",
@@ -49,7 +48,7 @@ _FIELDS = {
     "target_hidden_size": _SIZE,
     "eagle_aux_hidden_state_layer_ids": _LAYERS,
     "embed_requires_grad": FLAG,
-    **dict.fromkeys((*_READ_FORMS, _UNREAD_FORM), FLAG),
+    **dict.fromkeys(_FORMS, FLAG),
 }
 
 
@@ -70,6 +69,7 @@ class HeadConfig:
     target_hidden_size: int | None
     norm_before_residual: bool
     norm_before_fc: bool  # of the features side by side: input_norm
+    fc_norm: bool  # of each feature on its own
     norm_output: bool  # what goes on to the next step has been through the last norm
     trains_embedding: bool  # else a stored embedding is a copy of the target's
     layer_ids: tuple[int, ...] | None  # as they are written
@@ -128,7 +128,7 @@ def read_config(path: Path) -> HeadConfig:
         vocab_size=vocab_size,
         draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
         target_hidden_size=config.get("target_hidden_size"),
-        **{name: bool(config.get(name)) for name in _READ_FORMS},
+        **{name: bool(config.get(name)) for name in _FORMS},
         trains_embedding=bool(config.get("embed_requires_grad")),
         layer_ids=None if ids is None else tuple(ids),
         rope={name: layer[name] for name in _ROPE if layer.get(name) is not None},
@@ -160,6 +160,18 @@ def choose_taps(
     return taps
 
 
+def last_tap(num_layers: int, asked: str | None) -> tuple[int, ...]:
+    """What a head of EAGLE-1 or 2 reads: what the last layer puts out. Raises BadConfig where
+    layers are asked for."""
+    if asked is not None:
+        raise BadConfig(
+            f"--eagle-layers is {asked!r}; a head of EAGLE-1 or 2 reads what the last layer puts "
+            "out",
+            fix="leave it out",
+        )
+    return (num_layers,)
+
+
 def _parse(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",")]
     if not all(part.isascii() and part.isdecimal() and len(part) < 6 for part in parts):
@@ -171,10 +183,9 @@ def _parse(text: str) -> tuple[int, ...]:
 
 
 def _require_known_form(path: Path, config: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
-    if config.get(_UNREAD_FORM):
-        raise Unsupported(
-            f"{path} says {_UNREAD_FORM} true; heads with it are not read",
-            fix="use a head without it",
+    if config.get("norm_before_fc") and config.get("fc_norm"):
+        raise CorruptFile(
+            f"{path} says norm_before_fc and fc_norm; features have one norm or one each"
         )
     activation = layer.get("hidden_act")
     if activation not in (None, "silu"):

@@ -30,7 +30,7 @@ def prepare_eagle(
     more drafts than there may be).
     """
     from llmctl.builder.heads.eagle.checkpoint import check_head, open_head
-    from llmctl.builder.heads.eagle.config import choose_taps
+    from llmctl.builder.heads.eagle.config import choose_taps, last_tap
 
     if request.draft_model_dir is None:
         raise BadConfig(
@@ -39,7 +39,10 @@ def prepare_eagle(
         )
     opened = open_head(Path(request.draft_model_dir))
     config, layers = opened.config, model.num_hidden_layers
-    taps = choose_taps(config.layer_ids, layers, request.eagle_layers, str(config.where))
+    if opened.version == 1:
+        taps = last_tap(layers, request.eagle_layers)
+    else:
+        taps = choose_taps(config.layer_ids, layers, request.eagle_layers, str(config.where))
     head = check_head(opened, taps, model.hidden_size, model.vocab_size)
     limited = _limited(request)
     return limited, head.beside(checkpoint), _facts(head, _width(limited))
@@ -61,6 +64,7 @@ def invent_eagle(
     taps = choose_taps(None, model.num_hidden_layers, request.eagle_layers, "")
     limited = _limited(request)
     return limited, {
+        "version": 3,
         "taps": list(taps),
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
@@ -72,8 +76,10 @@ def invent_eagle(
         "is_reduced": True,
         "norm_before_residual": True,  # so that a planted head can leave features out
         "norm_before_fc": False,
+        "fc_norm": False,
         "norm_output": False,
         "has_qk_norm": False,
+        "has_fc_bias": False,
         "has_embedding": False,
         "rope": {},
         "num_beams": _width(limited),
@@ -92,8 +98,15 @@ def describe(facts: Mapping[str, Any]) -> str:
     residual = "norm of the feature" if facts["norm_before_residual"] else "feature"
     nested = facts["rope"].get("rope_parameters") or {}
     theta = nested.get("rope_theta") or facts["rope"].get("rope_theta", "10000, the default")
-    norms = "".join(f"{name}, " for name in ("norm_before_fc", "norm_output") if facts[name])
+    norms = "".join(
+        f"{name}, " for name in ("norm_before_fc", "fc_norm", "norm_output") if facts[name]
+    )
     layers, width = ", ".join(map(str, facts["taps"])), facts["num_beams"]
+    if facts["version"] == 1:
+        return (
+            f"eagle 1 or 2, reads what the last layer puts out, width {facts['hidden_size']}, RoPE "
+            f"base: {theta}, trees: {width} drafts of a level that others follow"
+        )
     return (
         f"eagle 3, reads the inputs of layers {layers}, width {facts['hidden_size']}, vocabulary "
         f"of {facts['draft_vocab_size']}, residual: {residual}, RoPE base: {theta}, "
@@ -127,6 +140,7 @@ def _facts(head: EagleHead, width: int) -> dict[str, Any]:
     """What config.json keeps. width: drafts of a level that others may follow."""
     config = head.config
     return {
+        "version": head.version,
         "taps": list(head.taps),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -138,8 +152,10 @@ def _facts(head: EagleHead, width: int) -> dict[str, Any]:
         "is_reduced": head.is_reduced,
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "has_qk_norm": head.has_qk_norm,
+        "has_fc_bias": head.has_fc_bias,
         "has_embedding": head.has_embedding,
         "rope": dict(config.rope),
         "num_beams": width,  # rows of a sequence in a step of the head

@@ -1,14 +1,25 @@
-"""What an EAGLE head is called in an engine, and its sizes. Imports nothing: the runtime, too,
-reads this (through engine_format.py)."""
+"""What an EAGLE head is called in an engine, and its sizes. Imports nothing of llmctl: the runtime,
+too, reads this (through engine_format.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 EXTEND, NEXT = "eagle.extend", "eagle.next"  # its graphs (network.py)
 CACHE = "eagle"  # the KV cache of its layer
-FEATURES = "features"  # what the first reads of the target, side by side
+FEATURES = "features"  # what the first reads of the target; see `feature_inputs`
 STATE = "hidden"  # what a step hands to the next one
 DEFAULT_LENGTH = 5  # drafts of a chain
 MOST_DRAFTS = 256  # TensorRT-LLM's
+
+
+def feature_inputs(taps: Sequence[int], *, are_apart: bool) -> Mapping[str, tuple[str, ...]]:
+    """The inputs of the first graph, and the outputs of the base graph that each has side by side:
+    one input, or one for each tap."""
+    names = tuple(map(tap_name, taps))
+    if not are_apart:
+        return {FEATURES: names}
+    return {f"{FEATURES}.{index}": (name,) for index, name in enumerate(names)}
 
 
 def tap_name(layer: int) -> str:

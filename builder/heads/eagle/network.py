@@ -1,4 +1,4 @@
-"""The graphs of an EAGLE-3 head.
+"""The graphs of an EAGLE head, first of EAGLE-3.
 
 A step reads a pair for each row: a feature, and the token behind it. Pair i is of position i: the
 feature of token i, and token i + 1.
@@ -14,7 +14,15 @@ o goes on to NEXT. Both write keys and values of their pairs to one cache, which
 writes over where they were of drafts. It gives o and logits of the rows alone that its step names:
 one for each sequence. What it reads of the target is copied to its input by whoever runs it, for
 only some rows of a step are accepted. With norm_before_residual the residual is hidden_norm(g);
-with norm_before_fc fc reads input_norm of the features; with norm_output norm(o) goes on to NEXT.
+with norm_before_fc fc reads input_norm of the features, with fc_norm each of them has a norm of its
+own; with norm_output norm(o) goes on to NEXT.
+
+A head of EAGLE-1 or 2 reads one feature, what the target's output matrix reads, and puts out the
+next one, which takes its place.
+
+    u = fc(embed(token), g side by side)
+    o = u + attention(u);  o = o + mlp(post_attention_layernorm(o))
+    logits = the target's output matrix times o
 """
 
 from __future__ import annotations
@@ -37,11 +45,12 @@ from llmctl.builder.functional import (
     rms_norm,
     silu,
 )
-from llmctl.builder.heads.eagle.checkpoint import LAYER, MODULE
+from llmctl.builder.heads.eagle.checkpoint import MODULE
 from llmctl.builder.heads.eagle.config import DEFAULT_THETA
-from llmctl.builder.heads.eagle.names import CACHE, EXTEND, FEATURES, NEXT, STATE, tap_name
+from llmctl.builder.heads.eagle.names import CACHE, EXTEND, NEXT, STATE, feature_inputs
+from llmctl.builder.heads.eagle.shapes import LAYER
 from llmctl.builder.heads.eagle.vocabulary import OFFSETS, DraftIndex
-from llmctl.builder.models.decoder import EMBEDDING
+from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import HeadCache, Network, Tensor, current, recording
 from llmctl.builder.rope import read_rope
@@ -55,6 +64,7 @@ class Recorder:
         self._dtype = dtype
         self._facts = facts
         self._width = int(facts["hidden_size"])
+        self._is_first = facts["version"] == 1
         # No further than the target's widest layer, so that what that drops can be dropped.
         self._window = max(model.windows) if all(model.windows) else 0
         self._cache = HeadCache(
@@ -67,33 +77,59 @@ class Recorder:
 
     def record(self) -> list[Network]:
         """Both graphs."""
-        taps = [tap_name(layer) for layer in self._facts["taps"]]
-        wide = len(taps) * self._model.hidden_size
+        taps, are_apart = self._facts["taps"], self._facts["fc_norm"]
         with recording(Network(self._dtype, name=EXTEND, cache=self._cache)) as extend:
-            features = graph_input(FEATURES, "tokens", wide, beside=taps)
-            if self._facts["norm_before_fc"]:
-                features = self._norm("input_norm", features)
-            g = self._linear("fc", features, self._width)
+            g = self._feature(
+                [
+                    graph_input(name, "tokens", len(read) * self._model.hidden_size, beside=read)
+                    for name, read in feature_inputs(taps, are_apart=are_apart).items()
+                ]
+            )
             self._finish(gather_rows(self._layer(g), name=f"{EXTEND}.gather_rows", most="requests"))
         with recording(Network(self._dtype, name=NEXT, cache=self._cache)) as following:
             g = graph_input(STATE, "beams", self._width)
             self._finish(self._layer(g))
         return [extend, following]
 
-    def _layer(self, g: Tensor) -> Tensor:
-        model, width, graph = self._model, self._width, current().name
+    def _feature(self, inputs: list[Tensor]) -> Tensor:
+        """g of what is read of the target."""
+        features = inputs[0]
+        if self._is_first:
+            return features
+        if self._facts["fc_norm"]:
+            features, *others = (self._norm(f"fc_norm.{i}", x) for i, x in enumerate(inputs))
+            for index, other in enumerate(others, 1):
+                features = concat(features, other, name=f"{EXTEND}.fc_norm.{index}.concat")
+        if self._facts["norm_before_fc"]:
+            features = self._norm("input_norm", features)
+        return self._linear("fc", features, self._width)
+
+    def _token(self, g: Tensor) -> Tensor:
+        """The embedding of the token beside each g."""
+        model, graph = self._model, current().name
         name, rows = (
-            (f"{MODULE}.embed_tokens", width)
+            (f"{MODULE}.embed_tokens", self._width)
             if self._facts["has_embedding"]
             else (EMBEDDING, model.hidden_size)
         )
         table = parameter(f"{name}.weight", model.vocab_size, rows)
-        token = embedding(table, name=f"{graph}.embed_tokens", most=g.shape[0])
+        return embedding(table, name=f"{graph}.embed_tokens", most=g.shape[0])
+
+    def _layer(self, g: Tensor) -> Tensor:
+        graph, token = current().name, self._token(g)
+        if self._is_first:
+            x = concat(token, g, name=f"{graph}.{LAYER}.concat")
+            u = self._linear("fc", x, self._width, has_bias=self._facts["has_fc_bias"])
+            return self._behind(self._attention(u), u)
         x = self._norm(f"{LAYER}.input_layernorm", token)
         normal = self._norm(f"{LAYER}.hidden_norm", g)
         x = self._attention(concat(x, normal, name=f"{graph}.{LAYER}.concat"))
         residual = normal if self._facts["norm_before_residual"] else g
-        g = add(x, residual, name=f"{graph}.{LAYER}.attention_residual")
+        return self._behind(x, residual)
+
+    def _behind(self, attended: Tensor, residual: Tensor) -> Tensor:
+        graph = current().name
+        g = add(attended, residual, name=f"{graph}.{LAYER}.attention_residual")
         x = self._mlp(self._norm(f"{LAYER}.post_attention_layernorm", g))
         return add(x, g, name=f"{graph}.{LAYER}.mlp_residual")
 
@@ -129,6 +165,12 @@ class Recorder:
 
     def _finish(self, out: Tensor) -> None:
         graph, vocab = current().name, self._facts["draft_vocab_size"]
+        if self._is_first:
+            graph_output(STATE, out)
+            name = EMBEDDING if self._model.tie_word_embeddings else LM_HEAD
+            weight = parameter(f"{name}.weight", self._model.vocab_size, self._width)
+            graph_output("logits", linear(out, weight, name=f"{graph}.lm_head", dtype="float32"))
+            return
         normal = self._norm("norm", out)
         graph_output(STATE, normal if self._facts["norm_output"] else out)
         weight = parameter(f"{MODULE}.lm_head.weight", vocab, self._width)
@@ -146,8 +188,9 @@ class Recorder:
         weight = parameter(f"{MODULE}.{name}.weight", width)
         return rms_norm(x, weight, self._facts["norm_epsilon"], name=f"{current().name}.{name}")
 
-    def _linear(self, name: str, x: Tensor, width: int) -> Tensor:
+    def _linear(self, name: str, x: Tensor, width: int, *, has_bias: bool = False) -> Tensor:
         inner = x.shape[1]
         assert isinstance(inner, int)
         weight = parameter(f"{MODULE}.{name}.weight", width, inner)
-        return linear(x, weight, name=f"{current().name}.{name}")
+        bias = parameter(f"{MODULE}.{name}.bias", width) if has_bias else None
+        return linear(x, weight, bias, name=f"{current().name}.{name}")

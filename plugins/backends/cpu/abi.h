@@ -27,7 +27,7 @@ namespace llmctl {
 class Pool;
 class Ranks;
 
-constexpr int32_t kAbiVersion = 10;  // binding.py holds the same number
+constexpr int32_t kAbiVersion = 11;  // binding.py holds the same number
 constexpr int kMaxTensors = 8;
 constexpr int kMaxAttributes = 8;
 constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time
@@ -50,7 +50,8 @@ enum Kind : int32_t {
   kExpandLogits = 11,
   kAllReduce = 12,
   kAllGather = 13,
-  kNumKinds = 14,
+  kAdd = 14,
+  kNumKinds = 15,
 };
 
 struct TensorRef {

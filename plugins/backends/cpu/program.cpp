@@ -122,7 +122,7 @@ int check_step(const Program& program, const Step& step) {
         bad = fail(kBadStep, "%lld rows continue %d", (long long)needed, step.num_rows);
       }
     }
-    if (bad == kDone && op.kind == kConcat && needed > t[1].shape[0]) {
+    if (bad == kDone && (op.kind == kConcat || op.kind == kAdd) && needed > t[1].shape[0]) {
       bad = fail(kBadStep, "%lld rows in the step are joined with %lld", (long long)needed,
                  (long long)t[1].shape[0]);
     }

@@ -5,6 +5,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
+#include "../../ops/add/cpu.cpp"
 #include "../../ops/all_gather/cpu.cpp"
 #include "../../ops/all_reduce/cpu.cpp"
 #include "../../ops/beam_search/cpu.cpp"
@@ -44,6 +45,7 @@ const Kernels LLMCTL_TABLE(LLMCTL_ISA) = {
         LLMCTL_ISA::run_expand_logits,
         LLMCTL_ISA::run_all_reduce,
         LLMCTL_ISA::run_all_gather,
+        LLMCTL_ISA::run_add,
     },
     LLMCTL_ISA::argmax_rows,
     LLMCTL_ISA::sample_rows,

@@ -14,7 +14,6 @@ import torch
 
 from llmctl.builder.engine_format import (
     EAGLE_EXTEND,
-    EAGLE_FEATURES,
     EAGLE_NEXT,
     EAGLE_STATE,
 )
@@ -96,7 +95,8 @@ class DeviceEagle(DeviceChains):
         verified, step = target.program.step, self._steps_of[EAGLE_EXTEND]
         described = state, self._pairs, verified, step, shape.batch, shape.draft_len
         self._steps.launch(target, [pairs_kernel.read_pairs(*described)])
-        target.pass_rows(EAGLE_EXTEND, EAGLE_FEATURES, self._features, shape.batch * count)
+        for name, outputs in self._features.items():
+            target.pass_rows(EAGLE_EXTEND, name, outputs, shape.batch * count)
         self._steps.attend(EAGLE_EXTEND, shape, count)
 
     def note(self, sequence: Sequence, committed: int, accepted: int, draft_len: int) -> None:

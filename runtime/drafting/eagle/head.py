@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from llmctl.builder.engine_format import (
     EAGLE_CACHE,
     EAGLE_EXTEND,
-    EAGLE_FEATURES,
     EAGLE_NEXT,
     EAGLE_STATE,
-    eagle_tap,
+    eagle_inputs,
 )
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.drafting.eagle.pairs import Pairs, pack_pairs, roots
@@ -36,7 +35,7 @@ class EngineHead:
     def __init__(self, engine: Engine) -> None:
         facts = engine.config.build_config["draft_heads"]
         self._engine = engine
-        self._taps = [eagle_tap(layer) for layer in facts["taps"]]
+        self._reads = eagle_inputs(facts["taps"], are_apart=facts["fc_norm"])
         self.most_sequences = engine.max_batch_size
         self.most_rows = engine.max_batch_size * int(facts["num_beams"])
         self._outputs: Mapping[str, torch.Tensor] = {}  # of the last step's rows, in the engine
@@ -49,9 +48,12 @@ class EngineHead:
         """The cache of its layer."""
         return {EAGLE_CACHE: self._engine.head_caches[EAGLE_CACHE]}
 
-    def features(self) -> list[torch.Tensor]:
-        """What it reads of the target: rows that a step of that leaves, side by side."""
-        return [self._engine.output(tap) for tap in self._taps]
+    def features(self) -> dict[str, list[torch.Tensor]]:
+        """What each of its inputs reads of the target: rows that a step of that leaves, side by
+        side."""
+        return {
+            name: [self._engine.output(tap) for tap in taps] for name, taps in self._reads.items()
+        }
 
     def go_on(self, outputs: Mapping[str, torch.Tensor]) -> None:
         """The last step was enqueued elsewhere, and leaves these."""
@@ -67,7 +69,8 @@ class EngineHead:
         """Read pairs that are committed."""
         engine = self._engine
         rows = np.concatenate([own.rows for own in pairs])
-        engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, self.features(), rows)
+        for name, outputs in self.features().items():
+            engine.give_rows(EAGLE_EXTEND, name, outputs, rows)
         step = pack_pairs(pairs, engine.tokens_per_block)
         self._outputs = engine.run_head(EAGLE_EXTEND, step, {})
         self._at = np.arange(step.num_rows, dtype=np.int32)

@@ -15,13 +15,13 @@ from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import (
     EAGLE_EXTEND,
-    EAGLE_FEATURES,
     EAGLE_NEXT,
     EAGLE_STATE,
     open_engine,
 )
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import StepInputs
+from llmctl.runtime.drafting.eagle.head import EngineHead
 from llmctl.runtime.engines.engine import open_cpu_engine
 from llmctl.runtime.step import pack_next
 
@@ -68,6 +68,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # (of the head, of 
                   {"hidden_size": 48, "target_hidden_size": 64}),
     "qwen3": ({"qk_norm": True, "head_dim": 24}, {"head_dim": 24}),
     "norm_before_fc": ({"input_norm": True}, {"norm_before_fc": True}),
+    "fc_norm": ({"fc_norm": True}, {"fc_norm": True}),
     "norm_output": ({}, {"norm_output": True}),
     "whole": ({"draft_vocab_size": 131}, {"draft_vocab_size": 131}),
 }  # fmt: skip
@@ -76,7 +77,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # (of the head, of 
 @pytest.mark.parametrize(
     ("form", "layout", "opened"),
     [(form, layout, on_the_cpu) for form in FORMS for layout in LAYOUTS]
-    + [("default", "eagle", on_a_fake_device)],
+    + [(form, "eagle", on_a_fake_device) for form in ("default", "fc_norm")],
 )
 def test_a_head_computes_what_torch_does(new_model, save, tmp_path, form, layout, opened):
     """A prompt in two chunks, then a chain of drafts. No rounding but float32's."""
@@ -105,11 +106,10 @@ def test_a_head_computes_what_torch_does(new_model, save, tmp_path, form, layout
     )
     shifted = [*TOKENS[1:], 77]
     out = wanted.out(wanted.fc(features), shifted)
-    taps = [f"layers.{layer}" for layer in (0, 1, 1)]
     for start, stop, rows in ((0, 8, [5, 7]), (8, 12, [3])):
         engine.run(prompt(TOKENS[start:stop], [stop - start - 1], start))
-        rows_read = [engine.output(tap) for tap in taps]
-        engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, rows_read, np.arange(stop - start))
+        for name, outputs in EngineHead(engine).features().items():
+            engine.give_rows(EAGLE_EXTEND, name, outputs, np.arange(stop - start))
         step = prompt(shifted[start:stop], rows, start)
         found = engine.run_head(EAGLE_EXTEND, step, {})
         picked = [start + row for row in rows]

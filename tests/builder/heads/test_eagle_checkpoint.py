@@ -12,10 +12,10 @@ from llmctl.errors import (
     BadConfig,
     BadTensorShape,
     BadTensorValue,
+    CorruptFile,
     MissingTensor,
     PairMismatch,
     UnexpectedTensor,
-    Unsupported,
 )
 
 TAPS = (2, 4, 5)
@@ -103,7 +103,7 @@ def bias(tensors):
         (outside, BadTensorValue, "leads to token 180"),
         (other_tokens, BadTensorValue, "different tokens"),
         (no_map, MissingTensor, "d2t and t2d"),
-        (no_norm, Unsupported, "EAGLE-1 or 2"),
+        (no_norm, MissingTensor, "hidden_norm.weight"),
         (no_output, MissingTensor, "lm_head.weight"),
         (narrow, BadTensorShape, "config.json implies"),
         (bias, UnexpectedTensor, "q_proj.bias"),
@@ -121,8 +121,9 @@ def test_the_head_of_another_target_is_refused(tmp_path):
     for wrong in ({"hidden": 128}, {"vocab": 140}, {"taps": (2, 4)}):
         with pytest.raises(PairMismatch, match="trained for this target|the target wants"):
             check(folder, **wrong)
-    with pytest.raises(Unsupported, match="fc_norm true"):
-        open_head(save_head(tmp_path / "fc", make_head(), "speculators", fc_norm=True))
+    both = {"fc_norm": True, "norm_before_fc": True}
+    with pytest.raises(CorruptFile, match="one norm or one each"):
+        open_head(save_head(tmp_path / "fc", make_head(), "speculators", **both))
 
 
 def test_the_norm_of_the_features_is_there_where_config_json_says_so_and_nowhere_else(tmp_path):
@@ -132,3 +133,10 @@ def test_the_norm_of_the_features_is_there_where_config_json_says_so_and_nowhere
     with pytest.raises(UnexpectedTensor, match="input_norm.weight"):
         check(save_head(tmp_path / "b", tensors, norm_before_fc=False))
     assert check(save_head(tmp_path / "c", tensors, norm_before_fc=True)).config.norm_before_fc
+    tensors = make_head(fc_norm=True)
+    assert check(save_head(tmp_path / "d", tensors, fc_norm=True)).config.fc_norm
+    with pytest.raises(UnexpectedTensor, match="fc_norm.0.weight"):
+        check(save_head(tmp_path / "e", tensors))
+    del tensors["fc_norm.2.weight"]
+    with pytest.raises(MissingTensor, match="fc_norm.2.weight"):
+        check(save_head(tmp_path / "f", tensors, "speculators", fc_norm=True))

@@ -22,12 +22,13 @@ OPS = (
     "silu",
     "recurrence",
     "concat",
+    "add",
     "expand_logits",
     "all_reduce",
     "all_gather",
 )
 # Nothing here but a sum and an exponential can differ from the references.
-EXACT_OPS = {"embedding", "gather_rows", "quantize", "concat", "expand_logits", "all_gather"}
+EXACT_OPS = {"embedding", "gather_rows", "quantize", "concat", "expand_logits", "add", "all_gather"}
 FLOAT32 = {"expand_logits", "all_gather"}  # of logits
 CASES = [
     (op, case)

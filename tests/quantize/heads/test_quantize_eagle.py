@@ -263,4 +263,4 @@ def test_norms_that_the_module_does_not_have_are_refused(
     file = tmp_path / "head" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"norm_output": True}))
     assert quantize(target, tmp_path / "head", tmp_path / "out") == 2
-    assert "norm_output; heads with them are not quantized" in capsys.readouterr().err
+    assert "norm_output; heads with such norms are not quantized" in capsys.readouterr().err

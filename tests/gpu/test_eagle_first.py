@@ -1,0 +1,71 @@
+"""A head of EAGLE-1 on a GPU: the tokens of plain decoding, with chains and with trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.counted_rounds import CountedRounds
+from support.e2e import Outputs, llmctl
+from support.eagle import save_head
+from support.eagle_first import fit_first_head
+from support.gpu import quantize
+from support.gpu_drafting import plain_texts, run_in_every_company
+from transformers import AutoModelForCausalLM
+
+from llmctl.runtime.drafting.eagle.method import Eagle
+from llmctl.runtime.request import Request
+
+SIZES = {
+    "hidden_size": 384,
+    "intermediate_size": 2048,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "rms_norm_eps": 1e-5,
+}
+MOST = 8  # drafts
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "fp8"])
+def build(
+    request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """build(head) -> the demo target's engine; None: without one."""
+    folder = tmp_path_factory.mktemp("engines")
+    checkpoint, options = repository / "examples/demo-target", ["--dtype", request.param]
+    if request.param == "fp8":
+        checkpoint, options = quantize(checkpoint, folder / "checkpoint"), []
+
+    def built(head: Path | None) -> Path:
+        path = folder / ("bare" if head is None else "engine")
+        mode = ["--speculative-decoding-mode", "eagle", "--draft-model-dir", head,
+                "--max-draft-len", MOST, "--max-non-leaves-per-layer", MOST]  # fmt: skip
+        llmctl("build", "--checkpoint-dir", checkpoint, "--output-dir", path, "--backend", "cuda",
+               "--max-batch-size", 16, "--max-seq-len", 1024, *options,
+               *(mode if head else []))  # fmt: skip
+        return path
+
+    return built
+
+
+def test_a_head_that_knows_the_text_changes_no_token(
+    build: Any, requests: list[Request], repository: Path, tmp_path: Path, rounds: CountedRounds
+) -> None:
+    """Chains on the device, then trees that the host grows."""
+    plain: Outputs = plain_texts(build(None), requests)
+    model = AutoModelForCausalLM.from_pretrained(
+        repository / "examples/demo-target", dtype=torch.float32
+    )
+    texts = [
+        (list(request.input_token_ids), list(output[0]))
+        for request, output in zip(requests, plain, strict=True)
+    ]
+    head = fit_first_head(model.eval(), texts, **SIZES)
+    engine = build(save_head(tmp_path, head.tensors(), **SIZES, draft_vocab_size=None))
+    for method in (Eagle(5), Eagle(num_offers=3)):
+        stats = run_in_every_company(engine, method, requests, plain)
+        assert stats.accepted_tokens > 100 and len(stats.accepted_at_position) > 2
+    assert rounds.total > 0
