@@ -17,6 +17,7 @@ from support.e2e import DRAFT_LEN, KINDS, DemoPair, Outputs, PromptMaker, cancel
 from llmctl.plugins.core.calls import StepInputs, Trees
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.draft_engine.tree import DraftTree
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.ngram.method import NgramLookup
 from llmctl.runtime.drafting.plain.method import PlainDecoding
@@ -35,7 +36,8 @@ def opened(demo: DemoPair, target: str, draft: str = "", **options: Any) -> Iter
     if draft == "ngram":
         method = NgramLookup(DRAFT_LEN, 3)
     elif draft:
-        method = DraftEngine(demo.engine(draft), DRAFT_LEN)
+        tree = DraftTree(3, 2, DRAFT_LEN) if draft == target else None
+        method = DraftEngine(demo.engine(draft), DRAFT_LEN, tree=tree)
     engines = OpenEngines(check_engines(EngineOptions(demo.engine(target), method, **options)))
     try:
         yield engines
@@ -65,11 +67,12 @@ def alone(demo: DemoPair, requests: list[Request]) -> Outputs:
         return [run_all(executor, [request])[0] for request in requests]
 
 
-@pytest.mark.parametrize("draft", ["", "draft-fp8", "draft-fp8-tp2", "ngram"])
+@pytest.mark.parametrize("draft", ["", "draft-fp8", "draft-fp8-tp2", "target-fp8-tp2", "ngram"])
 def test_batches_and_drafts_change_no_token(
     demo: DemoPair, requests: list[Request], alone: Outputs, draft: str
 ) -> None:
-    """The draft engine has one rank, which drafts in rank 0, or two."""
+    """The draft engine has one rank, which drafts in rank 0, or two; the target as its own draft
+    drafts trees."""
     with running(demo, "target-fp8-tp2", draft) as executor:
         assert run_all(executor, requests) == alone
         accepted = executor.get_speculation_stats().accepted_tokens
