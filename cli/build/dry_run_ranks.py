@@ -74,9 +74,10 @@ def rank_lines(
     rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], max_seq_len: int
 ) -> Iterator[str]:
     """The rows as a table, and which is fastest; nothing where there is no choice."""
-    if len(rows) < 2:
+    if sum(row["refused"] is None for row in rows) < 2:
         return
     free = plan["free_bytes"]
+    yield ""
     yield f"by --tp-size, on each GPU ({plan['memory']}; sequences of {max_seq_len:,} tokens; step"
     yield "of one token after 1,000, computed, not measured: docs/performance/tensor_parallel.md)"
     yield from table([_HEAD, *(_cells(row, free) for row in rows)], right=range(len(_HEAD)))

@@ -102,9 +102,7 @@ def memory_lines(plan: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterato
     else:
         quantization = summary["quantization"]["quant_algo"]
         yield from advice_lines(plan["by_tp_size"], plan, quantization)
-    if len(plan["by_tp_size"]) > 1:
-        yield ""
-        yield from rank_lines(plan["by_tp_size"], plan, summary["max_seq_len"])
+    yield from rank_lines(plan["by_tp_size"], plan, summary["max_seq_len"])
 
 
 def _grid(grid: Mapping[str, Any], max_batch_size: int) -> Iterator[str]:

@@ -222,3 +222,11 @@ def test_a_model_that_does_not_divide_is_planned_for_what_it_divides_by(
     refused = {row["num_ranks"]: row["refused"] for row in plan["memory"]["by_tp_size"]}
     assert refused[1] is None and refused[2] is None
     assert "num_attention_heads is 4, which does not divide evenly" in refused[8]
+
+
+def test_an_engine_that_ranks_cannot_divide_has_no_table(llmctl, config_only):
+    line = ("build", "--checkpoint-dir", config_only("tiny"), "--dry-run", "--gpu", "h200")
+    heads = ("--speculative-decoding-mode", "medusa", "--num-medusa-heads", 2)
+    done = llmctl(*line, "--max-seq-len", 512, *heads)
+    assert done.code == 0 and "by --tp-size" not in done.out
+    assert "by --tp-size" in llmctl(*line, "--max-seq-len", 512).out
