@@ -17,11 +17,14 @@ from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 from llmctl.runtime.engines.engine import Engine
 from llmctl.runtime.request import Request, Sequence
 from support import eagle, medusa, redrafter
+from support.eagle_first import FirstHead
 
-METHODS: dict[str, tuple[DraftMethod, tuple[str, ...]]] = {  # by mode, with run's option
+# By mode, and for a second kind of its heads, with run's option.
+METHODS: dict[str, tuple[DraftMethod, tuple[str, ...]]] = {
     "medusa": (Medusa(), ("--medusa-choices", "auto")),
     "redrafter": (RecurrentDrafting(None, 2), ("--redrafter-num-beams", "auto")),
     "eagle": (Eagle(), ("--eagle-choices", "auto")),
+    "eagle-1": (Eagle(), ("--eagle-choices", "auto")),
 }
 
 
@@ -38,9 +41,19 @@ def head_options(folder: Path, mode: str, width: int, vocab: int) -> dict[str, A
     else:
         sizes = {"hidden_size": width, "intermediate_size": 48, "num_attention_heads": 2,
                  "num_key_value_heads": 1, "vocab_size": vocab, "draft_vocab_size": 30}  # fmt: skip
-        eagle.save_head(folder, eagle.make_head(target_hidden=width, **sizes), **sizes)
-        fields = {"eagle_layers": "0,1,1", "max_draft_len": 3}
-    return {"speculative_decoding_mode": mode, "draft_model_dir": str(folder), **fields}
+        fields = {"max_draft_len": 3}
+        if mode == "eagle-1":
+            sizes["draft_vocab_size"] = vocab
+            tensors = FirstHead(True, **sizes).tensors()
+        else:
+            fields["eagle_layers"] = "0,1,1"
+            tensors = eagle.make_head(target_hidden=width, **sizes)
+        eagle.save_head(folder, tensors, **sizes)
+    return {
+        "speculative_decoding_mode": mode.partition("-")[0],
+        "draft_model_dir": str(folder),
+        **fields,
+    }
 
 
 def mode_of(engine: Engine) -> str:

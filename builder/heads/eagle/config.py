@@ -48,6 +48,7 @@ _FIELDS = {
     "target_hidden_size": _SIZE,
     "eagle_aux_hidden_state_layer_ids": _LAYERS,
     "embed_requires_grad": FLAG,
+    "bias": FLAG,
     **dict.fromkeys(_FORMS, FLAG),
 }
 
@@ -71,6 +72,7 @@ class HeadConfig:
     norm_before_fc: bool  # of the features side by side: input_norm
     fc_norm: bool  # of each feature on its own
     norm_output: bool  # what goes on to the next step has been through the last norm
+    has_fc_bias: bool | None  # of EAGLE-1 and 2; None: as there are tensors
     trains_embedding: bool  # else a stored embedding is a copy of the target's
     layer_ids: tuple[int, ...] | None  # as they are written
     rope: Mapping[str, Any]  # the fields that `read_rope` takes
@@ -129,6 +131,7 @@ def read_config(path: Path) -> HeadConfig:
         draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
         target_hidden_size=config.get("target_hidden_size"),
         **{name: bool(config.get(name)) for name in _FORMS},
+        has_fc_bias=config.get("bias"),
         trains_embedding=bool(config.get("embed_requires_grad")),
         layer_ids=None if ids is None else tuple(ids),
         rope={name: layer[name] for name in _ROPE if layer.get(name) is not None},

@@ -3,7 +3,8 @@
 EAGLE-3's are listed in checkpoint.py. A head of EAGLE-1 or 2 has the target's embedding (a copy
 may be stored), output matrix and last norm, no norms before its attention, and one feature:
 
-    fc.weight, fc.bias                               [hidden, 2 hidden], [hidden]; the bias optional
+    fc.weight                                        [hidden, 2 hidden]
+    fc.bias                                          [hidden]; if there is, as `bias` may say
     layers.0.self_attn.{q,k,v}_proj.weight           [heads * size, hidden]
     layers.0.self_attn.o_proj.weight                 [hidden, heads * size]
     layers.0.mlp.{gate,up,down}_proj.weight, layers.0.post_attention_layernorm.weight
@@ -44,7 +45,8 @@ def wanted_shapes(
         f"{LAYER}.post_attention_layernorm.weight": (hidden,),
     }
     if version == 1:
-        return shapes | ({FC_BIAS: (hidden,)} if FC_BIAS in found else {})
+        has_bias = FC_BIAS in found if config.has_fc_bias is None else config.has_fc_bias
+        return shapes | ({FC_BIAS: (hidden,)} if has_bias else {})
     shapes |= {
         "norm.weight": (hidden,),
         "lm_head.weight": (config.draft_vocab_size, hidden),

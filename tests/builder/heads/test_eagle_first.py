@@ -145,6 +145,16 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, change, error, found):
         check(save_head(tmp_path, stored, **FIELDS))
 
 
+def test_config_json_may_say_whether_there_is_a_bias(tmp_path):
+    with_bias, without = (FirstHead(bias, 10000.0).tensors() for bias in (True, False))
+    assert check(save_head(tmp_path / "a", with_bias, **FIELDS, bias=True)).has_fc_bias
+    assert not check(save_head(tmp_path / "b", without, **FIELDS, bias=False)).has_fc_bias
+    with pytest.raises(MissingTensor, match="EAGLE-1 head: fc.bias"):
+        check(save_head(tmp_path / "c", without, **FIELDS, bias=True))
+    with pytest.raises(UnexpectedTensor, match="fc.bias, which no EAGLE-1 head has"):
+        check(save_head(tmp_path / "d", with_bias, **FIELDS, bias=False))
+
+
 def test_the_head_of_another_target_is_refused(new_model, save, tmp_path):
     folder = save_head(tmp_path / "head", FirstHead(False, 10000.0).tensors(), **FIELDS)
     for sizes in ({"hidden": 128}, {"vocab": 140}):
