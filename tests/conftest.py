@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from support.cores import share_cores
 from support.forked_program import ForkedProgram
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that; the tests that
@@ -26,6 +27,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")
+
+share_cores()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +47,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     try:
         return (yield)
     finally:
+        gc.freeze()  # nor will it be
         gc.enable()
 
 

@@ -77,7 +77,10 @@ def call(address: str, words: list[str]) -> int:
 
 def serve(address: str) -> None:
     """Fork for every call, until the process that started this one ends it or has ended."""
+    from cores import share_cores
+
     del sys.path[0]  # this folder
+    share_cores()
     for module in ALWAYS:
         importlib.import_module(module)
     listener = socket.socket(socket.AF_UNIX)

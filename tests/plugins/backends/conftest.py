@@ -1,7 +1,8 @@
-"""Operators that say what they were asked for."""
+"""Operators that say what they were asked for, and the CPU library as it was."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 
 import numpy as np
@@ -11,7 +12,17 @@ from support.cpu_program import (
 )
 from support.cuda_program import launches
 
+from llmctl.plugins.backends import cpu
 from llmctl.plugins.backends.cuda import program as program_module
+
+
+@pytest.fixture(autouse=True)
+def cpu_settings() -> Iterator[None]:
+    """Of the library, which all tests of a worker share: a test may change them."""
+    threads = cpu.num_threads()
+    yield
+    cpu.set_num_threads(threads)
+    cpu.set_instruction_set(cpu.instruction_sets()[0])
 
 
 @pytest.fixture

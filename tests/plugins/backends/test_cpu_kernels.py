@@ -21,13 +21,6 @@ from llmctl.plugins.core.reference import ReferenceProgram
 FUSED = [name for name in cpu.instruction_sets() if name != "generic"]
 
 
-@pytest.fixture(autouse=True)
-def restore_settings():
-    yield
-    cpu.set_num_threads(2)
-    cpu.set_instruction_set(cpu.instruction_sets()[0])
-
-
 def run(example: Example, program=cpu.CpuProgram) -> Example:
     fresh = example.clone()
     program([fresh.call]).run(fresh.step, fresh.kv_cache)
