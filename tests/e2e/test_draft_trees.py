@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 from collections.abc import Callable, Iterator
@@ -125,6 +126,21 @@ def test_the_cuda_host_drafts_trees_too(
 def test_llmctl_open_takes_a_tree(pair: Pair, requests: list[Request], plain: Outputs) -> None:
     with llmctl.open(pair.target, draft=pair.draft, draft_tree="4,3,12") as executor:
         assert run_all(executor, requests[:4]) == plain[:4]
+
+
+def test_bench_compares_and_sweeps_trees(demo: DemoPair, pair: Pair) -> None:
+    """The same tokens in every way."""
+    load = ["bench", "latency", "--engine-dir", pair.target, "--num-requests", 2, "--json",
+            "--target-input-len", 20, "--target-output-len", 24]  # fmt: skip
+    entries = f"draft={pair.draft},draft-tree={pair.draft}"
+    report = json.loads(demo.llmctl(*load, "--compare-drafting", entries))
+    rows = {row["name"].partition("=")[0]: row for row in report["comparison"]["rows"]}
+    assert list(rows) == ["plain", "draft", "draft-tree"]
+    assert all(row["num_same_outputs"] == 2 for row in rows.values())
+    sweep = ["--draft-engine", pair.draft, "--sweep-draft-tree", "2,2,4;4,3,12"]
+    report = json.loads(demo.llmctl(*load, *sweep))
+    lengths = [row["acceptance_length"] for row in report["sweep"]["tree_rows"]]
+    assert lengths[1] > lengths[0] > 1
 
 
 def test_from_the_command_line(demo: DemoPair, pair: Pair) -> None:
