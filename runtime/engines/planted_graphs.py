@@ -1,6 +1,7 @@
 """What the graphs of a planted engine say, and which of their weights must not interfere.
 
-The base graph's output projection gives the planted text. Draft heads read the code of a token x
+The base graph's output projection gives the planted text; that of a draft engine has a second
+likeliest token, too, for trees. Draft heads read the code of a token x
 and know the text too: what follows x after so many tokens is a head's likeliest token with the
 given probability p, its second likeliest with p (1 - p), and else neither, independently for each
 token and head. So the tokens that a round accepts are a known number for every tree. A step of a
@@ -27,7 +28,13 @@ from llmctl.builder.engine_format import (
     PlanGraph,
     medusa_logits,
 )
-from llmctl.runtime.engines.planted_text import Recipe, head_tokens, next_tokens, step_tokens
+from llmctl.runtime.engines.planted_text import (
+    Recipe,
+    head_tokens,
+    next_tokens,
+    second_tokens,
+    step_tokens,
+)
 
 Rows = Callable[[int, int], torch.Tensor]
 """(start, stop) -> these rows of a weight, [stop - start, columns]; of multiples of 1/2 up to 1.5,
@@ -94,8 +101,14 @@ def _writer(graph: PlanGraph, output: str) -> str:
     return name
 
 
+def base_shares(weights: Recipe) -> list[tuple[float, NDArray[np.int64]]]:
+    """What the output projection of the base graph says; see `Codes.rows`."""
+    shares = [(1.0, next_tokens(weights))]
+    return shares if weights["role"] == "target" else [*shares, (SECOND, second_tokens(weights))]
+
+
 def _base(weights: Recipe, graph: PlanGraph, codes: Codes) -> Mapping[str, Rows]:
-    return {_writer(graph, "logits"): codes.rows((1.0, next_tokens(weights)))}
+    return {_writer(graph, "logits"): codes.rows(*base_shares(weights))}
 
 
 def _medusa(weights: Recipe, graph: PlanGraph, codes: Codes) -> Mapping[str, Rows]:

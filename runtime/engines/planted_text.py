@@ -31,6 +31,16 @@ def next_tokens(weights: Recipe) -> NDArray[np.int64]:
     return follows
 
 
+def second_tokens(weights: Recipe) -> NDArray[np.int64]:
+    """The second likeliest token of a draft behind each ordinary one: where the likeliest is wrong,
+    the right one with the given probability."""
+    right = next_tokens({**weights, "role": "target"})
+    _, stop, seed = _ordinary(weights)
+    draw = np.random.default_rng([seed, 4]).random(stop)
+    is_second = (next_tokens(weights) != right) & (draw < _acceptance(weights))
+    return _exchanged(right, is_second, -1)
+
+
 def planted_text(weights: Recipe, last: int, count: int) -> list[int]:
     """The greedy text of a planted target after a prompt that ends in the ordinary token `last`."""
     follows = next_tokens({**weights, "role": "target"})

@@ -25,6 +25,7 @@ from llmctl.plugins.ops.packed_linear.layout import pack
 from llmctl.plugins.schemes.scheme import Form, packing_of
 from llmctl.plugins.schemes.table import find_form
 from llmctl.runtime.engines.planted_graphs import PLANTED_GRAPHS, Codes, Rows
+from llmctl.runtime.engines.planted_graphs import base_shares as base_shares
 from llmctl.runtime.engines.planted_text import Recipe
 from llmctl.runtime.engines.planted_text import next_tokens as next_tokens
 from llmctl.runtime.engines.planted_text import planted_text as planted_text

@@ -43,7 +43,7 @@ from llmctl.runtime.engines.planted_weights import (
     CHUNK,
     INERT,
     SCALE,
-    next_tokens,
+    base_shares,
 )
 from scripts.models.planted_makers import MAKERS, random_values
 from scripts.models.planted_shapes import SHAPES, config_json
@@ -174,15 +174,16 @@ def _layer(recipe: Recipe, index: int, generator: torch.Generator) -> dict[str, 
 
 def _outer(recipe: Recipe, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """The embedding: a code of signs for each token. The head's row of a token: the code of the
-    token that it follows, zeros where it follows none."""
+    token that it follows, zeros where it follows none; half of it where it is a draft's second
+    likeliest."""
     shape = SHAPES[recipe.shape]
     codes = torch.empty((shape.vocab, shape.hidden), dtype=torch.bfloat16)
     for rows in codes.split(max(1, CHUNK // shape.hidden)):
         rows.copy_(torch.randint(0, 2, rows.shape, generator=generator) * 2 - 1)
-    follows = next_tokens(recipe.documents()[CONFIG_FILE]["planted"])
-    tokens = np.flatnonzero(follows >= 0)
     head = torch.zeros_like(codes)
-    head[torch.from_numpy(follows[tokens])] = codes[torch.from_numpy(tokens)]
+    for factor, follows in base_shares(recipe.documents()[CONFIG_FILE]["planted"]):
+        tokens = np.flatnonzero(follows >= 0)
+        head[torch.from_numpy(follows[tokens])] += factor * codes[torch.from_numpy(tokens)]
     tensors = {
         "model.embed_tokens.weight": codes,
         "model.norm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16),

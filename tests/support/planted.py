@@ -22,13 +22,14 @@ def plan(
     quantization: str | None,
     form: str = "planted",
     head_qformat: str | None = None,
+    role: str = "target",
     **options: Any,
 ) -> EnginePlan:
-    """That of a tiny target for a GPU. options: of the build."""
+    """That of a tiny target for a GPU, or of what drafts for it. options: of the build."""
     if not folder.exists():
         recipe = Recipe("tiny", "target", ACCEPTANCE, SEED, quantization)
         write_checkpoint(folder, recipe, config_only=True)
-    load_format = LoadFormat("planted", SEED, "target", ACCEPTANCE, head_qformat)
+    load_format = LoadFormat("planted", SEED, role, ACCEPTANCE, head_qformat)
     return plan_build(
         folder,
         BuildRequest(**{"max_seq_len": 64, **options}),

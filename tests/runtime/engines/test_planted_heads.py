@@ -30,7 +30,12 @@ from llmctl.runtime.drafting.medusa.accuracy import best_tree
 from llmctl.runtime.engines.engine import kv_cache_shape, make_calls
 from llmctl.runtime.engines.heads import bind_heads
 from llmctl.runtime.engines.planted_graphs import PLANTED_GRAPHS
-from llmctl.runtime.engines.planted_text import head_tokens, next_tokens, tokens_per_round
+from llmctl.runtime.engines.planted_text import (
+    head_tokens,
+    next_tokens,
+    second_tokens,
+    tokens_per_round,
+)
 from llmctl.runtime.step import pack_rows
 
 HEADS, ROWS = 3, 40
@@ -52,16 +57,7 @@ def test_heads_say_what_the_recipe_says(tmp_path: Path, quantization: str | None
     recipe = engine.config.weights
     first, stop = recipe["ordinary_tokens"]
     tokens = np.random.default_rng(0).integers(first, stop, ROWS).astype(np.int32)
-    count = np.arange(ROWS, dtype=np.int32)
-    step = StepInputs(
-        token_ids=tokens,
-        position_ids=count,
-        cu_q=np.array([0, ROWS], np.int32),
-        kv_len=np.array([ROWS], np.int32),
-        block_tables=np.array([[0, 1]], np.int32),
-        slot_mapping=count,
-        logit_rows=count,
-    )
+    step = prompt(tokens)
     ReferenceProgram(make_calls(engine.plan, tensors)).run(step, cache)
     chosen = tensors[engine.plan.logits][:ROWS].argmax(-1).numpy()
     assert np.array_equal(chosen, next_tokens(recipe)[tokens])
@@ -76,6 +72,40 @@ def test_heads_say_what_the_recipe_says(tmp_path: Path, quantization: str | None
         for rank, wanted in enumerate(head_tokens(recipe, head)):
             said = np.array([int(row[head][rank]) for row in found])
             assert (said == wanted[tokens]).mean() >= (1, 0.95)[rank], "ranks of 4,096 in 256 signs"
+
+
+def prompt(tokens: np.ndarray) -> StepInputs:
+    count = np.arange(ROWS, dtype=np.int32)
+    return StepInputs(
+        token_ids=tokens,
+        position_ids=count,
+        cu_q=np.array([0, ROWS], np.int32),
+        kv_len=np.array([ROWS], np.int32),
+        block_tables=np.array([[0, 1]], np.int32),
+        slot_mapping=count,
+        logit_rows=count,
+    )
+
+
+def test_a_draft_has_a_second_likeliest_token(tmp_path: Path) -> None:
+    """For trees: it is right as often as the likeliest, of those places where that is wrong."""
+    recipe = {"seed": 3, "ordinary_tokens": [2, 100_000], "acceptance": ACCEPTANCE, "role": "draft"}
+    right = next_tokens({**recipe, "role": "target"})
+    hits = [(said == right)[2:] for said in (next_tokens(recipe), second_tokens(recipe))]
+    shares = (ACCEPTANCE, ACCEPTANCE * (1 - ACCEPTANCE))
+    np.testing.assert_allclose([own.mean() for own in hits], shares, atol=0.005)
+    assert not (hits[0] & hits[1]).any()
+    assert sorted(second_tokens(recipe)[2:]) == list(range(2, 100_000)), "one row for each"
+
+    engine = planted.plan(tmp_path / "draft", "fp8", role="draft", max_batch_size=ROWS)
+    tensors, spec = planted.generated(engine), engine.plan.kv_cache
+    cache = torch.zeros(kv_cache_shape(engine.plan, 2), dtype=getattr(torch, spec.dtype))
+    own = engine.config.weights
+    tokens = np.random.default_rng(0).integers(*own["ordinary_tokens"], ROWS).astype(np.int32)
+    ReferenceProgram(make_calls(engine.plan, tensors)).run(prompt(tokens), cache)
+    said = tensors[engine.plan.logits][:ROWS].topk(2).indices.numpy()
+    assert np.array_equal(said[:, 0], next_tokens(own)[tokens])
+    assert (said[:, 1] == second_tokens(own)[tokens]).mean() >= 0.9, "of 4,096 in 256 signs"
 
 
 def heads_of(engine: EnginePlan):
