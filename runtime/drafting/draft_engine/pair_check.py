@@ -45,8 +45,9 @@ def require_trees(target: EngineConfig, draft: EngineConfig, tree: DraftTree) ->
     require_continued(target, "trees from a draft engine", f"leave {OPTION} out")
     most = 1 + int(draft.build_config["max_draft_len"])
     takes_roots = BACKENDS[draft.backend].takes_roots
-    # Else a step has a token for every place behind the root.
-    wanted = tree.branch if takes_roots else tree.nodes
+    # Else a step has a token for every place behind the root, and an engine for fewer than three
+    # tokens has no kernels for trees.
+    wanted = tree.branch if takes_roots else max(tree.nodes, 3)
     if tree.depth > 1 and wanted > most:
         raise PairMismatch(
             f"{OPTION} {tree} needs {wanted} tokens of a sequence in a step of the draft engine; "

@@ -139,6 +139,13 @@ def test_a_tree_needs_room_in_both_engines_and_a_backend_that_continues_it():
     assert star.check(target, {ROLE: engine()}) == 3, "nothing follows its drafts"
     with pytest.raises(PairMismatch, match="needs 12 tokens of a sequence .* built for 3"):
         method.check(*(replace(target, backend="cuda"), {ROLE: replace(draft, backend="cuda")}))
+    smallest = DraftEngine(Path("draft"), tree=DraftTree(2, 1, 2))
+    for length, backend in ((1, "cpu"), (2, "cuda")):
+        own = replace(engine(max_draft_len=length), backend=backend)
+        assert smallest.check(replace(target, backend=backend), {ROLE: own}) == 2
+    with pytest.raises(PairMismatch, match="needs 3 tokens"):
+        own = replace(engine(max_draft_len=1), backend="cuda")
+        smallest.check(replace(target, backend="cuda"), {ROLE: own})
     pair = [replace(own, backend="tensorrt") for own in (target, draft)]
     with pytest.raises(Unsupported, match="trees from a draft engine are not available"):
         method.check(pair[0], {ROLE: pair[1]})
