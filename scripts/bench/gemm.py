@@ -111,13 +111,15 @@ class Chain:
         tables = ints([i % 40 for i in range(128)]).repeat(16, 1)
         lengths = ints([CONTEXT] + [0] * 15)
         starts = ints([0] + [self.tokens] * 16)
-        step = replace(env.step, cu_q=starts, kv_len=lengths, block_tables=tables)
+        positions = env.step.position_ids + CONTEXT - self.tokens
+        step = replace(
+            env.step, position_ids=positions, cu_q=starts, kv_len=lengths, block_tables=tables
+        )
         if not self.tree_len:
             return step
         chain = torch.arange(LIMITS.max_draft_len + 1, dtype=torch.int32, device="cuda")
         return replace(
             step,
-            position_ids=step.position_ids + CONTEXT - self.tokens,
             tree_start=ints([0] + [-1] * 15),
             paths=chain.repeat(MAX_TOKENS, 1),
         )

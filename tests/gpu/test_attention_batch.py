@@ -8,7 +8,7 @@ import torch
 from support.attention import FP8, INT8, Part, World, run_one, same_bits, with_outputs
 from support.gpu import execute
 
-from llmctl.plugins.ops.paged_attention import batch, kernel
+from llmctl.plugins.ops.paged_attention import batch, kernel, tree
 
 LENGTHS = (6000, 1500, 333)
 WORLDS = [
@@ -78,3 +78,27 @@ def test_requests_of_a_mixed_step_are_each_served_by_one_kernel(world):
     ]
     for (request, start, count), found in zip(parts, made.run(parts, execute), strict=True):
         assert same_bits(found, wanted[request][start : start + count]), (request, start, count)
+
+
+@pytest.mark.parametrize("heads", [64, 32, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 11, 17])
+def test_many_chains_get_the_bits_of_the_context_kernel(heads, tokens):
+    """tree.cu, with chains alone."""
+    world = {"heads": heads, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "quantize_out": True}
+    made = World(**world, lengths=(4200,), device="cuda", trees={0: [-1] * 16})
+    wanted = made.run([(0, 0, 4200)], execute)[0]
+    parts: list[Part] = [(0, p, tokens) for p in POSITIONS[:-1]]
+    call, env = made.call(parts, 3), made.env(made.step(parts), 2)
+    launch = tree.tree_launch(
+        call,
+        env,
+        len(parts) + 2,
+        tokens,
+        kernel.own_tensors(call, env),
+        kernel.logit_scale(call),
+        17,
+        has_trees=False,
+    )
+    rows = run_one(launch, call, env, parts, execute)
+    for (_, start, count), found in zip(parts, rows, strict=True):
+        assert same_bits(found, wanted[start : start + count]), (start, count)

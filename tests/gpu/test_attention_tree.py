@@ -16,6 +16,8 @@ HALF = {"dtype": torch.float16, "kv_dtype": torch.float16}
 WORLDS = {
     "70b": {"heads": 64, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "quantize_out": True},
     "8b": {"heads": 32, "kv_heads": 8, "size": 128},
+    "8b, FP8": {"heads": 32, "kv_heads": 8, "size": 128, "kv_dtype": FP8},
+    "128, one query head": {"heads": 4, "kv_heads": 4, "size": 128, "kv_dtype": FP8},
     "8b, INT8": {"heads": 32, "kv_heads": 8, "size": 128, "kv_dtype": INT8},
     "1b": {"heads": 32, "kv_heads": 8, "size": 64, "kv_dtype": FP8},
     "96": {"heads": 12, "kv_heads": 4, "size": 96, **HALF, "tokens_per_block": 16},

@@ -90,7 +90,7 @@ template <class S>
 DEVICE void start_expanded(const Mxfp4Chunk& weights, u32 tokens, int chunk,
                            float (&part)[S::OPERAND_ROWS / 2]) {
   u32 a[8][4];
-  weights.expand(a);
+  weights.expand(0, a);
   product_fence();
 #pragma unroll
   for (int k = 0; k < 8; ++k) {

@@ -28,29 +28,55 @@ struct Slice {
   }
 };
 
-// Computes the products of one chunk of 4-bit weights and waits for them: registers that running products read
-// must not be written, or ptxas would make every product wait for the previous one.
+// With tiles of 8 tokens one half of a chunk of 4-bit weights is expanded while the half before is multiplied. With
+// larger tiles a chunk is expanded and multiplied as a whole, which is faster there.
+constexpr int CHUNK_PARTS = TOKENS == 8 ? 2 : 1, PART_PRODUCTS = 8 / CHUNK_PARTS;
+
+// Starts the products of one part of a chunk of 4-bit weights.
 template <int ACTIVE>
-DEVICE void multiply_expanded(u32 table, u32 block, u32 tokens, float (&part)[ACTIVE][TOKENS / 2],
-                              bool is_first) {
-  u32 a[ACTIVE][8][4];
+DEVICE void start_part(const Mxfp4Chunk (&chunk)[ACTIVE], int nth, u32 tokens,
+                       float (&part)[ACTIVE][TOKENS / 2], bool is_first) {
+  u32 a[ACTIVE][PART_PRODUCTS][4];
 #pragma unroll
-  for (int r = 0; r < ACTIVE; ++r) {
-    Mxfp4Chunk(table, block + r * (CHUNKS * BLOCK_BYTES)).expand(a[r]);
-  }
+  for (int r = 0; r < ACTIVE; ++r) chunk[r].expand(nth * PART_PRODUCTS, a[r]);
   product_fence();
 #pragma unroll
-  for (int k = 0; k < 8; ++k) {
+  for (int i = 0; i < PART_PRODUCTS; ++i) {
+    const int k = nth * PART_PRODUCTS + i;
     const u64 b = operand(tokens + k / 4 * X_BYTES) + 2 * (k % 4);
 #pragma unroll
     for (int r = 0; r < ACTIVE; ++r) {
-      HeldProduct<TOKENS>::add(part[r], a[r][k], b, !(is_first && k == 0));
+      HeldProduct<TOKENS>::add(part[r], a[r][i], b, !(is_first && k == 0));
     }
   }
   product_commit();
+}
+
+template <int ACTIVE>
+DEVICE void wait_for_products(float (&part)[ACTIVE][TOKENS / 2]) {
   product_wait<0>();
 #pragma unroll
   for (int r = 0; r < ACTIVE; ++r) keep_order(part[r]);
+}
+
+// Computes the products of one slot of 4-bit weights and waits for them. Registers that running products read
+// must not be written, or ptxas would make every product wait for the previous one: so each part has its own.
+template <int ACTIVE>
+DEVICE void multiply_expanded(u32 table, u32 stage, float (&part)[ACTIVE][TOKENS / 2],
+                              bool is_first) {
+  const u32 octets = stage + threadIdx.x / 32 * (2 * MXFP4_OCTET_BYTES);  // of the warp's rows
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+    Mxfp4Chunk chunk[ACTIVE];
+#pragma unroll
+    for (int r = 0; r < ACTIVE; ++r) chunk[r].load(table, octets + (r * CHUNKS + c) * BLOCK_BYTES);
+#pragma unroll
+    for (int nth = 0; nth < CHUNK_PARTS; ++nth) {
+      start_part<ACTIVE>(chunk, nth, stage + WEIGHT_BYTES + 2 * c * X_BYTES, part,
+                         is_first && c == 0);
+    }
+    if (CHUNK_PARTS == 1 || c + 1 == CHUNKS) wait_for_products(part);
+  }
 }
 
 // Starts one slot's products into `part`, after those started before.
@@ -65,12 +91,7 @@ DEVICE void start_slot(const Shared& shared, const Walk& walk, float (&part)[ACT
 #pragma unroll
   for (int r = 0; r < ACTIVE; ++r) keep_order(part[r]);
   if constexpr (MXFP4) {
-    const u32 octets = stage + threadIdx.x / 32 * (2 * MXFP4_OCTET_BYTES);  // of the warp's rows
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-      multiply_expanded<ACTIVE>(shared.table, octets + c * BLOCK_BYTES,
-                                stage + WEIGHT_BYTES + 2 * c * X_BYTES, part, is_first && c == 0);
-    }
+    multiply_expanded<ACTIVE>(shared.table, stage, part, is_first);
     return;
   }
   product_fence();

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from llmctl.plugins.core.calls import OpCall
 
-ROWS = 128  # of an item: two warpgroups, one tensor-core instruction high each
+WARPGROUPS = 2  # one tensor-core instruction high each
+ROWS = 64 * WARPGROUPS  # of an item
 _MOST_STAGES = 6  # tiles of keys, and of values, on their way
 _MIN_REQUESTS = 64  # fewer do not make another binary
 _MOST_REQUESTS = 4096  # 16 bytes each; leaves room for three tiles
@@ -74,7 +75,7 @@ def chunk_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
         name=".".join(["paged_attention.chunk", *words, f"b{requests}"]),
         source="ops/paged_attention/chunk.cu",
         arguments=(*tensor_types(call, limits), "*i32", "fp32", *["i32"] * 3),
-        constants=constants | {"STAGES": stages},
+        constants=constants | {"STAGES": stages, "WARPGROUPS": WARPGROUPS},
         entry="chunk",
         num_warps=4 + ROWS // 16,
         shared_bytes=fixed_bytes + stages * stage_bytes,

@@ -1,9 +1,8 @@
-// What chunk.cu's first four warps do: choose what the block computes, and load keys and values.
+// What the first four warps of chunk.cu, and partly of tree.cu, do: choose what the block computes, load keys and values.
 #pragma once
 
 #include "ops/paged_attention/operands.cuh"
 
-constexpr int WARPGROUPS = 2;
 constexpr int TOKENS = 64 * WARPGROUPS / GROUP;  // of an item
 
 // Some query tokens of one request, for one KV head.
@@ -100,6 +99,14 @@ DEVICE int request_of(const Shared& shared, int num_requests, int block) {
   return request;
 }
 
+// Directs a loader to a KV head and a request's entries of the block tables.
+DEVICE void aim(Loader& loader, int head, int table) {
+  const u32 thread = thread_from_here();
+  loader.offset = head * (TOKENS_PER_BLOCK * SIZE) + u32(own_key(thread)) % SPAN * SIZE +
+                  own_piece(thread) * (16 / KV_TYPE::bytes);
+  loader.table = table;
+}
+
 // Reads item `claim` and starts to load its first tile. Blocks at the end of a request come first, because
 // they see the most keys.
 DEVICE Item find_item(const Shared& shared, const Step& step, int claim, Loader& loader) {
@@ -109,10 +116,7 @@ DEVICE Item find_item(const Shared& shared, const Step& step, int claim, Loader&
   const volatile Request& from = shared.request(request);
   const int limit = from.limit, token = from.start + (block - from.first_block) * TOKENS;
   const int count = min(TOKENS, from.end - token);
-  const u32 thread = thread_from_here();
-  loader.offset = head * (TOKENS_PER_BLOCK * SIZE) + u32(own_key(thread)) % SPAN * SIZE +
-                  own_piece(thread) * (16 / KV_TYPE::bytes);
-  loader.table = request * step.table_stride;
+  aim(loader, head, request * step.table_stride);
   loader.load_pages(0, pages_of(limit));
   const int first_key = load_int(step.position_ids + token);
   const int last_key = load_int(step.position_ids + token + count - 1);

@@ -5,8 +5,8 @@ split the keys over thread blocks; those for longer requests, the context chunks
 that may have both launches both kernels, and each skips the other's requests: the result of a row
 is the same in either. Where few thread blocks have to be fast together, verification.cu or
 generation.cu processes the short requests; where many requests have one or two tokens each, or
-contexts are long, batch.cu. chunk.cu processes context chunks. In a step with trees all short
-requests use the one kernel that supports paths (triton_tree.py).
+contexts are long, batch.cu; where many have more, tree.cu. chunk.cu processes context chunks. In
+steps with trees one kernel that supports paths serves the short (tree.py, triton_tree.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
 )
 from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.ops.paged_attention import tree
 from llmctl.plugins.ops.paged_attention.batch import (
     MAX_ROWS,
     batch_launch,
@@ -51,7 +52,6 @@ from llmctl.plugins.ops.paged_attention.triton_specs import (
     window_arguments,
 )
 from llmctl.plugins.ops.paged_attention.verification import (
-    choose_tree_variant,
     choose_variant,
     verification_launch,
     verification_specs,
@@ -86,6 +86,11 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
         *(generation_specs(call, limits) if covers(call, limits) else []),
         *(spec for make in by_warp for spec in make(call, limits)),
         *([chunk_spec(call, limits)] if covers_chunks(call, limits) else []),
+        *(
+            [tree.tree_spec(call, limits)]
+            if limits.takes_trees and tree.covers_trees(call, limits)
+            else []
+        ),
     ]
 
 
@@ -104,8 +109,7 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     if shape.num_requests == 1:
         return [_context(call, env, shape, 1)]
     # Beside chunks most requests have one token; the context kernel takes who has a few more.
-    batch = _batch(call, env, shape, most_tokens(call))
-    if batch is not None:
+    if (batch := _batch(call, env, shape, most_tokens(call))) is not None:
         return [_context(call, env, shape, most_tokens(call) + 1), batch]
     return [_context(call, env, shape, short + 1), _generation(call, env, shape, short)]
 
@@ -122,8 +126,10 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
     for way in ways:
         if (special := way(call, env, shape, short)) is not None:
             return special
-    batch = _batch(call, env, shape, shape.max_query_len)
-    return batch if batch is not None else _split(call, env, shape, short)
+    own = own_tensors(call, env), logit_scale(call)
+    many = tree.fast_chain_launch(call, env, shape, *own, short) if env.use_pdl else None
+    batch = many or _batch(call, env, shape, shape.max_query_len)
+    return batch or _split(call, env, shape, short)
 
 
 def _split(
@@ -177,13 +183,9 @@ def _verification(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) ->
 
 def _trees(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch:
     """Requests of up to `short` tokens, chains and trees."""
-    if env.use_pdl and covers_batch(call, env.limits):
-        requests, most = shape.num_requests, min(shape.max_query_len, short)
-        variant = choose_tree_variant(call, env.limits, requests, most, shape.max_kv_len)
-        if variant is not None:
-            tensors, scale = own_tensors(call, env), logit_scale(call)
-            return verification_launch(call, env, variant, requests, most, tensors, scale, short)
-    return _split(call, env, shape, short, has_trees=True)
+    own = own_tensors(call, env), logit_scale(call)
+    fast = tree.fast_tree_launch(call, env, shape, *own, short) if env.use_pdl else None
+    return fast or _split(call, env, shape, short, has_trees=True)
 
 
 def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch | None:

@@ -101,11 +101,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if TREE
     if (is_tail) {
       tail.start(numbers);
-      tail.clear_row(shared);
+      if (tail.nth == 0) Tail::clear_row(shared.window);
       if (tail.is_hosted(rank)) {
-        tail.copy_window(shared, cache, head, table, table_stride, num_pages);
-        tail.find_rows(shared, position_ids, tree_start, paths, path_stride, request, first_token,
-                       num_tokens);
+        tail.bring(shared, cache, head, table, table_stride, num_pages);
+        tail.find_rows(shared.rows, position_ids, tree_start, paths, path_stride, request,
+                       first_token, tail.nth * BLOCK_TOKENS, num_tokens);
       }
     }
 #endif
@@ -144,10 +144,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int end = min(unit_start(unit + 1), tiles);
       const int behind = next_unit < units ? unit_start(next_unit) : tiles;
       State state;
-      state.clear();
-      bool is_first = true, goes_on;
-#pragma unroll 1
-      do {
+      bool goes_on;
+      const auto add_tile = [&](bool is_first) {  // of the work item
         goes_on = tile + 1 < end;
         const int next = goes_on ? tile + 1 : behind;
         const u32 at = keys + (has_second && !is_first ? SPARE * (2 * TILE_BYTES) : 0);
@@ -171,14 +169,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         u32 weights[COLUMN_BLOCKS][BLOCKS][2];
         const bool is_masked = !TREE && (tile + 1) * KEYS - 1 > all_see;
+        if (TREE && is_first) state.clear();
         soften(state, logits, weights, last, scale, is_masked, is_first);
         wait_for_copies<1>();
         __syncwarp();
         multiply_values(state.sums, weights, TileKeys(at + TILE_BYTES));
         __syncwarp();
         if (goes_on && !has_second) copier.copy(keys + TILE_BYTES, next, 1);
-        is_first = false, tile = next;
-      } while (goes_on);
+        tile = next;
+      };
+      if (TREE) {  // few registers are left: the first tile by code of its own, before there are sums
+        add_tile(true);
+#pragma unroll 1
+        while (goes_on) add_tile(false);
+      } else {
+        state.clear();
+        bool is_first = true;
+#pragma unroll 1
+        do {
+          add_tile(is_first);
+          is_first = false;
+        } while (goes_on);
+      }
       store_unit(shared, state, thread_from_here() / 32);
       if (TREE && unit == root_unit) Tail::stopped();
     }

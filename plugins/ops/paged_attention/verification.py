@@ -25,9 +25,12 @@ MAX_CONTEXT = 4096  # tokens: a warp processes its tiles one by one
 # Dimensions of all heads from which on more than two thread blocks to a context are faster, and the
 # most blocks: two to a multiprocessor are slower than half as many with more units each.
 _WIDE, _MOST_OF_SPLIT = 5120, 96
-# Trees. From how many work items on four thread blocks share a context; the time of a wave, in that
-# of its rows; how many waves are faster than Triton's kernel, and up to which context, tokens.
-_SPLIT_UNITS, _ROWS_OF_START, _MOST_WAVES, _MOST_IN_TURN = 24, 13, 5, 1536
+# Trees. The time of a wave of thread blocks by their rows: microseconds for up to 16 tiles, and for
+# each that follows; measured on an H100 (docs/performance/trees.md).
+_WAVE_US = {8: (9.3, 0.16), 16: (10.3, 0.26), 24: (11.6, 0.38)}
+_TILES_AT_ONCE = 16
+# How many waves are faster than Triton's kernel, and up to which context, tokens.
+_MOST_WAVES, _MOST_IN_TURN = 5, 1536
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,9 @@ def choose_variant(
 
 def choose_tree_variant(
     call: OpCall, limits: StepLimits, num_requests: int, max_tokens: int, max_kv_len: int
-) -> Variant | None:
-    """How to run a step with trees of up to max_tokens tokens; None if Triton's kernel does it
-    faster, or no binary can (docs/performance/trees.md has the times that the rule follows).
+) -> tuple[Variant, float] | None:
+    """How to run a step with trees of up to max_tokens tokens fastest, and about how many
+    microseconds that takes; None where no binary can.
 
     One thread block runs per multiprocessor, and what does not fit follows in further waves.
     """
@@ -114,19 +117,36 @@ def choose_tree_variant(
     if max_tokens > MAX_TREE or not variants:
         return None
 
-    def waves(variant: Variant) -> int:
-        groups = count_groups(variant, call, num_requests, max_tokens)
-        return -(-variant.splits * groups // limits.num_sms)
+    def microseconds(variant: Variant) -> float:
+        first, more = _WAVE_US[variant.rows]
+        tiles = -(-max_kv_len // KEYS)
+        waves = tree_waves(variant, call, limits, num_requests, max_tokens)
+        return waves * (first + more * max(tiles - _TILES_AT_ONCE, 0))
 
-    splits = {each.splits for each in variants}
-    if count_units(max_kv_len) > _SPLIT_UNITS:
-        for variant in (each for each in variants if each.splits == max(splits)):
-            if waves(variant) == 1:
-                return variant
-    ways = [each for each in variants if each.splits == min(splits)]
-    fastest = min(ways, key=lambda each: waves(each) * (_ROWS_OF_START + each.rows))
-    most = _MOST_WAVES if max_kv_len <= _MOST_IN_TURN else 1
-    return fastest if waves(fastest) <= most else None
+    fewest = min(each.splits for each in variants)
+    most = max(each.splits for each in variants)
+    ways = [each for each in variants if each.splits == fewest]
+    if max_kv_len > MAX_CONTEXT:  # more thread blocks share a context, if all run at once
+        wide = [each for each in variants if each.splits == most]
+        at_once = [
+            each for each in wide if tree_waves(each, call, limits, num_requests, max_tokens) == 1
+        ]
+        ways = at_once[:1] or ways
+    fastest = min(ways, key=microseconds)
+    return fastest, microseconds(fastest)
+
+
+def tree_waves(
+    variant: Variant, call: OpCall, limits: StepLimits, num_requests: int, max_tokens: int
+) -> int:
+    """How often all multiprocessors have a thread block."""
+    groups = count_groups(variant, call, num_requests, max_tokens)
+    return -(-variant.splits * groups // limits.num_sms)
+
+
+def is_faster_than_triton(waves: int, max_kv_len: int) -> bool:
+    """Whether so many waves are, for trees."""
+    return waves <= (_MOST_WAVES if max_kv_len <= _MOST_IN_TURN else 1)
 
 
 def verification_launch(

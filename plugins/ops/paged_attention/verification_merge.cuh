@@ -3,6 +3,7 @@
 
 #include "ops/paged_attention/output.cuh"
 #include "ops/paged_attention/verification_tiles.cuh"
+#include "ops/paged_attention/tree_paths.cuh"
 
 constexpr int ROW_BYTES = SIZE * 4;
 constexpr int WIDTH = SIZE / 32;        // dimensions per lane
@@ -14,8 +15,6 @@ constexpr int MERGERS =  // warps
 constexpr int OWN_ROWS = ROWS / MERGERS;                            // of each
 constexpr int GROUP_UNITS = UNITS > 8 ? UNITS / 2 : UNITS;  // work items that are merged at once
 constexpr int STATES_BYTES = UNITS * ROWS * 8, MESSAGE_BYTES = ROWS * (ROW_BYTES + 8);
-constexpr int WINDOW_KEYS = 2 * KEYS;  // of a tree, from the root's tile on; behind them a row of zeros
-constexpr int WINDOW_BYTES = WINDOW_KEYS * LINE + (LINE > 128 ? LINE : 128);
 static_assert(ROWS % MERGERS == 0, "every merging warp has as many rows");
 static_assert(UNITS % GROUP_UNITS == 0, "whole groups");
 static_assert(ROWS * ROW_BYTES <= 2 * TILE_BYTES, "a unit lies where its tiles were");
@@ -25,7 +24,7 @@ struct Shared {
   u32 states;   // largest and total of each work item and row, later their factors in the merge
   u32 message;  // the state received from another block: sums, then largest and total
   u32 queries, barrier;
-  u32 window;               // of a tree (verification_tree.cuh): keys, then values
+  u32 window;               // of a tree (tree_paths.cuh): keys, then values
   u8 (*rows)[WINDOW_KEYS];  // where each of its tokens has them there
   Gathered* gathered;
 

@@ -13,7 +13,7 @@ constexpr int THREADS = 128;
 DEVICE void expand_rows(u32 table, u32 block, u32 to) {
   const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4;
   u32 a[8][4];
-  Mxfp4Chunk(table, block + warp * (2 * MXFP4_OCTET_BYTES)).expand(a);
+  Mxfp4Chunk(table, block + warp * (2 * MXFP4_OCTET_BYTES)).expand(0, a);
 #pragma unroll
   for (int i = 0; i < 32; ++i) {  // rows 8 apart, then columns 16 apart
     const int piece = i / 4 % 4 * 2 + i % 4 / 2;

@@ -58,7 +58,10 @@ struct Mxfp4Chunk {
   uint4 codes[2][2];    // [octet][half of the columns]
   uint2 numbers[2][8];  // [octet][block of 32 columns]: of the block's power of two
 
-  DEVICE Mxfp4Chunk(u32 table, u32 octets) {
+  Mxfp4Chunk() = default;
+  DEVICE Mxfp4Chunk(u32 table, u32 octets) { load(table, octets); }
+
+  DEVICE void load(u32 table, u32 octets) {
     const u32 lane = threadIdx.x % 32;
     uint2 steps[2];
 #pragma unroll
@@ -83,19 +86,18 @@ struct Mxfp4Chunk {
     }
   }
 
-  // The operands of eight products along K.
-  DEVICE void expand(u32 (&a)[8][4]) const {
+  // The operands of N of the eight products along K, from the first one on: all, or a half.
+  template <int N>
+  DEVICE void expand(int first, u32 (&a)[N][4]) const {
+    static_assert(N == 4 || N == 8, "a half of the columns is four products");
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4& held = codes[r][half];
+      for (int i = 0; i < N; ++i) {
+        const int k = first + i;
+        const uint4& held = codes[r][k / 4];
         const u32 words[4] = {held.x, held.y, held.z, held.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int k = 4 * half + i;
-          expand_word(words[i], numbers[r][k], a[k][r], a[k][2 + r]);
-        }
+        expand_word(words[k % 4], numbers[r][k], a[i][r], a[i][2 + r]);
       }
     }
   }

@@ -56,7 +56,7 @@ def test_kernels_of_warps_compile_for_every_page_size(tokens_per_block, specs):
     for spec in specs(world.call([(0, 0, 1)]), world.limits()):
         # Trees have up to eleven warps, 168 registers each; with some values in local memory they
         # are still the fastest (docs/performance/trees.md). Chains spill nothing.
-        allowed = 256 if spec.name.endswith("r24.trees") else 24 * spec.name.endswith(".trees")
+        allowed = 288 if spec.name.endswith("r24.trees") else 48 * spec.name.endswith(".trees")
         assert compile_kernel(spec).local_bytes <= allowed, spec.name
 
 
@@ -148,3 +148,15 @@ def test_what_it_does_not_cover_stays_with_triton(other):
     world = model(**other)
     assert not batch.covers_batch(world.call([(0, 0, 1)]), world.limits())
     assert all(launch.spec.is_triton for launch in launched(world, [1] * 64, 64))
+
+
+def test_many_chains_go_to_the_kernel_of_few_thread_blocks_while_these_run_at_once():
+    """As measured (docs/performance/trees.md)."""
+    world = model()
+
+    def entry(requests: int, tokens: int, max_kv_len: int) -> str:
+        return launched(world, [tokens] * requests, max_kv_len)[0].spec.entry
+
+    assert entry(8, 11, 1024) == entry(16, 6, 1024) == entry(8, 11, 4096) == "tree"
+    assert entry(4, 11, 1024) == "tree" and entry(4, 11, 4096) != "tree"
+    assert entry(4, 6, 1024) != "tree" and entry(17, 11, 1024) != "tree"

@@ -7,11 +7,13 @@ import re
 
 import pytest
 import torch
-from support.attention import FP8, INT8, NOT_BY_WARP, World, short_launch
+from support.attention import FP8, INT8, NOT_BY_WARP, World, changed, short_launch
 from support.kernel import compile_all
 
+from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.ops.paged_attention import kernel, verification
 from llmctl.plugins.ops.paged_attention.tiles import count_units
+from llmctl.plugins.ops.paged_attention.tree import tree_spec
 
 WIDE = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (64,), "kv_dtype": FP8}
 NARROW = {**WIDE, "heads": 32}
@@ -117,18 +119,33 @@ def test_blocks_run_at_once_and_cover_every_token(sizes):
 @pytest.mark.parametrize(
     ("requests", "tokens", "most", "name"),
     [(1, 2, 1024, "k2u8r8"), (1, 16, 1024, "k2u8r16"), (1, 21, 1500, "k2u8r24")]
-    + [(1, 32, 1024, "k2u8r16"), (1, 64, 1024, "k2u8r24"), (4, 21, 1024, "k2u8r24")]
+    + [(1, 32, 1024, "k2u8r16"), (1, 64, 1024, "tree"), (4, 21, 1024, "tree")]
     + [(1, 21, 4096, "k2u8r24"), (1, 2, 5000, "k4u8r8"), (1, 16, 5000, "k2u8r16")]
-    + [(1, 32, 1537, ""), (16, 21, 1024, ""), (1, 65, 1024, "k2u8r24"), (1, 66, 1024, "")],
+    + [(1, 32, 1537, "k2u8r16"), (16, 16, 1024, "tree"), (1, 65, 1024, "tree")]
+    + [(1, 66, 1024, ""), (1, 32, 5000, ""), (4, 21, 5000, "")],
 )
-def test_trees_take_the_rows_that_were_fastest_and_leave_what_others_do_faster(
-    requests, tokens, most, name
-):
-    """As measured on an H200 (docs/performance/trees.md)."""
-    world = World(**WIDE)
-    call, limits = world.call([(0, 0, 1)]), world.limits()
-    found = verification.choose_tree_variant(call, limits, requests, tokens, most)
-    assert (str(found) if found else "") == name + ".trees" * bool(name)
+def test_trees_take_the_kernel_that_was_fastest(requests, tokens, most, name):
+    """As measured (docs/performance/trees.md); no name is Triton's kernel."""
+    world = World(**{**WIDE, "trees": {0: [-1] * (tokens - 1)}})
+    assert tree_kernel(world, requests, tokens, most) == name
+
+
+def test_16_bit_caches_have_no_kernel_of_few_thread_blocks_and_leave_many_waves_to_triton():
+    for requests, tokens, name in ((1, 21, "k4u4r24"), (4, 21, "")):
+        world = World(**{**WIDE, "kv_dtype": torch.bfloat16, "trees": {0: [-1] * (tokens - 1)}})
+        assert tree_kernel(world, requests, tokens, 1024) == name
+
+
+def tree_kernel(world: World, requests: int, tokens: int, max_kv_len: int) -> str:
+    """The variant that serves a step of trees; "tree" is tree.cu, no name Triton's kernel."""
+    shape = StepShape(requests * tokens, requests, requests * tokens, tokens, max_kv_len, tokens)
+    step = world.step([(0, 64 - tokens, tokens)] if tokens <= 64 else [(0, 0, 64)])
+    env = changed(world.env(step), use_pdl=True)
+    call = world.call([(0, 0, 1)])
+    (launch,) = kernel.launches(call, env, shape)
+    if launch.spec.entry == "verification":
+        return launch.spec.name.split(".")[-2]
+    return "tree" if launch.spec.entry == "tree" else ""
 
 
 def test_heads_that_are_no_part_of_eight_columns_leave_trees_to_the_other_kernel():
@@ -144,3 +161,13 @@ def test_heads_that_are_no_part_of_eight_columns_leave_trees_to_the_other_kernel
 def test_what_it_does_not_cover_stays_with_the_other_kernels(other):
     world = World(**{**WIDE, **other})
     assert variant(world, 1, 1) == ""
+
+
+@pytest.mark.parametrize("heads", [64, 8])
+def test_the_kernel_of_few_thread_blocks_finds_room(heads):
+    world = World(**{**WIDE, "heads": heads, "trees": {0: [-1] * 20}})
+    call, limits = world.call([(0, 0, 1)]), world.limits()
+    ((_, binary, code),) = compile_all([tree_spec(call, limits)])
+    assert "HGMMA" in code and "HMMA" in code and "USETMAXREG" in code
+    assert binary.local_bytes <= 64 and binary.shared_bytes <= 227 * 1024
+    assert tree_spec(call, limits) in kernel.kernels(call, limits)

@@ -1,0 +1,121 @@
+// Paged attention of trees of tokens, or of chains beside them, on few multiprocessors.
+//
+// Computes the same bits as the other kernels of this folder. A thread block has 64 rows, query tokens times the
+// query heads of one KV head. Tiles before the root's are processed as in chunk.cu, one after another, by four
+// warps that load and four that compute; at the same time eight warps process the keys from the root's tile on,
+// each for 8 rows (tree_paths.cuh). These are the last one or two work items: their sums pass through shared
+// memory, and the computing warps merge and store. Where the root's work item begins before the root's tile, the
+// computing warps hand it to the others, which go on.
+//
+// A tile takes about 1.1 us, because its products, its softmax and its merge follow each other. Verification.cu
+// is faster while its thread blocks, of up to 24 rows, run at once; this kernel is for steps of more rows.
+//
+// Macros: as of chunk.cu, with WARPGROUPS 1; TREE (1), SHARED_BYTES.
+// Grid: 1, KV heads * blocks of rows, requests.
+
+#include "ops/paged_attention/tree_tail.cuh"
+
+// The last of the keys that a part's tokens see, for every thread.
+DEVICE int last_seen(const Part& part, const int* position_ids, int num_tokens) {
+  const int first = part.paths.numbers.start + part.first_token;
+  const int end = min(min(first + TOKENS, part.paths.numbers.end), num_tokens);
+  int position = -1;
+  for (int at = first + lane_id(); at < end; at += 32) {
+    position = max(position, load_int(position_ids + at));
+  }
+  return min(__reduce_max_sync(~0u, position), part.paths.numbers.limit - 1);
+}
+
+// Brings the part's queries, and keys and values before the root's tile.
+DEVICE void load_tiles(const Shared& shared, const Part& part, const Sources& from) {
+  if (part.tiles == 0) return;
+  const Item item = part.item();
+  Loader loader;
+  loader.cache = from.cache, loader.tables = from.block_tables;
+  aim(loader, part.head, part.request * from.table_stride);
+  loader.load_pages(0, pages_of(item.limit));
+  bring_item(shared, item, from.q, 0);
+  Ring<STAGES> ring;
+  Converted tiles;
+  tiles.begin(loader, item);
+  tiles.bring(shared, loader, item, ring);
+}
+
+// The merged state of all keys.
+DEVICE void attend_all(const Shared& shared, const TailShared& tail, const Part& part, float scale,
+                       State& all) {
+  State unit;
+  all.clear();
+  if (part.tiles > 0) {
+    barrier_wait(shared.full_item(0), 0);
+    Rings rings;
+    attend(shared, rings, shared.queries(0, 0), part.tiles, part.tiles, {}, scale, all, unit);
+    if (part.goes_on()) {
+      store_rows(tail.handed, unit);
+      arrive<UNIT_STOPPED>();
+    } else {
+      merge(all, unit.acc, unit.largest, unit.total);
+    }
+  }
+  meet<ROOT_DONE>();
+  load_rows(unit, tail.handed);
+  merge(all, unit.acc, unit.largest, unit.total);
+  if (!part.has_next()) return;
+  arrive<ROOT_MERGED>();
+  meet<NEXT_DONE>();
+  load_rows(unit, tail.handed);
+  merge(all, unit.acc, unit.largest, unit.total);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 128 + TAIL_THREADS, 1)
+    tree(const MODEL_TYPE::Storage* q, const float* k_scale, const float* v_scale,
+         const float* out_scale, OUT_TYPE::Storage* out, const KV_TYPE::Storage* cache,
+         const int* position_ids, const int* cu_q, const int* kv_lens, const int* block_tables,
+         float softmax_scale, int table_stride, int max_tokens, int num_pages, int num_tokens,
+         const int* tree_start, const int* paths, int path_stride) {
+  extern __shared__ __align__(1024) u8 memory[];
+  launch_dependents();
+  const Shared shared = {shared_address(memory), memory};
+  const TailShared tail(memory);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(shared.full_keys(i), THREADS / 32);
+      barrier_init(shared.full_values(i), THREADS / 32);
+      barrier_init(shared.empty_keys(i), 4);
+      barrier_init(shared.empty_values(i), 4);
+    }
+    barrier_init(shared.full_item(0), THREADS / 32);
+    barrier_init(shared.empty_item(0), 4);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  wait_for_dependencies();
+  Part part;
+  part.request = blockIdx.z, part.head = blockIdx.y % HEADS;
+  part.first_token = blockIdx.y / HEADS * TOKENS;
+  part.paths.start({load_int(cu_q + part.request), load_int(cu_q + part.request + 1),
+                    load_int(kv_lens + part.request)});
+  const Numbers& numbers = part.paths.numbers;
+  const int count = numbers.end - numbers.start;
+  if (count > max_tokens || part.first_token >= count || numbers.limit <= 0) return;
+  part.tiles = min(columns::TreePaths::first_tile(numbers), table_stride * TOKENS_PER_BLOCK / KEYS);
+  part.all_tiles = max(last_seen(part, position_ids, num_tokens) / KEYS, part.tiles) + 1;
+  part.all_tiles = min(part.all_tiles, part.tiles + 2);  // of the window
+  const Sources from = {q,     cache,        position_ids, block_tables, tree_start,
+                        paths, table_stride, path_stride,  num_pages,    num_tokens};
+  const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
+  if (threadIdx.x < THREADS) {  // of 512 registers for four threads: 88, 208, 104, 104
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    load_tiles(shared, part, from);
+  } else if (threadIdx.x < THREADS + 128) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    State all;
+    attend_all(shared, tail, part, scale, all);
+    const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
+    const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
+    store(all, part.item(), out, value_scale, quanta);
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+    attend_tail(tail, shared.queries(1, 0), part, from, scale);
+  }
+}

@@ -1,0 +1,142 @@
+// Trees of tokens: keys behind the root, for each token those of its path.
+//
+// Tiles that lie before the root are shared by all tokens of a request, and are processed as those of a
+// chain. The tiles from the root's on are the tail. In logical order a token's keys there are those of
+// the same tile before the root, then its path; in the cache path keys lie scattered behind the root. So the
+// cache's part from the root's tile on is copied once (the window), and each product reads the rows of
+// it that a table gives for the token: the same numbers in the same order as when the path is decoded token by
+// token. A request without a tree has the path 0, 1, 2, ...
+//
+// A warp processes a block of 8 columns, tokens one after another; columns of other tokens see nothing, which
+// leaves their state as it is.
+#pragma once
+
+#include "ops/paged_attention/batch_state.cuh"
+
+constexpr int WINDOW_KEYS = 2 * KEYS;  // from the root's tile on; behind them a row of zeros
+constexpr int WINDOW_BYTES = WINDOW_KEYS * LINE + (LINE > 128 ? LINE : 128);
+constexpr int NO_ROW = WINDOW_KEYS;  // a row of zeros
+constexpr int WINDOW_PAGES = WINDOW_KEYS / TOKENS_PER_BLOCK + (TOKENS_PER_BLOCK > KEYS);
+constexpr int BLOCK_TOKENS = GROUP < 8 ? 8 / GROUP : 1;  // of a block of columns
+static_assert(!TREE || (8 % GROUP == 0 && WINDOW_PAGES <= 32), "whole tokens in 8 columns");
+
+typedef StateOf<STEPS, 1> ColumnState;
+
+// Rows of the window that a token's keys of a tile are read from.
+struct PathKeys {
+  u32 rows[BLOCKS];  // addresses of the lane's key of each 16, and its chunk 0
+
+  DEVICE u32 at(int block, int chunk) const { return rows[block] ^ (chunk << 4); }
+  DEVICE void look_up(u32 window, const u8* table) {
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+      rows[b] = window + place(table[16 * b + lane_id() % 16], lane_id() / 16);
+    }
+  }
+};
+
+// A request's tail.
+struct TreePaths {
+  Numbers numbers;
+  int root, first;  // positions of the root, and of the window's first key
+
+  // Tiles before it are shared by all tokens.
+  static DEVICE int first_tile(const Numbers& numbers) {
+    return max(numbers.limit - (numbers.end - numbers.start), 0) / KEYS;
+  }
+  DEVICE void start(const Numbers& now) {
+    numbers = now, root = max(now.limit - (now.end - now.start), 0);
+    first = root / KEYS * KEYS;
+  }
+  DEVICE int root_unit() const { return count_units(first / KEYS + 1) - 1; }
+
+  // Zeros of the row behind the window, of keys and of values; by one warp.
+  static DEVICE void clear_row(u32 window) {
+    if (lane_id() >= 2 * CHUNKS) return;
+    const u32 row = window + lane_id() / CHUNKS * WINDOW_BYTES + WINDOW_KEYS * LINE;
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(row + lane_id() % CHUNKS * 16),
+                 "r"(0)
+                 : "memory");
+  }
+  // Copies keys and values from the root's tile on, by THREADS_OF_IT threads together; `table` is the request's.
+  template <int THREADS_OF_IT>
+  DEVICE void copy_window(u32 window, int thread, const KV_TYPE::Storage* cache, int head,
+                          const int* table, int stride, int num_pages) const {
+    const int first_entry = first / TOKENS_PER_BLOCK, entry = first_entry + lane_id();
+    int page = lane_id() < WINDOW_PAGES && entry < stride ? load_int(table + entry) : 0;
+    page = u32(page) < u32(num_pages) ? page : 0;  // those after the last are undefined
+    const int keys = min(min(numbers.limit, stride * TOKENS_PER_BLOCK) - first, WINDOW_KEYS);
+    const int chunk = thread % CHUNKS;
+#pragma unroll 4
+    for (int base = 0; base < keys; base += THREADS_OF_IT / CHUNKS) {
+      const int key = base + thread / CHUNKS, at = first + key;
+      const long long number = __shfl_sync(~0u, page, (at / TOKENS_PER_BLOCK - first_entry) % 32);
+      const KV_TYPE::Storage* from = cache + number * (2 * PAGE) +
+                                     head * (TOKENS_PER_BLOCK * SIZE) +
+                                     at % TOKENS_PER_BLOCK * SIZE + chunk * (16 / KV_TYPE::bytes);
+      if (key < keys) {
+        copy_chunk(window + place(key, chunk), from);
+        copy_chunk(window + WINDOW_BYTES + place(key, chunk), from + PAGE);
+      }
+    }
+    commit_copies();
+  }
+  // The row of the window of each key of the tail, for every token of a warp's columns, from nth_token on of
+  // those from first_token on.
+  DEVICE void find_rows(u8 (*table)[WINDOW_KEYS], const int* positions, const int* tree_start,
+                        const int* paths, int path_stride, int request, int first_token,
+                        int first_nth, int num_tokens) const {
+    const int tree = path_stride > 0 ? load_int(tree_start + request) : -1, count = numbers.end - numbers.start;
+#pragma unroll
+    for (int t = 0; t < BLOCK_TOKENS; ++t) {
+      const int nth_token = first_nth + t, token = first_token + nth_token;
+      const bool is_real = token < count && u32(numbers.start + token) < u32(num_tokens);
+      const int position = is_real ? load_int(positions + numbers.start + token) : -1;
+      const int* path = paths + (long long)(tree + token) * path_stride;
+      u32 rows = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = first + 4 * lane_id() + i, depth = key - root;
+        int node = depth;
+        if (tree >= 0 && is_real && depth >= 0 && depth < path_stride) node = load_int(path + depth);
+        int row = depth < 0 ? key - first : root - first + node;
+        const bool is_seen = key <= position && u32(depth < 0 ? 0 : node) < u32(count);
+        rows |= u32(is_seen && u32(row) < WINDOW_KEYS ? row : NO_ROW) << (8 * i);
+      }
+      ((u32*)table[nth_token])[lane_id()] = rows;
+    }
+  }
+  // Adds the tail's tiles [tile, end) to the state of a warp's columns. sees: the last key that each of them sees;
+  // table: rows of the columns' tokens.
+  DEVICE void add_tiles(ColumnState& state, u32 window, const Queries& queries, const int* sees,
+                        const u8 (*table)[WINDOW_KEYS], int tile, int end, float scale,
+                        bool is_first) const {
+    const int2 seen = *(const int2*)(sees + lane_id() % 4 * 2);
+#pragma unroll 1
+    for (; tile < end; ++tile) {
+#pragma unroll 1
+      for (int t = 0; t < BLOCK_TOKENS; ++t) {
+        const int position = sees[t * GROUP];
+        if (position < tile * KEYS) continue;
+        const u8* rows = table[t] + (tile * KEYS - first);
+        PathKeys keys;
+        keys.look_up(window, rows);
+        LogitsOf<BLOCKS, 1> logits;
+        multiply_keys(logits, queries, keys);
+        const bool is_own = lane_id() % 4 * 2 / GROUP == t || GROUP == 1;
+        int last[1][2] = {{seen.x - tile * KEYS, seen.y - tile * KEYS}};
+        if (GROUP == 1) {
+          if (lane_id() % 4 * 2 != t) last[0][0] = -1;
+          if (lane_id() % 4 * 2 + 1 != t) last[0][1] = -1;
+        } else if (!is_own) {
+          last[0][0] = last[0][1] = -1;
+        }
+        u32 weights[1][BLOCKS][2];
+        soften(state, logits, weights, last, scale, true, is_first);
+        keys.look_up(window + WINDOW_BYTES, rows);
+        multiply_values(state.sums, weights, keys);
+        is_first = false;
+      }
+    }
+  }
+};

@@ -1,0 +1,206 @@
+// What the last warps of tree.cu do: keys from the root's tile on, for 8 rows each.
+#pragma once
+
+#include "ops/paged_attention/chunk_rows.cuh"
+
+#define COLUMNS 8
+#define QUERY_BYTES (SIZE * 16)
+namespace columns {  // batch_warp.cuh has names of operands.cuh
+#include "ops/paged_attention/tree_paths.cuh"
+}
+
+constexpr int TAIL_WARPS = 8, TAIL_THREADS = 32 * TAIL_WARPS;  // a warp for 8 of 64 rows
+constexpr int ROW_FLOATS = SIZE + 8;  // of a row's sums: rows that are stored at once fall on different banks
+
+// A work item's rows while they pass between the computing warps and the tail's: its sums, largest and total.
+struct Handed {
+  float sums[64][ROW_FLOATS];
+  float2 states[64];
+};
+
+// Shared memory behind what chunk_load.cuh has.
+struct TailShared {
+  static constexpr int AT = (Shared::CLAIM_AT + 16 + 1023) / 1024 * 1024;
+  static constexpr int HANDED_AT = AT + 2 * columns::WINDOW_BYTES;
+  static constexpr int ROWS_AT = HANDED_AT + sizeof(Handed);
+  static constexpr int SEEN_AT = ROWS_AT + TOKENS * columns::WINDOW_KEYS;
+  static constexpr int BYTES = SEEN_AT + 64 * sizeof(int);
+
+  u32 window;
+  Handed& handed;
+  u8 (*rows)[columns::WINDOW_KEYS];  // where each token has its keys in the window
+  int* seen;                         // the last key of each row
+
+  DEVICE explicit TailShared(u8* memory)
+      : window(shared_address(memory) + AT),
+        handed(*(Handed*)(memory + HANDED_AT)),
+        rows((u8(*)[columns::WINDOW_KEYS])(memory + ROWS_AT)),
+        seen((int*)(memory + SEEN_AT)) {}
+};
+static_assert(TailShared::BYTES <= SHARED_BYTES, "room for all of it");
+
+// ---- meetings of the computing warps and the tail's ----
+
+enum Meeting { TAIL = 2, UNIT_STOPPED, ROOT_DONE, ROOT_MERGED, NEXT_DONE };
+template <int MEETING, int COUNT = 128 + TAIL_THREADS>
+DEVICE void meet() {
+  asm volatile("barrier.sync %0, %1;" ::"n"(MEETING), "n"(COUNT) : "memory");
+}
+template <int MEETING>
+DEVICE void arrive() {
+  asm volatile("barrier.arrive %0, %1;" ::"n"(MEETING), "n"(128 + TAIL_THREADS) : "memory");
+}
+
+// What a thread block computes: some tokens of one request, for one KV head.
+struct Part {
+  columns::TreePaths paths;
+  int head, request, first_token;
+  int tiles, all_tiles;  // before the root's; that any of the tokens sees
+
+  DEVICE Item item() const {
+    const int token = paths.numbers.start + first_token;
+    const int count = min(TOKENS, paths.numbers.end - token);
+    return {head, token, count * GROUP, tiles, tiles, tiles * KEYS};
+  }
+  // Whether the root's work item begins with tiles before the root's.
+  DEVICE bool goes_on() const { return unit_start(paths.root_unit()) < tiles; }
+  // Whether tokens see keys of the work item after the root's.
+  DEVICE bool has_next() const {
+    return all_tiles > tiles + 1 && unit_start(paths.root_unit() + 1) == tiles + 1;
+  }
+};
+
+// ---- rows of `Handed`, as the computing warps and as the tail's have them ----
+
+DEVICE void store_rows(Handed& to, const State& unit) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = row_of(r), lane = thread_from_here() % 4;
+    float* sums = to.sums[row] + 2 * lane;
+#pragma unroll
+    for (int j = 0; j < SIZE / 8; ++j) {
+      *(float2*)(sums + 8 * j) = {unit.acc[4 * j + 2 * r], unit.acc[4 * j + 2 * r + 1]};
+    }
+    if (lane == 0) to.states[row] = {unit.largest[r], unit.total[r]};
+  }
+}
+
+DEVICE void load_rows(State& unit, const Handed& from) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = row_of(r);
+    const float* sums = from.sums[row] + thread_from_here() % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < SIZE / 8; ++j) {
+      const float2 pair = *(const float2*)(sums + 8 * j);
+      unit.acc[4 * j + 2 * r] = pair.x, unit.acc[4 * j + 2 * r + 1] = pair.y;
+    }
+    unit.largest[r] = from.states[row].x, unit.total[r] = from.states[row].y;
+  }
+}
+
+DEVICE void store_columns(Handed& to, const columns::ColumnState& state, int block) {
+  const float other = __shfl_xor_sync(~0u, state.total[0], 4);
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const int row = 8 * block + lane_id() % 4 * 2 + c;
+    if (lane_id() < 4) to.states[row] = {state.largest[0][c], c == 0 ? state.total[0] : other};
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      to.sums[row][columns::value_dimension(i, 0)] = state.sums[0][i][c];
+      to.sums[row][columns::value_dimension(i, 1)] = state.sums[0][i][c + 2];
+    }
+  }
+}
+
+DEVICE void load_columns(columns::ColumnState& state, const Handed& from, int block) {
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const int row = 8 * block + lane_id() % 4 * 2 + c;
+    state.largest[0][c] = from.states[row].x;
+    if (bool(lane_id() & 4) == bool(c)) state.total[0] = from.states[row].y;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      state.sums[0][i][c] = from.sums[row][columns::value_dimension(i, 0)];
+      state.sums[0][i][c + 2] = from.sums[row][columns::value_dimension(i, 1)];
+    }
+  }
+}
+
+// Queries of a warp's 8 rows in the layout of its products; zeros for missing rows.
+DEVICE void stage_columns(u32 target, const MODEL_TYPE::Storage* q, const Item& item, int block) {
+  const int row = 8 * block + lane_id() / 4;
+  const long long its = (long long)(item.token + row / GROUP) * HEADS + item.head;
+  const MODEL_TYPE::Storage* from = q + its * (GROUP * SIZE) + row % GROUP * SIZE;
+  u32 x[STEPS][2];
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const u32* at = (const u32*)(from + columns::query_dimension(i, pair));
+      x[i][pair] = row < item.rows ? __ldcg(at) : 0;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(target + i * 256 + lane_id() * 8),
+                 "r"(to_inner(x[i][0])), "r"(to_inner(x[i][1]))
+                 : "memory");
+  }
+}
+
+// A step's trees, and where tokens and keys are.
+struct Sources {
+  const MODEL_TYPE::Storage* q;
+  const KV_TYPE::Storage* cache;
+  const int *position_ids, *block_tables, *tree_start, *paths;
+  int table_stride, path_stride, num_pages, num_tokens;
+};
+
+// Attends to the keys from the root's tile on, for 8 of the part's rows.
+DEVICE void attend_tail(const TailShared& shared, u32 query_operands, const Part& part,
+                        const Sources& from, float scale) {
+  const int thread = threadIdx.x % TAIL_THREADS, block = thread / 32, lane = lane_id();
+  const Item item = part.item();
+  const int* table = from.block_tables + (long long)part.request * from.table_stride;
+  if (block == 0) columns::TreePaths::clear_row(shared.window);
+  part.paths.copy_window<TAIL_THREADS>(shared.window, thread, from.cache, part.head, table,
+                                       from.table_stride, from.num_pages);
+  const int first_nth = 8 * block / GROUP;  // of the columns' tokens
+  part.paths.find_rows(shared.rows, from.position_ids, from.tree_start, from.paths,
+                       from.path_stride, part.request, part.first_token, first_nth,
+                       from.num_tokens);
+  const u32 queries_at = query_operands + block * (STEPS * 256);
+  stage_columns(queries_at, from.q, item, block);
+  if (lane < 8) {
+    const int row = 8 * block + lane, token = item.token + row / GROUP;
+    const bool is_real = row < item.rows && token < from.num_tokens;
+    const int last = part.paths.numbers.limit - 1;
+    shared.seen[row] = is_real ? min(load_int(from.position_ids + token), last) : -1;
+  }
+  columns::wait_for_copies<0>();
+  meet<TAIL, TAIL_THREADS>();
+  columns::Queries queries;
+  queries.start(queries_at);
+  const auto add = [&](columns::ColumnState& state, int tile, int end, bool is_first) {
+    part.paths.add_tiles(state, shared.window, queries, shared.seen + 8 * block,
+                         shared.rows + first_nth, tile, end, scale, is_first);
+  };
+  const int next_start = unit_start(part.paths.root_unit() + 1);
+  columns::ColumnState state;
+  state.clear();
+  if (part.goes_on()) {
+    meet<UNIT_STOPPED>();
+    load_columns(state, shared.handed, block);
+    __syncwarp();
+  }
+  add(state, part.tiles, min(next_start, part.all_tiles), !part.goes_on());
+  store_columns(shared.handed, state, block);
+  arrive<ROOT_DONE>();
+  if (!part.has_next()) return;
+  state.clear();
+  add(state, part.tiles + 1, part.all_tiles, true);
+  meet<ROOT_MERGED>();
+  store_columns(shared.handed, state, block);
+  arrive<NEXT_DONE>();
+}
