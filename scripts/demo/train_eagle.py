@@ -21,8 +21,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from scripts.demo.batches import encode_stream
-from scripts.demo.corpus import read_corpus, read_sample
+from scripts.demo.corpus import read_sample
 from scripts.demo.eagle_head import EagleHead, EagleShape
 from scripts.demo.eagle_training import (
     EagleRows,
@@ -31,6 +30,7 @@ from scripts.demo.eagle_training import (
     read_features,
     train_eagle,
 )
+from scripts.demo.encode import read_stream
 from scripts.demo.evaluation import function_prompts
 from scripts.demo.head_rows import training_texts, written_rows
 from scripts.demo.model import read_model
@@ -92,8 +92,7 @@ def main() -> None:
     target = read_model(arguments.target, device)
     tokenizer = Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
     with stage("text"):
-        corpus = read_corpus(arguments.corpus)
-        stream = encode_stream(tokenizer, (document.text for document in corpus.train))
+        stream = read_stream(tokenizer, arguments.corpus)
         texts = training_texts(target, stream, recipe, SEED)
         rows = EagleRows.joined([read_features(target, each, TAPS) for each in texts])
     with stage("held-out text"):
@@ -140,7 +139,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=RECIPES, default="cpu", help="decides the amounts too")
     parser.add_argument("--target", type=Path, default=EXAMPLES / "demo-target")
     parser.add_argument("--held-out", type=Path, default=EXAMPLES / "heldout.txt")
-    parser.add_argument("--corpus", type=Path, help="as of scripts.demo.train")
+    parser.add_argument("--corpus", type=Path, help="as of scripts.demo.train or .encode")
     parser.add_argument("--draft-vocab", type=int, default=1280, help="tokens that it drafts")
     parser.add_argument("--intermediate-size", type=int, default=384, help="of its MLP")
     parser.add_argument("--threads", type=int, default=1)

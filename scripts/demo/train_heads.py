@@ -24,8 +24,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from scripts.demo.batches import encode_stream
-from scripts.demo.corpus import read_corpus, read_sample
+from scripts.demo.corpus import read_sample
+from scripts.demo.encode import read_stream
 from scripts.demo.evaluation import function_prompts
 from scripts.demo.head_rows import LikelyRows, read_rows, training_texts, written_rows
 from scripts.demo.head_training import measure, train_heads
@@ -112,8 +112,7 @@ def main() -> None:
     target = read_model(arguments.target, device)
     tokenizer = Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
     with stage("text"):
-        corpus = read_corpus(arguments.corpus)
-        stream = encode_stream(tokenizer, (document.text for document in corpus.train))
+        stream = read_stream(tokenizer, arguments.corpus)
         texts = training_texts(target, stream, recipe, SEED)
         rows = LikelyRows.joined([read_rows(target, each, recipe.read_at_once) for each in texts])
     with stage("held-out text"):
@@ -157,7 +156,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder for the heads")
     parser.add_argument("--target", type=Path, default=EXAMPLES / "demo-target")
     parser.add_argument("--held-out", type=Path, default=EXAMPLES / "heldout.txt")
-    parser.add_argument("--corpus", type=Path, help="as of scripts.demo.train")
+    parser.add_argument("--corpus", type=Path, help="as of scripts.demo.train or .encode")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
     parser.add_argument("--exit-dim", type=int, help="width of a ReDrafter head (256)")

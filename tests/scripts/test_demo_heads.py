@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.redrafter import TorchHead
+from tokenizers import Tokenizer
 
 from llmctl.cli.main import execute
+from scripts.demo import encode
 from scripts.demo.corpus import is_held_out, read_sample
 from scripts.demo.evaluation import function_prompts
 from scripts.demo.head_rows import HeadRows, LikelyRows, read_rows, written_rows
@@ -43,6 +46,24 @@ def test_one_command_trains_heads_that_build_reads(tmp_path: Path, kind: str) ->
     build += ["--speculative-decoding-mode", kind, "--log-level", "error"]
     build += ["--draft-model-dir", str(tmp_path / "heads"), "--max-seq-len", "128"]
     assert execute([*build, "--output-dir", str(tmp_path / "engine")]) == 0
+
+
+def test_a_corpus_encoded_ahead_is_the_same_text(tmp_path: Path, monkeypatch) -> None:
+    corpus, encoded = tmp_path / "corpus", tmp_path / "corpus.npy"
+    corpus.mkdir()
+    names = [f"module_{n}.py" for n in range(300)]
+    for name in [next(filter(is_held_out, names)), *[n for n in names if not is_held_out(n)][:2]]:
+        (corpus / name).write_text(f"# {name}\n" + "def f():\n    return 1\n\n\n" * 20)
+    command = ["encode", "--corpus", str(corpus), "--output", str(encoded)]
+    monkeypatch.setattr(sys, "argv", command)
+    encode.main()
+    tokenizer = Tokenizer.from_file(str(EXAMPLES / "demo-target/tokenizer.json"))
+    stream = encode.read_stream(tokenizer, corpus)
+    assert np.array_equal(encode.read_stream(tokenizer, encoded), stream) and len(stream) > 200
+    for wrong, says in ((stream, "wanted a row of uint16"), (np.uint16([5000]), "has id 5000")):
+        np.save(encoded, wrong)
+        with pytest.raises(SystemExit, match=says):
+            encode.read_stream(tokenizer, encoded)
 
 
 def test_a_position_counts_where_the_text_is_what_the_target_chose() -> None:
