@@ -1,4 +1,5 @@
-"""A head of EAGLE-1 on a GPU: the tokens of plain decoding, with chains and with trees."""
+"""A head of EAGLE-1 on a GPU: the tokens of plain decoding, with chains and with trees. Not run on a
+GPU yet."""
 
 from __future__ import annotations
 
