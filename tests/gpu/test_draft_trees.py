@@ -1,5 +1,6 @@
-"""Trees from a draft engine on a GPU: the tokens of plain decoding, and drafts worth having. Not run
-on a GPU yet."""
+"""Trees from a draft engine on a GPU: the tokens of plain decoding, and drafts worth having.
+
+Not run on a GPU yet."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A head of EAGLE-1 on a GPU: the tokens of plain decoding, with chains and with trees. Not run on a
-GPU yet."""
+"""A head of EAGLE-1 on a GPU: the tokens of plain decoding, with chains and with trees.
+
+Not run on a GPU yet."""
 
 from __future__ import annotations
 
