@@ -154,8 +154,31 @@ def notes(report: Mapping[str, Any]) -> Iterator[str]:
         yield advice(report["sweep"])
     if "tree" in report:
         yield tree_line(report["tree"])
+    more = more_at_once(report)
+    if more is not None:
+        yield more
     if report["load"]["kv_cache_block_reuse"]:
         yield "prompts seen before came from the KV cache (block reuse is on)"
+
+
+def more_at_once(report: Mapping[str, Any]) -> str | None:
+    """What to build, where requests waited for the engine's limit and not for memory."""
+    load, engine, cache = report["load"], report["engine"], report["kv_cache"]
+    limit = engine["max_batch_size"]
+    wanted = min(load["concurrency"] or load["num_requests"], load["num_requests"])
+    is_chosen = load["request_rate_req_s"] is not None or load["max_batch_size"] is not None
+    if is_chosen or wanted <= limit or cache is None:
+        return None
+    room = int(limit / max(cache["peak_used_share"], limit / wanted))  # of as many as there were
+    step = 1 << max(room.bit_length() - 3, 0)  # three digits of a binary number are enough
+    if room // step * step <= limit:
+        return None
+    which = "" if engine["draft_engine_dir"] is None else ", the draft engine too,"
+    return (
+        f"{wanted} requests were to run at once, and the engine takes {limit}, which held "
+        f"{cache['peak_used_share']:.0%} of the KV cache. Built{which} with --max-batch-size "
+        f"{room // step * step} it would run more of them together"
+    )
 
 
 def advice(sweep: Mapping[str, Any]) -> str:

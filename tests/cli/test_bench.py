@@ -218,3 +218,19 @@ def test_a_label_that_the_origin_is_not_is_remarked_and_changes_nothing(
     said = f"warning: --model {label} is a label; the engine measured was built from"
     assert (said in done.err) is not is_known
     assert json.loads(done.out)["engine"]["label"] == label
+
+
+def test_a_load_that_waits_for_the_engines_limit_is_told_what_to_build(bench, drafted):
+    load = ["--num-requests", 24, "--target-input-len", 12, "--target-output-len", 6]
+    load += ["--warmup", 0]
+    report, done = bench("throughput", *load)
+    assert report["engine"]["max_batch_size"] == 8
+    said = " ".join(done.err.split())
+    assert "24 requests were to run at once, and the engine takes 8, which held" in said
+    assert "Built with --max-batch-size 24 it would run more of them together" in said
+    said = " ".join(bench("throughput", *load, *drafted)[1].err.split())
+    assert "Built, the draft engine too, with --max-batch-size 24" in said
+    for chosen in (["--concurrency", 8], ["--max-batch-size", 8], ["--request-rate", 1000]):
+        assert "it would run more" not in " ".join(
+            bench("throughput", *load, *chosen)[1].err.split()
+        )
