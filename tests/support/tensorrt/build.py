@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pickle
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from llmctl.builder.tensorrt.engine import compile_pieces
 from llmctl.builder.tensorrt.package import open_package
 from llmctl.builder.tensorrt.pieces import Piece
 from llmctl.builder.tensorrt.report import kernels
+from llmctl.plugins.core.cache_home import cache_home
+from llmctl.publish import write_cached
 
 Layer = Mapping[str, Any]
 # Of Llama 3.1 8B; the tests build fewer layers.
@@ -89,15 +94,34 @@ def plan_engine(checkpoint: Path, **options: Any) -> EnginePlan:
 
 
 def compile_engine(checkpoint: Path, **options: Any) -> tuple[EnginePlan, dict[str, TrtPiece]]:
-    """(the engine, its pieces as compiled, by name)."""
+    """(the engine, its pieces as compiled, by name).
+
+    Kept between runs, as compiled kernels are. A piece's text says what it computes (`pieces.cut`);
+    what is compiled for it follows from that and from our sources.
+    """
     engine = plan_engine(checkpoint, **options)
     targets = str(engine.config.compute_capability).split(",")
     package = open_package("tensorrt-rtx")
-    described, plans = compile_pieces(
-        package, engine.pieces, engine.limits, engine.config.plugin_config, targets
-    )
-    assert all(len(plans[piece.tensor]) == piece.num_bytes for piece in described)
+    compiled_for = (package.name, package.version, targets, engine.limits)
+    content = repr((_sources(), compiled_for, engine.config.plugin_config, engine.pieces))
+    path = cache_home() / "llmctl/tensorrt_tests" / hashlib.sha256(content.encode()).hexdigest()
+    if path.exists():
+        described: tuple[TrtPiece, ...] = pickle.loads(path.read_bytes())
+    else:
+        described, plans = compile_pieces(
+            package, engine.pieces, engine.limits, engine.config.plugin_config, targets
+        )
+        assert all(len(plans[piece.tensor]) == piece.num_bytes for piece in described)
+        write_cached(path, pickle.dumps(described))
     return engine, {piece.name: piece for piece in described}
+
+
+@cache
+def _sources() -> str:
+    """All that may decide what is compiled, in short."""
+    root = Path(__file__).resolve().parents[3]
+    files = sorted(path for part in ("builder", "plugins") for path in (root / part).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def profile_kernels(piece: TrtPiece) -> Iterator[tuple[Mapping[str, Any], list[Layer]]]:
