@@ -35,10 +35,15 @@ _OUT_OF_MEMORY, _NO_DEVICE = 2, 100
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 _PORTABLE_CLUSTER = 8  # thread blocks; larger clusters must be requested
 _EVENT_DISABLE_TIMING = 2
+_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags
 _MAP_TYPES = {"float8_e4m3fn": 0, "uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 _MAP_SWIZZLES = {0: 0, 128: 3}
 _MAP_L2_PROMOTION_256B = 3
 _SCALARS: dict[str, Any] = {"i32": c_int32, "i64": c_int64, "fp32": c_float}
+
+
+class IpcHandle(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_ubyte * 64)]
 
 
 class CudaDriver:
@@ -137,6 +142,29 @@ class CudaDriver:
             "cuMemcpyHtoDAsync_v2",
             *(c_void_p(target), c_void_p(source), ctypes.c_size_t(num_bytes), c_void_p(stream)),
         )
+
+    def allocate(self, num_bytes: int) -> int:
+        """The address of zeroed device memory, which stays until the process ends. Apart from
+        torch's, so that other processes can map it."""
+        address = c_uint64()
+        size = ctypes.c_size_t(num_bytes)
+        self._call("cuMemAlloc_v2", byref(address), size, what=f"{num_bytes} bytes")
+        self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), size)
+        self._call("cuCtxSynchronize")
+        return address.value
+
+    def handle_of(self, address: int) -> bytes:
+        """What other processes of this machine open memory of `allocate` by."""
+        handle = IpcHandle()
+        self._call("cuIpcGetMemHandle", byref(handle), c_uint64(address))
+        return bytes(handle.data)
+
+    def open_handle(self, handle: bytes) -> int:
+        """The address here of another process's memory, perhaps on another device."""
+        address = c_uint64()
+        given = IpcHandle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", byref(address), given, c_uint32(_ENABLE_PEER_ACCESS))
+        return address.value
 
     def make_event(self) -> Event:
         """An event that counts as passed until it is first recorded."""

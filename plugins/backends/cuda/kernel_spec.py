@@ -138,6 +138,19 @@ def own_part(x: torch.Tensor, ranks: int) -> tuple[torch.Tensor, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Peers:
+    """What a rank with a GPU of its own shares with the others (peers.py)."""
+
+    rank: int
+    num_ranks: int
+    bases: torch.Tensor  # int64 [num_ranks]: every rank's buffer, as this one has it mapped
+    state: torch.Tensor  # int32 [4]: the number of the next launch, and what counts its blocks
+    lost: torch.Tensor  # int32 [4], pinned: not 0 once a rank does not come; 1 + its number
+    slot_bytes: int  # of what one rank gives in one launch
+    limit_ns: int  # how long a launch waits for a rank
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchEnv:
     """What a launch may use besides the tensors of the call."""
 
@@ -149,7 +162,8 @@ class LaunchEnv:
     """scratch(name, shape, dtype): zeroed once when first asked for, then the same tensor for every
     call that asks for that name; whoever uses it leaves counters at zero again."""
     use_pdl: bool = True  # false in the interpreter and on other GPUs than Hopper's
-    parts: Parts = own_part  # of operators over ranks
+    parts: Parts = own_part  # of operators over ranks, where all ranks are on this device
+    peers: Peers | None = None  # where each has a device of its own
 
     def count(self, shape: StepShape) -> int:
         """Leading extent of the call's activations in this step."""

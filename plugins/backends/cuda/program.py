@@ -28,6 +28,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     Launch,
     LaunchEnv,
     Parts,
+    Peers,
     StepLimits,
     StepShape,
     own_part,
@@ -82,9 +83,11 @@ class CudaProgram:
         fused: Sequence[FusedCalls] = (),
         row_inputs: Sequence[torch.Tensor] = (),
         parts: Parts = own_part,
+        peers: Peers | None = None,
     ) -> None:
         """row_inputs: tensors that are there before the first call and have the step's rows. parts:
-        of other ranks, whose kernels run on the same stream."""
+        of other ranks, whose kernels run on the same stream; peers: those that have a device each.
+        """
         self._runners = dict(runners or {})  # by operator
         stated = {}
         for call in calls:
@@ -113,7 +116,7 @@ class CudaProgram:
         ]
         self._models: dict[Hashable, Model] = {}  # by `look`, for the step packed last
         self._chains = open_chains(calls, limits, fused)
-        self._parts = parts
+        self._parts, self._peers = parts, peers
 
     def beside(
         self,
@@ -137,6 +140,7 @@ class CudaProgram:
                 self.scratch,
                 self._kernels.use_pdl,
                 self._parts,
+                self._peers,
             )
             for extent in _EXTENTS
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, Protocol, overload
@@ -46,7 +46,14 @@ class DeviceQueue:
     On "cpu" everything is done immediately; tests of the host's part use that without a GPU.
     """
 
-    def __init__(self, device: str | torch.device = "cuda") -> None:
+    def __init__(
+        self,
+        device: str | torch.device = "cuda",
+        on_wait: Callable[[], None] | None = None,
+    ) -> None:
+        """on_wait: called after each waiting for the device, to raise what its work may have met;
+        None: nothing."""
+        self.check = on_wait or _nothing  # what else waited for the device calls it, too
         self.device = torch.device(device)
         is_cuda = self.device.type == "cuda"
         self.stream = new_stream(self.device) if is_cuda else None
@@ -69,6 +76,7 @@ class DeviceQueue:
         if self.stream is not None:
             with device_errors("waiting for the device"):
                 self.stream.synchronize()
+            self.check()
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in (pinned) host memory, after everything enqueued before."""
@@ -79,6 +87,7 @@ class DeviceQueue:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             host.copy_(tensor, non_blocking=True)
             self.stream.synchronize()
+        self.check()
         return host
 
     def to_device(self, array: torch.Tensor) -> torch.Tensor:
@@ -161,6 +170,10 @@ def device_errors(doing: str) -> Iterator[None]:
             f"{doing}: {_first_line(error)}",
             fix="start again; after a failed kernel a process can use the device no more",
         ) from error
+
+
+def _nothing() -> None:
+    pass
 
 
 def _first_line(error: Exception) -> str:

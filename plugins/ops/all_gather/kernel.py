@@ -11,14 +11,17 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 )
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.all_reduce.kernel import MOST_RANKS, pad_ranks
+from llmctl.plugins.ops.all_reduce.peers import peer_launch, peer_spec
 from llmctl.plugins.ops.quantize.kernel import power_of_two
 
 _BLOCK = 1024  # columns of a thread block
 
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
-    """One binary per pair of widths and number of ranks."""
-    return [_spec(call)]
+    """One binary per pair of widths and number of ranks, for ranks on one device, and one for ranks
+    with a device each."""
+    own = [peer_spec(call)] if int(call.attributes["ranks"]) > 1 else []
+    return [_spec(call), *own]
 
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
@@ -26,6 +29,8 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     rows = env.count(shape)
     if rows == 0:
         return []
+    if env.peers is not None:
+        return [peer_launch(call, env, env.peers, rows)]
     x, out = call.inputs["x"], call.outputs["out"]
     spec = _spec(call)
     arguments = (*pad_ranks(env.parts(x, int(call.attributes["ranks"]))), out)

@@ -14,6 +14,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 )
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.op_rules import RANK_COUNTS
+from llmctl.plugins.ops.all_reduce.peers import peer_launch, peer_spec
 from llmctl.plugins.ops.quantize.kernel import power_of_two
 
 if TYPE_CHECKING:
@@ -25,8 +26,10 @@ _AFTER = ("weight_scale", "x_scale", "bias")
 
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
-    """One binary per width, dtype, number of ranks and set of roles."""
-    return [_spec(call)]
+    """One binary per width, dtype, number of ranks and set of roles, for ranks on one device, and
+    one for ranks with a device each."""
+    own = [peer_spec(call)] if int(call.attributes["ranks"]) > 1 else []
+    return [_spec(call), *own]
 
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
@@ -34,6 +37,8 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     rows = env.count(shape)
     if rows == 0:
         return []
+    if env.peers is not None:
+        return [peer_launch(call, env, env.peers, rows)]
     x, out = call.inputs["x"], call.outputs["out"]
     spec = _spec(call)
     # An absent role or rank is not read: any tensor of its type can be passed.

@@ -82,9 +82,13 @@ def test_columns_of_all_ranks_lie_side_by_side(ranks: int, own: int, columns: in
 def test_a_scaled_sum_is_rounded_before_the_bias_is_added() -> None:
     """One fused operation would round once, and have other bits than the product of one rank."""
     call = sum_call([normal(1, 256)] * 2, ("weight_scale", "x_scale", "bias"))
-    (spec,) = kernels(call, launch_env(Example(call, plain_step(1), no_cache())).limits)
-    sass = disassemble(compile_kernel(spec))
-    assert "FFMA" not in sass and "FMUL" in sass and "FADD" in sass
+    specs = kernels(call, launch_env(Example(call, plain_step(1), no_cache())).limits)
+    assert [spec.is_triton for spec in specs] == [True, False], "on one device, and on several"
+    for spec in specs:
+        compiled = compile_kernel(spec)
+        sass = disassemble(compiled)
+        assert "FFMA" not in sass and "FMUL" in sass and "FADD" in sass
+        assert compiled.local_bytes == 0
 
 
 def test_a_program_of_one_rank_refuses_what_several_have_parts_of() -> None:

@@ -1,0 +1,88 @@
+"""Processes of ranks with a GPU each, where there are as many, else on one in turns; each launches
+what ranks exchange."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.driver import cuda_driver
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    DeviceStep,
+    LaunchEnv,
+    Peers,
+    StepLimits,
+    StepShape,
+    step_shapes,
+)
+from llmctl.plugins.backends.cuda.peers import PeerMemory
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.core.operators import operator_module
+
+START_S = 150.0  # that processes have to import, and to say what they found
+
+
+class ExchangingRank:
+    """One process's end: its kernels meet those of the others."""
+
+    def __init__(
+        self, rank: int, ranks: int, pipe: Connection, slot_bytes: int, limit_s: float
+    ) -> None:
+        index = rank % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        self.rank, self.ranks, self.device = rank, ranks, torch.device("cuda", index)
+        self._driver = cuda_driver(index)
+        memory = PeerMemory(rank, ranks, slot_bytes, self._driver)
+        pipe.send(memory.handle)
+        self.peers: Peers = memory.join(pipe.recv(), self.device, limit_s)
+
+    def prepare(self, call: OpCall, rows: int) -> Callable[[int], None]:
+        """The launch for the first rows, to be called with a stream."""
+        limits = StepLimits(rows, rows, 1, rows, 0, 32, "bfloat16")
+        sizes = step_shapes(limits).items()
+        step = DeviceStep(**{name: torch.zeros(size, dtype=torch.int32) for name, size in sizes})
+        env = LaunchEnv(step, torch.zeros(1), limits, "tokens", _no_scratch, peers=self.peers)
+        shape = StepShape(rows, 1, rows, rows, rows)
+        (launch,) = operator_module(call.op, "kernel").launches(call, env, shape)
+        loaded = self._driver.load(compile_kernel(launch.spec))
+        return self._driver.prepare(loaded, launch.grid, launch.arguments, True)
+
+
+def run_ranks(ranks: int, body: Callable[..., None], *arguments: Any) -> list[Any]:
+    """What each process sends after handles were exchanged. body(rank, ranks, pipe, *arguments)
+    makes an ExchangingRank, sends one object, and may wait for one."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(ranks)]
+    processes = [
+        context.Process(target=body, args=(rank, ranks, pipes[rank][1], *arguments), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        handles = [_receive(own) for own, _ in pipes]
+        for own, _ in pipes:
+            own.send(handles)
+        found = [_receive(own) for own, _ in pipes]
+        for own, _ in pipes:
+            own.send("end")
+        return found
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
+def _receive(own: Connection) -> Any:
+    if not own.poll(START_S):
+        raise TimeoutError(f"a rank has said nothing for {START_S:g} s")
+    return own.recv()
+
+
+def _no_scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    raise AssertionError(f"exchanges need no scratch; {name} {shape} {dtype} was asked for")

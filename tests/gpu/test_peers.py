@@ -1,0 +1,106 @@
+"""Ranks that are processes, each with a GPU where there are as many, else on one in turns: what
+they exchange has the bits of the references on all of them, in any order of sizes."""
+
+from __future__ import annotations
+
+import random
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.ops.all_gather.reference import gather_ranks
+from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
+from scripts.bench.ranks_support import ExchangingRank, run_ranks
+
+ROWS, HIDDEN, OWN = 96, 1536, 192
+SLOT_BYTES = ROWS * HIDDEN * 4
+LIMIT_S = 20.0
+
+
+class Rank(ExchangingRank):
+    """One process's kernels, and what they are to compute."""
+
+    def call(self, kind: str, rows: int, seed: int) -> tuple[OpCall, torch.Tensor]:
+        """(the call of this rank, its result by the reference), from numbers that all know."""
+        generator = torch.Generator().manual_seed(seed)
+        width = OWN if kind == "gather" else HIDDEN
+        parts = torch.randn((self.ranks, rows, width), generator=generator)
+        x = parts[self.rank].to(self.device)
+        if kind == "gather":
+            columns = self.ranks * OWN - 61
+            out = torch.full((rows, columns), torch.nan, device=self.device)
+            wanted = torch.empty((rows, columns))
+            gather_ranks(list(parts), {"out": wanted})
+            return OpCall("all_gather", "g", {"x": x}, {"out": out}, {"ranks": self.ranks}), wanted
+        after = {}
+        if kind == "scaled":
+            after = {
+                "weight_scale": torch.rand(HIDDEN, generator=generator) + 0.5,
+                "x_scale": torch.tensor([0.75]),
+                "bias": torch.randn(HIDDEN, generator=generator).bfloat16(),
+            }
+        wanted = torch.empty((rows, HIDDEN), dtype=torch.bfloat16)
+        reduce_ranks(list(parts), after, {"out": wanted})
+        inputs = {"x": x, **{role: tensor.to(self.device) for role, tensor in after.items()}}
+        out = torch.zeros((rows, HIDDEN), dtype=torch.bfloat16, device=self.device)
+        return OpCall("all_reduce", "s", inputs, {"out": out}, {"ranks": self.ranks}), wanted
+
+
+def exchange(rank: int, ranks: int, pipe: Connection) -> None:
+    own = Rank(rank, ranks, pipe, SLOT_BYTES, LIMIT_S)
+    draw = random.Random(5)
+    calls = [
+        (*own.call(draw.choice(("sum", "scaled", "gather")), rows, seed), rows)
+        for seed, rows in enumerate(draw.choice((1, 2, 11, ROWS)) for _ in range(12))
+    ]
+    prepared = [own.prepare(call, rows) for call, _, rows in calls]
+    stream, graph = torch.cuda.Stream(own.device), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    for run in prepared:
+        run(stream.cuda_stream)
+    stream.synchronize()
+    wrong = [i for i, (call, wanted, _) in enumerate(calls) if not same(call, wanted)]
+    with torch.cuda.graph(graph, stream=stream):
+        for run in prepared:
+            run(stream.cuda_stream)
+    for turn in range(5):
+        for call, _, _ in calls:
+            call.outputs["out"].zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.replay()
+        stream.synchronize()
+        wrong += [100 + turn for call, wanted, _ in calls if not same(call, wanted)]
+    pipe.send((wrong, own.peers.lost.tolist(), own.peers.state.tolist()))
+    pipe.recv()
+
+
+def same(call: OpCall, wanted: torch.Tensor) -> bool:
+    return torch.equal(call.outputs["out"].cpu().view(torch.uint8), wanted.view(torch.uint8))
+
+
+def leave_alone(rank: int, ranks: int, pipe: Connection) -> None:
+    """Rank 1 never comes: rank 0 stops waiting, and says for whom it waited."""
+    own = Rank(rank, ranks, pipe, SLOT_BYTES, 1.0)
+    call, _ = own.call("sum", 3, 1)
+    run = own.prepare(call, 3)
+    torch.cuda.synchronize()
+    if rank == 0:
+        run(torch.cuda.current_stream().cuda_stream)
+        run(torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+    pipe.send(own.peers.lost.tolist())
+    pipe.recv()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_exchange_the_bits_of_the_references(ranks: int) -> None:
+    for wrong, lost, state in run_ranks(ranks, exchange):
+        assert (wrong, lost[0], state[:2]) == ([], 0, [6 * 12, 0])
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    found = run_ranks(2, leave_alone)
+    assert found[0][0] == 2 and found[1][0] == 0
