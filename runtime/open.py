@@ -132,6 +132,7 @@ class OpenEngines:
             num_threads=options.num_threads,
             windows=options.windows,
             rank_timeout_s=options.rank_timeout_s,
+            ranks_on_one_device=options.ranks_on_one_device,
         )
         self.opened = opener_of(checked.target.backend).open(options.folders, request, log)
         self.target = self.opened.target

@@ -213,7 +213,7 @@ def _engine_memory(engine: EnginePlan, memory: Memory) -> EngineMemory:
             max_seq_len=limits.max_seq_len,
         )
     from llmctl.builder.engine_kernels import scratch_bytes, step_limits
-    from llmctl.runtime.engines.engine_file import EngineFile
+    from llmctl.runtime.engines.engine_file import EngineFile, exchange_bytes
     from llmctl.runtime.engines.open_cuda import sampling_bytes
     from llmctl.runtime.rounds.upload import state_bytes, tree_bytes
 
@@ -224,7 +224,9 @@ def _engine_memory(engine: EnginePlan, memory: Memory) -> EngineMemory:
     other_bytes += tree_bytes(plan, *sizes, steps.lookahead)
     summary = engine.summary()
     other_bytes += summary["trt_bytes"] + summary["trt_memory_bytes"]
-    return EngineFile(engine.config, plan, ()).memory("target", other_bytes)
+    file = EngineFile(engine.config, plan, ())
+    other_bytes += exchange_bytes([file])
+    return file.memory("target", other_bytes)
 
 
 def _disk(engine: EnginePlan, output_dir: Path) -> dict[str, Any]:

@@ -14,16 +14,13 @@ from llmctl.runtime.ranks.launch import world_of
 
 
 def require_ranks(config: EngineConfig, *, on_one_device: bool) -> None:
-    """Raise Unsupported for an engine of several ranks, each of which would have a GPU of its own,
-    unless all are to run on one; BadConfig where there is nothing to put on one device."""
+    """Raise NoDevice for an engine with more ranks than there are GPUs, and Unsupported where GPUs
+    do not reach each other, unless all ranks are to run on one; BadConfig where there is nothing to
+    put on one device."""
     ranks, able = config.num_ranks, BACKENDS[config.backend]
     if not on_one_device:
         if ranks > 1 and not able.compiles_plans:  # of TensorRT's, `require_tensorrt` tells
-            raise Unsupported(
-                f"the engine has {ranks} ranks; ranks with a GPU each are not in this version",
-                fix="build with --tp-size 1; or, to test what ranks compute, run all of them on "
-                "one GPU: --ranks-on-one-device",
-            )
+            _require_gpus(ranks)
         return
     if ranks == 1 or able.compiles_plans:
         what = f"{ranks} ranks" if ranks > 1 else "one rank"
@@ -39,6 +36,24 @@ def require_ranks(config: EngineConfig, *, on_one_device: bool) -> None:
             f"started {world.size}",
             fix=f"run it without {world.launcher}",
         )
+
+
+def _require_gpus(ranks: int) -> None:
+    one = "to test what ranks compute, run all of them on one GPU: --ranks-on-one-device"
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < ranks:
+        raise NoDevice(
+            f"the engine has {ranks} ranks, which want a GPU each; "
+            f"torch {torch.__version__} finds {found}",
+            fix=f"run it where there are {ranks}, or build with --tp-size 1; or, {one}",
+        )
+    for rank in range(ranks):
+        for other in range(ranks):
+            if rank != other and not torch.cuda.can_device_access_peer(rank, other):
+                raise Unsupported(
+                    f"GPU {rank} cannot use the memory of GPU {other}",
+                    fix=f"run it on GPUs that are linked (nvidia-smi topo -p2p r); or, {one}",
+                )
 
 
 def require_device(config: EngineConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,18 @@ import torch
 from llmctl.builder.engine_format import (
     EngineConfig,
     Plan,
+    PlanOp,
     engine_file,
     lookahead_sizes,
     open_engine,
     read_engine_config,
 )
 from llmctl.plugins.backends.backend import BACKENDS
-from llmctl.plugins.backends.cuda.kernel_spec import StepLimits, own_part
+from llmctl.plugins.backends.cuda.kernel_spec import Peers, StepLimits, own_part
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.ops.all_reduce.peers import buffer_bytes
 from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.engine import NO_WINDOWS, kv_bytes_per_block
@@ -44,11 +46,14 @@ from llmctl.runtime.engines.tensorrt_check import present_capability, require_te
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows
 from llmctl.runtime.rounds.verification import graph_launches, head_launches
 
+OF_RANKS = ("all_reduce", "all_gather")
+
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
     """The engine file of one rank, memory-mapped."""
 
+    number: int
     path: Path
     plan: Plan
     tensors: Mapping[str, torch.Tensor]  # stored weights and cubins
@@ -56,31 +61,34 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class EngineFile:
-    """One engine; with several ranks, all of them in lockstep."""
+    """One engine; of several ranks one, or all in lockstep."""
 
     config: EngineConfig
     plan: Plan
     ranks: tuple[RankFile, ...]
 
     @classmethod
-    def open(cls, folder: Path, windows: WindowOptions = NO_WINDOWS) -> EngineFile:
-        """Reads config.json and the headers; `windows` narrow the model's own.
+    def open(
+        cls, folder: Path, windows: WindowOptions = NO_WINDOWS, rank: int | None = None
+    ) -> EngineFile:
+        """Reads config.json and the headers; `windows` narrow the model's own. rank: the one that
+        is opened; None: all.
 
         Raises what `open_engine`, `apply_windows` and `lockstep_plan` raise.
         """
-        first = open_engine(folder)
         config = read_engine_config(folder)
         length = int(config.build_config["max_seq_len"])
-        compiles_plans = BACKENDS[config.backend].compiles_plans  # then it runs one rank alone
-        others = () if compiles_plans else range(1, config.num_ranks)
-        opened = [first, *(open_engine(folder, rank) for rank in others)]
+        numbers = range(config.num_ranks) if rank is None else [rank]
+        if BACKENDS[config.backend].compiles_plans:  # which runs one rank alone
+            numbers = [0]
+        opened = [(number, *open_engine(folder, number)) for number in numbers]
         ranks = tuple(
             RankFile(
-                folder / engine_file(rank),
+                *(number, folder / engine_file(number)),
                 apply_windows(plan, windows, length, config.backend),
                 tensors,
             )
-            for rank, (plan, tensors) in enumerate(opened)
+            for number, plan, tensors in opened
         )
         plan = ranks[0].plan if len(ranks) == 1 else lockstep_plan([rank.plan for rank in ranks])
         return cls(config, plan, ranks)
@@ -122,8 +130,14 @@ class EngineFile:
             max_seq_len=int(build["max_seq_len"]),
         )
 
-    def load(self, queue: DeviceQueue) -> tuple[CudaEngine, LoadReport]:
-        """The engine with its weights, read or generated, on the queue's device."""
+    def load(
+        self,
+        queue: DeviceQueue,
+        peers: Peers | None = None,
+        make: Callable[..., CudaEngine] = CudaEngine,
+    ) -> tuple[CudaEngine, LoadReport]:
+        """The engine with its weights, read or generated, on the queue's device. peers: of a rank
+        that is not alone; make: takes what CudaEngine does."""
         if BACKENDS[self.config.backend].compiles_plans:
             return self._load_tensorrt(queue)
         weights, report = self._load_weights(queue)
@@ -132,10 +146,13 @@ class EngineFile:
 
         def make_program(calls: list[OpCall], limits: StepLimits) -> CudaProgram:
             parts = own_part if count == 1 else lockstep_parts(first.plan, count, calls)
-            fused = self.plan.fused
-            return CudaProgram(calls, binaries, limits, queue.device, fused=fused, parts=parts)
+            each = peers if count == 1 and self.config.num_ranks > 1 else None
+            device, fused = queue.device, self.plan.fused
+            return CudaProgram(
+                calls, binaries, limits, device, fused=fused, parts=parts, peers=each
+            )
 
-        return CudaEngine(self.config, self.plan, weights, make_program, queue), report
+        return make(self.config, self.plan, weights, make_program, queue), report
 
     def _load_tensorrt(self, queue: DeviceQueue) -> tuple[CudaEngine, LoadReport]:
         reports: list[LoadReport] = []
@@ -153,7 +170,8 @@ class EngineFile:
     def _load_weights(self, queue: DeviceQueue) -> tuple[dict[str, torch.Tensor], LoadReport]:
         weights: dict[str, torch.Tensor] = {}
         reports: list[LoadReport] = []
-        for number, rank in enumerate(self.ranks):
+        for rank in self.ranks:
+            number = rank.number
             own, report = load_weights(rank.path, rank.plan, rank.tensors, queue)
             reports.append(report)
             if any(not t.is_stored for t in rank.plan.tensors):
@@ -166,6 +184,30 @@ class EngineFile:
                 own = {name_on(number, name): tensor for name, tensor in own.items()}
             weights |= own
         return weights, sum_reports(reports)
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether an engine has several ranks."""
+    return read_engine_config(folder).num_ranks > 1
+
+
+def slot_bytes(files: Iterable[EngineFile]) -> int:
+    """The most that a rank gives the others at once, in a step of one of these engines."""
+    given = (_given(file.plan, op) for file in files for op in file.plan.ops if op.op in OF_RANKS)
+    return max(given, default=0)
+
+
+def _given(plan: Plan, op: PlanOp) -> int:
+    """Bytes of float32 that a rank gives to an operator over ranks."""
+    (shape,) = [tensor.shape for tensor in plan.tensors if tensor.name == op.inputs["x"]]
+    return plan.sizes[str(shape[0])] * int(shape[1]) * 4
+
+
+def exchange_bytes(files: Iterable[EngineFile]) -> int:
+    """The buffer of a rank that has a device of its own; 0 for one that is alone."""
+    files = list(files)
+    ranks = max(file.config.num_ranks for file in files)
+    return buffer_bytes(ranks, slot_bytes(files)) if slot_bytes(files) else 0
 
 
 def lookahead_of(build: Mapping[str, Any]) -> LookaheadSizes | None:

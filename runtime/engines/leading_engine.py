@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmctl.errors import RankFailure
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.engines.engine import Engine
@@ -105,12 +104,5 @@ class LeadingEngine(Engine):
         return self._engine.top_log_probs(logits, count)
 
     def _lead(self, call: str, argument: Any, method: Callable[[Any], Result]) -> Result:
-        self._leader.command(Command(self._role, call, argument))
-        try:
-            return method(argument)
-        except RankFailure as error:
-            raise self._leader.explain(error) from error
-        except Exception as error:  # any error here leaves the others waiting: it ends the run
-            self._leader.fail(RankFailure(f"rank 0 failed: {type(error).__name__}: {error}"))
-            self._leader.ranks.lose(0)
-            raise
+        command = Command(self._role, call, argument)
+        return self._leader.lead(command, lambda: method(argument))

@@ -143,12 +143,12 @@ class _Copy:
                     self._send(chunk, buffer)
                 return
             stream = new_stream(self._memory.device)
-            ring = [
-                (torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True), new_event())
-                for _ in range(2)
-            ]
             turn = 0
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream):  # first, because another thread's device is number 0
+                ring = [
+                    (torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True), new_event())
+                    for _ in range(2)
+                ]
                 while (chunk := self._take()) is not None:
                     buffer, sent = ring[turn]
                     sent.synchronize()  # returns at once before the first use

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from llmctl.builder.engine_format import EngineConfig, read_engine_config
 from llmctl.errors import Unsupported
 from llmctl.plugins.backends.cpu import CpuSampling, num_threads, set_num_threads
 from llmctl.plugins.backends.cpu.binding import default_num_threads
+from llmctl.plugins.backends.cpu.ranks import Ranks
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.engines.engine import Engine, open_cpu_engine
 from llmctl.runtime.engines.leading_engine import LeadingEngine
 from llmctl.runtime.engines.memory_plan import DEFAULT_FREE_FRACTION, plan_kv_cache
-from llmctl.runtime.engines.opening import TARGET, Log, OpenedEngines, Opener, OpenRequest
+from llmctl.runtime.engines.opening import (
+    TARGET,
+    Log,
+    OpenedEngines,
+    Opener,
+    OpenRequest,
+    RankSide,
+)
 from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
 from llmctl.runtime.kv_cache import most_step_tokens
+from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.ranks.launch import shared_folders, world_of
 from llmctl.runtime.ranks.leader import Leader
 from llmctl.runtime.ranks.processes import RankOptions
@@ -66,6 +76,26 @@ class CpuOpener(Opener):
         }
         leader.wait_for_all("opened its engines", is_starting=True)
         return OpenedOnCpu(engines, request, leader)
+
+    def rank_side(self, rank: int, size: int, folders: Mapping[str, Path]) -> CpuRank:
+        """See CpuRank."""
+        return CpuRank()
+
+
+class CpuRank(RankSide):
+    """Its engines."""
+
+    said: Mapping[str, Any] = {}
+
+    def open(
+        self,
+        folders: Mapping[str, Path],
+        windows: WindowOptions,
+        ranks: Ranks,
+        said: Sequence[Mapping[str, Any]],
+    ) -> dict[str, Engine]:
+        """Their kernels exchange sums through what all ranks share."""
+        return {role: open_cpu_engine(folder, windows, ranks) for role, folder in folders.items()}
 
 
 class OpenedOnCpu(OpenedEngines):

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from llmctl.builder.engine_format import Plan
-from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.backends.cuda.kernel_spec import Launch, Peers
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.sampling.cuda import MAX_ROWS, CudaSampling, scratch_bytes
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.device_check import require_device
 from llmctl.runtime.engines.engine import NO_WINDOWS
-from llmctl.runtime.engines.engine_file import EngineFile, lookahead_of
+from llmctl.runtime.engines.engine_file import (
+    EngineFile,
+    exchange_bytes,
+    is_shared,
+    lookahead_of,
+)
 from llmctl.runtime.engines.host_blocks import BLOCKS_ON_DEVICE
+from llmctl.runtime.engines.leading_cuda import LeadingCudaEngine
 from llmctl.runtime.engines.loading import LoadReport
 from llmctl.runtime.engines.memory_plan import (
     DEFAULT_DEVICE_FRACTION,
@@ -31,10 +38,21 @@ from llmctl.runtime.engines.memory_plan import (
 )
 from llmctl.runtime.kv_cache import most_step_tokens
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window
+from llmctl.runtime.ranks.leader import Leader
 from llmctl.runtime.rounds.upload import state_bytes, tree_bytes
 from llmctl.runtime.rounds.verification import MOST_FED, ahead_of_need
 
 Launcher = Callable[[Sequence[Launch]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLeader:
+    """Rank 0 among ranks with a GPU each. watch: raises RankFailure once a kernel has stopped
+    waiting for a rank."""
+
+    ranks: Leader
+    peers: Peers
+    watch: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +82,18 @@ class PlannedEngines:
     memory: DevicePlan
     device_name: str
 
-    def load(self) -> LoadedEngines:
-        """Read the weights. Raises OutOfMemory, DeviceFailure, CorruptEngine."""
-        queue = DeviceQueue("cuda")
-        loaded = {role: file.load(queue) for role, file in self.files.items()}
+    def load(self, leader: GpuLeader | None = None) -> LoadedEngines:
+        """Read the weights. leader: of ranks with a GPU each, this one being rank 0's. Raises
+        OutOfMemory, DeviceFailure, CorruptEngine."""
+        if leader is None:
+            queue = DeviceQueue("cuda")
+            loaded = {role: file.load(queue) for role, file in self.files.items()}
+        else:
+            queue = DeviceQueue("cuda", leader.watch)
+            loaded = {
+                role: file.load(queue, leader.peers, partial(LeadingCudaEngine, leader.ranks, role))
+                for role, file in self.files.items()
+            }
         engines = {role: engine for role, (engine, _) in loaded.items()}
         sampling = CudaSampling(queue, _launcher(list(engines.values())))
         return LoadedEngines(engines, sampling, {role: load for role, (_, load) in loaded.items()})
@@ -81,15 +107,20 @@ def plan_engines(
     windows: WindowOptions = NO_WINDOWS,
     lengths: Sequence[int] = (),
     has_host_tier: bool = False,
+    rank: int | None = None,
 ) -> PlannedEngines:
     """Plan the memory of all engines on the device. `folders` by role, the target first. `lengths`:
     draft lengths whose graphs are captured before the first request. has_host_tier: whether KV
-    blocks move to host memory, which needs buffers.
+    blocks move to host memory, which needs buffers. rank: the one that has the device, of engines
+    of several; None: all have it.
 
     Raises what `EngineFile.open` raises, NoDevice, RebuildNeeded (another compute capability) and
     OutOfMemory.
     """
-    files = {role: EngineFile.open(folder, windows) for role, folder in folders.items()}
+    files = {
+        role: EngineFile.open(folder, windows, rank if is_shared(folder) else None)
+        for role, folder in folders.items()
+    }
     for file in files.values():
         require_device(file.config)
     target, *drafts = files.values()
@@ -110,6 +141,8 @@ def plan_engines(
         else file.memory(role, round_steps=draft_len, num_engines=len(files), ahead=ahead)
         for role, file in files.items()
     ]
+    if rank is not None:
+        memories[0] = _with_more(memories[0], exchange_bytes(files.values()))
     if has_host_tier:
         memories = [_with_host_tier(memory) for memory in memories]
     memory = plan_device(
@@ -126,8 +159,11 @@ def plan_engines(
 
 def _with_host_tier(memory: EngineMemory) -> EngineMemory:
     """With the buffers of `HostBlocks`."""
-    buffers = BLOCKS_ON_DEVICE * memory.kv_bytes_per_block
-    return replace(memory, scratch_bytes=memory.scratch_bytes + buffers)
+    return _with_more(memory, BLOCKS_ON_DEVICE * memory.kv_bytes_per_block)
+
+
+def _with_more(memory: EngineMemory, num_bytes: int) -> EngineMemory:
+    return replace(memory, scratch_bytes=memory.scratch_bytes + num_bytes)
 
 
 def sampling_bytes(plans: Sequence[Plan]) -> int:

@@ -5,16 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmctl.builder.engine_format import EngineConfig
+from llmctl.builder.engine_format import EngineConfig, read_engine_config
 from llmctl.errors import Unsupported
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.engines.device_check import require_device, require_ranks
 from llmctl.runtime.engines.engine import Engine
 from llmctl.runtime.engines.open_cuda import LoadedEngines, plan_engines
-from llmctl.runtime.engines.opening import TARGET, Log, OpenedEngines, Opener, OpenRequest
+from llmctl.runtime.engines.open_peers import GpuRank, lead
+from llmctl.runtime.engines.opening import (
+    TARGET,
+    Log,
+    OpenedEngines,
+    Opener,
+    OpenRequest,
+    RankSide,
+)
 from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
+from llmctl.runtime.ranks.leader import Leader
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
+from llmctl.runtime.rounds.following import LeadingRounds, describe
+from llmctl.runtime.rounds.rounds import RoundRunner
 
 
 class GpuOpener(Opener):
@@ -33,6 +44,8 @@ class GpuOpener(Opener):
 
     def open(self, folders: Mapping[str, Path], request: OpenRequest, log: Log) -> OpenedEngines:
         """Logs the memory plan before loading, and the loading speed afterwards."""
+        ranks = read_engine_config(folders[TARGET]).num_ranks
+        rank = None if ranks == 1 or request.ranks_on_one_device else 0
         planned = plan_engines(
             folders,
             free_fraction=request.free_fraction,
@@ -40,18 +53,30 @@ class GpuOpener(Opener):
             windows=request.windows,
             lengths=request.lengths,
             has_host_tier=request.has_host_tier,
+            rank=rank,
         )
         log([f"device: {planned.device_name}", *planned.memory.lines()])
-        loaded = planned.load()
+        if rank is None:
+            loaded = planned.load()
+            opened = OpenedOnGpu(loaded, planned.device_name)
+        else:
+            log(["ranks with a GPU each have not been tried yet: docs/tensor_parallel.md"])
+            loaded, leader = lead(folders, planned, request)
+            opened = OpenedOnGpus(loaded, planned.device_name, leader)
         log([f"loaded {role}: {report}" for role, report in loaded.loads.items()])
-        opened = OpenedOnGpu(loaded, planned.device_name)
         opened.kv_plan = planned.memory.kv_cache
         opened.window = opened.find_window(request.windows)
         return opened
 
+    def rank_side(self, rank: int, size: int, folders: Mapping[str, Path]) -> RankSide:
+        """See GpuRank."""
+        return GpuRank(rank, size, folders)
+
 
 class OpenedOnGpu(OpenedEngines):
     """See OpenedEngines."""
+
+    engines: Mapping[str, Engine]
 
     def __init__(self, loaded: LoadedEngines, device_name: str) -> None:
         self.engines = loaded.engines
@@ -74,7 +99,7 @@ class OpenedOnGpu(OpenedEngines):
         draft_len: int,
         acceptance: SyntheticAcceptance | None,
         lengths: tuple[int, ...],
-    ) -> CudaRoundRunner | None:
+    ) -> RoundRunner | None:
         """Device rounds, if the method can draft on the device. There, trees are not accepted at
         random."""
         loaded = self._loaded
@@ -87,3 +112,39 @@ class OpenedOnGpu(OpenedEngines):
         return CudaRoundRunner(
             loaded.engines[TARGET], on_device, acceptance=acceptance, lengths=lengths
         )
+
+
+class OpenedOnGpus(OpenedOnGpu):
+    """Of several ranks with a GPU each, of which rank 0 leads."""
+
+    def __init__(self, loaded: LoadedEngines, device_name: str, leader: Leader) -> None:
+        super().__init__(loaded, device_name)
+        self._leader = leader
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._leader.close()
+
+    def facts(self, engine: Engine) -> str:
+        """The backend, and how many ranks have a GPU each."""
+        ranks = engine.config.num_ranks
+        where = f"{ranks} ranks, each on a GPU" if ranks > 1 else "on each rank's GPU"
+        return f"backend {engine.config.backend}, {where}"
+
+    def make_round_runner(
+        self,
+        method: DraftMethod,
+        drafter: Drafter,
+        draft_len: int,
+        acceptance: SyntheticAcceptance | None,
+        lengths: tuple[int, ...],
+    ) -> RoundRunner | None:
+        """Rounds on all devices alike, of what other ranks can draft, too; drafts are not accepted
+        at random there."""
+        if acceptance is not None:
+            return None
+        runner = super().make_round_runner(method, drafter, draft_len, acceptance, lengths)
+        described = describe(runner.drafter) if runner is not None else None
+        if runner is None or described is None:
+            return None
+        return LeadingRounds(self._leader, runner, described, lengths)

@@ -6,16 +6,17 @@ Callers use nothing else of a backend.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig, Plan
+    from llmctl.plugins.backends.cpu.ranks import Ranks
     from llmctl.plugins.ops.sampling.spec import SamplingBackend
     from llmctl.runtime.drafting.drafter import Drafter
     from llmctl.runtime.drafting.method import DraftMethod
@@ -41,6 +42,7 @@ class OpenRequest:
     num_threads: int | None
     windows: WindowOptions
     rank_timeout_s: float  # how long one rank waits for another
+    ranks_on_one_device: bool  # of a GPU
 
 
 class OpenedEngines(ABC):
@@ -93,6 +95,23 @@ class OpenedEngines(ABC):
         controls every step."""
 
 
+class RankSide(ABC):
+    """What a backend has in a process of another rank than 0. said: what all ranks hear of it."""
+
+    said: Mapping[str, Any]
+
+    @abstractmethod
+    def open(
+        self,
+        folders: Mapping[str, Path],
+        windows: WindowOptions,
+        ranks: Ranks,
+        said: Sequence[Mapping[str, Any]],
+    ) -> Mapping[str, Any]:
+        """What executes commands, by the first word of each (`Command.engine`): engines that this
+        rank has a part of, by role. said: by each rank, in order."""
+
+
 class Opener(ABC):
     """One backend's way to open engines."""
 
@@ -108,6 +127,10 @@ class Opener(ABC):
     @abstractmethod
     def open(self, folders: Mapping[str, Path], request: OpenRequest, log: Log) -> OpenedEngines:
         """Load the engines, the target first. `log` gets lines for people meanwhile."""
+
+    @abstractmethod
+    def rank_side(self, rank: int, size: int, folders: Mapping[str, Path]) -> RankSide:
+        """Of a rank that rank 0 leads."""
 
 
 def _cpu() -> Opener:

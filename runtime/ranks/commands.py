@@ -30,19 +30,24 @@ _STEP = (
 )
 
 
+_STEPS = ("run", "feed")  # calls with a step
+ROUNDS = "rounds"  # in the place of an engine's role: what runs rounds on a device
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One call of one engine. `argument` is a number of blocks, copies, moves, or a step."""
+    """One call of one engine. `argument` is a number, copies, moves, a step, or for rounds what
+    JSON has."""
 
-    engine: str  # its role
-    call: str  # of StepRunner
+    engine: str  # its role, or ROUNDS
+    call: str  # of StepRunner, or of what runs rounds (following.py)
     argument: Any = None
 
 
 def encode(command: Command) -> bytes:
     """The bytes of a command."""
     argument, arrays = command.argument, []
-    if command.call == "run":
+    if command.call in _STEPS:
         arrays = [getattr(argument, name) for name in _STEP]
         if argument.trees is not None:
             trees = argument.trees
@@ -60,7 +65,7 @@ def decode(read: Callable[[int], bytes]) -> Command:
     """The next command, from read(number of bytes)."""
     num_head, num_data = _SIZES.unpack(read(_SIZES.size))
     engine, call, argument = json.loads(read(num_head))
-    if call == "run":
+    if call in _STEPS:
         argument = _step(argument, read(num_data))
     elif call == "copy_blocks":
         argument = [

@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from llmctl.builder.engine_format import read_engine_config
 from llmctl.errors import LlmctlError, RankFailure
 from llmctl.plugins.backends.cpu import set_num_threads
 from llmctl.plugins.backends.cpu.ranks import Ranks
-from llmctl.runtime.engines.engine import Engine, open_cpu_engine
+from llmctl.runtime.engines.opening import RankSide, opener_of
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.ranks.channel import Channel, connect
 from llmctl.runtime.ranks.commands import decode
@@ -42,6 +43,7 @@ def follow(world: World, folders: Mapping[str, Path], limit_s: float) -> int:
     def is_orphan() -> bool:  # whoever started this process has gone; a launcher sees to it itself
         return world.launcher == OWN_LAUNCHER and os.getppid() != started_by
 
+    side = _side(world, folders)  # before rank 0 waits: it may have to import, or a GPU
     channel = connect(address_of(world.job), limit_s, is_orphan)
     if channel is None:
         if not is_orphan():
@@ -49,17 +51,28 @@ def follow(world: World, folders: Mapping[str, Path], limit_s: float) -> int:
         return RankFailure.exit_code
     watch = _Watch(channel)
     try:
-        channel.send(identity(world.rank, world.size, folders))
-        wishes, ranks = _join(channel, world)
+        if isinstance(side, Exception):
+            raise side
+        channel.send({**side.said, **identity(world.rank, world.size, folders)})
+        welcome, ranks = _join(channel, world)
         watch.start()
-        engines = _open(wishes, folders, ranks)
+        engines = _open(welcome, folders, ranks, side)
         channel.send({"done": "open"})
         _execute(channel, ranks, engines)
     except RankFailure:  # of another rank; rank 0 knows
         pass
     except Exception as error:  # any error here ends the run, and rank 0 reports it
-        channel.send(_told(error))
+        channel.send({"rank": world.rank, "pid": os.getpid(), **_told(error)})
     return watch.await_end()
+
+
+def _side(world: World, folders: Mapping[str, Path]) -> RankSide | Exception:
+    """What the engines' backend has in this process, or why it has nothing: rank 0 is told."""
+    try:
+        backend = read_engine_config(next(iter(folders.values()))).backend
+        return opener_of(backend).rank_side(world.rank, world.size, folders)
+    except Exception as error:
+        return error
 
 
 def refuse(world: World, error: LlmctlError, limit_s: float) -> int:
@@ -73,25 +86,28 @@ def refuse(world: World, error: LlmctlError, limit_s: float) -> int:
 
 
 def _join(channel: Channel, world: World) -> tuple[Mapping[str, Any], Ranks]:
-    """What rank 0 wishes, and what all ranks share. Raises RankFailure if it wants another rank."""
+    """What rank 0 wishes and what all ranks have said, and what all share. Raises RankFailure if it
+    wants another rank."""
     message, files = channel.receive_file()
     if message is None or "welcome" not in message or len(files) != 1:
         raise RankFailure("rank 0 has refused this rank, and says why")
     ranks = Ranks(world.rank, world.size, files[0], 0)
     os.close(files[0])
-    return message["welcome"], ranks
+    return message, ranks
 
 
 def _open(
-    wishes: Mapping[str, Any], folders: Mapping[str, Path], ranks: Ranks
-) -> dict[str, Engine]:
+    welcome: Mapping[str, Any], folders: Mapping[str, Path], ranks: Ranks, side: RankSide
+) -> Mapping[str, Any]:
+    wishes = welcome["welcome"]
     set_num_threads(wishes["num_threads"])
     given = wishes["windows"]
     windows = WindowOptions(tuple(given["sizes"]), given["sink_tokens"])
-    return {role: open_cpu_engine(folders[role], windows, ranks) for role in wishes["engines"]}
+    wanted = {role: folders[role] for role in wishes["engines"]}
+    return side.open(wanted, windows, ranks, welcome["said"])
 
 
-def _execute(channel: Channel, ranks: Ranks, engines: Mapping[str, Engine]) -> NoReturn:
+def _execute(channel: Channel, ranks: Ranks, engines: Mapping[str, Any]) -> NoReturn:
     while True:
         command = decode(ranks.read)
         getattr(engines[command.engine], command.call)(command.argument)

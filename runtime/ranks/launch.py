@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.errors import BadConfig, Unsupported
+from llmctl.plugins.backends.backend import BACKENDS
 
 OWN_LAUNCHER = "rank 0"
 OWN = ("LLMCTL_RANK", "LLMCTL_WORLD_SIZE", "LLMCTL_JOB")  # of ranks that rank 0 starts itself
@@ -110,8 +111,12 @@ def require_drafts(configs: Mapping[str, EngineConfig]) -> None:
 def shared_folders(
     configs: Mapping[str, EngineConfig], folders: Mapping[str, Path]
 ) -> dict[str, Path]:
-    """Of the engines that every rank has a part of; a draft engine of one rank is rank 0's."""
-    wanted = next(iter(configs.values())).num_ranks
+    """Of the engines that every rank has a part of. A draft engine of one rank is rank 0's; where
+    ranks have a GPU each, all draft alike."""
+    target = next(iter(configs.values()))
+    if BACKENDS[target.backend].on_gpu:
+        return dict(folders)
+    wanted = target.num_ranks
     return {role: folders[role] for role, c in configs.items() if c.num_ranks == wanted}
 
 

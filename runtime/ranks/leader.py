@@ -12,10 +12,10 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, TypeVar
 
 from llmctl.errors import BadConfig, RankFailure
 from llmctl.plugins.backends.cpu.ranks import Ranks, make_segment
@@ -24,6 +24,8 @@ from llmctl.runtime.ranks.commands import Command, encode
 from llmctl.runtime.ranks.identity import difference, identity
 from llmctl.runtime.ranks.launch import World, address_of
 from llmctl.runtime.ranks.processes import END_S, Followers, RankOptions, ending_of, start_rank
+
+Result = TypeVar("Result")
 
 _POLL_S = 0.1
 _START_S = 60.0  # that a process which rank 0 started has at least to come and to open engines
@@ -36,7 +38,10 @@ class Leader:
     `failure` is what ended the run; every command after it raises it.
     """
 
-    def __init__(self, options: RankOptions, world: World | None) -> None:
+    def __init__(
+        self, options: RankOptions, world: World | None, said: Mapping[str, Any] | None = None
+    ) -> None:
+        """said: what all other ranks hear of this one; what they say of themselves is in `said`."""
         if world is not None and world.rank != 0:
             raise BadConfig(
                 f"this process is rank {world.rank} of the {world.size} that {world.launcher} "
@@ -44,7 +49,10 @@ class Leader:
                 fix="call serve_rank(options) before, as llmctl.open does",
             )
         self.options = options
+        self.said: dict[int, Mapping[str, Any]] = {0: dict(said or {})}
         self.failure: RankFailure | None = None
+        self._is_leading = False
+        self.on_loss: Callable[[], None] = lambda: None  # ends what waits for a rank besides
         self._followers = Followers()
         self._end = weakref.finalize(self, self._followers.end)
         self._done: Queue[int] = Queue()  # ranks that have done what may fail
@@ -76,8 +84,9 @@ class Leader:
             self._admit(listener, own)
         segment = make_segment(options.size)
         try:
+            said = [self.said[rank] for rank in range(options.size)]
             for channel in self._followers.channels.values():
-                channel.send({"welcome": _wishes(options)}, segment)
+                channel.send({"welcome": _wishes(options), "said": said}, segment)
             return Ranks(0, options.size, segment, options.limit_s)
         finally:
             os.close(segment)
@@ -122,6 +131,7 @@ class Leader:
             channel.close()
             raise
         self._followers.channels[rank] = channel
+        self.said[rank] = said
 
     def _require_one_of_us(
         self, rank: int, said: Mapping[str, Any], own: Mapping[str, Any]
@@ -151,6 +161,24 @@ class Leader:
             self.ranks.write(encode(command))
         except RankFailure as error:
             raise self.explain(error) from error
+
+    def lead(self, command: Command, call: Callable[[], Result]) -> Result:
+        """Make a call here that every other rank makes, too. Calls within it are each rank's own:
+        they are not handed on. Raises RankFailure, and what the call raises, which ends the run."""
+        if self._is_leading:
+            return call()
+        self.command(command)
+        self._is_leading = True
+        try:
+            return call()
+        except RankFailure as error:
+            raise self.explain(error) from error
+        except Exception as error:  # any error here leaves the others waiting: it ends the run
+            self.fail(RankFailure(f"rank 0 failed: {type(error).__name__}: {error}"))
+            self.ranks.lose(0)
+            raise
+        finally:
+            self._is_leading = False
 
     def wait_for_all(self, what: str, *, is_starting: bool = False) -> None:
         """Wait until every rank has done what it was last told, which may fail; each says so.
@@ -206,6 +234,7 @@ class Leader:
         else:
             self.fail(RankFailure(f"{name} has ended", fix="see its output, or the launcher's"))
         self.ranks.lose(rank)
+        self.on_loss()
 
     def close(self) -> None:
         """End the other ranks. Happens anyway when nobody has the leader any more, and at exit."""

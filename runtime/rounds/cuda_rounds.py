@@ -185,6 +185,7 @@ class CudaRoundRunner:
         done = self._in_flight.popleft()
         with device_errors("waiting for a round"):
             done.ended.synchronize()
+            self._queue.check()
             draft_ms = done.began.elapsed_time(done.drafted)
             verify_ms = done.drafted.elapsed_time(done.verified)
             draft_ms += done.verified.elapsed_time(done.ended)
@@ -197,6 +198,12 @@ class CudaRoundRunner:
             tokens = row[RECORD_TOKENS : RECORD_TOKENS + row[RECORD_EMITTED]]
             results.append(RoundResult(row[RECORD_COMMITTED], tokens, row[RECORD_DRAFTS]))
         return RoundReport(results, draft_ms / 1e3, verify_ms / 1e3)
+
+    def forget(self) -> None:
+        """Leave the rounds in flight to whoever else reads them."""
+        while self._in_flight:
+            done = self._in_flight.popleft()
+            self._spare_events.append((done.began, done.drafted, done.verified, done.ended))
 
     def abandon(self) -> None:
         """Forget the rounds in flight."""

@@ -3,12 +3,15 @@ share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.counted_rounds import CountedRounds
-from support.e2e import KINDS
+from support.e2e import KINDS, Outputs
+from support.gpu_drafting import plain_texts
+from support.gpu_ranks import TOGETHER, RankEngines
 
 from llmctl.runtime.request import Request
 
@@ -63,6 +66,25 @@ def device_requests(requests: list[Request]) -> list[int]:
         for index, request in enumerate(requests)
         if index % len(KINDS) != 2 and request.max_draft_len is None
     ]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> RankEngines:
+    """Those of several ranks."""
+    return RankEngines(tmp_path_factory.mktemp("engines"), repository / "examples")
+
+
+@pytest.fixture(scope="module")
+def plain_together(requests: list[Request]) -> Callable[[Path], Outputs]:
+    """Of each request alone, without drafts, with all ranks on one GPU."""
+    known: dict[Path, Outputs] = {}
+
+    def texts(engine: Path) -> Outputs:
+        if engine not in known:
+            known[engine] = plain_texts(engine, requests, **TOGETHER)
+        return known[engine]
+
+    return texts
 
 
 @pytest.fixture

@@ -188,12 +188,14 @@ class FakeCapture:
         return self.graphs[-1]
 
 
-def open_on_fake_device(engine_dir: Path, queue: DeviceQueue) -> tuple[CudaEngine, FakeCapture]:
-    """A cpu engine as one of the CUDA backend."""
+def open_on_fake_device(
+    engine_dir: Path, queue: DeviceQueue, make: Callable[..., CudaEngine] = CudaEngine
+) -> tuple[CudaEngine, FakeCapture]:
+    """A cpu engine as one of the CUDA backend. make: takes what CudaEngine does."""
     capture = FakeCapture()
     config = read_engine_config(engine_dir)
     plan, weights = open_engine(engine_dir)
-    return CudaEngine(config, plan, weights, FakeProgram, queue, capture), capture
+    return make(config, plan, weights, FakeProgram, queue, capture), capture
 
 
 def bookkeeping_by_reference() -> SimpleNamespace:

@@ -1,0 +1,59 @@
+"""An engine on rank 0's GPU that all ranks run, each on its own: every call is also theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from llmctl.plugins.backends.cuda.queue import DeviceLogits
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.runtime.engines.cuda_engine import CudaEngine
+from llmctl.runtime.kv_cache import Arrival, BlockCopy, Move
+from llmctl.runtime.ranks.commands import Command
+from llmctl.runtime.ranks.leader import Leader
+
+Result = TypeVar("Result")
+
+
+class LeadingCudaEngine(CudaEngine):
+    """See CudaEngine for every method. What rounds enqueue is handed on by LeadingRounds.
+
+    Any method raises RankFailure once a rank is lost, and from then on.
+    """
+
+    def __init__(self, leader: Leader, role: str, *parts: Any, **more: Any) -> None:
+        """parts, more: of CudaEngine."""
+        super().__init__(*parts, **more)
+        self._leader, self._role = leader, role
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """On every rank."""
+        self._lead("allocate_kv_cache", num_blocks, super().allocate_kv_cache)
+        self._leader.wait_for_all("allocated its memory")
+
+    def copy_block(self, source: int, destination: int) -> None:
+        """On every rank."""
+        self.copy_blocks([BlockCopy(source, destination, self.tokens_per_block)])
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
+        """On every rank."""
+        return self._lead("copy_blocks", copies, super().copy_blocks)
+
+    def compact(self, moves: Sequence[Sequence[Move]]) -> None:
+        """On every rank."""
+        self._lead("compact", moves, super().compact)
+
+    def run(self, step: StepInputs) -> DeviceLogits:
+        """On every rank; the logits are here."""
+        return self._lead("run", step, super().run)
+
+    def feed(self, step: StepInputs) -> None:
+        """On every rank."""
+        self._lead("feed", step, super().feed)
+
+    def prepare_prompts(self, max_num_tokens: int) -> None:
+        """On every rank."""
+        self._lead("prepare_prompts", max_num_tokens, super().prepare_prompts)
+
+    def _lead(self, call: str, argument: Any, method: Callable[[Any], Result]) -> Result:
+        return self._leader.lead(Command(self._role, call, argument), lambda: method(argument))

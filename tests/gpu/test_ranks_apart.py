@@ -1,0 +1,99 @@
+"""Ranks with a GPU each write what they write on one GPU, and a lost one is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.counted_rounds import CountedRounds
+from support.e2e import DRAFT_LEN, Outputs, run_all
+from support.gpu_drafting import opened
+from support.gpu_ranks import RankEngines
+
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.ngram.method import NgramLookup
+from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.request import Request
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def method_of(name: str | None, draft: Path) -> DraftMethod:
+    if name == "ngram":
+        return NgramLookup(DRAFT_LEN, 3)
+    return PlainDecoding() if name is None else DraftEngine(draft, DRAFT_LEN)
+
+
+def run_on_gpus(
+    engine: Path,
+    method: DraftMethod,
+    requests: list[Request],
+    wanted: Outputs,
+    device_requests: list[int],
+) -> int:
+    """Accepted drafts; the text is asserted to be that of ranks on one GPU."""
+    led = [requests[index] for index in device_requests]
+    apart = opened(engine, method)
+    try:
+        with apart.executor() as executor:
+            assert run_all(executor, requests) == wanted, "all together"
+            assert [run_all(executor, [request])[0] for request in requests[:8]] == wanted[:8]
+            for _ in range(3):
+                assert run_all(executor, led) == [wanted[index] for index in device_requests]
+            return executor.get_speculation_stats().accepted_tokens
+    finally:
+        apart.close()
+
+
+@pytest.mark.parametrize("draft", [None, "engine", "ngram"])
+def test_ranks_with_a_gpu_each_write_what_they_write_on_one(
+    built: RankEngines,
+    requests: list[Request],
+    plain_together: Callable[[Path], Outputs],
+    device_requests: list[int],
+    rounds: CountedRounds,
+    draft: str | None,
+) -> None:
+    engine, method = built.wide("fp8", 2), method_of(draft, built.wide("fp8", 1))
+    wanted = plain_together(engine)
+    before = rounds.ahead
+    accepted = run_on_gpus(engine, method, requests, wanted, device_requests)
+    assert (accepted > 0) == (draft is not None)
+    assert (rounds.ahead > before + 10) == (draft != "ngram"), "devices lead where they can"
+
+
+def test_target_and_draft_may_both_have_a_part_on_each_gpu(
+    built: RankEngines,
+    requests: list[Request],
+    plain_together: Callable[[Path], Outputs],
+    device_requests: list[int],
+) -> None:
+    engine, method = built.demo("target"), method_of("engine", built.demo("draft"))
+    assert run_on_gpus(engine, method, requests, plain_together(engine), device_requests) > 50
+
+
+def test_a_run_ends_with_the_name_of_a_rank_that_is_lost(built: RankEngines) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-m", "llmctl.cli.entry", "run", "--engine-dir", built.demo("target"),
+         "--max-output-len", "900", "--end-id", "4000", "--input-text", "Once upon a time"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert run.stderr is not None
+    lines = []
+    for line in run.stderr:
+        lines.append(line)
+        if line.startswith("KV cache"):
+            break
+    (follower,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    os.kill(int(follower), signal.SIGKILL)
+    _, rest = run.communicate(timeout=60)
+    assert run.returncode == 1, (lines, rest)
+    assert "error[RankFailure]: rank 1" in rest and "was killed by SIGKILL" in rest, rest

@@ -1,0 +1,68 @@
+"""Where ranks of a cuda engine may run: a GPU each, or all on one where somebody asks for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llmctl.errors import BadConfig, NoDevice, Unsupported
+from llmctl.runtime.engines.device_check import require_ranks
+from llmctl.runtime.engines.open_cpu import CpuOpener
+
+
+def config(ranks: int, backend: str = "cuda") -> Any:
+    return SimpleNamespace(num_ranks=ranks, backend=backend)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Two that reach each other; tests change it."""
+    found: dict[str, Any] = {"count": 2, "apart": set()}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found["count"])
+    reach = lambda a, b: (a, b) not in found["apart"]  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reach)
+    return found
+
+
+def test_ranks_have_a_gpu_each(gpus: dict[str, Any]) -> None:
+    require_ranks(config(1), on_one_device=False)
+    require_ranks(config(2), on_one_device=False)
+    with pytest.raises(NoDevice, match="4 ranks, which want a GPU each; torch .* finds 2") as told:
+        require_ranks(config(4), on_one_device=False)
+    assert "--ranks-on-one-device" in told.value.fix and "--tp-size 1" in told.value.fix
+    require_ranks(config(4), on_one_device=True)
+
+
+def test_gpus_reach_each_other_both_ways(gpus: dict[str, Any]) -> None:
+    gpus["apart"] = {(1, 0)}
+    with pytest.raises(Unsupported, match="GPU 1 cannot use the memory of GPU 0"):
+        require_ranks(config(2), on_one_device=False)
+
+
+def test_one_device_is_refused_where_it_means_nothing(gpus: dict[str, Any]) -> None:
+    with pytest.raises(BadConfig, match="for cuda engines of several ranks; this one is cuda with"):
+        require_ranks(config(1), on_one_device=True)
+    with pytest.raises(BadConfig, match="this one is tensorrt with 2 ranks"):
+        require_ranks(config(2, "tensorrt"), on_one_device=True)
+    with pytest.raises(Unsupported, match="is for cuda engines; this one is cpu"):
+        CpuOpener().check(config(2, "cpu"), None, ranks_on_one_device=True)
+
+
+def test_a_launcher_starts_no_ranks_of_one_device(
+    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(BadConfig, match="all 2 ranks in one process, and Open MPI started 2"):
+        require_ranks(config(2), on_one_device=True)
+    require_ranks(config(2), on_one_device=False)
+
+
+def test_without_a_gpu_the_number_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NoDevice, match="finds 0"):
+        require_ranks(config(2), on_one_device=False)
