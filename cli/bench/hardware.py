@@ -58,10 +58,11 @@ class Reads:
 
     def step_bytes(self, step: StepRecord) -> int:
         """Bytes of a step that only generates; whole KV blocks of its requests are counted."""
-        num_drafts = max((item.draft_tokens for item in step.rounds), default=0)
+        # A draft engine computes a level of a tree at once.
+        num_runs = max((item.draft_depth for item in step.rounds), default=0)
         target = self.target_weights + step.kv_used_blocks * self.target_kv_per_block
         draft = self.draft_weights + step.kv_used_blocks * self.draft_kv_per_block
-        return target + num_drafts * draft
+        return target + num_runs * draft
 
 
 def processor_name() -> str:

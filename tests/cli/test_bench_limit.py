@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llmctl.cli.bench.hardware import EXCEEDED, Reads, limit_json, measure_cpu
@@ -14,9 +16,9 @@ READS = Reads(
 )
 
 
-def step(ms: float) -> StepRecord:
-    """A step of one round for one request, which reads 8 MB."""
-    rounds = [Round(request=0, draft_tokens=0, accepted_tokens=0, tokens=1, draft_depth=0)]
+def step(ms: float, num_drafts: int = 0, depth: int = 0) -> StepRecord:
+    """A step of one round for one request, which reads 8 MB without drafts."""
+    rounds = [Round(0, num_drafts, accepted_tokens=0, tokens=1, draft_depth=depth)]
     return StepRecord(0, 0.0, ms, 0.0, 0.0, 0, 0, 1, 0, 0, 8, rounds)
 
 
@@ -41,6 +43,13 @@ def test_the_table_says_so(ms: float, cell: tuple[str, str]) -> None:
     }
     rows = {label: (value, unit) for label, value, unit in figures(report)}
     assert rows["share of that limit"] == cell
+
+
+def test_a_draft_engine_is_read_once_a_level() -> None:
+    """Of a chain for every draft, of a tree for all drafts of a level."""
+    reads = replace(READS, draft_weights=1_000_000)
+    assert reads.step_bytes(step(1.0, 4, 4)) == 12_000_000
+    assert reads.step_bytes(step(1.0, 16, 4)) == 12_000_000
 
 
 def test_there_is_no_limit_without_a_bandwidth_or_steps_that_generate() -> None:
