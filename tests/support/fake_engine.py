@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
+
 import numpy as np
 
 from llmctl.plugins.ops.sampling.reference import sample_rows
@@ -20,10 +22,23 @@ def mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
+@cache
+def lanes(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
 def share(seed: int, count: int) -> np.ndarray:
     """`count` values in [0, 1) that follow from `seed`."""
-    lanes = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return (mix(lanes ^ np.uint64(seed)) >> np.uint64(11)) / 2.0**53
+    return (mix(lanes(count) ^ np.uint64(seed)) >> np.uint64(11)) / 2.0**53
+
+
+@lru_cache(1 << 15)
+def blend(tokens: bytes, count: int, whole_context: float) -> tuple[int, np.ndarray]:
+    """`fold` of int64 tokens, and a row that follows from them: target and draft share it."""
+    found = np.frombuffer(tokens, np.int64)
+    everything = fold(found)
+    row = 8 * share(fold(found[-2:]), count) + whole_context * share(everything, count)
+    return everything, row
 
 
 def fold(tokens: np.ndarray) -> int:
@@ -143,9 +158,7 @@ class FakeEngine:
         return known
 
     def _compute(self, tokens: np.ndarray) -> np.ndarray:
-        everything = fold(tokens)
-        row = 8 * share(fold(tokens[-2:]), self.common_vocab)
-        row += self.whole_context * share(everything, self.common_vocab)
+        everything, row = blend(tokens.tobytes(), self.common_vocab, self.whole_context)
         if share(everything ^ 0x5A5A, 1)[0] >= self.agreement:
             row = np.roll(row, 1)
         padding = np.full(self.vocab_size - self.common_vocab, 99.0)
