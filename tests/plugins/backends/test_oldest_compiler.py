@@ -21,12 +21,11 @@ OLDEST = Path(sys.prefix) / "oldest-nvrtc"  # scripts/test installs it
 
 
 @pytest.fixture
-def oldest(monkeypatch, tmp_path):
+def oldest(monkeypatch):
     if not OLDEST.exists():
         pytest.skip(f"no {OLDEST}: scripts/test installs it")
     found = list(OLDEST.glob("nvidia/*/lib/libnvrtc.so.*"))
     monkeypatch.setattr(nvrtc, "_in_wheels", lambda: [str(path) for path in found])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("llmctl.plugins.backends.cuda.compiler._memo", {})
     for cached in (nvrtc.nvrtc, nvrtc.version):
         cached.cache_clear()
