@@ -20,6 +20,7 @@ from statistics import median
 
 import torch
 
+from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from llmctl.plugins.core.calls import OpCall
 from llmctl.runtime.engines.cuda_engine import CudaEngine
@@ -40,7 +41,9 @@ class Graph:
         self.engine: CudaEngine = plan_engines({"target": folder}, max_tokens=1024).load().target
         self.engine.allocate_kv_cache(1024 // self.engine.tokens_per_block)
         self.name = name
-        self.head, self.program = find_head(self.engine._heads, name)
+        self.head, found = find_head(self.engine._heads, name)
+        assert isinstance(found, CudaProgram)
+        self.program = found
         self.program._kernels.__class__ = CompiledWhenLaunched
         step = self.engine.prepare_head(name)
         with self.engine.queue.scope():

@@ -20,14 +20,17 @@ class FirstHead(torch.nn.Module):
     def __init__(self, bias: bool, theta: float = 10000.0, **sizes: Any) -> None:
         super().__init__()
         fields = {**SIZES, **sizes}
-        config = LlamaConfig(**{name: fields[name] for name in _FIELDS}, rope_theta=theta)
+        config: Any = LlamaConfig(
+            **{name: fields[name] for name in _FIELDS} | {"rope_theta": theta}
+        )
         config._attn_implementation = "eager"
         torch.manual_seed(4)
         hidden = int(fields["hidden_size"])
         self.fc = torch.nn.Linear(2 * hidden, hidden, bias=bias)
-        self.layers = torch.nn.ModuleList([LlamaDecoderLayer(config, 0)])
-        self.layers[0].input_layernorm = torch.nn.Identity()
-        self.layers[0].post_attention_layernorm.weight.data.uniform_(0.5, 1.5)
+        layer: Any = LlamaDecoderLayer(config, 0)
+        layer.input_layernorm = torch.nn.Identity()
+        layer.post_attention_layernorm.weight.data.uniform_(0.5, 1.5)
+        self.layers = torch.nn.ModuleList([layer])
         self.rotary = LlamaRotaryEmbedding(config)
 
     def forward(self, features: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
@@ -46,21 +49,20 @@ class FirstHead(torch.nn.Module):
 
 
 @torch.no_grad()
-def fit_first_head(
-    model: torch.nn.Module, texts: list[tuple[list[int], list[int]]], **sizes: Any
-) -> FirstHead:
+def fit_first_head(model: Any, texts: list[tuple[list[int], list[int]]], **sizes: Any) -> FirstHead:
     """A head that knows what comes behind some prompts: all is random but its last product, which
     is least squares over what it reads there: the target's features, and in their place what it
     would put out itself. `sizes` are those of the target."""
     table = model.get_input_embeddings().weight.detach().float()
     output = model.get_output_embeddings().weight.detach().float()
     head = FirstHead(True, **sizes)
-    layer = head.layers[0]
+    layer: Any = head.layers[0]
     layer.self_attn.o_proj.weight *= 0.2
     read: list[torch.Tensor] = []
     layer.mlp.down_proj.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0][0]))
     layer.mlp.down_proj.weight.zero_()
-    gram, sums = 0.0, 0.0
+    gram: Any = 0.0
+    sums: Any = 0.0
     for prompt, text in texts:
         ids = torch.tensor([*prompt, *text])
         if len(ids) < 4 or len(text) < 2:
