@@ -1,0 +1,85 @@
+"""The files of a cuda engine of two ranks, opened together or each alone, down to its launches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.cuda_program import STREAM, Recorder
+from support.planted import ACCEPTANCE, SEED
+
+from llmctl.builder.build import plan_build, run_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.planted import LoadFormat
+from llmctl.plugins.backends.cuda import device_kernels
+from llmctl.plugins.backends.cuda.kernel_spec import Peers, StepShape
+from llmctl.plugins.backends.cuda.queue import DeviceQueue
+from llmctl.runtime.engines.engine_file import EngineFile, exchange_bytes, slot_bytes
+from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
+
+SHAPE = StepShape(3, 1, 3, 3, 3)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    write_checkpoint(folder / "c", Recipe("tiny", "target", ACCEPTANCE, SEED), config_only=True)
+    request = BuildRequest(max_batch_size=2, max_seq_len=64, max_num_tokens=64, tp_size=2)
+    weights = LoadFormat("planted", SEED, "target", ACCEPTANCE)
+    planned = plan_build(folder / "c", request, backend="cuda", load_format=weights)
+    run_build(planned, folder / "e")
+    return folder / "e"
+
+
+def launched(
+    file: EngineFile, monkeypatch: pytest.MonkeyPatch, peers: Peers | None = None
+) -> list[str]:
+    """Kernels of a step, by name."""
+    recorder = Recorder()
+    monkeypatch.setattr(device_kernels, "cuda_driver", lambda index: recorder)
+    loaded, _ = file.load(DeviceQueue("cpu"), peers)
+    loaded.allocate_kv_cache(3)
+    loaded.program.enqueue(SHAPE, STREAM)
+    return [name for name, *_ in recorder.launched]
+
+
+def test_ranks_launch_together_what_each_launches_alone(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels of one rank twice, but the gathering of logits, and other kernels for sums."""
+    together, alone = EngineFile.open(engine), EngineFile.open(engine, rank=1)
+    assert [rank.number for rank in alone.ranks] == [1] and len(together.ranks) == 2
+    peers = Peers(
+        rank=1,
+        num_ranks=2,
+        bases=torch.zeros(2, dtype=torch.int64),
+        state=torch.zeros(4, dtype=torch.int32),
+        lost=torch.zeros(4, dtype=torch.int32),
+        slot_bytes=slot_bytes([alone]),
+        limit_ns=1,
+    )
+    both, own = launched(together, monkeypatch), launched(alone, monkeypatch, peers)
+    exchanged = [name for name in own if ".peers." in name]
+    assert len(exchanged) == 2 * 2 + 1, "two sums a layer, and the logits"
+    rest = [name for name in own if ".peers." not in name]
+    sums = [name for name in both if name.startswith(("all_reduce", "all_gather"))]
+    assert len(sums) == 2 * 2 * 2 + 1 and not any(".peers." in name for name in sums)
+    assert sorted(name for name in both if name not in sums) == sorted(2 * rest)
+
+
+def test_memory_is_that_of_the_ranks_on_the_device(engine: Path) -> None:
+    together, alone = EngineFile.open(engine), EngineFile.open(engine, rank=0)
+    both, own = together.memory("target"), alone.memory("target")
+    assert both.weight_bytes == 2 * own.weight_bytes
+    assert both.kv_bytes_per_block == 2 * own.kv_bytes_per_block
+    assert both.scratch_bytes == own.scratch_bytes
+    assert slot_bytes([alone]) == 64 * 256 * 4  # a row of 256 for each of 64 tokens
+    assert 4 * slot_bytes([alone]) < exchange_bytes([alone]) <= 4 * slot_bytes([alone]) + (2 << 20)
+
+
+def test_one_rank_without_the_others_is_refused_its_launches(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError, match="a program of one rank computes what 2 ranks"):
+        launched(EngineFile.open(engine, rank=0), monkeypatch)
