@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -27,7 +27,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.mark.parametrize("kind", ["medusa", "redrafter", "eagle"])
-def test_one_command_trains_heads_that_build_reads(tmp_path: Path, kind: str) -> None:
+def test_one_command_trains_heads_that_build_reads(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     names = [f"module_{n}.py" for n in range(300)]
@@ -35,11 +37,10 @@ def test_one_command_trains_heads_that_build_reads(tmp_path: Path, kind: str) ->
     for name in [*[name for name in names if name not in held][:8], *held]:
         body = "".join(f"def f{n}(first):\n    return first + {n}\n\n\n" for n in range(40))
         (corpus / name).write_text(f'"""{name}"""\n{body}')
-    recipe = ["train_eagle"] if kind == "eagle" else ["train_heads", kind]
-    command = [sys.executable, "-m", f"scripts.demo.{recipe[0]}", *recipe[1:], "--smoke"]
-    command += ["--corpus", str(corpus), "--output", str(tmp_path / "heads")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    script, *words = ["train_eagle"] if kind == "eagle" else ["train_heads", kind]
+    words += ["--smoke", "--corpus", str(corpus), "--output", str(tmp_path / "heads")]
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    runpy.run_path(str(EXAMPLES.parent / f"scripts/demo/{script}.py"), run_name="__main__")
     metrics = json.loads((tmp_path / "heads/metrics.json").read_text())
     assert len(metrics["history"]) == 10 and metrics["held_out"]["positions"] > 100
     build = ["build", "--backend", "cpu", "--checkpoint-dir", str(EXAMPLES / "demo-target")]
