@@ -116,11 +116,19 @@ def compile_engine(checkpoint: Path, **options: Any) -> tuple[EnginePlan, dict[s
     return engine, {piece.name: piece for piece in described}
 
 
+# What makes a network of pieces, compiles it and reads the report; kernels and passes do not.
+_SOURCES = (
+    *("builder/*.py", "builder/tensorrt/*.py", "plugins/backends/tensorrt/*.py"),
+    *("plugins/core/*.py", "plugins/*/*/spec.py"),
+    *("plugins/*/tensorrt.py", "plugins/*/*/tensorrt.py"),
+)
+
+
 @cache
 def _sources() -> str:
-    """All that may decide what is compiled, in short."""
+    """Hash of the sources above."""
     root = Path(__file__).resolve().parents[3]
-    files = sorted(path for part in ("builder", "plugins") for path in (root / part).rglob("*.py"))
+    files = sorted(path for pattern in _SOURCES for path in root.glob(pattern))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
