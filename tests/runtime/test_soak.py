@@ -179,4 +179,7 @@ def soak_engine(target, drafter, config, num_requests, generator: np.random.Gene
         answers = [run_alone(quiet, requests) for requests in waves]
     with Executor(target, drafter, config, sampling) as executor:
         soak(executor, waves, answers, generator)
-        assert executor.get_speculation_stats().accepted_tokens > 0
+        stats = executor.get_speculation_stats()
+        # By measured cost: on a busy machine a few are tried, and then none.
+        adapts = config.adaptive_draft_len
+        assert (stats.draft_tokens if adapts else stats.accepted_tokens) > 0
