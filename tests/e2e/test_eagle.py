@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.e2e import DemoPair, Outputs, cancel_some, run_all
+from support.e2e import DemoPair, Outputs, cancel_some, float_target, known_texts, run_all
 from support.eagle import fit_head
 from support.fake_device_runs import accepted_by_host, never_need_the_host, rounds_on_device
-from transformers import AutoModelForCausalLM
 
 from llmctl.builder.engine_format import parse_choices
 from llmctl.runtime.api.executor import Executor
@@ -44,14 +42,9 @@ def engine(
 ) -> Path:
     """With a head that knows what comes of the requests."""
     folder = tmp_path_factory.mktemp("eagle")
-    model = AutoModelForCausalLM.from_pretrained(
-        repository / "examples/demo-target", dtype=torch.float32
+    fit_head(float_target(repository), known_texts(requests, plain)).write(
+        folder / "head", "demo-target"
     )
-    texts = [
-        (list(request.input_token_ids), list(output[0]))
-        for request, output in zip(requests, plain, strict=True)
-    ]
-    fit_head(model.eval(), texts).write(folder / "head", "demo-target")
     demo.llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
                 "--output-dir", folder / "engine", "--max-batch-size", 16, "--max-seq-len", 1024,
                 "--speculative-decoding-mode", "eagle", "--max-draft-len", 12,

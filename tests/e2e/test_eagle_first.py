@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from support.e2e import DemoPair, Outputs, run_all
+from support.e2e import DemoPair, Outputs, float_target, known_texts, run_all
 from support.eagle import save_head
 from support.eagle_first import fit_first_head
 from support.fake_device_runs import accepted_by_host, never_need_the_host, rounds_on_device
-from transformers import AutoModelForCausalLM
 
 from llmctl.runtime.drafting.eagle.method import Eagle
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
@@ -38,14 +36,7 @@ def engine(
 ) -> Path:
     """With a head that knows what comes of the requests."""
     folder = tmp_path_factory.mktemp("eagle-1")
-    model = AutoModelForCausalLM.from_pretrained(
-        repository / "examples/demo-target", dtype=torch.float32
-    )
-    texts = [
-        (list(request.input_token_ids), list(output[0]))
-        for request, output in zip(requests, plain, strict=True)
-    ]
-    head = fit_first_head(model.eval(), texts, **SIZES)
+    head = fit_first_head(float_target(repository), known_texts(requests, plain), **SIZES)
     save_head(folder / "head", head.tensors(), **SIZES, draft_vocab_size=None)
     demo.llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
                 "--output-dir", folder / "engine", "--max-batch-size", 16, "--max-seq-len", 1024,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def test_another_rank_goes_through_the_same_rounds(
     folder = demo.engine("target-fp8")
     other, _ = open_on_fake_device(folder, queue)
     following = FollowingRounds({"target": other}, capture)
-    leader = OtherRank({"target": other, ROUNDS: following})
+    leader: Any = OtherRank({"target": other, ROUNDS: following})
     make = partial(LeadingCudaEngine, leader, "target")
     engine, _ = open_on_fake_device(folder, queue, make)
     method, engines = PlainDecoding(), {"target": engine}
@@ -52,7 +53,7 @@ def test_another_rank_goes_through_the_same_rounds(
     own = CudaRoundRunner(engine, on_device, FakeCapture())
     described = describe(on_device)
     assert described is not None
-    runner = LeadingRounds(leader, own, described, ())  # type: ignore[arg-type]
+    runner = LeadingRounds(leader, own, described, ())
     config = ExecutorConfig(KvCacheConfig(num_blocks=300), check_invariants=True)
     sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
     free = [replace(request, max_draft_len=None) for request in requests]

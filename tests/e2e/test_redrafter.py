@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.e2e import DemoPair, Outputs, cancel_some, run_all
+from support.e2e import DemoPair, Outputs, cancel_some, float_target, run_all
 from support.fake_device_runs import accepted_by_host, never_need_the_host, rounds_on_device
 from support.redrafter import RECURRENCES, fit_head, make_head, save_as, save_head
-from transformers import AutoModelForCausalLM
 
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.drafting.method import DraftMethod
@@ -49,14 +47,11 @@ def engine(
 ) -> Path:
     """With a head that knows what comes of the requests."""
     folder = tmp_path_factory.mktemp("redrafter")
-    model = AutoModelForCausalLM.from_pretrained(
-        repository / "examples/demo-target", dtype=torch.float32
-    )
     texts = [
         [*request.input_token_ids[-32:], *output[0]]
         for request, output in zip(requests, plain, strict=True)
     ]
-    head = save_head(folder / "head", fit_head(model.eval(), texts, 4096))
+    head = save_head(folder / "head", fit_head(float_target(repository), texts, 4096))
     return build(demo, head, folder / "engine", NUM_BEAMS, TREE_LEN // NUM_BEAMS)
 
 

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.counted_rounds import CountedRounds
-from support.e2e import Outputs, llmctl
+from support.e2e import Outputs, float_target, known_texts, llmctl
 from support.eagle import save_head
 from support.eagle_first import fit_first_head
 from support.gpu import quantize
 from support.gpu_drafting import plain_texts, run_in_every_company
-from transformers import AutoModelForCausalLM
 
 from llmctl.runtime.drafting.eagle.method import Eagle
 from llmctl.runtime.request import Request
@@ -58,14 +56,7 @@ def test_a_head_that_knows_the_text_changes_no_token(
 ) -> None:
     """Chains on the device, then trees that the host grows."""
     plain: Outputs = plain_texts(build(None), requests)
-    model = AutoModelForCausalLM.from_pretrained(
-        repository / "examples/demo-target", dtype=torch.float32
-    )
-    texts = [
-        (list(request.input_token_ids), list(output[0]))
-        for request, output in zip(requests, plain, strict=True)
-    ]
-    head = fit_first_head(model.eval(), texts, **SIZES)
+    head = fit_first_head(float_target(repository), known_texts(requests, plain), **SIZES)
     engine = build(save_head(tmp_path, head.tensors(), **SIZES, draft_vocab_size=None))
     for method in (Eagle(5), Eagle(num_offers=3)):
         stats = run_in_every_company(engine, method, requests, plain)

@@ -153,6 +153,22 @@ def cancel_some(
             assert results[request_id] == wanted[0]
 
 
+def float_target(repository: Path) -> Any:
+    """The demo target as transformers has it, in float32."""
+    from transformers import AutoModelForCausalLM  # seconds that other tests need not wait
+
+    folder = repository / "examples/demo-target"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def known_texts(requests: list[Request], plain: Outputs) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and the first output of each."""
+    return [
+        (list(request.input_token_ids), list(output[0]))
+        for request, output in zip(requests, plain, strict=True)
+    ]
+
+
 def run_all(executor: Executor, requests: list[Request]) -> Outputs:
     """Outputs of every request, per returned sequence, all enqueued together."""
     ids = executor.enqueue_requests(requests)

@@ -11,7 +11,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
 )
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.quantize.kernel import RowPlan, plan_rows
+from llmctl.plugins.ops.quantize.kernel import RowPlan, launch_rows, plan_rows
 
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
@@ -21,12 +21,8 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     """Add the first rows."""
-    rows = env.count(shape)
-    if rows == 0:
-        return []
-    spec, plan = _spec(call)
     arguments = (call.inputs["x"], call.inputs["residual"], call.outputs["out"])
-    return [Launch(spec, (rows, plan.num_blocks, 1), arguments)]
+    return launch_rows(_spec(call), env.count(shape), arguments)
 
 
 def _spec(call: OpCall) -> tuple[KernelSpec, RowPlan]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llmctl.plugins.backends.cuda.dtypes import pointer, short_name
 from llmctl.plugins.backends.cuda.kernel_spec import (
@@ -13,6 +15,9 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
 )
 from llmctl.plugins.core.calls import OpCall
+
+if TYPE_CHECKING:
+    import torch
 
 _BLOCK = 1024  # columns of a thread block where rows need not stay whole
 
@@ -52,6 +57,14 @@ def plan_rows(call: OpCall, width: int, *, whole: bool) -> RowPlan:
     return RowPlan(scaling, block, -(-width // block), num_warps)
 
 
+def launch_rows(
+    planned: tuple[KernelSpec, RowPlan], rows: int, arguments: Sequence[torch.Tensor | int]
+) -> list[Launch]:
+    """A row-wise operator over the first rows; nothing where there are none."""
+    spec, plan = planned
+    return [Launch(spec, (rows, plan.num_blocks, 1), tuple(arguments))] if rows else []
+
+
 def power_of_two(count: int) -> int:
     """The smallest power of two >= count."""
     return 1 << max(0, count - 1).bit_length()
@@ -64,17 +77,13 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     """Quantize the first rows of `x`."""
-    rows = env.count(shape)
-    if rows == 0:
-        return []
-    spec, plan = _spec(call)
     out = call.outputs["out"]
     # An absent role is not read: any tensor of its type can be passed.
     scales = call.inputs.get("scale", call.outputs.get("out_scale"))
     out_scales = call.outputs.get("out_scale", scales)
     assert scales is not None and out_scales is not None, f"{call.name} has no scale"
     arguments = (call.inputs["x"], scales, out, out_scales)
-    return [Launch(spec, (rows, plan.num_blocks, 1), arguments)]
+    return launch_rows(_spec(call), env.count(shape), arguments)
 
 
 def _spec(call: OpCall) -> tuple[KernelSpec, RowPlan]:

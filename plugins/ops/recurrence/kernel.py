@@ -11,7 +11,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
 )
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.quantize.kernel import RowPlan, plan_rows
+from llmctl.plugins.ops.quantize.kernel import RowPlan, launch_rows, plan_rows
 
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
@@ -21,14 +21,10 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     """The states of the first rows of `x`."""
-    rows = env.count(shape)
-    if rows == 0:
-        return []
-    spec, plan = _spec(call)
     x, context = call.inputs["x"], call.inputs["context"]
     carry = call.inputs.get("carry", x)  # not read where it is absent
     arguments = (x, context, carry, env.step.logit_rows, call.outputs["out"], call.outputs["state"])
-    return [Launch(spec, (rows, plan.num_blocks, 1), (*arguments, len(context)))]
+    return launch_rows(_spec(call), env.count(shape), (*arguments, len(context)))
 
 
 def _spec(call: OpCall) -> tuple[KernelSpec, RowPlan]:

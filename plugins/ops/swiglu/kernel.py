@@ -11,7 +11,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
 )
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.quantize.kernel import RowPlan, plan_rows
+from llmctl.plugins.ops.quantize.kernel import RowPlan, launch_rows, plan_rows
 
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
@@ -21,15 +21,11 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     """Activate the first rows of `x`."""
-    rows = env.count(shape)
-    if rows == 0:
-        return []
-    spec, plan = _spec(call)
     x, out = call.inputs["x"], call.outputs["out"]
     # An absent role is not accessed: any tensor of its type can be passed.
     scale = call.inputs.get("scale", call.outputs.get("out_scale", x))
     arguments = (x, scale, out, call.outputs.get("out_scale", scale))
-    return [Launch(spec, (rows, plan.num_blocks, 1), arguments)]
+    return launch_rows(_spec(call), env.count(shape), arguments)
 
 
 def _spec(call: OpCall) -> tuple[KernelSpec, RowPlan]:

@@ -67,9 +67,10 @@ class Linears(torch.nn.Module):
             linear.load_state_dict(values)
             # ModelOpt's presets leave out modules that are called lm_head
             self.add_module(name.replace(".", "_").replace("lm_head", "part"), linear)
-        self.head = TorchHead(recurrence, tensors, embedding)
+        head: Any = TorchHead(recurrence, tensors, embedding)
         # The product alone is replaced, so that ModelOpt's quantizers see what a head computes.
-        self.head._linear = lambda name, x: self.linear(name)(x)  # type: ignore[method-assign]
+        head._linear = lambda name, x: self.linear(name)(x)
+        self.head = head
 
     def linear(self, name: str) -> Any:
         return self.get_submodule(name.replace(".", "_").replace("lm_head", "part"))
