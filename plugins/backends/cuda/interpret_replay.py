@@ -45,7 +45,7 @@ def replayed(function: Any, semantic: Any) -> Any:
         try:
             for arg in args:
                 if type(arg) is tensor:
-                    parts.append(arg.type.name)
+                    parts.append(_type_of(arg))
                     handles.append(arg.handle)
                 else:
                     parts.append(_key_of(arg, handles, core))
@@ -65,6 +65,12 @@ def replayed(function: Any, semantic: Any) -> Any:
     return interpreted
 
 
+def _type_of(value: Any) -> Any:
+    """A tensor's type, and its handle's: the interpreter's comparisons give handles of their
+    operands' type, and what is made of them depends on it."""
+    return value.type.name, getattr(value.handle.dtype, "name", None)
+
+
 def _key_of(value: Any, handles: list[Handle], core: Any) -> Any:
     """What an operation may ask of an argument; the handles of tensors in it are appended."""
     kind = type(value)
@@ -74,7 +80,7 @@ def _key_of(value: Any, handles: list[Handle], core: Any) -> Any:
         return kind, _key_of(value.value, handles, core)
     if kind is core.tensor:
         handles.append(value.handle)
-        return value.type.name
+        return _type_of(value)
     if kind is float:  # -0.0 equals 0.0, and NaN nothing
         return kind, value.hex()
     if kind is core.dtype:
