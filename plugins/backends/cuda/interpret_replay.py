@@ -65,10 +65,8 @@ def replayed(function: Any, semantic: Any) -> Any:
     return interpreted
 
 
-def _type_of(value: Any) -> Any:
-    """A tensor's type, and its handle's: the interpreter's comparisons give handles of their
-    operands' type, and what is made of them depends on it."""
-    return value.type.name, getattr(value.handle.dtype, "name", None)
+def _type_of(x: Any) -> Any:  # also the handle's: comparisons give handles of what they compare
+    return x.type.name, getattr(x.handle.dtype, "name", None)
 
 
 def _key_of(value: Any, handles: list[Handle], core: Any) -> Any:

@@ -140,3 +140,13 @@ def test_an_operand_that_comes_twice_is_two_operands(monkeypatch):
         assert product_of(x, x).handle.data.tolist() == [9] * 4
         assert product_of(x, y).handle.data.tolist() == [15] * 4
         assert len(interpret_replay._recipes) == 1
+
+
+def test_what_comparisons_made_keeps_the_type_of_what_was_compared(monkeypatch):
+    """All are int1, but a scalar that is broadcast becomes numbers of its handle's type."""
+    monkeypatch.setattr(interpret_replay, "_recipes", {})
+    with interpret._interpreted():
+        less, both = (builtins_of(tl.tensor)[name] for name in ("__lt__", "__and__"))
+        for kind in (tl.float32, tl.int32):
+            found = both(*(less(operand(kind, (), 3), operand(kind, (), n)) for n in (4, 5)))
+            assert found.type == tl.int1 and found.handle.dtype == kind
