@@ -1,4 +1,4 @@
-"""The time of a step that several ranks share: computed, for no step of several GPUs was measured.
+"""The time of a step that several ranks share: computed (docs/performance/tensor_parallel.md has the measured ones).
 
     step = bytes a rank reads / (bandwidth of the GPU x READ_SHARE)
            + layers x exposed time of a layer (bytes of the rank's part of it)
