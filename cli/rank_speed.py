@@ -1,4 +1,6 @@
-"""The time of a step that several ranks share: computed (docs/performance/tensor_parallel.md has the measured ones).
+"""The time of a step that several ranks share: computed.
+
+docs/performance/tensor_parallel.md has the steps that were measured, too.
 
     step = bytes a rank reads / (bandwidth of the GPU x READ_SHARE)
            + layers x exposed time of a layer (bytes of the rank's part of it)
