@@ -23,7 +23,7 @@ from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.merge import merge_linears
 from llmctl.builder.passes.pack import pack_linears
 from llmctl.builder.passes.quantize import LinearScales, quantize_linears
-from llmctl.builder.passes.ranks import split_over_ranks
+from llmctl.builder.passes.ranks import fuse_norms, split_over_ranks
 from llmctl.builder.passes.tactics import choose_tactics
 from llmctl.builder.sharding import reduce_partial_sums
 from llmctl.builder.sources import RotaryTable
@@ -66,6 +66,7 @@ def run_passes(
     if not able.compiles_plans:
         network = split_over_ranks(network, limits.tp_size, limits.sum_leaves)
     if able.packs_linears:
+        network = fuse_norms(network)
         is_fused = plugin_config["gemm_swiglu_plugin"] != "disable"
         network, *rewritten = (
             fuse_embedding(pack_linears(graph, fuse_swiglu=is_fused))

@@ -4,6 +4,8 @@ A projection back to the hidden dimension leaves float32 partial sums; all_reduc
 ranks, then scales, adds the bias and rounds, once, as one rank would. The output projection
 computes a rank's share of the vocabulary; all_gather puts the shares side by side in rank 0.
 
+Where a norm reads the sum alone, a backend that packs linears gets both as one operator.
+
 With `sum_leaves` L these projections add K as L parts joined in a balanced tree, of which a rank
 has a whole subtree, so that engines of every number of ranks give the same bits.
 """
@@ -19,6 +21,7 @@ from llmctl.builder.schemes.reading import CodedRows
 from llmctl.builder.sharding import SPLIT_COLUMNS, ColumnShard, VocabularyShard
 from llmctl.builder.sources import Source
 from llmctl.errors import Unsupported
+from llmctl.plugins.fused.all_reduce_norm.spec import warps_of
 
 _AFTER_SUM = ("weight_scale", "x_scale", "bias")
 
@@ -36,6 +39,25 @@ def split_over_ranks(network: Network, num_ranks: int, sum_leaves: int) -> Netwo
             _split_vocabulary(split, node, num_ranks)
     split.prune()
     return split
+
+
+def fuse_norms(network: Network) -> Network:
+    """all_reduce then rms_norm(sum, residual) -> all_reduce_norm, where a kernel does it."""
+    fused = network.copy()
+    for total in [node for node in network.nodes if node.op == "all_reduce"]:
+        norm, *others = fused.consumers(total.outputs["out"])
+        width = fused.tensors[total.outputs["out"]].shape[1]
+        if others or norm.op != "rms_norm" or "out_scale" in norm.outputs:
+            continue
+        if "residual" not in norm.inputs or warps_of(int(width)) is None:
+            continue
+        inputs = {**total.inputs, "norm_weight": norm.inputs["weight"]}
+        inputs |= {role: t for role, t in norm.inputs.items() if role in ("residual", "scale")}
+        attributes = {**total.attributes, **norm.attributes}
+        node = Node("all_reduce_norm", total.name, inputs, norm.outputs, attributes)
+        fused.replace_nodes([total, norm], [node], at=norm)
+    fused.prune()
+    return fused
 
 
 def _split_sum(network: Network, node: Node, num_ranks: int, sum_leaves: int) -> None:

@@ -105,7 +105,10 @@ class Decoder:
         if "residual" not in op.inputs:
             self._require(op, "x", "stream", 0)
             return _Meaning("normal", 0, scale)
-        branch = self._take(op, "x", "branch")
+        return self._added(op, self._take(op, "x", "branch"), scale)
+
+    def _added(self, op: PlanOp, branch: _Meaning, scale: str | None) -> _Meaning:
+        """What the norm of a branch and the residual gives; the sum is noted."""
         self._require(op, "residual", "stream", branch.number)
         if "residual_out" in op.outputs:
             self._values[op.outputs["residual_out"]] = _Meaning("stream", branch.number + 1)
@@ -141,10 +144,16 @@ class Decoder:
         self._values[out] = made
 
     def _sum(self, op: PlanOp) -> None:
+        self._values[op.outputs["out"]] = self._summed(op)
+
+    def _summed(self, op: PlanOp) -> _Meaning:
         read = self._take(op, "x", "partial")
         self._require_scale(op, read)
         self._require_ranks(op)
-        self._values[op.outputs["out"]] = _Meaning("branch", read.number)
+        return _Meaning("branch", read.number)
+
+    def _sum_and_norm(self, op: PlanOp) -> None:
+        self._values[op.outputs["out"]] = self._added(op, self._summed(op), self._quantizer(op))
 
     def _collect(self, op: PlanOp) -> None:
         self._require_ranks(op)
@@ -244,5 +253,6 @@ _RULES: Mapping[str, Callable[[Decoder, PlanOp], Any]] = {
     "quantize": Decoder._quantize,
     "gather_rows": Decoder._gather,
     "all_reduce": Decoder._sum,
+    "all_reduce_norm": Decoder._sum_and_norm,
     "all_gather": Decoder._collect,
 }

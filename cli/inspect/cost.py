@@ -106,6 +106,8 @@ def fused(op: PlanOp) -> list[str]:
     quantize = ["quantize"] if "scale" in op.inputs or "out_scale" in op.outputs else []
     norms = ["q_norm", "k_norm"] if "q_norm" in op.inputs else []
     add = ["add"] if "residual" in op.inputs else []
+    if op.op == "all_reduce_norm":
+        return ["all_reduce", *add, "rms_norm", *quantize]
     if "norm_weight" in op.inputs:
         merged = [*add, "rms_norm", *(["quantize"] if "x_scale" in op.inputs else []), *merged]
     return {

@@ -8,7 +8,7 @@ import torch
 
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.example_parts import Example, empty, no_cache, plain_step, random_tensor
-from llmctl.plugins.core.op_spec import Case
+from llmctl.plugins.core.op_spec import FP8, Case
 
 
 def _all_reduce(case: Case, generator: torch.Generator) -> Example:
@@ -24,6 +24,29 @@ def _all_reduce(case: Case, generator: torch.Generator) -> Example:
     return Example(call, plain_step(tokens), no_cache())
 
 
+def _all_reduce_norm(case: Case, generator: torch.Generator) -> Example:
+    tokens, hidden, dtype = int(case["tokens"]), int(case["hidden"]), str(case["dtype"])
+    inputs = {
+        "x": random_tensor((tokens, hidden), "float32", generator),
+        "weight_scale": torch.rand((hidden,), generator=generator) + 0.5,
+        "x_scale": torch.rand((1,), generator=generator) + 0.5,
+        "residual": random_tensor((tokens, hidden), dtype, generator),
+        "norm_weight": random_tensor((hidden,), dtype, generator),
+    }
+    if case["bias"]:
+        inputs["bias"] = random_tensor((hidden,), dtype, generator)
+    if case["scaling"] == "static":
+        inputs["scale"] = torch.rand((1,), generator=generator) / 64 + 1 / 64
+    out_dtype = FP8 if case["scaling"] == "static" else dtype
+    made = {
+        "out": empty((tokens, hidden), out_dtype),
+        "residual_out": empty((tokens, hidden), dtype),
+    }
+    attributes = {"ranks": 1, "epsilon": 1e-5}
+    call = OpCall("all_reduce_norm", "sum", inputs, made, attributes)
+    return Example(call, plain_step(tokens), no_cache())
+
+
 def _all_gather(case: Case, generator: torch.Generator) -> Example:
     tokens, own, columns = (int(case[k]) for k in ("tokens", "own", "columns"))
     inputs = {"x": random_tensor((tokens, own), "float32", generator)}
@@ -34,5 +57,6 @@ def _all_gather(case: Case, generator: torch.Generator) -> Example:
 
 RANK_MAKERS: Mapping[str, Callable[[Case, torch.Generator], Example]] = {
     "all_reduce": _all_reduce,
+    "all_reduce_norm": _all_reduce_norm,
     "all_gather": _all_gather,
 }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.core.op_spec import OpSpec
+from llmctl.plugins.fused.all_reduce_norm.spec import SPEC as ALL_REDUCE_NORM
 from llmctl.plugins.fused.embedding_norm.spec import SPEC as EMBEDDING_NORM
 from llmctl.plugins.fused.packed_linear_rope_kv.spec import SPEC as PACKED_LINEAR_ROPE_KV
 from llmctl.plugins.fused.packed_linear_swiglu.spec import SPEC as PACKED_LINEAR_SWIGLU
@@ -52,7 +53,7 @@ _FOLDERS: Mapping[str, tuple[OpSpec, ...]] = {
         ALL_GATHER,
         ADD,
     ),
-    "fused": (EMBEDDING_NORM, PACKED_LINEAR_SWIGLU, PACKED_LINEAR_ROPE_KV),
+    "fused": (EMBEDDING_NORM, PACKED_LINEAR_SWIGLU, PACKED_LINEAR_ROPE_KV, ALL_REDUCE_NORM),
 }
 CPU_KINDS = (  # what the cpu backend has, in the order of Kind in its abi.h
     "embedding",

@@ -46,7 +46,7 @@ from llmctl.runtime.engines.tensorrt_check import present_capability, require_te
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows
 from llmctl.runtime.rounds.verification import graph_launches, head_launches
 
-OF_RANKS = ("all_reduce", "all_gather")
+OF_RANKS = ("all_reduce", "all_reduce_norm", "all_gather")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from llmctl.runtime.engines.planted_text import planted_text as planted_text
 CHUNK = 1 << 25  # elements made at a time
 SCALE = 1 / 32  # of activations and KV entries, which are of unit size: FP8 then reaches to 14
 _EMBEDDINGS = ("embedding", "embedding_norm")
+_SUMS = ("all_reduce", "all_reduce_norm")
 INERT = 2.0**-14  # factor of what must not change the residual stream (BF16 keeps 8 bits)
 
 Fill = Callable[[torch.Tensor], None]
@@ -76,7 +77,7 @@ def _fill_for(
 ) -> Fill:
     """How a weight is filled, by what it is to its operator."""
     if role == "weight_scale":
-        product = _written_by(op.inputs["x"], plan) if op.op == "all_reduce" else op
+        product = _written_by(op.inputs["x"], plan) if op.op in _SUMS else op
         own = _form(product, plan).spread
         assert own is not None, f"{op.name} has scales of weights that need none"
         inner = _inner(product, plan) * int(op.attributes.get("ranks", 1))
@@ -85,6 +86,7 @@ def _fill_for(
     if role in ("scale", "x_scale", "k_scale", "v_scale", "out_scale"):
         return lambda tensor: _constant(tensor, SCALE)
     if role in ("q_norm", "k_norm", "norm_weight") or op.op == "rms_norm":
+        is_inert = is_inert and op.op not in _SUMS  # the product before the sum is
         return lambda tensor: _constant(tensor, INERT if is_inert else 1.0)
     if role == "index":
         count = int(_shape(op.inputs["x"], plan)[1])

@@ -1,4 +1,5 @@
-"""Times what ranks with a GPU each exchange: sums behind O and down products, and logits.
+"""Times what ranks with a GPU each exchange: sums behind O and down products, alone and with the
+norm that follows, and logits.
 
     python -m scripts.bench.ranks [--ranks 2] [--hidden 8192] [--vocab 128256]
 
@@ -32,7 +33,8 @@ def measure(rank: int, ranks: int, pipe: Connection, hidden: int, vocab: int) ->
     own = ExchangingRank(rank, ranks, pipe, most, limit_s=20.0)
     found = []
     for rows in ROWS:
-        for call in (_sum(own, rows, hidden), _gathering(own, rows, share, vocab)):
+        calls = (_sum(own, rows, hidden), _norm(own, rows, hidden))
+        for call in (*calls, _gathering(own, rows, share, vocab)):
             entering = call.inputs["x"].nbytes * (ranks - 1)
             found.append((call.op, rows, _time(own, call, rows), entering))
     pipe.send(found)
@@ -47,6 +49,21 @@ def _sum(own: ExchangingRank, rows: int, hidden: int) -> OpCall:
     }
     out = torch.empty(rows, hidden, dtype=torch.bfloat16, device=own.device)
     return OpCall("all_reduce", "sum", inputs, {"out": out}, {"ranks": own.ranks})
+
+
+def _norm(own: ExchangingRank, rows: int, hidden: int) -> OpCall:
+    summed = _sum(own, rows, hidden)
+    stream = torch.randn(rows, hidden, device=own.device).bfloat16()
+    inputs = {
+        **summed.inputs,
+        "residual": stream,
+        "norm_weight": torch.ones(hidden, dtype=torch.bfloat16, device=own.device),
+        "scale": torch.tensor([0.05], device=own.device),
+    }
+    out = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device=own.device)
+    outputs = {"out": out, "residual_out": torch.empty_like(stream)}
+    attributes = {"ranks": own.ranks, "epsilon": 1e-5}
+    return OpCall("all_reduce_norm", "sum and norm", inputs, outputs, attributes)
 
 
 def _gathering(own: ExchangingRank, rows: int, share: int, vocab: int) -> OpCall:
@@ -80,13 +97,13 @@ def main() -> None:
     options = parser.parse_args()
     cards = torch.cuda.device_count()
     print(f"{options.ranks} ranks on {min(cards, options.ranks)} x {torch.cuda.get_device_name()}")
-    print(f"{'kernel':<12}{'rows':>6}{'us':>9}{'min':>9}{'max':>9}{'share':>9}")
+    print(f"{'kernel':<16}{'rows':>6}{'us':>9}{'min':>9}{'max':>9}{'share':>9}")
     by_rank = run_ranks(options.ranks, measure, options.hidden, options.vocab)
     for each in zip(*by_rank, strict=True):
         op, rows, _, entering = each[0]
         median, least, most = max(times for _, _, times, _ in each)
         share = 1e6 * entering / LINK_BYTES_S / median
-        print(f"{op:<12}{rows:>6}{median:>9.2f}{least:>9.2f}{most:>9.2f}{share:>9.1%}")
+        print(f"{op:<16}{rows:>6}{median:>9.2f}{least:>9.2f}{most:>9.2f}{share:>9.1%}")
 
 
 if __name__ == "__main__":

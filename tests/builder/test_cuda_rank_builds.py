@@ -16,8 +16,10 @@ from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_kernels import kernel_specs, scratch_bytes, step_limits
 from llmctl.builder.plan import PlanOp
 from llmctl.errors import Unsupported
+from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
 from llmctl.plugins.ops.packed_linear import layout
 from llmctl.plugins.schemes.table import find_form
+from llmctl.runtime.engines.engine_file import OF_RANKS
 
 LIMITS = {"max_batch_size": 4, "max_seq_len": 96, "max_num_tokens": 64}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 128}
@@ -26,6 +28,10 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size"
 def plan(folder: Path, backend: str, **request: Any) -> EnginePlan:
     request = BuildRequest(**LIMITS, **request)
     return plan_build(folder, request, backend=backend, with_binaries=False)
+
+
+def limits_of(engine: EnginePlan) -> StepLimits:
+    return step_limits(engine.plan, engine.limits)
 
 
 def order_of(op: PlanOp, rows: int) -> torch.Tensor:
@@ -132,15 +138,31 @@ def test_partial_sums_leave_a_product_unscaled_and_are_added_after_it(tmp_path: 
             assert kinds[op.outputs["out"]][0] == "bfloat16"
     last = engine.plan.ops[-1]
     assert (last.op, last.outputs["out"]) == ("all_gather", engine.plan.logits)
-    limits = step_limits(engine.plan, engine.limits)
+    limits = limits_of(engine)
     names = {spec.name for spec in kernel_specs(engine.plan, limits)}
     assert "all_reduce.bf16.w64.r4.weight_scale.x_scale.bias" in names
     assert "all_gather.w64.w131.r4" in names
     assert scratch_bytes(engine.plan, limits) > 0
 
 
+def test_a_norm_is_part_of_the_sum_before_it_where_rows_have_whole_parts(tmp_path: Path) -> None:
+    """Rows of 64 have not: there the operators stay two."""
+    for hidden, is_fused in ((64, False), (256, True)):
+        folder = tmp_path / str(hidden)
+        write_checkpoint(folder, "llama", "fp8", **HEADS, hidden_size=hidden)
+        engine = plan(folder, "cuda", tp_size=2)
+        sums = [op for op in engine.plan.ops if op.op.startswith("all_reduce")]
+        assert {op.op for op in sums} == {"all_reduce_norm" if is_fused else "all_reduce"}
+        assert len(sums) == 2 * engine.config.pretrained_config["num_hidden_layers"]
+        norms = [op for op in engine.plan.ops if op.op == "rms_norm"]
+        norms += [op for op in engine.plan.ops if "norm_weight" in op.inputs]
+        assert len(norms) == len(sums) + 1, "every norm once"
+        names = {spec.name for spec in kernel_specs(engine.plan, limits_of(engine))}
+        assert any(name.startswith("all_reduce_norm.peers.") for name in names) == is_fused
+
+
 def test_one_rank_pays_nothing(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "c", "llama", "fp8", **HEADS)
     plan_of_one = plan(folder, "cuda").plan
-    assert not {"all_reduce", "all_gather"} & {op.op for op in plan_of_one.ops}
+    assert not {op.op for op in plan_of_one.ops} & set(OF_RANKS)
     assert all("is_partial" not in op.attributes for op in plan_of_one.ops)

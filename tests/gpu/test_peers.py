@@ -11,19 +11,23 @@ import torch
 
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.all_gather.reference import gather_ranks
+from llmctl.plugins.ops.all_reduce.peers import TURN
 from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
 from scripts.bench.ranks_support import ExchangingRank, run_ranks
 
 ROWS, HIDDEN, OWN = 96, 1536, 192
 SLOT_BYTES = ROWS * HIDDEN * 4
 LIMIT_S = 20.0
+KINDS = ("sum", "scaled", "gather", "norm", "norm fp8")
+LAUNCHES, EPSILON = 20, {"epsilon": 1e-5}
+Wanted = dict[str, torch.Tensor]
 
 
 class Rank(ExchangingRank):
     """One process's kernels, and what they are to compute."""
 
-    def call(self, kind: str, rows: int, seed: int) -> tuple[OpCall, torch.Tensor]:
-        """(the call of this rank, its result by the reference), from numbers that all know."""
+    def call(self, kind: str, rows: int, seed: int) -> tuple[OpCall, Wanted]:
+        """(the call of this rank, its results by role), from numbers that all know."""
         generator = torch.Generator().manual_seed(seed)
         width = OWN if kind == "gather" else HIDDEN
         parts = torch.randn((self.ranks, rows, width), generator=generator)
@@ -33,9 +37,10 @@ class Rank(ExchangingRank):
             out = torch.full((rows, columns), torch.nan, device=self.device)
             wanted = torch.empty((rows, columns))
             gather_ranks(list(parts), {"out": wanted})
-            return OpCall("all_gather", "g", {"x": x}, {"out": out}, {"ranks": self.ranks}), wanted
+            call = OpCall("all_gather", "g", {"x": x}, {"out": out}, {"ranks": self.ranks})
+            return call, {"out": wanted}
         after = {}
-        if kind == "scaled":
+        if kind != "sum":
             after = {
                 "weight_scale": torch.rand(HIDDEN, generator=generator) + 0.5,
                 "x_scale": torch.tensor([0.75]),
@@ -44,16 +49,47 @@ class Rank(ExchangingRank):
         wanted = torch.empty((rows, HIDDEN), dtype=torch.bfloat16)
         reduce_ranks(list(parts), after, {"out": wanted})
         inputs = {"x": x, **{role: tensor.to(self.device) for role, tensor in after.items()}}
+        if kind.startswith("norm"):
+            return self._with_norm(inputs, wanted, generator, is_fp8=kind == "norm fp8")
         out = torch.zeros((rows, HIDDEN), dtype=torch.bfloat16, device=self.device)
-        return OpCall("all_reduce", "s", inputs, {"out": out}, {"ranks": self.ranks}), wanted
+        call = OpCall("all_reduce", "s", inputs, {"out": out}, {"ranks": self.ranks})
+        return call, {"out": wanted}
+
+    def _with_norm(
+        self,
+        inputs: dict[str, torch.Tensor],
+        total: torch.Tensor,
+        generator: torch.Generator,
+        *,
+        is_fp8: bool,
+    ) -> tuple[OpCall, Wanted]:
+        """The kernel of rms_norm says what is wanted of the sum: the bits are to be its bits."""
+        total = total.to(self.device)
+        residual = torch.randn(total.shape, generator=generator).to(total)
+        given = {"residual": residual}
+        given |= {"scale": torch.tensor([0.03], device=self.device)} if is_fp8 else {}
+        weight = torch.randn(HIDDEN, generator=generator).to(total)
+        dtype = torch.float8_e4m3fn if is_fp8 else total.dtype
+
+        def made() -> dict[str, torch.Tensor]:
+            out = torch.zeros(total.shape, dtype=dtype, device=self.device)
+            return {"out": out, "residual_out": torch.zeros_like(total)}
+
+        norm = OpCall("rms_norm", "n", {"x": total, "weight": weight, **given}, made(), EPSILON)
+        self.prepare(norm, len(total))(torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        inputs = {**inputs, "norm_weight": weight, **given}
+        attributes = {"ranks": self.ranks, **EPSILON}
+        call = OpCall("all_reduce_norm", "s", inputs, made(), attributes)
+        return call, {role: tensor.cpu() for role, tensor in norm.outputs.items()}
 
 
 def exchange(rank: int, ranks: int, pipe: Connection) -> None:
     own = Rank(rank, ranks, pipe, SLOT_BYTES, LIMIT_S)
     draw = random.Random(5)
     calls = [
-        (*own.call(draw.choice(("sum", "scaled", "gather")), rows, seed), rows)
-        for seed, rows in enumerate(draw.choice((1, 2, 11, ROWS)) for _ in range(12))
+        (*own.call(draw.choice(KINDS), rows, seed), rows)
+        for seed, rows in enumerate(draw.choice((1, 2, 11, ROWS)) for _ in range(LAUNCHES))
     ]
     prepared = [own.prepare(call, rows) for call, _, rows in calls]
     stream, graph = torch.cuda.Stream(own.device), torch.cuda.CUDAGraph()
@@ -67,7 +103,8 @@ def exchange(rank: int, ranks: int, pipe: Connection) -> None:
             run(stream.cuda_stream)
     for turn in range(5):
         for call, _, _ in calls:
-            call.outputs["out"].zero_()
+            for out in call.outputs.values():
+                out.zero_()
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             graph.replay()
@@ -77,8 +114,9 @@ def exchange(rank: int, ranks: int, pipe: Connection) -> None:
     pipe.recv()
 
 
-def same(call: OpCall, wanted: torch.Tensor) -> bool:
-    return torch.equal(call.outputs["out"].cpu().view(torch.uint8), wanted.view(torch.uint8))
+def same(call: OpCall, wanted: Wanted) -> bool:
+    pairs = [(call.outputs[role].cpu(), tensor) for role, tensor in wanted.items()]
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def leave_alone(rank: int, ranks: int, pipe: Connection) -> None:
@@ -98,7 +136,7 @@ def leave_alone(rank: int, ranks: int, pipe: Connection) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_exchange_the_bits_of_the_references(ranks: int) -> None:
     for wrong, lost, state in run_ranks(ranks, exchange):
-        assert (wrong, lost[0], state[:2]) == ([], 0, [6 * 12, 0])
+        assert (wrong, lost[0], state[0]) == ([], 0, 6 * LAUNCHES * TURN)
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -13,13 +13,14 @@ from llmctl.plugins.backends.cpu import CpuProgram
 from llmctl.plugins.backends.cuda.kernel_spec import Parts, StepLimits
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import OpCall, StepInputs, row_extents
+from llmctl.plugins.fused.all_reduce_norm.reference import reduce_and_normalize
 from llmctl.plugins.ops.all_gather.reference import gather_ranks
 from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.lockstep import lockstep_parts, lockstep_plan, name_on
 from support.cuda import FakeCapture, FakeProgram
 
-OF_RANKS = ("all_reduce", "all_gather")
+OF_RANKS = ("all_reduce", "all_reduce_norm", "all_gather")
 
 
 class InLockstep:
@@ -42,6 +43,9 @@ class InLockstep:
             own = [part[:rows] for part in parts]
             if call.op == "all_reduce":
                 reduce_ranks(own, call.inputs, call.outputs)
+            elif call.op == "all_reduce_norm":
+                epsilon = float(call.attributes["epsilon"])
+                reduce_and_normalize(own, call.inputs, call.outputs, epsilon)
             else:
                 gather_ranks(own, call.outputs)
 

@@ -30,7 +30,7 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     if rows == 0:
         return []
     if env.peers is not None:
-        return [peer_launch(call, env, env.peers, rows)]
+        return [peer_launch(call, env.peers, rows)]
     x, out = call.inputs["x"], call.outputs["out"]
     spec = _spec(call)
     arguments = (*pad_ranks(env.parts(x, int(call.attributes["ranks"]))), out)

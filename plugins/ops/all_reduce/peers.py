@@ -1,33 +1,55 @@
-"""What ranks with a GPU each exchange, sums and columns: binaries and launches of `peers.cu`."""
+"""What ranks with a GPU each exchange: their buffers (`meeting.cuh`), and the launches of
+`peers.cu`, which are sums and columns."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from llmctl.plugins.backends.cuda.dtypes import pointer, short_name
-from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, LaunchEnv, Peers
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, Peers
 from llmctl.plugins.core.calls import OpCall
 
 if TYPE_CHECKING:
     import torch
 
-THREADS, MAX_BLOCKS = 256, 128  # as in peers.cu
+TURN = 1024  # as in meeting.cuh
+THREADS, MAX_BLOCKS = 256, 128  # the former as in peers.cu
 _PAGE = 2 << 20  # bytes
 _VECTOR = 4  # numbers that a thread moves at once
-_AFTER = ("weight_scale", "x_scale", "bias")
+AFTER_SUM = ("weight_scale", "x_scale", "bias")  # what ends a product
 _TYPES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
-
-
-def flag_bytes(num_ranks: int) -> int:
-    """Of a rank's buffer, before its slots."""
-    return 2 * num_ranks * MAX_BLOCKS * 4
+MEETING_KINDS = ("*i64", "*i32", "*i32")  # arguments that begin and end a kernel over ranks
+SIZE_KINDS = ("i32", "i32", "i64", "i64")
 
 
 def buffer_bytes(num_ranks: int, slot_bytes: int) -> int:
-    """A rank's buffer: flags, and two slots for each sender. In whole pages of a GPU, so that
-    nothing else is mapped with it."""
-    needed = flag_bytes(num_ranks) + 2 * num_ranks * slot_bytes
-    return -(-needed // _PAGE) * _PAGE
+    """A rank's buffer: two slots for each sender. In whole pages of a GPU, so that nothing else is
+    mapped with it. It is zero before the first launch."""
+    return -(-2 * num_ranks * slot_bytes // _PAGE) * _PAGE
+
+
+def optional_kinds(call: OpCall, *roles: str) -> tuple[str, ...]:
+    """Argument types; an input or output that the call has not is a null pointer."""
+    tensors = {**call.inputs, **call.outputs}
+    return tuple(pointer(tensors[role].dtype) if role in tensors else "i64" for role in roles)
+
+
+def optional_values(call: OpCall, *roles: str) -> tuple[torch.Tensor | int, ...]:
+    """Those arguments."""
+    tensors = {**call.inputs, **call.outputs}
+    return tuple(tensors.get(role, 0) for role in roles)
+
+
+def meeting_values(call: OpCall, peers: Peers) -> tuple[torch.Tensor, ...]:
+    """The first arguments of a kernel over ranks, `MEETING_KINDS`."""
+    assert peers.num_ranks == call.attributes["ranks"], "the engine's ranks"
+    return (peers.bases, peers.state, peers.lost)
+
+
+def size_values(call: OpCall, peers: Peers, rows: int) -> tuple[int, ...]:
+    """The last arguments of a kernel over ranks that exchanges the first rows of `x`."""
+    assert rows * call.inputs["x"].shape[1] * 4 <= peers.slot_bytes, "a slot holds the largest step"
+    return (peers.rank, rows, peers.slot_bytes, peers.limit_ns)
 
 
 def peer_spec(call: OpCall) -> KernelSpec:
@@ -35,19 +57,13 @@ def peer_spec(call: OpCall) -> KernelSpec:
     x, out = call.inputs["x"], call.outputs["out"]
     ranks, is_gather = int(call.attributes["ranks"]), call.op == "all_gather"
     name = str(out.dtype).removeprefix("torch.")
-
-    def optional(role: str) -> str:
-        return pointer(call.inputs[role].dtype) if role in call.inputs else "i64"
-
-    roles = [role for role in _AFTER if role in call.inputs]
+    roles = [role for role in AFTER_SUM if role in call.inputs]
     words = [call.op, "peers", short_name(out.dtype), f"w{x.shape[1]}", f"w{out.shape[1]}"]
+    after = optional_kinds(call, *AFTER_SUM)
     return KernelSpec(
         name=".".join([*words, f"r{ranks}", *roles]),
         source="ops/all_reduce/peers.cu",
-        arguments=(
-            *("*i64", "*i32", "*i32", "*fp32", *map(optional, _AFTER), pointer(out.dtype)),
-            *("i32", "i32", "i64", "i64"),
-        ),
+        arguments=(*MEETING_KINDS, "*fp32", *after, pointer(out.dtype), *SIZE_KINDS),
         constants={
             "RANKS": ranks,
             "WIDTH": x.shape[1],
@@ -60,16 +76,14 @@ def peer_spec(call: OpCall) -> KernelSpec:
     )
 
 
-def peer_launch(call: OpCall, env: LaunchEnv, peers: Peers, rows: int) -> Launch:
+def peer_launch(call: OpCall, peers: Peers, rows: int) -> Launch:
     """Exchange the first rows of `x`. The grid is the same on every rank."""
     x = call.inputs["x"]
-    assert peers.num_ranks == call.attributes["ranks"], "the engine's ranks"
-    assert rows * x.shape[1] * 4 <= peers.slot_bytes, "a slot holds the largest step"
-    after: list[torch.Tensor | int] = [call.inputs.get(role, 0) for role in _AFTER]
     vectors = rows * x.shape[1] // _VECTOR
     blocks = min(-(-vectors // THREADS), MAX_BLOCKS)
     arguments = (
-        *(peers.bases, peers.state, peers.lost, x, *after, call.outputs["out"]),
-        *(peers.rank, rows, peers.slot_bytes, peers.limit_ns),
+        *meeting_values(call, peers),
+        *(x, *optional_values(call, *AFTER_SUM), call.outputs["out"]),
+        *size_values(call, peers, rows),
     )
     return Launch(peer_spec(call), (blocks, 1, 1), arguments)

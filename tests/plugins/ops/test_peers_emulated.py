@@ -13,39 +13,55 @@ from typing import Any
 import pytest
 import torch
 from support import emulated_peers
-from support.emulated_peers import MAX_BLOCKS, THREADS, compile_peers
+from support.emulated_peers import EXCHANGE, NORM, THREADS, compile_peers
 
+from llmctl.plugins.fused.all_reduce_norm.reference import reduce_and_normalize
 from llmctl.plugins.ops.all_gather.reference import gather_ranks
+from llmctl.plugins.ops.all_reduce.peers import TURN
 from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
 
 WIDTH, OWN, MOST_ROWS = 48, 32, 7
-LAUNCHES = 24
+LAUNCHES, MAX_BLOCKS = 24, 4
 AFTER = ("weight_scale", "x_scale", "bias")
+NORMED, EPSILON = ("out", "residual_out"), 1e-5
 
 
 class Buffers:
     """What all ranks map, and what each has for itself."""
 
-    def __init__(self, ranks: int) -> None:
-        self.slot_bytes = MOST_ROWS * WIDTH * 4
-        flags = 2 * ranks * MAX_BLOCKS * 4
-        each = flags + 2 * ranks * self.slot_bytes
-        self.shared = [torch.zeros(each // 4, dtype=torch.int32) for _ in range(ranks)]
+    def __init__(self, ranks: int, slot_bytes: int = MOST_ROWS * WIDTH * 4) -> None:
+        self.slot_bytes = slot_bytes
+        each = 2 * ranks * slot_bytes // 4
+        self.shared = [torch.zeros(each, dtype=torch.int32) for _ in range(ranks)]
         self.bases = torch.tensor([own.data_ptr() for own in self.shared])
-        self.state = [torch.zeros(2, dtype=torch.int32) for _ in range(ranks)]
+        self.state = [torch.zeros(1, dtype=torch.int32) for _ in range(ranks)]
         self.lost = [torch.zeros(1, dtype=torch.int32) for _ in range(ranks)]
 
     def launch(self, library: ctypes.CDLL, rank: int, x: torch.Tensor, out: torch.Tensor,
                after: dict[str, torch.Tensor], limit_ns: int) -> None:  # fmt: skip
         grid = min(-(-(x.numel() // 4) // THREADS), MAX_BLOCKS)
-        optional = [after[role].data_ptr() if role in after else None for role in AFTER]
-        pointers = [self.bases.data_ptr(), self.state[rank].data_ptr(), self.lost[rank].data_ptr()]
-        pointers += [x.data_ptr(), *optional, out.data_ptr()]
-        library.launch(
-            grid,
-            *map(ctypes.c_void_p, pointers),
-            *(rank, len(x), ctypes.c_longlong(self.slot_bytes), ctypes.c_longlong(limit_ns)),
-        )
+        self.call(library, rank, x, (grid, 1), [*optional(after, *AFTER), pointer(out)], limit_ns)
+
+    def call(self, library: ctypes.CDLL, rank: int, x: torch.Tensor, blocks: tuple[int, int],
+             arguments: list[Any], limit_ns: int) -> None:  # fmt: skip
+        """blocks: of the grid, of a cluster."""
+        own = [pointer(self.bases), pointer(self.state[rank]), pointer(self.lost[rank])]
+        sizes = (rank, len(x), ctypes.c_longlong(self.slot_bytes), ctypes.c_longlong(limit_ns))
+        library.launch(*blocks, *own, pointer(x), *arguments, *sizes)
+
+    def require_left_empty(self, launches: int) -> None:
+        """What was taken is cleared, every launch counted, and nobody was lost."""
+        assert not any(own.any() for own in self.shared)
+        assert [state.tolist() for state in self.state] == [[launches * TURN]] * len(self.state)
+        assert not any(int(lost) for lost in self.lost)
+
+
+def pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def optional(given: dict[str, torch.Tensor], *roles: str) -> list[ctypes.c_void_p]:
+    return [pointer(given[role]) if role in given else ctypes.c_void_p() for role in roles]
 
 
 def cases(ranks: int, has_gather: bool) -> list[dict[str, Any]]:
@@ -56,6 +72,7 @@ def cases(ranks: int, has_gather: bool) -> list[dict[str, Any]]:
         rows = draw.choice((1, 1, 2, 3, MOST_ROWS))
         is_gather = has_gather and seed % 3 == 2
         parts = torch.randn((ranks, rows, OWN if is_gather else WIDTH), generator=generator)
+        parts[draw.randrange(ranks), :, 3:6] = torch.tensor([0.0, -0.0, torch.nan])
         after: dict[str, torch.Tensor] = {}
         if not is_gather and seed % 2:
             after = {
@@ -74,6 +91,14 @@ def cases(ranks: int, has_gather: bool) -> list[dict[str, Any]]:
         made.append({"gather": is_gather, "parts": parts, "after": after, "wanted": wanted,
                      "outs": outs})  # fmt: skip
     return made
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Bit for bit, but for which NaN it is."""
+    is_nan = wanted.isnan()
+    alike = found.view(torch.uint8) == wanted.view(torch.uint8)
+    values = alike.view(*wanted.shape, wanted.element_size()).all(dim=-1)
+    return bool((found.isnan() == is_nan).all() and (values | is_nan).all())
 
 
 def run_ranks(bodies: list[Any]) -> None:
@@ -114,10 +139,8 @@ def require_bits(
     run_ranks([lambda rank=rank: body(rank) for rank in range(ranks)])
     for number, case in enumerate(launches):
         for rank, out in enumerate(case["outs"]):
-            found, wanted = (each.view(torch.uint8) for each in (out, case["wanted"]))
-            assert torch.equal(found, wanted), (number, rank)
-    assert [state.tolist() for state in buffers.state] == [[LAUNCHES, 0]] * ranks
-    assert not any(int(lost) for lost in buffers.lost)
+            assert same(out, case["wanted"]), (number, rank)
+    buffers.require_left_empty(LAUNCHES)
 
 
 def test_a_rank_that_does_not_come_is_named_and_nothing_waits_for_it_again(tmp_path: Path) -> None:
@@ -128,7 +151,7 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_waits_for_it_again(tmp_p
     for limit_ns in (10**8, 60 * 10**9):  # the second launch sees that rank 1 is lost
         buffers.launch(library, 0, x, out, {}, limit_ns)
     assert int(buffers.lost[0]) == 2 and not out.any()
-    assert buffers.state[0].tolist() == [2, 0]
+    assert buffers.state[0].tolist() == [2 * TURN]
 
 
 def test_the_host_ends_the_waiting(tmp_path: Path) -> None:
@@ -141,20 +164,69 @@ def test_the_host_ends_the_waiting(tmp_path: Path) -> None:
     assert int(buffers.lost[0]) == -1 and not out.any()
 
 
+HIDDEN, NORM_LAUNCHES = 512, 6
+
+
+@pytest.mark.parametrize(("ranks", "warps"), [(2, 1), (2, 2), (4, 1)])
+def test_sums_are_normalized_where_they_arrive(tmp_path: Path, ranks: int, warps: int) -> None:
+    """The residual stream bit for bit on every rank, the norm as another order of its sum allows.
+    Two clusters have three rows or less."""
+    library = compile_peers(tmp_path, NORM, RANKS=ranks, HIDDEN=HIDDEN, WARPS=warps,
+                            MODEL_TYPE="BF16", QUANTIZED=0)  # fmt: skip
+    cluster, draw = HIDDEN // 256 // warps, random.Random(ranks + warps)
+    buffers, launches = Buffers(ranks, 3 * HIDDEN * 4), []
+    for seed in range(NORM_LAUNCHES):
+        generator, rows = torch.Generator().manual_seed(seed), draw.choice((1, 2, 3))
+        parts = torch.randn((ranks, rows, HIDDEN), generator=generator)
+        given = {
+            "residual": torch.randn((rows, HIDDEN), generator=generator).bfloat16(),
+            "norm_weight": torch.randn(HIDDEN, generator=generator).bfloat16(),
+        }
+        if seed % 2:
+            given["weight_scale"] = torch.rand(HIDDEN, generator=generator) + 0.5
+            given["x_scale"] = torch.tensor([0.75])
+        if seed % 3 == 0:
+            given["bias"] = torch.randn(HIDDEN, generator=generator).bfloat16()
+        outs = [{role: torch.zeros_like(given["residual"]) for role in NORMED}
+                for _ in range(ranks + 1)]  # fmt: skip
+        reduce_and_normalize(list(parts), given, outs[ranks], EPSILON)
+        launches.append((parts, given, outs))
+
+    def body(rank: int) -> None:
+        draw = random.Random(rank)
+        for parts, given, outs in launches:
+            time.sleep(draw.choice((0, 0, 0.005)))
+            clusters = min(2, parts.shape[1])
+            arguments = optional(given, *AFTER, "residual", "norm_weight", "scale")
+            arguments += [*optional(outs[rank], *NORMED), ctypes.c_float(EPSILON)]
+            blocks = (clusters * cluster, cluster)
+            buffers.call(library, rank, parts[rank], blocks, arguments, 30 * 10**9)
+
+    run_ranks([lambda rank=rank: body(rank) for rank in range(ranks)])
+    for number, (_, _, outs) in enumerate(launches):
+        wanted = outs[ranks]
+        for rank in range(ranks):
+            assert same(outs[rank]["residual_out"], wanted["residual_out"]), (number, rank)
+            assert same(outs[rank]["out"], outs[0]["out"]), (number, rank)
+        torch.testing.assert_close(outs[0]["out"], wanted["out"], rtol=2**-7, atol=1e-3)
+    buffers.require_left_empty(NORM_LAUNCHES)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("half = epoch & 1", "half = 0"),  # a fast rank overwrites what a slow one still reads
-        ("tree<0, RANKS>(part)", "tree<1, RANKS / 2>(part)"),
-        ("half, rank, slot_bytes)[i] = value", "half, r, slot_bytes)[i] = value"),
+        ("begun / TURN & 1", "0"),  # a fast rank overwrites what a slow one still reads
+        ("tree<0, RANKS>(part, 0)", "tree<1, RANKS / 2>(part, 0)"),
+        ("slot(bases[r], rank) + at, words", "slot(bases[r], r) + at, words"),
+        ("uint4{0, 0, 0, 0}", "words[r][i]"),  # numbers of two launches before are taken again
     ],
-    ids=["halves", "order", "slots"],
+    ids=["halves", "order", "slots", "cleared"],
 )
 def test_the_emulation_would_see_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str
 ) -> None:
-    text = emulated_peers.as_cpp()
+    text = emulated_peers.as_cpp(EXCHANGE)
     assert right in text
-    monkeypatch.setattr(emulated_peers, "as_cpp", lambda: text.replace(right, wrong))
+    monkeypatch.setattr(emulated_peers, "as_cpp", lambda _: text.replace(right, wrong))
     with pytest.raises(AssertionError, match=r"\(\d+, \d+\)"):
         require_bits(tmp_path, 4, limit_ns=10**9)

@@ -25,6 +25,7 @@ OPS = (
     "add",
     "expand_logits",
     "all_reduce",
+    "all_reduce_norm",
     "all_gather",
 )
 # Nothing here but a sum and an exponential can differ from the references.

@@ -1,0 +1,140 @@
+// The sum over ranks with a GPU each, what ends a product, and the norm that follows: added to the residual,
+// normalized and, with OUT_TYPE E4M3, quantized in the launch in which the partial sums arrive.
+//
+// A cluster of blocks has a row, every thread eight adjacent columns of it: it hands its partial sums to the other
+// ranks, waits for theirs (ops/all_reduce/meeting.cuh) and keeps the row in registers. Only sums of squares pass
+// between blocks, as parts of 256 columns that every warp sends to all blocks of the cluster. The bits are those of
+// plugins/ops/all_reduce followed by plugins/ops/rms_norm (norm_math.cuh).
+//
+// Macros: RANKS, HIDDEN (a multiple of 256 * WARPS), WARPS (of a block), MODEL_TYPE, QUANTIZED (0 | 1: out is FP8).
+#include "backends/cuda/sm90/norm_math.cuh"
+#include "ops/all_reduce/meeting.cuh"
+
+constexpr int THREADS = 32 * WARPS, UNIT = 8;
+constexpr int PARTS = HIDDEN / (32 * UNIT), CLUSTER = PARTS / WARPS;  // blocks of a row
+constexpr int ROW_UNITS = HIDDEN / UNIT, ROW_VECTORS = HIDDEN / 4;
+constexpr u32 SQUARES_BYTES = 32 * 4, BARRIERS = 2 * SQUARES_BYTES;  // offsets in shared memory; as in peers.py
+static_assert(PARTS % WARPS == 0 && CLUSTER <= 8 && PARTS <= 32, "a cluster has whole warps");
+
+// Four bytes into another block's shared memory, counted by that block's barrier.
+DEVICE void send_part(u32 address, u32 barrier, float x) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address),
+      "f"(x), "r"(barrier)
+      : "memory");
+}
+
+// What ends a product, for this thread's columns.
+struct Ending {
+  float scale[UNIT];
+  uint4 bias;
+  bool is_scaled, is_biased;
+
+  DEVICE Ending(const float4* weight_scale, const float* x_scale, const uint4* bias_, int unit)
+      : bias{0, 0, 0, 0}, is_scaled(weight_scale || x_scale), is_biased(bias_) {
+    const float all = x_scale ? __ldg(x_scale) : 1.0f;
+#pragma unroll
+    for (int i = 0; i < UNIT / 4; ++i) {
+      const float4 own = weight_scale ? __ldg(weight_scale + 2 * unit + i) : float4{1, 1, 1, 1};
+      scale[4 * i] = __fmul_rn(all, own.x), scale[4 * i + 1] = __fmul_rn(all, own.y);
+      scale[4 * i + 2] = __fmul_rn(all, own.z), scale[4 * i + 3] = __fmul_rn(all, own.w);
+    }
+    if (is_biased) bias = __ldg(bias_ + unit);
+  }
+  DEVICE float finish(float sum, int i, float added) const {
+    if (is_scaled) sum = __fmul_rn(sum, scale[i]);
+    return is_biased ? __fadd_rn(sum, added) : sum;
+  }
+  DEVICE u32 pair(float low, float high, int i, u32 added) const {
+    return MODEL_TYPE::pack_pair(finish(low, i, Model::low(added)),
+                                 finish(high, i + 1, Model::high(added)));
+  }
+  // Rounded once, as the product of one rank is.
+  DEVICE uint4 unit(const float4& a, const float4& b) const {
+    return {pair(a.x, a.y, 0, bias.x), pair(a.z, a.w, 2, bias.y), pair(b.x, b.y, 4, bias.z),
+            pair(b.z, b.w, 6, bias.w)};
+  }
+};
+
+// The row's sum of squares, from the parts of all warps of the cluster.
+struct Squares {
+  u32 room;
+
+  DEVICE explicit Squares(u32 room_) : room(room_) {}
+  DEVICE u32 part_room(int turn) const { return room + turn * SQUARES_BYTES; }
+  DEVICE u32 barrier(int turn) const { return room + BARRIERS + 8 * turn; }
+  DEVICE void start() const {
+    for (int turn = 0; turn < 2; ++turn) barrier_init(barrier(turn), 1);
+    barrier_init_fence();
+  }
+  DEVICE float inverse_rms(const uint4& h, int nth, float epsilon) const {
+    const int turn = nth % 2, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) barrier_expect(barrier(turn), PARTS * 4);
+    float sum = square_sum(h);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
+    const int part = blockIdx.x % CLUSTER * WARPS + warp;
+    if (lane < CLUSTER) {
+      send_part(remote_address(part_room(turn) + 4 * part, lane),
+                remote_address(barrier(turn), lane), sum);
+    }
+    __syncwarp();
+    barrier_wait_cluster(barrier(turn), nth / 2 % 2);
+    return inverse_rms_of(part_room(turn), epsilon);
+  }
+};
+
+#if QUANTIZED
+typedef uint2 OutUnit;
+DEVICE OutUnit stored(const uint4& y, const Divisor& divisor) { return divisor.unit(y); }
+#else
+typedef uint4 OutUnit;
+DEVICE OutUnit stored(const uint4& y, const Divisor&) { return y; }
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    reduce_norm(const long long* bases, State* state, int* lost, const float4* x,
+                const float4* weight_scale, const float* x_scale, const uint4* bias,
+                const uint4* residual, const uint4* norm_weight, const float* scale, OutUnit* out,
+                uint4* residual_out, float epsilon, int rank, int rows, long long slot_bytes,
+                long long limit_ns) {
+  extern __shared__ u8 memory[];
+  launch_dependents();
+  const Squares squares(shared_address(memory));
+  if (threadIdx.x == 0) squares.start();
+  cluster_arrive();
+  const int unit = blockIdx.x % CLUSTER * THREADS + threadIdx.x;
+  const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+  Meeting meeting(bases, lost, rank, slot_bytes, limit_ns);
+  const Ending ending(weight_scale, x_scale, bias, unit);
+  const uint4 factors = __ldg(norm_weight + unit);
+  const Divisor divisor(QUANTIZED ? __ldg(scale) : 1.0f);
+  cluster_wait();  // every block of the cluster has initialised its barriers
+  wait_for_dependencies();
+  meeting.half = half_of(read_begun(state));
+#pragma unroll 1
+  for (int row = first; row < rows; row += stride) {
+    const long long at = (long long)row * ROW_VECTORS + 2 * unit;
+    const float4 own[2] = {x[at], x[at + 1]};
+    meeting.give(at, own[0]);
+    meeting.give(at + 1, own[1]);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) count_launch(state);
+#pragma unroll 1
+  for (int row = first, nth = 0; row < rows; row += stride, ++nth) {
+    const long long at = (long long)row * ROW_VECTORS + 2 * unit;
+    const long long to = (long long)row * ROW_UNITS + unit;
+    float4 part[RANKS][2];
+    const float4 own[2] = {x[at], x[at + 1]};
+    const uint4 before = __ldcg(residual + to);
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) part[r][0] = own[0], part[r][1] = own[1];
+    const bool is_here = meeting.take(at, part);
+    const uint4 h = add_units(ending.unit(tree<0, RANKS>(part, 0), tree<0, RANKS>(part, 1)), before);
+    const float inverse = squares.inverse_rms(h, nth, epsilon);
+    if (!is_here) continue;
+    if (residual_out) residual_out[to] = h;
+    out[to] = stored(normal_unit(h, factors, inverse), divisor);
+  }
+}

@@ -1,0 +1,222 @@
+// What kernels of ranks use of CUDA and of plugins/backends/cuda/sm90/, with threads of the system.
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <pthread.h>
+#include <thread>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEVICE inline
+#define __global__
+#define __launch_bounds__(n)
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+struct Index { int x; };
+
+// ---- threads, blocks, clusters ----
+
+struct Barrier {
+  pthread_barrier_t own;
+  explicit Barrier(int count) { pthread_barrier_init(&own, nullptr, count); }
+  ~Barrier() { pthread_barrier_destroy(&own); }
+  void wait() { pthread_barrier_wait(&own); }
+};
+
+struct TransactionBarrier {  // an mbarrier
+  std::mutex lock;
+  int count, arrivals, phase = 0;
+  long long bytes = 0;
+  void advance() {
+    if (arrivals || bytes) return;
+    arrivals = count;
+    ++phase;
+  }
+};
+
+struct Block {
+  Barrier all;
+  std::vector<Barrier*> warps;
+  std::vector<float> lanes;  // what threads of a warp show each other
+  u8 memory[1024] = {};
+  TransactionBarrier transactions[1024 / 8];
+  struct Cluster* cluster;
+  explicit Block(int threads) : all(threads), lanes(threads) {
+    for (int i = 0; i < threads; i += 32) warps.push_back(new Barrier(std::min(32, threads - i)));
+  }
+  ~Block() {
+    for (Barrier* warp : warps) delete warp;
+  }
+};
+
+struct Cluster {
+  Barrier all;
+  std::vector<Block*> blocks;
+};
+
+static thread_local Index threadIdx, blockIdx, gridDim;
+static thread_local Block* own_block;
+static void __syncthreads() { own_block->all.wait(); }
+static void __syncwarp() { own_block->warps[threadIdx.x / 32]->wait(); }
+static void cluster_arrive() {}
+static void cluster_wait() { own_block->cluster->all.wait(); }
+static void launch_dependents() {}
+static void wait_for_dependencies() {}
+static float __shfl_xor_sync(u32, float x, int step) {
+  own_block->lanes[threadIdx.x] = x;
+  __syncwarp();
+  const float y = own_block->lanes[threadIdx.x ^ step];
+  __syncwarp();
+  return y;
+}
+
+static void run_blocks(int grid, int cluster, int threads, const std::function<void()>& kernel) {
+  std::vector<Cluster*> clusters;
+  std::vector<Block*> blocks;
+  for (int i = 0; i < grid; ++i) {
+    if (i % cluster == 0) clusters.push_back(new Cluster{Barrier(cluster * threads), {}});
+    blocks.push_back(new Block(threads));
+    blocks.back()->cluster = clusters.back();
+    clusters.back()->blocks.push_back(blocks.back());
+  }
+  std::vector<std::thread> running;
+  for (int i = 0; i < grid * threads; ++i) {
+    running.emplace_back([&, i] {
+      threadIdx.x = i % threads, blockIdx.x = i / threads, gridDim.x = grid;
+      own_block = blocks[i / threads];
+      kernel();
+    });
+  }
+  for (std::thread& thread : running) thread.join();
+  for (Block* block : blocks) delete block;
+  for (Cluster* each : clusters) delete each;
+}
+
+// ---- shared memory: addresses are offsets, with the block of the cluster in the upper half ----
+
+DEVICE u32 shared_address(const u8* p) { return u32(p - own_block->memory); }
+DEVICE u32 remote_address(u32 address, u32 block) { return address | (block + 1) << 16; }
+DEVICE TransactionBarrier& transactions_at(Block* block, u32 at) {
+  return block->transactions[(at & 0xFFFF) / 8];
+}
+DEVICE void barrier_init(u32 at, u32 count) {
+  TransactionBarrier& barrier = transactions_at(own_block, at);
+  barrier.count = barrier.arrivals = count;
+}
+DEVICE void barrier_init_fence() {}
+DEVICE void barrier_expect(u32 at, u32 bytes) {
+  TransactionBarrier& barrier = transactions_at(own_block, at);
+  std::lock_guard<std::mutex> held(barrier.lock);
+  --barrier.arrivals, barrier.bytes += bytes;
+  barrier.advance();
+}
+DEVICE void barrier_wait_cluster(u32 at, u32 parity) {
+  TransactionBarrier& barrier = transactions_at(own_block, at);
+  while (true) {
+    {
+      std::lock_guard<std::mutex> held(barrier.lock);
+      if (u32(barrier.phase & 1) != parity) return;
+    }
+    std::this_thread::yield();
+  }
+}
+DEVICE void send_to_block(u32 address, u32 barrier_at, float x) {
+  Block* to = own_block->cluster->blocks[(address >> 16) - 1];
+  TransactionBarrier& barrier = transactions_at(to, barrier_at);
+  std::lock_guard<std::mutex> held(barrier.lock);
+  std::memcpy(to->memory + (address & 0xFFFF), &x, 4);
+  barrier.bytes -= 4;
+  barrier.advance();
+}
+
+// ---- global memory ----
+
+template <class T>
+DEVICE T __ldg(const T* at) { return *at; }
+template <class T>
+DEVICE T __ldcg(const T* at) { return *at; }
+DEVICE void store_words(u32* to, uint4 x) {
+  const u32 words[4] = {x.x, x.y, x.z, x.w};
+  for (int i = 0; i < 4; ++i) __atomic_store_n(to + i, words[i], __ATOMIC_RELAXED);
+}
+DEVICE uint4 load_words(const u32* at) {
+  u32 words[4];
+  for (int i = 0; i < 4; ++i) words[i] = __atomic_load_n(at + i, __ATOMIC_RELAXED);
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// ---- numbers ----
+
+DEVICE u32 __float_as_uint(float x) {
+  u32 bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+DEVICE float __uint_as_float(u32 bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+DEVICE float __fadd_rn(float a, float b) { return a + b; }
+DEVICE float __fmul_rn(float a, float b) { return a * b; }
+struct FP32 {
+  typedef float Storage;
+  static constexpr int bytes = 4;
+  static Storage pack(float x) { return x; }
+};
+struct BF16 {
+  typedef u16 Storage;
+  static constexpr int bytes = 2;
+  static Storage pack(float x) {
+    const u32 bits = __float_as_uint(x);
+    return u16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  }
+  static u32 pack_pair(float low, float high) { return pack(low) | u32(pack(high)) << 16; }
+  static float unpack(Storage x) { return __uint_as_float(u32(x) << 16); }
+};
+
+#ifdef HIDDEN  // norm_math.cuh, of BF16 rows that stay BF16
+struct Model {
+  static float low(u32 x) { return BF16::unpack(u16(x)); }
+  static float high(u32 x) { return BF16::unpack(u16(x >> 16)); }
+};
+struct Divisor {
+  explicit Divisor(float) {}
+  uint2 unit(const uint4&) const { return {0, 0}; }
+};
+DEVICE u32 add_pair(u32 a, u32 b) {
+  return BF16::pack_pair(Model::low(a) + Model::low(b), Model::high(a) + Model::high(b));
+}
+DEVICE uint4 add_units(const uint4& a, const uint4& b) {
+  return {add_pair(a.x, b.x), add_pair(a.y, b.y), add_pair(a.z, b.z), add_pair(a.w, b.w)};
+}
+DEVICE float square_sum(const uint4& h) {
+  float sum = 0;
+  for (u32 x : {h.x, h.y, h.z, h.w}) {
+    sum += Model::low(x) * Model::low(x) + Model::high(x) * Model::high(x);
+  }
+  return sum;
+}
+DEVICE u32 normal_pair(u32 h, u32 factor, float inverse) {
+  const u32 normal = BF16::pack_pair(Model::low(h) * inverse, Model::high(h) * inverse);
+  return BF16::pack_pair(Model::low(normal) * Model::low(factor),
+                         Model::high(normal) * Model::high(factor));
+}
+DEVICE uint4 normal_unit(const uint4& h, const uint4& factors, float inverse) {
+  return {normal_pair(h.x, factors.x, inverse), normal_pair(h.y, factors.y, inverse),
+          normal_pair(h.z, factors.z, inverse), normal_pair(h.w, factors.w, inverse)};
+}
+DEVICE float inverse_rms_of(u32 squares, float epsilon) {
+  const float* parts = (const float*)(own_block->memory + squares);
+  float sum = 0;
+  for (int i = 0; i < HIDDEN / 256; ++i) sum += parts[i];
+  return 1.0f / std::sqrt(sum / HIDDEN + epsilon);
+}
+#endif
