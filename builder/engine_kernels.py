@@ -84,6 +84,7 @@ def step_kernels(
     from llmctl.plugins.ops.kv_compact import kernel as kv_compact
     from llmctl.plugins.ops.lookahead import kernel as lookahead
     from llmctl.plugins.ops.sampling import kernel as sampling
+    from llmctl.plugins.ops.tree_growth import kernel as tree_growth
 
     (vocab_size,) = [t.shape[1] for t in plan.tensors if t.name == plan.logits]
     assert isinstance(vocab_size, int)
@@ -94,6 +95,10 @@ def step_kernels(
     if plan.heads and limits.max_draft_len:
         sizes = (limits.max_batch_size, limits.max_draft_len, vocab_size)
         found += tree_kernel.tree_kernels(*sizes)
+    if limits.takes_trees and (plan.head_caches or not plan.heads):
+        # Trees of a draft engine, or as a draft engine; or of a head that attends.
+        found += tree_kernel.round_kernels(limits.max_batch_size, limits.max_draft_len)
+        found += tree_growth.kernels(limits, vocab_size)
     if limits.lookahead is not None:
         found += tree_kernel.round_kernels(limits.max_batch_size, limits.max_draft_len)
         found += lookahead.kernels(limits.lookahead, limits.max_draft_len)

@@ -71,7 +71,6 @@ class DeviceDrafter(Protocol):
     draft_len: int  # the most drafts per round; 0: plain decoding
     max_requests: int | None  # the most requests per round, by its engines' limits; None: no limit
     falls_behind: bool  # True if its cache lacks tokens after a round without drafts
-    reads_rounds: bool  # True if it reads what each round committed, with drafts or without
     # of the steps that it runs besides those of engines, to be kept as theirs are
     block_tables: Items[torch.Tensor]
 
@@ -119,21 +118,27 @@ class DeviceDrafter(Protocol):
         """Enqueue the drafting of a round, which writes to the request state; does not wait.
         Captured as a CUDA graph, so it may depend only on `shape`."""
 
+    def reads(self, draft_len: int) -> bool:
+        """Whether it reads what a round of so many drafts committed; 0: one without drafts."""
+
     def enqueue_reading(self, shape: RoundShape) -> None:
         """Enqueue the reading of what a round committed, behind its acceptance; only called if it
-        `reads_rounds`. As `enqueue_drafts` otherwise."""
+        `reads` such a round. As `enqueue_drafts` otherwise."""
 
     def note(self, sequence: Sequence, committed: int, accepted: int, draft_len: int) -> None:
         """A round of `draft_len` drafts was read: `accepted` of them followed the `committed`
         tokens, and the sequence carries its new tokens. Not called for rounds without drafts unless
-        it `reads_rounds`."""
+        it `reads` them."""
 
 
 class NeverReads:
     """What a drafter does that keeps nothing of a round but its tokens. See DeviceDrafter."""
 
-    reads_rounds = False
     block_tables: Items[torch.Tensor] = ()
+
+    def reads(self, draft_len: int) -> bool:
+        """Never."""
+        return False
 
     def enqueue_reading(self, shape: RoundShape) -> None:
         """Nothing to read."""

@@ -116,7 +116,8 @@ class EngineFile:
         for name, head in self.plan.heads.items():  # one that attends drafts a chain
             each = drafts if head.cache else runs
             launches += head_launches(each * kernels_a_step(self.plan, batch, name), ahead)
-        if lookahead_of(build) is not None:
+        # A tree's verification, with the window it comes from; or the moves in a draft engine.
+        if lookahead_of(build) is not None or (num_engines > 1 and drafts > 1):
             launches += head_launches(1, ahead)
         return EngineMemory(
             role=role,

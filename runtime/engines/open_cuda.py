@@ -130,7 +130,7 @@ def plan_engines(
     sampling = sampling_bytes(plans)
     sizes = (int(limits["max_batch_size"]), draft_len)
     sampling += state_bytes(*sizes)
-    sampling += tree_bytes(target.plan, *sizes, lookahead_of(limits))
+    sampling += tree_bytes(target.plan, *sizes, lookahead_of(limits), may_grow=bool(drafts))
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     most = [int(file.config.build_config["max_batch_size"]) for file in files.values()]
     most += [file.plan.max_num_tokens // MOST_FED for file in drafts]

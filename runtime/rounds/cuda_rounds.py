@@ -1,5 +1,5 @@
-"""Rounds as CUDA graphs: drafting, verification with acceptance, and, for a head that attends, the
-reading of what was committed.
+"""Rounds as CUDA graphs: drafting, verification with acceptance, and, for what drafts with a cache
+that is not as the next round needs it, the reading of what was committed.
 
 All read and write the request state on the device, so a round is two or three graph launches. Its
 record is written to pinned host memory and is valid once its event has passed. Graphs are captured
@@ -227,7 +227,7 @@ class CudaRoundRunner:
             events[1].record()
             self._verify_graphs.run(shape, lambda: verify(shape))
             events[2].record()
-            if self.drafter.reads_rounds:
+            if self.drafter.reads(shape.draft_len):
                 self._reading_graphs.run(shape, lambda: read(shape))
             events[3].record()
         return events

@@ -240,7 +240,7 @@ class Rounds:
         # The device has moved the keys of a tree's path to where a chain's are.
         done = commit(sequence, run, range(accepted), num_drafts)
         drafter = self._runner.drafter
-        if draft_len or drafter.reads_rounds:
+        if draft_len or drafter.reads(draft_len):
             drafter.note(sequence, committed, accepted, draft_len)
         if draft_len:
             asked = min(draft_len, sequence.max_len - committed - 1)

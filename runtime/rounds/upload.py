@@ -22,6 +22,7 @@ from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes, lookahead_bytes
 from llmctl.plugins.ops.sampling.kernel import is_wide
 from llmctl.plugins.ops.sampling.spec import MAX_TOP_K
+from llmctl.plugins.ops.tree_growth.arrays import growth_bytes
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.request import Sequence
 
@@ -112,11 +113,17 @@ def state_bytes(max_batch_size: int, max_draft_len: int) -> int:
 
 
 def tree_bytes(
-    plan: Plan, max_batch_size: int, max_draft_len: int, lookahead: LookaheadSizes | None = None
+    plan: Plan,
+    max_batch_size: int,
+    max_draft_len: int,
+    lookahead: LookaheadSizes | None = None,
+    *,
+    may_grow: bool = False,
 ) -> int:
     """Device memory of the trees of an engine whose heads draft them, or windows of these sizes,
-    and of choosing their tokens; 0 where neither does."""
-    if not plan.heads and lookahead is None:
+    and of choosing their tokens; 0 where neither does. may_grow: whether a draft engine may."""
+    may_grow = (may_grow or bool(plan.head_caches)) and max_draft_len > 1
+    if not plan.heads and lookahead is None and not may_grow:
         return 0
     trees = DraftTrees.allocate(max_batch_size, max_draft_len, "meta")
     arrays = [getattr(trees, f.name) for f in fields(trees) if f.name != "sampling"]
@@ -127,6 +134,8 @@ def tree_bytes(
     num_bytes = sum(int(array.nbytes) for array in arrays)
     if lookahead is not None:
         num_bytes += lookahead_bytes(lookahead, max_batch_size, max_draft_len)
+    if may_grow:
+        num_bytes += growth_bytes(max_batch_size, max_draft_len, int(widths[plan.logits]))
     return num_bytes + 8 * keys
 
 

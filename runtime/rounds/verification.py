@@ -17,8 +17,9 @@ from llmctl.runtime.engines.graphs import MAX_GRAPHS
 from llmctl.runtime.generate.synthetic_acceptance import FORCE_LAUNCHES, DeviceAcceptanceDraws
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 
-# besides the operators: preparing the step, drawing from its logits (4), acceptance
-LAUNCHES_A_STEP = 6
+# Besides the operators: preparing the step, drawing from its logits (4), acceptance; or for a level
+# of a tree what its rows offer (2) and its growth instead of preparation and acceptance.
+LAUNCHES_A_STEP = 7
 # Besides those: how each row draws, the moves, and the choice of heads' tokens (2).
 LAUNCHES_OF_TREES = 4
 # The most tokens of a verification whose graph is captured ahead: larger ones are slow, and such

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from support.e2e import DemoPair, Outputs, cancel_some, run_all
-from support.fake_device_runs import accepted_by_host
+from support.fake_device_runs import accepted_by_host, never_need_the_host, rounds_on_device
 
 import llmctl
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.draft_engine.tree import DraftTree
+from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request, SamplingConfig
@@ -121,6 +122,21 @@ def test_the_cuda_host_drafts_trees_too(
     engine with as much room."""
     method = DraftEngine(pair.target, tree=TREES[0])
     assert accepted_by_host(pair.target, method, requests, plain) > 200
+
+
+def test_rounds_of_the_device_draft_trees_and_change_no_token(
+    pair: Pair, requests: list[Request], plain: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the fake device, requests that are sampled among them."""
+    asked = never_need_the_host(requests)
+    cases: list[tuple[DraftMethod, list[int]]] = [
+        (DraftEngine(pair.target, tree=tree), asked) for tree in (TREES[0], TREES[2])
+    ]
+    runs = list(rounds_on_device(pair.target, cases, requests, plain, monkeypatch))
+    for run, most in zip(runs, (5, 2), strict=True):
+        assert run.num_rounds > 3
+        length = 1 + run.stats.accepted_tokens / run.stats.rounds
+        assert 0.7 * most < length <= most, "the target knows its own text"
 
 
 def test_llmctl_open_takes_a_tree(pair: Pair, requests: list[Request], plain: Outputs) -> None:

@@ -14,11 +14,11 @@ from support.cuda import (
     FakeCapture,
     launch_sampling,
     open_on_fake_device,
-    run_rounds_by_reference,
 )
 from support.e2e import DemoPair, Outputs, run_all
 from support.fake_device_runs import never_need_the_host
 from support.other_rank import OtherRank
+from support.rounds_by_reference import run_rounds_by_reference
 
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.sampling.cuda import CudaSampling

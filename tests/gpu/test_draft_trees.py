@@ -1,6 +1,6 @@
 """Trees from a draft engine on a GPU: the tokens of plain decoding, and drafts worth having.
 
-Not run on a GPU yet."""
+Rounds that the device leads have not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ import pytest
 from support.counted_rounds import CountedRounds
 from support.e2e import KINDS, Outputs, cancel_some, llmctl, run_all
 from support.gpu import quantize
-from support.gpu_drafting import opened, plain_texts, run_in_every_company, run_narrow_windows
+from support.gpu_drafting import (
+    opened,
+    plain_texts,
+    run_chosen,
+    run_in_every_company,
+    run_narrow_windows,
+)
 
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.draft_engine.tree import DraftTree
@@ -59,15 +65,56 @@ def plain(pair: Pair, requests: list[Request]) -> Outputs:
 def test_trees_change_no_token(
     pair: Pair, requests: list[Request], plain: Outputs, tree: DraftTree, rounds: CountedRounds
 ) -> None:
-    """The host grows them; requests that are not greedy draft chains beside them."""
+    """Rounds on the device, and between them steps of the host: prompts, penalties, own lengths.
+    Requests that are sampled draft chains beside the trees."""
     method = DraftEngine(pair.draft, tree=tree)
     stats = run_in_every_company(pair.target, method, requests, plain)
     assert stats.accepted_tokens > 100 and len(stats.accepted_at_position) == tree.depth
-    assert rounds.total == 0
+    print(f"rounds on the device: {rounds.total}, ahead of the host: {rounds.ahead}")
+    assert rounds.total > 60 and rounds.ahead > 30, "the host was never behind"
     options = {"max_num_tokens": 200, "max_batch_size": 9}
     with opened(pair.target, method, **options).executor() as executor:
         assert run_all(executor, requests) == plain, "in narrow steps"
         cancel_some(executor, requests, plain, random.Random(2))
+
+
+def test_batches_that_never_need_the_host(
+    pair: Pair,
+    requests: list[Request],
+    plain: Outputs,
+    device_requests: list[int],
+    rounds: CountedRounds,
+) -> None:
+    """And the same with lengths that adapt, rounds without drafts among them."""
+    method, asked = DraftEngine(pair.draft, tree=TREES[0]), (requests, plain, device_requests)
+    run_chosen(pair.target, method, *asked, max_num_tokens=300)
+    assert rounds.ahead > 30 and rounds.drafts == TREES[0].nodes * rounds.total
+    run_chosen(pair.target, method, *asked, adaptive_draft_len=True)
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_the_device_accepts_what_the_host_would(
+    pair: Pair,
+    requests: list[Request],
+    plain: Outputs,
+    device_requests: list[int],
+    tree: DraftTree,
+    rounds: CountedRounds,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One by one: but for the last few tokens of a sequence the trees are the same."""
+    lengths = []
+    for is_device_led in (True, False):
+        monkeypatch.setattr(DraftEngine, "is_device_led", is_device_led)
+        before = rounds.total
+        with opened(pair.target, DraftEngine(pair.draft, tree=tree)).executor() as executor:
+            for index in device_requests:
+                assert run_all(executor, [requests[index]]) == [plain[index]]
+            stats = executor.get_speculation_stats()
+        assert (rounds.total > before) == is_device_led
+        lengths.append(1 + stats.accepted_tokens / stats.rounds)
+    print(f"{tree}: tokens a round: device {lengths[0]:.3f}, host {lengths[1]:.3f}")
+    assert abs(lengths[0] / lengths[1] - 1) < 0.03
 
 
 def test_narrow_windows_change_no_token(pair: Pair, requests: list[Request]) -> None:

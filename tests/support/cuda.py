@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,10 +28,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 )
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import OpCall, StepInputs, Trees
-from llmctl.plugins.device_loop import pairs_reference, reference, tree_kernel, tree_reference
-from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.ops.kv_compact.reference import compact
-from llmctl.plugins.ops.sampling.arrays import SamplingScratch
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.request import SamplingConfig
@@ -153,7 +148,7 @@ class FakeProgram:
         for launch in launches:
             if callable(launch):  # `bookkeeping_by_reference`
                 launch()
-            elif launch.spec.name.startswith(("beams.", "lookahead.")):
+            elif launch.spec.name.startswith(("beams.", "lookahead.", "growth.")):
                 run_launches([launch])
             elif launch.spec.name.startswith("kv_compact"):
                 _, starts, moves, _ = launch.arguments
@@ -196,67 +191,6 @@ def open_on_fake_device(
     config = read_engine_config(engine_dir)
     plan, weights = open_engine(engine_dir)
     return make(config, plan, weights, FakeProgram, queue, capture), capture
-
-
-def bookkeeping_by_reference() -> SimpleNamespace:
-    """What stands for `plugins.device_loop.kernel`: functions instead of launches, to be called."""
-    names = ("draft_first", "draft_next", "verify", "accept")
-    found = {name: partial(partial, getattr(reference, name)) for name in names}
-
-    def draw_next(logits: torch.Tensor, scratch: SamplingScratch, *rest: Any) -> partial[None]:
-        return partial(reference.draw_next, logits, *rest)
-
-    return SimpleNamespace(**found, draw_next=draw_next)
-
-
-def trees_by_reference() -> SimpleNamespace:
-    """The same for `plugins.device_loop.tree_kernel`."""
-    names = ("verify_tree", "accept_tree", "spread")
-    found = {name: partial(partial, getattr(tree_reference, name)) for name in names}
-    listed: list[torch.Tensor] = []
-
-    def list_top(
-        logits: tree_kernel.HeadLogits, keys: torch.Tensor, batch: int, count: int
-    ) -> Callable[[], None]:
-        def note() -> None:
-            listed[:] = logits.tensors
-
-        return note
-
-    def fill_tree(
-        keys: torch.Tensor,
-        nodes: tree_kernel.StaticNodes,
-        state: RoundState,
-        batch: int,
-        draft_len: int,
-        *sizes: int,
-    ) -> Callable[[], None]:
-        def fill() -> None:
-            tree_reference.fill_tree(listed, nodes.heads, nodes.ranks, state, batch, draft_len)
-
-        return fill
-
-    return SimpleNamespace(
-        **found,
-        list_top=list_top,
-        fill_tree=fill_tree,
-        num_keys=tree_kernel.num_keys,
-        StaticNodes=tree_kernel.StaticNodes,
-        HeadLogits=tree_kernel.HeadLogits,
-    )
-
-
-def run_rounds_by_reference(monkeypatch: Any) -> None:
-    """Bookkeeping of rounds from now on by the references, for programs that call what they are
-    to launch."""
-    chains, trees = bookkeeping_by_reference(), trees_by_reference()
-    runtime = "llmctl.runtime"
-    for place in ("rounds.verification", "drafting.draft_engine.device", "drafting.eagle.device"):
-        monkeypatch.setattr(f"{runtime}.{place}.bookkeeping", chains)
-    pairs = SimpleNamespace(read_pairs=partial(partial, pairs_reference.read_pairs))
-    monkeypatch.setattr(f"{runtime}.drafting.eagle.device.pairs_kernel", pairs)
-    for place in ("rounds.verification", "rounds.device_steps", "drafting.medusa.device"):
-        monkeypatch.setattr(f"{runtime}.{place}.tree_kernel", trees)
 
 
 def launch_sampling(launch: Launch) -> None:

@@ -79,7 +79,7 @@ class Program:
         for launch in launches:
             if callable(launch):
                 launch()
-            elif launch.spec.name.startswith("lookahead."):
+            elif launch.spec.name.startswith(("lookahead.", "growth.")):
                 run_launches([launch])
             else:
                 launch_sampling(launch)

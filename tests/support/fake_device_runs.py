@@ -12,11 +12,13 @@ from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.sampling.cuda import CudaSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.request import Request
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 from llmctl.runtime.stats.counters import SpeculationStats
-from support.cuda import launch_sampling, open_on_fake_device, run_rounds_by_reference
+from support.cuda import launch_sampling, open_on_fake_device
 from support.e2e import KINDS, Outputs, run_all
+from support.rounds_by_reference import run_rounds_by_reference
 
 
 class DeviceRun(NamedTuple):
@@ -32,6 +34,11 @@ def _sampling(queue: DeviceQueue) -> CudaSampling:
     return CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
 
 
+def _beside(method: DraftMethod, queue: DeviceQueue) -> dict[str, CudaEngine]:
+    """The engines that a method opens besides the target."""
+    return {role: open_on_fake_device(path, queue)[0] for role, path in method.engines.items()}
+
+
 def accepted_by_host(
     engine: Path, method: DraftMethod, requests: list[Request], plain: Outputs
 ) -> int:
@@ -39,7 +46,7 @@ def accepted_by_host(
     that of plain decoding, and graphs to have been replayed."""
     queue = DeviceQueue("cpu")
     target, capture = open_on_fake_device(engine, queue)
-    engines = {role: open_on_fake_device(path, queue)[0] for role, path in method.engines.items()}
+    engines = _beside(method, queue)
     configs = {role: opened.config for role, opened in engines.items()}
     engines["target"] = target
     drafter = method.make_drafter(engines, method.check(target.config, configs))
@@ -75,9 +82,11 @@ def rounds_on_device(
     queue = DeviceQueue("cpu")
     target, capture = open_on_fake_device(engine, queue)
     for method, asked in cases:
-        draft_len = method.check(target.config, {})
-        drafter = method.make_drafter({"target": target}, draft_len)
-        on_device = method.make_device_drafter({"target": target}, draft_len, drafter)
+        engines = _beside(method, queue)
+        draft_len = method.check(target.config, {role: e.config for role, e in engines.items()})
+        engines["target"] = target
+        drafter = method.make_drafter(engines, draft_len)
+        on_device = method.make_device_drafter(engines, draft_len, drafter)
         assert on_device is not None
         runner = CudaRoundRunner(target, on_device, capture)
         config = ExecutorConfig(KvCacheConfig(num_blocks=300), check_invariants=True)

@@ -24,7 +24,6 @@ class FakeRunner:
         self.drafter = self  # what drafts is part of the fake
         self.draft_len = draft_len
         self.falls_behind = draft is not None
-        self.reads_rounds = False
         self.max_batch_size = 4
         self.max_tokens = min(e.max_seq_len for e in (target, draft) if e is not None)
         self.in_flight: list[list[RoundResult]] = []
@@ -42,6 +41,9 @@ class FakeRunner:
 
     def depth(self, draft_len: int) -> int:
         return draft_len
+
+    def reads(self, draft_len: int) -> bool:
+        return False
 
     def is_behind(self, sequence) -> bool:
         return self.draft is not None and sequence.kv_lens[DRAFT_GROUP] < len(sequence.tokens) - 2

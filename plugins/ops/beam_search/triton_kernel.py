@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmctl.plugins.ops.sampling.triton_values import key_order, key_token, order_of, value_of
 
-_LARGE: tl.constexpr = tl.constexpr(1e38)  # logits are cut to it, so that no sum is NaN
+LARGE: tl.constexpr = tl.constexpr(1e38)  # logits are cut to it, so that no sum is NaN
 _ABOVE: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
@@ -36,10 +36,15 @@ def offer(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     exists = ids < VOCAB
     values = tl.load(logits + row.to(tl.int64) * VOCAB + ids, mask=exists, other=0.0)
-    values = tl.where(values != values, -_LARGE, tl.minimum(tl.maximum(values, -_LARGE), _LARGE))
+    list_best(values, ids, exists, keys, sums, row.to(tl.int64) * tl.num_programs(0) + chunk, count)
+
+
+@triton.jit
+def list_best(values, ids, exists, keys, sums, place, count):
+    """What `offer` says of the logits of a chunk, which is the place-th of all."""
+    values = tl.where(values != values, -LARGE, tl.minimum(tl.maximum(values, -LARGE), LARGE))
     order = order_of(values).to(tl.int64)
     own = tl.where(exists, ((order + 2147483648) << 31) | (0x7FFFFFFF - ids).to(tl.int64), 0)
-    place = row.to(tl.int64) * tl.num_programs(0) + chunk
     largest = tl.max(own, axis=0)
     top = value_of(key_order(largest))
     tl.store(sums + place * 2, top)
@@ -88,7 +93,7 @@ def select(
         row = (request * BEFORE + own).to(tl.int64)
         exists = chunk < NUM_CHUNKS
         at = sums + (row * NUM_CHUNKS + chunk) * 2
-        tops = tl.load(at, mask=exists, other=-_LARGE)
+        tops = tl.load(at, mask=exists, other=-LARGE)
         parts = tl.load(at + 1, mask=exists, other=0.0)
         top = tl.max(tops, axis=0)
         normalizer = top + tl.log(tl.sum(parts * tl.exp(tops - top), axis=0))

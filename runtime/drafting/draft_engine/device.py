@@ -2,66 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-
-import numpy as np
-
-from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.device_loop import kernel as bookkeeping
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
-from llmctl.runtime.drafting.draft_engine.feeding import cut
+from llmctl.runtime.drafting.draft_engine.fed import FedDraftEngine
 from llmctl.runtime.drafting.drafter import DeviceChains
-from llmctl.runtime.engines.cuda_engine import LEAST_FED, CudaEngine
+from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.request import Sequence
-from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
+from llmctl.runtime.rounds.device_steps import RoundShape
 from llmctl.runtime.rounds.upload import Drawing
 from llmctl.runtime.rounds.verification import MOST_FED
-from llmctl.runtime.step import Span, pack
 
 
-class DeviceDraftEngine(DeviceChains):
-    """See DeviceDrafter. Its cache uses the target's block ids."""
-
-    falls_behind = True
+class DeviceDraftEngine(FedDraftEngine, DeviceChains):
+    """See DeviceDrafter."""
 
     def __init__(self, draft: CudaEngine, draft_len: int) -> None:
-        self.draft_len = draft_len
-        self.max_requests: int | None = draft.max_num_tokens // MOST_FED
-        self._draft = draft
-
-    @property
-    def engines(self) -> tuple[CudaEngine, ...]:
-        """The draft engine."""
-        return (self._draft,)
-
-    def bind(self, steps: DeviceSteps) -> None:
-        """See DeviceDrafter, as for all that follow."""
-        self._steps = steps
-
-    def prepare(self) -> None:
-        draft, power = self._draft, LEAST_FED
-        while power <= draft.max_num_tokens:
-            for num_tokens in (3 * power // 4, power):
-                draft.feed(_unwritten(num_tokens, draft.max_seq_len, draft.tokens_per_block))
-            power *= 2
-
-    def is_behind(self, sequence: Sequence) -> bool:
-        return sequence.kv_lens[DRAFT_GROUP] < len(sequence.tokens) - MOST_FED
-
-    def catch_up(self, sequences: Items[Sequence]) -> None:
-        draft = self._draft
-        ends = [len(sequence.tokens) - MOST_FED for sequence in sequences]
-        spans = [
-            Span(sequence, sequence.kv_lens[DRAFT_GROUP], end, needs_logits=False)
-            for sequence, end in zip(sequences, ends, strict=True)
-            if sequence.kv_lens[DRAFT_GROUP] < end
-        ]
-        for call in cut(spans, draft.max_num_tokens, draft.max_batch_size):
-            step = pack(call, draft.tokens_per_block)
-            np.minimum(step.token_ids, draft.vocab_size - 1, out=step.token_ids)  # as in drafting
-            draft.feed(step)
-            for span in call:
-                span.sequence.kv_lens[DRAFT_GROUP] = span.end
+        super().__init__(draft, draft_len, MOST_FED)
 
     def enqueue_drafts(self, shape: RoundShape) -> None:
         steps, draft = self._steps, self._draft
@@ -94,19 +50,3 @@ class DeviceDraftEngine(DeviceChains):
             steps.launch(self._draft, [drawn])
         else:
             steps.launch(steps.target, [bookkeeping.draft_next(*described, index)])
-
-
-def _unwritten(num_tokens: int, max_seq_len: int, tokens_per_block: int) -> StepInputs:
-    """A prompt step that writes nothing to the cache."""
-    lengths = np.full(-(-num_tokens // max_seq_len), max_seq_len, np.int32)
-    lengths[-1] -= lengths.sum() - num_tokens
-    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    return StepInputs(
-        token_ids=np.zeros_like(positions),
-        position_ids=positions,
-        cu_q=np.concatenate([[0], lengths.cumsum()]).astype(np.int32),
-        kv_len=lengths,
-        block_tables=np.zeros((len(lengths), -(-max_seq_len // tokens_per_block)), np.int32),
-        slot_mapping=np.full_like(positions, -1),
-        logit_rows=np.zeros(0, np.int32),
-    )

@@ -12,9 +12,8 @@ from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
-    from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
     from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
-    from llmctl.runtime.drafting.drafter import Drafter
+    from llmctl.runtime.drafting.drafter import DeviceDrafter, Drafter
     from llmctl.runtime.drafting.growth.growth import Plant
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
@@ -42,8 +41,8 @@ class DraftEngine:
 
     @property
     def is_device_led(self) -> bool:
-        """Only chains with acceptance by tokens: distributions are handled by the host."""
-        return self.acceptance == "tokens" and self.tree is None
+        """Only with acceptance by tokens: distributions are handled by the host."""
+        return self.acceptance == "tokens"
 
     @property
     def engines(self) -> Mapping[str, Path]:
@@ -78,7 +77,18 @@ class DraftEngine:
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
-    ) -> DeviceDraftEngine:
+    ) -> DeviceDrafter | None:
+        from llmctl.plugins.ops.tree_growth.arrays import TreeShape
         from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
+        from llmctl.runtime.drafting.draft_engine.device_trees import DeviceDraftTrees
 
-        return DeviceDraftEngine(engines[ROLE], draft_len)
+        draft = engines[ROLE]
+        if self.tree is None:
+            return DeviceDraftEngine(draft, draft_len)
+        # More of a level than there are drafts would change nothing.
+        width = min(self.tree.branch, draft_len)
+        shape = TreeShape(width, width, self.tree.depth)
+        limits = draft.program.limits
+        if not shape.has_kernels or not limits.takes_trees or draft_len > 1 + limits.max_draft_len:
+            return None
+        return DeviceDraftTrees(draft, shape, draft_len)

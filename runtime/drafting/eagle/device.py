@@ -38,7 +38,6 @@ class DeviceEagle(DeviceChains):
     engines = ()
     max_requests: int | None = None
     falls_behind = False
-    reads_rounds = True
 
     def __init__(self, target: CudaEngine, host: EagleDrafter, draft_len: int) -> None:
         assert isinstance(host.head, EngineHead), "of an engine"
@@ -79,6 +78,9 @@ class DeviceEagle(DeviceChains):
 
     def catch_up(self, sequences: Items[Sequence]) -> None:
         """It never is behind."""
+
+    def reads(self, draft_len: int) -> bool:
+        return True
 
     def enqueue_drafts(self, shape: RoundShape) -> None:
         graph = EAGLE_EXTEND

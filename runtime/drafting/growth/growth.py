@@ -3,8 +3,8 @@
 A draft that others are to follow is expanded: a head or a draft engine computes its row, which
 offers them. Its key then lies at a place behind the root of the tree, the last that is committed:
 
-    places    0 | 1  2  3           root, then drafts that are expanded; any order, and a place is
-    tree      r | a  b  aa  ...     free again when its draft can no longer be among the best
+    places    0 | 1  2  3       root, then drafts that are expanded, none before its depth; a place
+    tree      r | a  b  aa  ... is free again when its draft can no longer be among the best
 
 Places are fewer than the drafts there is room for, so nobody needs more slots than the target.
 """
@@ -174,10 +174,12 @@ class DynamicTree:
         ][: self._shape.width]
         for node in self._best[self._room - 1 :]:
             node.place = 0  # it is free for others
-        free = set(range(1, self._room)) - {node.place for node in self._best}
-        for node in self.frontier:
-            node.place = min(free)
-            free.remove(node.place)
+        held = {node.place for node in self._best}
+        # No draft lies before its depth, so that an accepted path can always be moved there.
+        free = [place for place in range(self._depth, self._room) if place not in held]
+        del self.frontier[len(free) :]
+        for node, place in zip(self.frontier, free, strict=False):
+            node.place = place
 
     def drafts(self) -> Drafts:
         """See Growth."""
@@ -273,9 +275,8 @@ def _as_drafts(nodes: list[Node]) -> Drafts:
 
 def _places(nodes: list[Node], path: Items[int]) -> list[int]:
     found: list[int] = []
-    for depth, index in enumerate(path, 1):
-        # Moves go to places that only an earlier draft of the path may have left.
-        if nodes[index].place < depth:  # 0: no key
+    for index in path:
+        if not nodes[index].place:  # no key
             break
         found.append(nodes[index].place)
     return found

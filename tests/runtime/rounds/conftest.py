@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from support.cuda import run_rounds_by_reference
 from support.cuda_rounds import (
     DRAFT_LEN,
     Device,
     OnDevice,
 )
+from support.rounds_by_reference import run_rounds_by_reference
 
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 

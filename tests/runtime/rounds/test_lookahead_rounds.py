@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.cuda import run_rounds_by_reference
 from support.cuda_rounds import Lengths
 from support.fake_engine import plain_answer
 from support.lookahead_rounds import VOCAB, LookaheadDevice
+from support.rounds_by_reference import run_rounds_by_reference
 
 from llmctl.builder.engine_format import LookaheadDecodingConfig, lookahead_sizes
 from llmctl.plugins.device_loop.trees import DraftTrees
@@ -188,7 +188,7 @@ def test_what_engines_are_led_on_the_device():
 
 
 def test_the_memory_plan_counts_windows_and_pools():
-    plan = SimpleNamespace(tensors=[], heads={})
+    plan = SimpleNamespace(tensors=[], heads={}, head_caches={})
     assert tree_bytes(plan, 8, 20) == 0
     sizes = LookaheadSizes(3, 3, 2)
     arrays, trees = LookaheadArrays.allocate(sizes, 8, 20, "cpu"), DraftTrees.allocate(8, 20, "cpu")

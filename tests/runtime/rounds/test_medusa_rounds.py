@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.cuda import run_rounds_by_reference
 from support.cuda_rounds import Lengths
 from support.medusa_rounds import MedusaDevice
+from support.rounds_by_reference import run_rounds_by_reference
 
 from llmctl.builder.heads.medusa.tree import DEFAULT, MedusaTree
 from llmctl.plugins.device_loop.tree_kernel import MOST_RANKS, num_keys
@@ -185,5 +185,6 @@ def test_the_memory_plan_counts_the_trees_of_heads():
     plan = SimpleNamespace(
         tensors=[SimpleNamespace(name=name, shape=("requests", 5000)) for name in "ab"],
         heads={"medusa": SimpleNamespace(outputs={"logits.0": "a", "logits.1": "b"})},
+        head_caches={},
     )
     assert tree_bytes(plan, 8, 20) == sum(t.nbytes for t in (*tensors, *keys))

@@ -17,8 +17,9 @@ from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.core.reference import ReferenceProgram
-from support.cuda import FakeGraph, bookkeeping_by_reference, launch_sampling
+from support.cuda import FakeGraph, launch_sampling
 from support.driver import RecordingDriver
+from support.rounds_by_reference import bookkeeping_by_reference
 from support.tensorrt import fake_tensorrt
 from support.tensorrt.fake_tensorrt import FakeModule
 

@@ -1,0 +1,113 @@
+"""What trees that grow in rounds keep of requests on a device, beside `DraftTrees`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmctl.plugins.ops.sampling.arrays import CHUNK
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_OFFERS = 16  # tokens that may follow one draft
+MOST_WIDTH = 16  # drafts of a level that are followed further
+NOTES = 6  # rows of `notes`
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """num_offers: children of a draft; width: drafts of a level that are followed; depth: drafts of
+    the longest path. As DynamicShape of runtime/drafting/growth/ has them."""
+
+    num_offers: int
+    width: int
+    depth: int
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the kernels are for trees of that width."""
+        return self.num_offers <= MOST_OFFERS and self.width <= MOST_WIDTH
+
+    def levels(self, draft_len: int) -> int:
+        """Levels of a tree of so many drafts."""
+        return min(self.depth, draft_len)
+
+    def places(self, level: int, draft_len: int) -> int:
+        """Tokens of a request in the step that computes a level (1: behind the root's children):
+        the root, and the places that drafts may have by then."""
+        return 1 + min(level * self.width, draft_len - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthArrays:
+    """Of B requests whose trees have up to K drafts, O offers and W followed drafts of a level.
+
+    Draft i of a request, its token and the node that it follows are where `RoundState.drafts` and
+    `DraftTrees.parents` have them; those that a tree has so far are in the order in which they were
+    offered. A draft that is followed has its key at a place behind the root (1, 2, ...).
+    """
+
+    shape: TreeShape
+    keys: torch.Tensor  # int64 [B * W, chunks, O]: the likeliest of each chunk of a row
+    sums: torch.Tensor  # float32 [B * W, chunks, 2]: largest logit, sum of exponentials
+    ids: torch.Tensor  # int32 [B * W, O]: what a row offers, the likeliest first
+    values: torch.Tensor  # float32 [B * W, O]: their log-probabilities; -inf: nothing
+    drawn: torch.Tensor  # int32 [B * W]: what rows of requests that are sampled drew
+    roots: torch.Tensor  # int32 [B]: 0, 1, ...: the rows of logits of the roots
+    rows: torch.Tensor  # int32 [B * W]: those of the drafts that are followed
+    sources: torch.Tensor  # int64 [B * (K + 1)]: the row behind which a token is computed
+    ends: torch.Tensor  # int32 [B]: the id that ends the text, or -1
+    scores: torch.Tensor  # float64 [B, K]: log-probability of a draft's path
+    places: torch.Tensor  # int32 [B, K]: of its key; 0: none
+    frontier: torch.Tensor  # int32 [B, W]: 1 + the drafts that are followed next; 0: none
+    ranking: torch.Tensor  # float64 [B, K + W * O]: scratch
+    notes: torch.Tensor  # int32 [B, NOTES, K + W * O + 1]: scratch
+    starts: torch.Tensor  # int32 [B + 1]: prefix sums of each request's moves
+    moves: torch.Tensor  # int32 [B * K, 2]: cache slots from and to, as kv_compact takes them
+
+    @classmethod
+    def allocate(
+        cls,
+        max_batch_size: int,
+        max_draft_len: int,
+        shape: TreeShape,
+        vocab_size: int,
+        device: str | torch.device,
+    ) -> GrowthArrays:
+        """Arrays without requests."""
+        import torch
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        batch, width, offers = max_batch_size, shape.width, shape.num_offers
+        rows, chunks = batch * width, -(-vocab_size // CHUNK)
+        span = max_draft_len + width * offers
+        return cls(
+            shape=shape,
+            keys=zeros(rows, chunks, offers, dtype=torch.int64),
+            sums=zeros(rows, chunks, 2, dtype=torch.float32),
+            ids=zeros(rows, offers),
+            values=zeros(rows, offers, dtype=torch.float32),
+            drawn=zeros(rows),
+            roots=torch.arange(batch, dtype=torch.int32, device=device),
+            rows=zeros(rows),
+            sources=zeros(batch * (max_draft_len + 1), dtype=torch.int64),
+            ends=zeros(batch) - 1,
+            scores=zeros(batch, max_draft_len, dtype=torch.float64),
+            places=zeros(batch, max_draft_len),
+            frontier=zeros(batch, width),
+            ranking=zeros(batch, span, dtype=torch.float64),
+            notes=zeros(batch, NOTES, span + 1),
+            starts=zeros(batch + 1),
+            moves=zeros(batch * max_draft_len, 2),
+        )
+
+
+def growth_bytes(max_batch_size: int, max_draft_len: int, vocab_size: int) -> int:
+    """Device memory of the widest trees that the kernels are for."""
+    shape = TreeShape(MOST_OFFERS, MOST_WIDTH, max_draft_len)
+    arrays = GrowthArrays.allocate(max_batch_size, max_draft_len, shape, vocab_size, "meta")
+    names = [name for name in arrays.__slots__ if name != "shape"]
+    return sum(int(getattr(arrays, name).nbytes) for name in names)

@@ -1,0 +1,232 @@
+"""A level of trees that grow: which drafts are kept, which are followed, and the step that computes
+those; and the moves of an accepted path's keys. reference.py says the same plainly."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llmctl.plugins.device_loop.triton_kernel import _inside, _slot_of
+from llmctl.plugins.device_loop.triton_tree import _parent
+from llmctl.plugins.ops.tree_growth.arrays import NOTES
+from llmctl.plugins.ops.tree_growth.triton_select import follow, keep_best
+
+_NOTES: tl.constexpr = tl.constexpr(NOTES)
+
+
+@triton.jit
+def grow(
+    committed,
+    capacity,
+    greedy,
+    drafts,
+    parents,
+    counts,
+    scores,
+    places,
+    frontier,
+    ends,
+    drawn,
+    ids,
+    log_probs,
+    rows_before,
+    rows,
+    sources,
+    ranking,
+    notes,
+    token_ids,
+    position_ids,
+    cu_q,
+    kv_len,
+    block_tables,
+    slot_mapping,
+    logit_rows,
+    tree_start,
+    paths,
+    batch,
+    level,  # of whose rows offer: 0 the root's
+    levels,
+    draft_len,
+    num_offers,
+    width,
+    stride,  # of drafts from request to request, as of parents, scores and places
+    span,  # of the scratch
+    by_token,  # whether a row of logits is that of a token, in order
+    max_seq_len,
+    tokens_per_block,
+    max_blocks,
+    path_stride,
+    BLOCK: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_REQUESTS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (requests)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    own = tl.program_id(0)
+    length = tl.load(committed + own)
+    limit = tl.load(capacity + own)
+    own_drafts, own_parents = drafts + own * stride, parents + own * stride
+    own_scores, own_places = scores + own * stride, places + own * stride
+    note = notes + own * _NOTES * (span + 1)
+    offered_by = tl.where(level > 0, width, 1)
+    keep_best(
+        own_drafts,
+        own_parents,
+        own_scores,
+        own_places,
+        counts + own,
+        frontier + own * width,
+        drawn + own * offered_by,
+        ids + own * offered_by * num_offers,
+        log_probs + own * offered_by * num_offers,
+        rows_before + own * offered_by,
+        ranking + own * span,
+        note,
+        length > 0,
+        tl.load(greedy + own) > 0,
+        tl.load(ends + own),
+        level,
+        levels,
+        draft_len,
+        offered_by,
+        num_offers,
+        span,
+        BLOCK,
+        TILE,
+    )
+    if level + 1 < levels:
+        # What a request has no cache for is not followed.
+        last = tl.minimum(draft_len, tl.minimum(limit, max_seq_len) - length + 1) - 1
+        follow(
+            own_places,
+            counts + own,
+            frontier + own * width,
+            note,
+            level,
+            last,
+            draft_len,
+            width,
+            span,
+            BLOCK_NODES,
+            BLOCK_WIDTH,
+        )
+        request = tl.arange(0, BLOCK_REQUESTS)
+        in_batch = request < batch
+        lengths = tl.load(committed + request, mask=in_batch, other=0)
+        limits = tl.load(capacity + request, mask=in_batch, other=0)
+        count = 1 + tl.minimum((level + 1) * width, draft_len - 1)
+        room = tl.minimum(limits, max_seq_len) - lengths + 1
+        sizes = tl.where(lengths > 0, tl.maximum(tl.minimum(room, count), 1), 0)
+        size = tl.sum(tl.where(request == own, sizes, 0), 0)
+        first = tl.sum(tl.where(request < own, sizes, 0), 0)
+        # Tokens of requests come first; what the others before leave of theirs, this one's too.
+        spare = tl.sum(sizes, 0) + own * count - first
+        if own == 0:
+            tl.store(cu_q, 0)
+        tl.store(cu_q + own + 1, first + size)
+        tl.store(kv_len + own, tl.where(length > 0, tl.minimum(length - 1 + size, limit), 0))
+        tl.store(tree_start + own, tl.where(size > 1, own * count, -1))
+
+        node_at, came_from = note + 4 * (span + 1), note + 5 * (span + 1)
+        table = block_tables + own * max_blocks
+        place = tl.arange(0, BLOCK_NODES)
+        exists, is_live = place < count, place < size
+        node = tl.load(node_at + place, mask=is_live, other=0)
+        is_new = node > 0
+        index = tl.where(is_live, first + place, spare + place - size)
+        depth = tl.where(is_new, level + 1, tl.minimum(place, 1))
+        token = tl.load(own_drafts + node - 1, mask=is_new, other=0)
+        tl.store(token_ids + index, token, mask=exists)
+        position = _inside(length - 1 + depth, is_live, max_seq_len)
+        tl.store(position_ids + index, position, mask=exists)
+        slot = _slot_of(table, length - 1 + place, limit, is_new, tokens_per_block)
+        tl.store(slot_mapping + index, slot, mask=exists)
+        source = tl.load(came_from + node, mask=is_new, other=0)
+        tl.store(sources + index, source.to(tl.int64), mask=exists)
+
+        path = paths + (own * count + place).to(tl.int64) * path_stride
+        tl.store(path, tl.zeros_like(place), mask=is_live)
+        tl.store(path + 1, place, mask=is_live & (place > 0) & (node == 0))
+        up, at = node, depth
+        while tl.max(up, axis=0) > 0:
+            step = tl.load(own_places + up - 1, mask=up > 0, other=0)
+            tl.store(path + at, step, mask=up > 0)
+            up = _parent(own_parents, up)
+            at -= 1
+
+        slot_number = tl.arange(0, BLOCK_WIDTH)
+        is_slot = slot_number < width
+        followed = tl.load(frontier + own * width + slot_number, mask=is_slot, other=0)
+        where = tl.load(own_places + followed - 1, mask=followed > 0, other=0)
+        to = own * width + slot_number
+        at_token = tl.where(length > 0, first + where, 0)
+        tl.store(logit_rows + to, at_token, mask=is_slot)
+        tl.store(rows + to, tl.where(by_token > 0, at_token, to), mask=is_slot)
+
+
+@triton.jit
+def list_moves(
+    rows,
+    parents,
+    places,
+    committed,
+    capacity,
+    block_tables,
+    starts,
+    moves,
+    batch,
+    draft_len,
+    stride,
+    tokens_per_block,
+    max_blocks,
+    BLOCK_REQUESTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One thread block, after acceptance. rows: of each request's last accepted node; committed:
+    with what the round added."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    request = tl.arange(0, BLOCK_REQUESTS)
+    in_batch = request < batch
+    length = tl.load(committed + request, mask=in_batch, other=0)
+    limit = tl.load(capacity + request, mask=in_batch, other=0)
+    last = tl.load(rows + request, mask=length > 0, other=0) - request * (draft_len + 1)
+    last = tl.where(length > 0, last, 0)
+    tree, own_places = parents + request * stride, places + request * stride
+    depth = tl.zeros_like(last)
+    up = last
+    while tl.max(up, axis=0) > 0:
+        depth += (up > 0).to(tl.int32)
+        up = _parent(tree, up)
+    root = length - 2 - depth
+    up, at = last, depth
+    moved = tl.zeros_like(last)
+    while tl.max(up, axis=0) > 0:
+        place = tl.load(own_places + up - 1, mask=up > 0, other=0)
+        is_moved = (up > 0) & (place > at) & (root + place < limit)
+        moved += is_moved.to(tl.int32)
+        up = _parent(tree, up)
+        at -= 1
+    begin = tl.cumsum(moved, 0) - moved
+    tl.store(starts + request, begin, mask=in_batch)
+    tl.store(starts + batch + tl.arange(0, 1), tl.sum(moved, 0))
+    # From the path's end up: the first move of a request is that of the draft nearest to the root.
+    table = block_tables + request * max_blocks
+    up, at, to = last, depth, begin + moved
+    while tl.max(up, axis=0) > 0:
+        place = tl.load(own_places + up - 1, mask=up > 0, other=0)
+        is_moved = (up > 0) & (place > at) & (root + place < limit)
+        to -= is_moved.to(tl.int32)
+        source = _slot_of(table, root + place, limit, is_moved, tokens_per_block)
+        target = _slot_of(table, root + at, limit, is_moved, tokens_per_block)
+        tl.store(moves + 2 * to, source, mask=is_moved)
+        tl.store(moves + 2 * to + 1, target, mask=is_moved)
+        up = _parent(tree, up)
+        at -= 1
