@@ -54,10 +54,12 @@ class RowOrder:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A weight [rows, K] as [RT, KT, 64, C]."""
+    """A weight [rows, K] as [RT, KT, 64, C]. leaves: of a product whose K is added in so many
+    parts, each of which has rows of its own: [leaves * rows, K / leaves]."""
 
     rows: Rows
     order: RowOrder
+    leaves: int = 1
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,7 +74,8 @@ class PackedRows:
         from llmctl.plugins.ops.packed_linear.layout import packed_shape
 
         rows, inner = self.rows.shape
-        return packed_shape(rows, inner, ITEM_BYTES[self.dtype])
+        item = ITEM_BYTES[self.dtype]
+        return packed_shape(self.leaves * rows, inner // self.leaves, item)
 
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
         """Whole row tiles, about CHUNK_BYTES at a time."""
@@ -83,10 +86,16 @@ class PackedRows:
         step = TILE_ROWS * max(
             1, CHUNK_BYTES // math.prod((*self.shape[1:], ITEM_BYTES[self.dtype]))
         )
-        parts = [checkpoint.read(name) for name in self.names]
-        for start in range(0, len(order), step):
-            wanted = order[start : start + step]
-            yield pack(gather_rows(parts, wanted, self.dtype, self._convert))
+        parts, width = [checkpoint.read(name) for name in self.names], self._leaf_width
+        for leaf in range(self.leaves):
+            own = [part.narrow(1, leaf * width, width) for part in parts]
+            for start in range(0, len(order), step):
+                wanted = order[start : start + step]
+                yield pack(gather_rows(own, wanted, self.dtype, self._convert))
+
+    @property
+    def _leaf_width(self) -> int:
+        return self.rows.shape[1] // self.leaves
 
     def _convert(self, part: int, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a part in this dtype, checked."""

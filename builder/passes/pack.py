@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from llmctl.builder.network import Attribute, Network, Node
-from llmctl.builder.packing import PackedRows, PackedVector, RowOrder
+from llmctl.builder.packing import ITEM_BYTES, PackedRows, PackedVector, RowOrder
 from llmctl.builder.schemes.reading import CodedRows
 from llmctl.builder.sharding import ColumnShard, VocabularyShard
 from llmctl.builder.sources import Rows, Source
 from llmctl.errors import Unsupported
-from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
+from llmctl.plugins.ops.packed_linear.forms import CHUNK_BYTES, LEAF_ROWS, TILE_ROWS
 from llmctl.plugins.schemes.table import find_form
 
 # What must divide evenly for the interleaved orders (layout.py): 8 rows of either half.
@@ -38,6 +38,7 @@ def pack_linears(network: Network, *, fuse_swiglu: bool = True) -> Network:
         else:
             width = packed.tensors[out].shape[1]
             assert isinstance(width, int)
+            width //= int(linear.attributes.get("leaves", 1))
             inputs, attributes = _pack_inputs(packed, linear, RowOrder("plain", (width,)))
             node = replace(linear, op="packed_linear", inputs=inputs, attributes=attributes)
             packed.replace_nodes([linear], [node], at=linear)
@@ -135,9 +136,31 @@ def _pack_inputs(
             packed: Source = PackedVector(source, order)
         else:
             packed, found = _pack(linear.name, source, order)
+            if "leaves" in attributes:
+                packed = _in_leaves(linear.name, packed, int(attributes["leaves"]))
             attributes |= found
         inputs[role] = network.add_weight(f"{linear.name}.{role}", packed).name
     return inputs, attributes
+
+
+def _in_leaves(name: str, packed: Source, leaves: int) -> Source:
+    """A packed weight whose K is added in so many parts. Raises Unsupported where these are no
+    whole blocks, or rows of two parts would be in one tile of the kernels."""
+    if not isinstance(packed, PackedRows):
+        raise Unsupported(
+            f"--tp-invariant: weights of {name} are codes, which are packed in whole rows",
+            fix="leave --tp-invariant out, or FP8 or 16-bit weights",
+        )
+    rows, inner = packed.rows.shape
+    block = CHUNK_BYTES // ITEM_BYTES[packed.dtype]
+    if inner % (leaves * block) or rows % LEAF_ROWS:
+        raise Unsupported(
+            f"--tp-invariant: {name} adds {inner} columns in {leaves} parts for {rows} rows; "
+            f"wanted are parts of whole blocks of {block} columns, and a multiple of {LEAF_ROWS} "
+            "rows",
+            fix="leave --tp-invariant out: text is then the same for one tp_size alone",
+        )
+    return replace(packed, leaves=leaves)
 
 
 def _pack(name: str, source: Source, order: RowOrder) -> tuple[Source, Mapping[str, Attribute]]:

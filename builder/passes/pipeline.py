@@ -64,7 +64,9 @@ def run_passes(
 
     network, *rewritten = map(fuse, (recorded, *heads))
     if not able.compiles_plans:
-        network = split_over_ranks(network, limits.tp_size, limits.sum_leaves)
+        network = split_over_ranks(
+            network, limits.tp_size, limits.sum_leaves, is_packed=able.packs_linears
+        )
     if able.packs_linears:
         network = fuse_norms(network)
         is_fused = plugin_config["gemm_swiglu_plugin"] != "disable"

@@ -26,15 +26,18 @@ from llmctl.plugins.fused.all_reduce_norm.spec import warps_of
 _AFTER_SUM = ("weight_scale", "x_scale", "bias")
 
 
-def split_over_ranks(network: Network, num_ranks: int, sum_leaves: int) -> Network:
-    """The network of one rank. Raises Unsupported for per-token scales of a split input: no rank
-    knows the largest value of a whole row."""
+def split_over_ranks(
+    network: Network, num_ranks: int, sum_leaves: int, *, is_packed: bool
+) -> Network:
+    """The network of one rank. is_packed: products are going to be packed ones, which leave the
+    tree over a rank's own leaves to all_reduce, on one rank too. Raises Unsupported for per-token
+    scales of a split input: no rank knows the largest value of a whole row."""
     split = network.copy()
     for node in network.nodes:
         if node.op != "linear":
             continue
         if node.name.endswith(SPLIT_COLUMNS):
-            _split_sum(split, node, num_ranks, sum_leaves)
+            _split_sum(split, node, num_ranks, sum_leaves, is_packed=is_packed)
         elif node.name == LM_HEAD and num_ranks > 1:
             _split_vocabulary(split, node, num_ranks)
     split.prune()
@@ -45,6 +48,8 @@ def fuse_norms(network: Network) -> Network:
     """all_reduce then rms_norm(sum, residual) -> all_reduce_norm, where a kernel does it."""
     fused = network.copy()
     for total in [node for node in network.nodes if node.op == "all_reduce"]:
+        if total.attributes["ranks"] == 1:  # the product behind it normalizes
+            continue
         norm, *others = fused.consumers(total.outputs["out"])
         width = fused.tensors[total.outputs["out"]].shape[1]
         if others or norm.op != "rms_norm" or "out_scale" in norm.outputs:
@@ -60,20 +65,27 @@ def fuse_norms(network: Network) -> Network:
     return fused
 
 
-def _split_sum(network: Network, node: Node, num_ranks: int, sum_leaves: int) -> None:
-    leaves: dict[str, Attribute] = {"leaves": sum_leaves // num_ranks} if sum_leaves > 1 else {}
-    if num_ranks == 1:
+def _split_sum(
+    network: Network, node: Node, num_ranks: int, sum_leaves: int, *, is_packed: bool
+) -> None:
+    own = sum_leaves // num_ranks  # leaves of this rank
+    leaves: dict[str, Attribute] = {"leaves": own} if sum_leaves > 1 else {}
+    if num_ranks == 1 and not (leaves and is_packed):
         attributes = {**node.attributes, **leaves}
         network.replace_nodes([node], [replace(node, attributes=attributes)], at=node)
         return
     if "x_scale" in node.inputs and network.tensors[node.inputs["x_scale"]].shape != (1,):
         raise Unsupported(
-            f"--tp-size {num_ranks}: {node.name} quantizes each token by its largest value, of "
-            "which a rank has a part",
+            f"{'--tp-invariant' if leaves else f'--tp-size {num_ranks}'}: {node.name} quantizes "
+            "each token by its largest value, of which a rank has a part",
             fix="quantize with static activation scales: llmctl quantize --qformat fp8",
         )
     out = network.tensors[node.outputs["out"]]
-    partial = network.add_activation(f"{node.name}.partial", "float32", out.shape).name
+    tokens, width = out.shape
+    assert isinstance(width, int)
+    in_sum = own if is_packed and leaves else 1
+    shape = (tokens, in_sum * width)
+    partial = network.add_activation(f"{node.name}.partial", "float32", shape).name
     weight = node.inputs["weight"]
     source = network.sources[weight]
     if isinstance(source, CodedRows):
@@ -93,7 +105,7 @@ def _split_sum(network: Network, node: Node, num_ranks: int, sum_leaves: int) ->
         f"{node.name}.all_reduce",
         {"x": partial, **after},
         node.outputs,
-        {"ranks": num_ranks},
+        {"ranks": num_ranks, **({"leaves": own} if in_sum > 1 else {})},
     )
     network.replace_nodes([node], [product, total], at=node)
 

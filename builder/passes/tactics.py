@@ -35,8 +35,11 @@ def _tactic(network: Network, node: Node, backend: str) -> str:
     weight, has_norm = network.tensors[node.inputs["weight"]], "norm_weight" in node.inputs
     row_tiles, chunks = weight.shape[:2]
     assert isinstance(row_tiles, int) and isinstance(chunks, int)
-    form = find_form(weight.dtype, node.attributes)
-    return choose_tactic(node.op, row_tiles, chunks, form.name, has_norm=has_norm)
+    form = find_form(weight.dtype, node.attributes).name
+    leaves = int(node.attributes.get("leaves", 1))
+    return choose_tactic(
+        *(node.op, row_tiles, chunks, form), has_norm=has_norm, in_leaves=leaves > 1
+    )
 
 
 def _type(network: Network, node: Node) -> str:

@@ -36,16 +36,28 @@ class _Meaning(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """How config.json says that the products of branches add K."""
+    """How config.json says that the products of branches add K. is_packed: packed products leave
+    the parts of a rank's sum to all_reduce."""
 
     num_ranks: int
     leaves: int  # over all ranks; 1: in one chain each
+    is_packed: bool
 
     @property
     def attributes(self) -> dict[str, Any]:
         """Those of the products."""
         leaves = {"leaves": self.leaves // self.num_ranks} if self.leaves > 1 else {}
-        return leaves | ({"is_partial": True} if self.num_ranks > 1 else {})
+        return leaves | ({"is_partial": True} if self.is_split else {})
+
+    @property
+    def is_split(self) -> bool:
+        """Whether all_reduce ends such a product."""
+        return self.num_ranks > 1 or (self.is_packed and self.leaves > 1)
+
+    @property
+    def summed(self) -> int:
+        """Parts that all_reduce adds of each rank."""
+        return max(self.leaves // self.num_ranks, 1) if self.is_packed else 1
 
 
 class Decoder:
@@ -149,14 +161,16 @@ class Decoder:
     def _summed(self, op: PlanOp) -> _Meaning:
         read = self._take(op, "x", "partial")
         self._require_scale(op, read)
-        self._require_ranks(op)
+        self._require_ranks(op, is_there=self._sums.is_split)
+        if op.attributes.get("leaves", 1) != self._sums.summed:
+            raise wrong(f"operator {op.name!r} adds other parts of a rank than the engine has")
         return _Meaning("branch", read.number)
 
     def _sum_and_norm(self, op: PlanOp) -> None:
         self._values[op.outputs["out"]] = self._added(op, self._summed(op), self._quantizer(op))
 
     def _collect(self, op: PlanOp) -> None:
-        self._require_ranks(op)
+        self._require_ranks(op, is_there=self._sums.num_ranks > 1)
         self._values[op.outputs["out"]] = self._take(op, "x", "logits")
 
     def _activate(self, op: PlanOp) -> None:
@@ -209,9 +223,9 @@ class Decoder:
                 f"{read.scale!r} quantized it"
             )
 
-    def _require_ranks(self, op: PlanOp) -> None:
+    def _require_ranks(self, op: PlanOp, *, is_there: bool) -> None:
         found, wanted = op.attributes["ranks"], self._sums.num_ranks
-        if found != wanted or wanted == 1:
+        if found != wanted or not is_there:
             raise wrong(f"operator {op.name!r} is over {found} ranks; the engine has {wanted}")
 
     def _take(self, op: PlanOp, role: str, *kinds: str) -> _Meaning:

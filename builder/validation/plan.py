@@ -52,7 +52,8 @@ def check_plan(config: EngineConfig, plan: Plan, *, has_binaries: bool = True) -
         check_pieces(plan, tensors)
     elif not has_pieces:
         model, build = config.pretrained_config, config.build_config
-        sums = Sums(build.get("tp_size", 1), build.get("sum_leaves", 1))
+        sizes = (build.get("tp_size", 1), build.get("sum_leaves", 1))
+        sums = Sums(*sizes, is_packed=backend.packs_linears)
         Decoder(plan, model["num_hidden_layers"], model["tie_word_embeddings"], sums).check()
 
 

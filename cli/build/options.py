@@ -75,7 +75,7 @@ RANK_OPTIONS: dict[str, tuple[type, str]] = {
     ),
     "tp_invariant": (
         bool,
-        "cpu: add in an order that gives the same text for every --tp-size.",
+        "Add in an order that gives the same text for every --tp-size.",
     ),
 }
 _RARE = (

@@ -90,7 +90,10 @@ def meetings(plan: Plan, step: Step) -> list[Meeting]:
     """Where the ranks of the step's engine meet, in order; none on one rank."""
     tensors = {tensor.name: tensor for tensor in plan.tensors}
     return [
-        Meeting(_num_bytes(tensors[op.inputs["x"]], step.sizes), is_sum=op.op != "all_gather")
+        Meeting(
+            _num_bytes(tensors[op.inputs["x"]], step.sizes) // int(op.attributes.get("leaves", 1)),
+            is_sum=op.op != "all_gather",
+        )
         for op in plan.ops
         if int(op.attributes.get("ranks", 1)) > 1
     ]

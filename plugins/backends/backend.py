@@ -30,7 +30,7 @@ class Backend:
     has_unit_kv_scales: bool = True
     has_windows_at_run_time: bool = True
     rank_counts: tuple[int, ...] | None = (1,)  # how many ranks may share a model; None: any
-    has_leaves: bool = False  # products that add K as a tree, of which ranks have subtrees
+    has_leaves: bool = False  # sums over K as a tree, of which ranks have subtrees
     continues_trees: bool = False  # trees that are computed over several steps
     takes_roots: bool = False  # in such a step, of new tokens alone (`Trees.roots`)
     generated_weights: tuple[str, ...] = ()  # --load-format, besides a checkpoint
@@ -56,6 +56,7 @@ _ROWS = (
         arena_alignment=128,
         packs_linears=True,
         rank_counts=RANK_COUNTS,
+        has_leaves=True,
         continues_trees=True,
         generated_weights=("dummy", "planted"),
     ),

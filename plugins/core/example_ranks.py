@@ -13,21 +13,29 @@ from llmctl.plugins.core.op_spec import FP8, Case
 
 def _all_reduce(case: Case, generator: torch.Generator) -> Example:
     tokens, outputs, dtype = int(case["tokens"]), int(case["outputs"]), str(case["dtype"])
-    inputs = {"x": random_tensor((tokens, outputs), "float32", generator)}
+    leaves, attributes = _leaves(case)
+    inputs = {"x": random_tensor((tokens, leaves * outputs), "float32", generator)}
     if case["scaled"]:
         inputs["weight_scale"] = torch.rand((outputs,), generator=generator) + 0.5
         inputs["x_scale"] = torch.rand((1,), generator=generator) + 0.5
     if case["bias"]:
         inputs["bias"] = random_tensor((outputs,), dtype, generator)
     made = {"out": empty((tokens, outputs), dtype)}
-    call = OpCall("all_reduce", "sum", inputs, made, {"ranks": 1})
+    call = OpCall("all_reduce", "sum", inputs, made, {"ranks": 1, **attributes})
     return Example(call, plain_step(tokens), no_cache())
+
+
+def _leaves(case: Case) -> tuple[int, dict[str, int]]:
+    """(parts of a rank's sum, the attributes that say so)."""
+    leaves = int(case.get("leaves", 1))
+    return leaves, {"leaves": leaves} if "leaves" in case else {}
 
 
 def _all_reduce_norm(case: Case, generator: torch.Generator) -> Example:
     tokens, hidden, dtype = int(case["tokens"]), int(case["hidden"]), str(case["dtype"])
+    leaves, extra = _leaves(case)
     inputs = {
-        "x": random_tensor((tokens, hidden), "float32", generator),
+        "x": random_tensor((tokens, leaves * hidden), "float32", generator),
         "weight_scale": torch.rand((hidden,), generator=generator) + 0.5,
         "x_scale": torch.rand((1,), generator=generator) + 0.5,
         "residual": random_tensor((tokens, hidden), dtype, generator),
@@ -42,7 +50,7 @@ def _all_reduce_norm(case: Case, generator: torch.Generator) -> Example:
         "out": empty((tokens, hidden), out_dtype),
         "residual_out": empty((tokens, hidden), dtype),
     }
-    attributes = {"ranks": 1, "epsilon": 1e-5}
+    attributes = {"ranks": 1, "epsilon": 1e-5, **extra}
     call = OpCall("all_reduce_norm", "sum", inputs, made, attributes)
     return Example(call, plain_step(tokens), no_cache())
 

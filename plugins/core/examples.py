@@ -168,6 +168,7 @@ def _packed_inputs(
     is_fp8 = x_dtype == FP8
     model_dtype = str(case.get("model_dtype", "bfloat16" if is_fp8 else x_dtype))
     inputs = {"x": random_tensor((tokens, inner), x_dtype, generator)}
+    inner //= int(case.get("leaves", 1))  # of rows, where those of a part of K are its own
     weight = random_tensor((rows, inner), x_dtype, generator, inner**-0.5)
     if is_fp8 and not case.get("is_partial"):  # which has no scales, and sums of unit size
         wide = random_tensor((rows, inner), "float32", generator, 100)
@@ -192,6 +193,8 @@ def _packed_linear(case: Case, generator: torch.Generator) -> Example:
     attributes = FORMS[str(case["dtype"])].attributes
     if case.get("is_partial"):
         attributes["is_partial"] = True
+    if "leaves" in case:
+        attributes["leaves"] = case["leaves"]
     if case.get("norm"):
         made |= add_norm(inputs, dtype, generator)
         attributes["epsilon"] = 1e-5

@@ -6,7 +6,7 @@ A kernel relies on these as it does on shapes. A tensor is whatever has a dtype 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from llmctl.plugins.core.op_spec import FP8
@@ -130,11 +130,18 @@ def whole_leaves(call: OpCall) -> str | None:
 
 
 def known_ranks(call: OpCall) -> str | None:
-    """As many ranks as there may be."""
-    ranks = call.attributes.get("ranks")
-    if ranks in RANK_COUNTS:
-        return None
-    return f"is over {ranks!r} ranks; one of {', '.join(map(str, RANK_COUNTS))} is wanted"
+    """As many ranks as there may be, and parts of a rank's sum."""
+    counts = ", ".join(map(str, RANK_COUNTS))
+    for name in ("ranks", "leaves"):
+        count = call.attributes.get(name, 1)
+        if count not in RANK_COUNTS:
+            return f"is over {count!r} {name}; one of {counts} is wanted"
+    return None
+
+
+def columns_of_leaves(width: str) -> Callable[[Mapping[str, int]], int]:
+    """The columns of an input that has one `width` after the other, of each part of a sum."""
+    return lambda dims: dims[width] * dims.get("leaves", 1)
 
 
 def packed_operands(call: OpCall) -> str | None:

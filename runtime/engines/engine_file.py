@@ -201,7 +201,8 @@ def slot_bytes(files: Iterable[EngineFile]) -> int:
 def _given(plan: Plan, op: PlanOp) -> int:
     """Bytes of float32 that a rank gives to an operator over ranks."""
     (shape,) = [tensor.shape for tensor in plan.tensors if tensor.name == op.inputs["x"]]
-    return plan.sizes[str(shape[0])] * int(shape[1]) * 4
+    columns = int(shape[1]) // int(op.attributes.get("leaves", 1))  # a rank's parts are added
+    return plan.sizes[str(shape[0])] * columns * 4
 
 
 def exchange_bytes(files: Iterable[EngineFile]) -> int:

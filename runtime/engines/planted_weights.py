@@ -80,7 +80,8 @@ def _fill_for(
         product = _written_by(op.inputs["x"], plan) if op.op in _SUMS else op
         own = _form(product, plan).spread
         assert own is not None, f"{op.name} has scales of weights that need none"
-        inner = _inner(product, plan) * int(op.attributes.get("ranks", 1))
+        parts = [int(op.attributes.get(name, 1)) for name in ("ranks", "leaves")]
+        inner = _inner(product, plan) * math.prod(parts)
         value = inner**-0.5 / own * (INERT if is_inert else 1)
         return lambda tensor: _constant(tensor, value)
     if role in ("scale", "x_scale", "k_scale", "v_scale", "out_scale"):

@@ -161,6 +161,69 @@ def test_a_norm_is_part_of_the_sum_before_it_where_rows_have_whole_parts(tmp_pat
         assert any(name.startswith("all_reduce_norm.peers.") for name in names) == is_fused
 
 
+WIDE = {**HEADS, "head_dim": 128, "hidden_size": 128, "intermediate_size": 2048}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+@pytest.mark.parametrize("form", ["fp8", "bfloat16"])
+def test_sums_for_every_tp_size_are_parts_of_which_ranks_have_whole_ones(
+    tmp_path: Path, form: str, num_ranks: int
+) -> None:
+    """Part l of a rank's weight is columns of the whole one, in rows of its own."""
+    folder = write_checkpoint(tmp_path / "c", "llama", form, **WIDE)
+    engine = plan(folder, "cuda", tp_size=num_ranks, tp_invariant=True)
+    whole = plan(folder, "cpu")
+    leaves, kinds = 8 // num_ranks, {t.name: (t.dtype, t.shape) for t in engine.plan.tensors}
+    products = {op.name: op for op in engine.plan.ops if op.attributes.get("is_partial")}
+    assert {name.rpartition(".")[2] for name in products} == {"o_proj", "down_proj"}
+    for op in products.values():
+        assert op.attributes["leaves"] == leaves and set(op.inputs) == {"x", "weight"}
+        assert kinds[op.outputs["out"]] == ("float32", (op_rows(op, kinds), leaves * 128))
+        name = op.inputs["weight"]
+        wanted = torch.cat(list(whole.sources[name].chunks(whole.checkpoint)))
+        for rank in range(num_ranks):
+            packed = torch.cat(list(engine.sources[name].chunks(engine.shards[rank])))
+            assert tuple(packed.shape) == kinds[name][1]
+            own = wanted.chunk(8, dim=1)[rank * leaves : (rank + 1) * leaves]
+            for part, numbers in zip(packed.chunk(leaves), own, strict=True):
+                found = layout.numbers_of(
+                    part, 128, numbers.shape[1], find_form(kinds[name][0], {})
+                )
+                assert torch.equal(_bytes(found), _bytes(numbers)), (name, rank)
+    sums = [op for op in engine.plan.ops if op.op.startswith("all_reduce")]
+    assert [op.attributes.get("leaves", 1) for op in sums] == [leaves] * len(products)
+    assert [op.attributes["ranks"] for op in sums] == [num_ranks] * len(products)
+    assert {op.op for op in sums} == {"all_reduce"}, "rows of 128 have no kernel with the norm"
+    assert kernel_specs(engine.plan, limits_of(engine))
+
+
+def op_rows(op: PlanOp, kinds: dict[str, Any]) -> int | str:
+    shape: tuple[int | str, ...] = kinds[op.inputs["x"]][1]
+    return shape[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "said"),
+    [
+        ("fp8", {"head_dim": 64}, "o_proj adds 512 columns in 8 parts for 128 rows; .* of 128 col"),
+        ("bfloat16", {"hidden_size": 64}, "1024 columns in 8 parts for 64 rows; .* of 128 rows"),
+        ("fp8 per token", {}, "--tp-invariant: .*o_proj quantizes each token by its largest"),
+    ],
+)
+def test_shapes_without_whole_parts_are_refused_by_name(
+    tmp_path: Path, form: str, fields: dict[str, int], said: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "c", "llama", form, **{**WIDE, **fields})
+    with pytest.raises(Unsupported, match=said):
+        plan(folder, "cuda", tp_invariant=True)
+
+
+def test_codes_have_no_parts(coded: Callable[..., Path]) -> None:
+    folder = coded(num_attention_heads=8, num_key_value_heads=2, intermediate_size=512)
+    with pytest.raises(Unsupported, match="--tp-invariant: weights of .* are codes"):
+        plan(folder, "cuda", dtype="bfloat16", tp_invariant=True)
+
+
 def test_one_rank_pays_nothing(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "c", "llama", "fp8", **HEADS)
     plan_of_one = plan(folder, "cuda").plan

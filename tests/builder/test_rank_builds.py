@@ -140,12 +140,12 @@ def test_scales_of_single_tokens_are_refused(tmp_path: Path) -> None:
 
 
 def test_backends_without_ranks_or_leaves_refuse_them(checkpoint: Path) -> None:
-    for request, said in (
-        ({"tp_size": 3}, "engines of the cuda backend have 1, 2, 4, 8 ranks"),
-        ({"tp_invariant": True}, "--tp-invariant is refused: products of the cuda backend"),
+    for backend, request, said in (
+        ("cuda", {"tp_size": 3}, "engines of the cuda backend have 1, 2, 4, 8 ranks"),
+        ("tensorrt", {"tp_invariant": True}, "is refused: products of the tensorrt backend"),
     ):
         with pytest.raises(Unsupported, match=said):
-            plan_build(checkpoint, BuildRequest(**LIMITS, **request), backend="cuda")
+            plan_build(checkpoint, BuildRequest(**LIMITS, **request), backend=backend)
 
 
 # ---- engines that somebody edited ----
@@ -154,6 +154,7 @@ Edit = Callable[[PlanOp], PlanOp]
 EDITS: dict[str, tuple[str, dict[str, Any], str]] = {
     "other ranks": ("all_reduce", {"ranks": 4}, "over 4 ranks; the engine has 2"),
     "three ranks": ("all_reduce", {"ranks": 3}, "is over 3 ranks"),
+    "other parts": ("all_reduce", {"leaves": 4}, "shape|parts of a rank"),
     "other gathered ranks": ("all_gather", {"ranks": 8}, "over 8 ranks; the engine has 2"),
     "whole sums": ("linear", {"is_partial": False}, "wanted|without"),
     "other leaves": ("linear", {"leaves": 2}, "adds by .*; .* is wanted"),

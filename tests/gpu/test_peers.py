@@ -18,8 +18,8 @@ from scripts.bench.ranks_support import ExchangingRank, run_ranks
 ROWS, HIDDEN, OWN = 96, 1536, 192
 SLOT_BYTES = ROWS * HIDDEN * 4
 LIMIT_S = 20.0
-KINDS = ("sum", "scaled", "gather", "norm", "norm fp8")
-LAUNCHES, EPSILON = 20, {"epsilon": 1e-5}
+KINDS = ("sum", "scaled", "gather", "norm", "norm fp8", "scaled parts", "norm fp8 parts")
+LAUNCHES, EPSILON = 24, {"epsilon": 1e-5}
 Wanted = dict[str, torch.Tensor]
 
 
@@ -29,7 +29,8 @@ class Rank(ExchangingRank):
     def call(self, kind: str, rows: int, seed: int) -> tuple[OpCall, Wanted]:
         """(the call of this rank, its results by role), from numbers that all know."""
         generator = torch.Generator().manual_seed(seed)
-        width = OWN if kind == "gather" else HIDDEN
+        leaves = 4 if kind.endswith("parts") else 1
+        width = OWN if kind == "gather" else leaves * HIDDEN
         parts = torch.randn((self.ranks, rows, width), generator=generator)
         x = parts[self.rank].to(self.device)
         if kind == "gather":
@@ -49,17 +50,18 @@ class Rank(ExchangingRank):
         wanted = torch.empty((rows, HIDDEN), dtype=torch.bfloat16)
         reduce_ranks(list(parts), after, {"out": wanted})
         inputs = {"x": x, **{role: tensor.to(self.device) for role, tensor in after.items()}}
+        parted = {"ranks": self.ranks, **({"leaves": leaves} if leaves > 1 else {})}
         if kind.startswith("norm"):
-            return self._with_norm(inputs, wanted, generator, is_fp8=kind == "norm fp8")
+            return self._with_norm(inputs, wanted, generator, parted, is_fp8="fp8" in kind)
         out = torch.zeros((rows, HIDDEN), dtype=torch.bfloat16, device=self.device)
-        call = OpCall("all_reduce", "s", inputs, {"out": out}, {"ranks": self.ranks})
-        return call, {"out": wanted}
+        return OpCall("all_reduce", "s", inputs, {"out": out}, parted), {"out": wanted}
 
     def _with_norm(
         self,
         inputs: dict[str, torch.Tensor],
         total: torch.Tensor,
         generator: torch.Generator,
+        parted: dict[str, int],
         *,
         is_fp8: bool,
     ) -> tuple[OpCall, Wanted]:
@@ -79,7 +81,7 @@ class Rank(ExchangingRank):
         self.prepare(norm, len(total))(torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
         inputs = {**inputs, "norm_weight": weight, **given}
-        attributes = {"ranks": self.ranks, **EPSILON}
+        attributes = {**parted, **EPSILON}
         call = OpCall("all_reduce_norm", "s", inputs, made(), attributes)
         return call, {role: tensor.cpu() for role, tensor in norm.outputs.items()}
 

@@ -97,6 +97,22 @@ def test_log_probabilities_are_near_those_of_one_rank(
     assert np.abs(found - wanted).max() < (0.05 if form == "bfloat16" else 0.25)
 
 
+@pytest.mark.parametrize("form", ["fp8", "bfloat16"])
+def test_text_is_the_same_for_every_number_of_ranks(
+    built: RankEngines,
+    requests: list[Request],
+    plain_together: Callable[[Path], Outputs],
+    form: str,
+) -> None:
+    """Prompts by the kernel for many tokens, and verifications by those for few."""
+    wanted = plain_together(built.parted(form, 1))
+    for ranks in (2, 4, 8):
+        assert plain_together(built.parted(form, ranks)) == wanted, ranks
+    method = DraftEngine(built.parted(form, 1), DRAFT_LEN)
+    stats = run_in_every_company(built.parted(form, 4), method, requests, wanted, **TOGETHER)
+    assert stats.accepted_tokens > 0.5 * stats.draft_tokens, "the model itself drafts"
+
+
 def test_a_draft_of_as_many_ranks_changes_no_token(
     built: RankEngines,
     requests: list[Request],

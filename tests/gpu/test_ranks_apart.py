@@ -69,6 +69,21 @@ def test_ranks_with_a_gpu_each_write_what_they_write_on_one(
     assert (rounds.ahead > before + 10) == (draft != "ngram"), "devices lead where they can"
 
 
+@pytest.mark.parametrize("form", ["fp8", "bfloat16"])
+def test_text_of_ranks_apart_may_be_that_of_one_rank(
+    built: RankEngines,
+    requests: list[Request],
+    plain_together: Callable[[Path], Outputs],
+    device_requests: list[int],
+    form: str,
+) -> None:
+    """Sums that are normalized where they arrive, and their parts."""
+    one = built.parted(form, 1)
+    method = method_of("engine", one)
+    wanted = plain_together(one)
+    assert run_on_gpus(built.parted(form, 2), method, requests, wanted, device_requests) > 50
+
+
 def test_target_and_draft_may_both_have_a_part_on_each_gpu(
     built: RankEngines,
     requests: list[Request],

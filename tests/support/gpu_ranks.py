@@ -21,6 +21,13 @@ WIDE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
+# Sums over K divide into eight parts of whole blocks, and rows into those of the sum with the norm.
+PARTED = {
+    **WIDE,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "head_dim": 128,
+}
 LIMITS = ("--max-batch-size", 16, "--max-seq-len", 1024)
 TOGETHER = {"ranks_on_one_device": True}
 ACCEPTANCE, SEED = 0.66, 5
@@ -47,6 +54,14 @@ class RankEngines:
             write_checkpoint(checkpoint, "llama", form, **WIDE)
         drafts = ("--max-draft-len", DRAFT_LEN)
         return self.build(f"wide-{form}-{ranks}", checkpoint, *drafts, "--tp-size", ranks)
+
+    def parted(self, form: str, ranks: int) -> Path:
+        """The same random model for every number of ranks, with the same text."""
+        checkpoint = self.folder / f"parted-{form}"
+        if not checkpoint.exists():
+            write_checkpoint(checkpoint, "llama", form, **PARTED)
+        options = ("--max-draft-len", DRAFT_LEN, "--tp-size", ranks, "--tp-invariant")
+        return self.build(f"parted-{form}-{ranks}", checkpoint, *options)
 
     def demo(self, role: str) -> Path:
         """Of two ranks."""

@@ -20,6 +20,7 @@ from llmctl.plugins.ops.all_reduce.peers import (
     AFTER_SUM,
     MEETING_KINDS,
     SIZE_KINDS,
+    leaf_words,
     meeting_values,
     optional_kinds,
     optional_values,
@@ -60,12 +61,13 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
 
 
 def _spec(call: OpCall) -> KernelSpec:
-    hidden, ranks = call.inputs["x"].shape[1], int(call.attributes["ranks"])
+    hidden, ranks = call.inputs["residual"].shape[1], int(call.attributes["ranks"])
     warps = warps_of(hidden)
     assert warps is not None, "as the spec's rules say"
     residual, out = call.inputs["residual"], call.outputs["out"]
     words = ["all_reduce_norm", "peers", short_name(residual.dtype), short_name(out.dtype)]
-    words += [f"h{hidden}", f"r{ranks}", *(role for role in AFTER_SUM if role in call.inputs)]
+    words += [f"h{hidden}", f"r{ranks}", *leaf_words(call)]
+    words += [*(role for role in AFTER_SUM if role in call.inputs)]
     kind = pointer(residual.dtype)
     return KernelSpec(
         name=".".join([*words, *(["residual_out"] * ("residual_out" in call.outputs))]),
@@ -77,6 +79,7 @@ def _spec(call: OpCall) -> KernelSpec:
         ),
         constants={
             "RANKS": ranks,
+            "LEAVES": int(call.attributes.get("leaves", 1)),
             "HIDDEN": hidden,
             "WARPS": warps,
             "MODEL_TYPE": _TYPES[str(residual.dtype).removeprefix("torch.")],

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def sum_call(call: OpCall, total: torch.Tensor) -> OpCall:
     """The sum over ranks, which writes `total`."""
     inputs = {role: t for role, t in call.inputs.items() if role == "x" or role in AFTER_SUM}
-    ranks = {"ranks": call.attributes["ranks"]}
-    return OpCall("all_reduce", call.name, inputs, {"out": total}, ranks)
+    attributes = {name: value for name, value in call.attributes.items() if name != "epsilon"}
+    return OpCall("all_reduce", call.name, inputs, {"out": total}, attributes)
 
 
 def norm_call(call: OpCall, total: torch.Tensor) -> OpCall:

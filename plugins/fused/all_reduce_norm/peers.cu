@@ -6,7 +6,7 @@
 // between blocks, as parts of 256 columns that every warp sends to all blocks of the cluster. The bits are those of
 // plugins/ops/all_reduce followed by plugins/ops/rms_norm (norm_math.cuh).
 //
-// Macros: RANKS, HIDDEN (a multiple of 256 * WARPS), WARPS (of a block), MODEL_TYPE, QUANTIZED (0 | 1: out is FP8).
+// Macros: RANKS, LEAVES, HIDDEN (a multiple of 256 * WARPS), WARPS (of a block), MODEL_TYPE, QUANTIZED (0 | 1: out is FP8).
 #include "backends/cuda/sm90/norm_math.cuh"
 #include "ops/all_reduce/meeting.cuh"
 
@@ -84,6 +84,10 @@ struct Squares {
   }
 };
 
+DEVICE float4 own_at(const float4* x, int row, int vector) {
+  return own_vector(x, row, vector, HIDDEN);
+}
+
 #if QUANTIZED
 typedef uint2 OutUnit;
 DEVICE OutUnit stored(const uint4& y, const Divisor& divisor) { return divisor.unit(y); }
@@ -115,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 1
   for (int row = first; row < rows; row += stride) {
     const long long at = (long long)row * ROW_VECTORS + 2 * unit;
-    const float4 own[2] = {x[at], x[at + 1]};
+    const float4 own[2] = {own_at(x, row, 2 * unit), own_at(x, row, 2 * unit + 1)};
     meeting.give(at, own[0]);
     meeting.give(at + 1, own[1]);
   }
@@ -126,12 +130,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const long long at = (long long)row * ROW_VECTORS + 2 * unit;
     const long long to = (long long)row * ROW_UNITS + unit;
     float4 part[RANKS][2];
-    const float4 own[2] = {x[at], x[at + 1]};
+    const float4 own[2] = {own_at(x, row, 2 * unit), own_at(x, row, 2 * unit + 1)};
     const uint4 before = __ldcg(residual + to);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) part[r][0] = own[0], part[r][1] = own[1];
     const bool is_here = meeting.take(at, part);
-    const uint4 h = add_units(ending.unit(tree<0, RANKS>(part, 0), tree<0, RANKS>(part, 1)), before);
+    const auto sum = [&](int i) { return tree<0, RANKS>([&](int r) { return part[r][i]; }); };
+    const uint4 h = add_units(ending.unit(sum(0), sum(1)), before);
     const float inverse = squares.inverse_rms(h, nth, epsilon);
     if (!is_here) continue;
     if (residual_out) residual_out[to] = h;

@@ -8,7 +8,7 @@ import torch
 
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.fused.all_reduce_norm.parts import norm_roles
-from llmctl.plugins.ops.all_reduce.reference import add_ranks, finish
+from llmctl.plugins.ops.all_reduce.reference import add_parts, finish
 from llmctl.plugins.ops.rms_norm.reference import add_and_normalize
 
 
@@ -19,7 +19,8 @@ def reduce_and_normalize(
     epsilon: float,
 ) -> None:
     """All rows of `partial`, which has what `x` is to each rank."""
-    total = finish(add_ranks(partial), inputs).to(inputs["residual"].dtype)
+    residual = inputs["residual"]
+    total = finish(add_parts(partial, residual.shape[1]), inputs).to(residual.dtype)
     add_and_normalize(norm_roles(inputs, total), outputs, epsilon)
 
 

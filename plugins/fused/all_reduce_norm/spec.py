@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmctl.plugins.core.op_rules import NORM_LIMITS, known_ranks, scales_output
+from llmctl.plugins.core.op_rules import (
+    NORM_LIMITS,
+    columns_of_leaves,
+    known_ranks,
+    scales_output,
+)
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role
 
 if TYPE_CHECKING:
@@ -24,7 +29,7 @@ def warps_of(hidden: int) -> int | None:
 
 
 def _whole_parts(call: OpCall) -> str | None:
-    hidden = int(call.inputs["x"].shape[1])
+    hidden = int(call.inputs["residual"].shape[1])
     if warps_of(hidden) is not None:
         return None
     return f"has rows of {hidden}; multiples of {PART} up to {PART * MAX_PARTS} are wanted"
@@ -33,7 +38,7 @@ def _whole_parts(call: OpCall) -> str | None:
 SPEC = OpSpec(
     name="all_reduce_norm",
     inputs=(
-        Role("x", ("float32",), ("N", "H")),
+        Role("x", ("float32",), ("N", "X")),
         Role("weight_scale", ("float32",), ("H",), optional=True),
         Role("x_scale", ("float32",), ("1",), optional=True),  # of every rank's input alike
         Role("bias", ("T",), ("H",), optional=True),
@@ -46,12 +51,24 @@ SPEC = OpSpec(
         Role("residual_out", ("T",), ("N", "H"), optional=True),
     ),
     attributes={"ranks": int, "epsilon": float},
+    optional_attributes={"leaves": int},  # see all_reduce
+    derived={"X": columns_of_leaves("H")},
     rules=(known_ranks, NORM_LIMITS, scales_output("out", "scale"), _whole_parts),
     cases=tuple(  # of one rank; tests/plugins/ops/test_peers_emulated.py has several
         {"tokens": n, "hidden": h, "dtype": dtype, "scaling": scaling, "bias": bias}
         for n, h, bias in ((1, 256, False), (5, 768, True), (33, 2048, False))
         for dtype in ("bfloat16", "float16")
         for scaling in ("none", "static")
+    )
+    + (
+        {
+            "tokens": 3,
+            "hidden": 512,
+            "dtype": "bfloat16",
+            "scaling": "static",
+            "bias": False,
+            "leaves": 4,
+        },
     ),
     timed=tuple(
         {"tokens": n, "hidden": 8192, "dtype": "bfloat16", "scaling": "static", "bias": False}

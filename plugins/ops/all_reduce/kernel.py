@@ -14,7 +14,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 )
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.op_rules import RANK_COUNTS
-from llmctl.plugins.ops.all_reduce.peers import peer_launch, peer_spec
+from llmctl.plugins.ops.all_reduce.peers import leaf_words, peer_launch, peer_spec
 from llmctl.plugins.ops.quantize.kernel import power_of_two
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def _spec(call: OpCall) -> KernelSpec:
     width, kind = out.shape[1], pointer(out.dtype)
     block = min(power_of_two(width), _BLOCK)
     has = {role: role in call.inputs for role in _AFTER}
-    words = [short_name(out.dtype), f"w{width}", f"r{ranks}"]
+    leaves = int(call.attributes.get("leaves", 1))
+    words = [short_name(out.dtype), f"w{width}", f"r{ranks}", *leaf_words(call)]
     return KernelSpec(
         name=".".join(["all_reduce", *words, *(role for role in _AFTER if has[role])]),
         source="llmctl.plugins.ops.all_reduce.triton_kernel:all_reduce",
@@ -68,6 +69,7 @@ def _spec(call: OpCall) -> KernelSpec:
             "WIDTH": width,
             "BLOCK": block,
             "RANKS": ranks,
+            "LEAVES": leaves,
             **{f"HAS_{role.upper()}": given for role, given in has.items()},
             "PDL": True,
         },

@@ -13,7 +13,7 @@
 // so ranks cannot wait for each other in a circle. Where a peer does not come, the waiting ends after `limit_ns`,
 // or when the host says so, and `lost` tells which rank it was; what follows is not used.
 //
-// Macro: RANKS.
+// Macros: RANKS, LEAVES (parts of a rank's own sum).
 #pragma once
 
 #include "backends/cuda/sm90/hopper.cuh"
@@ -173,14 +173,16 @@ DEVICE float4 add(float4 a, float4 b) {
   return {__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)};
 }
 
-// The sum over ranks as a balanced tree, (0 + 1) + (2 + 3), with the expression of reference.py; all ranks
-// compute it, so all go on with the same bits.
-template <int FIRST, int RANKS_OF, int COUNT>
-DEVICE float4 tree(const float4 (&part)[RANKS][COUNT], int i) {
-  if constexpr (RANKS_OF == 1) {
-    return part[FIRST][i];
-  } else {
-    return add(tree<FIRST, RANKS_OF / 2>(part, i),
-               tree<FIRST + RANKS_OF / 2, RANKS_OF / 2>(part, i));
-  }
+// The sum over COUNT vectors as a balanced tree, (0 + 1) + (2 + 3), with the expression of reference.py; all ranks
+// compute it, so all go on with the same bits. get(i): the i-th.
+template <int FIRST, int COUNT, class Get>
+DEVICE float4 tree(const Get& get) {
+  if constexpr (COUNT == 1) return get(FIRST);
+  else return add(tree<FIRST, COUNT / 2>(get), tree<FIRST + COUNT / 2, COUNT / 2>(get));
+}
+
+// A rank's own numbers of a row of `width` columns: its parts, which lie side by side, added.
+DEVICE float4 own_vector(const float4* x, long long row, int vector, int width) {
+  const float4* first = x + row * (LEAVES * width / 4) + vector;
+  return tree<0, LEAVES>([&](int leaf) { return first[leaf * (width / 4)]; });
 }

@@ -1,7 +1,7 @@
 // What ranks with a GPU each exchange: partial sums, which are added, or columns, which are put side by side.
 // meeting.cuh says how; sums are finished with the expressions of reference.py.
 //
-// Macros: RANKS, WIDTH (columns of `x`), GATHER (0 | 1), OUT_WIDTH, OUT_TYPE.
+// Macros: RANKS, LEAVES, WIDTH (columns that a rank gives), GATHER (0 | 1), OUT_WIDTH, OUT_TYPE.
 #include "ops/all_reduce/meeting.cuh"
 
 constexpr int THREADS = 256;  // as in peers.py
@@ -15,6 +15,10 @@ DEVICE float widened(typename Type::Storage x) {
 }
 #endif
 
+DEVICE float4 own_at(const float4* x, long long i) {
+  return own_vector(x, i / (WIDTH / 4), int(i % (WIDTH / 4)), WIDTH);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     exchange(const long long* bases, State* state, int* lost, const float4* x,
              const float* weight_scale, const float* x_scale, const OUT_TYPE::Storage* bias,
@@ -27,14 +31,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const long long vectors = (long long)rows * (WIDTH / 4), stride = (long long)gridDim.x * THREADS;
   const long long first = (long long)blockIdx.x * THREADS + threadIdx.x;
 #pragma unroll 1
-  for (long long i = first; i < vectors; i += stride) meeting.give(i, x[i]);
+  for (long long i = first; i < vectors; i += stride) meeting.give(i, own_at(x, i));
   __syncthreads();
   if (threadIdx.x == 0) count_launch(state);
 
 #pragma unroll 1
   for (long long i = first; i < vectors; i += stride) {
     float4 part[RANKS][1];
-    const float4 own = x[i];
+    const float4 own = own_at(x, i);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) part[r][0] = own;
     if (!meeting.take(i, part)) return;
@@ -51,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
     }
 #else
-    const float4 total = tree<0, RANKS>(part, 0);
+    const float4 total = tree<0, RANKS>([&](int r) { return part[r][0]; });
     const float sums[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
     for (int c = 0; c < 4; ++c) {

@@ -48,17 +48,30 @@ def meeting_values(call: OpCall, peers: Peers) -> tuple[torch.Tensor, ...]:
 
 def size_values(call: OpCall, peers: Peers, rows: int) -> tuple[int, ...]:
     """The last arguments of a kernel over ranks that exchanges the first rows of `x`."""
-    assert rows * call.inputs["x"].shape[1] * 4 <= peers.slot_bytes, "a slot holds the largest step"
+    assert rows * given_columns(call) * 4 <= peers.slot_bytes, "a slot holds the largest step"
     return (peers.rank, rows, peers.slot_bytes, peers.limit_ns)
+
+
+def leaf_words(call: OpCall) -> list[str]:
+    """Of a kernel's name."""
+    leaves = int(call.attributes.get("leaves", 1))
+    return [f"l{leaves}"] * (leaves > 1)
+
+
+def given_columns(call: OpCall) -> int:
+    """What a rank gives of a row: its own parts are added before."""
+    return int(call.inputs["x"].shape[1]) // int(call.attributes.get("leaves", 1))
 
 
 def peer_spec(call: OpCall) -> KernelSpec:
     """The binary of an operator over ranks; those with the same roles share it."""
-    x, out = call.inputs["x"], call.outputs["out"]
+    out = call.outputs["out"]
     ranks, is_gather = int(call.attributes["ranks"]), call.op == "all_gather"
     name = str(out.dtype).removeprefix("torch.")
     roles = [role for role in AFTER_SUM if role in call.inputs]
-    words = [call.op, "peers", short_name(out.dtype), f"w{x.shape[1]}", f"w{out.shape[1]}"]
+    own = given_columns(call)
+    words = [call.op, "peers", short_name(out.dtype), f"w{own}", f"w{out.shape[1]}"]
+    words += leaf_words(call)
     after = optional_kinds(call, *AFTER_SUM)
     return KernelSpec(
         name=".".join([*words, f"r{ranks}", *roles]),
@@ -66,7 +79,8 @@ def peer_spec(call: OpCall) -> KernelSpec:
         arguments=(*MEETING_KINDS, "*fp32", *after, pointer(out.dtype), *SIZE_KINDS),
         constants={
             "RANKS": ranks,
-            "WIDTH": x.shape[1],
+            "WIDTH": own,
+            "LEAVES": int(call.attributes.get("leaves", 1)),
             "OUT_WIDTH": out.shape[1],
             "GATHER": int(is_gather),
             "OUT_TYPE": _TYPES[name],
@@ -78,12 +92,11 @@ def peer_spec(call: OpCall) -> KernelSpec:
 
 def peer_launch(call: OpCall, peers: Peers, rows: int) -> Launch:
     """Exchange the first rows of `x`. The grid is the same on every rank."""
-    x = call.inputs["x"]
-    vectors = rows * x.shape[1] // _VECTOR
+    vectors = rows * given_columns(call) // _VECTOR
     blocks = min(-(-vectors // THREADS), MAX_BLOCKS)
     arguments = (
         *meeting_values(call, peers),
-        *(x, *optional_values(call, *AFTER_SUM), call.outputs["out"]),
+        *(call.inputs["x"], *optional_values(call, *AFTER_SUM), call.outputs["out"]),
         *size_values(call, peers, rows),
     )
     return Launch(peer_spec(call), (blocks, 1, 1), arguments)

@@ -18,6 +18,11 @@ def add_ranks(partial: Sequence[torch.Tensor]) -> torch.Tensor:
     return add_ranks(partial[:half]) + add_ranks(partial[half:])
 
 
+def add_parts(partial: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """Those of ranks whose own sums are parts side by side, `width` columns each."""
+    return add_ranks([add_ranks(own.chunk(own.shape[1] // width, dim=1)) for own in partial])
+
+
 def finish(total: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The sum [N, O], scaled and biased, float32."""
     scales = [inputs[role] for role in ("x_scale", "weight_scale") if role in inputs]
@@ -33,7 +38,7 @@ def reduce_ranks(
 ) -> None:
     """All rows of `partial`, which has what `x` is to each rank."""
     out = outputs["out"]
-    out[: len(partial[0])] = finish(add_ranks(partial), inputs).to(out.dtype)
+    out[: len(partial[0])] = finish(add_parts(partial, out.shape[1]), inputs).to(out.dtype)
 
 
 def reference(

@@ -12,6 +12,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def _own(x, place, mask, WIDTH: tl.constexpr, LEAVES: tl.constexpr):
+    """A rank's sum: its parts, which lie side by side, added as a balanced tree."""
+    total = tl.load(x + place, mask=mask, other=0)
+    if LEAVES >= 2:
+        total = total + tl.load(x + place + WIDTH, mask=mask, other=0)
+    if LEAVES >= 4:
+        second = tl.load(x + place + 2 * WIDTH, mask=mask, other=0)
+        total = total + (second + tl.load(x + place + 3 * WIDTH, mask=mask, other=0))
+    if LEAVES == 8:
+        third = tl.load(x + place + 4 * WIDTH, mask=mask, other=0)
+        third = third + tl.load(x + place + 5 * WIDTH, mask=mask, other=0)
+        fourth = tl.load(x + place + 6 * WIDTH, mask=mask, other=0)
+        total = total + (third + (fourth + tl.load(x + place + 7 * WIDTH, mask=mask, other=0)))
+    return total
+
+
+@triton.jit
 def all_reduce(
     x0,  # of each rank; those behind RANKS are not read
     x1,
@@ -29,6 +46,7 @@ def all_reduce(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
+    LEAVES: tl.constexpr,
     HAS_WEIGHT_SCALE: tl.constexpr,
     HAS_X_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -50,22 +68,23 @@ def all_reduce(
         added = tl.load(bias + columns, mask=mask, other=0).to(tl.float32)
     if PDL:
         gdc_wait()
-    place = tl.program_id(0).to(tl.int64) * WIDTH + columns
-    total = tl.load(x0 + place, mask=mask, other=0)
+    row = tl.program_id(0).to(tl.int64)
+    place = row * (WIDTH * LEAVES) + columns
+    total = _own(x0, place, mask, WIDTH, LEAVES)
     if RANKS >= 2:
-        total = total + tl.load(x1 + place, mask=mask, other=0)
+        total = total + _own(x1, place, mask, WIDTH, LEAVES)
     if RANKS >= 4:
-        second = tl.load(x2 + place, mask=mask, other=0)
-        total = total + (second + tl.load(x3 + place, mask=mask, other=0))
+        second = _own(x2, place, mask, WIDTH, LEAVES)
+        total = total + (second + _own(x3, place, mask, WIDTH, LEAVES))
     if RANKS == 8:
-        third = tl.load(x4 + place, mask=mask, other=0)
-        third = third + tl.load(x5 + place, mask=mask, other=0)
-        fourth = tl.load(x6 + place, mask=mask, other=0)
-        total = total + (third + (fourth + tl.load(x7 + place, mask=mask, other=0)))
+        third = _own(x4, place, mask, WIDTH, LEAVES)
+        third = third + _own(x5, place, mask, WIDTH, LEAVES)
+        fourth = _own(x6, place, mask, WIDTH, LEAVES)
+        total = total + (third + (fourth + _own(x7, place, mask, WIDTH, LEAVES)))
     if HAS_WEIGHT_SCALE or HAS_X_SCALE:
         total = total * scale
     if HAS_BIAS:
         # Else product and sum would become one fused operation, which rounds once.
         product = (total.to(tl.int32, bitcast=True) | zero).to(tl.float32, bitcast=True)
         total = product + added
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * WIDTH + columns, total.to(out.dtype.element_ty), mask=mask)

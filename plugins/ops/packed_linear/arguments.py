@@ -34,6 +34,8 @@ def type_constants(call: OpCall, limits: StepLimits) -> dict[str, Constant]:
         "OUT_TYPE": _TYPES[name_of(_out(call))],
         "EPILOGUE": _EPILOGUES[call.op],
     }
+    if leaves_of(call) > 1:
+        constants["LEAVES"] = leaves_of(call)
     if call.op == "packed_linear_rope_kv":
         for role in ("num_heads", "num_kv_heads", "head_size"):
             constants[role.upper()] = int(call.attributes[role])
@@ -48,6 +50,7 @@ def type_words(call: OpCall, limits: StepLimits) -> list[str]:
     if call.op == "packed_linear_rope_kv":
         heads = [int(call.attributes[k]) for k in ("num_heads", "num_kv_heads", "head_size")]
         words += ["h{}.{}x{}".format(*heads), f"kv_{short_name(limits.kv_dtype)}"]
+    words += [f"l{leaves_of(call)}"] * (leaves_of(call) > 1)
     return words + [role for role in _OPTIONAL if role in call.inputs]
 
 
@@ -93,6 +96,11 @@ def argument_values(call: OpCall, env: LaunchEnv, tokens: int) -> tuple[Argument
         values += [call.inputs["rotary"], env.step.position_ids, env.step.slot_mapping, cache]
         values += [*optional("k_scale", "v_scale"), env.limits.tokens_per_block]
     return tuple(values)
+
+
+def leaves_of(call: OpCall) -> int:
+    """Parts of K that are added apart, each in rows of its own (leaves.cuh)."""
+    return int(call.attributes.get("leaves", 1))
 
 
 def form_of(call: OpCall) -> Form:

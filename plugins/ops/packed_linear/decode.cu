@@ -21,8 +21,8 @@
 //
 // Macros: INPUT_TYPE (E4M3 | BF16 | FP16: of tokens), MXFP4 (0 | 1), TOKENS (8 ... 64), ROW_TILES,
 // CHUNKS, STAGES, SPLIT (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), FILL (slots
-// requested at once during the first pass over the ring; 0: all), NORM (decode_norm.cuh), and those of
-// epilogue.cuh.
+// requested at once during the first pass over the ring; 0: all), NORM (decode_norm.cuh), LEAVES
+// (leaves.cuh), and those of epilogue.cuh.
 // Grid: x blocks (times SPLIT), y token tiles.
 
 #include "ops/packed_linear/decode_cluster.cuh"

@@ -8,6 +8,7 @@
 #endif
 
 #include "ops/packed_linear/epilogue.cuh"
+#include "ops/packed_linear/leaves.cuh"
 #include "schemes/mxfp4/mxfp4.cuh"
 
 // A packed block: 64 rows x 128 bytes, or 64 rows x 256 4-bit columns. It is multiplied by
@@ -25,6 +26,7 @@ constexpr int CLUSTER = SPLIT == 0 ? 1 : SPLIT;
 constexpr int OWNED = 4 / CLUSTER;  // groups of 16 rows of a tile that one block stores
 constexpr int PART_BYTES = 512;   // 16 rows x 8 tokens of float32
 static_assert(CLUSTER == 1 || IS_FP8, "only sums in intervals can be divided over blocks");
+static_assert(LEAVES == 1 || ROW_TILES == 1, "row tiles of a slot have the same tokens");
 static_assert(SPLIT != 0 || ROW_TILES == 1, "shared tiles are handed on one by one");
 static_assert(INTERVAL % CHUNKS == 0, "an interval ends with a slot");
 static_assert(!MXFP4 || (IS_FP8 && !NORM), "4-bit weights meet FP8 tokens, which come normalized");
@@ -176,11 +178,13 @@ DEVICE void fill_ring(const Shared& shared, const u8* weight, int row_tiles, int
 
 #else
 
-DEVICE void copy_tokens(const Shared& shared, const Walk& walk, const TensorMap* x, u64 policy) {
+DEVICE void copy_tokens(const Shared& shared, const Walk& walk, const Leaf& leaf,
+                        const TensorMap* x, u64 policy) {
   const u32 to = shared.ring + walk.slot * STAGE_BYTES + WEIGHT_BYTES;
+  const int chunk = leaf.first_chunk(walk.tile) + walk.chunk;
 #pragma unroll
   for (int c = 0; c < CHUNKS * BOXES; ++c) {
-    copy_box(to + c * X_BYTES, x, (walk.chunk * BOXES + c) * ELEMENTS, blockIdx.y * TOKENS,
+    copy_box(to + c * X_BYTES, x, (chunk * BOXES + c) * ELEMENTS, blockIdx.y * TOKENS,
              shared.full + 8 * walk.slot, policy);
   }
 }
@@ -193,6 +197,7 @@ DEVICE void fill_ring(const Shared& shared, const TensorMap* x, const u8* weight
   const u32 x_bytes = min(tokens, TOKENS) * 128;  // of a box: rows without a token are not loaded
   const u64 once = evict_first_policy(), often = evict_last_policy();
   prefetch_map(x);
+  const Leaf leaf(row_tiles, chunks);
   Walk walk(row_tiles, chunks), behind = walk;
   if (FILL > 0 && !WRITES_CACHE) launch_dependents();
   int ahead = 0;
@@ -203,11 +208,11 @@ DEVICE void fill_ring(const Shared& shared, const TensorMap* x, const u8* weight
   if (FILL == 0 && !WRITES_CACHE) launch_dependents();
   wait_for_dependencies();
   if (WRITES_CACHE) launch_dependents();
-  for (; FILL == 0 && ahead > 0; --ahead, behind.next()) copy_tokens(shared, behind, x, often);
+  for (; FILL == 0 && ahead > 0; --ahead, behind.next()) copy_tokens(shared, behind, leaf, x, often);
   for (; !walk.done(); walk.next()) {
     barrier_wait(shared.empty + 8 * walk.slot, walk.phase ^ 1);
     copy_weights(shared, walk, weight, chunks, x_bytes, once);
-    copy_tokens(shared, walk, x, often);
+    copy_tokens(shared, walk, leaf, x, often);
   }
 }
 
@@ -216,11 +221,12 @@ DEVICE void first_tokens(const Shared& shared, const TensorMap* x, int row_tiles
                          int tokens) {
   const u32 x_bytes = min(tokens, TOKENS) * 128;
   const u64 often = evict_last_policy();
+  const Leaf leaf(row_tiles, chunks);
   Walk walk(row_tiles, chunks);
   wait_for_dependencies();
   for (int i = 0; i < STAGES && !walk.done(); ++i, walk.next()) {
     barrier_expect(shared.full + 8 * walk.slot, CHUNKS * BOXES * x_bytes);
-    copy_tokens(shared, walk, x, often);
+    copy_tokens(shared, walk, leaf, x, often);
   }
 }
 

@@ -8,6 +8,9 @@ import re
 
 TILE_ROWS = 64
 CHUNK_BYTES = 128
+LEAF_ROWS = (
+    2 * TILE_ROWS
+)  # what rows of a part of K (`leaves`) are multiples of: tiles of prefill.cu
 
 # A tactic as engines hold it (tactics.py): "up to so many tokens:variant" and at last "*:many".
 _VARIANT = r"n\d{1,3}r\d{1,3}c\d{1,3}s\d{1,4}k\d{1,3}g\d{1,4}f\d{1,3}(?:\+norm\d{1,3})?"

@@ -10,7 +10,7 @@
 // processes its row tiles one after another.
 //
 // Macros: INPUT_TYPE (E4M3, BF16 or FP16), EXPANDED (1: expand.cu writes the weights right before),
-// WG_TILES, TILE_TOKENS, A_STAGES, B_STAGES, and those of epilogue.cuh.
+// WG_TILES, TILE_TOKENS, A_STAGES, B_STAGES, LEAVES (leaves.cuh), and those of epilogue.cuh.
 
 #include "ops/packed_linear/prefill_load.cuh"
 

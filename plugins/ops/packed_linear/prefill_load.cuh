@@ -2,6 +2,7 @@
 // tiles.
 #pragma once
 
+#include "ops/packed_linear/leaves.cuh"
 #include "ops/packed_linear/prefill_store.cuh"
 
 constexpr int BLOCK_BYTES = 8192;  // a packed block: 64 rows x 128 bytes
@@ -89,17 +90,19 @@ DEVICE void load_weights(const Shared& shared, const Work& work, const u8* weigh
 }
 
 DEVICE void load_tokens(const Shared& shared, const Work& work, const TensorMap* x) {
+  const Leaf leaf(work.row_tiles, work.chunks);
   Ring<B_STAGES> ring;
 #pragma unroll 1
   for (int unit = work.first(); unit < work.units(); unit += work.stride()) {
     int row_block, token;
     work.at(unit, row_block, token);
+    const int first = leaf.first_chunk(row_block * WARPGROUPS * WG_TILES);
 #pragma unroll 1
     for (int chunk = 0; chunk < work.chunks; ++chunk, ring.advance()) {
       const u32 full = shared.b_full + 8 * ring.slot;
       barrier_wait(shared.b_empty + 8 * ring.slot, ring.parity ^ 1);
       barrier_expect(full, B_BYTES);
-      copy_box(shared.b + ring.slot * B_BYTES, x, chunk * CHUNK, token, full);
+      copy_box(shared.b + ring.slot * B_BYTES, x, (first + chunk) * CHUNK, token, full);
     }
   }
 }

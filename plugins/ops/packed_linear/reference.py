@@ -55,5 +55,11 @@ def reference(
 ) -> None:
     """Multiply all rows of `x`, normalized if there is a norm."""
     inputs = normalized(inputs, outputs, attributes)
-    out = outputs["out"]
-    out[: len(inputs["x"])] = product(inputs, attributes, plain_order(out.shape[1]), out.dtype)
+    out, leaves = outputs["out"], int(attributes.get("leaves", 1))
+    given = zip(inputs["x"].chunk(leaves, 1), inputs["weight"].chunk(leaves, 0), strict=True)
+    order = plain_order(out.shape[1] // leaves)
+    apart = [
+        product({**inputs, "x": x, "weight": weight}, attributes, order, out.dtype)
+        for x, weight in given
+    ]
+    out[: len(inputs["x"])] = torch.cat(apart, dim=1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from llmctl.plugins.core.op_rules import (
     NORM_LIMITS,
+    RANK_COUNTS,
     name_of,
     packed_operands,
     partial_sums,
@@ -18,7 +19,7 @@ from llmctl.plugins.core.op_rules import (
     together,
 )
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role, Tolerance
-from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
+from llmctl.plugins.ops.packed_linear.forms import LEAF_ROWS, TILE_ROWS
 from llmctl.plugins.schemes.table import FORMS, find_form
 
 if TYPE_CHECKING:
@@ -85,20 +86,41 @@ def block_sizes(call: OpCall) -> dict[str, int]:
 # go with FP8 only. `inner` is a multiple of 16 bytes (bulk copies), for 4-bit weights of a block.
 _DTYPES = tuple(FORMS)
 
+
+def _apart(call: OpCall) -> str | None:
+    """Parts of K are whole blocks, and rows of two are never in one tile."""
+    leaves, inner = int(call.attributes.get("leaves", 1)), int(call.inputs["x"].shape[1])
+    rows, columns = int(call.outputs["out"].shape[1]), block_sizes(call)["columns"]
+    is_partial = bool(call.attributes.get("is_partial", False))
+    if leaves == 1 or (
+        is_partial
+        and leaves in RANK_COUNTS
+        and inner % (leaves * columns) == 0
+        and rows % (leaves * LEAF_ROWS) == 0
+        and not find_form(name_of(call.inputs["weight"]), call.attributes).is_coded
+    ):
+        return None
+    return (
+        f"adds {inner} columns in {leaves} parts for {rows} rows; wanted partial sums, parts of "
+        f"whole blocks of {columns} and {LEAF_ROWS} rows of FP8 or 16-bit weights"
+    )
+
+
 SPEC = OpSpec(
     name="packed_linear",
     inputs=(*INPUTS, *NORM_INPUTS),
     outputs=(Role("out", ("T", "float32"), ("N", "O")), *NORM_OUTPUTS),
-    # is_partial: K is a rank's share, and what follows the sum is all_reduce's.
-    optional_attributes=OPTIONAL_ATTRIBUTES | {"is_partial": bool},
+    # is_partial: K is a rank's share, and what follows the sum is all_reduce's. leaves: parts of K
+    # that are added apart, each in rows of its own (leaves.cuh), as all_reduce reads them.
+    optional_attributes=OPTIONAL_ATTRIBUTES | {"is_partial": bool, "leaves": int},
     sizes=block_sizes,
     derived={
         "RT": lambda d: row_tiles(d["O"]),
-        "KT": inner_chunks,
+        "KT": lambda d: inner_chunks({**d, "K": d["K"] // max(1, d.get("leaves", 1))}),
         "rows": lambda d: row_tiles(d["O"]) * TILE_ROWS,
     },
     one_or=ONE_OR,
-    rules=(partial_sums("weight"), *_COMMON_RULES),
+    rules=(partial_sums("weight"), *_COMMON_RULES, _apart),
     tolerance=TOLERANCE,
     cases=tuple(
         {
@@ -147,6 +169,22 @@ SPEC = OpSpec(
             "is_partial": True,
         }
         for m, k in ((1, 1056), (11, 2304), (130, 544))
+        for dtype, form in FORMS.items()
+        if not form.is_coded
+    )
+    + tuple(  # K in parts that are added apart
+        {
+            "tokens": m,
+            "outputs": leaves * rows,
+            "inner": k,
+            "dtype": dtype,
+            "out": "float32",
+            "x_scaling": "static",
+            "bias": False,
+            "is_partial": True,
+            "leaves": leaves,
+        }
+        for m, rows, k, leaves in ((1, 128, 1024, 8), (11, 256, 5376, 2), (130, 128, 2048, 4))
         for dtype, form in FORMS.items()
         if not form.is_coded
     ),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.core.op_spec import FP8
-from llmctl.plugins.ops.packed_linear.arguments import form_of
+from llmctl.plugins.ops.packed_linear.arguments import form_of, leaves_of
 from llmctl.plugins.ops.packed_linear.decode import SHARED_HALF, DecodeVariant
 from llmctl.plugins.schemes.table import FORMS
 
@@ -29,6 +29,7 @@ MANY = "many"  # the kernel for many tokens, which chooses its own tile
 FEW_TOKENS = (8, 16, 32, 64)  # upper ends of the entries for few tokens
 _FEWEST_STAGES = 3  # the fewest that keep enough reads in flight
 _SMALL_WEIGHT = 24 << 20  # bytes, read in a few microseconds
+MOST_SHARED = 2  # row tiles that share a token tile, of those chosen by rule
 RING_ROOM = 206 * 1024  # leaves room for small kernels on the multiprocessor of a waiting product
 
 
@@ -46,16 +47,25 @@ def tactic_of(call: OpCall) -> str:
     if call.tactic:
         return call.tactic
     tiles, chunks = call.inputs["weight"].shape[:2]
-    has_norm = "norm_weight" in call.inputs
-    return choose_tactic(call.op, tiles, chunks, form_of(call).name, has_norm=has_norm)
+    has_norm, in_leaves = "norm_weight" in call.inputs, leaves_of(call) > 1
+    form = form_of(call).name
+    return choose_tactic(call.op, tiles, chunks, form, has_norm=has_norm, in_leaves=in_leaves)
 
 
 def choose_tactic(
-    op: str, row_tiles: int, chunks: int, form_name: str, *, has_norm: bool = False
+    op: str,
+    row_tiles: int,
+    chunks: int,
+    form_name: str,
+    *,
+    has_norm: bool = False,
+    in_leaves: bool = False,
 ) -> str:
-    """The tactic of a weight of [row_tiles, chunks] blocks of a form, by its name."""
-    measured = _measured(op, row_tiles, chunks, form_name)
-    chosen = {n: str(default_variant(n, row_tiles, chunks, form_name)) for n in FEW_TOKENS}
+    """The tactic of a weight of [row_tiles, chunks] blocks of a form, by its name. in_leaves: rows
+    of several parts of K, which share no tokens; such products were not measured."""
+    measured = {} if in_leaves else _measured(op, row_tiles, chunks, form_name)
+    most = 1 if in_leaves else MOST_SHARED
+    chosen = {n: str(default_variant(n, row_tiles, chunks, form_name, most)) for n in FEW_TOKENS}
     chosen |= {n: v for n, v in measured.items() if has_norm or not normalizes(v)}
     return ";".join([*(f"{n}:{chosen[n]}" for n in sorted(chosen)), f"*:{MANY}"])
 
@@ -70,8 +80,10 @@ def can_normalize(op: str, row_tiles: int, chunks: int, form_name: str) -> bool:
     return any(map(normalizes, _measured(op, row_tiles, chunks, form_name).values()))
 
 
-def default_variant(tokens: int, row_tiles: int, chunks: int, form_name: str) -> DecodeVariant:
-    """The rule for sizes that were not measured.
+def default_variant(
+    tokens: int, row_tiles: int, chunks: int, form_name: str, most_shared: int = MOST_SHARED
+) -> DecodeVariant:
+    """The rule for sizes that were not measured. most_shared: row tiles that may share tokens.
 
     Small weights with few rows: K split in clusters, two blocks per multiprocessor, so that the
     next product can fill its ring. Otherwise one block with a large ring per multiprocessor: whole
@@ -89,7 +101,7 @@ def default_variant(tokens: int, row_tiles: int, chunks: int, form_name: str) ->
                 return variant
     each = -(-row_tiles // HOPPER.num_sms)
     is_even = each == 1 or row_tiles >= 0.95 * each * HOPPER.num_sms
-    share = 2 if is_even and each > 1 and tokens <= 16 else 1
+    share = most_shared if is_even and each > 1 and tokens <= 16 else 1
     ways = [2, 1] if 2 in splits else [1] if is_even else [0]
     for split, wide in itertools.product(ways, (4, 2, 1)):
         if form.interval % wide:

@@ -123,7 +123,7 @@ def require_bits(
     """Ranks wait a random time before a launch, so each is the last one sometimes."""
     kinds = {False: ("BF16", WIDTH, WIDTH), True: ("FP32", OWN, ranks * OWN - 13)}
     libraries = {
-        gather: compile_peers(tmp_path, RANKS=ranks, WIDTH=width, GATHER=int(gather),
+        gather: compile_peers(tmp_path, RANKS=ranks, LEAVES=1, WIDTH=width, GATHER=int(gather),
                               OUT_WIDTH=out_width, OUT_TYPE=out)
         for gather, (out, width, out_width) in kinds.items() if has_gather or not gather
     }  # fmt: skip
@@ -144,7 +144,7 @@ def require_bits(
 
 
 def test_a_rank_that_does_not_come_is_named_and_nothing_waits_for_it_again(tmp_path: Path) -> None:
-    library = compile_peers(tmp_path, RANKS=2, WIDTH=WIDTH, GATHER=0, OUT_WIDTH=WIDTH,
+    library = compile_peers(tmp_path, RANKS=2, LEAVES=1, WIDTH=WIDTH, GATHER=0, OUT_WIDTH=WIDTH,
                             OUT_TYPE="BF16")  # fmt: skip
     buffers, x = Buffers(2), torch.ones((3, WIDTH))
     out = torch.zeros((3, WIDTH), dtype=torch.bfloat16)
@@ -155,7 +155,7 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_waits_for_it_again(tmp_p
 
 
 def test_the_host_ends_the_waiting(tmp_path: Path) -> None:
-    library = compile_peers(tmp_path, RANKS=2, WIDTH=WIDTH, GATHER=0, OUT_WIDTH=WIDTH,
+    library = compile_peers(tmp_path, RANKS=2, LEAVES=1, WIDTH=WIDTH, GATHER=0, OUT_WIDTH=WIDTH,
                             OUT_TYPE="BF16")  # fmt: skip
     buffers, x = Buffers(2), torch.ones((1, WIDTH))
     out = torch.zeros((1, WIDTH), dtype=torch.bfloat16)
@@ -167,17 +167,19 @@ def test_the_host_ends_the_waiting(tmp_path: Path) -> None:
 HIDDEN, NORM_LAUNCHES = 512, 6
 
 
-@pytest.mark.parametrize(("ranks", "warps"), [(2, 1), (2, 2), (4, 1)])
-def test_sums_are_normalized_where_they_arrive(tmp_path: Path, ranks: int, warps: int) -> None:
+@pytest.mark.parametrize(("ranks", "leaves", "warps"), [(2, 1, 1), (2, 4, 2), (4, 2, 1)])
+def test_sums_are_normalized_where_they_arrive(
+    tmp_path: Path, ranks: int, leaves: int, warps: int
+) -> None:
     """The residual stream bit for bit on every rank, the norm as another order of its sum allows.
     Two clusters have three rows or less."""
-    library = compile_peers(tmp_path, NORM, RANKS=ranks, HIDDEN=HIDDEN, WARPS=warps,
-                            MODEL_TYPE="BF16", QUANTIZED=0)  # fmt: skip
+    library = compile_peers(tmp_path, NORM, RANKS=ranks, LEAVES=leaves, HIDDEN=HIDDEN,
+                            WARPS=warps, MODEL_TYPE="BF16", QUANTIZED=0)  # fmt: skip
     cluster, draw = HIDDEN // 256 // warps, random.Random(ranks + warps)
     buffers, launches = Buffers(ranks, 3 * HIDDEN * 4), []
     for seed in range(NORM_LAUNCHES):
         generator, rows = torch.Generator().manual_seed(seed), draw.choice((1, 2, 3))
-        parts = torch.randn((ranks, rows, HIDDEN), generator=generator)
+        parts = torch.randn((ranks, rows, leaves * HIDDEN), generator=generator)
         given = {
             "residual": torch.randn((rows, HIDDEN), generator=generator).bfloat16(),
             "norm_weight": torch.randn(HIDDEN, generator=generator).bfloat16(),
@@ -216,7 +218,7 @@ def test_sums_are_normalized_where_they_arrive(tmp_path: Path, ranks: int, warps
     ("right", "wrong"),
     [
         ("begun / TURN & 1", "0"),  # a fast rank overwrites what a slow one still reads
-        ("tree<0, RANKS>(part, 0)", "tree<1, RANKS / 2>(part, 0)"),
+        ("tree<0, RANKS>([&]", "tree<1, RANKS / 2>([&]"),
         ("slot(bases[r], rank) + at, words", "slot(bases[r], r) + at, words"),
         ("uint4{0, 0, 0, 0}", "words[r][i]"),  # numbers of two launches before are taken again
     ],
