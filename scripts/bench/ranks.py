@@ -18,9 +18,11 @@ import torch
 
 from llmctl.plugins.backends.cuda.read_rate import elapsed_ms
 from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.fused.all_reduce_norm.kernel import entering_bytes, hops_of
 from scripts.bench.ranks_support import ExchangingRank, run_ranks
 
 ROWS = (1, 11, 176)
+CHUNK = 2048  # rows of a prompt's chunk, of sums with the norm alone
 REPEATS, REPLAYS, WARM_UP = 50, 25, 5
 LINK_BYTES_S = 450e9
 Times = tuple[float, float, float]  # median, least, most, in microseconds
@@ -29,14 +31,17 @@ Times = tuple[float, float, float]  # median, least, most, in microseconds
 def measure(rank: int, ranks: int, pipe: Connection, hidden: int, vocab: int) -> None:
     """One process: sends (kernel, rows, times, bytes that enter the GPU) of each."""
     share = -(-vocab // (64 * ranks)) * 64
-    most = max(ROWS) * max(hidden, share) * 4
+    most = max(max(ROWS) * max(hidden, share), CHUNK * hidden) * 4
     own = ExchangingRank(rank, ranks, pipe, most, limit_s=20.0)
     found = []
     for rows in ROWS:
-        calls = (_sum(own, rows, hidden), _norm(own, rows, hidden))
-        for call in (*calls, _gathering(own, rows, share, vocab)):
+        for call in (_sum(own, rows, hidden), _gathering(own, rows, share, vocab)):
             entering = call.inputs["x"].nbytes * (ranks - 1)
             found.append((call.op, rows, _time(own, call, rows), entering))
+    for rows in (*ROWS, CHUNK):
+        entering = entering_bytes(ranks, rows, hidden, hops_of(ranks, rows, hidden))
+        call = _norm(own, rows, hidden)
+        found.append((call.op, rows, _time(own, call, rows), entering))
     pipe.send(found)
     pipe.recv()
 

@@ -142,14 +142,19 @@ template <class T>
 DEVICE T __ldg(const T* at) { return *at; }
 template <class T>
 DEVICE T __ldcg(const T* at) { return *at; }
-DEVICE void store_words(u32* to, uint4 x) {
-  const u32 words[4] = {x.x, x.y, x.z, x.w};
-  for (int i = 0; i < 4; ++i) __atomic_store_n(to + i, words[i], __ATOMIC_RELAXED);
+template <class Words>  // word by word, in any order
+DEVICE void store_words(Words* to, const Words& x) {
+  u32 words[sizeof(Words) / 4];
+  std::memcpy(words, &x, sizeof(Words));
+  for (u32 i = 0; i < sizeof(Words) / 4; ++i) __atomic_store_n((u32*)to + i, words[i], __ATOMIC_RELAXED);
 }
-DEVICE uint4 load_words(const u32* at) {
-  u32 words[4];
-  for (int i = 0; i < 4; ++i) words[i] = __atomic_load_n(at + i, __ATOMIC_RELAXED);
-  return {words[0], words[1], words[2], words[3]};
+template <class Words>
+DEVICE Words load_words(const Words* at) {
+  u32 words[sizeof(Words) / 4];
+  for (u32 i = 0; i < sizeof(Words) / 4; ++i) words[i] = __atomic_load_n((u32*)at + i, __ATOMIC_RELAXED);
+  Words x;
+  std::memcpy(&x, words, sizeof(Words));
+  return x;
 }
 
 // ---- numbers ----

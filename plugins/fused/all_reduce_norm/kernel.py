@@ -29,6 +29,8 @@ from llmctl.plugins.ops.all_reduce.peers import (
 from llmctl.plugins.ops.rms_norm import kernel as rms_norm
 
 MAX_BLOCKS = 128  # on the device at once: fewer than multiprocessors
+# What a second hop must save of the bytes that enter a GPU: NVLink moves as many in its time.
+_HOP_BYTES = 840_000  # 2.9 us at 290 GB/s (cli/rank_speed.py)
 _SHARED_BYTES = 2 * 32 * 4 + 2 * 8  # parts of sums of squares, barriers; as in peers.cu
 _TYPES = {"bfloat16": "BF16", "float16": "FP16"}
 
@@ -38,7 +40,11 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     total = call.inputs["residual"]  # has the sum's dtype and shape
     specs = [all_reduce.kernels(sum_call(call, total), limits)[0]]
     specs += rms_norm.kernels(norm_call(call, total), limits)
-    return [*specs, _spec(call)] if int(call.attributes["ranks"]) > 1 else specs
+    ranks, most = int(call.attributes["ranks"]), call.inputs["x"].shape[0]
+    if ranks == 1:
+        return specs
+    hops = range(1, 1 + hops_of(ranks, most, total.shape[1]))
+    return [*specs, *(_spec(call, count) for count in hops)]
 
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
@@ -60,7 +66,20 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     ]
 
 
-def _spec(call: OpCall) -> KernelSpec:
+def hops_of(ranks: int, rows: int, hidden: int) -> int:
+    """1: every rank gets all partial sums. 2: a row's owner gets them and hands on what it makes of
+    them. From what all ranks know, so that they agree."""
+    one, two = (entering_bytes(ranks, rows, hidden, hops) for hops in (1, 2))
+    return 2 if one - two > _HOP_BYTES else 1
+
+
+def entering_bytes(ranks: int, rows: int, hidden: int, hops: int) -> float:
+    """What enters a GPU: 4 bytes of each partial sum, and of results 3, of both outputs."""
+    columns = (ranks - 1) * rows * hidden
+    return 4.0 * columns if hops == 1 else (4 + 3) * columns / ranks
+
+
+def _spec(call: OpCall, hops: int) -> KernelSpec:
     hidden, ranks = call.inputs["residual"].shape[1], int(call.attributes["ranks"])
     warps = warps_of(hidden)
     assert warps is not None, "as the spec's rules say"
@@ -68,6 +87,7 @@ def _spec(call: OpCall) -> KernelSpec:
     words = ["all_reduce_norm", "peers", short_name(residual.dtype), short_name(out.dtype)]
     words += [f"h{hidden}", f"r{ranks}", *leaf_words(call)]
     words += [*(role for role in AFTER_SUM if role in call.inputs)]
+    words += ["two_hops"] * (hops == 2)
     kind = pointer(residual.dtype)
     return KernelSpec(
         name=".".join([*words, *(["residual_out"] * ("residual_out" in call.outputs))]),
@@ -84,6 +104,7 @@ def _spec(call: OpCall) -> KernelSpec:
             "WARPS": warps,
             "MODEL_TYPE": _TYPES[str(residual.dtype).removeprefix("torch.")],
             "QUANTIZED": int("scale" in call.inputs),
+            "HOPS": hops,
         },
         entry="reduce_norm",
         num_warps=warps,
@@ -93,7 +114,8 @@ def _spec(call: OpCall) -> KernelSpec:
 
 
 def _launch(call: OpCall, peers: Peers, rows: int) -> Launch:
-    spec = _spec(call)
+    hidden = call.inputs["residual"].shape[1]
+    spec = _spec(call, hops_of(peers.num_ranks, rows, hidden))
     share = (
         1 if peers.num_ranks == all_reduce.MOST_RANKS else 2
     )  # of a multiprocessor: eight need registers

@@ -4,9 +4,11 @@
 // A cluster of blocks has a row, every thread eight adjacent columns of it: it hands its partial sums to the other
 // ranks, waits for theirs (ops/all_reduce/meeting.cuh) and keeps the row in registers. Only sums of squares pass
 // between blocks, as parts of 256 columns that every warp sends to all blocks of the cluster. The bits are those of
-// plugins/ops/all_reduce followed by plugins/ops/rms_norm (norm_math.cuh).
+// plugins/ops/all_reduce followed by plugins/ops/rms_norm (norm_math.cuh), with one hop, in which all ranks compute all
+// rows, and with two.
 //
-// Macros: RANKS, LEAVES, HIDDEN (a multiple of 256 * WARPS), WARPS (of a block), MODEL_TYPE, QUANTIZED (0 | 1: out is FP8).
+// Macros: RANKS, LEAVES, HIDDEN (a multiple of 256 * WARPS), WARPS (of a block), MODEL_TYPE, QUANTIZED (0 | 1: out is FP8),
+// HOPS (1 | 2).
 #include "backends/cuda/sm90/norm_math.cuh"
 #include "ops/all_reduce/meeting.cuh"
 
@@ -96,6 +98,10 @@ typedef uint4 OutUnit;
 DEVICE OutUnit stored(const uint4& y, const Divisor&) { return y; }
 #endif
 
+// With two hops a row is one rank's, which normalizes it and hands the others what they store. That lies where its
+// partial sums would, which nobody wants of a row that it has itself.
+DEVICE int owner_of(int row, int stride) { return HOPS == 1 ? 0 : (row + row / stride) % RANKS; }
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     reduce_norm(const long long* bases, State* state, int* lost, const float4* x,
                 const float4* weight_scale, const float* x_scale, const uint4* bias,
@@ -120,13 +126,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int row = first; row < rows; row += stride) {
     const long long at = (long long)row * ROW_VECTORS + 2 * unit;
     const float4 own[2] = {own_at(x, row, 2 * unit), own_at(x, row, 2 * unit + 1)};
-    meeting.give(at, own[0]);
-    meeting.give(at + 1, own[1]);
+    const int owner = owner_of(row, stride);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (HOPS == 1) meeting.give(at + i, words_of(own[i]));
+      else if (owner != rank) meeting.give_one(owner, at + i, words_of(own[i]));
+    }
   }
   __syncthreads();
   if (threadIdx.x == 0) count_launch(state);
+  int nth = 0;
 #pragma unroll 1
-  for (int row = first, nth = 0; row < rows; row += stride, ++nth) {
+  for (int row = first; row < rows; row += stride) {
+    if (HOPS == 2 && owner_of(row, stride) != rank) continue;
     const long long at = (long long)row * ROW_VECTORS + 2 * unit;
     const long long to = (long long)row * ROW_UNITS + unit;
     float4 part[RANKS][2];
@@ -137,9 +149,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool is_here = meeting.take(at, part);
     const auto sum = [&](int i) { return tree<0, RANKS>([&](int r) { return part[r][i]; }); };
     const uint4 h = add_units(ending.unit(sum(0), sum(1)), before);
-    const float inverse = squares.inverse_rms(h, nth, epsilon);
+    const float inverse = squares.inverse_rms(h, nth++, epsilon);
     if (!is_here) continue;
+    const OutUnit y = stored(normal_unit(h, factors, inverse), divisor);
     if (residual_out) residual_out[to] = h;
-    out[to] = stored(normal_unit(h, factors, inverse), divisor);
+    out[to] = y;
+    if (HOPS == 1) continue;
+    if (residual_out) meeting.give(at, h);
+    meeting.give(at + 1, y);
+  }
+  if (HOPS == 1) return;
+#pragma unroll 1
+  for (int row = first; row < rows; row += stride) {
+    const int owner = owner_of(row, stride);
+    if (owner == rank) continue;
+    const long long at = (long long)row * ROW_VECTORS + 2 * unit;
+    const long long to = (long long)row * ROW_UNITS + unit;
+    uint4 h;
+    OutUnit y;
+    if (residual_out && !meeting.take_one(owner, at, h)) return;
+    if (!meeting.take_one(owner, at + 1, y)) return;
+    if (residual_out) residual_out[to] = h;
+    out[to] = y;
   }
 }

@@ -57,6 +57,11 @@ DEVICE void put(uint4* to, uint4 x) {
                : "memory");
 }
 
+DEVICE void put(uint2* to, uint2 x) {
+  asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x.x), "r"(x.y)
+               : "memory");
+}
+
 DEVICE uint4 look(const uint4* at) {
   uint4 x;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -66,20 +71,31 @@ DEVICE uint4 look(const uint4* at) {
   return x;
 }
 
-DEVICE u32 inverted(float x) {
-  const u32 y = ~__float_as_uint(x);
-  return y ? y : 0x80000000u;
+DEVICE uint2 look(const uint2* at) {
+  uint2 x;
+  asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(x.x), "=r"(x.y)
+               : "l"(at)
+               : "memory");
+  return x;
 }
 
-DEVICE uint4 inverted(float4 x) {
+// A NaN of all ones, or several in a word, becomes other NaNs.
+DEVICE u32 inverted(u32 x) { return ~x ? ~x : 0x80000000u; }
+DEVICE uint4 inverted(uint4 x) {
   return {inverted(x.x), inverted(x.y), inverted(x.z), inverted(x.w)};
 }
-
-DEVICE float4 upright(uint4 x) {
-  return {__uint_as_float(~x.x), __uint_as_float(~x.y), __uint_as_float(~x.z),
-          __uint_as_float(~x.w)};
+DEVICE uint2 inverted(uint2 x) { return {inverted(x.x), inverted(x.y)}; }
+DEVICE uint2 upright(uint2 x) { return {~x.x, ~x.y}; }
+DEVICE uint4 upright(uint4 x) { return {~x.x, ~x.y, ~x.z, ~x.w}; }
+DEVICE uint4 words_of(float4 x) {
+  return {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)};
+}
+DEVICE float4 floats_of(uint4 x) {
+  return {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
 }
 
+DEVICE bool has_gap(uint2 x) { return !x.x || !x.y; }
 DEVICE bool has_gap(uint4 x) { return !x.x || !x.y || !x.z || !x.w; }
 
 // The half of this launch. Every thread reads it before its block calls `count_launch`.
@@ -109,12 +125,21 @@ struct Meeting {
     for (int r = 0; r < RANKS; ++r) bases[r] = (u64)table[r];
   }
 
-  // Hands four numbers to every other rank, in place `at` of its slot.
-  DEVICE void give(long long at, float4 x) const {
-    const uint4 words = inverted(x);
+  // Hands words to every other rank, in place `at` of its slot, of 16 bytes; or to one of them.
+  template <class Words>
+  DEVICE void give(long long at, const Words& x) const {
+    const Words words = inverted(x);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
-      if (r != rank) put(slot(bases[r], rank) + at, words);
+      if (r != rank) put((Words*)(slot(bases[r], rank) + at), words);
+    }
+  }
+  template <class Words>
+  DEVICE void give_one(int to, long long at, const Words& x) const {
+    const Words words = inverted(x);
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) {
+      if (r == to) put((Words*)(slot(bases[r], rank) + at), words);
     }
   }
 
@@ -147,10 +172,22 @@ struct Meeting {
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) {
         if (r == rank) continue;
-        part[r][i] = upright(words[r][i]);
+        part[r][i] = floats_of(upright(words[r][i]));
         put(slot(own, r) + at + i, uint4{0, 0, 0, 0});
       }
     }
+    return true;
+  }
+
+  // What one of the others gave.
+  template <class Words>
+  DEVICE bool take_one(int sender, long long at, Words& x) {
+    Words* const from = (Words*)(slot(own, sender) + at);
+    while (has_gap(x = look(from))) {
+      if (!waits_on(sender)) return false;
+    }
+    x = upright(x);
+    put(from, Words{});
     return true;
   }
 

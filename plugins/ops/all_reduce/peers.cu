@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const long long vectors = (long long)rows * (WIDTH / 4), stride = (long long)gridDim.x * THREADS;
   const long long first = (long long)blockIdx.x * THREADS + threadIdx.x;
 #pragma unroll 1
-  for (long long i = first; i < vectors; i += stride) meeting.give(i, own_at(x, i));
+  for (long long i = first; i < vectors; i += stride) meeting.give(i, words_of(own_at(x, i)));
   __syncthreads();
   if (threadIdx.x == 0) count_launch(state);
 

@@ -167,14 +167,16 @@ def test_the_host_ends_the_waiting(tmp_path: Path) -> None:
 HIDDEN, NORM_LAUNCHES = 512, 6
 
 
-@pytest.mark.parametrize(("ranks", "leaves", "warps"), [(2, 1, 1), (2, 4, 2), (4, 2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "leaves", "warps", "hops"), [(2, 1, 1, 1), (4, 2, 1, 1), (2, 4, 2, 2), (4, 1, 1, 2)]
+)
 def test_sums_are_normalized_where_they_arrive(
-    tmp_path: Path, ranks: int, leaves: int, warps: int
+    tmp_path: Path, ranks: int, leaves: int, warps: int, hops: int
 ) -> None:
     """The residual stream bit for bit on every rank, the norm as another order of its sum allows.
     Two clusters have three rows or less."""
     library = compile_peers(tmp_path, NORM, RANKS=ranks, LEAVES=leaves, HIDDEN=HIDDEN,
-                            WARPS=warps, MODEL_TYPE="BF16", QUANTIZED=0)  # fmt: skip
+                            WARPS=warps, MODEL_TYPE="BF16", QUANTIZED=0, HOPS=hops)  # fmt: skip
     cluster, draw = HIDDEN // 256 // warps, random.Random(ranks + warps)
     buffers, launches = Buffers(ranks, 3 * HIDDEN * 4), []
     for seed in range(NORM_LAUNCHES):
@@ -219,7 +221,7 @@ def test_sums_are_normalized_where_they_arrive(
     [
         ("begun / TURN & 1", "0"),  # a fast rank overwrites what a slow one still reads
         ("tree<0, RANKS>([&]", "tree<1, RANKS / 2>([&]"),
-        ("slot(bases[r], rank) + at, words", "slot(bases[r], r) + at, words"),
+        ("slot(bases[r], rank) + at), words", "slot(bases[r], r) + at), words"),
         ("uint4{0, 0, 0, 0}", "words[r][i]"),  # numbers of two launches before are taken again
     ],
     ids=["halves", "order", "slots", "cleared"],

@@ -15,6 +15,8 @@ from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.example_parts import no_cache, plain_step
 from llmctl.plugins.core.examples import Example
 from llmctl.plugins.core.operators import operator_module
+from llmctl.plugins.fused.all_reduce_norm import kernel as all_reduce_norm
+from llmctl.plugins.fused.all_reduce_norm.kernel import hops_of
 from llmctl.plugins.ops.all_gather.reference import gather_ranks
 from llmctl.plugins.ops.all_reduce.kernel import kernels
 from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
@@ -89,6 +91,26 @@ def test_a_scaled_sum_is_rounded_before_the_bias_is_added() -> None:
         sass = disassemble(compiled)
         assert "FFMA" not in sass and "FMUL" in sass and "FADD" in sass
         assert compiled.local_bytes == 0
+
+
+def test_many_rows_take_two_hops_where_that_saves_more_than_it_costs() -> None:
+    """Of 70B: a step of 16 tokens with four ranks, of 5 with eight, and prompts with two."""
+    most = {2: 205, 4: 15, 8: 4}  # rows of one hop
+    for ranks, rows in most.items():
+        assert [hops_of(ranks, rows + more, 8192) for more in (0, 1, 5000)] == [1, 2, 2]
+        call = norm_call(ranks, rows)
+        limits = launch_env(Example(call, plain_step(1), no_cache())).limits
+        assert not any("two_hops" in spec.name for spec in all_reduce_norm.kernels(call, limits))
+        (spec,) = [s for s in all_reduce_norm.kernels(norm_call(ranks, rows + 1), limits)
+                   if "two_hops" in s.name]  # fmt: skip
+        assert compile_kernel(spec).local_bytes == 0
+
+
+def norm_call(ranks: int, rows: int) -> OpCall:
+    stream = torch.empty((rows, 8192), dtype=torch.bfloat16)
+    inputs = {"x": stream.float(), "residual": stream, "norm_weight": stream[0]}
+    attributes = {"ranks": ranks, "epsilon": 1e-5}
+    return OpCall("all_reduce_norm", "s", inputs, {"out": stream}, attributes)
 
 
 def test_a_program_of_one_rank_refuses_what_several_have_parts_of() -> None:
