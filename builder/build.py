@@ -207,7 +207,7 @@ def plan_build(
     sources = join(graphs).sources
     ranks = shards(checkpoint, model, limits.tp_size)
     if load_format.is_generated:
-        plan = mark_generated(plan, sources)
+        plan = mark_generated(plan)
     elif load_format.is_read:
         read_scales(sources, ranks)
         checkpoint.release()

@@ -17,6 +17,7 @@ from llmctl.builder.speculative_modes import (
     mode_options,
 )
 from llmctl.errors import BadConfig, Unsupported
+from llmctl.quantize.format import MAX_POSITIONS
 
 _MOST = 2**31 - 1  # positions, slots and rows are counted in 32 bits
 KV_CACHE_DTYPES = ("auto", "fp8", "int8", "none")
@@ -63,6 +64,8 @@ class BuildRequest:
             value = getattr(self, name)
             least = 2 if name == "max_seq_len" else 1  # a prompt and an output
             _require(value is None or least <= value <= _MOST, name, value, f"{least} to {_MOST}")
+        length = self.max_seq_len or 0
+        _require(length <= MAX_POSITIONS, "max_seq_len", length, f"at most {MAX_POSITIONS}")
         draft_len = self.max_draft_len
         _require(0 <= draft_len <= _MOST, "max_draft_len", draft_len, f"0 to {_MOST}")
         blocks = self.tokens_per_block

@@ -1,7 +1,7 @@
 """The engine directory: config.json and rank{N}.engine, written once and read by the runtime.
 
 An engine file is one safetensors container. Its header metadata holds the plan as JSON; its
-tensors hold packed weights, rotary tables, compiled kernels and plans of TensorRT. Nothing is
+tensors hold packed weights, compiled kernels and plans of TensorRT. Nothing is
 pickled and everything can be mapped into memory. This module is the only one of `builder` that
 `runtime` imports.
 """
@@ -113,7 +113,7 @@ __all__ = [
     "write_engine",
 ]
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 CONFIG_FILE = "config.json"
 TOKENIZER_FOLDER = "tokenizer"
 

@@ -25,9 +25,10 @@ CODE_PREFIXES = _KERNEL, _TRT_PLAN = "kernel:", "plan:"
 class PlanTensor:
     """A value of the plan. dtype is torch's name: float32, bfloat16, float16, float8_e4m3fn, int32.
 
-    Weights live in the engine file under `name`, unless the engine says how to generate them
-    (`EngineConfig.weights`) and `is_stored` is false. Activations live in one arena at `offset`
-    bytes, sized for max_num_tokens (and max_num_rows), and share space when their lifetimes allow.
+    Weights live in the engine file under `name`, unless `is_stored` is false: then `Plan.rotary`
+    defines them, or the engine says how to generate them (`EngineConfig.weights`). Activations
+    live in one arena at `offset` bytes, sized for max_num_tokens (and max_num_rows), and share
+    space when their lifetimes allow.
     """
 
     name: str
@@ -36,6 +37,19 @@ class PlanTensor:
     shape: tuple[Dim, ...]
     offset: int | None = None
     is_stored: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRotary:
+    """What a table of cosines and sines is computed from when the engine is loaded
+    (`plugins.ops.rope_kv_write.table`); the tensor's shape says for how many positions.
+
+    Both are float32 numbers: `frequencies` radians a position, one for each half of a head;
+    `factor` of all cosines and sines.
+    """
+
+    frequencies: tuple[float, ...]
+    factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +162,7 @@ class Plan:
     max_num_requests: int = 0  # sequences of a step; 0: of an older engine, which has none such
     max_num_beams: int = 0  # beams of all of them; 0: no head computes several rows of a sequence
     head_caches: Mapping[str, KvCacheSpec] = field(default_factory=dict)  # of heads that attend
+    rotary: Mapping[str, PlanRotary] = field(default_factory=dict)  # tables, by their tensors
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -203,6 +218,10 @@ class Plan:
             for name, head in raw.pop("heads").items()
         }
         caches = raw.pop("head_caches", {})  # absent in engines built before these existed
+        rotary = {
+            name: PlanRotary(**{**each, "frequencies": tuple(each["frequencies"])})
+            for name, each in raw.pop("rotary").items()
+        }
         return Plan(
             tensors,
             ops,
@@ -212,6 +231,7 @@ class Plan:
             fused=fused,
             heads=heads,
             head_caches={name: _read_cache(cache) for name, cache in caches.items()},
+            rotary=rotary,
             **raw,
         )
 

@@ -20,7 +20,6 @@ from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
 from llmctl.builder.scales import checkpoint_shapes
-from llmctl.builder.sources import RotaryTable, Source
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.errors import BadConfig, CheckpointNotFound, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
@@ -197,15 +196,10 @@ def declare_tensors(checkpoint: Checkpoint, network: Network, num_layers: int) -
     }
 
 
-def mark_generated(plan: Plan, sources: dict[str, Source]) -> Plan:
-    """The plan with every weight generated but the rotary table, which is the model's own."""
-    tensors = tuple(
-        replace(t, is_stored=False)
-        if t.kind == "weight" and not isinstance(sources[t.name], RotaryTable)
-        else t
-        for t in plan.tensors
-    )
-    return replace(plan, tensors=tensors)
+def mark_generated(plan: Plan) -> Plan:
+    """The plan with no weight stored: rotary tables are the model's own, all else is generated."""
+    tensors = (replace(t, is_stored=t.kind != "weight") for t in plan.tensors)
+    return replace(plan, tensors=tuple(tensors))
 
 
 def _choice(flag: str, found: str, choices: Iterable[str]) -> None:

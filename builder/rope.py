@@ -1,18 +1,22 @@
-"""Rotary position embedding: the inverse frequencies of each published scaling, and their table.
+"""Rotary position embedding: the inverse frequencies of each published scaling.
 
 Assumes "rotate half" pairing over the whole head (partial rotary factors are refused). All
 arithmetic is float32 in the order transformers uses, and the tests compare every type with its
-ROPE_INIT_FUNCTIONS. Types whose frequencies depend on the length of the request (dynamic NTK beyond
-the trained length, LongRoPE) have no fixed table and are refused by name.
+ROPE_INIT_FUNCTIONS. Frequencies are numbers of the plan: what a power of theta is in float32 may
+differ between libraries, so it is computed once, at build. Types whose frequencies depend on the
+length of the request (dynamic NTK beyond the trained length, LongRoPE) have no fixed frequencies
+and are refused by name.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from llmctl.builder.plan import PlanRotary
 from llmctl.errors import CorruptFile, Unsupported
 from llmctl.quantize.format import ROPE_FIELDS, ROPE_NUMBERS, check_fields, shown
 
@@ -64,14 +68,20 @@ class Rope:
             return self._yarn(wavelengths, head_size), self._yarn_attention_factor()
         return frequencies, 1.0  # default; dynamic within the trained length is the same
 
+    def definition(self, head_size: int) -> PlanRotary:
+        """What plans have of it."""
+        frequencies, factor = self.inverse_frequencies(head_size)
+        return PlanRotary(tuple(frequencies.tolist()), as_float32(factor))
+
     def table(self, start: int, stop: int, head_size: int) -> torch.Tensor:
         """Cosines then sines of positions [start, stop): float32 [stop - start, head_size]."""
         import torch
 
-        frequencies, factor = self.inverse_frequencies(head_size)
-        positions = torch.arange(start, stop, dtype=torch.float32)
-        angles = positions[:, None] * frequencies[None, :]
-        return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+        from llmctl.plugins.ops.rope_kv_write.table import fill_rotary_table
+
+        found, table = self.definition(head_size), torch.empty(stop - start, head_size)
+        fill_rotary_table(table, found.frequencies, found.factor, start)
+        return table
 
     def _get(self, name: str, default: float | None = None) -> float:
         value = dict(self.parameters).get(name, default)
@@ -119,6 +129,11 @@ class Rope:
         if mscale and all_dim:
             return _mscale(factor, mscale) / _mscale(factor, all_dim)
         return _mscale(factor, 1.0)
+
+
+def as_float32(value: float) -> float:
+    """The nearest float32 number."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 def _mscale(factor: float, weight: float) -> float:

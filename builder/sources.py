@@ -130,7 +130,8 @@ class LargestScale:
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """float32 [positions, head_size]: a row holds D/2 cosines, then D/2 sines."""
+    """float32 [positions, head_size]: a row holds D/2 cosines, then D/2 sines. Engine files hold
+    its definition alone."""
 
     rope: Rope
     positions: int
@@ -149,9 +150,8 @@ class RotaryTable:
         return (self.positions, self.head_size)
 
     def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
-        step = max(1, CHUNK_BYTES // (4 * self.head_size))
-        for start in range(0, self.positions, step):
-            yield self.rope.table(start, min(start + step, self.positions), self.head_size)
+        """What loading an engine computes, whole."""
+        yield self.rope.table(0, self.positions, self.head_size)
 
 
 def read_scale(checkpoint: TensorReader, name: str, rows: int) -> torch.Tensor:

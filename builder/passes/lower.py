@@ -15,6 +15,7 @@ from llmctl.builder.engine_format import (
 )
 from llmctl.builder.network import Network
 from llmctl.builder.passes.memory import plan_memory
+from llmctl.builder.sources import RotaryTable
 from llmctl.plugins.core.operators import SPECS
 
 
@@ -37,9 +38,14 @@ def lower(
     sizes = (max_num_tokens, max_num_rows, alignment)
     offsets, arena_bytes = plan_memory(network, *sizes, heads, max_num_requests, max_num_beams)
     found = {t.name: t for graph in graphs for t in graph.tensors.values()}
-    sources = {name for graph in graphs for name in graph.sources}
+    sources = {name: s for graph in graphs for name, s in graph.sources.items()}
+    rotary = {
+        name: source.rope.definition(source.head_size)
+        for name, source in sources.items()
+        if isinstance(source, RotaryTable)
+    }
     tensors = [
-        PlanTensor(t.name, "weight", t.dtype, t.shape)
+        PlanTensor(t.name, "weight", t.dtype, t.shape, is_stored=t.name not in rotary)
         if t.name in sources
         else PlanTensor(t.name, "activation", t.dtype, t.shape, offsets[t.name])
         for t in found.values()
@@ -58,6 +64,7 @@ def lower(
         max_num_requests=max_num_requests,
         max_num_beams=max_num_beams,
         head_caches=_head_caches(heads, cache),
+        rotary=rotary,
     )
 
 

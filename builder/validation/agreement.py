@@ -144,15 +144,14 @@ def _check_cache(plan: Plan, config: EngineConfig, backend: Backend) -> None:
 
 
 def _check_generated(config: EngineConfig, plan: Plan, backend: Backend) -> None:
-    """All weights are stored, or all but the rotary table are made as config.json says."""
+    """All weights are stored but rotary tables, or none is and they are made as config.json
+    says."""
     name = config.weights["load_format"]
     if name != "auto" and name not in backend.generated_weights:
         raise wrong(f"weights are {name}, which backend {backend.name!r} does not make")
-    ops = (op for graph in plan.graphs.values() for op in graph.ops)
-    tables = {op.inputs["rotary"] for op in ops if "rotary" in op.inputs}
     for tensor in plan.tensors:
         if tensor.kind == "weight" and tensor.is_stored != (
-            name == "auto" or tensor.name in tables
+            name == "auto" and tensor.name not in plan.rotary
         ):
             state = "stored" if tensor.is_stored else "not stored"
             raise wrong(f"weight {tensor.name!r} is {state}, and load_format is {name!r}")

@@ -15,6 +15,7 @@ from llmctl.builder.validation.graphs import check_graphs
 from llmctl.builder.validation.head_caches import check_head_caches
 from llmctl.builder.validation.operators import check_operators
 from llmctl.builder.validation.pieces import check_pieces
+from llmctl.builder.validation.rotary_tables import check_rotary_tables
 from llmctl.builder.validation.schema import check_types
 from llmctl.builder.validation.tensors import check_tensors
 from llmctl.errors import CorruptEngine
@@ -38,6 +39,7 @@ def check_plan(config: EngineConfig, plan: Plan, *, has_binaries: bool = True) -
     tensors = check_tensors(plan, backend)
     check_graphs(plan, tensors)
     check_dataflow(plan, tensors)
+    check_rotary_tables(plan, tensors)
     check_operators(plan, tensors, backend, config.pretrained_config["dtype"])
     check_head_caches(config, plan, tensors)
     check_agreement(config, plan, tensors, backend)

@@ -58,6 +58,7 @@ def describe_engine(
         "ranks": _ranks(config, plan)
         | {"step_ms": {count: [1e3 * bound for bound in found] for count, found in steps.items()}},
         "memory": _memory(config, plan),
+        "rotary_tables": list(_rotary_tables(plan)),
         "step": predicted,
         "outputs": dict(plan.outputs),
         "fused": [asdict(each) for each in plan.fused],
@@ -90,6 +91,21 @@ def _memory(config: EngineConfig, plan: Plan) -> dict[str, int]:
         "kv_bytes_per_block": per_token * plan.kv_cache.tokens_per_block,
         "kv_bytes_per_sequence": per_token * int(build["max_seq_len"]),
     }
+
+
+def _rotary_tables(plan: Plan) -> Iterator[dict[str, Any]]:
+    """What loading the engine computes, as its weights count it but its file does not."""
+    shapes = {tensor.name: tensor.shape for tensor in plan.tensors if tensor.name in plan.rotary}
+    for name, found in plan.rotary.items():
+        positions, head_size = (int(size) for size in shapes[name])
+        yield {
+            "name": name,
+            "positions": positions,
+            "head_size": head_size,
+            "bytes": 4 * positions * head_size,
+            "least_frequency": min(found.frequencies),
+            "factor": found.factor,
+        }
 
 
 def _ranks(config: EngineConfig, plan: Plan) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from llmctl.builder.engine_format import (
     EngineConfig,
     Plan,
     PlanTensor,
-    open_engine,
     read_engine_config,
 )
 from llmctl.errors import Unsupported
@@ -170,7 +169,8 @@ def open_cpu_engine(
 
     `windows` narrow the model's own. ranks: those that run it together, of which this process is
     one; None: it has one rank. Raises BadConfig for windows that cannot be, EngineNotFound,
-    CorruptEngine, RebuildNeeded (see engine_format) and Unsupported for another backend.
+    CorruptEngine, RebuildNeeded (see engine_format), OutOfMemory where the rotary tables do not
+    fit, and Unsupported for another backend.
     """
     config = read_engine_config(engine_dir)
     if config.backend != "cpu":
@@ -179,8 +179,9 @@ def open_cpu_engine(
             fix="rebuild with: llmctl build --backend cpu",
         )
     from llmctl.runtime.engines.cpu_engine import CpuEngine
+    from llmctl.runtime.engines.rotary_tables import open_with_tables
 
-    plan, weights = open_engine(engine_dir, 0 if ranks is None else ranks.rank)
+    plan, weights = open_with_tables(engine_dir, 0 if ranks is None else ranks.rank)
     plan = apply_windows(plan, windows, int(config.build_config["max_seq_len"]), config.backend)
     return CpuEngine(config, plan, weights, ranks)
 

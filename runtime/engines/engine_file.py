@@ -175,7 +175,7 @@ class EngineFile:
             number = rank.number
             own, report = load_weights(rank.path, rank.plan, rank.tensors, queue)
             reports.append(report)
-            if any(not t.is_stored for t in rank.plan.tensors):
+            if self.config.weights["load_format"] != "auto":
                 from llmctl.runtime.engines.planted_weights import generate_weights
 
                 with device_errors("generating weights"), queue.scope():

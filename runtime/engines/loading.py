@@ -23,6 +23,7 @@ import torch
 from llmctl.builder.engine_format import Plan, PlanTensor
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors, new_event, new_stream
+from llmctl.runtime.engines.rotary_tables import fill_rotary_tables
 
 WEIGHT_ALIGNMENT = 256  # bytes: what cudaMalloc gives, and two L2 cache lines
 CHUNK_BYTES = 16 << 20  # long enough for the bus to reach its full rate
@@ -70,9 +71,9 @@ def load_weights(
 ) -> tuple[dict[str, torch.Tensor], LoadReport]:
     """All weights of the plan on the queue's device, in one allocation.
 
-    Those that the engine file `path` stores, `mapped` views of its map, are copied; the others are
-    left for whoever generates them. Raises OutOfMemory, DeviceFailure, CorruptEngine (the file
-    shrank).
+    Those that the engine file `path` stores, `mapped` views of its map, are copied; rotary tables
+    are computed; the others are left for whoever generates them. Raises OutOfMemory,
+    DeviceFailure, CorruptEngine (the file shrank).
     """
     began = perf_counter()
     with device_errors("allocating the weights"), queue.scope():
@@ -92,7 +93,10 @@ def load_weights(
         data = memory[offset : offset + num_bytes]
         weights[tensor.name] = data.view(dtype).view(_shape(tensor))
         offset += _aligned(num_bytes)
+    with device_errors("computing the rotary tables"), queue.scope():
+        fill_rotary_tables(plan, weights)
     _Copy(path, memory, pieces).run()
+    queue.synchronize()
     num_copied = sum(piece.end - piece.begin for piece in pieces)
     return weights, LoadReport(num_copied, perf_counter() - began)
 

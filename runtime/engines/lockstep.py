@@ -52,6 +52,7 @@ def lockstep_plan(plans: Sequence[Plan]) -> Plan:
         outputs={name: name_on(0, tensor) for name, tensor in plan.outputs.items()},
         arena_bytes=stride * len(ranks),
         fused=(),
+        rotary={name_on(r, name): found for r in ranks for name, found in plan.rotary.items()},
     )
 
 

@@ -42,7 +42,8 @@ Fill = Callable[[torch.Tensor], None]
 def generate_weights(
     config: EngineConfig, plan: Plan, weights: Mapping[str, torch.Tensor], rank: int = 0
 ) -> None:
-    """Fill every weight that the engine file of a rank does not store, on the device where it lies.
+    """Fill every weight that the engine file of a rank neither stores nor defines, on the device
+    where it lies.
 
     Deterministic for a seed, a plan, a rank and a kind of device; what every rank has whole is the
     same on all. Raises CorruptEngine for a recipe that this version does not know.
@@ -54,6 +55,7 @@ def generate_weights(
             fix="build the engine again",
         )
     missing = {t.name for t in plan.tensors if t.kind == "weight" and not t.is_stored}
+    missing -= set(plan.rotary)
     device = next(iter(weights.values())).device
     generator = torch.Generator(device).manual_seed(int(recipe["seed"]))
     own = generator  # of what a rank has a part of

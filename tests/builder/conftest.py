@@ -36,6 +36,7 @@ from llmctl.builder.engine_format import Plan, open_engine
 from llmctl.plugins.backends.cpu import CpuProgram
 from llmctl.plugins.core.calls import OpCall, Program, StepInputs
 from llmctl.plugins.core.reference import ReferenceProgram
+from llmctl.runtime.engines.rotary_tables import make_rotary_tables
 
 transformers_logging.disable_progress_bar()
 
@@ -135,7 +136,7 @@ def open_for_test(folder: Path, program_name: str) -> Engine:
     arena = arena[-arena.data_ptr() % 64 :]
     arena.fill_(0xFF)  # NaN in every dtype: reading what nobody wrote must show
     rows = {"tokens": plan.max_num_tokens, "rows": plan.max_num_rows}
-    tensors = dict(weights)
+    tensors = dict(weights) | make_rotary_tables(plan)
     for tensor in plan.tensors:
         if tensor.kind == "activation":
             shape = [rows[dim] if isinstance(dim, str) else dim for dim in tensor.shape]

@@ -20,6 +20,7 @@ from llmctl.plugins.ops.packed_linear import layout
 from llmctl.runtime.engines.cuda_engine import step_limits as step_limits_of
 from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.engines.open_tensorrt import kernels_a_step
+from llmctl.runtime.engines.rotary_tables import open_with_tables
 
 QKV = [f"self_attn.{name}_proj" for name in "qkv"]
 
@@ -53,7 +54,7 @@ def test_every_linear_is_packed_and_fused_as_far_as_there_are_kernels(case, cuda
 def test_no_step_launches_more_kernels_than_the_memory_plan_counts(
     case, cuda_engines, monkeypatch
 ) -> None:
-    plan, tensors = open_engine(cuda_engines(case))
+    plan, tensors = open_with_tables(cuda_engines(case))
     config = read_engine_config(cuda_engines(case))
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     calls = make_calls(plan, bind_plan(plan, tensors, arena))
@@ -75,7 +76,7 @@ def test_no_step_launches_more_kernels_than_the_memory_plan_counts(
 def test_attention_of_every_layer_is_launched_as_if_it_were_the_only_one(
     case, cuda_engines, monkeypatch
 ) -> None:
-    plan, tensors = open_engine(cuda_engines(case))
+    plan, tensors = open_with_tables(cuda_engines(case))
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     calls = make_calls(plan, bind_plan(plan, tensors, arena))
     monkeypatch.setattr(DeviceKernels, "_find", lambda self, spec: spec)

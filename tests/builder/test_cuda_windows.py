@@ -6,13 +6,14 @@ import pytest
 import torch
 from support.driver import RecordingDriver
 
-from llmctl.builder.engine_format import open_engine, read_engine_config
+from llmctl.builder.engine_format import read_engine_config
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.runtime.engines.cuda_engine import step_limits
 from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.engines.engine_file import EngineFile
 from llmctl.runtime.engines.open_tensorrt import load_binaries
+from llmctl.runtime.engines.rotary_tables import open_with_tables
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 
 LIMITS = {"max_batch_size": 2, "max_num_tokens": 48, "max_draft_len": 16, "max_seq_len": 128}
@@ -28,7 +29,7 @@ def attention_launches(folder, windows):
     """(kernel name, the arguments that come last) of one step's attention, of each layer."""
     file = EngineFile.open(folder, windows)
     arena = torch.zeros(file.plan.arena_bytes, dtype=torch.uint8)
-    _, tensors = open_engine(folder)
+    _, tensors = open_with_tables(folder)
     calls = make_calls(file.plan, bind_plan(file.plan, tensors, arena))
     driver = RecordingDriver()
     binaries = load_binaries(file.plan, file.ranks[0].tensors, "9.0")

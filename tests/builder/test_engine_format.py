@@ -14,6 +14,7 @@ from safetensors import safe_open
 from llmctl.builder.container import Entry, layout, write_container
 from llmctl.builder.engine_format import SCHEMA_VERSION, open_engine, read_engine_config
 from llmctl.errors import CorruptEngine, EngineNotFound, RebuildNeeded
+from llmctl.runtime.engines.rotary_tables import open_with_tables
 
 
 @pytest.fixture
@@ -34,7 +35,18 @@ def test_the_safetensors_library_reads_the_same_tensors(engine: Path) -> None:
         assert file.metadata()["format"] == "llmctl"
         for name, tensor in weights.items():
             assert torch.equal(file.get_tensor(name), tensor)
-    assert {t.name for t in plan.tensors if t.kind == "weight"} == set(weights)
+    named = {t.name for t in plan.tensors if t.kind == "weight"}
+    assert named == set(weights) | {"rotary"} and set(plan.rotary) == {"rotary"}
+
+
+def test_a_file_does_not_grow_with_the_length(new_model, save, build_engine) -> None:
+    """Tables of positions are computed when an engine is loaded."""
+    checkpoint = save(new_model("llama", hidden_size=40, vocab_size=67))
+    short, long = (build_engine(checkpoint, max_seq_len=length) for length in (64, 512))
+    sizes = [(folder / "rank0.engine").stat().st_size for folder in (short, long)]
+    assert abs(sizes[1] - sizes[0]) <= 64  # of the plan as text
+    tables = [open_with_tables(folder)[1]["rotary"] for folder in (short, long)]
+    assert torch.equal(tables[1][:64], tables[0]) and len(tables[1]) == 512
 
 
 def test_tensors_of_whole_cache_lines_are_aligned_to_them(engine: Path) -> None:

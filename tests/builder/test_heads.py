@@ -14,7 +14,7 @@ from support.heads import MODE, ROW, TorchHeads
 
 from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
-from llmctl.builder.engine_format import Plan, open_engine, read_engine_config, read_plan
+from llmctl.builder.engine_format import Plan, read_engine_config, read_plan
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.cli.main import execute
 from llmctl.errors import Unsupported
@@ -27,6 +27,7 @@ from llmctl.runtime.engines.cuda_engine import step_limits
 from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls, open_cpu_engine
 from llmctl.runtime.engines.heads import bind_heads
 from llmctl.runtime.engines.open_tensorrt import load_binaries
+from llmctl.runtime.engines.rotary_tables import open_with_tables
 from llmctl.runtime.step import pack_rows
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -141,7 +142,7 @@ def test_a_weight_of_several_graphs_is_stored_once(make, backend, tied):
 def test_a_plan_for_a_gpu_computes_the_same_and_has_the_kernels(make, build_engine):
     heads, checkpoint = make(dtype="bfloat16")
     folder = build_engine(checkpoint, backend="cuda", speculative_decoding_mode=MODE, **LIMITS)
-    plan, weights = open_engine(folder)
+    plan, weights = open_with_tables(folder)
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     tensors = bind_plan(plan, weights, arena)
     cache = torch.zeros(kv_cache_shape(plan, 2), dtype=getattr(torch, plan.kv_cache.dtype))

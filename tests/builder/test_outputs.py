@@ -7,9 +7,9 @@ import torch
 
 from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
-from llmctl.builder.engine_format import open_engine
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.runtime.engines.engine import bind_plan
+from llmctl.runtime.engines.rotary_tables import open_with_tables
 
 OUTPUTS = ("hidden", "layers.0", "layers.1", "layers.3")
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -63,7 +63,7 @@ def test_a_plan_for_a_gpu_has_them_too(model, build_engine, open_test_engine):
 
 def test_what_is_an_output_keeps_its_bytes(model, build_engine):
     """No activation that is written later lies where an output is."""
-    plan, tensors = open_engine(build_engine(model[1], outputs=OUTPUTS, max_seq_len=64))
+    plan, tensors = open_with_tables(build_engine(model[1], outputs=OUTPUTS, max_seq_len=64))
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     bound = bind_plan(plan, tensors, arena)
     spans = {

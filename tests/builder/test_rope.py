@@ -78,7 +78,23 @@ def test_the_table_holds_cosines_then_sines() -> None:
     rope = read_rope({}, 10000.0, "x")
     table = rope.table(3, 5, 8)
     angles = torch.tensor([[3.0], [4.0]]) * rope.inverse_frequencies(8)[0]
-    assert torch.equal(table, torch.cat((angles.cos(), angles.sin()), dim=1))
+    wanted = torch.cat((angles.cos(), angles.sin()), dim=1)  # which torch rounds less well
+    torch.testing.assert_close(table, wanted, rtol=1.2e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_definition_makes_the_table_that_transformers_rotates_by(name: str) -> None:
+    """In the model's dtype, of the longest positions."""
+    scaling = {**SCALINGS[name], "rope_theta": 500000.0}
+    rope = read_rope(
+        {"rope_parameters": scaling, "max_position_embeddings": 131072}, 10000.0, "config.json"
+    )
+    frequencies, factor = rope.inverse_frequencies(128)
+    angles = torch.arange(130_000, 131_072, dtype=torch.float32)[:, None] * frequencies
+    wanted = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=1)
+    table = rope.table(130_000, 131_072, 128)
+    torch.testing.assert_close(table, wanted, rtol=2.4e-7, atol=1e-9)
+    assert (table.bfloat16() != wanted.bfloat16()).sum() <= 4  # of 137,216
 
 
 @pytest.mark.parametrize(

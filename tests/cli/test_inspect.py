@@ -40,7 +40,10 @@ def test_json_holds_the_engine_s_own_config(described, engines):
 def test_memory_is_that_of_the_weights_and_the_cache(described, engines):
     plan, tensors = open_engine(engines.target)
     memory = described["memory"]
-    assert memory["weight_bytes"] == sum(t.numel() * t.element_size() for t in tensors.values())
+    (table,) = described["rotary_tables"]
+    assert (table["positions"], table["head_size"], table["factor"]) == (512, 64, 1.0)
+    stored = sum(t.numel() * t.element_size() for t in tensors.values())
+    assert memory["weight_bytes"] == stored + table["bytes"] == stored + 512 * 64 * 4
     assert memory["activation_bytes"] == plan.arena_bytes
     assert memory["kv_bytes_per_block"] == kv_bytes_per_block(plan)
     assert memory["kv_bytes_per_sequence"] == 512 * memory["kv_bytes_per_token"]

@@ -11,6 +11,7 @@ from llmctl.plugins.core.reference import ReferenceProgram
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.engines.engine import open_cpu_engine
+from llmctl.runtime.engines.rotary_tables import open_with_tables
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window
 from llmctl.runtime.request import Request, SamplingConfig
 from llmctl.runtime.step import Span, pack
@@ -73,7 +74,6 @@ def test_logits_are_those_of_the_reference_mask(demo: DemoPair, requests: list[R
     import numpy as np
     import torch
 
-    from llmctl.builder.engine_format import open_engine
     from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
     from llmctl.runtime.kv_cache.attention_windows import apply_windows
     from llmctl.runtime.request import Sequence
@@ -89,7 +89,7 @@ def test_logits_are_those_of_the_reference_mask(demo: DemoPair, requests: list[R
     engine = open_cpu_engine(folder)
     engine.allocate_kv_cache(8)
     without = np.array(engine.run(step))
-    plan, weights = open_engine(folder)
+    plan, weights = open_with_tables(folder)
     plan = apply_windows(plan, WINDOW, 1024, "cpu")
     tensors = bind_plan(plan, weights, torch.zeros(plan.arena_bytes, dtype=torch.uint8))
     cache = torch.zeros(kv_cache_shape(plan, 8), dtype=torch.bfloat16)

@@ -11,11 +11,10 @@ from scripts.bench import loading as bench_loading
 
 
 @pytest.mark.parametrize(
-    ("stored", "is_taken"), [((True, True), True), ((True, False), False), ((False,), False)]
+    ("load_format", "is_taken"), [("auto", True), ("planted", False), ("dummy", False)]
 )
-def test_an_engine_that_makes_its_weights_is_refused(stored, is_taken, monkeypatch):
-    tensors = [SimpleNamespace(is_stored=each) for each in stored]
-    file = SimpleNamespace(plan=SimpleNamespace(tensors=tensors))
+def test_an_engine_that_makes_its_weights_is_refused(load_format, is_taken, monkeypatch):
+    file = SimpleNamespace(config=SimpleNamespace(weights={"load_format": load_format}))
     monkeypatch.setattr(bench_loading.EngineFile, "open", lambda folder: file)
     if is_taken:
         assert bench_loading.open_whole(Path("engine")) is file

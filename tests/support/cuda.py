@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmctl.builder.engine_format import open_engine, read_engine_config
+from llmctl.builder.engine_format import read_engine_config
 from llmctl.plugins.backends.cpu import CpuProgram, CpuSampling
 from llmctl.plugins.backends.cuda.interpret import run_launches
 from llmctl.plugins.backends.cuda.kernel_spec import (
@@ -31,6 +31,7 @@ from llmctl.plugins.core.calls import OpCall, StepInputs, Trees
 from llmctl.plugins.ops.kv_compact.reference import compact
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 from llmctl.runtime.engines.cuda_engine import CudaEngine
+from llmctl.runtime.engines.rotary_tables import open_with_tables
 from llmctl.runtime.request import SamplingConfig
 from support.kernel import step_arrays
 
@@ -189,7 +190,7 @@ def open_on_fake_device(
     """A cpu engine as one of the CUDA backend. make: takes what CudaEngine does."""
     capture = FakeCapture()
     config = read_engine_config(engine_dir)
-    plan, weights = open_engine(engine_dir)
+    plan, weights = open_with_tables(engine_dir)
     return make(config, plan, weights, FakeProgram, queue, capture), capture
 
 

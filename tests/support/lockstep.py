@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from llmctl.builder.engine_format import Plan, open_engine, read_engine_config
+from llmctl.builder.engine_format import Plan, read_engine_config
 from llmctl.plugins.backends.cpu import CpuProgram
 from llmctl.plugins.backends.cuda.kernel_spec import Parts, StepLimits
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
@@ -18,6 +18,7 @@ from llmctl.plugins.ops.all_gather.reference import gather_ranks
 from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.lockstep import lockstep_parts, lockstep_plan, name_on
+from llmctl.runtime.engines.rotary_tables import open_with_tables
 from support.cuda import FakeCapture, FakeProgram
 
 OF_RANKS = ("all_reduce", "all_reduce_norm", "all_gather")
@@ -58,7 +59,7 @@ def _one(call: OpCall, extent: str, make: Callable[..., Any]) -> Any:
 def open_in_lockstep(engine_dir: Path, queue: DeviceQueue) -> tuple[CudaEngine, FakeCapture]:
     """A cpu engine of several ranks as one of the CUDA backend, all ranks on one device."""
     capture, config = FakeCapture(), read_engine_config(engine_dir)
-    opened = [open_engine(engine_dir, rank) for rank in range(config.num_ranks)]
+    opened = [open_with_tables(engine_dir, rank) for rank in range(config.num_ranks)]
     plans: list[Plan] = [plan for plan, _ in opened]
     weights = {
         name_on(rank, name): tensor

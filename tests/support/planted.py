@@ -12,6 +12,7 @@ from llmctl.builder.config import BuildRequest
 from llmctl.builder.planted import LoadFormat
 from llmctl.runtime.engines.engine import bind_plan
 from llmctl.runtime.engines.planted_weights import generate_weights
+from llmctl.runtime.engines.rotary_tables import fill_rotary_tables
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
 
 ACCEPTANCE, SEED = 0.66, 5
@@ -43,8 +44,8 @@ def generated(engine: EnginePlan) -> dict[str, torch.Tensor]:
     """All tensors of the plan, weights and activations."""
     weights = {}
     for tensor in (t for t in engine.plan.tensors if t.kind == "weight"):
-        stored = engine.sources[tensor.name].chunks(engine.checkpoint) if tensor.is_stored else ()
         found = torch.zeros(tuple(map(int, tensor.shape)), dtype=getattr(torch, tensor.dtype))
-        weights[tensor.name] = torch.cat(list(stored)) if tensor.is_stored else found
+        weights[tensor.name] = found
+    fill_rotary_tables(engine.plan, weights)
     generate_weights(engine.config, engine.plan, weights)
     return bind_plan(engine.plan, weights, torch.zeros(engine.plan.arena_bytes, dtype=torch.uint8))

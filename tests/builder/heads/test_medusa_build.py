@@ -29,6 +29,7 @@ from llmctl.runtime.engines.engine import (
 )
 from llmctl.runtime.engines.heads import bind_heads
 from llmctl.runtime.engines.open_tensorrt import load_binaries
+from llmctl.runtime.engines.rotary_tables import open_with_tables
 from llmctl.runtime.step import pack_rows
 
 HIDDEN, VOCAB = 64, 131
@@ -238,7 +239,7 @@ def test_a_plan_for_a_gpu_gives_the_same_logits_and_has_the_kernels(tmp_path, ta
         max_batch_size=4,
         max_seq_len=96,
     )
-    plan, weights = open_engine(folder)
+    plan, weights = open_with_tables(folder)
     ops = [op.op for op in plan.heads["medusa"].ops]
     assert ops == ["gather_rows", *["packed_linear", "silu", "packed_linear"] * 3]
     tensors = bind_plan(plan, weights, torch.zeros(plan.arena_bytes, dtype=torch.uint8))

@@ -32,6 +32,7 @@ from llmctl.runtime.engines.engine import (
 )
 from llmctl.runtime.engines.heads import bind_heads
 from llmctl.runtime.engines.open_tensorrt import load_binaries
+from llmctl.runtime.engines.rotary_tables import open_with_tables
 from llmctl.runtime.step import pack_continued
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -190,7 +191,7 @@ def test_a_plan_for_a_gpu_gives_the_same_logits_and_has_the_kernels(
         max_draft_len=6,
         **BEAMS,
     )
-    plan, weights = open_engine(folder)
+    plan, weights = open_with_tables(folder)
     ops = ["packed_linear", "silu", "packed_linear", "silu", "packed_linear"]
     product = ["packed_linear"] * (recurrence != "sum")
     for graph in (FIRST, NEXT):

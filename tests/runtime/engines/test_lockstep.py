@@ -28,6 +28,7 @@ from llmctl.runtime.engines.loading import allocated_bytes
 from llmctl.runtime.engines.lockstep import lockstep_parts, lockstep_plan, name_on
 from llmctl.runtime.engines.planted_text import next_tokens
 from llmctl.runtime.engines.planted_weights import generate_weights
+from llmctl.runtime.engines.rotary_tables import fill_rotary_tables
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
 
 COUNTS = (2, 4, 8)
@@ -48,9 +49,8 @@ def generated(engine: EnginePlan, rank: int) -> Weights:
     weights = {}
     for tensor in (t for t in engine.plan.tensors if t.kind == "weight"):
         found = torch.zeros(tuple(map(int, tensor.shape)), dtype=getattr(torch, tensor.dtype))
-        if tensor.is_stored:
-            found = torch.cat(list(engine.sources[tensor.name].chunks(engine.shards[rank])))
         weights[tensor.name] = found
+    fill_rotary_tables(engine.plan, weights)
     generate_weights(engine.config, engine.plan, weights, rank)
     return weights
 
