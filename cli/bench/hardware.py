@@ -23,13 +23,17 @@ from llmctl.runtime.engines.engine import kv_bytes_per_block
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import Plan
+    from llmctl.plugins.backends.cuda.read_rate import ReadRate
     from llmctl.runtime.engines.engine import Engine
     from llmctl.runtime.engines.opening import OpenedEngines
 
 MOST_BYTES = 1 << 30  # of a buffer that is read to measure; far larger than a GPU's caches
 LEAST_BYTES = 1 << 20
 NUM_READS = 9
-EXCEEDED = "the run was faster than this limit: its bandwidth was measured too low"
+EXCEEDED = (
+    "the run was faster than this limit: its bandwidth was measured too low, and will be measured "
+    "again by the next run"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +84,20 @@ def weight_reads(plan: Plan) -> int:
     return sum(op_bytes(op, tensors, plan.kv_cache, step).weights for op in plan.ops)
 
 
-def measure_cpu(num_bytes: int, num_ranks: int = 1) -> float:
-    """Bytes per second that the threads of all ranks get: the fastest of several reads of a buffer
+def measure_cpu(num_bytes: int, num_ranks: int = 1) -> ReadRate:
+    """What the threads of all ranks get: the fastest of several reads of a buffer
     as large as what a step reads, so that small models are compared with the caches that they fit
     into."""
     from llmctl.plugins.backends.cpu.binding import num_threads, set_num_threads
+    from llmctl.plugins.backends.cuda.read_rate import ReadRate
 
     own = num_threads()
     set_num_threads(own * num_ranks)
     try:
-        return _measure_cpu(num_bytes)
+        rate = _measure_cpu(num_bytes)
     finally:
         set_num_threads(own)
+    return ReadRate(rate, f"fastest of {NUM_READS} reads by {own * num_ranks} threads")
 
 
 def _measure_cpu(num_bytes: int) -> float:
@@ -110,22 +116,23 @@ def _measure_cpu(num_bytes: int) -> float:
 
 
 def limit_json(
-    reads: Reads, bandwidth: float | None, steps: Sequence[StepRecord]
+    reads: Reads, rate: ReadRate | None, steps: Sequence[StepRecord]
 ) -> dict[str, Any] | None:
-    """The limit over all steps that only generate; None without such steps or a bandwidth.
+    """The limit over all steps that only generate; None without such steps or a rate.
 
     A run that was faster than the limit shows that the bandwidth was measured too low: then there
     is no share, and `is_exceeded` is true.
     """
     steps = [step for step in steps if step.rounds and not step.context_requests]
-    if bandwidth is None or not steps:
+    if rate is None or not steps:
         return None
-    floors_ms = [reads.step_bytes(step) / bandwidth * 1e3 for step in steps]
+    floors_ms = [reads.step_bytes(step) / rate.bytes_per_s * 1e3 for step in steps]
     # If the device ran ahead of the host, the time of a step is that of the device.
     times_ms = [max(step.step_ms, step.draft_ms + step.verify_ms) for step in steps]
     share = sum(floors_ms) / sum(times_ms)
     return {
-        "read_bandwidth_gb_s": bandwidth / 1e9,
+        "read_bandwidth_gb_s": rate.bytes_per_s / 1e9,
+        "read_measurement": rate.measurement,
         "read_per_step_mb": sum(map(reads.step_bytes, steps)) / len(steps) / 1e6,
         "floor_per_step_ms": sum(floors_ms) / len(steps),
         "measured_per_step_ms": sum(times_ms) / len(steps),

@@ -156,14 +156,15 @@ def _limit(report: Mapping[str, Any]) -> Iterator[str]:
     figure = svg.share_bar(parts, limit["floor_per_step_ms"], "ms a step, mean")
     legend = _legend(*(f"{name}={name} {number(mean)} ms" for name, mean in parts))
     yield _section("Share of the hardware limit", [figure + legend], wide=True)
-    share = f"at {100 * limit['share_of_limit']:.0f} % of this limit"
     if limit["is_exceeded"]:
         share = f"less: {EXCEEDED}"
+    else:
+        share = f"at {100 * limit['share_of_limit']:.0f} % of this limit"
     note = (
         f"A step of nothing but generation reads {number(limit['read_per_step_mb'])} MB of weights "
-        f"and KV cache on average. At the measured {number(limit['read_bandwidth_gb_s'])} GB/s "
-        f"that takes {number(limit['floor_per_step_ms'])} ms; the measured "
-        f"{number(limit['measured_per_step_ms'])} ms are {share}."
+        f"and KV cache on average. At {number(limit['read_bandwidth_gb_s'])} GB/s "
+        f"({limit['read_measurement']}) that takes {number(limit['floor_per_step_ms'])} ms; the "
+        f"measured {number(limit['measured_per_step_ms'])} ms are {share}."
     )
     yield f'<p class="note">{escape(note)}</p>'
 

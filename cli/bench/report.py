@@ -64,7 +64,7 @@ def _way_json(way: Way) -> dict[str, Any]:
 def _figures(measured: Measured, way: Way) -> dict[str, Any]:
     return {
         **compute(way.recording, measured.checked.num_gpus),
-        "hardware_limit": limit_json(measured.reads, measured.bandwidth, way.recording.steps),
+        "hardware_limit": limit_json(measured.reads, measured.read_rate, way.recording.steps),
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmctl.cli.bench.driver import Driver, Pace
-from llmctl.cli.bench.hardware import Reads, measure_cpu, processor_name
+from llmctl.cli.bench.hardware import Reads, limit_json, measure_cpu, processor_name
 from llmctl.cli.bench.label import label_warning
 from llmctl.cli.bench.load import LoadOptions, make_requests, read_load
 from llmctl.cli.bench.progress import Progress
@@ -24,6 +24,7 @@ from llmctl.errors import BadConfig, RankFailure
 from llmctl.runtime.open import CheckedEngines, EngineOptions, OpenEngines, check_engines
 
 if TYPE_CHECKING:
+    from llmctl.plugins.backends.cuda.read_rate import ReadRate
     from llmctl.runtime.request import Request
 
 STEPS_KEPT = 100_000  # of the executor's history; the driver reads it at every response
@@ -108,7 +109,7 @@ class Measured:
     requests: list[Request]
     ways: list[Way]
     reads: Reads
-    bandwidth: float | None
+    read_rate: ReadRate | None
     engine_facts: dict[str, Any]
     forced: ForcedAcceptance | None = None  # of drafts, whatever the target says
     interrupt: type[BaseException] | None = None  # what ended the session early
@@ -146,17 +147,17 @@ class Session:
         requests = make_requests(options.load, prompts, engine_dir, checked.target)
         ways = self._ways(checked)
         forced = self._forced(checked)
-        bandwidth = None
+        read_rate = None
         if checked.num_gpus:  # before engines allocate most of the memory
-            from llmctl.plugins.backends.cuda.read_rate import free_memory_bandwidth
+            from llmctl.plugins.backends.cuda.read_rate import device_read_rate
 
-            bandwidth = free_memory_bandwidth()
+            read_rate = device_read_rate()
         with closing(OpenEngines(checked, self._log)) as engines:
             reads = Reads.of(engines.opened)
             if not checked.num_gpus:
-                bandwidth = measure_cpu(reads.target_weights, checked.target.num_ranks)
+                read_rate = measure_cpu(reads.target_weights, checked.target.num_ranks)
             facts = {"label": options.label} | _engine_facts(engines)
-            measured = Measured(options, checked, requests, ways, reads, bandwidth, facts, forced)
+            measured = Measured(options, checked, requests, ways, reads, read_rate, facts, forced)
             total = len(requests) * options.iterations * len(ways)
             try:
                 with Progress(total, is_quiet=options.is_json) as progress:
@@ -165,6 +166,8 @@ class Session:
                 measured.interrupt = type(stop)
             except RankFailure as error:
                 measured.failure = error
+        if checked.num_gpus:
+            _forget_low_rate(measured)
         return measured
 
     def _ways(self, checked: CheckedEngines) -> list[Way]:
@@ -272,3 +275,13 @@ def _engine_facts(engines: OpenEngines) -> dict[str, Any]:
         "kv_mb": engines.kv_plan.total_bytes / 1e6,
         "version": version("llmctl"),
     }
+
+
+def _forget_low_rate(measured: Measured) -> None:
+    """A read rate that a run has exceeded is not kept for the next."""
+    from llmctl.plugins.backends.cuda.read_rate import forget_read_rate
+
+    ways = (way.recording.steps for way in measured.ways)
+    limits = [limit_json(measured.reads, measured.read_rate, steps) for steps in ways]
+    if any(limit is not None and limit["is_exceeded"] for limit in limits):
+        forget_read_rate()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from llmctl.cli.bench import hardware, session
 from llmctl.cli.bench.hardware import EXCEEDED, Reads, limit_json, measure_cpu
 from llmctl.cli.bench.records import Round, StepRecord
 from llmctl.cli.bench.table import figures
-from llmctl.plugins.backends.cuda.read_rate import array_bytes
+from llmctl.plugins.backends.cuda import read_rate
+from llmctl.plugins.backends.cuda.read_rate import ReadRate, array_bytes
 
+RATE = ReadRate(8e9, "by hand")
 READS = Reads(
     target_weights=8_000_000, draft_weights=0, target_kv_per_block=0, draft_kv_per_block=0
 )
@@ -24,7 +29,7 @@ def step(ms: float, num_drafts: int = 0, depth: int = 0) -> StepRecord:
 
 @pytest.mark.parametrize(("ms", "share"), [(1.0, 1.0), (2.0, 0.5), (0.9, None)])
 def test_a_share_is_at_most_the_whole_limit(ms: float, share: float | None) -> None:
-    limit = limit_json(READS, 8e9, [step(ms), step(ms)])
+    limit = limit_json(READS, RATE, [step(ms), step(ms)])
     assert limit is not None and limit["floor_per_step_ms"] == pytest.approx(1.0)
     assert limit["is_exceeded"] == (share is None)
     assert limit["share_of_limit"] == (share if share is None else pytest.approx(share))
@@ -39,7 +44,7 @@ def test_the_table_says_so(ms: float, cell: tuple[str, str]) -> None:
         "load": {"request_rate_req_s": None},
         "decoding_stats": None,
         "kv_cache": None,
-        "hardware_limit": limit_json(READS, 8e9, [step(ms)]),
+        "hardware_limit": limit_json(READS, RATE, [step(ms)]),
     }
     rows = {label: (value, unit) for label, value, unit in figures(report)}
     assert rows["share of that limit"] == cell
@@ -54,7 +59,7 @@ def test_a_draft_engine_is_read_once_a_level() -> None:
 
 def test_there_is_no_limit_without_a_bandwidth_or_steps_that_generate() -> None:
     assert limit_json(READS, None, [step(1.0)]) is None
-    assert limit_json(READS, 8e9, []) is None
+    assert limit_json(READS, RATE, []) is None
 
 
 @pytest.mark.parametrize(
@@ -70,4 +75,99 @@ def test_arrays_fit_into_what_is_free(free_gib: float, wanted_gib: int | None) -
 
 
 def test_a_cpu_reads_at_a_rate() -> None:
-    assert 1e9 < measure_cpu(1 << 20) < 1e13
+    rate = measure_cpu(1 << 20)
+    assert 1e9 < rate.bytes_per_s < 1e13 and "threads" in rate.measurement
+
+
+def test_a_run_faster_than_its_limit_is_a_finding_about_the_measurement(
+    bench, tmp_path, monkeypatch
+) -> None:
+    page = tmp_path / "report.html"
+    monkeypatch.setattr(hardware, "_measure_cpu", lambda num_bytes: 1.0)  # a byte a second
+    report, _ = bench("latency", "--report", page)
+    assert report["hardware_limit"]["is_exceeded"]
+    assert report["hardware_limit"]["share_of_limit"] is None
+    assert EXCEEDED in page.read_text() and "% of this limit" not in page.read_text()
+    monkeypatch.setattr(hardware, "_measure_cpu", lambda num_bytes: 1e18)
+    report, _ = bench("latency", "--report", page)
+    assert report["hardware_limit"]["share_of_limit"] < 1e-3
+    assert "% of this limit" in page.read_text()
+
+
+# ---- what is kept of a GPU ----
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    """A GPU that reads at `rates`, one measurement after the other; counts them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = SimpleNamespace(uuid="12-ab", free=100 << 30, rates=[4.0, 4.5], count=0)
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties",
+        lambda index: SimpleNamespace(name="NVIDIA H200", uuid=found.uuid),
+    )
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (found.free, 141 << 30))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+
+    def measure(num_bytes: int) -> dict[tuple[str, int], list[float]]:
+        rate = found.rates[found.count]
+        found.count += 1
+        return {("columns", 0): [rate - 1] * 3, ("one row", 3): [rate, rate, 9.0]}
+
+    monkeypatch.setattr(read_rate, "read_rates", measure)
+    return found
+
+
+def test_a_rate_is_measured_once_a_card_and_kept(card) -> None:
+    first = read_rate.device_read_rate()
+    assert first is not None and first.bytes_per_s == 4e12  # the median of the fastest pattern
+    assert "one row" in first.measurement and "6 places" in first.measurement
+    assert read_rate.device_read_rate() == first and card.count == 1
+    card.free = 0  # what is kept needs no memory
+    assert read_rate.device_read_rate() == first
+    card.uuid = "34-cd"
+    assert read_rate.device_read_rate() is None
+    card.free = 100 << 30
+    other = read_rate.device_read_rate()
+    assert other is not None and other.bytes_per_s == 4.5e12
+
+
+def test_a_rate_that_a_run_exceeded_is_measured_again(card) -> None:
+    rate = read_rate.device_read_rate()
+    way = SimpleNamespace(recording=SimpleNamespace(steps=[step(2.0)]))
+    measured = SimpleNamespace(reads=READS, read_rate=rate, ways=[way])
+    session._forget_low_rate(measured)
+    assert read_rate.device_read_rate() == rate and card.count == 1
+    measured.reads = replace(READS, target_weights=int(4e12 * 2.1e-3))
+    session._forget_low_rate(measured)
+    again = read_rate.device_read_rate()
+    assert again is not None and again.bytes_per_s == 4.5e12 and card.count == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"bytes_per_s": "x"}', '{"bytes_per_s": -1, "measurement": ""}',
+     '{"bytes_per_s": NaN, "measurement": ""}'],
+)  # fmt: skip
+def test_a_file_that_is_no_rate_is_measured_again(card, tmp_path, text: str) -> None:
+    read_rate.device_read_rate()
+    (kept,) = (tmp_path / "llmctl" / "read-rates").iterdir()
+    kept.write_text(text)
+    rate = read_rate.device_read_rate()
+    assert rate is not None and rate.bytes_per_s == 4.5e12
+
+
+def test_a_cache_that_cannot_be_written_costs_a_measurement(card, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    for wanted in (4e12, 4.5e12):
+        rate = read_rate.device_read_rate()
+        assert rate is not None and rate.bytes_per_s == wanted
+    read_rate.forget_read_rate()
+
+
+@pytest.mark.parametrize("pattern", read_rate.PATTERNS)
+def test_every_pattern_reads_all_of_the_array(pattern: str) -> None:
+    for place in (0, 8191, 8192, 5 * 8192 - 1):
+        values = torch.zeros(8 * 8192)
+        values[place] = 1.0
+        assert read_rate.PATTERNS[pattern](values).max() == 1.0
