@@ -89,6 +89,16 @@ class Loop:
         self.launch()
         return self.finish()
 
+    def prepare_more(self) -> bool:
+        """While no sequence is active: do one more thing that steps would otherwise wait for;
+        False: nothing is left."""
+        return self._rounds is not None and self._rounds.prepare_more()
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs of rounds captured so far."""
+        return 0 if self._rounds is None else self._rounds.num_captured
+
     def launch(self) -> None:
         """The first half of a step: schedule it and start it. Does not wait if the engine runs on a
         device and no drafts have to be made."""

@@ -9,6 +9,7 @@ If even that raises, the executor closes, and all remaining requests fail with t
 from __future__ import annotations
 
 from functools import partial
+from threading import Event
 from time import monotonic
 
 from llmctl.runtime.api.delivery import Delivery
@@ -22,6 +23,8 @@ from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.loop import StepReport
 from llmctl.runtime.request import FinishReason, Response, Sequence
 from llmctl.runtime.schedule.admission import check_token_ids
+
+IDLE_S = 0.05  # without requests, before graphs are captured ahead of need
 
 
 class Worker:
@@ -43,6 +46,7 @@ class Worker:
         self._mailbox = mailbox
         self._active: dict[int, TrackedRequest] = {}  # requests that have not ended, by id
         self._next_sequence_id = 1
+        self.is_settled = Event()  # no request since, and nothing left to do in advance
         # Neither refers to this worker: in a reference cycle its graphs and scratch would outlive
         # the executor.
         self._forget = partial(_forget, parts.drafter, self._sampler)
@@ -51,6 +55,11 @@ class Worker:
         # drafts.
         is_soon = parts.target.is_asynchronous and not parts.drafter.max_draft_len
         self._defers = is_soon and not self.recorder.is_prompt
+
+    @property
+    def num_graphs_captured(self) -> int:
+        """See Executor."""
+        return self._loop.num_captured
 
     def run(self) -> None:
         """Work until the inbox is closed; then end all remaining requests."""
@@ -68,7 +77,11 @@ class Worker:
         is_idle = not self._active
         if is_idle and self._config.check_invariants:
             self.kv_cache.check_invariants()
+        if is_idle:
+            self._prepare_while_idle()
         update = self._inbox.receive(is_idle)
+        if update.arrived:
+            self.is_settled.clear()
         self._active |= {tracked.request_id: tracked for tracked in update.arrived}
         if update.cancelled:
             self._delivery.flush()
@@ -78,6 +91,16 @@ class Worker:
             if request_id in self._active:
                 self._end(self._active[request_id], FinishReason.CANCELLED)
         return not update.is_closed or (update.drains and bool(self._active))
+
+    def _prepare_while_idle(self) -> None:
+        """Capture graphs ahead of need until something arrives or nothing is left. The pause before
+        it is for requests that come one after another, which should not wait for a capture."""
+        pause_s = IDLE_S
+        while self._inbox.stays_empty(pause_s):
+            pause_s = 0.0
+            if not self._loop.prepare_more():
+                self.is_settled.set()
+                return
 
     def _admit(self, tracked: TrackedRequest) -> None:
         """Give the request's sequences to the scheduler, or refuse it."""

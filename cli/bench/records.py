@@ -106,6 +106,7 @@ class Recording:
     requests: list[RequestRecord] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     num_iterations: int = 0
+    num_graphs_captured: int = 0  # CUDA graphs, while requests ran
 
     def add_steps(
         self, stats: Sequence[IterationStats], clock: Clock, indexes: dict[int, int]

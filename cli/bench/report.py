@@ -64,6 +64,7 @@ def _way_json(way: Way) -> dict[str, Any]:
 def _figures(measured: Measured, way: Way) -> dict[str, Any]:
     return {
         **compute(way.recording, measured.checked.num_gpus),
+        "graphs_captured_in_load": way.recording.num_graphs_captured,
         "hardware_limit": limit_json(measured.reads, measured.read_rate, way.recording.steps),
     }
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llmctl.plugins.backends.cuda.read_rate import ReadRate
     from llmctl.runtime.request import Request
 
+SETTLE_S = 10.0  # for what an executor does in advance while there are no requests
 STEPS_KEPT = 100_000  # of the executor's history; the driver reads it at every response
 
 
@@ -228,8 +229,13 @@ class Session:
                 warm = [requests[index % len(requests)] for index in range(count)]
                 pace = Pace(concurrency=self._options.pace.concurrency)
                 Driver(executor).run(warm, pace, Recording())
+            executor.settle(SETTLE_S)
+            captured = executor.num_graphs_captured
             progress.say(_name(way, self._options))
-            yield Driver(executor, progress)
+            try:
+                yield Driver(executor, progress)
+            finally:
+                way.recording.num_graphs_captured += executor.num_graphs_captured - captured
 
     def _log(self, lines: list[str]) -> None:
         if not self._options.is_json:

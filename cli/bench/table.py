@@ -154,6 +154,12 @@ def notes(report: Mapping[str, Any]) -> Iterator[str]:
         yield advice(report["sweep"])
     if "tree" in report:
         yield tree_line(report["tree"])
+    captured = report["graphs_captured_in_load"]
+    if captured:
+        yield (
+            f"{captured} CUDA graphs were captured while requests ran, each a pause of tens of "
+            "milliseconds; a longer --warmup of the same requests captures more of them before"
+        )
     more = more_at_once(report)
     if more is not None:
         yield more

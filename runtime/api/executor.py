@@ -144,6 +144,17 @@ class Executor:
         ended."""
         self._inbox.cancel(request_id)
 
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until no request is left and nothing can be done in advance for the next ones: CUDA
+        graphs are captured while there are no requests. False after so many seconds."""
+        return self._worker.is_settled.wait(timeout_s)
+
+    @property
+    def num_graphs_captured(self) -> int:
+        """CUDA graphs of device rounds captured so far. One that is captured while requests run
+        delays their tokens by tens of milliseconds."""
+        return self._worker.num_graphs_captured
+
     def can_enqueue_requests(self) -> bool:
         """False once the executor is shut down."""
         return not self._inbox.is_closed

@@ -90,11 +90,19 @@ class Inbox:
         with self._changed:
             self._num_queued -= num_requests
 
+    def stays_empty(self, seconds: float) -> bool:
+        """Whether nothing arrives within so many seconds."""
+        with self._changed:
+            return not self._changed.wait_for(self._has_news, seconds)
+
     def receive(self, is_idle: bool) -> InboxUpdate:
         """Everything new; if `is_idle`, waits until there is something."""
         with self._changed:
-            while is_idle and not (self._arrived or self._cancelled or self._is_closed):
+            while is_idle and not self._has_news():
                 self._changed.wait()
             update = InboxUpdate(self._arrived, self._cancelled, self._is_closed, self._drains)
             self._arrived, self._cancelled = [], set()
         return update
+
+    def _has_news(self) -> bool:
+        return bool(self._arrived or self._cancelled or self._is_closed)

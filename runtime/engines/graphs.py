@@ -48,6 +48,14 @@ def kv_bucket(max_kv_len: int, limits: StepLimits) -> int:
     return min(found or _power_of_two(max_kv_len), limits.max_seq_len)
 
 
+def kv_buckets(limits: StepLimits) -> list[int]:
+    """Every value of `kv_bucket`, the shortest first."""
+    found = [kv_bucket(1, limits)]
+    while found[-1] < limits.max_seq_len:
+        found.append(kv_bucket(found[-1] + 1, limits))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Buckets:
     """Which steps are replayed, and the shape they are padded to.
@@ -154,9 +162,17 @@ class GraphCache(Generic[Key]):
         self._max_graphs = max_graphs
         self._size = size
         self._graphs: OrderedDict[Key, Replayable] = OrderedDict()
+        self.num_captured = 0
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._graphs
+
+    def has_room(self, key: Key) -> bool:
+        """Whether a new key takes no other's place."""
+        return sum(map(self._size, self._graphs)) + self._size(key) <= self._max_graphs
 
     def run(self, key: Key, record: Callable[[], None]) -> None:
         """Do what `record` enqueues, which must be the same for every run of this key."""
@@ -170,6 +186,7 @@ class GraphCache(Generic[Key]):
         while self._graphs and sum(map(self._size, self._graphs)) > left:
             self._graphs.popitem(last=False)  # drop before adding: never more than planned
         self._graphs[key] = self._capture(record)
+        self.num_captured += 1
 
     def clear(self) -> None:
         """Forget all graphs: the addresses they hold are no longer valid."""

@@ -2,16 +2,16 @@
 that is not as the next round needs it, the reading of what was committed.
 
 All read and write the request state on the device, so a round is two or three graph launches. Its
-record is written to pinned host memory and is valid once its event has passed. Graphs are captured
-when a batch size, a way of sampling or a context bucket is first needed. Without drafts, and with
-adaptive draft lengths, the graphs of greedy rounds with short contexts are captured before the
-first request, because a capture takes as long as ten steps.
+record is written to pinned host memory and is valid once its event has passed. A capture takes as
+long as ten steps. So without drafts, and with adaptive draft lengths, the graphs of greedy rounds
+with short contexts are captured before the first request, and others while there are no requests;
+what is left when a batch size, a way of sampling or a context bucket is first needed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,7 +33,13 @@ from llmctl.plugins.device_loop.state import (
 )
 from llmctl.runtime.drafting.drafter import DeviceDrafter
 from llmctl.runtime.engines.cuda_engine import Capture, CudaEngine
-from llmctl.runtime.engines.graphs import GraphCache, capture_graph, capture_when, kv_bucket
+from llmctl.runtime.engines.graphs import (
+    GraphCache,
+    capture_graph,
+    capture_when,
+    kv_bucket,
+    kv_buckets,
+)
 from llmctl.runtime.generate.sampler import is_by_logits
 from llmctl.runtime.generate.synthetic_acceptance import DeviceAcceptanceDraws, SyntheticAcceptance
 from llmctl.runtime.request import Sequence
@@ -125,6 +131,10 @@ class CudaRoundRunner:
         )
         self._verify_graphs: GraphCache[RoundShape] = GraphCache(capture, kept + len(ahead))
         self._reading_graphs: GraphCache[RoundShape] = GraphCache(capture, kept + len(ahead))
+        # What rounds had so far: batch sizes with draft lengths, and ways of drawing, in order.
+        self._pairs: dict[tuple[int, int], None] = {}
+        self._drawings: dict[Drawing, None] = {Drawing.GREEDY: None}
+        self._most_sequences = self.max_batch_size
         self._num_started = 0
         self._num_requests = 0
         self._drawing = Drawing.GREEDY
@@ -151,15 +161,48 @@ class CudaRoundRunner:
         started."""
         if max_num_tokens:
             self._target.prepare_prompts(max_num_tokens)
+        self._most_sequences = min(max_batch_size, self.max_batch_size)
         if not self._lengths:
             return
         shape = self._shape(0, 0)
-        for batch, draft_len in ahead_of_need(
-            min(max_batch_size, self.max_batch_size), self._lengths
-        ):
+        for batch, draft_len in ahead_of_need(self._most_sequences, self._lengths):
             self._run(replace(shape, batch=batch, draft_len=draft_len))
         self.drafter.prepare()
         self.abandon()
+
+    def prepare_more(self) -> bool:
+        """Capture the graphs of one more shape, by running it on padding; see RoundRunner."""
+        shape = next(self._ahead(), None)
+        if shape is None:
+            return False
+        self.begin([])
+        self._run(shape)
+        self.abandon()
+        return True
+
+    @property
+    def num_captured(self) -> int:
+        """Of drafting, verification and reading together."""
+        kinds = (self._draft_graphs, self._verify_graphs, self._reading_graphs)
+        return sum(graphs.num_captured for graphs in kinds)
+
+    def _ahead(self) -> Iterator[RoundShape]:
+        """Shapes that rounds may have and that are not captured, as many as there is room for:
+        every context length for each pair that rounds had so far, and for every batch size where
+        draft lengths do not adapt."""
+        adapts, lengths = len(self._lengths) > 1, self._lengths or (self.drafter.draft_len,)
+        every = [] if adapts else ahead_of_need(self._most_sequences, lengths)
+        for pairs in (self._pairs, every):
+            for longest in kv_buckets(self._target.program.limits):
+                for drawing in self._drawings:
+                    for batch, draft_len in pairs:
+                        shape = RoundShape(batch, longest, drawing, draft_len)
+                        if shape not in self._verify_graphs and self._has_room(shape):
+                            yield shape
+
+    def _has_room(self, shape: RoundShape) -> bool:
+        has_drafts = not shape.draft_len or self._draft_graphs.has_room(shape)
+        return has_drafts and self._verify_graphs.has_room(shape)
 
     def begin(self, sequences: Items[Sequence]) -> None:
         """Write the requests' state; the rest of the batch is padding."""
@@ -175,6 +218,7 @@ class CudaRoundRunner:
             self._upload.write_tables(tables, lens)
             self._tables, self._lens = tables, lens
         shape = self._shape(tables.shape[1], draft_len)
+        self._pairs[shape.batch, draft_len] = self._drawings[shape.drawing] = None
         events = self._run(shape)
         slot = self._num_started % RING_SLOTS
         self._in_flight.append(_InFlight(slot, self._num_requests, draft_len, *events))

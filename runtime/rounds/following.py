@@ -57,6 +57,17 @@ class LeadingRounds:
         sizes = (max_batch_size, max_num_tokens)
         self._lead("prepare", sizes, lambda: self._runner.prepare(*sizes))
 
+    def prepare_more(self) -> bool:
+        """On every rank, which all have the same left."""
+        found: list[bool] = []
+        self._lead("prepare_more", None, lambda: found.append(self._runner.prepare_more()))
+        return found[0]
+
+    @property
+    def num_captured(self) -> int:
+        """Rank 0's."""
+        return self._runner.num_captured
+
     def begin(self, sequences: Items[Sequence]) -> None:
         """On every rank."""
         state = [_state(sequence) for sequence in sequences]
@@ -100,6 +111,9 @@ class FollowingRounds:
     def prepare(self, sizes: tuple[int, int]) -> None:
         """See RoundRunner, as for all that follow."""
         self._own.prepare(*sizes)
+
+    def prepare_more(self, nothing: None) -> None:
+        self._own.prepare_more()
 
     def begin(self, state: Items[Items[Any]]) -> None:
         self._own.begin([_sequence(each) for each in state])

@@ -63,6 +63,15 @@ class RoundRunner(Protocol):
         """Called once, when the caches exist: prepare what rounds of up to so many sequences, and
         steps with prompts of up to so many tokens, would otherwise have to do at first use."""
 
+    def prepare_more(self) -> bool:
+        """Called while there are no sequences: do one more thing in advance, in no longer than a
+        capture takes; False: nothing is left. No round is in flight, and the next one comes after
+        `begin`."""
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs captured so far, each while whatever came next waited."""
+
     def begin(self, sequences: Items[Sequence]) -> None:
         """Make these the sequences of the next rounds, in the state that the host sees now."""
 
@@ -107,6 +116,17 @@ class Rounds:
     def has_result(self) -> bool:
         """True while a round in flight has results that are still needed."""
         return bool(self._in_flight) and any(map(self._is_running, self._resident))
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs captured so far."""
+        return self._runner.num_captured
+
+    def prepare_more(self) -> bool:
+        """See RoundRunner; for when no sequence is active."""
+        self._drop_in_flight()
+        self._resident, self._last_read = [], []
+        return self._runner.prepare_more()
 
     def can_run(self, batch: Batch) -> bool:
         """True for a step without prompts that the device can run without the host."""

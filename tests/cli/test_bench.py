@@ -10,6 +10,8 @@ import pytest
 from support.bench import raw
 from support.bench_runs import SHORT
 
+from llmctl.runtime.api.executor import Executor
+
 
 def spread(values):
     """p50 to p99, minimum, maximum and mean as the report defines them."""
@@ -218,6 +220,16 @@ def test_a_label_that_the_origin_is_not_is_remarked_and_changes_nothing(
     said = f"warning: --model {label} is a label; the engine measured was built from"
     assert (said in done.err) is not is_known
     assert json.loads(done.out)["engine"]["label"] == label
+
+
+def test_graphs_that_are_captured_in_a_load_are_counted_and_remarked(bench, monkeypatch):
+    report, done = bench("latency", *SHORT, "--num-requests", 1)
+    assert report["graphs_captured_in_load"] == 0 and "were captured" not in done.err
+    counts = iter((3, 8))
+    monkeypatch.setattr(Executor, "num_graphs_captured", property(lambda executor: next(counts)))
+    report, done = bench("latency", *SHORT, "--num-requests", 1)
+    assert report["graphs_captured_in_load"] == 5
+    assert "5 CUDA graphs were captured while requests ran" in " ".join(done.err.split())
 
 
 def test_a_load_that_waits_for_the_engines_limit_is_told_what_to_build(bench, drafted):

@@ -39,6 +39,12 @@ class FakeRunner:
     def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
         pass
 
+    def prepare_more(self) -> bool:
+        assert not self.in_flight
+        return False
+
+    num_captured = 0
+
     def depth(self, draft_len: int) -> int:
         return draft_len
 

@@ -64,7 +64,7 @@ class DeviceEagle(DeviceChains):
         """Put the rows that the head left in the order of the sequences."""
         self._places = {item.sequence_id: place for place, item in enumerate(sequences)}
         known, queue, state = self._rows.take(), self._target.queue, self._steps.state
-        rows = torch.tensor([known[sequence.sequence_id] for sequence in sequences])
+        rows = torch.tensor([known[item.sequence_id] for item in sequences], dtype=torch.int64)
         outputs = {name: self._left(EAGLE_EXTEND, name) for name in (EAGLE_STATE, LOGITS)}
         with device_errors("writing the rows of a head"), queue.scope():
             index = queue.to_device(rows)

@@ -64,13 +64,17 @@ def test_another_rank_has_the_records_and_caches_of_rank_0(
     harness = fake.Harness(
         led["target"], drafter, draft=draft, runner=runner, draft_lengths=lengths
     )
-    requests = [make_request(index, 30 + index) for index in range(4)]
-    sequences = [harness.add(request) for request in requests]
-    harness.run()
-    for request, sequence in zip(requests, sequences, strict=True):
-        wanted, _ = fake.plain_answer(fake.Engine(), request)
-        assert sequence.tokens[sequence.num_prompt_tokens :] == wanted
     other = following._own
+    for length in (30, 35):
+        requests = [make_request(index, length + index) for index in range(4)]
+        sequences = [harness.add(request) for request in requests]
+        harness.run()
+        for request, sequence in zip(requests, sequences, strict=True):
+            wanted, _ = fake.plain_answer(fake.Engine(), request)
+            assert sequence.tokens[sequence.num_prompt_tokens :] == wanted
+        while harness.loop.prepare_more():  # while there are no requests
+            assert own.num_captured == other.num_captured
+        assert set(own._verify_graphs._graphs) == set(other._verify_graphs._graphs)
     assert own._num_started == other._num_started > 5 and not other._in_flight
     assert np.array_equal(own._ring, other._ring) and own._ring.any()
     for first, second in pairs.values():
