@@ -85,7 +85,7 @@ def test_requests_of_a_mixed_step_are_each_served_by_one_kernel(world):
 def test_many_chains_get_the_bits_of_the_context_kernel(heads, tokens):
     """tree.cu, with chains alone."""
     world = {"heads": heads, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "quantize_out": True}
-    made = World(**world, lengths=(4200,), device="cuda", trees={0: [-1] * 16})
+    made = World(**world, lengths=(4200,), device="cuda")
     wanted = made.run([(0, 0, 4200)], execute)[0]
     parts: list[Part] = [(0, p, tokens) for p in POSITIONS[:-1]]
     call, env = made.call(parts, 3), made.env(made.step(parts), 2)
