@@ -14,7 +14,7 @@ slower than plain decoding, even if the estimates are wrong:
 from __future__ import annotations
 
 ALLOWANCE = 0.01
-START, LEAD_LIMIT, MAX_CREDIT = 1.5, 3.0, 10.0  # plain steps
+START, LEAD_LIMIT, MAX_CREDIT = 1.5, 3.0, 30.0  # plain steps
 
 
 class DraftBudget:

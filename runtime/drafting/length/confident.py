@@ -27,7 +27,14 @@ FEW_PLAIN = 6  # steps without drafts before the first with them: the first ones
 REFRESH = 48  # steps with drafts after which a plain one is timed again
 FAR = 1.5  # times the expected duration: what is longer has another cause
 MEMORY = 0.98  # weight of the past, per step
-EXPLORE, TRIAL_STEPS = 112, 16  # steps with drafts of the kind that is used, then of the other
+RECENT = (
+    0.95  # the same for how right the drafter is: text that repeats itself begins and ends soon
+)
+# Steps with drafts of the kind that is used, then of the other; after a trial without a change the
+# next one is PATIENCE times as far, at most MAX_EXPLORE steps.
+EXPLORE, TRIAL_STEPS = 112, 16
+PATIENCE, MAX_EXPLORE = 2, 900
+STALE = 8  # steps for which bounds are kept: they change slowly
 MARGIN = 1.03  # of gain, for a change to the other kind
 PRIOR_TOKEN = 1 / 8  # of a plain step: a draft's verification, before one was timed
 LEAST_TOKEN = 1 / 50  # the same, whatever was measured
@@ -65,6 +72,9 @@ class ConfidentLengths:
         self._is_chain = True  # those used; a trial has the others
         self._is_on = False
         self._since_plain = self._num_plain = self._num_steps = 0
+        self._explore = EXPLORE
+        self._bounds_of: tuple[_Kind, int] | None = None  # kind and batch that they were set for
+        self._bounds_left = 0  # steps
         # Of recent steps: accepted drafts and expected ones, chains that had a second draft and
         # those of them that had it accepted.
         self._accepted = self._expected = 4.0
@@ -100,8 +110,7 @@ class ConfidentLengths:
     @property
     def _is_trial(self) -> bool:
         """Whether drafts are of the other kind for a few steps; begins with those used."""
-        is_due = self._num_steps % (EXPLORE + TRIAL_STEPS) >= EXPLORE
-        return is_due and self._confidence.can_branch
+        return self._num_steps >= self._explore and self._confidence.can_branch
 
     @property
     def _kind(self) -> _Kind:
@@ -111,6 +120,10 @@ class ConfidentLengths:
 
     def _set_bounds(self, batch: int, plain_s: float) -> None:
         kind = self._kind
+        self._bounds_left -= 1
+        if self._bounds_of == (kind, batch) and self._bounds_left > 0:
+            return
+        self._bounds_of, self._bounds_left = (kind, batch), STALE
         token_s = kind.token_s(batch, plain_s)
         per_second = max(1.0, kind.gain) * batch / plain_s
         trust = min(2.0, max(0.25, self._accepted / self._expected))
@@ -155,7 +168,11 @@ class ConfidentLengths:
             costs.observe(batch, num_steps, num_drafts, step_s, draft_s)
         if plain_s is None:
             return
-        spent_s = min(step_s, FAR * costs.step_s(batch, num_steps, num_drafts))
+        # What steps like this one take: this one may have taken longer because of others, and in
+        # what time a plain step would then have run is not known.
+        spent_s = costs.step_s(batch, num_steps, num_drafts)
+        if is_new:
+            spent_s = min(step_s, FAR * spent_s)
         tokens = 1 + accepted / batch
         self._budget.note_drafts(tokens * plain_s - spent_s, plain_s, is_usual=not is_new)
         self._compare(tokens * plain_s / spent_s, num_drafts)
@@ -167,11 +184,14 @@ class ConfidentLengths:
             kind.was_used, kind.gain = True, self._used.gain
         kind.num_drafts += (1 - MEMORY) * (num_drafts - kind.num_drafts)
         kind.gain += (1 - MEMORY) * (gain - kind.gain)
-        was_trial = self._is_trial
         self._num_steps += 1
-        if was_trial and not self._is_trial and self._other.gain > MARGIN * self._used.gain:
+        if self._num_steps < self._explore + TRIAL_STEPS:
+            return
+        self._num_steps = 0
+        self._explore = min(PATIENCE * self._explore, MAX_EXPLORE)
+        if self._confidence.can_branch and self._other.gain > MARGIN * self._used.gain:
             self._used, self._other = self._other, self._used
-            self._is_chain = not self._is_chain
+            self._is_chain, self._explore = not self._is_chain, EXPLORE
 
     def _learn(self, generated: Items[Commit], accepted: int) -> None:
         for commit in generated:
@@ -179,5 +199,5 @@ class ConfidentLengths:
             if depth > 1 and commit.accepted:
                 self._second = MEMORY * self._second + 1
                 self._right = MEMORY * self._right + (commit.accepted > 1)
-        self._accepted = MEMORY * self._accepted + accepted
-        self._expected = MEMORY * self._expected + self._confidence.expected
+        self._accepted = RECENT * self._accepted + accepted
+        self._expected = RECENT * self._expected + self._confidence.expected

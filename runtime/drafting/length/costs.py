@@ -1,11 +1,12 @@
 """The cost of a generation step with and without drafts, learned from measured steps.
 
-    step_s = plain_s(b) + depth * draft_s(b) + extra_s(b, n)
+    step_s = plain_s(b) + drafting_s(b, depth) + extra_s(b, n)
 
 b sequences propose n drafts in total, the longest of length `depth`. plain_s is a step without
-drafts, draft_s one step of the drafter, extra_s the additional time of the target for n more
-tokens: measured points, linearly interpolated. All are kept by batch size, rounded to powers of
-two.
+drafts, drafting_s so many steps of the drafter: a line, because what begins a round is often the
+larger part (a head's first step reads its weights from memory, the others from a cache). extra_s
+is the additional time of the target for n more tokens: measured points, linearly interpolated. All
+are kept by batch size, rounded to powers of two.
 
 A drafter with its own cache that is behind must first read the tokens it lacks (`CatchUp`).
 """
@@ -18,6 +19,7 @@ from math import log2
 TOKENS_A_STEP = 128  # tokens that a GPU processes in the time of one
 # of a plain step, before a draft was timed: a draft model of about an eighth of the parameters
 PRIOR_DRAFT = 1 / 20
+ONE_DEPTH = 0.25  # variance of depths at which the line is half that through the origin
 
 
 @dataclass(slots=True)
@@ -44,11 +46,54 @@ class _Mean:
 
 
 @dataclass(slots=True)
+class _Line:
+    """The drafter's time by its steps, a moving regression: fixed + depth * step, neither negative.
+    While all had one depth it is the line through the origin. Outliers and unreliable values as in
+    _Mean."""
+
+    count: int = 0
+    depth: float = 0.0  # means
+    seconds: float = 0.0
+    variance: float = 0.0  # of the depths
+    covariance: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return self.count > 0 or self.seconds > 0
+
+    @property
+    def step(self) -> float:
+        """Of one more step."""
+        from_origin = self.seconds / self.depth
+        found = (self.covariance + ONE_DEPTH * from_origin) / (self.variance + ONE_DEPTH)
+        return min(max(found, 0.0), from_origin)
+
+    def at(self, depth: int) -> float:
+        """Of so many steps."""
+        return self.seconds + (depth - self.depth) * self.step
+
+    def add(self, depth: int, seconds: float, is_trusted: bool) -> None:
+        if not is_trusted:
+            if not self.is_known:
+                self.depth, self.seconds = depth, seconds
+            return
+        self.count += 1
+        if self.count > 2:
+            seconds = min(max(seconds, 0.5 * self.at(depth)), 2 * self.at(depth))
+        weight = max(1 / self.count, 0.05)
+        right, up = depth - self.depth, seconds - self.seconds
+        self.depth += weight * right
+        self.seconds += weight * up
+        self.variance = (1 - weight) * (self.variance + weight * right * right)
+        self.covariance = (1 - weight) * (self.covariance + weight * right * up)
+
+
+@dataclass(slots=True)
 class _Bucket:
     """One batch size."""
 
     plain: _Mean = field(default_factory=_Mean)
-    draft: _Mean = field(default_factory=_Mean)
+    draft: _Line = field(default_factory=_Line)
     # By the size of n: its mean and the mean of what it took.
     extra: dict[int, tuple[_Mean, _Mean]] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)  # depths
@@ -72,7 +117,7 @@ class StepCosts:
             if is_trusted:
                 bucket.plain.add(step_s)
             return
-        bucket.draft.add(draft_s / depth, is_trusted)
+        bucket.draft.add(depth, draft_s, is_trusted)
         if bucket.plain.count:
             count, extra = bucket.extra.setdefault(_size(num_drafts), (_Mean(), _Mean()))
             count.add(num_drafts)
@@ -89,11 +134,19 @@ class StepCosts:
         return bucket.plain.count if bucket is not None else 0
 
     def draft_s(self, batch: int) -> float:
-        """One step of the drafter; of the nearest batch size if this one has not been measured."""
+        """One more step of the drafter; of the nearest batch size if this one has not been
+        measured."""
+        line = self._draft_line(batch)
+        return PRIOR_DRAFT * (self.plain_s(batch) or 0.0) if line is None else line.step
+
+    def drafting_s(self, batch: int, depth: int) -> float:
+        """So many steps of the drafter."""
+        line = self._draft_line(batch) if depth else None
+        return depth * self.draft_s(batch) if line is None else line.at(depth)
+
+    def _draft_line(self, batch: int) -> _Line | None:
         known = [size for size, bucket in self._buckets.items() if bucket.draft.is_known]
-        if not known:
-            return PRIOR_DRAFT * (self.plain_s(batch) or 0.0)
-        return self._buckets[_nearest(known, batch)].draft.value
+        return self._buckets[_nearest(known, batch)].draft if known else None
 
     def extra_s(self, batch: int, num_drafts: float) -> float:
         """How much longer verification of so many drafts takes than a plain step."""
@@ -111,8 +164,8 @@ class StepCosts:
 
     def step_s(self, batch: int, depth: int, num_drafts: float) -> float:
         """A whole step; needs `plain_s`."""
-        drafting = depth * self.draft_s(batch) if depth else 0.0
-        return (self.plain_s(batch) or 0.0) + drafting + self.extra_s(batch, num_drafts)
+        plain_s, drafting_s = self.plain_s(batch) or 0.0, self.drafting_s(batch, depth)
+        return plain_s + drafting_s + self.extra_s(batch, num_drafts)
 
     def is_measured(self, batch: int, depth: int, num_drafts: int) -> bool:
         """True when steps with drafts like this one have been timed."""

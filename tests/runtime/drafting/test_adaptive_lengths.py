@@ -257,29 +257,6 @@ def test_nothing_is_drafted_where_it_costs_more_than_it_can_bring(batch, share):
     assert best_length(np.full(batch, share), (0, 1, 4), costs)[0] == 0
 
 
-def test_costs_are_learned_by_batch_size_and_drawn_in_straight_lines():
-    costs = StepCosts()
-    assert costs.plain_s(4) is None
-    for _ in range(2):  # the first of a kind is not counted
-        costs.observe(4, 0, 0, 1.0, 0.0)
-        costs.observe(4, 2, 8, 1.6, 0.4)
-        costs.observe(4, 4, 16, 2.6, 0.8)
-    assert costs.plain_s(3) == costs.plain_s(4) == 1.0 and costs.plain_s(5) is None
-    assert costs.draft_s(4) == costs.draft_s(64) == pytest.approx(0.2)
-    assert costs.extra_s(4, 4) == pytest.approx(0.1)
-    assert costs.extra_s(4, 12) == pytest.approx(0.5)
-    assert costs.extra_s(4, 32) == pytest.approx(1.6)
-    assert costs.step_s(4, 4, 16) == pytest.approx(2.6)
-
-
-def test_one_step_far_off_moves_a_cost_little():
-    costs = StepCosts()
-    for _ in range(20):
-        costs.observe(1, 0, 0, 1.0, 0.0)
-    costs.observe(1, 0, 0, 100.0, 0.0)
-    assert costs.plain_s(1) == pytest.approx(1.1)
-
-
 def test_nothing_is_remembered_of_sequences_that_ended():
     lengths = adaptive()
     for start in range(0, 3000, 10):

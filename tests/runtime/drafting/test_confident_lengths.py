@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llmctl.runtime.drafting.length.confidence import Confidence
-from llmctl.runtime.drafting.length.confident import MOST, ConfidentLengths
+from llmctl.runtime.drafting.length.confident import MAX_EXPLORE, MOST, STALE, ConfidentLengths
 from llmctl.runtime.drafting.length.lengths import FixedLengths
 
 
@@ -123,12 +123,39 @@ def test_drafts_that_do_not_pay_cost_little(mean, claims, batch):
     assert run.drafts.count(0) > 2500
 
 
-@pytest.mark.parametrize("machine", [Machine(), Machine(token=0.02, step=0.1), Machine(plain=9.0)])
+@pytest.mark.parametrize(
+    "machine",
+    [Machine(), Machine(token=0.02, step=0.1), Machine(plain=9.0), Machine(step=0.02, start=0.12)],
+)
 @pytest.mark.parametrize(("mean", "claims"), [(0.45, 1.0), (0.6, 1.0), (0.75, 0.8), (0.6, 1.3)])
 def test_drafts_that_pay_are_nearly_as_fast_as_with_the_best_limits(machine, mean, claims):
     best = best_of_limits(lambda: Run(machine, mean, claims=claims))
     found = adaptive(Run(machine, mean, claims=claims))
     assert found > 0.93 * best and found > 1.05
+
+
+def test_text_that_repeats_itself_now_and_then_is_drafted_where_it_does():
+    """A head that is seldom right for 150 steps, and then often: losses are outlived."""
+    machine = Machine(plain=0.65, token=0.065, step=0.022, start=0.1)
+    found = []
+    for seed in range(4):
+        run = Run(machine, 0.2, noise=0.1, stalls=0.01, seed=seed)
+        lengths = ConfidentLengths(25, run.confidence)
+        for passage in range(20):
+            run.mean = 0.8 if passage % 2 else 0.2
+            speed = run.speed(lengths, 150)
+        found.append(speed)
+    assert np.mean(found) > 1.65 and min(found) > 1.5
+
+
+def test_another_kind_that_is_no_faster_is_tried_less_and_less():
+    run = Run(Machine(branch=0.01), 0.6)
+    lengths = ConfidentLengths(25, run.confidence)
+    run.speed(lengths, 4000)
+    starts = [at for at in range(1, 4000) if run.kinds[at] and not run.kinds[at - 1]]
+    gaps = np.diff(starts)
+    assert len(gaps) > 3 and (gaps[1:3] > 1.5 * gaps[:2]).all()
+    assert max(gaps) < 1.2 * MAX_EXPLORE, "but never given up"
 
 
 def test_stalls_of_the_machine_change_little():
@@ -197,5 +224,6 @@ def test_a_head_whose_second_draft_is_never_right_can_go_on_for_ever():
     commits = [SimpleNamespace(num_drafts=2, accepted=1, depth=None)]
     for _ in range(40_000):
         lengths.observe(commits, num_context_tokens=0, step_s=None, draft_s=0.0, elapsed_s=1e-3)
-    lengths.plan(run.sequences)
+    for _ in range(STALE):
+        lengths.plan(run.sequences)
     assert exp(run.confidence.least_continued) == pytest.approx(0.95)
