@@ -2,10 +2,11 @@
 
     python -m scripts.bench.cpu [--rounds 5] [--output docs/performance]
 
-Three questions, each a table row with minimum, median and maximum over the rounds:
+Four questions, each a table row with minimum, median and maximum over the rounds:
 
   demo      the demo target, batch 1, greedy: `generate`, ours, `generate(assistant_model=...)`,
             ours with the draft engine; systems alternate within a round, ratios are per round
+  heads     the demo target with its ReDrafter and EAGLE heads, and without, in the same way
   1b        a random checkpoint of Llama-3.2-1B's shape: bytes a decode step must read over its
             time, as a share of the read bandwidth measured in the same process
   help      wall time of the process `llmctl --help`
@@ -35,6 +36,7 @@ from llmctl.plugins.backends.cpu import instruction_sets, num_threads
 from llmctl.plugins.backends.cpu.binding import load_kernels
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
+from scripts.bench.cpu_heads import bench_heads
 from scripts.compare import peers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -202,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=24, help="decode steps of the 1B shape")
-    parser.add_argument("--only", choices=["demo", "1b", "help"])
+    parser.add_argument("--only", choices=["demo", "heads", "1b", "help"])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(num_threads())
@@ -213,6 +215,9 @@ def main() -> None:
         if arguments.only in (None, "demo"):
             for dtype in ("bfloat16", "float32"):
                 rows += bench_demo(Path(folder), dtype, arguments.rounds)
+        if arguments.only in (None, "heads"):
+            for item in bench_heads(Path(folder), "bfloat16", arguments.rounds):
+                rows.append(row(item.name, item.unit, [item.minimum, item.value, item.maximum]))
         if arguments.only in (None, "1b"):
             for quantization in ("none", "fp8"):
                 rows += bench_1b(Path(folder), quantization, arguments.steps)
