@@ -108,6 +108,7 @@ def step_kernels(
         found += beam_search.kernels(num_beams, length, vocab_size, limits.max_draft_len)
     if plan.head_caches:
         found.append(pairs_kernel.read_pairs_spec(limits.max_batch_size, limits.max_draft_len))
+        found.append(pairs_kernel.read_path_spec(limits.max_batch_size))
     if limits.takes_trees:
         cache = plan.kv_cache
         token_bytes = cache.head_size * getattr(torch, cache.dtype).itemsize

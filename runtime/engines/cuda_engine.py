@@ -224,6 +224,15 @@ class CudaEngine(Engine):
         with device_errors(f"writing the inputs of {head}"), self.queue.scope():
             bound.write_beside(name, sources, index)
 
+    def pass_chosen(
+        self, head: str, name: str, outputs: Sequence[torch.Tensor], rows: torch.Tensor
+    ) -> None:
+        """Enqueue the copy of rows of outputs, side by side, to an input of a head. rows: int64 on
+        the device."""
+        bound, _ = find_head(self._heads, head)
+        with device_errors(f"writing the inputs of {head}"), self.queue.scope():
+            bound.write_chosen(name, outputs, rows)
+
     def pass_rows(self, head: str, name: str, outputs: Sequence[torch.Tensor], count: int) -> None:
         """Enqueue the copy of the first `count` rows of outputs, side by side, to an input of a
         head."""

@@ -44,6 +44,11 @@ class BoundHead:
         for tensor, part in self._side_by_side(name, sources):
             part[:count].copy_(tensor[:count])
 
+    def write_chosen(self, name: str, sources: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
+        """The same with `rows` (int64, where the tensors are), in a graph that may be captured."""
+        for tensor, part in self._side_by_side(name, sources):
+            torch.index_select(tensor, 0, rows, out=part[: len(rows)])
+
     def _side_by_side(
         self, name: str, sources: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

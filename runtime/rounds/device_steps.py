@@ -77,10 +77,15 @@ class DeviceSteps:
             step = replace(step, max_tree_len=count)
         engine.program.enqueue(step, self._queue.handle)
 
-    def attend(self, name: str, shape: RoundShape, count: int) -> None:
-        """Run a head of the target that attends, on `count` tokens of each request; a row of logits
-        for each."""
-        self.target.enqueue_attending(name, _step(self.target, shape, count, shape.batch))
+    def attend(
+        self, name: str, shape: RoundShape, count: int, rows: int = 1, *, has_trees: bool = False
+    ) -> None:
+        """Run a head of the target that attends, on `count` tokens of each request, of trees up to
+        so many; `rows` rows of logits for each."""
+        step = _step(self.target, shape, count, shape.batch * rows)
+        if has_trees:
+            step = replace(step, max_tree_len=count)
+        self.target.enqueue_attending(name, step)
 
     def draw(
         self,

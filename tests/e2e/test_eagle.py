@@ -6,6 +6,7 @@ import random
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
-from llmctl.runtime.request import Request
+from llmctl.runtime.request import Request, SamplingConfig
 
 Opened = Callable[..., AbstractContextManager[Executor]]
 
@@ -45,11 +46,19 @@ def engine(
     fit_head(float_target(repository), known_texts(requests, plain)).write(
         folder / "head", "demo-target"
     )
-    demo.llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
-                "--output-dir", folder / "engine", "--max-batch-size", 16, "--max-seq-len", 1024,
-                "--speculative-decoding-mode", "eagle", "--max-draft-len", 12,
-                "--max-non-leaves-per-layer", 3, "--draft-model-dir", folder / "head")  # fmt: skip
+    for name, rows in (("engine", 3), ("wide", 12)):
+        demo.llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
+                    "--output-dir", folder / name, "--max-batch-size", 16, "--max-seq-len", 1024,
+                    "--speculative-decoding-mode", "eagle", "--max-draft-len", 12,
+                    "--max-non-leaves-per-layer", rows,
+                    "--draft-model-dir", folder / "head")  # fmt: skip
     return folder / "engine"
+
+
+@pytest.fixture(scope="module")
+def wide(engine: Path) -> Path:
+    """The same with room for trees on a device, whose levels have a row for each place."""
+    return engine.parent / "wide"
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +86,7 @@ def test_a_head_that_knows_the_text_changes_no_token(
         assert run_all(executor, requests[:4]) == plain[:4], "again, from a warm cache"
         stats = executor.get_speculation_stats()
     assert stats.accepted_tokens > 150
-    deepest = DRAFT_LEN if kind == "chain" else 8  # of sampled requests' chains beside trees
+    deepest = {"chain": DRAFT_LEN, "dynamic": 8, "static": CHOICES.depth}[kind]
     assert len(stats.accepted_at_position) == deepest, "whole paths were accepted"
 
 
@@ -155,6 +164,35 @@ def test_device_rounds_draft_from_a_head(
     assert [run.stats.accepted_tokens > 4 and run.num_rounds > 1 for run in runs] == [True] * 3
     for run in runs:
         assert len(run.stats.accepted_at_position) == run.draft_len, "whole chains are accepted"
+
+
+def test_device_rounds_draft_trees_as_the_host_does(
+    wide: Path, requests: list[Request], plain: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the fake device: rounds alone, with sampled requests whose drafts are chains, and rounds
+    between steps that the host controls."""
+    alone = never_need_the_host(requests)
+    mixed = [*alone, *range(2, len(requests), 12), *alone[:2]]
+    for method in TREES.values():
+        cases = ((method, alone[:4]), (method, mixed), (replace(method, draft_len=1), alone[:3]))
+        runs = list(rounds_on_device(wide, cases, requests, plain, monkeypatch))
+        assert [run.stats.accepted_tokens > 4 and run.num_rounds > 1 for run in runs] == [True] * 3
+        depths = [len(run.stats.accepted_at_position) for run in runs]
+        assert depths == [8, 8, 1] if method.choices is None else depths == [4, 4, 1]
+
+
+def test_the_device_accepts_what_the_host_would(
+    wide: Path, opened: Opened, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the fake device: the trees are the same, to the end of a text."""
+    asked = [Request(request.input_token_ids, 30, SamplingConfig()) for request in requests[:3]]
+    with opened(None) as executor:
+        plain = run_all(executor, asked)
+    everyone = list(range(len(asked)))
+    for method in TREES.values():
+        (found,) = rounds_on_device(wide, [(method, everyone)], asked, plain, monkeypatch)
+        assert found.num_rounds > 10 and found.stats.accepted_tokens > 5
+        assert found.stats.accepted_tokens == accepted_by_host(wide, method, asked, plain)
 
 
 def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:

@@ -17,6 +17,7 @@ from support.eagle import fit_head, make_head, save_head
 from support.eagle_steps import CHUNKS, computed
 from support.gpu import quantize, quantize_head
 from support.gpu_drafting import (
+    lengths_of_device_and_host,
     opened,
     plain_texts,
     run_chosen,
@@ -141,23 +142,15 @@ def test_lengths_that_adapt_change_no_token(
 def test_the_device_accepts_what_the_host_would(
     engine: Path,
     requests: list[Request],
+    plain: Outputs,
     device_requests: list[int],
     rounds: CountedRounds,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One by one: but for the last few tokens of a sequence the chains are the same."""
-    lengths = []
-    for is_device_led in (True, False):
-        monkeypatch.setattr(Eagle, "is_device_led", is_device_led)
-        before = rounds.total
-        with opened(engine, Eagle()).executor() as executor:
-            for index in device_requests:
-                run_all(executor, [requests[index]])
-            stats = executor.get_speculation_stats()
-        assert (rounds.total > before) == is_device_led
-        lengths.append(1 + stats.accepted_tokens / stats.rounds)
-    print(f"tokens a round: device {lengths[0]:.3f}, host {lengths[1]:.3f}")
-    assert abs(lengths[0] / lengths[1] - 1) < 0.03
+    asked = requests, plain, device_requests, rounds, monkeypatch
+    device, host = lengths_of_device_and_host(engine, Eagle(), *asked)
+    assert abs(device / host - 1) < 0.03
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -213,11 +206,11 @@ def tree_engine(build: Any, head: Path) -> Path:
 def test_trees_change_no_token(
     tree_engine: Path, requests: list[Request], plain: Outputs, kind: str, rounds: CountedRounds
 ) -> None:
-    """The host grows them, level by level; sampled requests draft chains beside them. Not run on a
-    GPU yet."""
+    """Rounds on the device; sampled requests draft chains beside trees. Not run on a GPU yet."""
     stats = run_in_every_company(tree_engine, TREES[kind], requests, plain)
     assert stats.accepted_tokens > 150 and len(stats.accepted_at_position) >= 4
-    assert rounds.total == 0
+    print(f"rounds on the device: {rounds.total}, ahead of the host: {rounds.ahead}")
+    assert rounds.total > 60 and rounds.ahead > 30, "the host was never behind"
     greedy = [replace(requests[index], max_draft_len=None) for index in range(0, 32, len(KINDS))]
     lengths = []
     for method in (Eagle(4), TREES[kind]):
@@ -231,6 +224,22 @@ def test_trees_change_no_token(
     with opened(tree_engine, TREES[kind], **options).executor() as executor:
         assert run_all(executor, requests) == plain, "in narrow steps"
         cancel_some(executor, requests, plain, random.Random(2))
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_the_device_grows_the_hosts_trees(
+    tree_engine: Path,
+    requests: list[Request],
+    plain: Outputs,
+    device_requests: list[int],
+    kind: str,
+    rounds: CountedRounds,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the ends of the texts."""
+    asked = requests, plain, device_requests, rounds, monkeypatch
+    device, host = lengths_of_device_and_host(tree_engine, TREES[kind], *asked)
+    assert abs(device / host - 1) < 0.01
 
 
 def test_a_head_that_knows_nothing_changes_no_token(

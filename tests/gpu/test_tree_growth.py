@@ -70,8 +70,8 @@ def test_levels_and_moves_equal_the_reference(
             values = found.arrays.values[:rows].cpu()
             torch.testing.assert_close(values, wanted.arrays.values[:rows], atol=2e-5, rtol=1e-5)
             found.arrays.values.copy_(wanted.arrays.values)  # sums have another order there
-            execute([kernel.grow(*found.described, draft_len, level, by_token=False)])
-            reference.grow(*wanted.described, draft_len, level, by_token=False)
+            execute([kernel.grow(*found.described, draft_len, level, of_pairs=False)])
+            reference.grow(*wanted.described, draft_len, level, of_pairs=False)
             on_host(found).assert_same(wanted)
         _accept_any(wanted, seeded)
         found.trees.rows.copy_(wanted.trees.rows)

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 from llmctl.runtime.stats.counters import SpeculationStats
+from support.counted_rounds import CountedRounds
 from support.e2e import Outputs, run_all
 
 
@@ -54,6 +57,31 @@ def run_chosen(
     with opened(engine, method, **options).executor() as executor:
         for _ in range(3):
             assert run_all(executor, asked) == wanted
+
+
+def lengths_of_device_and_host(
+    engine: Path,
+    method: DraftMethod,
+    requests: list[Request],
+    plain: Outputs,
+    chosen: Sequence[int],
+    rounds: CountedRounds,
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[float, float]:
+    """Tokens a round of some of the requests, one by one. The text is asserted to be that of plain
+    decoding."""
+    lengths = []
+    for is_device_led in (True, False):
+        monkeypatch.setattr(type(method), "is_device_led", is_device_led)
+        before = rounds.total
+        with opened(engine, method).executor() as executor:
+            for index in chosen:
+                assert run_all(executor, [requests[index]]) == [plain[index]]
+            stats = executor.get_speculation_stats()
+        assert (rounds.total > before) == is_device_led
+        lengths.append(1 + stats.accepted_tokens / stats.rounds)
+    print(f"{method}: tokens a round: device {lengths[0]:.3f}, host {lengths[1]:.3f}")
+    return lengths[0], lengths[1]
 
 
 def run_narrow_windows(

@@ -32,10 +32,11 @@ class Round:
         self.trees = DraftTrees.allocate(max_batch, draft_len, "cpu")
         self.step: DeviceStep = make_step(self.limits)
         self.arrays = GrowthArrays.allocate(max_batch, draft_len, shape, vocab, "cpu")
-        for name in (*SCRATCH, "rows", "frontier", "places"):
+        for name in (*SCRATCH, "rows", "frontier", "places", "kinds"):
             getattr(self.arrays, name).fill_(UNTOUCHED)
         self.state.committed[:batch] = 40
         self.state.capacity.fill_(96)
+        self.state.max_len.fill_(96)
 
     def copy(self) -> Round:
         other = object.__new__(Round)
@@ -56,7 +57,7 @@ class Round:
         offered = (logits, self.arrays, rows)
         options = {"is_root": level == 0, "num_ids": num_ids}
         launches = module.offer(*offered, **options)
-        grown = module.grow(*self.described, self.draft_len, level, by_token=token)
+        grown = module.grow(*self.described, self.draft_len, level, of_pairs=token)
         if module is kernel:
             run_launches([*launches, grown])
 
@@ -82,6 +83,7 @@ def random_round(
         made.state.committed[request] = committed
         blocks = int(seeded.integers(max(committed, 8) // 8, 13))
         made.state.capacity[request] = min(96, 8 * blocks)
+        made.state.max_len[request] = committed + int(seeded.integers(1, 2 * draft_len))
         made.state.sampling.greedy[request] = int(seeded.random() < 0.7)
         made.arrays.ends[request] = int(seeded.choice([-1, 0, 3]))
     return made

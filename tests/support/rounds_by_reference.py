@@ -82,9 +82,12 @@ def run_rounds_by_reference(monkeypatch: Any) -> None:
     drafting = ("draft_engine.device", "draft_engine.device_trees", "eagle.device")
     for place in ("rounds.verification", *(f"drafting.{name}" for name in drafting)):
         monkeypatch.setattr(f"{runtime}.{place}.bookkeeping", chains)
-    growth = growth_by_reference()
-    monkeypatch.setattr(f"{runtime}.drafting.draft_engine.device_trees.growth", growth)
-    pairs = SimpleNamespace(read_pairs=partial(partial, pairs_reference.read_pairs))
-    monkeypatch.setattr(f"{runtime}.drafting.eagle.device.pairs_kernel", pairs)
+    monkeypatch.setattr(f"{runtime}.drafting.growth.device.kernel", growth_by_reference())
+    pairs = SimpleNamespace(
+        read_pairs=partial(partial, pairs_reference.read_pairs),
+        read_path=partial(partial, pairs_reference.read_path),
+    )
+    for place in ("device", "device_trees"):
+        monkeypatch.setattr(f"{runtime}.drafting.eagle.{place}.pairs_kernel", pairs)
     for place in ("rounds.verification", "rounds.device_steps", "drafting.medusa.device"):
         monkeypatch.setattr(f"{runtime}.{place}.tree_kernel", trees)

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 def sum_call(call: OpCall, total: torch.Tensor) -> OpCall:
     """The sum over ranks, which writes `total`."""
     inputs = {role: t for role, t in call.inputs.items() if role == "x" or role in AFTER_SUM}
-    of_sum = ("ranks", "leaves")
-    attributes = {name: call.attributes[name] for name in of_sum if name in call.attributes}
+    attributes = {name: value for name, value in call.attributes.items() if name != "epsilon"}
     return OpCall("all_reduce", call.name, inputs, {"out": total}, attributes)
 
 

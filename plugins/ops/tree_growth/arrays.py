@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,13 +17,52 @@ NOTES = 6  # rows of `notes`
 
 
 @dataclass(frozen=True, slots=True)
+class GivenTree:
+    """A tree that is given: nodes 1, 2, ..., the most useful first, behind node 0, the root. One of
+    n drafts has the first n.
+
+    children[node][rank]: the node that is the rank-th offer behind a node; 0: none.
+    """
+
+    children: tuple[tuple[int, ...], ...]
+    depths: tuple[int, ...]  # of nodes 1, 2, ...
+
+    @classmethod
+    def of(cls, paths: Sequence[tuple[int, ...]]) -> GivenTree:
+        """Of the ranks on the way to each node, a parent before its children."""
+        number = {path: index for index, path in enumerate(((), *paths))}
+        most = 1 + max(path[-1] for path in paths)
+        return cls(
+            tuple(tuple(number.get((*path, rank), 0) for rank in range(most)) for path in number),
+            tuple(map(len, paths)),
+        )
+
+    @property
+    def num_offers(self) -> int:
+        """Children of a node that have a rank."""
+        return len(self.children[0])
+
+    @property
+    def width(self) -> int:
+        """The most nodes of a level that have children."""
+        inner = [
+            self.depths[node - 1] for node, own in enumerate(self.children) if node and any(own)
+        ]
+        return max(map(inner.count, inner), default=1)
+
+
+@dataclass(frozen=True, slots=True)
 class TreeShape:
     """num_offers: children of a draft; width: drafts of a level that are followed; depth: drafts of
-    the longest path. As DynamicShape of runtime/drafting/growth/ has them."""
+    the longest path. As DynamicShape of runtime/drafting/growth/ has them.
+
+    given: of a tree that is given instead: the best of all offers are drafted otherwise.
+    """
 
     num_offers: int
     width: int
     depth: int
+    given: GivenTree | None = None
 
     @property
     def has_kernels(self) -> bool:
@@ -31,7 +71,8 @@ class TreeShape:
 
     def levels(self, draft_len: int) -> int:
         """Levels of a tree of so many drafts."""
-        return min(self.depth, draft_len)
+        found = min(self.depth, draft_len)
+        return found if self.given is None else max(self.given.depths[:draft_len], default=0)
 
     def places(self, level: int, draft_len: int) -> int:
         """Tokens of a request in the step that computes a level (1: behind the root's children):
@@ -53,13 +94,16 @@ class GrowthArrays:
     sums: torch.Tensor  # float32 [B * W, chunks, 2]: largest logit, sum of exponentials
     ids: torch.Tensor  # int32 [B * W, O]: what a row offers, the likeliest first
     values: torch.Tensor  # float32 [B * W, O]: their log-probabilities; -inf: nothing
-    drawn: torch.Tensor  # int32 [B * W]: what rows of requests that are sampled drew
+    chosen: torch.Tensor  # float32 [B, V]: the rows of logits that sampled requests draw from
+    drawn: torch.Tensor  # int32 [B * W]: what they drew, each in the place of its first row
     roots: torch.Tensor  # int32 [B]: 0, 1, ...: the rows of logits of the roots
     rows: torch.Tensor  # int32 [B * W]: those of the drafts that are followed
     sources: torch.Tensor  # int64 [B * (K + 1)]: the row behind which a token is computed
     ends: torch.Tensor  # int32 [B]: the id that ends the text, or -1
     scores: torch.Tensor  # float64 [B, K]: log-probability of a draft's path
     places: torch.Tensor  # int32 [B, K]: of its key; 0: none
+    kinds: torch.Tensor  # int32 [B, K]: which node of a given tree it is
+    children: torch.Tensor  # int32 [nodes, O] of a given tree; one row of zeros where none is
     frontier: torch.Tensor  # int32 [B, W]: 1 + the drafts that are followed next; 0: none
     ranking: torch.Tensor  # float64 [B, K + W * O]: scratch
     notes: torch.Tensor  # int32 [B, NOTES, K + W * O + 1]: scratch
@@ -84,12 +128,15 @@ class GrowthArrays:
         batch, width, offers = max_batch_size, shape.width, shape.num_offers
         rows, chunks = batch * width, -(-vocab_size // CHUNK)
         span = max_draft_len + width * offers
+        known = [[0] * offers] if shape.given is None else shape.given.children
+        children = torch.tensor(known, dtype=torch.int32)
         return cls(
             shape=shape,
             keys=zeros(rows, chunks, offers, dtype=torch.int64),
             sums=zeros(rows, chunks, 2, dtype=torch.float32),
             ids=zeros(rows, offers),
             values=zeros(rows, offers, dtype=torch.float32),
+            chosen=zeros(batch, vocab_size, dtype=torch.float32),
             drawn=zeros(rows),
             roots=torch.arange(batch, dtype=torch.int32, device=device),
             rows=zeros(rows),
@@ -97,6 +144,8 @@ class GrowthArrays:
             ends=zeros(batch) - 1,
             scores=zeros(batch, max_draft_len, dtype=torch.float64),
             places=zeros(batch, max_draft_len),
+            kinds=zeros(batch, max_draft_len),
+            children=children.to(device),
             frontier=zeros(batch, width),
             ranking=zeros(batch, span, dtype=torch.float64),
             notes=zeros(batch, NOTES, span + 1),

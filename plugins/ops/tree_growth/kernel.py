@@ -62,14 +62,16 @@ def grow(
     draft_len: int,
     level: int,
     *,
-    by_token: bool,
+    of_pairs: bool,
 ) -> Launch:
     """Trees of up to draft_len drafts with what the rows of `level` offer (0: the roots'). If there
     is a further level, `step` is the one that computes it: `TreeShape.places` tokens of a request,
-    and logits of the drafts that are followed; or of every token, `by_token`."""
+    and logits of the drafts that are followed. of_pairs: of a head, of whose pairs there is one
+    less than there are tokens for `state.committed`, and which leaves logits of every token."""
     shape = arrays.shape
     arguments: tuple[torch.Tensor | int, ...] = (
         state.committed,
+        state.max_len,
         state.capacity,
         state.sampling.greedy,
         state.drafts,
@@ -77,7 +79,9 @@ def grow(
         trees.counts,
         arrays.scores,
         arrays.places,
+        arrays.kinds,
         arrays.frontier,
+        arrays.children,
         arrays.ends,
         arrays.drawn,
         arrays.ids,
@@ -98,7 +102,8 @@ def grow(
         shape.width,
         state.max_draft_len,
         arrays.ranking.shape[1],
-        int(by_token),
+        int(of_pairs),
+        int(shape.given is not None),
         limits.max_seq_len,
         limits.tokens_per_block,
         step.block_tables.shape[1],
@@ -165,15 +170,15 @@ def _grow_spec(limits: StepLimits) -> KernelSpec:
         name=f"growth.grow.b{limits.max_batch_size}.k{limits.max_draft_len}",
         source=f"{_SOURCE}:grow",
         arguments=(
-            *("*i32",) * 6,
+            *("*i32",) * 7,
             "*fp64",
-            *("*i32",) * 5,
+            *("*i32",) * 7,
             "*fp32",
             *("*i32",) * 2,
             "*i64",
             "*fp64",
             *("*i32",) * 10,
-            *("i32",) * 13,
+            *("i32",) * 14,
         ),
         constants={
             "BLOCK": power_of_two(most + MOST_OFFERS * MOST_WIDTH),

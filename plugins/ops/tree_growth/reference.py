@@ -41,11 +41,13 @@ def grow(
     draft_len: int,
     level: int,
     *,
-    by_token: bool,
+    of_pairs: bool,
 ) -> None:
-    """Of the drafts so far and of what the rows of `level` offer, the draft_len best are kept, in
-    the order in which they were offered: a row after the other, the likeliest first. Of equal ones
-    the earlier is better. Requests that are sampled have a chain of what they drew.
+    """Of the drafts so far and what the rows of `level` offer, the best are kept, draft_len or as
+    many as the request's blocks and its max_len have room for, in the order in which they were
+    offered: a row after the other, the likeliest first. Of equal ones the earlier is better. Of a
+    tree that is given its nodes are kept, whatever their scores. Requests that are sampled have a
+    chain of what they drew.
 
     Of the new ones the best are followed, `width` of them; nobody follows the id that ends the text
     or the last of the best, nor a draft for which there is no free place from its depth on.
@@ -55,25 +57,31 @@ def grow(
     before = (arrays.rows if level else arrays.roots).clone()
     new: dict[int, dict[int, tuple[int, int]]] = {}
     for request in range(batch):
-        committed = int(state.committed[request])
+        committed, capacity = int(state.committed[request]), int(state.capacity[request])
+        room = min(int(state.max_len[request]) - 1, capacity) - committed - of_pairs
+        own_len = max(0, min(draft_len, room))
         nodes = _nodes(arrays, state, trees, request) if level else []
-        nodes += _offered(arrays, state, request, level, nodes, before)
+        nodes += _offered(arrays, state, request, own_len, level, nodes, before)
         order = sorted(range(len(nodes)), key=lambda i: (-nodes[i][2], i))
-        kept = sorted(order[:draft_len])
-        best = order[: draft_len - 1]  # the last of all has no child among them
+        kept = sorted(order[:own_len])
+        best = order[: max(own_len - 1, 0)]  # the last of all has no child among them
         number = {old: i + 1 for i, old in enumerate(kept)}
         for i, old in enumerate(kept):
-            token, parent, score, place, _ = nodes[old]
+            token, parent, score, place, kind, _ = nodes[old]
             state.drafts[request, i] = token
             trees.parents[request, i] = number[parent - 1] if parent else 0
             arrays.scores[request, i] = score
+            arrays.kinds[request, i] = kind
             arrays.places[request, i] = place if old in best else 0
         trees.counts[request] = len(kept)
         if not has_next:
             continue
         end = int(arrays.ends[request])
-        fresh = [old for old in best if nodes[old][4] is not None and nodes[old][0] != end]
-        last = min(draft_len, _room(state, limits, request)) - 1 if committed else 0
+        fresh = [old for old in best if nodes[old][5] is not None and nodes[old][0] != end]
+        if shape.given is not None and state.sampling.greedy[request]:
+            below = [shape.given.children[node[4]] for node in nodes]
+            fresh = [old for old in fresh if any(0 < kind <= own_len for kind in below[old])]
+        last = min(own_len, _room(state, limits, request)) - 1 if committed else 0
         held = set(arrays.places[request, : len(kept)].tolist())
         free = [place for place in range(level + 1, last + 1) if place not in held]
         followed = list(zip(fresh[: shape.width], free, strict=False))
@@ -82,18 +90,19 @@ def grow(
         for slot, (old, place) in enumerate(followed):
             arrays.frontier[request, slot] = number[old]
             arrays.places[request, number[old] - 1] = place
-            new[request][place] = (number[old], int(nodes[old][4] or 0))
+            new[request][place] = (number[old], int(nodes[old][5] or 0))
     if has_next:
-        _describe(arrays, state, trees, step, limits, batch, draft_len, level, new, by_token)
+        _describe(arrays, state, trees, step, limits, batch, draft_len, level, new, of_pairs)
 
 
-Node = tuple[int, int, float, int, int | None]
-"""Token, the node before it (0: the root), score, place; of a new one the row that offers it."""
+Node = tuple[int, int, float, int, int, int | None]
+"""Token, the node before it (0: the root), score, place, kind; of a new one the row that offers
+it."""
 
 
 def _nodes(arrays: GrowthArrays, state: RoundState, trees: DraftTrees, request: int) -> list[Node]:
     count = int(trees.counts[request])
-    lists = (state.drafts, trees.parents, arrays.scores, arrays.places)
+    lists = (state.drafts, trees.parents, arrays.scores, arrays.places, arrays.kinds)
     columns = [list_of[request, :count].tolist() for list_of in lists]
     return [(*each, None) for each in zip(*columns, strict=True)]
 
@@ -102,6 +111,7 @@ def _offered(
     arrays: GrowthArrays,
     state: RoundState,
     request: int,
+    draft_len: int,
     level: int,
     nodes: list[Node],
     before: torch.Tensor,
@@ -117,12 +127,19 @@ def _offered(
             continue
         row = request * slots + slot
         offers = list(zip(arrays.ids[row].tolist(), arrays.values[row].tolist(), strict=True))
+        kinds = [0] * len(offers)
         if not state.sampling.greedy[request]:
             offers = [(int(arrays.drawn[row]), 0.0)] if slot == 0 else []
+        elif shape.given is not None:
+            kinds = list(shape.given.children[nodes[parent - 1][4] if parent else 0])
+            offers = [
+                (token, 0.0 if 0 < kind <= draft_len and value > -math.inf else -math.inf)
+                for (token, value), kind in zip(offers, kinds, strict=True)
+            ]
         score = nodes[parent - 1][2] if parent else 0.0
         found += [
-            (token, parent, score + min(value, 0.0), 0, int(before[row]))
-            for token, value in offers
+            (token, parent, score + min(value, 0.0), 0, kind, int(before[row]))
+            for (token, value), kind in zip(offers, kinds, strict=False)
             if value > -math.inf
         ]
     return found
@@ -144,7 +161,7 @@ def _describe(
     draft_len: int,
     level: int,
     new: dict[int, dict[int, tuple[int, int]]],
-    by_token: bool,
+    of_pairs: bool,
 ) -> None:
     """A step of trees whose token i is that of place i. The root is its first; it and those that
     earlier steps have stored are computed again as if they followed the root, and not stored: what
@@ -183,7 +200,7 @@ def _describe(
             place = int(arrays.places[request, node - 1]) if node else 0
             at = first + place if size else 0
             step.logit_rows[row] = at
-            arrays.rows[row] = at if by_token else row
+            arrays.rows[row] = at if of_pairs else row
         first += size
         spare += count - size
         step.cu_q[request + 1] = first

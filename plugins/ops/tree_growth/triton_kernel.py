@@ -18,6 +18,7 @@ _NOTES: tl.constexpr = tl.constexpr(NOTES)
 @triton.jit
 def grow(
     committed,
+    max_len,
     capacity,
     greedy,
     drafts,
@@ -25,7 +26,9 @@ def grow(
     counts,
     scores,
     places,
+    kinds,
     frontier,
+    children,
     ends,
     drawn,
     ids,
@@ -52,7 +55,8 @@ def grow(
     width,
     stride,  # of drafts from request to request, as of parents, scores and places
     span,  # of the scratch
-    by_token,  # whether a row of logits is that of a token, in order
+    of_pairs,  # whether `committed` counts pairs, and a row of logits is that of a token, in order
+    is_given,  # whether `children` says which offers are taken
     max_seq_len,
     tokens_per_block,
     max_blocks,
@@ -74,14 +78,19 @@ def grow(
     own_drafts, own_parents = drafts + own * stride, parents + own * stride
     own_scores, own_places = scores + own * stride, places + own * stride
     note = notes + own * _NOTES * (span + 1)
+    # What will be verified: a draft takes a place behind the root.
+    own_len = tl.minimum(tl.load(max_len + own) - 1, limit) - length - of_pairs
+    own_len = tl.maximum(tl.minimum(own_len, draft_len), 0)
     offered_by = tl.where(level > 0, width, 1)
     keep_best(
         own_drafts,
         own_parents,
         own_scores,
         own_places,
+        kinds + own * stride,
         counts + own,
         frontier + own * width,
+        children,
         drawn + own * offered_by,
         ids + own * offered_by * num_offers,
         log_probs + own * offered_by * num_offers,
@@ -93,16 +102,17 @@ def grow(
         tl.load(ends + own),
         level,
         levels,
-        draft_len,
+        own_len,
         offered_by,
         num_offers,
+        is_given > 0,
         span,
         BLOCK,
         TILE,
     )
     if level + 1 < levels:
         # What a request has no cache for is not followed.
-        last = tl.minimum(draft_len, tl.minimum(limit, max_seq_len) - length + 1) - 1
+        last = tl.minimum(own_len, tl.minimum(limit, max_seq_len) - length + 1) - 1
         follow(
             own_places,
             counts + own,
@@ -110,7 +120,7 @@ def grow(
             note,
             level,
             last,
-            draft_len,
+            own_len,
             width,
             span,
             BLOCK_NODES,
@@ -137,7 +147,7 @@ def grow(
         table = block_tables + own * max_blocks
         place = tl.arange(0, BLOCK_NODES)
         exists, is_live = place < count, place < size
-        node = tl.load(node_at + place, mask=is_live, other=0)
+        node = tl.load(node_at + place, mask=is_live & (place < own_len), other=0)
         is_new = node > 0
         index = tl.where(is_live, first + place, spare + place - size)
         depth = tl.where(is_new, level + 1, tl.minimum(place, 1))
@@ -167,7 +177,7 @@ def grow(
         to = own * width + slot_number
         at_token = tl.where(length > 0, first + where, 0)
         tl.store(logit_rows + to, at_token, mask=is_slot)
-        tl.store(rows + to, tl.where(by_token > 0, at_token, to), mask=is_slot)
+        tl.store(rows + to, tl.where(of_pairs > 0, at_token, to), mask=is_slot)
 
 
 @triton.jit

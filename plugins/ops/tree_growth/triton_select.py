@@ -13,8 +13,10 @@ def keep_best(
     parents,
     scores,
     places,
+    kinds,
     counts,
     frontier,
+    children,
     drawn,
     ids,
     log_probs,
@@ -29,12 +31,14 @@ def keep_best(
     draft_len,
     offered_by,
     num_offers,
+    is_given,
     span,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """The draft_len best of the drafts so far and of what the rows of those that were followed
-    offer, in the order of offers. Requests that are not greedy have a chain of what they drew.
+    offer, in the order of offers; of a tree that is given, its nodes. Requests that are not greedy
+    have a chain of what they drew.
 
     Notes: 1 ranks: the drafts that may be followed, by rank; 2 used: places that are taken; 5 from
     which row each draft comes.
@@ -52,6 +56,12 @@ def keep_best(
     is_offer = is_offer & ((level == 0) | (parent > 0))
     offer = slot * num_offers + nth
     value = tl.load(log_probs + offer, mask=is_offer, other=float("-inf"))
+    from_tree = is_given & is_greedy
+    above = tl.load(kinds + parent - 1, mask=is_offer & (parent > 0), other=0)
+    kind = tl.load(children + above * num_offers + nth, mask=is_offer & from_tree, other=0)
+    is_taken = (kind > 0) & (kind <= draft_len)
+    value = tl.where(from_tree & (is_taken == 0), float("-inf"), value)
+    value = tl.where(from_tree & (value > float("-inf")), 0.0, value)
     is_drawn = (slot == 0) & (nth == 0)
     value = tl.where(is_greedy, value, tl.where(is_offer & is_drawn, 0.0, float("-inf")))
     token = tl.load(ids + offer, mask=is_offer & is_greedy, other=0)
@@ -65,6 +75,7 @@ def keep_best(
     token += tl.load(drafts + item, mask=is_known, other=0)
     up = parent + tl.load(parents + item, mask=is_known, other=0)
     place = tl.load(places + item, mask=is_known, other=0)
+    kind += tl.load(kinds + item, mask=is_known, other=0)
 
     tl.store(ranking + item, score, mask=in_range)
     tl.debug_barrier()
@@ -85,6 +96,7 @@ def keep_best(
     tl.store(drafts + node - 1, token, mask=is_kept)
     tl.store(parents + node - 1, up, mask=is_kept)
     tl.store(scores + node - 1, score, mask=is_kept)
+    tl.store(kinds + node - 1, kind, mask=is_kept)
     tl.store(counts, tl.sum(is_kept.to(tl.int32), 0))
     # The last of the best has no child among them, so its place is free for others.
     place = tl.where(rank < draft_len - 1, place, 0)
@@ -92,6 +104,12 @@ def keep_best(
     tl.store(used + place, 1, mask=is_kept & (place > 0))
     is_last = (level + 1 >= levels) | (rank >= draft_len - 1)
     may_grow = is_kept & (is_known == 0) & (token != end) & (is_last == 0)
+    if is_given:
+        num_children = tl.zeros([BLOCK], tl.int32)
+        for its in range(0, num_offers):
+            child = tl.load(children + kind * num_offers + its, mask=may_grow & is_greedy, other=0)
+            num_children += ((child > 0) & (child <= draft_len)).to(tl.int32)
+        may_grow = may_grow & ((num_children > 0) | (is_greedy == 0))
     tl.store(ranked + rank, node, mask=may_grow)
     tl.store(came_from + node, row, mask=may_grow)
     tl.debug_barrier()

@@ -11,6 +11,7 @@ from llmctl.runtime.drafting.method import AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig, MedusaTree
+    from llmctl.plugins.ops.tree_growth.arrays import TreeShape
     from llmctl.runtime.drafting.drafter import Drafter
     from llmctl.runtime.drafting.eagle.device import DeviceEagle
     from llmctl.runtime.drafting.eagle.drafter import EagleDrafter
@@ -29,6 +30,7 @@ class Eagle:
     name = "eagle"
     build_mode = "eagle"
     is_drafting = True
+    is_device_led = True
     notes = ()
     draft_len: int | None = None
     choices: MedusaTree | None = None
@@ -39,11 +41,6 @@ class Eagle:
     def drafts_trees(self) -> bool:
         """Unless they are chains."""
         return self.choices is not None or self.num_offers is not None
-
-    @property
-    def is_device_led(self) -> bool:
-        """Unless they are trees."""
-        return not self.drafts_trees
 
     @property
     def engines(self) -> Mapping[str, Path]:
@@ -87,10 +84,29 @@ class Eagle:
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
-    ) -> DeviceEagle:
+    ) -> DeviceEagle | None:
         from llmctl.runtime.drafting.eagle.device import DeviceEagle
+        from llmctl.runtime.drafting.eagle.device_trees import DeviceEagleTrees
         from llmctl.runtime.drafting.eagle.drafter import EagleDrafter
         from llmctl.runtime.engines.opening import TARGET
 
         assert isinstance(drafter, EagleDrafter), "of `make_drafter`"
-        return DeviceEagle(engines[TARGET], drafter, draft_len)
+        target = engines[TARGET]
+        if not self.drafts_trees:
+            return DeviceEagle(target, drafter, draft_len)
+        shape = self._shape(target.config, draft_len)
+        if not shape.has_kernels or not target.program.limits.takes_trees:
+            return None
+        return DeviceEagleTrees(target, drafter, shape, draft_len)
+
+    def _shape(self, target: EngineConfig, draft_len: int) -> TreeShape:
+        from llmctl.plugins.ops.tree_growth.arrays import GivenTree, TreeShape
+        from llmctl.runtime.drafting.eagle.engine_check import tree_width
+        from llmctl.runtime.drafting.growth.growth import LEVELS
+
+        if self.choices is not None:
+            given = GivenTree.of(self.choices.paths)
+            return TreeShape(given.num_offers, given.width, self.choices.depth, given)
+        assert self.num_offers is not None, "of a dynamic tree"
+        offers = min(self.num_offers, draft_len)  # more would change nothing
+        return TreeShape(offers, min(offers, tree_width(target)), LEVELS)

@@ -207,9 +207,8 @@ class DynamicTree:
 class StaticShape:
     """What a list of paths plants."""
 
-    depth = LEVELS
-
     def __init__(self, choices: MedusaTree) -> None:
+        self.depth = choices.depth
         self._nodes = cache(partial(first_nodes, choices))
 
     def tree(self, sequence: Sequence, row: int, room: int) -> StaticTree:

@@ -1,5 +1,5 @@
-"""The kernel that describes what a head reads after a round: against its reference, and by what a
-pair is."""
+"""The kernels that describe what a head reads after a round: against their references, and by what
+a pair is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.round_state import assert_same, clone, make_limits, make_step
+from support.round_state import assert_same, clone, make_limits, make_step, random_trees
 
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.interpret import run_launches
-from llmctl.plugins.device_loop import pairs_kernel, pairs_reference, reference
+from llmctl.plugins.device_loop import pairs_kernel, pairs_reference, reference, tree_reference
 from llmctl.plugins.device_loop.state import RoundState
 
 
@@ -71,6 +71,47 @@ def test_a_step_of_pairs_is_described_as_the_reference_describes_it(seed: int) -
             assert found.slot_mapping[index] == slot
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_of_an_accepted_path_is_described_as_the_reference_describes_it(seed: int) -> None:
+    """Of any trees; and a pair is a position's row of the verification, and the token behind it."""
+    chance = np.random.default_rng(seed)
+    max_batch, draft_len = int(chance.integers(1, 10)), int(chance.integers(1, 12))
+    batch = int(chance.integers(1, max_batch + 1))
+    state, trees, limits = random_trees(max_batch, draft_len, seed)
+    verified, before = make_step(limits), clone(state)
+    tree_reference.verify_tree(state, trees, verified, limits, batch, draft_len)
+    tree_reference.accept_tree(state, trees, verified, limits, batch, draft_len)
+    grown = (state.committed - before.committed)[:batch]
+    depth = max(int(grown.max()) - 1, 0) + int(chance.integers(0, 2))
+    found, wanted = make_step(limits), make_step(limits)
+    pairs = [replace(state, committed=torch.full_like(state.committed, 9)) for _ in range(2)]
+    sources = [torch.full((max_batch * (draft_len + 2),), -7) for _ in range(2)]
+    sizes = batch, draft_len, depth
+    read = state, pairs[0], trees, verified, found, limits, sources[0], *sizes
+    run_launches([pairs_kernel.read_path(*read)])
+    reads = state, pairs[1], trees, verified, wanted, limits, sources[1], *sizes
+    pairs_reference.read_path(*reads)
+    assert_same(found, wanted)
+    assert torch.equal(pairs[0].committed, pairs[1].committed)
+    assert torch.equal(sources[0], sources[1])
+
+    for request in range(batch):
+        first, end = found.cu_q[request : request + 2].tolist()
+        assert end - first == grown[request]
+        if first == end:
+            continue
+        old, emitted = int(before.committed[request]), int(grown[request])
+        assert found.position_ids[first:end].tolist() == list(range(old - 1, old - 1 + emitted))
+        assert int(found.logit_rows[request]) == end - 1
+        rows = sources[0][first:end]
+        positions = verified.position_ids[rows]
+        assert torch.equal(positions, found.position_ids[first:end])
+        tokens = [int(before.root[request]), *found.token_ids[first : end - 1].tolist()]
+        assert verified.token_ids[rows].tolist() == tokens
+        assert int(found.token_ids[end - 1]) == int(state.root[request])
+
+
 @pytest.mark.parametrize(("batch", "draft_len"), [(1, 1), (8, 5), (64, 16), (256, 32)])
-def test_the_kernel_compiles_without_spills(batch: int, draft_len: int) -> None:
+def test_the_kernels_compile_without_spills(batch: int, draft_len: int) -> None:
     assert compile_kernel(pairs_kernel.read_pairs_spec(batch, draft_len)).local_bytes == 0
+    assert compile_kernel(pairs_kernel.read_path_spec(batch)).local_bytes == 0

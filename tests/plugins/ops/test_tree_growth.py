@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.growth_rounds import Round, random_logits, random_round
 from support.round_state import UNTOUCHED, make_limits
 
+from llmctl.builder.engine_format import MedusaTree, parse_choices
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.interpret import run_launches
 from llmctl.plugins.device_loop import tree_reference
@@ -23,20 +24,37 @@ from llmctl.plugins.ops.tree_growth import kernel, reference
 from llmctl.plugins.ops.tree_growth.arrays import (
     MOST_OFFERS,
     MOST_WIDTH,
+    GivenTree,
     GrowthArrays,
     TreeShape,
     growth_bytes,
 )
 from llmctl.runtime.drafting.drafts import ROOT
-from llmctl.runtime.drafting.growth.growth import DynamicShape, DynamicTree
+from llmctl.runtime.drafting.growth.growth import DynamicShape, Growth, Plant, StaticShape
 from llmctl.runtime.drafting.growth.levels import pack_level
 
 VOCAB = 37
+CHOICES = [
+    parse_choices(text)
+    for text in (
+        "[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,0,0,0],[1,0,0]]",
+        "[[3],[0],[0,2],[3,1],[0,2,0],[3,1,4],[3,1,4,0]]",
+        "[[0,0,0]]",
+        "[[1]]",
+    )
+]
+
+
+def given_shape(choices: MedusaTree) -> TreeShape:
+    tree = GivenTree.of(choices.paths)
+    return TreeShape(tree.num_offers, tree.width, max(tree.depths), tree)
 
 
 @st.composite
 def rounds(draw: st.DrawFn) -> Round:
     shape = TreeShape(draw(st.integers(1, 6)), draw(st.integers(1, 5)), draw(st.integers(1, 5)))
+    if draw(st.booleans()):
+        shape = given_shape(draw(st.sampled_from(CHOICES)))
     max_batch = draw(st.integers(1, 4))
     sizes = max_batch, draw(st.integers(2, 14)), draw(st.integers(1, max_batch))
     return random_round(shape, *sizes, draw(st.integers(0, 10**6)), VOCAB)
@@ -44,7 +62,7 @@ def rounds(draw: st.DrawFn) -> Round:
 
 @settings(max_examples=60, deadline=None)
 @given(rounds(), st.booleans(), st.booleans())
-def test_levels_are_those_of_the_reference(made: Round, ties: bool, by_token: bool) -> None:
+def test_levels_are_those_of_the_reference(made: Round, ties: bool, of_pairs: bool) -> None:
     seeded = np.random.default_rng(made.seed)
     num_ids = int(seeded.choice([VOCAB, 5]))
     found, wanted = made.copy(), made.copy()
@@ -60,9 +78,9 @@ def test_levels_are_those_of_the_reference(made: Round, ties: bool, by_token: bo
         assert torch.equal(found.arrays.ids, wanted.arrays.ids)
         torch.testing.assert_close(found.arrays.values, wanted.arrays.values, atol=1e-6, rtol=1e-6)
         found.arrays.values.copy_(wanted.arrays.values)  # sums of another order differ by a bit
-        grown = kernel.grow(*found.described, made.draft_len, level, by_token=by_token)
+        grown = kernel.grow(*found.described, made.draft_len, level, of_pairs=of_pairs)
         run_launches([grown])
-        reference.grow(*wanted.described, made.draft_len, level, by_token=by_token)
+        reference.grow(*wanted.described, made.draft_len, level, of_pairs=of_pairs)
         found.assert_same(wanted)
 
 
@@ -91,15 +109,32 @@ SHAPES = [
 @pytest.mark.parametrize("end", [-1, 7])
 @pytest.mark.parametrize(("shape", "draft_len"), SHAPES)
 def test_trees_are_the_hosts(shape: TreeShape, draft_len: int, end: int, ties: bool) -> None:
+    assert_trees_are_the_hosts(
+        shape, DynamicShape(shape.num_offers, shape.width, shape.depth), draft_len, end, ties
+    )
+
+
+@pytest.mark.parametrize("end", [-1, 7])
+@pytest.mark.parametrize("choices", CHOICES)
+def test_given_trees_are_the_hosts(choices: MedusaTree, end: int) -> None:
+    """Of all lengths; the likeliest tokens do not matter but for their ranks."""
+    for draft_len in range(2, choices.num_nodes + 2):
+        shape, own = given_shape(choices), StaticShape(choices)
+        assert own.depth == shape.depth
+        assert_trees_are_the_hosts(shape, own, draft_len, end, ties=False)
+
+
+def assert_trees_are_the_hosts(
+    shape: TreeShape, own: Plant, draft_len: int, end: int, ties: bool
+) -> None:
     """Level by level, with the steps that the host packs: their tokens, positions, slots, paths."""
     made = Round(shape, 3, draft_len, 3, 0, VOCAB)
     made.state.committed[1] = 0  # padding between two requests
     made.arrays.ends.fill_(end)
     models = {0: Model(1, ties), 2: Model(2, ties)}
-    host: dict[int, DynamicTree] = {}
+    host: dict[int, Growth] = {}
     for request in models:
         sequence: Any = SimpleNamespace(request=SimpleNamespace(end_id=None if end < 0 else end))
-        own = DynamicShape(shape.num_offers, shape.width, shape.depth)
         host[request] = own.tree(sequence, 0, draft_len)
     for level in range(shape.levels(draft_len)):
         logits = torch.full((made.limits.max_num_rows, VOCAB), 1e9)
@@ -114,14 +149,14 @@ def test_trees_are_the_hosts(shape: TreeShape, draft_len: int, end: int, ties: b
         made.run(kernel, level, logits, VOCAB, False)
         for request, tree in host.items():
             if rows_of[request]:
-                ids, values = top_log_probs(logits[rows_of[request]], shape.num_offers)
+                ids, values = top_log_probs(logits[rows_of[request]], tree.num_offers)
                 tree.take(ids.tolist(), values.tolist())
         _assert_drafts(made, host)
         if level + 1 < shape.levels(draft_len):
             _assert_step(made, host, level)
 
 
-def _assert_drafts(made: Round, host: dict[int, DynamicTree]) -> None:
+def _assert_drafts(made: Round, host: dict[int, Growth]) -> None:
     assert made.trees.counts[1] == 0
     for request, tree in host.items():
         drafts = tree.drafts()
@@ -131,7 +166,7 @@ def _assert_drafts(made: Round, host: dict[int, DynamicTree]) -> None:
         assert made.trees.parents[request, :count].tolist() == [parent + 1 for parent in parents]
 
 
-def _assert_step(made: Round, host: dict[int, DynamicTree], level: int) -> None:
+def _assert_step(made: Round, host: dict[int, Growth], level: int) -> None:
     step, shape = made.step, made.shape
     count = shape.places(level + 1, made.draft_len)
     assert step.cu_q[:4].tolist() == [0, count, count, 2 * count]
