@@ -194,12 +194,14 @@ def is_shared(folder: Path) -> bool:
 
 def slot_bytes(files: Iterable[EngineFile]) -> int:
     """The most that a rank gives the others at once, in a step of one of these engines."""
-    given = (_given(file.plan, op) for file in files for op in file.plan.ops if op.op in OF_RANKS)
+    given = (_given(file.plan, op) for file in files for op in file.plan.ops)
     return max(given, default=0)
 
 
 def _given(plan: Plan, op: PlanOp) -> int:
-    """Bytes of float32 that a rank gives to an operator over ranks."""
+    """Bytes of float32 that a rank gives to an operator over ranks; none where it is alone."""
+    if op.op not in OF_RANKS or int(op.attributes["ranks"]) == 1:
+        return 0
     (shape,) = [tensor.shape for tensor in plan.tensors if tensor.name == op.inputs["x"]]
     columns = int(shape[1]) // int(op.attributes.get("leaves", 1))  # a rank's parts are added
     return plan.sizes[str(shape[0])] * columns * 4

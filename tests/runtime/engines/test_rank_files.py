@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.cuda_program import STREAM, Recorder
 from support.planted import ACCEPTANCE, SEED
+from support.tensorrt.checkpoints import write_checkpoint as write_small
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -78,6 +79,22 @@ def test_memory_is_that_of_the_ranks_on_the_device(engine: Path) -> None:
     assert both.scratch_bytes == own.scratch_bytes
     assert slot_bytes([alone]) == 64 * 256 * 4  # a row of 256 for each of 64 tokens
     assert 4 * slot_bytes([alone]) < exchange_bytes([alone]) <= 4 * slot_bytes([alone]) + (2 << 20)
+
+
+def test_one_rank_adds_the_parts_of_its_sums_and_exchanges_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parted = {"hidden_size": 128, "head_dim": 128, "num_attention_heads": 8}
+    write_small(tmp_path / "c", "llama", "fp8", **parted, intermediate_size=1024)
+    request = BuildRequest(max_batch_size=2, max_seq_len=64, max_num_tokens=64, tp_invariant=True)
+    weights = LoadFormat("dummy", SEED)
+    planned = plan_build(tmp_path / "c", request, backend="cuda", load_format=weights)
+    run_build(planned, tmp_path / "e")
+    file = EngineFile.open(tmp_path / "e")
+    sums = [name for name in launched(file, monkeypatch) if name.startswith("all_reduce")]
+    layers = planned.config.pretrained_config["num_hidden_layers"]
+    assert sums == ["all_reduce.bf16.w128.r1.l8.weight_scale.x_scale"] * (2 * layers)
+    assert slot_bytes([file]) == exchange_bytes([file]) == 0
 
 
 def test_one_rank_without_the_others_is_refused_its_launches(
