@@ -22,6 +22,7 @@ from llmctl.builder.sharding import SPLIT_COLUMNS, ColumnShard, VocabularyShard
 from llmctl.builder.sources import Source
 from llmctl.errors import Unsupported
 from llmctl.plugins.fused.all_reduce_norm.spec import warps_of
+from llmctl.plugins.ops.packed_linear.forms import few_tokens
 
 _AFTER_SUM = ("weight_scale", "x_scale", "bias")
 
@@ -63,6 +64,23 @@ def fuse_norms(network: Network) -> Network:
         fused.replace_nodes([total, norm], [node], at=norm)
     fused.prune()
     return fused
+
+
+def push_partial_sums(network: Network) -> Network:
+    """Products of few tokens, whose tactics are chosen, hand their sums to the other ranks
+    themselves, where a norm is taken into the sum over ranks."""
+    pushed = network.copy()
+    for total in [node for node in network.nodes if node.op == "all_reduce_norm"]:
+        product = network.producer(total.inputs["x"])
+        assert product is not None, "partial sums come from a product"
+        most = few_tokens(product.tactic)
+        if not most or total.attributes.get("leaves", 1) != 1:
+            continue
+        giving = {**product.attributes, "pushed_to": total.attributes["ranks"]}
+        taking = {**total.attributes, "pushed": most}
+        pushed.replace_nodes([product], [replace(product, attributes=giving)], at=product)
+        pushed.replace_nodes([total], [replace(total, attributes=taking)], at=total)
+    return pushed
 
 
 def _split_sum(

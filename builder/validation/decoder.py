@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from llmctl.builder.plan import Plan, PlanOp
 from llmctl.builder.validation.errors import wrong
+from llmctl.plugins.ops.packed_linear.forms import few_tokens
 
 _OWN_ROLES = ("weight", "weight_scale", "bias", "norm_weight", "q_norm", "k_norm")
 _SUMMING = ("leaves", "is_partial")
@@ -72,6 +73,7 @@ class Decoder:
         self._embedding = ""
         self._cache_scales: dict[int, tuple[str | None, ...]] = {}
         self._own: Counter[str] = Counter()
+        self._pushed: dict[str, int] = {}  # sums, and of how many tokens they are handed on
 
     def check(self) -> None:
         """All operators, then what the outputs are."""
@@ -85,6 +87,8 @@ class Decoder:
         for name, count in self._own.items():
             if count > 1:
                 raise wrong(f"weight {name!r} is used by {count} operators")
+        if self._pushed:
+            raise wrong(f"nothing takes the sums {sorted(self._pushed)[0]!r} that are handed on")
         layers = sum(meaning.kind == "heads" for meaning in self._values.values())
         wanted = {"logits": ("logits", self._last), "hidden": ("normal", self._last)}
         wanted |= {f"layers.{i}": ("stream", 2 * i) for i in range(self._last // 2)}
@@ -144,6 +148,7 @@ class Decoder:
             raise wrong(f"operator {op.name!r} adds by {found}; {wanted} is wanted")
         if "is_partial" in found:  # scaled after the sum over ranks
             made = _Meaning("partial", read.number, read.scale)
+            self._note_pushed(op)
         else:
             self._require_scale(op, read)
         if op.op == "packed_linear_swiglu":
@@ -166,7 +171,19 @@ class Decoder:
             raise wrong(f"operator {op.name!r} adds other parts of a rank than the engine has")
         return _Meaning("branch", read.number)
 
+    def _note_pushed(self, op: PlanOp) -> None:
+        ranks = op.attributes.get("pushed_to", self._sums.num_ranks)
+        if ranks != self._sums.num_ranks:
+            raise wrong(f"operator {op.name!r} hands sums to {ranks} ranks")
+        if "pushed_to" in op.attributes:
+            self._pushed[op.outputs["out"]] = few_tokens(op.tactic)
+
     def _sum_and_norm(self, op: PlanOp) -> None:
+        given = self._pushed.pop(op.inputs["x"], 0)
+        if op.attributes.get("pushed", 0) != given:
+            raise wrong(
+                f"operator {op.name!r} takes other sums than the product before it hands on"
+            )
         self._values[op.outputs["out"]] = self._added(op, self._summed(op), self._quantizer(op))
 
     def _collect(self, op: PlanOp) -> None:

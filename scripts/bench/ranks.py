@@ -18,7 +18,7 @@ import torch
 
 from llmctl.plugins.backends.cuda.read_rate import elapsed_ms
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.fused.all_reduce_norm.kernel import entering_bytes, hops_of
+from llmctl.plugins.ops.all_reduce.peers import entering_bytes, hops_of
 from scripts.bench.ranks_support import ExchangingRank, run_ranks
 
 ROWS = (1, 11, 176)

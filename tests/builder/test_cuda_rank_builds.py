@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from llmctl.builder.build import EnginePlan, plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_kernels import kernel_specs, scratch_bytes, step_limits
 from llmctl.builder.plan import PlanOp
-from llmctl.errors import Unsupported
+from llmctl.builder.validation.plan import check_plan
+from llmctl.errors import CorruptEngine, Unsupported
 from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
 from llmctl.plugins.ops.packed_linear import layout
 from llmctl.plugins.schemes.table import find_form
@@ -159,6 +161,34 @@ def test_a_norm_is_part_of_the_sum_before_it_where_rows_have_whole_parts(tmp_pat
         assert len(norms) == len(sums) + 1, "every norm once"
         names = {spec.name for spec in kernel_specs(engine.plan, limits_of(engine))}
         assert any(name.startswith("all_reduce_norm.peers.") for name in names) == is_fused
+        pushing = [op for op in engine.plan.ops if "pushed_to" in op.attributes]
+        assert len(pushing) == len(sums) * is_fused
+        for words in ("pushed2", "given"):  # of products, and of what takes their sums
+            assert any(words in name.split(".") for name in names) == is_fused
+    assert [op.attributes["pushed"] for op in sums] == [64] * len(sums), "kernels for few tokens"
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "said"),
+    [
+        ("packed_linear", {"pushed_to": 4}, "hands sums to 4 ranks"),
+        ("all_reduce_norm", {"pushed": 8}, "takes other sums than the product before it hands on"),
+        ("packed_linear", {"pushed_to": None}, "takes other sums"),
+        ("all_reduce_norm", {"pushed": None}, "takes other sums"),
+    ],
+)
+def test_a_plan_whose_ranks_would_wait_for_each_other_is_refused(
+    tmp_path: Path, op: str, attributes: dict[str, int | None], said: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "c", "llama", "fp8", **HEADS, hidden_size=256)
+    engine = plan(folder, "cuda", tp_size=2)
+    target = next(each for each in engine.plan.ops if each.op == op and "o_proj" in each.name)
+    changed = {**target.attributes, **attributes}
+    edited = replace(target, attributes={k: v for k, v in changed.items() if v is not None})
+    ops = tuple(edited if each is target else each for each in engine.plan.ops)
+    check_plan(engine.config, engine.plan, has_binaries=False)
+    with pytest.raises(CorruptEngine, match=said):
+        check_plan(engine.config, replace(engine.plan, ops=ops), has_binaries=False)
 
 
 WIDE = {**HEADS, "head_dim": 128, "hidden_size": 128, "intermediate_size": 2048}

@@ -1,4 +1,5 @@
 // What kernels of ranks use of CUDA and of plugins/backends/cuda/sm90/, with threads of the system.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -20,6 +21,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(8) uint2 { u32 x, y; };
 struct Index { int x; };
+using std::min;
 
 // ---- threads, blocks, clusters ----
 

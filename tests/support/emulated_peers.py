@@ -18,6 +18,8 @@ from llmctl.plugins.backends.cuda.compiler import PLUGINS
 
 EXCHANGE, NORM = "ops/all_reduce/peers.cu", "fused/all_reduce_norm/peers.cu"
 MEETING = "ops/all_reduce/meeting.cuh"
+EPILOGUE = "ops/packed_linear/epilogue_values.cuh"
+PRODUCT = "the epilogue of products that hand their sums on"
 THREADS = 8  # of a block of `exchange`, instead of the GPU's: these are threads of the system
 CUDA = Path(__file__).with_name("emulated_cuda.h")
 _PTX = {  # functions of the sources, in C++
@@ -35,10 +37,39 @@ _PARAMETERS = re.compile(
 )
 
 
+# A block that has all sums of a product already, and stores them as decode.cu does.
+_PRODUCT = """
+constexpr int THREADS = 32;
+extern "C" __global__ void __launch_bounds__(THREADS)
+    product(const long long* bases, State* state, int* lost, const float* x, float* out, int rank,
+            int rows, long long slot_bytes, long long limit_ns) {
+  const Epilogue e = {out, nullptr, nullptr, nullptr, 0, rows, WIDTH,
+                      bases, state, rank, slot_bytes};
+  const int lane = threadIdx.x;
+  for (int group = 0; group < WIDTH / 16; ++group) {
+    for (int token = lane % 4; token < (rows + 3) / 4 * 4; token += 4) {
+      const int at = min(token, rows - 1) * WIDTH + 16 * group + lane / 4;
+      const TokenConstants constants = load_token(e, group, token);
+      store_pair(e, load_rows(e, group), constants, group, token, x[at], x[at + 8]);
+    }
+  }
+}
+"""
+
+
+def _product() -> str:
+    """The parts of the epilogue that it needs."""
+    text = (PLUGINS / EPILOGUE).read_text()
+    first, last = ("#elif EPILOGUE == 3\n\nstruct", "#else\n\nstruct")
+    common = text[: text.index("#if EPILOGUE == 0\n\nstruct")]
+    own = text[text.index(first) + len("#elif EPILOGUE == 3\n") : text.index(last)]
+    return f'#include "{MEETING}"\n{common}{own}{_PRODUCT}'
+
+
 def as_cpp(source: str) -> str:
     """The source in C++. AssertionError where it has PTX that is not known here."""
     meeting = (PLUGINS / MEETING).read_text().replace("#pragma once", "")
-    text = (PLUGINS / source).read_text()
+    text = _product() if source == PRODUCT else (PLUGINS / source).read_text()
     assert f'#include "{MEETING}"\n' in text
     text = text.replace(f'#include "{MEETING}"\n', meeting)
     text = re.sub(r'#include "backends/cuda/sm90/\w+\.cuh"\n', "", text)
@@ -47,7 +78,7 @@ def as_cpp(source: str) -> str:
     for name, body in _PTX.items():
         pattern = rf"(DEVICE [\w ]+\b{name}\([^)]*\) {{\n).*?\n}}\n"
         text, count = re.subn(pattern, rf"\1  {body}\n}}\n", text, flags=re.DOTALL)
-        wanted = {"put": 2, "look": 2, "send_part": int(source == NORM)}.get(name, 1)
+        wanted = {"put": 3, "look": 2, "send_part": int(source == NORM)}.get(name, 1)
         assert count == wanted, name
     assert "asm" not in text, "PTX without a counterpart"
     found = _PARAMETERS.search(text)

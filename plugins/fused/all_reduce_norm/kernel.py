@@ -20,6 +20,7 @@ from llmctl.plugins.ops.all_reduce.peers import (
     AFTER_SUM,
     MEETING_KINDS,
     SIZE_KINDS,
+    hops_of,
     leaf_words,
     meeting_values,
     optional_kinds,
@@ -29,8 +30,6 @@ from llmctl.plugins.ops.all_reduce.peers import (
 from llmctl.plugins.ops.rms_norm import kernel as rms_norm
 
 MAX_BLOCKS = 128  # on the device at once: fewer than multiprocessors
-# What a second hop must save of the bytes that enter a GPU: NVLink moves as many in its time.
-_HOP_BYTES = 840_000  # 2.9 us at 290 GB/s (cli/rank_speed.py)
 _SHARED_BYTES = 2 * 32 * 4 + 2 * 8  # parts of sums of squares, barriers; as in peers.cu
 _TYPES = {"bfloat16": "BF16", "float16": "FP16"}
 
@@ -44,7 +43,8 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     if ranks == 1:
         return specs
     hops = range(1, 1 + hops_of(ranks, most, total.shape[1]))
-    return [*specs, *(_spec(call, count) for count in hops)]
+    given = [_spec(call, 1, is_given=True)] if "pushed" in call.attributes else []
+    return [*specs, *(_spec(call, count) for count in hops), *given]
 
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
@@ -66,20 +66,7 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     ]
 
 
-def hops_of(ranks: int, rows: int, hidden: int) -> int:
-    """1: every rank gets all partial sums. 2: a row's owner gets them and hands on what it makes of
-    them. From what all ranks know, so that they agree."""
-    one, two = (entering_bytes(ranks, rows, hidden, hops) for hops in (1, 2))
-    return 2 if one - two > _HOP_BYTES else 1
-
-
-def entering_bytes(ranks: int, rows: int, hidden: int, hops: int) -> float:
-    """What enters a GPU: 4 bytes of each partial sum, and of results 3, of both outputs."""
-    columns = (ranks - 1) * rows * hidden
-    return 4.0 * columns if hops == 1 else (4 + 3) * columns / ranks
-
-
-def _spec(call: OpCall, hops: int) -> KernelSpec:
+def _spec(call: OpCall, hops: int, *, is_given: bool = False) -> KernelSpec:
     hidden, ranks = call.inputs["residual"].shape[1], int(call.attributes["ranks"])
     warps = warps_of(hidden)
     assert warps is not None, "as the spec's rules say"
@@ -87,7 +74,7 @@ def _spec(call: OpCall, hops: int) -> KernelSpec:
     words = ["all_reduce_norm", "peers", short_name(residual.dtype), short_name(out.dtype)]
     words += [f"h{hidden}", f"r{ranks}", *leaf_words(call)]
     words += [*(role for role in AFTER_SUM if role in call.inputs)]
-    words += ["two_hops"] * (hops == 2)
+    words += ["two_hops"] * (hops == 2) + ["given"] * is_given
     kind = pointer(residual.dtype)
     return KernelSpec(
         name=".".join([*words, *(["residual_out"] * ("residual_out" in call.outputs))]),
@@ -105,6 +92,7 @@ def _spec(call: OpCall, hops: int) -> KernelSpec:
             "MODEL_TYPE": _TYPES[str(residual.dtype).removeprefix("torch.")],
             "QUANTIZED": int("scale" in call.inputs),
             "HOPS": hops,
+            "IS_GIVEN": int(is_given),
         },
         entry="reduce_norm",
         num_warps=warps,
@@ -114,8 +102,9 @@ def _spec(call: OpCall, hops: int) -> KernelSpec:
 
 
 def _launch(call: OpCall, peers: Peers, rows: int) -> Launch:
-    hidden = call.inputs["residual"].shape[1]
-    spec = _spec(call, hops_of(peers.num_ranks, rows, hidden))
+    hops = hops_of(peers.num_ranks, rows, call.inputs["residual"].shape[1])
+    is_given = hops == 1 and rows <= int(call.attributes.get("pushed", 0))
+    spec = _spec(call, hops, is_given=is_given)
     share = (
         1 if peers.num_ranks == all_reduce.MOST_RANKS else 2
     )  # of a multiprocessor: eight need registers

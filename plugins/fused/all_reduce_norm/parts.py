@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def sum_call(call: OpCall, total: torch.Tensor) -> OpCall:
     """The sum over ranks, which writes `total`."""
     inputs = {role: t for role, t in call.inputs.items() if role == "x" or role in AFTER_SUM}
-    attributes = {name: value for name, value in call.attributes.items() if name != "epsilon"}
+    of_sum = ("ranks", "leaves")
+    attributes = {name: call.attributes[name] for name in of_sum if name in call.attributes}
     return OpCall("all_reduce", call.name, inputs, {"out": total}, attributes)
 
 

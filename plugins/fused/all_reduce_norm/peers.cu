@@ -8,7 +8,7 @@
 // rows, and with two.
 //
 // Macros: RANKS, LEAVES, HIDDEN (a multiple of 256 * WARPS), WARPS (of a block), MODEL_TYPE, QUANTIZED (0 | 1: out is FP8),
-// HOPS (1 | 2).
+// HOPS (1 | 2), IS_GIVEN (1: the product before handed its sums to the other ranks itself).
 #include "backends/cuda/sm90/norm_math.cuh"
 #include "ops/all_reduce/meeting.cuh"
 
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   wait_for_dependencies();
   meeting.half = half_of(read_begun(state));
 #pragma unroll 1
-  for (int row = first; row < rows; row += stride) {
+  for (int row = first; row < (IS_GIVEN ? 0 : rows); row += stride) {
     const long long at = (long long)row * ROW_VECTORS + 2 * unit;
     const float4 own[2] = {own_at(x, row, 2 * unit), own_at(x, row, 2 * unit + 1)};
     const int owner = owner_of(row, stride);

@@ -51,7 +51,8 @@ SPEC = OpSpec(
         Role("residual_out", ("T",), ("N", "H"), optional=True),
     ),
     attributes={"ranks": int, "epsilon": float},
-    optional_attributes={"leaves": int},  # see all_reduce
+    # leaves: see all_reduce. pushed: up to so many tokens the product hands its sums on itself.
+    optional_attributes={"leaves": int, "pushed": int},
     derived={"X": columns_of_leaves("H")},
     rules=(known_ranks, NORM_LIMITS, scales_output("out", "scale"), _whole_parts),
     cases=tuple(  # of one rank; tests/plugins/ops/test_peers_emulated.py has several

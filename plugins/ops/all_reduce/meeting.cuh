@@ -51,6 +51,10 @@ DEVICE void add_begun(State* state, u32 x) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(&state->begun), "r"(x) : "memory");
 }
 
+DEVICE void put(u32* to, u32 x) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
 DEVICE void put(uint4* to, uint4 x) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x),
                "r"(x.y), "r"(x.z), "r"(x.w)
@@ -106,10 +110,18 @@ DEVICE void count_launch(State* state) {
   add_begun(state, blockIdx.x ? 1 : TURN - (gridDim.x - 1));
 }
 
+struct Bases {  // every rank's buffer, as this one has it mapped
+  u64 of[RANKS];
+  DEVICE Bases(const long long* table) {
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) of[r] = (u64)__ldg(table + r);
+  }
+};
+
 // This rank's end of one launch.
 struct Meeting {
-  u64 bases[RANKS];  // every rank's buffer, as this one has it mapped
-  u64 own;           // this rank's
+  Bases bases;
+  u64 own;  // this rank's buffer
   long long slot_bytes, limit_ns;
   int* lost;
   int rank;
@@ -119,11 +131,8 @@ struct Meeting {
 
   DEVICE Meeting(const long long* table, int* lost_, int rank_, long long slot_bytes_,
                  long long limit_ns_)
-      : own((u64)table[rank_]), slot_bytes(slot_bytes_), limit_ns(limit_ns_), lost(lost_),
-        rank(rank_), half(0), polls(0), began(0) {
-#pragma unroll
-    for (int r = 0; r < RANKS; ++r) bases[r] = (u64)table[r];
-  }
+      : bases(table), own((u64)__ldg(table + rank_)), slot_bytes(slot_bytes_), limit_ns(limit_ns_), lost(lost_),
+        rank(rank_), half(0), polls(0), began(0) {}
 
   // Hands words to every other rank, in place `at` of its slot, of 16 bytes; or to one of them.
   template <class Words>
@@ -131,7 +140,7 @@ struct Meeting {
     const Words words = inverted(x);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
-      if (r != rank) put((Words*)(slot(bases[r], rank) + at), words);
+      if (r != rank) put((Words*)(slot(bases.of[r], rank) + at), words);
     }
   }
   template <class Words>
@@ -139,7 +148,7 @@ struct Meeting {
     const Words words = inverted(x);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
-      if (r == to) put((Words*)(slot(bases[r], rank) + at), words);
+      if (r == to) put((Words*)(slot(bases.of[r], rank) + at), words);
     }
   }
 

@@ -18,6 +18,8 @@ _PAGE = 2 << 20  # bytes
 _VECTOR = 4  # numbers that a thread moves at once
 AFTER_SUM = ("weight_scale", "x_scale", "bias")  # what ends a product
 _TYPES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
+# What a second hop must save of the bytes that enter a GPU: NVLink moves as many in its time.
+_HOP_BYTES = 840_000  # 2.9 us at 290 GB/s (cli/rank_speed.py)
 MEETING_KINDS = ("*i64", "*i32", "*i32")  # arguments that begin and end a kernel over ranks
 SIZE_KINDS = ("i32", "i32", "i64", "i64")
 
@@ -26,6 +28,19 @@ def buffer_bytes(num_ranks: int, slot_bytes: int) -> int:
     """A rank's buffer: two slots for each sender. In whole pages of a GPU, so that nothing else is
     mapped with it. It is zero before the first launch."""
     return -(-2 * num_ranks * slot_bytes // _PAGE) * _PAGE
+
+
+def hops_of(ranks: int, rows: int, hidden: int) -> int:
+    """1: every rank gets all partial sums. 2: a row's owner gets them and hands on what it makes of
+    them. From what all ranks know, so that they agree."""
+    one, two = (entering_bytes(ranks, rows, hidden, hops) for hops in (1, 2))
+    return 2 if one - two > _HOP_BYTES else 1
+
+
+def entering_bytes(ranks: int, rows: int, hidden: int, hops: int) -> float:
+    """What enters a GPU: 4 bytes of each partial sum, and of results 3, of both outputs."""
+    columns = (ranks - 1) * rows * hidden
+    return 4.0 * columns if hops == 1 else (4 + 3) * columns / ranks
 
 
 def optional_kinds(call: OpCall, *roles: str) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Argument = Union["torch.Tensor", TensorMap, int, float]
 _TYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", FP8: "E4M3", "int8": "INT8"}
 _EPILOGUES = {"packed_linear": 0, "packed_linear_swiglu": 1, "packed_linear_rope_kv": 2}
+_PUSHED = 3  # the epilogue of sums that are handed to other ranks
 _OPTIONAL = ("weight_scale", "x_scale", "bias", "scale", "k_scale", "v_scale")
 
 
@@ -34,6 +35,8 @@ def type_constants(call: OpCall, limits: StepLimits) -> dict[str, Constant]:
         "OUT_TYPE": _TYPES[name_of(_out(call))],
         "EPILOGUE": _EPILOGUES[call.op],
     }
+    if is_pushed(call):
+        constants |= {"EPILOGUE": _PUSHED, "RANKS": int(call.attributes["pushed_to"]), "LEAVES": 1}
     if leaves_of(call) > 1:
         constants["LEAVES"] = leaves_of(call)
     if call.op == "packed_linear_rope_kv":
@@ -50,6 +53,7 @@ def type_words(call: OpCall, limits: StepLimits) -> list[str]:
     if call.op == "packed_linear_rope_kv":
         heads = [int(call.attributes[k]) for k in ("num_heads", "num_kv_heads", "head_size")]
         words += ["h{}.{}x{}".format(*heads), f"kv_{short_name(limits.kv_dtype)}"]
+    words += [f"pushed{call.attributes['pushed_to']}"] if is_pushed(call) else []
     words += [f"l{leaves_of(call)}"] * (leaves_of(call) > 1)
     return words + [role for role in _OPTIONAL if role in call.inputs]
 
@@ -70,6 +74,8 @@ def argument_kinds(call: OpCall, limits: StepLimits) -> tuple[str, ...]:
     kinds = [pointer(call.inputs["weight"].dtype), "i32", "i32"]
     kinds += [pointer(_out(call).dtype), *optional("weight_scale", "x_scale", "bias")]
     kinds += ["i32", "i32", "i32"]
+    if is_pushed(call):
+        kinds += ["*i64", "*i32", "i32", "i64"]
     if call.op == "packed_linear_swiglu":
         kinds += optional("scale")
     elif call.op == "packed_linear_rope_kv":
@@ -89,6 +95,10 @@ def argument_values(call: OpCall, env: LaunchEnv, tokens: int) -> tuple[Argument
     values += optional("weight_scale", "x_scale", "bias")
     x_scale = call.inputs.get("x_scale")
     values += [int(x_scale is not None and len(x_scale) > 1), tokens, out.shape[1]]
+    if is_pushed(call):
+        peers = env.peers
+        assert peers is not None and peers.num_ranks == call.attributes["pushed_to"]
+        values += [peers.bases, peers.state, peers.rank, peers.slot_bytes]
     if call.op == "packed_linear_swiglu":
         values += optional("scale")
     elif call.op == "packed_linear_rope_kv":
@@ -96,6 +106,12 @@ def argument_values(call: OpCall, env: LaunchEnv, tokens: int) -> tuple[Argument
         values += [call.inputs["rotary"], env.step.position_ids, env.step.slot_mapping, cache]
         values += [*optional("k_scale", "v_scale"), env.limits.tokens_per_block]
     return tuple(values)
+
+
+def is_pushed(call: OpCall) -> bool:
+    """Whether the launches of a call hand its sums to other ranks. That is asked for with a
+    `pushed_to`, which calls of a plan have that may (kernel.py)."""
+    return "pushed_to" in call.attributes
 
 
 def leaves_of(call: OpCall) -> int:

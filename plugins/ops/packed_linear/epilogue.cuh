@@ -1,13 +1,17 @@
 // What happens to sums before they leave a packed product: scales, bias, one rounding to the model
-// type, and then SwiGLU (EPILOGUE 1) or the rotary embedding and the KV write (EPILOGUE 2).
+// type, and then SwiGLU (EPILOGUE 1) or the rotary embedding and the KV write (EPILOGUE 2). Or nothing: partial sums
+// that are handed to other ranks as they are (EPILOGUE 3, of RANKS).
 //
-// Macros: EPILOGUE 0 | 1 | 2, MODEL_TYPE (BF16 | FP16), OUT_TYPE (MODEL_TYPE, E4M3 or FP32), and
+// Macros: EPILOGUE 0 | 1 | 2 | 3, MODEL_TYPE (BF16 | FP16), OUT_TYPE (MODEL_TYPE, E4M3 or FP32), and
 // for EPILOGUE 2 KV_TYPE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE. Every kernel uses this epilogue, so
 // that equal sums give equal bits. Products are not contracted with additions, because the reference
 // rounds each.
 #pragma once
 
 #include "backends/cuda/sm90/hopper.cuh"
+#if EPILOGUE == 3
+#include "ops/all_reduce/meeting.cuh"
+#endif
 #include "ops/packed_linear/epilogue_values.cuh"
 
 // A kernel that writes the cache lets later kernels start only after its own wait. So these may read what
@@ -25,6 +29,10 @@ constexpr bool WRITES_CACHE = EPILOGUE == 2;
 #elif EPILOGUE == 1
 #define EPILOGUE_PARAMETERS EPILOGUE_PARAMETERS_ALL, const float *scale
 #define EPILOGUE_VALUES EPILOGUE_VALUES_ALL, scale
+#elif EPILOGUE == 3
+#define EPILOGUE_PARAMETERS \
+  EPILOGUE_PARAMETERS_ALL, const long long *bases, const State *state, int rank, long long slot_bytes
+#define EPILOGUE_VALUES EPILOGUE_VALUES_ALL, bases, state, rank, slot_bytes
 #else
 #define EPILOGUE_PARAMETERS                                                                  \
   EPILOGUE_PARAMETERS_ALL, const float *rotary, const int *positions, const int *slots,      \

@@ -20,6 +20,11 @@ struct Epilogue {
   const float* k_scale;                  // [1] or null
   const float* v_scale;
   int tokens_per_block;
+#elif EPILOGUE == 3
+  Bases bases;         // buffers of all ranks
+  const State* state;  // of this rank's launches
+  int rank;
+  long long slot_bytes;
 #endif
 };
 
@@ -120,6 +125,37 @@ DEVICE void store_pair(const Epilogue& e, const RowConstants& rows, const TokenC
   const int column = 8 * group + (threadIdx.x & 31) / 4;
   if (token >= e.tokens || column >= e.width) return;
   e.out[(long long)token * e.width + column] = finish_pair(e, rows, t, first, second);
+}
+
+#elif EPILOGUE == 3
+
+struct TokenConstants {
+  u32 half;  // of the buffers: that of the next launch that counts, which takes the sums
+};
+
+DEVICE TokenConstants load_token(const Epilogue& e, int, int) {
+  return {half_of(read_begun(e.state))};
+}
+
+DEVICE void complete_token(const Epilogue&, int, TokenConstants&) {}
+
+// As `out` has them, in this rank's slot of every other rank.
+DEVICE void store_pair(const Epilogue& e, const RowConstants&, const TokenConstants& t, int group,
+                       int token, float first, float second) {
+  if (token >= e.tokens) return;
+  const float sums[2] = {first, second};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = 16 * group + (threadIdx.x & 31) / 4 + 8 * i;
+    if (row >= e.width) continue;
+    const long long at = (long long)token * e.width + row;
+    e.out[at] = sums[i];
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) {
+      u32* const slot = (u32*)(e.bases.of[r] + (t.half * RANKS + e.rank) * e.slot_bytes);
+      if (r != e.rank) put(slot + at, inverted(__float_as_uint(sums[i])));
+    }
+  }
 }
 
 #else

@@ -14,4 +14,16 @@ LEAF_ROWS = (
 
 # A tactic as engines hold it (tactics.py): "up to so many tokens:variant" and at last "*:many".
 _VARIANT = r"n\d{1,3}r\d{1,3}c\d{1,3}s\d{1,4}k\d{1,3}g\d{1,4}f\d{1,3}(?:\+norm\d{1,3})?"
+MANY = "many"  # the kernel for many tokens, which chooses its own tile
 TACTIC = re.compile(rf"(?:[1-9]\d{{0,5}}:(?:{_VARIANT}|many);)*\*:many", re.ASCII)
+
+
+def few_tokens(tactic: str) -> int:
+    """Up to how many tokens a tactic has kernels for few."""
+    most = 0
+    for entry in tactic.split(";"):
+        limit, _, variant = entry.partition(":")
+        if variant == MANY:
+            break
+        most = int(limit)
+    return most

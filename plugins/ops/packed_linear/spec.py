@@ -112,7 +112,8 @@ SPEC = OpSpec(
     outputs=(Role("out", ("T", "float32"), ("N", "O")), *NORM_OUTPUTS),
     # is_partial: K is a rank's share, and what follows the sum is all_reduce's. leaves: parts of K
     # that are added apart, each in rows of its own (leaves.cuh), as all_reduce reads them.
-    optional_attributes=OPTIONAL_ATTRIBUTES | {"is_partial": bool, "leaves": int},
+    # pushed_to: ranks that have a GPU each, which get the sums of few tokens from the product.
+    optional_attributes=OPTIONAL_ATTRIBUTES | {"is_partial": bool, "leaves": int, "pushed_to": int},
     sizes=block_sizes,
     derived={
         "RT": lambda d: row_tiles(d["O"]),

@@ -20,12 +20,12 @@ from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.ops.packed_linear.arguments import form_of, leaves_of
 from llmctl.plugins.ops.packed_linear.decode import SHARED_HALF, DecodeVariant
+from llmctl.plugins.ops.packed_linear.forms import MANY as MANY
 from llmctl.plugins.schemes.table import FORMS
 
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
-MANY = "many"  # the kernel for many tokens, which chooses its own tile
 FEW_TOKENS = (8, 16, 32, 64)  # upper ends of the entries for few tokens
 _FEWEST_STAGES = 3  # the fewest that keep enough reads in flight
 _SMALL_WEIGHT = 24 << 20  # bytes, read in a few microseconds

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import emulated_peers
-from support.emulated_peers import EXCHANGE, NORM, THREADS, compile_peers
+from support.emulated_peers import EXCHANGE, NORM, PRODUCT, THREADS, compile_peers
 
 from llmctl.plugins.fused.all_reduce_norm.reference import reduce_and_normalize
 from llmctl.plugins.ops.all_gather.reference import gather_ranks
@@ -168,15 +168,19 @@ HIDDEN, NORM_LAUNCHES = 512, 6
 
 
 @pytest.mark.parametrize(
-    ("ranks", "leaves", "warps", "hops"), [(2, 1, 1, 1), (4, 2, 1, 1), (2, 4, 2, 2), (4, 1, 1, 2)]
+    ("ranks", "leaves", "warps", "hops", "is_given"),
+    [(2, 1, 1, 1, 0), (4, 2, 1, 1, 0), (2, 4, 2, 2, 0), (4, 1, 1, 2, 0), (4, 1, 2, 1, 1)],
 )
 def test_sums_are_normalized_where_they_arrive(
-    tmp_path: Path, ranks: int, leaves: int, warps: int, hops: int
+    tmp_path: Path, ranks: int, leaves: int, warps: int, hops: int, is_given: int
 ) -> None:
     """The residual stream bit for bit on every rank, the norm as another order of its sum allows.
-    Two clusters have three rows or less."""
-    library = compile_peers(tmp_path, NORM, RANKS=ranks, LEAVES=leaves, HIDDEN=HIDDEN,
-                            WARPS=warps, MODEL_TYPE="BF16", QUANTIZED=0, HOPS=hops)  # fmt: skip
+    Two clusters have three rows or less. is_given: products hand their sums on, in turns."""
+    macros = {"RANKS": ranks, "LEAVES": leaves, "HIDDEN": HIDDEN, "WARPS": warps, "HOPS": hops}
+    macros |= {"MODEL_TYPE": "BF16", "QUANTIZED": 0}
+    libraries = [compile_peers(tmp_path, NORM, **macros, IS_GIVEN=i) for i in range(1 + is_given)]
+    product = compile_peers(tmp_path, PRODUCT, RANKS=ranks, LEAVES=1, WIDTH=HIDDEN, EPILOGUE=3,
+                            OUT_TYPE="FP32", MODEL_TYPE="BF16")  # fmt: skip
     cluster, draw = HIDDEN // 256 // warps, random.Random(ranks + warps)
     buffers, launches = Buffers(ranks, 3 * HIDDEN * 4), []
     for seed in range(NORM_LAUNCHES):
@@ -198,13 +202,17 @@ def test_sums_are_normalized_where_they_arrive(
 
     def body(rank: int) -> None:
         draw = random.Random(rank)
-        for parts, given, outs in launches:
+        for number, (parts, given, outs) in enumerate(launches):
             time.sleep(draw.choice((0, 0, 0.005)))
+            x, is_pushed = parts[rank], bool(is_given and number % 3)
+            if is_pushed:
+                x = torch.zeros_like(x)
+                buffers.call(product, rank, parts[rank], (1, 1), [pointer(x)], 30 * 10**9)
             clusters = min(2, parts.shape[1])
             arguments = optional(given, *AFTER, "residual", "norm_weight", "scale")
             arguments += [*optional(outs[rank], *NORMED), ctypes.c_float(EPSILON)]
             blocks = (clusters * cluster, cluster)
-            buffers.call(library, rank, parts[rank], blocks, arguments, 30 * 10**9)
+            buffers.call(libraries[is_pushed], rank, x, blocks, arguments, 30 * 10**9)
 
     run_ranks([lambda rank=rank: body(rank) for rank in range(ranks)])
     for number, (_, _, outs) in enumerate(launches):
@@ -221,7 +229,7 @@ def test_sums_are_normalized_where_they_arrive(
     [
         ("begun / TURN & 1", "0"),  # a fast rank overwrites what a slow one still reads
         ("tree<0, RANKS>([&]", "tree<1, RANKS / 2>([&]"),
-        ("slot(bases[r], rank) + at), words", "slot(bases[r], r) + at), words"),
+        ("slot(bases.of[r], rank) + at), words", "slot(bases.of[r], r) + at), words"),
         ("uint4{0, 0, 0, 0}", "words[r][i]"),  # numbers of two launches before are taken again
     ],
     ids=["halves", "order", "slots", "cleared"],

@@ -16,9 +16,9 @@ from llmctl.plugins.core.example_parts import no_cache, plain_step
 from llmctl.plugins.core.examples import Example
 from llmctl.plugins.core.operators import operator_module
 from llmctl.plugins.fused.all_reduce_norm import kernel as all_reduce_norm
-from llmctl.plugins.fused.all_reduce_norm.kernel import hops_of
 from llmctl.plugins.ops.all_gather.reference import gather_ranks
 from llmctl.plugins.ops.all_reduce.kernel import kernels
+from llmctl.plugins.ops.all_reduce.peers import hops_of
 from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
 
 COUNTS = (1, 2, 4, 8)

@@ -63,7 +63,9 @@ def test_ranks_launch_together_what_each_launches_alone(
     both, own = launched(together, monkeypatch), launched(alone, monkeypatch, peers)
     exchanged = [name for name in own if ".peers." in name]
     assert len(exchanged) == 2 * 2 + 1, "two sums a layer, and the logits"
-    rest = [name for name in own if ".peers." not in name]
+    pushing = [name for name in own if ".pushed2" in name]
+    assert len(pushing) == 2 * 2, "the product before every sum"
+    rest = [name.replace(".pushed2", "") for name in own if ".peers." not in name]
     sums = [name for name in both if name.startswith(("all_reduce", "all_gather"))]
     assert len(sums) == 2 * 2 * 2 + 1 and not any(".peers." in name for name in sums)
     norms = [name for name in both if name.startswith("rms_norm")]
