@@ -20,6 +20,7 @@ import typer
 
 from llmctl.builder.backends import is_auto
 from llmctl.builder.speculative_modes import available_modes
+from llmctl.cli.build.limits import advise_limits
 from llmctl.cli.build.options import (
     LIMITS,
     LOG_LEVELS,
@@ -243,8 +244,7 @@ def _build(
       llmctl build --checkpoint-dir out/target-fp8 --gpu h200 --dry-run
     """
     given = {name: value for name, value in (locals() | others).items() if name in LIMITS}
-    start = time.monotonic()
-    log = make_logger(log_level)
+    start, log = time.monotonic(), make_logger(log_level)
     require_one_purpose(dry_run, cache_key, (gpu, gpu_memory), visualize_network)
     from llmctl.builder.build import plan_build
     from llmctl.cli.build.dry_run import backend_for, needs_binaries
@@ -278,7 +278,8 @@ def _build(
         print_key(engine, as_json)
         return
     missing = () if weights.has_files else ("no weights are here; config.json says which",)
-    for notice in (*missing, *engine.notices):
+    advice = () if dry_run else advise_limits(engine, plan, request, given)
+    for notice in (*missing, *engine.notices, *advice):
         log.warning("note: %s", notice)
     if is_auto(backend):
         log.info("backend: %s", engine.config.backend)
