@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   cluster_wait();  // every block of the cluster has initialised its barriers
   wait_for_dependencies();
   meeting.half = half_of(read_begun(state));
-#pragma unroll 1
+#pragma unroll 4  // rows in flight
   for (int row = first; row < (IS_GIVEN ? 0 : rows); row += stride) {
     const long long at = (long long)row * ROW_VECTORS + 2 * unit;
     const float4 own[2] = {own_at(x, row, 2 * unit), own_at(x, row, 2 * unit + 1)};
