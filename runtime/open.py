@@ -17,6 +17,7 @@ from llmctl.builder.engine_format import EngineConfig, read_engine_config
 from llmctl.builder.signature import require_signed
 from llmctl.builder.signing_keys import PublicKey
 from llmctl.errors import BadConfig
+from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.runtime.drafting.length.lengths import round_lengths
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.methods import as_method
@@ -103,6 +104,10 @@ def check_engines(options: EngineOptions) -> CheckedEngines:
             require_signed(folder, builder)
     configs = {role: read_engine_config(folder) for role, folder in options.folders.items()}
     target = configs[TARGET]
+    if BACKENDS[target.backend].on_gpu and target.num_ranks == 1:  # several have a device each
+        from llmctl.plugins.backends.cuda.driver import begin_aside
+
+        begin_aside()  # while torch is imported, for what follows
     require_world(target, options.tp_size)
     require_drafts(configs)
     draft_len = options.method.check(target, configs)

@@ -94,19 +94,19 @@ def time_opening(engine: Path, started: float) -> dict[str, Any]:
         last = now
 
     mark("Python")
-    import torch
-
-    mark("import torch")
     from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 
-    for _, module, _ in _TIMED:
-        importlib.import_module(module)
     mark("import llmctl")
     checked = check_engines(EngineOptions(engine))
-    mark("check config.json")
+    mark("check config.json, import torch")
     if checked.num_gpus:
+        import torch
+
         torch.empty(1, device="cuda")
         mark("start CUDA")
+    for _, module, _ in _TIMED:
+        importlib.import_module(module)
+    mark("import the rest")
     for phase, module, name in _TIMED:
         _mark_calls(phase, module, name, mark)
     lines: list[str] = []
