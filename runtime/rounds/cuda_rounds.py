@@ -188,10 +188,12 @@ class CudaRoundRunner:
 
     def _ahead(self) -> Iterator[RoundShape]:
         """Shapes that rounds may have and that are not captured, as many as there is room for:
-        every context length for each pair that rounds had so far, and for every batch size where
-        draft lengths do not adapt."""
-        adapts, lengths = len(self._lengths) > 1, self._lengths or (self.drafter.draft_len,)
-        every = [] if adapts else ahead_of_need(self._most_sequences, lengths)
+        every context length for each pair that rounds had so far, then for every batch size with
+        each draft length that they had, or have for certain."""
+        lengths = {length for _, length in self._pairs}
+        if len(self._lengths) < 2:  # they do not adapt
+            lengths |= {*self._lengths} or {self.drafter.draft_len}
+        every = ahead_of_need(self._most_sequences, sorted(lengths))
         for pairs in (self._pairs, every):
             for longest in kv_buckets(self._target.program.limits):
                 for drawing in self._drawings:

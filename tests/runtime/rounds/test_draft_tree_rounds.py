@@ -247,3 +247,19 @@ def test_the_memory_plan_counts_trees_that_a_draft_engine_may_draft():
     grown = growth_bytes(8, 20, 5000)
     assert tree_bytes(plan, 8, 20, may_grow=True) > grown > 4 * 8 * 16 * 3 * 16
     assert TreeShape(16, 16, 5).has_kernels and not TreeShape(17, 2, 5).has_kernels
+
+
+def test_trees_are_right_after_graphs_were_captured_while_there_were_no_requests() -> None:
+    device = TreeDevice(DraftTree(3, 2, 5), agreement=0.7)
+    harness = device.harness()
+    for count in (3, 2):
+        while harness.loop.prepare_more():
+            assert device.runner.num_captured < 200
+        captured = device.capture.num_captured
+        requests = [Request((3 + index, 1, 4), 20, SamplingConfig()) for index in range(count)]
+        sequences = [harness.add(request) for request in requests]
+        harness.run()
+        assert device.capture.num_captured == captured > 0
+        for request, sequence in zip(requests, sequences, strict=True):
+            wanted, _ = plain_answer(FakeEngine(vocab_size=VOCAB), request)
+            assert sequence.tokens[sequence.num_prompt_tokens :] == wanted

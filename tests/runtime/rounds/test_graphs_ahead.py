@@ -86,8 +86,7 @@ def test_pairs_of_a_load_are_captured_for_longer_contexts(fake, make_engine) -> 
     harness.oracle = fake.Engine()
     device.runner.prepare(4, 0)
     assert settle(harness.loop) == 0  # no length is likelier than another
-    for count in (1, 2, 4):
-        run(fake, harness, greedy(count, 6))
+    run(fake, harness, greedy(2, 6))
     limits = device.target.program.limits
     assert 1 <= settle(harness.loop) <= 3 * len(kv_buckets(limits))  # batches of 1, 2 and 4
     captured = device.capture.num_captured
