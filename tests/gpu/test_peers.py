@@ -19,7 +19,7 @@ ROWS, HIDDEN, OWN = (
     1200,
     1536,
     192,
-)  # the most: sums of 2 ranks take two hops, of 4 those of 96, too
+)  # sums of 4 ranks take two hops from 96 rows on
 SLOT_BYTES = ROWS * HIDDEN * 4
 LIMIT_S = 20.0
 KINDS = ("sum", "scaled", "gather", "norm", "norm fp8", "scaled parts", "norm fp8 parts")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.counted_rounds import CountedRounds
 from support.e2e import DRAFT_LEN, Outputs, run_all
-from support.gpu_drafting import opened, run_chosen, run_in_every_company
+from support.gpu_drafting import opened, plain_texts, run_chosen, run_in_every_company
 from support.gpu_ranks import TOGETHER, RankEngines
 
 from llmctl.builder.engine_format import read_engine_config
@@ -105,7 +105,7 @@ def test_text_is_the_same_for_every_number_of_ranks(
     form: str,
 ) -> None:
     """Prompts by the kernel for many tokens, and verifications by those for few."""
-    wanted = plain_together(built.parted(form, 1))
+    wanted = plain_texts(built.parted(form, 1), requests)
     for ranks in (2, 4, 8):
         assert plain_together(built.parted(form, ranks)) == wanted, ranks
     method = DraftEngine(built.parted(form, 1), DRAFT_LEN)

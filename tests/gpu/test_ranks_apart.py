@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.counted_rounds import CountedRounds
 from support.e2e import DRAFT_LEN, Outputs, run_all
-from support.gpu_drafting import opened
+from support.gpu_drafting import opened, plain_texts
 from support.gpu_ranks import RankEngines
 
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
@@ -73,14 +73,13 @@ def test_ranks_with_a_gpu_each_write_what_they_write_on_one(
 def test_text_of_ranks_apart_may_be_that_of_one_rank(
     built: RankEngines,
     requests: list[Request],
-    plain_together: Callable[[Path], Outputs],
     device_requests: list[int],
     form: str,
 ) -> None:
     """Sums that are normalized where they arrive, and their parts."""
     one = built.parted(form, 1)
     method = method_of("engine", one)
-    wanted = plain_together(one)
+    wanted = plain_texts(one, requests)
     assert run_on_gpus(built.parted(form, 2), method, requests, wanted, device_requests) > 50
 
 

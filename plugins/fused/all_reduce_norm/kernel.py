@@ -29,7 +29,8 @@ from llmctl.plugins.ops.all_reduce.peers import (
 )
 from llmctl.plugins.ops.rms_norm import kernel as rms_norm
 
-MAX_BLOCKS = 128  # on the device at once: fewer than multiprocessors
+# On the device at once, by ranks: three on a multiprocessor, or one with the registers of eight.
+_MOST_BLOCKS = {2: 384, 4: 384, 8: 128}
 _SHARED_BYTES = 2 * 32 * 4 + 2 * 8  # parts of sums of squares, barriers; as in peers.cu
 _TYPES = {"bfloat16": "BF16", "float16": "FP16"}
 
@@ -105,10 +106,7 @@ def _launch(call: OpCall, peers: Peers, rows: int) -> Launch:
     hops = hops_of(peers.num_ranks, rows, call.inputs["residual"].shape[1])
     is_given = hops == 1 and rows <= int(call.attributes.get("pushed", 0))
     spec = _spec(call, hops, is_given=is_given)
-    share = (
-        1 if peers.num_ranks == all_reduce.MOST_RANKS else 2
-    )  # of a multiprocessor: eight need registers
-    clusters = min(rows, share * MAX_BLOCKS // spec.cluster)
+    clusters = min(rows, _MOST_BLOCKS[peers.num_ranks] // spec.cluster)
     arguments = (
         *meeting_values(call, peers),
         *(call.inputs["x"], *optional_values(call, *AFTER_SUM)),

@@ -98,6 +98,18 @@ typedef uint4 OutUnit;
 DEVICE OutUnit stored(const uint4& y, const Divisor&) { return y; }
 #endif
 
+// Where the two vectors of a thread lie in a slot: as columns do where products gave them, else 32 apart, so that a warp
+// stores whole lines. A row's results have the same places.
+constexpr int APART = IS_GIVEN ? 1 : 32;
+DEVICE long long place_of(int row, int unit) {
+  const int vector = IS_GIVEN ? 2 * unit : unit / 32 * 64 + unit % 32;
+  return (long long)row * ROW_VECTORS + vector;
+}
+DEVICE long long result_of(int row, int unit) {  // in OutUnits
+  if (!QUANTIZED) return place_of(row, unit) + APART;
+  return 2 * (place_of(row, unit) + APART) - unit % 32;
+}
+
 // With two hops a row is one rank's, which normalizes it and hands the others what they store. That lies where its
 // partial sums would, which nobody wants of a row that it has itself.
 DEVICE int owner_of(int row, int stride) { return HOPS == 1 ? 0 : (row + row / stride) % RANKS; }
@@ -124,13 +136,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   meeting.half = half_of(read_begun(state));
 #pragma unroll 4  // rows in flight
   for (int row = first; row < (IS_GIVEN ? 0 : rows); row += stride) {
-    const long long at = (long long)row * ROW_VECTORS + 2 * unit;
+    const long long at = place_of(row, unit);
     const float4 own[2] = {own_at(x, row, 2 * unit), own_at(x, row, 2 * unit + 1)};
     const int owner = owner_of(row, stride);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (HOPS == 1) meeting.give(at + i, words_of(own[i]));
-      else if (owner != rank) meeting.give_one(owner, at + i, words_of(own[i]));
+      if (HOPS == 1) meeting.give(at + i * APART, words_of(own[i]));
+      else if (owner != rank) meeting.give_one(owner, at + i * APART, words_of(own[i]));
     }
   }
   __syncthreads();
@@ -139,14 +151,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 1
   for (int row = first; row < rows; row += stride) {
     if (HOPS == 2 && owner_of(row, stride) != rank) continue;
-    const long long at = (long long)row * ROW_VECTORS + 2 * unit;
-    const long long to = (long long)row * ROW_UNITS + unit;
+    const long long at = place_of(row, unit), to = (long long)row * ROW_UNITS + unit;
     float4 part[RANKS][2];
     const float4 own[2] = {own_at(x, row, 2 * unit), own_at(x, row, 2 * unit + 1)};
     const uint4 before = __ldcg(residual + to);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) part[r][0] = own[0], part[r][1] = own[1];
-    const bool is_here = meeting.take(at, part);
+    const bool is_here = meeting.take(at, APART, part);
     const auto sum = [&](int i) { return tree<0, RANKS>([&](int r) { return part[r][i]; }); };
     const uint4 h = add_units(ending.unit(sum(0), sum(1)), before);
     const float inverse = squares.inverse_rms(h, nth++, epsilon);
@@ -156,19 +167,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     out[to] = y;
     if (HOPS == 1) continue;
     if (residual_out) meeting.give(at, h);
-    meeting.give(at + 1, y);
+    meeting.give(result_of(row, unit), y);
   }
   if (HOPS == 1) return;
 #pragma unroll 1
   for (int row = first; row < rows; row += stride) {
     const int owner = owner_of(row, stride);
     if (owner == rank) continue;
-    const long long at = (long long)row * ROW_VECTORS + 2 * unit;
-    const long long to = (long long)row * ROW_UNITS + unit;
+    const long long at = place_of(row, unit), to = (long long)row * ROW_UNITS + unit;
     uint4 h;
     OutUnit y;
     if (residual_out && !meeting.take_one(owner, at, h)) return;
-    if (!meeting.take_one(owner, at + 1, y)) return;
+    if (!meeting.take_one(owner, result_of(row, unit), y)) return;
     if (residual_out) residual_out[to] = h;
     out[to] = y;
   }

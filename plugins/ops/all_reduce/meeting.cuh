@@ -134,13 +134,14 @@ struct Meeting {
       : bases(table), own((u64)__ldg(table + rank_)), slot_bytes(slot_bytes_), limit_ns(limit_ns_), lost(lost_),
         rank(rank_), half(0), polls(0), began(0) {}
 
-  // Hands words to every other rank, in place `at` of its slot, of 16 bytes; or to one of them.
+  // Hands words to every other rank, in place `at` of its slot, in such words; or to one of them. Stores of a warp
+  // should be of whole sectors, for those are what NVLink moves.
   template <class Words>
   DEVICE void give(long long at, const Words& x) const {
     const Words words = inverted(x);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
-      if (r != rank) put((Words*)(slot(bases.of[r], rank) + at), words);
+      if (r != rank) put((Words*)slot(bases.of[r], rank) + at, words);
     }
   }
   template <class Words>
@@ -148,14 +149,14 @@ struct Meeting {
     const Words words = inverted(x);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
-      if (r == to) put((Words*)(slot(bases.of[r], rank) + at), words);
+      if (r == to) put((Words*)slot(bases.of[r], rank) + at, words);
     }
   }
 
-  // What the others gave in places `at` and the next: all ranks' numbers but this one's, which stay as they
-  // are. False where one has not come.
+  // What the others gave in COUNT places, `stride` apart: all ranks' numbers but this one's, which stay as
+  // they are. False where one has not come.
   template <int COUNT>
-  DEVICE bool take(long long at, float4 (&part)[RANKS][COUNT]) {
+  DEVICE bool take(long long at, int stride, float4 (&part)[RANKS][COUNT]) {
     uint4 words[RANKS][COUNT];
     int missing;
     do {
@@ -164,7 +165,7 @@ struct Meeting {
       for (int r = 0; r < RANKS; ++r) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-          if (r != rank) words[r][i] = look(slot(own, r) + at + i);
+          if (r != rank) words[r][i] = look(slot(own, r) + at + i * stride);
         }
       }
 #pragma unroll
@@ -182,7 +183,7 @@ struct Meeting {
       for (int i = 0; i < COUNT; ++i) {
         if (r == rank) continue;
         part[r][i] = floats_of(upright(words[r][i]));
-        put(slot(own, r) + at + i, uint4{0, 0, 0, 0});
+        put(slot(own, r) + at + i * stride, uint4{0, 0, 0, 0});
       }
     }
     return true;
@@ -191,7 +192,7 @@ struct Meeting {
   // What one of the others gave.
   template <class Words>
   DEVICE bool take_one(int sender, long long at, Words& x) {
-    Words* const from = (Words*)(slot(own, sender) + at);
+    Words* const from = (Words*)slot(own, sender) + at;
     while (has_gap(x = look(from))) {
       if (!waits_on(sender)) return false;
     }

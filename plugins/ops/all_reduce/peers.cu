@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float4 own = own_at(x, i);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) part[r][0] = own;
-    if (!meeting.take(i, part)) return;
+    if (!meeting.take(i, 1, part)) return;
     const long long row = i / (WIDTH / 4);
     const int column = int(i % (WIDTH / 4)) * 4;
 #if GATHER

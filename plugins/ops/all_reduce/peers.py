@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 TURN = 1024  # as in meeting.cuh
-THREADS, MAX_BLOCKS = 256, 128  # the former as in peers.cu
+THREADS, MAX_BLOCKS = 256, 256  # the former as in peers.cu; two on a multiprocessor
 _PAGE = 2 << 20  # bytes
 _VECTOR = 4  # numbers that a thread moves at once
 AFTER_SUM = ("weight_scale", "x_scale", "bias")  # what ends a product
@@ -32,7 +32,10 @@ def buffer_bytes(num_ranks: int, slot_bytes: int) -> int:
 
 def hops_of(ranks: int, rows: int, hidden: int) -> int:
     """1: every rank gets all partial sums. 2: a row's owner gets them and hands on what it makes of
-    them. From what all ranks know, so that they agree."""
+    them. From what all ranks know, so that they agree. Two ranks save an eighth of the bytes, which
+    was no faster (docs/performance/tensor_parallel.md)."""
+    if ranks == 2:
+        return 1
     one, two = (entering_bytes(ranks, rows, hidden, hops) for hops in (1, 2))
     return 2 if one - two > _HOP_BYTES else 1
 

@@ -229,7 +229,7 @@ def test_sums_are_normalized_where_they_arrive(
     [
         ("begun / TURN & 1", "0"),  # a fast rank overwrites what a slow one still reads
         ("tree<0, RANKS>([&]", "tree<1, RANKS / 2>([&]"),
-        ("slot(bases.of[r], rank) + at), words", "slot(bases.of[r], r) + at), words"),
+        ("slot(bases.of[r], rank) + at, words", "slot(bases.of[r], r) + at, words"),
         ("uint4{0, 0, 0, 0}", "words[r][i]"),  # numbers of two launches before are taken again
     ],
     ids=["halves", "order", "slots", "cleared"],
