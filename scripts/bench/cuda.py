@@ -51,6 +51,7 @@ TARGETS = (
     "8b-mxfp4,70b+8b-mxfp4,70b+8b-mxfp4-k8,70b+8b-mxfp4-head4,70b-medusa,8b-medusa,"
     "70b-eagle,8b-eagle"
 )
+SETTLE_S = 10.0  # for what an executor captures while it has no requests
 PEAK_TFLOPS = 1979.0  # FP8 dense, H100 SXM and H200 datasheets
 
 
@@ -112,11 +113,13 @@ def requests(
     is_speculative: bool,
     rounds: int | None = None,
 ) -> list[Timed]:
-    """One request after another, each checked; the first, which captures graphs, is not counted."""
+    """One request after another, each checked; the first, which captures graphs, is not counted,
+    and what the executor captures while it has none is waited for."""
     runs = []
     with opened.executor(is_speculative=is_speculative) as executor:
         for _ in range((rounds or bench.rounds) + 1):
             prompt = bench.prompt(opened, prompt_len)
+            executor.settle(SETTLE_S)
             runs.append(generate(executor, prompt, output))
             bench.expect(opened, prompt, runs[-1].tokens)
     return runs[1:]

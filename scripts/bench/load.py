@@ -41,6 +41,7 @@ from scripts.bench.rows import replace as replace_file
 ACCEPTANCES = (0.0, 0.5, 0.9)  # of each draft, if those before it were accepted
 MAX_STEP_MS = (10.0, 20.0, "auto")
 PROMPT, LONG_PROMPT = 16, 4000
+SETTLE_S = 10.0  # for what an executor captures while it has no requests
 NUM_SETTLE, NUM_ALONE, NUM_BESIDE, NUM_GENERATING = 24, 16, 8, 16  # requests of a chunks row
 HEADS = {
     "drafts": "| batch | acceptance | plain tok/s | adaptive tok/s | ratio | while all generate "
@@ -147,6 +148,7 @@ def measure_drafts(
         kept = num_tokens + 50
         with engines.executor(is_speculative=False, num_iterations_kept=kept) as executor:
             run_all(executor, warm)
+            executor.settle(SETTLE_S)
             executor.get_latest_iteration_stats()
             plain_s = run_all(executor, work)
             steps = executor.get_latest_iteration_stats()
@@ -158,6 +160,7 @@ def measure_drafts(
             rates = tuple(share ** (index + 1) for index in range(draft_len))
             synthetic = SyntheticAcceptance(rates)
             with engines.executor(acceptance=synthetic, num_iterations_kept=kept) as executor:
+                executor.settle(SETTLE_S)
                 seconds = run_all(executor, work)
                 steps = executor.get_latest_iteration_stats()
             tables.keep(f"adaptive-{batch}-{share}", steps)

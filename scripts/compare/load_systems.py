@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from llmctl.cli.bench.driver import Driver, Pace, add_iteration
 from llmctl.cli.bench.records import Arrival, Clock, Recording, RequestRecord
-from llmctl.cli.bench.session import STEPS_KEPT
+from llmctl.cli.bench.session import SETTLE_S, STEPS_KEPT
+from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 
@@ -36,15 +37,16 @@ class Server(Protocol):
 class Llmctl:
     """An executor, and what implies its text where an engine's weights are planted."""
 
-    def __init__(self, engines: OpenEngines, driver: Driver, settings: str) -> None:
+    def __init__(self, engines: OpenEngines, executor: Executor, settings: str) -> None:
         self.settings = settings
         weights = engines.checked.target.weights
         self.planted = weights if weights.get("load_format") == "planted" else None
-        self._driver = driver
+        self._executor = executor
 
     def run(self, requests: Sequence[Request], pace: Pace, recording: Recording) -> None:
-        """Add one iteration to the recording."""
-        self._driver.run(requests, pace, recording)
+        """Add one iteration to the recording, behind what the executor captures without one."""
+        self._executor.settle(SETTLE_S)
+        Driver(self._executor).run(requests, pace, recording)
 
 
 @contextmanager
@@ -65,7 +67,7 @@ def llmctl_server(
     if max_step_ms is not None:
         settings += f", --max-step-ms {max_step_ms:g}"
     with engines.executor(is_speculative=False, num_iterations_kept=STEPS_KEPT) as executor:
-        yield Llmctl(engines, Driver(executor), settings)
+        yield Llmctl(engines, executor, settings)
 
 
 # ---- vLLM ----
