@@ -95,10 +95,10 @@ def step_kernels(
     if plan.heads and limits.max_draft_len:
         sizes = (limits.max_batch_size, limits.max_draft_len, vocab_size)
         found += tree_kernel.tree_kernels(*sizes)
-    if limits.takes_trees and (plan.head_caches or not plan.heads):
-        # Trees of a draft engine, or as a draft engine; or of a head that attends.
-        found += tree_kernel.round_kernels(limits.max_batch_size, limits.max_draft_len)
+    if plan.head_caches or not plan.heads:  # trees of a head that attends, or as a draft engine
         found += tree_growth.kernels(limits, vocab_size)
+    if limits.takes_trees and not plan.heads:  # of a draft engine
+        found += tree_kernel.round_kernels(limits.max_batch_size, limits.max_draft_len)
     if limits.lookahead is not None:
         found += tree_kernel.round_kernels(limits.max_batch_size, limits.max_draft_len)
         found += lookahead.kernels(limits.lookahead, limits.max_draft_len)

@@ -1,8 +1,9 @@
 """What drafts in a row of scripts/bench/cuda.py: which engines, what a round reads and promises.
 
 The name of a row says it: 70b+1b-k13 is a target with a draft engine and 13 drafts a round,
+70b-room24+1b-t12x2x24x1 one with room for 24 drafts and the draft engine's tree 12,2,24,1,
 70b-medusa an engine with Medusa heads, 70b-redrafter one with a recurrent head (-head4: of 4-bit
-weights), 70b-eagle one with an EAGLE-3 head.
+weights), 70b-eagle one with an EAGLE-3 head, 70b-eagle-tree one that drafts its likeliest tree.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from llmctl.builder.engine_format import (
     EngineConfig,
 )
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
-from llmctl.runtime.drafting.eagle.method import Eagle
+from llmctl.runtime.drafting.draft_engine.tree import DraftTree, parse_tree
+from llmctl.runtime.drafting.eagle.method import MOST_OFFERS, Eagle
+from llmctl.runtime.drafting.growth.growth import LEVELS
 from llmctl.runtime.drafting.medusa.engine_check import built_tree
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
@@ -97,6 +100,37 @@ class EnginePair:
 
 
 @dataclass(frozen=True)
+class EngineTree:
+    """A draft engine that drafts a tree: one with room for its levels, or where drafts are followed
+    one by one the one that drafts chains."""
+
+    target: str
+    draft: str
+    tree: str
+    row = "pair"
+    published = None
+
+    @property
+    def asked(self) -> DraftTree:
+        return parse_tree(self.tree.replace("x", ","))
+
+    @property
+    def steps(self) -> int:
+        return self.asked.depth
+
+    def method(self, engines: Path) -> DraftMethod:
+        kind = "draft" if self.asked.width == 1 else "room24-draft"
+        return DraftEngine(engines / f"{self.draft}-{kind}", tree=self.asked)
+
+    def step_bytes(self, opened: OpenEngines, context: int) -> int:
+        (draft,) = opened.opened.draft_engines
+        return read_bytes(draft, context)
+
+    def expected_length(self, opened: OpenEngines) -> float | None:
+        return None
+
+
+@dataclass(frozen=True)
 class MedusaHeads:
     """Heads in the target's engine, and the tree that it was built with."""
 
@@ -157,15 +191,30 @@ class EagleHead:
         extend, later = (weight_bytes(plan, name) + cache for name in (EAGLE_EXTEND, EAGLE_NEXT))
         return (extend + (self.steps - 1) * later) // self.steps
 
-    def expected_length(self, opened: OpenEngines) -> float:
+    def expected_length(self, opened: OpenEngines) -> float | None:
         return chain_length(opened.checked.target, self.steps)
 
 
+@dataclass(frozen=True)
+class EagleTree(EagleHead):
+    """The likeliest tree of as many drafts as the engine was built for, level by level."""
+
+    steps = LEVELS
+
+    def method(self, engines: Path) -> DraftMethod:
+        return Eagle(num_offers=MOST_OFFERS)
+
+    def expected_length(self, opened: OpenEngines) -> float | None:
+        return None
+
+
 DRAFTINGS: dict[str, Callable[..., Drafting]] = {
+    r"([^+]+)\+([^+]+)-t([0-9x]+)": EngineTree,
     r"([^+]+)\+([^+]+)": EnginePair,
     r"([^+]+-medusa)": MedusaHeads,
     r"([^+]+-redrafter(?:-head4)?)": RecurrentHead,
     r"([^+]+-eagle)": EagleHead,
+    r"([^+]+-eagle-tree)": EagleTree,
 }
 
 

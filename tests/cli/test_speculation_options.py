@@ -78,6 +78,8 @@ def test_options_become_one_method(arguments, wanted):
         ((DRAFT, None, None, None, None, "5,3"), "depth,branch,nodes"),
         ((DRAFT, None, None, None, None, "5,3,-1"), "depth,branch,nodes"),
         ((DRAFT, None, None, None, None, "0,3,16"), "from 1 to 1024"),
+        ((DRAFT, None, None, None, None, "5,3,16,0"), "from 1 to 1024"),
+        ((DRAFT, None, None, None, None, "5,3,16,1"), "has at most 15 drafts"),
         ((DRAFT, None, None, None, None, "9,3,8"), "have no path of 9"),
         ((DRAFT, None, None, None, None, "2,3,13"), "has at most 12 drafts"),
         ((None, None, None, None, None, "5,3,16"), "--draft-tree is given without a draft"),

@@ -30,6 +30,7 @@ DRAFT_LEN = 5
 DRAFTING = Eagle(DRAFT_LEN)
 CHOICES = parse_choices("[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,0,0,0],[1,0,0]]")
 TREES = {"dynamic": Eagle(num_offers=4), "static": Eagle(choices=CHOICES)}
+SIBLINGS = Eagle(num_offers=3)
 METHODS = {"chain": DRAFTING, **TREES}
 
 
@@ -46,7 +47,7 @@ def engine(
     fit_head(float_target(repository), known_texts(requests, plain)).write(
         folder / "head", "demo-target"
     )
-    for name, rows in (("engine", 3), ("wide", 12)):
+    for name, rows in (("engine", 3), ("wide", 12), ("narrow", 1)):
         demo.llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
                     "--output-dir", folder / name, "--max-batch-size", 16, "--max-seq-len", 1024,
                     "--speculative-decoding-mode", "eagle", "--max-draft-len", 12,
@@ -189,10 +190,11 @@ def test_the_device_accepts_what_the_host_would(
     with opened(None) as executor:
         plain = run_all(executor, asked)
     everyone = list(range(len(asked)))
-    for method in TREES.values():
-        (found,) = rounds_on_device(wide, [(method, everyone)], asked, plain, monkeypatch)
+    narrow = wide.parent / "narrow"  # where drafts are followed one by one
+    for engine, method in (*((wide, method) for method in TREES.values()), (narrow, SIBLINGS)):
+        (found,) = rounds_on_device(engine, [(method, everyone)], asked, plain, monkeypatch)
         assert found.num_rounds > 10 and found.stats.accepted_tokens > 5
-        assert found.stats.accepted_tokens == accepted_by_host(wide, method, asked, plain)
+        assert found.stats.accepted_tokens == accepted_by_host(engine, method, asked, plain)
 
 
 def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:

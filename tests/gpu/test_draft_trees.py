@@ -26,7 +26,7 @@ from llmctl.runtime.drafting.draft_engine.tree import DraftTree
 from llmctl.runtime.request import Request
 
 MOST = 16  # drafts that every engine here has room for
-TREES = (DraftTree(4, 3, 12), DraftTree(6, 2, 16), DraftTree(1, 4, 4))
+TREES = (DraftTree(4, 3, 12), DraftTree(6, 2, 16), DraftTree(1, 4, 4), DraftTree(6, 2, 12, 1))
 
 
 @dataclass(frozen=True)

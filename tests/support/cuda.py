@@ -91,7 +91,11 @@ class FakeProgram:
         assert (counts[:requests] > 0).all() and (counts[requests:] == 0).all()
         assert counts.max() <= shape.max_query_len and kv_len.max() <= shape.max_kv_len
         slots = step.slot_mapping[:tokens].numpy()
-        assert not self._has_cache or shape.max_tree_len or (slots >= 0).all()
+        positions = step.position_ids[:tokens].numpy()
+        if self._has_cache and not shape.max_tree_len:
+            entries = np.repeat(kv_len[:requests], counts[:requests])
+            assert ((slots >= 0) | (positions >= entries)).all(), "of a position that has a block"
+            positions = np.minimum(positions, entries - 1)  # what comes of the others is not read
         assert (step.slot_mapping[tokens : shape.num_tokens] == -1).all()
         assert (step.position_ids[tokens : shape.num_tokens] == 0).all()
         rows = step.logit_rows[: shape.num_rows].numpy()
@@ -103,7 +107,6 @@ class FakeProgram:
             starts = step.tree_start[:requests].numpy()
             assert counts[:requests][starts >= 0].max(initial=0) <= shape.max_tree_len
             trees = Trees(starts, step.paths.numpy())
-        positions = step.position_ids[:tokens].numpy()
         if trees is not None and (slots < 0).any():  # the CPU is told that roots are stored
             roots, positions = kv_len[:requests] - counts[:requests], positions.copy()
             trees = Trees(starts, trees.paths.copy(), roots)

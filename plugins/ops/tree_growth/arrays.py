@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
 from llmctl.plugins.ops.sampling.arrays import CHUNK
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 MOST_OFFERS = 16  # tokens that may follow one draft
 MOST_WIDTH = 16  # drafts of a level that are followed further
+LEAST_NODES = 63  # drafts that the kernels of every engine are for
 NOTES = 6  # rows of `notes`
 
 
@@ -65,9 +67,17 @@ class TreeShape:
     given: GivenTree | None = None
 
     @property
-    def has_kernels(self) -> bool:
-        """Whether the kernels are for trees of that width."""
-        return self.num_offers <= MOST_OFFERS and self.width <= MOST_WIDTH
+    def is_followed_one_by_one(self) -> bool:
+        """Whether the drafts that are followed are a chain, and a level is a step of a chain."""
+        return self.width == 1
+
+    def fits(self, draft_len: int, limits: StepLimits) -> bool:
+        """Whether an engine of these limits has kernels for trees of so many drafts."""
+        if self.num_offers > MOST_OFFERS or self.width > MOST_WIDTH:
+            return False
+        if self.is_followed_one_by_one:
+            return draft_len <= most_nodes(limits)
+        return limits.takes_trees and draft_len <= 1 + limits.max_draft_len
 
     def levels(self, draft_len: int) -> int:
         """Levels of a tree of so many drafts."""
@@ -76,8 +86,15 @@ class TreeShape:
 
     def places(self, level: int, draft_len: int) -> int:
         """Tokens of a request in the step that computes a level (1: behind the root's children):
-        the root, and the places that drafts may have by then."""
+        the root, and the places that drafts may have by then; of a chain, its last draft."""
+        if self.is_followed_one_by_one:
+            return 1
         return 1 + min(level * self.width, draft_len - 1)
+
+
+def most_nodes(limits: StepLimits) -> int:
+    """The most drafts of trees that kernels of an engine of these limits are for."""
+    return max(1 + limits.max_draft_len, LEAST_NODES)
 
 
 @dataclass(frozen=True, slots=True)

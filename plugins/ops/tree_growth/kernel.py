@@ -16,7 +16,12 @@ from llmctl.plugins.device_loop.kernel import ONE_BLOCK, power_of_two, step_arra
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.sampling.arrays import CHUNK
-from llmctl.plugins.ops.tree_growth.arrays import MOST_OFFERS, MOST_WIDTH, GrowthArrays
+from llmctl.plugins.ops.tree_growth.arrays import (
+    MOST_OFFERS,
+    MOST_WIDTH,
+    GrowthArrays,
+    most_nodes,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +170,7 @@ def _pick_spec(vocab_size: int) -> KernelSpec:
 
 
 def _grow_spec(limits: StepLimits) -> KernelSpec:
-    most = limits.max_draft_len + 1  # drafts, of which the last is not followed
+    most = most_nodes(limits)
     return KernelSpec(
         name=f"growth.grow.b{limits.max_batch_size}.k{limits.max_draft_len}",
         source=f"{_SOURCE}:grow",

@@ -165,40 +165,45 @@ def _describe(
 ) -> None:
     """A step of trees whose token i is that of place i. The root is its first; it and those that
     earlier steps have stored are computed again as if they followed the root, and not stored: what
-    they are matters to nobody but for their paths. Tokens of padding follow all others."""
+    they are matters to nobody but for their paths. Tokens of padding follow all others.
+
+    Where one draft of a level is followed, those that are followed are a chain, and its last is the
+    only token; where nobody is, any other takes its place."""
     shape, per_block = arrays.shape, limits.tokens_per_block
     count = shape.places(level + 1, draft_len)
     sizes = [
         max(1, min(count, _room(state, limits, request))) if state.committed[request] else 0
         for request in range(batch)
     ]
+    is_chain = shape.is_followed_one_by_one
+    skipped = level + 1 if is_chain else 0  # places before the step's first token
     first, spare = 0, sum(sizes)
     step.cu_q[0] = 0
     for request, size in enumerate(sizes):
         committed, capacity = int(state.committed[request]), int(state.capacity[request])
-        step.kv_len[request] = min(committed - 1 + size, capacity) if size else 0
+        step.kv_len[request] = min(committed - 1 + skipped + size, capacity) if size else 0
         step.tree_start[request] = request * count if size > 1 else -1
-        for place in range(count):
-            is_live = place < size
-            index = first + place if is_live else spare + place - size
+        for nth in range(count):
+            is_live, place = nth < size, skipped + nth
+            index = first + nth if is_live else spare + nth - size
             node, row = new[request].get(place, (0, 0)) if is_live else (0, 0)
-            depth = level + 1 if node else min(place, 1)
+            depth = level + 1 if node or is_chain else min(place, 1)
             position = min(committed - 1 + depth, limits.max_seq_len - 1) if is_live else 0
             step.token_ids[index] = state.drafts[request, node - 1] if node else 0
             step.position_ids[index] = position
             step.slot_mapping[index] = -1
             arrays.sources[index] = row
-            if node:
-                at = committed - 1 + place
+            at = committed - 1 + place
+            if (node or (is_chain and is_live)) and at < capacity:
                 block = int(step.block_tables[request, at // per_block])
                 step.slot_mapping[index] = block * per_block + at % per_block
-            if is_live:
+            if is_live and not is_chain:
                 path = _path(arrays, trees, request, node) if node else [0, place][: place + 1]
-                step.paths[request * count + place, : len(path)] = torch.tensor(path)
+                step.paths[request * count + nth, : len(path)] = torch.tensor(path)
         for slot in range(shape.width):
             node, row = int(arrays.frontier[request, slot]), request * shape.width + slot
             place = int(arrays.places[request, node - 1]) if node else 0
-            at = first + place if size else 0
+            at = first + max(place - skipped, 0) if size else 0
             step.logit_rows[row] = at
             arrays.rows[row] = at if of_pairs else row
         first += size

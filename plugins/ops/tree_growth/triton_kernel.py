@@ -130,7 +130,9 @@ def grow(
         in_batch = request < batch
         lengths = tl.load(committed + request, mask=in_batch, other=0)
         limits = tl.load(capacity + request, mask=in_batch, other=0)
-        count = 1 + tl.minimum((level + 1) * width, draft_len - 1)
+        is_chain = width == 1  # whose last draft is the step's only token
+        skipped = tl.where(is_chain, level + 1, 0)  # places before its first token
+        count = tl.where(is_chain, 1, 1 + tl.minimum((level + 1) * width, draft_len - 1))
         room = tl.minimum(limits, max_seq_len) - lengths + 1
         sizes = tl.where(lengths > 0, tl.maximum(tl.minimum(room, count), 1), 0)
         size = tl.sum(tl.where(request == own, sizes, 0), 0)
@@ -140,30 +142,34 @@ def grow(
         if own == 0:
             tl.store(cu_q, 0)
         tl.store(cu_q + own + 1, first + size)
-        tl.store(kv_len + own, tl.where(length > 0, tl.minimum(length - 1 + size, limit), 0))
+        entries = tl.minimum(length - 1 + skipped + size, limit)
+        tl.store(kv_len + own, tl.where(length > 0, entries, 0))
         tl.store(tree_start + own, tl.where(size > 1, own * count, -1))
 
         node_at, came_from = note + 4 * (span + 1), note + 5 * (span + 1)
         table = block_tables + own * max_blocks
-        place = tl.arange(0, BLOCK_NODES)
-        exists, is_live = place < count, place < size
+        nth = tl.arange(0, BLOCK_NODES)
+        exists, is_live = nth < count, nth < size
+        place = skipped + nth
         node = tl.load(node_at + place, mask=is_live & (place < own_len), other=0)
         is_new = node > 0
-        index = tl.where(is_live, first + place, spare + place - size)
-        depth = tl.where(is_new, level + 1, tl.minimum(place, 1))
+        index = tl.where(is_live, first + nth, spare + nth - size)
+        depth = tl.where(is_new | is_chain, level + 1, tl.minimum(place, 1))
         token = tl.load(own_drafts + node - 1, mask=is_new, other=0)
         tl.store(token_ids + index, token, mask=exists)
         position = _inside(length - 1 + depth, is_live, max_seq_len)
         tl.store(position_ids + index, position, mask=exists)
-        slot = _slot_of(table, length - 1 + place, limit, is_new, tokens_per_block)
+        is_stored = is_new | (is_chain & is_live)
+        slot = _slot_of(table, length - 1 + place, limit, is_stored, tokens_per_block)
         tl.store(slot_mapping + index, slot, mask=exists)
         source = tl.load(came_from + node, mask=is_new, other=0)
         tl.store(sources + index, source.to(tl.int64), mask=exists)
 
-        path = paths + (own * count + place).to(tl.int64) * path_stride
-        tl.store(path, tl.zeros_like(place), mask=is_live)
-        tl.store(path + 1, place, mask=is_live & (place > 0) & (node == 0))
-        up, at = node, depth
+        path = paths + (own * count + nth).to(tl.int64) * path_stride
+        in_tree = is_live & (is_chain == 0)
+        tl.store(path, tl.zeros_like(place), mask=in_tree)
+        tl.store(path + 1, place, mask=in_tree & (place > 0) & (node == 0))
+        up, at = tl.where(in_tree, node, 0), depth
         while tl.max(up, axis=0) > 0:
             step = tl.load(own_places + up - 1, mask=up > 0, other=0)
             tl.store(path + at, step, mask=up > 0)
@@ -175,7 +181,7 @@ def grow(
         followed = tl.load(frontier + own * width + slot_number, mask=is_slot, other=0)
         where = tl.load(own_places + followed - 1, mask=followed > 0, other=0)
         to = own * width + slot_number
-        at_token = tl.where(length > 0, first + where, 0)
+        at_token = tl.where(length > 0, first + tl.maximum(where - skipped, 0), 0)
         tl.store(logit_rows + to, at_token, mask=is_slot)
         tl.store(rows + to, tl.where(of_pairs > 0, at_token, to), mask=is_slot)
 

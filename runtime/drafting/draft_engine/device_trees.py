@@ -2,9 +2,9 @@
 the drafts that are kept and followed (growth/device.py), as the host does.
 
 A step has a token for each place behind the root that a draft may have by then, of which only the
-drafts that are followed are stored. Behind acceptance their keys are moved to the positions of the
-accepted tokens; the last of these may have none and is read again, as a round begins with the last
-two tokens of each request.
+drafts that are followed are stored; where one of a level is followed, it is a step of a chain.
+Behind acceptance their keys are moved to the positions of the accepted tokens; the last of these
+may have none and is read again, as a round begins with the last two tokens of each request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class DeviceDraftTrees(FedDraftEngine):
     block_tables: Items[torch.Tensor] = ()
 
     def __init__(self, draft: CudaEngine, tree: TreeShape, draft_len: int) -> None:
-        super().__init__(draft, draft_len, max(MOST_FED, draft_len))
+        widest = tree.places(tree.levels(draft_len) - 1, draft_len)
+        super().__init__(draft, draft_len, max(MOST_FED, widest))
         self._shape = tree
 
     def make_trees(
@@ -61,7 +62,8 @@ class DeviceDraftTrees(FedDraftEngine):
         """Acceptance on the device says all that the next round reads."""
 
     def reads(self, draft_len: int) -> bool:
-        return draft_len > 1  # a single draft is never followed
+        # Else keys are where they are to be: nobody was followed, or a chain.
+        return draft_len > 1 and not self._shape.is_followed_one_by_one
 
     def enqueue_drafts(self, shape: RoundShape) -> None:
         steps, draft, tree = self._steps, self._draft, self._shape
@@ -72,7 +74,8 @@ class DeviceDraftTrees(FedDraftEngine):
         for level in range(tree.levels(draft_len)):
             if level:
                 count = tree.places(level, draft_len)
-                steps.forward(draft, shape, count, batch * tree.width, has_trees=True)
+                has_trees = not tree.is_followed_one_by_one
+                steps.forward(draft, shape, count, batch * tree.width, has_trees=has_trees)
             self._growth.enqueue_level(shape, level, draft.logits, program.step)
 
     def enqueue_reading(self, shape: RoundShape) -> None:

@@ -73,7 +73,7 @@ class DraftEngine:
 
         if self.tree is None:
             return None
-        return DynamicShape(self.tree.branch, self.tree.branch, self.tree.depth)
+        return DynamicShape(self.tree.branch, self.tree.width, self.tree.depth)
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
@@ -86,9 +86,8 @@ class DraftEngine:
         if self.tree is None:
             return DeviceDraftEngine(draft, draft_len)
         # More of a level than there are drafts would change nothing.
-        width = min(self.tree.branch, draft_len)
-        shape = TreeShape(width, width, self.tree.depth)
-        limits = draft.program.limits
-        if not shape.has_kernels or not limits.takes_trees or draft_len > 1 + limits.max_draft_len:
+        offers, width = (min(n, draft_len) for n in (self.tree.branch, self.tree.width))
+        shape = TreeShape(offers, width, self.tree.depth)
+        if not shape.fits(draft_len, draft.program.limits):
             return None
         return DeviceDraftTrees(draft, shape, draft_len)

@@ -78,7 +78,7 @@ ROW = MethodRow(
             "draft_tree",
             (TREE,),
             str,
-            '"depth,branch,nodes": the draft engine drafts a tree, such as 5,3,16.',
+            '"depth,branch,nodes[,followed]": the draft engine drafts a tree, such as 5,3,16.',
             is_hidden=True,  # --help is full
         ),
     ),

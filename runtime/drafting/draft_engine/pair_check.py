@@ -46,8 +46,8 @@ def require_trees(target: EngineConfig, draft: EngineConfig, tree: DraftTree) ->
     most = 1 + int(draft.build_config["max_draft_len"])
     takes_roots = BACKENDS[draft.backend].takes_roots
     # Else a step has a token for every place behind the root, and an engine for fewer than three
-    # tokens has no kernels for trees.
-    wanted = tree.branch if takes_roots else max(tree.nodes, 3)
+    # tokens has no kernels for trees. What is followed one by one is a chain.
+    wanted = tree.width if takes_roots or tree.width == 1 else max(tree.nodes, 3)
     if tree.depth > 1 and wanted > most:
         raise PairMismatch(
             f"{OPTION} {tree} needs {wanted} tokens of a sequence in a step of the draft engine; "

@@ -65,7 +65,8 @@ class DeviceEagleTrees(DeviceEagle):
                 rows = self._growth.arrays.sources[: shape.batch * count]
                 state = [self._left(graph, EAGLE_STATE)]
                 self._target.pass_chosen(EAGLE_NEXT, EAGLE_STATE, state, rows)
-                self._steps.attend(EAGLE_NEXT, shape, count, tree.width, has_trees=True)
+                has_trees = not tree.is_followed_one_by_one
+                self._steps.attend(EAGLE_NEXT, shape, count, tree.width, has_trees=has_trees)
                 graph = EAGLE_NEXT
             self._growth.enqueue_level(shape, level, self._left(graph, LOGITS), following)
 

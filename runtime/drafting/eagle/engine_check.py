@@ -38,7 +38,9 @@ def require_trees(target: EngineConfig, choices: MedusaTree | None, draft_len: i
     PairMismatch where a level of `choices`, or of trees of so many drafts, needs more rows than the
     head computes at once."""
     require_continued(target, "trees from an EAGLE head", "--eagle-choices auto drafts a chain")
-    if not BACKENDS[target.backend].takes_roots and draft_len > tree_width(target):
+    is_followed_one_by_one = choices is None and tree_width(target) == 1  # by steps of a chain
+    takes_fewer = not BACKENDS[target.backend].takes_roots and not is_followed_one_by_one
+    if takes_fewer and draft_len > tree_width(target):
         raise PairMismatch(  # a step has a row for every place behind the root
             f"a tree of {draft_len} drafts needs as many rows of the head in a step; the engine "
             f"was built for {tree_width(target)}",

@@ -95,7 +95,7 @@ class Eagle:
         if not self.drafts_trees:
             return DeviceEagle(target, drafter, draft_len)
         shape = self._shape(target.config, draft_len)
-        if not shape.has_kernels or not target.program.limits.takes_trees:
+        if not shape.fits(draft_len, target.program.limits):
             return None
         return DeviceEagleTrees(target, drafter, shape, draft_len)
 

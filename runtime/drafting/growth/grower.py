@@ -114,7 +114,7 @@ class Grower:
     def _parts(self, active: Items[Growth]) -> Iterator[slice]:
         """As many sequences together as a step may have."""
         levels = self._levels
-        are_chains = all(isinstance(own, Chain) for own in active)
+        are_chains = all(own.is_chain for own in active)
         first = num_rows = 0
         for index, own in enumerate(active):
             count = 1 if are_chains else levels.num_rows(own)

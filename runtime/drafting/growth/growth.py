@@ -62,6 +62,7 @@ class Growth(Protocol):
     row: int
     frontier: list[Node]
     num_offers: int  # tokens that a row shall offer; 0: one that the sampler draws
+    is_chain: bool  # whether those that are expanded follow one another, in places 1, 2, 3, ...
 
     def paths(self) -> list[list[int]]:
         """The places on the way to each of `frontier`: of the root's child first."""
@@ -81,6 +82,7 @@ class Chain:
     """One draft after another. is_plain: they are the likeliest tokens."""
 
     num_offers = 0
+    is_chain = True
 
     def __init__(self, sequence: Sequence, row: int, length: int, *, is_plain: bool) -> None:
         self.sequence, self.row, self.is_plain = sequence, row, is_plain
@@ -154,6 +156,7 @@ class DynamicTree:
         self.sequence, self.row, self.num_offers = sequence, row, shape.num_offers
         self.frontier: list[Node] = []
         self._room, self._shape = room, shape
+        self.is_chain = shape.width == 1
         self._best: list[Node] = []
         self._num_nodes = self._depth = 0
 
@@ -229,6 +232,8 @@ class StaticTree:
             self._children.setdefault(parent, []).append(index)
         self._expanded = [ROOT]  # indices of those whose rows were asked for last
         self._num_places = 0
+        inner = [nodes.heads[index] for index in self._children if index != ROOT]
+        self.is_chain = len(set(inner)) == len(inner)
 
     def paths(self) -> list[list[int]]:
         """See Growth."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmctl.plugins.core.calls import StepInputs, Trees
-from llmctl.runtime.drafting.growth.growth import Chain, Growth
+from llmctl.runtime.drafting.growth.growth import Growth
 from llmctl.runtime.step import pack_next
 
 
@@ -24,7 +24,7 @@ def pack_level(
     root, whose key is there; tables [B, blocks]: their block tables. takes_roots: see StepRunner;
     `logit_rows` are the rows of the frontiers."""
     tokens = np.array([node.token for own in growths for node in own.frontier], np.int32)
-    if all(isinstance(own, Chain) for own in growths):
+    if all(own.is_chain for own in growths):
         depths = np.array([own.frontier[0].place for own in growths], np.int32)
         return pack_next(tokens, roots + depths, tables, tokens_per_block)
     found = [own.paths() for own in growths]
@@ -52,7 +52,7 @@ def pack_level(
 
 
 def rows_of(growth: Growth, *, takes_roots: bool) -> int:
-    """Tokens of a growth in a step that has trees."""
+    """Tokens of a growth in a step that has trees: of a chain, too."""
     if takes_roots:
         return len(growth.frontier)
     return 1 + max(node.place for node in growth.frontier)

@@ -139,7 +139,11 @@ def test_a_tree_needs_room_in_both_engines_and_a_backend_that_continues_it():
     assert star.check(target, {ROLE: engine()}) == 3, "nothing follows its drafts"
     with pytest.raises(PairMismatch, match="needs 12 tokens of a sequence .* built for 3"):
         method.check(*(replace(target, backend="cuda"), {ROLE: replace(draft, backend="cuda")}))
-    smallest = DraftEngine(Path("draft"), tree=DraftTree(2, 1, 2))
+    one_by_one = DraftEngine(Path("draft"), tree=DraftTree(6, 2, 12, 1))
+    for backend in ("cpu", "cuda"):
+        pair = [replace(own, backend=backend) for own in (target, engine())]
+        assert one_by_one.check(pair[0], {ROLE: pair[1]}) == 12, "by steps of a chain"
+    smallest = DraftEngine(Path("draft"), tree=DraftTree(2, 2, 2))
     for length, backend in ((1, "cpu"), (2, "cuda")):
         own = replace(engine(max_draft_len=length), backend=backend)
         assert smallest.check(replace(target, backend=backend), {ROLE: own}) == 2

@@ -14,12 +14,12 @@ from support.fake_loop import Harness
 from support.rounds_by_reference import run_rounds_by_reference
 
 from llmctl.plugins.ops.tree_growth import kernel
-from llmctl.plugins.ops.tree_growth.arrays import TreeShape, growth_bytes
+from llmctl.plugins.ops.tree_growth.arrays import growth_bytes
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.draft_engine.device_trees import DeviceDraftTrees
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
-from llmctl.runtime.drafting.draft_engine.tree import DraftTree
+from llmctl.runtime.drafting.draft_engine.tree import DraftTree, parse_tree
 from llmctl.runtime.drafting.growth.growth import DynamicShape
 from llmctl.runtime.engines.open_gpu import OpenedOnGpu
 from llmctl.runtime.request import Request, SamplingConfig
@@ -60,7 +60,7 @@ class TreeDevice:
         self, tree: DraftTree, *, agreement: float = 1.0, max_batch_size: int = 4, **draft: Any
     ) -> None:
         self.tree = tree
-        shape = DynamicShape(tree.branch, tree.branch, tree.depth)
+        shape = DynamicShape(tree.branch, tree.width, tree.depth)
         sizes = {"max_batch_size": max_batch_size, "vocab_size": VOCAB, "takes_roots": False}
         sizes["max_draft_len"] = max(tree.nodes, 2)
         sizes["max_num_tokens"] = max_batch_size * (sizes["max_draft_len"] + 1)
@@ -106,7 +106,7 @@ def random_request(generator: np.random.Generator) -> Request:
     )
 
 
-TREES = [DraftTree(4, 3, 12), DraftTree(1, 4, 4), DraftTree(3, 1, 3), DraftTree(6, 2, 9)]
+TREES = [*map(parse_tree, ("4,3,12", "1,4,4", "3,1,3", "6,2,9", "5,3,11,1"))]
 
 
 @pytest.mark.parametrize("schedule", range(6))
@@ -171,7 +171,7 @@ def test_rounds_of_the_device_are_those_of_the_host(tree, agreement, end_id):
     found = commits_of(device, requests, by_device=True)
     assert found == host
     assert device.runner._num_started > 5
-    if agreement < 1 and tree.branch > 1 and tree.depth > 1 and end_id is None:
+    if agreement < 1 and tree.width > 1 and tree.depth > 1 and end_id is None:
         assert device.draft.num_moves, "an accepted path was not the likeliest"
 
 
@@ -220,10 +220,12 @@ def test_a_failed_round_leaves_nothing_behind():
     [
         (DraftTree(4, 3, 12), 11, True),
         (DraftTree(4, 3, 12), 10, False),  # fewer places than the tree has
-        (DraftTree(1, 4, 4), 1, False),  # no kernels for trees
+        (DraftTree(2, 3, 4), 1, False),  # no kernels for trees
         (DraftTree(2, 16, 40), 63, True),
         (DraftTree(2, 17, 40), 63, False),  # wider than the kernels
         (DraftTree(1, 20, 12), 63, True),  # which 12 drafts do not need
+        (DraftTree(12, 2, 24, 1), 0, True),  # by steps of a chain
+        (DraftTree(32, 2, 64, 1), 0, False),
     ],
 )
 def test_the_device_leads_where_its_kernels_are_wide_enough(tree, draft_drafts, is_led):
@@ -246,7 +248,6 @@ def test_the_memory_plan_counts_trees_that_a_draft_engine_may_draft():
     assert tree_bytes(plan, 8, 20) == tree_bytes(plan, 8, 1, may_grow=True) == 0
     grown = growth_bytes(8, 20, 5000)
     assert tree_bytes(plan, 8, 20, may_grow=True) > grown > 4 * 8 * 16 * 3 * 16
-    assert TreeShape(16, 16, 5).has_kernels and not TreeShape(17, 2, 5).has_kernels
 
 
 def test_trees_are_right_after_graphs_were_captured_while_there_were_no_requests() -> None:
