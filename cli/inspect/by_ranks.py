@@ -17,6 +17,7 @@ from llmctl.cli.inspect.prediction import fastest
 from llmctl.cli.rank_speed import Meeting, RankStep, rank_time, waits_of
 from llmctl.errors import Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.fused.all_reduce_norm.spec import warps_of
 from llmctl.plugins.schemes.table import scheme_of_algo
 
 _PARTIAL_BYTES = 4  # float32, of sums and logits
@@ -40,6 +41,7 @@ def steps_by_ranks(
     model = config.pretrained_config
     scheme = scheme_of_algo(model["quantization"]["quant_algo"])
     layers, hidden = int(model["num_hidden_layers"]), int(model["hidden_size"])
+    has_norm = BACKENDS[config.backend].packs_linears and warps_of(hidden) is not None
     whole = step_bytes(plan, step) * config.num_ranks
     found = {}
     for ranks in BACKENDS[config.backend].rank_counts or ():
@@ -54,7 +56,7 @@ def steps_by_ranks(
                 found[1] = (read / speed, read / speed)
             continue
         share = vocabulary_share(int(model["vocab_size"]), ranks)
-        met = [Meeting(_PARTIAL_BYTES * step.tokens * hidden)] * (2 * layers)
+        met = [Meeting(_PARTIAL_BYTES * step.tokens * hidden, has_norm=has_norm)] * (2 * layers)
         met.append(Meeting(_PARTIAL_BYTES * step.tokens * share, is_sum=False))
         time = rank_time(gpu, RankStep(ranks, layers, read, met), waits_of(scheme))
         if time is not None:

@@ -93,6 +93,7 @@ def meetings(plan: Plan, step: Step) -> list[Meeting]:
         Meeting(
             _num_bytes(tensors[op.inputs["x"]], step.sizes) // int(op.attributes.get("leaves", 1)),
             is_sum=op.op != "all_gather",
+            has_norm=op.op == "all_reduce_norm",
         )
         for op in plan.ops
         if int(op.attributes.get("ranks", 1)) > 1

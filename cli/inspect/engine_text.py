@@ -160,7 +160,7 @@ def step_line(step: Mapping[str, Any]) -> str:
     text += f", predicted {step['predicted_ms']:.3g} ms at {step['read_bytes_s'] / 1e9:.4g} GB/s"
     text += f" ({step['memory']})"
     if most:
-        text += f", of which {count} meetings of ranks are {least:.3g} to {most:.3g} ms"
+        text += f", of which {count} meetings of ranks are {span(least, most)} ms"
     elif count:
         text += f" and whatever {count} meetings of ranks take"
     return text

@@ -32,6 +32,7 @@ from llmctl.builder.ranks import local_kv_heads, vocabulary_share
 from llmctl.cli.gpus import GPUS, effective_read_bytes_s
 from llmctl.cli.rank_speed import Meeting, RankStep, rank_time
 from llmctl.plugins.core.op_rules import RANK_COUNTS
+from llmctl.plugins.fused.all_reduce_norm.spec import warps_of
 from scripts.models.planted_shapes import SHAPES, Shape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -108,7 +109,8 @@ def step_ms(shape: Shape, ranks: int, tokens: int = 1) -> Bounds:
         speed = effective_read_bytes_s(CARD, read)
         assert speed is not None
         return 1e3 * read / speed + more, 1e3 * read / speed + more
-    sums = [Meeting(4 * tokens * shape.hidden)] * (2 * shape.layers)
+    has_norm = warps_of(shape.hidden) is not None
+    sums = [Meeting(4 * tokens * shape.hidden, has_norm=has_norm)] * (2 * shape.layers)
     logits = Meeting(4 * tokens * head_rows(shape, ranks), is_sum=False)
     time = rank_time(CARD, RankStep(ranks, shape.layers, read, [*sums, logits]))
     assert time is not None
