@@ -4,7 +4,8 @@
 
 One line per kernel and number of rows: microseconds a launch, median and range over replays. A
 launch waits for the one before it, as in a model, so this is latency and not throughput. Of the
-sums over ranks, here all in one memory, also the share of its bandwidth that their bytes take.
+sums over ranks, here all in one memory, and of the logits that trees grow from, also the share of
+its bandwidth that their bytes take.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.op_rules import RANK_COUNTS
 from llmctl.plugins.device_loop import kernel as rounds
 from llmctl.plugins.device_loop.state import RoundState
+from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.all_gather import kernel as all_gather
 from llmctl.plugins.ops.all_reduce import kernel as all_reduce
 from llmctl.plugins.ops.rms_norm.kernel import launches as norm_launches
 from llmctl.plugins.ops.sampling import kernel as sampling
 from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
+from llmctl.plugins.ops.tree_growth import kernel as growth
+from llmctl.plugins.ops.tree_growth.arrays import GrowthArrays, TreeShape
 
 REPEATS = 50  # launches of a graph
 REPLAYS = 25
@@ -48,6 +52,14 @@ PREFERENCES = {
     "top_k 50, top_p 0.9": {"top_k": 50, "top_p": 0.9},
     "min_p 0.05": {"min_p": 0.05},
 }
+
+
+# (offers of a draft, drafts of a level that are followed, levels), drafts
+TREES = (
+    (TreeShape(2, 1, 12), 24),
+    (TreeShape(3, 3, 6), 16),
+    (TreeShape(10, 10, 8), 32),
+)
 
 
 def integers(*shape: int) -> torch.Tensor:
@@ -212,6 +224,38 @@ def time_rounds(vocab: int) -> None:
         report("rounds.draw_next, requests:", batch, [both])
 
 
+def time_growth(vocab: int) -> None:
+    """What is between two levels of trees that a draft engine or an EAGLE head grows."""
+    bandwidth = statistics.median(read_bandwidth()) * 1e12  # bytes a second
+    for shape, draft_len in TREES:
+        for batch in (1, 8):
+            state = RoundState.allocate(batch, draft_len, "cuda")
+            trees = DraftTrees.allocate(batch, draft_len, "cuda")
+            grown = GrowthArrays.allocate(batch, draft_len, shape, vocab, "cuda")
+            state.committed.fill_(2000)
+            for tensor in (state.capacity, state.max_len):
+                tensor.fill_(4000)
+            tokens = batch * (draft_len + 1)
+            limits = StepLimits(tokens, tokens, batch, 4096, draft_len, 32, "bfloat16")
+            rows = batch * shape.width
+            logits = torch.randn(rows, vocab, device="cuda")
+            described = grown, state, trees, make_step(limits), limits, batch, draft_len
+            launches = []
+            for level in (0, 1):
+                offered = growth.offer(
+                    logits, grown, rows if level else batch, is_root=not level, num_ids=vocab
+                )
+                launches = [*offered, growth.grow(*described, level, of_pairs=False)]
+                measure(launches)  # which makes the trees
+            name = f"growth {shape.num_offers},{shape.width} of {draft_len}"
+            share_us = 1e6 * logits.nbytes / bandwidth
+            report(f"{name}, offer, share of bandwidth", rows, launches[:1], share_us)
+            report(f"{name}, pick", rows, launches[1:2])
+            report(f"{name}, grow", batch, launches[2:])
+            report(f"{name}, all of a level", batch, launches, share_us)
+            report(f"{name}, list_moves", batch, [growth.list_moves(*described)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocab", type=int, default=128256)
@@ -226,6 +270,7 @@ def main() -> None:
             report(f"  with {num_warps} warps", rows, [other])
     time_ranks(options.hidden, options.vocab)
     time_rounds(options.vocab)
+    time_growth(options.vocab)
     time_sampling(options.vocab)
 
 
