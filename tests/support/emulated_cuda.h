@@ -189,14 +189,26 @@ struct BF16 {
   static float unpack(Storage x) { return __uint_as_float(u32(x) << 16); }
 };
 
-#ifdef HIDDEN  // norm_math.cuh, of BF16 rows that stay BF16
+#ifdef HIDDEN  // norm_math.cuh, of BF16 rows
 struct Model {
   static float low(u32 x) { return BF16::unpack(u16(x)); }
   static float high(u32 x) { return BF16::unpack(u16(x >> 16)); }
 };
+DEVICE u32 e4m3(float x) {  // nearest even, saturated
+  const float size = std::min(std::fabs(x), 448.0f);
+  int exponent;
+  std::frexp(size, &exponent);
+  const int power = size > 0 ? std::max(exponent - 1, -6) : -6;  // of the leading bit
+  const u32 eighths = u32(std::nearbyint(std::ldexp(size, 3 - power)));
+  return (std::signbit(x) ? 0x80 : 0) | (((power + 6) << 3) + eighths);
+}
 struct Divisor {
-  explicit Divisor(float) {}
-  uint2 unit(const uint4&) const { return {0, 0}; }
+  float scale;
+  explicit Divisor(float scale_) : scale(scale_) {}
+  u32 pair(u32 y) const { return e4m3(Model::low(y) / scale) | e4m3(Model::high(y) / scale) << 8; }
+  uint2 unit(const uint4& y) const {
+    return {pair(y.x) | pair(y.y) << 16, pair(y.z) | pair(y.w) << 16};
+  }
 };
 DEVICE u32 add_pair(u32 a, u32 b) {
   return BF16::pack_pair(Model::low(a) + Model::low(b), Model::high(a) + Model::high(b));
