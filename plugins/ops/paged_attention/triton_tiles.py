@@ -56,9 +56,8 @@ def next_unit(tile):
 def unit_index(tile):
     """How many units end at or before this tile."""
     top = tl.minimum(highest_bit(tile), _LAST_OCTAVE)
-    octave = 0
-    for bit in tl.static_range(4, 16):
-        octave += ((top >> bit) & 1) * (bit - 4)
+    # The exponent of a power of two, as a float32 has it.
+    octave = tl.maximum((tl.cast(tl.cast(top, tl.float32), tl.int32, bitcast=True) >> 23) - 131, 0)
     later = 8 * octave + 16 + ((tile - top) // tl.maximum(top >> 3, 1)) - 8 * _BASE_OCTAVE
     return tl.where(tile < 16 * UNIT, tile // UNIT, later)
 

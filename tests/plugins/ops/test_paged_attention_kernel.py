@@ -141,6 +141,17 @@ def test_units_are_few_and_short():
     assert all(count_units(unit_start(n) * KEYS + 1) == n + 1 for n in range(300))
 
 
+def test_triton_counts_units_as_the_host_does():
+    tiles = 600  # units have grown to their largest at 64, and there are many of those
+    out = torch.zeros((tiles, 3), dtype=torch.int32)
+    source = "support.cuda_samples.tiles_triton:describe_tiles"
+    execute([Launch(KernelSpec("tiles", source, ("*i32",)), (tiles, 1, 1), (out,))])
+    starts = [unit_start(unit) for unit in range(count_units(tiles * KEYS) + 1)]
+    for tile, (index, start, following) in enumerate(out.tolist()):
+        assert starts[index] == start <= tile < starts[index + 1]
+        assert following == (tile if tile == start else starts[index + 1])
+
+
 def test_splits_are_counted_so_that_all_run_at_once():
     """They wait for each other: two thread blocks must fit an SM, and no more may be launched."""
     for batch in (1, 3, 16, 64):
