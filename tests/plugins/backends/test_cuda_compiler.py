@@ -166,6 +166,15 @@ def test_a_cached_kernel_is_not_compiled_again(monkeypatch):
         compile_kernel(replace(ADD_ROWS, constants={"WIDTH": 128}))
 
 
+def test_kernels_of_different_names_and_arguments_share_what_is_compiled(monkeypatch):
+    first = compile_kernel(ADD_ROWS)
+    forbid_compiling(monkeypatch)
+    other = replace(ADD_ROWS, name="sample.other", arguments=("*bf16", *ADD_ROWS.arguments[1:]))
+    assert compile_kernel(other) == replace(first, name=other.name, arguments=other.arguments)
+    with pytest.raises(KernelCompileError, match="has parameters of"):
+        compile_kernel(replace(ADD_ROWS, arguments=ADD_ROWS.arguments[:-1]))
+
+
 def test_a_damaged_cache_entry_is_compiled_again(monkeypatch):
     first = compile_kernel(ADD_ROWS)
     (entry,) = cached()
