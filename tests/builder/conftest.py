@@ -164,13 +164,15 @@ def open_for_test(folder: Path, program_name: str) -> Engine:
 
 @pytest.fixture
 def build_engine(tmp_path: Path) -> Callable[..., Path]:
-    """build_engine(checkpoint, **request fields) -> engine folder; logits for up to 128 tokens."""
+    """build_engine(checkpoint, **request fields) -> engine folder; logits for up to 128 tokens.
+    Without binaries no kernel is compiled, for tests that look at the plan and its weights."""
     count = 0
 
     def built(
         checkpoint: Path,
         plugins: dict[str, str] | None = None,
         backend: str = "cpu",
+        with_binaries: bool = True,
         **fields: Any,
     ) -> Path:
         nonlocal count
@@ -179,7 +181,8 @@ def build_engine(tmp_path: Path) -> Callable[..., Path]:
             **{"max_batch_size": 2, "max_num_tokens": 128, "max_draft_len": 63, **fields}
         )
         folder = tmp_path / f"engine{count}"
-        run_build(plan_build(checkpoint, request, backend=backend, plugins=plugins), folder)
+        options = {"backend": backend, "plugins": plugins, "with_binaries": with_binaries}
+        run_build(plan_build(checkpoint, request, **options), folder)
         return folder
 
     return built

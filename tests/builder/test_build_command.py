@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.attention_models import give_heads
 
 from llmctl.builder.engine_format import open_engine, read_engine_config
 from llmctl.builder.plugin_config import rank_notices
@@ -185,6 +186,8 @@ def test_a_planted_engine_is_what_its_checkpoint_says_unless_told_otherwise(
         "0.3",
     ]
     subprocess.run(made, check=True, capture_output=True)
+    for name in ("target", "draft"):
+        give_heads(tmp_path / "made" / name, "1b")
     build = ["build", "--backend", "cuda", "--load-format", "planted", "--dtype", "bfloat16"]
     wanted = {"draft": ("draft", 0.3), "target": ("target", 0.3)}
     for name, (role, acceptance) in wanted.items():

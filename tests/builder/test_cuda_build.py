@@ -106,14 +106,20 @@ def test_attention_of_every_layer_is_launched_as_if_it_were_the_only_one(
         assert len(seen) >= len(layers) > 1  # each layer has its own cache
 
 
-def test_each_plugin_option_takes_its_fusion_apart(checkpoints, build_engine) -> None:
+def test_each_plugin_option_takes_its_fusion_apart(checkpoints, build_engine, monkeypatch) -> None:
+    # Planned without binaries, which the plan and the references do not need.
+    monkeypatch.setattr("llmctl.builder.validation.kernels.check_kernels", lambda *_: None)
     apart = {
         "gemm_swiglu_plugin": ["packed_linear", "swiglu"],
         "norm_quant_fusion": ["packed_linear_swiglu", "quantize"],
     }
     for option, wanted in apart.items():
         folder = build_engine(
-            checkpoints("qwen2 fp8"), {option: "disable"}, backend="cuda", **LIMITS
+            checkpoints("qwen2 fp8"),
+            {option: "disable"},
+            backend="cuda",
+            with_binaries=False,
+            **LIMITS,
         )
         ops = ops_of(open_engine(folder)[0])
         start = ops.index(wanted[0], ops.index("rms_norm", 1))
@@ -214,12 +220,18 @@ def test_logits_are_those_of_the_cpu_engine(
 
 
 def test_fusions_change_no_bit(
-    checkpoints, cuda_engines, build_engine, open_test_engine, some_tokens
+    checkpoints, cuda_engines, build_engine, open_test_engine, some_tokens, monkeypatch
 ):
     tokens = some_tokens(20)
     wanted = open_test_engine(cuda_engines("qwen2 fp8"), "reference").run(tokens)
+    # Planned without binaries, which the plan and the references do not need.
+    monkeypatch.setattr("llmctl.builder.validation.kernels.check_kernels", lambda *_: None)
     for option in ("gemm_swiglu_plugin", "norm_quant_fusion", "use_fp8_context_fmha"):
         folder = build_engine(
-            checkpoints("qwen2 fp8"), {option: "disable"}, backend="cuda", **LIMITS
+            checkpoints("qwen2 fp8"),
+            {option: "disable"},
+            backend="cuda",
+            with_binaries=False,
+            **LIMITS,
         )
         assert torch.equal(open_test_engine(folder, "reference").run(tokens), wanted), option

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.cuda_build import HEADS
 from support.driver import RecordingDriver
 
 from llmctl.builder.engine_format import read_engine_config
@@ -21,7 +22,7 @@ LIMITS = {"max_batch_size": 2, "max_num_tokens": 48, "max_draft_len": 16, "max_s
 
 @pytest.fixture
 def engine(new_model, save, build_engine):
-    model = new_model("llama", dtype="bfloat16", head_dim=64)
+    model = new_model("llama", dtype="bfloat16", **HEADS)
     return build_engine(save(model), backend="cuda", **LIMITS)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.cuda import open_on_fake_device
+from support.cuda_build import HEADS
 from support.driver import RecordingDriver
 from support.heads import MODE, ROW, TorchHeads
 
@@ -44,7 +45,7 @@ def make(new_model, save):
     """make(tied, dtype) -> (heads of plain torch, a checkpoint of a model and them)."""
 
     def made(tied=False, dtype="float32"):
-        fields = {"head_dim": 64, "gain": 0.5, "tie_word_embeddings": tied}
+        fields = {**HEADS, "gain": 0.5, "tie_word_embeddings": tied}
         model = new_model("llama", dtype=dtype, **fields)
         heads = TorchHeads(model, 64)
         return heads, heads.add_to(save(model), getattr(torch, dtype))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cuda_build import HEADS
 
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.kv_cache import choose_kv_cache
@@ -89,7 +90,7 @@ def test_a_cuda_engine_with_int8_is_the_cpu_engine_and_holds_kernels_for_it(
     exported, build_engine, open_test_engine, some_tokens
 ) -> None:
     """Its plan runs with the references, which unpack weights and take fused operators apart."""
-    folder, _ = exported((4, 3), dtype="bfloat16", head_dim=64)
+    folder, _ = exported((4, 3), dtype="bfloat16", **HEADS)
     edit(folder, "INT8", FP8_TO_INT8)
     wanted = open_test_engine(build_engine(folder), "reference").run(some_tokens(40))
     engine = open_test_engine(build_engine(folder, backend="cuda"), "reference")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.cuda_build import HEADS
 
 from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
@@ -18,7 +19,7 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 @pytest.fixture
 def model(new_model, save):
     """(the model, its checkpoint), four layers."""
-    made = new_model("llama", num_hidden_layers=4, gain=0.5, head_dim=64)
+    made = new_model("llama", num_hidden_layers=4, gain=0.5, **HEADS)
     return made, save(made)
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.attention_models import config_of
+
+# Engines have the attention of a few models, whose kernels are then compiled once for all tests.
+HEADS = config_of("1b")
+TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
 # 5 heads of 80 leave padding in the last row tile, and so does a vocabulary of 131.
-SMALL = {
-    "hidden_size": 144,
-    "intermediate_size": 208,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-}
+WIDE = config_of("80 wide")
+SMALL = {"hidden_size": 144, "intermediate_size": 208}
 
 
 LIMITS = {"max_batch_size": 1, "max_num_tokens": 48, "max_draft_len": 47, "max_seq_len": 96}
@@ -25,17 +26,17 @@ FP8_MAX = 448.0
 
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "llama": ("llama", {**SMALL, "head_dim": 80}, "none"),
+    "llama": ("llama", {**SMALL, **WIDE}, "none"),
     "llama tied, biases": (
         "llama",
-        {"head_dim": 64, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+        {**HEADS, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
         "none",
     ),
-    "qwen2": ("qwen2", {"hidden_size": 128, "num_attention_heads": 2}, "none"),
-    "qwen3": ("qwen3", {**SMALL, "head_dim": 64}, "none"),
-    "llama fp8": ("llama", {**SMALL, "head_dim": 80}, "static"),
-    "qwen2 fp8": ("qwen2", {"hidden_size": 128, "num_attention_heads": 2}, "static"),
-    "llama fp8 rows, tokens": ("llama", {**SMALL, "head_dim": 64}, "dynamic"),
+    "qwen2": ("qwen2", TWO_HEADS, "none"),
+    "qwen3": ("qwen3", {**SMALL, **TWO_HEADS}, "none"),
+    "llama fp8": ("llama", {**SMALL, **WIDE}, "static"),
+    "qwen2 fp8": ("qwen2", HEADS, "static"),
+    "llama fp8 rows, tokens": ("llama", {**SMALL, **TWO_HEADS}, "dynamic"),
 }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.cuda import open_on_fake_device
+from support.cuda_build import HEADS
 from support.eagle import LAYOUTS, TorchHead, make_head, save_head
 
 from llmctl.builder.build import plan_build, run_build
@@ -157,8 +158,8 @@ def test_the_targets_numbers_are_those_of_an_engine_without_a_head(new_model, sa
 
 def test_the_kernels_of_a_head_compile_for_a_gpu(new_model, save, tmp_path):
     """And the engine's stored binaries are those that its steps launch."""
-    checkpoint = save(new_model("llama", head_dim=64, dtype="bfloat16"))
-    head = save_head(tmp_path / "head", make_head(head_dim=64), head_dim=64)
+    checkpoint = save(new_model("llama", dtype="bfloat16", **HEADS))
+    head = save_head(tmp_path / "head", make_head(**HEADS), **HEADS)
     request = BuildRequest(**LIMITS, draft_model_dir=str(head))
     folder = tmp_path / "engine"
     run_build(plan_build(checkpoint, request, backend="cuda"), folder)

@@ -6,6 +6,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
+from support.cuda_build import HEADS
 from support.hostile_engine import HostileEngine
 
 from llmctl.builder.config import BuildRequest
@@ -99,7 +100,7 @@ def test_room_alone_is_enough(target, build_engine):
 @pytest.mark.parametrize("sizes", ["[3,4,2]", None])
 def test_an_engine_for_a_gpu_has_the_kernels_of_its_windows(new_model, save, build_engine, sizes):
     """Where it has sizes; else the host leads, and it has none."""
-    target = save(new_model("llama", head_dim=64, hidden_size=128))
+    target = save(new_model("llama", **HEADS))
     folder = build_engine(
         target,
         backend="cuda",

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.cuda_build import HEADS
 from support.driver import RecordingDriver
 from support.medusa import make_heads, save_heads, torch_heads
 
@@ -39,7 +40,7 @@ MEDUSA = {"speculative_decoding_mode": "medusa", "max_batch_size": 4}
 
 @pytest.fixture
 def target(new_model, save) -> Path:
-    return save(new_model("llama", head_dim=64))
+    return save(new_model("llama", **HEADS))
 
 
 def heads_in(folder: Path, num_heads: int = 3, num_layers: int = 1) -> Path:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.cuda import open_on_fake_device
+from support.cuda_build import HEADS
 from support.driver import RecordingDriver
 from support.redrafter import RECURRENCES, TorchHead, save_as, save_head
 from support.redrafter_engine import BEAMS, HIDDEN, VOCAB, build, tensors_of
@@ -45,7 +46,7 @@ def model(request, new_model):
 
 @pytest.fixture
 def target(new_model, save) -> Path:
-    return save(new_model("llama", head_dim=64))
+    return save(new_model("llama", **HEADS))
 
 
 def prompt() -> StepInputs:

@@ -6,6 +6,7 @@ import re
 from functools import cache
 
 import pytest
+from support.attention_models import COMPILED, of_chains, world_of
 from support.kernel import KERNEL_DTYPES, compile_all, limits_for
 
 from llmctl.errors import Unsupported
@@ -48,13 +49,22 @@ PARTS = 4  # of the kernels of an operator that has many: workers share them
 @cache
 def representatives(op: str) -> tuple[KernelSpec, ...]:
     """One of the kernels that cannot differ in spills, the one with most to do. The kernels' own
-    tests compile the sizes of real models."""
+    tests compile the sizes of real models, and those of attention check all that is checked here:
+    only what is of another kind is left."""
     chosen: dict[str, KernelSpec] = {}
+    elsewhere = checked_elsewhere() if op == "paged_attention" else set()
     others = tuple(f"{other}." for other in OPS if other != op)
     own = [spec for spec in specs_of(op) if not spec.name.startswith(others)]
     for spec in sorted(own, key=_num_options):
-        chosen[kind(spec.name)] = spec
+        if kind(spec.name) not in elsewhere:
+            chosen[kind(spec.name)] = spec
     return tuple(chosen.values())
+
+
+def checked_elsewhere() -> set[str]:
+    """The kinds that test_paged_attention_kernel.py compiles and checks."""
+    worlds = [world_of(heads, kv, max_batch_size=4) for heads, kv in COMPILED]
+    return {kind(spec.name) for world in worlds for spec in of_chains(world)}
 
 
 def _num_options(spec: KernelSpec) -> tuple[int, bool, str]:

@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-import torch
 from support.attention import FP8, INT8, NOT_BY_WARP, World
+from support.attention_models import OF_SIZE, world_of
 from support.kernel import compile_all
 
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
@@ -38,9 +38,7 @@ def launched(world: World, counts: list[int], max_kv_len: int) -> list[Launch]:
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("kv", ["bfloat16", "float16", "fp8", "int8", "fp8 of float16"])
 def test_it_compiles_to_tensor_core_instructions_without_spills(size, kv):
-    dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
-    kv_dtype = {"fp8": FP8, "int8": INT8}.get(kv.split()[0], dtype)
-    world = World(32, 8, size, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
+    world = world_of(OF_SIZE[size], kv)
     specs = batch.batch_specs(world.call([(0, 0, 1)]), world.limits())
     assert len(specs) == len(batch.COLUMNS)
     for spec, binary, code in compile_all(specs):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 from support.attention import FP8, INT8, World, short_launch
+from support.attention_models import OF_SIZE, world_of
 from support.kernel import compile_all
 
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
@@ -21,9 +21,7 @@ LONG = 8192  # tokens: shorter contexts of heads of 128 are verification.cu's
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("kv", ["bfloat16", "float16", "fp8", "fp8 of float16"])
 def test_it_compiles_to_tensor_core_groups_without_spills(size, kv):
-    dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
-    kv_dtype = FP8 if kv.startswith("fp8") else dtype
-    world = World(32, 8, size, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
+    world = world_of(OF_SIZE[size], kv)
     specs = generation.generation_specs(world.call([(0, 0, 1)]), world.limits())
     for spec, binary, code in compile_all(specs):
         assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.attention import FP8, INT8, World, mismatches, same_bits, weight_rounding
+from support.attention_models import COMPILED, of_chains, world_of
 from support.kernel import KERNEL_DTYPES, compile_all, launch_env, step_shape
 
 from llmctl.errors import Unsupported
@@ -165,27 +166,11 @@ def test_splits_are_counted_so_that_all_run_at_once():
             assert splits == 1 or splits * heads * requests <= 2 * world.limits().num_sms
 
 
-KINDS = ("bfloat16", "float16", "fp8", "fp8 of float16", "int8", "int8 of float16")
-STORED = {"fp8": FP8, "int8": INT8}  # keys and values; else the model's type
-LLAMA = {"70b": (64, 8, 128), "8b": (32, 8, 128), "3b": (24, 8, 128), "1b": (32, 8, 64)}
-HEADS = {**LLAMA, "80 wide": (8, 1, 80), "96 wide": (8, 1, 96)}
-COMPILED = [(heads, kv) for heads in ("70b", "1b", "80 wide", "96 wide") for kv in KINDS]
-
-
-def of_chains(world: World) -> list[KernelSpec]:
-    """All kernels but those for trees (test_paged_attention_trees.py and _verification.py)."""
-    specs = kernel.kernels(world.call([(0, 0, 1)]), world.limits())
-    return [spec for spec in specs if not {"trees", "tree"} & set(spec.name.split("."))]
-
-
-@pytest.mark.parametrize(("heads", "kv"), [*COMPILED, ("8b", "fp8"), ("3b", "fp8")])
+@pytest.mark.parametrize(("heads", "kv"), COMPILED)
 def test_kernels_compile_to_tensor_core_groups_without_spills(heads, kv):
-    """For the heads of real models, and an engine of few requests."""
-    dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
-    kv_dtype = STORED.get(kv.split()[0], dtype)
-    sizes = HEADS[heads]
-    world = World(*sizes, (64,), dtype, kv_dtype, quantize_out=kv_dtype != dtype, max_batch_size=4)
-    for spec, binary, code in compile_all(of_chains(world)):
+    """For the heads of real models, and an engine of few requests. test_cuda_kernels.py counts on
+    these checks."""
+    for spec, binary, code in compile_all(of_chains(world_of(heads, kv, max_batch_size=4))):
         assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         is_group = spec.entry not in ("batch", "verification")  # whose products are of one warp
         assert ("HGMMA" in code) == is_group, spec.name
@@ -196,10 +181,9 @@ def test_kernels_compile_to_tensor_core_groups_without_spills(heads, kv):
             assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
 
 
-@pytest.mark.parametrize("kv_dtype", [FP8, INT8])
-def test_windows_compile_without_spills(kv_dtype):
-    world = World(8, 1, 128, (64,), kv_dtype=kv_dtype, window=4096)
-    for spec in of_chains(world):
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_windows_compile_without_spills(kv):
+    for spec in of_chains(world_of("70b", kv, window=4096)):
         assert compile_kernel(spec).local_bytes == 0, spec.name
 
 

@@ -7,7 +7,8 @@ import re
 
 import pytest
 import torch
-from support.attention import FP8, INT8, NOT_BY_WARP, World, changed, short_launch
+from support.attention import FP8, NOT_BY_WARP, World, changed, short_launch
+from support.attention_models import OF_SIZE, world_of
 from support.kernel import compile_all
 
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
@@ -26,19 +27,19 @@ def variant(world: World, requests: int, tokens: int, max_kv_len: int = 1024) ->
 
 
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("kv_dtype", [FP8, INT8, torch.bfloat16])
-def test_blocks_hand_on_through_shared_memory_and_have_room(size, kv_dtype):
+@pytest.mark.parametrize("kv", ["fp8", "int8", "bfloat16"])
+def test_blocks_hand_on_through_shared_memory_and_have_room(size, kv):
     """test_paged_attention_kernel.py looks at products, spills and launches."""
-    world = World(64, 8, size, (64,), kv_dtype=kv_dtype, quantize_out=kv_dtype == FP8)
+    world = world_of(OF_SIZE[size], kv)
     specs = verification.verification_specs(world.call([(0, 0, 1)]), world.limits())
     trees = [spec.name.split(".")[-2] for spec in specs if spec.constants["TREE"]]
-    is_wide = kv_dtype == torch.bfloat16 and size == 128  # room for four units alone
+    is_wide = kv == "bfloat16" and size == 128  # room for four units alone
     ways = [(4, 4)] if is_wide else [(2, 8), (4, 8)]
     assert trees == [f"k{k}u{units}r{rows}" for k, units in ways for rows in (8, 16, 24)]
     names = [spec.name.split(".")[-1] for spec in specs if not spec.constants["TREE"]]
     if size == 64:  # not wide
         assert names == [f"k2u{units}r{rows}" for units in (8, 10, 12) for rows in (8, 16)]
-    elif kv_dtype == torch.bfloat16:  # 16-bit tiles have room for four units alone
+    elif kv == "bfloat16":  # 16-bit tiles have room for four units alone
         assert names == ["k4u4r8", "k5u4r8", "k6u4r8"]
     else:
         of = ((4, 8), (5, 10), (6, 12))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.attention_models import give_heads
 from support.cuda_program import STREAM, Recorder
 from support.planted import ACCEPTANCE, SEED
 from support.tensorrt.checkpoints import write_checkpoint as write_small
@@ -26,6 +27,7 @@ SHAPE = StepShape(3, 1, 3, 3, 3)
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     write_checkpoint(folder / "c", Recipe("tiny", "target", ACCEPTANCE, SEED), config_only=True)
+    give_heads(folder / "c", "1b", ranks=2)
     request = BuildRequest(max_batch_size=2, max_seq_len=64, max_num_tokens=64, tp_size=2)
     weights = LoadFormat("planted", SEED, "target", ACCEPTANCE)
     planned = plan_build(folder / "c", request, backend="cuda", load_format=weights)
