@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -28,21 +29,20 @@ def dataset(tmp_path, repository, forked_program):
 
 
 @pytest.fixture
-def rows(repository, tmp_path, dataset):
-    """Rows by name, and what was printed, of a script on the demo pair."""
+def rows(repository, tmp_path, dataset, monkeypatch, capsys):
+    """Rows by name, and what was printed, of a script on the demo pair. It runs in this process,
+    which has imported what it needs."""
 
-    def run(script, *argv, env=None):
+    def run(script, *argv):
         output = tmp_path / "rows.jsonl"
-        size = [str(word) for item in SIZE.items() for word in item]
-        command = [sys.executable, "-m", f"scripts.compare.{script}", "examples/demo-target",
-                   "--draft", "examples/demo-draft", "--dataset", dataset, "--output", output,
-                   *size, *argv]  # fmt: skip
-        done = subprocess.run(
-            [str(word) for word in command], cwd=repository, capture_output=True, text=True, env=env
-        )
-        assert done.returncode == 0, done.stderr
+        size = [word for item in SIZE.items() for word in item]
+        command = [script, "examples/demo-target", "--draft", "examples/demo-draft",
+                   "--dataset", dataset, "--output", output, *size, *argv]  # fmt: skip
+        monkeypatch.chdir(repository)
+        monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+        runpy.run_module(f"scripts.compare.{script}", run_name="__main__")
         found = [json.loads(line) for line in output.read_text().splitlines()]
-        return {item["name"]: item for item in found}, done.stdout
+        return {item["name"]: item for item in found}, capsys.readouterr().out
 
     return run
 

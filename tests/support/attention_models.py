@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
-from llmctl.plugins.ops.paged_attention import kernel
 from support.attention import FP8, INT8, World
 
 # Query heads, KV heads, head size: of Llama 3, of Qwen2.5 0.5B, whose groups of 7 are no power of
@@ -38,10 +36,6 @@ CACHES = {
     "int8": (torch.bfloat16, INT8, True),
     "int8 of float16": (torch.float16, INT8, False),
 }
-# Of which test_paged_attention_kernel.py compiles every kernel for chains.
-COMPILED = [(heads, kv) for heads in ("70b", "80 wide", "96 wide") for kv in CACHES]
-COMPILED += [("0.5b" if CACHES[kv][0] == torch.float16 else "1b", kv) for kv in CACHES]
-COMPILED += [("8b", "fp8"), ("3b", "fp8")]
 
 
 def world_of(heads: str, cache: str, **fields: Any) -> World:
@@ -64,9 +58,3 @@ def give_heads(checkpoint: Path, heads: str, ranks: int = 1) -> None:
     """Edit the config.json of a checkpoint without weights so."""
     path = checkpoint / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config_of(heads, ranks)))
-
-
-def of_chains(world: World) -> list[KernelSpec]:
-    """All kernels but those for trees (test_paged_attention_trees.py and _verification.py)."""
-    specs = kernel.kernels(world.call([(0, 0, 1)]), world.limits())
-    return [spec for spec in specs if not {"trees", "tree"} & set(spec.name.split("."))]

@@ -6,7 +6,8 @@ import re
 from functools import cache
 
 import pytest
-from support.attention_models import COMPILED, of_chains, world_of
+from support.attention_compiled import HERE, of_chains
+from support.attention_models import world_of
 from support.kernel import KERNEL_DTYPES, compile_all, limits_for
 
 from llmctl.errors import Unsupported
@@ -63,7 +64,7 @@ def representatives(op: str) -> tuple[KernelSpec, ...]:
 
 def checked_elsewhere() -> set[str]:
     """The kinds that test_paged_attention_kernel.py compiles and checks."""
-    worlds = [world_of(heads, kv, max_batch_size=4) for heads, kv in COMPILED]
+    worlds = [world_of(heads, kv, max_batch_size=4) for heads, kv in HERE]
     return {kind(spec.name) for world in worlds for spec in of_chains(world)}
 
 

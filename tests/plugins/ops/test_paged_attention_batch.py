@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from support.attention import FP8, INT8, NOT_BY_WARP, World
+from support.attention_compiled import BY_WARP, PAGES_HERE, check_pages
 from support.attention_models import OF_SIZE, world_of
 from support.kernel import compile_all
 
-from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
-from llmctl.plugins.ops.paged_attention import batch, kernel, verification
+from llmctl.plugins.ops.paged_attention import batch, kernel
 from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT, count_units
 
 MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (4096,), "kv_dtype": FP8}
@@ -47,15 +47,10 @@ def test_it_compiles_to_tensor_core_instructions_without_spills(size, kv):
         assert 4 * (binary.shared_bytes + 1024) <= 228 * 1024, "four warps to a multiprocessor"
 
 
-@pytest.mark.parametrize("specs", [batch.batch_specs, verification.verification_specs])
-@pytest.mark.parametrize("tokens_per_block", [8, 16, 64, 128, 1024])
+@pytest.mark.parametrize("specs", BY_WARP)
+@pytest.mark.parametrize("tokens_per_block", PAGES_HERE)
 def test_kernels_of_warps_compile_for_every_page_size(tokens_per_block, specs):
-    world = World(8, 2, 128, (64,), kv_dtype=FP8, tokens_per_block=tokens_per_block)
-    for spec in specs(world.call([(0, 0, 1)]), world.limits()):
-        # Trees have up to eleven warps, 168 registers each; with some values in local memory they
-        # are still the fastest (docs/performance/trees.md). Chains spill nothing.
-        allowed = 288 if spec.name.endswith("r24.trees") else 48 * spec.name.endswith(".trees")
-        assert compile_kernel(spec).local_bytes <= allowed, spec.name
+    check_pages(tokens_per_block, specs)
 
 
 def test_rows_of_a_request_fit_the_columns_of_the_instruction():

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from support.attention import FP8, INT8, World, mismatches, same_bits, weight_rounding
-from support.attention_models import COMPILED, of_chains, world_of
-from support.kernel import KERNEL_DTYPES, compile_all, launch_env, step_shape
+from support.attention_compiled import HERE, check_chains, of_chains
+from support.attention_models import world_of
+from support.kernel import KERNEL_DTYPES, launch_env, step_shape
 
 from llmctl.errors import Unsupported
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
@@ -166,19 +166,10 @@ def test_splits_are_counted_so_that_all_run_at_once():
             assert splits == 1 or splits * heads * requests <= 2 * world.limits().num_sms
 
 
-@pytest.mark.parametrize(("heads", "kv"), COMPILED)
+@pytest.mark.parametrize(("heads", "kv"), HERE)
 def test_kernels_compile_to_tensor_core_groups_without_spills(heads, kv):
-    """For the heads of real models, and an engine of few requests. test_cuda_kernels.py counts on
-    these checks."""
-    for spec, binary, code in compile_all(of_chains(world_of(heads, kv, max_batch_size=4))):
-        assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
-        is_group = spec.entry not in ("batch", "verification")  # whose products are of one warp
-        assert ("HGMMA" in code) == is_group, spec.name
-        assert bool(re.search(r"\bHMMA", code)) != is_group, spec.name
-        assert "ACQBULK" in code and "PREEXIT" in code, f"{spec.name} leaves launches unordered"
-        if "generation" in spec.name:  # splits wait for each other: two must fit an SM
-            assert 2 * binary.threads * (-(-binary.registers // 8) * 8) <= 1 << 16
-            assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
+    """test_cuda_kernels.py counts on these checks."""
+    check_chains(heads, kv)
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int8"])

@@ -1,0 +1,30 @@
+"""The part of the tables of tests/support/attention_compiled.py that takes more cores than CI has;
+it needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from support.attention_compiled import (
+    BY_WARP,
+    ON_A_GPU_MACHINE,
+    PAGES_ON_A_GPU_MACHINE,
+    check_chains,
+    check_pages,
+)
+
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
+
+
+@pytest.mark.parametrize(("heads", "kv"), ON_A_GPU_MACHINE)
+def test_kernels_compile_to_tensor_core_groups_without_spills(heads: str, kv: str) -> None:
+    check_chains(heads, kv)
+
+
+@pytest.mark.parametrize("specs", BY_WARP)
+@pytest.mark.parametrize("tokens_per_block", PAGES_ON_A_GPU_MACHINE)
+def test_kernels_of_warps_compile_for_every_page_size(
+    tokens_per_block: int, specs: Callable[..., list[KernelSpec]]
+) -> None:
+    check_pages(tokens_per_block, specs)

@@ -1,0 +1,70 @@
+"""What attention kernels must compile to, and for which heads, caches and pages that is checked.
+
+CI compiles each kernel at least once for each type of cache and each class of head size, with what
+takes most registers. The rest of the table takes as long again and is compiled where there are more
+cores than two, on the machine with the GPU (tests/gpu/test_attention_compiled.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
+from llmctl.plugins.ops.paged_attention import batch, kernel, verification
+from support.attention import FP8, World
+from support.attention_models import CACHES, world_of
+from support.kernel import compile_all
+
+OF_FLOAT16 = [kv for kv, (dtype, *_) in CACHES.items() if dtype == torch.float16]
+OF_BFLOAT16 = [kv for kv in CACHES if kv not in OF_FLOAT16]
+# (heads, cache): FP16 takes the registers that BF16 does, but of wide heads in a cache of 16 bits.
+HERE = [
+    *(("70b", kv) for kv in (*OF_BFLOAT16, "float16")),
+    *(("1b", kv) for kv in OF_BFLOAT16),
+    *(("96 wide", kv) for kv in OF_BFLOAT16),
+    *[("0.5b", "fp8 of float16"), ("3b", "fp8")],  # groups of 7 and 3
+]
+ON_A_GPU_MACHINE = [
+    *(("70b", kv) for kv in OF_FLOAT16 if kv != "float16"),
+    *(("0.5b", kv) for kv in OF_FLOAT16 if kv != "fp8 of float16"),
+    *(("80 wide", kv) for kv in CACHES),
+    *(("96 wide", kv) for kv in OF_FLOAT16),
+    ("8b", "fp8"),
+]
+# Tokens per block: more pages to a tile, one, and more tiles to a page.
+PAGES_HERE, PAGES_ON_A_GPU_MACHINE = (8, 16, 1024), (64, 128)
+BY_WARP = (batch.batch_specs, verification.verification_specs)
+
+
+def of_chains(world: World) -> list[KernelSpec]:
+    """All kernels but those for trees (test_paged_attention_trees.py and _verification.py)."""
+    specs = kernel.kernels(world.call([(0, 0, 1)]), world.limits())
+    return [spec for spec in specs if not {"trees", "tree"} & set(spec.name.split("."))]
+
+
+def check_chains(heads: str, kv: str) -> None:
+    """Products by tensor cores, nothing spilled, launches in order; for an engine of few
+    requests."""
+    for spec, binary, code in compile_all(of_chains(world_of(heads, kv, max_batch_size=4))):
+        assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
+        is_group = spec.entry not in ("batch", "verification")  # whose products are of one warp
+        assert ("HGMMA" in code) == is_group, spec.name
+        assert bool(re.search(r"\bHMMA", code)) != is_group, spec.name
+        assert "ACQBULK" in code and "PREEXIT" in code, f"{spec.name} leaves launches unordered"
+        if "generation" in spec.name:  # splits wait for each other: two must fit an SM
+            assert 2 * binary.threads * (-(-binary.registers // 8) * 8) <= 1 << 16
+            assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
+
+
+def check_pages(tokens_per_block: int, specs: Callable[..., list[KernelSpec]]) -> None:
+    """Kernels of warps, for chains and trees, of pages of so many tokens. specs: of `BY_WARP`."""
+    world = World(8, 2, 128, (64,), kv_dtype=FP8, tokens_per_block=tokens_per_block)
+    for spec in specs(world.call([(0, 0, 1)]), world.limits()):
+        # Trees have up to eleven warps, 168 registers each; with some values in local memory they
+        # are still the fastest (docs/performance/trees.md). Chains spill nothing.
+        allowed = 288 if spec.name.endswith("r24.trees") else 48 * spec.name.endswith(".trees")
+        assert compile_kernel(spec).local_bytes <= allowed, spec.name
