@@ -93,6 +93,8 @@ _FP16_KEPT = re.compile(r"\.(d128|n8r\w+|128x256|h257)\b")
 # Sizes that loops and addresses depend on: numbers of heads, tokens per block, requests.
 _SIZES = re.compile(r"\.(h\d+x\d+|page\d+|b\d+)(?=\.|$)")
 _MANY = {"paged_attention", "packed_linear"}
+# Its cases have one rank, which launches the kernels of two other operators.
+_OF_OTHERS = {"all_reduce_norm"}
 # Of keys and values. Attention reads what earlier steps cached as soon as these let it start.
 _WRITERS = {"packed_linear_rope_kv", "rope_kv_write"}
 
@@ -104,7 +106,7 @@ def test_kernels_compile_without_spills_and_keep_to_programmatic_launches(op, pa
     """Every launch may start before the one ahead of it has ended: a kernel that does not wait for
     it reads what is not yet written."""
     specs = representatives(op)[part :: PARTS if op in _MANY else 1]
-    assert specs
+    assert bool(specs) != (op in _OF_OTHERS)
     for spec, kernel, sass in compile_all(specs):
         assert kernel.local_bytes == 0, f"{spec.name} spills {kernel.local_bytes} bytes"
         assert "ACQBULK" in sass, f"{spec.name} never executes griddepcontrol.wait"
