@@ -21,6 +21,7 @@ from llmctl.builder.meta_calls import distinct_calls as distinct_calls
 from llmctl.builder.meta_calls import meta_cache as meta_cache
 from llmctl.builder.meta_calls import meta_calls as meta_calls
 from llmctl.builder.meta_calls import meta_step as meta_step
+from llmctl.builder.plan import TENSORRT_OP
 from llmctl.plugins.backends.cuda.kernel_spec import (
     KernelSpec,
     Launch,
@@ -95,9 +96,10 @@ def step_kernels(
     if plan.heads and limits.max_draft_len:
         sizes = (limits.max_batch_size, limits.max_draft_len, vocab_size)
         found += tree_kernel.tree_kernels(*sizes)
-    if plan.head_caches or not plan.heads:  # trees of a head that attends, or as a draft engine
+    drafts_levels = all(op.op != TENSORRT_OP for op in plan.ops)  # else there is no such attention
+    if drafts_levels and (plan.head_caches or not plan.heads):  # of a head, or as a draft engine
         found += tree_growth.kernels(limits, vocab_size)
-    if limits.takes_trees and not plan.heads:  # of a draft engine
+    if drafts_levels and limits.takes_trees and not plan.heads:  # a draft engine's
         found += tree_kernel.round_kernels(limits.max_batch_size, limits.max_draft_len)
     if limits.lookahead is not None:
         found += tree_kernel.round_kernels(limits.max_batch_size, limits.max_draft_len)
