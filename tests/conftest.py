@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 # Before torch is imported anywhere: two test workers share two cores, and more OpenMP threads
@@ -20,6 +21,8 @@ import pytest
 from hypothesis import settings
 from support.cores import share_cores
 from support.forked_program import ForkedProgram
+
+BEGAN = time.time()
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that; the tests that
 # interrupt need it to work however they were started.
@@ -76,7 +79,10 @@ def h200_rows(repository: Path) -> dict[str, float]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Where the time went: seconds of all phases by folder, over all workers."""
+    """Where the time went: seconds of all phases by folder, over all workers, and how many kernels
+    were compiled, half a second of CPU time each."""
+    from llmctl.plugins.backends.cuda.compiler import cache_folder
+
     seconds: dict[str, float] = {}
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -87,3 +93,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     shown = ", ".join(f"{folder} {spent:.0f}" for folder, spent in parts if spent >= 1)
     if shown:
         terminalreporter.write_line(f"seconds by folder, all workers together: {shown}")
+    compiled = sum(path.stat().st_mtime >= BEGAN for path in cache_folder().glob("*.kernel"))
+    if compiled:
+        terminalreporter.write_line(f"kernels compiled: {compiled}")

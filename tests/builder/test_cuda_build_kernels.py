@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.attention_compiled import HERE, of_chains
+from support.attention_models import world_of
 from support.cuda_build import CASES, LIMITS
 
 from llmctl.builder.build import plan_build, run_build
@@ -49,6 +51,15 @@ def test_kernels_are_stored_and_read_back_whole(fp8_engine) -> None:
     assert config.versions["nvrtc"] == nvrtc.version()
     assert config.versions["triton"] == version("triton")
     assert plan.scratch_bytes > 0
+
+
+def test_attention_is_that_of_a_model_whose_kernels_are_compiled_anyway(fp8_engine) -> None:
+    """Engines that tests build compile nothing that the tests of attention do not."""
+    plan, _ = open_engine(fp8_engine)
+    names = {k.name for k in plan.kernels if k.name.startswith("paged_attention.")}
+    chains = {name for name in names if not name.endswith((".trees", ".tree"))}
+    worlds = [world_of(*each, max_batch_size=4) for each in HERE]
+    assert chains and chains <= {spec.name for world in worlds for spec in of_chains(world)}
 
 
 class _Limits:
