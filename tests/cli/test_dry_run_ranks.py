@@ -210,7 +210,7 @@ def test_every_number_of_ranks_is_planned_on_gpus(planned, config_only, shape, f
         assert row["weight_bytes"] == pytest.approx(embedding + divided, rel=0.01)
         assert row["kv_bytes_per_token"] == rows[1]["kv_bytes_per_token"] // ranks
         least, most = row["step_ms"]
-        assert least == most if ranks == 1 else least < most
+        assert least == most if ranks <= 2 else least < most, "two were measured"
 
 
 def test_a_model_that_does_not_divide_is_planned_for_what_it_divides_by(
