@@ -11,8 +11,8 @@ import torch
 from llmctl.builder.container import map_container, read_container_header
 from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanTensor, engine_file, write_engine
 from llmctl.builder.rope import read_rope
+from llmctl.plugins.backends.cuda import load
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
-from llmctl.runtime.engines import loading
 from llmctl.runtime.engines.loading import load_weights
 from llmctl.runtime.engines.rotary_tables import make_rotary_tables
 
@@ -31,11 +31,12 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("chunk_bytes", [1 << 20, 10_000, 1 << 24])
+@pytest.mark.parametrize(("chunk_bytes", "ring"), [(1 << 20, 3), (10_000, 1), (1 << 24, 2)])
 def test_everything_arrives_as_the_file_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, ring: int
 ) -> None:
-    monkeypatch.setattr(loading, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(load, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(load, "RING", ring)
     config = {"rope_parameters": LLAMA, "max_position_embeddings": 131072}
     definition = read_rope(config, 1e4, "this test").definition(128)
     tensors = [PlanTensor(name, "weight", dtype, shape) for name, (dtype, shape) in SHAPES.items()]

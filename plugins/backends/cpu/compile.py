@@ -91,6 +91,8 @@ def compile_library(target: Path, checks: tuple[str, ...] = ()) -> None:
             (HERE / f"{stem}.cpp", Path(folder, f"{stem}.o"), (defines,))
             for stem in ("program", "pool", "ranks", "sampling", "beam_search")
         ]
+        loader = PLUGINS / "backends" / "cuda" / "load.cpp"  # of weights, whatever runs them
+        units.append((loader, Path(folder, "load.o"), ()))
         commands = [
             [*compiler, *flags_of_all, *extra, "-c", str(source), "-o", str(out)]
             for source, out, extra in units

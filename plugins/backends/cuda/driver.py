@@ -137,6 +137,15 @@ class CudaDriver:
         )
         return aligned
 
+    @property
+    def context(self) -> int:
+        """The device's primary context."""
+        return int(self._context.value or 0)
+
+    def address_of(self, function: str) -> int:
+        """Where a function of the driver is, for compiled code that calls it."""
+        return int(ctypes.cast(getattr(self._library, function), c_void_p).value or 0)
+
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Enqueue a copy from pinned host memory."""
         self._call(

@@ -12,8 +12,8 @@ import torch
 from llmctl.builder.container import map_container, read_container_header
 from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanTensor, engine_file, write_engine
 from llmctl.errors import CorruptEngine
+from llmctl.plugins.backends.cuda import load
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
-from llmctl.runtime.engines import loading
 from llmctl.runtime.engines.loading import WEIGHT_ALIGNMENT, allocated_bytes, load_weights
 
 SHAPES = {
@@ -56,7 +56,7 @@ def test_every_weight_arrives_whole_in_aligned_memory(
     monkeypatch: pytest.MonkeyPatch,
     chunk_bytes: int,
 ) -> None:
-    monkeypatch.setattr(loading, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(load, "CHUNK_BYTES", chunk_bytes)
     path, plan, values = stored
     weights, report = load_weights(path, plan, mapped(path), DeviceQueue("cpu"))
     assert list(weights) == list(SHAPES)
