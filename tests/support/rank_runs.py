@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROMPT = ("--input-text", "def read_lines(path):")
-ENDLESS = (*PROMPT, "--max-output-len", "900", "--end-id", "4000")  # some seconds on two ranks
+# Half a minute on two ranks: longer than any test takes to find a rank and do something to it.
+ENDLESS = (*PROMPT, "--max-output-len", "900", "--end-id", "4000")
+ENDLESS += ("--num-return-sequences", "32", "--temperature", "1")
 SHORT = (*PROMPT, "--max-output-len", "8")
 LIMIT_S = 60.0  # of a test's waiting; what is measured is said where it matters
 
