@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.attention import same_bits
 from support.cuda import open_on_fake_device
 from support.cuda_build import HEADS
 from support.driver import RecordingDriver
@@ -110,8 +111,8 @@ def test_steps_are_those_of_torch(tmp_path, model, save, opened, recurrence, exi
         assert found["logits"].dtype == torch.float32
         close(found["logits"], head.logits(kept, state))
         close(found["context"], torch.cat((kept, state), -1))
-    assert torch.equal(engine.output("hidden"), hidden)
-    assert torch.equal(engine.output("logits"), logits)
+    assert same_bits(engine.output("hidden"), hidden)  # rows that were not computed may be NaN
+    assert same_bits(engine.output("logits"), logits)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
