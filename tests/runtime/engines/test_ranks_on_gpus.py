@@ -23,8 +23,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {"count": 2, "apart": set()}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found["count"])
-    reach = lambda a, b: (a, b) not in found["apart"]  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reach)
+
+    def can_reach(one: int, other: int) -> bool:
+        return (one, other) not in found["apart"]
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_reach)
     return found
 
 

@@ -11,6 +11,7 @@ import pytest
 from support.cuda_rounds import Capture, Lengths, OnDevice
 from support.fake_engine import FakeEngine, plain_answer
 from support.fake_loop import Harness
+from support.round_requests import random_request
 from support.rounds_by_reference import run_rounds_by_reference
 
 from llmctl.plugins.ops.tree_growth import kernel
@@ -87,25 +88,6 @@ def by_reference(monkeypatch):
     run_rounds_by_reference(monkeypatch)
 
 
-def random_request(generator: np.random.Generator) -> Request:
-    """Mostly requests that a device can run alone, some that it cannot."""
-    style = generator.integers(6)
-    config = SamplingConfig()
-    if style in (1, 2):
-        top_k = 0 if style == 1 else 9
-        config = SamplingConfig(temperature=0.8, top_k=top_k, seed=int(generator.integers(99)))
-    elif style == 3:
-        config = SamplingConfig(presence_penalty=0.5)
-    return Request(
-        tuple(generator.integers(0, VOCAB, generator.integers(1, 30)).tolist()),
-        int(generator.integers(1, 50)),
-        config,
-        end_id=5 if generator.random() < 0.3 else None,
-        stop_words=((3, 4),) if generator.random() < 0.2 else (),
-        max_draft_len=2 if style == 4 and generator.random() < 0.5 else None,
-    )
-
-
 TREES = [*map(parse_tree, ("4,3,12", "1,4,4", "3,1,3", "6,2,9", "5,3,11,1"))]
 
 
@@ -130,7 +112,7 @@ def test_any_schedule_gives_the_plain_answer(schedule, agreement):
         config=SchedulerConfig(policy) if policy else None,
         draft_lengths=Lengths((0, 1, tree.nodes, tree.nodes), schedule) if schedule > 2 else None,
     )
-    requests = [random_request(generator) for _ in range(9)]
+    requests = [random_request(generator, VOCAB) for _ in range(9)]
     harness.run_arriving(generator, requests, horizon=90)
     assert device.runner._num_started > 3
     if agreement == 1.0:

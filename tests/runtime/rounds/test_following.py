@@ -20,6 +20,16 @@ from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 from llmctl.runtime.rounds.following import FollowingRounds, LeadingRounds, describe
 
 
+def led(name: str) -> Callable[[Led, Any], Any]:
+    """A call of an engine that the other rank makes, too."""
+
+    def call(self: Led, argument: Any) -> Any:
+        own = getattr(self.engine, name)
+        return self.leader.lead(Command(self.role, name, argument), lambda: own(argument))
+
+    return call
+
+
 class Led:
     """A fake engine whose calls are another rank's, too, as LeadingCudaEngine has it."""
 
@@ -29,15 +39,8 @@ class Led:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def _lead(name: str) -> Callable[[Led, Any], Any]:  # noqa: N805
-        def call(self: Led, argument: Any) -> Any:
-            own = getattr(self.engine, name)
-            return self.leader.lead(Command(self.role, name, argument), lambda: own(argument))
-
-        return call
-
-    run, feed, compact = _lead("run"), _lead("feed"), _lead("compact")
-    copy_blocks, allocate_kv_cache = _lead("copy_blocks"), _lead("allocate_kv_cache")
+    run, feed, compact = led("run"), led("feed"), led("compact")
+    copy_blocks, allocate_kv_cache = led("copy_blocks"), led("allocate_kv_cache")
 
 
 @pytest.mark.parametrize("with_draft", [True, False])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.cuda_rounds import Lengths
 from support.medusa_rounds import MedusaDevice
+from support.round_requests import random_request
 from support.rounds_by_reference import run_rounds_by_reference
 
 from llmctl.builder.heads.medusa.tree import DEFAULT, MedusaTree
@@ -21,7 +22,7 @@ from llmctl.runtime.drafting.medusa.device import DeviceMedusa
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.engines.open_gpu import OpenedOnGpu
 from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
-from llmctl.runtime.request import Request, SamplingConfig
+from llmctl.runtime.request import Request
 from llmctl.runtime.rounds.upload import tree_bytes
 from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
 
@@ -32,25 +33,6 @@ TREE = MedusaTree.of([(0, 1), (1, 0), (0, 0, 0), (2,), (1, 2, 0), (0, 2)])
 @pytest.fixture(autouse=True)
 def by_reference(monkeypatch):
     run_rounds_by_reference(monkeypatch)
-
-
-def random_request(generator: np.random.Generator) -> Request:
-    """Mostly requests that a device can run alone, some that it cannot."""
-    style = generator.integers(6)
-    config = SamplingConfig()
-    if style in (1, 2):
-        top_k = 0 if style == 1 else 9
-        config = SamplingConfig(temperature=0.8, top_k=top_k, seed=int(generator.integers(99)))
-    elif style == 3:
-        config = SamplingConfig(presence_penalty=0.5)
-    return Request(
-        tuple(generator.integers(0, VOCAB, generator.integers(1, 30)).tolist()),
-        int(generator.integers(1, 50)),
-        config,
-        end_id=5 if generator.random() < 0.3 else None,
-        stop_words=((3, 4),) if generator.random() < 0.2 else (),
-        max_draft_len=2 if style == 4 and generator.random() < 0.5 else None,
-    )
 
 
 @pytest.mark.parametrize("schedule", range(6))
@@ -74,7 +56,7 @@ def test_any_schedule_gives_the_plain_answer(schedule, agreement):
         config=SchedulerConfig(policy) if policy else None,
         draft_lengths=Lengths((0, 1, most, most), schedule) if schedule in (3, 4) else None,
     )
-    requests = [random_request(generator) for _ in range(9)]
+    requests = [random_request(generator, VOCAB) for _ in range(9)]
     harness.run_arriving(generator, requests, horizon=90)
     assert device.runner._num_started > 3
     if agreement == 1.0:
