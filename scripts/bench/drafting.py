@@ -3,7 +3,8 @@
 The name of a row says it: 70b+1b-k13 is a target with a draft engine and 13 drafts a round,
 70b-room24+1b-t12x2x24x1 one with room for 24 drafts and the draft engine's tree 12,2,24,1,
 70b-medusa an engine with Medusa heads, 70b-redrafter one with a recurrent head (-head4: of 4-bit
-weights), 70b-eagle one with an EAGLE-3 head, 70b-eagle-tree one that drafts its likeliest tree.
+weights), 70b-eagle one with an EAGLE-3 head, 70b-eagle-tree one that drafts its likeliest tree,
+8b-lookahead one that guesses ahead in its own steps.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.draft_engine.tree import DraftTree, parse_tree
 from llmctl.runtime.drafting.eagle.method import MOST_OFFERS, Eagle
 from llmctl.runtime.drafting.growth.growth import LEVELS
+from llmctl.runtime.drafting.lookahead.method import LookaheadDecoding
 from llmctl.runtime.drafting.medusa.engine_check import built_tree
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
@@ -208,6 +210,27 @@ class EagleTree(EagleHead):
         return None
 
 
+@dataclass(frozen=True)
+class Lookahead:
+    """The window and the guesses that an engine was built for. Planted texts have no repetition to
+    guess from: of these rows the time of a round counts."""
+
+    target: str
+    row = "heads"
+    steps = 1
+    published = None
+
+    def method(self, engines: Path) -> DraftMethod:
+        return LookaheadDecoding()
+
+    def step_bytes(self, opened: OpenEngines, context: int) -> int:
+        """None but windows and pools."""
+        return 0
+
+    def expected_length(self, opened: OpenEngines) -> float | None:
+        return None
+
+
 DRAFTINGS: dict[str, Callable[..., Drafting]] = {
     r"([^+]+)\+([^+]+)-t([0-9x]+)": EngineTree,
     r"([^+]+)\+([^+]+)": EnginePair,
@@ -215,6 +238,7 @@ DRAFTINGS: dict[str, Callable[..., Drafting]] = {
     r"([^+]+-redrafter(?:-head4)?)": RecurrentHead,
     r"([^+]+-eagle)": EagleHead,
     r"([^+]+-eagle-tree)": EagleTree,
+    r"([^+]+-lookahead)": Lookahead,
 }
 
 

@@ -39,10 +39,10 @@ class Row:
 def row(
     name: str, unit: str, values: list[float], limit: float | None = None, note: str = ""
 ) -> Row:
-    """`limit` is the best value that the measured read bandwidth allows, in the same unit."""
+    """`limit`: the best value that the measured read bandwidth allows, in the same unit, if any."""
     middle = median(values)
     share = None
-    if limit is not None:  # times have a floor, rates a ceiling
+    if limit:  # times have a floor, rates a ceiling
         share = limit / middle if unit.startswith("ms") else middle / limit
     return Row(name, middle, unit, min(values), max(values), share, note)
 

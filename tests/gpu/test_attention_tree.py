@@ -50,6 +50,21 @@ def test_trees_share_a_step_with_chains_and_prompts(name):
         assert not differing_tokens(world, 1190, execute, beside=True)
 
 
+@pytest.mark.parametrize("name", ["70b", "8b, FP8", "128, one query head", "1b"])
+def test_trees_of_up_to_129_tokens(name):
+    """In up to three tiles from the root's on, and paths of up to three, with work items of one and
+    two tiles."""
+    chains = [i - 1 if i % 60 else -1 for i in range(120)]
+    window = [-1, 0, 1, *(-1 if i % 4 == 0 else 2 + i for i in range(116))]
+    trees = [random_parents(119, 1), list(range(-1, 127)), chains, window]
+    for index, parents in enumerate(trees):
+        for root in (3, 63, 1000 + index, 1023, 1600 + 17 * index):
+            world = world_of(name, parents, root + 140)
+            assert not differing_tokens(world, root, execute), (parents, root)
+    world = world_of(name, trees[0], 1300)
+    assert not differing_tokens(world, 1100, execute, beside=True)
+
+
 def test_a_long_context():
     world = world_of("70b", random_parents(31, 8), 33_000)
     assert not differing_tokens(world, 32_800, execute)

@@ -12,6 +12,7 @@ from llmctl.builder.config import BuildRequest
 from llmctl.builder.planted import LoadFormat
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.eagle.method import Eagle
+from llmctl.runtime.drafting.lookahead.method import LookaheadDecoding
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.engines.planted_text import tokens_per_round
 from scripts.bench.cuda import TARGETS
@@ -36,6 +37,8 @@ def test_a_row_names_its_engines() -> None:
     chain = find_drafting("8b-eagle")
     assert chain is not None and (chain.target, chain.steps) == ("8b-eagle", 5)
     assert chain.method(folder) == Eagle(5)
+    ahead = find_drafting("8b-lookahead")
+    assert ahead is not None and ahead.method(folder) == LookaheadDecoding()
     assert find_drafting("8b-mxfp4") is None
     builder = (Path(__file__).parents[2] / "scripts/bench/build_engines").read_text()
     assert "$shape-medusa" in builder and "$shape-eagle" in builder

@@ -3,14 +3,14 @@
 // Computes the same bits as the other kernels of this folder. A thread block has 64 rows, query tokens times the
 // query heads of one KV head. Tiles before the root's are processed as in chunk.cu, one after another, by four
 // warps that load and four that compute; at the same time eight warps process the keys from the root's tile on,
-// each for 8 rows (tree_paths.cuh). These are the last one or two work items: their sums pass through shared
-// memory, and the computing warps merge and store. Where the root's work item begins before the root's tile, the
+// each for 8 rows (tree_paths.cuh). These are the last work items, up to WINDOW_TILES: their sums pass through
+// shared memory, and the computing warps merge and store. Where the root's work item begins before the root's tile, the
 // computing warps hand it to the others, which go on.
 //
 // A tile takes about 1.1 us, because its products, its softmax and its merge follow each other. Verification.cu
 // is faster while its thread blocks, of up to 24 rows, run at once; this kernel is for steps of more rows.
 //
-// Macros: as of chunk.cu, with WARPGROUPS 1; TREE (1), SHARED_BYTES.
+// Macros: as of chunk.cu, with WARPGROUPS 1; TREE (1), WINDOW_TILES, SHARED_BYTES.
 // Grid: 1, KV heads * blocks of rows, requests.
 
 #include "ops/paged_attention/tree_tail.cuh"
@@ -57,14 +57,15 @@ DEVICE void attend_all(const Shared& shared, const TailShared& tail, const Part&
       merge(all, unit.acc, unit.largest, unit.total);
     }
   }
-  meet<ROOT_DONE>();
-  load_rows(unit, tail.handed);
-  merge(all, unit.acc, unit.largest, unit.total);
-  if (!part.has_next()) return;
-  arrive<ROOT_MERGED>();
-  meet<NEXT_DONE>();
-  load_rows(unit, tail.handed);
-  merge(all, unit.acc, unit.largest, unit.total);
+  int number = part.paths.root_unit();
+#pragma unroll 1
+  while (true) {
+    meet<UNIT_DONE>();
+    load_rows(unit, tail.handed);
+    merge(all, unit.acc, unit.largest, unit.total);
+    if (!part.has_unit(++number)) return;
+    arrive<UNIT_MERGED>();
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128 + TAIL_THREADS, 1)
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 + TAIL_THREADS, 1)
   if (count > max_tokens || part.first_token >= count || numbers.limit <= 0) return;
   part.tiles = min(columns::TreePaths::first_tile(numbers), table_stride * TOKENS_PER_BLOCK / KEYS);
   part.all_tiles = max(last_seen(part, position_ids, num_tokens) / KEYS, part.tiles) + 1;
-  part.all_tiles = min(part.all_tiles, part.tiles + 2);  // of the window
+  part.all_tiles = min(part.all_tiles, part.tiles + WINDOW_TILES);
   const Sources from = {q,     cache,        position_ids, block_tables, tree_start,
                         paths, table_stride, path_stride,  num_pages,    num_tokens};
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;

@@ -22,7 +22,6 @@ from llmctl.plugins.ops.paged_attention.chunk import covers_chunks
 from llmctl.plugins.ops.paged_attention.source_specs import group_size, source_variant, tensor_types
 from llmctl.plugins.ops.paged_attention.tiles import KEYS
 from llmctl.plugins.ops.paged_attention.verification import (
-    MAX_TREE,
     choose_tree_variant,
     is_faster_than_triton,
     tree_waves,
@@ -43,7 +42,8 @@ MAX_CONTEXT = 4096
 # Rows of chains that the kernels that split contexts process in a microsecond, with 16 tiles.
 _ROWS_PER_US = 128
 WARPS = 16  # four that load, four that compute, eight for the keys behind the root
-_WINDOW = 2 * KEYS  # keys from the root's tile on
+WINDOW_TILES = 3  # from the root's tile on
+MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # tokens: from any place in the root's tile
 
 
 def covers_trees(call: OpCall, limits: StepLimits) -> bool:
@@ -155,9 +155,10 @@ def tree_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     # Queries of two items, the rings, barriers and items as in chunk.cu; the tail's queries lie
     # where the second item's would.
     chunk_bytes = (2 + 2 * STAGES) * operand_bytes + 8 * (4 * STAGES + 4) + 2 * 6 * 4 + 16
-    window_bytes = 2 * (_WINDOW * size + max(size, 128))
+    window = WINDOW_TILES * KEYS
+    window_bytes = 2 * (window * size + max(size, 128))
     handed_bytes = ROWS * (size + 8) * 4 + ROWS * 8
-    tail_bytes = window_bytes + handed_bytes + ROWS // group * _WINDOW + ROWS * 4
+    tail_bytes = window_bytes + handed_bytes + ROWS // group * window + ROWS * 4
     shared_bytes = -(-chunk_bytes // 1024) * 1024 + tail_bytes
     return KernelSpec(
         name=".".join(["paged_attention.tree", *words]),
@@ -173,6 +174,7 @@ def tree_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
             "STAGES": STAGES,
             "WARPGROUPS": 1,
             "TREE": 1,
+            "WINDOW_TILES": WINDOW_TILES,
             "SHARED_BYTES": shared_bytes,
         },
         entry="tree",

@@ -13,11 +13,12 @@
 
 #include "ops/paged_attention/batch_state.cuh"
 
-constexpr int WINDOW_KEYS = 2 * KEYS;  // from the root's tile on; behind them a row of zeros
+constexpr int WINDOW_KEYS = WINDOW_TILES * KEYS;  // from the root's tile on; behind them a row of zeros
 constexpr int WINDOW_BYTES = WINDOW_KEYS * LINE + (LINE > 128 ? LINE : 128);
 constexpr int NO_ROW = WINDOW_KEYS;  // a row of zeros
 constexpr int WINDOW_PAGES = WINDOW_KEYS / TOKENS_PER_BLOCK + (TOKENS_PER_BLOCK > KEYS);
 constexpr int BLOCK_TOKENS = GROUP < 8 ? 8 / GROUP : 1;  // of a block of columns
+static_assert(NO_ROW <= 255, "tables have numbers of 8 bits");
 static_assert(!TREE || (8 % GROUP == 0 && WINDOW_PAGES <= 32), "whole tokens in 8 columns");
 
 typedef StateOf<STEPS, 1> ColumnState;
@@ -93,17 +94,19 @@ struct TreePaths {
       const bool is_real = token < count && u32(numbers.start + token) < u32(num_tokens);
       const int position = is_real ? load_int(positions + numbers.start + token) : -1;
       const int* path = paths + (long long)(tree + token) * path_stride;
-      u32 rows = 0;
+      for (int four = lane_id(); four < WINDOW_KEYS / 4; four += 32) {
+        u32 rows = 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = first + 4 * lane_id() + i, depth = key - root;
-        int node = depth;
-        if (tree >= 0 && is_real && depth >= 0 && depth < path_stride) node = load_int(path + depth);
-        int row = depth < 0 ? key - first : root - first + node;
-        const bool is_seen = key <= position && u32(depth < 0 ? 0 : node) < u32(count);
-        rows |= u32(is_seen && u32(row) < WINDOW_KEYS ? row : NO_ROW) << (8 * i);
+        for (int i = 0; i < 4; ++i) {
+          const int key = first + 4 * four + i, depth = key - root;
+          int node = depth;
+          if (tree >= 0 && is_real && depth >= 0 && depth < path_stride) node = load_int(path + depth);
+          int row = depth < 0 ? key - first : root - first + node;
+          const bool is_seen = key <= position && u32(depth < 0 ? 0 : node) < u32(count);
+          rows |= u32(is_seen && u32(row) < WINDOW_KEYS ? row : NO_ROW) << (8 * i);
+        }
+        ((u32*)table[nth_token])[four] = rows;
       }
-      ((u32*)table[nth_token])[lane_id()] = rows;
     }
   }
   // Adds the tail's tiles [tile, end) to the state of a warp's columns. sees: the last key that each of them sees;

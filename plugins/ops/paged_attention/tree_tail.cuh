@@ -41,7 +41,7 @@ static_assert(TailShared::BYTES <= SHARED_BYTES, "room for all of it");
 
 // ---- meetings of the computing warps and the tail's ----
 
-enum Meeting { TAIL = 2, UNIT_STOPPED, ROOT_DONE, ROOT_MERGED, NEXT_DONE };
+enum Meeting { TAIL = 2, UNIT_STOPPED, UNIT_DONE, UNIT_MERGED };
 template <int MEETING, int COUNT = 128 + TAIL_THREADS>
 DEVICE void meet() {
   asm volatile("barrier.sync %0, %1;" ::"n"(MEETING), "n"(COUNT) : "memory");
@@ -64,10 +64,8 @@ struct Part {
   }
   // Whether the root's work item begins with tiles before the root's.
   DEVICE bool goes_on() const { return unit_start(paths.root_unit()) < tiles; }
-  // Whether tokens see keys of the work item after the root's.
-  DEVICE bool has_next() const {
-    return all_tiles > tiles + 1 && unit_start(paths.root_unit() + 1) == tiles + 1;
-  }
+  // Whether tokens see keys of a work item behind the root's.
+  DEVICE bool has_unit(int unit) const { return unit_start(unit) < all_tiles; }
 };
 
 // ---- rows of `Handed`, as the computing warps and as the tail's have them ----
@@ -186,7 +184,7 @@ DEVICE void attend_tail(const TailShared& shared, u32 query_operands, const Part
     part.paths.add_tiles(state, shared.window, queries, shared.seen + 8 * block,
                          shared.rows + first_nth, tile, end, scale, is_first);
   };
-  const int next_start = unit_start(part.paths.root_unit() + 1);
+  int unit = part.paths.root_unit();
   columns::ColumnState state;
   state.clear();
   if (part.goes_on()) {
@@ -194,13 +192,15 @@ DEVICE void attend_tail(const TailShared& shared, u32 query_operands, const Part
     load_columns(state, shared.handed, block);
     __syncwarp();
   }
-  add(state, part.tiles, min(next_start, part.all_tiles), !part.goes_on());
+  add(state, part.tiles, min(unit_start(unit + 1), part.all_tiles), !part.goes_on());
   store_columns(shared.handed, state, block);
-  arrive<ROOT_DONE>();
-  if (!part.has_next()) return;
-  state.clear();
-  add(state, part.tiles + 1, part.all_tiles, true);
-  meet<ROOT_MERGED>();
-  store_columns(shared.handed, state, block);
-  arrive<NEXT_DONE>();
+  arrive<UNIT_DONE>();
+#pragma unroll 1
+  while (part.has_unit(++unit)) {
+    state.clear();
+    add(state, unit_start(unit), min(unit_start(unit + 1), part.all_tiles), true);
+    meet<UNIT_MERGED>();
+    store_columns(shared.handed, state, block);
+    arrive<UNIT_DONE>();
+  }
 }

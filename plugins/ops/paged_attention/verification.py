@@ -64,8 +64,8 @@ class Variant:
         gathered = -(-4 * (self.rows + 3 + pages + 2) // 8) * 8
         trees = 0
         if self.has_trees:  # keys and values from the root's tile on, and each token's rows of them
-            window = 2 * tile + max(tile // KEYS, 128)
-            trees = 2 * window + self.rows // group_size(call) * 2 * KEYS
+            window = WINDOW_TILES * tile + max(tile // KEYS, 128)
+            trees = 2 * window + self.rows // group_size(call) * WINDOW_TILES * KEYS
         return self.units * 2 * tile + trees + states + message + queries + 16 + gathered
 
 
@@ -81,7 +81,8 @@ TREE_VARIANTS = (
     *(Variant(k, 8, rows, has_trees=True) for k in (2, 4) for rows in (8, 16, 24)),
     *(Variant(4, 4, rows, has_trees=True) for rows in (8, 16, 24)),
 )
-MAX_TREE = KEYS + 1  # tokens: from any place in the root's tile they end in the next one
+WINDOW_TILES = 2  # from a tree's root's on
+MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # tokens: from any place in the root's tile
 
 
 def verification_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
@@ -215,6 +216,7 @@ def verification_spec(call: OpCall, limits: StepLimits, variant: Variant) -> Ker
         "UNITS": variant.units,
         "ROWS": variant.rows,
         "TREE": variant.has_trees,
+        "WINDOW_TILES": WINDOW_TILES,
         "SHARED_BYTES": shared_bytes,
     }
     return KernelSpec(

@@ -59,14 +59,15 @@ struct Tail : TreePaths {
 
   // Whether the thread block has a work item of the tail, in some round.
   DEVICE bool is_hosted(int rank) const {
-    const int unit = root_unit(), next = count_units(first / KEYS + 2) - 1;
+    static_assert(WINDOW_TILES == 2, "two work items at the most");
+    const int unit = root_unit(), next = count_units(first / KEYS + WINDOW_TILES) - 1;
     return unit / UNITS % SPLITS == rank || next / UNITS % SPLITS == rank;
   }
   // Finishes the tail's work items, of those of a round.
   DEVICE void finish(const Shared& shared, int start, int units, int tiles, float scale) const {
     const int first_tile = first / KEYS, own = root_unit();
 #pragma unroll 1
-    for (int unit = max(own, start); unit < min(min(own + 2, start + UNITS), units); ++unit) {
+    for (int unit = max(own, start); unit < min(min(own + WINDOW_TILES, start + UNITS), units); ++unit) {
       const bool goes_on = unit_start(unit) < first_tile;  // where a warp has stopped
       ColumnState state;
       state.clear();
@@ -74,7 +75,7 @@ struct Tail : TreePaths {
         stopped_sync();
         load_unit(state, shared, unit - start, nth);
       }
-      const int end = min(min(unit_start(unit + 1), tiles), first_tile + 2);
+      const int end = min(min(unit_start(unit + 1), tiles), first_tile + WINDOW_TILES);
       add(state, shared, max(unit_start(unit), first_tile), end, scale, !goes_on);
       store_unit(shared, state, unit - start, nth);
     }
