@@ -41,6 +41,10 @@ class HiddenRows:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self._rows
 
+    def row_of(self, sequence: Sequence) -> int:
+        """The row of a sequence that has one."""
+        return self._rows[sequence.sequence_id]
+
     def note(self, sequence: Sequence, row: int) -> None:
         """The last step was a device round, and this is the row of the sequence."""
         self._rows[sequence.sequence_id] = row

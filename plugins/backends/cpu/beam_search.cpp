@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -193,21 +194,57 @@ int check(const BeamSearch& asked) {
   return kDone;
 }
 
+// A whole search; the caller holds the pool's step_mutex.
+int search_beams(BeamSearch& asked, Pool& pool) {
+  if (int bad = check(asked)) return bad;
+  asked.num_steps = 0;
+  try {
+    Search search{asked, pool, {}, {}, {}, {}, {}, {}};
+    if (int bad = search.run(&asked.num_steps)) return bad;
+    for (int32_t r = 0; r < asked.num_requests; ++r) asked.counts[r] = search.merge(r);
+  } catch (const std::bad_alloc&) {
+    return fail_for_memory("beams of %lld requests", asked.num_requests);
+  }
+  return kDone;
+}
+
+// A search that a worker may be at.
+struct Begun : Aside {
+  Begun(BeamSearch& asked, Pool& pool) : Aside(run), asked(asked), pool(pool) {}
+  static void run(Aside& self) {
+    auto& own = static_cast<Begun&>(self);
+    own.status = search_beams(own.asked, own.pool);
+  }
+  BeamSearch& asked;
+  Pool& pool;
+  int status = kDone;
+};
+
 }  // namespace
 
 LLMCTL_EXPORT int32_t llmctl_search_beams(BeamSearch* asked) {
-  if (int bad = check(*asked)) return bad;
   Pool& pool = Pool::instance();
   std::lock_guard<std::mutex> lock(pool.step_mutex());
-  asked->num_steps = 0;
-  try {
-    Search search{*asked, pool, {}, {}, {}, {}, {}, {}};
-    if (int bad = search.run(&asked->num_steps)) return bad;
-    for (int32_t r = 0; r < asked->num_requests; ++r) asked->counts[r] = search.merge(r);
-  } catch (const std::bad_alloc&) {
-    return fail_for_memory("beams of %lld requests", asked->num_requests);
-  }
-  return kDone;
+  return search_beams(*asked, pool);
+}
+
+// Hand a search to another thread; null: there is none that has time. Until `llmctl_search_end`
+// nobody may touch what the search reads and writes, and no step of the head may run.
+LLMCTL_EXPORT void* llmctl_search_begin(BeamSearch* asked) {
+  Pool& pool = Pool::instance();
+  auto* begun = new (std::nothrow) Begun(*asked, pool);
+  if (begun != nullptr && pool.begin(*begun)) return begun;
+  delete begun;
+  return nullptr;
+}
+
+// The end of that search; what it returns is of `llmctl_search_beams`.
+LLMCTL_EXPORT int32_t llmctl_search_end(void* handle) {
+  const std::unique_ptr<Begun> begun(static_cast<Begun*>(handle));
+  const bool is_other = &begun->pool != &Pool::instance();  // of a process that forked this one
+  if (!is_other) begun->pool.end(*begun);
+  // One that failed is done again, for its message belongs to the thread that it failed in.
+  return is_other || begun->status != kDone ? llmctl_search_beams(&begun->asked) : kDone;
 }
 
 LLMCTL_EXPORT int32_t llmctl_top_log_probs(const float* logits, int64_t rows, int64_t vocab,

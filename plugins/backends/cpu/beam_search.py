@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmctl.plugins.backends.cpu.binding import check, load_kernels
 from llmctl.plugins.backends.cpu.program import CpuProgram
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from llmctl.plugins.core.calls import OpCall
-
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 
 class _HandedRows(ctypes.Structure):
@@ -91,22 +88,33 @@ class HeadGraph:
         return HeadGraph(CpuProgram(calls[:-1], row_inputs), rest, logits, states)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundTrees:
-    """The drafts of each request: [requests, most drafts] and how many there are. parents: the
-    index of the draft that each follows, -1 for the root. scores: the log-probability of the path
-    to each. num_steps: of the head."""
+class AskedBeams(NamedTuple):
+    """A search for at least one request. rows, of the target's last step; roots, the tokens that were
+    drawn from them; lengths of beams, at least 1; rooms, the most drafts: of each request. Scores
+    below which a draft is left out, or a beam ends."""
 
-    tokens: Ints
-    parents: Ints
-    scores: Floats
-    counts: Ints
-    num_steps: int
+    rows: Sequence[int]
+    roots: Sequence[int]
+    lengths: Sequence[int]
+    rooms: Sequence[int]
+    num_beams: int
+    least_kept: float
+    least_continued: float
+
+
+class FoundTree(NamedTuple):
+    """The drafts of a request. parents: the index of the draft that each follows, -1 for the root.
+    scores: the log-probability of the path to each."""
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
 
 
 class CpuBeamSearch:
     """The search of runtime/drafting/redrafter/beams.py and the merging of packing.py, bit for bit,
-    by a head in the CPU library. Not re-entrant."""
+    by a head in the CPU library. Not re-entrant: of a search that was begun the end comes first.
+    num_steps: of the head, in the last search."""
 
     def __init__(
         self, first: HeadGraph, following: HeadGraph, given: tuple[torch.Tensor, torch.Tensor]
@@ -138,37 +146,79 @@ class CpuBeamSearch:
         self._call = call
         self._address = ctypes.addressof(call)
         self._run = load_kernels().llmctl_search_beams
+        self._begin = load_kernels().llmctl_search_begin
+        self._end = load_kernels().llmctl_search_end
+        self._ints = np.empty(0, np.int32)
+        self._scores = np.empty(0, np.float32)
+        self._shape = (0, 0)  # requests, and the most drafts of one
+        self._begun: list[int] = []  # a search that another thread may be at
+        # Its memory is not to go while one is under way.
+        weakref.finalize(self, _end_all, self._begun, self._end, self._keep)
 
-    def run(
-        self,
-        rows: Sequence[int],
-        roots: Sequence[int],
-        lengths: Sequence[int],
-        rooms: Sequence[int],
-        num_beams: int,
-        least_kept: float,
-        least_continued: float,
-    ) -> FoundTrees:
-        """Trees of at most `rooms` drafts behind each root; see `search` in beams.py."""
-        asked = np.array((rows, roots, lengths, rooms), np.int32)
-        count, width = asked.shape[1], max(0, *rooms)
-        found = np.empty((2, count, width), np.int32)
-        scores = np.empty((count, width), np.float32)
-        counts = np.empty(count, np.int32)
-        call, place = self._call, asked.__array_interface__["data"][0]
-        call.num_requests, call.num_beams, call.width = count, num_beams, width
-        call.rows, call.roots, call.lengths, call.rooms = range(
-            place, place + 16 * count, 4 * count
-        )
-        call.least_kept, call.least_continued = least_kept, least_continued
-        place = found.__array_interface__["data"][0]
-        call.tokens, call.parents = place, place + 4 * count * width
-        call.scores = scores.__array_interface__["data"][0]
-        call.counts = counts.__array_interface__["data"][0]
+    @property
+    def num_steps(self) -> int:
+        return int(self._call.num_steps)
+
+    def run(self, asked: AskedBeams) -> list[FoundTree]:
+        """The trees, of at most `rooms` drafts each; see `search` in beams.py."""
+        self._ask(asked)
         status = self._run(self._address)
         if status:
             check(status)
-        return FoundTrees(found[0], found[1], scores, counts, call.num_steps)
+        return self._found()
+
+    def begin(self, asked: AskedBeams) -> bool:
+        """Have another thread begin what `run` does; False: none has time. If it does, the target and
+        the head must not run before `end`."""
+        self._ask(asked)
+        begun = self._begin(self._address)
+        if begun:
+            self._begun.append(begun)
+        return bool(begun)
+
+    def end(self) -> list[FoundTree]:
+        """What was begun, as `run` returns it; by this thread, if no other has begun."""
+        status = self._end(self._begun.pop())
+        if status:
+            check(status)
+        return self._found()
+
+    def _ask(self, asked: AskedBeams) -> None:
+        assert not self._begun, "the end of what was begun comes first"
+        rows, roots, lengths, rooms, num_beams, least_kept, least_continued = asked
+        call, count, width = self._call, len(rows), max(0, *rooms)
+        if self._shape != (count, width):
+            self._make_room(count, width)
+        self._ints[: 4 * count] = (*rows, *roots, *lengths, *rooms)
+        call.num_beams = num_beams
+        call.least_kept, call.least_continued = least_kept, least_continued
+
+    def _make_room(self, count: int, width: int) -> None:
+        """Arrays for what is asked and found, of which the library knows the addresses."""
+        call, self._shape = self._call, (count, width)
+        self._ints = np.empty(5 * count + 2 * count * width, np.int32)
+        self._scores = np.empty(count * width, np.float32)
+        place = self._ints.ctypes.data
+        places = range(place, place + 24 * count, 4 * count)
+        call.rows, call.roots, call.lengths, call.rooms, call.counts, call.tokens = places
+        call.parents = call.tokens + 4 * count * width
+        call.scores = self._scores.ctypes.data
+        call.num_requests, call.width = count, width
+
+    def _found(self) -> list[FoundTree]:
+        count, width = self._shape
+        ints, scores = self._ints[4 * count :].tolist(), self._scores.tolist()
+        tokens, parents = ints[count:], ints[count + count * width :]
+        places = range(0, count * width, width) if width else [0] * count
+        return [
+            FoundTree(*(part[at : at + length] for part in (tokens, parents, scores)))
+            for at, length in zip(places, ints, strict=False)
+        ]
+
+
+def _end_all(begun: list[int], end: Callable[[int], int], keep: object) -> None:
+    while begun:
+        end(begun.pop())
 
 
 def _is_float32(tensor: torch.Tensor) -> bool:

@@ -98,7 +98,10 @@ def load_kernels() -> ctypes.CDLL:
     loaded.llmctl_argmax.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
     for function in (loaded.llmctl_sample, loaded.llmctl_probs, loaded.llmctl_log_softmax_at):
         function.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p]
-    loaded.llmctl_search_beams.argtypes = [c_void_p]
+    for function in (loaded.llmctl_search_beams, loaded.llmctl_search_begin):
+        function.argtypes = [c_void_p]
+    loaded.llmctl_search_begin.restype = c_void_p
+    loaded.llmctl_search_end.argtypes = [c_void_p]
     loaded.llmctl_top_log_probs.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
     loaded.llmctl_draw.argtypes = [c_void_p, c_int64, c_void_p]
     loaded.llmctl_draw.restype = c_int64

@@ -26,6 +26,14 @@ void pause() {
 #endif
 }
 
+void pause_or_yield(int spins) {
+  if (spins < 4096) {
+    pause();
+  } else {
+    sched_yield();
+  }
+}
+
 // A forked child has no worker threads: forget the parent's pool, and start one when needed.
 void forget_pool() { g_instance.store(nullptr); }
 
@@ -72,18 +80,20 @@ void Pool::start() {
 
 void Pool::stop() {
   stopping_.store(true);
-  {
-    std::lock_guard<std::mutex> lock(sleep_mutex_);
-    wake_.notify_all();
-  }
+  wake_sleepers();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
   stopping_.store(false);
   started_ = false;
 }
 
-void Pool::take_items(int thread) {
-  void* own = scratch_[thread];
+int& Pool::own_index() {
+  thread_local int index = 0;
+  return index;
+}
+
+void Pool::take_items() {
+  void* own = scratch_[own_index()];
   for (int64_t item = next_.fetch_add(1, std::memory_order_relaxed); item < items_;
        item = next_.fetch_add(1, std::memory_order_relaxed)) {
     body_(context_, item, own);
@@ -98,32 +108,33 @@ void Pool::run(int64_t items, Body body, void* context) {
   next_.store(0, std::memory_order_relaxed);
   const uint64_t generation = (state_.load(std::memory_order_relaxed) & ~(kGeneration - 1));
   state_.store(generation + kGeneration + kOpen);
-  if (sleepers_.load() > 0) {
-    std::lock_guard<std::mutex> lock(sleep_mutex_);
-    wake_.notify_all();
-  }
-  take_items(0);
+  wake_sleepers();
+  take_items();
   state_.fetch_and(~kOpen, std::memory_order_acq_rel);
   for (int spins = 0; (state_.load(std::memory_order_acquire) & kInside) != 0; ++spins) {
-    if (spins < 4096) {
-      pause();
-    } else {
-      sched_yield();  // a worker lost its core in the middle of an item
-    }
+    pause_or_yield(spins);  // a worker lost its core in the middle of an item
   }
 }
 
+// Take part in what runs, if anything does that this thread has not taken part in; with `of`, only in
+// what that runs: while a thread is inside, nothing else can begin.
+bool Pool::help(uint64_t& last, const Aside* of) {
+  uint64_t state = state_.load(std::memory_order_acquire);
+  const uint64_t generation = state & ~(kGeneration - 1);
+  if (generation == last || (state & kOpen) == 0) return false;
+  if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) return true;
+  last = generation;
+  if (of == nullptr || running_.load() == of) take_items();
+  state_.fetch_sub(1, std::memory_order_acq_rel);
+  return true;
+}
+
 void Pool::work(int thread) {
+  own_index() = thread;
   uint64_t last = 0;
   auto idle_since = std::chrono::steady_clock::now();
   for (int spins = 0; !stopping_.load(std::memory_order_relaxed); ++spins) {
-    uint64_t state = state_.load(std::memory_order_acquire);
-    const uint64_t generation = state & ~(kGeneration - 1);
-    if (generation != last && (state & kOpen) != 0) {
-      if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
-      last = generation;
-      take_items(thread);
-      state_.fetch_sub(1, std::memory_order_acq_rel);
+    if (help(last, nullptr) || run_aside()) {
       idle_since = std::chrono::steady_clock::now();
     } else if ((spins & 63) == 63 && std::chrono::steady_clock::now() - idle_since > kSpin) {
       sleep(last);
@@ -140,9 +151,50 @@ void Pool::sleep(uint64_t seen) {
   wake_.wait(lock, [&] {
     const uint64_t state = state_.load();
     const bool has_work = (state & ~(kGeneration - 1)) != seen && (state & kOpen) != 0;
-    return has_work || stopping_.load();
+    return has_work || aside_.load() != nullptr || stopping_.load();
   });
   sleepers_.fetch_sub(1);
+}
+
+void Pool::wake_sleepers() {
+  if (sleepers_.load() == 0) return;
+  std::lock_guard<std::mutex> lock(sleep_mutex_);
+  wake_.notify_all();
+}
+
+bool Pool::begin(Aside& aside) {
+  if (num_threads_ == 1) return false;
+  if (std::unique_lock lock(step_mutex_, std::try_to_lock); lock && !started_) start();
+  Aside* none = nullptr;
+  if (!aside_.compare_exchange_strong(none, &aside)) return false;
+  wake_sleepers();
+  return true;
+}
+
+// What waits for a worker, unless a step runs: that has all of them.
+bool Pool::run_aside() {
+  if (aside_.load(std::memory_order_relaxed) == nullptr) return false;
+  std::unique_lock lock(step_mutex_, std::try_to_lock);
+  Aside* const taken = lock ? aside_.exchange(nullptr) : nullptr;
+  if (taken == nullptr) return false;
+  running_.store(taken);
+  taken->body(*taken);
+  running_.store(nullptr);
+  taken->is_done.store(true);
+  return true;
+}
+
+void Pool::end(Aside& aside) {
+  Aside* waiting = &aside;
+  if (aside_.compare_exchange_strong(waiting, nullptr)) {
+    std::lock_guard<std::mutex> lock(step_mutex_);
+    aside.body(aside);
+    return;
+  }
+  uint64_t last = 0;
+  for (int spins = 0; !aside.is_done.load(); ++spins) {
+    if (!help(last, &aside)) pause_or_yield(spins);
+  }
 }
 
 }  // namespace llmctl

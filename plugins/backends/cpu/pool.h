@@ -14,6 +14,13 @@
 
 namespace llmctl {
 
+// What a worker does while whoever asked for it does something else. Nothing refers to one that is done.
+struct Aside {
+  explicit Aside(void (*body)(Aside&)) : body(body) {}
+  void (*body)(Aside&);  // called with the pool's step_mutex held; does not throw
+  std::atomic<bool> is_done{false};
+};
+
 constexpr size_t kScratchBytes = 1 << 20;  // of each thread; every kernel's blocks fit this
 
 class Pool {
@@ -34,12 +41,20 @@ class Pool {
   template <class F>
   void each(int64_t items, bool serial, F& f) {
     if (serial || items <= 1 || num_threads_ == 1) {
-      for (int64_t i = 0; i < items; ++i) f(i, scratch(0));
+      for (int64_t i = 0; i < items; ++i) f(i, scratch(own_index()));
       return;
     }
     run(items, [](void* context, int64_t item, void* own) { (*static_cast<F*>(context))(item, own); },
         &f);
   }
+
+  // Hand `aside` to a worker that has nothing to do; false: there is none, or another one waits.
+  // Where it is true, `end` must follow.
+  bool begin(Aside& aside);
+
+  // Return when it is done: help with it, or do all of it if no worker has begun. The caller does not
+  // hold step_mutex.
+  void end(Aside& aside);
 
   void* scratch(int thread);
   std::mutex& step_mutex() { return step_mutex_; }  // held while a step runs
@@ -49,8 +64,12 @@ class Pool {
   void start();
   void stop();
   void work(int thread);
-  void take_items(int thread);
+  bool help(uint64_t& last, const Aside* of);
+  bool run_aside();
+  void take_items();
   void sleep(uint64_t seen);
+  void wake_sleepers();
+  static int& own_index();  // of the thread: 0 for all but workers
 
   int num_threads_;
   bool started_ = false;
@@ -62,6 +81,8 @@ class Pool {
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<int> sleepers_{0};
+  std::atomic<Aside*> aside_{nullptr};    // waits for a worker
+  std::atomic<Aside*> running_{nullptr};  // a worker is at it
   std::atomic<bool> stopping_{false};
   int64_t items_ = 0;
   Body body_ = nullptr;

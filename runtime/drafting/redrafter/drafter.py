@@ -21,7 +21,7 @@ from llmctl.runtime.drafting.redrafter.packing import Found
 from llmctl.runtime.drafting.redrafter.search import Asked, Searcher
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.kv_cache import BlockHolder, KvCacheManager
-from llmctl.runtime.request import Batch, Sequence, Slice
+from llmctl.runtime.request import Batch, FinishReason, Sequence, Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,31 +74,51 @@ class ReDrafter(WithoutWindow):
         ]
         found: list[Found] = []
         if asked:
-            limits = self.confidence
             found = self._searcher.search(
-                [self._ask(row, item) for _, row, item in asked],
-                1 if limits.is_chain else self._shape.num_beams,
-                Bounds(limits.least_kept, limits.least_continued),
+                [self._ask(row, item.sequence, item.draft_len) for _, row, item in asked],
+                self._num_beams,
+                self._bounds,
             )
             for (place, _, _), own in zip(asked, found, strict=True):
                 drafts[place] = own.drafts
+        else:
+            self._searcher.drop()
         num_steps = self._searcher.num_steps if asked else 0
         self.confidence.note(num_steps, [own.scores for own in found])
         self.rows.start(batch, drafts)
         return drafts
 
     def commit(self, batch: Batch, accepted: Items[int], drawn: Items[int]) -> None:
-        """Note the row of each sequence's last accepted token."""
+        """Note the row of each sequence's last accepted token. If the next step is as this one, its
+        drafts can be sought from now on."""
         self.rows.commit(accepted)
+        if batch.context:
+            return
+        likely = []
+        for item in batch.generation:
+            sequence = item.sequence
+            goes_on = sequence.finish_reason is FinishReason.NOT_FINISHED
+            room = min(item.draft_len, sequence.max_len - len(sequence.tokens) - 1)
+            if goes_on and room > 0 and self._drafts_for(item):
+                likely.append(self._ask(self.rows.row_of(sequence), sequence, room))
+        if likely:
+            self._searcher.begin(likely, self._num_beams, self._bounds)
 
     def release(self, sequence: Sequence) -> None:
         """Forget the sequence's row."""
         self.rows.forget(sequence)
 
-    def _ask(self, row: int, item: Slice) -> Asked:
-        root = item.sequence.tokens[item.start + item.num_tokens - 1]
-        room = min(item.draft_len, self.max_draft_len)
-        return Asked(row, root, min(room, self._shape.length), room)
+    @property
+    def _num_beams(self) -> int:
+        return 1 if self.confidence.is_chain else self._shape.num_beams
+
+    @property
+    def _bounds(self) -> Bounds:
+        return Bounds(self.confidence.least_kept, self.confidence.least_continued)
+
+    def _ask(self, row: int, sequence: Sequence, draft_len: int) -> Asked:
+        room = min(draft_len, self.max_draft_len)
+        return Asked(row, sequence.tokens[-1], min(room, self._shape.length), room)
 
     def _drafts_for(self, item: Slice) -> bool:
         request = item.sequence.request

@@ -12,6 +12,7 @@ from support.redrafter_engine import HIDDEN, VOCAB, build, tensors_of
 
 from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT, REDRAFTER_STATES
 from llmctl.plugins.backends.cpu import CpuSampling, instruction_sets, set_instruction_set
+from llmctl.plugins.backends.cpu.beam_search import AskedBeams
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.beam_search import reference
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
@@ -144,7 +145,7 @@ def test_what_leaves_the_tensors_is_refused(engine):
     compiled = engine.compiled_search(REDRAFTER_FIRST, REDRAFTER_NEXT, REDRAFTER_STATES)
     least = (-np.inf, -np.inf)
     good = ([0], [5], [2], [4], 2)
-    assert compiled.run(*good, *least).counts[0] > 0
+    assert compiled.run(AskedBeams(*good, *least))[0].tokens
     for changed, message in (
         ({0: [9_999]}, "logit_rows"),
         ({0: [-1]}, "logit_rows"),
@@ -157,7 +158,7 @@ def test_what_leaves_the_tensors_is_refused(engine):
     ):
         arguments = [changed.get(index, value) for index, value in enumerate(good)]
         with pytest.raises(AssertionError, match=message):
-            compiled.run(*arguments, *least)
+            compiled.run(AskedBeams(*arguments, *least))
     many = [[value[0]] * (REQUESTS + 1) for value in good[:4]]
     with pytest.raises(AssertionError, match="rows"):
-        compiled.run(*many, BEAMS, *least)
+        compiled.run(AskedBeams(*many, BEAMS, *least))
