@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from llmctl.plugins.backends.cpu.beam_search import AskedBeams, FoundTree
 from llmctl.plugins.ops.beam_search.reference import top_log_probs
+from llmctl.runtime.drafting.redrafter.beams import Bounds
+from llmctl.runtime.drafting.redrafter.search import Asked, StepSearch
 from support.fake_engine import fold, share
 from support.fake_heads import HeadedEngine
 
@@ -43,3 +46,45 @@ class FakeRecurrentHead:
             logits.append(own)
         ids, log_probs = top_log_probs(torch.tensor(np.array(logits), dtype=torch.float32), count)
         return ids.numpy(), log_probs.numpy()
+
+
+class FakeCompiledSearch:
+    """A search in one call, some of which begin ahead: what they find is of the moment of `begin`.
+    What a begun one keeps is the engine's, so that nothing may run before its end."""
+
+    def __init__(self, head: FakeRecurrentHead) -> None:
+        self._search, self._engine = StepSearch(head), head.engine
+        self._begun: list[FoundTree] | None = None
+        self._runs = 0
+        self.num_begun = self.num_run = 0
+
+    @property
+    def num_steps(self) -> int:
+        return self._search.num_steps
+
+    def run(self, asked: AskedBeams) -> list[FoundTree]:
+        assert self._begun is None
+        self.num_run += 1
+        return self._trees(asked)
+
+    def begin(self, asked: AskedBeams) -> bool:
+        assert self._begun is None
+        if asked.roots[0] % 5 == 0:  # no thread has time
+            return False
+        self.num_begun += 1
+        self._begun, self._runs = self._trees(asked), self._engine.num_runs
+        return True
+
+    def end(self) -> list[FoundTree]:
+        assert self._begun is not None and self._runs == self._engine.num_runs
+        found, self._begun = self._begun, None
+        return found
+
+    def _trees(self, asked: AskedBeams) -> list[FoundTree]:
+        requests = [Asked(*own) for own in zip(*asked[:4], strict=True)]
+        found = self._search.search(requests, asked.num_beams, Bounds(*asked[5:]))
+        chain = [list(range(-1, len(own.drafts.tokens) - 1)) for own in found]
+        return [
+            FoundTree(own.drafts.tokens, own.drafts.parents or parents, list(own.scores))
+            for own, parents in zip(found, chain, strict=True)
+        ]

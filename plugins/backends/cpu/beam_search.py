@@ -89,9 +89,9 @@ class HeadGraph:
 
 
 class AskedBeams(NamedTuple):
-    """A search for at least one request. rows, of the target's last step; roots, the tokens that were
-    drawn from them; lengths of beams, at least 1; rooms, the most drafts: of each request. Scores
-    below which a draft is left out, or a beam ends."""
+    """A search for at least one request. Of each: `rows` of the target's last step; `roots`, the
+    tokens that were drawn from them; `lengths` of beams, at least 1; `rooms`, the most drafts.
+    Below the two scores a draft is left out, or a beam ends."""
 
     rows: Sequence[int]
     roots: Sequence[int]
@@ -168,8 +168,8 @@ class CpuBeamSearch:
         return self._found()
 
     def begin(self, asked: AskedBeams) -> bool:
-        """Have another thread begin what `run` does; False: none has time. If it does, the target and
-        the head must not run before `end`."""
+        """Have another thread begin what `run` does; False: none has time. If it does, neither the
+        target nor the head may run before `end`."""
         self._ask(asked)
         begun = self._begin(self._address)
         if begun:
@@ -211,8 +211,8 @@ class CpuBeamSearch:
         tokens, parents = ints[count:], ints[count + count * width :]
         places = range(0, count * width, width) if width else [0] * count
         return [
-            FoundTree(*(part[at : at + length] for part in (tokens, parents, scores)))
-            for at, length in zip(places, ints, strict=False)
+            FoundTree(tokens[at : at + own], parents[at : at + own], scores[at : at + own])
+            for at, own in zip(places, ints, strict=False)
         ]
 
 

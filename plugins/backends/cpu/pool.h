@@ -71,7 +71,7 @@ class Pool {
   void wake_sleepers();
   static int& own_index();  // of the thread: 0 for all but workers
 
-  int num_threads_;
+  std::atomic<int> num_threads_;
   bool started_ = false;
   std::vector<std::thread> threads_;
   std::vector<void*> scratch_;

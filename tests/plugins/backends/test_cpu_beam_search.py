@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -11,7 +13,13 @@ from support.redrafter import RECURRENCES, save_as
 from support.redrafter_engine import HIDDEN, VOCAB, build, tensors_of
 
 from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT, REDRAFTER_STATES
-from llmctl.plugins.backends.cpu import CpuSampling, instruction_sets, set_instruction_set
+from llmctl.plugins.backends.cpu import (
+    CpuSampling,
+    instruction_sets,
+    num_threads,
+    set_instruction_set,
+    set_num_threads,
+)
 from llmctl.plugins.backends.cpu.beam_search import AskedBeams
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.beam_search import reference
@@ -103,8 +111,7 @@ def engine(request, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return opened
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_trees_and_scores_are_those_of_the_search_step_by_step(engine, seed):
+def ask(seed: int) -> tuple[list[Asked], int, Bounds]:
     """Any number of requests, beams and lengths, with less room than drafts, and with bounds below
     which beams end early or are not begun."""
     generator = np.random.default_rng(seed)
@@ -119,6 +126,12 @@ def test_trees_and_scores_are_those_of_the_search_step_by_step(engine, seed):
     if seed % 3:
         least = np.log(generator.uniform(0.001, 0.05))
         bounds = Bounds(least, least + (seed % 3 - 1) * generator.uniform(0, 1))
+    return asked, num_beams, bounds
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_trees_and_scores_are_those_of_the_search_step_by_step(engine, seed):
+    asked, num_beams, bounds = ask(seed)
     compiled = searcher_of(engine)
     assert isinstance(compiled, CompiledSearch)
     found = compiled.search(asked, num_beams, bounds)
@@ -129,6 +142,79 @@ def test_trees_and_scores_are_those_of_the_search_step_by_step(engine, seed):
         assert all(score >= bounds.least_kept for score in one.scores)
     if bounds is UNBOUNDED:
         assert any(own.drafts.tokens for own in found) or not any(own.room for own in asked)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_search_that_is_begun_finds_the_same(engine, threads):
+    """On another thread, if there is one; steps of other engines run meanwhile, and what was begun
+    in vain is left."""
+    before, wanted = num_threads(), StepSearch(EngineHead(engine))
+    set_num_threads(threads)
+    compiled = searcher_of(engine)
+    other = np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32)
+    try:
+        for seed in range(300):
+            asked, num_beams, bounds = ask(seed % 30)
+            if seed % 7 == 0:
+                compiled.begin(ask(seed % 30 + 1)[0], num_beams, bounds)
+            if seed % 5 != 0:
+                compiled.begin(asked, num_beams, bounds)
+            if seed % 4 == 0:
+                assert (CpuSampling().argmax(other) == other.argmax(axis=1)).all()
+            found = compiled.search(asked, num_beams, bounds)
+            assert found == wanted.search(asked, num_beams, bounds)
+            assert compiled.num_steps == wanted.num_steps
+    finally:
+        set_num_threads(before)
+
+
+def test_threads_that_search_ahead_and_threads_that_run_steps_share_the_pool(engine):
+    """One thread begins and ends searches, another multiplies: neither waits for ever, and no item
+    of one is computed in the memory of the other."""
+    logits = np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32)
+    wanted = CpuSampling().top_log_probs(logits, 3)
+    asked, num_beams, bounds = ask(3)
+    tree = searcher_of(engine).search(asked, num_beams, bounds)
+    wrong = []
+
+    def multiply() -> None:
+        for _ in range(300):
+            found = CpuSampling().top_log_probs(logits, 3)
+            wrong.extend(part for part in (0, 1) if (found[part] != wanted[part]).any())
+
+    before = num_threads()
+    set_num_threads(3)
+    thread, compiled = Thread(target=multiply), searcher_of(engine)
+    thread.start()
+    while thread.is_alive():
+        compiled.begin(asked, num_beams, bounds)
+        assert compiled.search(asked, num_beams, bounds) == tree
+    set_num_threads(before)
+    assert not wrong
+
+
+def test_what_is_begun_is_refused_as_what_is_run(engine):
+    compiled = searcher_of(engine)
+    wrong = [Asked(9_999, 5, 2, 4)]
+    compiled.begin(wrong, 2, UNBOUNDED)
+    with pytest.raises(AssertionError, match="logit_rows"):
+        compiled.search(wrong, 2, UNBOUNDED)
+    assert compiled.search([Asked(0, 5, 2, 4)], 2, UNBOUNDED)[0].drafts.tokens
+
+
+def test_a_search_under_way_outlives_what_asked_for_it(engine):
+    """Its memory does not go before it ends; a forked process ends what its parent began."""
+    asked, num_beams, bounds = ask(3)
+    tree = searcher_of(engine).search(asked, num_beams, bounds)
+    for _ in range(50):
+        searcher_of(engine).begin(asked, num_beams, bounds)
+    compiled = searcher_of(engine)
+    compiled.begin(asked, num_beams, bounds)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if compiled.search(asked, num_beams, bounds) == tree else 1)
+    assert compiled.search(asked, num_beams, bounds) == tree
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_beams_that_are_not_worth_going_on_end(engine):

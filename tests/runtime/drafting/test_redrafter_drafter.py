@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.fake_heads import HeadedEngine
 from support.fake_loop import Harness
-from support.fake_recurrent import FakeRecurrentHead
+from support.fake_recurrent import FakeCompiledSearch, FakeRecurrentHead
 from support.head_schedules import (
     drafts_after_a_missed_step,
     go_on_after_a_step_that_failed,
@@ -16,17 +16,21 @@ from support.head_schedules import (
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.redrafter.drafter import BeamShape, ReDrafter
-from llmctl.runtime.drafting.redrafter.search import StepSearch
+from llmctl.runtime.drafting.redrafter.search import CompiledSearch, StepSearch
 from llmctl.runtime.request import Request, SamplingConfig
 
 VOCAB = 23
 
 
-def make(beams=3, length=4, *, agreement=1.0, for_greedy=False, draft_len=None, **options):
+def make(
+    beams=3, length=4, *, agreement=1.0, for_greedy=False, draft_len=None, ahead=None, **options
+):
+    """ahead: makes a compiled search of the head, part of which is begun when a step ends."""
     engine = HeadedEngine(vocab_size=VOCAB, max_draft_len=63, **options)
     head = FakeRecurrentHead(engine, agreement)
     shape = BeamShape(beams, length, for_greedy)
-    return engine, head, ReDrafter(StepSearch(head), shape, draft_len or shape.num_drafts)
+    searcher = StepSearch(head) if ahead is None else CompiledSearch(ahead(head))
+    return engine, head, ReDrafter(searcher, shape, draft_len or shape.num_drafts)
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -65,13 +69,15 @@ def test_the_first_round_after_a_prompt_has_drafts():
 
 @pytest.mark.parametrize("schedule", range(8))
 @pytest.mark.parametrize("agreement", [0.0, 0.6, 1.0])
-def test_any_schedule_gives_the_plain_answer(schedule, agreement):
+@pytest.mark.parametrize("ahead", [None, FakeCompiledSearch])
+def test_any_schedule_gives_the_plain_answer(schedule, agreement, ahead):
     """Chunks, pauses, cancels, reuse, own draft lengths, greedy and sampled requests."""
     generator = np.random.default_rng([schedule, int(10 * agreement)])
     engine, _, drafter = make(
         int(generator.integers(1, 6)),
         int(generator.integers(1, 6)),
         agreement=agreement,
+        ahead=ahead,
         for_greedy=bool(generator.integers(2)),
         draft_len=int(generator.integers(1, 12)),
         max_num_tokens=int(generator.choice([10, 17, 48])),
@@ -80,6 +86,21 @@ def test_any_schedule_gives_the_plain_answer(schedule, agreement):
     harness = run_any_schedule(generator, engine, drafter, reuse=schedule % 2 == 0, vocab=VOCAB)
     if agreement == 1.0:
         assert harness.loop.stats.accepted_tokens > 20
+
+
+def test_the_search_for_a_step_like_the_last_one_begins_when_that_ends():
+    """In steps without prompts, for requests that go on; what is found is the same."""
+    found = []
+    for ahead in (None, FakeCompiledSearch):
+        engine, _, drafter = make(2, 3, agreement=0.7, ahead=ahead, max_batch_size=4)
+        harness = Harness(engine, drafter)
+        for start in range(3):
+            harness.add(Request((1, 2, start), max_tokens=60 + start))
+        harness.run()
+        found.append(harness.loop.stats.histogram)
+    compiled = drafter._searcher._compiled
+    assert compiled.num_begun > 2 * compiled.num_run, "no thread had time for one in five"
+    assert found[0] == found[1]
 
 
 def test_each_request_has_beams_of_the_length_that_it_has_room_for():
