@@ -21,7 +21,7 @@ from llmctl.builder.planted import LoadFormat
 from llmctl.cli.main import execute
 from llmctl.errors import BadConfig, CheckpointNotFound, UnknownQuantization, Unsupported
 from llmctl.plugins.backends.cuda import nvrtc
-from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
+from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel, is_needed
 from llmctl.plugins.backends.cuda.cubin import read_cubin
 
 
@@ -38,6 +38,7 @@ def test_kernels_are_stored_and_read_back_whole(fp8_engine) -> None:
     specs = {
         spec.name: spec
         for spec in kernel_specs(plan, step_limits(plan, _Limits(request, config.build_config)))
+        if is_needed(spec, "9.0")
     }
     assert [kernel.name for kernel in plan.kernels] == sorted(specs)
     for kernel in plan.kernels:
@@ -58,7 +59,7 @@ def test_attention_is_that_of_a_model_whose_kernels_are_compiled_anyway(fp8_engi
     plan, _ = open_engine(fp8_engine)
     names = {k.name for k in plan.kernels if k.name.startswith("paged_attention.")}
     chains = {name for name in names if not name.endswith((".trees", ".tree"))}
-    worlds = [world_of(*each, max_batch_size=4) for each in HERE]
+    worlds = [world_of(*each) for each in HERE]
     assert chains and chains <= {spec.name for world in worlds for spec in of_chains(world)}
 
 

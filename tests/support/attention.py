@@ -51,6 +51,7 @@ class World:
     tokens_per_block: int = 32
     layers: int = 1
     max_batch_size: int = 64
+    max_seq_len: int = 0  # the engine's limit where it is more than the longest request
     # Parents of a request's drafts (`Drafts`): its parts of as many tokens and a root are trees.
     trees: Mapping[int, Sequence[int]] = field(default_factory=dict)
     device: str = "cpu"
@@ -107,7 +108,7 @@ class World:
             max_num_tokens=8192,
             max_num_rows=8192,
             max_batch_size=self.max_batch_size,
-            max_seq_len=max(self.lengths),
+            max_seq_len=max(self.max_seq_len, *self.lengths),
             max_draft_len=max([16, *map(len, self.trees.values())]),
             tokens_per_block=self.tokens_per_block,
             kv_dtype=str(self.kv_dtype).removeprefix("torch."),
@@ -165,9 +166,8 @@ class World:
 
         arrays = {name: array(name, numbers) for name, numbers in step_arrays(step).items()}
         is_cuda = self.device != "cpu"  # else interpreted
-        return LaunchEnv(
-            DeviceStep(**arrays), self.cache, self.limits(), "tokens", scratch, is_cuda
-        )
+        on_device = DeviceStep(**arrays)
+        return LaunchEnv(on_device, self.cache, self.limits(), "tokens", scratch, is_cuda)
 
     def shape(self, step: StepInputs, **bounds: int) -> StepShape:
         """The step's extents; `bounds` replace some, as captured graphs do."""

@@ -47,9 +47,8 @@ def of_chains(world: World) -> list[KernelSpec]:
 
 
 def check_chains(heads: str, kv: str) -> None:
-    """Products by tensor cores, nothing spilled, launches in order; for an engine of few
-    requests."""
-    for spec, binary, code in compile_all(of_chains(world_of(heads, kv, max_batch_size=4))):
+    """Products by tensor cores, nothing spilled, launches in order."""
+    for spec, binary, code in compile_all(of_chains(world_of(heads, kv))):
         assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         is_group = spec.entry not in ("batch", "verification")  # whose products are of one warp
         assert ("HGMMA" in code) == is_group, spec.name
@@ -62,7 +61,9 @@ def check_chains(heads: str, kv: str) -> None:
 
 def check_pages(tokens_per_block: int, specs: Callable[..., list[KernelSpec]]) -> None:
     """Kernels of warps, for chains and trees, of pages of so many tokens. specs: of `BY_WARP`."""
-    world = World(8, 2, 128, (64,), kv_dtype=FP8, tokens_per_block=tokens_per_block)
+    world = World(
+        8, 2, 128, (64,), kv_dtype=FP8, tokens_per_block=tokens_per_block, max_seq_len=8192
+    )
     for spec in specs(world.call([(0, 0, 1)]), world.limits()):
         # Trees have up to eleven warps, 168 registers each; with some values in local memory they
         # are still the fastest (docs/performance/trees.md). Chains spill nothing.

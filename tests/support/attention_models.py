@@ -39,8 +39,10 @@ CACHES = {
 
 
 def world_of(heads: str, cache: str, **fields: Any) -> World:
-    """A world of one short request with the heads of `HEADS` and a cache of `CACHES`."""
+    """A world with the heads of `HEADS` and a cache of `CACHES`: one short request, of an engine
+    whose steps reach all kernels but those for longer contexts."""
     dtype, kv_dtype, quantizes = CACHES[cache]
+    fields = {"max_seq_len": 4096, **fields}
     return World(*HEADS[heads], (64,), dtype, kv_dtype, quantizes, **fields)
 
 

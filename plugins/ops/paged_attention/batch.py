@@ -8,11 +8,17 @@ KV head).
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.core.op_spec import FP8
-from llmctl.plugins.ops.paged_attention.source_specs import group_size, source_variant, tensor_types
+from llmctl.plugins.ops.paged_attention.source_specs import (
+    group_size,
+    most_short_tokens,
+    source_variant,
+    tensor_types,
+)
 from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT, count_units
 
 if TYPE_CHECKING:
@@ -26,6 +32,7 @@ MAX_ROWS = COLUMNS[-1]
 # multiprocessor then keep the memory busy, and there is no room for more.
 _RING_BYTES = 48 << 10
 _WARPS_PER_SM = 4
+FEW_GROUPS = 16  # of requests and KV heads: split over thread blocks that wait for each other
 LONG = 4096  # tokens of a context beyond which it is divided as finely as there are warps
 
 
@@ -48,11 +55,15 @@ def most_tokens(call: OpCall) -> int:
 
 
 def batch_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
-    """Every binary that `batch_launch` may ask for."""
+    """Every binary that `batch_launch` may ask for in a step within the limits."""
+    group, most = group_size(call), group_size(call) * most_short_tokens(limits)
+    groups = limits.max_batch_size * int(call.attributes["num_kv_heads"])
+    if groups <= FEW_GROUPS and limits.max_seq_len <= LONG:
+        return []
     return [
         batch_spec(call, limits, columns, together)
-        for columns in COLUMNS
-        if columns >= group_size(call)
+        for fewer, columns in pairwise((0, *COLUMNS))
+        if columns >= group and most > fewer
         for together in ((False, True) if limits.max_seq_len > LONG else (False,))
     ]
 

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.core.op_spec import FP8
-from llmctl.plugins.ops.paged_attention.source_specs import group_size, source_variant, tensor_types
+from llmctl.plugins.ops.paged_attention.source_specs import (
+    group_size,
+    most_short_tokens,
+    source_variant,
+    tensor_types,
+)
 from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units
 
 if TYPE_CHECKING:
@@ -65,8 +70,16 @@ def covers(call: OpCall, limits: StepLimits) -> bool:
 
 
 def generation_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
-    """Every binary that `choose_cut` may ask for."""
-    return [generation_spec(call, limits, variant) for variant in VARIANTS]
+    """Every binary that `choose_cut` may ask for in a step within the limits."""
+    size, heads = int(call.attributes["head_size"]), int(call.attributes["num_kv_heads"])
+    most = limits.max_batch_size * _count_blocks(call, most_short_tokens(limits))
+    longest = count_units(limits.max_seq_len)
+    reached = {
+        _choose_variant(size, blocks * heads, units, limits.num_sms)
+        for blocks in range(1, most + 1)
+        for units in (1, longest)
+    }
+    return [generation_spec(call, limits, each) for each in VARIANTS if each in reached]
 
 
 def choose_cut(
@@ -74,20 +87,26 @@ def choose_cut(
 ) -> Cut | None:
     """How to run such a step; None if another kernel serves it better."""
     size, heads = int(call.attributes["head_size"]), int(call.attributes["num_kv_heads"])
-    num_blocks = -(-max_tokens // (ROWS // group_size(call)))
+    num_blocks = _count_blocks(call, max_tokens)
     groups = num_requests * heads * num_blocks
+    variant = _choose_variant(size, groups, count_units(max_kv_len), num_sms)
+    return None if variant is None else Cut(variant, num_blocks, -(-max_tokens // num_blocks))
+
+
+def _count_blocks(call: OpCall, max_tokens: int) -> int:
+    """Thread blocks of rows of a request."""
+    return -(-max_tokens // (ROWS // group_size(call)))
+
+
+def _choose_variant(size: int, groups: int, units: int, num_sms: int) -> Variant | None:
     # Clusters of 16 find room on few groups of SMs, and one more than those that run at once costs
     # as much as all. On an H200 seven groups have 16 or 18 SMs: 14 clusters with two thread blocks
     # to an SM, 21 with three. Blocks without clusters wait for each other, and two fit an SM.
-    if count_units(max_kv_len) <= 8 and groups <= 16:
-        variant = Variant(8)
-    elif groups <= 8 * (_blocks_per_sm(size) - 1):
-        variant = Variant(SPLITS)
-    elif groups * SPLITS <= 2 * num_sms:
-        variant = Variant(SPLITS, False)
-    else:
-        return None
-    return Cut(variant, num_blocks, -(-max_tokens // num_blocks))
+    if units <= 8 and groups <= 16:
+        return Variant(8)
+    if groups <= 8 * (_blocks_per_sm(size) - 1):
+        return Variant(SPLITS)
+    return Variant(SPLITS, False) if groups * SPLITS <= 2 * num_sms else None
 
 
 def _blocks_per_sm(size: int) -> int:

@@ -17,7 +17,6 @@ from dataclasses import replace
 import torch
 
 from llmctl.errors import Unsupported
-from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.kernel_spec import (
     KernelSpec,
     Launch,
@@ -28,6 +27,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.paged_attention import tree
 from llmctl.plugins.ops.paged_attention.batch import (
+    FEW_GROUPS,
     MAX_ROWS,
     batch_launch,
     batch_specs,
@@ -42,7 +42,10 @@ from llmctl.plugins.ops.paged_attention.generation import (
     generation_launch,
     generation_specs,
 )
-from llmctl.plugins.ops.paged_attention.source_specs import group_size
+from llmctl.plugins.ops.paged_attention.source_specs import (
+    SHORT,
+    group_size,
+)
 from llmctl.plugins.ops.paged_attention.tiles import count_units
 from llmctl.plugins.ops.paged_attention.triton_specs import (
     ROWS,
@@ -59,8 +62,6 @@ from llmctl.plugins.ops.paged_attention.verification import (
 
 HEAD_SIZES = (64, 80, 96, 128)
 OWN_ROLES = frozenset({"q", "k_scale", "v_scale", "out_scale", "out"})
-_FEW_GROUPS = 16  # of requests and KV heads: split over thread blocks that wait for each other
-SHORT = 17  # tokens: verification of 16 drafts
 _PARTIAL_BYTES = 64 << 20  # partial results of split requests, at least a whole tree's; what does
 # not fit is not split
 # What a run asks for comes with sink_tokens; those binaries take both numbers as arguments.
@@ -77,20 +78,14 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
             fix="build with --backend cpu",
         )
     by_warp = (batch_specs, verification_specs) if covers_batch(call, limits) else ()
-    asked = OpCall(
-        call.op, call.name, call.inputs, call.outputs, {**call.attributes, **_ANY_WINDOW}
-    )
+    asked = replace(call, attributes={**call.attributes, **_ANY_WINDOW})
     return [
-        *(make(each, limits) for each in (call, asked) for make in (split_spec, _context_spec)),
+        *(make(each, limits) for each in (call, asked) for make in (split_spec, context_spec)),
         *([split_spec(call, limits, has_trees=True)] if limits.takes_trees else []),
         *(generation_specs(call, limits) if covers(call, limits) else []),
         *(spec for make in by_warp for spec in make(call, limits)),
         *([chunk_spec(call, limits)] if covers_chunks(call, limits) else []),
-        *(
-            [tree.tree_spec(call, limits)]
-            if limits.takes_trees and tree.covers_trees(call, limits)
-            else []
-        ),
+        *tree.tree_specs(call, limits),
     ]
 
 
@@ -209,7 +204,7 @@ def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch |
 
 
 def _batch(
-    call: OpCall, env: LaunchEnv, shape: StepShape, max_tokens: int, fewest: int = _FEW_GROUPS + 1
+    call: OpCall, env: LaunchEnv, shape: StepShape, max_tokens: int, fewest: int = FEW_GROUPS + 1
 ) -> Launch | None:
     """batch.cu's launch for requests of so many tokens; None as in `_few`."""
     groups = shape.num_requests * int(call.attributes["num_kv_heads"])
@@ -252,13 +247,7 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
         min_tokens,
         *window_arguments(call),
     )
-    return Launch(_context_spec(call, env.limits), grid, arguments)
-
-
-def _context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
-    """Triton's kernel for chunks, whose place chunk.cu takes on Hopper where it can."""
-    spec = context_spec(call, limits)
-    return replace(spec, unused_on=HOPPER.capability) if covers_chunks(call, limits) else spec
+    return Launch(context_spec(call, env.limits), grid, arguments)
 
 
 def partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:

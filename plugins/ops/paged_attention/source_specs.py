@@ -14,12 +14,20 @@ if TYPE_CHECKING:
 
     from llmctl.plugins.core.calls import OpCall
 
+SHORT = 17  # tokens of a request that counts as short: verification of 16 drafts
 _TYPES = {"bfloat16": "BF16", "float16": "FP16", FP8: "E4M3", "int8": "INT8"}
 
 
 def group_size(call: OpCall) -> int:
     """Query heads for each KV head."""
     return int(call.attributes["num_heads"]) // int(call.attributes["num_kv_heads"])
+
+
+def most_short_tokens(limits: StepLimits, *, has_trees: bool = False) -> int:
+    """The most tokens of a short request, or of a tree, in any step of an engine."""
+    if has_trees:  # and of whoever is in a step with one
+        return max(SHORT, limits.max_draft_len + 1)
+    return min(SHORT, limits.max_num_tokens)
 
 
 def tensor_types(call: OpCall, limits: StepLimits) -> tuple[str, ...]:

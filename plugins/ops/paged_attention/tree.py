@@ -147,6 +147,12 @@ def tree_launch(
     return Launch(tree_spec(call, env.limits), (1, blocks // num_requests, num_requests), arguments)
 
 
+def tree_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
+    """The binary, where a step may need it."""
+    is_needed = limits.takes_trees and covers_trees(call, limits)
+    return [tree_spec(call, limits)] if is_needed else []
+
+
 def tree_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     """The one binary."""
     size, group = int(call.attributes["head_size"]), group_size(call)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.dtypes import short_name
 from llmctl.plugins.backends.cuda.kernel_spec import Constant, KernelSpec, StepLimits
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.op_spec import FP8
-from llmctl.plugins.ops.paged_attention.source_specs import group_size, tensor_types
+from llmctl.plugins.ops.paged_attention.batch import covers_batch
+from llmctl.plugins.ops.paged_attention.chunk import covers_chunks
+from llmctl.plugins.ops.paged_attention.source_specs import (
+    group_size,
+    most_short_tokens,
+    tensor_types,
+)
+from llmctl.plugins.ops.paged_attention.verification import choose_variant
 
 ROWS = 64  # generation: rows of a thread block, one tensor-core instruction high
 _MERGED_ROWS = 4  # rows that one pass of a merge takes
@@ -38,7 +46,17 @@ def split_spec(call: OpCall, limits: StepLimits, has_trees: bool = False) -> Ker
         },
         num_warps=4,
         num_stages=1,
+        unused_on="" if has_trees or not _is_replaced(call, limits) else HOPPER.capability,
     )
+
+
+def _is_replaced(call: OpCall, limits: StepLimits) -> bool:
+    """Whether verification.cu takes every step of short chains on Hopper: the largest, and then all
+    smaller ones."""
+    if not covers_batch(call, limits):
+        return False
+    largest = limits.max_batch_size, most_short_tokens(limits), limits.max_seq_len
+    return choose_variant(call, limits, *largest) is not None
 
 
 def _ahead(call: OpCall, limits: StepLimits) -> int:
@@ -63,6 +81,7 @@ def context_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
         constants={**constants, "ROWS": context_rows(call), "MAX_REQUESTS": requests},
         num_warps=context_rows(call) // 16,
         num_stages=2,
+        unused_on=HOPPER.capability if covers_chunks(call, limits) else "",  # by chunk.cu's
     )
 
 

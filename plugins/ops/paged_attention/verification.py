@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING
 from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.core.op_spec import FP8
-from llmctl.plugins.ops.paged_attention.source_specs import group_size, source_variant, tensor_types
+from llmctl.plugins.ops.paged_attention.source_specs import (
+    group_size,
+    most_short_tokens,
+    source_variant,
+    tensor_types,
+)
 from llmctl.plugins.ops.paged_attention.tiles import KEYS, count_units, unit_start
 
 if TYPE_CHECKING:
@@ -100,10 +105,17 @@ def choose_variant(
     variants, units = _variants(call, limits), count_units(max_kv_len)
     at_once = [each for each in variants if each.splits * each.units >= units]
     for variant in (*at_once, *variants):
-        blocks = variant.splits * count_groups(variant, call, num_requests, max_tokens)
-        if blocks <= (_MOST_OF_SPLIT if variant.splits > 2 else limits.num_sms):
+        if _runs_at_once(variant, call, limits, num_requests, max_tokens):
             return variant
     return None
+
+
+def _runs_at_once(
+    variant: Variant, call: OpCall, limits: StepLimits, num_requests: int, max_tokens: int
+) -> bool:
+    """Whether all thread blocks of such a step do, and are fast together."""
+    blocks = variant.splits * count_groups(variant, call, num_requests, max_tokens)
+    return blocks <= (_MOST_OF_SPLIT if variant.splits > 2 else limits.num_sms)
 
 
 def choose_tree_variant(
@@ -185,19 +197,43 @@ def count_groups(variant: Variant, call: OpCall, num_requests: int, max_tokens: 
 
 
 def _variants(call: OpCall, limits: StepLimits) -> list[Variant]:
-    """Those for the call's heads and cache, in the order of preference."""
+    """Those for the call's heads and cache, in the order of preference, that are the best for any
+    step within the limits."""
     is_wide = int(call.attributes["num_heads"]) * int(call.attributes["head_size"]) >= _WIDE
-    ways = [each for each in VARIANTS if is_wide or each.splits == 2]
-    return [each for each in ways if fits(each, call, limits)]
+    found: list[Variant] = []
+    for variant in VARIANTS:
+        has_splits = is_wide or variant.splits == 2
+        if has_splits and fits(variant, call, limits) and _is_best(variant, found, call, limits):
+            found.append(variant)
+    return found
+
+
+def _is_best(variant: Variant, before: list[Variant], call: OpCall, limits: StepLimits) -> bool:
+    """Whether a step within the limits prefers a variant to those before it."""
+    units = count_units(min(limits.max_seq_len, MAX_CONTEXT))
+    largest = limits.max_batch_size, most_short_tokens(limits)
+    for each in before:
+        takes_all = each.splits * each.units >= units  # a context's work items, at once
+        if takes_all and (
+            (each.splits, each.rows) == (variant.splits, variant.rows)
+            or _runs_at_once(each, call, limits, *largest)
+        ):
+            return False
+    return True
 
 
 def _tree_variants(call: OpCall, limits: StepLimits) -> list[Variant]:
-    """Whole tokens are eight columns, or eight columns are whole tokens."""
+    """Whole tokens are eight columns, or eight columns are whole tokens. Those of most splits are
+    for contexts beyond MAX_CONTEXT alone."""
     if 8 % group_size(call) or limits.tokens_per_block < 8:
         return []
     found = [each for each in TREE_VARIANTS if fits(each, call, limits)]
     most = max((each.units for each in found), default=0)
-    return [each for each in found if each.units == most]
+    found = [each for each in found if each.units == most]
+    if limits.max_seq_len > MAX_CONTEXT:
+        return found
+    fewest = min((each.splits for each in found), default=0)
+    return [each for each in found if each.splits == fewest]
 
 
 def fits(variant: Variant, call: OpCall, limits: StepLimits) -> bool:

@@ -13,7 +13,14 @@ from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.ops.paged_attention import generation, kernel
 from llmctl.plugins.ops.paged_attention.tiles import count_units
 
-MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (64,), "kv_dtype": FP8}
+MODEL = {
+    "heads": 64,
+    "kv_heads": 8,
+    "size": 128,
+    "lengths": (64,),
+    "kv_dtype": FP8,
+    "max_seq_len": 1 << 16,
+}
 SMALL = {**MODEL, "heads": 32, "size": 64}
 LONG = 8192  # tokens: shorter contexts of heads of 128 are verification.cu's
 

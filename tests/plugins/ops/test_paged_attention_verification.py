@@ -16,7 +16,14 @@ from llmctl.plugins.ops.paged_attention import kernel, verification
 from llmctl.plugins.ops.paged_attention.tiles import count_units
 from llmctl.plugins.ops.paged_attention.tree import tree_spec
 
-WIDE = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (64,), "kv_dtype": FP8}
+WIDE = {
+    "heads": 64,
+    "kv_heads": 8,
+    "size": 128,
+    "lengths": (64,),
+    "kv_dtype": FP8,
+    "max_seq_len": verification.MAX_CONTEXT,
+}
 NARROW = {**WIDE, "heads": 32}
 
 
@@ -30,7 +37,7 @@ def variant(world: World, requests: int, tokens: int, max_kv_len: int = 1024) ->
 @pytest.mark.parametrize("kv", ["fp8", "int8", "bfloat16"])
 def test_blocks_hand_on_through_shared_memory_and_have_room(size, kv):
     """test_paged_attention_kernel.py looks at products, spills and launches."""
-    world = world_of(OF_SIZE[size], kv)
+    world = world_of(OF_SIZE[size], kv, max_seq_len=8192)
     specs = verification.verification_specs(world.call([(0, 0, 1)]), world.limits())
     trees = [spec.name.split(".")[-2] for spec in specs if spec.constants["TREE"]]
     is_wide = kv == "bfloat16" and size == 128  # room for four units alone
@@ -127,7 +134,7 @@ def test_blocks_run_at_once_and_cover_every_token(sizes):
 )
 def test_trees_take_the_kernel_that_was_fastest(requests, tokens, most, name):
     """As measured (docs/performance/trees.md); no name is Triton's kernel."""
-    world = World(**{**WIDE, "trees": {0: [-1] * (tokens - 1)}})
+    world = World(**{**WIDE, "max_seq_len": 8192, "trees": {0: [-1] * (tokens - 1)}})
     assert tree_kernel(world, requests, tokens, most) == name
 
 
