@@ -8,7 +8,7 @@ import torch
 from support.attention import FP8, INT8, Part, World, run_one, same_bits, with_outputs
 from support.gpu import execute
 
-from llmctl.plugins.ops.paged_attention import batch, kernel, tree
+from llmctl.plugins.ops.paged_attention import batch, kernel, launch_arguments, tree
 
 LENGTHS = (6000, 1500, 333)
 WORLDS = [
@@ -50,9 +50,9 @@ def test_batch_gives_the_bits_of_the_context_kernel(world, quantize_out, part_ti
             len(parts) + 2,
             most,
             LENGTHS[0],
-            kernel.own_tensors(call, env),
-            kernel.partials(call, env),
-            kernel.logit_scale(call),
+            launch_arguments.own_tensors(call, env),
+            launch_arguments.partials(call, env),
+            launch_arguments.logit_scale(call),
         )
         rows = run_one(launch, call, env, parts, execute)
         for (request, start, count), found in zip(parts, rows, strict=True):
@@ -94,8 +94,8 @@ def test_many_chains_get_the_bits_of_the_context_kernel(heads, tokens):
         env,
         len(parts) + 2,
         tokens,
-        kernel.own_tensors(call, env),
-        kernel.logit_scale(call),
+        launch_arguments.own_tensors(call, env),
+        launch_arguments.logit_scale(call),
         17,
         has_trees=False,
     )

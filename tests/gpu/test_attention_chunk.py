@@ -7,7 +7,7 @@ import torch
 from support.attention import FP8, Part, World, run_one, same_bits, with_outputs
 from support.gpu import execute
 
-from llmctl.plugins.ops.paged_attention import chunk, kernel
+from llmctl.plugins.ops.paged_attention import chunk, kernel, launch_arguments
 
 LENGTHS = (5000, 1500, 333, 64, 1)
 WORLDS = [
@@ -52,9 +52,9 @@ def test_chunks_have_the_bits_of_the_triton_kernel(world, quantize_out, monkeypa
                 env,
                 sum(count for _, _, count in parts) + 3,
                 len(parts) + 2,
-                kernel.own_tensors(call, env),
-                kernel.partials(call, env)[1],
-                kernel.logit_scale(call),
+                launch_arguments.own_tensors(call, env),
+                launch_arguments.partials(call, env)[1],
+                launch_arguments.logit_scale(call),
                 min_tokens,
             )
             rows = run_one(launch, call, env, parts, execute)

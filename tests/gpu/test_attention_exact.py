@@ -16,7 +16,7 @@ from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, KernelSpec, Launch, LaunchEnv
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.paged_attention import generation, kernel, verification
+from llmctl.plugins.ops.paged_attention import generation, kernel, launch_arguments, verification
 
 WORLDS = [
     {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (1500, 333), "kv_dtype": FP8},
@@ -52,7 +52,7 @@ def launch_of(
     if isinstance(variant, verification.Variant):
         if not verification.fits(variant, call, env.limits):
             return None
-        tensors, scale = kernel.own_tensors(call, env), kernel.logit_scale(call)
+        tensors, scale = launch_arguments.own_tensors(call, env), launch_arguments.logit_scale(call)
         return verification.verification_launch(
             call, env, variant, requests, most, tensors, scale, kernel.SHORT
         )
@@ -68,9 +68,9 @@ def launch_of(
         env,
         cut,
         requests,
-        kernel.own_tensors(call, env),
-        kernel.partials(call, env),
-        kernel.logit_scale(call),
+        launch_arguments.own_tensors(call, env),
+        launch_arguments.partials(call, env),
+        launch_arguments.logit_scale(call),
         kernel.SHORT,
     )
 

@@ -65,9 +65,16 @@ def test_trees_of_up_to_129_tokens(name):
     assert not differing_tokens(world, 1100, execute, beside=True)
 
 
-def test_a_long_context():
-    world = world_of("70b", random_parents(31, 8), 33_000)
-    assert not differing_tokens(world, 32_800, execute)
+@pytest.mark.parametrize("name", ["70b", "8b, FP8"])
+@pytest.mark.parametrize(
+    ("root", "drafts"), [(4200, 7), (5400, 119), (8192 + 8 * 64 - 3, 20), (32_800, 31)]
+)
+def test_long_contexts(name, root, drafts):
+    """Shared by many thread blocks, with one request in the step, or by few. The root is in the
+    middle of a work item, at the end of one, and at the start."""
+    world, decoded = world_of(name, random_parents(drafts, 8), root + 140), {}
+    for padding in ((3, 2), (0, 0)):
+        assert not differing_tokens(world, root, execute, decoded=decoded, padding=padding)
 
 
 @pytest.mark.parametrize("name", WORLDS)

@@ -24,7 +24,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 )
 from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.core.examples import Example
-from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention import kernel, launch_arguments
 from llmctl.plugins.ops.paged_attention.reference import reference
 from llmctl.runtime.step import pack_trees
 from support.kernel import step_arrays
@@ -220,7 +220,7 @@ def run_one(
 ) -> list[torch.Tensor]:
     """The rows of the parts by one kernel alone; behind them the call has tokens of padding."""
     execute([launch])
-    assert not kernel.partials(call, env)[1].any(), "a counter is not back at zero"
+    assert not launch_arguments.partials(call, env)[1].any(), "a counter is not back at zero"
     counts = [count for _, _, count in parts]
     out, padding = call.outputs["out"].split((sum(counts), len(call.outputs["out"]) - sum(counts)))
     assert len(padding) and (padding.view(torch.uint8) == 0x55).all(), "padding was written"

@@ -75,16 +75,17 @@ def differing_tokens(
     execute: Execute,
     beside: bool = False,
     decoded: Rows | None = None,
+    padding: tuple[int, int] = (3, 2),
 ) -> list[int]:
     """Tokens of request 0's tree whose bits are not those of decoding their paths token by token;
     with `beside`, requests 1 and 2 are in the step, a chain of five and a prompt. `decoded` keeps
-    what paths gave, for other trees in the same world."""
+    what paths gave, for other trees in the same world; `padding` is in tokens and requests."""
     rows = {} if decoded is None else decoded
     paths, depths = find_paths(world.trees[0])
     parts = [(0, root, len(paths))]
     if beside:
         parts = [(2, 0, 80), (0, root, len(paths)), (1, 20, 5)]
-    found = world.run(parts, execute, (3, 2))[beside]
+    found = world.run(parts, execute, padding)[beside]
     wrong = []
     for token, depth in enumerate(depths.tolist()):
         path = tuple(paths[token, : depth + 1].tolist())

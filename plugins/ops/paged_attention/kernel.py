@@ -5,13 +5,13 @@ split the keys over thread blocks; those for longer requests, the context chunks
 that may have both launches both kernels, and each skips the other's requests: the result of a row
 is the same in either. Where few thread blocks have to be fast together, verification.cu or
 generation.cu processes the short requests; where many requests have one or two tokens each, or
-contexts are long, batch.cu; where many have more, tree.cu. chunk.cu processes context chunks. In
-steps with trees one kernel that supports paths serves the short (tree.py, triton_tree.py).
+contexts are long, batch.cu; where contexts are long and requests have more tokens, long.cu; where
+many have more, tree.cu. chunk.cu processes context chunks. In steps with trees one kernel that
+supports paths serves the short (long.py, tree.py, triton_tree.py).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -42,10 +42,13 @@ from llmctl.plugins.ops.paged_attention.generation import (
     generation_launch,
     generation_specs,
 )
-from llmctl.plugins.ops.paged_attention.source_specs import (
-    SHORT,
-    group_size,
+from llmctl.plugins.ops.paged_attention.launch_arguments import (
+    logit_scale,
+    own_tensors,
+    partials,
 )
+from llmctl.plugins.ops.paged_attention.long import long_launch, long_specs
+from llmctl.plugins.ops.paged_attention.source_specs import SHORT, group_size
 from llmctl.plugins.ops.paged_attention.tiles import count_units
 from llmctl.plugins.ops.paged_attention.triton_specs import (
     ROWS,
@@ -62,8 +65,6 @@ from llmctl.plugins.ops.paged_attention.verification import (
 
 HEAD_SIZES = (64, 80, 96, 128)
 OWN_ROLES = frozenset({"q", "k_scale", "v_scale", "out_scale", "out"})
-_PARTIAL_BYTES = 64 << 20  # partial results of split requests, at least a whole tree's; what does
-# not fit is not split
 # What a run asks for comes with sink_tokens; those binaries take both numbers as arguments.
 _ANY_WINDOW: dict[str, int] = {"window": 1, "sink_tokens": 0}
 
@@ -85,6 +86,7 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
         *(generation_specs(call, limits) if covers(call, limits) else []),
         *(spec for make in by_warp for spec in make(call, limits)),
         *([chunk_spec(call, limits)] if covers_chunks(call, limits) else []),
+        *long_specs(call, limits),
         *tree.tree_specs(call, limits),
     ]
 
@@ -113,7 +115,7 @@ def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> L
     size = int(call.attributes["head_size"])
     most = min(shape.max_query_len, short)
     if is_long(env.limits, shape.max_kv_len):
-        long = _batch(call, env, shape, most, fewest=1)
+        long = _batch(call, env, shape, most, fewest=1) or _long(call, env, shape, short)
         if long is not None:
             return long
     # The ring of a small model's next product fills beside generation.cu, which needs less room.
@@ -178,9 +180,21 @@ def _verification(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) ->
 
 def _trees(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch:
     """Requests of up to `short` tokens, chains and trees."""
+    if (long := _long(call, env, shape, short, has_trees=True)) is not None:
+        return long
     own = own_tensors(call, env), logit_scale(call)
     fast = tree.fast_tree_launch(call, env, shape, *own, short) if env.use_pdl else None
     return fast or _split(call, env, shape, short, has_trees=True)
+
+
+def _long(
+    call: OpCall, env: LaunchEnv, shape: StepShape, short: int, has_trees: bool = False
+) -> Launch | None:
+    """long.cu's launch; None as in `_few`."""
+    if not env.use_pdl:
+        return None
+    own = own_tensors(call, env), partials(call, env), logit_scale(call)
+    return long_launch(call, env, shape, *own, short, has_trees=has_trees)
 
 
 def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch | None:
@@ -248,42 +262,3 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
         *window_arguments(call),
     )
     return Launch(context_spec(call, env.limits), grid, arguments)
-
-
-def partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the units of split requests, and counters for each group of splits."""
-    size, limits = int(call.attributes["head_size"]), env.limits
-    groups = limits.max_batch_size * int(call.attributes["num_kv_heads"])
-    a_row = count_units(limits.max_seq_len) * (size + 2)
-    wanted = limits.num_sms * ROWS * a_row
-    largest_tree = (limits.max_draft_len + 1) * int(call.attributes["num_heads"]) * a_row
-    room = max(_PARTIAL_BYTES // 4, largest_tree if limits.takes_trees else 0)
-    name = f"paged_attention.d{size}"
-    return (
-        env.scratch(f"{name}.partial", (min(wanted, room),), torch.float32),
-        env.scratch(f"{name}.counters", (max(32 * limits.num_sms, groups),), torch.int32),
-    )
-
-
-def own_tensors(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, ...]:
-    """What every kernel reads and writes: the first arguments of each launch. A scale that is
-    absent is not touched."""
-    step, layer = env.step, env.kv_cache[int(call.attributes["layer"])]
-    unused = env.scratch("paged_attention.no_scale", (4,), torch.float32)
-    return (
-        call.inputs["q"],
-        call.inputs.get("k_scale", unused),
-        call.inputs.get("v_scale", unused),
-        call.inputs.get("out_scale", unused),
-        call.outputs["out"],
-        layer,
-        step.position_ids,
-        step.cu_q,
-        step.kv_len,
-        step.block_tables,
-    )
-
-
-def logit_scale(call: OpCall) -> float:
-    """By which kernels multiply a query's product with a key, for a softmax of powers of two."""
-    return float(call.attributes["softmax_scale"]) * math.log2(math.e)

@@ -1,13 +1,7 @@
 // What the last warps of tree.cu do: keys from the root's tile on, for 8 rows each.
 #pragma once
 
-#include "ops/paged_attention/chunk_rows.cuh"
-
-#define COLUMNS 8
-#define QUERY_BYTES (SIZE * 16)
-namespace columns {  // batch_warp.cuh has names of operands.cuh
-#include "ops/paged_attention/tree_paths.cuh"
-}
+#include "ops/paged_attention/tree_columns.cuh"
 
 constexpr int TAIL_WARPS = 8, TAIL_THREADS = 32 * TAIL_WARPS;  // a warp for 8 of 64 rows
 constexpr int ROW_FLOATS = SIZE + 8;  // of a row's sums: rows that are stored at once fall on different banks
@@ -122,28 +116,6 @@ DEVICE void load_columns(columns::ColumnState& state, const Handed& from, int bl
       state.sums[0][i][c] = from.sums[row][columns::value_dimension(i, 0)];
       state.sums[0][i][c + 2] = from.sums[row][columns::value_dimension(i, 1)];
     }
-  }
-}
-
-// Queries of a warp's 8 rows in the layout of its products; zeros for missing rows.
-DEVICE void stage_columns(u32 target, const MODEL_TYPE::Storage* q, const Item& item, int block) {
-  const int row = 8 * block + lane_id() / 4;
-  const long long its = (long long)(item.token + row / GROUP) * HEADS + item.head;
-  const MODEL_TYPE::Storage* from = q + its * (GROUP * SIZE) + row % GROUP * SIZE;
-  u32 x[STEPS][2];
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) {
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const u32* at = (const u32*)(from + columns::query_dimension(i, pair));
-      x[i][pair] = row < item.rows ? __ldcg(at) : 0;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(target + i * 256 + lane_id() * 8),
-                 "r"(to_inner(x[i][0])), "r"(to_inner(x[i][1]))
-                 : "memory");
   }
 }
 

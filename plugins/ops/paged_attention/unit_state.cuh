@@ -3,7 +3,7 @@
 
 #include "ops/paged_attention/operands.cuh"
 
-// ---- products: left operand in shared memory (logits) or in registers (values) ----
+// ---- products: left operand in shared memory (logits) or in registers (values, and logits in long.cu) ----
 
 // d[64 x 64] = (add ? d : 0) + a[64 x 16] b[64 x 16]^T; d[64 x N] += a[64 x 16] b[16 x N].
 template <class Type>
@@ -29,6 +29,7 @@ struct Attention;
   template <>                                                                                  \
   struct Attention<TYPE> {                                                                     \
     SHARED_PRODUCT(logits, 64, TYPES, I32, 32, 33, 34, D32(0))                                  \
+    REGISTER_PRODUCT(logits, 64, TYPES, 0, I32, 32, 33, 34, 35, 36, 37, D32(0))                 \
     REGISTER_PRODUCT(values, 64, TYPES, 1, I32, 32, 33, 34, 35, 36, 37, D32(0))                 \
     REGISTER_PRODUCT(values, 128, TYPES, 1, I64, 64, 65, 66, 67, 68, 69, D64(0))                \
   };
@@ -135,6 +136,18 @@ DEVICE void start_logits(float (&s)[32], u32 queries, u32 keys) {
   for (int i = 0; i < STEPS; ++i) {
     const int at = i / 4 * (HALF_BYTES / 16) + i % 4 * 2;
     Attention<Inner>::logits(s, a + at, b + at, i > 0);
+  }
+  product_commit();
+}
+
+// Queries in registers: of each step what a thread holds of a left operand.
+DEVICE void start_logits(float (&s)[32], const u32 (&queries)[STEPS][4], u32 keys) {
+  const u64 b = operand(keys);
+  keep_order(s);
+  product_fence();
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    Attention<Inner>::logits(s, queries[i], b + i / 4 * (HALF_BYTES / 16) + i % 4 * 2, i > 0);
   }
   product_commit();
 }

@@ -44,7 +44,7 @@ def one_of_each_source() -> dict[str, KernelSpec]:
                 found[spec.source] = spec
     request = BuildRequest(
         max_batch_size=4,
-        max_seq_len=4096,
+        max_seq_len=8192,  # longer than what one wave of a few thread blocks reads
         max_draft_len=16,
         speculative_decoding_mode="draft_tokens_external",
         tp_size=2,

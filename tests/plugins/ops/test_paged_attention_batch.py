@@ -123,7 +123,7 @@ def test_long_contexts_are_divided_by_as_many_warps_as_run_at_once(
 
 def test_too_many_rows_or_requests_for_warps_that_wait_for_each_other() -> None:
     world = model(lengths=(8192,), max_batch_size=256)
-    assert launched(world, [3], 32768)[0].spec.entry == "generation"
+    assert launched(world, [3], 32768)[0].spec.entry == "attend_long"
     assert not launched(world, [1] * 64, 32768)[0].spec.constants["TOGETHER"]
 
 

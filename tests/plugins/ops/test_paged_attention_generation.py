@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from support.attention import FP8, INT8, World, short_launch
 from support.attention_models import OF_SIZE, world_of
 from support.kernel import compile_all
@@ -50,10 +51,11 @@ def test_it_compiles_for_every_page_size(tokens_per_block):
 def test_it_serves_few_requests_and_leaves_many_to_others():
     world, small = World(**MODEL), World(**SMALL)
     assert short_launch(small, 1, 1, 1024).spec.entry == "generation"
-    assert short_launch(world, 1, 8, 1 << 16).spec.entry == "generation"
+    assert short_launch(world, 1, 11, LONG).spec.entry == "generation"
+    assert short_launch(world, 1, 8, 1 << 16).spec.entry == "attend_long"
     assert short_launch(small, 2, 1, 512).spec.cluster == 8
     assert short_launch(world, 3, 1, LONG).spec.entry == "batch"
-    assert short_launch(world, 3, 3, LONG).spec.is_triton
+    assert short_launch(world, 3, 3, LONG).spec.entry == "attend_long"
     assert short_launch(world, 64, 1, 512).spec.entry == "batch"
 
 
@@ -65,8 +67,9 @@ def test_a_verification_has_blocks_without_clusters_where_clusters_find_no_room(
         assert launch.spec.cluster == 1 and launch.spec.entry == "generation"
         blocks = launch.grid[0] * launch.grid[1] * launch.grid[2]
         assert blocks <= 2 * world.limits().num_sms  # they wait for each other
-    assert short_launch(world, 1, 17, LONG).spec.is_triton
-    assert short_launch(World(**{**MODEL, "heads": 32}), 1, 16, LONG).spec.cluster == 16
+    assert short_launch(world, 1, 17, LONG).spec.entry == "attend_long"
+    wide = World(**{**MODEL, "heads": 32, "kv_dtype": torch.bfloat16})
+    assert short_launch(wide, 1, 16, LONG).spec.cluster == 16
 
 
 def test_a_block_leaves_registers_for_one_of_the_next_product():

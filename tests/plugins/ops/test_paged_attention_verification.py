@@ -128,9 +128,9 @@ def test_blocks_run_at_once_and_cover_every_token(sizes):
     ("requests", "tokens", "most", "name"),
     [(1, 2, 1024, "k2u8r8"), (1, 16, 1024, "k2u8r16"), (1, 21, 1500, "k2u8r24")]
     + [(1, 32, 1024, "k2u8r16"), (1, 64, 1024, "tree"), (4, 21, 1024, "tree")]
-    + [(1, 21, 4096, "k2u8r24"), (1, 2, 5000, "k4u8r8"), (1, 16, 5000, "k2u8r16")]
+    + [(1, 21, 4096, "k2u8r24"), (1, 2, 5000, "long"), (1, 16, 5000, "long")]
     + [(1, 32, 1537, "k2u8r16"), (16, 16, 1024, "tree"), (1, 65, 1024, "tree")]
-    + [(1, 120, 1024, "tree"), (1, 130, 1024, ""), (1, 32, 5000, ""), (4, 21, 5000, "")],
+    + [(1, 120, 1024, "tree"), (1, 130, 1024, ""), (1, 32, 5000, "long"), (4, 21, 5000, "")],
 )
 def test_trees_take_the_kernel_that_was_fastest(requests, tokens, most, name):
     """As measured (docs/performance/trees.md); no name is Triton's kernel."""
@@ -145,7 +145,8 @@ def test_16_bit_caches_have_no_kernel_of_few_thread_blocks_and_leave_many_waves_
 
 
 def tree_kernel(world: World, requests: int, tokens: int, max_kv_len: int) -> str:
-    """The variant that serves a step of trees; "tree" is tree.cu, no name Triton's kernel."""
+    """The variant that serves a step of trees; "tree" is tree.cu, "long" long.cu, no name Triton's
+    kernel."""
     shape = StepShape(requests * tokens, requests, requests * tokens, tokens, max_kv_len, tokens)
     step = world.step([(0, 64 - tokens, tokens)] if tokens <= 64 else [(0, 0, 64)])
     env = changed(world.env(step), use_pdl=True)
@@ -153,7 +154,7 @@ def tree_kernel(world: World, requests: int, tokens: int, max_kv_len: int) -> st
     (launch,) = kernel.launches(call, env, shape)
     if launch.spec.entry == "verification":
         return launch.spec.name.split(".")[-2]
-    return "tree" if launch.spec.entry == "tree" else ""
+    return {"tree": "tree", "attend_long": "long"}.get(launch.spec.entry, "")
 
 
 def test_heads_that_are_no_part_of_eight_columns_leave_trees_to_the_other_kernel():

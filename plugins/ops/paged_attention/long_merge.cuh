@@ -1,0 +1,163 @@
+// How the thread blocks of long.cu that share a context merge its work items (`unit`) together: each takes some quarters
+// of rows, four dimensions to a thread, and goes through all work items from left to right.
+#pragma once
+
+#include "ops/paged_attention/long_units.cuh"
+
+constexpr int QUARTER = SIZE / 4;           // dimensions of a piece of a row
+constexpr int PIECE_THREADS = QUARTER / 4;  // four dimensions each
+constexpr int AT_ONCE = COMPUTING / PIECE_THREADS;  // pieces
+constexpr int BATCH = 16;   // work items whose factors are computed together, one a lane
+constexpr int AHEAD = 32;   // work items on their way to a thread
+constexpr int MOST_ROWS = AT_ONCE / 4 + 1;  // of the pieces at once
+static_assert(MOST_ROWS <= COMPUTING / BATCH, "half a warp for the factors of a row");
+static_assert(AHEAD * COMPUTING * 16 <= Tiles::BARRIERS_AT, "where the tiles were");
+
+// By how much a row's sums so far, and those of a work item, are multiplied; and what its total is then.
+struct alignas(16) Factor {
+  float left, right, total, unused;
+};
+constexpr int MERGE_BYTES = 2 * MOST_ROWS * BATCH * sizeof(Factor);
+
+DEVICE void meet_computing() { asm volatile("barrier.sync 2, 256;" ::: "memory"); }
+
+// Waits for all thread blocks of a context; what they stored may be read.
+DEVICE void meet_shares(int* counter, int count) {
+  meet_computing();
+  if (threadIdx.x == THREADS) {
+    int arrived;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+                 : "=r"(arrived)
+                 : "l"(counter)
+                 : "memory");
+    for (++arrived; arrived < count;) {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+    }
+  }
+  meet_computing();
+}
+
+// The last one to leave sets the counter to zero.
+DEVICE void leave_shares(int* counter, int count) {
+  if (threadIdx.x != THREADS) return;
+  int left;
+  asm volatile("atom.add.relaxed.gpu.global.s32 %0, [%1], 1;"
+               : "=r"(left)
+               : "l"(counter)
+               : "memory");
+  if (left == 2 * count - 1) *counter = 0;
+}
+
+// The factors of one row, BATCH work items after another, by as many lanes.
+struct RowFactors {
+  const Units& units;
+  int row, count;  // of work items
+  bool is_used;
+  float2 state;    // of the lane's work item in the next batch
+  float so_far;    // the largest before it
+
+  DEVICE RowFactors(const Units& units_, int row_, int count_, bool is_used_)
+      : units(units_), row(row_), count(count_), is_used(is_used_), so_far(minus_infinity()) {
+    load(0);
+  }
+  DEVICE void load(int first) {
+    const int unit = first + threadIdx.x % BATCH;
+    state = {minus_infinity(), 0.0f};
+    if (is_used && unit < count) {
+      asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(state.x), "=f"(state.y)
+                   : "l"(&units.state(unit, row)));
+    }
+  }
+  DEVICE void find(Factor* to, int next_first) {
+    const int lane = threadIdx.x % BATCH;
+    const float2 its = state;
+    load(next_first);
+    float top = its.x;  // the largest of this work item and those before it
+#pragma unroll
+    for (int d = 1; d < BATCH; d *= 2) {
+      const float other = __shfl_up_sync(~0u, top, d, BATCH);
+      if (lane >= d) top = fmaxf(top, other);
+    }
+    top = fmaxf(so_far, top);
+    float before = __shfl_up_sync(~0u, top, 1, BATCH);
+    if (lane == 0) before = so_far;
+    so_far = __shfl_sync(~0u, top, BATCH - 1, BATCH);
+    const float base = finite(top);
+    const float left = exp2(__fsub_rn(before, base)), right = exp2(__fsub_rn(its.x, base));
+    if (is_used) to[lane] = {left, right, __fmul_rn(its.y, right), 0.0f};
+  }
+};
+
+// Merges and writes what thread block `nth` of `num_shares` takes of the rows' pieces.
+DEVICE void merge_units(const Tiles& shared, u8* memory, const Rows& rows, int count, int nth,
+                        int num_shares, OUT_TYPE::Storage* out, float value_scale, float quanta) {
+  const Units& units = rows.units;
+  const int pieces = 4 * rows.num_rows, each = (pieces + num_shares - 1) / num_shares;
+  const int end = min((nth + 1) * each, pieces), thread = threadIdx.x - THREADS;
+  Factor* factors = (Factor*)(memory + Tiles::FACTORS_AT);
+#pragma unroll 1
+  for (int first = nth * each; first < end; first += AT_ONCE) {
+    const int piece = first + thread / PIECE_THREADS, row = piece / 4, first_row = first / 4;
+    const bool is_used = piece < end;
+    // The thread's four dimensions of each work item, which it brings for itself.
+    const float4* from =
+        units.record(0, row, piece % 4 * (QUARTER / 16), 0) + thread % PIECE_THREADS;
+    const u32 own = shared.base + thread * 16;
+    const auto bring = [&](int unit) {
+      if (is_used && unit < count) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(own + unit % AHEAD *
+                                                                              (COMPUTING * 16)),
+                     "l"(from + (long long)unit * units.rows * (SIZE / 4))
+                     : "memory");
+      }
+    };
+#pragma unroll 1
+    for (int batch = 0; batch < AHEAD; batch += BATCH) {
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) bring(batch + i);
+      asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+    const int factor_row = thread / BATCH;
+    const int last_row = (min(first + AT_ONCE, end) - 1) / 4;
+    RowFactors its(units, first_row + factor_row, count, first_row + factor_row <= last_row);
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f}, total = 0.0f;
+#pragma unroll 1
+    for (int batch = 0; batch < count; batch += BATCH) {
+      Factor* to = factors + batch / BATCH % 2 * (MOST_ROWS * BATCH);
+      its.find(to + factor_row * BATCH, batch + BATCH);
+      asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD / BATCH - 1) : "memory");
+      meet_computing();
+      if (is_used) {
+        const Factor* of_row = to + (row - first_row) * BATCH;
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+          if (batch + i >= count) break;
+          const Factor factor = of_row[i];
+          float x[4];
+          asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                       : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                       : "r"(own + (batch + i) % AHEAD * (COMPUTING * 16))
+                       : "memory");
+          total = __fmaf_rn(total, factor.left, factor.total);
+#pragma unroll
+          for (int d = 0; d < 4; ++d) {
+            sums[d] = __fmaf_rn(sums[d], factor.left, __fmul_rn(x[d], factor.right));
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) bring(batch + AHEAD + i);
+      asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+    meet_computing();  // the factors of the last batch have been read
+    if (!is_used) continue;
+    const float factor = __fdiv_rn(value_scale, total);
+    const long long token = rows.first_token + row / GROUP;
+    const int at = piece % 4 * QUARTER + thread % PIECE_THREADS / 4 * 16 + thread % 4 * 2;
+    OUT_TYPE::Storage* its_out =
+        out + (token * HEADS + rows.head) * (GROUP * SIZE) + row % GROUP * SIZE + at;
+    store_pair(its_out, finish_pair(sums[0], sums[1], factor, quanta));
+    store_pair(its_out + 8, finish_pair(sums[2], sums[3], factor, quanta));
+  }
+}
