@@ -3,8 +3,8 @@
 The name of a row says it: 70b+1b-k13 is a target with a draft engine and 13 drafts a round,
 70b-room24+1b-t12x2x24x1 one with room for 24 drafts and the draft engine's tree 12,2,24,1,
 70b-medusa an engine with Medusa heads, 70b-redrafter one with a recurrent head (-head4: of 4-bit
-weights), 70b-eagle one with an EAGLE-3 head, 70b-eagle-tree one that drafts its likeliest tree,
-8b-lookahead one that guesses ahead in its own steps.
+weights), 70b-eagle one with an EAGLE-3 head, 70b-eagle-tree one that drafts its likeliest tree
+(-d6: of paths of up to 6 drafts), 8b-lookahead one that guesses ahead in its own steps.
 """
 
 from __future__ import annotations
@@ -181,8 +181,11 @@ class EagleHead:
 
     target: str
     row = "heads"
-    steps = 5
     published = None
+
+    @property
+    def steps(self) -> int:
+        return 5
 
     def method(self, engines: Path) -> DraftMethod:
         return Eagle(self.steps)
@@ -201,10 +204,14 @@ class EagleHead:
 class EagleTree(EagleHead):
     """The likeliest tree of as many drafts as the engine was built for, level by level."""
 
-    steps = LEVELS
+    depth: str | None = None  # in digits; None: EAGLE's
+
+    @property
+    def steps(self) -> int:
+        return int(self.depth or LEVELS)
 
     def method(self, engines: Path) -> DraftMethod:
-        return Eagle(num_offers=MOST_OFFERS)
+        return Eagle(num_offers=MOST_OFFERS, depth=self.steps)
 
     def expected_length(self, opened: OpenEngines) -> float | None:
         return None
@@ -237,7 +244,7 @@ DRAFTINGS: dict[str, Callable[..., Drafting]] = {
     r"([^+]+-medusa)": MedusaHeads,
     r"([^+]+-redrafter(?:-head4)?)": RecurrentHead,
     r"([^+]+-eagle)": EagleHead,
-    r"([^+]+-eagle-tree)": EagleTree,
+    r"([^+]+-eagle-tree)(?:-d(\d+))?": EagleTree,
     r"([^+]+-lookahead)": Lookahead,
 }
 

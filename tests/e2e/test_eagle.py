@@ -213,6 +213,7 @@ def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:
         ("--eagle_choices", "[[0],[1],[0,0],[1,0]]"),
         ("--eagle_use_dynamic_tree",),
         ("--eagle-use-dynamic-tree", "--eagle_dynamic_tree_max_top_k", "2", "--draft-len", "9"),
+        ("--eagle-use-dynamic-tree", "--eagle-dynamic-tree-depth", "3"),
     ):
         done = run("--engine_dir", folder, *options, "--verify-exact")
         assert done.returncode == 0, done.stderr
@@ -227,6 +228,8 @@ def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:
         (("--eagle-use-dynamic-tree", "--eagle-choices", "auto"), "a tree is of one kind"),
         (("--eagle-dynamic-tree-max-top-k", "3"), "is for --eagle-use-dynamic-tree"),
         (("--eagle-use-dynamic-tree", "--eagle-dynamic-tree-max-top-k", "11"), "from 1 to 10"),
+        (("--eagle-dynamic-tree-depth", "3"), "is for --eagle-use-dynamic-tree"),
+        (("--eagle-use-dynamic-tree", "--eagle-dynamic-tree-depth", "0"), "from 1 to 64"),
         (("--eagle-choices", "auto", "--medusa-choices", "auto"), "one method drafts at a"),
         (("--medusa-choices", "auto"), "no Medusa heads"),
         (("--ngram-config", "[4,2,[0]]"), "cannot verify drafts"),

@@ -37,6 +37,9 @@ def test_a_row_names_its_engines() -> None:
     chain = find_drafting("8b-eagle")
     assert chain is not None and (chain.target, chain.steps) == ("8b-eagle", 5)
     assert chain.method(folder) == Eagle(5)
+    short = find_drafting("70b-eagle-tree-d6")
+    assert short is not None and (short.target, short.steps) == ("70b-eagle-tree", 6)
+    assert short.method(folder) == Eagle(num_offers=10, depth=6)
     ahead = find_drafting("8b-lookahead")
     assert ahead is not None and ahead.method(folder) == LookaheadDecoding()
     assert find_drafting("8b-mxfp4") is None

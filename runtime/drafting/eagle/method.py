@@ -25,7 +25,7 @@ MOST_OFFERS = 10  # EAGLE's
 @dataclass(frozen=True, slots=True)
 class Eagle:
     """See DraftMethod for every member. choices: of a static tree; num_offers: tokens that may
-    follow one draft of a dynamic tree; neither: chains."""
+    follow one draft of a dynamic tree, depth: drafts of its longest path; neither: chains."""
 
     name = "eagle"
     build_mode = "eagle"
@@ -35,6 +35,7 @@ class Eagle:
     draft_len: int | None = None
     choices: MedusaTree | None = None
     num_offers: int | None = None
+    depth: int | None = None  # as long as EAGLE's
     acceptance: AcceptRule = "tokens"
 
     @property
@@ -74,13 +75,14 @@ class Eagle:
 
     def _plant(self, target: EngineConfig) -> Plant | None:
         from llmctl.runtime.drafting.eagle.engine_check import tree_width
-        from llmctl.runtime.drafting.growth.growth import DynamicShape, StaticShape
+        from llmctl.runtime.drafting.growth.growth import LEVELS, DynamicShape, StaticShape
 
         if self.choices is not None:
             return StaticShape(self.choices)
         if self.num_offers is None:
             return None
-        return DynamicShape(self.num_offers, min(self.num_offers, tree_width(target)))
+        width = min(self.num_offers, tree_width(target))
+        return DynamicShape(self.num_offers, width, self.depth or LEVELS)
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
@@ -109,4 +111,4 @@ class Eagle:
             return TreeShape(given.num_offers, given.width, self.choices.depth, given)
         assert self.num_offers is not None, "of a dynamic tree"
         offers = min(self.num_offers, draft_len)  # more would change nothing
-        return TreeShape(offers, min(offers, tree_width(target)), LEVELS)
+        return TreeShape(offers, min(offers, tree_width(target)), self.depth or LEVELS)

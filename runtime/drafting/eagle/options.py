@@ -12,23 +12,27 @@ from llmctl.runtime.drafting.method import Compared, MethodOption, MethodRow
 
 OPTION = "--eagle-choices"
 DYNAMIC, OFFERS = "--eagle-use-dynamic-tree", "--eagle-dynamic-tree-max-top-k"
+DEPTH, MOST_LEVELS = "--eagle-dynamic-tree-depth", 64
 CHAIN = "auto"
 
 
 def _make(values: Mapping[str, Any], draft_len: int | None) -> Eagle | None:
     choices, offers = values["eagle_choices"], values["eagle_dynamic_tree_max_top_k"]
+    depth = values["eagle_dynamic_tree_depth"]
     if not values["eagle_use_dynamic_tree"]:
-        if offers is not None:
-            raise BadConfig(f"{OFFERS} is for {DYNAMIC}", fix=f"add {DYNAMIC}")
+        for option, value in ((OFFERS, offers), (DEPTH, depth)):
+            if value is not None:
+                raise BadConfig(f"{option} is for {DYNAMIC}", fix=f"add {DYNAMIC}")
         if choices is None:
             return None
         tree = None if choices == CHAIN else parse_choices(choices, OPTION)
         return Eagle(draft_len, tree)
     if choices is not None:
         raise BadConfig(f"{OPTION} and {DYNAMIC} are both given; a tree is of one kind")
-    if offers is not None and not 1 <= offers <= MOST_OFFERS:
-        raise BadConfig(f"{OFFERS} is {offers}; it must be from 1 to {MOST_OFFERS}")
-    return Eagle(draft_len, num_offers=offers or MOST_OFFERS)
+    for option, value, most in ((OFFERS, offers, MOST_OFFERS), (DEPTH, depth, MOST_LEVELS)):
+        if value is not None and not 1 <= value <= most:
+            raise BadConfig(f"{option} is {value}; it must be from 1 to {most}")
+    return Eagle(draft_len, num_offers=offers or MOST_OFFERS, depth=depth)
 
 
 ROW = MethodRow(
@@ -53,6 +57,13 @@ ROW = MethodRow(
             (OFFERS,),
             int,
             f"Tokens that may follow one draft of a dynamic tree. (default: {MOST_OFFERS})",
+            is_hidden=True,
+        ),
+        MethodOption(
+            "eagle_dynamic_tree_depth",
+            (DEPTH,),
+            int,
+            "Drafts of a dynamic tree's longest path: steps of the head. (default: 8)",
             is_hidden=True,
         ),
     ),
