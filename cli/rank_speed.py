@@ -12,7 +12,7 @@ plugins/fused/decoder_layers/tactics.json ("launches"), 70B in docs/performance/
 part of a layer of 70B is as large as a layer of those models, so it is taken to wait as long. (One
 rank runs small models faster, all layers in one launch: gpus.py predicts that.)
 
-A meeting is a sum over ranks, or the gathering of the vocabulary. Its least time is that of
+A meeting is a sum over ranks, or the merging of their best ids. Its least time is that of
 TensorRT-LLM's all-reduce alone, in CUDA graphs on H200s (AIConfigurator's data: 16 to 256 KB and 2,
 4 and 8 ranks), to which latency and share of the link were fitted, within 7 %; on two H100s the sum
 of 8,192 numbers took 5 % less, and of 11 such rows 4 % more. A norm in the launch of the sum makes
@@ -31,6 +31,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from llmctl.cli.gpus import READ_SHARE, Gpu
+from llmctl.plugins.ops.rank_argmax.kernel import PEER_CHUNK
 from llmctl.plugins.schemes.scheme import WeightScheme
 
 Waits: TypeAlias = tuple[tuple[float, float], ...]  # (bytes a step reads a layer, exposed seconds)
@@ -46,12 +47,13 @@ FOUR_BIT_WAITS: Waits = ((66.3e6, 21.8e-6), (83.9e6, 31.2e-6), (151.0e6, 26.4e-6
 MEETING_S = {2: 2.7e-6, 4: 2.9e-6, 8: 3.1e-6}
 MORE_S = {1: 0.0, 2: 0.0, 4: 2e-6, 8: 2e-6}  # of a meeting at most
 NORM_S = 0.84e-6 - 2.15e-6  # of a norm in the launch of a sum, beside what a layer waits
+BEST_BYTES = 8  # of the best of PEER_CHUNK ids
 LINK_SHARE = 0.64  # of NVLink's bandwidth one way: 290 of 450 GB/s
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """num_bytes: what a rank gives. is_sum: every rank gets the sum; else rank 0 gets all parts.
+    """num_bytes: what a rank gives. is_sum: every rank gets the sum; else all parts.
     has_norm: the norm behind the sum is part of it."""
 
     num_bytes: int
@@ -81,6 +83,12 @@ class RankTime:
     def bounds_s(self) -> tuple[float, float]:
         """Of the whole step."""
         return self.alone_s + self.least_s, self.alone_s + self.most_s
+
+
+def head_meeting(share: int, rows: int) -> Meeting:
+    """Behind the output projection, of greedy requests: the best ids of `rows` rows of logits, of
+    which a rank has `share` columns. (Sampled requests gather the logits, 4 bytes each.)"""
+    return Meeting(BEST_BYTES * rows * -(-share // PEER_CHUNK), is_sum=False)
 
 
 def rank_time(gpu: Gpu, step: RankStep, waits: Waits = LAYER_WAITS) -> RankTime | None:

@@ -155,6 +155,8 @@ class Loop:
         draft_s = perf_counter() - draft_began
         spans = _spans(batch, drafts, self._target.takes_trees)
         step = pack(spans, self._target.tokens_per_block)
+        if self._target.shares_logits and step.num_rows:
+            step.best_only = self._verifier.wants_best(batch, drafts)
         verify_began = perf_counter()
         return _HostStep(batch, drafts, self._target.run(step), draft_s, verify_began)
 

@@ -30,6 +30,7 @@ class StepRunner(Protocol):
     is_asynchronous: bool  # `run` returns before the step has been computed
     takes_trees: bool  # drafts may be trees
     takes_roots: bool  # of trees, that earlier steps stored (`Trees.roots`)
+    shares_logits: bool  # ranks have parts of each row: ask for best ids where they are enough
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
     def allocate_host_blocks(self, num_blocks: int) -> None: ...

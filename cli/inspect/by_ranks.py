@@ -14,13 +14,13 @@ from llmctl.builder.ranks import require_divisible, vocabulary_share
 from llmctl.cli.gpus import Gpu, effective_read_bytes_s, shares_of
 from llmctl.cli.inspect.cost import Step, step_bytes
 from llmctl.cli.inspect.prediction import fastest
-from llmctl.cli.rank_speed import Meeting, RankStep, rank_time, waits_of
+from llmctl.cli.rank_speed import Meeting, RankStep, head_meeting, rank_time, waits_of
 from llmctl.errors import Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.plugins.fused.all_reduce_norm.spec import warps_of
 from llmctl.plugins.schemes.table import scheme_of_algo
 
-_PARTIAL_BYTES = 4  # float32, of sums and logits
+_PARTIAL_BYTES = 4  # float32, of sums
 
 
 class _Widths:
@@ -57,7 +57,7 @@ def steps_by_ranks(
             continue
         share = vocabulary_share(int(model["vocab_size"]), ranks)
         met = [Meeting(_PARTIAL_BYTES * step.tokens * hidden, has_norm=has_norm)] * (2 * layers)
-        met.append(Meeting(_PARTIAL_BYTES * step.tokens * share, is_sum=False))
+        met.append(head_meeting(share, step.tokens))
         time = rank_time(gpu, RankStep(ranks, layers, read, met), waits_of(scheme))
         if time is not None:
             found[ranks] = time.bounds_s

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from llmctl.builder.container import DTYPES
 from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanOp, PlanTensor
-from llmctl.cli.rank_speed import Meeting
+from llmctl.cli.rank_speed import Meeting, head_meeting
 
 # Weights of which a step reads one row a token: the embedding table and the rotary table.
 _LOOKED_UP = {("embedding", "weight"), ("rope_kv_write", "rotary")}
@@ -90,14 +90,18 @@ def meetings(plan: Plan, step: Step) -> list[Meeting]:
     """Where the ranks of the step's engine meet, in order; none on one rank."""
     tensors = {tensor.name: tensor for tensor in plan.tensors}
     return [
-        Meeting(
-            _num_bytes(tensors[op.inputs["x"]], step.sizes) // int(op.attributes.get("leaves", 1)),
-            is_sum=op.op != "all_gather",
-            has_norm=op.op == "all_reduce_norm",
-        )
+        _meeting(op, tensors[op.inputs["x"]], step)
         for op in plan.ops
         if int(op.attributes.get("ranks", 1)) > 1
     ]
+
+
+def _meeting(op: PlanOp, x: PlanTensor, step: Step) -> Meeting:
+    if op.op == "all_gather":
+        rows, share = x.shape
+        return head_meeting(int(share), step.sizes[str(rows)])
+    num_bytes = _num_bytes(x, step.sizes) // int(op.attributes.get("leaves", 1))
+    return Meeting(num_bytes, has_norm=op.op == "all_reduce_norm")
 
 
 def fused(op: PlanOp) -> list[str]:

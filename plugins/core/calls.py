@@ -56,6 +56,9 @@ class StepInputs:
     slot_mapping: NDArray[np.int32]  # [N] block_id * tokens_per_block + offset
     logit_rows: NDArray[np.int32]  # [R] indices into the packed tokens
     trees: Trees | None = None  # None: the tokens of every request follow one another
+    # Of each row the best id is wanted and no logits, which ranks then do not gather. Asked only of
+    # engines that have `shares_logits`.
+    best_only: bool = False
 
     @property
     def num_tokens(self) -> int:

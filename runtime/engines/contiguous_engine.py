@@ -21,7 +21,8 @@ from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device
 from llmctl.plugins.backends.tensorrt.execution import ADDRESS_ALIGNMENT, PlanSet
 from llmctl.plugins.backends.tensorrt.opened import PieceFormat
 from llmctl.plugins.core.calls import OpCall, StepInputs
-from llmctl.runtime.engines.cuda_engine import CudaEngine, DeviceProgram
+from llmctl.runtime.engines.cuda_engine import CudaEngine
+from llmctl.runtime.engines.device_program import DeviceProgram
 from llmctl.runtime.engines.engine import Engine, make_calls
 from llmctl.runtime.engines.graphs import GraphCache
 from llmctl.runtime.engines.slot_groups import (

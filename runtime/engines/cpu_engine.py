@@ -15,6 +15,7 @@ from llmctl.plugins.backends.cpu.beam_search import CpuBeamSearch, HeadGraph
 from llmctl.plugins.backends.cpu.ranks import Ranks
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.kv_compact.reference import compact
+from llmctl.plugins.ops.sampling.spec import BestIds, Logits
 from llmctl.runtime.engines.cpu_cache import CpuCache
 from llmctl.runtime.engines.engine import Engine, bind_plan, make_calls
 from llmctl.runtime.engines.heads import bind_heads, find_head
@@ -76,8 +77,12 @@ class CpuEngine(Engine):
         """Move keys and values of accepted paths."""
         compact(self._cache.tensor, [move for own in moves for move in own])
 
-    def run(self, step: StepInputs) -> NDArray[np.float32]:
-        """Execute one packed step; logits of step.logit_rows in that order."""
+    def run(self, step: StepInputs) -> Logits:
+        """Execute one packed step; logits of step.logit_rows in that order, or their best ids."""
+        if step.best_only:
+            best = np.empty(step.num_rows, np.int32)
+            self._program.run(step, self._cache.tensor, best)
+            return BestIds(step.num_rows, lambda: best)
         self._program.run(step, self._cache.tensor)
         logits: NDArray[np.float32] = self._logits[: len(step.logit_rows)]
         return logits

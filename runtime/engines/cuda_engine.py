@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import EngineConfig, Plan, lookahead_sizes
-from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
+from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, StepLimits, StepShape
 from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.ops.beam_search.reference import top_log_probs
 from llmctl.plugins.ops.kv_compact.kernel import compact_launch
+from llmctl.plugins.ops.sampling.spec import BestIds, Logits
 from llmctl.runtime.engines.device_cache import DeviceCache
+from llmctl.runtime.engines.device_program import DeviceProgram
 from llmctl.runtime.engines.engine import Engine, bind_plan, make_calls
 from llmctl.runtime.engines.graphs import (
     Buckets,
@@ -31,35 +32,6 @@ from llmctl.runtime.engines.graphs import (
 from llmctl.runtime.engines.heads import BoundHead, bind_heads, find_head
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, BlockHolder, Move
 from llmctl.runtime.step import pack_rows
-
-
-class DeviceProgram(Protocol):
-    """Runs an engine's operators on a device; `backends.cuda.program.CudaProgram` is one."""
-
-    step: DeviceStep
-    limits: StepLimits
-
-    def upload(self, step: StepInputs, stream: int) -> None:
-        """Enqueue the copy of a step's integers to `self.step`; the arrays may change at once."""
-
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Use this cache from now on."""
-
-    def enqueue(self, shape: StepShape, stream: int) -> None:
-        """Launch every call in order."""
-
-    def prepare(self, shape: StepShape) -> None:
-        """Do in advance what the first launch of such a step would have to do."""
-
-    def launch(self, launches: Sequence[Launch], stream: int) -> None:
-        """Launch kernels besides the program's own."""
-
-    def beside(
-        self, calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor], kv_dtype: str = ""
-    ) -> DeviceProgram:
-        """A program of other calls, with this one's kernels and a step of its own. kv_dtype: of its
-        KV cache, if it is not this one's."""
-
 
 Capture = Callable[[Callable[[], None]], Replayable]
 
@@ -95,6 +67,8 @@ class CudaEngine(Engine):
         with device_errors("allocating activations"), queue.scope():
             # Zeroed, so that rows of padding never hold what no kernel wrote.
             arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device=queue.device)
+            num_best = plan.max_num_rows if self.shares_logits else 0
+            self._best = torch.zeros(num_best, dtype=torch.int32, device=queue.device)
         queue.synchronize()
         tensors = bind_plan(plan, weights, arena)
         self._outputs = {name: tensors[tensor] for name, tensor in plan.outputs.items()}
@@ -165,8 +139,8 @@ class CudaEngine(Engine):
         launch = compact_launch(self._paged[""].tensor, starts, moves)
         self.program.launch([launch], self.queue.handle)
 
-    def run(self, step: StepInputs) -> DeviceLogits:
-        """Enqueue one packed step; logits of step.logit_rows in that order."""
+    def run(self, step: StepInputs) -> Logits:
+        """Enqueue one packed step; logits of step.logit_rows in that order, or their best ids."""
         shape = shape_of(step)
         bucket = self._buckets.fit(shape)
         if bucket is None:
@@ -176,6 +150,9 @@ class CudaEngine(Engine):
         else:
             self.program.upload(pad(step, bucket), self.queue.handle)
             self._graphs.run(bucket, lambda: self._enqueue(bucket))
+        if step.best_only:
+            best = self._best[: step.num_rows]
+            return BestIds(step.num_rows, lambda: self.queue.to_host(best).numpy())
         return DeviceLogits(self.logits[: step.num_rows], self.queue)
 
     def run_head(
@@ -282,6 +259,9 @@ class CudaEngine(Engine):
 
     def _enqueue(self, shape: StepShape) -> None:
         self.program.enqueue(shape, self.queue.handle)
+        if shape.best_only:
+            best = self.program.best_ids(self._best, shape.num_rows)
+            self.program.launch([best], self.queue.handle)
 
 
 def step_limits(config: EngineConfig, plan: Plan) -> StepLimits:

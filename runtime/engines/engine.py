@@ -41,7 +41,8 @@ class Engine(ABC):
     """What every backend's engine has. Not thread-safe: one step at a time.
 
     `run` takes a packed step and returns logits [rows, vocab_size] float32, valid until the next
-    `run`. `allocate_kv_cache` must be called once before the first step.
+    `run`, or BestIds (`StepInputs.best_only`). `allocate_kv_cache` must be called once before the
+    first step.
     """
 
     weight_bytes: int
@@ -60,6 +61,9 @@ class Engine(ABC):
         self.max_num_rows = plan.max_num_rows
         self.max_draft_len = int(build["max_draft_len"])
         self._outputs: dict[str, torch.Tensor] = {}
+        self.shares_logits = any(
+            op.op == "all_gather" and op.attributes["ranks"] != 1 for op in plan.ops
+        )
         self.takes_trees = self.max_draft_len > 1  # two drafts may branch
         self.tokens_per_block = plan.kv_cache.tokens_per_block
 

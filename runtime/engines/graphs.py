@@ -39,6 +39,7 @@ def shape_of(step: StepInputs) -> StepShape:
         max_query_len=int(lens.max()),
         max_kv_len=int(step.kv_len.max()),
         max_tree_len=0 if step.trees is None else int(lens[step.trees.start >= 0].max()),
+        best_only=step.best_only,
     )
 
 
@@ -91,6 +92,7 @@ class Buckets:
             max_query_len=query,
             max_kv_len=kv_bucket(shape.max_kv_len, limits),
             max_tree_len=query if shape.max_tree_len else 0,
+            best_only=shape.best_only,
         )
 
     def round_up(self, shape: StepShape) -> StepShape:
@@ -137,6 +139,7 @@ def pad(step: StepInputs, shape: StepShape) -> StepInputs:
         slot_mapping=_extend(step.slot_mapping, shape.num_tokens, -1),
         logit_rows=_extend(step.logit_rows, shape.num_rows, 0),
         trees=trees,
+        best_only=step.best_only,
     )
 
 

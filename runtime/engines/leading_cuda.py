@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from llmctl.plugins.backends.cuda.queue import DeviceLogits
 from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, Move
 from llmctl.runtime.ranks.commands import Command
@@ -43,8 +43,8 @@ class LeadingCudaEngine(CudaEngine):
         """On every rank."""
         self._lead("compact", moves, super().compact)
 
-    def run(self, step: StepInputs) -> DeviceLogits:
-        """On every rank; the logits are here."""
+    def run(self, step: StepInputs) -> Logits:
+        """On every rank; the logits or best ids are here."""
         return self._lead("run", step, super().run)
 
     def feed(self, step: StepInputs) -> None:

@@ -70,7 +70,7 @@ class LeadingEngine(Engine):
         self._lead("compact", moves, self._engine.compact)
 
     def run(self, step: StepInputs) -> Logits:
-        """On every rank; the logits are here."""
+        """On every rank; the logits or best ids are here."""
         return self._lead("run", step, self._engine.run)
 
     def output(self, name: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmctl.plugins.ops.sampling.spec import ACCEPT_STREAM, Logits
+from llmctl.plugins.ops.sampling.spec import ACCEPT_STREAM, BestIds, Logits
 from llmctl.runtime.drafting.drafts import ROOT, Drafts
 from llmctl.runtime.generate.accept import accept_logits, accept_tokens, accept_typical
 from llmctl.runtime.generate.commit import Commit, commit
@@ -32,10 +32,22 @@ class Verifier:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
+    def wants_best(self, batch: Batch, drafts: Items[Drafts]) -> bool:
+        """Whether the best id of each row is all that is going to be read of the target's logits.
+        Where it is not, they are needed whole: a draw compares those of all ids, and so do
+        penalties, bans, log-probabilities and acceptance by logits."""
+        return all(
+            self._sampler.is_plain(owner.item.sequence)
+            and not owner.item.sequence.request.output_config.return_log_probs
+            and owner.drafts.probs is None
+            for owner in _owners(batch, drafts)
+        )
+
     def draw(
         self, batch: Batch, drafts: Items[Drafts], logits: Logits
     ) -> tuple[list[Owner], list[int]]:
-        """The target's own token at every row of `logits` [rows, vocab], and whose rows they are.
+        """The target's own token at every row of `logits` [rows, vocab], or BestIds where
+        `wants_best`, and whose rows they are.
 
         Waits for the target. Raises BadLogits.
         """
@@ -56,6 +68,9 @@ class Verifier:
         once costs less than one by one. Rows of drafts that are accepted by logits get 0.
         """
         sampler = self._sampler
+        if isinstance(logits, BestIds):
+            best: list[int] = logits.read().tolist()
+            return best
         if all(sampler.is_plain(owner.item.sequence) for owner in owners):
             return sampler.backend.argmax(logits).tolist() if len(logits) else []
         tokens = np.zeros(len(logits), np.int64)
@@ -78,7 +93,7 @@ class Verifier:
             return Commit(item.sequence, 0)
         if end == first + 1 and not item.sequence.request.output_config.return_log_probs:
             return commit(item.sequence, [tokens[first]], (), 0)
-        rows = logits[first:end]
+        rows: Logits = None if isinstance(logits, BestIds) else logits[first:end]
         path: Items[int]
         if drafts.num_forced is not None:
             path, token = range(drafts.num_forced), tokens[first + drafts.num_forced]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ def encode(command: Command) -> bytes:
             trees = argument.trees
             arrays += [trees.start, trees.paths]
             arrays += [] if trees.roots is None else [trees.roots]
-        argument = [array.shape for array in arrays]
+        argument = [[array.shape for array in arrays], argument.best_only]
     elif command.call == "copy_blocks":
         argument = [(*copy[:3], copy.kind.value, copy.groups) for copy in argument]
     head = json.dumps([command.engine, command.call, argument], default=int).encode()
@@ -66,7 +66,8 @@ def decode(read: Callable[[int], bytes]) -> Command:
     num_head, num_data = _SIZES.unpack(read(_SIZES.size))
     engine, call, argument = json.loads(read(num_head))
     if call in _STEPS:
-        argument = _step(argument, read(num_data))
+        shapes, best_only = argument
+        argument = replace(_step(shapes, read(num_data)), best_only=best_only)
     elif call == "copy_blocks":
         argument = [
             BlockCopy(src, dst, count, CopyKind(kind), groups)
@@ -89,7 +90,8 @@ def _step(shapes: Sequence[Sequence[int]], data: bytes) -> StepInputs:
         first += 4 * count
     count = len(_STEP)
     trees = Trees(*arrays[count:]) if len(arrays) > count else None
-    return StepInputs(**dict(zip(_STEP, arrays[:count], strict=True)), trees=trees)
+    own: dict[str, Any] = dict(zip(_STEP, arrays[:count], strict=True))
+    return StepInputs(**own, trees=trees)
 
 
 def _moves(argument: Sequence[Sequence[Sequence[int]]]) -> list[list[Move]]:

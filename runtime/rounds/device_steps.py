@@ -69,12 +69,15 @@ class DeviceSteps:
         rows: int,
         *,
         has_trees: bool = False,
+        is_drawn: bool = False,
     ) -> None:
         """Run an engine on `count` tokens of each request, `rows` of them with logits; of trees, up
-        to so many."""
+        to so many. is_drawn: `draw` alone reads the logits."""
         step = _step(engine, shape, count, rows)
         if has_trees:
             step = replace(step, max_tree_len=count)
+        if is_drawn and _takes_best(engine, shape):
+            step = replace(step, best_only=True)
         engine.program.enqueue(step, self._queue.handle)
 
     def attend(
@@ -102,6 +105,10 @@ class DeviceSteps:
     ) -> None:
         """Tokens of the engine's logits, or those of a head of its; row r draws position committed
         + first + r's own place."""
+        if logits is None and _takes_best(engine, shape):
+            best = engine.program.best_ids(out, rows, stride=stride, offset=offset)
+            self.launch(engine, [best])
+            return
         logits, scratch = engine.logits if logits is None else logits, self.scratch(engine)
         if shape.drawing is Drawing.GREEDY:
             drawn = [sampling.argmax(logits, out, scratch, rows, stride=stride, offset=offset)]
@@ -138,6 +145,12 @@ class DeviceSteps:
         )
         described = state, trees, shape.batch, shape.draft_len
         self.launch(engine, [tree_kernel.spread(*described), *drawn])
+
+
+def _takes_best(engine: CudaEngine, shape: RoundShape) -> bool:
+    """Whether ranks hand on the best of their ids instead of logits. Draws of sampled requests
+    compare all logits of a row."""
+    return engine.shares_logits and shape.drawing is Drawing.GREEDY
 
 
 def _step(engine: CudaEngine, shape: RoundShape, count: int, rows: int) -> StepShape:

@@ -37,7 +37,7 @@ def enqueue_verification(
     rows = batch * count
     feed = bookkeeping.verify(state, program.step, program.limits, batch, shape.draft_len)
     steps.launch(target, [feed])
-    steps.forward(target, shape, count, rows)
+    steps.forward(target, shape, count, rows, is_drawn=True)
     steps.draw(target, state.targets, shape, rows, per_request=count)
     if forced is not None:
         forced.force(state, batch, shape.draft_len)
@@ -58,12 +58,12 @@ def enqueue_tree_verification(
     is_tree = branches(shape.draft_len)
     if is_tree:
         steps.launch(target, [tree_kernel.verify_tree(*described)])
-        steps.forward(target, shape, count, rows, has_trees=True)
+        steps.forward(target, shape, count, rows, has_trees=True, is_drawn=True)
         steps.draw_nodes(trees, shape)
     else:
         feed = bookkeeping.verify(state, step, limits, shape.batch, shape.draft_len)
         steps.launch(target, [feed])
-        steps.forward(target, shape, count, rows)
+        steps.forward(target, shape, count, rows, is_drawn=True)
         steps.draw(target, state.targets, shape, rows, per_request=count)
     steps.launch(target, [tree_kernel.accept_tree(*described)])
     if is_tree:

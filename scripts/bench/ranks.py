@@ -1,5 +1,5 @@
 """Times what ranks with a GPU each exchange: sums behind O and down products, alone and with the
-norm that follows, and logits.
+norm that follows, logits, and the best ids of logits instead.
 
     python -m scripts.bench.ranks [--ranks 2] [--hidden 8192] [--vocab 128256]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from llmctl.plugins.backends.cuda.read_rate import elapsed_ms
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.all_reduce.peers import entering_bytes, hops_of
+from llmctl.plugins.ops.rank_argmax.kernel import PEER_CHUNK
 from scripts.bench.ranks_support import ExchangingRank, run_ranks
 
 ROWS = (1, 11, 176)
@@ -38,6 +40,9 @@ def measure(rank: int, ranks: int, pipe: Connection, hidden: int, vocab: int) ->
         for call in (_sum(own, rows, hidden), _gathering(own, rows, share, vocab)):
             entering = call.inputs["x"].nbytes * (ranks - 1)
             found.append((call.op, rows, _time(own, call, rows), entering))
+        best = _best(own, rows, share, vocab)
+        entering = 8 * rows * -(-share // PEER_CHUNK) * (ranks - 1)
+        found.append(("best id", rows, _time(own, best, rows), entering))
     for rows in (*ROWS, CHUNK):
         entering = entering_bytes(ranks, rows, hidden, hops_of(ranks, rows, hidden))
         call = _norm(own, rows, hidden)
@@ -75,6 +80,12 @@ def _gathering(own: ExchangingRank, rows: int, share: int, vocab: int) -> OpCall
     x = torch.randn(rows, share, device=own.device)
     out = torch.empty(rows, vocab, device=own.device)
     return OpCall("all_gather", "gather", {"x": x}, {"out": out}, {"ranks": own.ranks})
+
+
+def _best(own: ExchangingRank, rows: int, share: int, vocab: int) -> OpCall:
+    gathering = _gathering(own, rows, share, vocab)
+    best = torch.empty(rows, dtype=torch.int32, device=own.device)
+    return replace(gathering, outputs={**gathering.outputs, "best": best})
 
 
 def _time(own: ExchangingRank, call: OpCall, rows: int) -> Times:

@@ -23,6 +23,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 from llmctl.plugins.backends.cuda.peers import PeerMemory
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.operators import operator_module
+from llmctl.plugins.ops.rank_argmax import kernel as rank_argmax
 
 START_S = 150.0  # that processes have to import, and to say what they found
 
@@ -48,7 +49,10 @@ class ExchangingRank:
         step = DeviceStep(**{name: torch.zeros(size, dtype=torch.int32) for name, size in sizes})
         env = LaunchEnv(step, torch.zeros(1), limits, "tokens", _no_scratch, peers=self.peers)
         shape = StepShape(rows, 1, rows, rows, rows)
-        (launch,) = operator_module(call.op, "kernel").launches(call, env, shape)
+        if "best" in call.outputs:  # of the logits that the call would gather
+            launch = rank_argmax.launch(call, env, call.outputs["best"], rows)
+        else:
+            (launch,) = operator_module(call.op, "kernel").launches(call, env, shape)
         loaded = self._driver.load(compile_kernel(launch.spec))
         return self._driver.prepare(loaded, launch.grid, launch.arguments, True)
 

@@ -30,7 +30,7 @@ import numpy as np
 from llmctl.builder.planted import STANDARD_ACCEPTANCE
 from llmctl.builder.ranks import local_kv_heads, vocabulary_share
 from llmctl.cli.gpus import GPUS, effective_read_bytes_s
-from llmctl.cli.rank_speed import Meeting, RankStep, rank_time
+from llmctl.cli.rank_speed import Meeting, RankStep, head_meeting, rank_time
 from llmctl.plugins.core.op_rules import RANK_COUNTS
 from llmctl.plugins.fused.all_reduce_norm.spec import warps_of
 from scripts.models.planted_shapes import SHAPES, Shape
@@ -111,8 +111,8 @@ def step_ms(shape: Shape, ranks: int, tokens: int = 1) -> Bounds:
         return 1e3 * read / speed + more, 1e3 * read / speed + more
     has_norm = warps_of(shape.hidden) is not None
     sums = [Meeting(4 * tokens * shape.hidden, has_norm=has_norm)] * (2 * shape.layers)
-    logits = Meeting(4 * tokens * head_rows(shape, ranks), is_sum=False)
-    time = rank_time(CARD, RankStep(ranks, shape.layers, read, [*sums, logits]))
+    best = head_meeting(head_rows(shape, ranks), tokens)
+    time = rank_time(CARD, RankStep(ranks, shape.layers, read, [*sums, best]))
     assert time is not None
     low, high = time.bounds_s
     return 1e3 * low + more, 1e3 * high + more

@@ -10,15 +10,20 @@ import pytest
 from support.cuda import FakeCapture, launch_sampling, open_on_fake_device
 from support.e2e import DRAFT_LEN, DemoPair, Outputs, PromptMaker, run_all
 from support.lockstep import open_in_lockstep
+from support.rounds_by_reference import run_rounds_by_reference
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.sampling.cuda import CudaSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.drafter import Drafter
+from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
+from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
+from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 
 TARGET = "target-fp8-tp2"
 KINDS = (
@@ -76,3 +81,41 @@ def test_tokens_equal_those_of_processes(
         assert run_all(executor, requests) == of_processes
         assert run_all(executor, requests[:3]) == of_processes[:3], "one by one, from a warm cache"
     assert sum(graph.num_replays for graph in capture.graphs) > 0
+
+
+@pytest.mark.parametrize("draft", [None, "draft-fp8", "draft-fp8-tp2"])
+def test_rounds_of_greedy_requests_gather_no_logits(
+    demo: DemoPair,
+    requests: list[Request],
+    of_processes: Outputs,
+    draft: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor do rounds of a draft engine with ranks; what is sampled needs them whole."""
+    run_rounds_by_reference(monkeypatch)
+    queue = DeviceQueue("cpu")
+    engines = {"target": open_in_lockstep(demo.engine(TARGET), queue)[0]}
+    method: DraftMethod = PlainDecoding()
+    if draft is not None:
+        method = DraftEngine(demo.engine(draft), DRAFT_LEN)
+        opened = open_in_lockstep if draft.endswith("tp2") else open_on_fake_device
+        engines["draft"] = opened(demo.engine(draft), queue)[0]
+    drafter = method.make_drafter(engines, DRAFT_LEN)
+    on_device = method.make_device_drafter(engines, DRAFT_LEN, drafter)
+    assert on_device is not None
+    target = engines["target"]
+    runner = CudaRoundRunner(target, on_device, FakeCapture())
+    config = ExecutorConfig(KvCacheConfig(num_blocks=200))
+    sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
+    free = [i for i, each in enumerate(requests) if not each.output_config.return_log_probs]
+    greedy, sampled = ([i for i in free if i % len(KINDS) == kind] for kind in (0, 1))
+    with Executor(target, drafter, config, sampling, runner) as executor:
+        for asked in (greedy, sampled):
+            before = {role: len(engine.program.shapes) for role, engine in engines.items()}
+            wanted = [of_processes[index] for index in asked]
+            assert run_all(executor, [requests[index] for index in asked]) == wanted
+            for role, engine in engines.items():
+                shapes = engine.program.shapes[before[role] :]
+                kinds = {shape.best_only for shape in shapes if shape.num_rows}
+                assert kinds == {engine.shares_logits and asked == greedy}, role
+    assert runner._num_started > 5

@@ -13,6 +13,7 @@ from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.all_gather.reference import gather_ranks
 from llmctl.plugins.ops.all_reduce.peers import TURN
 from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
+from llmctl.plugins.ops.rank_argmax.reference import argmax_ranks
 from scripts.bench.ranks_support import ExchangingRank, run_ranks
 
 ROWS, HIDDEN, OWN = (
@@ -22,7 +23,7 @@ ROWS, HIDDEN, OWN = (
 )  # sums of 4 ranks take two hops from 96 rows on
 SLOT_BYTES = ROWS * HIDDEN * 4
 LIMIT_S = 20.0
-KINDS = ("sum", "scaled", "gather", "norm", "norm fp8", "scaled parts", "norm fp8 parts")
+KINDS = ("sum", "scaled", "gather", "best", "norm", "norm fp8", "scaled parts", "norm fp8 parts")
 LAUNCHES, EPSILON = 24, {"epsilon": 1e-5}
 Wanted = dict[str, torch.Tensor]
 
@@ -34,7 +35,7 @@ class Rank(ExchangingRank):
         """(the call of this rank, its results by role), from numbers that all know."""
         generator = torch.Generator().manual_seed(seed)
         leaves = 4 if kind.endswith("parts") else 1
-        width = OWN if kind == "gather" else leaves * HIDDEN
+        width = OWN if kind in ("gather", "best") else leaves * HIDDEN
         parts = torch.randn((self.ranks, rows, width), generator=generator)
         x = parts[self.rank].to(self.device)
         if kind == "gather":
@@ -44,6 +45,8 @@ class Rank(ExchangingRank):
             gather_ranks(list(parts), {"out": wanted})
             call = OpCall("all_gather", "g", {"x": x}, {"out": out}, {"ranks": self.ranks})
             return call, {"out": wanted}
+        if kind == "best":
+            return self._best(parts, rows)
         after = {}
         if kind != "sum":
             after = {
@@ -59,6 +62,21 @@ class Rank(ExchangingRank):
             return self._with_norm(inputs, wanted, generator, parted, is_fp8="fp8" in kind)
         out = torch.zeros((rows, HIDDEN), dtype=torch.bfloat16, device=self.device)
         return OpCall("all_reduce", "s", inputs, {"out": out}, parted), {"out": wanted}
+
+    def _best(self, parts: torch.Tensor, rows: int) -> tuple[OpCall, Wanted]:
+        """With ties between ranks and a row without a number; not all ids are anybody's."""
+        columns = self.ranks * OWN - 61
+        parts[:2, 0, 7:9] = 9.0
+        if rows > 2:
+            parts[self.ranks - 1, 2, 3] = torch.nan
+        wanted = argmax_ranks(list(parts), columns)
+        x = parts[self.rank].to(self.device)
+        made = {
+            "out": torch.empty((rows, columns), device=self.device),
+            "best": torch.zeros(rows, dtype=torch.int32, device=self.device),
+        }
+        call = OpCall("all_gather", "b", {"x": x}, made, {"ranks": self.ranks})
+        return call, {"best": wanted}
 
     def _with_norm(
         self,

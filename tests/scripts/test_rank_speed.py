@@ -71,7 +71,7 @@ def test_bytes_and_meetings_are_those_of_a_plan(tmp_path: Path, size: str, ranks
     sums = [meeting.num_bytes for meeting in met if meeting.is_sum]
     assert sums == ([4 * shape.hidden] * (2 * shape.layers) if ranks > 1 else [])
     assert [m.num_bytes for m in met if not m.is_sum] == (
-        [4 * rank_speed.head_rows(shape, ranks)] if ranks > 1 else []
+        [8 * -(-rank_speed.head_rows(shape, ranks) // 1024)] if ranks > 1 else []
     )
 
 

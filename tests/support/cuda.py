@@ -67,6 +67,16 @@ class FakeProgram:
     ) -> FakeProgram:
         return FakeProgram(calls, self.limits, row_inputs)
 
+    def best_ids(
+        self, out: torch.Tensor, rows: int, *, stride: int = 1, offset: int = 0
+    ) -> Callable[[], None]:
+        """A function instead of a launch, to be called."""
+
+        def store() -> None:
+            out.view(-1)[offset : offset + rows * stride : stride] = self._program.best_ids(rows)
+
+        return store
+
     def upload(self, step: StepInputs, stream: int) -> None:
         for name, numbers in step_arrays(step).items():
             source, target = torch.from_numpy(numbers), getattr(self.step, name)
@@ -126,6 +136,7 @@ class FakeProgram:
                 slot_mapping=slots,
                 logit_rows=rows,
                 trees=trees,
+                best_only=shape.best_only,
             ),
             self._kv_cache,
         )
@@ -150,7 +161,7 @@ class FakeProgram:
 
     def launch(self, launches: Sequence[Launch], stream: int) -> None:
         for launch in launches:
-            if callable(launch):  # `bookkeeping_by_reference`
+            if callable(launch):  # `bookkeeping_by_reference`, `best_ids`
                 launch()
             elif launch.spec.name.startswith(("beams.", "lookahead.", "growth.")):
                 run_launches([launch])

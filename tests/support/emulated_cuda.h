@@ -46,7 +46,7 @@ struct TransactionBarrier {  // an mbarrier
 struct Block {
   Barrier all;
   std::vector<Barrier*> warps;
-  std::vector<float> lanes;  // what threads of a warp show each other
+  std::vector<u64> lanes;  // what threads of a warp show each other
   u8 memory[1024] = {};
   TransactionBarrier transactions[1024 / 8];
   struct Cluster* cluster;
@@ -71,10 +71,12 @@ static void cluster_arrive() {}
 static void cluster_wait() { own_block->cluster->all.wait(); }
 static void launch_dependents() {}
 static void wait_for_dependencies() {}
-static float __shfl_xor_sync(u32, float x, int step) {
-  own_block->lanes[threadIdx.x] = x;
+template <class T>
+static T __shfl_xor_sync(u32, T x, int step) {
+  std::memcpy(&own_block->lanes[threadIdx.x], &x, sizeof(T));
   __syncwarp();
-  const float y = own_block->lanes[threadIdx.x ^ step];
+  T y;
+  std::memcpy(&y, &own_block->lanes[threadIdx.x ^ step], sizeof(T));
   __syncwarp();
   return y;
 }

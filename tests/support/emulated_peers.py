@@ -17,10 +17,11 @@ from llmctl.plugins.backends.cpu.compile import find_compiler
 from llmctl.plugins.backends.cuda.compiler import PLUGINS
 
 EXCHANGE, NORM = "ops/all_reduce/peers.cu", "fused/all_reduce_norm/peers.cu"
+BEST = "ops/rank_argmax/peers.cu"
 MEETING = "ops/all_reduce/meeting.cuh"
 EPILOGUE = "ops/packed_linear/epilogue_values.cuh"
 PRODUCT = "the epilogue of products that hand their sums on"
-THREADS = 8  # of a block of `exchange`, instead of the GPU's: these are threads of the system
+THREADS = 8  # of a block, but where norms are: instead of the GPU's, for these are the system's
 CUDA = Path(__file__).with_name("emulated_cuda.h")
 _PTX = {  # functions of the sources, in C++
     "now_ns": "return std::chrono::steady_clock::now().time_since_epoch().count();",

@@ -108,6 +108,7 @@ class FakeEngine:
         self.max_num_tokens = max_num_tokens
         self.max_draft_len = max_draft_len
         self.takes_trees = True
+        self.shares_logits = False
         self.takes_roots = takes_roots
         self.tokens_per_block = tokens_per_block
         self.agreement = agreement
@@ -206,7 +207,7 @@ class FakeEngine:
         """What every backend relies on."""
         for name in step.__slots__:
             array = getattr(step, name)
-            if name == "trees":
+            if name in ("trees", "best_only"):
                 continue
             assert array.dtype == np.int32 and array.flags.c_contiguous, name
         counts = np.diff(step.cu_q)

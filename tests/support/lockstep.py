@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from llmctl.plugins.core.calls import OpCall, StepInputs, row_extents
 from llmctl.plugins.fused.all_reduce_norm.reference import reduce_and_normalize
 from llmctl.plugins.ops.all_gather.reference import gather_ranks
 from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
+from llmctl.plugins.ops.rank_argmax.reference import argmax_ranks
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.lockstep import lockstep_parts, lockstep_plan, name_on
 from llmctl.runtime.engines.rotary_tables import open_with_tables
@@ -35,9 +37,10 @@ class InLockstep:
         ]
 
     def run(self, step: StepInputs, kv_cache: torch.Tensor) -> None:
+        alone = replace(step, best_only=False)  # of operators that know nothing of ranks
         for call, extent, program in self._calls:
             if program is not None:
-                program.run(step, kv_cache)
+                program.run(alone, kv_cache)
                 continue
             rows = step.num_tokens if extent == "tokens" else step.num_rows
             parts = self._parts(call.inputs["x"], int(call.attributes["ranks"]))
@@ -47,8 +50,15 @@ class InLockstep:
             elif call.op == "all_reduce_norm":
                 epsilon = float(call.attributes["epsilon"])
                 reduce_and_normalize(own, call.inputs, call.outputs, epsilon)
+            elif step.best_only:
+                self._best = argmax_ranks(own, call.outputs["out"].shape[1])
+                call.outputs["out"].fill_(torch.nan)  # nobody reads it
             else:
                 gather_ranks(own, call.outputs)
+
+    def best_ids(self, rows: int) -> torch.Tensor:
+        """Of the last step."""
+        return self._best[:rows]
 
 
 def _one(call: OpCall, extent: str, make: Callable[..., Any]) -> Any:

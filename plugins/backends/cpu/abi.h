@@ -27,7 +27,7 @@ namespace llmctl {
 class Pool;
 class Ranks;
 
-constexpr int32_t kAbiVersion = 11;  // binding.py holds the same number
+constexpr int32_t kAbiVersion = 12;  // binding.py holds the same number
 constexpr int kMaxTensors = 8;
 constexpr int kMaxAttributes = 8;
 constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time
@@ -85,6 +85,7 @@ struct Step {
   const int32_t* paths;       // [num_paths, path_width]
   int64_t num_paths;
   const int32_t* tree_roots;  // positions of roots that earlier steps stored; null: none
+  int32_t* best_ids;  // [num_rows]: of a step that wants no logits from ranks; null: it does
 };
 
 // Where the keys are that one token of a tree sees: after the root's position, those of its own path.

@@ -16,7 +16,7 @@ from llmctl.errors import BadConfig, NoDevice, OutOfMemory, RankFailure, Unsuppo
 
 LIBRARY_PATH = Path(__file__).with_name("libllmctl_cpu.so")
 MAX_THREADS = 1024  # each has a stack and 1 MiB of scratch
-ABI_VERSION = 11  # kAbiVersion in abi.h
+ABI_VERSION = 12  # kAbiVersion in abi.h
 MAX_TENSORS = 8
 MAX_ATTRIBUTES = 8
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "int8": 4, "int32": 5}
@@ -74,6 +74,7 @@ class Step(ctypes.Structure):
         ("paths", c_void_p),
         ("num_paths", c_int64),
         ("tree_roots", c_void_p),
+        ("best_ids", c_void_p),
     ]
 
 

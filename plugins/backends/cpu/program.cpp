@@ -126,6 +126,10 @@ int check_step(const Program& program, const Step& step) {
       bad = fail(kBadStep, "%lld rows in the step are joined with %lld", (long long)needed,
                  (long long)t[1].shape[0]);
     }
+    if (bad == kDone && op.kind == kAllGather && step.best_ids != nullptr &&
+        (!op.uses_rows || program.ranks == nullptr)) {
+      bad = fail(kBadStep, "best ids of logits that no other rank has parts of");
+    }
     if (bad == kDone && needed > capacity) {
       bad = fail(kBadStep, "%lld rows in the step; the engine was built for at most %lld",
                  (long long)needed, (long long)capacity);

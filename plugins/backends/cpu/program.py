@@ -65,8 +65,11 @@ class CpuProgram:
         assert self._handle.value is not None
         return self._handle.value
 
-    def run(self, step: StepInputs, kv_cache: torch.Tensor) -> None:
-        """Execute every call in order."""
+    def run(
+        self, step: StepInputs, kv_cache: torch.Tensor, best_ids: NDArray[np.int32] | None = None
+    ) -> None:
+        """Execute every call in order. best_ids [R]: of a step that is `best_only`, where rank 0
+        writes the best id of each row, -1 for one with NaN."""
         if kv_cache is not self._kv_cache:
             self._bind_cache(kv_cache)
         packed = self._step
@@ -91,6 +94,9 @@ class CpuProgram:
             packed.num_paths, packed.path_width = trees.paths.shape
             assert trees.roots is None or len(trees.roots) == packed.num_requests
             packed.tree_roots = None if trees.roots is None else _address(trees.roots)
+        assert step.best_only == (best_ids is not None)
+        packed.best_ids = None if best_ids is None else _address(best_ids)
+        assert best_ids is None or len(best_ids) == packed.num_rows
         status = self._run(self._handle, self._step_address)
         if status:
             check(status)

@@ -6,7 +6,6 @@
 #endif
 
 #include "../../ops/add/cpu.cpp"
-#include "../../ops/all_gather/cpu.cpp"
 #include "../../ops/all_reduce/cpu.cpp"
 #include "../../ops/beam_search/cpu.cpp"
 #include "../../ops/concat/cpu.cpp"
@@ -20,6 +19,7 @@
 #include "../../ops/rms_norm/cpu.cpp"
 #include "../../ops/rope_kv_write/cpu.cpp"
 #include "../../ops/sampling/cpu.cpp"
+#include "../../ops/all_gather/cpu.cpp"  // chooses with the function of sampling
 #include "../../ops/silu/cpu.cpp"
 #include "../../ops/swiglu/cpu.cpp"
 #include "measure.cpp"

@@ -1,11 +1,11 @@
 """The CUDA backend's program: every call of a plan as kernel launches on one stream.
 
 Launches are described by `plugins/ops/<op>/kernel.py`, packed once per step shape and then only
-enqueued. (For all operators except attention, which also depends on requests, packed once per
-number of tokens.) Packing a whole step takes longer than most steps do (11 ms for the 229 launches
-of an 8B model), so a call is packed for one layer and rebound for the layers like it. Everything
-that differs between steps of the same shape is in the arrays of `step`, which one copy from pinned
-memory fills; so a captured graph replays whatever was uploaded last.
+enqueued. (For all operators except attention, which also depends on requests, and gathered logits,
+packed once per number of tokens.) Packing a whole step takes longer than most steps do (11 ms for
+the 229 launches of an 8B model), so a call is packed for one layer and rebound for the layers like
+it. Everything that differs between steps of the same shape is in the arrays of `step`, which one
+copy from pinned memory fills; so a captured graph replays whatever was uploaded last.
 
     program.bind_kv_cache(cache)
     program.upload(step, stream)
@@ -46,10 +46,12 @@ from llmctl.plugins.core.calls import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.core.fused_calls import FusedCalls
 from llmctl.plugins.core.operators import check_call, operator_module
 from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, open_chains, serves
+from llmctl.plugins.ops.rank_argmax import kernel as rank_argmax
 
 # Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
 MAX_PREPARED, MAX_COUNTS = 64, 128
-_BY_REQUEST = frozenset({"paged_attention"})  # the others depend only on counts of tokens or rows
+# The others depend only on counts of tokens or rows.
+_BY_SHAPE = frozenset({"paged_attention", "all_gather"})
 _EXTENTS: tuple[Extent, ...] = ("tokens", "rows")
 _CHAIN = -1  # in the place of an index: all calls of the first chain; -2: of the second
 
@@ -181,10 +183,10 @@ class CudaProgram:
             self._prepared.popitem(last=False)
 
     def prepare(self, shape: StepShape) -> None:
-        """Pack in advance what steps of so many tokens and rows launch, except attention."""
+        """Pack in advance what steps of so many tokens and rows launch, except `_BY_SHAPE`."""
         self._driver.make_current()
         for index, (call, _) in enumerate(self._calls):
-            if call.op not in _BY_REQUEST and call.op not in self._runners:
+            if call.op not in _BY_SHAPE and call.op not in self._runners:
                 self._pack(index, shape)
 
     def launch(self, launches: Sequence[Launch], stream: int) -> None:
@@ -192,6 +194,13 @@ class CudaProgram:
         self._driver.make_current()
         for launch in launches:
             self._kernels.prepare(launch)(stream)
+
+    def best_ids(self, out: torch.Tensor, rows: int, *, stride: int = 1, offset: int = 0) -> Launch:
+        """out[r * stride + offset] = the best id of each row whose logits the last step left with
+        the ranks (`StepShape.best_only`); see `sampling.argmax`."""
+        (call,) = [call for call, _ in self._calls if call.op == "all_gather"]
+        env = self._envs["rows"]
+        return rank_argmax.launch(call, env, out, rows, stride=stride, offset=offset)
 
     def parts(self, shape: StepShape) -> list[int]:
         """The calls to launch one by one; a chain is represented by _CHAIN minus its number."""
@@ -212,7 +221,7 @@ class CudaProgram:
         env = self._envs[extent]
         if call.op in self._runners:
             return Packed(self._runners[call.op].prepare(call, env, shape), [])
-        if call.op in _BY_REQUEST:
+        if call.op in _BY_SHAPE:
             return self._pack_like(index, shape, shape)
         count = env.count(shape)
         kept = self._by_count[index]

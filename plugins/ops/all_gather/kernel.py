@@ -1,4 +1,8 @@
-"""Gathering columns on a GPU: which binaries there are, and how a step launches them."""
+"""Gathering columns on a GPU: which binaries there are, and how a step launches them.
+
+A step of which the best id of each row is all that is wanted gathers nothing
+(`plugins/ops/rank_argmax`).
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,27 @@ from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.all_reduce.kernel import MOST_RANKS, pad_ranks
 from llmctl.plugins.ops.all_reduce.peers import peer_launch, peer_spec
 from llmctl.plugins.ops.quantize.kernel import power_of_two
+from llmctl.plugins.ops.rank_argmax import kernel as rank_argmax
 
 _BLOCK = 1024  # columns of a thread block
 
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """One binary per pair of widths and number of ranks, for ranks on one device, and one for ranks
-    with a device each."""
-    own = [peer_spec(call)] if int(call.attributes["ranks"]) > 1 else []
-    return [_spec(call), *own]
+    with a device each; and those of `rank_argmax`."""
+    if int(call.attributes["ranks"]) == 1:
+        return [_spec(call)]
+    return [_spec(call), peer_spec(call), *rank_argmax.kernels(call)]
 
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     """Copy the first rows of what `x` is to each rank."""
     rows = env.count(shape)
-    if rows == 0:
+    if rows == 0 or shape.best_only:
         return []
     if env.peers is not None:
         return [peer_launch(call, env.peers, rows)]
+    rank_argmax.keys_of(call, env)  # here, so that the memory plan has it
     x, out = call.inputs["x"], call.outputs["out"]
     spec = _spec(call)
     arguments = (*pad_ranks(env.parts(x, int(call.attributes["ranks"]))), out)

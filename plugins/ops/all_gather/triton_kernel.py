@@ -16,6 +16,16 @@ def _take(values, x, row, columns, RANK: tl.constexpr, OWN: tl.constexpr, WIDTH:
 
 
 @triton.jit
+def gathered(
+    values, shares, row, columns, OWN: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr
+):
+    """`values`, or what a rank has of these columns of a row. shares: of MOST_RANKS ranks."""
+    for rank in tl.static_range(RANKS):
+        values = _take(values, shares[rank], row, columns, rank, OWN, WIDTH)
+    return values
+
+
+@triton.jit
 def all_gather(
     x0,  # of each rank; those behind RANKS are not read
     x1,
@@ -38,15 +48,6 @@ def all_gather(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = _take(tl.zeros((BLOCK,), tl.float32), x0, row, columns, 0, OWN, WIDTH)
-    if RANKS >= 2:
-        values = _take(values, x1, row, columns, 1, OWN, WIDTH)
-    if RANKS >= 4:
-        values = _take(values, x2, row, columns, 2, OWN, WIDTH)
-        values = _take(values, x3, row, columns, 3, OWN, WIDTH)
-    if RANKS == 8:
-        values = _take(values, x4, row, columns, 4, OWN, WIDTH)
-        values = _take(values, x5, row, columns, 5, OWN, WIDTH)
-        values = _take(values, x6, row, columns, 6, OWN, WIDTH)
-        values = _take(values, x7, row, columns, 7, OWN, WIDTH)
+    shares = x0, x1, x2, x3, x4, x5, x6, x7
+    values = gathered(tl.zeros((BLOCK,), tl.float32), shares, row, columns, OWN, WIDTH, RANKS)
     tl.store(out + row * WIDTH + columns, values, mask=columns < WIDTH)

@@ -153,6 +153,13 @@ struct Meeting {
     }
   }
 
+  // To every rank, this one, too.
+  template <class Words>
+  DEVICE void give_all(long long at, const Words& x) const {
+    give(at, x);
+    put((Words*)slot(own, rank) + at, inverted(x));
+  }
+
   // What the others gave in COUNT places, `stride` apart: all ranks' numbers but this one's, which stay as
   // they are. False where one has not come.
   template <int COUNT>
@@ -198,6 +205,32 @@ struct Meeting {
     }
     x = upright(x);
     put(from, Words{});
+    return true;
+  }
+
+  // What COUNT ranks gave, each in a place of its own; of a sender below 0 nothing.
+  template <int COUNT, class Words>
+  DEVICE bool take_from(const int (&senders)[COUNT], const long long (&at)[COUNT],
+                        Words (&x)[COUNT]) {
+    int missing;
+    do {
+      missing = -1;
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        if (senders[i] >= 0) x[i] = look((Words*)slot(own, senders[i]) + at[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        if (senders[i] >= 0 && has_gap(x[i])) missing = senders[i];
+      }
+      if (missing >= 0 && !waits_on(missing)) return false;
+    } while (missing >= 0);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      if (senders[i] < 0) continue;
+      x[i] = upright(x[i]);
+      put((Words*)slot(own, senders[i]) + at[i], Words{});
+    }
     return true;
   }
 

@@ -40,7 +40,7 @@ from llmctl.plugins.schemes.table import FORMS, form_macros
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
-TOKEN_TILES = (8, 16, 24, 32, 64)
+TOKEN_TILES = (8, 16, 24, 32, 48, 64)
 SHARED_HALF = 112 * 1024  # two thread blocks fit a multiprocessor (1 KiB each is reserved)
 MAX_BLOCKS, MAX_HANDED = 264, 64  # blocks and tokens of partial sums that blocks pass on
 _PART_BYTES = 512  # 16 rows x 8 tokens of float32

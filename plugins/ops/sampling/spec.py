@@ -20,7 +20,7 @@ word id % 4 becomes u = (word + 0.5) / 2**32, and the noise is -log(-log(u)).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,8 +29,22 @@ from numpy.typing import NDArray
 
 # float32 [rows, vocab], finite or -inf, NaN where an engine failed: a C-contiguous numpy array, or
 # what a device's engine returns instead (`backends.cuda.queue.DeviceLogits`) for its own sampling.
-# Both have len, shape, slices of rows and lists of row numbers.
+# Both have len, shape, slices of rows and lists of row numbers. Or BestIds, where a step asked for
+# them.
 Logits = Any
+
+
+@dataclass(frozen=True, slots=True)
+class BestIds:
+    """In the place of logits, of a step that wanted no more (`StepInputs.best_only`): the best id
+    of each of `count` rows, as `SamplingBackend.argmax` finds it. `read` waits for it."""
+
+    count: int
+    read: Callable[[], NDArray[np.int32]]
+
+    def __len__(self) -> int:
+        return self.count
+
 
 # Streams keep draws for different purposes independent at one position.
 TARGET_STREAM = 0  # the emitted token; also drafts under the accept-by-tokens rule

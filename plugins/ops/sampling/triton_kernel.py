@@ -56,7 +56,18 @@ def argmax(
 
 @triton.jit
 def best_of_row(logits, keys, VOCAB: tl.constexpr, CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
-    """(whether this thread block of a grid (chunks, rows) knows its row's best id, that id).
+    """See `best_of_chunks`: of a row of `logits`."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    first = logits + row.to(tl.int64) * VOCAB
+    values = tl.load(first + ids, mask=ids < VOCAB, other=float("-inf"))
+    return best_of_chunks(best_key(values, ids), keys, VOCAB, CHUNK, BLOCK_CHUNKS)
+
+
+@triton.jit
+def best_of_chunks(key, keys, VOCAB: tl.constexpr, CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """(whether this thread block of a grid (chunks, rows) knows its row's best id, that id). key:
+    that of its own chunk.
 
     The block of the last chunk does: it waits for the others' keys, of which none is 0, and clears
     their places. A key says itself that it is there, so nothing has to be counted behind it. Who is
@@ -64,12 +75,8 @@ def best_of_row(logits, keys, VOCAB: tl.constexpr, CHUNK: tl.constexpr, BLOCK_CH
     BLOCK_CHUNKS: as many as threads at least, so that each place is one's to read and clear.
     """
     NUM_CHUNKS: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK
-    chunk, row = tl.program_id(0), tl.program_id(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    first = logits + row.to(tl.int64) * VOCAB
-    values = tl.load(first + ids, mask=ids < VOCAB, other=float("-inf"))
-    key = best_key(values, ids)
-    places = keys + row * NUM_CHUNKS
+    chunk = tl.program_id(0)
+    places = keys + tl.program_id(1) * NUM_CHUNKS
     knows = chunk == NUM_CHUNKS - 1
     token = tl.full([], -1, tl.int32)
     if knows:

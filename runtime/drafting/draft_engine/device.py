@@ -22,12 +22,11 @@ class DeviceDraftEngine(FedDraftEngine, DeviceChains):
     def enqueue_drafts(self, shape: RoundShape) -> None:
         steps, draft = self._steps, self._draft
         batch, last = shape.batch, shape.draft_len - 1
-        # then the drawing kernel also prepares the step
-        is_greedy = shape.drawing is Drawing.GREEDY
         for index in range(shape.draft_len):
             self._feed(shape, index)
-            steps.forward(draft, shape, MOST_FED if index == 0 else 1, batch)
-            if is_greedy and index < last:
+            count = MOST_FED if index == 0 else 1
+            steps.forward(draft, shape, count, batch, is_drawn=True)
+            if self._draws_in_feeding(shape) and index < last:
                 continue
             drafts, stride = steps.state.drafts, steps.state.max_draft_len
             steps.draw(draft, drafts, shape, batch, first=index, stride=stride, offset=index)
@@ -38,15 +37,19 @@ class DeviceDraftEngine(FedDraftEngine, DeviceChains):
         sequence.kv_lens[DRAFT_GROUP] = min(valid, len(sequence.tokens) - 1)
 
     def _feed(self, shape: RoundShape, index: int) -> None:
-        """Prepare the draft's step `index`; with greedy drafts, also draw the token that it
-        reads."""
+        """Prepare the draft's step `index`, and perhaps draw the token that it reads."""
         steps, program = self._steps, self._draft.program
         described = steps.state, program.step, program.limits, shape.batch
         if index == 0:
             steps.launch(steps.target, [bookkeeping.draft_first(*described)])
-        elif shape.drawing is Drawing.GREEDY:
+        elif self._draws_in_feeding(shape):
             scratch = steps.scratch(self._draft)
             drawn = bookkeeping.draw_next(self._draft.logits, scratch, *described, index)
             steps.launch(self._draft, [drawn])
         else:
             steps.launch(steps.target, [bookkeeping.draft_next(*described, index)])
+
+    def _draws_in_feeding(self, shape: RoundShape) -> bool:
+        """Whether one launch draws a draft and prepares the step that reads it: greedy ones, of
+        logits that are in one place."""
+        return shape.drawing is Drawing.GREEDY and not self._draft.shares_logits

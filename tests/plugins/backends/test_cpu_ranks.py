@@ -15,6 +15,7 @@ from llmctl.plugins.backends.cpu.ranks import Ranks, make_segment
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.example_parts import no_cache, plain_step
 from llmctl.plugins.ops.all_reduce.reference import add_ranks, finish
+from llmctl.plugins.ops.sampling.reference import argmax_rows
 
 COUNTS = (2, 4, 8)
 
@@ -74,6 +75,47 @@ def test_columns_of_all_ranks_lie_side_by_side_in_the_first(
     found = run_ranks(num_ranks, gather)[0]
     wanted = torch.cat(parts, dim=1)[:, :columns].contiguous()
     assert np.array_equal(found, wanted.view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("num_ranks", COUNTS)
+@pytest.mark.parametrize(("own", "columns"), [(64, 131), (64, 512), (16, 33)])
+def test_best_ids_are_merged_where_a_step_wants_no_logits(
+    num_ranks: int, own: int, columns: int
+) -> None:
+    """Ties within a rank and between ranks, NaN, and zeros of padding above all logits."""
+    columns = min(columns, own * num_ranks)
+    rows = torch.cat([normal(9, columns) - 9, torch.zeros(9, own * num_ranks - columns)], dim=1)
+    rows[1, 5], rows[2, [3, columns - 1]], rows[3, [6, 7]] = torch.nan, 1.0, 2.0
+    rows[4, :columns], rows[5, columns - 1] = -torch.inf, torch.inf
+    rows[6, [8, columns - 2]] = torch.tensor([-0.0, 0.0])
+    parts = [part.contiguous() for part in rows.split(own, dim=1)]
+    step = plain_step(9)
+    step.logit_rows = np.arange(9, dtype=np.int32)
+    step.best_only = True
+
+    def merge(ranks: Ranks) -> list[int]:
+        x, logits = parts[ranks.rank], torch.full((9, columns), torch.nan)
+        attributes = {"ranks": num_ranks}
+        call = OpCall("all_gather", "g", {"x": x}, {"out": logits}, attributes)
+        best = np.full(9, -7, np.int32)
+        cpu.set_num_threads(1)
+        cpu.CpuProgram([call], [x], ranks).run(step, no_cache(), best)
+        assert logits.isnan().all(), "nothing is gathered"
+        return best.tolist()
+
+    found = run_ranks(num_ranks, merge)[0]
+    assert found == argmax_rows(rows[:, :columns].numpy()).tolist()
+    assert found[1:3] == [-1, 3] and found[4] == 0 and found[6] == 8, "the test would see it"
+
+
+def test_best_ids_of_one_rank_are_refused() -> None:
+    """They are asked of engines alone whose logits are apart."""
+    x, step = normal(1, 16), plain_step(1)
+    step.logit_rows, step.best_only = np.zeros(1, np.int32), True
+    call = OpCall("all_gather", "g", {"x": x}, {"out": torch.zeros(1, 16)}, {"ranks": 1})
+    program = cpu.CpuProgram([call], [x])
+    with pytest.raises(AssertionError, match="best ids of logits that no other rank has parts of"):
+        program.run(step, no_cache(), np.zeros(1, np.int32))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])

@@ -74,7 +74,7 @@ def test_a_call_is_packed_once_for_each_count_of_its_tokens_or_rows():
 
 
 def test_what_depends_on_requests_is_packed_for_each_shape(monkeypatch):
-    monkeypatch.setattr(program_module, "_BY_REQUEST", {"embedding"})
+    monkeypatch.setattr(program_module, "_BY_SHAPE", {"embedding"})
     program, recorder = make_program()
     for _ in range(2):
         program.enqueue(SHAPE, STREAM)
@@ -83,7 +83,7 @@ def test_what_depends_on_requests_is_packed_for_each_shape(monkeypatch):
 
 
 def test_like_layers_are_packed_once_and_rebound(monkeypatch):
-    monkeypatch.setattr(program_module, "_BY_REQUEST", {"embedding"})
+    monkeypatch.setattr(program_module, "_BY_SHAPE", {"embedding"})
 
     def layer(number: int, rows: int = 50, scale: float = 1.0, **more: torch.Tensor) -> OpCall:
         tensors = {"weight": torch.zeros(rows, 16, dtype=torch.bfloat16), **more}
@@ -116,7 +116,7 @@ def test_like_layers_are_packed_once_and_rebound(monkeypatch):
 
 
 def test_what_is_prepared_is_packed_and_not_launched(monkeypatch):
-    monkeypatch.setattr(program_module, "_BY_REQUEST", {"gather_rows"})
+    monkeypatch.setattr(program_module, "_BY_SHAPE", {"gather_rows"})
     program, recorder = make_program()
     program.prepare(SHAPE)
     assert recorder.num_prepared == 2 and not recorder.launched

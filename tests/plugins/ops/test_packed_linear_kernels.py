@@ -28,6 +28,7 @@ VARIANTS_OF_FOUR_BITS = (
     "n16r1c2s5k0g0f1",
     "n24r1c2s6k1g0f0",
     "n32r1c2s4k1g0f0",
+    "n48r1c1s6k1g0f0",
     "n64r1c1s6k0g0f0",
     "n8r1c1s11k4g0f0",
     "n16r1c2s4k2g0f0",

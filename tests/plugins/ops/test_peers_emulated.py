@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import emulated_peers
 from support.emulated_peers import EXCHANGE, NORM, PRODUCT, THREADS, compile_peers
+from support.peer_buffers import Buffers, optional, pointer, run_ranks
 
 from llmctl.plugins.fused.all_reduce_norm.reference import reduce_and_normalize
 from llmctl.plugins.ops.all_gather.reference import gather_ranks
@@ -23,45 +24,22 @@ from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
 WIDTH, OWN, MOST_ROWS = 48, 32, 7
 LAUNCHES, MAX_BLOCKS = 24, 4
 AFTER = ("weight_scale", "x_scale", "bias")
+SLOT_BYTES = MOST_ROWS * WIDTH * 4
 NORMED, EPSILON = ("out", "residual_out"), 1e-5
 
 
-class Buffers:
-    """What all ranks map, and what each has for itself."""
-
-    def __init__(self, ranks: int, slot_bytes: int = MOST_ROWS * WIDTH * 4) -> None:
-        self.slot_bytes = slot_bytes
-        each = 2 * ranks * slot_bytes // 4
-        self.shared = [torch.zeros(each, dtype=torch.int32) for _ in range(ranks)]
-        self.bases = torch.tensor([own.data_ptr() for own in self.shared])
-        self.state = [torch.zeros(1, dtype=torch.int32) for _ in range(ranks)]
-        self.lost = [torch.zeros(1, dtype=torch.int32) for _ in range(ranks)]
-
-    def launch(self, library: ctypes.CDLL, rank: int, x: torch.Tensor, out: torch.Tensor,
-               after: dict[str, torch.Tensor], limit_ns: int) -> None:  # fmt: skip
-        grid = min(-(-(x.numel() // 4) // THREADS), MAX_BLOCKS)
-        self.call(library, rank, x, (grid, 1), [*optional(after, *AFTER), pointer(out)], limit_ns)
-
-    def call(self, library: ctypes.CDLL, rank: int, x: torch.Tensor, blocks: tuple[int, int],
-             arguments: list[Any], limit_ns: int) -> None:  # fmt: skip
-        """blocks: of the grid, of a cluster."""
-        own = [pointer(self.bases), pointer(self.state[rank]), pointer(self.lost[rank])]
-        sizes = (rank, len(x), ctypes.c_longlong(self.slot_bytes), ctypes.c_longlong(limit_ns))
-        library.launch(*blocks, *own, pointer(x), *arguments, *sizes)
-
-    def require_left_empty(self, launches: int) -> None:
-        """What was taken is cleared, every launch counted, and nobody was lost."""
-        assert not any(own.any() for own in self.shared)
-        assert [state.tolist() for state in self.state] == [[launches * TURN]] * len(self.state)
-        assert not any(int(lost) for lost in self.lost)
-
-
-def pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def optional(given: dict[str, torch.Tensor], *roles: str) -> list[ctypes.c_void_p]:
-    return [pointer(given[role]) if role in given else ctypes.c_void_p() for role in roles]
+def launch(
+    buffers: Buffers,
+    library: ctypes.CDLL,
+    rank: int,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    after: dict[str, torch.Tensor],
+    limit_ns: int,
+) -> None:
+    grid = min(-(-(x.numel() // 4) // THREADS), MAX_BLOCKS)
+    given = [*optional(after, *AFTER), pointer(out)]
+    buffers.call(library, rank, x, (grid, 1), given, limit_ns)
 
 
 def cases(ranks: int, has_gather: bool) -> list[dict[str, Any]]:
@@ -101,15 +79,6 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool((found.isnan() == is_nan).all() and (values | is_nan).all())
 
 
-def run_ranks(bodies: list[Any]) -> None:
-    threads = [threading.Thread(target=body, daemon=True) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "ranks wait for each other"
-
-
 @pytest.mark.parametrize(("ranks", "has_gather"), [(2, True), (4, True), (8, False)])
 def test_every_rank_has_the_bits_of_the_reference(
     tmp_path: Path, ranks: int, has_gather: bool
@@ -127,14 +96,14 @@ def require_bits(
                               OUT_WIDTH=out_width, OUT_TYPE=out)
         for gather, (out, width, out_width) in kinds.items() if has_gather or not gather
     }  # fmt: skip
-    buffers, launches = Buffers(ranks), cases(ranks, has_gather)
+    buffers, launches = Buffers(ranks, SLOT_BYTES), cases(ranks, has_gather)
 
     def body(rank: int) -> None:
         draw = random.Random(rank)
         for case in launches:
             time.sleep(draw.choice((0, 0, 0.002, 0.006)))
             x, out = case["parts"][rank], case["outs"][rank]
-            buffers.launch(libraries[case["gather"]], rank, x, out, case["after"], limit_ns)
+            launch(buffers, libraries[case["gather"]], rank, x, out, case["after"], limit_ns)
 
     run_ranks([lambda rank=rank: body(rank) for rank in range(ranks)])
     for number, case in enumerate(launches):
@@ -146,10 +115,10 @@ def require_bits(
 def test_a_rank_that_does_not_come_is_named_and_nothing_waits_for_it_again(tmp_path: Path) -> None:
     library = compile_peers(tmp_path, RANKS=2, LEAVES=1, WIDTH=WIDTH, GATHER=0, OUT_WIDTH=WIDTH,
                             OUT_TYPE="BF16")  # fmt: skip
-    buffers, x = Buffers(2), torch.ones((3, WIDTH))
+    buffers, x = Buffers(2, SLOT_BYTES), torch.ones((3, WIDTH))
     out = torch.zeros((3, WIDTH), dtype=torch.bfloat16)
     for limit_ns in (10**8, 60 * 10**9):  # the second launch sees that rank 1 is lost
-        buffers.launch(library, 0, x, out, {}, limit_ns)
+        launch(buffers, library, 0, x, out, {}, limit_ns)
     assert int(buffers.lost[0]) == 2 and not out.any()
     assert buffers.state[0].tolist() == [2 * TURN]
 
@@ -157,10 +126,10 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_waits_for_it_again(tmp_p
 def test_the_host_ends_the_waiting(tmp_path: Path) -> None:
     library = compile_peers(tmp_path, RANKS=2, LEAVES=1, WIDTH=WIDTH, GATHER=0, OUT_WIDTH=WIDTH,
                             OUT_TYPE="BF16")  # fmt: skip
-    buffers, x = Buffers(2), torch.ones((1, WIDTH))
+    buffers, x = Buffers(2, SLOT_BYTES), torch.ones((1, WIDTH))
     out = torch.zeros((1, WIDTH), dtype=torch.bfloat16)
     threading.Timer(0.2, lambda: buffers.lost[0].fill_(-1)).start()
-    run_ranks([lambda: buffers.launch(library, 0, x, out, {}, 60 * 10**9)])
+    run_ranks([lambda: launch(buffers, library, 0, x, out, {}, 60 * 10**9)])
     assert int(buffers.lost[0]) == -1 and not out.any()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -100,13 +102,24 @@ def test_a_padded_step_keeps_the_step_and_adds_nothing_that_a_kernel_may_see(
     assert bucket.max_kv_len >= found.max_kv_len and bucket.max_query_len >= found.max_query_len
     for name in StepInputs.__slots__:
         before, after = getattr(step, name), getattr(padded, name)
-        if name == "trees":
-            assert before is after is None
+        if name in ("trees", "best_only"):
+            assert not before and before is after
             continue
         assert after.dtype == np.int32 and (after[: len(before)] == before).all()
     assert (padded.slot_mapping[tokens:] == -1).all() and not padded.position_ids[tokens:].any()
     assert (padded.cu_q[count:] == tokens).all() and not padded.kv_len[count:].any()
     assert not padded.logit_rows[step.num_rows :].any()
+
+
+def test_a_step_of_best_ids_has_graphs_of_its_own() -> None:
+    step = make_step([1, 1], [7, 8], all_rows=False)
+    gathering = Buckets(TARGET).fit(shape_of(step))
+    step.best_only = True
+    bucket = Buckets(TARGET).fit(shape_of(step))
+    assert bucket is not None and gathering is not None and bucket != gathering
+    assert bucket == replace(gathering, best_only=True)
+    assert pad(step, replace(bucket, num_requests=4)).best_only
+    assert Buckets(TARGET).round_up(shape_of(step)).best_only
 
 
 @given(st.integers(1, 2048), st.integers(12, 2048), st.integers(0, 4900))

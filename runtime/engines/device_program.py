@@ -1,0 +1,42 @@
+"""What runs an engine's operators on a device, as an engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
+from llmctl.plugins.core.calls import OpCall, StepInputs
+
+
+class DeviceProgram(Protocol):
+    """Runs an engine's operators on a device; `backends.cuda.program.CudaProgram` is one."""
+
+    step: DeviceStep
+    limits: StepLimits
+
+    def upload(self, step: StepInputs, stream: int) -> None:
+        """Enqueue the copy of a step's integers to `self.step`; the arrays may change at once."""
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Use this cache from now on."""
+
+    def enqueue(self, shape: StepShape, stream: int) -> None:
+        """Launch every call in order."""
+
+    def prepare(self, shape: StepShape) -> None:
+        """Do in advance what the first launch of such a step would have to do."""
+
+    def launch(self, launches: Sequence[Launch], stream: int) -> None:
+        """Launch kernels besides the program's own."""
+
+    def best_ids(self, out: torch.Tensor, rows: int, *, stride: int = 1, offset: int = 0) -> Launch:
+        """The best id of each row whose logits a step left with the ranks; see `CudaProgram`."""
+
+    def beside(
+        self, calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor], kv_dtype: str = ""
+    ) -> DeviceProgram:
+        """A program of other calls, with this one's kernels and a step of its own. kv_dtype: of its
+        KV cache, if it is not this one's."""
