@@ -21,10 +21,13 @@ ROWS, HIDDEN, OWN = (
     1536,
     192,
 )  # sums of 4 ranks take two hops from 96 rows on
+WIDE, MOST_WIDE = 16_384, 96
 SLOT_BYTES = ROWS * HIDDEN * 4
+assert MOST_WIDE * WIDE * 4 <= SLOT_BYTES
 LIMIT_S = 20.0
-KINDS = ("sum", "scaled", "gather", "best", "norm", "norm fp8", "scaled parts", "norm fp8 parts")
-LAUNCHES, EPSILON = 24, {"epsilon": 1e-5}
+KINDS = ("sum", "scaled", "gather", "best", "norm", "norm fp8", "wide norm fp8")
+KINDS += ("scaled parts", "norm fp8 parts")
+LAUNCHES, EPSILON = 36, {"epsilon": 1e-5}
 Wanted = dict[str, torch.Tensor]
 
 
@@ -35,7 +38,8 @@ class Rank(ExchangingRank):
         """(the call of this rank, its results by role), from numbers that all know."""
         generator = torch.Generator().manual_seed(seed)
         leaves = 4 if kind.endswith("parts") else 1
-        width = OWN if kind in ("gather", "best") else leaves * HIDDEN
+        hidden = WIDE if kind.startswith("wide") else HIDDEN
+        width = OWN if kind in ("gather", "best") else leaves * hidden
         parts = torch.randn((self.ranks, rows, width), generator=generator)
         x = parts[self.rank].to(self.device)
         if kind == "gather":
@@ -50,17 +54,17 @@ class Rank(ExchangingRank):
         after = {}
         if kind != "sum":
             after = {
-                "weight_scale": torch.rand(HIDDEN, generator=generator) + 0.5,
+                "weight_scale": torch.rand(hidden, generator=generator) + 0.5,
                 "x_scale": torch.tensor([0.75]),
-                "bias": torch.randn(HIDDEN, generator=generator).bfloat16(),
+                "bias": torch.randn(hidden, generator=generator).bfloat16(),
             }
-        wanted = torch.empty((rows, HIDDEN), dtype=torch.bfloat16)
+        wanted = torch.empty((rows, hidden), dtype=torch.bfloat16)
         reduce_ranks(list(parts), after, {"out": wanted})
         inputs = {"x": x, **{role: tensor.to(self.device) for role, tensor in after.items()}}
         parted = {"ranks": self.ranks, **({"leaves": leaves} if leaves > 1 else {})}
-        if kind.startswith("norm"):
+        if "norm" in kind:
             return self._with_norm(inputs, wanted, generator, parted, is_fp8="fp8" in kind)
-        out = torch.zeros((rows, HIDDEN), dtype=torch.bfloat16, device=self.device)
+        out = torch.zeros((rows, hidden), dtype=torch.bfloat16, device=self.device)
         return OpCall("all_reduce", "s", inputs, {"out": out}, parted), {"out": wanted}
 
     def _best(self, parts: torch.Tensor, rows: int) -> tuple[OpCall, Wanted]:
@@ -92,7 +96,7 @@ class Rank(ExchangingRank):
         residual = torch.randn(total.shape, generator=generator).to(total)
         given = {"residual": residual}
         given |= {"scale": torch.tensor([0.03], device=self.device)} if is_fp8 else {}
-        weight = torch.randn(HIDDEN, generator=generator).to(total)
+        weight = torch.randn(total.shape[1], generator=generator).to(total)
         dtype = torch.float8_e4m3fn if is_fp8 else total.dtype
 
         def made() -> dict[str, torch.Tensor]:
@@ -111,10 +115,11 @@ class Rank(ExchangingRank):
 def exchange(rank: int, ranks: int, pipe: Connection) -> None:
     own = Rank(rank, ranks, pipe, SLOT_BYTES, LIMIT_S)
     draw = random.Random(5)
-    calls = [
-        (*own.call(draw.choice(KINDS), rows, seed), rows)
-        for seed, rows in enumerate(draw.choice((1, 2, 11, 96, ROWS)) for _ in range(LAUNCHES))
-    ]
+    calls = []
+    for seed in range(LAUNCHES):
+        kind, rows = draw.choice(KINDS), draw.choice((1, 2, 11, MOST_WIDE, ROWS))
+        rows = min(rows, MOST_WIDE) if kind.startswith("wide") else rows
+        calls.append((*own.call(kind, rows, seed), rows))
     prepared = [own.prepare(call, rows) for call, _, rows in calls]
     stream, graph = torch.cuda.Stream(own.device), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

@@ -218,8 +218,7 @@ DEVICE u32 add_pair(u32 a, u32 b) {
 DEVICE uint4 add_units(const uint4& a, const uint4& b) {
   return {add_pair(a.x, b.x), add_pair(a.y, b.y), add_pair(a.z, b.z), add_pair(a.w, b.w)};
 }
-DEVICE float square_sum(const uint4& h) {
-  float sum = 0;
+DEVICE float square_sum(const uint4& h, float sum = 0) {
   for (u32 x : {h.x, h.y, h.z, h.w}) {
     sum += Model::low(x) * Model::low(x) + Model::high(x) * Model::high(x);
   }
@@ -237,7 +236,7 @@ DEVICE uint4 normal_unit(const uint4& h, const uint4& factors, float inverse) {
 DEVICE float inverse_rms_of(u32 squares, float epsilon) {
   const float* parts = (const float*)(own_block->memory + squares);
   float sum = 0;
-  for (int i = 0; i < HIDDEN / 256; ++i) sum += parts[i];
+  for (int i = 0; i < ROW_WARPS; ++i) sum += parts[i];
   return 1.0f / std::sqrt(sum / HIDDEN + epsilon);
 }
 #endif

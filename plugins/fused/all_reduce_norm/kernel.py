@@ -14,7 +14,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 )
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.fused.all_reduce_norm.parts import norm_call, sum_call
-from llmctl.plugins.fused.all_reduce_norm.spec import PART, warps_of
+from llmctl.plugins.fused.all_reduce_norm.spec import row_warps, warps_of
 from llmctl.plugins.ops.all_reduce import kernel as all_reduce
 from llmctl.plugins.ops.all_reduce.peers import (
     AFTER_SUM,
@@ -90,6 +90,7 @@ def _spec(call: OpCall, hops: int, *, is_given: bool = False) -> KernelSpec:
             "LEAVES": int(call.attributes.get("leaves", 1)),
             "HIDDEN": hidden,
             "WARPS": warps,
+            "ROW_WARPS": row_warps(hidden),
             "MODEL_TYPE": _TYPES[str(residual.dtype).removeprefix("torch.")],
             "QUANTIZED": int("scale" in call.inputs),
             "HOPS": hops,
@@ -98,7 +99,7 @@ def _spec(call: OpCall, hops: int, *, is_given: bool = False) -> KernelSpec:
         entry="reduce_norm",
         num_warps=warps,
         shared_bytes=_SHARED_BYTES,
-        cluster=hidden // PART // warps,
+        cluster=row_warps(hidden) // warps,
     )
 
 

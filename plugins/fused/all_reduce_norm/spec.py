@@ -15,17 +15,23 @@ from llmctl.plugins.core.op_spec import FP8, OpSpec, Role
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
-PART = 256  # columns that a warp of the GPU's kernel has
-MAX_PARTS, MAX_BLOCKS_OF_ROW = 32, 8
+PART = 256  # columns that a warp of the GPU's kernel has, or twice as many of a long row
+MOST_WARPS, MAX_PARTS, MAX_BLOCKS_OF_ROW = 32, 64, 8
 
 
 def warps_of(hidden: int) -> int | None:
     """Warps of each of the blocks that share a row: the fewest. None: rows that are no whole parts,
     or too long, for which there is no kernel."""
-    parts = hidden // PART
-    if hidden % PART or not 1 <= parts <= MAX_PARTS:
+    if hidden % PART or not 1 <= hidden // PART <= MAX_PARTS:
         return None
-    return next(n for n in range(1, parts + 1) if not parts % n and parts // n <= MAX_BLOCKS_OF_ROW)
+    all_warps = row_warps(hidden)
+    fitting = (n for n in range(1, all_warps + 1) if not all_warps % n)
+    return next(n for n in fitting if all_warps // n <= MAX_BLOCKS_OF_ROW)
+
+
+def row_warps(hidden: int) -> int:
+    """Warps of a row, as many as `rms_norm` has, whose sum of squares has the same order."""
+    return min(hidden // PART, MOST_WARPS)
 
 
 def _whole_parts(call: OpCall) -> str | None:

@@ -133,48 +133,59 @@ def test_the_host_ends_the_waiting(tmp_path: Path) -> None:
     assert int(buffers.lost[0]) == -1 and not out.any()
 
 
-HIDDEN, NORM_LAUNCHES = 512, 6
+NORM_LAUNCHES = 6
 
 
 @pytest.mark.parametrize(
-    ("ranks", "leaves", "warps", "hops", "is_given", "is_fp8"),
+    ("hidden", "ranks", "leaves", "warps", "row_warps", "hops", "is_given", "is_fp8"),
     [
-        (2, 1, 1, 1, 0, True),
-        (4, 2, 1, 1, 0, False),
-        (2, 4, 2, 2, 0, False),
-        (4, 1, 1, 2, 0, True),
-        (4, 1, 2, 1, 1, True),
+        (512, 2, 1, 1, 2, 1, 0, True),
+        (512, 4, 2, 1, 2, 1, 0, False),
+        (512, 2, 4, 2, 2, 2, 0, False),
+        (512, 4, 1, 1, 2, 2, 0, True),
+        (512, 4, 1, 2, 2, 1, 1, True),
+        (512, 2, 1, 1, 1, 1, 1, True),  # as of rows of more than 8,192: every thread has two units
+        (512, 8, 1, 1, 1, 2, 0, False),
+        (768, 2, 1, 2, 2, 1, 0, False),  # half of the threads have one
     ],
 )
 def test_sums_are_normalized_where_they_arrive(
-    tmp_path: Path, ranks: int, leaves: int, warps: int, hops: int, is_given: int, is_fp8: bool
+    tmp_path: Path,
+    hidden: int,
+    ranks: int,
+    leaves: int,
+    warps: int,
+    row_warps: int,
+    hops: int,
+    is_given: int,
+    is_fp8: bool,
 ) -> None:
     """The residual stream bit for bit on every rank, the norm as another order of its sum allows.
     Two clusters have three rows or less. is_given: products hand their sums on, in turns."""
-    macros = {"RANKS": ranks, "LEAVES": leaves, "HIDDEN": HIDDEN, "WARPS": warps, "HOPS": hops}
-    macros |= {"MODEL_TYPE": "BF16", "QUANTIZED": int(is_fp8)}
+    macros = {"RANKS": ranks, "LEAVES": leaves, "HIDDEN": hidden, "WARPS": warps, "HOPS": hops}
+    macros |= {"MODEL_TYPE": "BF16", "QUANTIZED": int(is_fp8), "ROW_WARPS": row_warps}
     libraries = [compile_peers(tmp_path, NORM, **macros, IS_GIVEN=i) for i in range(1 + is_given)]
-    product = compile_peers(tmp_path, PRODUCT, RANKS=ranks, LEAVES=1, WIDTH=HIDDEN, EPILOGUE=3,
+    product = compile_peers(tmp_path, PRODUCT, RANKS=ranks, LEAVES=1, WIDTH=hidden, EPILOGUE=3,
                             OUT_TYPE="FP32", MODEL_TYPE="BF16")  # fmt: skip
-    cluster, draw = HIDDEN // 256 // warps, random.Random(ranks + warps)
-    buffers, launches = Buffers(ranks, 3 * HIDDEN * 4), []
+    cluster, draw = row_warps // warps, random.Random(ranks + warps)
+    buffers, launches = Buffers(ranks, 3 * hidden * 4), []
     for seed in range(NORM_LAUNCHES):
         generator, rows = torch.Generator().manual_seed(seed), draw.choice((1, 2, 3))
-        parts = torch.randn((ranks, rows, leaves * HIDDEN), generator=generator)
+        parts = torch.randn((ranks, rows, leaves * hidden), generator=generator)
         given = {
-            "residual": torch.randn((rows, HIDDEN), generator=generator).bfloat16(),
-            "norm_weight": torch.randn(HIDDEN, generator=generator).bfloat16(),
+            "residual": torch.randn((rows, hidden), generator=generator).bfloat16(),
+            "norm_weight": torch.randn(hidden, generator=generator).bfloat16(),
         }
         if seed % 2:
-            given["weight_scale"] = torch.rand(HIDDEN, generator=generator) + 0.5
+            given["weight_scale"] = torch.rand(hidden, generator=generator) + 0.5
             given["x_scale"] = torch.tensor([0.75])
         if seed % 3 == 0:
-            given["bias"] = torch.randn(HIDDEN, generator=generator).bfloat16()
+            given["bias"] = torch.randn(hidden, generator=generator).bfloat16()
         given |= {"scale": torch.tensor([0.03])} if is_fp8 else {}
         dtype = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
         outs = [
             {
-                "out": torch.zeros((rows, HIDDEN), dtype=dtype),
+                "out": torch.zeros((rows, hidden), dtype=dtype),
                 "residual_out": torch.zeros_like(given["residual"]),
             }
             for _ in range(ranks + 1)

@@ -3,6 +3,7 @@ ranks, and sums that the compiler must not fuse."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from llmctl.plugins.core.example_parts import no_cache, plain_step
 from llmctl.plugins.core.examples import Example
 from llmctl.plugins.core.operators import operator_module
 from llmctl.plugins.fused.all_reduce_norm import kernel as all_reduce_norm
+from llmctl.plugins.fused.all_reduce_norm.spec import warps_of
 from llmctl.plugins.ops.all_gather.reference import gather_ranks
 from llmctl.plugins.ops.all_reduce.kernel import kernels
 from llmctl.plugins.ops.all_reduce.peers import hops_of
@@ -107,10 +109,28 @@ def test_many_rows_take_two_hops_where_that_saves_more_than_it_costs() -> None:
         assert compile_kernel(spec).local_bytes == 0
 
 
-def norm_call(ranks: int, rows: int) -> OpCall:
-    stream = torch.empty((rows, 8192), dtype=torch.bfloat16)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_rows_of_405b_are_normalized_in_the_launch_of_the_sum(ranks: int) -> None:
+    """In one hop, in two, and where the product has given the sums; without spills, with registers
+    for all blocks of a grid. Threads have 16 columns, as those of rms_norm."""
+    assert [warps_of(width) for width in (8192, 8448, 12288, 16384, 16640)] == [4, 4, 4, 4, None]
+    call = norm_call(ranks, 2048, 16384, {"pushed": 16})
+    limits = launch_env(Example(call, plain_step(1), no_cache())).limits
+    specs = [s for s in all_reduce_norm.kernels(call, limits) if ".peers." in s.name]
+    assert len(specs) == (2 if ranks == 2 else 3)
+    on_a_processor = -(-{2: 384, 4: 384, 8: 128}[ranks] // 132)
+    for spec in specs:
+        compiled = compile_kernel(spec)
+        registers = -(-compiled.registers // 8) * 8 * 32 * spec.num_warps
+        assert compiled.local_bytes == 0 and registers * on_a_processor <= 65536, spec.name
+
+
+def norm_call(
+    ranks: int, rows: int, width: int = 8192, more: Mapping[str, int] | None = None
+) -> OpCall:
+    stream = torch.empty((rows, width), dtype=torch.bfloat16, device="meta")
     inputs = {"x": stream.float(), "residual": stream, "norm_weight": stream[0]}
-    attributes = {"ranks": ranks, "epsilon": 1e-5}
+    attributes = {"ranks": ranks, "epsilon": 1e-5, **(more or {})}
     return OpCall("all_reduce_norm", "s", inputs, {"out": stream}, attributes)
 
 

@@ -102,17 +102,21 @@ DEVICE float mean(float sum) {
   return sum > 0x1p-80f && sum < 0x1p120f ? exact : __fdiv_rn(sum, float(HIDDEN));
 }
 
+// Squares of a pair of elements after those before it.
+DEVICE float more_squares(float sum, u32 pair) {
+  sum = __fmaf_rn(Model::low(pair), Model::low(pair), sum);
+  return __fmaf_rn(Model::high(pair), Model::high(pair), sum);
+}
+
 // Squares of a thread's eight elements, added in order.
 DEVICE float square_sum(const uint4& h) {
   const float first = Model::low(h.x), second = Model::high(h.x);
-  float sum = __fmaf_rn(first, first, __fmul_rn(second, second));
-  const u32 rest[3] = {h.y, h.z, h.w};
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    sum = __fmaf_rn(Model::low(rest[i]), Model::low(rest[i]), sum);
-    sum = __fmaf_rn(Model::high(rest[i]), Model::high(rest[i]), sum);
-  }
-  return sum;
+  const float sum = __fmaf_rn(first, first, __fmul_rn(second, second));
+  return more_squares(more_squares(more_squares(sum, h.y), h.z), h.w);
+}
+// Of eight more elements of the same thread, where rows are longer than 32 warps of eight.
+DEVICE float square_sum(const uint4& h, float before) {
+  return more_squares(more_squares(more_squares(more_squares(before, h.x), h.y), h.z), h.w);
 }
 
 DEVICE u32 normal_pair(u32 h, u32 factor, float inverse) {
@@ -128,7 +132,7 @@ DEVICE uint4 add_units(const uint4& a, const uint4& b) {
   return {Model::add(a.x, b.x), Model::add(a.y, b.y), Model::add(a.z, b.z), Model::add(a.w, b.w)};
 }
 
-// 1 / sqrt(mean square + epsilon) from the row's parts of 256 elements in shared memory: lanes hold
+// 1 / sqrt(mean square + epsilon) from the row's parts, a warp's each, in shared memory: lanes hold
 // one part each and combine them by butterfly shuffles.
 DEVICE float inverse_rms_of(u32 squares, float epsilon) {
   constexpr int PARTS = HIDDEN / 256;
