@@ -8,7 +8,8 @@ Four questions, each a table row with minimum, median and maximum over the round
             ours with the draft engine; systems alternate within a round, ratios are per round
   heads     the demo target with its ReDrafter and EAGLE heads, and without, in the same way
   1b        a random checkpoint of Llama-3.2-1B's shape: bytes a decode step must read over its
-            time, as a share of the read bandwidth measured in the same process
+            time, as a share of the read bandwidth measured in the same process, with a short
+            context and with one of 8,000 tokens
   help      wall time of the process `llmctl --help`
 
 With --output, rows go to cpu.jsonl and cpu.md there.
@@ -42,6 +43,7 @@ from scripts.compare import peers
 REPOSITORY = Path(__file__).resolve().parents[2]
 TARGET, DRAFT = REPOSITORY / "examples/demo-target", REPOSITORY / "examples/demo-draft"
 NUM_PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS, DRAFT_LEN = 4, 128, 128, 4
+CONTEXTS = (16, 8000)  # tokens, of the 1B shape
 
 
 @dataclass(frozen=True)
@@ -139,35 +141,40 @@ def bench_1b(folder: Path, quantization: str, steps: int) -> list[Row]:
         check=True,
     )
     peers.llmctl("build", "--checkpoint-dir", checkpoint, "--output-dir", engine,
-                 "--backend", "cpu", "--max-batch-size", "1", "--max-seq-len", "512")  # fmt: skip
+                 "--backend", "cpu", "--max-batch-size", "1", "--max-seq-len", "8192")  # fmt: skip
     engines = OpenEngines(check_engines(EngineOptions(engine)))
-    limits = read_bandwidth()
+    limits, times = read_bandwidth(), {}
     with engines.executor() as executor:
-        request_id = executor.enqueue_request(Request(tuple(range(5, 21)), steps + 1))
-        executor.await_responses(request_id)
-        times = [s.iter_latency_ms / 1e3 for s in executor.get_latest_iteration_stats()][2:]
+        for context in CONTEXTS:
+            ids = tuple(5 + index % 1000 for index in range(context))
+            executor.await_responses(executor.enqueue_request(Request(ids, steps + 1)))
+            stats = executor.get_latest_iteration_stats()[-steps + 1 :]
+            times[context] = [each.iter_latency_ms / 1e3 for each in stats]
     limits += read_bandwidth()
-    num_bytes = step_bytes(engines)
-    speeds = [num_bytes / seconds / 1e9 for seconds in times]
-    limit = median(limits)
-    name = f"1b {'bfloat16' if quantization == 'none' else quantization} decode"
-    return [
-        row("read bandwidth", "GB/s", limits),
-        row(f"{name} step", "ms", [1e3 * seconds for seconds in times]),
-        row(f"{name} bytes a step / time", "GB/s", speeds, median(speeds) / limit),
-    ]
+    rows = [row("read bandwidth", "GB/s", limits)]
+    for context, seconds in times.items():
+        num_bytes = step_bytes(engines, context)
+        speeds = [num_bytes / each / 1e9 for each in seconds]
+        name = f"1b {'bfloat16' if quantization == 'none' else quantization} decode"
+        name += f" at {context:,} tokens" * (context > CONTEXTS[0])
+        rows.append(row(f"{name} step", "ms", [1e3 * each for each in seconds]))
+        share = median(speeds) / median(limits)
+        rows.append(row(f"{name} bytes a step / time", "GB/s", speeds, share))
+    return rows
 
 
-def step_bytes(engines: OpenEngines) -> int:
-    """Weight bytes that one decode step must read: everything but the rows of the embedding."""
+def step_bytes(engines: OpenEngines, context: int) -> int:
+    """Bytes that one decode step must read: all weights but the rows of the embedding, and the
+    context's keys and values."""
     plan = engines.target.plan
+    cached = context * engines.target.kv_bytes_per_block // engines.target.tokens_per_block
     used = {name for op in plan.ops if op.op != "embedding" for name in op.inputs.values()}
     sizes = {
         t.name: int(np.prod(t.shape)) * getattr(torch, t.dtype).itemsize
         for t in plan.tensors
         if t.kind == "weight" and "rotary" not in t.name
     }
-    return sum(size for name, size in sizes.items() if name in used)
+    return cached + sum(size for name, size in sizes.items() if name in used)
 
 
 def bench_help(rounds: int) -> list[Row]:
