@@ -49,7 +49,7 @@ TARGETS = (
     "70b,8b,3b,1b,70b+1b,70b+1b-head8,70b+3b,70b+3b-head8,70b+8b,70b+8b-head8,"
     "70b+3b-p880,70b+8b-p916,70b+8b-head8-p916,70b+1b-k13,70b+1b-head8-k13,70b+8b-k8,"
     "8b-mxfp4,70b+8b-mxfp4,70b+8b-mxfp4-k8,70b+8b-mxfp4-head4,70b-medusa,8b-medusa,"
-    "70b-eagle,8b-eagle,70b-eagle-tree,70b-eagle-tree-d6,70b-room24+1b-t12x2x24x1,70b-room24+1b-t10x2x20,"
+    "70b-eagle,8b-eagle,70b-eagle-tree,70b-eagle-tree-d6,70b-room24+1b-t12x2x23x1,70b-room24+1b-t10x2x20,"
     "8b-lookahead"
 )
 SETTLE_S = 10.0  # for what an executor captures while it has no requests

@@ -1,11 +1,12 @@
 """Where the time of a round goes, kernel by kernel.
 
-    python -m scripts.profile.rounds --engines DIR --target 70b [--draft 1b-draft] [--rounds 6]
-        [--batch 64] [--context 1000]
+    python -m scripts.profile.rounds --engines DIR --row 70b+1b [--rounds 6] [--batch 64]
+        [--context 1000]
 
+A row has a name of scripts/bench/cuda.py: a target, alone or with what drafts for it.
 Kernels of a round overlap (programmatic launches start early and wait), so a kernel is charged with
 the time between the end of the one before it and its own end. Sums per kernel name, in order of
-time, for the draft loop and the verification apart; times are medians over the rounds.
+time, for drafting and verification apart; times are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -20,13 +21,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from llmctl.runtime.api.executor import Executor
-from llmctl.runtime.drafting.draft_engine.method import DraftEngine
-from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
-
-DRAFT_LEN = 10
+from scripts.bench.drafting import find_drafting
 
 
 def run_all(executor: Executor, requests: list[Request]) -> None:
@@ -106,25 +104,24 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--engines", type=Path, required=True)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--draft")
+    parser.add_argument("--row", required=True)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--batch", type=int, default=1, help="sequences in flight")
     parser.add_argument("--context", type=int, default=1000, help="tokens of each prompt")
     arguments = parser.parse_args()
-    method: DraftMethod = PlainDecoding()
-    if arguments.draft:
-        method = DraftEngine(arguments.engines / arguments.draft, DRAFT_LEN)
+    drafting = find_drafting(arguments.row)
+    method = PlainDecoding() if drafting is None else drafting.method(arguments.engines)
+    target = arguments.row if drafting is None else drafting.target
     room = max(8192, 2 * arguments.batch * (arguments.context + 256))
-    options = EngineOptions(arguments.engines / arguments.target, method, max_tokens=room)
+    options = EngineOptions(arguments.engines / target, method, max_tokens=room)
     opened = OpenEngines(check_engines(options))
     plain = kernels_of(opened, arguments, is_speculative=False)
-    report(f"{arguments.target} plain step of {arguments.batch}", plain)
+    report(f"{target} plain step of {arguments.batch}", plain)
     sequence(plain[0], len(plain[0]) // 2, 9)
-    if arguments.draft:
+    if drafting is not None:
         rounds = kernels_of(opened, arguments, is_speculative=True)
         splits = [max(i for i, k in enumerate(r) if k[0].startswith("feed")) for r in rounds]
-        report("draft loop", [r[:i] for r, i in zip(rounds, splits, strict=True)])
+        report("drafting", [r[:i] for r, i in zip(rounds, splits, strict=True)])
         sequence(rounds[0], splits[0] // 2, 9)
         report("verification", [r[i:] for r, i in zip(rounds, splits, strict=True)])
         sequence(rounds[0], splits[0] + (len(rounds[0]) - splits[0]) // 2, 9)
