@@ -56,10 +56,10 @@ def _require_gpus(ranks: int) -> None:
                 )
 
 
-def require_device(config: EngineConfig) -> None:
+def require_device(config: EngineConfig, device: int | None = None) -> None:
     """Raises NoDevice without a GPU, RebuildNeeded with a GPU that the kernels are not compiled for
     or that cannot run as many thread blocks at once as they need; for TensorRT engines what
-    `require_tensorrt` raises."""
+    `require_tensorrt` raises. device: a rank's, by its number; None: the current one."""
     if BACKENDS[config.backend].compiles_plans:
         require_tensorrt(config)
         return
@@ -74,19 +74,22 @@ def require_device(config: EngineConfig) -> None:
             fix="run it where there is an H100 or H200, or rebuild with: llmctl build "
             "--backend cpu",
         )
-    found = "{}.{}".format(*torch.cuda.get_device_capability())
+    number = torch.cuda.current_device() if device is None else device
+    name = torch.cuda.get_device_name(number)
+    if device is not None:
+        name = f"GPU {device} ({name}), rank {device}'s,"
+    found = "{}.{}".format(*torch.cuda.get_device_capability(number))
     if found != wanted:
         raise RebuildNeeded(
-            f"the engine's kernels are for compute capability {wanted}; "
-            f"{torch.cuda.get_device_name()} has {found}",
+            f"the engine's kernels are for compute capability {wanted}; {name} has {found}",
             fix="run it on an H100 or H200, or rebuild with: llmctl build --backend cpu",
         )
-    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    num_sms = torch.cuda.get_device_properties(number).multi_processor_count
     needed = ARCHS[found].num_sms
     if num_sms < needed:
         raise RebuildNeeded(
             f"the engine's kernels need {needed} multiprocessors, whose thread blocks wait for "
-            f"each other; {torch.cuda.get_device_name()} has {num_sms}",
+            f"each other; {name} has {num_sms}",
             fix="run it on a whole H100 SXM or H200 (not a MIG slice), or rebuild with: "
             "llmctl build --backend cpu",
         )

@@ -36,11 +36,15 @@ class GpuOpener(Opener):
     def check(
         self, config: EngineConfig, num_threads: int | None, *, ranks_on_one_device: bool
     ) -> None:
-        """The GPU must be there that the engine was built for."""
+        """The GPU must be there that the engine was built for, and of ranks every one's."""
         if num_threads is not None:
             raise Unsupported(f"--num-threads is for cpu engines; this one is {config.backend}")
         require_ranks(config, on_one_device=ranks_on_one_device)
-        require_device(config)
+        if config.num_ranks == 1 or ranks_on_one_device:
+            require_device(config)
+            return
+        for rank in range(config.num_ranks):
+            require_device(config, rank)
 
     def open(self, folders: Mapping[str, Path], request: OpenRequest, log: Log) -> OpenedEngines:
         """Logs the memory plan before loading, and the loading speed afterwards."""

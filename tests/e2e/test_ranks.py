@@ -129,6 +129,7 @@ def test_commands_survive_the_way_to_another_rank() -> None:
     calls = [
         ("run", step),
         ("run", begun),
+        ("run", replace(step, best_only=True)),
         ("copy_blocks", copies),
         ("compact", moves),
         ("allocate_kv_cache", 9),
@@ -148,7 +149,7 @@ def test_commands_survive_the_way_to_another_rank() -> None:
             continue
         for name in (*StepInputs.__dataclass_fields__,):
             if name != "trees":
-                assert np.array_equal(getattr(found.argument, name), getattr(step, name)), name
+                assert np.array_equal(getattr(found.argument, name), getattr(argument, name)), name
         for name in ("start", "paths", "roots"):
             kept = getattr(argument.trees, name)
             assert np.array_equal(getattr(found.argument.trees, name), kept), name

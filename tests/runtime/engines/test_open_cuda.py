@@ -89,8 +89,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found["capability"])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: found["capability"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: found["memory"])
     return found
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from llmctl.errors import BadConfig, NoDevice, Unsupported
+from llmctl.errors import BadConfig, NoDevice, RebuildNeeded, Unsupported
 from llmctl.runtime.engines.device_check import require_ranks
 from llmctl.runtime.engines.open_cpu import CpuOpener
+from llmctl.runtime.engines.open_gpu import GpuOpener
 
 
 def config(ranks: int, backend: str = "cuda") -> Any:
-    return SimpleNamespace(num_ranks=ranks, backend=backend)
+    return SimpleNamespace(num_ranks=ranks, backend=backend, compute_capability="9.0")
 
 
 @pytest.fixture
@@ -27,7 +28,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def can_reach(one: int, other: int) -> bool:
         return (one, other) not in found["apart"]
 
+    found["capability"], found["sms"] = {}, {}  # of those that are no H100
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_reach)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: f"card {gpu}")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda gpu: found["capability"].get(gpu, (9, 0))
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda gpu: SimpleNamespace(multi_processor_count=found["sms"].get(gpu, 132)),
+    )
     return found
 
 
@@ -44,6 +56,25 @@ def test_gpus_reach_each_other_both_ways(gpus: dict[str, Any]) -> None:
     gpus["apart"] = {(1, 0)}
     with pytest.raises(Unsupported, match="GPU 1 cannot use the memory of GPU 0"):
         require_ranks(config(2), on_one_device=False)
+
+
+def test_every_rank_has_a_gpu_of_the_kind_that_the_engine_was_built_for(
+    gpus: dict[str, Any],
+) -> None:
+    """Rank 0 finds out, before any process reads a weight."""
+
+    def check(ranks: int, *, together: bool = False) -> None:
+        GpuOpener().check(config(ranks), None, ranks_on_one_device=together)
+
+    check(2)
+    gpus["capability"] = {1: (8, 0)}
+    with pytest.raises(RebuildNeeded, match=r"GPU 1 \(card 1\), rank 1's, has 8\.0"):
+        check(2)
+    check(1)
+    check(2, together=True)
+    gpus["capability"], gpus["sms"] = {}, {1: 114}
+    with pytest.raises(RebuildNeeded, match=r"GPU 1 \(card 1\), rank 1's, has 114"):
+        check(2)
 
 
 def test_one_device_is_refused_where_it_means_nothing(gpus: dict[str, Any]) -> None:
