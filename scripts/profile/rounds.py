@@ -26,6 +26,8 @@ from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 from scripts.bench.drafting import find_drafting
 
+Kernel = tuple[str, float, float]  # its name, start and end in microseconds
+
 
 def run_all(executor: Executor, requests: list[Request]) -> None:
     """Until the last has ended."""
@@ -34,9 +36,19 @@ def run_all(executor: Executor, requests: list[Request]) -> None:
         waiting -= {response.request_id for response in executor.await_responses()}
 
 
+def device_kernels(profiler: profile) -> list[Kernel]:
+    """All that were profiled, in the order of their ends."""
+    events = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and "mem" not in event.name.lower()
+    ]
+    return sorted(events, key=lambda event: event[2])
+
+
 def kernels_of(
     opened: OpenEngines, arguments: argparse.Namespace, *, is_speculative: bool
-) -> list[list[tuple]]:
+) -> list[list[Kernel]]:
     """Per round of the whole batch: (name, start, end) of its kernels in the order of their ends,
     microseconds."""
     random = np.random.default_rng(0)
@@ -52,14 +64,8 @@ def kernels_of(
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             run_all(executor, requests)
             torch.cuda.synchronize()
-    events = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and "mem" not in event.name.lower()
-    ]
-    events.sort(key=lambda event: event[2])
-    found: list[list[tuple]] = [[]]
-    for event in events:
+    found: list[list[Kernel]] = [[]]
+    for event in device_kernels(profiler):
         found[-1].append(event)
         if event[0].startswith("accept"):
             found.append([])
@@ -68,7 +74,7 @@ def kernels_of(
     return [kernels for kernels in rounds if len(kernels) == usual][-arguments.rounds :]
 
 
-def charge(kernels: list[tuple]) -> dict[str, tuple[float, int]]:
+def charge(kernels: list[Kernel]) -> dict[str, tuple[float, int]]:
     """name -> (microseconds charged, launches)."""
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
@@ -80,7 +86,7 @@ def charge(kernels: list[tuple]) -> dict[str, tuple[float, int]]:
     return {name: (times[name], counts[name]) for name in times}
 
 
-def report(title: str, rounds: list[list[tuple]]) -> None:
+def report(title: str, rounds: list[list[Kernel]]) -> None:
     """Medians over the rounds."""
     charges = [charge(kernels) for kernels in rounds]
     total = median(sum(time for time, _ in each.values()) for each in charges)
@@ -92,7 +98,7 @@ def report(title: str, rounds: list[list[tuple]]) -> None:
         print(f"  {time:9.1f} us {count:5d} x {time / count:7.2f}  {name[:70]}")
 
 
-def sequence(kernels: list[tuple], first: int, count: int) -> None:
+def sequence(kernels: list[Kernel], first: int, count: int) -> None:
     """Some consecutive kernels with what each is charged."""
     before = kernels[first - 1][2]
     for name, start, end in kernels[first : first + count]:
