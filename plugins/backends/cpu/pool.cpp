@@ -72,6 +72,7 @@ void* Pool::scratch(int thread) {
 
 void Pool::start() {
   for (int thread = 0; thread < num_threads_; ++thread) scratch(thread);
+  ranges_ = std::vector<Range>(num_threads_);
   for (int thread = 1; thread < num_threads_; ++thread) {
     threads_.emplace_back([this, thread] { work(thread); });
   }
@@ -93,10 +94,13 @@ int& Pool::own_index() {
 }
 
 void Pool::take_items() {
-  void* own = scratch_[own_index()];
-  for (int64_t item = next_.fetch_add(1, std::memory_order_relaxed); item < items_;
-       item = next_.fetch_add(1, std::memory_order_relaxed)) {
-    body_(context_, item, own);
+  const size_t own = own_index(), count = ranges_.size();
+  for (size_t i = 0; i < count; ++i) {
+    Range& range = ranges_[own + i < count ? own + i : own + i - count];
+    for (int64_t item = range.next.fetch_add(1, std::memory_order_relaxed); item < range.end;
+         item = range.next.fetch_add(1, std::memory_order_relaxed)) {
+      body_(context_, item, scratch_[own]);
+    }
   }
 }
 
@@ -105,7 +109,11 @@ void Pool::run(int64_t items, Body body, void* context) {
   items_ = items;
   body_ = body;
   context_ = context;
-  next_.store(0, std::memory_order_relaxed);
+  const int64_t count = num_threads_;
+  for (int64_t thread = 0; thread < count; ++thread) {
+    ranges_[thread].next.store(thread * items / count, std::memory_order_relaxed);
+    ranges_[thread].end = (thread + 1) * items / count;
+  }
   const uint64_t generation = (state_.load(std::memory_order_relaxed) & ~(kGeneration - 1));
   state_.store(generation + kGeneration + kOpen);
   wake_sleepers();

@@ -1,8 +1,10 @@
 // Threads that wait for work: spin for a moment, then sleep.
 //
-// One op is split into items that threads take from a counter, so a slow or descheduled thread
-// costs little: whoever is awake does the work, and only threads that took part are waited for.
-// Which thread computes an item never changes a bit of the result.
+// One op is split into items. Each thread takes those of a range of its own in order, so that it reads
+// on where it stopped and what it prefetched is its own next item, and then those that are left of
+// other ranges. So a slow or descheduled thread costs little: whoever is awake does the work, and only
+// threads that took part are waited for. Which thread computes an item never changes a bit of the
+// result.
 #pragma once
 
 #include <atomic>
@@ -79,7 +81,11 @@ class Pool {
 
   // generation (48 bits) | open (1 bit) | threads inside (15 bits)
   alignas(64) std::atomic<uint64_t> state_{0};
-  alignas(64) std::atomic<int64_t> next_{0};
+  struct alignas(64) Range {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  std::vector<Range> ranges_;  // items of each thread
   alignas(64) std::atomic<int> sleepers_{0};
   std::atomic<Aside*> aside_{nullptr};    // waits for a worker
   std::atomic<Aside*> running_{nullptr};  // a worker is at it

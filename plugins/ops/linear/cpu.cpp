@@ -10,7 +10,9 @@
 //
 // Few tokens: weights are read from memory once and widened in registers. Many tokens: a block
 // of weights is widened once into scratch and multiplied by all tokens of a group. Activations are widened
-// to float32 rows, padded with zeros to whole vectors, before either.
+// to float32 rows, padded with zeros to whole vectors, before either: into memory that all threads
+// read, or, if they are few, by each thread for itself, which costs less than fetching from another core
+// what that has just written.
 #include "epilogue.h"
 #include "tiles.h"
 
@@ -28,10 +30,9 @@ static_assert(kBlockRows % kTileRows == 0, "whole tiles");
 constexpr int64_t kWidenedFloats = kBlockRows * (kBlockInner + kLanes);
 constexpr int64_t kParkedFloats = (kGroupTokens + kTileTokens) * kBlockRows * kLanes;
 constexpr int64_t kSumFloats = (kGroupTokens + kTileTokens) * kBlockRows;
+constexpr int64_t kOwnFloats = kWidenedFloats + kParkedFloats;  // that few tokens do not use else
 constexpr int kSumBuffers = 4;  // of the 8 leaves of a tree, three sums wait for one that is made
-static_assert((kWidenedFloats + kParkedFloats + kSumBuffers * kSumFloats) * 4 <=
-                  (int64_t)kScratchBytes,
-              "fits");
+static_assert((kOwnFloats + kSumBuffers * kSumFloats) * 4 <= (int64_t)kScratchBytes, "fits");
 
 int64_t padded(int64_t k) { return (k + kLanes - 1) / kLanes * kLanes; }
 
@@ -111,17 +112,38 @@ Rows widen_tokens(const TensorRef& x, int64_t token, int64_t tokens, bool serial
   return Rows{target, stride};
 }
 
+std::atomic<uint64_t> g_products{0};  // numbers those whose activations threads widen themselves
+
+// float32 rows of all tokens in a thread's own scratch, widened by its first item of a product.
+Rows widen_own(const TensorRef& x, int64_t token, int64_t tokens, uint64_t product, float* own) {
+  thread_local uint64_t last = 0;
+  const int64_t inner = x.shape[1], stride = stride_of(inner);
+  if (last != product) {
+    with_type(x.dtype, [&](auto type) {
+      using T = decltype(type);
+      const auto* source = static_cast<const typename T::Element*>(x.data) + token * inner;
+      for (int64_t m = 0; m < tokens; ++m) {
+        widen_row<T>(source + m * inner, inner, own + m * stride);
+      }
+    });
+    last = product;
+  }
+  return Rows{own, stride};
+}
+
 template <class W>
 void multiply_chunk(const Op& op, float unit, int64_t token, int64_t tokens, Context& context) {
   const TensorRef &x = op.tensors[0], &weight = op.tensors[1];
   const int64_t outputs = weight.shape[0], inner = weight.shape[1];
   const auto* weights = static_cast<const typename W::Element*>(weight.data);
   const bool serial = tokens * outputs * inner < kSerialProducts;
-  const Rows rows = widen_tokens(x, token, tokens, serial, context);
   const int64_t leaves = op.integers[1] > 1 ? op.integers[1] : 1, leaf = inner / leaves;
   const Epilogue epilogue{op.tensors[2], op.tensors[3], op.tensors[4], op.tensors[5], unit};
   const int64_t blocks = (outputs + kBlockRows - 1) / kBlockRows;
   const bool is_few = tokens <= kFewTokens;
+  const bool is_own = is_few && !serial && tokens * stride_of(inner) <= kOwnFloats;
+  const uint64_t product = is_own ? g_products.fetch_add(1, std::memory_order_relaxed) + 1 : 0;
+  const Rows shared = is_own ? Rows{} : widen_tokens(x, token, tokens, serial, context);
   const int64_t groups = is_few ? 1 : (tokens + kGroupTokens - 1) / kGroupTokens;
   auto item = [&](int64_t index, void* scratch) {
     const int64_t row = index / groups * kBlockRows, group = index % groups;
@@ -132,9 +154,10 @@ void multiply_chunk(const Op& op, float unit, int64_t token, int64_t tokens, Con
     const int64_t first = group * per_group;
     const int64_t some = tokens - first < per_group ? tokens - first : per_group;
     if (some <= 0) return;
-    const Rows part{rows.data + first * rows.stride, rows.stride};
     auto* own = static_cast<float*>(scratch);
-    float* sums = own + kWidenedFloats + kParkedFloats;
+    const Rows rows = is_own ? widen_own(x, token, tokens, product, own) : shared;
+    const Rows part{rows.data + first * rows.stride, rows.stride};
+    float* sums = own + kOwnFloats;
     // leaves [at, at + of) of the tree, into `to` and the buffers behind it
     auto add_leaves = [&](auto&& again, int64_t at, int64_t of, float* to) -> void {
       if (of > 1) {

@@ -17,6 +17,7 @@ constexpr int kFewRows = 2;
 constexpr int kTileRows = 2, kTileTokens = 2;
 constexpr int kFewRows = 2;
 #endif
+constexpr int kTilesAhead = 2;  // that are prefetched: what memory delivers while a tile waits for it
 constexpr int kBlockRows = 32;  // weight rows of one item, and the stride of its sums
 
 // The activations of one chunk of tokens, as float32 rows of `stride`.
@@ -44,9 +45,9 @@ inline void multiply_step(const typename W::Element* weight, int64_t stride, Row
   }
 }
 
-// Ends ROWS * TOKENS chains; sums [TOKENS][kBlockRows].
+// Ends ROWS * TOKENS chains; sums [TOKENS][kBlockRows]. Inlined, as chains would go through memory.
 template <int ROWS, int TOKENS>
-inline void write_sums(const V (&total)[ROWS][TOKENS], float* sums) {
+__attribute__((always_inline)) inline void write_sums(const V (&total)[ROWS][TOKENS], float* sums) {
   for (int t = 0; t < TOKENS; ++t) {
     if constexpr (ROWS == 4) {
       sum_four(total[0][t], total[1][t], total[2][t], total[3][t], sums + t * kBlockRows);
@@ -65,11 +66,12 @@ void stream_tile(const typename W::Element* weight, int64_t stride, int64_t inne
   for (int r = 0; r < ROWS; ++r) {
     for (int t = 0; t < TOKENS; ++t) total[r][t] = set(0.0f);
   }
-  // One cache line of each weight row at a time; the rows of the next tile are prefetched.
+  // One cache line of each weight row at a time; the rows of a later tile are prefetched.
   constexpr int kLineSteps = 64 / (kLanes * sizeof(typename W::Element));
   int64_t k = 0;
   for (; k + kLineSteps * kLanes <= inner; k += kLineSteps * kLanes) {
-    for (int r = 0; r < ROWS; ++r) __builtin_prefetch(weight + (ROWS + r) * stride + k, 0, 3);
+    const auto* later = weight + kTilesAhead * ROWS * stride + k;
+    for (int r = 0; r < ROWS; ++r) __builtin_prefetch(later + r * stride, 0, 3);
     for (int step = 0; step < kLineSteps; ++step) {
       multiply_step<W, ROWS, TOKENS>(weight + k + step * kLanes, stride,
                                      Rows{x.data + k + step * kLanes, x.stride}, total);
