@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from math import log
 
-from llmctl.runtime.drafting.length.budget import LEAD_LIMIT, DraftBudget
+from llmctl.runtime.drafting.length.budget import DraftBudget
 from llmctl.runtime.drafting.length.confidence import Confidence
 from llmctl.runtime.drafting.length.costs import StepCosts
 from llmctl.runtime.generate.commit import Commit
@@ -23,6 +23,7 @@ from llmctl.runtime.request import Sequence
 
 MOST = 8  # drafts of a sequence: fewer are likely enough
 TRIAL = 0.5  # credit, in plain steps, from which drafts are tried
+LEAST_LEAD = 1.5  # plain steps that drafts may lose from their beginning on, or from their best
 FEW_PLAIN = 6  # steps without drafts before the first with them: the first ones vary
 REFRESH = 48  # steps with drafts after which a plain one is timed again
 FAR = 1.5  # times the expected duration: what is longer has another cause
@@ -47,15 +48,30 @@ class _Kind:
     def __init__(self) -> None:
         self.costs = StepCosts()
         self.gain = 1.0  # tokens over those of plain steps in the same time
-        self.num_drafts = 1.0  # a step
         self.was_used = False
+        self._spent: dict[tuple[int, int, int], float] = {}  # seconds, by what `spent_s` is asked
 
     def token_s(self, batch: int, plain_s: float) -> float:
-        """Of the verification of a draft."""
-        if not self.costs.most_drafts(batch):
-            return PRIOR_TOKEN * plain_s
-        count = max(1.0, self.num_drafts)
-        return max(self.costs.extra_s(batch, count) / count, LEAST_TOKEN * plain_s)
+        """Of the verification of one draft more."""
+        return max(self.costs.token_s(batch, PRIOR_TOKEN * plain_s), LEAST_TOKEN * plain_s)
+
+    def spent_s(self, batch: int, num_steps: int, num_drafts: int) -> float:
+        """What such a step takes; looked up once until `forget`."""
+        key = (batch, num_steps, num_drafts)
+        known = self._spent.get(key)
+        if known is None:
+            known = self._spent[key] = self.costs.step_s(batch, num_steps, num_drafts)
+        return known
+
+    def is_new(self, batch: int, num_steps: int, num_drafts: int) -> bool:
+        """Whether steps with such drafts have not been timed."""
+        if not num_drafts or (batch, num_steps, num_drafts) in self._spent:
+            return False
+        return not self.costs.is_measured(batch, num_steps, num_drafts)
+
+    def forget(self) -> None:
+        """Look costs up anew."""
+        self._spent.clear()
 
 
 class ConfidentLengths:
@@ -101,7 +117,7 @@ class ConfidentLengths:
             return False
         self._budget.open(plain_s)
         if self._is_on:
-            self._is_on = self._budget.lead > -LEAD_LIMIT * plain_s
+            self._is_on = self._budget.lead > -LEAST_LEAD * plain_s
         elif self._budget.credit >= TRIAL * plain_s:
             self._is_on = True
             self._budget.begin()
@@ -124,6 +140,7 @@ class ConfidentLengths:
         if self._bounds_of == (kind, batch) and self._bounds_left > 0:
             return
         self._bounds_of, self._bounds_left = (kind, batch), STALE
+        kind.forget()
         token_s = kind.token_s(batch, plain_s)
         per_second = max(1.0, kind.gain) * batch / plain_s
         trust = min(2.0, max(0.25, self._accepted / self._expected))
@@ -145,9 +162,10 @@ class ConfidentLengths:
         """Learn from a step; see AdaptiveLengths."""
         if not generated:
             return
-        batch, num_steps = len(generated), self._confidence.num_steps
-        num_drafts = sum(commit.num_drafts for commit in generated)
-        accepted = sum(min(commit.accepted, commit.num_drafts) for commit in generated)
+        batch, num_steps, num_drafts, accepted = len(generated), self._confidence.num_steps, 0, 0
+        for commit in generated:
+            num_drafts += commit.num_drafts
+            accepted += min(commit.accepted, commit.num_drafts)
         if num_drafts:
             self._learn(generated, accepted)
         if num_context_tokens or step_s is None:
@@ -162,27 +180,26 @@ class ConfidentLengths:
             self._budget.note_plain(self._used.costs.plain_s(batch) or step_s)
             return
         self._since_plain, self._num_plain = self._since_plain + 1, 0
-        costs, plain_s = self._kind.costs, self._used.costs.plain_s(batch)
-        is_new = num_drafts > 0 and not costs.is_measured(batch, num_steps, num_drafts)
+        kind, plain_s = self._kind, self._used.costs.plain_s(batch)
+        is_new = kind.is_new(batch, num_steps, num_drafts)
         if num_drafts:
-            costs.observe(batch, num_steps, num_drafts, step_s, draft_s)
+            kind.costs.observe(batch, num_steps, num_drafts, step_s, draft_s)
         if plain_s is None:
             return
         # What steps like this one take: this one may have taken longer because of others, and in
         # what time a plain step would then have run is not known.
-        spent_s = costs.step_s(batch, num_steps, num_drafts)
+        spent_s = kind.spent_s(batch, num_steps, num_drafts)
         if is_new:
+            kind.forget()
             spent_s = min(step_s, FAR * spent_s)
         tokens = 1 + accepted / batch
         self._budget.note_drafts(tokens * plain_s - spent_s, plain_s, is_usual=not is_new)
-        self._compare(tokens * plain_s / spent_s, num_drafts)
+        self._compare(kind, tokens * plain_s / spent_s)
 
-    def _compare(self, gain: float, num_drafts: int) -> None:
+    def _compare(self, kind: _Kind, gain: float) -> None:
         """Note a step of either kind; after a trial, the better kind is the one to use."""
-        kind = self._kind
         if not kind.was_used:
             kind.was_used, kind.gain = True, self._used.gain
-        kind.num_drafts += (1 - MEMORY) * (num_drafts - kind.num_drafts)
         kind.gain += (1 - MEMORY) * (gain - kind.gain)
         self._num_steps += 1
         if self._num_steps < self._explore + TRIAL_STEPS:

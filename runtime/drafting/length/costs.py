@@ -19,7 +19,7 @@ from math import log2
 TOKENS_A_STEP = 128  # tokens that a GPU processes in the time of one
 # of a plain step, before a draft was timed: a draft model of about an eighth of the parameters
 PRIOR_DRAFT = 1 / 20
-ONE_DEPTH = 0.25  # variance of depths at which the line is half that through the origin
+ONE_DEPTH = 0.25
 
 
 @dataclass(slots=True)
@@ -65,8 +65,12 @@ class _Line:
     def step(self) -> float:
         """Of one more step."""
         from_origin = self.seconds / self.depth
-        found = (self.covariance + ONE_DEPTH * from_origin) / (self.variance + ONE_DEPTH)
-        return min(max(found, 0.0), from_origin)
+        return min(self.slope(from_origin), from_origin)
+
+    def slope(self, prior: float) -> float:
+        """Of the line, if it was thought to be `prior`; not negative."""
+        found = (self.covariance + ONE_DEPTH * prior) / (self.variance + ONE_DEPTH)
+        return max(found, 0.0)
 
     def at(self, depth: int) -> float:
         """Of so many steps."""
@@ -94,6 +98,7 @@ class _Bucket:
 
     plain: _Mean = field(default_factory=_Mean)
     draft: _Line = field(default_factory=_Line)
+    verify: _Line = field(default_factory=_Line)  # steps without their drafting, by n
     # By the size of n: its mean and the mean of what it took.
     extra: dict[int, tuple[_Mean, _Mean]] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)  # depths
@@ -110,7 +115,10 @@ class StepCosts:
     ) -> None:
         """Learn from a step that only generates. The first step of a kind counts only until the
         second one, because graphs are captured and memory is touched in it."""
-        bucket = self._buckets.setdefault(_bucket(batch), _Bucket())
+        size = _bucket(batch)
+        bucket = self._buckets.get(size)
+        if bucket is None:
+            bucket = self._buckets[size] = _Bucket()
         is_trusted = depth in bucket.seen
         bucket.seen.add(depth)
         if depth == 0:
@@ -119,9 +127,14 @@ class StepCosts:
             return
         bucket.draft.add(depth, draft_s, is_trusted)
         if bucket.plain.count:
-            count, extra = bucket.extra.setdefault(_size(num_drafts), (_Mean(), _Mean()))
+            size = _size(num_drafts)
+            if size not in bucket.extra:
+                bucket.extra[size] = (_Mean(), _Mean())
+            count, extra = bucket.extra[size]
+            extra_s = max(0.0, step_s - bucket.plain.value - draft_s)
             count.add(num_drafts)
-            extra.add(max(0.0, step_s - bucket.plain.value - draft_s), is_trusted)
+            extra.add(extra_s, is_trusted)
+        bucket.verify.add(num_drafts, step_s - draft_s, is_trusted)
 
     def plain_s(self, batch: int) -> float | None:
         """A step without drafts; None: not measured at this batch size."""
@@ -145,15 +158,23 @@ class StepCosts:
         return depth * self.draft_s(batch) if line is None else line.at(depth)
 
     def _draft_line(self, batch: int) -> _Line | None:
+        bucket = self._buckets.get(_bucket(batch))
+        if bucket is not None and bucket.draft.is_known:
+            return bucket.draft
         known = [size for size, bucket in self._buckets.items() if bucket.draft.is_known]
         return self._buckets[_nearest(known, batch)].draft if known else None
 
     def extra_s(self, batch: int, num_drafts: float) -> float:
         """How much longer verification of so many drafts takes than a plain step."""
-        known = [size for size, bucket in self._buckets.items() if bucket.extra]
-        if not known or num_drafts <= 0:
+        if num_drafts <= 0:
             return 0.0
-        points = self._buckets[_nearest(known, batch)].extra.values()
+        bucket = self._buckets.get(_bucket(batch))
+        if bucket is None or not bucket.extra:
+            known = [size for size, bucket in self._buckets.items() if bucket.extra]
+            if not known:
+                return 0.0
+            bucket = self._buckets[_nearest(known, batch)]
+        points = bucket.extra.values()
         before = (0.0, 0.0)
         for count, extra in sorted((n.value, s.value) for n, s in points):
             slope = (extra - before[1]) / max(count - before[0], 1e-9)
@@ -161,6 +182,13 @@ class StepCosts:
                 return before[1] + slope * (num_drafts - before[0])
             before = (count, max(extra, before[1]))
         return before[1] / before[0] * num_drafts  # beyond the measured range: proportional
+
+    def token_s(self, batch: int, prior: float) -> float:
+        """Verification of one more draft, where there are some: what the first one brings with it
+        is not part of that, and no plain step is looked at, which may have been long ago. prior:
+        what it is thought to be."""
+        bucket = self._buckets.get(_bucket(batch))
+        return prior if bucket is None else bucket.verify.slope(prior)
 
     def step_s(self, batch: int, depth: int, num_drafts: float) -> float:
         """A whole step; needs `plain_s`."""

@@ -35,6 +35,24 @@ def test_what_begins_a_round_is_told_from_another_step_of_the_drafter():
     assert costs.drafting_s(1, 0) == 0.0
 
 
+def test_one_draft_more_is_told_from_what_the_first_brings_whatever_the_machine_does():
+    """Also where plain steps were timed when it was slower."""
+    for plain_s in (0.7, 1.5):
+        costs, chance = StepCosts(), np.random.default_rng(5)
+        assert costs.token_s(1, 0.2) == 0.2
+        for _ in range(3):
+            costs.observe(1, 0, 0, plain_s, 0.0)
+        for step in range(100):
+            count = int(chance.integers(1, 6))
+            step_s = (0.8 + 0.05 * count + 0.001 * step) * chance.uniform(0.98, 1.02)
+            costs.observe(1, count, count, step_s + 0.1, 0.1)
+        assert costs.token_s(1, 0.2) == pytest.approx(0.05, rel=0.5)
+    falling = StepCosts()
+    for count in (1, 2, 3, 4) * 9:
+        falling.observe(1, count, count, 1 - 0.1 * count, 0.0)
+    assert falling.token_s(1, 0.1) == 0.0
+
+
 def test_the_time_of_one_depth_is_shared_out_and_one_of_nothing_is_nothing():
     costs = StepCosts()
     for _ in range(5):
