@@ -235,7 +235,9 @@ def main() -> None:
     reads = read_bandwidth()
     torch.cuda.empty_cache()
     targets = arguments.targets.split(",")
-    made = read_engine_config(arguments.engines / targets[0].partition("+")[0]).versions
+    first = find_drafting(targets[0])
+    name = targets[0] if first is None else first.target
+    made = read_engine_config(arguments.engines / name).versions
     kernels = ", ".join(f"{name} {made.get(name, '?')}" for name in ("nvrtc", "triton"))
     table = Table(arguments.output, kernels)
     table.add(row("read", "TB/s", reads))
