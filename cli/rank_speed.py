@@ -19,7 +19,7 @@ of 8,192 numbers took 5 % less, and of 11 such rows 4 % more. A norm in the laun
 it 0.84 us longer there, and saves the 2.15 us that a norm takes in a layer of one GPU. With so much
 steps of 8B and 70B on two H100s are within 2 % of what was measured (tests/cli/test_rank_speed.py).
 More than two ranks were not measured: a meeting of theirs may take 2 us more. Large sums of theirs
-are done in two hops, a row's owner adding and handing on 3 bytes a number, where that is faster.
+are done in two hops, a row's owner adding and handing on a byte a number, where that is faster.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def meeting_s(gpu: Gpu, num_ranks: int, meeting: Meeting) -> float:
     latency, part_s = MEETING_S[num_ranks], meeting.num_bytes / (gpu.link_bytes_s * LINK_SHARE)
     norm = NORM_S if meeting.has_norm else 0.0
     one_hop = latency + (num_ranks - 1) * part_s + norm
-    two_hops = 2 * latency + (num_ranks - 1) / num_ranks * (4 + 3) / 4 * part_s + norm
-    return min(one_hop, two_hops) if meeting.has_norm and num_ranks > 2 else one_hop
+    two_hops = 2 * latency + (num_ranks - 1) / num_ranks * (4 + 1) / 4 * part_s + norm
+    return min(one_hop, two_hops) if meeting.has_norm else one_hop
 
 
 def waits_of(scheme: WeightScheme | None) -> Waits:

@@ -23,7 +23,12 @@ from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.merge import merge_linears
 from llmctl.builder.passes.pack import pack_linears
 from llmctl.builder.passes.quantize import LinearScales, quantize_linears
-from llmctl.builder.passes.ranks import fuse_norms, push_partial_sums, split_over_ranks
+from llmctl.builder.passes.ranks import (
+    fuse_norms,
+    keep_residuals,
+    push_partial_sums,
+    split_over_ranks,
+)
 from llmctl.builder.passes.tactics import choose_tactics
 from llmctl.builder.sharding import reduce_partial_sums
 from llmctl.builder.sources import RotaryTable
@@ -84,7 +89,7 @@ def run_passes(
         else:
             network, pieces = cut(network, limits.tp_size)
     network, *chosen = [choose_tactics(graph, backend) for graph in (network, *rewritten)]
-    network = push_partial_sums(network)
+    network = push_partial_sums(keep_residuals(network))
     linked = link_heads(network, chosen)
     sizes = (limits.max_num_tokens, limits.max_num_rows, able.arena_alignment)
     plan = lower(network, cache, *sizes, linked, limits.max_batch_size, limits.max_num_beams)

@@ -66,6 +66,23 @@ def fuse_norms(network: Network) -> Network:
     return fused
 
 
+def keep_residuals(network: Network) -> Network:
+    """A row's owner keeps the residual stream of sums where only the next such sum reads it."""
+    kept = network.copy()
+    for total in [node for node in network.nodes if node.op == "all_reduce_norm"]:
+        stream = total.outputs.get("residual_out")
+        readers = [] if stream is None else network.consumers(stream)
+        if readers and all(_reads_residual_alone(node, stream) for node in readers):
+            keeping = {**total.attributes, "keeps": 1}
+            kept.replace_nodes([total], [replace(total, attributes=keeping)], at=total)
+    return kept
+
+
+def _reads_residual_alone(node: Node, stream: str | None) -> bool:
+    roles = [role for role, name in node.inputs.items() if name == stream]
+    return node.op == "all_reduce_norm" and roles == ["residual"]
+
+
 def push_partial_sums(network: Network) -> Network:
     """Products of few tokens, whose tactics are chosen, hand their sums to the other ranks
     themselves, where a norm is taken into the sum over ranks."""

@@ -74,6 +74,7 @@ class Decoder:
         self._cache_scales: dict[int, tuple[str | None, ...]] = {}
         self._own: Counter[str] = Counter()
         self._pushed: dict[str, int] = {}  # sums, and of how many tokens they are handed on
+        self._kept: set[str] = set()  # streams of which a rank has its own rows alone
 
     def check(self) -> None:
         """All operators, then what the outputs are."""
@@ -83,6 +84,7 @@ class Decoder:
                     self._own[op.inputs[role]] += 1
             if op.op not in _RULES:
                 raise wrong(f"operator {op.name!r} is a {op.op}, which no decoder has")
+            self._require_whole(op)
             _RULES[op.op](self, op)
         for name, count in self._own.items():
             if count > 1:
@@ -96,7 +98,7 @@ class Decoder:
         for role, name in self._plan.outputs.items():
             if role not in wanted:
                 raise wrong(f"the plan has an output {role!r}; {', '.join(wanted)} are there")
-            if self._values[name][:2] != wanted[role]:
+            if name in self._kept or self._values[name][:2] != wanted[role]:
                 raise wrong(f"output {role!r} is {name!r}, which holds {self._named(name)}")
         if "logits" not in self._plan.outputs:
             raise wrong(f"the plan of {layers} attentions has no output 'logits'")
@@ -170,6 +172,14 @@ class Decoder:
         if op.attributes.get("leaves", 1) != self._sums.summed:
             raise wrong(f"operator {op.name!r} adds other parts of a rank than the engine has")
         return _Meaning("branch", read.number)
+
+    def _require_whole(self, op: PlanOp) -> None:
+        """What ranks keep rows of is read by the next sum alone."""
+        for role, name in op.inputs.items():
+            if name in self._kept and (op.op, role) != ("all_reduce_norm", "residual"):
+                raise wrong(f"operator {op.name!r} reads {name!r}, of which ranks keep rows")
+        kept = op.outputs.get("residual_out", "") if op.attributes.get("keeps", 0) else ""
+        self._kept = self._kept - set(op.outputs.values()) | {kept}
 
     def _note_pushed(self, op: PlanOp) -> None:
         ranks = op.attributes.get("pushed_to", self._sums.num_ranks)

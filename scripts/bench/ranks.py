@@ -24,7 +24,7 @@ from llmctl.plugins.ops.rank_argmax.kernel import PEER_CHUNK
 from scripts.bench.ranks_support import ExchangingRank, run_ranks
 
 ROWS = (1, 11, 176)
-CHUNK = 2048  # rows of a prompt's chunk, of sums with the norm alone
+PROMPTS = (512, 2048)  # rows of prompts, of sums with the norm alone
 REPEATS, REPLAYS, WARM_UP = 50, 25, 5
 LINK_BYTES_S = 450e9
 Times = tuple[float, float, float]  # median, least, most, in microseconds
@@ -33,7 +33,7 @@ Times = tuple[float, float, float]  # median, least, most, in microseconds
 def measure(rank: int, ranks: int, pipe: Connection, hidden: int, vocab: int) -> None:
     """One process: sends (kernel, rows, times, bytes that enter the GPU) of each."""
     share = -(-vocab // (64 * ranks)) * 64
-    most = max(max(ROWS) * max(hidden, share), CHUNK * hidden) * 4
+    most = max(max(ROWS) * max(hidden, share), max(PROMPTS) * hidden) * 4
     own = ExchangingRank(rank, ranks, pipe, most, limit_s=20.0)
     found = []
     for rows in ROWS:
@@ -43,7 +43,7 @@ def measure(rank: int, ranks: int, pipe: Connection, hidden: int, vocab: int) ->
         best = _best(own, rows, share, vocab)
         entering = 8 * rows * -(-share // PEER_CHUNK) * (ranks - 1)
         found.append(("best id", rows, _time(own, best, rows), entering))
-    for rows in (*ROWS, CHUNK):
+    for rows in (*ROWS, *PROMPTS):
         entering = entering_bytes(ranks, rows, hidden, hops_of(ranks, rows, hidden))
         call = _norm(own, rows, hidden)
         found.append((call.op, rows, _time(own, call, rows), entering))
@@ -72,7 +72,7 @@ def _norm(own: ExchangingRank, rows: int, hidden: int) -> OpCall:
     }
     out = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device=own.device)
     outputs = {"out": out, "residual_out": torch.empty_like(stream)}
-    attributes = {"ranks": own.ranks, "epsilon": 1e-5}
+    attributes = {"ranks": own.ranks, "epsilon": 1e-5, "keeps": 1}  # as most sums of a model
     return OpCall("all_reduce_norm", "sum and norm", inputs, outputs, attributes)
 
 

@@ -166,6 +166,10 @@ def test_a_norm_is_part_of_the_sum_before_it_where_rows_have_whole_parts(tmp_pat
         for words in ("pushed2", "given"):  # of products, and of what takes their sums
             assert any(words in name.split(".") for name in names) == is_fused
     assert [op.attributes["pushed"] for op in sums] == [64] * len(sums), "kernels for few tokens"
+    # The sum before the last attention gives its stream to the rows that are gathered, and what
+    # follows the last sum does not read it.
+    keeping = [op.name for op in sums if op.attributes.get("keeps")]
+    assert keeping == [op.name for op in sums[:-3]] + [sums[-2].name]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +192,17 @@ def test_a_plan_whose_ranks_would_wait_for_each_other_is_refused(
     ops = tuple(edited if each is target else each for each in engine.plan.ops)
     check_plan(engine.config, engine.plan, has_binaries=False)
     with pytest.raises(CorruptEngine, match=said):
+        check_plan(engine.config, replace(engine.plan, ops=ops), has_binaries=False)
+
+
+def test_a_plan_that_reads_rows_which_another_rank_keeps_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "c", "llama", "fp8", **HEADS, hidden_size=256)
+    engine = plan(folder, "cuda", tp_size=2)
+    gathered = {op.inputs["x"] for op in engine.plan.ops if op.op == "gather_rows"}
+    (before,) = [op for op in engine.plan.ops if op.outputs.get("residual_out") in gathered]
+    edited = replace(before, attributes={**before.attributes, "keeps": 1})
+    ops = tuple(edited if each is before else each for each in engine.plan.ops)
+    with pytest.raises(CorruptEngine, match="gather.* reads '.*', of which ranks keep rows"):
         check_plan(engine.config, replace(engine.plan, ops=ops), has_binaries=False)
 
 

@@ -26,7 +26,7 @@ SLOT_BYTES = ROWS * HIDDEN * 4
 assert MOST_WIDE * WIDE * 4 <= SLOT_BYTES
 LIMIT_S = 20.0
 KINDS = ("sum", "scaled", "gather", "best", "norm", "norm fp8", "wide norm fp8")
-KINDS += ("scaled parts", "norm fp8 parts")
+KINDS += ("scaled parts", "norm fp8 parts", "kept norm fp8")
 LAUNCHES, EPSILON = 36, {"epsilon": 1e-5}
 Wanted = dict[str, torch.Tensor]
 
@@ -62,6 +62,7 @@ class Rank(ExchangingRank):
         reduce_ranks(list(parts), after, {"out": wanted})
         inputs = {"x": x, **{role: tensor.to(self.device) for role, tensor in after.items()}}
         parted = {"ranks": self.ranks, **({"leaves": leaves} if leaves > 1 else {})}
+        parted |= {"keeps": 1} if kind.startswith("kept") else {}
         if "norm" in kind:
             return self._with_norm(inputs, wanted, generator, parted, is_fp8="fp8" in kind)
         out = torch.zeros((rows, hidden), dtype=torch.bfloat16, device=self.device)
@@ -109,7 +110,10 @@ class Rank(ExchangingRank):
         inputs = {**inputs, "norm_weight": weight, **given}
         attributes = {**parted, **EPSILON}
         call = OpCall("all_reduce_norm", "s", inputs, made(), attributes)
-        return call, {role: tensor.cpu() for role, tensor in norm.outputs.items()}
+        checked = {role: tensor.cpu() for role, tensor in norm.outputs.items()}
+        if "keeps" in parted:  # whose rows a rank has of the stream is the kernel's to know
+            del checked["residual_out"]
+        return call, checked
 
 
 def exchange(rank: int, ranks: int, pipe: Connection) -> None:

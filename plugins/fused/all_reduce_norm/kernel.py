@@ -75,7 +75,8 @@ def _spec(call: OpCall, hops: int, *, is_given: bool = False) -> KernelSpec:
     words = ["all_reduce_norm", "peers", short_name(residual.dtype), short_name(out.dtype)]
     words += [f"h{hidden}", f"r{ranks}", *leaf_words(call)]
     words += [*(role for role in AFTER_SUM if role in call.inputs)]
-    words += ["two_hops"] * (hops == 2) + ["given"] * is_given
+    keeps = hops == 2 and bool(call.attributes.get("keeps", 0))
+    words += ["two_hops"] * (hops == 2) + ["keeps"] * keeps + ["given"] * is_given
     kind = pointer(residual.dtype)
     return KernelSpec(
         name=".".join([*words, *(["residual_out"] * ("residual_out" in call.outputs))]),
@@ -94,6 +95,7 @@ def _spec(call: OpCall, hops: int, *, is_given: bool = False) -> KernelSpec:
             "MODEL_TYPE": _TYPES[str(residual.dtype).removeprefix("torch.")],
             "QUANTIZED": int("scale" in call.inputs),
             "HOPS": hops,
+            "KEEPS": int(keeps),
             "IS_GIVEN": int(is_given),
         },
         entry="reduce_norm",

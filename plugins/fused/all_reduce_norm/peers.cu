@@ -9,7 +9,7 @@
 // rows, and with two.
 //
 // Macros: RANKS, LEAVES, HIDDEN (a multiple of 256), WARPS (of a block), ROW_WARPS (warps of a row), MODEL_TYPE, QUANTIZED (0 | 1: out is FP8),
-// HOPS (1 | 2), IS_GIVEN (1: the product before handed its sums to the other ranks itself).
+// HOPS (1 | 2), KEEPS (0 | 1), IS_GIVEN (1: the product before handed its sums to the other ranks itself).
 #include "backends/cuda/sm90/norm_math.cuh"
 #include "ops/all_reduce/meeting.cuh"
 
@@ -147,7 +147,8 @@ DEVICE bool take_sums(Meeting& meeting, long long at, float4* sums) {
   return true;
 }
 
-// With two hops a row is one rank's, which normalizes it and hands the others what they store. That lies where its
+// With two hops a row is one rank's, which normalizes it and hands the others what they store; but not the residual
+// stream where KEEPS says that the next such launch of the step alone reads it, in which the row is that rank's again. That lies where its
 // partial sums would, which nobody wants of a row that it has itself.
 DEVICE int owner_of(int row, int stride) { return HOPS == 1 ? 0 : (row + row / stride) % RANKS; }
 
@@ -223,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if (residual_out) residual_out[to] = h[u];
       out[to] = y;
       if (HOPS == 1) continue;
-      if (residual_out) meeting.give(place_of(row, unit), h[u]);
+      if (residual_out && !KEEPS) meeting.give(place_of(row, unit), h[u]);
       meeting.give(result_of(row, unit), y);
     }
   }
@@ -239,9 +240,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const long long to = (long long)row * ROW_UNITS + unit;
       uint4 h;
       OutUnit y;
-      if (residual_out && !meeting.take_one(owner, place_of(row, unit), h)) return;
+      if (residual_out && !KEEPS && !meeting.take_one(owner, place_of(row, unit), h)) return;
       if (!meeting.take_one(owner, result_of(row, unit), y)) return;
-      if (residual_out) residual_out[to] = h;
+      if (residual_out && !KEEPS) residual_out[to] = h;
       out[to] = y;
     }
   }

@@ -58,7 +58,8 @@ SPEC = OpSpec(
     ),
     attributes={"ranks": int, "epsilon": float},
     # leaves: see all_reduce. pushed: up to so many tokens the product hands its sums on itself.
-    optional_attributes={"leaves": int, "pushed": int},
+    # keeps: 1 where the next call alone reads residual_out: with two hops a row's owner keeps it.
+    optional_attributes={"leaves": int, "pushed": int, "keeps": int},
     derived={"X": columns_of_leaves("H")},
     rules=(known_ranks, NORM_LIMITS, scales_output("out", "scale"), _whole_parts),
     cases=tuple(  # of one rank; tests/plugins/ops/test_peers_emulated.py has several

@@ -32,18 +32,16 @@ def buffer_bytes(num_ranks: int, slot_bytes: int) -> int:
 
 def hops_of(ranks: int, rows: int, hidden: int) -> int:
     """1: every rank gets all partial sums. 2: a row's owner gets them and hands on what it makes of
-    them. From what all ranks know, so that they agree. Two ranks save an eighth of the bytes, which
-    was no faster (docs/performance/tensor_parallel.md)."""
-    if ranks == 2:
-        return 1
+    them. From what all ranks know, so that they agree; and the same for all sums of a step, so that
+    an owner may keep what only the next one of them reads."""
     one, two = (entering_bytes(ranks, rows, hidden, hops) for hops in (1, 2))
     return 2 if one - two > _HOP_BYTES else 1
 
 
 def entering_bytes(ranks: int, rows: int, hidden: int, hops: int) -> float:
-    """What enters a GPU: 4 bytes of each partial sum, and of results 3, of both outputs."""
+    """What enters a GPU: 4 bytes of each partial sum, and of results 1, in FP8."""
     columns = (ranks - 1) * rows * hidden
-    return 4.0 * columns if hops == 1 else (4 + 3) * columns / ranks
+    return 4.0 * columns if hops == 1 else (4 + 1) * columns / ranks
 
 
 def optional_kinds(call: OpCall, *roles: str) -> tuple[str, ...]:

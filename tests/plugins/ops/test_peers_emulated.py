@@ -163,7 +163,7 @@ def test_sums_are_normalized_where_they_arrive(
     """The residual stream bit for bit on every rank, the norm as another order of its sum allows.
     Two clusters have three rows or less. is_given: products hand their sums on, in turns."""
     macros = {"RANKS": ranks, "LEAVES": leaves, "HIDDEN": hidden, "WARPS": warps, "HOPS": hops}
-    macros |= {"MODEL_TYPE": "BF16", "QUANTIZED": int(is_fp8), "ROW_WARPS": row_warps}
+    macros |= {"MODEL_TYPE": "BF16", "QUANTIZED": int(is_fp8), "ROW_WARPS": row_warps, "KEEPS": 0}
     libraries = [compile_peers(tmp_path, NORM, **macros, IS_GIVEN=i) for i in range(1 + is_given)]
     product = compile_peers(tmp_path, PRODUCT, RANKS=ranks, LEAVES=1, WIDTH=hidden, EPILOGUE=3,
                             OUT_TYPE="FP32", MODEL_TYPE="BF16")  # fmt: skip
@@ -216,6 +216,55 @@ def test_sums_are_normalized_where_they_arrive(
         pair, bound = (outs[0]["out"].float(), wanted["out"].float()), 2**-3 if is_fp8 else 2**-7
         torch.testing.assert_close(*pair, rtol=bound, atol=1e-3)
     buffers.require_left_empty(NORM_LAUNCHES)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_owner_of_a_row_keeps_what_only_the_next_sum_reads(tmp_path: Path, ranks: int) -> None:
+    """Two sums in a row: the first hands no residual stream on, the second needs none."""
+    hidden, rows, clusters = 256, 5, 2
+    macros = {"RANKS": ranks, "LEAVES": 1, "HIDDEN": hidden, "WARPS": 1, "ROW_WARPS": 1, "HOPS": 2}
+    macros |= {"MODEL_TYPE": "BF16", "QUANTIZED": 1, "IS_GIVEN": 0}
+    libraries = [compile_peers(tmp_path, NORM, **macros, KEEPS=keeps) for keeps in (1, 0)]
+    generator = torch.Generator().manual_seed(ranks)
+    residual = torch.randn((rows, hidden), generator=generator).bfloat16()
+    given = {
+        "residual": residual,
+        "norm_weight": torch.randn(hidden, generator=generator).bfloat16(),
+        "scale": torch.tensor([0.03]),
+    }
+    parts = torch.randn((2, ranks, rows, hidden), generator=generator)
+
+    def made() -> dict[str, torch.Tensor]:
+        out = torch.zeros((rows, hidden), dtype=torch.float8_e4m3fn)
+        return {"out": out, "residual_out": torch.full_like(residual, torch.nan)}
+
+    wanted, outs = [made(), made()], [[made(), made()] for _ in range(ranks)]
+    reduce_and_normalize(list(parts[0]), given, wanted[0], EPSILON)
+    second = {**given, "residual": wanted[0]["residual_out"]}
+    reduce_and_normalize(list(parts[1]), second, wanted[1], EPSILON)
+    buffers = Buffers(ranks, rows * hidden * 4)
+
+    def body(rank: int) -> None:
+        stream = residual
+        for library, x, own in zip(libraries, parts[:, rank], outs[rank], strict=True):
+            arguments = optional({**given, "residual": stream}, *AFTER, "residual", "norm_weight")
+            arguments += [pointer(given["scale"]), *optional(own, *NORMED)]
+            arguments.append(ctypes.c_float(EPSILON))
+            buffers.call(library, rank, x, (clusters, 1), arguments, 30 * 10**9)
+            stream = own["residual_out"]
+
+    run_ranks([lambda rank=rank: body(rank) for rank in range(ranks)])
+    owners = torch.tensor([(row + row // clusters) % ranks for row in range(rows)])
+    for rank, (kept, last) in enumerate(outs):
+        mine = kept["residual_out"][owners == rank]
+        assert same(mine, wanted[0]["residual_out"][owners == rank])
+        assert kept["residual_out"][owners != rank].isnan().all(), "nobody hands it on"
+        assert same(last["residual_out"], wanted[1]["residual_out"]), "the last one does"
+        for own, theirs in ((kept, 0), (last, 1)):
+            assert same(own["out"], outs[0][theirs]["out"]), "all ranks alike"
+            pair = own["out"].float(), wanted[theirs]["out"].float()
+            torch.testing.assert_close(*pair, rtol=2**-3, atol=1e-3)
+    buffers.require_left_empty(2)
 
 
 @pytest.mark.parametrize(
