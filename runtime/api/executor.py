@@ -32,6 +32,9 @@ from llmctl.runtime.worker import Worker
 __all__ = ["Executor", "ExecutorConfig", "KvCacheConfig"]
 
 
+_MOST_OF_PYTHON = 10_000  # objects that the interpreter may freeze itself: Python 3.12 some 400
+
+
 class Executor:
     """Runs requests on a target engine, with or without a drafter. Thread-safe.
 
@@ -60,8 +63,11 @@ class Executor:
             target=self._worker.run, name="llmctl-executor", daemon=True
         )
         # Objects of engines and libraries live as long as the executor: full garbage collections,
-        # which stop generation, need not visit them. Undone by `shutdown`.
-        gc.freeze()
+        # which stop generation, need not visit them. Undone by `shutdown`. A program that froze its
+        # own objects, as servers do before they fork, decides for itself.
+        self._has_frozen = gc.get_freeze_count() < _MOST_OF_PYTHON
+        if self._has_frozen:
+            gc.freeze()
         self._thread.start()
 
     def enqueue_request(self, request: Request, deliver: Deliver | None = None) -> int:
@@ -180,7 +186,9 @@ class Executor:
         May be called any number of times; a call without `drain` cuts short one with it."""
         self._inbox.close(drain=drain)
         self._thread.join()
-        gc.unfreeze()
+        if self._has_frozen:
+            gc.unfreeze()
+            self._has_frozen = False
         self._on_shutdown()
 
     def __enter__(self) -> Executor:
