@@ -189,6 +189,7 @@ def test_a_planted_engine_is_what_its_checkpoint_says_unless_told_otherwise(
     for name in ("target", "draft"):
         give_heads(tmp_path / "made" / name, "1b")
     build = ["build", "--backend", "cuda", "--load-format", "planted", "--dtype", "bfloat16"]
+    build += ["--max-batch-size", "1", "--max-num-tokens", "32", "--max-seq-len", "96"]
     wanted = {"draft": ("draft", 0.3), "target": ("target", 0.3)}
     for name, (role, acceptance) in wanted.items():
         source, output = tmp_path / "made" / name, tmp_path / name

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.cuda_build import HEADS
+from support.cuda_build import HEADS, LIMITS
 
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.kv_cache import choose_kv_cache
@@ -93,7 +93,7 @@ def test_a_cuda_engine_with_int8_is_the_cpu_engine_and_holds_kernels_for_it(
     folder, _ = exported((4, 3), dtype="bfloat16", **HEADS)
     edit(folder, "INT8", FP8_TO_INT8)
     wanted = open_test_engine(build_engine(folder), "reference").run(some_tokens(40))
-    engine = open_test_engine(build_engine(folder, backend="cuda"), "reference")
+    engine = open_test_engine(build_engine(folder, backend="cuda", **LIMITS), "reference")
     assert engine.plan.kv_cache.dtype == "int8"
     assert relative_l2(engine.run(some_tokens(40)), wanted) < 1e-2
     assert engine.kv_cache.abs().max() > 60  # scales are those of the values

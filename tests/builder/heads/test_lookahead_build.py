@@ -109,6 +109,7 @@ def test_an_engine_for_a_gpu_has_the_kernels_of_its_windows(new_model, save, bui
         lookahead_config=sizes,
         max_draft_len=14,
         max_batch_size=4,
+        max_num_tokens=64,
         max_seq_len=96,
     )
     plan, weights = open_engine(folder)

@@ -28,7 +28,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     write_checkpoint(folder / "c", Recipe("tiny", "target", ACCEPTANCE, SEED), config_only=True)
     give_heads(folder / "c", "1b", ranks=2)
-    request = BuildRequest(max_batch_size=2, max_seq_len=64, max_num_tokens=64, tp_size=2)
+    request = BuildRequest(max_batch_size=2, max_seq_len=64, max_num_tokens=32, tp_size=2)
     weights = LoadFormat("planted", SEED, "target", ACCEPTANCE)
     planned = plan_build(folder / "c", request, backend="cuda", load_format=weights)
     run_build(planned, folder / "e")
@@ -81,7 +81,7 @@ def test_memory_is_that_of_the_ranks_on_the_device(engine: Path) -> None:
     assert both.weight_bytes == 2 * own.weight_bytes
     assert both.kv_bytes_per_block == 2 * own.kv_bytes_per_block
     assert both.scratch_bytes == own.scratch_bytes
-    assert slot_bytes([alone]) == 64 * 256 * 4  # a row of 256 for each of 64 tokens
+    assert slot_bytes([alone]) == 32 * 256 * 4  # a row of 256 for each of 32 tokens
     assert 4 * slot_bytes([alone]) < exchange_bytes([alone]) <= 4 * slot_bytes([alone]) + (2 << 20)
 
 
@@ -90,7 +90,7 @@ def test_one_rank_adds_the_parts_of_its_sums_and_exchanges_nothing(
 ) -> None:
     parted = {"hidden_size": 128, "head_dim": 128, "num_attention_heads": 8}
     write_small(tmp_path / "c", "llama", "fp8", **parted, intermediate_size=1024)
-    request = BuildRequest(max_batch_size=2, max_seq_len=64, max_num_tokens=64, tp_invariant=True)
+    request = BuildRequest(max_batch_size=2, max_seq_len=64, max_num_tokens=32, tp_invariant=True)
     weights = LoadFormat("dummy", SEED)
     planned = plan_build(tmp_path / "c", request, backend="cuda", load_format=weights)
     run_build(planned, tmp_path / "e")
