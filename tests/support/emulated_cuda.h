@@ -81,6 +81,13 @@ static T __shfl_xor_sync(u32, T x, int step) {
   return y;
 }
 
+static u32 __reduce_max_sync(u32, u32 x) {
+  for (int step = std::min<int>(32, own_block->lanes.size()) / 2; step > 0; step /= 2) {
+    x = std::max(x, __shfl_xor_sync(0, x, step));
+  }
+  return x;
+}
+
 static void run_blocks(int grid, int cluster, int threads, const std::function<void()>& kernel) {
   std::vector<Cluster*> clusters;
   std::vector<Block*> blocks;

@@ -13,7 +13,8 @@ constexpr int LANES = THREADS < 32 ? THREADS : 32;
 constexpr int CHUNKS = (WIDTH + CHUNK - 1) / CHUNK, KEYS = RANKS * CHUNKS;  // of a row
 constexpr int KEYS_A_LANE = (KEYS + LANES - 1) / LANES;
 constexpr u32 NAN_ORDER = 0xfffffffe, LAST_ID = 0x7fffffff;
-static_assert(WIDTH % 4 == 0 && CHUNK % 4 == 0, "rows are whole vectors");
+constexpr int VECTORS = CHUNK / (4 * LANES);  // of a lane
+static_assert(WIDTH % 4 == 0 && CHUNK % (4 * LANES) == 0, "rows are whole vectors");
 
 DEVICE u64 key_of(float x, int id) {
   const u32 bits = __float_as_uint(__fadd_rn(x, 0.0f));
@@ -24,28 +25,39 @@ DEVICE u64 key_of(float x, int id) {
 DEVICE u64 larger(u64 a, u64 b) { return a < b ? b : a; }
 
 DEVICE u64 largest_of_warp(u64 key) {
-#pragma unroll
-  for (int step = LANES / 2; step > 0; step /= 2) {
-    key = larger(key, __shfl_xor_sync(0xffffffffu, key, step));
-  }
-  return key;
+  const u32 order = __reduce_max_sync(0xffffffffu, u32(key >> 32));
+  const u32 id = u32(key >> 32) == order ? u32(key) : 0;
+  return u64(order) << 32 | __reduce_max_sync(0xffffffffu, id);
 }
 
-// Of a chunk of this rank's share of a row, by the lanes of a warp.
+// Of a chunk of this rank's share of a row, by the lanes of a warp: each compares its numbers as such, in the order of
+// their ids, and makes a key of the first of the largest.
 DEVICE u64 key_of_chunk(const float4* row, int chunk, int first_id, int lane) {
-  u64 best = 0;
+  const int first = chunk * CHUNK + 4 * lane;
+  float4 x[VECTORS];
 #pragma unroll
-  for (int i = 0; i < (CHUNK / 4 + LANES - 1) / LANES; ++i) {
-    const int vector = lane + i * LANES, at = chunk * CHUNK + 4 * vector, id = first_id + at;
-    if (vector >= CHUNK / 4 || at >= WIDTH) continue;
-    const float4 x = row[at / 4];
-    const float values[4] = {x.x, x.y, x.z, x.w};
+  for (int i = 0; i < VECTORS; ++i) {  // all at once; behind the row its last ones, which are not looked at
+    x[i] = row[min(first + 4 * LANES * i, WIDTH - 4) / 4];
+  }
+  __syncwarp();  // keeps the loads together, which the compiler would spread among comparisons
+  float best = 0;
+  int best_id = -1;
+  bool has_nan = false;
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    const int at = first + 4 * LANES * i, id = first_id + at;
+    const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      if (id + c < OUT_WIDTH) best = larger(best, key_of(values[c], id + c));
+      const bool is_there = at < WIDTH && id + c < OUT_WIDTH;
+      const bool is_better = is_there && (best_id < 0 || values[c] > best);
+      has_nan |= is_there && values[c] != values[c];
+      best = is_better ? values[c] : best;
+      best_id = is_better ? id + c : best_id;
     }
   }
-  return largest_of_warp(best);
+  if (has_nan) best = __uint_as_float(0x7fc00000u);
+  return largest_of_warp(best_id < 0 ? 0 : key_of(best, best_id));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

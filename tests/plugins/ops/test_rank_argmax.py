@@ -28,7 +28,7 @@ from llmctl.plugins.ops.sampling.reference import argmax_rows
 COUNTS = (2, 4, 8)
 NAN, INF = float("nan"), float("inf")
 STRIDE, OFFSET = 3, 1  # of the places of tokens
-OWN, CHUNK, MOST_ROWS, LAUNCHES, MAX_BLOCKS = 48, 16, 7, 24, 4
+OWN, CHUNK, MOST_ROWS, LAUNCHES, MAX_BLOCKS = 80, 32, 7, 24, 4
 
 
 def shares_of(ranks: int, own: int, vocab: int, rows: int, seed: int) -> list[torch.Tensor]:
