@@ -88,15 +88,13 @@ def _lengths(
     drafter: Drafter, config: ExecutorConfig, *, has_rounds: bool
 ) -> AdaptiveLengths | ConfidentLengths | None:
     """What chooses draft lengths; None: they are fixed. A drafter that knows how likely its drafts
-    are may have them chosen without being asked; device rounds have one length for all."""
-    most = drafter.max_draft_len
-    if most and isinstance(drafter, ConfidentDrafter) and not has_rounds:
-        confidence = drafter.confidence
-        if config.adaptive_draft_len or confidence.by_default:
-            return ConfidentLengths(most, confidence)
-    elif most and config.adaptive_draft_len:
-        return AdaptiveLengths(most, has_cache=bool(drafter.holders), is_common=has_rounds)
-    return None
+    are has them chosen by that; device rounds have one length for all."""
+    most, adapts = drafter.max_draft_len, config.adaptive_draft_len
+    if not most or not (not has_rounds if adapts is None else adapts):
+        return None
+    if isinstance(drafter, ConfidentDrafter) and not has_rounds:
+        return ConfidentLengths(most, drafter.confidence)
+    return AdaptiveLengths(most, has_cache=bool(drafter.holders), is_common=has_rounds)
 
 
 def _kv_cache(

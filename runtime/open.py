@@ -172,6 +172,10 @@ class OpenEngines:
 
         options = self.checked.options
         method = method or (options.method if is_speculative else PlainDecoding())
+        made = method if draft_len is None else method.with_draft_len(draft_len)
+        adapts: bool | None = options.adaptive_draft_len and method.is_drafting
+        if not adapts and not made.has_lengths and acceptance is None:
+            adapts = None  # if the host controls every step
         config = ExecutorConfig(
             kv_cache=KvCacheConfig(
                 num_blocks=self.kv_plan.num_blocks,
@@ -185,7 +189,7 @@ class OpenEngines:
                 options.enable_chunked_context,
             ),
             acceptance=method.acceptance,
-            adaptive_draft_len=options.adaptive_draft_len and method.is_drafting,
+            adaptive_draft_len=adapts,
             max_batch_size=options.max_batch_size,
             max_num_tokens=options.max_num_tokens,
             max_step_ms=options.max_step_ms,
@@ -195,7 +199,6 @@ class OpenEngines:
         lengths = self._lengths(method, count)
         if method != options.method:  # memory was planned for other options
             lengths = ()
-        made = method if draft_len is None else method.with_draft_len(draft_len)
         drafter = made.make_drafter(self.opened.engines, count)
         return Executor(
             self.target,

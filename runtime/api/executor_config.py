@@ -56,7 +56,9 @@ class ExecutorConfig:
     kv_cache: KvCacheConfig
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     acceptance: Literal["tokens", "logits"] = "tokens"  # rule for sampled requests with a draft
-    adaptive_draft_len: bool = False  # choose lengths by measured cost, at most max_draft_len
+    # Choose draft lengths by measured cost, at most max_draft_len; None: if the host controls every
+    # step.
+    adaptive_draft_len: bool | None = False
     # Context chunks shrink to keep steps within this time, or ("auto") as far as throughput allows.
     max_step_ms: float | Literal["auto"] | None = None
     max_batch_size: int | None = None  # sequences per step; None: the engine's limit

@@ -43,6 +43,11 @@ class DraftMethod(Protocol):
         """The most drafts per round; None: as many as the target engine was built for."""
 
     @property
+    def has_lengths(self) -> bool:
+        """Whether its options say how much is drafted. If not, and the host controls every step,
+        lengths are chosen by their measured cost, as for --adaptive-draft-len."""
+
+    @property
     def acceptance(self) -> AcceptRule:
         """The rule for sampled requests (docs/speculation.md)."""
 

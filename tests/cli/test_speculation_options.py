@@ -11,6 +11,8 @@ from llmctl.builder.heads.medusa.tree import DEFAULT, MedusaTree
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.draft_engine.tree import DraftTree
+from llmctl.runtime.drafting.eagle.method import Eagle
+from llmctl.runtime.drafting.lookahead.method import LookaheadDecoding
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.methods import choose_method, method_options
@@ -117,6 +119,28 @@ def test_malformed_and_contradicting_options_are_named(arguments, words):
 def test_beams_ask_for_a_recurrent_head(beams, length, draft_len, wanted):
     values = {"redrafter_num_beams": beams, "redrafter_draft_len_per_beam": length}
     assert choose(None, None, draft_len, None, **values) == wanted
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (Eagle(), False),
+        (Eagle(num_offers=4), False),
+        (Eagle(choices=DEFAULT), True),
+        (Medusa(), False),
+        (Medusa(DEFAULT), True),
+        (RecurrentDrafting(), False),
+        (RecurrentDrafting(num_beams=2), True),
+        (RecurrentDrafting(length=2), True),
+        (LookaheadDecoding(None), True),
+        (NgramLookup(None, 3), True),
+        (DraftEngine(Path("draft")), True),
+        (PlainDecoding(), True),
+    ],
+)
+def test_heads_leave_lengths_to_their_costs_unless_options_say_them(method, says):
+    assert method.has_lengths == says
+    assert not method.is_drafting or method.with_draft_len(3).has_lengths
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "", "1.5", "+3", "[3]"])

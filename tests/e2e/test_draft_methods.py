@@ -42,6 +42,7 @@ class RepeatLast:
     draft_len: int | None
     name = "repeat"
     is_drafting = True
+    has_lengths = True
     is_device_led = False
     notes = ()
     acceptance = "tokens"

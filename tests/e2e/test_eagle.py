@@ -29,7 +29,7 @@ Opened = Callable[..., AbstractContextManager[Executor]]
 DRAFT_LEN = 5
 DRAFTING = Eagle(DRAFT_LEN)
 CHOICES = parse_choices("[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,0,0,0],[1,0,0]]")
-TREES = {"dynamic": Eagle(num_offers=4), "static": Eagle(choices=CHOICES)}
+TREES = {"dynamic": Eagle(12, num_offers=4), "static": Eagle(choices=CHOICES)}
 SIBLINGS = Eagle(num_offers=3)
 METHODS = {"chain": DRAFTING, **TREES}
 

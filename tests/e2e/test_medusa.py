@@ -13,6 +13,7 @@ from support.fake_device_runs import accepted_by_host, never_need_the_host, roun
 from llmctl.builder.heads.medusa.tree import parse_choices
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 
 ENGINE = "target-fp8-medusa"
@@ -38,6 +39,20 @@ def test_the_engine_decodes_plainly_where_no_drafts_are_asked_for(
     with demo.executor(ENGINE) as executor:
         assert run_all(executor, requests[:8]) == plain[:8]
         assert executor.get_speculation_stats().draft_tokens == 0
+
+
+def test_how_much_is_drafted_follows_costs_unless_it_is_asked_for(
+    demo: DemoPair, requests: list[Request], plain: Outputs
+) -> None:
+    """On a cpu most drafts of a whole tree are in vain, and so are most trees."""
+    drafted = []
+    for method in (Medusa(draft_len=TREE_LEN), Medusa(), Medusa(parse_choices("[[0],[0,0]]"))):
+        options = EngineOptions(demo.engine(ENGINE), method)
+        with OpenEngines(check_engines(options)).executor() as executor:
+            assert run_all(executor, requests) == plain
+            stats = executor.get_speculation_stats()
+        drafted.append(stats.draft_tokens / stats.rounds)
+    assert drafted[1] < 0.5 * drafted[0] and drafted[1] < drafted[2]
 
 
 def test_narrow_windows_change_no_token(demo: DemoPair, requests: list[Request]) -> None:

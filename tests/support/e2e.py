@@ -124,7 +124,7 @@ class DemoPair:
         if draft == "ngram":
             method = NgramLookup(DRAFT_LEN, 3)
         elif draft == "medusa":
-            method = Medusa()
+            method = Medusa(draft_len=TREE_LEN)
         elif draft is not None:
             method = DraftEngine(self.engine(draft), DRAFT_LEN)
         engine_options = EngineOptions(self.engine(target), method, **options)

@@ -57,6 +57,7 @@ class RandomTrees:
     answers: Outputs
     name = "random trees"
     is_drafting = True
+    has_lengths = True
     is_device_led = False
     notes = ()
     acceptance = "tokens"

@@ -27,6 +27,7 @@ class DraftEngine:
 
     name = "draft engine"
     build_mode = EXTERNAL_DRAFTS
+    has_lengths = True  # else those that the target was built for, with this draft in mind
     is_drafting = True
     engine: Path
     draft_len: int | None = None

@@ -44,6 +44,11 @@ class Eagle:
         return self.choices is not None or self.num_offers is not None
 
     @property
+    def has_lengths(self) -> bool:
+        """A static tree says it, too."""
+        return self.draft_len is not None or self.choices is not None
+
+    @property
     def engines(self) -> Mapping[str, Path]:
         """None."""
         return {}

@@ -19,7 +19,13 @@ from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.length.acceptance import Acceptance
 from llmctl.runtime.drafting.length.budget import LEAD_LIMIT, DraftBudget
 from llmctl.runtime.drafting.length.costs import CatchUp, StepCosts
-from llmctl.runtime.drafting.length.lengths import best_length, best_lengths, rate, round_lengths
+from llmctl.runtime.drafting.length.lengths import (
+    LoneLengths,
+    best_length,
+    best_lengths,
+    rate,
+    round_lengths,
+)
 from llmctl.runtime.generate.commit import Commit
 from llmctl.runtime.request import Sequence
 
@@ -55,6 +61,7 @@ class AdaptiveLengths:
         self._most = most
         self._has_cache = has_cache
         self._is_common = is_common
+        self._alone = LoneLengths(self.costs)
         self._candidates = round_lengths(most)
         self._lengths: dict[int, int] = {}  # by sequence id, as planned
         self._is_on = self._has_begun = False  # has_begun: no step with drafts since
@@ -103,9 +110,14 @@ class AdaptiveLengths:
         if most_drafts == 0:
             return self._try(generation, plain_s)
         most = max(1, GROWTH * most_drafts // batch)
+        most = min(self._most, most)
         acceptance = np.array([self._acceptance.of(sequence) for sequence in generation])
-        lengths = self._best(acceptance, min(self._most, most))
-        gain = self._promise(acceptance, lengths)
+        if batch == 1 and not self._is_common:
+            length, gain = self._alone.best(float(acceptance[0]), most)
+            lengths = [length]
+        else:
+            lengths = self._best(acceptance, most)
+            gain = self._promise(acceptance, lengths)
         if self._is_on:
             if self._budget.lead > (0.0 if gain < 1 else -LEAD_LIMIT * plain_s):
                 return [max(1, length) for length in lengths] if self._is_common else lengths

@@ -12,12 +12,11 @@ from typing import Protocol, runtime_checkable
 class Confidence:
     """Shared by a drafter and what decides its lengths. Chances are logarithms.
 
-    by_default: decide by it unless lengths were asked for. least_kept, least_continued: a draft
+    least_kept, least_continued: a draft
     that is less likely is left out, and none is sought behind one below the other. By default
     there is no limit.
     """
 
-    by_default: bool = False
     least_kept: float = -inf
     least_continued: float = -inf
     can_branch: bool = False  # whether its drafts may be trees

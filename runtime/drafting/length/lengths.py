@@ -21,6 +21,7 @@ from llmctl.runtime.drafting.length.costs import StepCosts
 from llmctl.runtime.request import Sequence
 
 ROUND_LENGTHS = (0, 1, 2, 4, 6, 10, 16, 24, 32)  # lengths of device rounds: one graph each
+STALE = 8  # decisions
 ITERATIONS = 8  # of Dinkelbach's method, which is done after three or four
 
 
@@ -107,6 +108,31 @@ def best_lengths(
             break
         best, current = lengths, tokens / step_s
     return best
+
+
+class LoneLengths:
+    """The best length of one sequence that runs alone, of all there are. A plain step takes as long
+    as this takes for many, so costs are looked up anew for every STALE decisions."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._seconds: list[float] = []  # of a step, by its drafts
+        self._age = 0
+
+    def best(self, acceptance: float, most: int) -> tuple[int, float]:
+        """(length, 0 to `most`; expected speed relative to no drafts)."""
+        self._age += 1
+        if self._age > STALE or most >= len(self._seconds):
+            self._age = 0
+            self._seconds = [self._costs.step_s(1, n, n) for n in range(most + 1)]
+        best, chance, tokens, plain_s = (0, 1.0), 1.0, 1.0, self._seconds[0]
+        for length in range(1, most + 1):
+            chance *= acceptance
+            tokens += chance
+            gain = tokens * plain_s / self._seconds[length]
+            if gain > best[1]:
+                best = (length, gain)
+        return best
 
 
 def _powers(acceptance: NDArray[np.float64], depth: int) -> NDArray[np.float64]:

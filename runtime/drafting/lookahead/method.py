@@ -27,6 +27,7 @@ class LookaheadDecoding:
 
     name = "lookahead"
     build_mode = MODE
+    has_lengths = True  # those of its window: one that is cut guesses little
     is_drafting = True
     drafts_trees = True
     is_device_led = True

@@ -37,6 +37,11 @@ class Medusa:
     accuracy: HeadAccuracy | None = None
 
     @property
+    def has_lengths(self) -> bool:
+        """A tree says it, too; and heads are counted over all of theirs."""
+        return any(own is not None for own in (self.draft_len, self.tree, self.accuracy))
+
+    @property
     def is_device_led(self) -> bool:
         """Unless the host counts what the heads said."""
         return self.accuracy is None

@@ -23,6 +23,7 @@ class NgramLookup:
 
     name = "n-gram"
     build_mode = EXTERNAL_DRAFTS
+    has_lengths = True
     is_drafting = True
     drafts_trees = False
     is_device_led = False

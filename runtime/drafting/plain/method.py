@@ -24,6 +24,7 @@ class PlainDecoding:
 
     name = "none"
     build_mode = "none"
+    has_lengths = True
     is_drafting = False
     drafts_trees = False
     draft_len: int | None = 0

@@ -44,20 +44,13 @@ class ReDrafter(WithoutWindow):
 
     holders: Mapping[str, BlockHolder] = MappingProxyType({})
 
-    def __init__(
-        self,
-        searcher: Searcher,
-        shape: BeamShape,
-        max_draft_len: int,
-        confidence: Confidence | None = None,
-    ) -> None:
+    def __init__(self, searcher: Searcher, shape: BeamShape, max_draft_len: int) -> None:
         if max_draft_len < 1:
             raise BadConfig(f"max_draft_len is {max_draft_len}; it must be at least 1")
         self.max_draft_len = min(max_draft_len, shape.num_drafts)
         self._searcher = searcher
         self._shape = shape
-        self.confidence = confidence or Confidence()
-        self.confidence.can_branch = shape.num_beams > 1
+        self.confidence = Confidence(can_branch=shape.num_beams > 1)
         self.rows = HiddenRows()
 
     def prepare(self, kv_cache: KvCacheManager, sampler: Sampler, keep_probs: bool) -> None:

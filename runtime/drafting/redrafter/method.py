@@ -35,6 +35,11 @@ class RecurrentDrafting:
     acceptance: AcceptRule = "tokens"
 
     @property
+    def has_lengths(self) -> bool:
+        """The number of beams and their length say it, too."""
+        return bool(self.num_beams or self.length or self.draft_len)
+
+    @property
     def is_device_led(self) -> bool:
         """Unless there are other beams than the engine's kernels are for."""
         return self.num_beams is None
@@ -54,7 +59,6 @@ class RecurrentDrafting:
         return check_engine(target, self.num_beams, self.length, self.draft_len)
 
     def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> ReDrafter:
-        from llmctl.runtime.drafting.length.confidence import Confidence
         from llmctl.runtime.drafting.redrafter.drafter import ReDrafter
         from llmctl.runtime.drafting.redrafter.engine_check import beam_shape
         from llmctl.runtime.drafting.redrafter.search import searcher_of
@@ -62,9 +66,7 @@ class RecurrentDrafting:
 
         target = engines[TARGET]
         shape = beam_shape(target.config, self.num_beams, self.length)
-        is_fixed = bool(self.num_beams or self.length or self.draft_len)
-        confidence = Confidence(by_default=not is_fixed)
-        return ReDrafter(searcher_of(target), shape, draft_len, confidence)
+        return ReDrafter(searcher_of(target), shape, draft_len)
 
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter

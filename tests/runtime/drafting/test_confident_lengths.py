@@ -40,7 +40,7 @@ class Run:
     def __init__(self, machine, mean, *, batch=1, claims=1.0, noise=0.03, stalls=0.0, seed=0):
         self.machine, self.mean, self.claims, self.noise = machine, mean, claims, noise
         self.stalls, self.chance = stalls, np.random.default_rng(seed)
-        self.confidence = Confidence(by_default=True, can_branch=machine.branch > 0)
+        self.confidence = Confidence(can_branch=machine.branch > 0)
         self.sequences = [SimpleNamespace(sequence_id=n) for n in range(batch)]
         self.seconds = self.tokens = 0.0
         self.drafts: list[int] = []
