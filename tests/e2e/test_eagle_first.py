@@ -15,7 +15,7 @@ from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 
 CHAIN = Eagle(5)
-METHODS = {"chain": CHAIN, "tree": Eagle(num_offers=4)}
+METHODS = {"chain": CHAIN, "tree": Eagle(12, num_offers=4)}
 SIZES = {
     "hidden_size": 384,
     "intermediate_size": 2048,
