@@ -121,7 +121,7 @@ def meeting_s(gpu: Gpu, num_ranks: int, meeting: Meeting) -> float:
     norm = NORM_S if meeting.has_norm else 0.0
     one_hop = latency + (num_ranks - 1) * part_s + norm
     two_hops = 2 * latency + (num_ranks - 1) / num_ranks * (4 + 1) / 4 * part_s + norm
-    return min(one_hop, two_hops) if meeting.has_norm else one_hop
+    return min(one_hop, two_hops) if meeting.has_norm and num_ranks > 2 else one_hop
 
 
 def waits_of(scheme: WeightScheme | None) -> Waits:

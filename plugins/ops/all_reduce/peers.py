@@ -33,7 +33,10 @@ def buffer_bytes(num_ranks: int, slot_bytes: int) -> int:
 def hops_of(ranks: int, rows: int, hidden: int) -> int:
     """1: every rank gets all partial sums. 2: a row's owner gets them and hands on what it makes of
     them. From what all ranks know, so that they agree; and the same for all sums of a step, so that
-    an owner may keep what only the next one of them reads."""
+    an owner may keep what only the next one of them reads. Two ranks would save 1.5 bytes of 4,
+    which has not been timed: they take one hop (docs/performance/tensor_parallel.md)."""
+    if ranks == 2:
+        return 1
     one, two = (entering_bytes(ranks, rows, hidden, hops) for hops in (1, 2))
     return 2 if one - two > _HOP_BYTES else 1
 

@@ -96,8 +96,9 @@ def test_a_scaled_sum_is_rounded_before_the_bias_is_added() -> None:
 
 
 def test_many_rows_take_two_hops_where_that_saves_more_than_it_costs() -> None:
-    """Of 70B: a step of 69 tokens with two ranks, of 13 with four, of 5 with eight."""
-    most = {2: 68, 4: 12, 8: 4}  # rows of one hop
+    """Of 70B: a step of 13 tokens with four ranks, of 5 with eight."""
+    assert hops_of(2, 5000, 8192) == 1
+    most = {4: 12, 8: 4}  # rows of one hop
     for ranks, rows in most.items():
         assert [hops_of(ranks, rows + more, 8192) for more in (0, 1, 5000)] == [1, 2, 2]
         call = norm_call(ranks, rows)
@@ -116,7 +117,7 @@ def test_rows_of_405b_are_normalized_in_the_launch_of_the_sum(ranks: int) -> Non
     call = norm_call(ranks, 2048, 16384, {"pushed": 16})
     limits = launch_env(Example(call, plain_step(1), no_cache())).limits
     specs = [s for s in all_reduce_norm.kernels(call, limits) if ".peers." in s.name]
-    assert len(specs) == 3
+    assert len(specs) == (2 if ranks == 2 else 3)
     on_a_processor = -(-{2: 384, 4: 384, 8: 128}[ranks] // 132)
     for spec in specs:
         compiled = compile_kernel(spec)
