@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from support.cuda import FakeCapture, launch_sampling, open_on_fake_device
@@ -12,7 +13,7 @@ from support.e2e import DRAFT_LEN, DemoPair, Outputs, PromptMaker, run_all
 from support.lockstep import open_in_lockstep
 from support.rounds_by_reference import run_rounds_by_reference
 
-from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.backends.cuda.kernel_spec import Launch, StepShape
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.sampling.cuda import CudaSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
@@ -34,8 +35,10 @@ KINDS = (
 
 
 @contextmanager
-def lockstep_executor(demo: DemoPair, draft: str | None) -> Iterator[tuple[Executor, FakeCapture]]:
-    """(the executor, the target's graphs)."""
+def lockstep_executor(
+    demo: DemoPair, draft: str | None
+) -> Iterator[tuple[Executor, FakeCapture, list[StepShape]]]:
+    """(the executor, the target's graphs, the steps that it was asked for)."""
     queue = DeviceQueue("cpu")
 
     def launch(launches: list[Launch]) -> None:
@@ -50,7 +53,7 @@ def lockstep_executor(demo: DemoPair, draft: str | None) -> Iterator[tuple[Execu
         drafter = DraftEngineDrafter(open_on_fake_device(demo.engine(draft), queue)[0], DRAFT_LEN)
     config = ExecutorConfig(KvCacheConfig(num_blocks=200))
     with Executor(target, drafter, config, CudaSampling(queue, launch)) as executor:
-        yield executor, capture
+        yield executor, capture, target.program.shapes
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +80,38 @@ def of_processes(demo: DemoPair, requests: list[Request]) -> Outputs:
 def test_tokens_equal_those_of_processes(
     demo: DemoPair, requests: list[Request], of_processes: Outputs, draft: str | None
 ) -> None:
-    with lockstep_executor(demo, draft) as (executor, capture):
+    with lockstep_executor(demo, draft) as (executor, capture, _):
         assert run_all(executor, requests) == of_processes
         assert run_all(executor, requests[:3]) == of_processes[:3], "one by one, from a warm cache"
     assert sum(graph.num_replays for graph in capture.graphs) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "output", "is_best"),
+    [
+        (SamplingConfig(), OutputConfig(), True),
+        (SamplingConfig(), OutputConfig(return_log_probs=True), False),
+        (SamplingConfig(min_tokens=9), OutputConfig(), False),
+        (SamplingConfig(no_repeat_ngram_size=2), OutputConfig(), False),
+        (SamplingConfig(temperature=0.8, top_k=5), OutputConfig(), False),
+    ],
+)
+def test_the_host_asks_for_logits_where_it_reads_them(
+    demo: DemoPair,
+    prompts: PromptMaker,
+    kind: SamplingConfig,
+    output: OutputConfig,
+    is_best: bool,
+) -> None:
+    """`min_tokens` bans the end for all 7 tokens. A request that needs them makes all gather."""
+    asked = [Request(prompt, 7, kind, output, end_id=1) for prompt in prompts(3)]
+    with lockstep_executor(demo, "ngram") as (executor, _, shapes):
+        run_all(executor, asked)
+        assert {shape.best_only for shape in shapes if shape.num_rows} == {is_best}
+        before = len(shapes)
+        run_all(executor, [replace(asked[0], sampling_config=SamplingConfig()), *asked[1:]])
+        together = [s for s in shapes[before:] if s.num_rows and s.num_requests > 1]
+        assert together and all(shape.best_only == is_best for shape in together[:3])
 
 
 @pytest.mark.parametrize("draft", [None, "draft-fp8", "draft-fp8-tp2"])
