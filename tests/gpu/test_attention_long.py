@@ -19,6 +19,7 @@ WORLDS = [
     {"heads": 64, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "quantize_out": True},
     {"heads": 32, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "spread": 3.0},
     {"heads": 32, "kv_heads": 8, "size": 64, "kv_dtype": FP8},
+    {"heads": 28, "kv_heads": 4, "size": 128, "kv_dtype": FP8, "tokens_per_block": 8},
     {"heads": 32, "kv_heads": 8, "size": 128},
     {"heads": 28, "kv_heads": 4, "size": 128, "dtype": torch.float16, "kv_dtype": torch.float16},
     {"heads": 16, "kv_heads": 1, "size": 128, "kv_dtype": INT8},
