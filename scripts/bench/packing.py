@@ -1,9 +1,10 @@
 """Times the host's work for a step with a new number of tokens, without a GPU.
 
-    python -m scripts.bench.packing 1b 8b 70b
+    python -m scripts.bench.packing 1b 8b 8b:2 70b:2
 
 A prompt of a length that was not seen before is described, packed and enqueued, forty times, on a
 driver whose calls do nothing: what is left out is a tensor map for each description, and launching.
+"8b:2" is a rank of two.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from llmctl.builder.engine_kernels import fused_calls, kernel_specs, meta_cache
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel
 from llmctl.plugins.backends.cuda.driver import CudaDriver
-from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, StepShape
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Peers, StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from scripts.bench.plan_support import bound, planned
 from scripts.models.planted_shapes import SHAPES
@@ -46,17 +47,28 @@ class SilentLibrary:
         return self.__dict__[name]
 
 
-def program_of(name: str) -> CudaProgram:
-    """An FP8 model's program, its tensors without memory."""
-    plan, limits = planned(name)
+def program_of(name: str, ranks: int) -> CudaProgram:
+    """An FP8 model's program, one rank's of so many, its tensors without memory."""
+    plan, limits = planned(name, ranks=ranks)
     kernels = map(without_code, kernel_specs(plan, limits))
     with patch("ctypes.CDLL", return_value=SilentLibrary()):
         driver = CudaDriver()
     program = CudaProgram(
-        bound(plan), kernels, limits, "meta", driver, fused=fused_calls(plan, limits)
+        *(bound(plan), kernels, limits, "meta", driver),
+        fused=fused_calls(plan, limits),
+        peers=peers_of(ranks) if ranks > 1 else None,
     )
     program.bind_kv_cache(meta_cache(plan, limits))
     return program
+
+
+def peers_of(ranks: int) -> Peers:
+    """What rank 0 shares with others that are not there."""
+    bases, state, lost = (
+        torch.empty(size, dtype=dtype, device="meta")
+        for size, dtype in ((ranks, torch.int64), (4, torch.int32), (4, torch.int32))
+    )
+    return Peers(0, ranks, bases, state, lost, slot_bytes=1 << 40, limit_ns=1)
 
 
 def without_code(spec: KernelSpec) -> CompiledKernel:
@@ -79,11 +91,14 @@ def milliseconds(program: CudaProgram, tokens: int) -> float:
 def main() -> None:
     """Model after model."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("shapes", nargs="+", choices=SHAPES)
+    parser.add_argument("shapes", nargs="+", metavar="SHAPE[:RANKS]")
     arguments = parser.parse_args()
     print(f"python {platform.python_version()}, torch {torch.__version__}")
     for name in arguments.shapes:
-        program = program_of(name)
+        shape, _, ranks = name.partition(":")
+        if shape not in SHAPES:
+            parser.error(f"{name}: one of {', '.join(SHAPES)} is wanted")
+        program = program_of(shape, int(ranks or 1))
         milliseconds(program, FIRST - 1)
         gc.collect()
         gc.freeze()  # as the runtime does once an engine is open

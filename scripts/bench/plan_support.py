@@ -68,12 +68,11 @@ def plan_shape(
 
 @cache
 def planned(
-    name: str, kv_algo: str | None = "FP8", qformat: str | None = "fp8"
+    name: str, kv_algo: str | None = "FP8", qformat: str | None = "fp8", ranks: int = 1
 ) -> tuple[Plan, StepLimits]:
     """That of a shape by name, for batches of four and 4,096 tokens of context."""
-    return plan_shape(
-        SHAPES[name], BuildRequest(max_batch_size=4, max_seq_len=4096), kv_algo, qformat
-    )
+    request = BuildRequest(max_batch_size=4, max_seq_len=4096, tp_size=ranks)
+    return plan_shape(SHAPES[name], request, kv_algo, qformat)
 
 
 def bound(plan: Plan) -> list[OpCall]:

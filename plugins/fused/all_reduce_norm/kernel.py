@@ -29,6 +29,7 @@ from llmctl.plugins.ops.all_reduce.peers import (
 )
 from llmctl.plugins.ops.rms_norm import kernel as rms_norm
 
+OWN_ROLES = frozenset({*AFTER_SUM, "norm_weight", "scale"})
 # On the device at once, by ranks: three on a multiprocessor, or one with the registers of eight.
 _MOST_BLOCKS = {2: 384, 4: 384, 8: 128}
 _SHARED_BYTES = 2 * 32 * 4 + 2 * 8  # parts of sums of squares, barriers; as in peers.cu

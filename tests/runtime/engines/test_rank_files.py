@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.planted import LoadFormat
 from llmctl.plugins.backends.cuda import device_kernels
-from llmctl.plugins.backends.cuda.kernel_spec import Peers, StepShape
+from llmctl.plugins.backends.cuda.kernel_spec import Peers, StepShape, TensorMap
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.runtime.engines.engine_file import EngineFile, exchange_bytes, slot_bytes
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
@@ -47,21 +48,26 @@ def launched(
     return [name for name, *_ in recorder.launched]
 
 
+def peers_of(file: EngineFile) -> Peers:
+    """Of rank 1 of two."""
+    return Peers(
+        rank=1,
+        num_ranks=2,
+        bases=torch.zeros(2, dtype=torch.int64),
+        state=torch.zeros(4, dtype=torch.int32),
+        lost=torch.zeros(4, dtype=torch.int32),
+        slot_bytes=slot_bytes([file]),
+        limit_ns=1,
+    )
+
+
 def test_ranks_launch_together_what_each_launches_alone(
     engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels of one rank twice, but the gathering of logits, and other kernels for sums."""
     together, alone = EngineFile.open(engine), EngineFile.open(engine, rank=1)
     assert [rank.number for rank in alone.ranks] == [1] and len(together.ranks) == 2
-    peers = Peers(
-        rank=1,
-        num_ranks=2,
-        bases=torch.zeros(2, dtype=torch.int64),
-        state=torch.zeros(4, dtype=torch.int32),
-        lost=torch.zeros(4, dtype=torch.int32),
-        slot_bytes=slot_bytes([alone]),
-        limit_ns=1,
-    )
+    peers = peers_of(alone)
     both, own = launched(together, monkeypatch), launched(alone, monkeypatch, peers)
     exchanged = [name for name in own if ".peers." in name]
     assert len(exchanged) == 2 * 2 + 1, "two sums a layer, and the logits"
@@ -73,6 +79,42 @@ def test_ranks_launch_together_what_each_launches_alone(
     norms = [name for name in both if name.startswith("rms_norm")]
     assert len(norms) == 2 * 2 * 2, "in the launch of the sum where ranks have a device each"
     assert sorted(name for name in both if name not in sums + norms) == sorted(2 * rest)
+
+
+def test_sums_of_like_layers_are_packed_once_and_rebound(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launches are those that each call would describe itself, together and apart."""
+    for rank in (None, 1):
+        recorder = Recorder()
+        monkeypatch.setattr(device_kernels, "cuda_driver", lambda index, own=recorder: own)
+        file = EngineFile.open(engine, rank=rank)
+        loaded, _ = file.load(DeviceQueue("cpu"), None if rank is None else peers_of(file))
+        loaded.allocate_kv_cache(3)
+        program = loaded.program
+        program.enqueue(SHAPE, STREAM)
+        sums = [name for name, *_ in recorder.launched if name.startswith("all_reduce_norm")]
+        assert rank is None or len(sums) == 2 * 2
+        num_prepared, rebound = recorder.num_prepared, list(recorder.launched)
+        assert recorder.num_rebound > 0
+        recorder.launched.clear()
+        program._looks = [None] * len(program._looks)
+        program.forget()
+        program.enqueue(SHAPE, STREAM)
+        assert recorder.num_prepared - num_prepared > num_prepared, "then each is described"
+        assert list(map(described, recorder.launched)) == list(map(described, rebound))
+
+
+def described(launch: tuple[Any, ...]) -> tuple[Any, ...]:
+    name, grid, arguments, *rest = launch
+    return name, grid, list(map(place_of, arguments)), *rest
+
+
+def place_of(argument: Any) -> Any:
+    if isinstance(argument, TensorMap):
+        boxes = (argument.box_rows, argument.box_columns, argument.swizzle)
+        return argument.tensor.data_ptr(), *boxes
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 def test_memory_is_that_of_the_ranks_on_the_device(engine: Path) -> None:
