@@ -65,7 +65,7 @@ def check_pages(tokens_per_block: int, specs: Callable[..., list[KernelSpec]]) -
         8, 2, 128, (64,), kv_dtype=FP8, tokens_per_block=tokens_per_block, max_seq_len=8192
     )
     for spec in specs(world.call([(0, 0, 1)]), world.limits()):
-        # Trees have up to eleven warps, 168 registers each; with some values in local memory they
+        # Trees have up to twelve warps, 168 registers each; with some values in local memory they
         # are still the fastest (docs/performance/trees.md). Chains spill nothing.
         allowed = 288 if spec.name.endswith("r24.trees") else 48 * spec.name.endswith(".trees")
         assert compile_kernel(spec).local_bytes <= allowed, spec.name

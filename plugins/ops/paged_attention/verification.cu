@@ -18,7 +18,7 @@
 //
 // Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
 // for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two, at least 8), ROWS (8 | 16 | 24), UNITS,
-// TREE, SPLITS, SHARED_BYTES, UNIT (tiles of the first work items), K_SCALE, V_SCALE, STATIC.
+// TREE, SPARE_WARPS, SPLITS, SHARED_BYTES, UNIT (tiles of the first work items), K_SCALE, V_SCALE, STATIC.
 // Grid: SPLITS, KV heads * blocks of rows, requests.
 
 #include "ops/paged_attention/verification_tree.cuh"
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Numbers numbers = {0, 0, 0};
   TileCopier copier(cache, head, table);
   const int first_unit = rank * UNITS + warp, first_tile = unit_start(first_unit);
-  const bool is_tail = TREE && warp >= UNITS;
+  const bool is_unit = !TREE || warp < UNITS, is_tail = TREE && !is_unit && warp < UNITS + TAILS;
   Tail tail;
   bool has_second = false;  // its work item has a second tile, and a slot is unused
   const auto is_old = [&](int tile) {  // all its tokens are of earlier steps
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     has_second = first_unit >= 16 && warp + SPARE < UNITS &&
                  (first_tile + 1) * KEYS < copier.limit &&
                  unit_start(first_unit + SPARE) >= (last + KEYS - 1) / KEYS;
-    if (!is_tail) bring(true);
+    if (is_unit) bring(true);
   };
   gather();
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int token = from + lane / GROUP;
       if (lane < num_rows && u32(token) < u32(num_tokens)) position = load_int(position_ids + token);
     }
-    if (!is_tail) bring(false);
+    if (is_unit) bring(false);
 #if TREE
     if (is_tail) {
       tail.start(numbers);
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int start = rank * UNITS, round = 0; start < units; start += SPLITS * UNITS, ++round) {
     const int unit = start + warp, next_unit = unit + SPLITS * UNITS;
     if (is_tail) tail.finish(shared, start, units, all_tiles, scale);
-    if (TREE ? !is_tail && unit < units && unit_start(unit) < tiles : unit < units) {
+    if (TREE ? is_unit && unit < units && unit_start(unit) < tiles : unit < units) {
       const int end = min(unit_start(unit + 1), tiles);
       const int behind = next_unit < units ? unit_start(next_unit) : tiles;
       State state;
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (next_unit - warp < units) {  // the block's next work items: their tiles overwrite the parts
       __syncthreads();
-      if (!is_tail) {
+      if (is_unit) {
         copier.copy(keys, tile, 0);
         copier.copy(keys + TILE_BYTES, tile, 1);
       }

@@ -51,9 +51,14 @@ class Variant:
         return f"k{self.splits}u{self.units}r{self.rows}" + ".trees" * self.has_trees
 
     @property
+    def spare_warps(self) -> int:
+        """Which make twelve of eleven: 24 rows are merged by as many warps, two each."""
+        return int(self.has_trees and self.units + self.rows // 8 == 11)
+
+    @property
     def num_warps(self) -> int:
         """One for each work item, and for trees one for each eight rows."""
-        return self.units + (self.rows // 8 if self.has_trees else 0)
+        return self.units + (self.rows // 8 if self.has_trees else 0) + self.spare_warps
 
     def shared_bytes(self, call: OpCall, limits: StepLimits) -> int:
         """Tiles; what trees need; states and factors of work items; the state passed between
@@ -252,6 +257,7 @@ def verification_spec(call: OpCall, limits: StepLimits, variant: Variant) -> Ker
         "UNITS": variant.units,
         "ROWS": variant.rows,
         "TREE": variant.has_trees,
+        "SPARE_WARPS": variant.spare_warps,
         "WINDOW_TILES": WINDOW_TILES,
         "SHARED_BYTES": shared_bytes,
     }

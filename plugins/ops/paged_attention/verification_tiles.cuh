@@ -6,7 +6,7 @@
 #include "ops/paged_attention/batch_state.cuh"
 
 constexpr int TAILS = TREE ? ROWS / 8 : 0;  // warps for the keys behind a tree's root
-constexpr int WARPS = UNITS + TAILS, THREADS = 32 * WARPS;
+constexpr int WARPS = UNITS + TAILS + SPARE_WARPS, THREADS = 32 * WARPS;  // the spare ones merge
 constexpr int FIRST_TILES = unit_start(SPLITS * UNITS) - unit_start((SPLITS - 1) * UNITS);
 constexpr int FIRST_PAGES = FIRST_TILES * KEYS / TOKENS_PER_BLOCK + (TOKENS_PER_BLOCK > KEYS);
 constexpr int SPARE = UNITS == 12 ? 4 : UNITS == 10 ? 2 : UNITS;  // work items from one to the one whose slot its second tile may use
