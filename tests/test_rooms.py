@@ -91,8 +91,8 @@ def test_the_check_sees_code_and_no_prose(tmp_path: Path) -> None:
 
 
 def test_a_file_is_read_in_one_sitting(repository: Path) -> None:
-    folders = (*SOURCES, "scripts", "tests")
-    kinds = {".py", ".cu", ".cuh", ".cpp", ".h"}
+    folders = (*SOURCES, "scripts", "tests", "docs")
+    kinds = {".py", ".cu", ".cuh", ".cpp", ".h", ".md"}
     files = [path for folder in folders for path in (repository / folder).rglob("*")]
     long = [
         path.relative_to(repository).as_posix()
