@@ -21,7 +21,7 @@ namespace LLMCTL_ISA {
 namespace {
 
 constexpr int64_t kBlockInner = 1024;  // k values of a widened block: 128 KiB of weights
-constexpr int64_t kGroupTokens = 126;  // tokens that are multiplied by a widened block
+constexpr int64_t kGroupTokens = 132;  // that are multiplied by a widened block: a chunk of 128, too
 constexpr int64_t kFewTokens = 4 * kTileTokens;  // up to here weights are widened in registers
 constexpr int64_t kSerialProducts = 1 << 17;  // M * K * O below this runs on one thread
 
