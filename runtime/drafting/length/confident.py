@@ -170,6 +170,7 @@ class ConfidentLengths:
             self._learn(generated, accepted)
         if num_context_tokens or step_s is None:
             return
+        step_s = elapsed_s  # with what the host does between steps: it delays the next tokens, too
         if num_steps == 0:
             self._num_plain += 1
             if self._num_plain < 2:  # one that follows drafts takes longer

@@ -40,7 +40,7 @@ class _Mean:
                 self.value = value
             return
         self.count += 1
-        if self.count > 2:
+        if self.count > 2 and self.value > 0:  # beside 0 everything is far off
             value = min(max(value, 0.5 * self.value), 2 * self.value)
         self.value += max(1 / self.count, 0.1) * (value - self.value)
 

@@ -62,6 +62,18 @@ def test_the_time_of_one_depth_is_shared_out_and_one_of_nothing_is_nothing():
     assert costs.draft_s(8) == costs.drafting_s(8, 5) == 0.0
 
 
+def test_a_cost_that_seemed_to_be_nothing_is_found():
+    costs = StepCosts()
+    for _ in range(9):
+        costs.observe(1, 0, 0, 1.0, 0.0)
+    for _ in range(4):
+        costs.observe(1, 1, 1, 0.9, 0.0)
+    assert costs.extra_s(1, 1) == 0.0
+    for _ in range(60):
+        costs.observe(1, 1, 1, 1.3, 0.0)
+    assert costs.extra_s(1, 1) == pytest.approx(0.3, rel=0.05)
+
+
 def test_one_step_far_off_moves_a_cost_little():
     costs = StepCosts()
     for _ in range(20):
