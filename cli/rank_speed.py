@@ -31,7 +31,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from llmctl.cli.gpus import READ_SHARE, Gpu
-from llmctl.plugins.ops.rank_argmax.kernel import PEER_CHUNK
+from llmctl.plugins.ops.rank_argmax.chunks import PEER_CHUNK
 from llmctl.plugins.schemes.scheme import WeightScheme
 
 Waits: TypeAlias = tuple[tuple[float, float], ...]  # (bytes a step reads a layer, exposed seconds)

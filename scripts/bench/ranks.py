@@ -20,7 +20,7 @@ import torch
 from llmctl.plugins.backends.cuda.read_rate import elapsed_ms
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.all_reduce.peers import entering_bytes, hops_of
-from llmctl.plugins.ops.rank_argmax.kernel import PEER_CHUNK
+from llmctl.plugins.ops.rank_argmax.chunks import PEER_CHUNK
 from scripts.bench.ranks_support import ExchangingRank, run_ranks
 
 ROWS = (1, 11, 176)

@@ -67,5 +67,5 @@ def check_pages(tokens_per_block: int, specs: Callable[..., list[KernelSpec]]) -
     for spec in specs(world.call([(0, 0, 1)]), world.limits()):
         # Trees have up to twelve warps, 168 registers each; with some values in local memory they
         # are still the fastest (docs/performance/trees.md). Chains spill nothing.
-        allowed = 288 if spec.name.endswith("r24.trees") else 48 * spec.name.endswith(".trees")
+        allowed = 304 if spec.name.endswith("r24.trees") else 48 * spec.name.endswith(".trees")
         assert compile_kernel(spec).local_bytes <= allowed, spec.name

@@ -20,13 +20,13 @@ from llmctl.plugins.ops.all_reduce.peers import (
     meeting_values,
     size_values,
 )
+from llmctl.plugins.ops.rank_argmax.chunks import PEER_CHUNK
 from llmctl.plugins.ops.sampling.arrays import CHUNK
 from llmctl.plugins.ops.sampling.kernel import AWAITED_WARPS, awaited
 
 if TYPE_CHECKING:
     import torch
 
-PEER_CHUNK = 1024  # ids that a warp chooses from, where each rank has a device
 _WARPS = THREADS // 32
 
 
