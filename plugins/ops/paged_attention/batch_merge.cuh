@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ops/paged_attention/batch_state.cuh"
+#include "ops/paged_attention/meeting.cuh"
 #include "ops/paged_attention/output.cuh"
 
 constexpr int STATE_LINES = STEPS * 4 + 3;  // of a block of columns: sums, two of `largest`, `total`
@@ -14,28 +15,13 @@ constexpr int FETCHED = SLOTS * TILE_BYTES / (16 * PIECES);  // entries in the r
 // Waits for all warps of a context; what they stored may be read.
 DEVICE void meet_parts(int* counter, int count) {
   __syncwarp();
-  if (threadIdx.x == 0) {
-    int arrived;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
-                 : "=r"(arrived)
-                 : "l"(counter)
-                 : "memory");
-    for (++arrived; arrived < count;) {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
-    }
-  }
+  if (threadIdx.x == 0) wait_for_others(counter, count);
   __syncwarp();
 }
 
 // The last one to leave sets the counter to zero.
 DEVICE void leave_parts(int* counter, int count) {
-  if (threadIdx.x != 0) return;
-  int left;
-  asm volatile("atom.add.relaxed.gpu.global.s32 %0, [%1], 1;"
-               : "=r"(left)
-               : "l"(counter)
-               : "memory");
-  if (left == 2 * count - 1) *counter = 0;
+  if (threadIdx.x == 0) leave_others(counter, count);
 }
 
 DEVICE float load_shared_float(u32 address) {

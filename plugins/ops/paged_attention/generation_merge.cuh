@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ops/paged_attention/generation_units.cuh"
+#include "ops/paged_attention/meeting.cuh"
 #include "ops/paged_attention/output.cuh"
 #include "ops/paged_attention/unit_state.cuh"
 
@@ -92,28 +93,13 @@ struct Parts {
 // Waits for the thread blocks that share a block of rows; all of them run at once.
 DEVICE void meet_all(int* counter) {
   __syncthreads();
-  if (threadIdx.x == 0) {
-    int arrived;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
-                 : "=r"(arrived)
-                 : "l"(counter)
-                 : "memory");
-    for (++arrived; arrived < SPLITS;) {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
-    }
-  }
+  if (threadIdx.x == 0) wait_for_others(counter, SPLITS);
   __syncthreads();
 }
 
 // The last one to arrive leaves the counter at zero.
 DEVICE void leave_all(int* counter) {
-  if (threadIdx.x != 0) return;
-  int left;
-  asm volatile("atom.add.relaxed.gpu.global.s32 %0, [%1], 1;"
-               : "=r"(left)
-               : "l"(counter)
-               : "memory");
-  if (left == 2 * SPLITS - 1) *counter = 0;
+  if (threadIdx.x == 0) leave_others(counter, SPLITS);
 }
 
 // Reads global memory, bypassing L1.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ops/paged_attention/long_units.cuh"
+#include "ops/paged_attention/meeting.cuh"
 
 constexpr int QUARTER = SIZE / 4;           // dimensions of a piece of a row
 constexpr int PIECE_THREADS = QUARTER / 4;  // four dimensions each
@@ -24,28 +25,13 @@ DEVICE void meet_computing() { asm volatile("barrier.sync 2, 256;" ::: "memory")
 // Waits for all thread blocks of a context; what they stored may be read.
 DEVICE void meet_shares(int* counter, int count) {
   meet_computing();
-  if (threadIdx.x == THREADS) {
-    int arrived;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
-                 : "=r"(arrived)
-                 : "l"(counter)
-                 : "memory");
-    for (++arrived; arrived < count;) {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
-    }
-  }
+  if (threadIdx.x == THREADS) wait_for_others(counter, count);
   meet_computing();
 }
 
 // The last one to leave sets the counter to zero.
 DEVICE void leave_shares(int* counter, int count) {
-  if (threadIdx.x != THREADS) return;
-  int left;
-  asm volatile("atom.add.relaxed.gpu.global.s32 %0, [%1], 1;"
-               : "=r"(left)
-               : "l"(counter)
-               : "memory");
-  if (left == 2 * count - 1) *counter = 0;
+  if (threadIdx.x == THREADS) leave_others(counter, count);
 }
 
 // The factors of one row, BATCH work items after another, by as many lanes.

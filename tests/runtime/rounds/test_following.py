@@ -89,4 +89,4 @@ def test_drafters_whose_state_rank_0_alone_has_are_not_followed() -> None:
     class Other(NeverReads):
         pass
 
-    assert describe(Other()) is None  # type: ignore[arg-type]
+    assert describe(Other()) is None  # type: ignore[arg-type]  # all that it is asked is its type

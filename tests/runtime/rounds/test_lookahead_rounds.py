@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from support.cuda_rounds import Lengths
 from support.fake_engine import plain_answer
 from support.lookahead_rounds import VOCAB, LookaheadDevice
+from support.round_requests import random_request
 from support.rounds_by_reference import run_rounds_by_reference
 
 from llmctl.builder.engine_format import LookaheadDecodingConfig, lookahead_sizes
@@ -82,29 +84,14 @@ def noted_pools(device: LookaheadDevice) -> dict[int, dict[int, list[int]]]:
     return pools
 
 
-def random_request(generator: np.random.Generator, sizes: tuple[int, int, int]) -> Request:
-    """Mostly requests that a device can run alone, some that it cannot."""
-    style = generator.integers(8)
-    config = SamplingConfig()
-    if style in (1, 2):
-        top_k = 0 if style == 1 else 9
-        config = SamplingConfig(temperature=0.8, top_k=top_k, seed=int(generator.integers(99)))
-    elif style == 3:
-        config = SamplingConfig(presence_penalty=0.5)
-    own = None
+def windowed_request(generator: np.random.Generator, sizes: tuple[int, int, int]) -> Request:
+    """One that may have sizes of its own."""
+    style, own = generator.integers(8), None
     if style == 5:
         own = LookaheadDecodingConfig(1, 2, min(1, sizes[2]))
     elif style == 6 and generator.random() < 0.3:
         own = LookaheadDecodingConfig(1, 1, 0)
-    return Request(
-        tuple(generator.integers(0, VOCAB, generator.integers(1, 30)).tolist()),
-        int(generator.integers(1, 30)),
-        config,
-        end_id=5 if generator.random() < 0.3 else None,
-        stop_words=((3, 4),) if generator.random() < 0.2 else (),
-        max_draft_len=2 if style == 4 and generator.random() < 0.5 else None,
-        lookahead_config=own,
-    )
+    return replace(random_request(generator, VOCAB), lookahead_config=own)
 
 
 @pytest.mark.parametrize("schedule", range(5))
@@ -124,7 +111,7 @@ def test_any_schedule_gives_the_plain_answer(schedule):
         config=SchedulerConfig(policy) if policy else None,
         draft_lengths=Lengths((0, 1, most, most), schedule) if schedule in (2, 3) else None,
     )
-    requests = [random_request(generator, sizes) for _ in range(7)]
+    requests = [windowed_request(generator, sizes) for _ in range(7)]
     harness.run_arriving(generator, requests, horizon=60)
     assert device.runner._num_started > 3
 
