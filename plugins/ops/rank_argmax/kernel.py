@@ -2,7 +2,8 @@
 
 Instead of logits each rank hands on the best of every CHUNK of its ids as a key, whose order is
 that of (value, lower id), so what all ranks take is what `sampling.argmax` finds in the gathered
-row: 8 bytes for 4,096. The tie between equal logits goes to the lowest id, as on one rank.
+row: 8 bytes for the 4,096 of 1,024 logits (ranks with a device each). The tie between equal logits
+goes to the lowest id, as on one rank.
 """
 
 from __future__ import annotations

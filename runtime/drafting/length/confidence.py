@@ -12,9 +12,8 @@ from typing import Protocol, runtime_checkable
 class Confidence:
     """Shared by a drafter and what decides its lengths. Chances are logarithms.
 
-    least_kept, least_continued: a draft
-    that is less likely is left out, and none is sought behind one below the other. By default
-    there is no limit.
+    least_kept, least_continued: a draft that is less likely is left out, and none is sought behind
+    one below the other. By default there is no limit.
     """
 
     least_kept: float = -inf
