@@ -87,7 +87,8 @@ class RankTime:
 
 def head_meeting(share: int, rows: int) -> Meeting:
     """Behind the output projection, of greedy requests: the best ids of `rows` rows of logits, of
-    which a rank has `share` columns. (Sampled requests gather the logits, 4 bytes each.)"""
+    which a rank has `share` columns. (Draws without filters take 32 bytes a row;
+    with filters logits are gathered, 4 bytes each.)"""
     return Meeting(BEST_BYTES * rows * -(-share // PEER_CHUNK), is_sum=False)
 
 

@@ -91,6 +91,11 @@ class CudaEngine(Engine):
         return self.program.beside(head.calls, head.row_inputs, kv_dtype)
 
     @property
+    def merges_draws(self) -> bool:
+        """Whether rounds draw without filters from logits that stay with ranks."""
+        return self.shares_logits and self.program.has_peers
+
+    @property
     def head_caches(self) -> Mapping[str, BlockHolder]:
         """The caches of heads; see Engine."""
         return {name: cache for name, cache in self._paged.items() if name}

@@ -9,6 +9,7 @@ import torch
 
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
 from llmctl.plugins.core.calls import OpCall, StepInputs
+from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
 
 
 class DeviceProgram(Protocol):
@@ -16,6 +17,10 @@ class DeviceProgram(Protocol):
 
     step: DeviceStep
     limits: StepLimits
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are other ranks, with a device each."""
 
     def upload(self, step: StepInputs, stream: int) -> None:
         """Enqueue the copy of a step's integers to `self.step`; the arrays may change at once."""
@@ -34,6 +39,21 @@ class DeviceProgram(Protocol):
 
     def best_ids(self, out: torch.Tensor, rows: int, *, stride: int = 1, offset: int = 0) -> Launch:
         """The best id of each row whose logits a step left with the ranks; see `CudaProgram`."""
+
+    def best_draws(
+        self,
+        out: torch.Tensor,
+        scratch: SamplingScratch,
+        rows: int,
+        arrays: SamplingArrays,
+        positions: torch.Tensor,
+        *,
+        per_request: int = 1,
+        first: int = 0,
+        stride: int = 1,
+        offset: int = 0,
+    ) -> list[Launch]:
+        """The same for draws without filters, where the program `has_peers`."""
 
     def beside(
         self, calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor], kv_dtype: str = ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from llmctl.plugins.device_loop import tree_kernel
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.sampling import kernel as sampling
-from llmctl.plugins.ops.sampling.arrays import SamplingScratch
+from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.rounds.upload import Drawing
 
@@ -72,11 +73,11 @@ class DeviceSteps:
         is_drawn: bool = False,
     ) -> None:
         """Run an engine on `count` tokens of each request, `rows` of them with logits; of trees, up
-        to so many. is_drawn: `draw` alone reads the logits."""
+        to so many. is_drawn: `draw` or `draw_nodes` alone reads the logits."""
         step = _step(engine, shape, count, rows)
         if has_trees:
             step = replace(step, max_tree_len=count)
-        if is_drawn and _takes_best(engine, shape):
+        if is_drawn and _stay_with_ranks(engine, shape):
             step = replace(step, best_only=True)
         engine.program.enqueue(step, self._queue.handle)
 
@@ -105,27 +106,20 @@ class DeviceSteps:
     ) -> None:
         """Tokens of the engine's logits, or those of a head of its; row r draws position committed
         + first + r's own place."""
-        if logits is None and _takes_best(engine, shape):
-            best = engine.program.best_ids(out, rows, stride=stride, offset=offset)
-            self.launch(engine, [best])
-            return
-        logits, scratch = engine.logits if logits is None else logits, self.scratch(engine)
-        if shape.drawing is Drawing.GREEDY:
-            drawn = [sampling.argmax(logits, out, scratch, rows, stride=stride, offset=offset)]
-        else:
-            drawn = sampling.sample(
-                logits,
-                out,
-                scratch,
-                rows,
-                self.state.sampling,
-                self.state.committed,
+        if shape.drawing is not Drawing.GREEDY:
+            own = self.state.sampling, self.state.committed
+            drawn = self._sampled(
+                *(engine, out, shape, rows, own, logits),
                 per_request=per_request,
                 first=first,
                 stride=stride,
                 offset=offset,
-                has_wide=shape.drawing is Drawing.WIDE,
             )
+        elif logits is None and _stay_with_ranks(engine, shape):
+            drawn = [engine.program.best_ids(out, rows, stride=stride, offset=offset)]
+        else:
+            logits, scratch = engine.logits if logits is None else logits, self.scratch(engine)
+            drawn = [sampling.argmax(logits, out, scratch, rows, stride=stride, offset=offset)]
         self.launch(engine, drawn)
 
     def draw_nodes(self, trees: DraftTrees, shape: RoundShape) -> None:
@@ -134,23 +128,49 @@ class DeviceSteps:
         if shape.drawing is Drawing.GREEDY:
             self.draw(engine, state.targets, shape, rows)
             return
-        drawn = sampling.sample(
-            engine.logits,
-            state.targets,
-            self.scratch(engine),
-            rows,
-            trees.sampling,
-            trees.positions,
-            has_wide=shape.drawing is Drawing.WIDE,
-        )
+        own = trees.sampling, trees.positions
+        drawn = self._sampled(engine, state.targets, shape, rows, own)
         described = state, trees, shape.batch, shape.draft_len
         self.launch(engine, [tree_kernel.spread(*described), *drawn])
 
+    def _sampled(
+        self,
+        engine: CudaEngine,
+        out: torch.Tensor,
+        shape: RoundShape,
+        rows: int,
+        own: tuple[SamplingArrays, torch.Tensor],
+        logits: torch.Tensor | None = None,
+        *,
+        per_request: int = 1,
+        first: int = 0,
+        stride: int = 1,
+        offset: int = 0,
+    ) -> list[Launch]:
+        """Draws of requests that are not all greedy; own: how each request draws, and where."""
+        stays = logits is None and _stay_with_ranks(engine, shape)
+        logits = engine.logits if logits is None else logits
+        has_wide = shape.drawing is Drawing.WIDE
+        draw = (
+            engine.program.best_draws
+            if stays
+            else partial(sampling.sample, logits, has_wide=has_wide)
+        )
+        return draw(
+            *(out, self.scratch(engine), rows, *own),
+            per_request=per_request,
+            first=first,
+            stride=stride,
+            offset=offset,
+        )
 
-def _takes_best(engine: CudaEngine, shape: RoundShape) -> bool:
-    """Whether ranks hand on the best of their ids instead of logits. Draws of sampled requests
-    compare all logits of a row."""
-    return engine.shares_logits and shape.drawing is Drawing.GREEDY
+
+def _stay_with_ranks(engine: CudaEngine, shape: RoundShape) -> bool:
+    """Whether ranks hand on the best of their ids instead of logits. Draws with filters compare all
+    logits of a row."""
+    if shape.drawing is Drawing.GREEDY:
+        return engine.shares_logits
+    return shape.drawing is Drawing.PLAIN and engine.merges_draws
 
 
 def _step(engine: CudaEngine, shape: RoundShape, count: int, rows: int) -> StepShape:

@@ -20,7 +20,7 @@ from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.device_loop.tree_kernel import MOST_RANKS, num_keys
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes, lookahead_bytes
-from llmctl.plugins.ops.sampling.kernel import is_wide
+from llmctl.plugins.ops.sampling.kernel import has_filter, is_wide
 from llmctl.plugins.ops.sampling.spec import MAX_TOP_K
 from llmctl.plugins.ops.tree_growth.arrays import growth_bytes
 from llmctl.runtime.engines.cuda_engine import CudaEngine
@@ -33,6 +33,7 @@ class Drawing(enum.Enum):
     """Which launches draw a round's tokens; a graph contains those it was captured with."""
 
     GREEDY = "greedy"
+    PLAIN = "plain"  # sampled without filters, of logits that ranks have shares of
     NARROW = "narrow"  # sampled, and every request's filters leave few ids
     WIDE = "wide"
 
@@ -77,8 +78,12 @@ class RoundUpload:
         self._write(arrays.min_p, [p.min_p for p in params])
         self._write(arrays.seed_low, [_signed(seed & _WORD) for seed in seeds])
         self._write(arrays.seed_high, [_signed(seed >> 32) for seed in seeds])
-        vocab = min(engine.vocab_size for engine in self._engines)
-        return Drawing.WIDE if any(is_wide(p, vocab) for p in params) else Drawing.NARROW
+        sizes = [engine.vocab_size for engine in self._engines]
+        if any(is_wide(p, min(sizes)) for p in params):
+            return Drawing.WIDE
+        is_plain = not any(has_filter(p, max(sizes)) for p in params)
+        merges = any(engine.merges_draws for engine in self._engines)
+        return Drawing.PLAIN if is_plain and merges else Drawing.NARROW
 
     def write_tables(self, tables: NDArray[np.int32], lens: Items[int]) -> None:
         """Blocks of each request [requests, longest]; `lens` of them are its own."""

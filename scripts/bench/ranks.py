@@ -1,5 +1,5 @@
 """Times what ranks with a GPU each exchange: sums behind O and down products, alone and with the
-norm that follows, logits, and the best ids of logits instead.
+norm that follows, logits, and instead of them the best ids, or draws without filters.
 
     python -m scripts.bench.ranks [--ranks 2] [--hidden 8192] [--vocab 128256]
 
@@ -27,6 +27,7 @@ ROWS = (1, 11, 176)
 PROMPTS = (512, 2048)  # rows of prompts, of sums with the norm alone
 REPEATS, REPLAYS, WARM_UP = 50, 25, 5
 LINK_BYTES_S = 450e9
+DRAW_BYTES = 32  # of a row's best draw
 Times = tuple[float, float, float]  # median, least, most, in microseconds
 
 
@@ -40,9 +41,10 @@ def measure(rank: int, ranks: int, pipe: Connection, hidden: int, vocab: int) ->
         for call in (_sum(own, rows, hidden), _gathering(own, rows, share, vocab)):
             entering = call.inputs["x"].nbytes * (ranks - 1)
             found.append((call.op, rows, _time(own, call, rows), entering))
-        best = _best(own, rows, share, vocab)
-        entering = 8 * rows * -(-share // PEER_CHUNK) * (ranks - 1)
-        found.append(("best id", rows, _time(own, best, rows), entering))
+        each = (("best id", "best", 8 * -(-share // PEER_CHUNK)), ("draw", "drawn", DRAW_BYTES))
+        for name, role, given in each:
+            merged = _merging(own, rows, share, vocab, role)
+            found.append((name, rows, _time(own, merged, rows), given * rows * (ranks - 1)))
     for rows in (*ROWS, *PROMPTS):
         entering = entering_bytes(ranks, rows, hidden, hops_of(ranks, rows, hidden))
         call = _norm(own, rows, hidden)
@@ -82,10 +84,10 @@ def _gathering(own: ExchangingRank, rows: int, share: int, vocab: int) -> OpCall
     return OpCall("all_gather", "gather", {"x": x}, {"out": out}, {"ranks": own.ranks})
 
 
-def _best(own: ExchangingRank, rows: int, share: int, vocab: int) -> OpCall:
+def _merging(own: ExchangingRank, rows: int, share: int, vocab: int, role: str) -> OpCall:
     gathering = _gathering(own, rows, share, vocab)
-    best = torch.empty(rows, dtype=torch.int32, device=own.device)
-    return replace(gathering, outputs={**gathering.outputs, "best": best})
+    tokens = torch.empty(rows, dtype=torch.int32, device=own.device)
+    return replace(gathering, outputs={**gathering.outputs, role: tokens})
 
 
 def _time(own: ExchangingRank, call: OpCall, rows: int) -> Times:

@@ -14,6 +14,7 @@ from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
 from llmctl.plugins.backends.cuda.kernel_spec import (
     DeviceStep,
+    Launch,
     LaunchEnv,
     Peers,
     StepLimits,
@@ -24,7 +25,10 @@ from llmctl.plugins.backends.cuda.peers import PeerMemory
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.operators import operator_module
 from llmctl.plugins.ops.rank_argmax import kernel as rank_argmax
+from llmctl.plugins.ops.rank_draw import kernel as rank_draw
+from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
 
+DRAWN_AT = 0.8  # the temperature; seed and position of a row are its number
 START_S = 150.0  # that processes have to import, and to say what they found
 
 
@@ -43,18 +47,39 @@ class ExchangingRank:
         self.peers: Peers = memory.join(pipe.recv(), self.device, limit_s)
 
     def prepare(self, call: OpCall, rows: int) -> Callable[[int], None]:
-        """The launch for the first rows, to be called with a stream."""
+        """What is launched for the first rows, to be called with a stream."""
         limits = StepLimits(rows, rows, 1, rows, 0, 32, "bfloat16")
         sizes = step_shapes(limits).items()
         step = DeviceStep(**{name: torch.zeros(size, dtype=torch.int32) for name, size in sizes})
         env = LaunchEnv(step, torch.zeros(1), limits, "tokens", _no_scratch, peers=self.peers)
         shape = StepShape(rows, 1, rows, rows, rows)
         if "best" in call.outputs:  # of the logits that the call would gather
-            launch = rank_argmax.launch(call, env, call.outputs["best"], rows)
+            launches = [rank_argmax.launch(call, env, call.outputs["best"], rows)]
+        elif "drawn" in call.outputs:
+            launches = self._draws(call, rows)
         else:
-            (launch,) = operator_module(call.op, "kernel").launches(call, env, shape)
-        loaded = self._driver.load(compile_kernel(launch.spec))
-        return self._driver.prepare(loaded, launch.grid, launch.arguments, True)
+            launches = operator_module(call.op, "kernel").launches(call, env, shape)
+        prepared = []
+        for launch in launches:
+            loaded = self._driver.load(compile_kernel(launch.spec))
+            prepared.append(self._driver.prepare(loaded, launch.grid, launch.arguments, True))
+
+        def run(stream: int) -> None:
+            for each in prepared:
+                each(stream)
+
+        return run
+
+    def _draws(self, call: OpCall, rows: int) -> list[Launch]:
+        """Every row is a request of its own, which draws without filters."""
+        arrays = SamplingArrays.allocate(rows, self.device)
+        arrays.greedy.zero_()
+        arrays.temperature.fill_(DRAWN_AT)
+        arrays.seed_low.copy_(torch.arange(rows))
+        vocab = call.outputs["out"].shape[1]
+        scratch = SamplingScratch.allocate(rows, vocab, self.device, slots=1)
+        given = (call.outputs["drawn"], scratch, rows, arrays, arrays.seed_low)
+        return rank_draw.launches(call, self.peers, *given)
 
 
 def run_ranks(ranks: int, body: Callable[..., None], *arguments: Any) -> list[Any]:

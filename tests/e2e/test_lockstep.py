@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from support.cuda import FakeCapture, launch_sampling, open_on_fake_device
@@ -32,6 +33,7 @@ KINDS = (
     SamplingConfig(temperature=0.8, top_k=0, seed=3 << 40),
     SamplingConfig(repetition_penalty=1.3, frequency_penalty=0.2),
 )
+FILTERED = SamplingConfig(temperature=0.8, top_k=40, top_p=0.9, seed=5)
 
 
 @contextmanager
@@ -71,9 +73,20 @@ def requests(prompts: PromptMaker) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def of_processes(demo: DemoPair, requests: list[Request]) -> Outputs:
+def filtered(requests: list[Request]) -> list[Request]:
+    """The sampled ones with filters."""
+    return [replace(request, sampling_config=FILTERED) for request in requests[1 :: len(KINDS)]]
+
+
+@pytest.fixture(scope="module")
+def by_processes(demo: DemoPair, requests: list[Request], filtered: list[Request]) -> list[Outputs]:
     with demo.executor(TARGET, max_tokens=8192) as executor:
-        return run_all(executor, requests)
+        return [run_all(executor, asked) for asked in (requests, filtered)]
+
+
+@pytest.fixture(scope="module")
+def of_processes(by_processes: list[Outputs]) -> Outputs:
+    return by_processes[0]
 
 
 @pytest.mark.parametrize("draft", [None, "draft-fp8", "ngram"])
@@ -114,23 +127,31 @@ def test_the_host_asks_for_logits_where_it_reads_them(
         assert together and all(shape.best_only == is_best for shape in together[:3])
 
 
-@pytest.mark.parametrize("draft", [None, "draft-fp8", "draft-fp8-tp2"])
-def test_rounds_of_greedy_requests_gather_no_logits(
+@pytest.mark.parametrize(
+    ("draft", "is_apart"),
+    [(None, False), ("draft-fp8", True), ("draft-fp8-tp2", False), ("draft-fp8-tp2", True)],
+)
+def test_rounds_gather_logits_for_filters_alone(
     demo: DemoPair,
     requests: list[Request],
-    of_processes: Outputs,
+    filtered: list[Request],
+    by_processes: list[Outputs],
     draft: str | None,
+    is_apart: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor do rounds of a draft engine with ranks; what is sampled needs them whole."""
+    """So do rounds of a draft engine with ranks. Ranks on one device gather for every draw with a
+    temperature."""
     run_rounds_by_reference(monkeypatch)
     queue = DeviceQueue("cpu")
-    engines = {"target": open_in_lockstep(demo.engine(TARGET), queue)[0]}
+    open_ranks = partial(open_in_lockstep, queue=queue, has_peers=is_apart)
+    engines = {"target": open_ranks(demo.engine(TARGET))[0]}
     method: DraftMethod = PlainDecoding()
     if draft is not None:
         method = DraftEngine(demo.engine(draft), DRAFT_LEN)
-        opened = open_in_lockstep if draft.endswith("tp2") else open_on_fake_device
-        engines["draft"] = opened(demo.engine(draft), queue)[0]
+        is_shared = draft.endswith("tp2")
+        opened = open_ranks if is_shared else partial(open_on_fake_device, queue=queue)
+        engines["draft"] = opened(demo.engine(draft))[0]
     drafter = method.make_drafter(engines, DRAFT_LEN)
     on_device = method.make_device_drafter(engines, DRAFT_LEN, drafter)
     assert on_device is not None
@@ -138,15 +159,22 @@ def test_rounds_of_greedy_requests_gather_no_logits(
     runner = CudaRoundRunner(target, on_device, FakeCapture())
     config = ExecutorConfig(KvCacheConfig(num_blocks=200))
     sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
-    free = [i for i, each in enumerate(requests) if not each.output_config.return_log_probs]
-    greedy, sampled = ([i for i in free if i % len(KINDS) == kind] for kind in (0, 1))
+    pairs = list(zip(requests, by_processes[0], strict=True))
+    loads = [  # whether logits stay with the ranks, in rounds
+        (pairs[:: len(KINDS)], True),
+        (pairs[1 :: len(KINDS)], is_apart),
+        (list(zip(filtered, by_processes[1], strict=True)), False),
+    ]
     with Executor(target, drafter, config, sampling, runner) as executor:
-        for asked in (greedy, sampled):
+        for load, is_best in loads:
+            asked = [pair for pair in load if not pair[0].output_config.return_log_probs]
             before = {role: len(engine.program.shapes) for role, engine in engines.items()}
-            wanted = [of_processes[index] for index in asked]
-            assert run_all(executor, [requests[index] for index in asked]) == wanted
+            assert run_all(executor, [request for request, _ in asked]) == [t for _, t in asked]
             for role, engine in engines.items():
                 shapes = engine.program.shapes[before[role] :]
-                kinds = {shape.best_only for shape in shapes if shape.num_rows}
-                assert kinds == {engine.shares_logits and asked == greedy}, role
+                found = {shape.best_only for shape in shapes if shape.num_rows}
+                if role == "target" and load is not loads[0][0]:
+                    found.remove(False)  # the host draws behind a prompt
+                    found = found or {False}
+                assert found == {is_best and engine.shares_logits}, role
     assert runner._num_started > 5

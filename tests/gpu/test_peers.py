@@ -14,20 +14,20 @@ from llmctl.plugins.ops.all_gather.reference import gather_ranks
 from llmctl.plugins.ops.all_reduce.peers import TURN
 from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
 from llmctl.plugins.ops.rank_argmax.reference import argmax_ranks
-from scripts.bench.ranks_support import ExchangingRank, run_ranks
+from llmctl.plugins.ops.sampling.reference import sample_rows
+from llmctl.plugins.ops.sampling.spec import SamplingRow
+from llmctl.runtime.request import SamplingConfig
+from scripts.bench.ranks_support import DRAWN_AT, ExchangingRank, run_ranks
 
-ROWS, HIDDEN, OWN = (
-    1200,
-    1536,
-    192,
-)  # sums of 4 ranks take two hops from 96 rows on
+ROWS, HIDDEN, OWN = 1200, 1536, 192  # sums of 4 ranks take two hops from 96 rows on
 WIDE, MOST_WIDE = 16_384, 96
+WIDE_OWN, MOST_DRAWN = 64_128, 11  # ids of a rank: 32 chunks of one
 SLOT_BYTES = ROWS * HIDDEN * 4
 assert MOST_WIDE * WIDE * 4 <= SLOT_BYTES
 LIMIT_S = 20.0
-KINDS = ("sum", "scaled", "gather", "best", "norm", "norm fp8", "wide norm fp8")
-KINDS += ("scaled parts", "norm fp8 parts", "kept norm fp8")
-LAUNCHES, EPSILON = 36, {"epsilon": 1e-5}
+KINDS = ("sum", "scaled", "gather", "best", "drawn", "norm", "norm fp8", "wide norm fp8")
+KINDS += ("wide drawn", "scaled parts", "norm fp8 parts", "kept norm fp8")
+LAUNCHES, EPSILON = 48, {"epsilon": 1e-5}
 Wanted = dict[str, torch.Tensor]
 
 
@@ -39,7 +39,8 @@ class Rank(ExchangingRank):
         generator = torch.Generator().manual_seed(seed)
         leaves = 4 if kind.endswith("parts") else 1
         hidden = WIDE if kind.startswith("wide") else HIDDEN
-        width = OWN if kind in ("gather", "best") else leaves * hidden
+        width = OWN if kind in ("gather", "best", "drawn") else leaves * hidden
+        width = WIDE_OWN if kind == "wide drawn" else width
         parts = torch.randn((self.ranks, rows, width), generator=generator)
         x = parts[self.rank].to(self.device)
         if kind == "gather":
@@ -49,8 +50,8 @@ class Rank(ExchangingRank):
             gather_ranks(list(parts), {"out": wanted})
             call = OpCall("all_gather", "g", {"x": x}, {"out": out}, {"ranks": self.ranks})
             return call, {"out": wanted}
-        if kind == "best":
-            return self._best(parts, rows)
+        if kind == "best" or kind.endswith("drawn"):
+            return self._merging(parts, rows, kind.removeprefix("wide "))
         after = {}
         if kind != "sum":
             after = {
@@ -68,20 +69,26 @@ class Rank(ExchangingRank):
         out = torch.zeros((rows, hidden), dtype=torch.bfloat16, device=self.device)
         return OpCall("all_reduce", "s", inputs, {"out": out}, parted), {"out": wanted}
 
-    def _best(self, parts: torch.Tensor, rows: int) -> tuple[OpCall, Wanted]:
-        """With ties between ranks and a row without a number; not all ids are anybody's."""
-        columns = self.ranks * OWN - 61
+    def _merging(self, parts: torch.Tensor, rows: int, role: str) -> tuple[OpCall, Wanted]:
+        """Best ids or draws, with ties between ranks and a row without a number; not all ids are
+        anybody's."""
+        columns = self.ranks * parts.shape[2] - 61
         parts[:2, 0, 7:9] = 9.0
         if rows > 2:
             parts[self.ranks - 1, 2, 3] = torch.nan
-        wanted = argmax_ranks(list(parts), columns)
+        if role == "best":
+            wanted = argmax_ranks(list(parts), columns)
+        else:
+            drawn = [SamplingRow(SamplingConfig(temperature=DRAWN_AT), i, i) for i in range(rows)]
+            logits = torch.cat(list(parts), dim=1)[:, :columns].numpy()
+            wanted = torch.from_numpy(sample_rows(logits, drawn)).int()
         x = parts[self.rank].to(self.device)
         made = {
             "out": torch.empty((rows, columns), device=self.device),
-            "best": torch.zeros(rows, dtype=torch.int32, device=self.device),
+            role: torch.zeros(rows, dtype=torch.int32, device=self.device),
         }
         call = OpCall("all_gather", "b", {"x": x}, made, {"ranks": self.ranks})
-        return call, {"best": wanted}
+        return call, {role: wanted}
 
     def _with_norm(
         self,
@@ -123,6 +130,7 @@ def exchange(rank: int, ranks: int, pipe: Connection) -> None:
     for seed in range(LAUNCHES):
         kind, rows = draw.choice(KINDS), draw.choice((1, 2, 11, MOST_WIDE, ROWS))
         rows = min(rows, MOST_WIDE) if kind.startswith("wide") else rows
+        rows = min(rows, MOST_DRAWN) if kind == "wide drawn" else rows
         calls.append((*own.call(kind, rows, seed), rows))
     prepared = [own.prepare(call, rows) for call, _, rows in calls]
     stream, graph = torch.cuda.Stream(own.device), torch.cuda.CUDAGraph()

@@ -29,6 +29,8 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import OpCall, StepInputs, Trees
 from llmctl.plugins.ops.kv_compact.reference import compact
+from llmctl.plugins.ops.sampling import kernel
+from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.rotary_tables import open_with_tables
@@ -53,9 +55,11 @@ class FakeProgram:
         limits: StepLimits,
         row_inputs: Sequence[torch.Tensor] = (),
         program: Any = None,
+        *,
+        has_peers: bool = False,
     ) -> None:
         """program: what computes; None: the compiled kernels."""
-        self.limits = limits
+        self.limits, self.has_peers = limits, has_peers
         ops = {call.op for call in calls}
         self._has_cache, self._continues = "paged_attention" in ops, "recurrence" in ops
         self.shapes: list[StepShape] = []  # as enqueued
@@ -76,6 +80,24 @@ class FakeProgram:
             out.view(-1)[offset : offset + rows * stride : stride] = self._program.best_ids(rows)
 
         return store
+
+    def best_draws(
+        self,
+        out: torch.Tensor,
+        scratch: SamplingScratch,
+        rows: int,
+        arrays: SamplingArrays,
+        positions: torch.Tensor,
+        **places: int,
+    ) -> list[Callable[[], None]]:
+        """The same, of what `kernel.sample` would draw from the logits that ranks have."""
+
+        def draw() -> None:
+            given = (self._program.shared_logits(rows), out, scratch, rows, arrays, positions)
+            for launch in kernel.sample(*given, **places, has_wide=False):
+                launch_sampling(launch)
+
+        return [draw]
 
     def upload(self, step: StepInputs, stream: int) -> None:
         for name, numbers in step_arrays(step).items():
@@ -161,7 +183,7 @@ class FakeProgram:
 
     def launch(self, launches: Sequence[Launch], stream: int) -> None:
         for launch in launches:
-            if callable(launch):  # `bookkeeping_by_reference`, `best_ids`
+            if callable(launch):  # `bookkeeping_by_reference`, `best_ids`, `best_draws`
                 launch()
             elif launch.spec.name.startswith(("beams.", "lookahead.", "growth.")):
                 run_launches([launch])

@@ -88,6 +88,8 @@ class Program:
 class OnDevice:
     """Before a fake engine among the bases: what a runner asks of a CudaEngine."""
 
+    merges_draws = False
+
     def __init__(self, **options) -> None:
         super().__init__(**options)
         self.logits_after = super().logits

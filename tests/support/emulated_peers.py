@@ -17,7 +17,7 @@ from llmctl.plugins.backends.cpu.compile import find_compiler
 from llmctl.plugins.backends.cuda.compiler import PLUGINS
 
 EXCHANGE, NORM = "ops/all_reduce/peers.cu", "fused/all_reduce_norm/peers.cu"
-BEST = "ops/rank_argmax/peers.cu"
+BEST, DRAWS = "ops/rank_argmax/peers.cu", "ops/rank_draw/peers.cu"
 MEETING = "ops/all_reduce/meeting.cuh"
 EPILOGUE = "ops/packed_linear/epilogue_values.cuh"
 PRODUCT = "the epilogue of products that hand their sums on"

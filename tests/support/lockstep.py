@@ -51,8 +51,11 @@ class InLockstep:
                 epsilon = float(call.attributes["epsilon"])
                 reduce_and_normalize(own, call.inputs, call.outputs, epsilon)
             elif step.best_only:
-                self._best = argmax_ranks(own, call.outputs["out"].shape[1])
-                call.outputs["out"].fill_(torch.nan)  # nobody reads it
+                out = call.outputs["out"]
+                self._best = argmax_ranks(own, out.shape[1])
+                gather_ranks(own, {"out": out})
+                self._shared = out.clone()
+                out.fill_(torch.nan)  # nobody reads it
             else:
                 gather_ranks(own, call.outputs)
 
@@ -60,14 +63,21 @@ class InLockstep:
         """Of the last step."""
         return self._best[:rows]
 
+    def shared_logits(self, rows: int) -> torch.Tensor:
+        """The same: what ranks have shares of."""
+        return self._shared[:rows]
+
 
 def _one(call: OpCall, extent: str, make: Callable[..., Any]) -> Any:
     rows = [call.inputs["x"]] if extent == "rows" and call.op != "gather_rows" else []
     return make([call], rows)
 
 
-def open_in_lockstep(engine_dir: Path, queue: DeviceQueue) -> tuple[CudaEngine, FakeCapture]:
-    """A cpu engine of several ranks as one of the CUDA backend, all ranks on one device."""
+def open_in_lockstep(
+    engine_dir: Path, queue: DeviceQueue, *, has_peers: bool = False
+) -> tuple[CudaEngine, FakeCapture]:
+    """A cpu engine of several ranks as one of the CUDA backend, all ranks on one device. has_peers:
+    for whoever asks, each has a device."""
     capture, config = FakeCapture(), read_engine_config(engine_dir)
     opened = [open_with_tables(engine_dir, rank) for rank in range(config.num_ranks)]
     plans: list[Plan] = [plan for plan, _ in opened]
@@ -79,6 +89,8 @@ def open_in_lockstep(engine_dir: Path, queue: DeviceQueue) -> tuple[CudaEngine, 
 
     def make_program(calls: list[OpCall], limits: StepLimits) -> FakeProgram:
         parts = lockstep_parts(plans[0], len(plans), calls)
-        return FakeProgram(calls, limits, program=InLockstep(calls, parts, CpuProgram))
+        return FakeProgram(
+            calls, limits, program=InLockstep(calls, parts, CpuProgram), has_peers=has_peers
+        )
 
     return CudaEngine(config, lockstep_plan(plans), weights, make_program, queue, capture), capture

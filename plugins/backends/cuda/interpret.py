@@ -96,8 +96,12 @@ def _dot(self: Any, a: Any, b: Any, d: Any, precision: object, imprecise: object
 
 
 def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z rounded once: a product of two float32 is exact in float64."""
-    assert str(z.dtype.scalar) == "fp32", f"fused multiply-add of {z.dtype.scalar}"
+    """x * y + z rounded once: a product of two float32 is exact in float64. Of float64 only a
+    product alone, whose z is 0."""
+    kind = str(z.dtype.scalar)
+    if kind == "fp64" and not np.any(z.data):
+        return type(z)(x.data * y.data, z.dtype.scalar)
+    assert kind == "fp32", f"fused multiply-add of {kind}"
     wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
     return type(z)(wide.astype(np.float32), z.dtype.scalar)
 

@@ -90,7 +90,7 @@ class StepShape:
     max_query_len: int  # most tokens of one request
     max_kv_len: int  # no request's kv_len is larger
     max_tree_len: int = 0  # most tokens of a request with a tree; 0: there is none
-    best_only: bool = False  # logits stay where ranks computed them (`StepInputs.best_only`)
+    best_only: bool = False  # logits stay where ranks computed them: best ids, or draws, are taken
 
 
 @dataclass(frozen=True, slots=True)

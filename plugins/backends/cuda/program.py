@@ -47,6 +47,8 @@ from llmctl.plugins.core.fused_calls import FusedCalls
 from llmctl.plugins.core.operators import check_call, operator_module
 from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, open_chains, serves
 from llmctl.plugins.ops.rank_argmax import kernel as rank_argmax
+from llmctl.plugins.ops.rank_draw import kernel as rank_draw
+from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
 
 # Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
 MAX_PREPARED, MAX_COUNTS = 64, 128
@@ -198,9 +200,43 @@ class CudaProgram:
     def best_ids(self, out: torch.Tensor, rows: int, *, stride: int = 1, offset: int = 0) -> Launch:
         """out[r * stride + offset] = the best id of each row whose logits the last step left with
         the ranks (`StepShape.best_only`); see `sampling.argmax`."""
-        (call,) = [call for call, _ in self._calls if call.op == "all_gather"]
         env = self._envs["rows"]
-        return rank_argmax.launch(call, env, out, rows, stride=stride, offset=offset)
+        return rank_argmax.launch(self._gathering, env, out, rows, stride=stride, offset=offset)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are other ranks, with a device each."""
+        return self._peers is not None
+
+    def best_draws(
+        self,
+        out: torch.Tensor,
+        scratch: SamplingScratch,
+        rows: int,
+        arrays: SamplingArrays,
+        positions: torch.Tensor,
+        *,
+        per_request: int = 1,
+        first: int = 0,
+        stride: int = 1,
+        offset: int = 0,
+    ) -> list[Launch]:
+        """The same for draws without filters, where the program `has_peers`; see
+        `rank_draw.launches`."""
+        assert self._peers is not None, "ranks on one device gather"
+        return rank_draw.launches(
+            *(self._gathering, self._peers, out, scratch, rows, arrays, positions),
+            per_request=per_request,
+            first=first,
+            stride=stride,
+            offset=offset,
+        )
+
+    @property
+    def _gathering(self) -> OpCall:
+        """What gathers the logits of ranks."""
+        (call,) = [call for call, _ in self._calls if call.op == "all_gather"]
+        return call
 
     def parts(self, shape: StepShape) -> list[int]:
         """The calls to launch one by one; a chain is represented by _CHAIN minus its number."""

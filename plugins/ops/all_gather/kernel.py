@@ -1,7 +1,7 @@
 """Gathering columns on a GPU: which binaries there are, and how a step launches them.
 
-A step of which the best id of each row is all that is wanted gathers nothing
-(`plugins/ops/rank_argmax`).
+A step gathers nothing of which the best id of each row, or a draw without filters, is all that is
+wanted (`plugins/ops/rank_argmax`, `plugins/ops/rank_draw`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from llmctl.plugins.ops.all_reduce.kernel import MOST_RANKS, pad_ranks
 from llmctl.plugins.ops.all_reduce.peers import peer_launch, peer_spec
 from llmctl.plugins.ops.quantize.kernel import power_of_two
 from llmctl.plugins.ops.rank_argmax import kernel as rank_argmax
+from llmctl.plugins.ops.rank_draw import kernel as rank_draw
 
 _BLOCK = 1024  # columns of a thread block
 
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """One binary per pair of widths and number of ranks, for ranks on one device, and one for ranks
-    with a device each; and those of `rank_argmax`."""
+    with a device each; and those of `rank_argmax` and `rank_draw`."""
     if int(call.attributes["ranks"]) == 1:
         return [_spec(call)]
-    return [_spec(call), peer_spec(call), *rank_argmax.kernels(call)]
+    return [_spec(call), peer_spec(call), *rank_argmax.kernels(call), *rank_draw.kernels(call)]
 
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:

@@ -61,6 +61,7 @@ class SamplingScratch:
     arrivals: torch.Tensor  # [rows] int32: finished chunks of a row; zero between launches
     chunk_keys: torch.Tensor  # [rows, chunks] int64: best logit and id
     chunk_values: torch.Tensor  # [rows, chunks] float64: best draw, or about the sum of exp(score)
+    chunk_rests: torch.Tensor  # [rows, chunks] float64: what the best draw leaves of an exact one
     chunk_ids: torch.Tensor  # [rows, chunks] int32: id of the best draw
     group_tops: torch.Tensor  # [rows, groups] float32
     settled: torch.Tensor  # [rows] int32: the token is stored already; zero between launches
@@ -97,6 +98,7 @@ class SamplingScratch:
             arrivals=zeros((rows,), torch.int32),
             chunk_keys=zeros((rows, num_chunks), torch.int64),
             chunk_values=zeros((rows, num_chunks), torch.float64),
+            chunk_rests=zeros((rows, num_chunks), torch.float64),
             chunk_ids=zeros((rows, num_chunks), torch.int32),
             group_tops=zeros((rows, num_groups), torch.float32),
             settled=zeros((rows,), torch.int32),

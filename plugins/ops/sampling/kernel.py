@@ -32,20 +32,27 @@ assert BUCKETS == 4096, "the kernels have 64 lines of 64 buckets"
 AWAITED_WARPS = 4  # of a thread block of the kernels that `awaited` is for
 _TILE = 1024  # ids that a thread block of `finish` works on at a time, in float64
 _REQUEST = ("*fp64", "*i32", "*fp64", "*fp64", *("*i32",) * 5)
-_SCANNED = ("*i64", "*fp64", "*i32", "*fp32")
+_SCANNED = ("*i64", "*fp64", "*fp64", "*i32", "*fp32")
 
 
 def kernels(vocab: int) -> list[KernelSpec]:
     """The binaries for rows of `vocab` logits."""
-    specs = _argmax_spec, _scan_spec, _weigh_spec, _sift_spec, _finish_spec
-    return [spec(vocab) for spec in specs]
+    specs = _argmax_spec, _weigh_spec, _sift_spec, _finish_spec
+    return [scan_spec(vocab, vocab), *(spec(vocab) for spec in specs)]
+
+
+def has_filter(params: SamplingParams, vocab: int) -> bool:
+    """True for a request whose draws are not from all ids."""
+    if params.is_greedy:
+        return False
+    has_top_k = bool(params.top_k and params.top_k < vocab)
+    return has_top_k or (params.top_p is not None and params.top_p < 1) or params.min_p > 0
 
 
 def is_wide(params: SamplingParams, vocab: int) -> bool:
     """True for a request whose filters may keep much of the vocabulary."""
-    if params.is_greedy or (params.top_k and params.top_k < vocab):
-        return False
-    return (params.top_p is not None and params.top_p < 1) or params.min_p > 0
+    has_top_k = bool(params.top_k and params.top_k < vocab)
+    return has_filter(params, vocab) and not has_top_k
 
 
 def argmax(
@@ -83,23 +90,10 @@ def sample(
     requests that `is_wide` take up to a hundred times longer.
     """
     vocab = logits.shape[1]
-    request = (
-        arrays.temperature,
-        arrays.top_k,
-        arrays.top_p,
-        arrays.min_p,
-        arrays.seed_low,
-        arrays.seed_high,
-        arrays.stream,
-        arrays.greedy,
-        positions,
-    )
-    scanned = (scratch.chunk_keys, scratch.chunk_values, scratch.chunk_ids, scratch.group_tops)
+    request, scanned = _request_values(arrays, positions), _scanned_values(scratch)
     candidates = (scratch.groups, scratch.ids, scratch.values, scratch.masses)
-    scan = Launch(
-        _scan_spec(vocab),
-        (-(-vocab // CHUNK), rows, 1),
-        (logits, *request, *scanned, per_request, first),
+    scan = scan_share(
+        *(logits, vocab, 0, scratch, rows, arrays, positions), per_request=per_request, first=first
     )
     wide: list[Launch] = []
     if has_wide:
@@ -110,9 +104,17 @@ def sample(
         weigh = Launch(
             _weigh_spec(vocab),
             scan.grid,
-            (logits, *weighed, *scanned[:2], *sums, *shared, per_request),
+            (
+                logits,
+                *weighed,
+                scratch.chunk_keys,
+                scratch.chunk_values,
+                *sums,
+                *shared,
+                per_request,
+            ),
         )
-        drawn = (*scanned[1:3], scratch.arrivals, scratch.settled)
+        drawn = (scratch.chunk_values, scratch.chunk_ids, scratch.arrivals, scratch.settled)
         sift = Launch(
             _sift_spec(vocab),
             scan.grid,
@@ -130,6 +132,50 @@ def sample(
     return [scan, *wide, finish]
 
 
+def scan_share(
+    logits: torch.Tensor,
+    vocab: int,
+    first_id: int,
+    scratch: SamplingScratch,
+    rows: int,
+    arrays: SamplingArrays,
+    positions: torch.Tensor,
+    *,
+    per_request: int = 1,
+    first: int = 0,
+) -> Launch:
+    """The best of every CHUNK ids of each row, in the scratch's arrays of chunks. logits: of the
+    ids from `first_id` on, some of `vocab`, with what is behind them for padding; a multiple of
+    four."""
+    own = logits.shape[1]
+    arguments: tuple[torch.Tensor | int, ...] = (
+        *(logits, *_request_values(arrays, positions), *_scanned_values(scratch)),
+        *(per_request, first, first_id),
+    )
+    return Launch(scan_spec(own, vocab), (-(-own // CHUNK), rows, 1), arguments)
+
+
+def _request_values(arrays: SamplingArrays, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`_REQUEST`."""
+    return (
+        arrays.temperature,
+        arrays.top_k,
+        arrays.top_p,
+        arrays.min_p,
+        arrays.seed_low,
+        arrays.seed_high,
+        arrays.stream,
+        arrays.greedy,
+        positions,
+    )
+
+
+def _scanned_values(scratch: SamplingScratch) -> tuple[torch.Tensor, ...]:
+    """`_SCANNED`."""
+    drawn = (scratch.chunk_values, scratch.chunk_rests, scratch.chunk_ids)
+    return (scratch.chunk_keys, *drawn, scratch.group_tops)
+
+
 def _argmax_spec(vocab: int) -> KernelSpec:
     return KernelSpec(
         name=f"sampling.argmax.v{vocab}",
@@ -140,12 +186,13 @@ def _argmax_spec(vocab: int) -> KernelSpec:
     )
 
 
-def _scan_spec(vocab: int) -> KernelSpec:
+def scan_spec(own: int, vocab: int) -> KernelSpec:
+    """Of `scan_share`."""
     return KernelSpec(
-        name=f"sampling.scan.v{vocab}",
+        name=f"sampling.scan.w{own}.v{vocab}",
         source=f"{_SOURCE}:scan",
-        arguments=("*fp32", *_REQUEST, *_SCANNED, "i32", "i32"),
-        constants={"VOCAB": vocab, "CHUNK": CHUNK, "GROUP": GROUP, "PDL": True},
+        arguments=("*fp32", *_REQUEST, *_SCANNED, "i32", "i32", "i32"),
+        constants={"OWN": own, "VOCAB": vocab, "CHUNK": CHUNK, "GROUP": GROUP, "PDL": True},
         num_warps=8,
     )
 

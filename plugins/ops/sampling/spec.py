@@ -11,7 +11,8 @@ Order of transforms on a row [vocab], all in the logits domain:
 The token is argmax(processed + Gumbel noise) over the surviving ids. The noise of one id is a pure
 function of (seed, absolute position of the token being drawn, id, stream), so a token does not
 depend on the batch, the chunking or the draft that proposed it. Greedy rows are the argmax after
-step 2. The lowest id wins ties.
+step 2. The lowest id wins ties. Without filters the cuda backend compares sums that are not
+rounded, since ranks divide the vocabulary (`plain_draw` of triton_values.py).
 
 Noise: Philox4x32-10 with key (seed low, seed high) and counter (id // 4, position, stream, 0);
 word id % 4 becomes u = (word + 0.5) / 2**32, and the noise is -log(-log(u)).

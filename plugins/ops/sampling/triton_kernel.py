@@ -20,13 +20,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llmctl.plugins.ops.sampling.triton_filter import filtered
 from llmctl.plugins.ops.sampling.triton_values import (
     LOWEST,
-    best_draw,
     best_key,
+    best_sum,
     chunk_words,
-    exact_draw,
     key_order,
     key_token,
     per_unit,
+    plain_draw,
     rough_noise,
     scores_of,
     value_of,
@@ -106,26 +106,32 @@ def scan(
     positions,
     chunk_keys,
     chunk_values,
+    chunk_rests,
     chunk_ids,
     group_tops,
     per_request,
     first,
+    first_id,
+    OWN: tl.constexpr,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (chunks, rows). chunk_values: without filters the best score plus noise; for top-p
-    without top-k about the sum of exp(score). Scores are relative to the chunk's own best."""
+    """Grid (chunks, rows). chunk_values: without filters the best draw, with what it leaves in
+    chunk_rests (`exact_sum`); for top-p without top-k about the sum of exp(score), relative to the
+    chunk's own best. OWN: ids in a row, from `first_id` on; fewer than VOCAB of a rank's share."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     NUM_GROUPS: tl.constexpr = (VOCAB + GROUP - 1) // GROUP
     chunk, row = tl.program_id(0), tl.program_id(1)
-    source = logits + row.to(tl.int64) * VOCAB
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = tl.load(source + ids, mask=ids < VOCAB, other=float("-inf"))
-    key = best_key(values, ids)
+    source = logits + row.to(tl.int64) * OWN + chunk * CHUNK
+    places = tl.arange(0, CHUNK)
+    own = tl.minimum(OWN, VOCAB - first_id)  # behind them is padding
+    values = tl.load(source + places, mask=chunk * CHUNK + places < own, other=float("-inf"))
+    begin = first_id + chunk * CHUNK
+    key = best_key(values, begin + places)
     place = row * tl.num_programs(0) + chunk
     tl.store(chunk_keys + place, key)
 
@@ -147,14 +153,13 @@ def scan(
                 position = tl.load(positions + request) + first + row % per_request
                 low, high = tl.load(seed_low + request), tl.load(seed_high + request)
                 which = tl.load(stream + request)
-                words = chunk_words(chunk * CHUNK, position, which, low, high, CHUNK)
+                words = chunk_words(begin, position, which, low, high, CHUNK)
                 rough = scores_of(values, top, factor).to(tl.float32) + rough_noise(words)
-                best = tl.full([], float("-inf"), tl.float64)
-                best_id = tl.full([], 0x7FFFFFFF, tl.int32)
-                best, best_id = exact_draw(
-                    rough, ids, source, top, factor, position, which, low, high, best, best_id
+                best, rest, best_id = plain_draw(
+                    rough, begin, source, factor, position, which, low, high, CHUNK
                 )
                 tl.store(chunk_values + place, best)
+                tl.store(chunk_rests + place, rest)
                 tl.store(chunk_ids + place, best_id)
             elif has_top_p & (not has_top_k):
                 scores = scores_of(values, top, factor).to(tl.float32)
@@ -176,6 +181,7 @@ def finish(
     positions,
     chunk_keys,
     chunk_values,
+    chunk_rests,
     chunk_ids,
     group_tops,
     groups,
@@ -228,8 +234,6 @@ def finish(
                 is_filtered = has_top_k | (p < 1) | (least > 0)
                 # Chunks of banned ids have stored nothing.
                 used = exists & (value_of(key_order(keys)) >= LOWEST)
-                apart = scores_of(value_of(key_order(keys)), top, factor)
-                stored = chunk_values + row * NUM_CHUNKS + chunk
                 if is_filtered:
                     token = filtered(
                         logits + wide_row * VOCAB,
@@ -255,7 +259,9 @@ def finish(
                         MASS_UNIT,
                     )
                 else:
-                    drawn = tl.load(stored, mask=used, other=0.0) + apart
-                    drawn_ids = tl.load(chunk_ids + row * NUM_CHUNKS + chunk, mask=used, other=0)
-                    best, token = best_draw(tl.where(used, drawn, float("-inf")), drawn_ids)
+                    place = row * NUM_CHUNKS + chunk
+                    drawn = tl.load(chunk_values + place, mask=used, other=float("-inf"))
+                    rests = tl.load(chunk_rests + place, mask=used, other=0.0)
+                    drawn_ids = tl.load(chunk_ids + place, mask=used, other=0)
+                    best, rest, token = best_sum(drawn, rests, drawn_ids)
             tl.store(out + row * stride + offset, token)

@@ -11,6 +11,9 @@ NO_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 # ids that can win. Noise is within 5e-5, scores of at most 32 below the best within 1e-5.
 _ROUGH_MARGIN: tl.constexpr = tl.constexpr(1e-3)
 _NAN_ORDER: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+# Of 1 / temperature: a logit times this is finite, and the least difference of two logits is not
+# made up for by any noise.
+_MOST: tl.constexpr = tl.constexpr(1e260)
 
 
 @triton.jit
@@ -95,6 +98,24 @@ def word_of(token, position, stream, seed_low, seed_high):
 
 
 @triton.jit
+def exact_sum(a, b):
+    """(the float64 nearest to a + b, what that leaves of it). As pairs they compare as the sums do.
+    Neither may be a product: multiplied and added in one, it would be another number."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+@triton.jit
+def best_sum(totals, rests, ids):
+    """The largest of `exact_sum`s and its lowest id; an id without a sum has -inf and 0."""
+    total = tl.max(totals, axis=0)
+    rest = tl.max(tl.where(totals == total, rests, float("-inf")), axis=0)
+    is_best = (totals == total) & (rests == rest)
+    return total, rest, tl.min(tl.where(is_best, ids, NO_ID), axis=0)
+
+
+@triton.jit
 def chunk_words(begin, position, stream, seed_low, seed_high, COUNT: tl.constexpr):
     """The words of ids begin ... begin + COUNT - 1; both are multiples of four."""
     blocks = begin // 4 + tl.arange(0, COUNT // 4)
@@ -133,3 +154,39 @@ def exact_draw(
         key = best_key(rough, ids)
         rough_best = value_of(key_order(key))
     return best, best_id
+
+
+@triton.jit
+def plain_draw(
+    rough, first_id, source, factor, position, stream, seed_low, seed_high, COUNT: tl.constexpr
+):
+    """(total, rest, id) of the best draw of a row without filters: the largest logit / temperature
+    + noise, as an `exact_sum`. So no draw depends on the ids it is compared with first: chunks and
+    ranks may divide a vocabulary as they like.
+
+    rough: float32 draws of the ids first_id ... first_id + COUNT - 1 up to a constant, -inf for
+    those that do not take part. All that may be the best are looked at: seldom more than one.
+    """
+    places = tl.arange(0, COUNT)
+    best = tl.full([], float("-inf"), tl.float64)
+    best_rest = tl.full([], 0.0, tl.float64)
+    best_id = tl.full([], NO_ID, tl.int32)
+    key = best_key(rough, places)
+    rough_best = value_of(key_order(key))
+    bound = rough_best - _ROUGH_MARGIN
+    while (rough_best >= LOWEST) & (rough_best >= bound):
+        place = key_token(key)
+        token = first_id + place
+        noise = noise_of(word_of(token, position, stream, seed_low, seed_high))
+        # a product alone, which nothing is added to in the same operation
+        scaled = tl.fma(tl.load(source + place).to(tl.float64), tl.minimum(factor, _MOST), 0.0)
+        total, rest = exact_sum(scaled, noise)
+        is_better = (total > best) | ((total == best) & (rest > best_rest))
+        is_better = is_better | ((total == best) & (rest == best_rest) & (token < best_id))
+        best_id = tl.where(is_better, token, best_id)
+        best_rest = tl.where(is_better, rest, best_rest)
+        best = tl.where(is_better, total, best)
+        rough = tl.where(places == place, float("-inf"), rough)
+        key = best_key(rough, places)
+        rough_best = value_of(key_order(key))
+    return best, best_rest, best_id

@@ -1,0 +1,1 @@
+"""Draws without filters from rows of logits that ranks have shares of, without gathering them."""
