@@ -6,7 +6,6 @@ finished, refused, cancelled or failed; see `runtime.worker`.
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
@@ -16,6 +15,7 @@ from typing import Any, overload
 
 from llmctl.errors import BadConfig
 from llmctl.plugins.ops.sampling.spec import SamplingBackend
+from llmctl.runtime.api import freezing
 from llmctl.runtime.api.executor_config import ExecutorConfig, KvCacheConfig
 from llmctl.runtime.api.inbox import Inbox
 from llmctl.runtime.api.mailbox import Deliver, Mailbox
@@ -30,9 +30,6 @@ from llmctl.runtime.step import StepRunner
 from llmctl.runtime.worker import Worker
 
 __all__ = ["Executor", "ExecutorConfig", "KvCacheConfig"]
-
-
-_MOST_OF_PYTHON = 10_000  # objects that the interpreter may freeze itself: Python 3.12 some 400
 
 
 class Executor:
@@ -63,11 +60,8 @@ class Executor:
             target=self._worker.run, name="llmctl-executor", daemon=True
         )
         # Objects of engines and libraries live as long as the executor: full garbage collections,
-        # which stop generation, need not visit them. Undone by `shutdown`. A program that froze its
-        # own objects, as servers do before they fork, decides for itself.
-        self._has_frozen = gc.get_freeze_count() < _MOST_OF_PYTHON
-        if self._has_frozen:
-            gc.freeze()
+        # which stop generation, need not visit them. Undone by `shutdown`.
+        self._has_frozen = freezing.freeze()
         self._thread.start()
 
     def enqueue_request(self, request: Request, deliver: Deliver | None = None) -> int:
@@ -187,7 +181,7 @@ class Executor:
         self._inbox.close(drain=drain)
         self._thread.join()
         if self._has_frozen:
-            gc.unfreeze()
+            freezing.unfreeze()
             self._has_frozen = False
         self._on_shutdown()
 

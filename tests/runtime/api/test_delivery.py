@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
+from llmctl.runtime.api import freezing
 from llmctl.runtime.api.async_executor import _LoopBridge
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.request import FinishReason, Request, Response
@@ -141,18 +142,35 @@ def test_a_step_that_fails_delivers_the_one_before_it(fake, watch):
     assert [response.has_error for response in watched.responses] == [False, False, True]
 
 
-def test_full_garbage_collections_pass_over_what_was_there_before_the_executor(watch):
+@pytest.fixture
+def nothing_frozen(monkeypatch):
+    """The program has frozen nothing, and no executor has found that it had."""
+    monkeypatch.setattr(freezing, "_is_left_to_program", False)
     gc.unfreeze()  # what collecting the tests froze
-    try:
-        watched = watch(is_asynchronous=False)
-        assert gc.get_freeze_count() > 10_000
-        watched.executor.shutdown()
-        assert gc.get_freeze_count() == 0
-    finally:
-        gc.freeze()
+    yield
+    gc.freeze()
 
 
-def test_what_the_program_froze_itself_stays_as_it_is(watch):
+def test_full_garbage_collections_pass_over_what_was_there_before_the_executor(
+    watch, nothing_frozen
+):
+    watched = watch(is_asynchronous=False)
+    assert gc.get_freeze_count() > 10_000
+    watched.executor.shutdown()
+    assert gc.get_freeze_count() == 0
+
+
+def test_of_several_executors_the_last_to_end_has_objects_collected_again(watch, nothing_frozen):
+    first, second = (watch(is_asynchronous=False).executor for _ in range(2))
+    first.shutdown()
+    first.shutdown()
+    assert gc.get_freeze_count() > 10_000
+    second.shutdown()
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_program_froze_itself_stays_as_it_is(watch, nothing_frozen):
+    watch(is_asynchronous=False).executor.shutdown()
     gc.freeze()
     frozen = gc.get_freeze_count()
     watched = watch(is_asynchronous=False)
