@@ -30,11 +30,11 @@ from llmctl.cli.build.options import (
     make_logger,
     read_signing_key,
     require_one_purpose,
+    require_picture_file,
     with_table_options,
 )
 from llmctl.cli.build.result import print_key, print_result, write_engine
-from llmctl.cli.output_files import replacing, require_new_folder, require_writable
-from llmctl.errors import BadConfig
+from llmctl.cli.output_files import replacing, require_new_folder
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.plugins.schemes.table import titles
 
@@ -243,10 +243,12 @@ def _build(
       llmctl build --checkpoint-dir out/draft-fp8 --output-dir out/draft --json
       llmctl build --checkpoint-dir out/target-fp8 --gpu h200 --dry-run
     """
+    draft_tp = others.pop("draft_tp")
     given = {name: value for name, value in (locals() | others).items() if name in LIMITS}
     start, log = time.monotonic(), make_logger(log_level)
     require_one_purpose(dry_run, cache_key, (gpu, gpu_memory), visualize_network)
     from llmctl.builder.build import plan_build
+    from llmctl.cli.build.draft_ranks import with_draft_ranks
     from llmctl.cli.build.dry_run import backend_for, needs_binaries
 
     request = build_request(build_config, given)
@@ -257,10 +259,7 @@ def _build(
     key = read_signing_key(sign, writes_nothing=dry_run or cache_key)
     if not cache_key and not dry_run:
         require_new_folder(output_dir)
-    if visualize_network is not None:
-        require_writable(visualize_network)
-        if visualize_network.resolve() == output_dir.resolve():
-            raise BadConfig(f"--visualize-network and --output-dir are both {output_dir}")
+    require_picture_file(visualize_network, output_dir)
     chosen = backend_for(backend, gpu)
     plan = partial(
         plan_build,
@@ -273,6 +272,7 @@ def _build(
         on_kernel=lambda name, done, total: log.info("kernel %d of %d: %s", done + 1, total, name),
         with_binaries=not cache_key and (not dry_run or needs_binaries(chosen)),
     )
+    request = with_draft_ranks(draft_tp, request, plan, gpu, log)
     engine = plan(request)
     if cache_key:
         print_key(engine, as_json)

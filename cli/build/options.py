@@ -13,6 +13,7 @@ import typer
 
 from llmctl.builder.models.family import DTYPES
 from llmctl.builder.plugin_config import OPTIONS
+from llmctl.cli.output_files import require_writable
 from llmctl.cli.signatures import give_parameters
 from llmctl.errors import BadConfig, CorruptFile
 
@@ -78,8 +79,16 @@ RANK_OPTIONS: dict[str, tuple[type, str]] = {
         "Add in an order that gives the same text for every --tp-size.",
     ),
 }
+DRAFT_OPTIONS: dict[str, tuple[type, str]] = {  # decide a request before it is planned
+    "draft_tp": (
+        str,
+        "Of a draft engine for a target of --tp-size ranks: 1 (each has it whole), that number "
+        "(each has a share), or auto: what is computed to be faster, which is printed.",
+    ),
+}
 _RARE = (
     "tp_size",
+    "draft_tp",
     "tp_invariant",
     "redrafter_draft_len_per_beam",
     "redrafter_greedy_search",
@@ -137,6 +146,15 @@ def require_one_purpose(
     if cache_key and (dry_run or picture is not None):
         option = "--dry-run" if dry_run else "--visualize-network"
         raise BadConfig(f"--cache-key prints a key and plans nothing; it cannot go with {option}")
+
+
+def require_picture_file(picture: Path | None, output_dir: Path) -> None:
+    """Raise BadConfig where --visualize-network cannot be written."""
+    if picture is None:
+        return
+    require_writable(picture)
+    if picture.resolve() == output_dir.resolve():
+        raise BadConfig(f"--visualize-network and --output-dir are both {output_dir}")
 
 
 def build_request(path: Path | None, given: dict[str, Any]) -> BuildRequest:
@@ -202,11 +220,11 @@ def make_logger(level: str) -> logging.Logger:
 
 
 def with_table_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Replace `**others` by one option for each row of MODE_OPTIONS and of the plugin table, for
-    the parser."""
+    """Replace `**others` by one option for each row of the tables here and of the plugin table,
+    for the parser."""
     signature = inspect.signature(function, eval_str=True)
     parameters = list(signature.parameters.values())[:-1]
-    for name, (kind, text) in (RANK_OPTIONS | MODE_OPTIONS).items():
+    for name, (kind, text) in (RANK_OPTIONS | DRAFT_OPTIONS | MODE_OPTIONS).items():
         flag = f"--{name.replace('_', '-')}"
         parameters.append(
             inspect.Parameter(
