@@ -79,12 +79,13 @@ def variants_of(call: OpCall) -> tuple[Variant, ...]:
     """The tile shapes a call can use.
 
     A FP8 sum takes twice the registers, so 256 tokens are not held at once; float32 outputs, few as
-    they are, have no wide tiles.
+    they are, have no wide tiles, and those that rotate would need more registers than there are.
     """
     if not is_fp8(call):
         return LONG, SQUARE, NARROW
     out = next(iter(call.outputs.values()))
-    return (WIDE, SQUARE, NARROW) if name_of(out) != "float32" else (SQUARE, NARROW)
+    rotates = call.op == "packed_linear_rope_kv"
+    return (SQUARE, NARROW) if rotates or name_of(out) == "float32" else (WIDE, SQUARE, NARROW)
 
 
 def choose(call: OpCall, num_tokens: int, num_sms: int) -> Variant:
