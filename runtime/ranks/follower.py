@@ -20,6 +20,7 @@ from llmctl.builder.engine_format import read_engine_config
 from llmctl.errors import LlmctlError, RankFailure
 from llmctl.plugins.backends.cpu import set_num_threads
 from llmctl.plugins.backends.cpu.ranks import Ranks
+from llmctl.runtime.api import freezing
 from llmctl.runtime.engines.opening import RankSide, opener_of
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.ranks.channel import Channel, connect
@@ -108,6 +109,7 @@ def _open(
 
 
 def _execute(channel: Channel, ranks: Ranks, engines: Mapping[str, Any]) -> NoReturn:
+    freezing.freeze()  # as rank 0 does: it would wait for a full garbage collection here
     while True:
         command = decode(ranks.read)
         getattr(engines[command.engine], command.call)(command.argument)

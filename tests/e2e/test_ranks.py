@@ -8,12 +8,14 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from support.e2e import DRAFT_LEN, KINDS, DemoPair, Outputs, PromptMaker, cancel_some, run_all
 
+from llmctl.errors import RankFailure
 from llmctl.plugins.core.calls import StepInputs, Trees
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
@@ -23,6 +25,7 @@ from llmctl.runtime.drafting.ngram.method import NgramLookup
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.kv_cache import BlockCopy, CopyKind
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
+from llmctl.runtime.ranks import follower
 from llmctl.runtime.ranks.commands import Command, decode, encode
 from llmctl.runtime.request import Request
 
@@ -153,3 +156,20 @@ def test_commands_survive_the_way_to_another_rank() -> None:
         for name in ("start", "paths", "roots"):
             kept = getattr(argument.trees, name)
             assert np.array_equal(getattr(found.argument.trees, name), kept), name
+
+
+def test_a_rank_freezes_what_it_has_before_it_takes_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full garbage collection of one rank takes the others' time as well."""
+    calls: list[str] = []
+    monkeypatch.setattr(follower.freezing, "freeze", lambda: calls.append("freeze"))
+
+    def read(count: int) -> bytes:
+        calls.append("read")
+        raise RankFailure("rank 0 has ended")
+
+    ranks, channel = SimpleNamespace(read=read), SimpleNamespace()
+    with pytest.raises(RankFailure):
+        follower._execute(cast(Any, channel), cast(Any, ranks), {})
+    assert calls == ["freeze", "read"]
