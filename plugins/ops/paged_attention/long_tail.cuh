@@ -43,15 +43,18 @@ struct Sources {
 // Brings keys, values and queries, and looks up paths; by the computing warps.
 DEVICE void bring_tail(const Tail& tail, const Rows& rows, const Sources& from, int first_token) {
   const int thread = threadIdx.x - THREADS, warp = thread / 32, lane = lane_id();
+  const int page = tail.paths.load_page(from.table, from.table_stride);
   if (warp == 0) columns::TreePaths::clear_row(tail.window);
-  tail.paths.copy_window<COMPUTING>(tail.window, thread, from.cache, rows.head, from.table,
+  tail.paths.copy_window<COMPUTING>(tail.window, thread, from.cache, rows.head, page,
                                     from.table_stride, from.num_pages);
   const Item item = {rows.head, rows.first_token, rows.num_rows, 0, 0, 0};
 #pragma unroll 1
   for (int block = warp; 8 * block < rows.num_rows; block += COMPUTING / 32) {
-    tail.paths.find_rows(tail.table, from.position_ids, from.tree_start, from.paths,
-                         from.path_stride, rows.request, first_token, 8 * block / GROUP,
-                         from.num_tokens);
+    const int nth = 8 * block / GROUP;  // of the columns' tokens
+    const columns::ColumnTokens tokens =
+        tail.paths.load_tokens(from.position_ids, from.tree_start, from.path_stride, rows.request,
+                               first_token + nth, from.num_tokens);
+    tail.paths.find_rows(tail.table, tokens, from.paths, from.path_stride, first_token + nth, nth);
     stage_columns(tail.queries + block * LINE_BYTES, from.q, item, block);
     if (lane < 8) {
       const int row = 8 * block + lane, token = rows.first_token + row / GROUP;

@@ -36,6 +36,11 @@ struct PathKeys {
   }
 };
 
+// What a warp's tokens see of their tree. A position is -1 where there is no token.
+struct ColumnTokens {
+  int tree, positions[BLOCK_TOKENS];
+};
+
 // A request's tail.
 struct TreePaths {
   Numbers numbers;
@@ -59,12 +64,16 @@ struct TreePaths {
                  "r"(0)
                  : "memory");
   }
-  // Copies keys and values from the root's tile on, by THREADS_OF_IT threads together; `table` is the request's.
+  // The lane's page of the window; `table` is the request's.
+  DEVICE int load_page(const int* table, int stride) const {
+    const int entry = first / TOKENS_PER_BLOCK + lane_id();
+    return lane_id() < WINDOW_PAGES && entry < stride ? load_int(table + entry) : 0;
+  }
+  // Copies keys and values from the root's tile on, by THREADS_OF_IT threads together, of which each lane has its page.
   template <int THREADS_OF_IT>
-  DEVICE void copy_window(u32 window, int thread, const KV_TYPE::Storage* cache, int head,
-                          const int* table, int stride, int num_pages) const {
-    const int first_entry = first / TOKENS_PER_BLOCK, entry = first_entry + lane_id();
-    int page = lane_id() < WINDOW_PAGES && entry < stride ? load_int(table + entry) : 0;
+  DEVICE void copy_window(u32 window, int thread, const KV_TYPE::Storage* cache, int head, int page,
+                          int stride, int num_pages) const {
+    const int first_entry = first / TOKENS_PER_BLOCK;
     page = u32(page) < u32(num_pages) ? page : 0;  // those after the last are undefined
     const int keys = min(min(numbers.limit, stride * TOKENS_PER_BLOCK) - first, WINDOW_KEYS);
     const int chunk = thread % CHUNKS;
@@ -82,17 +91,29 @@ struct TreePaths {
     }
     commit_copies();
   }
-  // The row of the window of each key of the tail, for every token of a warp's columns, from nth_token on of
-  // those from first_token on.
-  DEVICE void find_rows(u8 (*table)[WINDOW_KEYS], const int* positions, const int* tree_start,
-                        const int* paths, int path_stride, int request, int first_token,
-                        int first_nth, int num_tokens) const {
-    const int tree = path_stride > 0 ? load_int(tree_start + request) : -1, count = numbers.end - numbers.start;
+  // Where the request's tree is in `paths`, and the positions of a warp's tokens from first_token on.
+  DEVICE ColumnTokens load_tokens(const int* positions, const int* tree_start, int path_stride,
+                                  int request, int first_token, int num_tokens) const {
+    ColumnTokens its;
+    its.tree = path_stride > 0 ? load_int(tree_start + request) : -1;
 #pragma unroll
     for (int t = 0; t < BLOCK_TOKENS; ++t) {
-      const int nth_token = first_nth + t, token = first_token + nth_token;
-      const bool is_real = token < count && u32(numbers.start + token) < u32(num_tokens);
-      const int position = is_real ? load_int(positions + numbers.start + token) : -1;
+      const int token = first_token + t;
+      const bool is_real = token < numbers.end - numbers.start &&
+                           u32(numbers.start + token) < u32(num_tokens);
+      its.positions[t] = is_real ? load_int(positions + numbers.start + token) : -1;
+    }
+    return its;
+  }
+  // The row of the window of each key of the tail, for these tokens from first_token on: nth and those behind it of
+  // the table.
+  DEVICE void find_rows(u8 (*table)[WINDOW_KEYS], const ColumnTokens& its, const int* paths,
+                        int path_stride, int first_token, int nth) const {
+    const int tree = its.tree, count = numbers.end - numbers.start;
+#pragma unroll
+    for (int t = 0; t < BLOCK_TOKENS; ++t) {
+      const int token = first_token + t, position = its.positions[t];
+      const bool is_real = position >= 0;
       const int* path = paths + (long long)(tree + token) * path_stride;
       for (int four = lane_id(); four < WINDOW_KEYS / 4; four += 32) {
         u32 rows = 0;
@@ -105,7 +126,7 @@ struct TreePaths {
           const bool is_seen = key <= position && u32(depth < 0 ? 0 : node) < u32(count);
           rows |= u32(is_seen && u32(row) < WINDOW_KEYS ? row : NO_ROW) << (8 * i);
         }
-        ((u32*)table[nth_token])[four] = rows;
+        ((u32*)table[nth + t])[four] = rows;
       }
     }
   }

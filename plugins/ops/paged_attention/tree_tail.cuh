@@ -133,13 +133,16 @@ DEVICE void attend_tail(const TailShared& shared, u32 query_operands, const Part
   const int thread = threadIdx.x % TAIL_THREADS, block = thread / 32, lane = lane_id();
   const Item item = part.item();
   const int* table = from.block_tables + (long long)part.request * from.table_stride;
-  if (block == 0) columns::TreePaths::clear_row(shared.window);
-  part.paths.copy_window<TAIL_THREADS>(shared.window, thread, from.cache, part.head, table,
-                                       from.table_stride, from.num_pages);
   const int first_nth = 8 * block / GROUP;  // of the columns' tokens
-  part.paths.find_rows(shared.rows, from.position_ids, from.tree_start, from.paths,
-                       from.path_stride, part.request, part.first_token, first_nth,
-                       from.num_tokens);
+  const int first_token = part.first_token + first_nth;
+  const int page = part.paths.load_page(table, from.table_stride);
+  const columns::ColumnTokens tokens = part.paths.load_tokens(
+      from.position_ids, from.tree_start, from.path_stride, part.request, first_token,
+      from.num_tokens);
+  if (block == 0) columns::TreePaths::clear_row(shared.window);
+  part.paths.copy_window<TAIL_THREADS>(shared.window, thread, from.cache, part.head, page,
+                                       from.table_stride, from.num_pages);
+  part.paths.find_rows(shared.rows, tokens, from.paths, from.path_stride, first_token, first_nth);
   const u32 queries_at = query_operands + block * (STEPS * 256);
   stage_columns(queries_at, from.q, item, block);
   if (lane < 8) {

@@ -100,13 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (is_unit) bring(false);
 #if TREE
     if (is_tail) {
-      tail.start(numbers);
-      if (tail.nth == 0) Tail::clear_row(shared.window);
-      if (tail.is_hosted(rank)) {
-        tail.bring(shared, cache, head, table, table_stride, num_pages);
-        tail.find_rows(shared.rows, position_ids, tree_start, paths, path_stride, request,
-                       first_token, tail.nth * BLOCK_TOKENS, num_tokens);
-      }
+      tail.begin(numbers, table, table_stride, position_ids, tree_start, path_stride, request,
+                 first_token, num_tokens);
     }
 #endif
     stage_queries(shared.queries, q, from, head, num_rows, num_tokens);
@@ -131,10 +126,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int tiles = (limit + KEYS - 1) / KEYS;  // of a tree: before the root's
   const int all_tiles = TREE ? __reduce_max_sync(~0u, gathered.seen[lane % ROWS]) / KEYS + 1 : tiles;
   const int units = count_units(all_tiles), root_unit = TREE ? count_units(tiles + 1) - 1 : -1;
+#if TREE
   if (is_tail) {
+    if (tail.is_hosted(rank)) {
+      tail.bring(shared, cache, head, table_stride, num_pages, paths, path_stride, first_token);
+    }
     wait_for_copies<0>();
     tail.meet();
   }
+#endif
   int tile = first_tile;
 #pragma unroll 1
   for (int start = rank * UNITS, round = 0; start < units; start += SPLITS * UNITS, ++round) {

@@ -35,12 +35,27 @@ DEVICE void load_unit(ColumnState& state, const Shared& shared, int unit, int bl
 
 struct Tail : TreePaths {
   int nth;  // the block of columns
+  int page;
+  ColumnTokens tokens;
 
   DEVICE Tail() : nth(int(threadIdx.x) / 32 - UNITS) {}
-  DEVICE void bring(const Shared& shared, const KV_TYPE::Storage* cache, int head, const int* table,
-                    int stride, int num_pages) const {
-    copy_window<TAIL_THREADS>(shared.window, threadIdx.x - 32 * UNITS, cache, head, table, stride,
-                              num_pages);
+  // Requests what says where keys are; they are brought later (`bring`), so that nobody waits for it.
+  DEVICE void begin(const Numbers& now, const int* table, int table_stride, const int* positions,
+                    const int* tree_start, int path_stride, int request, int first_token,
+                    int num_tokens) {
+    start(now);
+    page = load_page(table, table_stride);
+    tokens = load_tokens(positions, tree_start, path_stride, request,
+                         first_token + nth * BLOCK_TOKENS, num_tokens);
+  }
+  // Brings keys and values, and looks up the tokens' paths.
+  DEVICE void bring(const Shared& shared, const KV_TYPE::Storage* cache, int head, int table_stride,
+                    int num_pages, const int* paths, int path_stride, int first_token) const {
+    if (nth == 0) clear_row(shared.window);
+    copy_window<TAIL_THREADS>(shared.window, threadIdx.x - 32 * UNITS, cache, head, page,
+                              table_stride, num_pages);
+    const int own = nth * BLOCK_TOKENS;
+    find_rows(shared.rows, tokens, paths, path_stride, first_token + own, own);
   }
   DEVICE void meet() const {  // the warps of the tail
     if (TAILS == 1) {
