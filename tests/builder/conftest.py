@@ -18,16 +18,10 @@ from support.bad_checkpoints import (
     configure,
 )
 from support.checkpoint import edit
-from support.cuda_build import CASES, LIMITS, quantize
+from support.cuda_build import HAVE_BINARIES, LIMITS, write_case
 from support.mxfp4 import Checkpoints
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from support.random_models import make_model
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from llmctl.builder.build import plan_build, run_build
@@ -40,12 +34,6 @@ from llmctl.runtime.engines.rotary_tables import make_rotary_tables
 
 transformers_logging.disable_progress_bar()
 
-CONFIGS = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-}
 PROGRAMS: dict[str, type[Any]] = {"reference": ReferenceProgram, "cpu": CpuProgram}
 
 
@@ -53,38 +41,6 @@ PROGRAMS: dict[str, type[Any]] = {"reference": ReferenceProgram, "cpu": CpuProgr
 def program_name(request: pytest.FixtureRequest) -> str:
     """Both backends that execute a plan on this machine."""
     return str(request.param)
-
-
-def make_model(
-    family: str, seed: int = 0, dtype: str = "float32", gain: float = 1.0, **fields: Any
-) -> PreTrainedModel:
-    """A random model with weights of a size that makes every part of the network matter.
-
-    gain scales the linears: with 1.0 a small error grows from layer to layer, with less it stays.
-    """
-    small = {
-        "vocab_size": 131,
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-    }
-    torch.manual_seed(seed)
-    config = CONFIGS[family](**{**small, **fields})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0, 0.5)
-            elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                scale = gain if "proj" in name else 1.0
-                parameter.normal_(0, scale * parameter.shape[-1] ** -0.5)
-    model.config.architectures = [type(model).__name__]  # as from_pretrained leaves it
-    return model.to(getattr(torch, dtype))
 
 
 @pytest.fixture
@@ -223,21 +179,13 @@ def some_tokens() -> Callable[..., list[int]]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(
-    tmp_path_factory: pytest.TempPathFactory, module_model: Callable[..., Any]
-) -> Callable[[str], Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """checkpoints(case) -> its folder, made once."""
     made: dict[str, Path] = {}
 
     def checkpoint(case: str) -> Path:
         if case not in made:
-            family, fields, quantization = CASES[case]
-            folder = tmp_path_factory.mktemp("checkpoint")
-            model = module_model(family, dtype="bfloat16", gain=0.5, **fields)
-            model.save_pretrained(folder)
-            if quantization != "none":
-                quantize(folder, is_static=quantization == "static")
-            made[case] = folder
+            made[case] = write_case(tmp_path_factory.mktemp("checkpoint"), case)
         return made[case]
 
     return checkpoint
@@ -247,13 +195,15 @@ def checkpoints(
 def cuda_engines(
     checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """cuda_engines(case) -> the folder of its cuda engine, built once."""
+    """cuda_engines(case) -> the folder of its cuda engine, built once; with binaries, or as
+    `with_binaries` of `build_engine` says."""
     made: dict[str, Path] = {}
 
     def engine(case: str) -> Path:
         if case not in made:
             folder = tmp_path_factory.mktemp("engine") / "cuda"
-            run_build(plan_build(checkpoints(case), BuildRequest(**LIMITS), backend="cuda"), folder)
+            options = {"backend": "cuda", "with_binaries": case in HAVE_BINARIES}
+            run_build(plan_build(checkpoints(case), BuildRequest(**LIMITS), **options), folder)
             made[case] = folder
         return made[case]
 

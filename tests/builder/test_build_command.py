@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from support.attention_models import give_heads
 
-from llmctl.builder.engine_format import open_engine, read_engine_config
+from llmctl.builder.binaries import Binaries
+from llmctl.builder.engine_format import Plan, open_engine, read_engine_config
 from llmctl.builder.plugin_config import rank_notices
 from llmctl.cli.main import execute
 from llmctl.errors import Unsupported
@@ -173,8 +174,12 @@ def test_every_plugin_option_is_in_the_help(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_planted_engine_is_what_its_checkpoint_says_unless_told_otherwise(
-    tmp_path: Path, repository: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def no_binaries(plan: Plan, *_: object) -> tuple[Plan, Binaries, dict[str, str]]:
+        return plan, {}, {}
+
+    monkeypatch.setattr("llmctl.builder.build.make_binaries", no_binaries)
     words = ["--target", "tiny", "--draft", "tiny", "--config-only", "--seed", "7"]
     made = [
         sys.executable,

@@ -34,6 +34,12 @@ def ops_of(plan: Plan, layer: int = 0) -> list[str]:
     return [op.op for op in plan.ops if f".layers.{layer}." in op.name and op.op not in left_out]
 
 
+@pytest.fixture(autouse=True)
+def planned_alone(monkeypatch) -> None:
+    """Most engines have no binaries, which their plans and the references do not need."""
+    monkeypatch.setattr("llmctl.builder.validation.kernels.check_kernels", lambda *_: None)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_linear_is_packed_and_fused_as_far_as_there_are_kernels(case, cuda_engines) -> None:
     plan, _ = open_engine(cuda_engines(case))
@@ -106,9 +112,7 @@ def test_attention_of_every_layer_is_launched_as_if_it_were_the_only_one(
         assert len(seen) >= len(layers) > 1  # each layer has its own cache
 
 
-def test_each_plugin_option_takes_its_fusion_apart(checkpoints, build_engine, monkeypatch) -> None:
-    # Planned without binaries, which the plan and the references do not need.
-    monkeypatch.setattr("llmctl.builder.validation.kernels.check_kernels", lambda *_: None)
+def test_each_plugin_option_takes_its_fusion_apart(checkpoints, build_engine) -> None:
     apart = {
         "gemm_swiglu_plugin": ["packed_linear", "swiglu"],
         "norm_quant_fusion": ["packed_linear_swiglu", "quantize"],
@@ -220,12 +224,10 @@ def test_logits_are_those_of_the_cpu_engine(
 
 
 def test_fusions_change_no_bit(
-    checkpoints, cuda_engines, build_engine, open_test_engine, some_tokens, monkeypatch
+    checkpoints, cuda_engines, build_engine, open_test_engine, some_tokens
 ):
     tokens = some_tokens(20)
     wanted = open_test_engine(cuda_engines("qwen2 fp8"), "reference").run(tokens)
-    # Planned without binaries, which the plan and the references do not need.
-    monkeypatch.setattr("llmctl.builder.validation.kernels.check_kernels", lambda *_: None)
     for option in ("gemm_swiglu_plugin", "norm_quant_fusion", "use_fp8_context_fmha"):
         folder = build_engine(
             checkpoints("qwen2 fp8"),

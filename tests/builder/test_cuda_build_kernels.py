@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.attention_compiled import HERE, of_chains
 from support.attention_models import world_of
-from support.cuda_build import CASES, LIMITS
+from support.cuda_build import CASES, HAVE_BINARIES, LIMITS
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -116,15 +116,20 @@ def test_inspect_shows_kernels_and_tactics(fp8_engine, capsys) -> None:
     assert described["memory"]["scratch_bytes"] == plan.scratch_bytes
 
 
-@pytest.mark.parametrize("case", ["llama", "llama fp8", "llama fp8 rows, tokens"])
-def test_a_generated_engine_has_the_plan_of_a_stored_one(case, checkpoints, cuda_engines, tmp_path):
+@pytest.mark.parametrize("case", ["llama", "qwen2 fp8", "llama fp8 rows, tokens"])
+def test_a_generated_engine_has_the_plan_of_a_stored_one(
+    case, checkpoints, cuda_engines, tmp_path, monkeypatch
+):
+    has_binaries = case in HAVE_BINARIES
+    if not has_binaries:
+        monkeypatch.setattr("llmctl.builder.validation.kernels.check_kernels", lambda *_: None)
     source = checkpoints(case)
     for name in ("config.json", "hf_quant_config.json"):
         if (source / name).is_file():
             (tmp_path / name).write_bytes((source / name).read_bytes())
-    engine = plan_build(
-        tmp_path, BuildRequest(**LIMITS), backend="cuda", load_format=LoadFormat("dummy", seed=3)
-    )
+    options = {"backend": "cuda", "with_binaries": has_binaries}
+    generated = LoadFormat("dummy", seed=3)
+    engine = plan_build(tmp_path, BuildRequest(**LIMITS), load_format=generated, **options)
     run_build(engine, tmp_path / "engine")
     plan, tensors = open_engine(tmp_path / "engine")
     wanted, stored = open_engine(cuda_engines(case))

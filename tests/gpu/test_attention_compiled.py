@@ -12,14 +12,19 @@ from support.attention_compiled import (
     PAGES_ON_A_GPU_MACHINE,
     check_chains,
     check_pages,
+    check_verification,
+    of_chains,
+    of_pages,
+    of_verification,
 )
+from support.attention_models import OF_SIZE, world_of
 
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
 
 
 @pytest.mark.parametrize(("heads", "kv"), ON_A_GPU_MACHINE)
 def test_kernels_compile_to_tensor_core_groups_without_spills(heads: str, kv: str) -> None:
-    check_chains(heads, kv)
+    check_chains(of_chains(world_of(heads, kv)))
 
 
 @pytest.mark.parametrize("specs", BY_WARP)
@@ -27,4 +32,10 @@ def test_kernels_compile_to_tensor_core_groups_without_spills(heads: str, kv: st
 def test_kernels_of_warps_compile_for_every_page_size(
     tokens_per_block: int, specs: Callable[..., list[KernelSpec]]
 ) -> None:
-    check_pages(tokens_per_block, specs)
+    check_pages(of_pages(tokens_per_block, specs))
+
+
+@pytest.mark.parametrize("heads", OF_SIZE.values())
+@pytest.mark.parametrize("kv", ["int8", "bfloat16"])
+def test_verification_sends_through_shared_memory_and_has_room(heads: str, kv: str) -> None:
+    check_verification(of_verification(heads, kv))

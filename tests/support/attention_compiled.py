@@ -1,14 +1,15 @@
 """What attention kernels must compile to, and for which heads, caches and pages that is checked.
 
 CI compiles each kernel at least once for each type of cache and each class of head size, with what
-takes most registers. The rest of the table takes as long again and is compiled where there are more
-cores than two, on the machine with the GPU (tests/gpu/test_attention_compiled.py).
+takes most registers, and all kernels for one of them. The rest of the table takes three times as
+long and is compiled where there are more cores than two, on the machine with the GPU
+(tests/gpu/test_attention_compiled.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,22 +22,27 @@ from support.kernel import compile_all
 
 OF_FLOAT16 = [kv for kv, (dtype, *_) in CACHES.items() if dtype == torch.float16]
 OF_BFLOAT16 = [kv for kv in CACHES if kv not in OF_FLOAT16]
-# (heads, cache): FP16 takes the registers that BF16 does, but of wide heads in a cache of 16 bits.
-HERE = [
-    *(("70b", kv) for kv in (*OF_BFLOAT16, "float16")),
-    *(("1b", kv) for kv in OF_BFLOAT16),
+# (heads, cache), of which CI compiles all kernels, and of which those with most to do.
+# FP16 takes the registers that BF16 does, but of wide heads in a cache of 16 bits.
+WHOLE_HERE = [("70b", "fp8"), ("1b", "fp8")]
+LARGEST_HERE = [
+    *(("70b", kv) for kv in ("bfloat16", "int8", "float16")),
+    *(("1b", kv) for kv in ("bfloat16", "int8")),
     *(("96 wide", kv) for kv in OF_BFLOAT16),
     *[("0.5b", "fp8 of float16"), ("3b", "fp8")],  # groups of 7 and 3
 ]
+HERE = [*WHOLE_HERE, *LARGEST_HERE]
 ON_A_GPU_MACHINE = [
+    *LARGEST_HERE,
     *(("70b", kv) for kv in OF_FLOAT16 if kv != "float16"),
     *(("0.5b", kv) for kv in OF_FLOAT16 if kv != "fp8 of float16"),
     *(("80 wide", kv) for kv in CACHES),
     *(("96 wide", kv) for kv in OF_FLOAT16),
     ("8b", "fp8"),
 ]
-# Tokens per block: more pages to a tile, one, and more tiles to a page.
-PAGES_HERE, PAGES_ON_A_GPU_MACHINE = (8, 16, 1024), (64, 128)
+# Tokens per block, for kernels with most to do and for all: more pages to a tile, one, and more
+# tiles to a page.
+PAGES_HERE, PAGES_ON_A_GPU_MACHINE = (8, 16, 1024), (8, 16, 64, 128, 1024)
 BY_WARP = (batch.batch_specs, verification.verification_specs)
 
 
@@ -46,9 +52,23 @@ def of_chains(world: World) -> list[KernelSpec]:
     return [spec for spec in specs if not {"trees", "tree"} & set(spec.name.split("."))]
 
 
-def check_chains(heads: str, kv: str) -> None:
+def largest(specs: Sequence[KernelSpec]) -> list[KernelSpec]:
+    """Of binaries that differ in sizes alone those with most rows and with most work items, which
+    take most registers; of those with a window and without, the one with it."""
+    found: dict[tuple[object, ...], KernelSpec] = {}
+    for names in (("ROWS", "UNITS"), ("UNITS", "ROWS"), ("COLUMNS", "TOGETHER")):
+        for spec in sorted(specs, key=lambda spec: _values(spec, *names, "HAS_WINDOW")):
+            found[names, spec.source, spec.constants.get("TREE")] = spec
+    return list({spec.name: spec for spec in found.values()}.values())
+
+
+def _values(spec: KernelSpec, *names: str) -> list[int]:
+    return [int(spec.constants.get(name, 0)) for name in names]
+
+
+def check_chains(specs: Sequence[KernelSpec]) -> None:
     """Products by tensor cores, nothing spilled, launches in order."""
-    for spec, binary, code in compile_all(of_chains(world_of(heads, kv))):
+    for spec, binary, code in compile_all(specs):
         assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         is_group = spec.entry not in ("batch", "verification")  # whose products are of one warp
         assert ("HGMMA" in code) == is_group, spec.name
@@ -59,13 +79,30 @@ def check_chains(heads: str, kv: str) -> None:
             assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
 
 
-def check_pages(tokens_per_block: int, specs: Callable[..., list[KernelSpec]]) -> None:
+def of_pages(tokens_per_block: int, specs: Callable[..., list[KernelSpec]]) -> list[KernelSpec]:
     """Kernels of warps, for chains and trees, of pages of so many tokens. specs: of `BY_WARP`."""
-    world = World(
-        8, 2, 128, (64,), kv_dtype=FP8, tokens_per_block=tokens_per_block, max_seq_len=8192
-    )
-    for spec in specs(world.call([(0, 0, 1)]), world.limits()):
+    sizes = {"tokens_per_block": tokens_per_block, "max_seq_len": 8192}
+    world = World(8, 2, 128, (64,), kv_dtype=FP8, **sizes)
+    return specs(world.call([(0, 0, 1)]), world.limits())
+
+
+def check_pages(specs: Sequence[KernelSpec]) -> None:
+    """Nothing spilled but what is known."""
+    for spec in specs:
         # Trees have up to twelve warps, 168 registers each; with some values in local memory they
         # are still the fastest (docs/performance/trees.md). Chains spill nothing.
         allowed = 304 if spec.name.endswith("r24.trees") else 48 * spec.name.endswith(".trees")
         assert compile_kernel(spec).local_bytes <= allowed, spec.name
+
+
+def of_verification(heads: str, kv: str) -> list[KernelSpec]:
+    """The kernels of few tokens, of an engine whose contexts reach all of them."""
+    world = world_of(heads, kv, max_seq_len=8192)
+    return verification.verification_specs(world.call([(0, 0, 1)]), world.limits())
+
+
+def check_verification(specs: Sequence[KernelSpec]) -> None:
+    """Thread blocks send to each other's shared memory, copy ahead and find room."""
+    for spec, binary, code in compile_all(specs):
+        assert "STAS" in code and "LDGSTS" in code and "LDSM" in code, spec.name
+        assert binary.shared_bytes <= 227 * 1024

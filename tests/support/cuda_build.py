@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.attention_models import config_of
+from support.random_models import make_model
 
 # Engines have the attention of a few models, whose kernels are then compiled once for all tests.
 HEADS = config_of("1b")
@@ -38,6 +39,20 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen2 fp8": ("qwen2", HEADS, "static"),
     "llama fp8 rows, tokens": ("llama", {**SMALL, **TWO_HEADS}, "dynamic"),
 }
+
+
+# Of these CI compiles the kernels: heads of 80 in 16 bits, and FP8 with biases and an FP8 cache.
+# The engines of the others it plans; tests/gpu/test_builds_compiled.py compiles them.
+HAVE_BINARIES = ("llama", "qwen2 fp8")
+
+
+def write_case(folder: Path, case: str) -> Path:
+    """The checkpoint of one of `CASES`."""
+    family, fields, quantization = CASES[case]
+    make_model(family, dtype="bfloat16", gain=0.5, **fields).save_pretrained(folder)
+    if quantization != "none":
+        quantize(folder, is_static=quantization == "static")
+    return folder
 
 
 def quantize(folder: Path, is_static: bool) -> None:

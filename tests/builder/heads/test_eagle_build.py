@@ -160,7 +160,10 @@ def test_the_kernels_of_a_head_compile_for_a_gpu(new_model, save, tmp_path):
     """And the engine's stored binaries are those that its steps launch."""
     checkpoint = save(new_model("llama", dtype="bfloat16", **HEADS))
     head = save_head(tmp_path / "head", make_head(**HEADS), **HEADS)
-    limits = LIMITS | {"max_num_tokens": 32}  # few, which few kernels of each product are for
+    limits = LIMITS | {
+        "max_num_tokens": 16,
+        "max_batch_size": 1,
+    }  # few, which few kernels of each product are for
     request = BuildRequest(**limits, draft_model_dir=str(head))
     folder = tmp_path / "engine"
     run_build(plan_build(checkpoint, request, backend="cuda"), folder)

@@ -238,6 +238,8 @@ def test_a_plan_for_a_gpu_gives_the_same_logits_and_has_the_kernels(tmp_path, ta
         speculative_decoding_mode="medusa",
         draft_model_dir=str(heads_in(tmp_path)),
         max_batch_size=4,
+        max_num_tokens=32,
+        max_draft_len=7,
         max_seq_len=96,
     )
     plan, weights = open_with_tables(folder)

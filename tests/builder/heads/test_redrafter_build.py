@@ -189,6 +189,7 @@ def test_a_plan_for_a_gpu_gives_the_same_logits_and_has_the_kernels(
         speculative_decoding_mode="redrafter",
         draft_model_dir=str(head),
         max_batch_size=4,
+        max_num_tokens=32,
         max_seq_len=96,
         max_draft_len=6,
         **BEAMS,

@@ -25,7 +25,7 @@ VALUES = (0, -1, 1, 7, 2**31, "rows", "tokens", "float32", None, [2], 0.5, {}, T
 
 @pytest.fixture(scope="module")
 def engine(cuda_engines: Callable[[str], Path]) -> HostileEngine:
-    return HostileEngine.read(cuda_engines("llama fp8"))
+    return HostileEngine.read(cuda_engines("qwen2 fp8"))
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def representatives(op: str) -> tuple[KernelSpec, ...]:
 
 
 def checked_elsewhere() -> set[str]:
-    """The kinds that test_paged_attention_kernel.py compiles and checks."""
+    """The kinds that test_paged_attention_kernel.py and tests/gpu compile and check."""
     worlds = [world_of(heads, kv) for heads, kv in HERE]
     return {kind(spec.name) for world in worlds for spec in of_chains(world)}
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.decoder_layers import ONE, chain_of, env_of, measured
+from support.decoder_layers_compiled import HELD_HERE, HERE, require_held, require_no_spills
 from support.driver import RecordingDriver
 from support.kernel import disassemble
 
@@ -29,7 +30,7 @@ from llmctl.plugins.fused.decoder_layers.kernel import (
     open_chains,
     serves,
 )
-from llmctl.plugins.fused.decoder_layers.tactics import EVERYWHERE, Pace
+from llmctl.plugins.fused.decoder_layers.tactics import EVERYWHERE
 from scripts.bench.plan_support import planned
 from scripts.models.planted_shapes import SHAPES, Shape
 
@@ -126,20 +127,9 @@ def test_the_kernel_multiplies_with_wgmma_and_spills_nothing():
     assert waits == 4, "the compiler put waits into the chains"
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
-@pytest.mark.parametrize(("kv_algo", "held"), [("FP8", 1), ("INT8", 1), (None, 1), ("FP8", 2)])
+@pytest.mark.parametrize(("kv_algo", "held", "tokens"), HELD_HERE)
 def test_units_are_held_in_registers(kv_algo, held, tokens):
-    """As the products take them: nothing spills, and nothing waits between a unit's products."""
-    found = chain_of("1b", most_tokens=tokens, kv_algo=kv_algo)
-    assert found is not None
-    pace = replace(EVERYWHERE, pace=Pace(3, 3, 5, 8, held))
-    kernel = compile_kernel(chain_spec(replace(found, tactic=pace), planned("1b", kv_algo)[1]))
-    assert kernel.local_bytes == 0 and kernel.threads == 512 and kernel.registers == 128
-    code = disassemble(kernel)
-    from_registers = re.findall(r"QGMMA\.64x8x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
-    assert len(from_registers) == 16 * held
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 5, "four products, and what is held"
-    assert len(re.findall(r"LDSM\.16\.M88\.4", code)) >= 16 * held
+    require_held(kv_algo, held, tokens)
 
 
 @pytest.mark.parametrize("name", ["1b", "8b"])
@@ -156,23 +146,13 @@ def test_weights_of_four_bits_are_multiplied_from_registers(name):
     assert waits == 4, "the compiler put waits into the chains"
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
-@pytest.mark.parametrize(
-    ("name", "kv_algo", "qformat"),
-    [
-        *(("3b", "FP8", each) for each in ("fp8", "w4a8_mxfp4_fp8")),
-        *(("8b", "INT8", "fp8"), ("8b", None, "w4a8_mxfp4_fp8"), ("1b", "FP8", "w4a8_mxfp4_fp8")),
-        *(("1b", "INT8", "fp8"), ("70b", None, "fp8")),
-    ],
-)
-def test_the_kernel_spills_nothing_in_other_shapes_and_caches(name, kv_algo, qformat, tokens):
-    options = {"kv_algo": kv_algo, "qformat": qformat}
-    found = chain_of(name, most_tokens=tokens, **options)
-    assert (found is None) == (name == "70b" and tokens == 2)
-    if found is not None:
-        kernel = compile_kernel(chain_spec(found, planned(name, **options)[1]))
-        assert kernel.shared_bytes <= 227 << 10 and kernel.registers <= 168
-        assert kernel.local_bytes == 0
+@pytest.mark.parametrize("shape", HERE, ids=lambda shape: "-".join(map(str, shape)))
+def test_the_kernel_spills_nothing_in_other_shapes_and_caches(shape):
+    require_no_spills(*shape)
+
+
+def test_a_model_of_wide_groups_has_no_launch_for_two_tokens():
+    assert chain_of("70b", most_tokens=2, kv_algo=None) is None
 
 
 def test_a_program_puts_the_launch_in_the_place_of_the_calls(monkeypatch):

@@ -210,8 +210,9 @@ def test_requests_and_positions_of_rows_follow_from_their_place(small_chunks: No
     assert out.tolist() == sample_rows(logits, rows).tolist()
 
 
-@pytest.mark.parametrize("vocab", [300, 32000, 128256, 151936, 152064])
+@pytest.mark.parametrize("vocab", [300, 128256])
 def test_sampling_kernels_compile_without_spills(vocab: int):
+    """Of others: tests/gpu/test_builds_compiled.py."""
     for spec in kernel.kernels(vocab):
         assert compile_kernel(spec).local_bytes == 0, spec.name
 

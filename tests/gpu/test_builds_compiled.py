@@ -1,0 +1,45 @@
+"""Engines and kernels that take more cores to compile than CI has; it needs no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.cuda_build import CASES, HAVE_BINARIES, LIMITS, write_case
+from support.decoder_layers_compiled import (
+    HELD_ON_A_GPU_MACHINE,
+    ON_A_GPU_MACHINE,
+    Shape,
+    require_held,
+    require_no_spills,
+)
+
+from llmctl.builder.build import plan_build, run_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_format import open_engine
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.ops.sampling.kernel import kernels
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in HAVE_BINARIES])
+def test_engines_hold_the_kernels_that_their_steps_launch(tmp_path: Path, case: str) -> None:
+    checkpoint = write_case(tmp_path / "checkpoint", case)
+    run_build(plan_build(checkpoint, BuildRequest(**LIMITS), backend="cuda"), tmp_path / "engine")
+    plan, _ = open_engine(tmp_path / "engine")  # raises where one is absent
+    assert plan.kernels
+
+
+@pytest.mark.parametrize("shape", ON_A_GPU_MACHINE, ids=lambda shape: "-".join(map(str, shape)))
+def test_the_launch_of_decoder_layers_spills_nothing(shape: Shape) -> None:
+    require_no_spills(*shape)
+
+
+@pytest.mark.parametrize(("kv_algo", "held", "tokens"), HELD_ON_A_GPU_MACHINE)
+def test_units_are_held_in_registers(kv_algo: str | None, held: int, tokens: int) -> None:
+    require_held(kv_algo, held, tokens)
+
+
+@pytest.mark.parametrize("vocab", [32000, 151936, 152064])
+def test_sampling_kernels_compile_without_spills(vocab: int) -> None:
+    for spec in kernels(vocab):
+        assert compile_kernel(spec).local_bytes == 0, spec.name
