@@ -55,6 +55,14 @@ class Drafts:
             depths[index] = depths[parent] + 1
         return max(depths.values())
 
+    @property
+    def num_first(self) -> int:
+        """Tokens of the path that comes first: as many as follow the one before."""
+        if self.parents is None:
+            return len(self.tokens)
+        beside = (i for i, parent in enumerate(self.parents) if parent != i - 1)
+        return next(beside, len(self.parents))
+
     def path_to(self, index: int) -> Items[int]:
         """Indices of the tokens from the root's child down to `index`; none for ROOT."""
         if self.parents is None:

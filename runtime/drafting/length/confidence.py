@@ -22,10 +22,12 @@ class Confidence:
     is_chain: bool = False  # whether they are to be chains nevertheless
     num_steps: int = 0  # of the drafter, for its last proposals
     expected: float = 0.0  # accepted drafts of those, as the drafter sees it
+    num_first: int = 0  # drafts of all on the first paths of their trees
 
-    def note(self, num_steps: int, chances: Items[Items[float]]) -> None:
-        """Proposals: the chance that each draft of each sequence is accepted."""
-        self.num_steps = num_steps
+    def note(self, num_steps: int, chances: Items[Items[float]], num_first: int = 0) -> None:
+        """Proposals: the chance that each draft of each sequence is accepted. num_first: of trees,
+        the drafts that a chain would have had, as many as come first and follow each other."""
+        self.num_steps, self.num_first = num_steps, num_first
         self.expected = sum(exp(chance) for own in chances for chance in own)
 
 

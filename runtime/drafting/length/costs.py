@@ -14,7 +14,7 @@ A drafter with its own cache that is behind must first read the tokens it lacks 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import log2
+from math import inf, log2
 
 TOKENS_A_STEP = 128  # tokens that a GPU processes in the time of one
 # of a plain step, before a draft was timed: a draft model of about an eighth of the parameters
@@ -174,13 +174,17 @@ class StepCosts:
             if not known:
                 return 0.0
             bucket = self._buckets[_nearest(known, batch)]
-        points = bucket.extra.values()
+        points = sorted((n.value, s.value) for n, s in bucket.extra.values())
+        at_most, least = [], inf
+        for count, extra in reversed(points):  # fewer drafts cost no more: that was another cause
+            least = min(least, extra)
+            at_most.append((count, least))
         before = (0.0, 0.0)
-        for count, extra in sorted((n.value, s.value) for n, s in points):
-            slope = (extra - before[1]) / max(count - before[0], 1e-9)
+        for count, extra in reversed(at_most):
             if num_drafts <= count:
+                slope = (extra - before[1]) / max(count - before[0], 1e-9)
                 return before[1] + slope * (num_drafts - before[0])
-            before = (count, max(extra, before[1]))
+            before = (count, extra)
         return before[1] / before[0] * num_drafts  # beyond the measured range: proportional
 
     def token_s(self, batch: int, prior: float) -> float:

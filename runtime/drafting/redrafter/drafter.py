@@ -77,7 +77,9 @@ class ReDrafter(WithoutWindow):
         else:
             self._searcher.drop()
         num_steps = self._searcher.num_steps if asked else 0
-        self.confidence.note(num_steps, [own.scores for own in found])
+        is_chain = self.confidence.is_chain
+        num_first = 0 if is_chain else sum(own.drafts.num_first for own in found)
+        self.confidence.note(num_steps, [own.scores for own in found], num_first)
         self.rows.start(batch, drafts)
         return drafts
 

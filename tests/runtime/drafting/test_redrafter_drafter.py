@@ -151,6 +151,17 @@ def test_one_beam_is_drafted_as_a_chain():
     assert harness.loop.stats.accepted_tokens > 15
 
 
+def test_trees_say_how_many_drafts_a_chain_would_have_had():
+    engine, _, drafter = make(3, 4)
+    harness = Harness(engine, drafter)
+    harness.add(Request((1, 2, 3), max_tokens=30))
+    found = set()
+    while harness.scheduler.has_work:
+        harness.loop.step()
+        found.add(drafter.confidence.num_first)
+    assert 4 in found and max(found) == 4, "those of the best beam"
+
+
 def test_no_drafts_a_round_are_refused():
     with pytest.raises(BadConfig, match="max_draft_len is 0"):
         ReDrafter(StepSearch(FakeRecurrentHead(HeadedEngine())), BeamShape(2, 2), 0)

@@ -153,3 +153,14 @@ def test_the_accepted_path_is_that_of_the_longest_beam(seed):
     assert len(path) == accepted
     assert [drafts.tokens[index] for index in path] == beams[beam, 1 : 1 + accepted].tolist()
     assert following == targets[beam, accepted]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_path_of_a_tree_is_its_best_beam(name):
+    """Accepted drafts beside it are those that move, whatever else is accepted."""
+    case = CASES[name]
+    beams = np.array([numbers(beam) for beam in case["beams"]])
+    drafts = merge(beams[:, 1:], 10**6)
+    assert drafts.num_first == beams.shape[1] - 1
+    assert drafts.tokens[: drafts.num_first] == beams[0, 1:].tolist()
+    assert merge(beams[:1, 1:], 2).num_first == 2 and merge(beams, 0).num_first == 0

@@ -80,3 +80,14 @@ def test_one_step_far_off_moves_a_cost_little():
         costs.observe(1, 0, 0, 1.0, 0.0)
     costs.observe(1, 0, 0, 100.0, 0.0)
     assert costs.plain_s(1) == pytest.approx(1.1)
+
+
+def test_fewer_drafts_cost_no_more_than_more_do():
+    """One size was timed when the machine had something else to do."""
+    costs = StepCosts()
+    for _ in range(2):
+        costs.observe(1, 0, 0, 1.0, 0.0)
+        for count, step_s in ((1, 4.0), (2, 1.2), (4, 1.4)):
+            costs.observe(1, count, count, step_s, 0.0)
+    assert costs.extra_s(1, 1) == pytest.approx(0.2) and costs.extra_s(1, 2) == pytest.approx(0.2)
+    assert costs.extra_s(1, 3) == pytest.approx(0.3)
