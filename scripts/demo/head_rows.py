@@ -18,8 +18,6 @@ from scripts.demo.batches import TokenStream, with_bos
 from scripts.demo.generation import generate
 from scripts.demo.model import Llama
 
-NUM_LIKELY = 32  # tokens of a distribution that are kept
-
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
@@ -56,28 +54,23 @@ class HeadRows:
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
-@dataclass(frozen=True, slots=True)
-class LikelyRows(HeadRows):
-    """And the target's distribution after each token, as far as it is kept."""
-
-    likely: Tensor  # int16 [rows, length, NUM_LIKELY]: the likeliest first
-    probs: Tensor  # float16, of the same shape
-
-
 @torch.no_grad()
-def read_rows(target: Llama, tokens: Tensor, batch: int = 8) -> LikelyRows:
+def read_rows(target: Llama, tokens: Tensor, batch: int = 8) -> HeadRows:
     """Run the target over rows [rows, length]; what is read stays on its device."""
     device = target.model.norm.weight.device
-    parts = []
-    for part in tokens.to(device).split(batch):
+    tokens = tokens.to(device)
+    width = target.model.norm.weight.shape[0]
+    hidden = torch.empty((*tokens.shape, width), dtype=torch.bfloat16, device=device)
+    chosen = torch.empty_like(tokens)
+    for part, own, best in zip(
+        *(each.split(batch) for each in (tokens, hidden, chosen)), strict=True
+    ):
         with torch.autocast(device.type, torch.bfloat16):
             states = target.states(part)
             logits = F.linear(states, target.model.embed_tokens.weight)
-        probs = logits.float().softmax(-1)
-        most = probs.topk(min(NUM_LIKELY, probs.shape[-1]))
-        likely, kept = most.indices.to(torch.int16), most.values.half()
-        parts.append(LikelyRows(part, states.bfloat16(), logits.argmax(-1), likely, kept))
-    return LikelyRows.joined(parts)
+        own.copy_(states)
+        best.copy_(logits.argmax(-1))
+    return HeadRows(tokens, hidden, chosen)
 
 
 def corpus_rows(stream: TokenStream, num_rows: int, length: int, seed: int) -> Tensor:
@@ -96,6 +89,8 @@ class Amounts(Protocol):
     @property
     def sampled_rows(self) -> int: ...  # at temperature 0.8
     @property
+    def invented_rows(self) -> int: ...  # greedy ones behind prompts that it sampled itself
+    @property
     def length(self) -> int: ...
     @property
     def prompt_length(self) -> int: ...
@@ -104,7 +99,8 @@ class Amounts(Protocol):
 
 
 def training_texts(target: Llama, stream: TokenStream, amounts: Amounts, seed: int) -> list[Tensor]:
-    """Rows that the target wrote after prompts of the corpus, and rows of the corpus."""
+    """Rows that the target wrote after prompts of the corpus, which it knows by heart in part,
+    rows after prompts that it wrote itself, and rows of the corpus."""
     parts = []
     heats = ((amounts.greedy_rows, 0.0), (amounts.sampled_rows, 0.8))
     for index, (count, heat) in enumerate(heats):
@@ -114,6 +110,10 @@ def training_texts(target: Llama, stream: TokenStream, amounts: Amounts, seed: i
         torch.manual_seed(seed)
         parts.append(written_rows(target, prompts, amounts.length, heat, amounts.rows_at_once))
     parts.append(corpus_rows(stream, amounts.corpus_rows, amounts.length, seed + 2))
+    if amounts.invented_rows:
+        begun = corpus_rows(stream, amounts.invented_rows, amounts.prompt_length // 4, seed + 3)
+        prompts = written_rows(target, begun, amounts.prompt_length, 1.0, amounts.rows_at_once)
+        parts.append(written_rows(target, prompts, amounts.length, 0.0, amounts.rows_at_once))
     print(f"{sum(map(len, parts))} rows of {amounts.length} tokens", flush=True)
     return parts
 

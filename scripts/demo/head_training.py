@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.demo.head_rows import HeadRows, LikelyRows
+from scripts.demo.head_rows import HeadRows
 from scripts.demo.heads import DraftHeads
 from scripts.demo.training import Schedule, fit
 
@@ -43,15 +43,11 @@ class _Labels:
     num_depths: int
     tokens: Tensor  # [places]
     hidden: Tensor  # [places, hidden_size]
-    likely: Tensor  # [places, NUM_LIKELY]
-    weights: Tensor  # float16 of the same shape, of sum 1
+    chosen: Tensor  # [places]
     counts: Tensor  # bool [places, num_depths]
 
     @classmethod
-    def of(cls, rows: LikelyRows, num_depths: int) -> _Labels:
-        probs = rows.probs.flatten(0, 1).float()
-        weights = (1 - CHOSEN) * probs / probs.sum(-1, keepdim=True)
-        weights[:, 0] += CHOSEN
+    def from_rows(cls, rows: HeadRows, num_depths: int) -> _Labels:
         counts = torch.stack([count for _, count in rows.depths(num_depths)], -1)
         missing = rows.tokens.shape[1] - counts.shape[1]
         counts = F.pad(counts, (0, 0, 0, missing))
@@ -59,46 +55,66 @@ class _Labels:
             num_depths,
             rows.tokens.flatten(),
             rows.hidden.flatten(0, 1),
-            rows.likely.flatten(0, 1),
-            weights.half(),
+            rows.chosen.flatten(),
             counts.flatten(0, 1),
         )
 
-    def following(self, at: Tensor) -> Tensor:
-        """The text after places [n]: [n, num_depths]."""
-        ahead = torch.arange(1, self.num_depths + 1, device=at.device)
-        return self.tokens[at[:, None] + ahead]
-
-    def lost(self, at: Tensor, depth: int, logits: Tensor) -> Tensor:
-        """The cross-entropy of a head at places [n], added up; those that do not count are 0."""
-        places = at + depth + 1
-        said = logits.float().log_softmax(-1).gather(1, self.likely[places].long())
-        each = (said * self.weights[places].float()).sum(-1)
-        return -(each * self.counts[at, depth]).sum()
+    def of(self, at: Tensor) -> tuple[Tensor, ...]:
+        """What `_lost` reads of places [n]."""
+        ahead = at[:, None] + torch.arange(1, self.num_depths + 1, device=at.device)
+        return (
+            self.hidden[at], self.tokens[ahead], self.hidden[ahead], self.chosen[ahead],
+            self.counts[at],
+        )  # fmt: skip
 
 
 def train_heads(
     heads: DraftHeads,
-    rows: LikelyRows,
+    rows: HeadRows,
+    projection: Tensor,
     schedule: Schedule,
     batch: int,
     validate: Callable[[], Accuracy],
     seed: int,
 ) -> list[tuple[int, list[float]]]:
-    """Cross-entropy of the target's distributions, positions drawn at random; ten validations."""
-    labels = _Labels.of(rows, heads.num_depths)
+    """Cross-entropy of what the target says, positions drawn at random; ten validations.
+    projection: the target's output matrix."""
+    labels = _Labels.from_rows(rows, heads.num_depths)
     device = rows.tokens.device
-    chosen = _draw(labels.counts[:, 0].nonzero()[:, 0], batch, seed)
+    drawn = _draw(labels.counts[:, 0].nonzero()[:, 0], batch, seed)
+    projection = projection.to(rows.hidden.dtype)
 
-    def loss_of() -> Tensor:
-        at = next(chosen)
-        loss = torch.zeros((), device=device)
-        found = heads.logits(labels.hidden[at].float(), labels.following(at))
-        for depth, logits in enumerate(found):
-            loss = loss + DECAY**depth * labels.lost(at, depth, logits) / len(at)
-        return loss
+    def lost(*read: Tensor) -> Tensor:
+        return _lost(heads, projection, *read)
 
-    return fit(heads.parameters(), loss_of, schedule, device, lambda: (validate().first, ""))
+    of_read: Callable[..., Tensor] = lost
+    if device.type == "cuda":  # hundreds of short kernels are launched as one graph
+        of_read = torch.compile(lost, dynamic=False, mode="reduce-overhead")
+    return fit(
+        heads.parameters(),
+        lambda: of_read(*labels.of(next(drawn))),
+        schedule,
+        device,
+        lambda: (validate().first, ""),
+    )
+
+
+def _lost(
+    heads: DraftHeads, projection: Tensor,
+    hidden: Tensor, tokens: Tensor, ahead: Tensor, chosen: Tensor, counts: Tensor,
+) -> Tensor:  # fmt: skip
+    """The mean cross-entropy of heads at n places: to the target's distribution behind each of the
+    following tokens [n, num_depths], where the target's hidden rows are `ahead`, and to its choice.
+    Those that do not count are 0."""
+    loss = torch.zeros((), device=hidden.device)
+    for depth, logits in enumerate(heads.logits(hidden.float(), tokens)):
+        said = logits.float().log_softmax(-1)
+        wanted = F.linear(ahead[:, depth], projection).float().softmax(-1)
+        soft = (wanted * said).sum(-1)
+        hard = said.gather(1, chosen[:, depth, None])[:, 0]
+        each = ((1 - CHOSEN) * soft + CHOSEN * hard) * counts[:, depth]
+        loss = loss - DECAY**depth * each.mean()
+    return loss
 
 
 @torch.no_grad()

@@ -54,6 +54,7 @@ class EagleRecipe:
     rows_at_once: int  # that the target writes
     length: int = 256  # tokens in a row
     prompt_length: int = 96
+    invented_rows: int = 0
     num_prompts: int = 64  # for measuring, of PROMPT_LENGTH tokens
 
     def smoke(self) -> EagleRecipe:

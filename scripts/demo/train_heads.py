@@ -27,7 +27,7 @@ from torch import Tensor
 from scripts.demo.corpus import read_sample
 from scripts.demo.encode import read_stream
 from scripts.demo.evaluation import function_prompts
-from scripts.demo.head_rows import LikelyRows, read_rows, training_texts, written_rows
+from scripts.demo.head_rows import read_rows, training_texts, written_rows
 from scripts.demo.head_training import measure, train_heads
 from scripts.demo.heads import DraftHeads, MedusaHeads, RecurrentHead
 from scripts.demo.model import read_model
@@ -48,16 +48,18 @@ class HeadRecipe:
     corpus_rows: int = 12288
     greedy_rows: int = 24576
     sampled_rows: int = 8192  # at temperature 0.8
+    invented_rows: int = 98304
     length: int = 256  # tokens in a row
     prompt_length: int = 112
-    rows_at_once: int = 2048  # that the target writes
-    read_at_once: int = 64
+    rows_at_once: int = 8192  # that the target writes
+    read_at_once: int = 256
     num_prompts: int = 64  # for measuring, of PROMPT_LENGTH tokens
     batch: int = 8192  # positions in a step
 
     def on_cpu(self) -> HeadRecipe:
         """A quarter of an hour on one core."""
-        sizes = {"corpus_rows": 768, "greedy_rows": 1536, "sampled_rows": 256}
+        sizes = {"corpus_rows": 768, "greedy_rows": 512, "sampled_rows": 256}
+        sizes["invented_rows"] = 1024
         schedule = replace(self.schedule, num_steps=700, learning_rate=3e-3, warmup_steps=30)
         return replace(
             self, schedule=schedule, length=224, rows_at_once=256, read_at_once=8, batch=1024,
@@ -67,15 +69,16 @@ class HeadRecipe:
     def smoke(self) -> HeadRecipe:
         """Toy sizes."""
         sizes = {"corpus_rows": 4, "greedy_rows": 4, "sampled_rows": 2, "num_prompts": 2}
+        sizes["invented_rows"] = 4
         schedule = Schedule(num_steps=10, learning_rate=4e-3, warmup_steps=2, weight_decay=0.0)
         return replace(self, schedule=schedule, length=24, prompt_length=12, batch=16, **sizes)
 
 
 DEPTHS = 4  # of the ReDrafter head
-SCHEDULE = Schedule(num_steps=14000, learning_rate=3e-3, warmup_steps=300, weight_decay=0.0)
+SCHEDULE = Schedule(num_steps=20000, learning_rate=3e-3, warmup_steps=300, weight_decay=0.0)
 
 
-def _make_recurrent(embedding: Tensor, exit_dim: int = 256, num_layers: int = 1) -> DraftHeads:
+def _make_recurrent(embedding: Tensor, exit_dim: int = 128, num_layers: int = 3) -> DraftHeads:
     head = RecurrentHead(DEPTHS, exit_dim, embedding, num_layers)
     head.start_from(embedding)
     return head
@@ -113,8 +116,8 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
     with stage("text"):
         stream = read_stream(tokenizer, arguments.corpus)
-        texts = training_texts(target, stream, recipe, SEED)
-        rows = LikelyRows.joined([read_rows(target, each, recipe.read_at_once) for each in texts])
+        texts = [text.to(device) for text in training_texts(target, stream, recipe, SEED)]
+        rows = read_rows(target, torch.cat(texts), recipe.read_at_once)
     with stage("held-out text"):
         prompts = function_prompts(
             tokenizer, read_sample(arguments.held_out), PROMPT_LENGTH, recipe.num_prompts
@@ -128,6 +131,7 @@ def main() -> None:
         history = train_heads(
             heads,
             rows,
+            embedding,
             recipe.schedule,
             recipe.batch,
             lambda: measure(heads, held_out, PROMPT_LENGTH - 1),
@@ -159,8 +163,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, help="as of scripts.demo.train or .encode")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    parser.add_argument("--exit-dim", type=int, help="width of a ReDrafter head (256)")
-    parser.add_argument("--num-layers", type=int, help="of a ReDrafter head (1)")
+    parser.add_argument("--exit-dim", type=int, help="width of a ReDrafter head (128)")
+    parser.add_argument("--num-layers", type=int, help="of a ReDrafter head (3)")
     parser.add_argument("--smoke", action="store_true", help="toy sizes, in seconds")
     return parser.parse_args()
 

@@ -18,7 +18,7 @@ from llmctl.cli.main import execute
 from scripts.demo import encode
 from scripts.demo.corpus import is_held_out, read_sample
 from scripts.demo.evaluation import function_prompts
-from scripts.demo.head_rows import HeadRows, LikelyRows, read_rows, written_rows
+from scripts.demo.head_rows import HeadRows, read_rows, written_rows
 from scripts.demo.head_training import _walk, measure
 from scripts.demo.heads import MedusaHeads, RecurrentHead
 from scripts.demo.model import read_model
@@ -161,14 +161,16 @@ def test_heads_learn_the_distribution_as_well_as_the_choice() -> None:
 
     generator = torch.Generator().manual_seed(2)
     tokens = torch.full((4, 12), 3)
-    likely = torch.tensor([3, 5], dtype=torch.int16).expand(4, 12, 2)
-    probs = torch.tensor([0.6, 0.4], dtype=torch.float16).expand(4, 12, 2)
     hidden = torch.randn((4, 12, 16), generator=generator).bfloat16()
-    rows = LikelyRows(tokens, hidden, tokens, likely.clone(), probs.clone())
+    hidden[..., 0] = 1
+    projection = torch.zeros((11, 16))
+    projection[:, 0] = -20
+    projection[[3, 5], 0] = torch.tensor([0.6, 0.4]).log()
+    rows = HeadRows(tokens, hidden, tokens)
     torch.manual_seed(3)
     head = RecurrentHead(2, 8, torch.randn((11, 16), generator=generator), num_layers=2)
     schedule = Schedule(num_steps=300, learning_rate=2e-2, warmup_steps=5, weight_decay=0.0)
-    train_heads(head, rows, schedule, 16, lambda: measure(head, rows), 0)
+    train_heads(head, rows, projection, schedule, 16, lambda: measure(head, rows), 0)
     with torch.no_grad():
         for logits in head.logits(hidden[:, 0].float(), tokens[:, :2]):
             said = logits.softmax(-1)
