@@ -50,7 +50,7 @@ from llmctl.builder.planted import (
 )
 from llmctl.builder.plugin_config import rank_notices, resolve_plugins
 from llmctl.builder.provenance import describe_source, pretrained_config, versions
-from llmctl.builder.ranks import require_leaves, require_plain_mode, require_ranks
+from llmctl.builder.ranks import require_leaves, require_ranks
 from llmctl.builder.scales import (
     check_unused,
     checkpoint_shapes,
@@ -173,7 +173,6 @@ def plan_build(
     require_readable(checkpoint)
     require_weights(checkpoint, backend)
     heads, outputs = record_heads(request, model, dtype, facts, backend)
-    require_plain_mode(request.tp_size, request.mode, bool(heads))
     recorded = build_network(model, dtype, outputs)
     whole = join([recorded, *heads])
     if not load_format.is_read:

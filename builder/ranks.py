@@ -98,13 +98,3 @@ def require_leaves(model: Widths, *, is_wanted: bool) -> None:
                 f"are whole vectors of {LEAF_MULTIPLE}",
                 fix="leave --tp-invariant out: text is then the same for one tp_size alone",
             )
-
-
-def require_plain_mode(tp_size: int, mode: str, has_heads: bool) -> None:
-    """Raise Unsupported for draft heads beside a target of several ranks."""
-    if tp_size > 1 and has_heads:
-        raise Unsupported(
-            f"--speculative-decoding-mode {mode} is refused with --tp-size {tp_size}: draft heads "
-            "are for engines of one rank",
-            fix="--speculative-decoding-mode draft_tokens_external (a draft engine, or n-grams)",
-        )

@@ -156,6 +156,18 @@ class VocabularyShard(_Part):
             yield torch.zeros((self.rows - given, *self.shape[1:]), dtype=dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Whole(_Part):
+    """A weight that every rank has whole, such as a draft head's. Chunks want a `Shard`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def chunks(self, checkpoint: TensorReader) -> Iterator[torch.Tensor]:
+        return self.source.chunks(_shard(checkpoint).whole)
+
+
 def _shard(checkpoint: TensorReader) -> Shard:
     assert isinstance(checkpoint, Shard), "ranks differ in what this weight holds"
     return checkpoint

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from llmctl.builder.network import Network
+from llmctl.builder.sharding import Whole
 
 
 def link_heads(base: Network, heads: Sequence[Network]) -> list[Network]:
@@ -19,6 +20,17 @@ def link_heads(base: Network, heads: Sequence[Network]) -> list[Network]:
         names = _connected(before, head) | _shared(before, head)
         linked.append(_rename(head, names))
     return linked
+
+
+def keep_whole(base: Network, head: Network) -> Network:
+    """The head of an engine of several ranks: each has it whole, and shares with the base graph
+    what that has whole, too, its embedding."""
+    found = head.copy()
+    shared = {name for name, source in head.sources.items() if source in base.sources.values()}
+    found.sources = {
+        name: source if name in shared else Whole(source) for name, source in head.sources.items()
+    }
+    return found
 
 
 def _connected(before: Sequence[Network], head: Network) -> dict[str, str]:

@@ -18,7 +18,7 @@ from llmctl.builder.passes.fuse import (
     quantize_before_gather,
 )
 from llmctl.builder.passes.gather import hoist_gather
-from llmctl.builder.passes.heads import link_heads
+from llmctl.builder.passes.heads import keep_whole, link_heads
 from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.merge import merge_linears
 from llmctl.builder.passes.pack import pack_linears
@@ -90,6 +90,8 @@ def run_passes(
             network, pieces = cut(network, limits.tp_size)
     network, *chosen = [choose_tactics(graph, backend) for graph in (network, *rewritten)]
     network = push_partial_sums(keep_residuals(network))
+    if limits.tp_size > 1:
+        chosen = [keep_whole(network, head) for head in chosen]
     linked = link_heads(network, chosen)
     sizes = (limits.max_num_tokens, limits.max_num_rows, able.arena_alignment)
     plan = lower(network, cache, *sizes, linked, limits.max_batch_size, limits.max_num_beams)

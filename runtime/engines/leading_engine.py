@@ -44,7 +44,7 @@ class LeadingEngine(Engine):
 
     @property
     def head_caches(self) -> Mapping[str, BlockHolder]:
-        """None: engines of several ranks have no heads."""
+        """Those of rank 0, which drafts with its heads while the others wait."""
         return self._engine.head_caches
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -80,13 +80,13 @@ class LeadingEngine(Engine):
     def run_head(
         self, name: str, step: StepInputs, inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Raises Unsupported: there are no heads."""
+        """Here alone: every rank has the heads whole."""
         return self._engine.run_head(name, step, inputs)
 
     def give_rows(
         self, head: str, name: str, sources: Sequence[torch.Tensor], rows: NDArray[np.int64]
     ) -> None:
-        """Raises Unsupported: there are no heads."""
+        """Here alone."""
         self._engine.give_rows(head, name, sources, rows)
 
     def as_logits(self, output: torch.Tensor) -> Logits:

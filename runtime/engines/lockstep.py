@@ -16,7 +16,7 @@ from itertools import islice
 import torch
 
 from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanOp, PlanTensor
-from llmctl.errors import CorruptEngine
+from llmctl.errors import CorruptEngine, Unsupported
 from llmctl.plugins.backends.cuda.kernel_spec import Parts
 from llmctl.plugins.core.calls import OpCall
 
@@ -31,13 +31,18 @@ def name_on(rank: int, name: str) -> str:
 
 def lockstep_plan(plans: Sequence[Plan]) -> Plan:
     """One plan of the plans of all ranks, which are equal. Raises CorruptEngine where they are not,
-    and for draft heads, which engines of several ranks do not have."""
+    and Unsupported for draft heads, of which each rank has a whole."""
     plan, *others = plans
-    if any(other != plan for other in others) or plan.heads:
-        what = "draft heads" if plan.heads else "a plan for each rank"
+    if any(other != plan for other in others):
         raise CorruptEngine(
-            f"the engine has {len(plans)} ranks and {what}; all ranks have one plan",
+            f"the engine has {len(plans)} ranks and a plan for each rank; all ranks have one plan",
             fix="build the engine again",
+        )
+    if plan.heads:
+        raise Unsupported(
+            f"--ranks-on-one-device: an engine of {len(plans)} ranks has draft heads, which are "
+            "for ranks with a GPU each",
+            fix="leave the option out, or use a draft engine instead of heads",
         )
     ranks = range(len(plans))
     stride = -(-plan.arena_bytes // _ALIGNMENT) * _ALIGNMENT

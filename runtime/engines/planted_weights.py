@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from llmctl.builder.engine_format import EngineConfig, Plan, PlanOp
+from llmctl.builder.engine_format import BASE, EngineConfig, Plan, PlanOp
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
 from llmctl.plugins.ops.packed_linear.layout import pack
@@ -67,7 +67,8 @@ def generate_weights(
         for role, weight in op.inputs.items():
             if weight in missing:
                 missing.discard(weight)
-                chosen = generator if op.op in _EMBEDDINGS else own
+                is_whole = op.op in _EMBEDDINGS or name != BASE  # as draft heads are
+                chosen = generator if is_whole else own
                 _fill_for(op, role, chosen, plan, is_inert)(weights[weight])
     assert not missing, f"no operator reads {sorted(missing)[:3]}"
     if recipe["load_format"] == "planted":

@@ -16,8 +16,9 @@ from support.lockstep import InLockstep
 from support.planted import ACCEPTANCE, SEED
 
 from llmctl.builder.build import EnginePlan
+from llmctl.builder.engine_format import PlanGraph
 from llmctl.builder.engine_kernels import kernel_specs, step_limits
-from llmctl.errors import CorruptEngine
+from llmctl.errors import CorruptEngine, Unsupported
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape, TensorMap
 from llmctl.plugins.backends.cuda.program import CudaProgram
@@ -129,6 +130,14 @@ def test_ranks_with_different_plans_are_refused(tmp_path: Path) -> None:
     plan = planted.plan(tmp_path / "target", "fp8", tp_size=2).plan
     with pytest.raises(CorruptEngine, match="2 ranks and a plan for each rank"):
         lockstep_plan([plan, replace(plan, arena_bytes=plan.arena_bytes + 128)])
+
+
+def test_draft_heads_are_for_ranks_with_a_gpu_each(tmp_path: Path) -> None:
+    plan = planted.plan(tmp_path / "target", "fp8", tp_size=2).plan
+    headed = replace(plan, heads={"medusa": PlanGraph((), {}, {})})
+    with pytest.raises(Unsupported, match="2 ranks has draft heads, which are for") as told:
+        lockstep_plan([headed, headed])
+    assert "draft engine instead" in told.value.fix
 
 
 def test_launches_of_a_rank_take_its_own_tensors_and_sums_those_of_all(tmp_path: Path) -> None:
