@@ -1,5 +1,6 @@
 """Times what ranks with a GPU each exchange: sums behind O and down products, alone and with the
-norm that follows, logits, and instead of them the best ids, or draws without filters.
+norm that follows, logits, and instead of them the best ids, or draws without filters, which are
+also drawn from gathered logits.
 
     python -m scripts.bench.ranks [--ranks 2] [--hidden 8192] [--vocab 128256]
 
@@ -41,7 +42,11 @@ def measure(rank: int, ranks: int, pipe: Connection, hidden: int, vocab: int) ->
         for call in (_sum(own, rows, hidden), _gathering(own, rows, share, vocab)):
             entering = call.inputs["x"].nbytes * (ranks - 1)
             found.append((call.op, rows, _time(own, call, rows), entering))
-        each = (("best id", "best", 8 * -(-share // PEER_CHUNK)), ("draw", "drawn", DRAW_BYTES))
+        each = (
+            ("best id", "best", 8 * -(-share // PEER_CHUNK)),
+            ("draw", "drawn", DRAW_BYTES),
+            ("gather and draw", "drawn_here", 4 * share),
+        )
         for name, role, given in each:
             merged = _merging(own, rows, share, vocab, role)
             found.append((name, rows, _time(own, merged, rows), given * rows * (ranks - 1)))

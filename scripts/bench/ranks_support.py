@@ -14,7 +14,6 @@ from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
 from llmctl.plugins.backends.cuda.kernel_spec import (
     DeviceStep,
-    Launch,
     LaunchEnv,
     Peers,
     StepLimits,
@@ -26,9 +25,11 @@ from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.operators import operator_module
 from llmctl.plugins.ops.rank_argmax import kernel as rank_argmax
 from llmctl.plugins.ops.rank_draw import kernel as rank_draw
+from llmctl.plugins.ops.sampling import kernel as sampling
 from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
 
 DRAWN_AT = 0.8  # the temperature; seed and position of a row are its number
+Draws = tuple[torch.Tensor, SamplingScratch, int, SamplingArrays, torch.Tensor]
 START_S = 150.0  # that processes have to import, and to say what they found
 
 
@@ -56,30 +57,32 @@ class ExchangingRank:
         if "best" in call.outputs:  # of the logits that the call would gather
             launches = [rank_argmax.launch(call, env, call.outputs["best"], rows)]
         elif "drawn" in call.outputs:
-            launches = self._draws(call, rows)
+            launches = rank_draw.launches(call, self.peers, *self._drawing(call, "drawn", rows))
         else:
             launches = operator_module(call.op, "kernel").launches(call, env, shape)
+        if "drawn_here" in call.outputs:  # from what was gathered
+            given = call.outputs["out"], *self._drawing(call, "drawn_here", rows)
+            launches += sampling.sample(*given, has_wide=False)
         prepared = []
         for launch in launches:
             loaded = self._driver.load(compile_kernel(launch.spec))
             prepared.append(self._driver.prepare(loaded, launch.grid, launch.arguments, True))
 
-        def run(stream: int) -> None:
+        def run(stream: int, tensors: object = launches) -> None:  # which must outlive them
             for each in prepared:
                 each(stream)
 
         return run
 
-    def _draws(self, call: OpCall, rows: int) -> list[Launch]:
-        """Every row is a request of its own, which draws without filters."""
+    def _drawing(self, call: OpCall, role: str, rows: int) -> Draws:
+        """Where tokens go, and how: every row is a request of its own, without filters."""
         arrays = SamplingArrays.allocate(rows, self.device)
         arrays.greedy.zero_()
         arrays.temperature.fill_(DRAWN_AT)
         arrays.seed_low.copy_(torch.arange(rows))
         vocab = call.outputs["out"].shape[1]
-        scratch = SamplingScratch.allocate(rows, vocab, self.device, slots=1)
-        given = (call.outputs["drawn"], scratch, rows, arrays, arrays.seed_low)
-        return rank_draw.launches(call, self.peers, *given)
+        scratch = SamplingScratch.allocate(rows, vocab, self.device)
+        return call.outputs[role], scratch, rows, arrays, arrays.seed_low
 
 
 def run_ranks(ranks: int, body: Callable[..., None], *arguments: Any) -> list[Any]:

@@ -224,9 +224,13 @@ def test_a_model_that_does_not_divide_is_planned_for_what_it_divides_by(
     assert "num_attention_heads is 4, which does not divide evenly" in refused[8]
 
 
-def test_an_engine_that_ranks_cannot_divide_has_no_table(llmctl, config_only):
-    line = ("build", "--checkpoint-dir", config_only("tiny"), "--dry-run", "--gpu", "h200")
-    heads = ("--speculative-decoding-mode", "medusa", "--num-medusa-heads", 2)
-    done = llmctl(*line, "--max-seq-len", 512, *heads)
+def test_an_engine_that_ranks_cannot_divide_has_no_table(llmctl, config_only, tmp_path):
+    """An odd number of heads; draft heads are whole on every rank."""
+    config = json.loads((config_only("tiny") / "config.json").read_text())
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | odd))
+    line = ("build", "--dry-run", "--gpu", "h200", "--max-seq-len", 512, "--checkpoint-dir")
+    done = llmctl(*line, tmp_path)
     assert done.code == 0 and "by --tp-size" not in done.out
-    assert "by --tp-size" in llmctl(*line, "--max-seq-len", 512).out
+    heads = ("--speculative-decoding-mode", "medusa", "--num-medusa-heads", 2)
+    assert "by --tp-size" in llmctl(*line, config_only("tiny"), *heads).out

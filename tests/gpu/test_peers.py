@@ -79,7 +79,8 @@ class Rank(ExchangingRank):
         if role == "best":
             wanted = argmax_ranks(list(parts), columns)
         else:
-            drawn = [SamplingRow(SamplingConfig(temperature=DRAWN_AT), i, i) for i in range(rows)]
+            sampling = SamplingConfig(temperature=DRAWN_AT, top_k=0)
+            drawn = [SamplingRow(sampling, i, i) for i in range(rows)]
             logits = torch.cat(list(parts), dim=1)[:, :columns].numpy()
             wanted = torch.from_numpy(sample_rows(logits, drawn)).int()
         x = parts[self.rank].to(self.device)
