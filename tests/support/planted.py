@@ -40,12 +40,12 @@ def plan(
     )
 
 
-def generated(engine: EnginePlan) -> dict[str, torch.Tensor]:
-    """All tensors of the plan, weights and activations."""
+def generated(engine: EnginePlan, rank: int = 0) -> dict[str, torch.Tensor]:
+    """All tensors of the plan, weights and activations, of a rank."""
     weights = {}
     for tensor in (t for t in engine.plan.tensors if t.kind == "weight"):
         found = torch.zeros(tuple(map(int, tensor.shape)), dtype=getattr(torch, tensor.dtype))
         weights[tensor.name] = found
     fill_rotary_tables(engine.plan, weights)
-    generate_weights(engine.config, engine.plan, weights)
+    generate_weights(engine.config, engine.plan, weights, rank)
     return bind_plan(engine.plan, weights, torch.zeros(engine.plan.arena_bytes, dtype=torch.uint8))
