@@ -21,6 +21,7 @@ import pytest
 from hypothesis import settings
 from support.cores import share_cores
 from support.forked_program import ForkedProgram
+from support.forked_ranks import fork_ranks
 
 BEGAN = time.time()
 
@@ -69,6 +70,14 @@ def forked_program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedP
     made = ForkedProgram(tmp_path_factory.mktemp("program"))
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def forked_ranks(forked_program: ForkedProgram) -> Iterator[None]:
+    """Ranks that the tests of a module open in their own process need not import anything."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fork_ranks(forked_program, monkeypatch)
+        yield
 
 
 @pytest.fixture(scope="session")

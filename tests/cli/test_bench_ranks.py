@@ -22,6 +22,7 @@ from llmctl.runtime.engines.engine import kv_bytes_per_block
 from llmctl.runtime.engines.leading_engine import LeadingEngine
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 LOAD = [*SHORT, "--num-requests", 4]
 DRAFTS = {
     "draft engine of one rank": (["--draft-len", 3], 1),

@@ -10,6 +10,7 @@ import pytest
 from llmctl.builder.engine_format import read_engine_config
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 SHORT = ("--max-seq-len", 512)
 RUN = ("--max-output-len", 24, "--end-id", -1, "--no-add-special-tokens", "--input-text", "one two")
 

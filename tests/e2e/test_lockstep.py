@@ -27,6 +27,7 @@ from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 TARGET = "target-fp8-tp2"
 KINDS = (
     SamplingConfig(),

@@ -29,6 +29,7 @@ from llmctl.runtime.ranks import follower
 from llmctl.runtime.ranks.commands import Command, decode, encode
 from llmctl.runtime.request import Request
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 NUM_PROMPTS = 36
 
 

@@ -23,6 +23,7 @@ from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 VOCAB, DRAFT_LEN, NUM_REQUESTS = 1013, 4, 24  # 1,013 ids: shares of 256, the last of 245
 SHAPE = {
     "vocab_size": VOCAB,

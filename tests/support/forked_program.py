@@ -17,8 +17,9 @@ import select
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # What a command imports while it runs; imported by the server at the first one of that name.
 MODULES = {
@@ -26,6 +27,7 @@ MODULES = {
     "build": ("llmctl.builder.build", "llmctl.builder.engine_format"),
     "quantize": ("llmctl.quantize.quantizer", "transformers.models.llama.modeling_llama"),
     "run": ("llmctl.cli.run.session", "llmctl.runtime.api.executor"),
+    "follow": ("llmctl.runtime.ranks.follower", "llmctl.runtime.engines.open_cpu"),  # a rank
 }
 ALWAYS = ("llmctl.cli.main", "torch", "safetensors.torch", "tokenizers")
 
@@ -40,13 +42,25 @@ class ForkedProgram:
     @property
     def command(self) -> list[str]:
         """What comes before the program's arguments on a command line."""
+        self._start()
+        return [sys.executable, "-I", "-S", __file__, "call", str(self._address)]
+
+    def request(self, wanted: Mapping[str, object]) -> socket.socket:
+        """Where a fork for `wanted`, whose stdout is nowhere, says its process id and exit code, a
+        line each."""
+        self._start()
+        server = socket.socket(socket.AF_UNIX)
+        with open(os.devnull, "r+b", buffering=0) as nowhere:
+            ask(server, str(self._address), wanted, (nowhere.fileno(), nowhere.fileno(), 2))
+        return server
+
+    def _start(self) -> None:
         if self._process is None:
             words = [sys.executable, __file__, "serve", str(self._address)]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
             assert self._process.stdout is not None
             assert self._process.stdout.readline() == "ready\n"
-        return [sys.executable, "-I", "-S", __file__, "call", str(self._address)]
 
     def close(self) -> None:
         """End the server; it keeps nothing."""
@@ -62,14 +76,21 @@ def call(address: str, words: list[str]) -> int:
     """Have a command line run on this process's files; its exit code."""
     request = {"argv": words, "folder": os.getcwd(), "environment": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(address)
-        files = array.array("i", (0, 1, 2)).tobytes()
-        server.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
-        server.sendall(json.dumps(request).encode())
-        server.shutdown(socket.SHUT_WR)
-        code = server.makefile().read()
+        ask(server, address, request, (0, 1, 2))
+        _, _, code = server.makefile().read().partition("\n")
     assert code, "the program was killed"
     return int(code)
+
+
+def ask(
+    server: socket.socket, address: str, request: Mapping[str, object], files: tuple[int, int, int]
+) -> None:
+    """Connect, and ask for a fork with these for stdin, stdout and stderr."""
+    server.connect(address)
+    numbers = array.array("i", files).tobytes()
+    server.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)])
+    server.sendall(json.dumps(dict(request)).encode())
+    server.shutdown(socket.SHUT_WR)
 
 
 # ---- in the server ----
@@ -118,9 +139,16 @@ def prepare(words: list[str]) -> None:
         import_modelopt()
 
 
-def run(client: socket.socket, files: list[int], request: dict[str, object]) -> NoReturn:
+def run(client: socket.socket, files: list[int], request: dict[str, Any]) -> NoReturn:
     """One command line, to the end of this process."""
     code: object = 70
+    client.sendall(f"{os.getpid()}\n".encode())
+    is_rank, exit_now = request["argv"][:1] == ["follow"], os._exit
+
+    def say_and_exit(code: object) -> NoReturn:
+        client.sendall(str(code).encode())
+        exit_now(0)
+
     try:
         for number, file in enumerate(files):
             os.dup2(file, number)
@@ -131,18 +159,23 @@ def run(client: socket.socket, files: list[int], request: dict[str, object]) -> 
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
-        sys.argv = ["llmctl", *request["argv"]]
-        from llmctl.cli.entry import main
+        sys.argv = ["llmctl", *request["argv"][is_rank:]]
+        if is_rank:
+            from llmctl.runtime.ranks.follower import main
+
+            os.setpgid(0, 0)
+            os._exit = say_and_exit  # as a rank ends whatever it waits for
+        else:
+            from llmctl.cli.entry import main
 
         try:
-            main()
+            code = main()
         except SystemExit as end:
             code = end.code or 0
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        client.sendall(str(code).encode())
-        os._exit(0)
+        say_and_exit(code)
 
 
 if __name__ == "__main__":

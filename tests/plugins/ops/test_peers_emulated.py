@@ -7,7 +7,6 @@ import ctypes
 import random
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,10 +41,10 @@ def launch(
     buffers.call(library, rank, x, (grid, 1), given, limit_ns)
 
 
-def cases(ranks: int, has_gather: bool) -> list[dict[str, Any]]:
+def cases(ranks: int, has_gather: bool, num_launches: int) -> list[dict[str, Any]]:
     """Launches that follow one another: of all sizes, with and without what ends a product."""
     draw, made = random.Random(ranks), []
-    for seed in range(LAUNCHES):
+    for seed in range(num_launches):
         generator = torch.Generator().manual_seed(seed)
         rows = draw.choice((1, 1, 2, 3, MOST_ROWS))
         is_gather = has_gather and seed % 3 == 2
@@ -80,23 +79,24 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("ranks", "has_gather"), [(2, True), (4, True), (8, False)])
-def test_every_rank_has_the_bits_of_the_reference(
-    tmp_path: Path, ranks: int, has_gather: bool
-) -> None:
-    require_bits(tmp_path, ranks, has_gather)
+def test_every_rank_has_the_bits_of_the_reference(ranks: int, has_gather: bool) -> None:
+    require_bits(ranks, has_gather)
 
 
 def require_bits(
-    tmp_path: Path, ranks: int, has_gather: bool = False, limit_ns: int = 30 * 10**9
+    ranks: int,
+    has_gather: bool = False,
+    num_launches: int = LAUNCHES,
+    limit_ns: int = 30 * 10**9,
 ) -> None:
     """Ranks wait a random time before a launch, so each is the last one sometimes."""
     kinds = {False: ("BF16", WIDTH, WIDTH), True: ("FP32", OWN, ranks * OWN - 13)}
     libraries = {
-        gather: compile_peers(tmp_path, RANKS=ranks, LEAVES=1, WIDTH=width, GATHER=int(gather),
+        gather: compile_peers(RANKS=ranks, LEAVES=1, WIDTH=width, GATHER=int(gather),
                               OUT_WIDTH=out_width, OUT_TYPE=out)
         for gather, (out, width, out_width) in kinds.items() if has_gather or not gather
     }  # fmt: skip
-    buffers, launches = Buffers(ranks, SLOT_BYTES), cases(ranks, has_gather)
+    buffers, launches = Buffers(ranks, SLOT_BYTES), cases(ranks, has_gather, num_launches)
 
     def body(rank: int) -> None:
         draw = random.Random(rank)
@@ -109,11 +109,11 @@ def require_bits(
     for number, case in enumerate(launches):
         for rank, out in enumerate(case["outs"]):
             assert same(out, case["wanted"]), (number, rank)
-    buffers.require_left_empty(LAUNCHES)
+    buffers.require_left_empty(num_launches)
 
 
-def test_a_rank_that_does_not_come_is_named_and_nothing_waits_for_it_again(tmp_path: Path) -> None:
-    library = compile_peers(tmp_path, RANKS=2, LEAVES=1, WIDTH=WIDTH, GATHER=0, OUT_WIDTH=WIDTH,
+def test_a_rank_that_does_not_come_is_named_and_nothing_waits_for_it_again() -> None:
+    library = compile_peers(RANKS=2, LEAVES=1, WIDTH=WIDTH, GATHER=0, OUT_WIDTH=WIDTH,
                             OUT_TYPE="BF16")  # fmt: skip
     buffers, x = Buffers(2, SLOT_BYTES), torch.ones((3, WIDTH))
     out = torch.zeros((3, WIDTH), dtype=torch.bfloat16)
@@ -123,8 +123,8 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_waits_for_it_again(tmp_p
     assert buffers.state[0].tolist() == [2 * TURN]
 
 
-def test_the_host_ends_the_waiting(tmp_path: Path) -> None:
-    library = compile_peers(tmp_path, RANKS=2, LEAVES=1, WIDTH=WIDTH, GATHER=0, OUT_WIDTH=WIDTH,
+def test_the_host_ends_the_waiting() -> None:
+    library = compile_peers(RANKS=2, LEAVES=1, WIDTH=WIDTH, GATHER=0, OUT_WIDTH=WIDTH,
                             OUT_TYPE="BF16")  # fmt: skip
     buffers, x = Buffers(2, SLOT_BYTES), torch.ones((1, WIDTH))
     out = torch.zeros((1, WIDTH), dtype=torch.bfloat16)
@@ -150,7 +150,6 @@ NORM_LAUNCHES = 6
     ],
 )
 def test_sums_are_normalized_where_they_arrive(
-    tmp_path: Path,
     hidden: int,
     ranks: int,
     leaves: int,
@@ -164,8 +163,8 @@ def test_sums_are_normalized_where_they_arrive(
     Two clusters have three rows or less. is_given: products hand their sums on, in turns."""
     macros = {"RANKS": ranks, "LEAVES": leaves, "HIDDEN": hidden, "WARPS": warps, "HOPS": hops}
     macros |= {"MODEL_TYPE": "BF16", "QUANTIZED": int(is_fp8), "ROW_WARPS": row_warps, "KEEPS": 0}
-    libraries = [compile_peers(tmp_path, NORM, **macros, IS_GIVEN=i) for i in range(1 + is_given)]
-    product = compile_peers(tmp_path, PRODUCT, RANKS=ranks, LEAVES=1, WIDTH=hidden, EPILOGUE=3,
+    libraries = [compile_peers(NORM, **macros, IS_GIVEN=i) for i in range(1 + is_given)]
+    product = compile_peers(PRODUCT, RANKS=ranks, LEAVES=1, WIDTH=hidden, EPILOGUE=3,
                             OUT_TYPE="FP32", MODEL_TYPE="BF16")  # fmt: skip
     cluster, draw = row_warps // warps, random.Random(ranks + warps)
     buffers, launches = Buffers(ranks, 3 * hidden * 4), []
@@ -219,12 +218,12 @@ def test_sums_are_normalized_where_they_arrive(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_owner_of_a_row_keeps_what_only_the_next_sum_reads(tmp_path: Path, ranks: int) -> None:
+def test_the_owner_of_a_row_keeps_what_only_the_next_sum_reads(ranks: int) -> None:
     """Two sums in a row: the first hands no residual stream on, the second needs none."""
     hidden, rows, clusters = 256, 5, 2
     macros = {"RANKS": ranks, "LEAVES": 1, "HIDDEN": hidden, "WARPS": 1, "ROW_WARPS": 1, "HOPS": 2}
     macros |= {"MODEL_TYPE": "BF16", "QUANTIZED": 1, "IS_GIVEN": 0}
-    libraries = [compile_peers(tmp_path, NORM, **macros, KEEPS=keeps) for keeps in (1, 0)]
+    libraries = [compile_peers(NORM, **macros, KEEPS=keeps) for keeps in (1, 0)]
     generator = torch.Generator().manual_seed(ranks)
     residual = torch.randn((rows, hidden), generator=generator).bfloat16()
     given = {
@@ -278,10 +277,10 @@ def test_the_owner_of_a_row_keeps_what_only_the_next_sum_reads(tmp_path: Path, r
     ids=["halves", "order", "slots", "cleared"],
 )
 def test_the_emulation_would_see_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str
+    monkeypatch: pytest.MonkeyPatch, right: str, wrong: str
 ) -> None:
     text = emulated_peers.as_cpp(EXCHANGE)
     assert right in text
     monkeypatch.setattr(emulated_peers, "as_cpp", lambda _: text.replace(right, wrong))
     with pytest.raises(AssertionError, match=r"\(\d+, \d+\)"):
-        require_bits(tmp_path, 4, limit_ns=10**9)
+        require_bits(4, num_launches=9, limit_ns=10**9)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -90,11 +89,11 @@ def test_ranks_on_one_device_find_what_one_finds(ranks: int, own: int, vocab: in
 
 
 @pytest.mark.parametrize("ranks", COUNTS)
-def test_peers_find_what_one_finds(tmp_path: Path, ranks: int) -> None:
+def test_peers_find_what_one_finds(ranks: int) -> None:
     """Launch after launch, whoever is late; what was given is cleared."""
     vocab = (ranks - 1) * OWN + 5  # whose last chunks are padding
     macros = {"RANKS": ranks, "LEAVES": 1, "WIDTH": OWN, "OUT_WIDTH": vocab, "CHUNK": CHUNK}
-    library = compile_peers(tmp_path, BEST, **macros)
+    library = compile_peers(BEST, **macros)
     draw, buffers = random.Random(ranks), Buffers(ranks, MOST_ROWS * OWN * 4)
     cases = []
     for seed in range(LAUNCHES):
@@ -119,10 +118,10 @@ def test_peers_find_what_one_finds(tmp_path: Path, ranks: int) -> None:
     buffers.require_left_empty(LAUNCHES)
 
 
-def test_rows_of_a_rank_that_does_not_come_are_nobodys(tmp_path: Path) -> None:
+def test_rows_of_a_rank_that_does_not_come_are_nobodys() -> None:
     """What follows may read them: -1 is what a row with NaN gives."""
     macros = {"RANKS": 2, "LEAVES": 1, "WIDTH": OWN, "OUT_WIDTH": 2 * OWN, "CHUNK": CHUNK}
-    library, buffers = compile_peers(tmp_path, BEST, **macros), Buffers(2, MOST_ROWS * OWN * 4)
+    library, buffers = compile_peers(BEST, **macros), Buffers(2, MOST_ROWS * OWN * 4)
     out = torch.full((3,), -7, dtype=torch.int32)
     for limit_ns in (10**8, 60 * 10**9):  # the second launch sees that rank 1 is lost
         places = [pointer(out), 1, 0]

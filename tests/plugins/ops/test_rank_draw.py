@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,11 +92,11 @@ def scan(
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_peers_draw_what_one_rank_draws(tmp_path: Path, ranks: int, small_chunks: None) -> None:
+def test_peers_draw_what_one_rank_draws(ranks: int, small_chunks: None) -> None:
     """Launch after launch, whoever is late; what was given is cleared. The last rank has padding:
     of eight, nothing else."""
     vocab = ranks * OWN - (OWN + 3 if ranks == 8 else 59)
-    library = compile_peers(tmp_path, DRAWS, RANKS=ranks, LEAVES=1, CHUNKS=-(-OWN // CHUNK))
+    library = compile_peers(DRAWS, RANKS=ranks, LEAVES=1, CHUNKS=-(-OWN // CHUNK))
     buffers, draw = Buffers(ranks, MOST_ROWS * OWN * 4), random.Random(ranks)
     cases = [make_case(ranks, vocab, draw.choice((1, 2, 3)), seed) for seed in range(6)]
 
@@ -125,8 +124,8 @@ def launch(buffers: Buffers, library: object, rank: int, case: Case, limit_ns: i
     buffers.call(library, rank, keys, (min(rows, 2), 1), places, limit_ns)
 
 
-def test_rows_of_a_rank_that_does_not_come_are_nobodys(tmp_path: Path, small_chunks: None) -> None:
-    library = compile_peers(tmp_path, DRAWS, RANKS=2, LEAVES=1, CHUNKS=-(-OWN // CHUNK))
+def test_rows_of_a_rank_that_does_not_come_are_nobodys(small_chunks: None) -> None:
+    library = compile_peers(DRAWS, RANKS=2, LEAVES=1, CHUNKS=-(-OWN // CHUNK))
     buffers, case = Buffers(2, MOST_ROWS * OWN * 4), make_case(2, 2 * OWN, 2, 2)
     for limit_ns in (10**8, 60 * 10**9):  # the second launch sees that rank 1 is lost
         launch(buffers, library, 0, case, limit_ns)
