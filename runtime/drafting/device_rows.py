@@ -48,6 +48,14 @@ class DeviceRows(NeverReads):
         with device_errors("writing the rows of heads"), queue.scope():
             trees.rows[: len(rows)].copy_(queue.to_device(torch.from_numpy(rows)))
 
+    def row_of(self, sequence: Sequence) -> int:
+        """The hidden row that a round of the sequence begins with."""
+        return self._rows.row_of(sequence)
+
+    def note_row(self, sequence: Sequence, row: int) -> None:
+        """It is that one; of another rank, whose host knows more."""
+        self._rows.note(sequence, row)
+
     def end(self, nodes: Items[int], draft_len: int) -> None:
         for index, (sequence, node) in enumerate(zip(self._sequences, nodes, strict=True)):
             self._rows.note(sequence, index * (draft_len + 1) + node)

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+from llmctl.builder.engine_format import MedusaTree
+from llmctl.runtime.drafting.device_rows import DeviceRows
 from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
 from llmctl.runtime.drafting.drafter import DeviceDrafter
+from llmctl.runtime.drafting.hidden_rows import HiddenRows
+from llmctl.runtime.drafting.medusa.device import DeviceMedusa
 from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
+from llmctl.runtime.drafting.redrafter.device import DeviceReDrafter
+from llmctl.runtime.drafting.redrafter.drafter import BeamShape
 from llmctl.runtime.engines.cuda_engine import Capture, CudaEngine
 from llmctl.runtime.ranks.commands import ROUNDS, Command
 from llmctl.runtime.ranks.leader import Leader
@@ -31,10 +37,31 @@ Described = Mapping[str, Any]
 def describe(drafter: DeviceDrafter) -> Described | None:
     """What another rank makes the same drafter of; None for one whose state only rank 0 has."""
     if isinstance(drafter, NoDeviceDrafter):
-        return {"drafts": False}
-    if isinstance(drafter, DeviceDraftEngine):
-        return {"drafts": True, "draft_len": drafter.draft_len}
-    return None
+        described: dict[str, Any] = {"drafter": "none"}
+    elif isinstance(drafter, DeviceDraftEngine):
+        described = {"drafter": "engine"}
+    elif isinstance(drafter, DeviceMedusa):
+        described = {"drafter": "medusa", "tree": drafter.tree.paths}
+    elif isinstance(drafter, DeviceReDrafter):
+        shapes = {"built": astuple(drafter.built), "shape": astuple(drafter.shape)}
+        described = {"drafter": "redrafter", **shapes}
+    else:
+        return None
+    return {**described, "draft_len": drafter.draft_len}
+
+
+def _make(described: Described, engines: Mapping[str, CudaEngine]) -> DeviceDrafter:
+    """The inverse."""
+    kind, draft_len, target = described["drafter"], described["draft_len"], engines[_TARGET]
+    if kind == "none":
+        return NoDeviceDrafter()
+    if kind == "engine":
+        return DeviceDraftEngine(engines[_DRAFT], draft_len)
+    if kind == "medusa":
+        tree = MedusaTree(tuple(map(tuple, described["tree"])))
+        return DeviceMedusa(target, tree, draft_len, HiddenRows())
+    built, shape = (BeamShape(*described[name]) for name in ("built", "shape"))
+    return DeviceReDrafter(target, built, shape, draft_len, HiddenRows())
 
 
 class LeadingRounds:
@@ -71,6 +98,9 @@ class LeadingRounds:
     def begin(self, sequences: Items[Sequence]) -> None:
         """On every rank."""
         state = [_state(sequence) for sequence in sequences]
+        if isinstance(self.drafter, DeviceRows):
+            for own, sequence in zip(state, sequences, strict=True):
+                own.append(self.drafter.row_of(sequence))
         self._lead("begin", state, lambda: self._runner.begin(sequences))
 
     def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
@@ -102,9 +132,7 @@ class FollowingRounds:
 
     def open(self, described: Described) -> None:
         """A runner in place of the one before."""
-        drafter: DeviceDrafter = NoDeviceDrafter()
-        if described["drafts"]:
-            drafter = DeviceDraftEngine(self._engines[_DRAFT], described["draft_len"])
+        drafter = _make(described, self._engines)
         target, lengths = self._engines[_TARGET], tuple(described["lengths"])
         self._runner = CudaRoundRunner(target, drafter, self._capture, lengths=lengths)
 
@@ -116,7 +144,12 @@ class FollowingRounds:
         self._own.prepare_more()
 
     def begin(self, state: Items[Items[Any]]) -> None:
-        self._own.begin([_sequence(each) for each in state])
+        sequences = [_sequence(number, each) for number, each in enumerate(state)]
+        drafter = self._own.drafter
+        if isinstance(drafter, DeviceRows):
+            for sequence, (*_, row) in zip(sequences, state, strict=True):
+                drafter.note_row(sequence, row)
+        self._own.begin(sequences)
 
     def enqueue(self, given: tuple[list[list[int]], int]) -> None:
         tables, draft_len = given
@@ -147,20 +180,21 @@ class _Tokens:
 
 
 def _state(sequence: Sequence) -> list[Any]:
-    """What a round begins with of a sequence."""
+    """What a round begins with of a sequence; behind it the row that heads read first."""
     tokens, params = sequence.tokens, sequence.request.sampling_config
     last = [int(tokens[-2]), int(tokens[-1])]
     drawn_by = [getattr(params, name) for name in _DRAWN_BY]
     return [len(tokens), last, sequence.max_len, sequence.seed, drawn_by]
 
 
-def _sequence(state: Items[Any]) -> Sequence:
+def _sequence(number: int, state: Items[Any]) -> Sequence:
     """The inverse, as far as a round asks."""
-    count, (previous, root), max_len, seed, drawn_by = state
+    count, (previous, root), max_len, seed, drawn_by = state[:5]
     params = SamplingConfig(**dict(zip(_DRAWN_BY, drawn_by, strict=True)))
     return cast(
         Sequence,
         SimpleNamespace(
+            sequence_id=number,
             tokens=_Tokens(count, (previous, root)),
             max_len=max_len,
             seed=seed,

@@ -25,7 +25,7 @@ class DeviceMedusa(DeviceRows):
         self, target: CudaEngine, tree: MedusaTree, draft_len: int, rows: HiddenRows
     ) -> None:
         super().__init__(target, rows)
-        self.draft_len = min(draft_len, tree.num_nodes)
+        self.tree, self.draft_len = tree, min(draft_len, tree.num_nodes)
         self._nodes = cache(partial(listed_nodes, tree))
         self._num_heads = self._nodes(self.draft_len).depth
 

@@ -34,7 +34,7 @@ class DeviceReDrafter(DeviceRows):
         assert built.num_beams == shape.num_beams and shape.length <= built.length
         super().__init__(target, rows)
         self.draft_len = min(draft_len, shape.num_drafts)
-        self._built, self._shape = built, shape
+        self.built, self.shape = built, shape
         graphs = (REDRAFTER_FIRST, REDRAFTER_NEXT)
         self._logits = {graph: target.head_output(graph, "logits") for graph in graphs}
         self._states = {
@@ -55,20 +55,20 @@ class DeviceReDrafter(DeviceRows):
         super().bind(steps)
         self._beams = kernel.BeamArrays.allocate(
             steps.state.max_batch_size,
-            self._built.num_beams,
-            self._built.length,
+            self.built.num_beams,
+            self.built.length,
             self._target.vocab_size,
             self._target.queue.device,
         )
 
     def branches(self, draft_len: int) -> bool:
-        return draft_len > 1 and self._shape.num_beams > 1
+        return draft_len > 1 and self.shape.num_beams > 1
 
     def depth(self, draft_len: int) -> int:
-        return min(draft_len, self._shape.length)
+        return min(draft_len, self.shape.length)
 
     def can_draft(self, sequence: Sequence) -> bool:
-        is_asked = sequence.request.sampling_config.is_greedy or not self._shape.for_greedy
+        is_asked = sequence.request.sampling_config.is_greedy or not self.shape.for_greedy
         return is_asked and super().can_draft(sequence)
 
     def enqueue_drafts(self, shape: RoundShape) -> None:
@@ -81,7 +81,7 @@ class DeviceReDrafter(DeviceRows):
             if step:
                 found = self._states[graph].items()
                 target.write_head(REDRAFTER_NEXT, {name: left[:rows] for name, left in found})
-                graph, rows = REDRAFTER_NEXT, requests * self._shape.num_beams
+                graph, rows = REDRAFTER_NEXT, requests * self.shape.num_beams
             target.enqueue_head(graph, rows, reads_tokens=True)
             launches = [
                 kernel.offer(self._logits[graph], self._beams, rows),
