@@ -10,14 +10,18 @@ from support.attention_compiled import (
     BY_WARP,
     ON_A_GPU_MACHINE,
     PAGES_ON_A_GPU_MACHINE,
+    TREES_HERE,
     check_chains,
     check_pages,
+    check_trees,
     check_verification,
+    check_windows,
     of_chains,
     of_pages,
     of_verification,
 )
 from support.attention_models import OF_SIZE, world_of
+from support.trees import WORLDS
 
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
 
@@ -39,3 +43,12 @@ def test_kernels_of_warps_compile_for_every_page_size(
 @pytest.mark.parametrize("kv", ["int8", "bfloat16"])
 def test_verification_sends_through_shared_memory_and_has_room(heads: str, kv: str) -> None:
     check_verification(of_verification(heads, kv))
+
+
+def test_windows_compile_without_spills() -> None:
+    check_windows("int8")
+
+
+@pytest.mark.parametrize("name", [name for name in WORLDS if name not in TREES_HERE])
+def test_trees_compile_with_few_spills_and_two_fit_a_multiprocessor(name: str) -> None:
+    check_trees(name)

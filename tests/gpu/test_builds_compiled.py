@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support import small_kernels
 from support.cuda_build import CASES, HAVE_BINARIES, LIMITS, write_case
 from support.decoder_layers_compiled import (
     HELD_ON_A_GPU_MACHINE,
@@ -18,6 +19,7 @@ from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.core.op_spec import Case
 from llmctl.plugins.ops.sampling.kernel import kernels
 
 
@@ -43,3 +45,8 @@ def test_units_are_held_in_registers(kv_algo: str | None, held: int, tokens: int
 def test_sampling_kernels_compile_without_spills(vocab: int) -> None:
     for spec in kernels(vocab):
         assert compile_kernel(spec).local_bytes == 0, spec.name
+
+
+@pytest.mark.parametrize(("op", "case"), small_kernels.ON_A_GPU_MACHINE, ids=small_kernels.label)
+def test_row_wise_kernels_compile_without_spills(op: str, case: Case) -> None:
+    small_kernels.require_no_spills(op, case)

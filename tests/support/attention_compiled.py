@@ -16,9 +16,11 @@ import torch
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
 from llmctl.plugins.ops.paged_attention import batch, kernel, verification
+from llmctl.plugins.ops.paged_attention.triton_specs import split_spec
 from support.attention import FP8, World
 from support.attention_models import CACHES, world_of
 from support.kernel import compile_all
+from support.trees import world_of as tree_world
 
 OF_FLOAT16 = [kv for kv, (dtype, *_) in CACHES.items() if dtype == torch.float16]
 OF_BFLOAT16 = [kv for kv in CACHES if kv not in OF_FLOAT16]
@@ -40,6 +42,8 @@ ON_A_GPU_MACHINE = [
     *(("96 wide", kv) for kv in OF_FLOAT16),
     ("8b", "fp8"),
 ]
+# Worlds of support/trees.py: one of each class of head size, the wide one with most to do.
+TREES_HERE = ("64, FP8", "96, float16, sinks")
 # Tokens per block, for kernels with most to do and for all: more pages to a tile, one, and more
 # tiles to a page.
 PAGES_HERE, PAGES_ON_A_GPU_MACHINE = (8, 16, 1024), (8, 16, 64, 128, 1024)
@@ -77,6 +81,25 @@ def check_chains(specs: Sequence[KernelSpec]) -> None:
         if "generation" in spec.name:  # splits wait for each other: two must fit an SM
             assert 2 * binary.threads * (-(-binary.registers // 8) * 8) <= 1 << 16
             assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
+
+
+def check_windows(kv: str) -> None:
+    """Nothing spilled where a window is compiled in."""
+    for spec in of_chains(world_of("70b", kv, window=4096)):
+        assert compile_kernel(spec).local_bytes == 0, spec.name
+
+
+def check_trees(name: str) -> None:
+    """Of Triton's kernel for trees, by world: splits wait for each other, as those of chains do,
+    and two fit a multiprocessor. Wide heads take all registers: two states of 64 rows, and keys and
+    values that are gathered."""
+    world = tree_world(name, [-1, -1])
+    spec = split_spec(world.call([(0, 0, 3)]), world.limits(), has_trees=True)
+    ((_, binary, code),) = compile_all([spec])
+    assert binary.local_bytes <= (0 if world.size == 64 else 256), spec.name
+    assert "HGMMA" in code, spec.name
+    assert 2 * binary.threads * (-(-binary.registers // 8) * 8) <= 1 << 16
+    assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
 
 
 def of_pages(tokens_per_block: int, specs: Callable[..., list[KernelSpec]]) -> list[KernelSpec]:

@@ -8,12 +8,18 @@ import numpy as np
 import pytest
 import torch
 from support.attention import FP8, INT8, World, mismatches, same_bits, weight_rounding
-from support.attention_compiled import HERE, WHOLE_HERE, check_chains, largest, of_chains
+from support.attention_compiled import (
+    HERE,
+    WHOLE_HERE,
+    check_chains,
+    check_windows,
+    largest,
+    of_chains,
+)
 from support.attention_models import world_of
 from support.kernel import KERNEL_DTYPES, launch_env, step_shape
 
 from llmctl.errors import Unsupported
-from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.interpret import run_launches
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch
 from llmctl.plugins.core.examples import Example, make_example
@@ -173,10 +179,9 @@ def test_kernels_compile_to_tensor_core_groups_without_spills(heads, kv):
     check_chains(specs if (heads, kv) in WHOLE_HERE else largest(specs))
 
 
-@pytest.mark.parametrize("kv", ["fp8", "int8"])
-def test_windows_compile_without_spills(kv):
-    for spec in of_chains(world_of("70b", kv, window=4096)):
-        assert compile_kernel(spec).local_bytes == 0, spec.name
+def test_windows_compile_without_spills():
+    """Of an INT8 cache: tests/gpu/test_attention_compiled.py."""
+    check_windows("fp8")
 
 
 def test_head_sizes_without_a_kernel_are_named():

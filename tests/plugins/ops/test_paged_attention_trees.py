@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from support.attention import weight_rounding
-from support.kernel import compile_all
+from support.attention_compiled import TREES_HERE, check_trees
 from support.trees import SHAPES, WORLDS, Rows, differing_tokens, random_parents, world_of
 
 from llmctl.plugins.backends.cuda.interpret import run_launches
@@ -16,7 +16,6 @@ from llmctl.plugins.core.examples import Example
 from llmctl.plugins.ops.paged_attention import triton_generation
 from llmctl.plugins.ops.paged_attention.reference import reference
 from llmctl.plugins.ops.paged_attention.spec import SPEC
-from llmctl.plugins.ops.paged_attention.triton_specs import split_spec
 from llmctl.plugins.ops.paged_attention.triton_state import attend, sees, widen
 from llmctl.plugins.ops.paged_attention.triton_tiles import keys_of, load_keys
 
@@ -91,14 +90,7 @@ def test_kernels_compute_what_the_reference_does(world):
         assert ((found.float() - wanted).abs() <= allowed).all()  # and NaN is not
 
 
-def test_the_kernel_compiles_with_few_spills_and_two_fit_a_multiprocessor():
-    """Splits wait for each other, as those of chains do. Wide heads take all registers: two states
-    of 64 rows, and keys and values that are gathered."""
-    for name in WORLDS:
-        world = world_of(name, [-1, -1])
-        spec = split_spec(world.call([(0, 0, 3)]), world.limits(), has_trees=True)
-        ((_, binary, code),) = compile_all([spec])
-        assert binary.local_bytes <= (0 if world.size == 64 else 256), spec.name
-        assert "HGMMA" in code, spec.name
-        assert 2 * binary.threads * (-(-binary.registers // 8) * 8) <= 1 << 16
-        assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
+@pytest.mark.parametrize("name", TREES_HERE)
+def test_the_kernel_compiles_with_few_spills_and_two_fit_a_multiprocessor(name):
+    """Of other heads and caches: tests/gpu/test_attention_compiled.py."""
+    check_trees(name)

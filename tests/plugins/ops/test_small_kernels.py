@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.kernel import KERNEL_DTYPES, interpret, launch_env, step_shape
+from support.small_kernels import CASES, HERE, OPS, label, require_no_spills
 
-from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.interpret import run_launches
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.example_parts import make_step
@@ -16,32 +16,9 @@ from llmctl.plugins.core.examples import Example, make_example
 from llmctl.plugins.core.op_spec import FP8, Case
 from llmctl.plugins.core.operators import SPECS, operator_module
 
-OPS = (
-    *("embedding", "embedding_norm", "gather_rows", "quantize", "rms_norm", "swiglu"),
-    "rope_kv_write",
-    "silu",
-    "recurrence",
-    "concat",
-    "add",
-    "expand_logits",
-    "all_reduce",
-    "all_reduce_norm",
-    "all_gather",
-)
 # Nothing here but a sum and an exponential can differ from the references.
 EXACT_OPS = {"embedding", "gather_rows", "quantize", "concat", "expand_logits", "add", "all_gather"}
-FLOAT32 = {"expand_logits", "all_gather"}  # of logits
-CASES = [
-    (op, case)
-    for op in OPS
-    for case in (*SPECS[op].cases, *SPECS[op].timed)
-    if case["dtype"] in KERNEL_DTYPES or op in FLOAT32
-]
 SMALL = [(op, case) for op, case in CASES if case not in SPECS[op].timed]
-
-
-def label(value: object) -> str:
-    return ".".join(map(str, value.values())) if isinstance(value, dict) else str(value)
 
 
 def run_reference(example: Example) -> None:
@@ -71,12 +48,9 @@ def test_kernels_compute_what_the_references_do(op: str, case: Case):
     assert_close(found.kv_cache, wanted.kv_cache, op, "KV cache")
 
 
-@pytest.mark.parametrize(("op", "case"), CASES, ids=label)
+@pytest.mark.parametrize(("op", "case"), HERE, ids=label)
 def test_kernels_compile_without_spills(op: str, case: Case):
-    example = make_example(op, case)
-    env = launch_env(example)
-    for spec in operator_module(op, "kernel").kernels(example.call, env.limits):
-        assert compile_kernel(spec).local_bytes == 0
+    require_no_spills(op, case)
 
 
 @pytest.mark.parametrize("scaling", ["static", "per_token"])
