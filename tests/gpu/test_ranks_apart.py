@@ -17,9 +17,12 @@ from support.gpu_drafting import opened, plain_texts
 from support.gpu_ranks import RankEngines
 
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.eagle.method import Eagle
+from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.ngram.method import NgramLookup
 from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 from llmctl.runtime.request import Request
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -104,6 +107,34 @@ def test_target_and_draft_may_both_have_a_part_on_each_gpu(
 ) -> None:
     engine, method = built.demo("target"), method_of("engine", built.demo("draft"))
     assert run_on_gpus(engine, method, requests, plain_together(engine), device_requests) > 50
+
+
+HEADS: dict[str, tuple[DraftMethod, tuple[object, ...]]] = {
+    "medusa": (Medusa(draft_len=15), ()),
+    "redrafter": (
+        RecurrentDrafting(None, 3),
+        ("--redrafter-num-beams", 3, "--redrafter-draft-len-per-beam", 3),
+    ),
+    "eagle": (Eagle(4), ("--max-draft-len", 4)),
+}
+
+
+@pytest.mark.parametrize("mode", HEADS)
+def test_heads_beside_ranks_change_no_token(
+    built: RankEngines,
+    requests: list[Request],
+    plain_together: Callable[[Path], Outputs],
+    device_requests: list[int],
+    rounds: CountedRounds,
+    mode: str,
+) -> None:
+    """Every rank has them whole; rounds are led by the devices, those of EAGLE heads by the
+    host."""
+    method, options = HEADS[mode]
+    wanted, before = plain_together(built.demo("target")), rounds.ahead
+    engine = built.headed(mode, *options)
+    assert run_on_gpus(engine, method, requests, wanted, device_requests) > 30
+    assert (rounds.ahead > before + 10) == (mode != "eagle")
 
 
 def test_a_run_ends_with_the_name_of_a_rank_that_is_lost(built: RankEngines) -> None:

@@ -71,6 +71,15 @@ class RankEngines:
         drafts = ("--max-draft-len", DRAFT_LEN) if role == "target" else ()
         return self.build(f"demo-{role}-2", checkpoint, *drafts, "--tp-size", 2)
 
+    def headed(self, mode: str, *options: object) -> Path:
+        """The demo target of two ranks with its heads of a mode."""
+        self.demo("target")  # makes the checkpoint
+        heads = ("--draft-model-dir", self.examples / f"demo-{mode}", "--tp-size", 2, *options)
+        name = f"demo-{mode}-2"
+        return self.build(
+            name, self.folder / "demo-target", "--speculative-decoding-mode", mode, *heads
+        )
+
     def planted(self, role: str, ranks: int, quantization: str = "fp8") -> Path:
         checkpoint = self.folder / f"planted-{role}-{quantization}"
         if not checkpoint.exists():
