@@ -30,6 +30,7 @@ VARIANTS = (
     "n16r1c4s5k0g0f1",
     "n16r2c2s5k1g0f2",
     "n24r1c2s8k1g0f0",
+    "n24r2c2s5k1g0f2",
     "n32r1c2s8k1g0f0",
     "n48r1c2s7k1g0f0",
     "n64r1c2s6k0g0f0",
