@@ -64,7 +64,6 @@ class GpuOpener(Opener):
             loaded = planned.load()
             opened = OpenedOnGpu(loaded, planned.device_name)
         else:
-            log(["ranks with a GPU each have not been tried yet: docs/tensor_parallel.md"])
             loaded, leader = lead(folders, planned, request)
             opened = OpenedOnGpus(loaded, planned.device_name, leader)
         log([f"loaded {role}: {report}" for role, report in loaded.loads.items()])
