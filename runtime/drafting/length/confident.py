@@ -1,14 +1,14 @@
 """Drafts where they are likely enough to be worth their cost, for a drafter that knows how likely
 they are, in steps controlled by the host.
 
-A plain step gives a token for each of b sequences in plain_s. At `gain` times that speed, a token
-is worth plain_s / (gain * b) seconds. So a draft whose chance is p is verified if p is at least its
-cost over that worth, and the drafter takes another step behind it if what that will find is worth
-step and verification. Costs are measured (`costs`); chances are corrected by how many drafts were
-accepted of how many the drafter expected. Chains and trees have costs of their own, and trees are
-tried now and then; each says what its first path alone, a chain, would have brought, so that a few
-steps compare the two. Where drafts are not faster at all, `budget` ends them, and limits what
-trying again may cost.
+A step with drafts gives each of b sequences t tokens in s seconds, so a token is worth s / (b * t),
+or what plain steps take for it if that is less. A draft whose chance is p is verified if p is at
+least its cost over that worth, and the drafter takes another step behind it if what that will find
+is worth step and verification. Costs are measured (`costs`); chances are corrected by how many
+drafts were accepted of how many the drafter expected. Chains and trees have costs of their own, and
+trees are tried now and then; each says what its first path alone, a chain, would have brought, so
+that a few steps compare the two. Where drafts are not faster at all, `budget` ends them, and limits
+what trying again may cost.
 
 Steps with drafts are taken in blocks. What their bounds are is decided before one and what they
 gave is learned behind it: on a CPU the same for every step was 3 % of a small model's steps.
@@ -113,7 +113,7 @@ class ConfidentLengths:
         self._most = min(most, MOST)
         self._chains, self._trees = _Kind(), _Kind()
         self._uses_trees = False
-        self._gain = 1.0  # tokens over those of plain steps in the same time
+        self._tokens = 1.0  # of a sequence in a step with drafts
         self._is_on = False
         self._since_plain = self._num_plain = self._num_blocks = 0
         self._explore = EXPLORE
@@ -174,7 +174,9 @@ class ConfidentLengths:
         kind = self._kind
         kind.forget()
         token_s = kind.token_s(batch, plain_s)
-        per_second = max(1.0, self._gain) * batch / plain_s
+        usual_s = kind.costs.usual_s(batch)
+        speed = 0.0 if usual_s is None else self._tokens / usual_s
+        per_second = batch * max(speed, 1 / plain_s)
         trust = min(2.0, max(0.25, self._accepted / self._expected))
         kept = per_second * token_s / trust
         step_s = token_s + kind.costs.draft_s(batch) / batch
@@ -250,7 +252,7 @@ class ConfidentLengths:
         self._brought = _Sums()
         plainly_s = brought.tokens * plain_s
         self._budget.note_drafts(plainly_s - brought.seconds, plain_s, is_usual=True)
-        self._gain += (1 - MEMORY**count) * (plainly_s / brought.seconds - self._gain)
+        self._tokens += (1 - MEMORY**count) * (brought.tokens / count - self._tokens)
         self._num_blocks += 1
         if self._num_blocks >= self._explore + TRIAL:
             self._choose_kind()

@@ -14,12 +14,14 @@ A drafter with its own cache that is behind must first read the tokens it lacks 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, log2
 
 TOKENS_A_STEP = 128  # tokens that a GPU processes in the time of one
 # of a plain step, before a draft was timed: a draft model of about an eighth of the parameters
 PRIOR_DRAFT = 1 / 20
 ONE_DEPTH = 0.25
+UNDISTURBED = 0.15  # weight of what took longer, where the time without delays is wanted
 
 
 @dataclass(slots=True)
@@ -49,8 +51,10 @@ class _Mean:
 class _Line:
     """The drafter's time by its steps, a moving regression: fixed + depth * step, neither negative.
     While all had one depth it is the line through the origin. Outliers and unreliable values as in
-    _Mean."""
+    _Mean. above: weight of values above the line; less than 1 makes it that of steps which nothing
+    else delayed."""
 
+    above: float = 1.0
     count: int = 0
     depth: float = 0.0  # means
     seconds: float = 0.0
@@ -82,9 +86,12 @@ class _Line:
                 self.depth, self.seconds = depth, seconds
             return
         self.count += 1
-        if self.count > 2:
-            seconds = min(max(seconds, 0.5 * self.at(depth)), 2 * self.at(depth))
         weight = max(1 / self.count, 0.05)
+        if self.count > 2:
+            expected = self.at(depth)
+            weight *= self.above if seconds > expected else 1.0
+            least = 0.5 * expected if self.above == 1.0 else 0.0  # nothing makes a step shorter
+            seconds = min(max(seconds, least), 2 * expected)
         right, up = depth - self.depth, seconds - self.seconds
         self.depth += weight * right
         self.seconds += weight * up
@@ -98,7 +105,7 @@ class _Bucket:
 
     plain: _Mean = field(default_factory=_Mean)
     draft: _Line = field(default_factory=_Line)
-    verify: _Line = field(default_factory=_Line)  # steps without their drafting, by n
+    verify: _Line = field(default_factory=partial(_Line, UNDISTURBED))  # without drafting, by n
     # By the size of n: its mean and the mean of what it took.
     extra: dict[int, tuple[_Mean, _Mean]] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)  # depths
@@ -193,6 +200,14 @@ class StepCosts:
         what it is thought to be."""
         bucket = self._buckets.get(_bucket(batch))
         return prior if bucket is None else bucket.verify.slope(prior)
+
+    def usual_s(self, batch: int) -> float | None:
+        """A step with drafts as they were lately, if nothing else delays it, by the same line as
+        `token_s`; None: none was timed."""
+        bucket = self._buckets.get(_bucket(batch))
+        if bucket is None or not bucket.verify.count:
+            return None
+        return bucket.verify.seconds + bucket.draft.seconds
 
     def step_s(self, batch: int, depth: int, num_drafts: float) -> float:
         """A whole step; needs `plain_s`."""

@@ -91,3 +91,16 @@ def test_fewer_drafts_cost_no_more_than_more_do():
             costs.observe(1, count, count, step_s, 0.0)
     assert costs.extra_s(1, 1) == pytest.approx(0.2) and costs.extra_s(1, 2) == pytest.approx(0.2)
     assert costs.extra_s(1, 3) == pytest.approx(0.3)
+
+
+def test_the_price_of_a_draft_is_that_of_steps_which_nothing_else_delayed():
+    costs, chance = StepCosts(), np.random.default_rng(7)
+    assert costs.usual_s(1) is None
+    prices = []
+    for _ in range(600):
+        count = int(chance.integers(1, 5))
+        delay_s = chance.exponential(0.5) if chance.random() < 0.3 else 0.0
+        costs.observe(1, count, count, 0.7 + 0.06 * count + delay_s, 0.1)
+        prices.append(costs.token_s(1, 0.06))
+    assert 0.4 * 0.06 < np.median(prices[100:]) < 1.6 * 0.06
+    assert costs.usual_s(1) == pytest.approx(0.85, rel=0.1)
