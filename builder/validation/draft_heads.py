@@ -37,7 +37,12 @@ def find_wrong_heads(build: Mapping[str, Any]) -> str | None:
 
 
 def check_draft_heads(config: EngineConfig, plan: Plan, tensors: Tensors) -> None:
-    """Raise CorruptEngine where config.json says that there are heads and the plan has others."""
+    """Raise CorruptEngine where config.json says that there are heads and the plan has others, and
+    for a head that waits for other ranks: each runs its own."""
+    for name, graph in plan.heads.items():
+        for op in graph.ops:
+            if {"ranks", "pushed_to"} & set(op.attributes):
+                raise wrong(f"operator {op.name!r} of head {name!r} is over ranks")
     if config.build_config.get("draft_heads"):
         check = _CHECKS[config.build_config["speculative_decoding_mode"]]
         check.check_plan(config, plan, tensors)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.hostile_engine import HostileEngine
 from support.medusa import make_heads, save_heads
 
-from llmctl.builder.engine_format import open_engine, read_engine_config
+from llmctl.builder.engine_format import open_engine, read_engine_config, read_plan
+from llmctl.builder.validation.draft_heads import check_draft_heads
 from llmctl.errors import CorruptEngine
 
 
@@ -79,3 +81,16 @@ def test_heads_that_the_plan_has_otherwise_are_refused(folder, tmp_path):
         change(engine)
         with pytest.raises(CorruptEngine, match=what):
             open_engine(engine.write(tmp_path / f"edited{number}"))
+
+
+@pytest.mark.parametrize("attribute", [{"ranks": 1}, {"pushed_to": 2}])
+def test_a_head_that_waits_for_other_ranks_is_refused(folder, attribute):
+    """Rank 0 may run it alone."""
+    plan, config = read_plan(folder), read_engine_config(folder)
+    graph = plan.heads["medusa"]
+    last = replace(graph.ops[-1], attributes={**graph.ops[-1].attributes, **attribute})
+    met = replace(plan, heads={"medusa": replace(graph, ops=(*graph.ops[:-1], last))})
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
+    check_draft_heads(config, plan, tensors)
+    with pytest.raises(CorruptEngine, match="of head 'medusa' is over ranks"):
+        check_draft_heads(config, met, tensors)
