@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmctl.builder.engine_format import EngineConfig
+from llmctl.builder.engine_format import EngineConfig, read_engine_config
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.method import DraftMethod
@@ -106,13 +106,23 @@ def method_of(given: argparse.Namespace) -> DraftMethod:
     return DraftEngine(given.draft_engine) if given.draft_engine else PlainDecoding()
 
 
+def options_of(given: argparse.Namespace, engine: Path, method: DraftMethod) -> EngineOptions:
+    """Of one of both engines, which may have one rank and several."""
+    has_ranks = read_engine_config(engine).num_ranks > 1
+    return EngineOptions(
+        engine,
+        method,
+        max_tokens=given.max_tokens,
+        ranks_on_one_device=given.ranks_on_one_device and has_ranks,
+    )
+
+
 def soak(given: argparse.Namespace) -> list[str]:
     """What is wrong."""
     before, others = set(_SHM.iterdir()) if _SHM.exists() else set(), set(children())
     generator = np.random.default_rng(given.seed)
-    common = {"max_tokens": given.max_tokens, "ranks_on_one_device": given.ranks_on_one_device}
     alone = given.alone or given.engine
-    with opened(EngineOptions(alone, **common)) as (executor, config, _):
+    with opened(options_of(given, alone, PlainDecoding())) as (executor, config, _):
         build = config.build_config
         longest = int(build["max_seq_len"]) - MOST_NEW
         requests = make_requests(generator, prompt_ids(config), longest, given.requests)
@@ -120,15 +130,10 @@ def soak(given: argparse.Namespace) -> list[str]:
         planted = require_planted(config, requests, wanted)
     print(f"alone: {len(requests)} requests of {alone}, {planted} planted texts", flush=True)
     wrong, totals, memory = [], [], []
-    with opened(EngineOptions(given.engine, method_of(given), **common)) as (
-        executor,
-        config,
-        gpus,
-    ):
-        followers, most = (
-            sorted({*children()} - others),
-            2 * int(config.build_config["max_batch_size"]),
-        )
+    options = options_of(given, given.engine, method_of(given))
+    with opened(options) as (executor, config, gpus):
+        followers = sorted({*children()} - others)
+        most = 2 * int(config.build_config["max_batch_size"])
         began = time.monotonic()
         for _ in range(PARTS):
             totals.append(

@@ -3,6 +3,10 @@ executor that says nothing are told."""
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from support.tiny_pair import DRAFT_LEN, MAX_SEQ_LEN, VOCAB, build_pair
@@ -11,8 +15,9 @@ from llmctl.errors import LlmctlError
 from llmctl.plugins.backends.cpu import CpuSampling
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.request import Request
-from scripts.bench import soak_traffic
+from scripts.bench import soak, soak_traffic
 from scripts.bench.soak_traffic import MOST_NEW, Texts, Traffic, make_requests, run_alone, run_for
 
 Pair = tuple[object, object]
@@ -50,6 +55,18 @@ def test_traffic_with_drafts_and_cancels_answers_as_alone(
         totals = run_for(executor, requests, wanted, 2.0, np.random.default_rng(1), 8)
         assert executor.get_speculation_stats().accepted_tokens > 0
     assert totals.wrong == [] and totals.requests > 15 and 0 < totals.cancelled < totals.requests
+
+
+def test_ranks_are_on_one_device_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"one": 1, "two": 2}
+
+    def read(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(num_ranks=ranks[folder.name])
+
+    monkeypatch.setattr(soak, "read_engine_config", read)
+    given = argparse.Namespace(max_tokens=None, ranks_on_one_device=True)
+    made = [soak.options_of(given, Path(name), PlainDecoding()) for name in ranks]
+    assert [options.ranks_on_one_device for options in made] == [False, True]
 
 
 @pytest.mark.parametrize("kind", range(5))
