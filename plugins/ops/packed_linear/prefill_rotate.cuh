@@ -4,36 +4,10 @@
 // reads its cosines and sines 16 bytes at a time.
 #pragma once
 
+#include "backends/cuda/sm90/pairs.cuh"
 #include "ops/packed_linear/prefill_staging.cuh"
 
 static_assert(WG_TILES == 1, "sums of two row tiles leave too few registers");
-
-// Arithmetic of two values of the model type, each rounded once, which is what float32 arithmetic of such values
-// gives when it is rounded to the type: products are exact in float32, and so many bits more make sums right, too.
-template <class Type>
-struct Pairs;
-#define PAIRS(TYPE, SUFFIX)                                                                     \
-  template <>                                                                                   \
-  struct Pairs<TYPE> {                                                                          \
-    static DEVICE u32 multiply(u32 a, u32 b) {                                                  \
-      u32 y;                                                                                    \
-      asm("mul.rn." SUFFIX " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));                          \
-      return y;                                                                                 \
-    }                                                                                           \
-    static DEVICE u32 add(u32 a, u32 b) {                                                       \
-      u32 y;                                                                                    \
-      asm("add.rn." SUFFIX " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));                          \
-      return y;                                                                                 \
-    }                                                                                           \
-    static DEVICE u32 subtract(u32 a, u32 b) {                                                  \
-      u32 y;                                                                                    \
-      asm("sub.rn." SUFFIX " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));                          \
-      return y;                                                                                 \
-    }                                                                                           \
-  };
-PAIRS(BF16, "bf16x2")
-PAIRS(FP16, "f16x2")
-#undef PAIRS
 
 // `rotate` of epilogue_values.cuh for two dimensions d and two dimensions d + HEAD_SIZE / 2.
 DEVICE void rotate_pairs(u32& left, u32& right, u32 cos, u32 sin) {

@@ -2,38 +2,21 @@
 // plugins/ops/rms_norm. Macros: MODEL_TYPE, HIDDEN.
 #pragma once
 
-#include "backends/cuda/sm90/hopper.cuh"
+#include "backends/cuda/sm90/pairs.cuh"
 
-template <class Type>
-struct Pairs;  // arithmetic on two elements of the model type, each rounded once
-
-#define PAIRS(TYPE, NAME, LEAST, MOST)                                               \
-  template <>                                                                        \
-  struct Pairs<TYPE> {                                                               \
-    static constexpr float LEAST_SCALE = LEAST, MOST_SCALE = MOST; /* of Divisor */  \
-    static DEVICE u32 add(u32 a, u32 b) {                                            \
-      u32 y;                                                                         \
-      asm("add.rn." NAME " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));                 \
-      return y;                                                                      \
-    }                                                                                \
-    static DEVICE u32 multiply(u32 a, u32 b) {                                       \
-      u32 y;                                                                         \
-      asm("mul.rn." NAME " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));                 \
-      return y;                                                                      \
-    }                                                                                \
-    static DEVICE u32 clamp(u32 a, u32 bound) { /* NaN stays NaN */                  \
-      u32 y;                                                                         \
-      asm("min.NaN." NAME " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(bound));            \
-      asm("max.NaN." NAME " %0, %0, %1;" : "+r"(y) : "r"(bound ^ 0x80008000u));      \
-      return y;                                                                      \
-    }                                                                                \
-    static DEVICE u32 pack(float a) { return TYPE::pack(a); }                        \
-    static DEVICE float low(u32 a) { return TYPE::unpack(u16(a)); }                  \
-    static DEVICE float high(u32 a) { return TYPE::unpack(u16(a >> 16)); }           \
-  };
-PAIRS(BF16, "bf16x2", 0x1p-80f, 0x1p80f)
-PAIRS(FP16, "f16x2", 0x1p-24f, 0x1p5f)
 typedef Pairs<MODEL_TYPE> Model;
+
+// The scales that Divisor takes a reciprocal of.
+template <class Type>
+struct PlainScales;
+template <>
+struct PlainScales<BF16> {
+  static constexpr float LEAST = 0x1p-80f, MOST = 0x1p80f;
+};
+template <>
+struct PlainScales<FP16> {
+  static constexpr float LEAST = 0x1p-24f, MOST = 0x1p5f;
+};
 
 // y / scale for FP8, rounded to nearest: one residual correction of the product with the rounded
 // reciprocal, without a branch for each element. Values are first clamped to where they saturate
@@ -43,9 +26,11 @@ struct Divisor {
   float scale, inverse;
   u32 bound;  // two copies
 
+  typedef PlainScales<MODEL_TYPE> Plain;
+
   DEVICE Divisor() {}
   DEVICE explicit Divisor(float scale_) : scale(scale_) {
-    const bool is_plain = scale > Model::LEAST_SCALE && scale < Model::MOST_SCALE;
+    const bool is_plain = scale > Plain::LEAST && scale < Plain::MOST;
     inverse = is_plain ? __frcp_rn(scale) : 0.0f;
     bound = Model::pack(1024.0f * scale) * 0x10001u;
   }
