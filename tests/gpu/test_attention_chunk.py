@@ -38,26 +38,34 @@ def by_triton(world: World, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tenso
         return [world.run([(r, 0, n)], execute)[0] for r, n in enumerate(LENGTHS)]
 
 
+@pytest.mark.parametrize("by_images", [False, True])
 @pytest.mark.parametrize(("world", "quantize_out"), with_outputs(WORLDS), ids=str)
-def test_chunks_have_the_bits_of_the_triton_kernel(world, quantize_out, monkeypatch):
+def test_chunks_have_the_bits_of_the_triton_kernel(world, quantize_out, by_images, monkeypatch):
+    """By images: tiles are converted before, some KV heads at a time."""
+    monkeypatch.setattr(chunk, "_LONG", 1 if by_images else 1 << 30)
+    monkeypatch.setattr(chunk, "_MANY_BLOCKS", 0)
+    monkeypatch.setattr(chunk, "_image_bytes", lambda call, limits: 64 << 20)
     made = World(
         **world, lengths=LENGTHS, quantize_out=quantize_out, device="cuda", max_batch_size=256
     )
     wanted = by_triton(made, monkeypatch)
     for parts in STEPS:
         for min_tokens in (1, 2, 19):
-            call, env = made.call(parts, 3), made.env(made.step(parts), 2)
-            launch = chunk.chunk_launch(
+            step = made.step(parts)
+            call, env = made.call(parts, 3), made.env(step, 2)
+            launches = chunk.chunk_launches(
                 call,
                 env,
-                sum(count for _, _, count in parts) + 3,
-                len(parts) + 2,
+                made.shape(
+                    step, num_tokens=step.num_tokens + 3, num_requests=step.num_requests + 2
+                ),
                 launch_arguments.own_tensors(call, env),
                 launch_arguments.partials(call, env)[1],
                 launch_arguments.logit_scale(call),
                 min_tokens,
             )
-            rows = run_one(launch, call, env, parts, execute)
+            assert len(parts) > 9 or (len(launches) > 1) == by_images
+            rows = run_one(launches[0], call, env, parts, lambda _, found=launches: execute(found))
             for (request, start, count), found in zip(parts, rows, strict=True):
                 if count < min_tokens:
                     assert (found.view(torch.uint8) == 0x55).all(), "another kernel's request"

@@ -11,23 +11,31 @@
 //
 // Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
 // for each), SIZE (of a head, a multiple of 64), TOKENS_PER_BLOCK (a power of two), STAGES, WARPGROUPS (2), UNIT,
-// K_SCALE, V_SCALE, STATIC.
+// K_SCALE, V_SCALE, STATIC, IMAGES (whether images.cu has converted the tiles of the launch's heads: then one thread
+// copies them).
 // Grid: at most one per multiprocessor. `counter` is zero before and after.
 
 #include "ops/paged_attention/chunk_rows.cuh"
+#if IMAGES
+#include "ops/paged_attention/chunk_images.cuh"
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
     chunk(const MODEL_TYPE::Storage* q, const float* k_scale, const float* v_scale,
           const float* out_scale, OUT_TYPE::Storage* out, const KV_TYPE::Storage* cache,
           const int* position_ids, const int* cu_q, const int* kv_lens, const int* block_tables,
-          int* counter, float softmax_scale, int table_stride, int num_requests, int min_tokens) {
+          int* counter, float softmax_scale, int table_stride, int num_requests, int min_tokens
+#if IMAGES
+          , u8* images, int room_tiles, int first_head, int num_heads
+#endif
+    ) {
   extern __shared__ __align__(1024) u8 memory[];
   launch_dependents();
   const Shared shared = {shared_address(memory), memory};
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(shared.full_keys(i), THREADS / 32);
-      barrier_init(shared.full_values(i), THREADS / 32);
+      barrier_init(shared.full_keys(i), IMAGES ? 1 : THREADS / 32);
+      barrier_init(shared.full_values(i), IMAGES ? 1 : THREADS / 32);
       barrier_init(shared.empty_keys(i), 4 * WARPGROUPS);
       barrier_init(shared.empty_values(i), 4 * WARPGROUPS);
     }
@@ -41,9 +49,17 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
   wait_for_dependencies();
   if (threadIdx.x < THREADS) {  // leave registers to the warps that compute: 504 are three times 168
     asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-    const Step step = {position_ids, cu_q,         kv_lens,   block_tables,
-                       table_stride, num_requests, min_tokens};
-    bring_items(shared, step, q, cache, counter);
+#if IMAGES
+    const Step step = {position_ids, cu_q,       kv_lens,    block_tables, table_stride,
+                       num_requests, min_tokens, first_head, num_heads};
+    Imaged source = {{images, room_tiles, num_heads}};
+#else
+    const Step step = {position_ids, cu_q,       kv_lens, block_tables, table_stride,
+                       num_requests, min_tokens, 0,       HEADS};
+    Paged source;
+    source.loader.cache = cache, source.loader.tables = block_tables;
+#endif
+    bring_items(shared, step, q, source, counter);
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");

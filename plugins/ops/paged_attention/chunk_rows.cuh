@@ -89,7 +89,7 @@ DEVICE void attend(const Shared& shared, Rings& rings, u32 queries, int tiles, i
   };
   bool is_first = true;  // tile of its work item
   const auto multiply_keys = [&] {
-    wait_for_operand(shared.full_keys(keys.slot), keys.parity);
+    barrier_wait(shared.full_keys(keys.slot), keys.parity);
     start_logits(s, queries, shared.keys(keys.slot));
   };
   const auto release_keys = [&] {
@@ -98,7 +98,7 @@ DEVICE void attend(const Shared& shared, Rings& rings, u32 queries, int tiles, i
     keys.advance();
   };
   const auto multiply_values = [&] {
-    wait_for_operand(shared.full_values(values.slot), values.parity);
+    barrier_wait(shared.full_values(values.slot), values.parity);
     start_values(unit, weights, shared.values(values.slot), !is_first);
   };
   const auto release_values = [&] {

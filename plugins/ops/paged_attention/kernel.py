@@ -35,7 +35,7 @@ from llmctl.plugins.ops.paged_attention.batch import (
     is_long,
     most_tokens,
 )
-from llmctl.plugins.ops.paged_attention.chunk import chunk_launch, chunk_spec, covers_chunks
+from llmctl.plugins.ops.paged_attention.chunk import chunk_launches, chunk_specs, covers_chunks
 from llmctl.plugins.ops.paged_attention.generation import (
     choose_cut,
     covers,
@@ -85,7 +85,7 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
         *([split_spec(call, limits, has_trees=True)] if limits.takes_trees else []),
         *(generation_specs(call, limits) if covers(call, limits) else []),
         *(spec for make in by_warp for spec in make(call, limits)),
-        *([chunk_spec(call, limits)] if covers_chunks(call, limits) else []),
+        *(chunk_specs(call, limits) if covers_chunks(call, limits) else []),
         *long_specs(call, limits),
         *tree.tree_specs(call, limits),
     ]
@@ -99,16 +99,16 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
         short = max(SHORT, shape.max_tree_len)  # longer than a tree: a context chunk
         trees = _trees(call, env, shape, short)
         is_all = shape.max_query_len <= short
-        return [trees] if is_all else [_context(call, env, shape, short + 1), trees]
+        return [trees] if is_all else [*_context(call, env, shape, short + 1), trees]
     short = SHORT
     if shape.max_query_len <= short:
         return [_generation(call, env, shape, short)]
     if shape.num_requests == 1:
-        return [_context(call, env, shape, 1)]
+        return _context(call, env, shape, 1)
     # Beside chunks most requests have one token; the context kernel takes who has a few more.
     if (batch := _batch(call, env, shape, most_tokens(call))) is not None:
-        return [_context(call, env, shape, most_tokens(call) + 1), batch]
-    return [_context(call, env, shape, short + 1), _generation(call, env, shape, short)]
+        return [*_context(call, env, shape, most_tokens(call) + 1), batch]
+    return [*_context(call, env, shape, short + 1), _generation(call, env, shape, short)]
 
 
 def _generation(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch:
@@ -238,13 +238,12 @@ def _batch(
     )
 
 
-def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) -> Launch:
+def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) -> list[Launch]:
     if env.use_pdl and covers_chunks(call, env.limits):
-        return chunk_launch(
+        return chunk_launches(
             call,
             env,
-            shape.num_tokens,
-            shape.num_requests,
+            shape,
             own_tensors(call, env),
             partials(call, env)[1],
             logit_scale(call),
@@ -261,4 +260,4 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
         min_tokens,
         *window_arguments(call),
     )
-    return Launch(context_spec(call, env.limits), grid, arguments)
+    return [Launch(context_spec(call, env.limits), grid, arguments)]

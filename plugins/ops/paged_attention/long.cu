@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       loader[p].cache = cache, loader[p].tables = block_tables;
-      aim(loader[p], head, request * table_stride);
+      loader[p].aim(head, request * table_stride);
     }
     bring_tiles(shared, loader, share, limit, pages_of(limit));
 #if TREE

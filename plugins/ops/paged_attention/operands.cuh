@@ -14,6 +14,7 @@ constexpr int LOADS = KEYS / KEY_STEP;
 constexpr int STEPS = SIZE / 16;                     // of a product along the head dimension
 constexpr bool IS_FP8 = KV_TYPE::bytes == 1;
 static_assert(KEY_STEP <= KEYS && THREADS % PIECES == 0, "a key is loaded by one pass");
+static_assert(KEY_STEP % 8 == 0, "all keys of a thread are swizzled alike");
 
 // The thread's piece of a key, and its key among those loaded at once. If a key is eight pieces, which become
 // sixteen of an operand, eight adjacent threads have four pieces of each of two keys, so that
@@ -47,6 +48,13 @@ struct Loader {
   static DEVICE int nth_page(int i, u32 thread = threadIdx.x) {  // of a tile
     return u32(own_key(thread)) / SPAN + (SPAN < KEY_STEP ? i * (KEY_STEP / SPAN) : i);
   }
+  // Directs it to a KV head and a request's entries of the block tables.
+  DEVICE void aim(int head, int entry) {
+    const u32 thread = thread_from_here();
+    offset = head * (TOKENS_PER_BLOCK * SIZE) + u32(own_key(thread)) % SPAN * SIZE +
+             own_piece(thread) * (16 / KV_TYPE::bytes);
+    table = entry;
+  }
   DEVICE void take_pages(const int* shared) {
 #pragma unroll
     for (int i = 0; i < NUMBERS; ++i) pages[i] = shared[nth_page(i)];
@@ -62,11 +70,16 @@ struct Loader {
   }
   // Loads all keys of a tile, including those after the last written one.
   DEVICE void load(int tile, uint4 (&k)[LOADS], uint4 (&v)[LOADS]) const {
+    const KV_TYPE::Storage* from = nullptr;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      const KV_TYPE::Storage* from = at(tile, i);
-      load_piece(k[i], from);
-      load_piece(v[i], from + PAGE);
+      if (i % (LOADS / NUMBERS) == 0) {
+        from = at(tile, i);
+        asm("" : "+l"(from));  // one address a page; the rest are constant distances
+      }
+      const KV_TYPE::Storage* its = from + i % (LOADS / NUMBERS) * (KEY_STEP * SIZE);
+      load_piece(k[i], its);
+      load_piece(v[i], its + PAGE);
     }
   }
   // Loads its keys or its values.
@@ -132,23 +145,30 @@ DEVICE void store_shared(u32 address, u32 a, u32 b, u32 c, u32 d) {
                : "memory");
 }
 
-// Stores pieces of a tile as an operand: 128 bytes a key, 16-byte parts swizzled.
-DEVICE void stage(u32 target, const uint4 (&x)[LOADS]) {
+DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Where a thread's piece of its first key lies in an operand: 128 bytes a key, 16-byte parts swizzled. Of FP8 that is
+// the first of two parts; the other lies at `place` ^ 16.
+DEVICE u32 own_place() {
   const int thread = thread_from_here(), piece = own_piece(thread), key = own_key(thread);
+  const int part = IS_FP8 ? 2 * piece : piece;
+  return part / 8 * HALF_BYTES + key * 128 + ((part % 8 ^ (key & 7)) << 4);
+}
+
+// Stores pieces of a tile as an operand.
+DEVICE void stage(u32 target, const uint4 (&x)[LOADS], u32 place = own_place()) {
 #pragma unroll
   for (int i = 0; i < LOADS; ++i) {
-    const int row = key + i * KEY_STEP;
+    const u32 to = target + place + i * (KEY_STEP * 128);
     if (IS_FP8) {
-      const u32 to = target + piece / 4 * HALF_BYTES + row * 128;
-      const int part = piece % 4 * 2;
       u32 w[8];
       widen(x[i].x, w[0], w[1]), widen(x[i].y, w[2], w[3]);
       widen(x[i].z, w[4], w[5]), widen(x[i].w, w[6], w[7]);
-      store_shared(to + ((part ^ (row & 7)) << 4), w[0], w[1], w[2], w[3]);
-      store_shared(to + ((part + 1 ^ (row & 7)) << 4), w[4], w[5], w[6], w[7]);
+      const u32 other = target + (place ^ 16) + i * (KEY_STEP * 128);
+      store_shared(to, w[0], w[1], w[2], w[3]);
+      store_shared(other, w[4], w[5], w[6], w[7]);
     } else {
-      const u32 to = target + piece / 8 * HALF_BYTES + row * 128;
-      store_shared(to + ((piece % 8 ^ (row & 7)) << 4), x[i].x, x[i].y, x[i].z, x[i].w);
+      store_shared(to, x[i].x, x[i].y, x[i].z, x[i].w);
     }
   }
 }

@@ -32,7 +32,7 @@ DEVICE void load_tiles(const Shared& shared, const Part& part, const Sources& fr
   const Item item = part.item();
   Loader loader;
   loader.cache = from.cache, loader.tables = from.block_tables;
-  aim(loader, part.head, part.request * from.table_stride);
+  loader.aim(part.head, part.request * from.table_stride);
   loader.load_pages(0, pages_of(item.limit));
   bring_item(shared, item, from.q, 0);
   Ring<STAGES> ring;

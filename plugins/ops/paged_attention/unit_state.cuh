@@ -42,8 +42,6 @@ DEVICE u64 transposed_operand(u32 address) {
          (u64(1) << 62);
 }
 
-DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // ---- the state of a work item ----
 
 struct State {

@@ -31,11 +31,13 @@ def launches_of(world: World, parts: list[Part]) -> list[Launch]:
 
 @pytest.mark.parametrize("heads", [(64, 8), (7, 1), (3, 3)], ids=str)
 @pytest.mark.parametrize("kv", ["bfloat16", "float16", "fp8", "fp8 of float16"])
-def test_it_keeps_sums_in_registers_and_products_in_flight(kv, heads):
+@pytest.mark.parametrize("by_images", [False, True])
+def test_it_keeps_sums_in_registers_and_products_in_flight(kv, heads, by_images):
     dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
     kv_dtype = FP8 if kv.startswith("fp8") else dtype
     world = World(*heads, 128, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
-    binary = compile_kernel(chunk.chunk_spec(world.call([(0, 0, 1)]), world.limits()))
+    call, limits = world.call([(0, 0, 1)]), world.limits()
+    binary = compile_kernel(chunk.chunk_spec(call, limits, by_images=by_images))
     code = disassemble(binary)
     assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code)
     # Logits of an item's first tile and of the next, eight steps each; values of a tile and of the
@@ -44,16 +46,18 @@ def test_it_keeps_sums_in_registers_and_products_in_flight(kv, heads):
     # A compiler that cannot tell that registers are free waits after every product.
     assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 4
     assert len(re.findall("USETMAXREG", code)) == 2
-    assert ("F2FP.F16.E4M3" in code) == (kv_dtype == FP8)
-    assert ("LDGSTS" in code) == (kv_dtype != FP8)
+    assert ("F2FP.F16.E4M3" in code) == (kv_dtype == FP8 and not by_images)
+    assert ("LDGSTS" in code) == (kv_dtype != FP8 and not by_images)
+    assert ("UBLKCP" in code) == by_images
 
 
 @pytest.mark.parametrize("tokens_per_block", [2, 8, 16, 64, 128])
 @pytest.mark.parametrize("kv_dtype", [FP8, torch.bfloat16], ids=str)
 def test_it_compiles_for_every_page_size(tokens_per_block, kv_dtype):
     world = World(8, 2, 128, (64,), kv_dtype=kv_dtype, tokens_per_block=tokens_per_block)
-    spec = chunk.chunk_spec(world.call([(0, 0, 1)]), world.limits())
-    assert compile_kernel(spec).local_bytes == 0
+    call, limits = world.call([(0, 0, 1)]), world.limits()
+    for spec in (chunk.chunk_spec(call, limits), chunk.images_spec(call, limits)):
+        assert compile_kernel(spec).local_bytes == 0
 
 
 @pytest.mark.parametrize("requests", [1, 64, 1000, 4096])
@@ -100,3 +104,58 @@ def test_what_it_does_not_cover_stays_with_the_triton_kernel(other):
     launches = launches_of(world, PROMPT)
     assert launches[0].spec.source.endswith("triton_context:context")
     assert all(spec.entry != "chunk" for spec in kernel.kernels(world.call(PROMPT), world.limits()))
+
+
+LONG = {**MODEL, "lengths": (600,), "max_seq_len": 131072}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "context", "passes"),
+    [
+        (2048, 1, 2048, 1),
+        (2048, 1, 32768, 1),
+        (2048, 1, 65536, 2),
+        (2048, 1, 131072, 4),
+        (2048, 3, 32768, 4),
+        (2048, 33, 32768, 0),  # no room for one head of all
+        (2048, 33, 2048, 0),  # three turns
+        (2048, 1, 1536, 0),
+        (128, 1, 32768, 0),  # few blocks of rows: each tile would be read a few times
+    ],
+)
+def test_tiles_are_converted_before_some_heads_at_a_time(tokens, requests, context, passes):
+    world = World(**LONG, max_batch_size=64)
+    parts: list[Part] = [(0, 0, 600)]
+    call, step = world.call(parts), world.step(parts)
+    shape = world.shape(
+        step, num_tokens=tokens, num_requests=requests, max_query_len=tokens, max_kv_len=context
+    )
+    env = replace(world.env(step), use_pdl=True)
+    found = kernel.launches(call, env, shape)
+    names = [each.spec.entry for each in found if each.spec.entry in ("images", "chunk")]
+    assert names == (["images", "chunk"] * passes or ["chunk"])
+    if not passes:
+        return
+    heads = 0
+    for written, read in zip(found[0::2], found[1::2], strict=False):
+        *_, room, _, count, _, tiles, first, num_heads = written.arguments
+        assert read.arguments[-4:] == (room, tiles, first, num_heads) and count == requests
+        assert first == heads and tiles * 64 >= context
+        assert requests * tiles * num_heads * 2 * 64 * 128 * 2 <= room.numel() <= 128 << 20
+        heads += num_heads
+    assert heads == 8
+    built = kernel.kernels(call, world.limits())
+    assert all(each.spec in built for each in found)
+
+
+@pytest.mark.parametrize("longest", [1024, 4096, 131072, 1 << 20])
+def test_the_memory_plan_knows_of_the_room_for_converted_tiles(longest):
+    """Also where only shorter contexts than the longest have room."""
+    world = World(**{**LONG, "max_seq_len": longest}, max_batch_size=64)
+    parts: list[Part] = [(0, 0, 600)]
+    step = world.step(parts)
+    env = replace(world.env(step), use_pdl=True)
+    shape = world.shape(step, num_tokens=2048, max_query_len=2048, max_kv_len=longest)
+    kernel.launches(world.call(parts), env, shape)
+    room = world.scratch["paged_attention.images.h8"].numel()
+    assert room == {1024: 0, 4096: 16 << 20}.get(longest, 128 << 20)

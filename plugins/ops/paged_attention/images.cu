@@ -1,0 +1,64 @@
+// Keys and values of requests with context chunks as operands of tensor cores, for chunk.cu.
+//
+// Each block of query tokens reads all keys before it, so bytes would be converted once per block: 16 tokens of 8 query
+// heads each. Here that is done once, and chunk.cu copies what it needs. Zeros follow a request's last key.
+//
+// Macros: those of operands.cuh. Grid: any; a thread block takes one tile of a head after another.
+
+#include "ops/paged_attention/image_places.cuh"
+
+DEVICE void store_global(u8* to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// Stores pieces of a tile in the layout of `stage`.
+DEVICE void write_image(u8* image, const uint4 (&x)[LOADS], u32 place) {
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    u8* to = image + i * (KEY_STEP * 128);
+    if (IS_FP8) {
+      u32 w[8];
+      widen(x[i].x, w[0], w[1]), widen(x[i].y, w[2], w[3]);
+      widen(x[i].z, w[4], w[5]), widen(x[i].w, w[6], w[7]);
+      store_global(to + place, w[0], w[1], w[2], w[3]);
+      store_global(to + (place ^ 16), w[4], w[5], w[6], w[7]);
+    } else {
+      store_global(to + place, x[i].x, x[i].y, x[i].z, x[i].w);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    images(const KV_TYPE::Storage* cache, const int* cu_q, const int* kv_lens,
+           const int* block_tables, u8* first, int table_stride, int num_requests, int min_tokens,
+           int room_tiles, int first_head, int num_heads) {
+  launch_dependents();
+  wait_for_dependencies();
+  const Images to = {first, room_tiles, num_heads};
+  const u32 place = own_place();
+  Loader loader;
+  loader.cache = cache, loader.tables = block_tables;
+  int at = blockIdx.x;
+#pragma unroll 1
+  for (int request = 0; request < num_requests; ++request) {
+    const int count = load_int(cu_q + request + 1) - load_int(cu_q + request);
+    const int limit = min(load_int(kv_lens + request), room_tiles * KEYS);
+    if (count < min_tokens || limit <= 0) continue;
+    const int end = (limit + KEYS - 1) / KEYS * num_heads;
+#pragma unroll 1
+    for (; at < end; at += gridDim.x) {
+      const int tile = at / num_heads, head = at % num_heads;
+      loader.aim(first_head + head, request * table_stride);
+      loader.load_pages(tile, (limit + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK);
+      uint4 k[LOADS], v[LOADS];
+      loader.load(tile, k, v);
+      clear_from(k, limit - tile * KEYS);
+      clear_from(v, limit - tile * KEYS);
+      u8* image = to.of(request, tile, head);
+      write_image(image, k, place);
+      write_image(image + OPERAND_BYTES, v, place);
+    }
+    at -= end;
+  }
+}
