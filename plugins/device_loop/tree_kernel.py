@@ -19,7 +19,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, KernelSpec, Lau
 from llmctl.plugins.device_loop.kernel import MAX_TILE, ONE_BLOCK, power_of_two, step_arrays
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.device_loop.trees import DraftTrees
-from llmctl.plugins.ops.sampling.arrays import CHUNK, SamplingArrays
+from llmctl.plugins.ops.sampling.arrays import CHUNK
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +142,7 @@ def verify_tree(
 def spread(state: RoundState, trees: DraftTrees, batch: int, draft_len: int) -> Launch:
     """The sampling parameters of each request, for each of its rows."""
     rows = batch * (draft_len + 1)
-    arrays = _sampling(state.sampling) + _sampling(trees.sampling)
+    arrays = state.sampling.tensors + trees.sampling.tensors
     arguments: tuple[torch.Tensor | int, ...] = (*arrays, rows, draft_len + 1)
     return Launch(_spread_spec(), (-(-rows // _BLOCK_ROWS), 1, 1), arguments)
 
@@ -180,19 +180,6 @@ def accept_tree(
         step.block_tables.shape[1],
     )
     return Launch(_accept_spec(state.max_batch_size, state.max_draft_len), ONE_BLOCK, arguments)
-
-
-def _sampling(arrays: SamplingArrays) -> tuple[torch.Tensor, ...]:
-    return (
-        arrays.temperature,
-        arrays.top_k,
-        arrays.top_p,
-        arrays.min_p,
-        arrays.seed_low,
-        arrays.seed_high,
-        arrays.stream,
-        arrays.greedy,
-    )
 
 
 def _list_spec(vocab: int) -> KernelSpec:

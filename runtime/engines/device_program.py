@@ -9,7 +9,7 @@ import torch
 
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
 from llmctl.plugins.core.calls import OpCall, StepInputs
-from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
+from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingScratch
 
 
 class DeviceProgram(Protocol):
@@ -41,17 +41,7 @@ class DeviceProgram(Protocol):
         """The best id of each row whose logits a step left with the ranks; see `CudaProgram`."""
 
     def best_draws(
-        self,
-        out: torch.Tensor,
-        scratch: SamplingScratch,
-        rows: int,
-        arrays: SamplingArrays,
-        positions: torch.Tensor,
-        *,
-        per_request: int = 1,
-        first: int = 0,
-        stride: int = 1,
-        offset: int = 0,
+        self, out: torch.Tensor, scratch: SamplingScratch, rows: DrawnRows
     ) -> list[Launch]:
         """The same for draws without filters, where the program `has_peers`."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -17,7 +16,7 @@ from llmctl.plugins.device_loop import tree_kernel
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.sampling import kernel as sampling
-from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
+from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingScratch
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.rounds.upload import Drawing
 
@@ -107,14 +106,9 @@ class DeviceSteps:
         """Tokens of the engine's logits, or those of a head of its; row r draws position committed
         + first + r's own place."""
         if shape.drawing is not Drawing.GREEDY:
-            own = self.state.sampling, self.state.committed
-            drawn = self._sampled(
-                *(engine, out, shape, rows, own, logits),
-                per_request=per_request,
-                first=first,
-                stride=stride,
-                offset=offset,
-            )
+            places = per_request, first, stride, offset
+            own = DrawnRows(rows, self.state.sampling, self.state.committed, *places)
+            drawn = self._sampled(engine, out, shape, own, logits)
         elif logits is None and _stay_with_ranks(engine, shape):
             drawn = [engine.program.best_ids(out, rows, stride=stride, offset=offset)]
         else:
@@ -128,8 +122,8 @@ class DeviceSteps:
         if shape.drawing is Drawing.GREEDY:
             self.draw(engine, state.targets, shape, rows)
             return
-        own = trees.sampling, trees.positions
-        drawn = self._sampled(engine, state.targets, shape, rows, own)
+        own = DrawnRows(rows, trees.sampling, trees.positions)
+        drawn = self._sampled(engine, state.targets, shape, own)
         described = state, trees, shape.batch, shape.draft_len
         self.launch(engine, [tree_kernel.spread(*described), *drawn])
 
@@ -138,31 +132,16 @@ class DeviceSteps:
         engine: CudaEngine,
         out: torch.Tensor,
         shape: RoundShape,
-        rows: int,
-        own: tuple[SamplingArrays, torch.Tensor],
+        rows: DrawnRows,
         logits: torch.Tensor | None = None,
-        *,
-        per_request: int = 1,
-        first: int = 0,
-        stride: int = 1,
-        offset: int = 0,
     ) -> list[Launch]:
-        """Draws of requests that are not all greedy; own: how each request draws, and where."""
-        stays = logits is None and _stay_with_ranks(engine, shape)
+        """Draws of requests that are not all greedy."""
+        scratch = self.scratch(engine)
+        if logits is None and _stay_with_ranks(engine, shape):
+            return engine.program.best_draws(out, scratch, rows)
         logits = engine.logits if logits is None else logits
         has_wide = shape.drawing is Drawing.WIDE
-        draw = (
-            engine.program.best_draws
-            if stays
-            else partial(sampling.sample, logits, has_wide=has_wide)
-        )
-        return draw(
-            *(out, self.scratch(engine), rows, *own),
-            per_request=per_request,
-            first=first,
-            stride=stride,
-            offset=offset,
-        )
+        return sampling.sample(logits, out, scratch, rows, has_wide=has_wide)
 
 
 def _stay_with_ranks(engine: CudaEngine, shape: RoundShape) -> bool:

@@ -26,10 +26,10 @@ from llmctl.plugins.core.operators import operator_module
 from llmctl.plugins.ops.rank_argmax import kernel as rank_argmax
 from llmctl.plugins.ops.rank_draw import kernel as rank_draw
 from llmctl.plugins.ops.sampling import kernel as sampling
-from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
+from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingArrays, SamplingScratch
 
 DRAWN_AT = 0.8  # the temperature; seed and position of a row are its number
-Draws = tuple[torch.Tensor, SamplingScratch, int, SamplingArrays, torch.Tensor]
+Draws = tuple[torch.Tensor, SamplingScratch, DrawnRows]
 START_S = 150.0  # that processes have to import, and to say what they found
 
 
@@ -82,7 +82,7 @@ class ExchangingRank:
         arrays.seed_low.copy_(torch.arange(rows))
         vocab = call.outputs["out"].shape[1]
         scratch = SamplingScratch.allocate(rows, vocab, self.device)
-        return call.outputs[role], scratch, rows, arrays, arrays.seed_low
+        return call.outputs[role], scratch, DrawnRows(rows, arrays, arrays.seed_low)
 
 
 def run_ranks(ranks: int, body: Callable[..., None], *arguments: Any) -> list[Any]:

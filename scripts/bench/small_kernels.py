@@ -37,7 +37,7 @@ from llmctl.plugins.ops.all_gather import kernel as all_gather
 from llmctl.plugins.ops.all_reduce import kernel as all_reduce
 from llmctl.plugins.ops.rms_norm.kernel import launches as norm_launches
 from llmctl.plugins.ops.sampling import kernel as sampling
-from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
+from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingArrays, SamplingScratch
 from llmctl.plugins.ops.tree_growth import kernel as growth
 from llmctl.plugins.ops.tree_growth.arrays import GrowthArrays, TreeShape
 
@@ -194,9 +194,8 @@ def time_sampling(vocab: int) -> None:
             for rows in ROWS:
                 made = arrays(rows, **preferences)
                 is_wide = "top_k" not in preferences and bool({"top_p", "min_p"} & set(preferences))
-                launches = sampling.sample(
-                    logits, out, scratch, rows, made, positions, has_wide=is_wide
-                )
+                drawn = DrawnRows(rows, made, positions)
+                launches = sampling.sample(logits, out, scratch, drawn, has_wide=is_wide)
                 report(f"sample {name}, {what}", rows, launches)
 
 

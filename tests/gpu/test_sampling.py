@@ -19,7 +19,7 @@ from llmctl.plugins.device_loop import kernel as rounds_kernel
 from llmctl.plugins.device_loop import reference as rounds_reference
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.ops.sampling import kernel
-from llmctl.plugins.ops.sampling.arrays import SamplingScratch
+from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingScratch
 from llmctl.plugins.ops.sampling.reference import argmax_rows, sample_rows
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 
@@ -37,9 +37,9 @@ def draw(logits: np.ndarray, rows: Sequence[SamplingRow], slots: int = 32) -> li
     count, vocab = logits.shape
     scratch = SamplingScratch.allocate(count, vocab, "cuda", slots=slots)
     out = torch.full((count,), -9, dtype=torch.int32, device="cuda")
-    arrays, positions = make_arrays(rows, "cuda")
+    drawn = DrawnRows(count, *make_arrays(rows, "cuda"))
     device_logits = torch.from_numpy(logits).cuda()
-    run(kernel.sample(device_logits, out, scratch, count, arrays, positions, has_wide=True))
+    run(kernel.sample(device_logits, out, scratch, drawn, has_wide=True))
     return out.tolist()
 
 

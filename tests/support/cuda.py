@@ -30,7 +30,7 @@ from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import OpCall, StepInputs, Trees
 from llmctl.plugins.ops.kv_compact.reference import compact
 from llmctl.plugins.ops.sampling import kernel
-from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
+from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingScratch
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.rotary_tables import open_with_tables
@@ -85,16 +85,13 @@ class FakeProgram:
         self,
         out: torch.Tensor,
         scratch: SamplingScratch,
-        rows: int,
-        arrays: SamplingArrays,
-        positions: torch.Tensor,
-        **places: int,
+        rows: DrawnRows,
     ) -> list[Callable[[], None]]:
         """The same, of what `kernel.sample` would draw from the logits that ranks have."""
 
         def draw() -> None:
-            given = (self._program.shared_logits(rows), out, scratch, rows, arrays, positions)
-            for launch in kernel.sample(*given, **places, has_wide=False):
+            logits = self._program.shared_logits(rows.count)
+            for launch in kernel.sample(logits, out, scratch, rows, has_wide=False):
                 launch_sampling(launch)
 
         return [draw]

@@ -48,7 +48,7 @@ from llmctl.plugins.core.operators import check_call, operator_module
 from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, open_chains, serves
 from llmctl.plugins.ops.rank_argmax import kernel as rank_argmax
 from llmctl.plugins.ops.rank_draw import kernel as rank_draw
-from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
+from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingScratch
 
 # Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
 MAX_PREPARED, MAX_COUNTS = 64, 128
@@ -209,28 +209,12 @@ class CudaProgram:
         return self._peers is not None
 
     def best_draws(
-        self,
-        out: torch.Tensor,
-        scratch: SamplingScratch,
-        rows: int,
-        arrays: SamplingArrays,
-        positions: torch.Tensor,
-        *,
-        per_request: int = 1,
-        first: int = 0,
-        stride: int = 1,
-        offset: int = 0,
+        self, out: torch.Tensor, scratch: SamplingScratch, rows: DrawnRows
     ) -> list[Launch]:
         """The same for draws without filters, where the program `has_peers`; see
         `rank_draw.launches`."""
         assert self._peers is not None, "ranks on one device gather"
-        return rank_draw.launches(
-            *(self._gathering, self._peers, out, scratch, rows, arrays, positions),
-            per_request=per_request,
-            first=first,
-            stride=stride,
-            offset=offset,
-        )
+        return rank_draw.launches(self._gathering, self._peers, out, scratch, rows)
 
     @property
     def _gathering(self) -> OpCall:

@@ -22,7 +22,7 @@ from llmctl.plugins.ops.all_reduce.peers import (
     size_values,
 )
 from llmctl.plugins.ops.sampling import kernel as sampling
-from llmctl.plugins.ops.sampling.arrays import CHUNK, SamplingArrays, SamplingScratch
+from llmctl.plugins.ops.sampling.arrays import CHUNK, DrawnRows, SamplingScratch
 
 if TYPE_CHECKING:
     import torch
@@ -41,30 +41,19 @@ def launches(
     peers: Peers,
     out: torch.Tensor,
     scratch: SamplingScratch,
-    rows: int,
-    arrays: SamplingArrays,
-    positions: torch.Tensor,
-    *,
-    per_request: int = 1,
-    first: int = 0,
-    stride: int = 1,
-    offset: int = 0,
+    rows: DrawnRows,
 ) -> list[Launch]:
     """As `sampling.sample`, of requests without filters; tokens are the same on every rank.
     gathering: whose `x` is a rank's share; it has not been launched."""
     x, vocab = gathering.inputs["x"], gathering.outputs["out"].shape[1]
-    scan = sampling.scan_share(
-        *(x, vocab, peers.rank * x.shape[1], scratch, rows, arrays, positions),
-        per_request=per_request,
-        first=first,
-    )
+    scan = sampling.scan_share(x, vocab, peers.rank * x.shape[1], scratch, rows)
     found = (scratch.chunk_keys, scratch.chunk_values, scratch.chunk_rests, scratch.chunk_ids)
     arguments: tuple[torch.Tensor | int, ...] = (
         *meeting_values(gathering, peers),
-        *(*found, arrays.greedy, out, per_request, stride, offset),
-        *size_values(gathering, peers, rows),
+        *(*found, rows.arrays.greedy, out, rows.per_request, rows.stride, rows.offset),
+        *size_values(gathering, peers, rows.count),
     )
-    blocks = min(-(-rows // _WARPS), MAX_BLOCKS)
+    blocks = min(-(-rows.count // _WARPS), MAX_BLOCKS)
     return [scan, Launch(_spec(gathering), (blocks, 1, 1), arguments)]
 
 

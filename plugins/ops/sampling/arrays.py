@@ -32,6 +32,11 @@ class SamplingArrays:
     stream: torch.Tensor  # int32, see spec.py
     greedy: torch.Tensor  # int32
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All, in this order, in which kernels take them."""
+        return tuple(getattr(self, name) for name in self.__slots__)
+
     @classmethod
     def allocate(cls, count: int, device: str | torch.device) -> SamplingArrays:
         """Arrays for `count` requests that all start as greedy ones."""
@@ -50,6 +55,21 @@ class SamplingArrays:
             stream=full(0, torch.int32),
             greedy=full(1, torch.int32),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRows:
+    """Whose tokens rows of logits draw, and where they go: row r is of request r // per_request,
+    draws the token at position positions[request] + first + r % per_request, and stores it in
+    out[r * stride + offset]."""
+
+    count: int
+    arrays: SamplingArrays
+    positions: torch.Tensor  # [requests] int32
+    per_request: int = 1
+    first: int = 0
+    stride: int = 1
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.ops.beam_search.reference import top_log_probs
 from llmctl.plugins.ops.sampling import kernel
-from llmctl.plugins.ops.sampling.arrays import SamplingArrays, SamplingScratch
+from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingArrays, SamplingScratch
 from llmctl.plugins.ops.sampling.spec import MAX_TOP_K, TARGET_STREAM, SamplingRow, has_penalties
 
 MAX_ROWS = 64  # rows drawn together; scratch grows with them
@@ -113,8 +113,8 @@ class CudaSampling:
             part = SamplingArrays(
                 **{name: getattr(arrays, name)[first:end] for name in arrays.__slots__}
             )
-            where = positions[first:end]
-            return kernel.sample(tensor, out, scratch, len(tensor), part, where, has_wide=has_wide)
+            drawn = DrawnRows(len(tensor), part, positions[first:end])
+            return kernel.sample(tensor, out, scratch, drawn, has_wide=has_wide)
 
         return self._in_groups(logits, launches)
 

@@ -1,11 +1,10 @@
 """Launches of device sampling: argmax of rows of logits, and draws as spec.py describes them.
 
-    argmax(logits, out, scratch, rows)
-    sample(logits, out, scratch, rows, arrays, positions)
+    argmax(logits, out, scratch, count)
+    sample(logits, out, scratch, DrawnRows(count, arrays, positions))
 
-Row r of `logits` [rows, vocab] float32 belongs to request r // per_request and draws the token at
-position positions[request] + first + r % per_request; it is stored in out[r * stride + offset].
-Rows with penalties or banned ids are not for these kernels. A row with NaN gives -1.
+`logits` are [rows, vocab] float32; `DrawnRows` says whose rows they are. Rows with penalties or
+banned ids are not for these kernels. A row with NaN gives -1.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from llmctl.plugins.ops.sampling.arrays import (
     CHUNK,
     GROUP,
     LISTED,
-    SamplingArrays,
+    DrawnRows,
     SamplingScratch,
 )
 from llmctl.plugins.ops.sampling.spec import SamplingParams
@@ -74,27 +73,21 @@ def sample(
     logits: torch.Tensor,
     out: torch.Tensor,
     scratch: SamplingScratch,
-    rows: int,
-    arrays: SamplingArrays,
-    positions: torch.Tensor,
+    rows: DrawnRows,
     *,
-    per_request: int = 1,
-    first: int = 0,
-    stride: int = 1,
-    offset: int = 0,
     has_wide: bool,
 ) -> list[Launch]:
-    """Draw a token from each row: requests and positions as above; `positions` [requests] int32.
+    """Draw a token from each row.
 
     Without `has_wide` there are two launches instead of four. Tokens are the same, but rows of
     requests that `is_wide` take up to a hundred times longer.
     """
     vocab = logits.shape[1]
-    request, scanned = _request_values(arrays, positions), _scanned_values(scratch)
+    arrays, per_request = rows.arrays, rows.per_request
+    places = (per_request, rows.first, rows.stride, rows.offset)
+    request, scanned = _request_values(rows), _scanned_values(scratch)
     candidates = (scratch.groups, scratch.ids, scratch.values, scratch.masses)
-    scan = scan_share(
-        *(logits, vocab, 0, scratch, rows, arrays, positions), per_request=per_request, first=first
-    )
+    scan = scan_share(logits, vocab, 0, scratch, rows)
     wide: list[Launch] = []
     if has_wide:
         shared = (scratch.borders, scratch.marks)
@@ -118,15 +111,15 @@ def sample(
         sift = Launch(
             _sift_spec(vocab),
             scan.grid,
-            (logits, out, *request, *drawn, *shared, *listed, per_request, first, stride, offset),
+            (logits, out, *request, *drawn, *shared, *listed, *places),
         )
         wide = [weigh, sift]
     finish = Launch(
         _finish_spec(vocab),
-        (min(rows, len(scratch.ids)), 1, 1),
+        (min(rows.count, len(scratch.ids)), 1, 1),
         (
             *(logits, out, *request, *scanned, *candidates, scratch.settled),
-            *(per_request, first, stride, offset, rows),
+            *(*places, rows.count),
         ),
     )
     return [scan, *wide, finish]
@@ -137,37 +130,22 @@ def scan_share(
     vocab: int,
     first_id: int,
     scratch: SamplingScratch,
-    rows: int,
-    arrays: SamplingArrays,
-    positions: torch.Tensor,
-    *,
-    per_request: int = 1,
-    first: int = 0,
+    rows: DrawnRows,
 ) -> Launch:
     """The best of every CHUNK ids of each row, in the scratch's arrays of chunks. logits: of the
     ids from `first_id` on, some of `vocab`, with what is behind them for padding; a multiple of
     four."""
     own = logits.shape[1]
     arguments: tuple[torch.Tensor | int, ...] = (
-        *(logits, *_request_values(arrays, positions), *_scanned_values(scratch)),
-        *(per_request, first, first_id),
+        *(logits, *_request_values(rows), *_scanned_values(scratch)),
+        *(rows.per_request, rows.first, first_id),
     )
-    return Launch(scan_spec(own, vocab), (-(-own // CHUNK), rows, 1), arguments)
+    return Launch(scan_spec(own, vocab), (-(-own // CHUNK), rows.count, 1), arguments)
 
 
-def _request_values(arrays: SamplingArrays, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _request_values(rows: DrawnRows) -> tuple[torch.Tensor, ...]:
     """`_REQUEST`."""
-    return (
-        arrays.temperature,
-        arrays.top_k,
-        arrays.top_p,
-        arrays.min_p,
-        arrays.seed_low,
-        arrays.seed_high,
-        arrays.stream,
-        arrays.greedy,
-        positions,
-    )
+    return (*rows.arrays.tensors, rows.positions)
 
 
 def _scanned_values(scratch: SamplingScratch) -> tuple[torch.Tensor, ...]:

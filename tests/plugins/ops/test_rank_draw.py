@@ -22,7 +22,7 @@ from llmctl.plugins.ops.all_gather import kernel as all_gather
 from llmctl.plugins.ops.rank_draw import kernel
 from llmctl.plugins.ops.sampling import arrays as sampling_arrays
 from llmctl.plugins.ops.sampling import kernel as sampling
-from llmctl.plugins.ops.sampling.arrays import SamplingScratch
+from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingScratch
 from llmctl.plugins.ops.sampling.reference import sample_rows
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 
@@ -85,9 +85,9 @@ def scan(
 ) -> SamplingScratch:
     """What a rank finds in its share."""
     x, scratch = shares[rank], SamplingScratch.allocate(len(shares[0]), vocab, "cpu")
-    given = (x, vocab, rank * x.shape[1], scratch, len(x), *make_arrays(requests))
+    rows = DrawnRows(len(x), *make_arrays(requests), per_request=2, first=FIRST)
     with np.errstate(all="ignore"):
-        run_launches([sampling.scan_share(*given, per_request=2, first=FIRST)])
+        run_launches([sampling.scan_share(x, vocab, rank * x.shape[1], scratch, rows)])
     return scratch
 
 

@@ -17,7 +17,7 @@ from llmctl.plugins.backends.cuda.interpret import run_launches
 from llmctl.plugins.device_loop import kernel as rounds
 from llmctl.plugins.ops.sampling import arrays as sampling_arrays
 from llmctl.plugins.ops.sampling import kernel
-from llmctl.plugins.ops.sampling.arrays import SamplingScratch
+from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingScratch
 from llmctl.plugins.ops.sampling.reference import argmax_rows, processed_probs, sample_rows
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 
@@ -44,15 +44,10 @@ def draw(
     count, vocab = logits.shape
     scratch = SamplingScratch.allocate(count, vocab, "cpu", slots=slots)
     out = torch.full((count * 2 + 3,), -9, dtype=torch.int32)
-    arrays, positions = make_arrays(rows)
+    drawn = DrawnRows(count, *make_arrays(rows), stride=2, offset=3)
     with np.errstate(all="ignore"):
         run_launches(
-            kernel.sample(
-                *(torch.from_numpy(logits), out, scratch, count, arrays, positions),
-                stride=2,
-                offset=3,
-                has_wide=has_wide,
-            )
+            kernel.sample(torch.from_numpy(logits), out, scratch, drawn, has_wide=has_wide)
         )
     for zero in (scratch.arrivals, scratch.settled, scratch.histogram, scratch.totals):
         assert not zero.any()  # as the next launch must find them
@@ -187,22 +182,10 @@ def test_requests_and_positions_of_rows_follow_from_their_place(small_chunks: No
     """Row r draws request r // per_request's token at position + first + r % per_request."""
     logits = make_logits(300, 4)[:6]
     requests = make_rows(Params(temperature=1.5), 2, 8)
-    arrays, positions = make_arrays(requests)
+    drawn = DrawnRows(6, *make_arrays(requests), per_request=3, first=2)
     out = torch.zeros(6, dtype=torch.int32)
     scratch = SamplingScratch.allocate(6, 300, "cpu")
-    run_launches(
-        kernel.sample(
-            torch.from_numpy(logits),
-            out,
-            scratch,
-            6,
-            arrays,
-            positions,
-            per_request=3,
-            first=2,
-            has_wide=False,
-        )
-    )
+    run_launches(kernel.sample(torch.from_numpy(logits), out, scratch, drawn, has_wide=False))
     rows = [
         replace(requests[index // 3], position=requests[index // 3].position + 2 + index % 3)
         for index in range(6)
