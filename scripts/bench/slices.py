@@ -17,6 +17,7 @@ from statistics import median
 
 import torch
 
+from llmctl.builder.config import BuildRequest
 from llmctl.builder.ranks import local_kv_heads, vocabulary_share
 from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from scripts.bench.layers_support import CONTEXT, Model
@@ -48,7 +49,9 @@ def parse(text: str) -> tuple[str, list[int]]:
 def measure(name: str, ranks: int, tokens: list[int], context: int, bandwidth: float) -> None:
     """Print the steps of one slice. bandwidth: TB/s."""
     shape = slice_of(SHAPES[name], ranks)
-    model = Model(shape)
+    # Every token of a step gets logits, as those of a verification do.
+    request = BuildRequest(max_batch_size=4, max_seq_len=CONTEXT, max_draft_len=max(tokens) - 1)
+    model = Model(shape, request=request)
     num_bytes = weight_bytes(model.plan) + context * model.cache.numel() // CONTEXT
     read_ms = num_bytes / bandwidth / 1e9
     for count in tokens:
