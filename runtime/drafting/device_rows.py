@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import Any
 
 import numpy as np
 import torch
 
 from llmctl.plugins.backends.cuda.queue import device_errors
-from llmctl.runtime.drafting.drafter import NeverReads
+from llmctl.runtime.drafting.drafter import NeverReads, OnEveryRank
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.request import Sequence
 from llmctl.runtime.rounds.device_steps import DeviceSteps
 
 
-class DeviceRows(NeverReads):
-    """See DeviceDrafter. Acceptance on the device says which hidden row a head reads next, where
+class DeviceRows(NeverReads, OnEveryRank):
+    """See FollowedDrafter. Acceptance on the device says which hidden row a head reads next, where
     its graph finds it; a round that follows a step of the host's gets the rows from `rows`."""
 
     engines = ()
@@ -48,13 +49,12 @@ class DeviceRows(NeverReads):
         with device_errors("writing the rows of heads"), queue.scope():
             trees.rows[: len(rows)].copy_(queue.to_device(torch.from_numpy(rows)))
 
-    def row_of(self, sequence: Sequence) -> int:
-        """The hidden row that a round of the sequence begins with."""
+    def start_of(self, sequence: Sequence) -> int:
+        """The hidden row."""
         return self._rows.row_of(sequence)
 
-    def note_row(self, sequence: Sequence, row: int) -> None:
-        """It is that one; of another rank, whose host knows more."""
-        self._rows.note(sequence, row)
+    def note_start(self, sequence: Sequence, start: Any) -> None:
+        self._rows.note(sequence, start)
 
     def end(self, nodes: Items[int], draft_len: int) -> None:
         for index, (sequence, node) in enumerate(zip(self._sequences, nodes, strict=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from llmctl.errors import Unsupported
 from llmctl.runtime.drafting.drafts import Drafts
@@ -129,6 +129,53 @@ class DeviceDrafter(Protocol):
         """A round of `draft_len` drafts was read: `accepted` of them followed the `committed`
         tokens, and the sequence carries its new tokens. Not called for rounds without drafts unless
         it `reads` them."""
+
+    def followed(self) -> FollowedDrafter | None:
+        """Itself, where every rank with a GPU of its own can draft as rank 0 does; None where its
+        state is rank 0's alone, which leads every step then. See `OnEveryRank` and `OnRank0`."""
+
+
+Described = Mapping[str, Any]  # a drafter, as JSON has it; "method": the name of its DraftMethod
+
+
+class FollowedDrafter(DeviceDrafter, Protocol):
+    """A drafter of rank 0 that other ranks make the same of, by `follow` of its method's class.
+
+    A rank's host knows of a sequence what a round begins with: `start_of` has what that is besides
+    its tokens and how they are drawn."""
+
+    def describe(self) -> Described:
+        """What the others make it of."""
+
+    def start_of(self, sequence: Sequence) -> Any:
+        """What a round of the sequence begins with, as JSON has it. Called before `begin`."""
+
+    def note_start(self, sequence: Sequence, start: Any) -> None:
+        """It is that, says rank 0. Called before `begin`, on the other ranks."""
+
+
+class OnEveryRank:
+    """What a drafter says of other ranks where rounds begin with the tokens. See
+    FollowedDrafter."""
+
+    def followed(self) -> Self:
+        """Itself."""
+        return self
+
+    def start_of(self, sequence: Sequence) -> Any:
+        """Nothing."""
+        return None
+
+    def note_start(self, sequence: Sequence, start: Any) -> None:
+        """Nothing to note."""
+
+
+class OnRank0:
+    """What a drafter says of other ranks whose state is rank 0's alone. See DeviceDrafter."""
+
+    def followed(self) -> None:
+        """No rank can."""
+        return None
 
 
 class NeverReads:

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
-    from llmctl.runtime.drafting.drafter import DeviceDrafter, Drafter
+    from llmctl.runtime.drafting.drafter import (
+        Described,
+        DeviceDrafter,
+        Drafter,
+        FollowedDrafter,
+    )
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
 
@@ -85,6 +90,16 @@ class DraftMethod(Protocol):
         steps between rounds."""
 
 
+class FollowedMethod(Protocol):
+    """The class of a method with a drafter that other ranks make the same of."""
+
+    name: str
+
+    @staticmethod
+    def follow(described: Described, engines: Mapping[str, CudaEngine]) -> FollowedDrafter:
+        """That drafter on another rank, of what rank 0's says of itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class MethodOption:
     """An option of `run` and `bench` that belongs to one method. Its value is None by default."""
@@ -112,9 +127,11 @@ class Compared:
 class MethodRow:
     """A method in the table. `make(values, draft_len)` returns None if its options are not set, and
     raises BadConfig or Unsupported if they are wrong; `draft_len` is that of --draft-len. `how` is
-    what a user types to request it."""
+    what a user types to request it. `followed`: the method's class, if ranks with a GPU each can
+    draft alike."""
 
     how: str
     options: tuple[MethodOption, ...]
     compared: tuple[Compared, ...] = field(default=(), kw_only=True)
+    followed: type[FollowedMethod] | None = field(default=None, kw_only=True)
     make: Callable[[Mapping[str, Any], int | None], DraftMethod | None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
@@ -13,10 +13,14 @@ from llmctl.runtime.drafting.draft_engine.tree import parse_tree
 from llmctl.runtime.drafting.eagle.options import ROW as EAGLE
 from llmctl.runtime.drafting.lookahead.options import ROW as LOOKAHEAD
 from llmctl.runtime.drafting.medusa.options import ROW as MEDUSA
-from llmctl.runtime.drafting.method import DraftMethod, MethodOption, MethodRow
+from llmctl.runtime.drafting.method import DraftMethod, FollowedMethod, MethodOption, MethodRow
 from llmctl.runtime.drafting.ngram.options import ROW as NGRAM
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.drafting.redrafter.options import ROW as REDRAFTER
+
+if TYPE_CHECKING:
+    from llmctl.runtime.drafting.drafter import Described, FollowedDrafter
+    from llmctl.runtime.engines.cuda_engine import CudaEngine
 
 METHODS: tuple[MethodRow, ...] = (DRAFT_ENGINE, NGRAM, MEDUSA, REDRAFTER, EAGLE, LOOKAHEAD)
 
@@ -43,6 +47,18 @@ def as_method(draft: DraftMethod | Path | str | None, draft_tree: str | None = N
             fix="give the folder as draft, or the tree to the draft method",
         )
     return PlainDecoding() if draft is None else draft
+
+
+def follow(
+    described: Described,
+    engines: Mapping[str, CudaEngine],
+    methods: tuple[MethodRow, ...] = METHODS,
+) -> FollowedDrafter:
+    """The drafter of another rank, on its engines by role, of what rank 0's says of itself."""
+    rows = [row.followed for row in methods if row.followed is not None]
+    known: list[type[FollowedMethod]] = [PlainDecoding, *rows]
+    by_name = {method.name: method for method in known}
+    return by_name[described["method"]].follow(described, engines)
 
 
 def choose_method(

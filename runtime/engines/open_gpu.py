@@ -24,7 +24,7 @@ from llmctl.runtime.engines.opening import (
 from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
 from llmctl.runtime.ranks.leader import Leader
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
-from llmctl.runtime.rounds.following import LeadingRounds, describe
+from llmctl.runtime.rounds.following import LeadingRounds
 from llmctl.runtime.rounds.rounds import RoundRunner
 
 
@@ -147,7 +147,7 @@ class OpenedOnGpus(OpenedOnGpu):
         if acceptance is not None:
             return None
         runner = super().make_round_runner(method, drafter, draft_len, acceptance, lengths)
-        described = describe(runner.drafter) if runner is not None else None
-        if runner is None or described is None:
+        followed = runner.drafter.followed() if runner is not None else None
+        if runner is None or followed is None:
             return None
-        return LeadingRounds(self._leader, runner, described, lengths)
+        return LeadingRounds(self._leader, runner, followed, lengths)

@@ -9,71 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
-from llmctl.builder.engine_format import MedusaTree
-from llmctl.runtime.drafting.device_rows import DeviceRows
-from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
-from llmctl.runtime.drafting.drafter import DeviceDrafter
-from llmctl.runtime.drafting.hidden_rows import HiddenRows
-from llmctl.runtime.drafting.medusa.device import DeviceMedusa
-from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
-from llmctl.runtime.drafting.redrafter.device import DeviceReDrafter
-from llmctl.runtime.drafting.redrafter.drafter import BeamShape
+from llmctl.runtime.drafting.drafter import Described, FollowedDrafter
+from llmctl.runtime.drafting.methods import follow
 from llmctl.runtime.engines.cuda_engine import Capture, CudaEngine
+from llmctl.runtime.engines.opening import TARGET
 from llmctl.runtime.ranks.commands import ROUNDS, Command
 from llmctl.runtime.ranks.leader import Leader
 from llmctl.runtime.request import SamplingConfig, Sequence
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 from llmctl.runtime.rounds.rounds import RoundReport, RoundRunner
 
-_TARGET, _DRAFT = "target", "draft"
 _DRAWN_BY = ("temperature", "top_k", "top_p", "min_p")
-Described = Mapping[str, Any]
-
-
-def describe(drafter: DeviceDrafter) -> Described | None:
-    """What another rank makes the same drafter of; None for one whose state only rank 0 has."""
-    if isinstance(drafter, NoDeviceDrafter):
-        described: dict[str, Any] = {"drafter": "none"}
-    elif isinstance(drafter, DeviceDraftEngine):
-        described = {"drafter": "engine"}
-    elif isinstance(drafter, DeviceMedusa):
-        described = {"drafter": "medusa", "tree": drafter.tree.paths}
-    elif isinstance(drafter, DeviceReDrafter):
-        shapes = {"built": astuple(drafter.built), "shape": astuple(drafter.shape)}
-        described = {"drafter": "redrafter", **shapes}
-    else:
-        return None
-    return {**described, "draft_len": drafter.draft_len}
-
-
-def _make(described: Described, engines: Mapping[str, CudaEngine]) -> DeviceDrafter:
-    """The inverse."""
-    kind, draft_len, target = described["drafter"], described["draft_len"], engines[_TARGET]
-    if kind == "none":
-        return NoDeviceDrafter()
-    if kind == "engine":
-        return DeviceDraftEngine(engines[_DRAFT], draft_len)
-    if kind == "medusa":
-        tree = MedusaTree(tuple(map(tuple, described["tree"])))
-        return DeviceMedusa(target, tree, draft_len, HiddenRows())
-    built, shape = (BeamShape(*described[name]) for name in ("built", "shape"))
-    return DeviceReDrafter(target, built, shape, draft_len, HiddenRows())
 
 
 class LeadingRounds:
-    """See RoundRunner for every method."""
+    """See RoundRunner for every method. followed: the runner's drafter."""
 
     def __init__(
-        self, leader: Leader, runner: RoundRunner, described: Described, lengths: Items[int]
+        self, leader: Leader, runner: RoundRunner, followed: FollowedDrafter, lengths: Items[int]
     ) -> None:
-        self._leader, self._runner = leader, runner
+        self._leader, self._runner, self._followed = leader, runner, followed
         self.drafter = runner.drafter
         self.max_batch_size, self.max_tokens = runner.max_batch_size, runner.max_tokens
-        self._lead("open", {**described, "lengths": list(lengths)}, lambda: None)
+        self._lead("open", {**followed.describe(), "lengths": list(lengths)}, lambda: None)
 
     def can_run(self, sequence: Sequence) -> bool:
         """As on one GPU."""
@@ -97,10 +59,7 @@ class LeadingRounds:
 
     def begin(self, sequences: Items[Sequence]) -> None:
         """On every rank."""
-        state = [_state(sequence) for sequence in sequences]
-        if isinstance(self.drafter, DeviceRows):
-            for own, sequence in zip(state, sequences, strict=True):
-                own.append(self.drafter.row_of(sequence))
+        state = [[*_state(each), self._followed.start_of(each)] for each in sequences]
         self._lead("begin", state, lambda: self._runner.begin(sequences))
 
     def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
@@ -132,9 +91,9 @@ class FollowingRounds:
 
     def open(self, described: Described) -> None:
         """A runner in place of the one before."""
-        drafter = _make(described, self._engines)
-        target, lengths = self._engines[_TARGET], tuple(described["lengths"])
-        self._runner = CudaRoundRunner(target, drafter, self._capture, lengths=lengths)
+        self._drafter = follow(described, self._engines)
+        target, lengths = self._engines[TARGET], tuple(described["lengths"])
+        self._runner = CudaRoundRunner(target, self._drafter, self._capture, lengths=lengths)
 
     def prepare(self, sizes: tuple[int, int]) -> None:
         """See RoundRunner, as for all that follow."""
@@ -145,10 +104,8 @@ class FollowingRounds:
 
     def begin(self, state: Items[Items[Any]]) -> None:
         sequences = [_sequence(number, each) for number, each in enumerate(state)]
-        drafter = self._own.drafter
-        if isinstance(drafter, DeviceRows):
-            for sequence, (*_, row) in zip(sequences, state, strict=True):
-                drafter.note_row(sequence, row)
+        for sequence, (*_, start) in zip(sequences, state, strict=True):
+            self._drafter.note_start(sequence, start)
         self._own.begin(sequences)
 
     def enqueue(self, given: tuple[list[list[int]], int]) -> None:
@@ -180,7 +137,7 @@ class _Tokens:
 
 
 def _state(sequence: Sequence) -> list[Any]:
-    """What a round begins with of a sequence; behind it the row that heads read first."""
+    """What a round begins with of a sequence; behind it what its drafter adds."""
     tokens, params = sequence.tokens, sequence.request.sampling_config
     last = [int(tokens[-2]), int(tokens[-1])]
     drawn_by = [getattr(params, name) for name in _DRAWN_BY]

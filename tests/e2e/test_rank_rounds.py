@@ -33,7 +33,7 @@ from llmctl.runtime.engines.leading_cuda import LeadingCudaEngine
 from llmctl.runtime.ranks.commands import ROUNDS
 from llmctl.runtime.request import Request
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
-from llmctl.runtime.rounds.following import FollowingRounds, LeadingRounds, describe
+from llmctl.runtime.rounds.following import FollowingRounds, LeadingRounds
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +84,9 @@ def test_another_rank_goes_through_the_same_rounds(
     on_device = method.make_device_drafter(engines, draft_len, drafter)
     assert on_device is not None
     own = CudaRoundRunner(engine, on_device, FakeCapture())
-    described = describe(on_device)
-    assert described is not None
-    runner = LeadingRounds(leader, own, described, ())
+    followed = on_device.followed()
+    assert followed is not None
+    runner = LeadingRounds(leader, own, followed, ())
     config = ExecutorConfig(KvCacheConfig(num_blocks=300), check_invariants=True)
     sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
     free = [replace(request, max_draft_len=None) for request in requests]

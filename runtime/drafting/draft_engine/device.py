@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from llmctl.plugins.device_loop import kernel as bookkeeping
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.draft_engine.fed import FedDraftEngine
-from llmctl.runtime.drafting.drafter import DeviceChains
+from llmctl.runtime.drafting.draft_engine.method import ROLE, DraftEngine
+from llmctl.runtime.drafting.drafter import Described, DeviceChains, OnEveryRank
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.request import Sequence
 from llmctl.runtime.rounds.device_steps import RoundShape
@@ -13,11 +16,19 @@ from llmctl.runtime.rounds.upload import Drawing
 from llmctl.runtime.rounds.verification import MOST_FED
 
 
-class DeviceDraftEngine(FedDraftEngine, DeviceChains):
-    """See DeviceDrafter."""
+class DeviceDraftEngine(FedDraftEngine, DeviceChains, OnEveryRank):
+    """See FollowedDrafter."""
 
     def __init__(self, draft: CudaEngine, draft_len: int) -> None:
         super().__init__(draft, draft_len, MOST_FED)
+
+    def describe(self) -> Described:
+        return {"method": DraftEngine.name, "draft_len": self.draft_len}
+
+    @classmethod
+    def follow(cls, described: Described, engines: Mapping[str, CudaEngine]) -> DeviceDraftEngine:
+        """Of what another `describe`s."""
+        return cls(engines[ROLE], described["draft_len"])
 
     def enqueue_drafts(self, shape: RoundShape) -> None:
         steps, draft = self._steps, self._draft

@@ -18,6 +18,7 @@ from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.tree_growth.arrays import TreeShape
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.drafting.draft_engine.fed import FedDraftEngine
+from llmctl.runtime.drafting.drafter import OnRank0
 from llmctl.runtime.drafting.growth.device import DeviceGrowth
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.request import Sequence
@@ -25,7 +26,7 @@ from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 from llmctl.runtime.rounds.verification import MOST_FED
 
 
-class DeviceDraftTrees(FedDraftEngine):
+class DeviceDraftTrees(FedDraftEngine, OnRank0):
     """See DeviceDrafter. Sampled requests draft a chain, with the target's own noise."""
 
     block_tables: Items[torch.Tensor] = ()

@@ -12,8 +12,9 @@ from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
+    from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
     from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
-    from llmctl.runtime.drafting.drafter import DeviceDrafter, Drafter
+    from llmctl.runtime.drafting.drafter import Described, DeviceDrafter, Drafter
     from llmctl.runtime.drafting.growth.growth import Plant
     from llmctl.runtime.engines.cuda_engine import CudaEngine
     from llmctl.runtime.engines.engine import Engine
@@ -92,3 +93,9 @@ class DraftEngine:
         if not shape.fits(draft_len, draft.program.limits):
             return None
         return DeviceDraftTrees(draft, shape, draft_len)
+
+    @staticmethod
+    def follow(described: Described, engines: Mapping[str, CudaEngine]) -> DeviceDraftEngine:
+        from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
+
+        return DeviceDraftEngine.follow(described, engines)

@@ -86,5 +86,6 @@ ROW = MethodRow(
         Compared("draft", {}, folder="draft_engine"),
         Compared("draft-tree", {"draft_tree": str(COMPARED_TREE)}, folder="draft_engine"),
     ),
+    followed=DraftEngine,
     make=_make,
 )

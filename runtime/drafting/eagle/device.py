@@ -21,7 +21,7 @@ from llmctl.plugins.backends.cuda.queue import device_errors
 from llmctl.plugins.device_loop import kernel as bookkeeping
 from llmctl.plugins.device_loop import pairs_kernel
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
-from llmctl.runtime.drafting.drafter import DeviceChains
+from llmctl.runtime.drafting.drafter import DeviceChains, OnRank0
 from llmctl.runtime.drafting.eagle.drafter import EagleDrafter
 from llmctl.runtime.drafting.eagle.head import EngineHead
 from llmctl.runtime.engines.cuda_engine import CudaEngine
@@ -32,7 +32,7 @@ from llmctl.runtime.rounds.upload import Drawing
 LOGITS = "logits"
 
 
-class DeviceEagle(DeviceChains):
+class DeviceEagle(DeviceChains, OnRank0):
     """See DeviceDrafter. host: what drafts in the steps between rounds, with the same head."""
 
     engines = ()

@@ -10,7 +10,7 @@ from llmctl.plugins.backends.cuda.queue import device_errors
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.lookahead import kernel
 from llmctl.plugins.ops.lookahead.arrays import LookaheadArrays, LookaheadSizes
-from llmctl.runtime.drafting.drafter import NeverReads
+from llmctl.runtime.drafting.drafter import NeverReads, OnRank0
 from llmctl.runtime.drafting.lookahead.drafter import LookaheadDrafter
 from llmctl.runtime.drafting.lookahead.upload import write_state, write_texts
 from llmctl.runtime.engines.cuda_engine import CudaEngine
@@ -18,7 +18,7 @@ from llmctl.runtime.request import Sequence
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 
 
-class DeviceLookahead(NeverReads):
+class DeviceLookahead(NeverReads, OnRank0):
     """See DeviceDrafter. A sequence has a slot from its first round on, filled from the host's
     window and pool. Those of the host learn from its own steps alone, and those of the device from
     rounds alone: each goes on from wherever the text is by then.

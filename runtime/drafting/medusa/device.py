@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, partial
 
 import torch
@@ -10,16 +11,19 @@ from llmctl.builder.engine_format import MEDUSA_GRAPH, TOP_K, MedusaTree, medusa
 from llmctl.plugins.device_loop import tree_kernel
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.runtime.drafting.device_rows import DeviceRows
+from llmctl.runtime.drafting.drafter import Described
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
+from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.static_nodes import listed_nodes
 from llmctl.runtime.engines.cuda_engine import CudaEngine
+from llmctl.runtime.engines.opening import TARGET
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 
 assert TOP_K <= tree_kernel.MOST_RANKS
 
 
 class DeviceMedusa(DeviceRows):
-    """See DeviceDrafter."""
+    """See FollowedDrafter."""
 
     def __init__(
         self, target: CudaEngine, tree: MedusaTree, draft_len: int, rows: HiddenRows
@@ -28,6 +32,16 @@ class DeviceMedusa(DeviceRows):
         self.tree, self.draft_len = tree, min(draft_len, tree.num_nodes)
         self._nodes = cache(partial(listed_nodes, tree))
         self._num_heads = self._nodes(self.draft_len).depth
+
+    def describe(self) -> Described:
+        own = {"tree": self.tree.paths, "draft_len": self.draft_len}
+        return {"method": Medusa.name, **own}
+
+    @classmethod
+    def follow(cls, described: Described, engines: Mapping[str, CudaEngine]) -> DeviceMedusa:
+        """Of what another `describe`s."""
+        tree = MedusaTree(tuple(map(tuple, described["tree"])))
+        return cls(engines[TARGET], tree, described["draft_len"], HiddenRows())
 
     def make_trees(
         self, max_batch_size: int, max_draft_len: int, device: torch.device | str

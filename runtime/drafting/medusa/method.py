@@ -11,7 +11,7 @@ from llmctl.runtime.drafting.method import AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig, MedusaTree
-    from llmctl.runtime.drafting.drafter import Drafter
+    from llmctl.runtime.drafting.drafter import Described, Drafter
     from llmctl.runtime.drafting.medusa.accuracy import HeadAccuracy
     from llmctl.runtime.drafting.medusa.device import DeviceMedusa
     from llmctl.runtime.drafting.medusa.drafter import MedusaDrafter
@@ -85,3 +85,9 @@ class Medusa:
         assert isinstance(drafter, MedusaDrafter), "of `make_drafter`"
         target = engines[TARGET]
         return DeviceMedusa(target, self.tree or built_tree(target.config), draft_len, drafter.rows)
+
+    @staticmethod
+    def follow(described: Described, engines: Mapping[str, CudaEngine]) -> DeviceMedusa:
+        from llmctl.runtime.drafting.medusa.device import DeviceMedusa
+
+        return DeviceMedusa.follow(described, engines)

@@ -31,5 +31,6 @@ ROW = MethodRow(
         ),
     ),
     compared=(Compared("medusa", {"medusa_choices": BUILT}),),
+    followed=Medusa,
     make=_make,
 )

@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
-from llmctl.runtime.drafting.drafter import DeviceChains
+from llmctl.runtime.drafting.drafter import Described, DeviceChains, OnEveryRank
+from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.request import Sequence
 
 if TYPE_CHECKING:
     from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 
 
-class NoDeviceDrafter(DeviceChains):
-    """See DeviceDrafter for every method."""
+class NoDeviceDrafter(DeviceChains, OnEveryRank):
+    """See FollowedDrafter for every method."""
 
     draft_len = 0
     engines = ()
     max_requests: int | None = None
     falls_behind = False
+
+    def describe(self) -> Described:
+        """There is one of it."""
+        return {"method": PlainDecoding.name}
 
     def bind(self, steps: DeviceSteps) -> None:
         """Nothing runs."""

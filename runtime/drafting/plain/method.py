@@ -11,7 +11,7 @@ from llmctl.runtime.drafting.method import AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
-    from llmctl.runtime.drafting.drafter import Drafter
+    from llmctl.runtime.drafting.drafter import Described, Drafter
     from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
     from llmctl.runtime.drafting.plain.drafter import NoDrafter
     from llmctl.runtime.engines.cuda_engine import CudaEngine
@@ -55,6 +55,13 @@ class PlainDecoding:
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
     ) -> NoDeviceDrafter:
         """The same for rounds."""
+        from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
+
+        return NoDeviceDrafter()
+
+    @staticmethod
+    def follow(described: Described, engines: Mapping[str, CudaEngine]) -> NoDeviceDrafter:
+        """See FollowedMethod."""
         from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
 
         return NoDeviceDrafter()

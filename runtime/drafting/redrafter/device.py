@@ -3,22 +3,28 @@ head, on the rows of the round before."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import astuple
+
 import torch
 
 from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT, REDRAFTER_STATES
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.beam_search import kernel
 from llmctl.runtime.drafting.device_rows import DeviceRows
+from llmctl.runtime.drafting.drafter import Described
 from llmctl.runtime.drafting.hidden_rows import HiddenRows
 from llmctl.runtime.drafting.redrafter.drafter import BeamShape
+from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 from llmctl.runtime.engines.cuda_engine import CudaEngine
+from llmctl.runtime.engines.opening import TARGET
 from llmctl.runtime.request import Sequence
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 
 
 class DeviceReDrafter(DeviceRows):
-    """See DeviceDrafter. Every step of the search writes tokens and rows where the head's next step
-    reads them; the last one's beams become the trees of the round.
+    """See FollowedDrafter. Every step of the search writes tokens and rows where the head's next
+    step reads them; the last one's beams become the trees of the round.
 
     built: the beams that the engine's kernels are for; `shape` may have shorter ones.
     """
@@ -41,6 +47,16 @@ class DeviceReDrafter(DeviceRows):
             graph: {name: target.head_output(graph, name) for name in REDRAFTER_STATES}
             for graph in graphs
         }
+
+    def describe(self) -> Described:
+        own = {"built": astuple(self.built), "shape": astuple(self.shape)}
+        return {"method": RecurrentDrafting.name, **own, "draft_len": self.draft_len}
+
+    @classmethod
+    def follow(cls, described: Described, engines: Mapping[str, CudaEngine]) -> DeviceReDrafter:
+        """Of what another `describe`s."""
+        built, shape = (BeamShape(*described[name]) for name in ("built", "shape"))
+        return cls(engines[TARGET], built, shape, described["draft_len"], HiddenRows())
 
     def make_trees(
         self, max_batch_size: int, max_draft_len: int, device: torch.device | str

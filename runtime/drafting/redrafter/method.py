@@ -11,7 +11,7 @@ from llmctl.runtime.drafting.method import AcceptRule
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
-    from llmctl.runtime.drafting.drafter import Drafter
+    from llmctl.runtime.drafting.drafter import Described, Drafter
     from llmctl.runtime.drafting.redrafter.device import DeviceReDrafter
     from llmctl.runtime.drafting.redrafter.drafter import ReDrafter
     from llmctl.runtime.engines.cuda_engine import CudaEngine
@@ -81,3 +81,9 @@ class RecurrentDrafting:
         built = beam_shape(target.config, None, None)
         shape = beam_shape(target.config, None, self.length)
         return DeviceReDrafter(target, built, shape, draft_len, drafter.rows)
+
+    @staticmethod
+    def follow(described: Described, engines: Mapping[str, CudaEngine]) -> DeviceReDrafter:
+        from llmctl.runtime.drafting.redrafter.device import DeviceReDrafter
+
+        return DeviceReDrafter.follow(described, engines)

@@ -47,5 +47,6 @@ ROW = MethodRow(
         ),
     ),
     compared=(Compared("redrafter", {"redrafter_num_beams": BUILT}),),
+    followed=RecurrentDrafting,
     make=_make,
 )

@@ -25,7 +25,6 @@ from llmctl.runtime.drafting.growth.growth import DynamicShape
 from llmctl.runtime.engines.open_gpu import OpenedOnGpu
 from llmctl.runtime.request import Request, SamplingConfig
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
-from llmctl.runtime.rounds.following import describe
 from llmctl.runtime.rounds.upload import tree_bytes
 from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
 
@@ -220,7 +219,7 @@ def test_the_device_leads_where_its_kernels_are_wide_enough(tree, draft_drafts, 
     runner = opened.make_round_runner(method, None, tree.nodes, None, ())
     assert (runner is not None) == is_led
     if runner is not None:
-        assert describe(runner.drafter) is None, "ranks with a GPU each draft no trees"
+        assert runner.drafter.followed() is None, "ranks with a GPU each draft no trees"
     assert not replace(method, acceptance="logits").is_device_led
 
 

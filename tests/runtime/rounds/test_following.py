@@ -3,7 +3,11 @@ rank 0 does, from commands alone."""
 
 from __future__ import annotations
 
+import importlib
+import json
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +16,20 @@ from support.cuda import FakeCapture
 from support.cuda_rounds import DRAFT_LEN, Device, Lengths, make_request
 from support.other_rank import OtherRank
 
+from llmctl.builder.engine_format import MedusaTree
+from llmctl.runtime import drafting
 from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
-from llmctl.runtime.drafting.drafter import NeverReads
+from llmctl.runtime.drafting.drafter import FollowedDrafter, OnRank0
+from llmctl.runtime.drafting.hidden_rows import HiddenRows
+from llmctl.runtime.drafting.medusa.device import DeviceMedusa
+from llmctl.runtime.drafting.methods import follow
+from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
+from llmctl.runtime.drafting.redrafter.device import DeviceReDrafter
+from llmctl.runtime.drafting.redrafter.drafter import BeamShape
 from llmctl.runtime.ranks.commands import ROUNDS, Command
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
-from llmctl.runtime.rounds.following import FollowingRounds, LeadingRounds, describe
+from llmctl.runtime.rounds.following import FollowingRounds, LeadingRounds
 
 
 def led(name: str) -> Callable[[Led, Any], Any]:
@@ -59,9 +71,7 @@ def test_another_rank_has_the_records_and_caches_of_rank_0(
         drafter = DraftEngineDrafter(led["draft"], DRAFT_LEN)
         on_device = DeviceDraftEngine(led["draft"], DRAFT_LEN)
     own = CudaRoundRunner(led["target"], on_device, ours.capture)
-    described = describe(on_device)
-    assert described is not None
-    runner = LeadingRounds(leader, own, described, ())
+    runner = LeadingRounds(leader, own, on_device, ())
     lengths = Lengths() if with_draft else None
     draft = led.get("draft")
     harness = fake.Harness(
@@ -85,8 +95,41 @@ def test_another_rank_has_the_records_and_caches_of_rank_0(
     assert ("feed" in leader.calls) == with_draft, "what a draft lacks after rounds without it"
 
 
-def test_drafters_whose_state_rank_0_alone_has_are_not_followed() -> None:
-    class Other(NeverReads):
-        pass
+def device_drafters() -> set[type]:
+    """Every class of the drafters of device rounds."""
+    folder = Path(drafting.__path__[0])
+    found: set[type] = set()
+    for path in sorted(folder.glob("*/device*.py")):
+        name = f"{drafting.__name__}.{path.parent.name}.{path.stem}"
+        module = importlib.import_module(name)
+        for each in vars(module).values():
+            if isinstance(each, type) and each.__module__ == name and hasattr(each, "can_draft"):
+                found.add(each)
+    return found
 
-    assert describe(Other()) is None  # type: ignore[arg-type]  # all that it is asked is its type
+
+ENGINES: Any = {  # of which drafters ask this much before they are bound
+    "target": SimpleNamespace(head_output=lambda graph, name: None),
+    "draft": SimpleNamespace(max_num_tokens=64),
+}
+FOLLOWED: list[FollowedDrafter] = [
+    NoDeviceDrafter(),
+    DeviceDraftEngine(ENGINES["draft"], 3),
+    DeviceMedusa(ENGINES["target"], MedusaTree(((0,), (1,), (0, 0))), 2, HiddenRows()),
+    DeviceReDrafter(*(ENGINES["target"], BeamShape(3, 4), BeamShape(3, 2, True)), 5, HiddenRows()),
+]
+
+
+@pytest.mark.parametrize("drafter", FOLLOWED, ids=lambda drafter: type(drafter).__name__)
+def test_another_rank_makes_the_same_drafter_of_what_one_says_of_itself(drafter) -> None:
+    said = json.loads(json.dumps(drafter.describe()))
+    made = follow(said, ENGINES)
+    assert type(made) is type(drafter) and drafter.followed() is drafter
+    assert json.loads(json.dumps(made.describe())) == said
+    assert made.draft_len == drafter.draft_len
+
+
+def test_every_other_drafter_says_that_rank_0_alone_has_its_state() -> None:
+    alone = {each for each in device_drafters() if issubclass(each, OnRank0)}
+    assert alone == device_drafters() - {type(each) for each in FOLLOWED}
+    assert {each.__name__ for each in alone} > {"DeviceEagle", "DeviceLookahead"}
