@@ -15,8 +15,8 @@ from llmctl.builder.engine_kernels import (
     kernel_specs,
     plan_kernel,
     scratch_bytes,
-    step_limits,
 )
+from llmctl.builder.step_limits import step_limits
 from llmctl.builder.tensorrt.engine import compile_pieces
 from llmctl.builder.tensorrt.package import Package, choose_targets, open_package
 from llmctl.builder.tensorrt.pieces import Piece
@@ -83,7 +83,7 @@ def make_binaries(
     from llmctl.plugins.backends.cuda.compiler import compiler_versions, is_needed
 
     for capability in target.capabilities:
-        sizes = step_limits(plan, limits)
+        sizes = step_limits(plan, limits.to_dict())
         label = capability if len(target.capabilities) > 1 else ""
         specs = [spec for spec in kernel_specs(plan, sizes) if is_needed(spec, capability)]
         compilers |= compiler_versions(specs)

@@ -34,7 +34,6 @@ from llmctl.builder.heads.eagle.names import STATE as EAGLE_STATE
 from llmctl.builder.heads.eagle.names import feature_inputs as eagle_inputs
 from llmctl.builder.heads.eagle.names import tap_name as eagle_tap
 from llmctl.builder.heads.lookahead.config import LookaheadDecodingConfig
-from llmctl.builder.heads.lookahead.mode import lookahead_sizes
 from llmctl.builder.heads.medusa.tree import GRAPH as MEDUSA_GRAPH
 from llmctl.builder.heads.medusa.tree import TOP_K, MedusaTree, parse_choices
 from llmctl.builder.heads.medusa.tree import logits_name as medusa_logits
@@ -58,6 +57,7 @@ from llmctl.builder.plan import (
 )
 from llmctl.builder.ranks import engine_file
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
+from llmctl.builder.step_limits import step_limits
 from llmctl.builder.validation import strict_json
 from llmctl.builder.validation.config import find_wrong_field
 from llmctl.builder.validation.plan import check_plan
@@ -101,13 +101,13 @@ __all__ = [
     "engine_bytes",
     "engine_file",
     "kv_bytes_per_token",
-    "lookahead_sizes",
     "medusa_logits",
     "open_engine",
     "parse_choices",
     "plan_entries",
     "read_engine_config",
     "read_plan",
+    "step_limits",
     "trt_memory_bytes",
     "weight_bytes",
     "write_engine",

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from llmctl.builder.config import BuildConfig
-from llmctl.builder.engine_format import REDRAFTER_NEXT, Plan, PlanKernel, lookahead_sizes
+from llmctl.builder.engine_format import REDRAFTER_NEXT, Plan, PlanKernel
 from llmctl.builder.meta_calls import alike, calls_by_cache, without_memory
 from llmctl.builder.meta_calls import distinct_calls as distinct_calls
 from llmctl.builder.meta_calls import meta_cache as meta_cache
@@ -46,20 +45,6 @@ if TYPE_CHECKING:
 
 OnKernel = Callable[[str, int, int], None]  # (name, kernels done, kernels in all)
 MOST_COMPILERS = 8  # CUDA C++ compilers at a time: eight take 200 MB
-
-
-def step_limits(plan: Plan, build: BuildConfig) -> StepLimits:
-    """The largest step of an engine."""
-    return StepLimits(
-        max_num_tokens=plan.max_num_tokens,
-        max_num_rows=plan.max_num_rows,
-        max_batch_size=build.max_batch_size,
-        max_seq_len=build.max_seq_len,
-        max_draft_len=build.max_draft_len,
-        tokens_per_block=plan.kv_cache.tokens_per_block,
-        kv_dtype=plan.kv_cache.dtype,
-        lookahead=lookahead_sizes(build.speculative_decoding_mode, build.draft_heads),
-    )
 
 
 def kernel_specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from llmctl.builder.engine_format import Plan
-from llmctl.builder.heads.eagle.checkpoint import MODULE as EAGLE_MODULE
-from llmctl.builder.heads.medusa.layouts import MODULE as MEDUSA_MODULE
-from llmctl.builder.heads.redrafter.layouts import MODULE as REDRAFTER_MODULE
 from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
@@ -36,7 +33,6 @@ from llmctl.quantize.format import (
 LOAD_FORMATS = ("auto", "dummy", "planted")
 ROLES = ("target", "draft")
 STANDARD_ACCEPTANCE = 0.873  # 6.1 tokens a round of 10 drafts, what NVIDIA's article measured
-HEAD_MODULES = (MEDUSA_MODULE, REDRAFTER_MODULE, EAGLE_MODULE)
 _STORED_NAMES = {name: stored for stored, (name, _) in DTYPES.items()}
 
 
@@ -90,7 +86,8 @@ class LoadFormat:
         documents = quantization_documents(find_scheme(self.head_qformat), None, [], "")
         info = read_quantization({"quantization_config": documents[1]}, documents[0], "heads")
         assert info is not None
-        return replace(checkpoint, apart=dict.fromkeys(HEAD_MODULES, info))
+        modules = (mode.module for mode in SPECULATIVE_MODES.values() if mode.has_heads)
+        return replace(checkpoint, apart=dict.fromkeys(modules, info))
 
     def to_dict(
         self, model: ModelConfig, config: dict[str, Any], heads: Mapping[str, Any]

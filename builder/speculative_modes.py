@@ -14,9 +14,11 @@ from llmctl.builder.heads.eagle.mode import OPTIONS as EAGLE_OPTIONS
 from llmctl.builder.heads.eagle.mode import describe as describe_eagle
 from llmctl.builder.heads.eagle.mode import invent_eagle, prepare_eagle
 from llmctl.builder.heads.eagle.mode import record_heads as record_eagle
+from llmctl.builder.heads.eagle.names import MODULE as EAGLE
 from llmctl.builder.heads.lookahead.mode import NUMBER as LOOKAHEAD
 from llmctl.builder.heads.lookahead.mode import describe as describe_lookahead
 from llmctl.builder.heads.lookahead.mode import invent_lookahead, prepare_lookahead
+from llmctl.builder.heads.medusa.layouts import MODULE as MEDUSA
 from llmctl.builder.heads.medusa.mode import describe as describe_medusa
 from llmctl.builder.heads.medusa.mode import invent_medusa, prepare_medusa
 from llmctl.builder.heads.medusa.mode import record_heads as record_medusa
@@ -24,6 +26,7 @@ from llmctl.builder.heads.redrafter.mode import OPTIONS as REDRAFTER_OPTIONS
 from llmctl.builder.heads.redrafter.mode import describe as describe_redrafter
 from llmctl.builder.heads.redrafter.mode import invent_redrafter, prepare_redrafter
 from llmctl.builder.heads.redrafter.mode import record_heads as record_redrafter
+from llmctl.builder.heads.redrafter.names import MODULE as REDRAFTER
 from llmctl.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -68,7 +71,8 @@ class BuildMode:
     decides limits and facts for weights that are generated, from options alone.
     `record_heads` records the graphs beside the base graph of a model that computes in a dtype,
     each with a name of its own (builder/heads/graphs.py). `options` are fields of BuildRequest that
-    are this mode's alone, or some modes'; `describe` says the facts to people."""
+    are this mode's alone, or some modes'; `describe` says the facts to people; `module` is what
+    the names of the heads' tensors begin with, in an engine."""
 
     number: int  # as config.json stores it: TensorRT-LLM's
     is_available: bool = False  # in this version
@@ -79,6 +83,7 @@ class BuildMode:
     invent: Callable[[BuildRequest, ModelConfig], tuple[BuildRequest, Facts]] = cannot_invent
     options: tuple[str, ...] = ()
     describe: Callable[[Facts], str] = str
+    module: str = ""
 
     @property
     def has_heads(self) -> bool:
@@ -94,6 +99,7 @@ SPECULATIVE_MODES: dict[str, BuildMode] = {
         *(4, True, prepare_medusa, record_medusa, invent_medusa),
         options=(_HEADS, "num_medusa_heads", "medusa_choices"),
         describe=describe_medusa,
+        module=MEDUSA,
     ),
     "lookahead_decoding": BuildMode(
         *(LOOKAHEAD, True, prepare_lookahead),
@@ -105,11 +111,13 @@ SPECULATIVE_MODES: dict[str, BuildMode] = {
         *(16, True, prepare_redrafter, record_redrafter, invent_redrafter),
         options=(_HEADS, *REDRAFTER_OPTIONS),
         describe=describe_redrafter,
+        module=REDRAFTER,
     ),
     "eagle": BuildMode(
         *(32, True, prepare_eagle, record_eagle, invent_eagle),
         options=(_HEADS, *EAGLE_OPTIONS),
         describe=describe_eagle,
+        module=EAGLE,
     ),
 }
 SAME_MODES = {"explicit_draft_tokens": "redrafter"}  # TensorRT-LLM's name for a mode -> its row's

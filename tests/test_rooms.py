@@ -26,6 +26,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     # is there a draft: the methods, which include plain decoding
     r"\b(draft|drafter|draft_engine|speculation) is (not )?None\b": ("runtime/drafting",),
     r"\bhas_(draft|engine|draft_engine)\b": (),
+    # which drafter or method: it says itself what others need to know; one that knows how likely
+    # its drafts are has a protocol, and --tune-tree is about the trees of one method
+    r"isinstance\(([\w.]+\.)?_?(drafter|on_device|method),": (
+        "runtime/drafting",
+        "runtime/assembly.py",
+        "cli/bench/tree.py",
+    ),
     r"\bdraft_kv_len\b|\bnum_drafted\b": (),
     # the time of day, which may be set back: timestamps for people, never a duration
     r"\btime\.time\(|from time import .*\btime\b|datetime\.(now|utcnow|today)": (

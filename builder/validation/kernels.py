@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from llmctl.builder.backends import CUDA_HEAD_SIZES
-from llmctl.builder.heads.lookahead.mode import lookahead_sizes
 from llmctl.builder.plan import Plan, PlanKernel
+from llmctl.builder.step_limits import step_limits
 from llmctl.builder.validation.errors import wrong
 from llmctl.errors import CorruptEngine, LlmctlError
 from llmctl.plugins.backends.backend import BACKENDS
@@ -36,7 +36,7 @@ def check_kernels(config: EngineConfig, plan: Plan, stored: Mapping[str, torch.T
     for cache in plan.caches.values():
         if cache.head_size not in CUDA_HEAD_SIZES:
             raise wrong(f"heads of {cache.head_size} have no kernels of attention")
-    limits = step_limits_of(config, plan)
+    limits = step_limits(plan, config.build_config)
     specs = _specs(plan, limits)
     capabilities = str(config.compute_capability).split(",")
     for capability in capabilities:
@@ -59,7 +59,7 @@ def check_launches(config: EngineConfig, plan: Plan) -> int:
 
     if not BACKENDS[config.backend].on_gpu:
         return 0
-    limits, count = step_limits_of(config, plan), 0
+    limits, count = step_limits(plan, config.build_config), 0
     for shape in planned_shapes(limits):
         for launch in plan_launches(plan, limits, shape, _scratch):
             count += 1
@@ -71,23 +71,6 @@ def check_launches(config: EngineConfig, plan: Plan) -> int:
                     f"{launch.grid} with {len(launch.arguments)} arguments"
                 )
     return count
-
-
-def step_limits_of(config: EngineConfig, plan: Plan) -> StepLimits:
-    """The largest step of an engine, from its config.json."""
-    from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
-
-    build = config.build_config
-    return StepLimits(
-        max_num_tokens=plan.max_num_tokens,
-        max_num_rows=plan.max_num_rows,
-        max_batch_size=build["max_batch_size"],
-        max_seq_len=build["max_seq_len"],
-        max_draft_len=build["max_draft_len"],
-        tokens_per_block=plan.kv_cache.tokens_per_block,
-        kv_dtype=plan.kv_cache.dtype,
-        lookahead=lookahead_sizes(build["speculative_decoding_mode"], build.get("draft_heads", {})),
-    )
 
 
 def _specs(plan: Plan, limits: StepLimits) -> list[KernelSpec]:

@@ -42,34 +42,24 @@ def backend_for(backend: str, gpu: str | None) -> str:
     Raises BadConfig, and Unsupported for a GPU that no backend serves or `backend` does not."""
     if gpu is None:
         return backend
-    from llmctl.plugins.backends.cuda.arch import HOPPER, RTX_CAPABILITIES
-
     found = find_gpu(gpu)
-    serving = {
-        "cuda": (HOPPER.capability,),
-        "tensorrt-rtx": RTX_CAPABILITIES,
-        "tensorrt": (found.compute_capability,),
-    }
+    serving = {row.name: row.capabilities for row in BACKENDS.values() if row.capabilities}
     if is_auto(backend):
-        able = [name for name in ("cuda", "tensorrt-rtx") if _serves(serving[name], found)]
+        able = [name for name, served in serving.items() if found.compute_capability in served]
         if not able:
             raise Unsupported(
-                f"--gpu {gpu} has compute capability {found.compute_capability}, which neither "
-                "cuda nor tensorrt-rtx serves",
+                f"--gpu {gpu} has compute capability {found.compute_capability}, which none of "
+                f"{', '.join(serving)} serves",
                 fix="--backend tensorrt, on a machine with such a GPU",
             )
         return able[0]
-    if backend in serving and not _serves(serving[backend], found):
+    if backend in serving and found.compute_capability not in serving[backend]:
         raise Unsupported(
             f"--gpu {gpu} has compute capability {found.compute_capability}; {backend} engines are "
             f"for {', '.join(serving[backend])}",
             fix="--backend auto",
         )
     return backend
-
-
-def _serves(capabilities: tuple[str, ...], gpu: Gpu) -> bool:
-    return gpu.compute_capability in capabilities
 
 
 def needs_binaries(backend: str) -> bool:
@@ -212,12 +202,13 @@ def _engine_memory(engine: EnginePlan, memory: Memory) -> EngineMemory:
             max_batch_size=limits.max_batch_size,
             max_seq_len=limits.max_seq_len,
         )
-    from llmctl.builder.engine_kernels import scratch_bytes, step_limits
+    from llmctl.builder.engine_kernels import scratch_bytes
+    from llmctl.builder.step_limits import step_limits
     from llmctl.runtime.engines.engine_file import EngineFile, exchange_bytes
     from llmctl.runtime.engines.open_cuda import sampling_bytes
     from llmctl.runtime.rounds.upload import state_bytes, tree_bytes
 
-    steps = step_limits(engine.plan, limits)
+    steps = step_limits(engine.plan, limits.to_dict())
     plan = replace(engine.plan, scratch_bytes=scratch_bytes(engine.plan, steps))
     sizes = (limits.max_batch_size, limits.max_draft_len)
     other_bytes = sampling_bytes([plan]) + state_bytes(*sizes)

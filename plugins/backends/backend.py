@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from llmctl.plugins.backends.cuda.arch import HOPPER, RTX_CAPABILITIES
 from llmctl.plugins.core.op_rules import RANK_COUNTS
 from llmctl.plugins.schemes.table import FP8, MXFP4, PLAIN
 
@@ -21,6 +22,7 @@ class Backend:
     on_gpu: bool
     kernels: str  # the backend whose kernels run its operators: the first part of their tactics
     arena_alignment: int  # bytes
+    capabilities: tuple[str, ...] | None = None  # of the GPUs that it serves; None: it names none
     compiles_plans: bool = False  # TensorRT: the network is split into TensorRT plans
     packs_linears: bool = False  # products read weights packed for the tensor core
     gathers_fp8: bool = True
@@ -54,6 +56,7 @@ _ROWS = (
         on_gpu=True,
         kernels="cuda",
         arena_alignment=128,
+        capabilities=(HOPPER.capability,),
         packs_linears=True,
         rank_counts=RANK_COUNTS,
         has_leaves=True,
@@ -66,6 +69,7 @@ _ROWS = (
             on_gpu=True,
             kernels="cuda",
             arena_alignment=256,
+            capabilities=capabilities,
             compiles_plans=True,
             gathers_fp8=False,
             weight_schemes=(PLAIN.name, FP8.name),
@@ -76,7 +80,7 @@ _ROWS = (
             rank_counts=None,
             generated_weights=("dummy",),
         )
-        for name in ("tensorrt", "tensorrt-rtx")
+        for name, capabilities in (("tensorrt", None), ("tensorrt-rtx", RTX_CAPABILITIES))
     ),
 )
 BACKENDS: Mapping[str, Backend] = {row.name: row for row in _ROWS}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmctl.builder.engine_format import EngineConfig, Plan, lookahead_sizes
+from llmctl.builder.engine_format import EngineConfig, Plan, step_limits
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, StepLimits, StepShape
 from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall, StepInputs
@@ -73,7 +73,9 @@ class CudaEngine(Engine):
         tensors = bind_plan(plan, weights, arena)
         self._outputs = {name: tensors[tensor] for name, tensor in plan.outputs.items()}
         self.logits = tensors[plan.logits]  # [max_num_rows, vocab_size] float32
-        self.program = make_program(make_calls(plan, tensors), step_limits(config, plan))
+        self.program = make_program(
+            make_calls(plan, tensors), step_limits(plan, config.build_config)
+        )
         self._heads = {head.name: (head, self._beside(head)) for head in bind_heads(plan, tensors)}
         self._buckets = Buckets(self.program.limits)
         self._capture = partial(
@@ -267,18 +269,3 @@ class CudaEngine(Engine):
         if shape.best_only:
             best = self.program.best_ids(self._best, shape.num_rows)
             self.program.launch([best], self.queue.handle)
-
-
-def step_limits(config: EngineConfig, plan: Plan) -> StepLimits:
-    """The largest step of an engine, as its kernels were compiled for it."""
-    build = config.build_config
-    return StepLimits(
-        max_num_tokens=plan.max_num_tokens,
-        max_num_rows=plan.max_num_rows,
-        max_batch_size=int(build["max_batch_size"]),
-        max_seq_len=int(build["max_seq_len"]),
-        max_draft_len=int(build["max_draft_len"]),
-        tokens_per_block=plan.kv_cache.tokens_per_block,
-        kv_dtype=plan.kv_cache.dtype,
-        lookahead=lookahead_sizes(build["speculative_decoding_mode"], build.get("draft_heads", {})),
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,9 +13,9 @@ from llmctl.builder.engine_format import (
     Plan,
     PlanOp,
     engine_file,
-    lookahead_sizes,
     open_engine,
     read_engine_config,
+    step_limits,
 )
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.plugins.backends.cuda.kernel_spec import Peers, StepLimits, own_part
@@ -24,7 +23,6 @@ from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.all_reduce.peers import buffer_bytes
-from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.engine import NO_WINDOWS, kv_bytes_per_block
 from llmctl.runtime.engines.graphs import MAX_GRAPHS
@@ -117,7 +115,8 @@ class EngineFile:
             each = drafts if head.cache else runs
             launches += head_launches(each * kernels_a_step(self.plan, batch, name), ahead)
         # A tree's verification, with the window it comes from; or the moves in a draft engine.
-        if lookahead_of(build) is not None or (num_engines > 1 and drafts > 1):
+        has_windows = step_limits(self.plan, build).lookahead is not None
+        if has_windows or (num_engines > 1 and drafts > 1):
             launches += head_launches(1, ahead)
         return EngineMemory(
             role=role,
@@ -212,8 +211,3 @@ def exchange_bytes(files: Iterable[EngineFile]) -> int:
     files = list(files)
     ranks = max(file.config.num_ranks for file in files)
     return buffer_bytes(ranks, slot_bytes(files)) if slot_bytes(files) else 0
-
-
-def lookahead_of(build: Mapping[str, Any]) -> LookaheadSizes | None:
-    """The windows that device rounds can have."""
-    return lookahead_sizes(build["speculative_decoding_mode"], build.get("draft_heads", {}))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from llmctl.builder.engine_format import Plan
+from llmctl.builder.engine_format import Plan, step_limits
 from llmctl.plugins.backends.cuda.kernel_spec import Launch, Peers
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.ops.sampling.cuda import MAX_ROWS, CudaSampling, scratch_bytes
@@ -25,7 +25,6 @@ from llmctl.runtime.engines.engine_file import (
     EngineFile,
     exchange_bytes,
     is_shared,
-    lookahead_of,
 )
 from llmctl.runtime.engines.host_blocks import BLOCKS_ON_DEVICE
 from llmctl.runtime.engines.leading_cuda import LeadingCudaEngine
@@ -130,7 +129,8 @@ def plan_engines(
     sampling = sampling_bytes(plans)
     sizes = (int(limits["max_batch_size"]), draft_len)
     sampling += state_bytes(*sizes)
-    sampling += tree_bytes(target.plan, *sizes, lookahead_of(limits), may_grow=bool(drafts))
+    windows_of = step_limits(target.plan, limits).lookahead
+    sampling += tree_bytes(target.plan, *sizes, windows_of, may_grow=bool(drafts))
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     most = [int(file.config.build_config["max_batch_size"]) for file in files.values()]
     most += [file.plan.max_num_tokens // MOST_FED for file in drafts]

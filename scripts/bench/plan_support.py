@@ -13,8 +13,8 @@ import torch
 from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import Plan
-from llmctl.builder.engine_kernels import step_limits
 from llmctl.builder.planted import LoadFormat
+from llmctl.builder.step_limits import step_limits
 from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
 from llmctl.plugins.core.calls import OpCall
 from llmctl.quantize.format import (
@@ -63,7 +63,7 @@ def plan_shape(
             load_format=LoadFormat("dummy"),
             with_binaries=False,
         )
-    return built.plan, step_limits(built.plan, built.limits)
+    return built.plan, step_limits(built.plan, built.limits.to_dict())
 
 
 @cache

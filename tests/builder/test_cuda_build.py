@@ -13,11 +13,11 @@ from support.driver import RecordingDriver
 from llmctl.builder import sources
 from llmctl.builder.engine_format import Plan, open_engine, read_engine_config
 from llmctl.builder.packing import PackedRows, RowOrder
+from llmctl.builder.step_limits import step_limits
 from llmctl.plugins.backends.cuda.device_kernels import DeviceKernels
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.ops.packed_linear import layout
-from llmctl.runtime.engines.cuda_engine import step_limits as step_limits_of
 from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.engines.open_tensorrt import kernels_a_step
 from llmctl.runtime.engines.rotary_tables import open_with_tables
@@ -65,7 +65,7 @@ def test_no_step_launches_more_kernels_than_the_memory_plan_counts(
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     calls = make_calls(plan, bind_plan(plan, tensors, arena))
     monkeypatch.setattr(DeviceKernels, "_find", lambda self, spec: spec)
-    limits = step_limits_of(config, plan)
+    limits = step_limits(plan, config.build_config)
     cache_type: torch.dtype = getattr(torch, plan.kv_cache.dtype)
     program = CudaProgram(calls, [], limits, "cpu", RecordingDriver())
     program.bind_kv_cache(torch.zeros(kv_cache_shape(plan, 4), dtype=cache_type))
@@ -86,7 +86,7 @@ def test_attention_of_every_layer_is_launched_as_if_it_were_the_only_one(
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     calls = make_calls(plan, bind_plan(plan, tensors, arena))
     monkeypatch.setattr(DeviceKernels, "_find", lambda self, spec: spec)
-    limits = step_limits_of(read_engine_config(cuda_engines(case)), plan)
+    limits = step_limits(plan, read_engine_config(cuda_engines(case)).build_config)
     cache_type: torch.dtype = getattr(torch, plan.kv_cache.dtype)
     program = CudaProgram(calls, [], limits, "cpu", RecordingDriver())
     program.bind_kv_cache(torch.zeros(kv_cache_shape(plan, 4), dtype=cache_type))

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.attention_compiled import HERE, of_chains
@@ -16,8 +15,9 @@ from support.cuda_build import CASES, HAVE_BINARIES, LIMITS
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine, read_engine_config
-from llmctl.builder.engine_kernels import kernel_specs, step_limits
+from llmctl.builder.engine_kernels import kernel_specs
 from llmctl.builder.planted import LoadFormat
+from llmctl.builder.step_limits import step_limits
 from llmctl.cli.main import execute
 from llmctl.errors import BadConfig, CheckpointNotFound, UnknownQuantization, Unsupported
 from llmctl.plugins.backends.cuda import nvrtc
@@ -34,10 +34,9 @@ def fp8_engine(cuda_engines: Callable[[str], Path]) -> Path:
 def test_kernels_are_stored_and_read_back_whole(fp8_engine) -> None:
     plan, tensors = open_engine(fp8_engine)
     config = read_engine_config(fp8_engine)
-    request = BuildRequest(**LIMITS)
     specs = {
         spec.name: spec
-        for spec in kernel_specs(plan, step_limits(plan, _Limits(request, config.build_config)))
+        for spec in kernel_specs(plan, step_limits(plan, config.build_config))
         if is_needed(spec, "9.0")
     }
     assert [kernel.name for kernel in plan.kernels] == sorted(specs)
@@ -61,17 +60,6 @@ def test_attention_is_that_of_a_model_whose_kernels_are_compiled_anyway(fp8_engi
     chains = {name for name in names if not name.endswith((".trees", ".tree"))}
     worlds = [world_of(*each) for each in HERE]
     assert chains and chains <= {spec.name for world in worlds for spec in of_chains(world)}
-
-
-class _Limits:
-    """`BuildConfig` as config.json stores it."""
-
-    def __init__(self, request: BuildRequest, stored: Any) -> None:
-        self.max_batch_size = stored["max_batch_size"]
-        self.max_seq_len = stored["max_seq_len"]
-        self.max_draft_len = request.max_draft_len
-        self.speculative_decoding_mode = stored["speculative_decoding_mode"]
-        self.draft_heads = stored["draft_heads"]
 
 
 def test_layers_share_kernels(checkpoints, cuda_engines) -> None:

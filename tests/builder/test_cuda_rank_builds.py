@@ -14,8 +14,9 @@ from support.tensorrt.checkpoints import write_checkpoint
 
 from llmctl.builder.build import EnginePlan, plan_build
 from llmctl.builder.config import BuildRequest
-from llmctl.builder.engine_kernels import kernel_specs, scratch_bytes, step_limits
+from llmctl.builder.engine_kernels import kernel_specs, scratch_bytes
 from llmctl.builder.plan import PlanOp
+from llmctl.builder.step_limits import step_limits
 from llmctl.builder.validation.plan import check_plan
 from llmctl.errors import CorruptEngine, Unsupported
 from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
@@ -33,7 +34,7 @@ def plan(folder: Path, backend: str, **request: Any) -> EnginePlan:
 
 
 def limits_of(engine: EnginePlan) -> StepLimits:
-    return step_limits(engine.plan, engine.limits)
+    return step_limits(engine.plan, engine.config.build_config)
 
 
 def order_of(op: PlanOp, rows: int) -> torch.Tensor:

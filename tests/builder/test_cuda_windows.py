@@ -8,9 +8,9 @@ from support.cuda_build import HEADS
 from support.driver import RecordingDriver
 
 from llmctl.builder.engine_format import read_engine_config
+from llmctl.builder.step_limits import step_limits
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
-from llmctl.runtime.engines.cuda_engine import step_limits
 from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
 from llmctl.runtime.engines.engine_file import EngineFile
 from llmctl.runtime.engines.open_tensorrt import load_binaries
@@ -34,7 +34,7 @@ def attention_launches(folder, windows):
     calls = make_calls(file.plan, bind_plan(file.plan, tensors, arena))
     driver = RecordingDriver()
     binaries = load_binaries(file.plan, file.ranks[0].tensors, "9.0")
-    limits = step_limits(read_engine_config(folder), file.plan)
+    limits = step_limits(file.plan, read_engine_config(folder).build_config)
     program = CudaProgram(calls, binaries, limits, "cpu", driver)
     program.bind_kv_cache(torch.zeros(kv_cache_shape(file.plan, 4), dtype=torch.bfloat16))
     for tokens in (1, 17, 40):

@@ -17,6 +17,7 @@ from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import Plan, read_engine_config, read_plan
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
+from llmctl.builder.step_limits import step_limits
 from llmctl.cli.main import execute
 from llmctl.errors import Unsupported
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
@@ -24,7 +25,6 @@ from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.core.reference import ReferenceProgram
-from llmctl.runtime.engines.cuda_engine import step_limits
 from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls, open_cpu_engine
 from llmctl.runtime.engines.heads import bind_heads
 from llmctl.runtime.engines.open_tensorrt import load_binaries
@@ -161,7 +161,7 @@ def test_a_plan_for_a_gpu_computes_the_same_and_has_the_kernels(make, build_engi
     close(recurrent.outputs(step)["logits"], wanted, 0.05)
 
     driver = RecordingDriver()
-    limits = step_limits(read_engine_config(folder), plan)
+    limits = step_limits(plan, read_engine_config(folder).build_config)
     program = CudaProgram(calls, load_binaries(plan, weights, "9.0"), limits, "cpu", driver)
     for head in (medusa, recurrent):
         beside = program.beside(head.calls, head.row_inputs)

@@ -16,9 +16,9 @@ from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import read_engine_config
 from llmctl.builder.engine_kernels import kernel_specs
 from llmctl.builder.kv_cache import choose_kv_cache
+from llmctl.builder.step_limits import step_limits
 from llmctl.errors import BadConfig, MissingTensor, Unsupported
 from llmctl.quantize.checkpoint import Checkpoint
-from llmctl.runtime.engines.cuda_engine import step_limits
 
 FP8_TO_INT8 = 448 / 127  # both scales are the largest value seen, over the type's largest
 
@@ -103,7 +103,9 @@ def test_a_cuda_engine_with_int8_is_the_cpu_engine_and_has_kernels_for_it(
     assert engine.plan.kv_cache.dtype == "int8"
     assert relative_l2(engine.run(some_tokens(40)), wanted) < 1e-2
     assert engine.kv_cache.abs().max() > 60  # scales are those of the values
-    specs = kernel_specs(engine.plan, step_limits(read_engine_config(built), engine.plan))
+    specs = kernel_specs(
+        engine.plan, step_limits(engine.plan, read_engine_config(built).build_config)
+    )
     cached = [spec.name for spec in specs if "rope" in spec.name or "attention" in spec.name]
     assert cached and all("i8" in name for name in cached), cached
 

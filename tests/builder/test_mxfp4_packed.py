@@ -28,11 +28,11 @@ from llmctl.builder.engine_kernels import (
     plan_launches,
     planned_shapes,
     scratch_bytes,
-    step_limits,
 )
 from llmctl.builder.packing import RowOrder
 from llmctl.builder.planted import LoadFormat
 from llmctl.builder.schemes.mxfp4 import MxRows, PackedMxRows
+from llmctl.builder.step_limits import step_limits
 from llmctl.plugins.backends.cuda.kernel_spec import LaunchEnv, StepShape
 from llmctl.plugins.core.operators import operator_module
 from llmctl.plugins.ops.packed_linear import layout
@@ -121,7 +121,7 @@ def test_the_memory_plan_counts_the_launches_that_expand_weights(mxfp4_checkpoin
     limits = {"max_batch_size": 32, "max_draft_len": 7, "max_num_tokens": 256, "max_seq_len": 96}
     engine = plan_cuda(mxfp4_checkpoints("head"), **limits)
     assert engine.plan.ops[-1].name == "lm_head"
-    sizes = step_limits(engine.plan, engine.limits)
+    sizes = step_limits(engine.plan, engine.config.build_config)
     step, cache = meta_step(sizes), meta_cache(engine.plan, sizes)
 
     def memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -149,7 +149,7 @@ def test_prompts_need_scratch_memory_of_one_fp8_copy_of_each_size(mxfp4_checkpoi
             named[name] = math.prod(shape) * dtype.itemsize
             return torch.empty(shape, dtype=dtype, device="meta")
 
-        sizes = step_limits(engine.plan, engine.limits)
+        sizes = step_limits(engine.plan, engine.config.build_config)
         for shape in planned_shapes(sizes):
             plan_launches(engine.plan, sizes, shape, memory)
         assert sum(named.values()) == scratch_bytes(engine.plan, sizes)

@@ -12,7 +12,8 @@ from support.tensorrt.checkpoints import write_checkpoint
 from support.tensorrt.evaluated import plan_engine, weights_of
 
 from llmctl.builder.engine_format import TENSORRT_OP
-from llmctl.builder.engine_kernels import kernel_specs, step_limits
+from llmctl.builder.engine_kernels import kernel_specs
+from llmctl.builder.step_limits import step_limits
 from llmctl.plugins.backends.cuda.compiler import runs_on, uses_pdl
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
@@ -54,7 +55,7 @@ def test_an_engine_holds_every_kernel_that_its_steps_launch(capability, form, tm
     checkpoint = write_checkpoint(tmp_path / "c", "llama", form)
     engine = plan_engine(checkpoint, "tensorrt-rtx")
     plan = engine.plan
-    limits = step_limits(plan, engine.limits)
+    limits = step_limits(plan, engine.config.build_config)
     specs = [spec for spec in kernel_specs(plan, limits) if runs_on(spec, capability)]
     assert all(spec.is_triton for spec in specs), "CUDA C++ is Hopper's"
     arena = torch.zeros(plan.arena_bytes + 256, dtype=torch.uint8)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmctl.builder.heads.eagle.config import HeadConfig, read_config
+from llmctl.builder.heads.eagle.names import MODULE
 from llmctl.builder.heads.eagle.shapes import (
     EMBEDDING,
     FC_BIAS,
@@ -57,7 +58,6 @@ from llmctl.quantize.format import (
 if TYPE_CHECKING:
     import torch
 
-MODULE = "eagle"  # that the head is in, in an engine
 PICKLED_FILE = "pytorch_model.bin"
 _MIDLAYER = "midlayer."  # EAGLE's name of LAYER
 _FLOATS = ("F32", "BF16", "F16")

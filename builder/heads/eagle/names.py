@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 EXTEND, NEXT = "eagle.extend", "eagle.next"  # its graphs (network.py)
+MODULE = "eagle"  # that the head is in, in an engine
 CACHE = "eagle"  # the KV cache of its layer
 FEATURES = "features"  # what the first reads of the target; see `feature_inputs`
 STATE = "hidden"  # what a step hands to the next one

@@ -45,9 +45,8 @@ from llmctl.builder.functional import (
     rms_norm,
     silu,
 )
-from llmctl.builder.heads.eagle.checkpoint import MODULE
 from llmctl.builder.heads.eagle.config import DEFAULT_THETA
-from llmctl.builder.heads.eagle.names import CACHE, EXTEND, NEXT, STATE, feature_inputs
+from llmctl.builder.heads.eagle.names import CACHE, EXTEND, MODULE, NEXT, STATE, feature_inputs
 from llmctl.builder.heads.eagle.shapes import LAYER
 from llmctl.builder.heads.eagle.vocabulary import OFFSETS, DraftIndex
 from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD

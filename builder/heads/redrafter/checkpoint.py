@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from llmctl.builder.heads.redrafter.layouts import (
-    MODULE,
     SCALES,
     converted,
     layer_numbers,
@@ -21,6 +20,7 @@ from llmctl.builder.heads.redrafter.layouts import (
     stored_module,
     unexpected,
 )
+from llmctl.builder.heads.redrafter.names import MODULE
 from llmctl.errors import (
     BadConfig,
     BadTensorShape,

@@ -16,10 +16,10 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from llmctl.builder.heads.redrafter.names import MODULE
 from llmctl.errors import UnexpectedTensor
 from llmctl.quantize.checkpoint import TensorInfo
 
-MODULE = "drafter"  # that the head is in, in an engine as in TensorRT-LLM's checkpoints
 SCALES = ("weight_scale", "input_scale")  # of a quantized linear
 _UNREAD = ("emb_norm.weight",)  # that no implementation applies
 _WEIGHT = "weight|weight_scale|input_scale"

@@ -4,6 +4,7 @@ reads this (through engine_format.py)."""
 from __future__ import annotations
 
 FIRST, NEXT = "redrafter.first", "redrafter.next"  # its graphs (network.py)
+MODULE = "drafter"  # that the head is in, in an engine as in TensorRT-LLM's checkpoints
 STATES = CONTEXT, CARRY = "context", "carry"  # what a step hands to the next one
 RECURRENCES = {  # of the state s behind an embedding e, as people read it
     "silu": "s = SiLU(W e + U s + b)",

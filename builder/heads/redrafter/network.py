@@ -31,8 +31,7 @@ from llmctl.builder.functional import (
     recurrence,
     silu,
 )
-from llmctl.builder.heads.redrafter.layouts import MODULE
-from llmctl.builder.heads.redrafter.names import CARRY, CONTEXT, FIRST, NEXT
+from llmctl.builder.heads.redrafter.names import CARRY, CONTEXT, FIRST, MODULE, NEXT
 from llmctl.builder.models.decoder import EMBEDDING, HIDDEN
 from llmctl.builder.network import Network, Tensor, recording
 from llmctl.builder.plan import BASE

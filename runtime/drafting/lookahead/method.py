@@ -61,7 +61,6 @@ class LookaheadDecoding:
     def make_device_drafter(
         self, engines: Mapping[str, CudaEngine], draft_len: int, drafter: Drafter
     ) -> DeviceLookahead | None:
-        from llmctl.builder.engine_format import lookahead_sizes
         from llmctl.plugins.backends.backend import BACKENDS
         from llmctl.runtime.drafting.lookahead.device import DeviceLookahead
         from llmctl.runtime.drafting.lookahead.drafter import LookaheadDrafter
@@ -70,8 +69,7 @@ class LookaheadDecoding:
 
         assert isinstance(drafter, LookaheadDrafter), "of `make_drafter`"
         target = engines[TARGET]
-        build = target.config.build_config
-        sizes = lookahead_sizes(build["speculative_decoding_mode"], build.get("draft_heads", {}))
+        sizes = target.program.limits.lookahead
         if sizes is None or not built_config(target.config).has_room_for(drafter.config):
             return None
         if BACKENDS[target.config.backend].compiles_plans:  # no tree was ever drafted between plans

@@ -14,13 +14,13 @@ from support.medusa import make_heads, save_heads, torch_heads
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine, read_engine_config, read_plan
+from llmctl.builder.step_limits import step_limits
 from llmctl.errors import BadConfig, BadTensorValue, CheckpointNotFound, PairMismatch, Unsupported
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.core.reference import ReferenceProgram
 from llmctl.plugins.device_loop.tree_kernel import tree_kernels
-from llmctl.runtime.engines.cuda_engine import step_limits
 from llmctl.runtime.engines.engine import (
     Engine,
     bind_plan,
@@ -258,7 +258,7 @@ def test_a_plan_for_a_gpu_gives_the_same_logits_and_has_the_kernels(tmp_path, ta
             wanted = module(hidden[[8, 2]].bfloat16()).float()
         torch.testing.assert_close(outputs[f"logits.{index}"], wanted, rtol=0.04, atol=0.04)
     driver = RecordingDriver()
-    limits = step_limits(read_engine_config(folder), plan)
+    limits = step_limits(plan, read_engine_config(folder).build_config)
     binaries = load_binaries(plan, weights, "9.0")
     program = CudaProgram(make_calls(plan, tensors), binaries, limits, "cpu", driver)
     beside = program.beside(head.calls, head.row_inputs)

@@ -18,13 +18,13 @@ from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine, read_engine_config, read_plan
 from llmctl.builder.heads.redrafter.names import FIRST, NEXT
+from llmctl.builder.step_limits import step_limits
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.core.reference import ReferenceProgram
 from llmctl.plugins.ops.beam_search import kernel as beam_search
-from llmctl.runtime.engines.cuda_engine import step_limits
 from llmctl.runtime.engines.engine import (
     Engine,
     bind_plan,
@@ -219,7 +219,7 @@ def test_a_plan_for_a_gpu_gives_the_same_logits_and_has_the_kernels(
     close(heads[NEXT].outputs(step)["logits"], oracle.logits(hidden[[2, 8, 2]], state), 0.08)
 
     driver = RecordingDriver()
-    limits = step_limits(read_engine_config(folder), plan)
+    limits = step_limits(plan, read_engine_config(folder).build_config)
     program = CudaProgram(
         make_calls(plan, bound), load_binaries(plan, weights, "9.0"), limits, "cpu", driver
     )

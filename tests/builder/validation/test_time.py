@@ -14,7 +14,7 @@ from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_kernels import distinct_calls, step_kernels
 from llmctl.builder.planted import LoadFormat
-from llmctl.builder.validation.kernels import step_limits_of
+from llmctl.builder.step_limits import step_limits
 from llmctl.builder.validation.plan import check_plan
 
 LLAMA_70B = {
@@ -37,7 +37,7 @@ def test_the_plan_of_a_70b_model_is_checked_within_20_ms(tmp_path: Path) -> None
     )
     config, plan = engine.config, engine.plan
     assert len(plan.ops) > 500 and len(plan.tensors) > 2000
-    limits = step_limits_of(config, plan)
+    limits = step_limits(plan, config.build_config)
     # docs/engine_format.md has both on an idle core; a busy one takes up to twice that
     assert _least_s(lambda: check_plan(config, plan)) < 0.020
     assert _least_s(lambda: step_kernels(plan, limits, distinct_calls(plan))) < 0.012

@@ -17,7 +17,8 @@ from support.planted import ACCEPTANCE, SEED
 
 from llmctl.builder.build import EnginePlan
 from llmctl.builder.engine_format import PlanGraph
-from llmctl.builder.engine_kernels import kernel_specs, step_limits
+from llmctl.builder.engine_kernels import kernel_specs
+from llmctl.builder.step_limits import step_limits
 from llmctl.errors import CorruptEngine, Unsupported
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape, TensorMap
@@ -148,7 +149,7 @@ def test_launches_of_a_rank_take_its_own_tensors_and_sums_those_of_all(tmp_path:
     tensors = bind_plan(
         plan, all_ranks(engine, 4), torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     )
-    calls, limits = make_calls(plan, tensors), step_limits(plan, engine.limits)
+    calls, limits = make_calls(plan, tensors), step_limits(plan, engine.config.build_config)
     binaries = [
         CompiledKernel(spec.name, "f", b"", 128, 0, spec.arguments, 1, 0, 16, 0)
         for spec in kernel_specs(plan, limits)

@@ -14,7 +14,8 @@ from support.lookahead_rounds import VOCAB, LookaheadDevice
 from support.round_requests import random_request
 from support.rounds_by_reference import run_rounds_by_reference
 
-from llmctl.builder.engine_format import LookaheadDecodingConfig, lookahead_sizes
+from llmctl.builder.engine_format import LookaheadDecodingConfig
+from llmctl.builder.heads.lookahead.mode import lookahead_sizes
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.lookahead.arrays import LAST, POSITION, LookaheadArrays, LookaheadSizes
 from llmctl.runtime.drafting.lookahead.drafter import LookaheadDrafter
@@ -161,7 +162,11 @@ def test_what_engines_are_led_on_the_device():
         build = {"speculative_decoding_mode": mode, "max_draft_len": 99}
         if facts:
             build["draft_heads"] = dict(zip(names, facts, strict=True))
-        target = SimpleNamespace(config=SimpleNamespace(build_config=build, backend=backend))
+        sizes = lookahead_sizes(mode, build.get("draft_heads", {}))
+        target = SimpleNamespace(
+            config=SimpleNamespace(build_config=build, backend=backend),
+            program=SimpleNamespace(limits=SimpleNamespace(lookahead=sizes)),
+        )
         drafter = LookaheadDrafter(LookaheadDecodingConfig(*asked), 99)
         made = LookaheadDecoding().make_device_drafter({"target": target}, 99, drafter)
         assert made is None or made.depth(99) == asked[0] + asked[1] - 3
