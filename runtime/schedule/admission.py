@@ -53,6 +53,33 @@ class Limits:
             raise BadConfig(f"max_draft_len is {self.max_draft_len}; it must be at least 0")
 
 
+def refuse_chunks_below_a_block(
+    config: SchedulerConfig, limits: Limits, tokens_per_block: int
+) -> None:
+    """Raise BadConfig where not even the smallest context chunk fits a step."""
+    if config.enable_chunked_context and limits.max_num_tokens < tokens_per_block:
+        raise BadConfig(
+            f"max_num_tokens is {limits.max_num_tokens}, less than one block of "
+            f"{tokens_per_block} tokens, the smallest context chunk",
+            fix="rebuild with a larger --max_num_tokens or a smaller --tokens_per_block",
+        )
+
+
+def refuse_token_budget(num_tokens: int, limits: Limits, chunk_unit: int | None) -> None:
+    """Raise BadConfig for a budget per step that the engine cannot keep. chunk_unit: None: prompts
+    are not cut."""
+    if chunk_unit is None:
+        raise BadConfig(
+            "a token budget per step needs chunked context, which is off",
+            fix="turn --enable_chunked_context on, or leave --max-step-ms out",
+        )
+    if not chunk_unit <= num_tokens <= limits.max_num_tokens:
+        raise BadConfig(
+            f"the token budget is {num_tokens}; it must be from {chunk_unit} (one block) to "
+            f"{limits.max_num_tokens} (max_num_tokens)"
+        )
+
+
 def refuse_unservable(
     sequence: Sequence, config: SchedulerConfig, limits: Limits, kv_cache: KvCacheManager
 ) -> None:

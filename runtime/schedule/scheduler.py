@@ -1,13 +1,13 @@
 """Which sequences run in the next step, how many tokens of each, in which blocks. Integers only.
 
 `schedule()` plans generation first (one root token each), then context chunks, then draft tokens;
-drafts are reduced before context starves or a sequence is paused. Which sequences may start is
+drafts are reduced before context starves or a sequence is paused, and generation waits a step for a
+prompt that may not be cut and fits only alone. Which sequences may start is
 decided by `runtime.schedule.capacity`, in which order by `runtime.schedule.waiting_queue`.
 """
 
 from __future__ import annotations
 
-from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.length.lengths import DraftLengths, FixedLengths
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.request import Batch, FinishReason, Sequence, Slice
@@ -15,6 +15,8 @@ from llmctl.runtime.schedule.admission import (
     CapacitySchedulerPolicy,
     Limits,
     SchedulerConfig,
+    refuse_chunks_below_a_block,
+    refuse_token_budget,
     refuse_unservable,
 )
 from llmctl.runtime.schedule.capacity import Capacity
@@ -43,23 +45,18 @@ class Scheduler:
         limits: Limits,
         draft_lengths: DraftLengths | None = None,
     ) -> None:
-        chunked = config.enable_chunked_context
-        if chunked and limits.max_num_tokens < kv_cache.tokens_per_block:
-            raise BadConfig(
-                f"max_num_tokens is {limits.max_num_tokens}, less than one block of "
-                f"{kv_cache.tokens_per_block} tokens, the smallest context chunk",
-                fix="rebuild with a larger --max_num_tokens or a smaller --tokens_per_block",
-            )
+        refuse_chunks_below_a_block(config, limits, kv_cache.tokens_per_block)
         self.config = config
         self.limits = limits
         self.draft_lengths = draft_lengths or FixedLengths(limits.max_draft_len)
         self.num_paused = 0  # times a sequence was paused, ever
         self._kv_cache = kv_cache
-        self._chunk_unit = kv_cache.tokens_per_block if chunked else None
+        self._chunk_unit = kv_cache.tokens_per_block if config.enable_chunked_context else None
         self._token_budget = limits.max_num_tokens
         self._capacity = Capacity(config, kv_cache, limits)
         self._active: dict[int, Sequence] = {}  # in the order of their start
         self._waiting = WaitingQueue()
+        self._generation_waited = False  # in the last step, for a prompt that took all of it
 
     @property
     def active(self) -> tuple[Sequence, ...]:
@@ -105,17 +102,7 @@ class Scheduler:
 
         Generation and its drafts are never reduced for this; context work gets at least one block.
         """
-        block = self._kv_cache.tokens_per_block
-        if self._chunk_unit is None:
-            raise BadConfig(
-                "a token budget per step needs chunked context, which is off",
-                fix="turn --enable_chunked_context on, or leave --max-step-ms out",
-            )
-        if not block <= num_tokens <= self.limits.max_num_tokens:
-            raise BadConfig(
-                f"the token budget is {num_tokens}; it must be from {block} (one block) to "
-                f"{self.limits.max_num_tokens} (max_num_tokens)"
-            )
+        refuse_token_budget(num_tokens, self.limits, self._chunk_unit)
         self._token_budget = num_tokens
 
     def add(self, sequence: Sequence) -> None:
@@ -142,11 +129,14 @@ class Scheduler:
             if is_late is None or not is_late(sequence):
                 (context if sequence.is_context else generation).append(sequence)
         self.draft_lengths.plan(generation)
-        chunks: list[Slice] = []
+        chunks, held = list[Slice](), list[Sequence]()
         if context or self._waiting:
-            budget = self._context_budget(context, generation)
-            budget = self._admit(context, generation, budget)
+            held = generation if self._must_run_alone(context, generation) else []
+            beside = [] if held else generation
+            budget = self._admit(context, beside, self._context_budget(context, beside))
             chunks = self._chunk(context, budget)
+            generation = beside if chunks else held + beside
+        self._generation_waited = bool(held and chunks)
         num_tokens = sum(chunk.num_tokens for chunk in chunks) + len(generation)
         has_drafts = not chunks or self.draft_lengths.beside_prompts
         num_drafts = self.limits.max_num_tokens - num_tokens if has_drafts else 0
@@ -241,6 +231,14 @@ class Scheduler:
             budget = least
         tuned = self._token_budget - len(generation) - num_drafts
         return max(0, min(budget, max(least, tuned)))
+
+    def _must_run_alone(self, context: list[Sequence], generation: list[Sequence]) -> bool:
+        """Whether the next prompt, which may not be cut, fits a step only without generation, which
+        waits no two steps in a row."""
+        if self._chunk_unit is not None or self._generation_waited:
+            return False
+        first = context[0] if context else self._waiting.head()
+        return len(first.tokens) - first.kv_len > self.limits.max_num_tokens - len(generation)
 
     def _demand(self, sequence: Sequence) -> int:
         """Context tokens that a started sequence gets before the next one gets any."""

@@ -21,15 +21,21 @@ from llmctl.runtime.schedule.waiting_queue import MOST_OVERTAKES
 
 BLOCK = 4
 LONG, SHORT, OUTPUT = 160, 8, 12  # tokens
+WHOLE = (
+    CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+    ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+)
 MOST_WORK = LONG // BLOCK + OUTPUT  # steps a sequence can take where it alone advances
 
 
 class Stream:
     """One scheduler, sequences that arrive, and when each got its tokens."""
 
-    def __init__(self, policy, chunking, *, num_blocks=400, batch=4, tokens=16, draft_len=0):
+    def __init__(
+        self, policy, chunking, *, num_blocks=400, batch=4, tokens=16, draft_len=0, is_whole=False
+    ):
         self.cache = KvCacheManager(num_blocks, BLOCK)
-        config = SchedulerConfig(policy, chunking)
+        config = SchedulerConfig(policy, chunking, enable_chunked_context=not is_whole)
         limits = Limits(batch, tokens, LONG + OUTPUT, draft_len)
         self.scheduler = Scheduler(config, self.cache, limits)
         self.now = 0
@@ -101,6 +107,30 @@ def test_generation_goes_on_in_every_step_while_long_prompts_stream_in(chunking)
         stream.step()
     tokens_at = stream.tokens_at[first]
     assert tokens_at == list(range(tokens_at[0], tokens_at[0] + 40))
+
+
+def test_a_prompt_that_fits_a_step_only_alone_does_not_wait_for_the_end_of_generation():
+    """It takes a step for itself, and generation goes on in every second step at least."""
+    stream = Stream(*WHOLE, batch=8, tokens=LONG, is_whole=True)
+    running = [stream.arrive(SHORT, OUTPUT) for _ in range(3)]
+    stream.step()
+    long = [stream.arrive(LONG) for _ in range(2)]
+    stream.run()
+    assert [stream.tokens_at[number][0] for number in long] == [2, 4]
+    for number in running:
+        assert stream.tokens_at[number][:3] == [1, 3, 5]
+        assert stream.tokens_at[number][3:] == list(range(6, 3 + OUTPUT))
+
+
+def test_nobody_stops_generating_for_a_prompt_that_has_no_room_yet():
+    blocks = (SHORT + OUTPUT + LONG) // BLOCK  # the long one's output does not fit
+    stream = Stream(*WHOLE, num_blocks=blocks, batch=8, tokens=LONG, is_whole=True)
+    first = stream.arrive(SHORT, OUTPUT)
+    stream.step()
+    long = stream.arrive(LONG, 2)
+    stream.run()
+    assert stream.tokens_at[first] == list(range(1, OUTPUT + 1))
+    assert stream.tokens_at[long][0] == OUTPUT + 1
 
 
 def test_with_equal_progress_a_short_prompt_does_not_wait_for_long_ones():
