@@ -23,6 +23,8 @@ from llmctl.plugins.core.calls import StepInputs
 # Tokens; shorter contexts share the first one's grids, whose idle blocks exit at once. Behind these
 # come powers of two. 1,536 tokens are 20 work items of attention (`Variant` in verification.py).
 _KV_BUCKETS = (1024, 1536)
+# Tokens: products compute so many at once, and packing a large step hides behind its start.
+_MOST_PADDING = 128
 _ANY_QUERY = 32  # tokens of one request, beyond which kernels do not care how many there are
 MAX_GRAPHS = 24  # of an engine's own steps, and of its rounds; the memory plan uses it
 
@@ -39,6 +41,7 @@ def shape_of(step: StepInputs) -> StepShape:
         max_query_len=int(lens.max()),
         max_kv_len=int(step.kv_len.max()),
         max_tree_len=0 if step.trees is None else int(lens[step.trees.start >= 0].max()),
+        num_single=int((lens == 1).sum()),
         best_only=step.best_only,
     )
 
@@ -100,7 +103,8 @@ class Buckets:
         new number of tokens takes longer than processing a sixteenth more tokens. Requests and rows
         stay the same."""
         limits = self.limits
-        unit = max(8, _power_of_two(shape.num_tokens) // 32)
+        unit = min(max(8, _power_of_two(shape.num_tokens) // 32), _MOST_PADDING)
+        longer = _power_of_two(shape.num_requests - shape.num_single)  # requests, at most
         query = shape.max_query_len
         return replace(
             shape,
@@ -108,6 +112,7 @@ class Buckets:
             max_query_len=query if query <= _ANY_QUERY else _power_of_two(query),
             max_kv_len=kv_bucket(shape.max_kv_len, limits),
             max_tree_len=self.max_query_len if shape.max_tree_len else 0,
+            num_single=max(0, shape.num_requests - longer),
         )
 
     def prompt_shapes(self, max_num_tokens: int) -> list[StepShape]:

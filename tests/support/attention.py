@@ -171,13 +171,13 @@ class World:
 
     def shape(self, step: StepInputs, **bounds: int) -> StepShape:
         """The step's extents; `bounds` replace some, as captured graphs do."""
+        lens = step.cu_q[1:] - step.cu_q[:-1]
         exact = StepShape(
-            step.num_tokens,
-            step.num_requests,
-            step.num_rows,
-            int((step.cu_q[1:] - step.cu_q[:-1]).max()),
+            *(step.num_tokens, step.num_requests, step.num_rows),
+            int(lens.max()),
             int(step.kv_len.max()),
             self.limits().max_draft_len + 1 if step.trees else 0,
+            int((lens == 1).sum()),
         )
         return changed(exact, **bounds)
 

@@ -51,7 +51,7 @@ from llmctl.plugins.ops.rank_draw import kernel as rank_draw
 from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingScratch
 
 # Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
-MAX_PREPARED, MAX_COUNTS = 64, 128
+MAX_PREPARED, MAX_COUNTS = 64, 256
 # The others depend only on counts of tokens or rows.
 _BY_SHAPE = frozenset({"paged_attention", "all_gather"})
 _EXTENTS: tuple[Extent, ...] = ("tokens", "rows")

@@ -71,7 +71,9 @@ def chunk_launches(
     # Asked for in every step, so that the memory plan, which looks at the largest, knows of it.
     name, room_bytes = f"paged_attention.images.h{all_heads}", _image_bytes(call, env.limits)
     room = env.scratch(name, (room_bytes,), torch.uint8)
-    heads = heads_at_once(call, env.limits, shape)
+    # Those of one token are no chunks, if min_tokens says so.
+    chunks = requests - (shape.num_single if min_tokens > 1 else 0)
+    heads = heads_at_once(call, env.limits, shape, chunks)
     if heads == 0:
         grid = (min(blocks * all_heads, env.limits.num_sms), 1, 1)
         return [Launch(chunk_spec(call, env.limits), grid, arguments)]
@@ -88,13 +90,13 @@ def chunk_launches(
     return found
 
 
-def heads_at_once(call: OpCall, limits: StepLimits, shape: StepShape) -> int:
+def heads_at_once(call: OpCall, limits: StepLimits, shape: StepShape, chunks: int) -> int:
     """Of how many KV heads images.cu converts all tiles before they are attended to; none where
-    that gains nothing or there is no room."""
+    that gains nothing or there is no room for so many chunks."""
     blocks = shape.num_tokens // (ROWS // group_size(call))
-    if shape.max_kv_len < _LONG or blocks < _MANY_BLOCKS:
+    if not chunks or shape.max_kv_len < _LONG or blocks < _MANY_BLOCKS:
         return 0
-    a_head = shape.num_requests * -(-shape.max_kv_len // KEYS) * _tile_bytes(call)
+    a_head = chunks * -(-shape.max_kv_len // KEYS) * _tile_bytes(call)
     fitting = _image_bytes(call, limits) // a_head
     if fitting == 0:
         return 0

@@ -19,8 +19,8 @@ struct Imaged {
   const u8* from;  // the item's next tile
 
   DEVICE int most_keys() const { return images.tiles * KEYS; }
-  DEVICE void aim(const Step& step, int request, int head, int) {
-    from = images.of(request, 0, head - step.first_head);
+  DEVICE void aim(const Shared& shared, const Step& step, int request, int head, int) {
+    from = images.of(nth_chunk(shared, request), 0, head - step.first_head);
   }
   DEVICE void begin(const Item&) {}
   DEVICE void bring(const Shared& shared, const Item& item, Ring<STAGES>& ring) {

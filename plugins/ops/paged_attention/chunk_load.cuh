@@ -100,6 +100,19 @@ DEVICE int request_of(const Shared& shared, int num_requests, int block) {
   return request;
 }
 
+// How many chunks come before that of a request; every warp counts on its own.
+DEVICE int nth_chunk(const Shared& shared, int request) {
+  int nth = 0;
+#pragma unroll 1
+  for (int first = 0; first < request; first += 32) {
+    const int i = first + threadIdx.x % 32;
+    const bool is_chunk =
+        i < request && shared.request(i + 1).first_block > shared.request(i).first_block;
+    nth += __popc(__ballot_sync(~0u, is_chunk));
+  }
+  return nth;
+}
+
 // Reads item `claim` and lets `source` start to bring its first tile. Blocks at the end of a request come first,
 // because they see the most keys.
 template <class Source>
@@ -111,7 +124,7 @@ DEVICE Item find_item(const Shared& shared, const Step& step, int claim, Source&
   const volatile Request& from = shared.request(request);
   const int limit = min(from.limit, source.most_keys()), token = from.start + (block - from.first_block) * TOKENS;
   const int count = min(TOKENS, from.end - token);
-  source.aim(step, request, head, limit);
+  source.aim(shared, step, request, head, limit);
   const int first_key = load_int(step.position_ids + token);
   const int last_key = load_int(step.position_ids + token + count - 1);
   const int full_tiles = min(first_key + 1, limit) / KEYS;
@@ -220,7 +233,7 @@ struct Paged {
   Either<IS_FP8, Converted, Copied>::Type tiles;
 
   static DEVICE int most_keys() { return 0x7fffffff; }
-  DEVICE void aim(const Step& step, int request, int head, int limit) {
+  DEVICE void aim(const Shared&, const Step& step, int request, int head, int limit) {
     loader.aim(head, request * step.table_stride);
     loader.load_pages(0, pages_of(limit));
   }

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const u32 place = own_place();
   Loader loader;
   loader.cache = cache, loader.tables = block_tables;
-  int at = blockIdx.x;
+  int at = blockIdx.x, chunk = 0;
 #pragma unroll 1
   for (int request = 0; request < num_requests; ++request) {
     const int count = load_int(cu_q + request + 1) - load_int(cu_q + request);
@@ -55,10 +55,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       loader.load(tile, k, v);
       clear_from(k, limit - tile * KEYS);
       clear_from(v, limit - tile * KEYS);
-      u8* image = to.of(request, tile, head);
+      u8* image = to.of(chunk, tile, head);
       write_image(image, k, place);
       write_image(image + OPERAND_BYTES, v, place);
     }
     at -= end;
+    ++chunk;
   }
 }

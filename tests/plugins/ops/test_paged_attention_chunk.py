@@ -110,26 +110,27 @@ LONG = {**MODEL, "lengths": (600,), "max_seq_len": 131072}
 
 
 @pytest.mark.parametrize(
-    ("tokens", "requests", "context", "passes"),
+    ("tokens", "requests", "single", "context", "passes"),
     [
-        (2048, 1, 2048, 1),
-        (2048, 1, 32768, 1),
-        (2048, 1, 65536, 2),
-        (2048, 1, 131072, 4),
-        (2048, 3, 32768, 4),
-        (2048, 33, 32768, 0),  # no room for one head of all
-        (2048, 33, 2048, 0),  # three turns
-        (2048, 1, 1536, 0),
-        (128, 1, 32768, 0),  # few blocks of rows: each tile would be read a few times
+        (2048, 1, 0, 2048, 1),
+        (2048, 1, 0, 32768, 1),
+        (2048, 1, 0, 65536, 2),
+        (2048, 1, 0, 131072, 4),
+        (2048, 3, 0, 32768, 4),
+        (2048, 33, 0, 32768, 0),  # no room for one head of all
+        (2048, 33, 0, 2048, 0),  # three turns
+        (2048, 33, 32, 32768, 1),  # those that generate need none
+        (2048, 35, 32, 32768, 4),
+        (2048, 1, 0, 1536, 0),
+        (128, 1, 0, 32768, 0),  # few blocks of rows: each tile would be read a few times
     ],
 )
-def test_tiles_are_converted_before_some_heads_at_a_time(tokens, requests, context, passes):
+def test_tiles_are_converted_before_some_heads_at_a_time(tokens, requests, single, context, passes):
     world = World(**LONG, max_batch_size=64)
     parts: list[Part] = [(0, 0, 600)]
     call, step = world.call(parts), world.step(parts)
-    shape = world.shape(
-        step, num_tokens=tokens, num_requests=requests, max_query_len=tokens, max_kv_len=context
-    )
+    sizes = {"num_tokens": tokens, "max_query_len": tokens, "max_kv_len": context}
+    shape = world.shape(step, num_requests=requests, num_single=single, **sizes)
     env = replace(world.env(step), use_pdl=True)
     found = kernel.launches(call, env, shape)
     names = [each.spec.entry for each in found if each.spec.entry in ("images", "chunk")]
@@ -141,7 +142,9 @@ def test_tiles_are_converted_before_some_heads_at_a_time(tokens, requests, conte
         *_, room, _, count, _, tiles, first, num_heads = written.arguments
         assert read.arguments[-4:] == (room, tiles, first, num_heads) and count == requests
         assert first == heads and tiles * 64 >= context
-        assert requests * tiles * num_heads * 2 * 64 * 128 * 2 <= room.numel() <= 128 << 20
+        assert (
+            (requests - single) * tiles * num_heads * 2 * 64 * 128 * 2 <= room.numel() <= 128 << 20
+        )
         heads += num_heads
     assert heads == 8
     built = kernel.kernels(call, world.limits())

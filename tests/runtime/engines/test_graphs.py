@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmctl.plugins.backends.cuda.kernel_spec import StepLimits, StepShape
+from llmctl.plugins.backends.cuda.program import MAX_COUNTS
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.runtime.engines import graphs
 from llmctl.runtime.engines.graphs import Buckets, GraphCache, kv_bucket, pad, shape_of
@@ -139,14 +140,27 @@ def test_steps_with_prompts_come_in_few_shapes_a_sixteenth_larger_at_most(
     assert (padded.slot_mapping[step.num_tokens :] == -1).all()
 
 
-def test_every_size_of_a_prompt_step_is_among_those_prepared() -> None:
-    buckets = Buckets(TARGET)
+@pytest.mark.parametrize("most", [2048, 16384])
+def test_every_size_of_a_prompt_step_is_among_those_prepared(most: int) -> None:
+    buckets = Buckets(replace(TARGET, max_num_tokens=most))
     sizes = [shape.num_tokens for shape in buckets.prompt_shapes(10**6)]
-    assert len(sizes) == len(set(sizes)) <= 128  # all are kept: backends.cuda.program.MAX_COUNTS
-    for count in range(32, 2049):
+    assert len(sizes) == len(set(sizes)) <= MAX_COUNTS  # all are kept
+    for count in range(32, most + 1):
         assert buckets.round_up(StepShape(count, 5, 3, 20, 900)).num_tokens in sizes
     assert max(shape.num_tokens for shape in buckets.prompt_shapes(500)) in (496, 504, 512)
     assert buckets.prompt_shapes(0) == []
+
+
+@pytest.mark.parametrize("single", [0, 1, 32])
+def test_a_long_prompt_is_padded_little_and_counts_apart_from_those_beside_it(single: int) -> None:
+    buckets = Buckets(replace(TARGET, max_num_tokens=9216))
+    step = make_step([3000, 3000, 2192, *[1] * single], [0] * 3 + [500] * single, False)
+    found = shape_of(step)
+    assert found.num_single == single
+    rounded = buckets.round_up(found)
+    assert rounded.num_tokens == {0: 8192, 1: 8320, 32: 8320}[single]
+    assert rounded.num_single == max(0, single - 1), "three are counted as four"
+    assert rounded.num_requests == 3 + single
 
 
 def test_context_lengths_share_few_buckets() -> None:
