@@ -98,7 +98,7 @@ def parse_load(text: str) -> Load:
 
 
 def arrivals(
-    num_short: int = 32, short: tuple[int, int] = (500, 1500), num_long: int = 8, size: int = 8192
+    num_short: int = 32, short: tuple[int, int] = (500, 2000), num_long: int = 8, size: int = 8192
 ) -> Load:
     """Long prompts that come while short ones generate: the first after 1.5 s, then 4 a second."""
     times = (0.0,) * num_short + tuple(1.5 + 0.25 * index for index in range(num_long))
@@ -165,8 +165,8 @@ def watched(short: list[RequestRecord], long: list[RequestRecord]) -> dict[str, 
             if begin < after.at_s and before.at_s < end:
                 gaps.append((after.at_s - before.at_s) * 1e3)
                 tokens += after.num_tokens
-        if record.arrivals[-1].at_s < end:
-            sys.exit("the short requests ended before the long prompts were in")
+        if (early := end - record.arrivals[-1].at_s) > 0:
+            sys.exit(f"a short request ended {early:.2f} s before the last long prompt was read")
     return {
         "tok_s_per_gpu": tokens / (end - begin),
         "ttft_ms": metrics.percentiles(map(metrics.ttft_ms, long)),

@@ -203,7 +203,7 @@ def test_gaps_count_from_the_first_long_prompt_to_the_last_ones_first_token():
     assert found["itl_ms"]["maximum"] == pytest.approx(400)
     assert found["tok_s_per_gpu"] == pytest.approx(3 / 0.7)
     assert found["ttft_ms"]["maximum"] == pytest.approx(600)
-    with pytest.raises(SystemExit, match="ended before"):
+    with pytest.raises(SystemExit, match="ended 0.10 s before"):
         compare_load.watched(short, [record(1.25, [1.4])])
 
 
