@@ -28,7 +28,6 @@ from llmctl.plugins.schemes.table import SCHEMES
 from scripts.bench import gemm_support
 from scripts.bench.gemm_support import FP8, Bench
 
-gemm_support.MAX_TOKENS = 4096
 WARM_UP_S = 0.03  # a GPU that was idle takes some milliseconds to reach its clock
 SHAPES = {
     "70b": [
@@ -171,10 +170,11 @@ def main() -> None:
     parser.add_argument("--variant", action="append", default=[], help=parse_variant.__doc__)
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    bench = Bench()
     counts = [int(count) for count in options.tokens.split(",") if count]
+    most = gemm_support.MAX_TOKENS = max(128, *counts)
+    bench = Bench()
     variants = [parse_variant(text) for text in options.variant]
-    bench.env = replace(bench.env, limits=StepLimits(4096, 4096, 16, 4096, 16, 32, "bfloat16"))
+    bench.env = replace(bench.env, limits=StepLimits(most, most, 16, most, 16, 32, "bfloat16"))
     for name in filter(None, options.models.split(",")):
         if "fp8" in options.dtypes:
             time_layer(bench, name, counts)
