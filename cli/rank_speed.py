@@ -36,12 +36,18 @@ from llmctl.plugins.schemes.scheme import WeightScheme
 
 Waits: TypeAlias = tuple[tuple[float, float], ...]  # (bytes a step reads a layer, exposed seconds)
 # 1B, 3B, 8B in launches (1,024 tokens of context), 70B (1,000)
-LAYER_WAITS: Waits = (
+WHOLE_WAITS: Waits = (
     (94.8e6, 11.8e-6),
     (131.0e6, 11.2e-6),
     (253.2e6, 11.5e-6),
     (884.3e6, 1.1e-6),
 )
+# a rank's part, alone on one H200 (`scripts.bench.slices`): 8B on 8, 4, 2, and 70B on 8, 4, 2 ranks
+PART_WAITS: Waits = (
+    *((31.7e6, 12.5e-6), (63.3e6, 15.0e-6), (126.6e6, 12.1e-6)),
+    *((110.6e6, 11.5e-6), (221.2e6, 12.5e-6), (442.2e6, 9.6e-6)),
+)
+LAYER_WAITS: Waits = tuple(sorted(WHOLE_WAITS + PART_WAITS))
 # 1B, 3B, 8B with 4-bit weights; nothing larger was measured
 FOUR_BIT_WAITS: Waits = ((66.3e6, 21.8e-6), (83.9e6, 31.2e-6), (151.0e6, 26.4e-6))
 MEETING_S = {2: 2.7e-6, 4: 2.9e-6, 8: 3.1e-6}

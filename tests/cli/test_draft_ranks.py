@@ -30,8 +30,8 @@ def config_only(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize(
     ("shape", "tp_size", "chosen", "why"),
     [
-        ("1b", 2, 1, "replicated (computed for h200: a step takes 0.404 ms on 1, 0.40"),
-        ("1b", 8, 8, "sharded (computed for h200: a step takes 0.404 ms on 1, 0.29"),
+        ("1b", 2, 1, "replicated (computed for h200: a step takes 0.404 ms on 1, 0.44"),
+        ("1b", 8, 8, "sharded (computed for h200: a step takes 0.404 ms on 1, 0.30"),
         ("8b", 2, 2, "sharded (computed for h200: a step takes 1.89 ms on 1, 1.3"),
         ("tiny", 8, 1, "replicated (--tp-size 8: the model's num_attention_heads is 4"),
         ("tiny", 1, 1, "replicated (a target of one rank)"),
