@@ -143,7 +143,7 @@ def _is_eagle(folder: Path) -> bool:
 
 def _read_eagle(folder: Path, source: Source) -> DraftHeads:
     from llmctl.builder.heads.eagle.checkpoint import check_head, open_head
-    from llmctl.builder.heads.eagle.config import DEFAULT_THETA, choose_taps
+    from llmctl.builder.heads.eagle.config import DEFAULT_THETA, choose_taps, last_tap
     from llmctl.builder.heads.eagle.names import DEFAULT_LENGTH
     from llmctl.builder.heads.eagle.vocabulary import KEPT, OFFSETS
     from llmctl.builder.rope import read_rope
@@ -153,28 +153,21 @@ def _read_eagle(folder: Path, source: Source) -> DraftHeads:
     from llmctl.quantize.heads.heads import DraftHeads
 
     opened, target = open_head(folder), source.model.config
-    if opened.version == 1:
-        raise Unsupported(
-            f"{folder} is a head of EAGLE-1 or 2; those are not quantized",
-            fix="build with the head as it is",
-        )
-    config, hidden_size = opened.config, int(target.hidden_size)
+    config, hidden_size, is_first = opened.config, int(target.hidden_size), opened.version == 1
     layers, where = source.model.num_layers, str(config.where)
-    taps = choose_taps(config.layer_ids, layers, None, where)
+    taps = (
+        last_tap(layers, None) if is_first else choose_taps(config.layer_ids, layers, None, where)
+    )
     head = check_head(opened, taps, hidden_size, int(target.vocab_size))
     _require_plain(folder, head.quantization)
-    if config.norm_before_fc or config.fc_norm or config.norm_output:
-        raise Unsupported(
-            f"{where} says norm_before_fc, fc_norm or norm_output; heads with such norms are not "
-            "quantized",
-            fix="build with the head as it is",
-        )
     rope = read_rope(config.rope, DEFAULT_THETA, where)
     shape = EagleShape(
-        *(len(taps), hidden_size, config.hidden_size, config.intermediate_size),
+        *(head.version, len(taps), hidden_size, config.hidden_size, config.intermediate_size),
         *(config.num_heads, config.num_kv_heads, config.head_size, config.norm_epsilon),
-        *(config.vocab_size, config.draft_vocab_size, config.norm_before_residual),
-        *(head.has_qk_norm, head.has_embedding, DEFAULT_LENGTH),
+        *(config.vocab_size, config.draft_vocab_size, head.windows, config.norm_before_residual),
+        *(config.norm_before_fc, config.fc_norm, config.norm_output),
+        *(head.has_qk_norm, head.has_fc_bias, head.has_embedding),
+        DEFAULT_LENGTH,
         lambda start, stop: rope.table(start, stop, config.head_size),
     )
     stored = {name: info.name for name, info in head.tensors.items()}
@@ -191,13 +184,13 @@ def _read_eagle(folder: Path, source: Source) -> DraftHeads:
         num_tokens=DEFAULT_LENGTH,
         depth_word="step",
         linears={p: stored[f"{module}.weight"].removesuffix(".weight") for p, module in linears},
-        biases=(),
-        make=lambda projection, embedding: make_eagle(shape, embedding, offsets),
+        biases=("fc",) if head.has_fc_bias else (),
+        make=lambda projection, embedding: make_eagle(shape, projection, embedding, offsets),
         file_name=SINGLE_FILE,
         config=read_json(folder / CONFIG_FILE),
-        kept={path: stored[name] for path, name in shape.kept().items()},
+        kept={path: stored[f"{path}.weight"] for path in shape.kept()},
         copied=(stored[OFFSETS], stored[KEPT]) if head.is_reduced else (),
-        taps=taps,
+        taps=() if is_first else taps,  # what the last layer puts out is read behind its norm
         attends=True,
     )
 

@@ -9,7 +9,9 @@ from llmctl.builder.heads.eagle.names import (
     CACHE,
     EXTEND,
     MOST_DRAFTS,
+    MOST_LAYERS,
     NEXT,
+    ONE_LAYER,
     STATE,
     feature_inputs,
     tap_name,
@@ -47,6 +49,13 @@ def find_wrong(found: Mapping[str, Any], build: Mapping[str, Any]) -> str | None
     taps = found.get("taps")
     if type(taps) is not list or not 1 <= len(taps) <= 64 or not all(map(_is_layer, taps)):
         return f"{prefix}.taps is {taps!r:.100}; a list of layers is wanted"
+    windows = found.get("windows", ONE_LAYER)
+    if (
+        type(windows) is not list
+        or not 1 <= len(windows) <= MOST_LAYERS
+        or not all(map(_is_layer, windows))
+    ):
+        return f"{prefix}.windows is {windows!r:.100}; the window of each layer is wanted"
     rope = found.get("rope")
     if type(rope) is not dict or not all(
         type(value) in (int, float, dict) for value in rope.values()
@@ -73,7 +82,8 @@ def check_plan(config: EngineConfig, plan: Plan, tensors: Tensors) -> None:
     dtype, width = model["dtype"], facts["hidden_size"]
     cache = plan.head_caches[CACHE]
     found = (cache.num_layers, cache.num_kv_heads, cache.head_size)
-    if found != (1, facts["num_kv_heads"], facts["head_size"]):
+    num_layers = len(facts.get("windows", ONE_LAYER))
+    if found != (num_layers, facts["num_kv_heads"], facts["head_size"]):
         raise wrong(f"the KV cache of the EAGLE head has layers, heads and size {found}")
     for layer in facts["taps"]:
         name = tap_name(layer)

@@ -1,4 +1,8 @@
-"""An EAGLE-3 head as a torch module: its steps behind each position of a text, along the text."""
+"""An EAGLE head as a torch module: its steps behind each position of a text, along the text.
+
+What it computes is in builder/heads/eagle/network.py. Paths in the module are the names of the
+head's tensors, but for its output matrix: ModelOpt leaves out what is called lm_head or output.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-OUTPUT = "vocabulary"  # path of the output matrix: ModelOpt leaves out "lm_head" and "output"
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_LAYER_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+VOCABULARY = "vocabulary"  # path of the output matrix
 
 
 @dataclass(frozen=True, slots=True)
 class EagleShape:
-    """rotary: (first position, last) -> the table of RoPE [positions, head_size], half of it
-    cosines and half sines (builder/rope.py)."""
+    """Sizes, and which of its forms a head has. version: 1 (and 2) or 3. windows: of each layer's
+    attention, in tokens, 0: full. rotary: (first position, last) -> the table of RoPE [positions,
+    head_size], half of it cosines and half sines (builder/rope.py)."""
 
+    version: int
     num_taps: int
     target_hidden: int
     hidden_size: int
@@ -30,58 +33,83 @@ class EagleShape:
     norm_epsilon: float
     vocab_size: int  # of the target
     draft_vocab_size: int
+    windows: tuple[int, ...]
     norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
     has_qk_norm: bool
+    has_fc_bias: bool
     has_embedding: bool
     num_steps: int
     rotary: Callable[[int, int], torch.Tensor]
 
-    def linears(self) -> dict[str, str]:
-        """Paths in the module -> names of their modules, the layer's behind `layers.0`."""
-        attention = {part: f"layers.0.self_attn.{part}" for part in _ATTENTION}
-        return {
-            "fc": "fc",
-            **attention,
-            **{p: f"layers.0.mlp.{p}" for p in _MLP},
-            OUTPUT: "lm_head",
-        }
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of the linears, by their paths in the module."""
+        width, inner, is_first = self.hidden_size, self.intermediate_size, self.version == 1
+        features = self.num_taps * self.target_hidden
+        found = {"fc": (features + width if is_first else features, width)}
+        for layer in range(len(self.windows)):
+            prefix = f"layers.{layer}"
+            read = 2 * width if layer == 0 and not is_first else width
+            queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+            found |= {
+                f"{prefix}.self_attn.q_proj": (read, queries),
+                f"{prefix}.self_attn.k_proj": (read, keys),
+                f"{prefix}.self_attn.v_proj": (read, keys),
+                f"{prefix}.self_attn.o_proj": (queries, width),
+                f"{prefix}.mlp.gate_proj": (width, inner),
+                f"{prefix}.mlp.up_proj": (width, inner),
+                f"{prefix}.mlp.down_proj": (inner, width),
+            }
+        return found if is_first else {**found, VOCABULARY: (width, self.draft_vocab_size)}
 
-    def kept(self) -> dict[str, str]:
-        """Paths of parameters that stay as they are -> their names."""
-        found = {name: f"layers.0.{name}.weight" for name in _LAYER_NORMS} | {"norm": "norm.weight"}
-        if self.has_qk_norm:
-            found |= {f"{part}_norm": f"layers.0.self_attn.{part}_norm.weight" for part in "qk"}
+    def linears(self) -> dict[str, str]:
+        """Paths in the module -> names of their modules."""
+        return {path: "lm_head" if path == VOCABULARY else path for path in self.sizes()}
+
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """Paths of parameters that stay as they are -> their shapes; each is the weight of what its
+        path names."""
+        width, size = (self.hidden_size,), (self.head_size,)
+        found: dict[str, tuple[int, ...]] = {}
+        for layer in range(len(self.windows)):
+            prefix = f"layers.{layer}"
+            found[f"{prefix}.post_attention_layernorm"] = width
+            if layer or self.version == 3:
+                found[f"{prefix}.input_layernorm"] = width
+            if self.has_qk_norm:
+                found |= {f"{prefix}.self_attn.{part}_norm": size for part in "qk"}
+        if self.version == 1:
+            return found
+        found |= {"layers.0.hidden_norm": width, "norm": width}
+        if self.norm_before_fc:
+            found["input_norm"] = (self.num_taps * self.target_hidden,)
+        for tap in range(self.num_taps if self.fc_norm else 0):
+            found[f"fc_norm.{tap}"] = (self.target_hidden,)
         if self.has_embedding:
-            found["embedding"] = "embed_tokens.weight"
+            found["embed_tokens"] = (self.vocab_size, self.hidden_size)
         return found
 
 
-def make_eagle(shape: EagleShape, embedding: torch.Tensor, offsets: torch.Tensor | None) -> Any:
+def make_eagle(
+    shape: EagleShape,
+    projection: torch.Tensor,
+    embedding: torch.Tensor,
+    offsets: torch.Tensor | None,
+) -> Any:
     """A HeadModule without weights of its own, which attends: `hidden` are features side by side.
 
     Step s of place i reads token i + 1 + s and what step s - 1 put out there, sees the pairs up to
-    i and its own of the steps since, and says what follows. embedding: the target's; offsets: d2t,
-    where the vocabulary is reduced.
+    i and its own of the steps since, and says what follows. projection, embedding: the target's;
+    offsets: d2t, where the vocabulary is reduced.
     """
     import torch
     from torch import nn
     from torch.nn.functional import embedding as embed
-    from torch.nn.functional import silu
+    from torch.nn.functional import linear, silu
 
-    width, size = shape.hidden_size, shape.head_size
-    groups = shape.num_heads // shape.num_kv_heads
-    sizes = {
-        "fc": (shape.num_taps * shape.target_hidden, width),
-        "q_proj": (2 * width, shape.num_heads * size),
-        "k_proj": (2 * width, shape.num_kv_heads * size),
-        "v_proj": (2 * width, shape.num_kv_heads * size),
-        "o_proj": (shape.num_heads * size, width),
-        "gate_proj": (width, shape.intermediate_size),
-        "up_proj": (width, shape.intermediate_size),
-        "down_proj": (shape.intermediate_size, width),
-        OUTPUT: (width, shape.draft_vocab_size),
-    }
-    lengths = {"q_norm": (size,), "k_norm": (size,), "embedding": (shape.vocab_size, width)}
+    size, groups = shape.head_size, shape.num_heads // shape.num_kv_heads
 
     def rotate(x: torch.Tensor, first: int) -> torch.Tensor:
         """x [heads, positions, size], from a position on."""
@@ -90,61 +118,109 @@ def make_eagle(shape: EagleShape, embedding: torch.Tensor, offsets: torch.Tensor
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
+    class Seen:
+        """Keys and values of a layer: those of step 0 at all places, and of each step since."""
+
+        def __init__(self) -> None:
+            self.keys: list[torch.Tensor] = []
+            self.values: list[torch.Tensor] = []
+
     class Eagle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            for name, (inputs, outputs) in sizes.items():
-                self.add_module(name, nn.Linear(inputs, outputs, bias=False, device="meta"))
-            for name in shape.kept():
-                empty = torch.empty(lengths.get(name, (width,)), device="meta")
-                self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+            for path, (inputs, outputs) in shape.sizes().items():
+                has_bias = path == "fc" and shape.has_fc_bias
+                holder, name = self._holder(path)
+                holder.add_module(name, nn.Linear(inputs, outputs, bias=has_bias, device="meta"))
+            for path, lengths in shape.kept().items():
+                holder, name = self._holder(path)
+                empty = torch.empty(lengths, device="meta")
+                holder.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+        def _holder(self, path: str) -> tuple[nn.Module, str]:
+            found: nn.Module = self
+            *outer, name = path.split(".")
+            for part in outer:
+                if part not in dict(found.named_children()):
+                    found.add_module(part, nn.Module())
+                found = found.get_submodule(part)
+            return found, name
 
         def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
-            g = self._product("fc", hidden)
-            keys: list[torch.Tensor] = []
-            values: list[torch.Tensor] = []
-            table = self.get_parameter("embedding") if shape.has_embedding else embedding
+            g = self._feature(hidden)
+            seen = [Seen() for _ in shape.windows]
+            table = self.get_parameter("embed_tokens") if shape.has_embedding else embedding
             for step in range(shape.num_steps):
-                e = self._norm("input_layernorm", embed(tokens[:, step], table))
-                normal = self._norm("hidden_norm", g)
-                seen = self._attend(torch.cat((e, normal), -1), step, keys, values)
-                g = seen + (normal if shape.norm_before_residual else g)
-                x = self._norm("post_attention_layernorm", g)
-                g = g + self._product(
-                    "down_proj", silu(self._product("gate_proj", x)) * self._product("up_proj", x)
-                )
-                yield self._logits(self._product("vocabulary", self._norm("norm", g)))
+                x, residual = self._begin(embed(tokens[:, step], table), g)
+                for layer in range(len(shape.windows)):
+                    if layer:
+                        x, residual = self._norm(f"layers.{layer}.input_layernorm", g), g
+                    g = self._layer(layer, x, residual, step, seen[layer])
+                if shape.version == 1:
+                    yield linear(g, projection)
+                    continue
+                normal = self._norm("norm", g)
+                g = normal if shape.norm_output else g
+                yield self._logits(self._product(VOCABULARY, normal))
 
-        def _attend(
-            self, x: torch.Tensor, step: int, keys: list[torch.Tensor], values: list[torch.Tensor]
+        def _feature(self, hidden: torch.Tensor) -> torch.Tensor:
+            if shape.version == 1:
+                return hidden
+            if shape.norm_before_fc:
+                hidden = self._norm("input_norm", hidden)
+            if shape.fc_norm:
+                parts = enumerate(hidden.chunk(shape.num_taps, -1))
+                hidden = torch.cat([self._norm(f"fc_norm.{tap}", part) for tap, part in parts], -1)
+            return self._product("fc", hidden)
+
+        def _begin(self, e: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """What the first layer's attention reads, and what is added to what it puts out."""
+            if shape.version == 1:
+                u = self._product("fc", torch.cat((e, g), -1))
+                return u, u
+            normal = self._norm("layers.0.hidden_norm", g)
+            x = torch.cat((self._norm("layers.0.input_layernorm", e), normal), -1)
+            return x, normal if shape.norm_before_residual else g
+
+        def _layer(
+            self, layer: int, x: torch.Tensor, residual: torch.Tensor, step: int, seen: Seen
         ) -> torch.Tensor:
-            count = len(x)
+            g = residual + self._attend(layer, x, step, seen)
+            x = self._norm(f"layers.{layer}.post_attention_layernorm", g)
+            gate, up = (self._product(f"layers.{layer}.mlp.{p}_proj", x) for p in ("gate", "up"))
+            return g + self._product(f"layers.{layer}.mlp.down_proj", silu(gate) * up)
+
+        def _attend(self, layer: int, x: torch.Tensor, step: int, seen: Seen) -> torch.Tensor:
+            count, prefix = len(x), f"layers.{layer}.self_attn"
             q, k, v = (
-                self._product(f"{part}_proj", x).view(count, -1, size).transpose(0, 1)
+                self._product(f"{prefix}.{part}_proj", x).view(count, -1, size).transpose(0, 1)
                 for part in "qkv"
             )
             if shape.has_qk_norm:
-                q, k = self._norm("q_norm", q), self._norm("k_norm", k)
+                q, k = self._norm(f"{prefix}.q_norm", q), self._norm(f"{prefix}.k_norm", k)
             q, k = rotate(q, step), rotate(k, step).repeat_interleave(groups, 0)
-            keys.append(k)
-            values.append(v.repeat_interleave(groups, 0))
-            later = torch.ones((count, count), dtype=torch.bool, device=x.device).triu(1)
-            shared = (q @ keys[0].transpose(-1, -2)).masked_fill(later, float("-inf"))
-            own = [(q * k).sum(-1, keepdim=True) for k in keys[1:]]
+            seen.keys.append(k)
+            seen.values.append(v.repeat_interleave(groups, 0))
+            window = shape.windows[layer] or count + step + 1
+            square = torch.ones((count, count), dtype=torch.bool, device=x.device)
+            outside = square.triu(1) | square.tril(step - window)
+            shared = (q @ seen.keys[0].transpose(-1, -2)).masked_fill(outside, float("-inf"))
+            since = [since for since in range(1, step + 1) if step - since < window]
+            own = [(q * seen.keys[s]).sum(-1, keepdim=True) for s in since]
             weights = torch.softmax(torch.cat((shared, *own), -1).float() / size**0.5, -1).to(x)
-            seen = weights[..., :count] @ values[0]
-            for number, v in enumerate(values[1:]):
-                seen = seen + weights[..., count + number, None] * v
-            return self._product("o_proj", seen.transpose(0, 1).reshape(count, -1))
+            found = weights[..., :count] @ seen.values[0]
+            for number, s in enumerate(since):
+                found = found + weights[..., count + number, None] * seen.values[s]
+            return self._product(f"{prefix}.o_proj", found.transpose(0, 1).reshape(count, -1))
 
-        def _product(self, name: str, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.get_submodule(name)(x)
+        def _product(self, path: str, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.get_submodule(path)(x)
             return found
 
-        def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        def _norm(self, path: str, x: torch.Tensor) -> torch.Tensor:
             wide = x.float()
             unit = wide * (wide.square().mean(-1, keepdim=True) + shape.norm_epsilon).rsqrt()
-            return self.get_parameter(name) * unit.to(x.dtype)
+            return self.get_parameter(path) * unit.to(x.dtype)
 
         def _logits(self, own: torch.Tensor) -> torch.Tensor:
             if offsets is None:

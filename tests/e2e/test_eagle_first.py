@@ -1,4 +1,5 @@
-"""Drafts from a head of EAGLE-1 through the whole program: never another token than without."""
+"""Drafts from a head of EAGLE-1 through the whole program: never another token than without. Its
+layers are two, so that all that keeps a cache of a head meets one of several."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": 4096,
     "rms_norm_eps": 1e-5,
+    "num_hidden_layers": 2,
 }
 
 
@@ -70,4 +72,5 @@ def test_on_a_device_too(
 
 
 def test_inspect_says_what_the_head_reads(demo: DemoPair, engine: Path) -> None:
-    assert "eagle 1 or 2, reads what the last layer puts out" in demo.llmctl("inspect", engine)
+    said = demo.llmctl("inspect", engine)
+    assert "eagle 1 or 2, reads what the last layer puts out, width 384, 2 layers, RoPE" in said

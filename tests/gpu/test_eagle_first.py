@@ -1,4 +1,4 @@
-"""A head of EAGLE-1 on a GPU: the tokens of plain decoding, with chains and with trees.
+"""A head of EAGLE-1, of two layers, on a GPU: the tokens of plain decoding, with chains and trees.
 
 Not run on a GPU yet."""
 
@@ -25,6 +25,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": 4096,
     "rms_norm_eps": 1e-5,
+    "num_hidden_layers": 2,
 }
 MOST = 8  # drafts
 

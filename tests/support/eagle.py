@@ -30,26 +30,31 @@ DEMO_SHAPE = EagleShape(384, 512, 6, 2, (2, 4, 5))  # of a head for the demo tar
 
 def make_head(
     seed: int = 0, *, taps: int = 3, target_hidden: int = HIDDEN, own_embedding: bool = False,
-    qk_norm: bool = False, input_norm: bool = False, fc_norm: bool = False, **sizes: Any,
+    qk_norm: bool = False, input_norm: bool = False, fc_norm: bool = False, layers: int = 1,
+    **sizes: Any,
 ) -> Tensors:  # fmt: skip
-    """A random head under EAGLE's names, in float32; `sizes` are fields of its config.json."""
+    """A random head under EAGLE's names (others for layers behind the first), in float32; `sizes`
+    are fields of its config.json."""
     sizes = {**SIZES, **sizes}
     generator = torch.Generator().manual_seed(seed)
     width, inner = sizes["hidden_size"], sizes["intermediate_size"]
     vocab, draft_vocab = sizes["vocab_size"], sizes["draft_vocab_size"]
     size = sizes.get("head_dim") or width // sizes["num_attention_heads"]
     heads, kv_heads = sizes["num_attention_heads"] * size, sizes["num_key_value_heads"] * size
-    shapes = {
-        "fc": (width, taps * target_hidden),
-        "midlayer.self_attn.q_proj": (heads, 2 * width),
-        "midlayer.self_attn.k_proj": (kv_heads, 2 * width),
-        "midlayer.self_attn.v_proj": (kv_heads, 2 * width),
-        "midlayer.self_attn.o_proj": (width, heads),
-        "midlayer.mlp.gate_proj": (inner, width),
-        "midlayer.mlp.up_proj": (inner, width),
-        "midlayer.mlp.down_proj": (width, inner),
-        "lm_head": (draft_vocab, width),
-    }
+    names = ["midlayer", *(f"layers.{layer}" for layer in range(1, layers))]
+    shapes = {"fc": (width, taps * target_hidden)}
+    for name in names:
+        read = 2 * width if name == "midlayer" else width
+        shapes |= {
+            f"{name}.self_attn.q_proj": (heads, read),
+            f"{name}.self_attn.k_proj": (kv_heads, read),
+            f"{name}.self_attn.v_proj": (kv_heads, read),
+            f"{name}.self_attn.o_proj": (width, heads),
+            f"{name}.mlp.gate_proj": (inner, width),
+            f"{name}.mlp.up_proj": (inner, width),
+            f"{name}.mlp.down_proj": (width, inner),
+        }
+    shapes["lm_head"] = (draft_vocab, width)
     if own_embedding:
         shapes["embed_tokens"] = (vocab, width)
     tensors = {
@@ -57,17 +62,19 @@ def make_head(
         for name, shape in shapes.items()
     }
     norms = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
-    names = [*(f"midlayer.{norm}" for norm in norms), "norm"]
-    for name in names:
+    wide = [*(f"midlayer.{norm}" for norm in norms), "norm"]
+    wide += [f"{name}.{norm}" for name in names[1:] for norm in norms[1:]]
+    for name in wide:
         tensors[f"{name}.weight"] = torch.rand(width, generator=generator) + 0.5
     if input_norm:
         tensors["input_norm.weight"] = torch.rand(taps * target_hidden, generator=generator) + 0.5
     for tap in range(taps if fc_norm else 0):
         tensors[f"fc_norm.{tap}.weight"] = torch.rand(target_hidden, generator=generator) + 0.5
-    if qk_norm:
+    for name in names if qk_norm else ():
         for part in "qk":
-            name = f"midlayer.self_attn.{part}_norm.weight"
-            tensors[name] = torch.rand(size, generator=generator) + 0.5
+            tensors[f"{name}.self_attn.{part}_norm.weight"] = (
+                torch.rand(size, generator=generator) + 0.5
+            )
     if draft_vocab < vocab:
         kept = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
         tensors["d2t"] = kept - torch.arange(draft_vocab)
@@ -105,8 +112,11 @@ class TorchHead:
         theta: float = 10000.0,
         norm_before_residual: bool = False,
         norm_output: bool = False,
+        windows: Sequence[int] = (0,),
         **sizes: Any,
     ) -> None:
+        """windows: of its layers' attention; 0: all tokens."""
+        self.windows = windows
         self.sizes = {**SIZES, **sizes}
         self.tensors = {name: t.float() for name, t in tensors.items()}
         self.embedding = self.tensors.get("embed_tokens.weight", embedding.float())
@@ -127,11 +137,12 @@ class TorchHead:
         """o [N, H] of the pairs 0 to N - 1."""
         x = self._norm("midlayer.input_layernorm", self.embedding[list(tokens)])
         normal = self._norm("midlayer.hidden_norm", g)
-        x = self._attention(torch.cat((x, normal), dim=-1))
-        x = x + (normal if self.norm_before_residual else g)
-        y = self._norm("midlayer.post_attention_layernorm", x)
-        gate, up = self._linear("mlp.gate_proj", y), self._linear("mlp.up_proj", y)
-        x = x + self._linear("mlp.down_proj", silu(gate) * up)
+        x = self._attention("midlayer", torch.cat((x, normal), dim=-1), self.windows[0])
+        x = self._mlp("midlayer", x + (normal if self.norm_before_residual else g))
+        for layer, window in enumerate(self.windows[1:], 1):
+            name = f"layers.{layer}"
+            y = self._norm(f"{name}.input_layernorm", x)
+            x = self._mlp(name, x + self._attention(name, y, window))
         return self._norm("norm", x) if self.norm_output else x
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
@@ -155,24 +166,31 @@ class TorchHead:
                 return drafts
             g, read = torch.cat((g, out)), [*read, drafts[-1]]
 
-    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, layer: str, x: torch.Tensor) -> torch.Tensor:
+        y = self._norm(f"{layer}.post_attention_layernorm", x)
+        gate, up = (self._linear(f"{layer}.mlp.{part}_proj", y) for part in ("gate", "up"))
+        return x + self._linear(f"{layer}.mlp.down_proj", silu(gate) * up)
+
+    def _attention(self, layer: str, x: torch.Tensor, window: int) -> torch.Tensor:
         count, heads = len(x), self.sizes["num_attention_heads"]
         groups = heads // self.sizes["num_key_value_heads"]
         q, k, v = (
-            self._linear(f"self_attn.{part}_proj", x).view(count, -1, self._size).transpose(0, 1)
+            self._linear(f"{layer}.self_attn.{part}_proj", x)
+            .view(count, -1, self._size)
+            .transpose(0, 1)
             for part in "qkv"
         )
-        if "midlayer.self_attn.q_norm.weight" in self.tensors:
-            q, k = (
-                self._norm("midlayer.self_attn.q_norm", q),
-                self._norm("midlayer.self_attn.k_norm", k),
-            )
+        if f"{layer}.self_attn.q_norm.weight" in self.tensors:
+            q = self._norm(f"{layer}.self_attn.q_norm", q)
+            k = self._norm(f"{layer}.self_attn.k_norm", k)
         q, k = self._rotate(q), self._rotate(k).repeat_interleave(groups, dim=0)
         v = v.repeat_interleave(groups, dim=0)
         scores = q @ k.transpose(1, 2) / self._size**0.5
         hidden = torch.ones(count, count).triu(1).bool()
+        if window:
+            hidden |= torch.ones(count, count).tril(-window).bool()
         seen = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1) @ v
-        return self._linear("self_attn.o_proj", seen.transpose(0, 1).reshape(count, -1))
+        return self._linear(f"{layer}.self_attn.o_proj", seen.transpose(0, 1).reshape(count, -1))
 
     @property
     def _size(self) -> int:
@@ -188,7 +206,7 @@ class TorchHead:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.tensors[f"midlayer.{name}.weight"])
+        return linear(x, self.tensors[f"{name}.weight"])
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         unit = x * (x.square().mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).rsqrt()

@@ -1,4 +1,5 @@
-"""Heads of EAGLE-1 and 2 in plain torch: transformers' own decoder layer without its first norm."""
+"""Heads of EAGLE-1 and 2 in plain torch: transformers' own decoder layers, the first without
+the norm before its attention."""
 
 from __future__ import annotations
 
@@ -27,10 +28,13 @@ class FirstHead(torch.nn.Module):
         torch.manual_seed(4)
         hidden = int(fields["hidden_size"])
         self.fc = torch.nn.Linear(2 * hidden, hidden, bias=bias)
-        layer: Any = LlamaDecoderLayer(config, 0)
-        layer.input_layernorm = torch.nn.Identity()
-        layer.post_attention_layernorm.weight.data.uniform_(0.5, 1.5)
-        self.layers = torch.nn.ModuleList([layer])
+        count = int(fields.get("num_hidden_layers", 1))
+        layers: list[Any] = [LlamaDecoderLayer(config, index) for index in range(count)]
+        for layer in layers:
+            layer.input_layernorm.weight.data.uniform_(0.5, 1.5)
+            layer.post_attention_layernorm.weight.data.uniform_(0.5, 1.5)
+        layers[0].input_layernorm = torch.nn.Identity()
+        self.layers = torch.nn.ModuleList(layers)
         self.rotary = LlamaRotaryEmbedding(config)
 
     def forward(self, features: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
@@ -39,9 +43,11 @@ class FirstHead(torch.nn.Module):
         places = torch.arange(len(features))[None]
         count = len(features)
         mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
-        found = self.layers[0](x, attention_mask=mask, position_ids=places,
-                               position_embeddings=self.rotary(x, places))  # fmt: skip
-        return found[0] if isinstance(found, torch.Tensor) else found[0][0]
+        for layer in self.layers:
+            found = layer(x, attention_mask=mask, position_ids=places,
+                          position_embeddings=self.rotary(x, places))  # fmt: skip
+            x = found if isinstance(found, torch.Tensor) else found[0]
+        return x[0]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Under EAGLE's names."""
@@ -56,8 +62,10 @@ def fit_first_head(model: Any, texts: list[tuple[list[int], list[int]]], **sizes
     table = model.get_input_embeddings().weight.detach().float()
     output = model.get_output_embeddings().weight.detach().float()
     head = FirstHead(True, **sizes)
-    layer: Any = head.layers[0]
-    layer.self_attn.o_proj.weight *= 0.2
+    layers: list[Any] = list(head.layers)
+    for layer in layers:
+        layer.self_attn.o_proj.weight *= 0.2
+    layer = layers[-1]
     read: list[torch.Tensor] = []
     layer.mlp.down_proj.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0][0]))
     layer.mlp.down_proj.weight.zero_()

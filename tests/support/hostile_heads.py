@@ -43,7 +43,7 @@ def head_options(folder: Path, mode: str, width: int, vocab: int) -> dict[str, A
                  "num_key_value_heads": 1, "vocab_size": vocab, "draft_vocab_size": 30}  # fmt: skip
         fields = {"max_draft_len": 3}
         if mode == "eagle-1":
-            sizes["draft_vocab_size"] = vocab
+            sizes |= {"draft_vocab_size": vocab, "num_hidden_layers": 2}
             tensors = FirstHead(True, **sizes).tensors()
         else:
             fields["eagle_layers"] = "0,1,1"

@@ -5,7 +5,7 @@ A folder with config.json and model.safetensors (or pytorch_model.bin):
     fc.weight                                        [hidden, taps * target hidden]
     input_norm.weight                                [taps * target hidden]; norm_before_fc
     fc_norm.0.weight, fc_norm.1.weight, ...          [target hidden]; fc_norm
-    L.self_attn.{q,k,v}_proj.weight                  [heads * size, 2 hidden]
+    L.self_attn.{q,k,v}_proj.weight                  [heads * size, 2 hidden]; others: hidden
     L.self_attn.o_proj.weight                        [hidden, heads * size]
     L.self_attn.{q,k}_norm.weight                    [size]; of a qwen3 layer alone
     L.mlp.{gate,up,down}_proj.weight
@@ -15,7 +15,8 @@ A folder with config.json and model.safetensors (or pytorch_model.bin):
     embed_tokens.weight                              [vocab, hidden]; else the target's is read
     M.weight_scale, M.input_scale                    of a linear that is quantized
 
-L is `midlayer` in the layout of EAGLE's authors, `layers.0` in that of `speculators`.
+L is `midlayer` in the layout of EAGLE's authors, `layers.0`, `layers.1` and so on in that of
+`speculators`; hidden_norm is the first one's alone.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmctl.builder.heads.eagle.config import HeadConfig, read_config
+from llmctl.builder.heads.eagle.layers import MIDLAYER, count_layers, layer_numbers
 from llmctl.builder.heads.eagle.names import MODULE
 from llmctl.builder.heads.eagle.shapes import (
     EMBEDDING,
     FC_BIAS,
-    LAYER,
+    FIRST,
     ONLY_OF_3,
-    QK_NORMS,
+    qk_norms,
     wanted_shapes,
 )
 from llmctl.builder.heads.eagle.vocabulary import KEPT, OFFSETS, check_vocabulary
@@ -59,7 +61,6 @@ if TYPE_CHECKING:
     import torch
 
 PICKLED_FILE = "pytorch_model.bin"
-_MIDLAYER = "midlayer."  # EAGLE's name of LAYER
 _FLOATS = ("F32", "BF16", "F16")
 _SCALES = ("weight_scale", "input_scale")  # of a quantized linear
 
@@ -72,6 +73,7 @@ class EagleHead:
     config: HeadConfig
     version: int  # 1 (EAGLE-2 drafts with the same heads) or 3
     taps: tuple[int, ...]  # layers of the target whose inputs it reads
+    windows: tuple[int, ...]  # of its layers' attention, in tokens; 0: full
     is_reduced: bool  # its vocabulary
     has_embedding: bool  # of its own
     has_qk_norm: bool
@@ -108,6 +110,7 @@ class OpenedHead:
 
     config: HeadConfig
     version: int  # 1 or 3, by its tensors
+    num_layers: int
     file: Path
     tensors: Mapping[str, TensorInfo]  # by their names in MODULE
     held: Mapping[str, torch.Tensor]  # of a pickled file, by their names there
@@ -120,7 +123,7 @@ def is_eagle(folder: Path) -> bool:
     if not file.is_file():
         return (folder / PICKLED_FILE).is_file()
     stored = read_header(file)
-    return any(name.startswith((_MIDLAYER, f"{LAYER}.")) for name in stored)
+    return any(name.startswith((MIDLAYER, f"{FIRST}.")) for name in stored)
 
 
 def open_head(folder: Path) -> OpenedHead:
@@ -145,16 +148,20 @@ def open_head(folder: Path) -> OpenedHead:
         raise CheckpointNotFound(f"{folder} has no {SINGLE_FILE}", fix="fetch the head again")
     found: dict[str, TensorInfo] = {}
     for name, info in stored.items():
-        own = f"{LAYER}.{name.removeprefix(_MIDLAYER)}" if name.startswith(_MIDLAYER) else name
+        own = f"{FIRST}.{name.removeprefix(MIDLAYER)}" if name.startswith(MIDLAYER) else name
         if own in found:
             raise UnexpectedTensor(
                 f"{file} holds {name} beside {found[own].name}", fix="fetch the head again"
             )
         found[own] = info
-    version = _version(file, found)
+    numbers = layer_numbers(file, found)
+    config = read_config(path)
+    stated = None if any(name.startswith(MIDLAYER) for name in stored) else config.num_layers
+    num_layers = count_layers(file, numbers, stated)
+    version = 3 if any(name in found for name in ONLY_OF_3) else 1  # what the last version added
     nested = read_json(nested_path) if nested_path.is_file() else None
     quantization = read_quantization(read_json(path), nested, str(path))
-    return OpenedHead(read_config(path), version, file, found, held, quantization)
+    return OpenedHead(config, version, num_layers, file, found, held, quantization)
 
 
 def check_head(
@@ -179,27 +186,12 @@ def check_head(
     is_reduced = check_vocabulary(opened.file, tensors, opened.held, *sizes)
     tensors.pop(KEPT, None)
     head = EagleHead(
-        *(opened.file, config, version, taps, is_reduced, EMBEDDING in tensors),
-        any(name in tensors for name in QK_NORMS),
+        *(opened.file, config, version, taps, config.windows(opened.num_layers)),
+        *(is_reduced, EMBEDDING in tensors, any(name in tensors for name in qk_norms(0))),
         *(tensors, opened.held, None if _is_plain(tensors) else opened.quantization),
     )
     _check_shapes(head, hidden_size)
     return head
-
-
-def _version(where: Path, found: Mapping[str, TensorInfo]) -> int:
-    """1 or 3: a head of EAGLE-1 or 2 has none of what the last version added."""
-    second = next((name for name in found if name.startswith("layers.1.")), None)
-    if second is not None:
-        raise Unsupported(
-            f"{where} holds {second}: heads of one layer are read", fix="use a head of one layer"
-        )
-    if not any(name.startswith(f"{LAYER}.") for name in found):
-        raise MissingTensor(
-            f"{where} holds no {_MIDLAYER}* and no {LAYER}.* tensors: it is no EAGLE head",
-            fix="give the folder of an EAGLE-3 head of this model: --draft-model-dir HEAD",
-        )
-    return 3 if any(name in found for name in ONLY_OF_3) else 1
 
 
 def _require_fit(
@@ -237,7 +229,7 @@ def _require_fit(
 def _check_shapes(head: EagleHead, target_hidden: int) -> None:
     """All tensors that such a head has, each of its shape and dtype, and no others."""
     sizes = (len(head.taps), target_hidden)
-    wanted = wanted_shapes(head.config, head.version, head.tensors, *sizes)
+    wanted = wanted_shapes(head.config, head.version, head.tensors, len(head.windows), *sizes)
     absent = [name for name in wanted if name not in head.tensors]
     if absent:
         raise MissingTensor(

@@ -6,6 +6,7 @@ What is not written has one meaning, whatever the target's own config says:
     norm_before_residual   false: the residual is the feature, not its norm
     norm_before_fc, fc_norm, norm_output   false
     layer ids              the inputs of layers 2, L / 2 and L - 3
+    layer_types            full attention in every layer; else sliding_window where they say so
 
 Lists of layer ids come in two conventions. One whose first id is 1 names layers by what they put
 out, all others by what they read; `--eagle-layers` says it outright.
@@ -76,6 +77,26 @@ class HeadConfig:
     trains_embedding: bool  # else a stored embedding is a copy of the target's
     layer_ids: tuple[int, ...] | None  # as they are written
     rope: Mapping[str, Any]  # the fields that `read_rope` takes
+    num_layers: int | None  # as it is written
+    layer_types: tuple[str, ...]  # as they are written; (): none
+    sliding_window: int  # tokens; 0: none
+
+    def windows(self, num_layers: int) -> tuple[int, ...]:
+        """The attention window of each of so many layers, in tokens; 0: full attention. Raises
+        CorruptFile for types of another number of layers, and windows without a size."""
+        windows = tuple(
+            self.sliding_window if kind == "sliding_attention" else 0 for kind in self.layer_types
+        )
+        if "sliding_attention" not in self.layer_types:
+            return (0,) * num_layers
+        if len(windows) != num_layers or not self.sliding_window:
+            raise CorruptFile(
+                f"{self.where}: layer_types {list(self.layer_types)} with sliding_window "
+                f"{self.sliding_window or None} for {num_layers} layers; one type a layer and the "
+                "size of the windows are wanted",
+                fix="fetch the head again",
+            )
+        return windows
 
 
 def read_config(path: Path) -> HeadConfig:
@@ -135,6 +156,9 @@ def read_config(path: Path) -> HeadConfig:
         trains_embedding=bool(config.get("embed_requires_grad")),
         layer_ids=None if ids is None else tuple(ids),
         rope={name: layer[name] for name in _ROPE if layer.get(name) is not None},
+        num_layers=layer.get("num_hidden_layers"),
+        layer_types=tuple(layer.get("layer_types") or ()),
+        sliding_window=int(layer.get("sliding_window") or 0),
     )
 
 

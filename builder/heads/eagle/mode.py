@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmctl.builder.heads.eagle.names import DEFAULT_LENGTH, MOST_DRAFTS
+from llmctl.builder.heads.eagle.names import DEFAULT_LENGTH, MOST_DRAFTS, ONE_LAYER
 from llmctl.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def invent_eagle(
         "has_qk_norm": False,
         "has_fc_bias": False,
         "has_embedding": False,
+        "windows": [0],
         "rope": {},
         "num_beams": _width(limited),
     }
@@ -102,14 +103,18 @@ def describe(facts: Mapping[str, Any]) -> str:
         f"{name}, " for name in ("norm_before_fc", "fc_norm", "norm_output") if facts[name]
     )
     layers, width = ", ".join(map(str, facts["taps"])), facts["num_beams"]
+    windows = facts.get("windows", ONE_LAYER)
+    own = f"{len(windows)} layers, " if len(windows) > 1 else ""
+    if any(windows):
+        own += f"windows of {', '.join(str(size) if size else 'all' for size in windows)} tokens, "
     if facts["version"] == 1:
         return (
-            f"eagle 1 or 2, reads what the last layer puts out, width {facts['hidden_size']}, RoPE "
-            f"base: {theta}, trees: {width} drafts of a level that others follow"
+            f"eagle 1 or 2, reads what the last layer puts out, width {facts['hidden_size']}, "
+            f"{own}RoPE base: {theta}, trees: {width} drafts of a level that others follow"
         )
     return (
-        f"eagle 3, reads the inputs of layers {layers}, width {facts['hidden_size']}, vocabulary "
-        f"of {facts['draft_vocab_size']}, residual: {residual}, RoPE base: {theta}, "
+        f"eagle 3, reads the inputs of layers {layers}, width {facts['hidden_size']}, {own}"
+        f"vocabulary of {facts['draft_vocab_size']}, residual: {residual}, RoPE base: {theta}, "
         f"{norms}trees: {width} drafts of a level that others follow"
     )
 
@@ -157,6 +162,7 @@ def _facts(head: EagleHead, width: int) -> dict[str, Any]:
         "has_qk_norm": head.has_qk_norm,
         "has_fc_bias": head.has_fc_bias,
         "has_embedding": head.has_embedding,
+        "windows": list(head.windows),  # one for each layer
         "rope": dict(config.rope),
         "num_beams": width,  # rows of a sequence in a step of the head
     }

@@ -11,6 +11,8 @@ CACHE = "eagle"  # the KV cache of its layer
 FEATURES = "features"  # what the first reads of the target; see `feature_inputs`
 STATE = "hidden"  # what a step hands to the next one
 DEFAULT_LENGTH = 5  # drafts of a chain
+ONE_LAYER = [0]  # its window: of engines that say nothing of layers, built before that was asked
+MOST_LAYERS = 64
 MOST_DRAFTS = 256  # TensorRT-LLM's
 
 

@@ -10,6 +10,8 @@ feature of token i, and token i + 1.
     o = g + attention(u);  o = o + mlp(post_attention_layernorm(o))
     logits = lm_head(norm(o)), of a reduced vocabulary
 
+Layers behind this one, where there are some, are those of any decoder: u = input_layernorm(o).
+
 o goes on to NEXT. Both write keys and values of their pairs to one cache, which the next EXTEND
 writes over where they were of drafts. It gives o and logits of the rows alone that its step names:
 one for each sequence. What it reads of the target is copied to its input by whoever runs it, for
@@ -47,7 +49,7 @@ from llmctl.builder.functional import (
 )
 from llmctl.builder.heads.eagle.config import DEFAULT_THETA
 from llmctl.builder.heads.eagle.names import CACHE, EXTEND, MODULE, NEXT, STATE, feature_inputs
-from llmctl.builder.heads.eagle.shapes import LAYER
+from llmctl.builder.heads.eagle.shapes import FIRST
 from llmctl.builder.heads.eagle.vocabulary import OFFSETS, DraftIndex
 from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
 from llmctl.builder.models.family import ModelConfig
@@ -65,12 +67,12 @@ class Recorder:
         self._width = int(facts["hidden_size"])
         self._is_first = facts["version"] == 1
         # No further than the target's widest layer, so that what that drops can be dropped.
-        self._window = max(model.windows) if all(model.windows) else 0
+        widest = max(model.windows) if all(model.windows) else 0
         self._cache = HeadCache(
             CACHE,
             facts["num_kv_heads"],
             facts["head_size"],
-            (self._window,),
+            tuple(min(own or widest, widest or own) for own in facts["windows"]),
             read_rope(facts["rope"], DEFAULT_THETA, "the head's RoPE"),
         )
 
@@ -84,10 +86,11 @@ class Recorder:
                     for name, read in feature_inputs(taps, are_apart=are_apart).items()
                 ]
             )
-            self._finish(gather_rows(self._layer(g), name=f"{EXTEND}.gather_rows", most="requests"))
+            out = self._layers(g)
+            self._finish(gather_rows(out, name=f"{EXTEND}.gather_rows", most="requests"))
         with recording(Network(self._dtype, name=NEXT, cache=self._cache)) as following:
             g = graph_input(STATE, "beams", self._width)
-            self._finish(self._layer(g))
+            self._finish(self._layers(g))
         return [extend, following]
 
     def _feature(self, inputs: list[Tensor]) -> Tensor:
@@ -114,26 +117,35 @@ class Recorder:
         table = parameter(f"{name}.weight", model.vocab_size, rows)
         return embedding(table, name=f"{graph}.embed_tokens", most=g.shape[0])
 
-    def _layer(self, g: Tensor) -> Tensor:
+    def _layers(self, g: Tensor) -> Tensor:
+        """What the last layer puts out."""
+        out = self._first(g)
+        for layer in range(1, len(self._cache.windows)):
+            x = self._norm(f"layers.{layer}.input_layernorm", out)
+            out = self._behind(layer, self._attention(layer, x), out)
+        return out
+
+    def _first(self, g: Tensor) -> Tensor:
         graph, token = current().name, self._token(g)
         if self._is_first:
-            x = concat(token, g, name=f"{graph}.{LAYER}.concat")
+            x = concat(token, g, name=f"{graph}.{FIRST}.concat")
             u = self._linear("fc", x, self._width, has_bias=self._facts["has_fc_bias"])
-            return self._behind(self._attention(u), u)
-        x = self._norm(f"{LAYER}.input_layernorm", token)
-        normal = self._norm(f"{LAYER}.hidden_norm", g)
-        x = self._attention(concat(x, normal, name=f"{graph}.{LAYER}.concat"))
-        residual = normal if self._facts["norm_before_residual"] else g
-        return self._behind(x, residual)
+            return self._behind(0, self._attention(0, u), u)
+        x = self._norm(f"{FIRST}.input_layernorm", token)
+        normal = self._norm(f"{FIRST}.hidden_norm", g)
+        x = self._attention(0, concat(x, normal, name=f"{graph}.{FIRST}.concat"))
+        return self._behind(0, x, normal if self._facts["norm_before_residual"] else g)
 
-    def _behind(self, attended: Tensor, residual: Tensor) -> Tensor:
-        graph = current().name
-        g = add(attended, residual, name=f"{graph}.{LAYER}.attention_residual")
-        x = self._mlp(self._norm(f"{LAYER}.post_attention_layernorm", g))
-        return add(x, g, name=f"{graph}.{LAYER}.mlp_residual")
+    def _behind(self, layer: int, attended: Tensor, residual: Tensor) -> Tensor:
+        """A layer's output from that of its attention."""
+        prefix = f"layers.{layer}"
+        name = f"{current().name}.{prefix}"
+        g = add(attended, residual, name=f"{name}.attention_residual")
+        x = self._mlp(layer, self._norm(f"{prefix}.post_attention_layernorm", g))
+        return add(x, g, name=f"{name}.mlp_residual")
 
-    def _attention(self, x: Tensor) -> Tensor:
-        prefix, facts, graph = f"{LAYER}.self_attn", self._facts, current().name
+    def _attention(self, layer: int, x: Tensor) -> Tensor:
+        prefix, facts, graph = f"layers.{layer}.self_attn", self._facts, current().name
         heads, kv_heads, size = (facts[k] for k in ("num_heads", "num_kv_heads", "head_size"))
         q = self._linear(f"{prefix}.q_proj", x, heads * size)
         k = self._linear(f"{prefix}.k_proj", x, kv_heads * size)
@@ -144,17 +156,18 @@ class Recorder:
             parameter(f"{MODULE}.{prefix}.q_norm.weight", size) if has_norm else None,
             parameter(f"{MODULE}.{prefix}.k_norm.weight", size) if has_norm else None,
             name=f"{graph}.{prefix}.attention",
-            layer=0,
+            layer=layer,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_size=size,
-            window=self._window,
+            window=self._cache.windows[layer],
             epsilon=facts["norm_epsilon"],
         )
         return self._linear(f"{prefix}.o_proj", out, self._width)
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        prefix, inner, graph = f"{LAYER}.mlp", self._facts["intermediate_size"], current().name
+    def _mlp(self, layer: int, x: Tensor) -> Tensor:
+        prefix, graph = f"layers.{layer}.mlp", current().name
+        inner = self._facts["intermediate_size"]
         gate = self._linear(f"{prefix}.gate_proj", x, inner)
         up = self._linear(f"{prefix}.up_proj", x, inner)
         product = mul(

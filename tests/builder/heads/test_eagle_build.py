@@ -72,13 +72,16 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # (of the head, of 
     "fc_norm": ({"fc_norm": True}, {"fc_norm": True}),
     "norm_output": ({}, {"norm_output": True}),
     "whole": ({"draft_vocab_size": 131}, {"draft_vocab_size": 131}),
+    "layers": ({"layers": 3, "qk_norm": True}, {"num_hidden_layers": 3, "norm_output": True}),
+    "windows": ({"layers": 2}, {"num_hidden_layers": 2, "sliding_window": 5,
+                                "layer_types": ["sliding_attention", "full_attention"]}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("form", "layout", "opened"),
     [(form, layout, on_the_cpu) for form in FORMS for layout in LAYOUTS]
-    + [(form, "eagle", on_a_fake_device) for form in ("default", "fc_norm")],
+    + [(form, "eagle", on_a_fake_device) for form in ("default", "fc_norm", "layers")],
 )
 def test_a_head_computes_what_torch_does(new_model, save, tmp_path, form, layout, opened):
     """A prompt in two chunks, then a chain of drafts. No rounding but float32's."""
@@ -103,6 +106,7 @@ def test_a_head_computes_what_torch_does(new_model, save, tmp_path, form, layout
         theta=fields.get("rope_theta", 10000.0),
         norm_before_residual=fields.get("norm_before_residual", False),
         norm_output=fields.get("norm_output", False),
+        windows={"layers": (0, 0, 0), "windows": (5, 0)}.get(form, (0,)),
         **{k: v for k, v in fields.items() if k in ("hidden_size", "head_dim")},
     )
     shifted = [*TOKENS[1:], 77]

@@ -1,4 +1,5 @@
-"""Heads of EAGLE-1 and 2 in an engine: transformers' own decoder layer without its first norm."""
+"""Heads of EAGLE-1 and 2 in an engine: transformers' own decoder layers, of which the first has no
+norm before its attention."""
 
 from __future__ import annotations
 
@@ -57,14 +58,19 @@ def close(found, wanted):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("bias", "theta"), [(True, 10000.0), (False, 500.0)])
+@pytest.mark.parametrize(
+    ("bias", "theta", "layers"), [(True, 10000.0, 1), (False, 500.0, 1), (True, 10000.0, 3)]
+)
 @torch.no_grad()
-def test_a_head_computes_what_eagles_code_does(new_model, save, tmp_path, bias, theta, tied):
+def test_a_head_computes_what_eagles_code_does(
+    new_model, save, tmp_path, bias, theta, layers, tied
+):
     """Its features have been through the target's last norm; its logits are the target's output
     matrix times what it puts out. A frozen copy of the embedding may be stored."""
     model = new_model("llama", tie_word_embeddings=tied)
-    head, table = FirstHead(bias, theta), model.get_input_embeddings().weight
-    fields = {} if theta == 10000.0 else {"rope_theta": theta}
+    head = FirstHead(bias, theta, num_hidden_layers=layers)
+    table = model.get_input_embeddings().weight
+    fields = {"num_hidden_layers": layers} | ({} if theta == 10000.0 else {"rope_theta": theta})
     stored = head.tensors() | ({"embed_tokens.weight": table.clone()} if tied else {})
     folder = save_head(tmp_path / "head", stored, **{**FIELDS, **fields})
     request = BuildRequest(**LIMITS, draft_model_dir=str(folder))

@@ -107,11 +107,16 @@ NODES = Nodes([-1, -1, -1, 0, 0, 1, 2, 3, 3, 5, 6], [0] * 3 + [1] * 4 + [2] * 4,
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_draft_is_computed_along_its_own_path(new_model, save, tmp_path, kind, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "windows"), [("float32", (0,)), ("bfloat16", (0,)), ("float32", (0, 6))]
+)
+def test_every_draft_is_computed_along_its_own_path(
+    new_model, save, tmp_path, kind, dtype, windows
+):
     model = new_model("llama", dtype=dtype)
-    tensors = make_head()
-    folder = save_head(tmp_path / "head", tensors)
+    tensors = make_head(layers=len(windows))
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    folder = save_head(tmp_path / "head", tensors, sliding_window=6, layer_types=kinds)
     request = BuildRequest(**OPTIONS, draft_model_dir=str(folder), max_non_leaves_per_layer=4)
     run_build(plan_build(save(model), request, backend="cpu"), tmp_path / "engine")
     engine = open_cpu_engine(tmp_path / "engine")
@@ -132,7 +137,8 @@ def test_every_draft_is_computed_along_its_own_path(new_model, save, tmp_path, k
     if dtype == "float32":
         with torch.no_grad():
             states = model(torch.tensor([TOKENS]), output_hidden_states=True).hidden_states
-        head = TorchHead(tensors, model.get_input_embeddings().weight.detach())
+        table = model.get_input_embeddings().weight.detach()
+        head = TorchHead(tensors, table, windows=windows)
         g = head.fc(torch.cat([states[layer][0] for layer in (0, 1, 1)], dim=-1))
         read = [*TOKENS[1:], OWN]
         for path, (state, _) in found.items():

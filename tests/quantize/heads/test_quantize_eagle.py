@@ -7,7 +7,6 @@ import copy
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.eagle import HIDDEN as TINY
-from support.eagle import SIZES, TorchHead, make_head, save_head
 from support.quantized_heads import (
     CALIBRATED,
     HIDDEN,
@@ -31,10 +28,8 @@ from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import EAGLE_EXTEND, EAGLE_FEATURES, EAGLE_NEXT, read_plan
 from llmctl.builder.heads.eagle.checkpoint import check_head, open_head
-from llmctl.builder.rope import read_rope
 from llmctl.errors import MissingTensor, UnexpectedTensor, Unsupported
 from llmctl.plugins.core.calls import StepInputs
-from llmctl.quantize.heads.eagle import EagleShape, make_eagle
 from llmctl.quantize.layers import import_modelopt
 from llmctl.runtime.engines.engine import open_cpu_engine
 from scripts.demo.eagle_head import EagleHead
@@ -176,57 +171,6 @@ def test_an_engine_computes_what_the_stored_numbers_say(
     assert float((found - wanted).norm() / wanted.norm()) < bound
 
 
-FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # (of the tensors, of config.json)
-    "default": ({}, {}),
-    "residual": ({}, {"norm_before_residual": True}),
-    "theta": ({}, {"rope_theta": 50.0}),
-    "embedding": ({"own_embedding": True, "hidden_size": 48},
-                  {"hidden_size": 48, "target_hidden_size": 64}),
-    "qwen3": ({"qk_norm": True, "head_dim": 24}, {"head_dim": 24}),
-    "whole": ({"draft_vocab_size": 131}, {"draft_vocab_size": 131}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_module_computes_what_torch_does_in_every_form(form: str, tmp_path: Path) -> None:
-    """Two steps, in float32: of all places, and behind the last one, whose own pair is seen."""
-    sizes, fields = FORMS[form]
-    tensors, generator = make_head(5, **sizes), torch.Generator().manual_seed(1)
-    head = check_head(open_head(save_head(tmp_path, tensors, **fields)), TAPS, TINY, 131)
-    config = head.config
-    rope = read_rope(config.rope, 10000.0, "the head")
-    shape = EagleShape(
-        *(3, TINY, config.hidden_size, config.intermediate_size, config.num_heads),
-        *(config.num_kv_heads, config.head_size, config.norm_epsilon, 131),
-        *(config.draft_vocab_size, config.norm_before_residual, head.has_qk_norm),
-        *(head.has_embedding, 2, lambda start, stop: rope.table(start, stop, config.head_size)),
-    )
-    table = torch.randn((131, TINY), generator=generator)
-    features = torch.randn((9, 3 * TINY), generator=generator)
-    text = torch.randint(0, 131, (10,), generator=generator)
-    module = make_eagle(shape, table, tensors.get("d2t"))
-    names = {path: f"{name}.weight" for path, name in shape.linears().items()}
-    stored = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
-    weights = {f"{path}.weight": stored[name] for path, name in names.items()}
-    weights |= {path: stored[name] for path, name in shape.kept().items()}
-    module.load_state_dict(weights, assign=True)
-    wanted = TorchHead(
-        tensors,
-        table,
-        theta=fields.get("rope_theta", 10000.0),
-        norm_before_residual=fields.get("norm_before_residual", False),
-        **{k: v for k, v in {**SIZES, **fields}.items() if k in ("hidden_size", "head_dim")},
-    )
-    with torch.no_grad():
-        first, second = module(features, text.unfold(0, 2, 1))
-        g = wanted.fc(features)
-        out = wanted.out(g, text[:9].tolist())
-        torch.testing.assert_close(first, wanted.logits(out), rtol=2e-5, atol=2e-5)
-        behind = wanted.out(torch.cat((g, out[-1:])), text.tolist())[-1:]
-        torch.testing.assert_close(second[-1:], wanted.logits(behind), rtol=2e-5, atol=2e-5)
-    assert replace(shape, num_steps=1).num_steps == 1
-
-
 def test_a_quantized_head_must_be_whole(tmp_path: Path, target: Path) -> None:
     """Without config.json's word, with scales of nothing, without a scale."""
     demo_head(target).write(tmp_path / "head", "llama")
@@ -254,13 +198,3 @@ def test_a_quantized_head_must_be_whole(tmp_path: Path, target: Path) -> None:
     request = BuildRequest(speculative_decoding_mode="eagle", draft_model_dir=str(out))
     with pytest.raises(MissingTensor, match=r"up_proj\.input_scale"):
         plan_build(target, request, backend="cpu")
-
-
-def test_norms_that_the_module_does_not_have_are_refused(
-    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    demo_head(target).write(tmp_path / "head", "llama")
-    file = tmp_path / "head" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"norm_output": True}))
-    assert quantize(target, tmp_path / "head", tmp_path / "out") == 2
-    assert "norm_output; heads with such norms are not quantized" in capsys.readouterr().err

@@ -1,0 +1,163 @@
+"""`llmctl quantize --draft-model-dir` of a head of EAGLE-1 of two layers. ModelOpt's calibration of
+it along the text is the oracle."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.eagle import save_head
+from support.eagle_first import FirstHead
+from support.quantized_heads import (
+    CALIBRATED,
+    HIDDEN,
+    VOCAB,
+    exported,
+    hidden_of,
+    quantize,
+    quantized_linears,
+    rows_of,
+)
+
+from llmctl.builder.build import plan_build, run_build
+from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_format import EAGLE_EXTEND, EAGLE_FEATURES, EAGLE_NEXT, read_plan
+from llmctl.plugins.core.calls import StepInputs
+from llmctl.quantize.layers import import_modelopt
+from llmctl.runtime.engines.engine import open_cpu_engine
+
+STEPS = 5
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def target(checkpoints: Callable[..., Path]) -> Path:
+    return checkpoints("llama")
+
+
+def head_of_bfloat16() -> FirstHead:
+    head = FirstHead(True, **SIZES).eval()
+    for parameter in head.parameters():
+        parameter.data.copy_(parameter.data.bfloat16().float())
+    return head
+
+
+def write(folder: Path) -> Path:
+    stored = {name: t.bfloat16() for name, t in head_of_bfloat16().tensors().items()}
+    return save_head(folder, stored, **SIZES, draft_vocab_size=None, bias=True)
+
+
+def by_modelopt(target: Path) -> FirstHead:
+    """Fake-quantized on the rows that calibrate: the first step behind every place of a text, and
+    all steps behind some."""
+    mtq, head, text = import_modelopt(), head_of_bfloat16(), rows_of(target)
+    table = load_file(target / "model.safetensors")["model.embed_tokens.weight"].float()
+    hidden, count = hidden_of(target).float(), text.shape[1] - STEPS
+
+    def loop(found: Any) -> None:
+        for row in range(len(text) - CALIBRATED, len(text)):
+            found(hidden[row, :count], table[text[row, 1 : count + 1]])
+            for place in (0, count // 2, count - 1):
+                g = hidden[row, : place + 1]
+                for step in range(STEPS):
+                    out = found(g, table[text[row, 1 : place + 2 + step]])[-1:]
+                    g = torch.cat((g, out))
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        mtq.quantize(head, copy.deepcopy(mtq.FP8_DEFAULT_CFG), loop)
+    return head
+
+
+def test_scales_and_weights_are_modelopts_and_the_layout_stays(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quantize(target, write(tmp_path / "head"), tmp_path / "out") == 0
+    assert "5 steps" in capsys.readouterr().out
+    before, found = (load_file(tmp_path / d / "model.safetensors") for d in ("head", "out"))
+    linears = quantized_linears(by_modelopt(target))
+    assert len(linears) == 1 + 2 * 7
+    for name, linear in linears.items():
+        scale = linear.weight_quantizer.amax.float() / 448
+        torch.testing.assert_close(found[f"{name}.weight_scale"], scale, rtol=0, atol=0)
+        wanted = exported(before[f"{name}.weight"], scale)
+        assert torch.equal(found[f"{name}.weight"].view(torch.uint8), wanted.view(torch.uint8))
+        # the head runs in BF16 there, in float32 here; and here not of every place all steps
+        activation = linear.input_quantizer.amax.float() / 448
+        torch.testing.assert_close(found[f"{name}.input_scale"], activation, rtol=0.1, atol=0)
+    same = before.keys() - {f"{name}.weight" for name in linears}
+    assert same == {
+        "fc.bias",
+        "layers.0.post_attention_layernorm.weight",
+        "layers.1.input_layernorm.weight",
+        "layers.1.post_attention_layernorm.weight",
+    }
+    assert len(found) == 3 * 15 + 4
+    assert all(torch.equal(found[name], before[name]) for name in same)
+    described = [json.loads((tmp_path / d / "config.json").read_text()) for d in ("head", "out")]
+    assert described[1].pop("quantization_config")["quant_algo"] == "FP8"
+    assert described[0] == described[1]
+    assert quantize(target, tmp_path / "out", tmp_path / "again") == 2
+    assert "is quantized already (FP8)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("qformat", "bound"), [("fp8", 0.1), ("w4a8_mxfp4_fp8", 0.3)])
+def test_an_engine_computes_what_the_stored_numbers_say(
+    tmp_path: Path, target: Path, qformat: str, bound: float
+) -> None:
+    """On the compiled kernels, beside the head as it was trained."""
+    assert quantize(target, write(tmp_path / "head"), tmp_path / "out", "--qformat", qformat) == 0
+    request = BuildRequest(
+        max_batch_size=4,
+        speculative_decoding_mode="eagle",
+        draft_model_dir=str(tmp_path / "out"),
+    )
+    run_build(plan_build(target, request, backend="cpu"), tmp_path / "engine")
+    plan = read_plan(tmp_path / "engine")
+    dtypes = {t.name: t.dtype for t in plan.tensors}
+    for graph in (EAGLE_EXTEND, EAGLE_NEXT):
+        products = {
+            op.name.removeprefix(f"{graph}."): dtypes[op.inputs["weight"]]
+            for op in plan.heads[graph].ops
+            if op.op == "linear"
+        }
+        assert products.pop("lm_head") == "bfloat16", "the target's"
+        assert set(products.values()) == {"float8_e4m3fn"} and "fc" in products
+    engine = open_cpu_engine(tmp_path / "engine")
+    engine.allocate_kv_cache(2)
+    count, text, rows = 20, rows_of(target)[0], [3, 11, 19]
+    features = hidden_of(target)[0, :count]
+    last = engine.output("layers.2")
+    last[:count].copy_(features)
+    engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, [last], np.arange(count))
+    places = np.arange(count, dtype=np.int32)
+    step = StepInputs(
+        token_ids=text[1 : count + 1].numpy().astype(np.int32),
+        position_ids=places,
+        cu_q=np.array([0, count], np.int32),
+        kv_len=np.array([count], np.int32),
+        block_tables=np.array([[1]], np.int32),
+        slot_mapping=places + np.int32(engine.tokens_per_block),
+        logit_rows=places[rows],
+    )
+    found = engine.run_head(EAGLE_EXTEND, step, {})["logits"]
+    stored = load_file(target / "model.safetensors")
+    table, output = (stored[f"{n}.weight"].float() for n in ("model.embed_tokens", "lm_head"))
+    with torch.no_grad():
+        wanted = head_of_bfloat16()(features.float(), table[text[1 : count + 1]])[rows] @ output.T
+    assert float((found - wanted).norm() / wanted.norm()) < bound
