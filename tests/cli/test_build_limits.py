@@ -40,7 +40,7 @@ def memory(num_gb: float) -> Memory:
 
 @pytest.mark.parametrize(
     ("num_gb", "limits"),
-    [(140, (256, 8192)), (80, (256, 8192)), (40, (128, 8192)), (13, (16, 2048)), (11, None)],
+    [(140, (256, 8448)), (80, (256, 8448)), (40, (128, 8320)), (13, (16, 2064)), (11, None)],
 )
 def test_the_most_that_the_memory_holds_is_advised(plan, num_gb, limits) -> None:
     request = BuildRequest(max_seq_len=4096)

@@ -15,6 +15,11 @@ from llmctl.plugins.backends.cuda.compiler import PLUGINS
 _HEADER = Path(__file__).with_name("emulated_images.h")
 _SOURCES = ("units.cuh", "operands.cuh", "image_places.cuh", "images.cu")
 _PTX = {  # functions of the sources, in C++
+    "next_chunk": (
+        "for (; request < num_requests; ++request) {"
+        "if (cu_q[request + 1] - cu_q[request] >= min_tokens && kv_lens[request] > 0) break; }"
+        "return request;"
+    ),
     "load_int": "return *p;",
     "load_piece": 'cache_bytes.check(from, "read"); std::memcpy(&x, from, 16);',
     "widen": (
@@ -52,7 +57,7 @@ def as_cpp() -> str:
     for name in _UNUSED:
         text = _with_body(text, name, ";")
     text = re.sub(r"\basm( volatile)?\((?:\"[^\"]*\"|[^\";])*\);", ";", text)  # hints
-    text = text.replace("__launch_bounds__(THREADS)", "").replace("__clz", "__builtin_clz")
+    text = re.sub(r"__launch_bounds__\([^)]*\)", "", text).replace("__clz", "__builtin_clz")
     return f'#include "{_HEADER}"\n' + text.replace("__global__", "") + _LAUNCH
 
 
@@ -67,10 +72,63 @@ def _with_body(text: str, name: str, body: str) -> str:
 
 def compile_images(**macros: object) -> ctypes.CDLL:
     """The kernel of these macros."""
+    return _compiled(as_cpp(), [f"-D{key}={value}" for key, value in macros.items()])
+
+
+def _compiled(text: str, options: list[str]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "images.cpp"), Path(folder, "images.so")
-        source.write_text(as_cpp())
-        defined = [f"-D{key}={value}" for key, value in macros.items()]
-        command = [*find_compiler(), *_FLAGS, *defined, str(source), "-o", str(library)]
+        source.write_text(text)
+        command = [*find_compiler(), *_FLAGS, *options, str(source), "-o", str(library)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         return ctypes.CDLL(str(library))
+
+
+_SEARCH = """
+#include <pthread.h>
+typedef unsigned int u32;
+#define DEVICE inline
+static thread_local struct { u32 x; } threadIdx;
+static pthread_barrier_t meeting;
+static bool votes[32];
+inline int load_int(const int* p) { return *p; }
+inline int __ffs(u32 x) { return __builtin_ffs(x); }
+inline u32 __ballot_sync(u32, bool vote) {
+  votes[threadIdx.x] = vote;
+  pthread_barrier_wait(&meeting);
+  u32 found = 0;
+  for (int i = 0; i < 32; ++i) found |= u32(votes[i]) << i;
+  pthread_barrier_wait(&meeting);
+  return found;
+}
+NEXT_CHUNK
+struct Lane { u32 x; const int *cu_q, *kv_lens; int requests, min_tokens, *found; };
+static void* run(void* given) {
+  const Lane& lane = *static_cast<Lane*>(given);
+  threadIdx.x = lane.x;
+  int request = -1, *to = lane.found;
+  do {
+    request = next_chunk(request + 1, lane.cu_q, lane.kv_lens, lane.requests, lane.min_tokens);
+    *to++ = request;
+  } while (request < lane.requests);
+  return nullptr;
+}
+extern "C" void search(const int* cu_q, const int* kv_lens, int requests, int min_tokens,
+                       int* found) {
+  pthread_t threads[32];
+  Lane lanes[32];
+  pthread_barrier_init(&meeting, nullptr, 32);
+  for (u32 i = 0; i < 32; ++i) {
+    lanes[i] = {i, cu_q, kv_lens, requests, min_tokens, found + i * (requests + 1)};
+    pthread_create(&threads[i], nullptr, run, &lanes[i]);
+  }
+  for (pthread_t each : threads) pthread_join(each, nullptr);
+}
+"""
+
+
+def compile_search() -> ctypes.CDLL:
+    """How the kernel looks for chunks, as a warp of 32 threads that vote."""
+    text = (PLUGINS / "ops" / "paged_attention" / "images.cu").read_text()
+    (found,) = re.findall(r"^DEVICE int next_chunk\(.*?^}", text, re.DOTALL | re.MULTILINE)
+    return _compiled(_SEARCH.replace("NEXT_CHUNK", found), ["-pthread"])

@@ -11,6 +11,9 @@
 // every other work item is stored separately, and the warp that finishes last merges all of them, from left
 // to right; if all warps run at once (TOGETHER), each merges a share of the dimensions (batch_merge.cuh).
 //
+// Tiles that hold no key of this step are copied before the kernel that writes those has ended: a kernel that writes the
+// cache lets others start only after its own wait (WRITES_CACHE in epilogue.cuh), so all before it has ended by then.
+//
 // Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
 // for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two), COLUMNS (8 | 16: at least the rows
 // of a request), SLOTS, QUERY_BYTES (of shared memory; 0: queries stay in registers), UNIT (tiles
@@ -71,7 +74,6 @@ extern "C" __global__ void __launch_bounds__(32, 4)
                   lane % CHUNKS * (16 / KV_TYPE::bytes);
   copier.table = block_tables + (long long)request * table_stride;
   int begin = next_unit(blockIdx.x * part_tiles);
-  wait_for_dependencies();
   int page = copier.guess(begin, table_stride);
   const int start = load_int(cu_q + request), limit = load_int(kv_lens + request);
   const int num_rows = (load_int(cu_q + request + 1) - start) * GROUP;
@@ -84,7 +86,10 @@ extern "C" __global__ void __launch_bounds__(32, 4)
       page = copier.guess(begin, table_stride);
     }
   }
-  if (num_rows <= 0 || num_rows > COLUMNS || int(blockIdx.x) * part_tiles >= tiles) return;
+  if (num_rows <= 0 || num_rows > COLUMNS || int(blockIdx.x) * part_tiles >= tiles) {
+    wait_for_dependencies();
+    return;
+  }
   const int num_parts = (tiles + part_tiles - 1) / part_tiles;
   const int end = min(next_unit(min((int(blockIdx.x) + 1) * part_tiles, tiles)), tiles);
 
@@ -106,9 +111,13 @@ extern "C" __global__ void __launch_bounds__(32, 4)
     slot_out = slot_out + 1 == SLOTS ? 0 : slot_out + 1;
     return at;
   };
+  const int old_tiles = (limit - num_rows / GROUP) / KEYS;  // may be negative
+  int filled = 0;
 #pragma unroll 1
-  for (int i = 0; i < SLOTS - 1; ++i) copy_next();
-
+  for (; filled < SLOTS - 1 && copied < 2 * old_tiles; ++filled) copy_next();
+  wait_for_dependencies();
+#pragma unroll 1
+  for (; filled < SLOTS - 1; ++filled) copy_next();
 
   Queries queries;
   queries.start(ring + SLOTS * TILE_BYTES);

@@ -3,7 +3,8 @@
 // Each block of query tokens reads all keys before it, so bytes would be converted once per block: 16 tokens of 8 query
 // heads each. Here that is done once, and chunk.cu copies what it needs. Zeros follow a request's last key.
 //
-// Macros: those of operands.cuh. Grid: any; a thread block takes one tile of a head after another.
+// Macros: those of operands.cuh. Grid: any, of which eight thread blocks (four of 16-bit types) fit a multiprocessor; each takes
+// one tile of a head after another.
 
 #include "ops/paged_attention/image_places.cuh"
 
@@ -29,7 +30,24 @@ DEVICE void write_image(u8* image, const uint4 (&x)[LOADS], u32 place) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// The first request from `request` on that is a chunk and has keys; num_requests if there is none. A warp reads 32 at
+// once, as each read takes as long as converting a tile, and most of many requests generate.
+DEVICE int next_chunk(int request, const int* cu_q, const int* kv_lens, int num_requests,
+                      int min_tokens) {
+  for (; request < num_requests; request += 32) {
+    const int i = request + threadIdx.x % 32;
+    bool is_chunk = false;
+    if (i < num_requests) {
+      const int start = load_int(cu_q + i), end = load_int(cu_q + i + 1);
+      is_chunk = load_int(kv_lens + i) > 0 && end - start >= min_tokens;
+    }
+    const u32 found = __ballot_sync(~0u, is_chunk);
+    if (found != 0) return request + __ffs(found) - 1;
+  }
+  return num_requests;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, IS_FP8 ? 8 : 4)
     images(const KV_TYPE::Storage* cache, const int* cu_q, const int* kv_lens,
            const int* block_tables, u8* first, int table_stride, int num_requests, int min_tokens,
            int room_tiles, int first_head, int num_heads) {
@@ -39,12 +57,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const u32 place = own_place();
   Loader loader;
   loader.cache = cache, loader.tables = block_tables;
-  int at = blockIdx.x, chunk = 0;
+  int at = blockIdx.x, chunk = 0, request = -1;
 #pragma unroll 1
-  for (int request = 0; request < num_requests; ++request) {
-    const int count = load_int(cu_q + request + 1) - load_int(cu_q + request);
+  while (true) {
+    request = next_chunk(request + 1, cu_q, kv_lens, num_requests, min_tokens);
+    if (request >= num_requests) return;
     const int limit = min(load_int(kv_lens + request), room_tiles * KEYS);
-    if (count < min_tokens || limit <= 0) continue;
     const int end = (limit + KEYS - 1) / KEYS * num_heads;
 #pragma unroll 1
     for (; at < end; at += gridDim.x) {

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from support.attention import FP8, World
-from support.emulated_images import compile_images
+from support.emulated_images import compile_images, compile_search
 
-LENGTHS, NEW, MIN_TOKENS = (700, 64, 1, 333, 129), (700, 2, 1, 40, 129), 2
+# Requests are read 32 at a time, and most have one token.
+LENGTHS = (700, 64, 1, 333, 129, *[30] * 40, 200)
+NEW, MIN_TOKENS = (700, 2, 1, 40, 129, *[1] * 40, 200), 2
 ROOM = 12  # tiles; 700 keys are 11
 OPERANDS = 2 * 64 * 128  # numbers of a tile, keys and values
 
@@ -35,7 +37,8 @@ def test_images_are_operands_of_all_keys_and_zeros(kv_dtype, tokens_per_block, h
     world = World(3, 3, 128, LENGTHS, kv_dtype=kv_dtype, tokens_per_block=tokens_per_block)
     first, count = heads
     wide = torch.float16 if kv_dtype == FP8 else torch.bfloat16
-    images = torch.full((len(LENGTHS), ROOM, count, OPERANDS), 7.0, dtype=wide)
+    chunks = [request for request, new in enumerate(NEW) if new >= MIN_TOKENS]
+    images = torch.full((len(chunks) + 1, ROOM, count, OPERANDS), 7.0, dtype=wide)
     cache, tables, lengths = world.cache[0], world.tables, torch.tensor(LENGTHS).int()
     starts = torch.from_numpy(np.cumsum((0, *NEW))).int()
     kernel = compile_images(
@@ -54,7 +57,6 @@ def test_images_are_operands_of_all_keys_and_zeros(kv_dtype, tokens_per_block, h
         *(address(images), ctypes.c_longlong(images.nbytes)),
         *(tables.stride(0), len(LENGTHS), MIN_TOKENS, ROOM, first, count, 7),
     )
-    chunks = [request for request, new in enumerate(NEW) if new >= MIN_TOKENS]
     assert len(chunks) < len(NEW) and (images[len(chunks) :] == 7).all(), "room of nobody"
     for place, request in enumerate(chunks):
         length = LENGTHS[request]
@@ -67,3 +69,17 @@ def test_images_are_operands_of_all_keys_and_zeros(kv_dtype, tokens_per_block, h
             for head in range(count):
                 wanted = [operand(rows[which, first + head, keys]) for which in (0, 1)]
                 assert torch.equal(images[place, tile, head], torch.cat(wanted)), (request, tile)
+
+
+@pytest.mark.parametrize("requests", [1, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
+def test_a_warp_finds_every_chunk_in_order(requests, share):
+    chance = np.random.default_rng(requests)
+    new = np.where(chance.random(requests) < share, 5, chance.integers(0, 3, requests))
+    starts = torch.from_numpy(np.cumsum((0, *new))).int()
+    lengths = torch.from_numpy(chance.integers(0, 4, requests)).int()  # without keys: padding
+    found = torch.full((32, requests + 1), -1, dtype=torch.int32)
+    compile_search().search(address(starts), address(lengths), requests, 3, address(found))
+    wanted = [i for i in range(requests) if new[i] >= 3 and lengths[i] > 0] + [requests]
+    assert all(row[: len(wanted)] == wanted for row in found.tolist())
+    assert (found[:, len(wanted) :] == -1).all()
