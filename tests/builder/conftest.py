@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from support.bad_checkpoints import (
     configure,
 )
 from support.checkpoint import edit
-from support.cuda_build import HAVE_BINARIES, LIMITS, write_case
+from support.cuda_build import LIMITS, write_case
 from support.mxfp4 import Checkpoints
 from support.random_models import make_model
+from support.stand_ins import stand_in_kernels
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -195,19 +196,27 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def cuda_engines(
     checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """cuda_engines(case) -> the folder of its cuda engine, built once; with binaries, or as
-    `with_binaries` of `build_engine` says."""
+    """cuda_engines(case) -> the folder of its cuda engine, built once; with kernels that do
+    nothing."""
     made: dict[str, Path] = {}
 
     def engine(case: str) -> Path:
         if case not in made:
             folder = tmp_path_factory.mktemp("engine") / "cuda"
-            options = {"backend": "cuda", "with_binaries": case in HAVE_BINARIES}
-            run_build(plan_build(checkpoints(case), BuildRequest(**LIMITS), **options), folder)
+            with stand_in_kernels():
+                planned = plan_build(checkpoints(case), BuildRequest(**LIMITS), backend="cuda")
+                run_build(planned, folder)
             made[case] = folder
         return made[case]
 
     return engine
+
+
+@pytest.fixture
+def stand_ins() -> Iterator[None]:
+    """The engines of a test that asks which kernels there are, not what is in them."""
+    with stand_in_kernels():
+        yield
 
 
 @pytest.fixture

@@ -34,12 +34,6 @@ def ops_of(plan: Plan, layer: int = 0) -> list[str]:
     return [op.op for op in plan.ops if f".layers.{layer}." in op.name and op.op not in left_out]
 
 
-@pytest.fixture(autouse=True)
-def planned_alone(monkeypatch) -> None:
-    """Most engines have no binaries, which their plans and the references do not need."""
-    monkeypatch.setattr("llmctl.builder.validation.kernels.check_kernels", lambda *_: None)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_linear_is_packed_and_fused_as_far_as_there_are_kernels(case, cuda_engines) -> None:
     plan, _ = open_engine(cuda_engines(case))
@@ -112,6 +106,7 @@ def test_attention_of_every_layer_is_launched_as_if_it_were_the_only_one(
         assert len(seen) >= len(layers) > 1  # each layer has its own cache
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_each_plugin_option_takes_its_fusion_apart(checkpoints, build_engine) -> None:
     apart = {
         "gemm_swiglu_plugin": ["packed_linear", "swiglu"],
@@ -122,7 +117,6 @@ def test_each_plugin_option_takes_its_fusion_apart(checkpoints, build_engine) ->
             checkpoints("qwen2 fp8"),
             {option: "disable"},
             backend="cuda",
-            with_binaries=False,
             **LIMITS,
         )
         ops = ops_of(open_engine(folder)[0])
@@ -223,6 +217,7 @@ def test_logits_are_those_of_the_cpu_engine(
     assert wanted.std() > 0.1
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_fusions_change_no_bit(
     checkpoints, cuda_engines, build_engine, open_test_engine, some_tokens
 ):
@@ -233,7 +228,6 @@ def test_fusions_change_no_bit(
             checkpoints("qwen2 fp8"),
             {option: "disable"},
             backend="cuda",
-            with_binaries=False,
             **LIMITS,
         )
         assert torch.equal(open_test_engine(folder, "reference").run(tokens), wanted), option

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.attention_compiled import HERE, of_chains
 from support.attention_models import world_of
-from support.cuda_build import CASES, HAVE_BINARIES, LIMITS
+from support.cuda_build import CASES, COMPILED_HERE, LIMITS
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -31,9 +31,12 @@ def fp8_engine(cuda_engines: Callable[[str], Path]) -> Path:
     return cuda_engines("qwen2 fp8")
 
 
-def test_kernels_are_stored_and_read_back_whole(fp8_engine) -> None:
-    plan, tensors = open_engine(fp8_engine)
-    config = read_engine_config(fp8_engine)
+@pytest.mark.parametrize("case", COMPILED_HERE)
+def test_kernels_are_stored_and_read_back_whole(case, checkpoints, tmp_path) -> None:
+    planned = plan_build(checkpoints(case), BuildRequest(**LIMITS), backend="cuda")
+    run_build(planned, tmp_path / "engine")
+    plan, tensors = open_engine(tmp_path / "engine")
+    config = read_engine_config(tmp_path / "engine")
     specs = {
         spec.name: spec
         for spec in kernel_specs(plan, step_limits(plan, config.build_config))
@@ -62,7 +65,8 @@ def test_attention_is_that_of_a_model_whose_kernels_are_compiled_anyway(fp8_engi
     assert chains and chains <= {spec.name for world in worlds for spec in of_chains(world)}
 
 
-def test_layers_share_kernels(checkpoints, cuda_engines) -> None:
+@pytest.mark.usefixtures("stand_ins")
+def test_layers_share_kernels(checkpoints) -> None:
     """A model of 80 layers has the kernels of one of 3: the last, the first and another."""
     config = json.loads((checkpoints("llama") / "config.json").read_text())
     names = []
@@ -78,6 +82,7 @@ def test_layers_share_kernels(checkpoints, cuda_engines) -> None:
     assert names[0] == names[1]
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_progress_is_told_for_every_kernel(checkpoints) -> None:
     seen: list[tuple[str, int, int]] = []
     engine = plan_build(
@@ -104,20 +109,16 @@ def test_inspect_shows_kernels_and_tactics(fp8_engine, capsys) -> None:
     assert described["memory"]["scratch_bytes"] == plan.scratch_bytes
 
 
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("case", ["llama", "qwen2 fp8", "llama fp8 rows, tokens"])
-def test_a_generated_engine_has_the_plan_of_a_stored_one(
-    case, checkpoints, cuda_engines, tmp_path, monkeypatch
-):
-    has_binaries = case in HAVE_BINARIES
-    if not has_binaries:
-        monkeypatch.setattr("llmctl.builder.validation.kernels.check_kernels", lambda *_: None)
+def test_a_generated_engine_has_the_plan_of_a_stored_one(case, checkpoints, cuda_engines, tmp_path):
     source = checkpoints(case)
     for name in ("config.json", "hf_quant_config.json"):
         if (source / name).is_file():
             (tmp_path / name).write_bytes((source / name).read_bytes())
-    options = {"backend": "cuda", "with_binaries": has_binaries}
     generated = LoadFormat("dummy", seed=3)
-    engine = plan_build(tmp_path, BuildRequest(**LIMITS), load_format=generated, **options)
+    request = BuildRequest(**LIMITS)
+    engine = plan_build(tmp_path, request, backend="cuda", load_format=generated)
     run_build(engine, tmp_path / "engine")
     plan, tensors = open_engine(tmp_path / "engine")
     wanted, stored = open_engine(cuda_engines(case))
@@ -132,6 +133,7 @@ def test_a_generated_engine_has_the_plan_of_a_stored_one(
     assert weights == {"load_format": "dummy", "seed": 3}
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_planted_weights_name_the_tokens_they_speak_of(checkpoints) -> None:
     load_format = LoadFormat("planted", seed=5, role="draft", acceptance=0.5)
     engine = plan_build(
@@ -153,6 +155,7 @@ def test_planted_weights_name_the_tokens_they_speak_of(checkpoints) -> None:
         )
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_a_float32_model_is_refused_with_what_to_do(new_model, save) -> None:
     folder = save(new_model("llama", **CASES["llama"][1]))
     with pytest.raises(Unsupported, match="the model's dtype is float32") as caught:

@@ -21,7 +21,7 @@ LIMITS = {"max_batch_size": 2, "max_num_tokens": 48, "max_draft_len": 16, "max_s
 
 
 @pytest.fixture
-def engine(new_model, save, build_engine):
+def engine(new_model, save, build_engine, stand_ins):
     model = new_model("llama", dtype="bfloat16", **HEADS)
     return build_engine(save(model), backend="cuda", **LIMITS)
 

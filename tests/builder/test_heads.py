@@ -140,6 +140,7 @@ def test_a_weight_of_several_graphs_is_stored_once(make, backend, tied):
     assert not base.given_inputs("medusa")
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_a_plan_for_a_gpu_computes_the_same_and_has_the_kernels(make, build_engine):
     heads, checkpoint = make(dtype="bfloat16")
     folder = build_engine(checkpoint, backend="cuda", speculative_decoding_mode=MODE, **LIMITS)

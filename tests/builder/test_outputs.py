@@ -49,6 +49,7 @@ def test_an_engine_gives_what_transformers_does(
     assert torch.equal(again, plain.run([7, 8], start=len(TOKENS)))
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_a_plan_for_a_gpu_has_them_too(model, build_engine, open_test_engine):
     folder = build_engine(
         model[1], outputs=OUTPUTS, max_seq_len=64, backend="cuda", dtype="bfloat16"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import small_kernels
-from support.cuda_build import CASES, HAVE_BINARIES, LIMITS, write_case
+from support.cuda_build import CASES, COMPILED_HERE, LIMITS, MODEL_OF_RANKS, write_case, write_model
 from support.decoder_layers_compiled import (
     HELD_ON_A_GPU_MACHINE,
     ON_A_GPU_MACHINE,
@@ -18,16 +19,43 @@ from support.decoder_layers_compiled import (
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine
+from llmctl.builder.planted import LoadFormat
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.core.op_spec import Case
 from llmctl.plugins.ops.sampling.kernel import kernels
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in HAVE_BINARIES])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in COMPILED_HERE])
 def test_engines_hold_the_kernels_that_their_steps_launch(tmp_path: Path, case: str) -> None:
     checkpoint = write_case(tmp_path / "checkpoint", case)
     run_build(plan_build(checkpoint, BuildRequest(**LIMITS), backend="cuda"), tmp_path / "engine")
     plan, _ = open_engine(tmp_path / "engine")  # raises where one is absent
+    assert plan.kernels
+
+
+# What engines have besides: kernels of heads, of windows, of ranks. CI has stand-ins for these
+# (support/stand_ins.py).
+MODES: dict[str, dict[str, Any]] = {
+    "medusa": {"num_medusa_heads": 3, "medusa_choices": "[[0],[1],[0,0],[0,0,0]]"},
+    "redrafter": {"redrafter_num_beams": 3, "redrafter_draft_len_per_beam": 2},
+    "eagle": {"eagle_layers": "0,1,1", "max_draft_len": 14, "max_non_leaves_per_layer": 14},
+    "lookahead_decoding": {"lookahead_config": "[3,4,2]"},
+    "none": {"tp_size": 2, "max_draft_len": 0},
+    "draft_tokens_external": {"tp_invariant": True, "max_draft_len": 63, "max_num_tokens": 128},
+}
+
+
+@pytest.mark.parametrize("quantization", ["none", "static"])
+@pytest.mark.parametrize("mode", MODES)
+def test_engines_hold_the_kernels_that_heads_and_ranks_launch(
+    tmp_path: Path, mode: str, quantization: str
+) -> None:
+    checkpoint = write_model(tmp_path / "checkpoint", "llama", MODEL_OF_RANKS, quantization)
+    limits = {"max_batch_size": 4, "max_num_tokens": 48, "max_seq_len": 96, **MODES[mode]}
+    request = BuildRequest(**limits, speculative_decoding_mode=mode)
+    planned = plan_build(checkpoint, request, backend="cuda", load_format=LoadFormat("dummy"))
+    run_build(planned, tmp_path / "engine")
+    plan, _ = open_engine(tmp_path / "engine")
     assert plan.kernels
 
 

@@ -17,6 +17,8 @@ HEADS = config_of("1b")
 TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
 # 5 heads of 80 leave padding in the last row tile, and so does a vocabulary of 131.
 WIDE = config_of("80 wide")
+# With an embedding that is not tied, and sums of which eight ranks can have parts.
+MODEL_OF_RANKS = {**HEADS, "hidden_size": 256, "intermediate_size": 1024}
 SMALL = {"hidden_size": 144, "intermediate_size": 208}
 
 
@@ -42,13 +44,17 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 # Of these CI compiles the kernels: heads of 80 in 16 bits, and FP8 with biases and an FP8 cache.
-# The engines of the others it plans; tests/gpu/test_builds_compiled.py compiles them.
-HAVE_BINARIES = ("llama", "qwen2 fp8")
+# Those of the others tests/gpu/test_builds_compiled.py compiles.
+COMPILED_HERE = ("llama", "qwen2 fp8")
 
 
 def write_case(folder: Path, case: str) -> Path:
     """The checkpoint of one of `CASES`."""
-    family, fields, quantization = CASES[case]
+    return write_model(folder, *CASES[case])
+
+
+def write_model(folder: Path, family: str, fields: dict[str, Any], quantization: str) -> Path:
+    """A random model in BF16, quantized as a row of `CASES` says."""
     make_model(family, dtype="bfloat16", gain=0.5, **fields).save_pretrained(folder)
     if quantization != "none":
         quantize(folder, is_static=quantization == "static")

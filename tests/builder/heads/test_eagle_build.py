@@ -160,15 +160,12 @@ def test_the_targets_numbers_are_those_of_an_engine_without_a_head(new_model, sa
     assert len(gathers) == 2, "behind attention, and of the residual: the MLP runs for a row each"
 
 
-def test_the_kernels_of_a_head_compile_for_a_gpu(new_model, save, tmp_path):
-    """And the engine's stored binaries are those that its steps launch."""
+@pytest.mark.usefixtures("stand_ins")
+def test_an_engine_for_a_gpu_has_the_kernels_of_its_head(new_model, save, tmp_path):
+    """Those that its steps launch, or it would not open."""
     checkpoint = save(new_model("llama", dtype="bfloat16", **HEADS))
     head = save_head(tmp_path / "head", make_head(**HEADS), **HEADS)
-    limits = LIMITS | {
-        "max_num_tokens": 16,
-        "max_batch_size": 1,
-    }  # few, which few kernels of each product are for
-    request = BuildRequest(**limits, draft_model_dir=str(head))
+    request = BuildRequest(**LIMITS, draft_model_dir=str(head))
     folder = tmp_path / "engine"
     run_build(plan_build(checkpoint, request, backend="cuda"), folder)
     plan, _ = open_engine(folder)

@@ -97,6 +97,7 @@ def test_room_alone_is_enough(target, build_engine):
     assert build["max_draft_len"] == 5 and build["draft_heads"] == {}
 
 
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("sizes", ["[3,4,2]", None])
 def test_an_engine_for_a_gpu_has_the_kernels_of_its_windows(new_model, save, build_engine, sizes):
     """Where it has sizes; else the host leads, and it has none."""

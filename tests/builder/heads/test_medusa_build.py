@@ -229,6 +229,7 @@ def test_a_weight_that_is_no_number_is_refused_when_it_is_read(tmp_path, target)
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_a_plan_for_a_gpu_gives_the_same_logits_and_has_the_kernels(tmp_path, target, build_engine):
     """By the references of the operators that a cuda plan has; then what a GPU would be given."""
     folder = build_engine(

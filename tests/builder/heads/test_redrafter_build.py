@@ -175,6 +175,7 @@ def test_a_head_changes_no_number_of_the_target(tmp_path, target):
     assert torch.equal(*found)
 
 
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_a_plan_for_a_gpu_gives_the_same_logits_and_has_the_kernels(
     tmp_path, target, build_engine, recurrence

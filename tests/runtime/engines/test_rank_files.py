@@ -10,6 +10,7 @@ import torch
 from support.attention_models import give_heads
 from support.cuda_program import STREAM, Recorder
 from support.planted import ACCEPTANCE, SEED
+from support.stand_ins import stand_in_kernels
 from support.tensorrt.checkpoints import write_checkpoint as write_small
 
 from llmctl.builder.build import plan_build, run_build
@@ -31,8 +32,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     give_heads(folder / "c", "1b", ranks=2)
     request = BuildRequest(max_batch_size=2, max_seq_len=64, max_num_tokens=32, tp_size=2)
     weights = LoadFormat("planted", SEED, "target", ACCEPTANCE)
-    planned = plan_build(folder / "c", request, backend="cuda", load_format=weights)
-    run_build(planned, folder / "e")
+    with stand_in_kernels():
+        planned = plan_build(folder / "c", request, backend="cuda", load_format=weights)
+        run_build(planned, folder / "e")
     return folder / "e"
 
 
@@ -134,8 +136,9 @@ def test_one_rank_adds_the_parts_of_its_sums_and_exchanges_nothing(
     write_small(tmp_path / "c", "llama", "fp8", **parted, intermediate_size=1024)
     request = BuildRequest(max_batch_size=2, max_seq_len=64, max_num_tokens=32, tp_invariant=True)
     weights = LoadFormat("dummy", SEED)
-    planned = plan_build(tmp_path / "c", request, backend="cuda", load_format=weights)
-    run_build(planned, tmp_path / "e")
+    with stand_in_kernels():
+        planned = plan_build(tmp_path / "c", request, backend="cuda", load_format=weights)
+        run_build(planned, tmp_path / "e")
     file = EngineFile.open(tmp_path / "e")
     sums = [name for name in launched(file, monkeypatch) if name.startswith("all_reduce")]
     layers = planned.config.pretrained_config["num_hidden_layers"]

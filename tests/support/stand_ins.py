@@ -1,0 +1,51 @@
+"""Kernels that do nothing in the place of an engine's, for tests of which ones it has and what they
+are launched with: the real ones take half a second each to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+
+from llmctl.plugins.backends.cuda import compiler
+from llmctl.plugins.backends.cuda.arch import HOPPER
+from llmctl.plugins.backends.cuda.compiler import TRITON_HIDDEN_ARGUMENTS, CompiledKernel
+from llmctl.plugins.backends.cuda.cubin import read_cubin
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
+from llmctl.plugins.backends.cuda.nvrtc import compile_source
+
+_TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "tensor_map": "Map"}
+
+
+@contextmanager
+def stand_in_kernels() -> Iterator[None]:
+    """Engines that are built here have kernels of the right names, arguments and sizes, and
+    nothing in them. No cache keeps these."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(compiler, "compile_kernel", stand_in)
+        yield
+
+
+def stand_in(spec: KernelSpec, capability: str = HOPPER.capability) -> CompiledKernel:
+    """One that does nothing, as `compile_kernel` gives the kernel of a spec."""
+    assert capability == HOPPER.capability, "which the target below is of"
+    hidden = TRITON_HIDDEN_ARGUMENTS if spec.is_triton else 0
+    entry, threads = spec.entry or "stand_in", 32 * spec.num_warps
+    cubin = _empty(entry, (*spec.arguments, *("*u8",) * hidden), threads)
+    info = read_cubin(cubin, entry)
+    return CompiledKernel(
+        *(spec.name, entry, cubin, threads, spec.shared_bytes, spec.arguments),
+        *(spec.cluster, hidden, info.registers, info.local_bytes),
+    )
+
+
+@cache
+def _empty(entry: str, arguments: tuple[str, ...], threads: int) -> bytes:
+    given = ", ".join(f"{_TYPES.get(kind, 'void*')} a{n}" for n, kind in enumerate(arguments))
+    source = f"""
+        struct alignas(64) Map {{ char bytes[128]; }};
+        extern "C" __global__ void __launch_bounds__({threads}) {entry}({given}) {{}}
+    """
+    return compile_source(source, "stand_in.cu", [f"--gpu-architecture={HOPPER.cuda_target}"])
