@@ -7,7 +7,8 @@ What counts is a product's time within a step: kernels overlap, and a ring that 
 the next kernel away. So chains of whole layers are timed in a graph: norms, attention over 1,000
 tokens (with --trees that of a tree, which some numbers of tokens have only there) and the four
 products. --sweep tries the variants of one product after another in the chain,
-each from the best found so far, and prints entries for packed_linear's tactics.json; --fills
+each from the best found so far, and prints entries for packed_linear's tactics.json; beyond the
+largest token tile those are two tiles, beside the kernel for many tokens. --fills
 tries alone how much of a ring is on its way while it is filled for the first time, which --sweep
 does last. Bits are compared elsewhere (tests/gpu/test_packed_linear_exact.py).
 """
@@ -154,7 +155,7 @@ class Chain:
         """What a sweep tries."""
         tiles, chunks = self.weight(index).shape[:2]
         form = form_of(self.layers[0].products[index])
-        width = next(most for most in TOKEN_TILES if self.tokens <= most)
+        width = next((most for most in TOKEN_TILES if self.tokens <= most), TOKEN_TILES[-1])
         norms = [0]
         if index in NORMED and self.tokens == 1:
             parts = self.model.hidden // NORM_PART
@@ -164,7 +165,7 @@ class Chain:
         for (rows, wide), split, room, warps in itertools.product(
             slots, (0, 1, 2, 4), ROOMS, norms
         ):
-            if tiles * split > 300 * rows:
+            if tiles * split > 300 * rows or (split == 0 and self.tokens > width):
                 continue
             made = DecodeVariant(width, rows, wide, 0, split, norm_warps=warps, form=form)
             made = made.with_stages(chunks, room)
@@ -180,7 +181,8 @@ class Chain:
             elif split == 1 and tiles > 132 * rows:  # as few blocks as leave none with more to do
                 each = -(-tiles // rows // 132)
                 found.append(replace(made, blocks=-(-tiles // rows // each)))
-        return list(dict.fromkeys(map(str, found)))
+        of_many = [MANY] * (self.tokens > width)
+        return [*dict.fromkeys(map(str, found)), *of_many]
 
 
 def sweep(chain: Chain, name: str) -> None:
@@ -207,6 +209,8 @@ def sweep_fills(chain: Chain, name: str, best: list[str]) -> None:
     """Improve a plan by what rings ask for at once in their first turn; print the best plan."""
     plan = [variant or chain.stored(index) for index, variant in enumerate(best)]
     for index in ORDER:
+        if plan[index] == MANY:
+            continue
         variant = DecodeVariant.parse(plan[index], form_of(chain.layers[0].products[index]))
         if variant.normalizes:
             continue
@@ -231,7 +235,9 @@ def sweep_fills(chain: Chain, name: str, best: list[str]) -> None:
         form = form_of(chain.layers[0].products[index]).name
         key = f"{chain.layers[0].products[index].op} {tiles}x{chunks} {form}"
         if variant:
-            most = next(most for most in TOKEN_TILES if chain.tokens <= most)
+            tiles_of_tokens = -(-chain.tokens // TOKEN_TILES[-1])
+            ends = (*TOKEN_TILES, tiles_of_tokens * TOKEN_TILES[-1])
+            most = next(most for most in ends if chain.tokens <= most)
             print(json.dumps({key: {str(most): variant}}))
 
 

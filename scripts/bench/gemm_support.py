@@ -21,7 +21,7 @@ from llmctl.plugins.schemes.table import FORMS, SCHEMES
 
 FP8 = torch.float8_e4m3fn
 MAX_TOKENS = 256
-LIMITS = StepLimits(MAX_TOKENS, MAX_TOKENS, 16, 4096, 63, 32, "float8_e4m3fn")
+LIMITS = StepLimits(MAX_TOKENS, MAX_TOKENS, 16, 4096, 127, 32, "float8_e4m3fn")
 
 
 @dataclass(frozen=True)
