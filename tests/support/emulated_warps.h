@@ -1,0 +1,125 @@
+// What kernels whose warps work together use of CUDA and of PTX, on a CPU. emulated_warps.py translates PTX to what is
+// here.
+#include "emulated_fibers.h"
+#include "emulated_numbers.h"
+
+namespace emu {
+// ---- shared memory: addresses are offsets, with the block of the cluster above them ----
+
+inline u32 address(const void* p) { return u32((const u8*)p - now->own->memory); }
+inline u32 remote(u32 at, u32 rank) { return at | (rank + 1) << 20; }
+inline Block& block_of(u32 at) { return at >> 20 ? *now->own->cluster->blocks[(at >> 20) - 1] : *now->own; }
+inline u8* place(u32 at, u32 bytes) {
+  Block& block = block_of(at);
+  const u32 inside = at & 0xFFFFF;
+  if (inside + bytes > block.size || inside % bytes) fail("outside of shared memory, or not aligned", at);
+  return block.memory + inside;
+}
+template <class T>
+void store(u32 at, std::initializer_list<T> x) {
+  std::memcpy(place(at, sizeof(T) * x.size()), x.begin(), sizeof(T) * x.size());
+}
+template <class... T>
+void load(u32 at, T&... x) {
+  const u8* p = place(at, (sizeof(T) + ...));
+  ((std::memcpy(&x, p, sizeof(T)), p += sizeof(T)), ...);
+}
+inline void barrier_init(u32 at, u32 count) {
+  Transactions& its = now->own->barrier(at);
+  its = {}, its.count = its.arrivals = count;
+}
+inline void barrier_expect(u32 at, u32 bytes) {
+  Transactions& its = now->own->barrier(at);
+  --its.arrivals, its.bytes += bytes;
+  its.advance();
+}
+inline void barrier_wait(u32 at, u32 parity) {
+  Transactions& its = now->own->barrier(at);
+  while (u32(its.phase & 1) == parity) wait_while(&its.phase, its.phase);
+}
+inline void store_remote(u32 at, std::initializer_list<float> x, u32 barrier) {
+  store(at, x);
+  Transactions& its = block_of(barrier).barrier(barrier & 0xFFFFF);
+  its.bytes -= 4 * x.size();
+  its.advance();
+}
+
+// ---- copies into shared memory ----
+
+inline void finish(const Copy& its) {
+  if (its.bytes) std::memcpy(its.to, its.from, its.bytes);
+  if (its.bytes < 16) std::memset(its.to + its.bytes, 0, 16 - its.bytes);
+}
+inline void copy(u32 to, const void* from, u32 bytes = 16) {
+  if ((size_t)from % 16) fail("a copy's source is not aligned");
+  const Copy its = {place(to, 16), (const u8*)from, bytes};
+  copies_late ? now->open.push_back(its) : finish(its);
+}
+inline void commit() {
+  now->groups.push_back(std::move(now->open));
+  now->open.clear();
+}
+inline void wait_for_groups(int pending) {
+  for (; int(now->groups.size()) > pending; now->groups.pop_front())
+    for (const Copy& its : now->groups.front()) finish(its);
+}
+
+template <int N>
+void load_matrices(u32* (&x)[N], u32 at, bool is_transposed) {  // N of 8 rows of 16 bytes, 8 lanes' addresses each
+  u16 row[8] = {};
+  if (lane() < 8 * N) std::memcpy(row, place(at, 16), 16);
+  std::memcpy(warp().shown[lane()], row, 16);
+  sync_warp();
+  for (int i = 0; i < N; ++i) {
+    u16 found[2];
+    for (int k = 0; k < 2; ++k) {
+      const int r = is_transposed ? lane() % 4 * 2 + k : lane() / 4;
+      const int c = is_transposed ? lane() / 4 : lane() % 4 * 2 + k;
+      found[k] = ((const u16*)warp().shown[8 * i + r])[c];
+    }
+    *x[i] = found[0] | u32(found[1]) << 16;
+  }
+  sync_warp();
+}
+}  // namespace emu
+
+#define threadIdx (emu::now->thread)
+#define blockIdx (emu::now->block)
+#define gridDim (emu::grid)
+#define __cvta_generic_to_shared emu::address
+inline void __syncwarp(unsigned = ~0u) { emu::sync_warp(); }
+inline void sync_all() { emu::sync_block(0, 32 * int(emu::now->own->warps.size())); }
+#define __syncthreads sync_all
+inline int __syncthreads_or(int x) {
+  if (x) emu::now->own->any[0] = 1;
+  sync_all();
+  const int found = emu::now->own->any[0];
+  sync_all();
+  emu::now->own->any[0] = 0;
+  sync_all();
+  return found;
+}
+template <class T> T __shfl_xor_sync(unsigned, T x, int step) { return emu::from_lane(x, emu::lane() ^ step); }
+template <class T> T __shfl_sync(unsigned, T x, int source, int = 32) { return emu::from_lane(x, source % 32); }
+template <class T> T __shfl_up_sync(unsigned, T x, int step, int width = 32) {
+  return emu::from_lane(x, emu::lane() % width >= step ? emu::lane() - step : emu::lane());
+}
+inline int __reduce_max_sync(unsigned, int x) { return emu::of_all(x, [](int a, int b) { return max(a, b); }); }
+inline int __reduce_min_sync(unsigned, int x) { return emu::of_all(x, [](int a, int b) { return min(a, b); }); }
+template <class T> T __ldcg(const T* at) { return *at; }
+template <class T> void __stcg(T* at, T x) { *at = x; }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {
+  const unsigned long long both = x | (unsigned long long)y << 32;
+  unsigned found = 0;
+  for (int i = 0; i < 4; ++i) found |= unsigned(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return found;
+}
+inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline float __int_as_float(int x) { return emu::number(x); }
+inline float __uint_as_float(unsigned x) { return emu::number(x); }
+inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

@@ -1,0 +1,181 @@
+"""Kernels whose warps work together, on a CPU: CUDA C++ as C++, where PTX is a function of
+emulated_warps.h and every thread a fiber.
+
+What it shows: addresses, work items and paths, what meets whom, and that the same products are
+added in the same order whatever else is in a step. What it does not: the sums of a tensor core and
+exponentials to the last bit, and the order in which a GPU's memory shows writes; copies are done as
+early as they may be, or as late.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from llmctl.plugins.backends.cpu.compile import find_compiler
+from llmctl.plugins.backends.cuda.compiler import PLUGINS
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch
+from llmctl.plugins.core.cache_home import cache_home
+from llmctl.publish import write_cached
+
+_HEADERS = [Path(__file__).with_name(f"emulated_{n}.h") for n in ("warps", "fibers", "numbers")]
+_FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w")
+_PRODUCTS = "// ---- warpgroup products ----"  # of hopper.cuh: nothing here has them
+# Where a statement's PTX begins with the first, the second; {0}, {1}, ... are its operands.
+_PTX = {
+    "cvt.rn.bf16x2.f32": "{0} = emu::bf16({2}) | emu::u32(emu::bf16({1})) << 16",
+    "cvt.rn.f16x2.f32": "{0} = emu::halves({1}, {2})",
+    "cvt.rn.satfinite.f16x2.f32": "{0} = emu::halves(emu::within({1}), emu::within({2}))",
+    "cvt.f32.f16": "{0} = emu::from_half({1})",
+    "cvt.rn.satfinite.e4m3x2.f32": "{0} = emu::e4m3({2}) | emu::e4m3({1}) << 8",
+    "{.reg .b16 a, b;mov.b32 {a, b}, %2;cvt.rn.f16x2.e4m3x2": (
+        "({0} = emu::wide_pair({2}), {1} = emu::wide_pair({2} >> 16))"
+    ),
+    "sub.rn.f16x2": 'emu::fail("bytes of INT8")',
+    "ex2.approx.ftz.f32": "{0} = std::exp2({1})",
+    "mbarrier.init": "emu::barrier_init({0}, {1})",
+    "mbarrier.arrive.expect_tx": "emu::barrier_expect({0}, {1})",
+    "{.reg .pred done;again:mbarrier.try_wait": "emu::barrier_wait({0}, {1})",
+    "barrier.cluster.arrive": "emu::cluster_arrive()",
+    "barrier.cluster.wait": "emu::cluster_wait()",
+    "bar.sync 1": "emu::sync_block(1, {0})",
+    "bar.sync 2": "emu::sync_block(2, {0})",
+    "bar.arrive 2": "emu::arrive_block(2, {0})",
+    "mapa": "{0} = emu::remote({1}, {2})",
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4": (
+        "emu::store_remote({0}, {{{1}, {2}, {3}, {4}}}, {5})"
+    ),
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2": (
+        "emu::store_remote({0}, {{{1}, {2}}}, {3})"
+    ),
+    "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;": "emu::copy({0}, {1}, {2})",
+    "cp.async.cg.shared.global.L2::256B [%0], [%1], 16;": "emu::copy({0}, {1})",
+    "cp.async.commit_group": "emu::commit()",
+    "cp.async.wait_group": "emu::wait_for_groups({0})",
+    "ldmatrix.sync.aligned.m8n8.x4.shared": (
+        "emu::u32* all[4] = {{&{0}, &{1}, &{2}, &{3}}}; emu::load_matrices(all, {4}, false)"
+    ),
+    "ldmatrix.sync.aligned.m8n8.x4.trans": (
+        "emu::u32* all[4] = {{&{0}, &{1}, &{2}, &{3}}}; emu::load_matrices(all, {4}, true)"
+    ),
+    "ldmatrix.sync.aligned.m8n8.x2.trans": (
+        "emu::u32* all[2] = {{&{0}, &{1}}}; emu::load_matrices(all, {2}, true)"
+    ),
+    "movmatrix.sync.aligned.m8n8.trans": "{0} = emu::transposed({1})",
+    "mma.sync.aligned.m16n8k16": (
+        "emu::multiply(TYPES, {0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9})"
+    ),
+    "st.shared.f32": "emu::store<float>({0}, {{{1}}})",
+    "st.shared.v2.f32": "emu::store<float>({0}, {{{1}, {2}}})",
+    "st.shared.v2.u32": "emu::store<emu::u32>({0}, {{{1}, {2}}})",
+    "st.shared.v4.u32 [%0], {%1, %1, %1, %1}": "emu::store<emu::u32>({0}, {{{1}, {1}, {1}, {1}}})",
+    "ld.shared.f32": "emu::load({1}, {0})",
+    "ld.shared.v2.f32": "emu::load({2}, {0}, {1})",
+    "ld.shared.v2.u32": "emu::load({2}, {0}, {1})",
+    "ld.shared.v4.f32": "emu::load({4}, {0}, {1}, {2}, {3})",
+    "ld.relaxed.gpu.global.f32": "{0} = *{1}",
+}
+_NOTHING = ("griddepcontrol", "fence.mbarrier_init")  # a CPU's order is that of the program
+# Of hopper.cuh and used by none of the kernels here.
+_UNKNOWN = ("createpolicy", "cp.async.bulk", "prefetch.tensormap", "mbarrier.arrive.shared::cta")
+
+
+def as_cpp(source: str) -> str:
+    """A source of `plugins` and what it includes. AssertionError where it has unknown PTX."""
+    text = _included(source, set())
+    text = re.sub(r"extern __shared__ __align__\(\d+\) u8 memory\[\];",
+                  "u8* memory = emu::now->own->memory;", text)  # fmt: skip
+    found, at = [], 0
+    for match in re.finditer(r"\basm(?: volatile)?\(", text):
+        end = _closing(text, match.end())
+        found += [text[at : match.start()], _translated(text[match.end() : end])]
+        at = end + 1
+    return "".join([*found, text[at:]])
+
+
+def _included(source: str, seen: set[str]) -> str:
+    if source in seen:
+        return ""
+    seen.add(source)
+    text = (PLUGINS / source).read_text().replace("#pragma once", "")
+    text = text.partition(_PRODUCTS)[0] if source.endswith("hopper.cuh") else text
+    return re.sub(r'#include "(.*)"\n', lambda its: _included(its[1], seen), text)
+
+
+def _closing(text: str, at: int) -> int:
+    """Of the parenthesis that is open there; those in strings do not count."""
+    depth, in_string = 1, False
+    while depth:
+        if text[at] == '"' and text[at - 1] != "\\":
+            in_string = not in_string
+        depth += 0 if in_string else {"(": 1, ")": -1}.get(text[at], 0)
+        at += 1
+    return at - 1
+
+
+def _translated(statement: str) -> str:
+    first = re.match(r'(?:\s|\\\n|[A-Z]+|"(?:[^"\\]|\\.)*")*', statement)
+    assert first is not None
+    ptx = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', first[0])).replace("\\n", "")
+    operands, at = [], first.end()
+    for match in re.finditer(r'"[=+&]*[a-z]"\(', statement):
+        if match.start() >= at:
+            at = _closing(statement, match.end())
+            operands.append(statement[match.end() : at])
+    if not ptx or ptx.startswith(_NOTHING):
+        return "(void)0"
+    if ptx.startswith(_UNKNOWN):
+        return 'emu::fail("unknown PTX")'
+    known = [begin for begin in _PTX if ptx.startswith(begin)]
+    assert known, f"PTX without a counterpart: {ptx}"
+    return _PTX[max(known, key=len)].format(*(f"({each})" for each in operands))
+
+
+_libraries: dict[str, ctypes.CDLL] = {}
+
+
+def compiled(spec: KernelSpec) -> ctypes.CDLL:
+    """The kernel of a spec. Kept between runs, as kernels for a GPU are."""
+    if spec.name in _libraries:
+        return _libraries[spec.name]
+    launch = f"""
+extern "C" void launch(int x, int y, int z, int seed, int late, void** values) {{
+  emu::run_grid(x, y, z, {spec.cluster}, {32 * spec.num_warps}, {spec.shared_bytes}, seed, late,
+                [=] {{ emu::call({spec.entry}, values); }});
+}}
+"""
+    text = f'#include "{_HEADERS[0]}"\n{as_cpp(spec.source)}{launch}'
+    defined = [f"-D{k}={int(v) if isinstance(v, bool) else v}" for k, v in spec.constants.items()]
+    command = [*find_compiler(), *_FLAGS, *defined]
+    parts = (text, *(path.read_text() for path in _HEADERS), *command)
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    kept = cache_home() / "llmctl" / "emulated" / f"{key}.so"
+    with tempfile.TemporaryDirectory() as folder:
+        if not kept.exists():
+            made, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+            made.write_text(text)
+            done = subprocess.run([*command, str(made), "-o", str(library)], capture_output=True,
+                                  text=True)  # fmt: skip
+            assert done.returncode == 0, done.stderr[:4000]
+            write_cached(kept, library.read_bytes())
+        return _libraries.setdefault(spec.name, ctypes.CDLL(str(kept)))
+
+
+def run(launches: Sequence[Launch], seed: int = 0, *, is_late: bool = False) -> None:
+    """One after the other, threads in an order that follows from the seed. is_late: copies are done
+    when they are waited for."""
+    kinds = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
+    for launch in launches:
+        library, values = compiled(launch.spec), []
+        for kind, value in zip(launch.spec.arguments, launch.arguments, strict=True):
+            is_tensor = isinstance(value, torch.Tensor)
+            values.append(ctypes.c_void_p(value.data_ptr()) if is_tensor else kinds[kind](value))
+        pointers = [ctypes.cast(ctypes.pointer(each), ctypes.c_void_p) for each in values]
+        library.launch(*launch.grid, seed, int(is_late), (ctypes.c_void_p * len(values))(*pointers))
