@@ -40,7 +40,7 @@ def test_kernels_of_warps_compile_for_every_page_size(
 
 
 @pytest.mark.parametrize("heads", OF_SIZE.values())
-@pytest.mark.parametrize("kv", ["int8", "bfloat16"])
+@pytest.mark.parametrize("kv", ["int8", "bfloat16", "fp8"])
 def test_verification_sends_through_shared_memory_and_has_room(heads: str, kv: str) -> None:
     check_verification(of_verification(heads, kv))
 

@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.attention import FP8, INT8, World, mismatches, same_bits, weight_rounding
-from support.attention_compiled import (
-    HERE,
-    WHOLE_HERE,
-    check_chains,
-    check_windows,
-    largest,
-    of_chains,
-)
-from support.attention_models import world_of
+from support.attention_compiled import HERE, chains_here, check_chains, check_windows
 from support.kernel import KERNEL_DTYPES, launch_env, step_shape
 
 from llmctl.errors import Unsupported
@@ -175,8 +167,7 @@ def test_splits_are_counted_so_that_all_run_at_once():
 @pytest.mark.parametrize(("heads", "kv"), HERE)
 def test_kernels_compile_to_tensor_core_groups_without_spills(heads, kv):
     """test_cuda_kernels.py counts on these checks, and on those of tests/gpu."""
-    specs = of_chains(world_of(heads, kv))
-    check_chains(specs if (heads, kv) in WHOLE_HERE else largest(specs))
+    check_chains(chains_here(heads, kv))
 
 
 def test_windows_compile_without_spills():
