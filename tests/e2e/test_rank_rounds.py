@@ -89,9 +89,10 @@ def test_another_rank_goes_through_the_same_rounds(
     runner = LeadingRounds(leader, own, followed, ())
     config = ExecutorConfig(KvCacheConfig(num_blocks=300), check_invariants=True)
     sampling = CudaSampling(queue, lambda launches: [launch_sampling(item) for item in launches])
-    free = [replace(request, max_draft_len=None) for request in requests]
+    # The kernels of heads are interpreted: with half of the requests, one of each kind and length.
+    free = [replace(each, max_draft_len=None) for each in requests[: 12 if mode else None]]
     with Executor(engine, drafter, config, sampling, runner) as executor:
-        assert run_all(executor, free) == plain
+        assert run_all(executor, free) == plain[: len(free)]
         led = never_need_the_host(free)
         assert run_all(executor, [free[i] for i in led]) == [plain[i] for i in led]
         assert (executor.get_speculation_stats().accepted_tokens > 0) == bool(mode)
