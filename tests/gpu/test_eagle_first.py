@@ -1,6 +1,6 @@
 """A head of EAGLE-1, of two layers, on a GPU: the tokens of plain decoding, with chains and trees.
 
-Not run on a GPU yet."""
+What it asserts held on an H200 on 2026-11-26, with an engine that was built elsewhere."""
 
 from __future__ import annotations
 
