@@ -10,23 +10,28 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from llmctl.builder.heads.eagle.check import CHECK as EAGLE_CHECK
 from llmctl.builder.heads.eagle.mode import OPTIONS as EAGLE_OPTIONS
 from llmctl.builder.heads.eagle.mode import describe as describe_eagle
 from llmctl.builder.heads.eagle.mode import invent_eagle, prepare_eagle
 from llmctl.builder.heads.eagle.mode import record_heads as record_eagle
 from llmctl.builder.heads.eagle.names import MODULE as EAGLE
+from llmctl.builder.heads.lookahead.check import CHECK as LOOKAHEAD_CHECK
 from llmctl.builder.heads.lookahead.mode import NUMBER as LOOKAHEAD
 from llmctl.builder.heads.lookahead.mode import describe as describe_lookahead
 from llmctl.builder.heads.lookahead.mode import invent_lookahead, prepare_lookahead
+from llmctl.builder.heads.medusa.check import CHECK as MEDUSA_CHECK
 from llmctl.builder.heads.medusa.layouts import MODULE as MEDUSA
 from llmctl.builder.heads.medusa.mode import describe as describe_medusa
 from llmctl.builder.heads.medusa.mode import invent_medusa, prepare_medusa
 from llmctl.builder.heads.medusa.mode import record_heads as record_medusa
+from llmctl.builder.heads.redrafter.check import CHECK as REDRAFTER_CHECK
 from llmctl.builder.heads.redrafter.mode import OPTIONS as REDRAFTER_OPTIONS
 from llmctl.builder.heads.redrafter.mode import describe as describe_redrafter
 from llmctl.builder.heads.redrafter.mode import invent_redrafter, prepare_redrafter
 from llmctl.builder.heads.redrafter.mode import record_heads as record_redrafter
 from llmctl.builder.heads.redrafter.names import MODULE as REDRAFTER
+from llmctl.builder.validation.head_forms import HeadCheck
 from llmctl.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -72,7 +77,8 @@ class BuildMode:
     `record_heads` records the graphs beside the base graph of a model that computes in a dtype,
     each with a name of its own (builder/heads/graphs.py). `options` are fields of BuildRequest that
     are this mode's alone, or some modes'; `describe` says the facts to people; `module` is what
-    the names of the heads' tensors begin with, in an engine."""
+    the names of the heads' tensors begin with, in an engine; `check` is asked of engines that are
+    opened, None where there are no facts."""
 
     number: int  # as config.json stores it: TensorRT-LLM's
     is_available: bool = False  # in this version
@@ -84,6 +90,7 @@ class BuildMode:
     options: tuple[str, ...] = ()
     describe: Callable[[Facts], str] = str
     module: str = ""
+    check: HeadCheck | None = None
 
     @property
     def has_heads(self) -> bool:
@@ -100,24 +107,28 @@ SPECULATIVE_MODES: dict[str, BuildMode] = {
         options=(_HEADS, "num_medusa_heads", "medusa_choices"),
         describe=describe_medusa,
         module=MEDUSA,
+        check=MEDUSA_CHECK,
     ),
     "lookahead_decoding": BuildMode(
         *(LOOKAHEAD, True, prepare_lookahead),
         invent=invent_lookahead,
         options=("lookahead_config",),
         describe=describe_lookahead,
+        check=LOOKAHEAD_CHECK,
     ),
     "redrafter": BuildMode(
         *(16, True, prepare_redrafter, record_redrafter, invent_redrafter),
         options=(_HEADS, *REDRAFTER_OPTIONS),
         describe=describe_redrafter,
         module=REDRAFTER,
+        check=REDRAFTER_CHECK,
     ),
     "eagle": BuildMode(
         *(32, True, prepare_eagle, record_eagle, invent_eagle),
         options=(_HEADS, *EAGLE_OPTIONS),
         describe=describe_eagle,
         module=EAGLE,
+        check=EAGLE_CHECK,
     ),
 }
 SAME_MODES = {"explicit_draft_tokens": "redrafter"}  # TensorRT-LLM's name for a mode -> its row's

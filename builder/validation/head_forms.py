@@ -1,14 +1,28 @@
-"""The shapes and dtypes of what a head reads and gives."""
+"""The shapes and dtypes of what a head reads and gives, and what is asked of each mode's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from llmctl.builder.plan import Dim, PlanTensor
+from llmctl.builder.plan import Dim, Plan, PlanTensor
 from llmctl.builder.validation.errors import wrong
+
+if TYPE_CHECKING:
+    from llmctl.builder.engine_format import EngineConfig
 
 Tensors = Mapping[str, PlanTensor]
 Form = tuple[Dim, ...]  # a shape, then a dtype
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCheck:
+    """Of a mode's heads. find_wrong: (draft_heads, build_config) -> which field is not what readers
+    rely on, and how; None: none. check_plan raises CorruptEngine where the plan has others."""
+
+    find_wrong: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
+    check_plan: Callable[[EngineConfig, Plan, Tensors], None]
 
 
 def require_forms(

@@ -18,7 +18,7 @@ from llmctl.builder.heads.eagle.names import (
 )
 from llmctl.builder.plan import Plan
 from llmctl.builder.validation.errors import wrong
-from llmctl.builder.validation.head_forms import Form, Tensors, require_forms
+from llmctl.builder.validation.head_forms import Form, HeadCheck, Tensors, require_forms
 from llmctl.builder.validation.strict_json import MOST
 
 if TYPE_CHECKING:
@@ -110,3 +110,6 @@ def check_plan(config: EngineConfig, plan: Plan, tensors: Tensors) -> None:
             raise wrong(f"head {graph!r} reads {dict(head.inputs)}; {sorted(reads)} is wanted")
         require_forms(graph, "output", head.outputs, outputs, tensors)
         require_forms(graph, "input", head.inputs, reads, tensors)
+
+
+CHECK = HeadCheck(find_wrong, check_plan)

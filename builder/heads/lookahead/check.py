@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llmctl.builder.heads.lookahead.config import LookaheadDecodingConfig
 from llmctl.builder.plan import Plan
 from llmctl.builder.validation.errors import wrong
-from llmctl.builder.validation.head_forms import Tensors
+from llmctl.builder.validation.head_forms import HeadCheck, Tensors
 from llmctl.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -36,3 +36,6 @@ def check_plan(config: EngineConfig, plan: Plan, tensors: Tensors) -> None:
     """Raise CorruptEngine where the plan has a head."""
     if plan.heads:
         raise wrong(f"config.json has lookahead decoding; the plan has {sorted(plan.heads)}")
+
+
+CHECK = HeadCheck(find_wrong, check_plan)

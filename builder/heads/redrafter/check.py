@@ -16,7 +16,7 @@ from llmctl.builder.heads.redrafter.names import (
 )
 from llmctl.builder.plan import Plan
 from llmctl.builder.validation.errors import wrong
-from llmctl.builder.validation.head_forms import Form, Tensors, require_forms
+from llmctl.builder.validation.head_forms import Form, HeadCheck, Tensors, require_forms
 from llmctl.builder.validation.strict_json import MOST
 
 if TYPE_CHECKING:
@@ -73,3 +73,6 @@ def check_plan(config: EngineConfig, plan: Plan, tensors: Tensors) -> None:
             raise wrong(f"head {graph!r} reads {dict(head.inputs)}; states are wanted")
         if graph == NEXT:
             require_forms(graph, "input", head.inputs, states, tensors)
+
+
+CHECK = HeadCheck(find_wrong, check_plan)
