@@ -4,7 +4,8 @@
     python -m scripts.bench.attention --binaries binaries  # needs no compiler
 
 Times are medians over replays of a CUDA graph that runs the kernel once per layer, each layer with
-its own keys and values, so that a replay reads more than the L2 cache holds.
+its own keys and values, so that a replay reads more than the L2 cache holds. A step's limit is
+that of reading its keys and values once, as fast as this card reads, or of its products.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from support.attention import FP8, INT8, World, mismatches
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
-from llmctl.plugins.backends.cuda.read_rate import elapsed_ms
+from llmctl.plugins.backends.cuda.read_rate import device_read_rate, elapsed_ms
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.paged_attention import kernel
 from llmctl.plugins.ops.paged_attention.reference import reference
 
-READ_LIMIT = 4.58e12  # bytes/s that an H200 copies at, measured
+PRODUCT_LIMIT = 989e12  # operations/s of an H100's or H200's products of 16-bit numbers, as sold
 MODELS = {  # query heads, KV heads, head size
     "70B": (64, 8, 128),
     "8B": (32, 8, 128),
@@ -59,15 +60,21 @@ LONG = [  # the same of long contexts
     ("70B", False, 1, 1, 32768),
     ("1B", True, 1, 1, 32768),
     *((m, True, b, 1, 32768) for m in ("70B", "8B") for b in (2, 4, 8, 64)),
-    ("70B", True, 8, 11, 32768),
+    *((m, True, b, 11, 32768) for m in ("70B", "8B") for b in (8, 64)),
 ]
 CONTEXT = [("70B", True, 1, n, n) for n in (512, 2048, 8192)] + [
     ("70B", False, 1, 2048, 2048),
     ("70B", True, 1, 2048, 16384),
     ("1B", True, 1, 2048, 2048),
 ]
-# Model, FP8 keys, tokens of one request's tree, context. Every second token has three children.
-TREES = [(m, True, n, c) for m in ("70B", "8B") for c in (1024, 8192, 32768) for n in (16, 32, 64)]
+# Model, FP8 keys, batch, tokens of each request's tree, context. Every second token has three
+# children.
+TREES = [
+    (m, True, b, n, c)
+    for m in ("70B", "8B")
+    for b, c in ((1, 1024), (1, 8192), (1, 32768), (8, 32768), (64, 32768))
+    for n in ((16, 32, 64) if b == 1 else (32,))
+]
 SMALL: dict[str, Any] = {"heads": 8, "kv_heads": 2, "size": 128, "lengths": (700, 333)}
 CHECKED: list[dict[str, Any]] = [
     {"kv_dtype": FP8, "quantize_out": True},
@@ -108,6 +115,7 @@ def main() -> None:
     if arguments.binaries:
         for name, (metadata, cubin) in pickle.loads(arguments.binaries.read_bytes()).items():
             _binaries[name] = CompiledKernel.from_metadata(metadata, cubin)
+    device_read_rate()  # while all memory is free
     if not arguments.skip_checks:
         check()
     measure(arguments.only)
@@ -177,32 +185,54 @@ def measure(only: str) -> None:
     short = [row for row in GENERATION if only in ("", row[0])]
     for model, is_fp8, batch, tokens, context in [*short, *(LONG if only in ("", "long") else ())]:
         world = big(model, is_fp8, batch, context)
-        parts = [(r, context - tokens, tokens) for r in range(batch)]
-        seconds, low = time_layers(world, parts)
-        read = world.cache[0].nbytes * batch * context / padded(world)
-        print(
-            f"{model} {'fp8 ' if is_fp8 else 'bf16'} batch {batch:3} tokens {tokens:2} "
-            f"context {context:6}: {seconds * 1e6:8.2f} us (min {low * 1e6:.2f}), "
-            f"{read / seconds / 1e12:.2f} TB/s, {read / seconds / READ_LIMIT:.0%} of reads, "
-            f"{kernels_of(world, parts)}",
-            flush=True,
+        name = f"{model} {'fp8 ' if is_fp8 else 'bf16'} batch {batch:3} tokens {tokens:2}"
+        report(world, name, batch, tokens, context)
+    for model, is_fp8, batch, tokens, context in TREES if only in ("", "trees") else ():
+        world = big(model, is_fp8, batch, context)
+        parents = [(index - 1) // 3 * 2 - 1 if index else -1 for index in range(tokens - 1)]
+        world.trees = dict.fromkeys(range(batch), parents)
+        name = f"{model} {'fp8 ' if is_fp8 else 'bf16'} batch {batch:3} trees of {tokens:2}"
+        seconds = report(world, name, batch, tokens, context)
+        chain, _ = time_layers(
+            replace(world, trees={}, scratch={}), [(r, context - 11, 11) for r in range(batch)]
         )
-    for model, is_fp8, tokens, context in TREES if only in ("", "trees") else ():
-        world = big(model, is_fp8, 1, context)
-        world.trees = {
-            0: [(index - 1) // 3 * 2 - 1 if index else -1 for index in range(tokens - 1)]
-        }
-        report_tree(world, f"{model} {'fp8 ' if is_fp8 else 'bf16'}", tokens, context)
+        print(f"    {seconds / chain:.2f} times chains of 11 ({chain * 1e6:.2f} us)", flush=True)
     for model, is_fp8, batch, tokens, context in () if only else CONTEXT:
         world = big(model, is_fp8, batch, context, layers=4)
-        seconds, low = time_layers(world, [(0, context - tokens, tokens)])
-        pairs = tokens * (context - tokens) + tokens * (tokens + 1) / 2
-        rate = 4 * world.heads * world.size * pairs / seconds / 1e12
+        parts = [(0, context - tokens, tokens)]
+        seconds, low = time_layers(world, parts)
         print(
             f"{model} {'fp8 ' if is_fp8 else 'bf16'} chunk {tokens} of {context}: "
-            f"{seconds * 1e6:.1f} us (min {low * 1e6:.1f}), {rate:.0f} TFLOP/s",
+            f"{seconds * 1e6:.1f} us (min {low * 1e6:.1f}), "
+            f"{operations(world, parts) / seconds / 1e12:.0f} TFLOP/s",
             flush=True,
         )
+
+
+def report(world: World, name: str, batch: int, tokens: int, context: int) -> float:
+    """Time requests of one length and print the share of the limit; seconds."""
+    parts = [(r, context - tokens, tokens) for r in range(batch)]
+    seconds, low = time_layers(world, parts)
+    read = world.cache[0].nbytes * batch * context / padded(world)
+    rate = device_read_rate()
+    assert rate is not None, "another program has this GPU's memory"
+    limits = {
+        "reads": read / rate.bytes_per_s,
+        "products": operations(world, parts) / PRODUCT_LIMIT,
+    }
+    shares = [f"{limit / seconds:.0%} of {of}" for of, limit in limits.items()]
+    print(
+        f"{name} context {context:6}: {seconds * 1e6:8.2f} us (min {low * 1e6:.2f}), "
+        f"{read / seconds / 1e12:.2f} TB/s, {', '.join(shares)}, {kernels_of(world, parts)}",
+        flush=True,
+    )
+    return seconds
+
+
+def operations(world: World, parts: list[tuple[int, int, int]]) -> float:
+    """Of the products of queries with keys and of weights with values."""
+    pairs = sum(n * start + n * (n + 1) / 2 for _, start, n in parts)
+    return 4 * world.heads * world.size * pairs
 
 
 def kernels_of(world: World, parts: list[tuple[int, int, int]]) -> str:
@@ -210,19 +240,6 @@ def kernels_of(world: World, parts: list[tuple[int, int, int]]) -> str:
     step = world.step(parts)
     found = kernel.launches(world.call(parts), world.env(step), world.shape(step))
     return ", ".join(f"{each.spec.name.split('.')[1]} {each.grid}" for each in found)
-
-
-def report_tree(world: World, name: str, tokens: int, context: int) -> None:
-    """The time of a tree, and that of a chain of 11 beside it."""
-    seconds, low = time_layers(world, [(0, context - tokens, tokens)])
-    chain, _ = time_layers(replace(world, trees={}, scratch={}), [(0, context - 11, 11)])
-    read = world.cache[0].nbytes * context / padded(world)
-    print(
-        f"{name} tree of {tokens:2} context {context:6}: {seconds * 1e6:8.2f} us (min "
-        f"{low * 1e6:.2f}), {read / seconds / READ_LIMIT:.0%} of reads; a chain of 11: "
-        f"{chain * 1e6:.2f} us",
-        flush=True,
-    )
 
 
 def padded(world: World) -> int:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from support.attention import FP8, INT8, Part, World, run_one, same_bits
 from support.gpu import execute
+from support.long_batch import attend_long_batch
 
-from llmctl.plugins.ops.paged_attention import batch, kernel
+from llmctl.plugins.ops.paged_attention import batch, kernel, long_batch
 from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT
 
 LENGTHS = (40_000, 20_000, 9_000)
@@ -74,6 +75,21 @@ def test_requests_of_different_lengths_beside_each_other(world: World) -> None:
         rows = world.run(one, execute, (padding, padding))
         for (request, start, count), found in zip(one, rows, strict=True):
             assert same_bits(found, context(world, request, start, count))
+
+
+def test_thread_blocks_that_share_a_context_or_have_it_alone(world: World) -> None:
+    """Of long_batch.cu: binaries for 48, 88 and 128 rows, one block of rows and two."""
+    if not long_batch.covers_long_batch(world.call([(0, 0, 1)]), world.limits()):
+        pytest.skip("other kernels serve these heads")
+    for end in (LENGTHS[0], 16 * MOST_UNIT * KEYS + 1):
+        for tokens in (3, 11, 16, 17):
+            parts: list[Part] = [(0, end - tokens, tokens)]
+            wanted = context(world, 0, end - tokens, tokens)
+            for splits in (0, 1, 2, 7):
+                (found,) = attend_long_batch(world, parts, execute, splits, bound=LENGTHS[0])
+                assert same_bits(found, wanted), (end, tokens, splits)
+    many: list[Part] = [(i % 3, LENGTHS[i % 3] - 11, 11) for i in range(30)]
+    compare(world, many)
 
 
 def test_verifications_and_chunks_of_a_long_context(world: World) -> None:

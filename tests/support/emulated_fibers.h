@@ -25,6 +25,7 @@ using std::min;
 struct Index { int x, y, z; };
 struct alignas(8) int2 { int x, y; };
 struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 
 namespace emu {
@@ -52,6 +53,7 @@ struct Transactions {  // an mbarrier
   int count = 0, arrivals = 0, phase = 0;
   long long bytes = 0;
   void advance() {
+    if (arrivals < 0) fail("more arrive at a barrier than it counts");
     if (arrivals || bytes) return;
     arrivals = count, ++phase;
   }
@@ -85,6 +87,7 @@ struct Cluster {
   std::vector<Block*> blocks;
 };
 struct Copy { u8* to; const u8* from; u32 bytes; };
+struct Product { float* d; u32 a[4]; u64 b; int columns, add; };  // of a warpgroup: emulated_products.h
 struct Fiber {
   ucontext_t context;  // of its start
   jmp_buf place;       // where it waits
@@ -95,6 +98,8 @@ struct Fiber {
   int seen = 0, cluster_turn = 0;
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
+  std::vector<Product> open_products;
+  std::deque<std::vector<Product>> products;
 };
 inline Fiber* now;
 inline jmp_buf scheduler;

@@ -2,6 +2,7 @@
 // here.
 #include "emulated_fibers.h"
 #include "emulated_numbers.h"
+#include "emulated_products.h"
 
 namespace emu {
 // ---- shared memory: addresses are offsets, with the block of the cluster above them ----
@@ -31,6 +32,11 @@ inline void barrier_init(u32 at, u32 count) {
 inline void barrier_expect(u32 at, u32 bytes) {
   Transactions& its = now->own->barrier(at);
   --its.arrivals, its.bytes += bytes;
+  its.advance();
+}
+inline void barrier_arrive(u32 at) {
+  Transactions& its = now->own->barrier(at);
+  --its.arrivals;
   its.advance();
 }
 inline void barrier_wait(u32 at, u32 parity) {
@@ -114,6 +120,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {
   for (int i = 0; i < 4; ++i) found |= unsigned(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
   return found;
 }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline float __int_as_float(int x) { return emu::number(x); }
 inline float __uint_as_float(unsigned x) { return emu::number(x); }

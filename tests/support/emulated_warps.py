@@ -25,9 +25,13 @@ from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch
 from llmctl.plugins.core.cache_home import cache_home
 from llmctl.publish import write_cached
 
-_HEADERS = [Path(__file__).with_name(f"emulated_{n}.h") for n in ("warps", "fibers", "numbers")]
+_HEADERS = [
+    Path(__file__).with_name(f"emulated_{n}.h") for n in ("warps", "fibers", "numbers", "products")
+]
 _FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w")
-_PRODUCTS = "// ---- warpgroup products ----"  # of hopper.cuh: nothing here has them
+_PRODUCTS = (
+    "// ---- warpgroup products ----"  # of hopper.cuh: emulated_products.h has what is used here
+)
 # Where a statement's PTX begins with the first, the second; {0}, {1}, ... are its operands.
 _PTX = {
     "cvt.rn.bf16x2.f32": "{0} = emu::bf16({2}) | emu::u32(emu::bf16({1})) << 16",
@@ -41,10 +45,12 @@ _PTX = {
     "sub.rn.f16x2": 'emu::fail("bytes of INT8")',
     "ex2.approx.ftz.f32": "{0} = std::exp2({1})",
     "mbarrier.init": "emu::barrier_init({0}, {1})",
+    "mbarrier.arrive.shared::cta": "emu::barrier_arrive({0})",
     "mbarrier.arrive.expect_tx": "emu::barrier_expect({0}, {1})",
     "{.reg .pred done;again:mbarrier.try_wait": "emu::barrier_wait({0}, {1})",
     "barrier.cluster.arrive": "emu::cluster_arrive()",
     "barrier.cluster.wait": "emu::cluster_wait()",
+    "barrier.sync": "emu::sync_block({0}, {1})",
     "bar.sync 1": "emu::sync_block(1, {0})",
     "bar.sync 2": "emu::sync_block(2, {0})",
     "bar.arrive 2": "emu::arrive_block(2, {0})",
@@ -72,19 +78,33 @@ _PTX = {
     "mma.sync.aligned.m16n8k16": (
         "emu::multiply(TYPES, {0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9})"
     ),
+    "{.reg .pred p;setp.ne.b32 p, %": "emu::add_product(d, N, a, b, add)",  # of long_batch.cu
     "st.shared.f32": "emu::store<float>({0}, {{{1}}})",
     "st.shared.v2.f32": "emu::store<float>({0}, {{{1}, {2}}})",
     "st.shared.v2.u32": "emu::store<emu::u32>({0}, {{{1}, {2}}})",
     "st.shared.v4.u32 [%0], {%1, %1, %1, %1}": "emu::store<emu::u32>({0}, {{{1}, {1}, {1}, {1}}})",
+    "st.shared.v4.u32 [%0], {%1, %2, %3, %4}": (
+        "emu::store<emu::u32>({0}, {{{1}, {2}, {3}, {4}}})"
+    ),
+    "st.shared.v4.f32": "emu::store<float>({0}, {{{1}, {2}, {3}, {4}}})",
     "ld.shared.f32": "emu::load({1}, {0})",
     "ld.shared.v2.f32": "emu::load({2}, {0}, {1})",
     "ld.shared.v2.u32": "emu::load({2}, {0}, {1})",
     "ld.shared.v4.f32": "emu::load({4}, {0}, {1}, {2}, {3})",
     "ld.relaxed.gpu.global.f32": "{0} = *{1}",
+    "ld.relaxed.gpu.global.v2.f32": "{0} = {2}->x, {1} = {2}->y",
+    "ld.relaxed.gpu.global.v4.f32": ("({0} = {4}->x, {1} = {4}->y, {2} = {4}->z, {3} = {4}->w)"),
+    "atom.add.acq_rel.gpu.global.s32": "{0} = (*{1})++",
+    "atom.add.relaxed.gpu.global.s32": "{0} = (*{1})++",
+    "ld.acquire.gpu.global.s32": "(emu::leave(), {0} = *{1})",  # others come until they are there
 }
-_NOTHING = ("griddepcontrol", "fence.mbarrier_init")  # a CPU's order is that of the program
+_NOTHING = (
+    "griddepcontrol",
+    "fence.mbarrier_init",
+    "fence.proxy.async",
+)  # a CPU's order is that of the program
 # Of hopper.cuh and used by none of the kernels here.
-_UNKNOWN = ("createpolicy", "cp.async.bulk", "prefetch.tensormap", "mbarrier.arrive.shared::cta")
+_UNKNOWN = ("createpolicy", "cp.async.bulk", "prefetch.tensormap")
 
 
 def as_cpp(source: str) -> str:
@@ -146,8 +166,8 @@ def compiled(spec: KernelSpec) -> ctypes.CDLL:
     if spec.name in _libraries:
         return _libraries[spec.name]
     launch = f"""
-extern "C" void launch(int x, int y, int z, int seed, int late, void** values) {{
-  emu::run_grid(x, y, z, {spec.cluster}, {32 * spec.num_warps}, {spec.shared_bytes}, seed, late,
+extern "C" void launch(int x, int y, int z, int together, int seed, int late, void** values) {{
+  emu::run_grid(x, y, z, together, {32 * spec.num_warps}, {spec.shared_bytes}, seed, late,
                 [=] {{ emu::call({spec.entry}, values); }});
 }}
 """
@@ -168,9 +188,12 @@ extern "C" void launch(int x, int y, int z, int seed, int late, void** values) {
         return _libraries.setdefault(spec.name, ctypes.CDLL(str(kept)))
 
 
-def run(launches: Sequence[Launch], seed: int = 0, *, is_late: bool = False) -> None:
+def run(
+    launches: Sequence[Launch], seed: int = 0, *, is_late: bool = False, together: int = 0
+) -> None:
     """One after the other, threads in an order that follows from the seed. is_late: copies are done
-    when they are waited for."""
+    when they are waited for. together: thread blocks along x that wait for each other, where they
+    are no cluster."""
     kinds = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
     for launch in launches:
         library, values = compiled(launch.spec), []
@@ -178,4 +201,7 @@ def run(launches: Sequence[Launch], seed: int = 0, *, is_late: bool = False) -> 
             is_tensor = isinstance(value, torch.Tensor)
             values.append(ctypes.c_void_p(value.data_ptr()) if is_tensor else kinds[kind](value))
         pointers = [ctypes.cast(ctypes.pointer(each), ctypes.c_void_p) for each in values]
-        library.launch(*launch.grid, seed, int(is_late), (ctypes.c_void_p * len(values))(*pointers))
+        at_once = together or launch.spec.cluster
+        library.launch(
+            *launch.grid, at_once, seed, int(is_late), (ctypes.c_void_p * len(values))(*pointers)
+        )

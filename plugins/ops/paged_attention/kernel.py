@@ -5,9 +5,10 @@ split the keys over thread blocks; those for longer requests, the context chunks
 that may have both launches both kernels, and each skips the other's requests: the result of a row
 is the same in either. Where few thread blocks have to be fast together, verification.cu or
 generation.cu processes the short requests; where many requests have one or two tokens each, or
-contexts are long, batch.cu; where contexts are long and requests have more tokens, long.cu; where
-many have more, tree.cu. chunk.cu processes context chunks. In steps with trees one kernel that
-supports paths serves the short (long.py, tree.py, triton_tree.py).
+contexts are long, batch.cu; where contexts are long and requests have more tokens, long.cu for few
+requests and long_batch.cu for the others; where many have more, tree.cu. chunk.cu processes context
+chunks. In steps with trees one kernel that supports paths serves the short (long.py, long_batch.py,
+tree.py, triton_tree.py).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from llmctl.plugins.ops.paged_attention.launch_arguments import (
     partials,
 )
 from llmctl.plugins.ops.paged_attention.long import long_launch, long_specs
+from llmctl.plugins.ops.paged_attention.long_batch import long_batch_launch, long_batch_specs
 from llmctl.plugins.ops.paged_attention.source_specs import SHORT, group_size
 from llmctl.plugins.ops.paged_attention.tiles import count_units
 from llmctl.plugins.ops.paged_attention.triton_specs import (
@@ -87,6 +89,7 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
         *(spec for make in by_warp for spec in make(call, limits)),
         *(chunk_specs(call, limits) if covers_chunks(call, limits) else []),
         *long_specs(call, limits),
+        *long_batch_specs(call, limits),
         *tree.tree_specs(call, limits),
     ]
 
@@ -190,11 +193,14 @@ def _trees(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch
 def _long(
     call: OpCall, env: LaunchEnv, shape: StepShape, short: int, has_trees: bool = False
 ) -> Launch | None:
-    """long.cu's launch; None as in `_few`."""
+    """The launch of long.cu or, for several requests, long_batch.cu; None as in `_few`."""
     if not env.use_pdl:
         return None
     own = own_tensors(call, env), partials(call, env), logit_scale(call)
-    return long_launch(call, env, shape, *own, short, has_trees=has_trees)
+    few = long_launch(call, env, shape, *own, short, has_trees=has_trees)
+    if few is not None or shape.num_requests == 1:
+        return few
+    return long_batch_launch(call, env, shape, *own, short, has_trees=has_trees)
 
 
 def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch | None:

@@ -1,0 +1,110 @@
+"""long_batch.cu with its threads on a CPU: every way to divide contexts gives the same bits, which
+are near those of the reference; the bits of tensor cores are compared on a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from support import emulated_warps
+from support.attention import FP8, Part, World, same_bits
+from support.long_batch import BOUND, attend_long_batch
+from support.trees import along, random_parents
+
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention.reference import reference
+from llmctl.runtime.step import find_paths
+
+NAN = 0x7F
+
+
+def world_of(group: int, lengths: tuple[int, ...], **sizes: object) -> World:
+    """Two KV heads; what is in no request's cache is no number."""
+    sizes = {"kv_heads": 2, "tokens_per_block": 32, "spread": 3.0, **sizes}
+    heads = group * int(str(sizes["kv_heads"]))
+    world = World(heads, size=128, lengths=lengths, kv_dtype=FP8, max_seq_len=BOUND, **sizes)
+    per = world.tokens_per_block
+    used = torch.zeros(world.cache.shape[1], per, dtype=torch.bool)
+    for table, length in zip(world.tables, lengths, strict=True):
+        for position in range(length):
+            used[table[position // per], position % per] = True
+    unused = ~used[None, :, None, None, :, None].expand(world.cache.shape)
+    world.cache.view(torch.uint8)[unused] = NAN
+    return world
+
+
+def attend(
+    world: World, parts: list[Part], splits: int, *, has_trees: bool = False
+) -> list[torch.Tensor]:
+    """The rows of the parts, with copies done early or late."""
+
+    def execute(launches: Sequence[Launch]) -> None:
+        emulated_warps.run(launches, splits, is_late=splits % 2 == 0, together=splits)
+
+    return attend_long_batch(world, parts, execute, splits, has_trees=has_trees)
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "lengths", "sizes"),
+    [
+        (8, 11, (300, 11), {}),  # a row for each column of a binary
+        (7, 16, (1090,), {"tokens_per_block": 8, "kv_heads": 1}),  # all of a warpgroup copies
+        (8, 17, (200,), {"tokens_per_block": 128, "dtype": torch.float16}),  # two blocks of rows
+    ],
+    ids=str,
+)
+def test_contexts_divided_in_any_way(group, tokens, lengths, sizes):
+    world = world_of(group, lengths, **sizes)
+    parts = [(request, length - tokens, tokens) for request, length in enumerate(lengths)]
+    whole = torch.cat(attend(world, parts, 1))
+    step, call = world.step(parts), world.call(parts)
+    cache = world.cache.clone()
+    cache.view(torch.uint8)[cache.view(torch.uint8) == NAN] = 0
+    reference(call.inputs, call.outputs, call.attributes, step, cache)
+    wanted = call.outputs["out"].float()
+    assert (whole.float() - wanted).norm() < 2e-3 * wanted.norm()
+    for splits in (2, 3, 7):
+        assert same_bits(torch.cat(attend(world, parts, splits)), whole), splits
+    for request, length in enumerate(lengths):  # alone, with fewer tokens
+        (few,) = attend(world, [(request, length - 1, 1)], 2)
+        assert same_bits(few, whole[(request + 1) * tokens - 1 : (request + 1) * tokens])
+
+
+@pytest.mark.parametrize("group", [4, 8])
+def test_rows_have_the_bits_of_decoding_by_another_kernel(group):
+    """verification.cu adds the same numbers in the same order, sums of weights included."""
+    world = world_of(group, (700,))
+    rows = attend(world, [(0, 689, 11)], 1)[0]
+    for token in (0, 10):
+        one: list[Part] = [(0, 689 + token, 1)]
+        step, call = world.step(one), world.call(one)
+        env = replace(world.env(step), use_pdl=True)
+        (launch,) = kernel.launches(call, env, world.shape(step))
+        assert launch.spec.entry == "verification"
+        emulated_warps.run([launch])
+        assert same_bits(call.outputs["out"], rows[token : token + 1])
+
+
+@pytest.mark.parametrize(
+    ("group", "drafts", "root"),
+    [(8, 15, 20), (4, 31, 1023), (2, 70, 1100)],
+)
+def test_trees_get_the_bits_of_decoding_their_paths(group, drafts, root):
+    """The root in the first tile, in the last place of one, and in the middle of a work item, with
+    paths over three tiles."""
+    parents = random_parents(drafts, 3)
+    world = world_of(group, (root + drafts + 1, 200), kv_heads=1, trees={0: parents})
+    parts = [(0, root, drafts + 1), (1, 195, 5)]
+    found = [attend(world, parts, splits, has_trees=True) for splits in (1, 2, 5)]
+    for tree, chain in found[1:]:
+        assert same_bits(tree, found[0][0]) and same_bits(chain, found[0][1])
+    assert same_bits(found[0][1], attend(world, parts[1:], 1)[0])
+    paths, depths = find_paths(parents)
+    for token in (0, 1, drafts // 2, drafts):
+        depth = int(depths[token])
+        plain = along(world, root, tuple(paths[token, : depth + 1].tolist()))
+        (wanted,) = attend(plain, [(0, root + depth, 1)], 1)
+        assert same_bits(found[0][0][token : token + 1], wanted), token

@@ -1,0 +1,55 @@
+// Products of warpgroups on a CPU: they happen when they are waited for, so that what is overwritten too early shows.
+#pragma once
+
+#include "emulated_numbers.h"
+
+namespace emu {
+inline void add_product(float* d, int columns, const u32* a, u64 b, int add) {
+  now->open_products.push_back({d, {a[0], a[1], a[2], a[3]}, b, columns, add});
+}
+// A 16-bit number of a right operand: rows of 128 bytes with the 128-byte swizzle, atoms of eight as far apart as it says.
+inline float of_operand(u64 operand, int row, int k) {
+  static const std::vector<float> numbers = [] {
+    std::vector<float> all(1 << 16);
+    for (u32 h = 0; h < 1 << 16; ++h) all[h] = from_half(u16(h));
+    return all;
+  }();
+  u32 at = (u32(operand & 0x3FFF) << 4) + row / 8 * (u32(operand >> 32 & 0x3FFF) << 4) + row % 8 * 128 + k * 2;
+  at ^= (at >> 7 & 7) << 4;
+  if (at + 2 > now->own->size) fail("an operand outside of shared memory", at);
+  return numbers[*(const u16*)(now->own->memory + at)];
+}
+// Sums of another order than a GPU's, the same for all that computes them here.
+inline void finish(const Product& its) {
+  for (int i = 0; i < 8; ++i) {
+    ((float*)warp().shown[lane()])[i] = from_half(u16(its.a[i / 2] >> i % 2 * 16));
+  }
+  sync_warp();
+  for (int i = 0; i < its.columns / 2; ++i) {
+    double sum = its.add ? its.d[i] : 0.0f;
+    for (int k = 0; k < 16; ++k) {
+      const float* a = (const float*)warp().shown[lane() / 4 * 4 + k % 8 / 2];
+      sum += double(a[2 * (i / 2 % 2 + k / 8 * 2) + k % 2]) *
+             of_operand(its.b, i / 4 * 8 + lane() % 4 * 2 + i % 2, k);
+    }
+    its.d[i] = float(sum);
+  }
+  sync_warp();
+}
+}  // namespace emu
+
+inline emu::u64 operand(emu::u32 address) {
+  return emu::u64(address >> 4) | emu::u64(1024 >> 4) << 32;
+}
+inline void product_fence() {}
+inline void product_commit() {
+  emu::now->products.push_back(std::move(emu::now->open_products));
+  emu::now->open_products.clear();
+}
+template <int PENDING>
+void product_wait() {
+  for (auto& its = emu::now->products; int(its.size()) > PENDING; its.pop_front())
+    for (const emu::Product& each : its.front()) emu::finish(each);
+}
+template <int COUNT>
+void keep_order(float (&)[COUNT]) {}
