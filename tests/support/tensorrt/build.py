@@ -116,10 +116,11 @@ def compile_engine(checkpoint: Path, **options: Any) -> tuple[EnginePlan, dict[s
     return engine, {piece.name: piece for piece in described}
 
 
-# What makes a network of pieces, compiles it and reads the report; kernels and passes do not.
+# What makes a network of pieces, compiles it and reads the report, and the types of these. What
+# decides on pieces does not: they are compared themselves.
 _SOURCES = (
-    *("builder/*.py", "builder/tensorrt/*.py", "plugins/backends/tensorrt/*.py"),
-    *("plugins/core/*.py", "plugins/*/*/spec.py"),
+    *("builder/network.py", "builder/config.py", "builder/plan.py", "builder/tensorrt/*.py"),
+    *("plugins/core/op_spec.py", "plugins/core/operators.py", "plugins/backends/tensorrt/*.py"),
     *("plugins/*/tensorrt.py", "plugins/*/*/tensorrt.py"),
 )
 
