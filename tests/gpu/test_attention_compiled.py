@@ -8,10 +8,12 @@ from collections.abc import Callable
 import pytest
 from support.attention_compiled import (
     BY_WARP,
+    CHUNKS_ON_A_GPU_MACHINE,
     ON_A_GPU_MACHINE,
     PAGES_ON_A_GPU_MACHINE,
     TREES_HERE,
     check_chains,
+    check_chunk,
     check_pages,
     check_trees,
     check_verification,
@@ -43,6 +45,12 @@ def test_kernels_of_warps_compile_for_every_page_size(
 @pytest.mark.parametrize("kv", ["int8", "bfloat16", "fp8"])
 def test_verification_sends_through_shared_memory_and_has_room(heads: str, kv: str) -> None:
     check_verification(of_verification(heads, kv))
+
+
+@pytest.mark.parametrize(("heads", "kv"), CHUNKS_ON_A_GPU_MACHINE)
+@pytest.mark.parametrize("by_images", [False, True])
+def test_chunks_keep_sums_in_registers(heads: tuple[int, int], kv: str, by_images: bool) -> None:
+    check_chunk(heads, kv, by_images=by_images)
 
 
 def test_windows_compile_without_spills() -> None:

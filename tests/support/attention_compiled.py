@@ -16,7 +16,7 @@ import torch
 
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
-from llmctl.plugins.ops.paged_attention import batch, kernel, verification
+from llmctl.plugins.ops.paged_attention import batch, chunk, kernel, verification
 from llmctl.plugins.ops.paged_attention.triton_specs import split_spec
 from support.attention import FP8, World
 from support.attention_models import CACHES, world_of
@@ -49,6 +49,13 @@ TREES_HERE = ("64, FP8", "96, float16, sinks")
 # Tokens per block, for kernels with most to do and for all: more pages to a tile, one, and more
 # tiles to a page.
 PAGES_HERE, PAGES_ON_A_GPU_MACHINE = (8, 16, 1024), (8, 16, 64, 128, 1024)
+# Of chunk.cu, by (query heads, key/value heads) and cache.
+_CHUNK_HEADS, _CHUNK_CACHES = ((64, 8), (7, 1), (3, 3)), ("bfloat16", "float16", "fp8 of float16")
+CHUNKS_HERE = [
+    *(((64, 8), kv) for kv in ("fp8", *_CHUNK_CACHES)),
+    *((heads, "fp8") for heads in _CHUNK_HEADS[1:]),
+]
+CHUNKS_ON_A_GPU_MACHINE = [(heads, kv) for heads in _CHUNK_HEADS[1:] for kv in _CHUNK_CACHES]
 BY_WARP = (batch.batch_specs, verification.verification_specs)
 
 
@@ -92,6 +99,25 @@ def check_chains(specs: Sequence[KernelSpec]) -> None:
         if "generation" in spec.name:  # splits wait for each other: two must fit an SM
             assert 2 * binary.threads * (-(-binary.registers // 8) * 8) <= 1 << 16
             assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
+
+
+def check_chunk(heads: tuple[int, int], kv: str, *, by_images: bool) -> None:
+    """chunk.cu keeps sums in registers and products in flight."""
+    dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
+    kv_dtype = FP8 if kv.startswith("fp8") else dtype
+    world = World(*heads, 128, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
+    call, limits = world.call([(0, 0, 1)]), world.limits()
+    ((_, binary, code),) = compile_all([chunk.chunk_spec(call, limits, by_images=by_images)])
+    assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code)
+    # Logits of an item's first tile and of the next, eight steps each; values of a tile and of the
+    # last, four each.
+    assert len(re.findall(r"\bHGMMA", code)) == 24
+    # A compiler that cannot tell that registers are free waits after every product.
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 4
+    assert len(re.findall("USETMAXREG", code)) == 2
+    assert ("F2FP.F16.E4M3" in code) == (kv_dtype == FP8 and not by_images)
+    assert ("LDGSTS" in code) == (kv_dtype != FP8 and not by_images)
+    assert ("UBLKCP" in code) == by_images
 
 
 def check_windows(kv: str) -> None:

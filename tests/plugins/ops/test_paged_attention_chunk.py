@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
 import torch
 from support.attention import FP8, INT8, Part, World
-from support.kernel import disassemble
+from support.attention_compiled import CHUNKS_HERE, check_chunk
 
 from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.compiler import (
@@ -29,26 +28,10 @@ def launches_of(world: World, parts: list[Part]) -> list[Launch]:
     return kernel.launches(world.call(parts), env, world.shape(step))
 
 
-@pytest.mark.parametrize("heads", [(64, 8), (7, 1), (3, 3)], ids=str)
-@pytest.mark.parametrize("kv", ["bfloat16", "float16", "fp8", "fp8 of float16"])
+@pytest.mark.parametrize(("heads", "kv"), CHUNKS_HERE, ids=str)
 @pytest.mark.parametrize("by_images", [False, True])
 def test_it_keeps_sums_in_registers_and_products_in_flight(kv, heads, by_images):
-    dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
-    kv_dtype = FP8 if kv.startswith("fp8") else dtype
-    world = World(*heads, 128, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
-    call, limits = world.call([(0, 0, 1)]), world.limits()
-    binary = compile_kernel(chunk.chunk_spec(call, limits, by_images=by_images))
-    code = disassemble(binary)
-    assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code)
-    # Logits of an item's first tile and of the next, eight steps each; values of a tile and of the
-    # last, four each.
-    assert len(re.findall(r"\bHGMMA", code)) == 24
-    # A compiler that cannot tell that registers are free waits after every product.
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 4
-    assert len(re.findall("USETMAXREG", code)) == 2
-    assert ("F2FP.F16.E4M3" in code) == (kv_dtype == FP8 and not by_images)
-    assert ("LDGSTS" in code) == (kv_dtype != FP8 and not by_images)
-    assert ("UBLKCP" in code) == by_images
+    check_chunk(heads, kv, by_images=by_images)
 
 
 @pytest.mark.parametrize("tokens_per_block", [2, 8, 16, 64, 128])
