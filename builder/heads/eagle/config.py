@@ -87,7 +87,9 @@ class HeadConfig:
         windows = tuple(
             self.sliding_window if kind == "sliding_attention" else 0 for kind in self.layer_types
         )
-        if "sliding_attention" not in self.layer_types:
+        # EAGLE's own code reads no types and attends to all: those of other layers are a target's.
+        is_copy = not self.is_speculators and len(windows) != num_layers
+        if is_copy or "sliding_attention" not in self.layer_types:
             return (0,) * num_layers
         if len(windows) != num_layers or not self.sliding_window:
             raise CorruptFile(

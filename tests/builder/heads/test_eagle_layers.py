@@ -99,6 +99,8 @@ def test_how_far_layers_see_is_what_their_types_say(tmp_path: Path) -> None:
     for kinds, size in (([SLIDING], 8), ([SLIDING, FULL], None), ([SLIDING, SLIDING], 0)):
         with pytest.raises(CorruptFile, match="one type a layer and the size of the windows"):
             windows(kinds, size)
+    copied = save_head(tmp_path, make_head(), sliding_window=128, layer_types=[SLIDING, FULL] * 18)
+    assert check(copied).windows == (0,), "of the target; EAGLE's code reads none"
 
 
 @pytest.fixture
