@@ -115,10 +115,12 @@ def main() -> None:
     if arguments.binaries:
         for name, (metadata, cubin) in pickle.loads(arguments.binaries.read_bytes()).items():
             _binaries[name] = CompiledKernel.from_metadata(metadata, cubin)
-    device_read_rate()  # while all memory is free
+    rate = device_read_rate()  # while all memory is free
+    if rate is None:
+        raise SystemExit("another program has this GPU's memory: end it and start again")
     if not arguments.skip_checks:
         check()
-    measure(arguments.only)
+    measure(arguments.only, rate.bytes_per_s)
 
 
 def describe(binary: CompiledKernel) -> tuple[dict[str, object], bytes]:
@@ -180,19 +182,19 @@ def check() -> None:
             print("   ", line)
 
 
-def measure(only: str) -> None:
+def measure(only: str, read_rate: float) -> None:
     """Time generation, trees and context chunks; of one model generation alone."""
     short = [row for row in GENERATION if only in ("", row[0])]
     for model, is_fp8, batch, tokens, context in [*short, *(LONG if only in ("", "long") else ())]:
         world = big(model, is_fp8, batch, context)
         name = f"{model} {'fp8 ' if is_fp8 else 'bf16'} batch {batch:3} tokens {tokens:2}"
-        report(world, name, batch, tokens, context)
+        report(world, name, batch, tokens, context, read_rate)
     for model, is_fp8, batch, tokens, context in TREES if only in ("", "trees") else ():
         world = big(model, is_fp8, batch, context)
         parents = [(index - 1) // 3 * 2 - 1 if index else -1 for index in range(tokens - 1)]
         world.trees = dict.fromkeys(range(batch), parents)
         name = f"{model} {'fp8 ' if is_fp8 else 'bf16'} batch {batch:3} trees of {tokens:2}"
-        seconds = report(world, name, batch, tokens, context)
+        seconds = report(world, name, batch, tokens, context, read_rate)
         chain, _ = time_layers(
             replace(world, trees={}, scratch={}), [(r, context - 11, 11) for r in range(batch)]
         )
@@ -209,15 +211,15 @@ def measure(only: str) -> None:
         )
 
 
-def report(world: World, name: str, batch: int, tokens: int, context: int) -> float:
-    """Time requests of one length and print the share of the limit; seconds."""
+def report(
+    world: World, name: str, batch: int, tokens: int, context: int, read_rate: float
+) -> float:
+    """Time requests of one length and print the share of both limits; seconds."""
     parts = [(r, context - tokens, tokens) for r in range(batch)]
     seconds, low = time_layers(world, parts)
     read = world.cache[0].nbytes * batch * context / padded(world)
-    rate = device_read_rate()
-    assert rate is not None, "another program has this GPU's memory"
     limits = {
-        "reads": read / rate.bytes_per_s,
+        "reads": read / read_rate,
         "products": operations(world, parts) / PRODUCT_LIMIT,
     }
     shares = [f"{limit / seconds:.0%} of {of}" for of, limit in limits.items()]
