@@ -121,8 +121,10 @@ struct Attention {
     const auto take = [&](const Path& path, int64_t from, int64_t to, int64_t first,
                           int64_t count) {
       const float scale = shape.softmax_scale * key_scale;
+      const int64_t after = newest + 1 - first - kTileKeys;  // keys behind this tile
+      const int64_t ahead = path.tokens ? 0 : larger(0, smaller(kTileKeys, after));
       with_cache_type(step.kv_dtype, [&](auto type) {
-        w.tile.read<decltype(type)>(step, shape, blocks, kv_head, path, first, count);
+        w.tile.read<decltype(type)>(step, shape, blocks, kv_head, path, first, count, ahead);
       });
       int64_t r = from;
       for (; r + kScoreRows <= to; r += kScoreRows) {

@@ -8,6 +8,7 @@ namespace LLMCTL_ISA {
 namespace {
 
 constexpr int kTileKeys = 32;
+constexpr int kCacheLine = 64;  // bytes
 constexpr int kMaxRows = 32;  // (query, head) pairs of an item, unless one query has more heads
 #if defined(__AVX512F__)
 constexpr int kScoreRows = 4;  // rows that share loaded keys: 16 accumulators
@@ -71,21 +72,20 @@ struct Tile {
   float* keys;    // [padded_size][kTileKeys]
   float* values;  // [kTileKeys][padded_size]
 
+  // Keys [first, first + count) along `path`. Those of the next tile, `ahead` keys in the order of their
+  // positions, are brought into the processor's cache meanwhile, as they are in pages all over the
+  // memory: a few after each part of this tile, since it would wait for all at once.
   template <class C>
   void read(const Step& step, const Shape& shape, const int32_t* blocks, int64_t kv_head,
-            const Path& path, int64_t first, int64_t count) {
+            const Path& path, int64_t first, int64_t count, int64_t ahead) {
     using E = typename C::Element;
     const int64_t size = shape.size, padded = shape.padded_size();
-    const int64_t per_block = step.tokens_per_block;
-    const int64_t plane = shape.num_kv_heads * per_block * size;  // from K to V
-    const E* rows[kTileKeys];
-    for (int64_t j = 0; j < count; ++j) {
-      const int64_t at = path.place(first + j);
-      const int64_t block = blocks[at / per_block], offset = at % per_block;
-      const int64_t page = (shape.layer * step.num_blocks + block) * 2 * shape.num_kv_heads;
-      rows[j] = static_cast<const E*>(step.kv_cache) +
-                ((page + kv_head) * per_block + offset) * size;
-    }
+    const int64_t plane = shape.num_kv_heads * step.tokens_per_block * size;  // from K to V
+    const int64_t squares = kTileKeys / kLanes * (padded / kLanes);
+    const E *rows[kTileKeys], *next[kTileKeys];
+    find(step, shape, blocks, kv_head, path, first, count, rows);
+    find(step, shape, blocks, kv_head, Path{}, first + kTileKeys, ahead, next);
+    int64_t done = 0, asked = 0;
     for (int64_t j0 = 0; j0 < kTileKeys; j0 += kLanes) {
       for (int64_t d = 0; d < padded; d += kLanes) {
         V square[kLanes];
@@ -94,6 +94,8 @@ struct Tile {
         }
         transpose(square);
         for (int i = 0; i < kLanes; ++i) store(keys + (d + i) * kTileKeys + j0, square[i]);
+        const int64_t until = ahead * ++done / squares;
+        for (; asked < until; ++asked) prefetch(next[asked], size);
       }
     }
     for (int64_t j = 0; j < kTileKeys; ++j) {
@@ -101,6 +103,28 @@ struct Tile {
         const V value = j < count ? load_some<C>(rows[j] + plane + d, size - d) : set(0.0f);
         store(values + j * padded + d, value);
       }
+      if (j < ahead) prefetch(next[j] + plane, size);
+    }
+  }
+
+ private:
+  template <class E>
+  static void find(const Step& step, const Shape& shape, const int32_t* blocks, int64_t kv_head,
+                   const Path& path, int64_t first, int64_t count, const E** rows) {
+    const int64_t per_block = step.tokens_per_block;
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t at = path.place(first + j);
+      const int64_t block = blocks[at / per_block], offset = at % per_block;
+      const int64_t page = (shape.layer * step.num_blocks + block) * 2 * shape.num_kv_heads;
+      rows[j] = static_cast<const E*>(step.kv_cache) +
+                ((page + kv_head) * per_block + offset) * shape.size;
+    }
+  }
+  // Always inlined, as compilers take a function that only prefetches for one without effect.
+  template <class E>
+  __attribute__((always_inline)) static void prefetch(const E* row, int64_t size) {
+    for (int64_t at = 0; at < size; at += kCacheLine / (int64_t)sizeof(E)) {
+      __builtin_prefetch(row + at);
     }
   }
 };
