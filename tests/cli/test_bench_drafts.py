@@ -179,7 +179,7 @@ def test_a_sweep_measures_trees_beside_lengths(bench, engines, tmp_path):
     assert marks == {None, *trees.split(";")}
     assert "Which draft length or tree" in page.read_text()
     alone, _ = bench("latency", "--draft-engine", engines.draft, "--sweep-draft-tree", "1,2,2",
-                     "--target-output-len", 24, "--num-requests", 1)  # fmt: skip
+                     "--target-output-len", 48, "--num-requests", 4)  # fmt: skip
     assert len(alone["sweep"]["rows"]) == len(alone["sweep"]["tree_rows"]) == 1
 
 
