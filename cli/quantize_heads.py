@@ -162,13 +162,21 @@ def _read_eagle(folder: Path, source: Source) -> DraftHeads:
     _require_plain(folder, head.quantization)
     rope = read_rope(config.rope, DEFAULT_THETA, where)
     shape = EagleShape(
-        *(head.version, len(taps), hidden_size, config.hidden_size, config.intermediate_size),
-        *(config.num_heads, config.num_kv_heads, config.head_size, config.norm_epsilon),
-        *(config.vocab_size, config.draft_vocab_size, head.windows, config.norm_before_residual),
-        *(config.norm_before_fc, config.fc_norm, config.norm_output),
-        *(head.has_qk_norm, head.has_fc_bias, head.has_embedding),
-        DEFAULT_LENGTH,
-        lambda start, stop: rope.table(start, stop, config.head_size),
+        version=head.version,
+        num_taps=len(taps),
+        tensors={name: info.shape for name, info in head.tensors.items()},
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        norm_epsilon=config.norm_epsilon,
+        vocab_size=config.vocab_size,
+        windows=head.windows,
+        norm_before_residual=config.norm_before_residual,
+        norm_before_fc=config.norm_before_fc,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+        num_steps=DEFAULT_LENGTH,
+        rotary=lambda start, stop: rope.table(start, stop, config.head_size),
     )
     stored = {name: info.name for name, info in head.tensors.items()}
     if head.is_reduced:

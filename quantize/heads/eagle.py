@@ -6,7 +6,7 @@ head's tensors, but for its output matrix: ModelOpt leaves out what is called lm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,82 +14,52 @@ if TYPE_CHECKING:
     import torch
 
 VOCABULARY = "vocabulary"  # path of the output matrix
+EMBEDDING = "embed_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class EagleShape:
-    """Sizes, and which of its forms a head has. version: 1 (and 2) or 3. windows: of each layer's
-    attention, in tokens, 0: full. rotary: (first position, last) -> the table of RoPE [positions,
-    head_size], half of it cosines and half sines (builder/rope.py)."""
+    """Which of its forms a head has. version: 1 (and 2) or 3. tensors: shapes by name, as
+    builder/heads/eagle/shapes.py lists them, of weights [outputs, inputs] and norms. windows: of
+    each layer's attention, in tokens, 0: full. rotary: (first position, last) -> the table of RoPE
+    [positions, head_size], half of it cosines and half sines (builder/rope.py)."""
 
     version: int
     num_taps: int
-    target_hidden: int
-    hidden_size: int
-    intermediate_size: int
+    tensors: Mapping[str, tuple[int, ...]]
     num_heads: int
     num_kv_heads: int
     head_size: int
     norm_epsilon: float
     vocab_size: int  # of the target
-    draft_vocab_size: int
     windows: tuple[int, ...]
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
-    has_qk_norm: bool
-    has_fc_bias: bool
-    has_embedding: bool
     num_steps: int
     rotary: Callable[[int, int], torch.Tensor]
 
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of the linears, by their paths in the module."""
-        width, inner, is_first = self.hidden_size, self.intermediate_size, self.version == 1
-        features = self.num_taps * self.target_hidden
-        found = {"fc": (features + width if is_first else features, width)}
-        for layer in range(len(self.windows)):
-            prefix = f"layers.{layer}"
-            read = 2 * width if layer == 0 and not is_first else width
-            queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-            found |= {
-                f"{prefix}.self_attn.q_proj": (read, queries),
-                f"{prefix}.self_attn.k_proj": (read, keys),
-                f"{prefix}.self_attn.v_proj": (read, keys),
-                f"{prefix}.self_attn.o_proj": (queries, width),
-                f"{prefix}.mlp.gate_proj": (width, inner),
-                f"{prefix}.mlp.up_proj": (width, inner),
-                f"{prefix}.mlp.down_proj": (inner, width),
-            }
-        return found if is_first else {**found, VOCABULARY: (width, self.draft_vocab_size)}
-
     def linears(self) -> dict[str, str]:
         """Paths in the module -> names of their modules."""
-        return {path: "lm_head" if path == VOCABULARY else path for path in self.sizes()}
+        return {
+            VOCABULARY if name == "lm_head" else name: name
+            for name, lengths in self._weights()
+            if len(lengths) == 2 and name != EMBEDDING
+        }
 
     def kept(self) -> dict[str, tuple[int, ...]]:
         """Paths of parameters that stay as they are -> their shapes; each is the weight of what its
         path names."""
-        width, size = (self.hidden_size,), (self.head_size,)
-        found: dict[str, tuple[int, ...]] = {}
-        for layer in range(len(self.windows)):
-            prefix = f"layers.{layer}"
-            found[f"{prefix}.post_attention_layernorm"] = width
-            if layer or self.version == 3:
-                found[f"{prefix}.input_layernorm"] = width
-            if self.has_qk_norm:
-                found |= {f"{prefix}.self_attn.{part}_norm": size for part in "qk"}
-        if self.version == 1:
-            return found
-        found |= {"layers.0.hidden_norm": width, "norm": width}
-        if self.norm_before_fc:
-            found["input_norm"] = (self.num_taps * self.target_hidden,)
-        for tap in range(self.num_taps if self.fc_norm else 0):
-            found[f"fc_norm.{tap}"] = (self.target_hidden,)
-        if self.has_embedding:
-            found["embed_tokens"] = (self.vocab_size, self.hidden_size)
-        return found
+        of_linears = self.linears()
+        return {
+            name: lengths for name, lengths in self._weights() if name not in of_linears.values()
+        }
+
+    def _weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for name, lengths in self.tensors.items():
+            if name.endswith(".weight"):
+                yield name.removesuffix(".weight"), lengths
 
 
 def make_eagle(
@@ -128,8 +98,9 @@ def make_eagle(
     class Eagle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            for path, (inputs, outputs) in shape.sizes().items():
-                has_bias = path == "fc" and shape.has_fc_bias
+            for path, module in shape.linears().items():
+                outputs, inputs = shape.tensors[f"{module}.weight"]
+                has_bias = f"{module}.bias" in shape.tensors
                 holder, name = self._holder(path)
                 holder.add_module(name, nn.Linear(inputs, outputs, bias=has_bias, device="meta"))
             for path, lengths in shape.kept().items():
@@ -149,7 +120,8 @@ def make_eagle(
         def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
             g = self._feature(hidden)
             seen = [Seen() for _ in shape.windows]
-            table = self.get_parameter("embed_tokens") if shape.has_embedding else embedding
+            kept = shape.kept()
+            table = self.get_parameter(EMBEDDING) if EMBEDDING in kept else embedding
             for step in range(shape.num_steps):
                 x, residual = self._begin(embed(tokens[:, step], table), g)
                 for layer in range(len(shape.windows)):
@@ -196,7 +168,7 @@ def make_eagle(
                 self._product(f"{prefix}.{part}_proj", x).view(count, -1, size).transpose(0, 1)
                 for part in "qkv"
             )
-            if shape.has_qk_norm:
+            if f"{prefix}.q_norm.weight" in shape.tensors:
                 q, k = self._norm(f"{prefix}.q_norm", q), self._norm(f"{prefix}.k_norm", k)
             q, k = rotate(q, step), rotate(k, step).repeat_interleave(groups, 0)
             seen.keys.append(k)

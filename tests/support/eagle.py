@@ -25,6 +25,18 @@ SIZES: dict[str, Any] = {  # of a head for one of these
     "vocab_size": VOCAB,
     "draft_vocab_size": 50,
 }
+HEAD_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # (of the tensors, of config.json)
+    "default": ({}, {}),
+    "residual": ({}, {"norm_before_residual": True}),
+    "theta": ({}, {"rope_theta": 50.0}),
+    "embedding": ({"own_embedding": True, "hidden_size": 48},
+                  {"hidden_size": 48, "target_hidden_size": 64}),
+    "qwen3": ({"qk_norm": True, "head_dim": 24}, {"head_dim": 24}),
+    "norm_before_fc": ({"input_norm": True}, {"norm_before_fc": True}),
+    "fc_norm": ({"fc_norm": True}, {"fc_norm": True}),
+    "norm_output": ({}, {"norm_output": True}),
+    "whole": ({"draft_vocab_size": 131}, {"draft_vocab_size": 131}),
+}  # fmt: skip
 DEMO_SHAPE = EagleShape(384, 512, 6, 2, (2, 4, 5))  # of a head for the demo target
 
 

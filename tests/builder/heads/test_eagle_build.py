@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.cuda import open_on_fake_device
 from support.cuda_build import HEADS
-from support.eagle import LAYOUTS, TorchHead, make_head, save_head
+from support.eagle import HEAD_FORMS, LAYOUTS, TorchHead, make_head, save_head
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -62,16 +62,7 @@ def close(found, wanted):
 
 
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # (of the head, of its config.json)
-    "default": ({}, {}),
-    "residual": ({}, {"norm_before_residual": True}),
-    "theta": ({}, {"rope_theta": 50.0}),
-    "embedding": ({"own_embedding": True, "hidden_size": 48},
-                  {"hidden_size": 48, "target_hidden_size": 64}),
-    "qwen3": ({"qk_norm": True, "head_dim": 24}, {"head_dim": 24}),
-    "norm_before_fc": ({"input_norm": True}, {"norm_before_fc": True}),
-    "fc_norm": ({"fc_norm": True}, {"fc_norm": True}),
-    "norm_output": ({}, {"norm_output": True}),
-    "whole": ({"draft_vocab_size": 131}, {"draft_vocab_size": 131}),
+    **HEAD_FORMS,
     "layers": ({"layers": 3, "qk_norm": True}, {"num_hidden_layers": 3, "norm_output": True}),
     "windows": ({"layers": 2}, {"num_hidden_layers": 2, "sliding_window": 5,
                                 "layer_types": ["sliding_attention", "full_attention"]}),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.eagle import HIDDEN, VOCAB, TorchHead, make_head, save_head
+from support.eagle import HEAD_FORMS, HIDDEN, VOCAB, TorchHead, make_head, save_head
 from support.eagle_first import FirstHead
 
 from llmctl.cli.quantize_heads import KINDS
@@ -24,16 +24,7 @@ SOURCE: Any = SimpleNamespace(
 )
 SLIDING, FULL = "sliding_attention", "full_attention"
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # (of the tensors, of config.json)
-    "default": ({}, {}),
-    "residual": ({}, {"norm_before_residual": True}),
-    "theta": ({}, {"rope_theta": 50.0}),
-    "embedding": ({"own_embedding": True, "hidden_size": 48},
-                  {"hidden_size": 48, "target_hidden_size": 64}),
-    "qwen3": ({"qk_norm": True, "head_dim": 24}, {"head_dim": 24}),
-    "norm_before_fc": ({"input_norm": True}, {"norm_before_fc": True}),
-    "fc_norm": ({"fc_norm": True}, {"fc_norm": True}),
-    "norm_output": ({}, {"norm_output": True}),
-    "whole": ({"draft_vocab_size": 131}, {"draft_vocab_size": 131}),
+    **HEAD_FORMS,
     "layers": ({"layers": 3, "qk_norm": True}, {"num_hidden_layers": 3}),
     "windows": ({"layers": 2}, {"sliding_window": 3, "layer_types": [SLIDING, FULL]}),
     "window": ({}, {"sliding_window": 1, "layer_types": [SLIDING]}),
